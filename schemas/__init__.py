@@ -1,0 +1,39 @@
+"""What a rollout table is: its columns, its named invariants, its metadata."""
+
+from typing import TYPE_CHECKING
+
+from schemas._lazy import exports
+
+if TYPE_CHECKING:
+    from schemas.checker import Checker, ValidationError, check, raise_errors, validate
+    from schemas.columns import COLUMNS, Column, arrow_schema, documentation_table
+    from schemas.errors import RolloutError
+    from schemas.metadata import SCHEMA_VERSION, DatasetMetadata, upgrade
+    from schemas.rules import RULES, Rule
+
+__all__ = [
+    "COLUMNS",
+    "RULES",
+    "SCHEMA_VERSION",
+    "Checker",
+    "Column",
+    "DatasetMetadata",
+    "RolloutError",
+    "Rule",
+    "ValidationError",
+    "arrow_schema",
+    "check",
+    "documentation_table",
+    "raise_errors",
+    "upgrade",
+    "validate",
+]
+
+_MODULES = {
+    "schemas.checker": ("Checker", "ValidationError", "check", "raise_errors", "validate"),
+    "schemas.columns": ("COLUMNS", "Column", "arrow_schema", "documentation_table"),
+    "schemas.errors": ("RolloutError",),
+    "schemas.metadata": ("SCHEMA_VERSION", "DatasetMetadata", "upgrade"),
+    "schemas.rules": ("RULES", "Rule"),
+}
+__getattr__ = exports(__name__, _MODULES)

@@ -1,0 +1,208 @@
+"""How to break one named invariant of a valid table while all others still hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+from hypothesis import strategies as st
+
+from schemas.columns import COLUMN_BY_NAME, REQUIRED_COLUMNS
+
+Row = dict[str, Any]
+Draw = st.DrawFn
+
+
+@dataclass(frozen=True, slots=True)
+class Breaker:
+    """One way to break a rule.
+
+    Attributes:
+        apply: Changes the rows in place. May return the nullable columns of the result.
+        columns: Nullable columns the table must have for it.
+    """
+
+    apply: Callable[[Draw, list[Row]], tuple[str, ...] | None]
+    columns: tuple[str, ...] = ()
+
+
+def break_types(draw: Draw, table: pa.Table) -> pa.Table:
+    """Drop a required column, change its type, or put a null where none may be."""
+    name = draw(st.sampled_from(REQUIRED_COLUMNS))
+    index = table.column_names.index(name)
+    way = draw(st.sampled_from(["drop", "retype", "null"]))
+    if way == "drop":
+        return table.remove_column(index)
+    values = table.column(name).to_pylist()
+    if way == "retype":
+        return table.set_column(index, name, pa.array([str(v) for v in values], pa.binary()))
+    values[draw(st.integers(0, len(values) - 1))] = None
+    return table.set_column(index, name, pa.array(values, COLUMN_BY_NAME[name].type))
+
+
+def _any(draw: Draw, rows: list[Row]) -> Row:
+    row: Row = draw(st.sampled_from(rows))
+    return row
+
+
+def _position(draw: Draw, values: list[Any]) -> int:
+    return draw(st.integers(0, len(values) - 1))
+
+
+def _duplicate(draw: Draw, rows: list[Row]) -> None:
+    """The first trajectory once more at the end, or under an id that is not its name."""
+    first = [dict(r) for r in rows if r["trajectory_id"] == rows[0]["trajectory_id"]]
+    if draw(st.booleans()):
+        rows.extend(first)
+    else:
+        for row in rows[: len(first)]:
+            row["trajectory_id"] += "x"
+
+
+def _split(draw: Draw, rows: list[Row]) -> None:
+    """A further row of the first trajectory after those of the last."""
+    del draw
+    length = sum(r["trajectory_id"] == rows[0]["trajectory_id"] for r in rows)
+    rows.append(dict(rows[length - 1]) | {"step_index": length})
+
+
+def _renumber(draw: Draw, rows: list[Row]) -> None:
+    _any(draw, rows)["step_index"] += draw(st.sampled_from([1, 7, -9]))
+
+
+def _flip_boundary(draw: Draw, rows: list[Row]) -> None:
+    row = draw(st.sampled_from(rows[:-1]))
+    row["is_last_step"] = not row["is_last_step"]
+    if row["is_last_step"]:  # the row after it must not look like a restart of the trajectory
+        assert row["step_index"] >= 0
+
+
+def _open_end(draw: Draw, rows: list[Row]) -> None:
+    del draw
+    rows[-1]["is_last_step"] = False
+
+
+def _empty_prompt(draw: Draw, rows: list[Row]) -> None:
+    _any(draw, rows)["prompt_token_ids"] = []
+
+
+def _empty_response(draw: Draw, rows: list[Row]) -> None:
+    _any(draw, rows).update({"response_ids": [], "loss_mask": []})
+    rows[0]["loss_mask"] = [True] * len(rows[0]["response_ids"])
+    rows[-1]["loss_mask"] = [True] * len(rows[-1]["response_ids"])
+
+
+def _shift_logprobs(draw: Draw, rows: list[Row]) -> None:
+    row = _any(draw, rows)
+    name = draw(st.sampled_from(["loss_mask", "rollout_logprobs"]))
+    values = row[name] or [-1.0] * len(row["response_ids"])
+    row[name] = values + values[-1:] if draw(st.booleans()) else values[:-1]
+    if name == "loss_mask":
+        rows[0 if row is not rows[0] else -1]["loss_mask"][0] = True
+
+
+def _negative_token(draw: Draw, rows: list[Row]) -> None:
+    row = _any(draw, rows)
+    tokens = row[draw(st.sampled_from(["prompt_token_ids", "response_ids"]))]
+    tokens[_position(draw, tokens)] = draw(st.sampled_from([-1, -100]))
+
+
+def _mask_all(draw: Draw, rows: list[Row]) -> None:
+    del draw
+    for row in rows:
+        row["loss_mask"] = [False] * len(row["loss_mask"])
+
+
+def _set_logprob(values: list[float]) -> Callable[[Draw, list[Row]], None]:
+    def apply(draw: Draw, rows: list[Row]) -> None:
+        row = _any(draw, rows)
+        logprobs = [-1.0] * len(row["response_ids"])
+        logprobs[_position(draw, logprobs)] = draw(st.sampled_from(values))
+        row["rollout_logprobs"] = logprobs
+
+    return apply
+
+
+def _bad_reward(draw: Draw, rows: list[Row]) -> None:
+    _any(draw, rows)["reward"] = draw(st.sampled_from([float("nan"), float("inf")]))
+
+
+def _other_sum(draw: Draw, rows: list[Row]) -> None:
+    row = _any(draw, rows)
+    row["rewards"] = [1.0] * len(row["response_ids"])
+    row["reward"] = len(row["rewards"]) + draw(st.sampled_from([0.5, -0.5]))
+    rows[-1 if rows[-1] is not row else 0].update({"rewards": None, "reward": 1.0})
+    for end in rows:
+        if end["is_last_step"] and end is not row:
+            end.update({"rewards": None, "reward": 1.0})
+
+
+def _early_reward(draw: Draw, rows: list[Row]) -> None:
+    del draw
+    last = next(r for r in rows if r["is_last_step"])
+    if last["step_index"] == 0:
+        last["is_last_step"] = False
+        rows.insert(rows.index(last) + 1, dict(last) | {"step_index": 1, "is_last_step": True})
+    inner = rows[0]
+    end = next(r for r in rows if r["is_last_step"])
+    inner["reward"], end["reward"] = 1.0, 0.0
+
+
+def _bad_segment(draw: Draw, rows: list[Row]) -> None:
+    row = _any(draw, rows)
+    num = len(row["response_ids"])
+    spans = [[(0, num + 1)], [(-1, 1)], [(0, 0)], [(0, 1), (0, 1)], [(num, 1)]]
+    row["segments"] = [
+        {"start": start, "length": length, "step_index": row["step_index"]}
+        for start, length in draw(st.sampled_from(spans))
+    ]
+
+
+def _bad_prefix(draw: Draw, rows: list[Row]) -> None:
+    for row in rows:
+        row["parent_step_index"], row["prefix_length"] = None, 0
+        row["prompt_suffix_ids"] = row.pop("prompt_token_ids")
+    row = _any(draw, rows)
+    way = draw(st.sampled_from(["root", "self", "long", "negative"]))
+    if way in ("self", "root"):
+        row["parent_step_index"] = row["step_index"] if way == "self" else None
+        row["prefix_length"] = 1 if way == "root" else 0
+    elif way == "long" and row["step_index"] > 0:
+        row["parent_step_index"], row["prefix_length"] = 0, 10_000
+    else:
+        row["prefix_length"] = -1
+
+
+def _long_routes(draw: Draw, rows: list[Row]) -> None:
+    row = _any(draw, rows)
+    num = len(row["prompt_token_ids"]) + len(row["response_ids"])
+    way = draw(st.sampled_from(["long", "none", "negative"]))
+    count = {"long": num + 1, "none": 0, "negative": num}[way]
+    expert = -1 if way == "negative" else 0
+    row["rollout_expert_indices"] = [[[0, expert], [0, 1]] for _ in range(count)]
+
+
+BREAKERS: dict[str, Breaker] = {
+    "unique_trajectory": Breaker(_duplicate),
+    "contiguous_trajectory": Breaker(_split),
+    "step_index_sequence": Breaker(_renumber),
+    "boundary_alignment": Breaker(_flip_boundary),
+    "final_row_is_last": Breaker(_open_end),
+    "nonempty_prompt": Breaker(_empty_prompt),
+    "nonempty_response": Breaker(_empty_response),
+    "lengths_align": Breaker(_shift_logprobs, ("rollout_logprobs",)),
+    "token_range": Breaker(_negative_token),
+    "mask_trains_something": Breaker(_mask_all),
+    "logprobs_finite": Breaker(
+        _set_logprob([float("nan"), float("-inf"), float("inf"), -9999.0]), ("rollout_logprobs",)
+    ),
+    "logprobs_nonpositive": Breaker(_set_logprob([0.25, 7.0]), ("rollout_logprobs",)),
+    "reward_finite": Breaker(_bad_reward, ("reward",)),
+    "reward_matches_rewards": Breaker(_other_sum, ("reward", "rewards")),
+    "outcome_on_last_step": Breaker(_early_reward, ("reward",)),
+    "segments_in_range": Breaker(_bad_segment, ("segments",)),
+    "prefix_reference": Breaker(_bad_prefix),
+    "routing_shape": Breaker(_long_routes, ("rollout_expert_indices",)),
+}

@@ -1,0 +1,224 @@
+"""`check` lists every breach of the named invariants as data; `validate` is `check` + raise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pyarrow as pa
+
+from schemas.columns import COLUMN_BY_NAME, REQUIRED_COLUMNS, TOKEN_SOURCES
+from schemas.errors import RolloutError
+from schemas.row_checks import ROW_CHECKS, check_token_range
+from schemas.rules import RULES
+from schemas.structure_checks import (
+    STRUCTURE_COLUMNS,
+    Runs,
+    check_outcome,
+    check_prefix,
+    check_structure,
+)
+from schemas.types import PREFIX_TYPES, accepts, accepts_column, as_table, is_list
+from schemas.view import BREACH_SCHEMA, View, breach_frame
+
+
+class ValidationError(RolloutError):
+    """A table breaks named invariants; `.breaches` holds all of them (see `BREACH_SCHEMA`)."""
+
+    def __init__(self, breaches: pl.DataFrame, where: str = "table") -> None:
+        self.breaches = breaches
+        first = breaches.row(0, named=True)
+        super().__init__(
+            first["rule"],
+            _place(first, where),
+            first["got"] + _others(breaches),
+            first["expected"],
+            RULES[first["rule"]].hint,
+        )
+
+
+def _place(breach: dict[str, Any], where: str) -> str:
+    parts = [where]
+    if breach["row"] is not None:
+        parts.append(f"row {breach['row']}")
+    if breach["trajectory_id"] is not None:
+        parts.append(f"trajectory {breach['trajectory_id']!r}")
+    if breach["column"] is not None:
+        parts.append(f"column {breach['column']!r}")
+    return ", ".join(parts)
+
+
+def _others(breaches: pl.DataFrame) -> str:
+    count = len(breaches) - 1
+    return f" (and {count} more breaches)" if count else ""
+
+
+class Checker:
+    """Checks a dataset table by table, each cut at trajectory boundaries.
+
+    Example:
+        >>> checker = Checker()
+        >>> for table in tables:
+        ...     breaches = checker.check(table)
+        >>> breaches = checker.finish()
+    """
+
+    def __init__(self, vocab_size: int | None = None) -> None:
+        self._vocab_size = vocab_size
+        self._seen: set[str] = set()
+        self._num_rows = 0
+        self._open_end: str | None = None
+        self._trains = False
+        self._has_healthy_rows = False
+
+    def check(self, data: Any) -> pl.DataFrame:
+        """Breaches of the next table; rows are counted over all tables so far.
+
+        Args:
+            data: Anything that speaks Arrow, with `prompt_token_ids` or the prefix columns.
+        """
+        table = as_table(data)
+        types, unusable = check_types(table, self._num_rows)
+        view = View(table, self._num_rows, unusable)
+        found = [types]
+        for check in ROW_CHECKS:
+            found += check(view)
+        found += check_token_range(view, self._vocab_size)
+        if view.has(*STRUCTURE_COLUMNS) and table.num_rows:
+            found += self._structure(view)
+        self._note_training(view)
+        self._num_rows += table.num_rows
+        return pl.concat(found)
+
+    def finish(self) -> pl.DataFrame:
+        """Breaches that only the end of the dataset shows."""
+        found = [pl.DataFrame(schema=BREACH_SCHEMA)]
+        if self._open_end is not None:
+            found.append(self._unfinished("final_row_is_last"))
+        if self._has_healthy_rows and not self._trains:
+            name, expected = "mask_trains_something", "some true"
+            found.append(breach_frame(name, [None], [None], "loss_mask", ["all false"], [expected]))
+        return pl.concat(found)
+
+    def _structure(self, view: View) -> Iterator[pl.DataFrame]:
+        if self._open_end is not None:
+            yield self._unfinished("boundary_alignment")
+        last = view.array("is_last_step")
+        runs = Runs.of(view.strings("trajectory_id"), view.array("step_index"), last)
+        yield from check_structure(view, runs, self._seen)
+        yield from check_outcome(view, runs)
+        yield from check_prefix(view, runs)
+        self._open_end = None if last[-1] else view.table.column("trajectory_id")[-1].as_py()
+
+    def _unfinished(self, rule: str) -> pl.DataFrame:
+        row = self._num_rows - 1
+        return breach_frame(rule, [row], [self._open_end], "is_last_step", ["false"], ["true"])
+
+    def _note_training(self, view: View) -> None:
+        if view.has("loss_mask"):
+            self._trains = self._trains or bool(view.ragged("loss_mask").values.any())
+            self._has_healthy_rows = self._has_healthy_rows or bool(view.is_null("error").any())
+
+
+def check(data: Any, *, vocab_size: int | None = None) -> pl.DataFrame:
+    """Every breach of the named invariants in a whole table.
+
+    Args:
+        data: Anything that speaks Arrow.
+        vocab_size: Upper bound (exclusive) of token ids; None: unknown.
+
+    Returns:
+        One row per breach: rule, severity, row, trajectory_id, column, got, expected.
+
+    Example:
+        >>> check(table)["rule"].to_list()  # loss_mask is one element short in row 3
+        ['lengths_align']
+    """
+    checker = Checker(vocab_size)
+    return pl.concat([checker.check(data), checker.finish()])
+
+
+def validate(data: Any, *, vocab_size: int | None = None) -> None:
+    """Raise on the errors (not the warnings) that `check` finds.
+
+    Raises:
+        ValidationError: With all breaches of severity `error`.
+    """
+    raise_errors(check(data, vocab_size=vocab_size))
+
+
+def raise_errors(breaches: pl.DataFrame, where: str = "table") -> None:
+    """Raise a `ValidationError` if any breach is of severity `error`."""
+    errors = breaches.filter(pl.col("severity") == "error")
+    if len(errors):
+        raise ValidationError(errors, where)
+
+
+def check_types(table: pa.Table, row_offset: int = 0) -> tuple[pl.DataFrame, frozenset[str]]:
+    """columns_and_types, and the columns that later checks must leave alone.
+
+    Returns:
+        Breaches, and the names of the columns at fault.
+    """
+    found = [pl.DataFrame(schema=BREACH_SCHEMA)]
+    encoded = PREFIX_TYPES.keys() <= set(table.column_names)
+    stands_in = {"prompt_token_ids"} if encoded else set()
+    missing = set(REQUIRED_COLUMNS) - stands_in - set(table.column_names)
+    found += [_wrong(name, "no such column", "a required column") for name in sorted(missing)]
+    for name in table.column_names:
+        found += _check_column(table, name, row_offset)
+    breaches = pl.concat(found)
+    return breaches, frozenset(breaches["column"].to_list())
+
+
+def _check_column(table: pa.Table, name: str, row_offset: int) -> list[pl.DataFrame]:
+    column, actual = COLUMN_BY_NAME.get(name), table.schema.field(name).type
+    if column is None and name not in PREFIX_TYPES:
+        return []
+    if column is None:
+        fits, expected, nullable = accepts(PREFIX_TYPES[name], actual), PREFIX_TYPES[name], False
+        nullable = name == "parent_step_index"
+    else:
+        fits, expected, nullable = accepts_column(column, actual), column.type, column.nullable
+    if not fits:
+        return [_wrong(name, str(actual), str(expected or "list<fixed list<fixed list<int16>>>"))]
+    return _check_nulls(table, name, row_offset, nullable=nullable)
+
+
+def _check_nulls(
+    table: pa.Table, name: str, row_offset: int, *, nullable: bool
+) -> list[pl.DataFrame]:
+    view, values = View(table, row_offset), table.column(name)
+    rule, found = "columns_and_types", []
+    if not nullable and values.null_count:
+        rows = np.flatnonzero(np.asarray(values.is_null()))
+        found.append(view.breaches(rule, rows, name, ["null"] * len(rows), "a value"))
+    rows = _rows_with_null_elements(values)
+    if len(rows):
+        found.append(view.breaches(rule, rows, name, ["a null element"] * len(rows), "no null"))
+    if name == "token_source":
+        known = pa.compute.is_in(
+            values.cast(pa.large_string()), pa.array(TOKEN_SOURCES, pa.large_string())
+        )
+        rows = np.flatnonzero(~np.asarray(known) & np.asarray(values.is_valid()))
+        got = [repr(v) for v in values.cast(pa.large_string()).take(pa.array(rows)).to_pylist()]
+        found.append(view.breaches(rule, rows, name, got, " or ".join(TOKEN_SOURCES)))
+    return found
+
+
+def _rows_with_null_elements(values: pa.ChunkedArray) -> np.ndarray[Any, np.dtype[np.int64]]:
+    nested = is_list(values.type) and not pa.types.is_struct(values.type.value_type)
+    parents, flat = None, values
+    while nested and (is_list(flat.type) or pa.types.is_fixed_size_list(flat.type)):
+        index = np.asarray(pa.compute.list_parent_indices(flat), np.int64)
+        parents = index if parents is None else parents[index]
+        flat = pa.compute.list_flatten(flat)
+        if flat.null_count:
+            return np.unique(parents[np.flatnonzero(np.asarray(flat.is_null()))])
+    return np.zeros(0, np.int64)
+
+
+def _wrong(name: str, got: str, expected: str) -> pl.DataFrame:
+    return breach_frame("columns_and_types", [None], [None], name, [got], [expected])

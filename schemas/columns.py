@@ -1,0 +1,224 @@
+"""The rollout table, declared once.
+
+`COLUMNS` is the only place where a column's name, Arrow type, nullability, length rule and
+meaning are written; the Arrow schema, the documentation table, the Hypothesis strategies and the
+checks are derived from it. One row is one sequence: a step of a trajectory, or several merged ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import pyarrow as pa
+
+
+class Length(Enum):
+    """What the length of a list column follows in every row."""
+
+    FREE = "free"
+    RESPONSE = "response"  # one element per token of `response_ids`
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Column:
+    """One declared column.
+
+    Attributes:
+        name: Column name.
+        type: Declared Arrow type, what the writer casts to; None where it depends on the data
+            (routing, whose layer count and top-k are the model's).
+        nullable: A nullable column may hold nulls and may be absent altogether.
+        length: Length rule of a list column.
+        meaning: One line for the documentation.
+    """
+
+    name: str
+    type: pa.DataType | None
+    nullable: bool = False
+    length: Length = Length.FREE
+    meaning: str
+
+
+METRICS_TYPE = pa.map_(pa.string(), pa.float64())
+
+SEGMENT_FIELDS: tuple[pa.Field, ...] = (
+    pa.field("start", pa.int32()),
+    pa.field("length", pa.int32()),
+    pa.field("step_index", pa.int32()),
+)
+"""Fields every segment has. Per-step values (reward, stop_reason, the user's own) follow them."""
+
+COLUMNS: tuple[Column, ...] = (
+    Column(name="instance_id", type=pa.string(), meaning="the task or prompt; names the group"),
+    Column(name="repetition_id", type=pa.int32(), meaning="which attempt at the instance, from 0"),
+    Column(
+        name="trajectory_id", type=pa.string(), meaning="`{instance_id}_{repetition_id}`, unique"
+    ),
+    Column(
+        name="step_index",
+        type=pa.int32(),
+        meaning="0..n-1 over the trajectory's rows, ordered by the last step they hold",
+    ),
+    Column(
+        name="is_last_step",
+        type=pa.bool_(),
+        meaning="true on the trajectory's final row only, which holds its last step",
+    ),
+    Column(
+        name="prompt_token_ids",
+        type=pa.list_(pa.int32()),
+        meaning="the exact ids the engine was given",
+    ),
+    Column(
+        name="response_ids", type=pa.list_(pa.int32()), meaning="the exact ids the engine sampled"
+    ),
+    Column(
+        name="loss_mask",
+        type=pa.list_(pa.bool_()),
+        length=Length.RESPONSE,
+        meaning="true where the response token trains",
+    ),
+    Column(
+        name="rollout_logprobs",
+        type=pa.list_(pa.float32()),
+        nullable=True,
+        length=Length.RESPONSE,
+        meaning="the sampler's log-probabilities, nats; 0.0 at tokens that were not sampled",
+    ),
+    Column(
+        name="reward",
+        type=pa.float64(),
+        nullable=True,
+        meaning="the row's scalar reward (of a merged row: the sum); null is unknown, never 0",
+    ),
+    Column(
+        name="rewards",
+        type=pa.list_(pa.float64()),
+        nullable=True,
+        length=Length.RESPONSE,
+        meaning="one reward per response token; sums to `reward`",
+    ),
+    Column(
+        name="segments",
+        type=pa.list_(pa.struct(list(SEGMENT_FIELDS))),
+        nullable=True,
+        meaning=(
+            "the ranges of `response_ids` that were sampled, in order, with the original step "
+            "index and every per-step value; null: the whole response is one step's"
+        ),
+    ),
+    Column(
+        name="stop_reason",
+        type=pa.string(),
+        nullable=True,
+        meaning="the engine's or harness's word for why sampling ended",
+    ),
+    Column(
+        name="policy_version",
+        type=pa.int32(),
+        nullable=True,
+        meaning="weights that sampled the row; of a merged row: the oldest",
+    ),
+    Column(name="temperature", type=pa.float32(), nullable=True, meaning="sampling temperature"),
+    Column(name="top_p", type=pa.float32(), nullable=True, meaning="nucleus truncation; 1 is off"),
+    Column(
+        name="top_k", type=pa.int32(), nullable=True, meaning="top-k truncation; 0 or less is off"
+    ),
+    Column(
+        name="rollout_expert_indices",
+        type=None,
+        nullable=True,
+        meaning=(
+            "list<fixed list<fixed list<int16, topk>, layers>>: experts chosen for a leading "
+            "part of prompt + response, 1 to p+r tokens"
+        ),
+    ),
+    Column(
+        name="agent",
+        type=pa.string(),
+        nullable=True,
+        meaning="whose call it was, where the harness says (`main`, `checker`)",
+    ),
+    Column(
+        name="token_source",
+        type=pa.string(),
+        meaning="`engine` (exact ids) or `retokenized` (from text)",
+    ),
+    Column(
+        name="error",
+        type=pa.string(),
+        nullable=True,
+        meaning="why a failed trajectory failed; null for the others",
+    ),
+    Column(
+        name="messages",
+        type=pa.string(),
+        nullable=True,
+        meaning="JSON of the messages that were sent, for people to read",
+    ),
+    Column(
+        name="response_text",
+        type=pa.string(),
+        nullable=True,
+        meaning="text of what came back, for people to read",
+    ),
+    Column(name="metrics", type=METRICS_TYPE, nullable=True, meaning="environment metrics"),
+    Column(
+        name="source",
+        type=pa.string(),
+        nullable=True,
+        meaning="file and position the row was converted from",
+    ),
+)
+
+TOKEN_SOURCES = ("engine", "retokenized")
+
+COLUMN_BY_NAME: dict[str, Column] = {column.name: column for column in COLUMNS}
+REQUIRED_COLUMNS: tuple[str, ...] = tuple(c.name for c in COLUMNS if not c.nullable)
+
+PREFIX_FIELDS: tuple[pa.Field, ...] = (
+    pa.field("parent_step_index", pa.int32(), nullable=True),
+    pa.field("prefix_length", pa.int32(), nullable=False),
+    pa.field("prompt_suffix_ids", pa.list_(pa.int32()), nullable=False),
+)
+"""Physical columns of the `prefix` layout, which stand in for `prompt_token_ids` on disk."""
+
+
+def routing_type(num_layers: int, topk: int) -> pa.DataType:
+    """Arrow type of `rollout_expert_indices` for a model with `num_layers` layers."""
+    return pa.list_(pa.list_(pa.list_(pa.int16(), topk), num_layers))
+
+
+def arrow_schema(optional: tuple[str, ...] | None = None) -> pa.Schema:
+    """Arrow schema of the declared columns.
+
+    Args:
+        optional: Nullable columns to include; None includes each one whose type is fixed.
+    """
+    return pa.schema(
+        [
+            pa.field(c.name, c.type, nullable=c.nullable)
+            for c in COLUMNS
+            if c.type is not None and (not c.nullable or optional is None or c.name in optional)
+        ]
+    )
+
+
+def documentation_table() -> str:
+    """The declared columns as a Markdown table (docs/table.md is this text)."""
+    lines = ["| column | type | null | length | meaning |", "|---|---|---|---|---|"]
+    for c in COLUMNS:
+        kind = "list<fixed list<fixed list<int16>>>" if c.type is None else _type_name(c.type)
+        null, length = ("yes" if c.nullable else "no"), c.length.value.replace("free", "")
+        lines.append(f"| {c.name} | {kind} | {null} | {length} | {c.meaning} |")
+    return "\n".join(lines) + "\n"
+
+
+def _type_name(kind: pa.DataType) -> str:
+    if pa.types.is_map(kind):
+        return f"map<{kind.key_type}, {kind.item_type}>"
+    if pa.types.is_list(kind):
+        inner = kind.value_type
+        return "list<struct>" if pa.types.is_struct(inner) else f"list<{inner}>"
+    return str(kind)

@@ -1,0 +1,91 @@
+"""A list column as two flat NumPy arrays: what every vectorised transform and check works on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+IntArray = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Ragged:
+    """A list column of N rows.
+
+    Attributes:
+        values: All elements, one after the other.
+        offsets: [N + 1] int64; row i is `values[offsets[i]:offsets[i + 1]]`.
+        valid: [N] bool; false where the list itself is null (its length is then 0).
+
+    Example:
+        >>> r = Ragged.from_arrow(pa.array([[5, 6], None, [7]], pa.list_(pa.int32())))
+        >>> r.values.tolist(), r.offsets.tolist(), r.valid.tolist()
+        ([5, 6, 7], [0, 2, 2, 3], [True, False, True])
+    """
+
+    values: npt.NDArray[Any]
+    offsets: IntArray
+    valid: BoolArray
+
+    @classmethod
+    def from_arrow(cls, column: pa.Array | pa.ChunkedArray) -> Ragged:
+        """View a list, large-list or list-view column; copies only to join several chunks.
+
+        Elements must not be null. 64-bit offsets, so no limit at 2^31 elements.
+        """
+        lengths = np.asarray(pc.fill_null(pc.list_value_length(column), 0), dtype=np.int64)
+        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
+        return cls(_flat_values(column), offsets, np.asarray(pc.is_valid(column)))
+
+    @property
+    def lengths(self) -> IntArray:
+        """[N] elements per row."""
+        return np.diff(self.offsets)
+
+    def row(self, index: int) -> npt.NDArray[Any]:
+        """Elements of one row, without a copy."""
+        return self.values[self.offsets[index] : self.offsets[index + 1]]
+
+    def row_of(self, positions: IntArray) -> IntArray:
+        """Row that holds each flat position."""
+        return np.searchsorted(self.offsets, positions, side="right") - 1
+
+    def to_arrow(self, element_type: pa.DataType) -> pa.Array:
+        """Back to an Arrow list array (large where 32-bit offsets do not suffice)."""
+        mask = None if self.valid.all() else pa.array(~self.valid)
+        values = pa.array(self.values, element_type)
+        if self.offsets[-1] > np.iinfo(np.int32).max:
+            kind = pa.large_list(element_type)
+            return pa.LargeListArray.from_arrays(self.offsets, values, type=kind, mask=mask)
+        offsets = self.offsets.astype(np.int32)
+        return pa.ListArray.from_arrays(offsets, values, type=pa.list_(element_type), mask=mask)
+
+
+def _flat_values(column: pa.Array | pa.ChunkedArray) -> npt.NDArray[Any]:
+    flat = pc.list_flatten(column)
+    chunks = flat.chunks if isinstance(flat, pa.ChunkedArray) else [flat]
+    arrays = [chunk.to_numpy(zero_copy_only=False) for chunk in chunks]
+    if len(arrays) == 1:
+        only: npt.NDArray[Any] = arrays[0]
+        return only
+    return np.concatenate(arrays) if arrays else np.asarray(flat.to_numpy())
+
+
+def gather(values: npt.NDArray[Any], starts: IntArray, lengths: IntArray) -> npt.NDArray[Any]:
+    """Concatenate the ranges `values[start:start + length]`.
+
+    Example:
+        >>> gather(np.array([10, 11, 12, 13]), np.array([2, 0]), np.array([2, 1])).tolist()
+        [12, 13, 10]
+    """
+    ends = np.cumsum(lengths, dtype=np.int64)
+    total = int(ends[-1]) if len(ends) else 0
+    index = np.arange(total, dtype=np.int64)
+    index += np.repeat(starts - (ends - lengths), lengths)
+    return values[index]

@@ -1,0 +1,249 @@
+"""Hypothesis strategies: whole valid rollout tables, and tables that break exactly one invariant.
+
+For property tests of your own pipeline (`pip install "rollout-io[testing]"`):
+
+    @given(rollout_tables())
+    def test_my_filter_keeps_trajectories_whole(table):
+        validate(my_filter(table))
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyarrow as pa
+from hypothesis import strategies as st
+
+from schemas.breakers import BREAKERS, break_types
+from schemas.columns import COLUMNS, SEGMENT_FIELDS, arrow_schema, routing_type
+from schemas.rules import RULES
+
+Row = dict[str, Any]
+Draw = st.DrawFn
+
+NUM_LAYERS, TOPK, VOCAB_SIZE = 2, 2, 8
+LONGEST_PART = 5
+
+OPTIONAL_COLUMNS = tuple(c.name for c in COLUMNS if c.nullable)
+USER_FIELD = pa.field("difficulty", pa.float64())
+
+_HALVES = st.integers(-4, 4).map(lambda n: n / 2)
+_TOKENS = st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=LONGEST_PART)
+_LOGPROBS = st.floats(-50.0, 0.0, width=32)
+_PER_TRAJECTORY = ("temperature", "top_p", "top_k", "agent")
+
+
+def values_of(kind: pa.DataType) -> st.SearchStrategy[Any]:
+    """Values of a declared Arrow type, drawn from few so that equal neighbours are common."""
+    if pa.types.is_map(kind):
+        return st.dictionaries(st.sampled_from(["score", "turns"]), _HALVES, max_size=2).map(
+            lambda d: list(d.items())
+        )
+    if pa.types.is_string(kind):
+        return st.sampled_from(["", "a", "stop", "[]", '{"k": 1}'])
+    if pa.types.is_boolean(kind):
+        return st.booleans()
+    if pa.types.is_integer(kind):
+        return st.integers(0, 3)
+    assert pa.types.is_floating(kind), kind
+    return st.sampled_from([0.5, 1.0])
+
+
+@st.composite
+def rollout_tables(
+    draw: Draw,
+    *,
+    min_trajectories: int = 0,
+    max_trajectories: int = 4,
+    max_steps: int = 4,
+    optional: tuple[str, ...] | None = None,
+    errors: bool = True,
+    user_column: bool = True,
+) -> pa.Table:
+    """Valid rollout tables, one row per step, without any breach (warnings included).
+
+    Prompts often extend, cut or repeat the tokens of earlier steps of their trajectory, so that
+    prefix encoding and merging have something to do.
+
+    Args:
+        draw: Given by Hypothesis.
+        min_trajectories: At least so many trajectories.
+        max_trajectories: At most so many.
+        max_steps: Longest trajectory, in steps.
+        optional: Nullable columns of every table; None draws a subset.
+        errors: Whether some trajectories may have failed.
+        user_column: Whether a column of the user's own may be there.
+    """
+    if optional is None:
+        optional = tuple(n for n in OPTIONAL_COLUMNS if draw(st.booleans()))
+    if not errors:
+        optional = tuple(n for n in optional if n != "error")
+    user = user_column and draw(st.booleans())
+    count = draw(st.integers(min_trajectories, max_trajectories))
+    names = st.tuples(st.sampled_from(["p", "q_1"]), st.integers(0, 9))
+    rows: list[Row] = []
+    for instance, repetition in draw(st.lists(names, min_size=count, max_size=count, unique=True)):
+        steps = _trajectory(draw, draw(st.integers(1, max_steps)), optional)
+        for row in steps:
+            row |= {"instance_id": instance, "repetition_id": repetition}
+            row["trajectory_id"] = f"{instance}_{repetition}"
+            row[USER_FIELD.name] = draw(st.none() | _HALVES)
+        rows += steps
+    _train_something(rows)
+    return table_of(rows, optional, user_column=user)
+
+
+@st.composite
+def broken_tables(draw: Draw, rule: str) -> pa.Table:
+    """Tables that break the named invariant, and no other.
+
+    Args:
+        draw: Given by Hypothesis.
+        rule: A name in `schemas.RULES`.
+    """
+    assert rule in RULES, rule
+    if rule == "columns_and_types":
+        return break_types(draw, draw(rollout_tables(min_trajectories=1)))
+    breaker = BREAKERS[rule]
+    table = draw(
+        rollout_tables(
+            min_trajectories=2,
+            optional=breaker.columns,
+            errors=False,
+            user_column=False,
+        )
+    )
+    rows = table.to_pylist()
+    optional = breaker.apply(draw, rows) or breaker.columns
+    return table_of(rows, optional)
+
+
+def table_of(rows: list[Row], optional: tuple[str, ...], *, user_column: bool = False) -> pa.Table:
+    """Rows as a table of the declared types, with the nullable columns in `optional`."""
+    fields = list(arrow_schema(optional))
+    if "rollout_expert_indices" in optional:
+        fields.append(pa.field("rollout_expert_indices", routing_type(NUM_LAYERS, TOPK)))
+    if user_column:
+        fields.append(USER_FIELD)
+    prefix = [pa.field(n, t) for n, t in _PREFIX_TYPES.items() if rows and n in rows[0]]
+    if prefix:
+        fields = [f for f in fields if f.name != "prompt_token_ids"] + prefix
+    return pa.table(
+        [pa.array([row.get(f.name) for row in rows], f.type) for f in fields],
+        schema=pa.schema(fields),
+    )
+
+
+_PREFIX_TYPES = {
+    "parent_step_index": pa.int32(),
+    "prefix_length": pa.int32(),
+    "prompt_suffix_ids": pa.list_(pa.int32()),
+}
+
+
+def _trajectory(draw: Draw, num_steps: int, optional: tuple[str, ...]) -> list[Row]:
+    shared = {name: _nullable_value(draw, name) for name in _PER_TRAJECTORY if name in optional}
+    failed = "error" in optional and draw(st.integers(0, 4)) == 0
+    if failed:
+        shared["error"] = "timeout"
+    rows: list[Row] = []
+    for index in range(1 if failed and draw(st.booleans()) else num_steps):
+        row = _step(draw, index, rows, optional, failed=failed) | shared
+        rows.append(row)
+    rows[-1]["is_last_step"] = True
+    _carry_outcome(rows)
+    return rows
+
+
+def _step(
+    draw: Draw, index: int, earlier: list[Row], optional: tuple[str, ...], **flags: bool
+) -> Row:
+    failed = flags["failed"]
+    empty = failed and index == 0 and draw(st.booleans())
+    prompt = [] if empty else _prompt(draw, earlier)
+    response = [] if empty else draw(_TOKENS)
+    num = len(response)
+    row: Row = {
+        "step_index": index,
+        "is_last_step": False,
+        "prompt_token_ids": prompt,
+        "response_ids": response,
+        "loss_mask": draw(st.lists(st.booleans(), min_size=num, max_size=num)),
+        "token_source": draw(st.sampled_from(["engine", "engine", "engine", "retokenized"])),
+    }
+    for column in COLUMNS:
+        if column.name in optional and column.name not in row and column.type is not None:
+            row[column.name] = _nullable_value(draw, column.name)
+    row |= _per_token(draw, row, optional, failed=failed)
+    row["error"] = None
+    return row
+
+
+def _per_token(draw: Draw, row: Row, optional: tuple[str, ...], *, failed: bool) -> Row:
+    num, made = len(row["response_ids"]), Row()
+    present = [name for name in optional if draw(st.integers(0, 9)) > 0]
+    if "rollout_logprobs" in optional:
+        values = draw(st.lists(_LOGPROBS, min_size=num, max_size=num))
+        made["rollout_logprobs"] = values if "rollout_logprobs" in present else None
+    made["reward"] = draw(_HALVES) if "reward" in present and not failed else None
+    made["rewards"] = None
+    if (
+        "rewards" in present
+        and num
+        and not failed
+        and ("reward" not in optional or made["reward"] is not None)
+    ):
+        made["rewards"] = draw(st.lists(_HALVES, min_size=num, max_size=num))
+        made["reward"] = sum(made["rewards"])
+    made["segments"] = None
+    if "segments" in present and num and draw(st.integers(0, 3)) == 0:
+        made["segments"] = _segments(draw, num, row["step_index"])
+    made["rollout_expert_indices"] = None
+    total = num + len(row["prompt_token_ids"])
+    if "rollout_expert_indices" in present and total:
+        made["rollout_expert_indices"] = _routes(draw, draw(st.integers(1, total)))
+    return made
+
+
+def _prompt(draw: Draw, earlier: list[Row]) -> list[int]:
+    fresh: list[int] = draw(_TOKENS)
+    if not earlier or draw(st.integers(0, 4)) == 0:
+        return fresh
+    parent = earlier[-1] if draw(st.booleans()) else draw(st.sampled_from(earlier))
+    tokens: list[int] = parent["prompt_token_ids"] + parent["response_ids"]
+    kept = len(tokens) if draw(st.booleans()) else draw(st.integers(0, len(tokens)))
+    return tokens[:kept] + (fresh if draw(st.booleans()) or not kept else [])
+
+
+def _segments(draw: Draw, num_tokens: int, step_index: int) -> list[Row]:
+    start = draw(st.integers(0, num_tokens - 1))
+    length = draw(st.integers(1, num_tokens - start))
+    values = dict(zip([f.name for f in SEGMENT_FIELDS], [start, length, step_index], strict=True))
+    return [values]
+
+
+def _routes(draw: Draw, num_tokens: int) -> list[list[list[int]]]:
+    expert = draw(st.integers(0, 3))
+    return [[[expert, (t + layer) % 4] for layer in range(NUM_LAYERS)] for t in range(num_tokens)]
+
+
+def _nullable_value(draw: Draw, name: str) -> Any:
+    kind = next(c.type for c in COLUMNS if c.name == name)
+    if pa.types.is_list(kind):
+        return None
+    return draw(st.none() | values_of(kind)) if draw(st.booleans()) else None
+
+
+def _carry_outcome(rows: list[Row]) -> None:
+    """Where inner rows carry reward, the last row must carry some: see outcome_on_last_step."""
+    last = rows[-1]
+    if any(row.get("reward") for row in rows[:-1]) and not last["reward"] and not last["error"]:
+        for row in rows[:-1]:
+            row["rewards"] = None if row["rewards"] is None else [0.0] * len(row["rewards"])
+            row["reward"] = None if row["reward"] is None else 0.0
+
+
+def _train_something(rows: list[Row]) -> None:
+    for row in rows:
+        if row["loss_mask"]:
+            row["loss_mask"][0] = True

@@ -1,0 +1,164 @@
+"""Checks on how rows form trajectories: ids, order, boundaries, prefix references."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from schemas.columns import PREFIX_FIELDS
+from schemas.ragged import BoolArray, IntArray
+from schemas.view import View
+
+STRUCTURE_COLUMNS = (
+    "instance_id",
+    "repetition_id",
+    "trajectory_id",
+    "step_index",
+    "is_last_step",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """Maximal runs of adjacent rows of one trajectory.
+
+    A run starts where the id changes, or where the same id restarts at step 0 after a row that is
+    marked last.
+
+    Attributes:
+        start: [R] first row of each run.
+        run: [N] the run each row belongs to.
+        restarted: [R] true for a run that restarts the id of the run before it.
+    """
+
+    start: IntArray
+    run: IntArray
+    restarted: BoolArray
+
+    @classmethod
+    def of(cls, trajectory_id: pa.ChunkedArray, step_index: IntArray, last: BoolArray) -> Runs:
+        """Find the runs of a table."""
+        num_rows = len(step_index)
+        changed = changes(trajectory_id)
+        restarted = ~changed
+        restarted[1:] &= (step_index[1:] == 0) & last[:-1]
+        restarted[:1] = False
+        start = np.flatnonzero(changed | restarted)
+        run = np.repeat(np.arange(len(start)), np.diff(np.append(start, num_rows)))
+        return cls(start, run, restarted[start])
+
+    @property
+    def end(self) -> IntArray:
+        """[R] last row of each run."""
+        return np.append(self.start[1:], len(self.run)) - 1
+
+
+def changes(column: pa.ChunkedArray) -> BoolArray:
+    """[N] true where a value differs from the row before (and on the first row)."""
+    changed = np.ones(len(column), np.bool_)
+    if len(column) > 1:
+        changed[1:] = np.asarray(pc.not_equal(column.slice(1), column.slice(0, len(column) - 1)))
+    return changed
+
+
+def check_structure(view: View, runs: Runs, seen: set[str]) -> Iterator[pl.DataFrame]:
+    """Ids, contiguity, step order and inner boundaries of a table of whole trajectories.
+
+    Args:
+        view: The table.
+        runs: Its runs.
+        seen: Trajectory ids of earlier tables; this table's are added.
+    """
+    returning = _returning(view, runs, seen)
+    steps = view.array("step_index")
+    at_zero = steps[runs.start] == 0
+    split = returning & ~at_zero
+    yield _misnamed(view)
+
+    rows = runs.start[returning & at_zero]
+    got = [f"step 0 of it again at row {row + view.row_offset}" for row in rows]
+    yield view.breaches("unique_trajectory", rows, "trajectory_id", got, "each trajectory once")
+
+    rows = runs.start[split]
+    got = ["a trajectory that goes on after rows of another"] * len(rows)
+    expected = "all rows of a trajectory side by side"
+    yield view.breaches("contiguous_trajectory", rows, "trajectory_id", got, expected)
+
+    wanted = np.arange(len(steps)) - runs.start[runs.run]
+    rows = np.flatnonzero((steps != wanted) & ~split[runs.run])
+    got, expected_steps = [str(s) for s in steps[rows]], [str(s) for s in wanted[rows]]
+    yield view.breaches("step_index_sequence", rows, "step_index", got, expected_steps)
+    yield _boundaries(view, runs)
+
+
+def _returning(view: View, runs: Runs, seen: set[str]) -> BoolArray:
+    ids = view.strings("trajectory_id").take(pa.array(runs.start)).to_pylist()
+    returning = np.zeros(len(ids), np.bool_)
+    for i, trajectory_id in enumerate(ids):
+        returning[i] = trajectory_id in seen
+        seen.add(trajectory_id)
+    return returning
+
+
+def _misnamed(view: View) -> pl.DataFrame:
+    instance = view.strings("instance_id")
+    repetition = view.table.column("repetition_id").cast(pa.string()).cast(pa.large_string())
+    wanted = pc.binary_join_element_wise(instance, repetition, pa.scalar("_", pa.large_string()))
+    actual = view.strings("trajectory_id")
+    rows = np.flatnonzero(np.asarray(pc.not_equal(actual, wanted)))
+    index = pa.array(rows)
+    got, expected = actual.take(index).to_pylist(), wanted.take(index).to_pylist()
+    return view.breaches("unique_trajectory", rows, "trajectory_id", got, expected)
+
+
+def _boundaries(view: View, runs: Runs) -> pl.DataFrame:
+    last = view.array("is_last_step")
+    is_end = np.zeros(len(last), np.bool_)
+    is_end[runs.end] = True
+    differs = last != is_end
+    differs[-1:] = False  # the table's last row: a later table, or final_row_is_last, tells
+    rows = np.flatnonzero(differs)
+    got, expected = [str(v).lower() for v in last[rows]], [str(v).lower() for v in is_end[rows]]
+    return view.breaches("boundary_alignment", rows, "is_last_step", got, expected)
+
+
+def check_outcome(view: View, runs: Runs) -> Iterator[pl.DataFrame]:
+    """outcome_on_last_step: inner rows carry reward, the last row none (errors aside)."""
+    if not view.has("reward"):
+        return
+    reward = view.table.column("reward").to_numpy()
+    known = ~view.is_null("reward")
+    carries = known & np.isfinite(reward) & (reward != 0)
+    carries[runs.end] = False
+    inner = np.bincount(runs.run, carries, minlength=len(runs.start)) > 0
+    without = ~known[runs.end] | (reward[runs.end] == 0)
+    rows = runs.end[inner & without & view.is_null("error")[runs.end]]
+    got = ["reward on earlier rows only"] * len(rows)
+    yield view.breaches("outcome_on_last_step", rows, "reward", got, "reward on the last row")
+
+
+def check_prefix(view: View, runs: Runs) -> Iterator[pl.DataFrame]:
+    """prefix_reference: each row points to an earlier row of its trajectory, within its length."""
+    names = [field.name for field in PREFIX_FIELDS]
+    if not view.has(*names, "response_ids"):
+        return
+    rooted = view.is_null("parent_step_index")
+    parent = np.asarray(pc.fill_null(view.table.column("parent_step_index"), -1), np.int64)
+    prefix = view.array("prefix_length").astype(np.int64)
+    index = np.arange(len(prefix)) - runs.start[runs.run]
+    earlier = rooted | ((parent >= 0) & (parent < index))
+    parent_row = np.where(rooted | ~earlier, 0, runs.start[runs.run] + parent)
+
+    prompt = prefix + view.ragged("prompt_suffix_ids").lengths
+    total = prompt + view.ragged("response_ids").lengths
+    limit = np.where(rooted, 0, total[parent_row] if len(total) else 0)
+    bad = ~earlier | (prefix < 0) | (prefix > limit)
+    rows = np.flatnonzero(bad)
+    got = [f"{prefix[r]} tokens of step {None if rooted[r] else parent[r]}" for r in rows]
+    expected = [f"0..{limit[r]} tokens of an earlier step" for r in rows]
+    yield view.breaches("prefix_reference", rows, "prefix_length", got, expected)

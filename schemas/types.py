@@ -1,0 +1,159 @@
+"""Which Arrow types count as the declared one, and the cast to it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import polars as pl
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from schemas.columns import (
+    COLUMN_BY_NAME,
+    METRICS_TYPE,
+    PREFIX_FIELDS,
+    SEGMENT_FIELDS,
+    Column,
+)
+
+PREFIX_TYPES: dict[str, pa.DataType] = {field.name: field.type for field in PREFIX_FIELDS}
+
+
+def as_table(data: Any) -> pa.Table:
+    """Take anything that speaks Arrow: a Table, a RecordBatch, a Polars frame, a stream."""
+    if isinstance(data, pa.Table):
+        return data
+    if isinstance(data, pa.RecordBatch):
+        return pa.Table.from_batches([data])
+    if isinstance(data, pl.LazyFrame):
+        data = data.collect()
+    return pa.table(data)
+
+
+def is_list(kind: pa.DataType) -> bool:
+    """Whether this is any list type whose lengths may vary."""
+    t = pa.types
+    return bool(
+        t.is_list(kind)
+        or t.is_large_list(kind)
+        or t.is_list_view(kind)
+        or t.is_large_list_view(kind)
+    )
+
+
+def is_string(kind: pa.DataType) -> bool:
+    """Whether this is any string type."""
+    t = pa.types
+    return bool(t.is_string(kind) or t.is_large_string(kind) or t.is_string_view(kind))
+
+
+def accepts(declared: pa.DataType, actual: pa.DataType) -> bool:
+    """Whether `actual` is `declared` up to large and view variants.
+
+    A map may also be a list of {key, value} structs, and a struct may hold
+    fields beyond the declared ones.
+
+    Example:
+        >>> accepts(pa.list_(pa.int32()), pa.large_list(pa.int32()))
+        True
+        >>> accepts(pa.list_(pa.int32()), pa.list_(pa.int64()))
+        False
+    """
+    if pa.types.is_map(declared):
+        return accepts(_entries(declared), _entries(actual) if pa.types.is_map(actual) else actual)
+    if pa.types.is_list(declared):
+        return is_list(actual) and accepts(declared.value_type, actual.value_type)
+    if pa.types.is_struct(declared):
+        return pa.types.is_struct(actual) and all(
+            actual.get_field_index(field.name) >= 0
+            and accepts(field.type, actual.field(field.name).type)
+            for field in declared
+        )
+    if pa.types.is_string(declared):
+        return is_string(actual)
+    return bool(actual == declared)
+
+
+def is_routing(kind: pa.DataType) -> bool:
+    """Whether this is list<fixed list<fixed list<int16>>>."""
+    if not is_list(kind) or not pa.types.is_fixed_size_list(kind.value_type):
+        return False
+    inner = kind.value_type.value_type
+    return bool(pa.types.is_fixed_size_list(inner) and inner.value_type == pa.int16())
+
+
+def accepts_column(column: Column, actual: pa.DataType) -> bool:
+    """Whether `actual` may stand for the declared column."""
+    return is_routing(actual) if column.type is None else accepts(column.type, actual)
+
+
+def cast_table(table: pa.Table) -> pa.Table:
+    """Cast declared columns to their declared types; the user's own columns stay as they are.
+
+    The table must have passed `columns_and_types`. Slice a table of more than 2^31 list elements
+    first: the declared lists have 32-bit offsets.
+    """
+    names = table.column_names
+    columns = [_cast(table.column(name), _target(name, table)) for name in names]
+    fields = [pa.field(n, c.type, _nullable(n)) for n, c in zip(names, columns, strict=True)]
+    return pa.Table.from_arrays(columns, schema=pa.schema(fields, table.schema.metadata))
+
+
+def _target(name: str, table: pa.Table) -> pa.DataType | None:
+    if name in PREFIX_TYPES:
+        return PREFIX_TYPES[name]
+    column = COLUMN_BY_NAME.get(name)
+    if column is None:
+        return None
+    actual = table.schema.field(name).type
+    if column.type is None:
+        return pa.list_(actual.value_type)
+    return _segments_type(actual) if name == "segments" else column.type
+
+
+def _segments_type(actual: pa.DataType) -> pa.DataType:
+    declared = {field.name for field in SEGMENT_FIELDS}
+    extra = [pa.field(f.name, _plain(f.type)) for f in actual.value_type if f.name not in declared]
+    return pa.list_(pa.struct([*SEGMENT_FIELDS, *extra]))
+
+
+def _plain(kind: pa.DataType) -> pa.DataType:
+    """The type without large and view variants, which Parquet readers give back as plain ones."""
+    if is_string(kind):
+        return pa.string()
+    if is_list(kind):
+        return pa.list_(_plain(kind.value_type))
+    if pa.types.is_map(kind):
+        return _plain(_entries(kind))
+    if pa.types.is_struct(kind):
+        return pa.struct([pa.field(f.name, _plain(f.type)) for f in kind])
+    return kind
+
+
+def _entries(kind: pa.MapType) -> pa.DataType:
+    return pa.list_(pa.struct([("key", kind.key_type), ("value", kind.item_type)]))
+
+
+def _nullable(name: str) -> bool:
+    column = COLUMN_BY_NAME.get(name)
+    if column is not None:
+        return column.nullable
+    return name not in PREFIX_TYPES or name == "parent_step_index"
+
+
+def _cast(column: pa.ChunkedArray, target: pa.DataType | None) -> pa.ChunkedArray:
+    if target is None or column.type == target:
+        return column
+    if target == METRICS_TYPE:
+        return pa.chunked_array([_to_map(chunk) for chunk in column.chunks], METRICS_TYPE)
+    return column.cast(target)
+
+
+def _to_map(entries: pa.Array) -> pa.Array:
+    lists = entries.cast(_entries(METRICS_TYPE))
+    offsets = pc.fill_null(pc.list_value_length(lists), 0).to_numpy().cumsum()
+    flat = pc.list_flatten(lists)
+    starts = pa.array([0, *offsets.tolist()], pa.int32())
+    keys, values = pc.struct_field(flat, 0), pc.struct_field(flat, 1)
+    mask = lists.is_null() if lists.null_count else None
+    return pa.MapArray.from_arrays(starts, keys, values, mask=mask)
