@@ -68,7 +68,7 @@ class Checker:
     def __init__(self, vocab_size: int | None = None) -> None:
         self._vocab_size = vocab_size
         self._seen: set[str] = set()
-        self._num_rows = 0
+        self.num_rows = 0
         self._open_end: str | None = None
         self._trains = False
         self._has_healthy_rows = False
@@ -80,8 +80,8 @@ class Checker:
             data: Anything that speaks Arrow, with `prompt_token_ids` or the prefix columns.
         """
         table = as_table(data)
-        types, unusable = check_types(table, self._num_rows)
-        view = View(table, self._num_rows, unusable)
+        types, unusable = check_types(table, self.num_rows)
+        view = View(table, self.num_rows, unusable)
         found = [types]
         for check in ROW_CHECKS:
             found += check(view)
@@ -89,8 +89,12 @@ class Checker:
         if view.has(*STRUCTURE_COLUMNS) and table.num_rows:
             found += self._structure(view)
         self._note_training(view)
-        self._num_rows += table.num_rows
+        self.num_rows += table.num_rows
         return pl.concat(found)
+
+    def skip(self, table: pa.Table) -> None:
+        """Count a table's rows without looking at them."""
+        self.num_rows += table.num_rows
 
     def finish(self) -> pl.DataFrame:
         """Breaches that only the end of the dataset shows."""
@@ -113,7 +117,7 @@ class Checker:
         self._open_end = None if last[-1] else view.table.column("trajectory_id")[-1].as_py()
 
     def _unfinished(self, rule: str) -> pl.DataFrame:
-        row = self._num_rows - 1
+        row = self.num_rows - 1
         return breach_frame(rule, [row], [self._open_end], "is_last_step", ["false"], ["true"])
 
     def _note_training(self, view: View) -> None:

@@ -88,7 +88,7 @@ def accepts_column(column: Column, actual: pa.DataType) -> bool:
 
 
 def cast_table(table: pa.Table) -> pa.Table:
-    """Cast declared columns to their declared types; the user's own columns stay as they are.
+    """Cast declared columns to their declared types; the user's own lose large and view variants.
 
     The table must have passed `columns_and_types`. Slice a table of more than 2^31 list elements
     first: the declared lists have 32-bit offsets.
@@ -99,13 +99,12 @@ def cast_table(table: pa.Table) -> pa.Table:
     return pa.Table.from_arrays(columns, schema=pa.schema(fields, table.schema.metadata))
 
 
-def _target(name: str, table: pa.Table) -> pa.DataType | None:
+def _target(name: str, table: pa.Table) -> pa.DataType:
     if name in PREFIX_TYPES:
         return PREFIX_TYPES[name]
-    column = COLUMN_BY_NAME.get(name)
+    column, actual = COLUMN_BY_NAME.get(name), table.schema.field(name).type
     if column is None:
-        return None
-    actual = table.schema.field(name).type
+        return _plain(actual)
     if column.type is None:
         return pa.list_(actual.value_type)
     return _segments_type(actual) if name == "segments" else column.type
@@ -141,8 +140,8 @@ def _nullable(name: str) -> bool:
     return name not in PREFIX_TYPES or name == "parent_step_index"
 
 
-def _cast(column: pa.ChunkedArray, target: pa.DataType | None) -> pa.ChunkedArray:
-    if target is None or column.type == target:
+def _cast(column: pa.ChunkedArray, target: pa.DataType) -> pa.ChunkedArray:
+    if column.type == target:
         return column
     if target == METRICS_TYPE:
         return pa.chunked_array([_to_map(chunk) for chunk in column.chunks], METRICS_TYPE)

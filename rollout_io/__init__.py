@@ -1,0 +1,41 @@
+"""Bytes to rollout tables and back: writer, reader, harness adapters, exporters, the command."""
+
+from typing import TYPE_CHECKING
+
+from schemas._lazy import exports
+
+if TYPE_CHECKING:
+    from rollout_io.generator_output import (
+        from_generator_output,
+        read_generator_output,
+        to_generator_output,
+        write_generator_output,
+    )
+    from rollout_io.reader import check_dataset, iter_tables, read, read_metadata, scan, to_hf
+    from rollout_io.writer import RolloutWriter
+
+__all__ = [
+    "RolloutWriter",
+    "check_dataset",
+    "from_generator_output",
+    "iter_tables",
+    "read",
+    "read_generator_output",
+    "read_metadata",
+    "scan",
+    "to_generator_output",
+    "to_hf",
+    "write_generator_output",
+]
+
+_MODULES = {
+    "rollout_io.generator_output": (
+        "from_generator_output",
+        "read_generator_output",
+        "to_generator_output",
+        "write_generator_output",
+    ),
+    "rollout_io.reader": ("check_dataset", "iter_tables", "read", "read_metadata", "scan", "to_hf"),
+    "rollout_io.writer": ("RolloutWriter",),
+}
+__getattr__ = exports(__name__, _MODULES)

@@ -1,0 +1,169 @@
+"""The prefix tree of a trajectory as columns: each prompt as (earlier step, shared tokens, rest)."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from schemas.columns import PREFIX_FIELDS
+from schemas.ragged import IntArray, Ragged, gather
+from schemas.structure_checks import changes
+from schemas.types import PREFIX_TYPES
+
+Tokens = npt.NDArray[np.int32]
+
+
+def encode_prefixes(table: pa.Table) -> pa.Table:
+    """Replace `prompt_token_ids` by the prefix columns.
+
+    A row's parent is the earlier row of its trajectory whose prompt + response shares the longest
+    prefix with this prompt; of several, the latest. A row that shares no token is a root.
+
+    Args:
+        table: Whole trajectories, rows in order.
+
+    Example:
+        Steps with prompts [1, 2] and [1, 2, 3, 9] and responses [3] and [4]:
+
+        >>> encode_prefixes(table).select(["parent_step_index", "prefix_length"]).to_pylist()
+        [{'parent_step_index': None, 'prefix_length': 0},
+         {'parent_step_index': 0, 'prefix_length': 3}]
+        >>> encode_prefixes(table)["prompt_suffix_ids"].to_pylist()
+        [[1, 2], [9]]
+    """
+    prompts = Ragged.from_arrow(table.column("prompt_token_ids"))
+    responses = Ragged.from_arrow(table.column("response_ids"))
+    parent, shared = find_parents(prompts, responses, trajectory_starts(table))
+    lengths = prompts.lengths - shared
+    suffix = gather(prompts.values, prompts.offsets[:-1] + shared, lengths)
+    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+    columns = [
+        pa.array(parent, pa.int32(), mask=parent < 0),
+        pa.array(shared, pa.int32()),
+        Ragged(suffix, offsets, np.ones(len(lengths), np.bool_)).to_arrow(pa.int32()),
+    ]
+    index = table.column_names.index("prompt_token_ids")
+    table = table.remove_column(index)
+    for field, column in zip(reversed(PREFIX_FIELDS), reversed(columns), strict=True):
+        table = table.add_column(index, field, pa.chunked_array([column]))
+    return table
+
+
+def decode_prefixes(table: pa.Table) -> pa.Table:
+    """Replace the prefix columns by `prompt_token_ids`: the inverse of `encode_prefixes`.
+
+    The table must have passed `prefix_reference`.
+    """
+    suffix = Ragged.from_arrow(table.column("prompt_suffix_ids"))
+    responses = Ragged.from_arrow(table.column("response_ids"))
+    shared = table.column("prefix_length").to_numpy().astype(np.int64)
+    prompts = _decode(suffix, responses, shared, _parent_rows(table))
+    index = table.column_names.index(PREFIX_FIELDS[0].name)
+    table = table.drop_columns([field.name for field in PREFIX_FIELDS])
+    column = pa.chunked_array([prompts.to_arrow(pa.int32())])
+    return table.add_column(index, pa.field("prompt_token_ids", column.type, False), column)
+
+
+def is_encoded(table: pa.Table) -> bool:
+    """Whether the table holds the prefix columns instead of full prompts."""
+    return PREFIX_TYPES.keys() <= set(table.column_names)
+
+
+def trajectory_starts(table: pa.Table) -> IntArray:
+    """[T] first row of each trajectory of a valid table."""
+    return np.flatnonzero(changes(table.column("trajectory_id").cast(pa.large_string())))
+
+
+def find_parents(prompts: Ragged, responses: Ragged, starts: IntArray) -> tuple[IntArray, IntArray]:
+    """The parent of each row within its trajectory, and how many tokens they share.
+
+    Args:
+        prompts: N rows.
+        responses: N rows.
+        starts: [T] first row of each trajectory.
+
+    Returns:
+        parent: [N] index of the parent within the trajectory, -1 for a root.
+        shared: [N] tokens of the parent's prompt + response that this prompt repeats.
+    """
+    num_rows = len(prompts.lengths)
+    parent, shared = np.full(num_rows, -1, np.int64), np.zeros(num_rows, np.int64)
+    for start, end in pairwise([*starts.tolist(), num_rows]):
+        steps = [_Step(prompts.row(r), responses.row(r)) for r in range(start, end)]
+        for i in range(1, len(steps)):
+            parent[start + i], shared[start + i] = _longest(steps, i)
+    return parent, shared
+
+
+class _Step:
+    __slots__ = ("length", "prompt", "response")
+
+    def __init__(self, prompt: Tokens, response: Tokens) -> None:
+        self.prompt, self.response = prompt, response
+        self.length = len(prompt) + len(response)
+
+    def token(self, index: int) -> Any:
+        split = len(self.prompt)
+        return self.prompt[index] if index < split else self.response[index - split]
+
+    def shares(self, prompt: Tokens) -> int:
+        """How many leading tokens of `prompt` are this step's prompt + response."""
+        common = common_prefix(self.prompt, prompt)
+        if common < len(self.prompt):
+            return common
+        return common + common_prefix(self.response, prompt[common:])
+
+
+def _longest(steps: list[_Step], index: int) -> tuple[int, int]:
+    prompt, best, parent = steps[index].prompt, 0, -1
+    for candidate in range(index - 1, -1, -1):
+        step = steps[candidate]
+        if best == len(prompt):
+            break
+        if step.length <= best or step.token(best) != prompt[best]:
+            continue
+        shared = step.shares(prompt)
+        if shared > best:
+            best, parent = shared, candidate
+    return parent, best
+
+
+def common_prefix(a: Tokens, b: Tokens) -> int:
+    """Length of the longest common prefix.
+
+    Example:
+        >>> common_prefix(np.array([1, 2, 3]), np.array([1, 2, 9, 9]))
+        2
+    """
+    length = min(len(a), len(b))
+    differs = a[:length] != b[:length]
+    first = int(differs.argmax()) if length else 0
+    return first if length and differs[first] else length
+
+
+def _parent_rows(table: pa.Table) -> IntArray:
+    starts = trajectory_starts(table)
+    own_start = np.repeat(starts, np.diff(np.append(starts, table.num_rows)))
+    parent = np.asarray(pc.fill_null(table.column("parent_step_index"), 0), np.int64)
+    return own_start + parent
+
+
+def _decode(suffix: Ragged, responses: Ragged, shared: IntArray, parent_row: IntArray) -> Ragged:
+    lengths = shared + suffix.lengths
+    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+    out = np.empty(int(offsets[-1]), np.int32)
+    for row, (begin, kept, parent) in enumerate(
+        zip(offsets[:-1].tolist(), shared.tolist(), parent_row.tolist(), strict=True)
+    ):
+        source = int(offsets[parent])
+        from_prompt = min(kept, int(lengths[parent]))
+        out[begin : begin + from_prompt] = out[source : source + from_prompt]
+        rest = kept - from_prompt
+        out[begin + from_prompt : begin + kept] = responses.row(parent)[:rest]
+        out[begin + kept : offsets[row + 1]] = suffix.row(row)
+    return Ragged(out, offsets, np.ones(len(lengths), np.bool_))

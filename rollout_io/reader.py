@@ -1,0 +1,257 @@
+"""Reads rollout datasets: tables of whole trajectories, a Polars scan, a Hugging Face dataset."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rollout_io.prefix import decode_prefixes, trajectory_starts
+from rollout_io.storage import Location, find_shards
+from schemas.checker import Checker, raise_errors
+from schemas.columns import COLUMN_BY_NAME, METRICS_TYPE, PREFIX_FIELDS
+from schemas.errors import RolloutError
+from schemas.metadata import DatasetMetadata, layout_of, upgrade, version_of
+from schemas.types import PREFIX_TYPES
+
+PathLike = str | os.PathLike[str]
+
+_DECODE_NEEDS = (*PREFIX_TYPES, "response_ids", "trajectory_id", "step_index", "is_last_step")
+
+
+def scan(path: PathLike) -> pl.LazyFrame:
+    """The logical rollout table of a dataset as a LazyFrame.
+
+    Only the columns a query uses are read; prompts are decoded only when `prompt_token_ids` is
+    among them. Rows come in the order (shard name, row).
+
+    Args:
+        path: Directory, glob or file, local or an fsspec URL.
+
+    Example:
+        >>> scan("rollouts/").group_by("instance_id").agg(pl.col("reward").mean()).collect()
+    """
+    shards = [_Shard.open(location) for location in find_shards(path)]
+    schema = _schema_of(shards)
+
+    def source(
+        with_columns: list[str] | None,
+        predicate: pl.Expr | None,
+        n_rows: int | None,
+        batch_size: int | None,
+    ) -> Iterator[pl.DataFrame]:
+        del batch_size
+        wanted = schema.names if with_columns is None else with_columns
+        used = [] if predicate is None else predicate.meta.root_names()
+        names = list(dict.fromkeys([*wanted, *used]))
+        for table in _tables(shards, schema, names):
+            frame = _frame(table)
+            frame = frame if predicate is None else frame.filter(predicate)
+            frame = frame.select(wanted)
+            if n_rows is not None:
+                frame, n_rows = frame.head(n_rows), max(0, n_rows - len(frame))
+            yield frame
+            if n_rows == 0:
+                return
+
+    return pl.io.plugins.register_io_source(source, schema=_frame(schema.empty_table()).schema)
+
+
+def iter_tables(path: PathLike, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
+    """The logical table in pieces of whole trajectories, in order.
+
+    Args:
+        path: Directory, glob or file, local or an fsspec URL.
+        columns: Columns to read; None reads all.
+
+    Raises:
+        RolloutError: No such column, or a file that cannot be read.
+    """
+    shards = [_Shard.open(location) for location in find_shards(path)]
+    schema = _schema_of(shards)
+    yield from _tables(shards, schema, list(columns or schema.names))
+
+
+def read(path: PathLike, columns: Sequence[str] | None = None) -> pa.Table:
+    """The whole logical table in memory (see `iter_tables`)."""
+    tables = list(iter_tables(path, columns))
+    return pa.concat_tables(tables)
+
+
+def read_metadata(path: PathLike) -> DatasetMetadata:
+    """Metadata of a dataset: that of its first shard."""
+    return DatasetMetadata.decode(_Shard.open(find_shards(path)[0]).pairs)
+
+
+def to_hf(path: PathLike) -> Any:
+    """The logical table as an in-memory `datasets.Dataset`.
+
+    Maps become lists of {key, value}, which `datasets` can represent.
+
+    Raises:
+        RolloutError: The `datasets` package is not installed.
+    """
+    try:
+        from datasets import Dataset
+        from datasets.table import InMemoryTable
+    except ImportError:
+        hint = 'pip install "rollout-io[hf]"'
+        raise RolloutError("extra_installed", "to_hf", "no `datasets` package", "", hint) from None
+    return Dataset(InMemoryTable(_without_maps(read(path))))
+
+
+def check_dataset(path: PathLike) -> Iterator[pl.DataFrame]:
+    """Breaches of the named invariants over a dataset, piece by piece (see `schemas.check`).
+
+    Files of the `prefix` layout are checked as they are stored and again decoded. A row group whose
+    prefix references are broken is not decoded.
+    """
+    checker = Checker()
+    for location in find_shards(path):
+        shard = _Shard.open(location)
+        cut = not shard.aligned and "trajectory_id" in shard.names
+        names = shard.schema.names
+        for stored in _align([shard], names) if cut else shard.row_groups(shard.names):
+            if shard.encoded:
+                alone = Checker()
+                broken = alone.check(stored).filter(pl.col("rule") == "prefix_reference")
+                if len(broken):
+                    yield broken.with_columns(pl.col("row") + checker.num_rows)
+                    checker.skip(stored)
+                    continue
+            yield checker.check(decode_prefixes(stored) if shard.encoded else stored)
+    yield checker.finish()
+
+
+class _Shard:
+    """One open Parquet file."""
+
+    def __init__(self, location: Location, file: pq.ParquetFile) -> None:
+        self.location, self._file = location, file
+        self.pairs = file.schema_arrow.metadata or {}
+        self.names: list[str] = file.schema_arrow.names
+        self.encoded = PREFIX_TYPES.keys() <= set(self.names)
+        self.aligned = layout_of(self.pairs) is not None
+        self.schema = _logical_schema(upgraded(file.schema_arrow.empty_table(), self.pairs).schema)
+
+    @classmethod
+    def open(cls, location: Location) -> _Shard:
+        with _readable(location):
+            source = location.fs.open(location.path, "rb")
+            return cls(location, pq.ParquetFile(source, page_checksum_verification=True))
+
+    def row_groups(self, names: Sequence[str]) -> Iterator[pa.Table]:
+        """Row groups as they are stored, upgraded to the current schema version."""
+        for index in range(self._file.num_row_groups):
+            with _readable(self.location, index):
+                table = self._file.read_row_group(index, columns=list(names))
+            yield upgraded(table, self.pairs)
+
+    def tables(self, names: Sequence[str]) -> Iterator[pa.Table]:
+        """Logical columns `names`, row group by row group."""
+        decodes = self.encoded and "prompt_token_ids" in names
+        stored = list(dict.fromkeys([*names, *(_DECODE_NEEDS if decodes else ())]))
+        for table in self.row_groups([n for n in stored if n in self.names]):
+            if decodes:
+                self._refuse_bad_prefixes(table)
+                table = decode_prefixes(table)
+            yield table.select([n for n in names if n in table.column_names])
+
+    def _refuse_bad_prefixes(self, table: pa.Table) -> None:
+        breaches = Checker().check(table).filter(pl.col("rule") == "prefix_reference")
+        raise_errors(breaches, self.location.path)
+
+
+def upgraded(table: pa.Table, pairs: dict[bytes, bytes]) -> pa.Table:
+    """The table in the current schema version."""
+    return upgrade(table, version_of(pairs))
+
+
+@contextmanager
+def _readable(location: Location, row_group: int | None = None) -> Iterator[None]:
+    """Turn what Parquet readers raise on a damaged file into one message with the place."""
+    try:
+        yield
+    except (pa.ArrowException, OSError, EOFError) as error:
+        where = location.path + ("" if row_group is None else f", row group {row_group}")
+        hint = "the file is damaged or not Parquet: convert it again, or restore it from a copy"
+        got = " ".join(str(error).split())
+        raise RolloutError("readable_file", where, got, "an intact Parquet file", hint) from None
+
+
+def _logical_schema(stored: pa.Schema) -> pa.Schema:
+    if not PREFIX_TYPES.keys() <= set(stored.names):
+        return stored.remove_metadata()
+    index = stored.names.index(PREFIX_FIELDS[0].name)
+    fields = [f for f in stored if f.name not in PREFIX_TYPES]
+    prompt = pa.field("prompt_token_ids", COLUMN_BY_NAME["prompt_token_ids"].type, nullable=False)
+    return pa.schema([*fields[:index], prompt, *fields[index:]])
+
+
+def _schema_of(shards: Sequence[_Shard]) -> pa.Schema:
+    """All columns that any shard has."""
+    try:
+        return pa.unify_schemas([s.schema for s in shards], promote_options="permissive")
+    except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+        where = os.path.dirname(shards[0].location.path)  # noqa: PTH120
+        raise RolloutError("columns_and_types", where, str(error), "one type a column") from None
+
+
+def _tables(
+    shards: Sequence[_Shard], schema: pa.Schema, names: Sequence[str]
+) -> Iterator[pa.Table]:
+    unknown = [n for n in names if n not in schema.names]
+    if unknown:
+        where = shards[0].location.path
+        expected = "one of " + ", ".join(schema.names)
+        raise RolloutError("known_column", where, f"column {unknown[0]!r}", expected)
+    target = pa.schema([schema.field(n) for n in names])
+    aligned = all(shard.aligned for shard in shards)
+    whole = (table for shard in shards for table in shard.tables(names))
+    pieces = whole if aligned else _align(shards, names)
+    empty, found = target.empty_table(), False
+    for table in pieces:
+        found = True
+        yield pa.concat_tables([empty, table], promote_options="permissive").select(names)
+    if not found:
+        yield empty
+
+
+def _align(shards: Sequence[_Shard], names: Sequence[str]) -> Iterator[pa.Table]:
+    """Pieces of files of others, re-cut so that no trajectory spans two."""
+    keyed = [*names, *({"trajectory_id"} - set(names))]
+    rest: pa.Table | None = None
+    for shard in shards:
+        for table in shard.tables(keyed):
+            whole = (
+                table
+                if rest is None
+                else pa.concat_tables([rest, table], promote_options="permissive")
+            )
+            starts = trajectory_starts(whole)
+            cut = int(starts[-1]) if len(starts) else 0
+            if cut:
+                yield whole.slice(0, cut).select(names)
+            rest = whole.slice(cut)
+    if rest is not None and rest.num_rows:
+        yield rest.select(names)
+
+
+def _frame(table: pa.Table) -> pl.DataFrame:
+    frame = pl.from_arrow(table)
+    assert isinstance(frame, pl.DataFrame)
+    return frame
+
+
+def _without_maps(table: pa.Table) -> pa.Table:
+    for index, field in enumerate(table.schema):
+        if field.type == METRICS_TYPE:
+            entry = pa.struct([("key", pa.string()), ("value", pa.float64())])
+            column = table.column(index).cast(pa.list_(entry))
+            table = table.set_column(index, field.name, column)
+    return table

@@ -1,0 +1,91 @@
+"""Where a dataset's files are: a directory, a glob or one file, local or on any fsspec filesystem."""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
+from schemas.errors import RolloutError
+
+SHARD_PREFIX = "part-"
+SHARD_SUFFIX = ".parquet"
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """A path on a filesystem."""
+
+    fs: Any
+    path: str
+
+    @classmethod
+    def of(cls, path: str | os.PathLike[str]) -> Location:
+        """Resolve a local path or a URL that fsspec knows ("s3://...", "memory://...")."""
+        fs, inner = fsspec.core.url_to_fs(os.fspath(path))
+        return cls(fs, inner)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether this is the machine's own filesystem."""
+        return isinstance(self.fs, LocalFileSystem)
+
+    def join(self, name: str) -> Location:
+        """A file inside this directory."""
+        return Location(self.fs, posixpath.join(self.path, name))
+
+    def shards(self) -> list[str]:
+        """Shard paths inside this directory, sorted by name."""
+        pattern = posixpath.join(self.path, f"*{SHARD_SUFFIX}")
+        names = self.fs.glob(pattern) if self.fs.isdir(self.path) else []
+        return sorted(p for p in names if not posixpath.basename(p).startswith((".", "_")))
+
+
+def find_shards(path: str | os.PathLike[str]) -> list[Location]:
+    """The Parquet files of a dataset, sorted by name.
+
+    Args:
+        path: A directory of shards, a glob, or one Parquet file; local or an fsspec URL.
+
+    Raises:
+        RolloutError: Nothing is there.
+    """
+    location = Location.of(path)
+    if location.fs.isdir(location.path):
+        paths = location.shards()
+    elif location.fs.exists(location.path):
+        paths = [location.path]
+    else:
+        paths = sorted(location.fs.glob(location.path))
+    if not paths:
+        hint = "rollouts convert LOGS --out " + os.fspath(path)
+        got = (
+            "a directory without .parquet files" if location.fs.exists(location.path) else "nothing"
+        )
+        raise RolloutError("dataset_exists", os.fspath(path), got, "a rollout dataset", hint)
+    return [Location(location.fs, p) for p in paths]
+
+
+def temporary(final: Location) -> Location:
+    """A name beside `final` that no reader takes for a shard."""
+    folder, name = posixpath.split(final.path)
+    return Location(final.fs, posixpath.join(folder, f".{name}.{uuid.uuid4().hex[:8]}.tmp"))
+
+
+def publish(written: Location, final: Location) -> None:
+    """Give a complete file its final name; on a local disk it is synced first, then renamed."""
+    if not written.is_local:
+        written.fs.mv(written.path, final.path)
+        return
+    for path in (written.path, posixpath.dirname(final.path)):
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+    os.replace(written.path, final.path)  # noqa: PTH105

@@ -1,0 +1,272 @@
+"""Writes a rollout dataset: checked, trajectory by trajectory, each shard whole or absent."""
+
+from __future__ import annotations
+
+import os
+from itertools import pairwise
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rollout_io.prefix import encode_prefixes, trajectory_starts
+from rollout_io.storage import SHARD_PREFIX, SHARD_SUFFIX, Location, publish, temporary
+from schemas.checker import Checker, raise_errors
+from schemas.columns import REQUIRED_COLUMNS, arrow_schema
+from schemas.errors import RolloutError
+from schemas.metadata import DatasetMetadata
+from schemas.types import PREFIX_TYPES, as_table, cast_table
+
+ROW_GROUP_ROWS = 4096
+ROW_GROUP_BYTES = 128 << 20
+SHARD_BYTES = 512 << 20
+
+
+class RolloutWriter:
+    """Streaming writer of a rollout dataset directory.
+
+    Rows may come in any cut; a trajectory is kept together in one row group. What breaks a named
+    invariant is refused. Leaving the `with` block by an exception removes what was written.
+
+    Args:
+        path: Directory, local or an fsspec URL.
+        layout: `prefix` (prompts as references to earlier steps) or `full`.
+        metadata: What the files say about themselves.
+        append: Add shards to a directory that already holds some (several writers may share it).
+        row_group_rows: Rows of a row group; a longer trajectory makes a longer one.
+        shard_bytes: Encoded, uncompressed bytes after which a new shard begins.
+
+    Raises:
+        RolloutError: The path already holds a dataset, and `append` is false.
+        ValidationError: From `write` or `close`; nothing of the dataset stays.
+
+    Example:
+        >>> with RolloutWriter("rollouts/") as writer:
+        ...     for table in tables:
+        ...         writer.write(table)
+        >>> writer.num_rows, writer.num_trajectories
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        layout: Literal["prefix", "full"] = "prefix",
+        metadata: DatasetMetadata | None = None,
+        append: bool = False,
+        row_group_rows: int = ROW_GROUP_ROWS,
+        shard_bytes: int = SHARD_BYTES,
+    ) -> None:
+        self.num_rows = self.num_trajectories = 0
+        self._where, self._location, self._layout = os.fspath(path), Location.of(path), layout
+        self._pairs = (metadata or DatasetMetadata()).encode(layout)
+        self._row_group_rows, self._shard_bytes = row_group_rows, shard_bytes
+        self._checker = Checker()
+        self._pending: list[pa.Table] = []
+        self._pending_rows = self._pending_bytes = 0
+        self._shard: _Shard | None = None
+        self._published: list[Location] = []
+        self._made_folder = not self._location.fs.exists(self._location.path)
+        existing = [] if self._made_folder else self._existing(append=append)
+        self._next_index = 1 + max((_index_of(p) for p in existing), default=-1)
+        self._tag = f"-{os.urandom(4).hex()}" if append else ""
+
+    def _existing(self, *, append: bool) -> list[str]:
+        location = self._location
+        shards = location.shards()
+        if not location.fs.isdir(location.path):
+            got, hint = "a file", "choose a directory for --out"
+        else:
+            got, hint = f"{len(shards)} shards", "choose another --out, or remove the old dataset"
+        if got == "a file" or (shards and not append):
+            raise RolloutError("out_is_free", self._where, got, "no dataset yet", hint)
+        return shards
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abort()
+
+    def write(self, data: Any) -> None:
+        """Add rows: a Table, RecordBatch or Polars frame, cut anywhere."""
+        table = _logical(as_table(data))
+        if table.num_rows == 0:
+            return
+        self._pending.append(table)
+        self._pending_rows += table.num_rows
+        self._pending_bytes += table.nbytes
+        if self._pending_rows > self._row_group_rows or self._pending_bytes > ROW_GROUP_BYTES:
+            self._flush(final=False)
+
+    def close(self) -> None:
+        """Write what is left and publish the last shard."""
+        try:
+            self._flush(final=True)
+            raise_errors(self._checker.finish(), self._where)
+            if self._shard is None and not self._published:
+                self._write_row_group(_empty())
+            self._publish()
+        except BaseException:
+            self.abort()
+            raise
+
+    def abort(self) -> None:
+        """Remove everything this writer wrote."""
+        if self._shard is not None:
+            self._shard.discard()
+            self._shard = None
+        for location in self._published:
+            location.fs.rm_file(location.path)
+        self._published, self._pending = [], []
+        folder = self._location
+        if self._made_folder and folder.fs.isdir(folder.path) and not folder.fs.ls(folder.path):
+            folder.fs.rmdir(folder.path)
+
+    def _flush(self, *, final: bool) -> None:
+        if not self._pending:
+            return
+        table = _concat(self._pending)
+        complete = table.num_rows if final else _complete_rows(table)
+        head, tail = table.slice(0, complete), table.slice(complete)
+        self._pending = [tail] if tail.num_rows else []
+        self._pending_rows, self._pending_bytes = tail.num_rows, tail.nbytes
+        if head.num_rows == 0:
+            return
+        raise_errors(self._checker.check(head), self._where)
+        for group in _row_groups(head, self._row_group_rows):
+            self._write_row_group(group)
+
+    def _write_row_group(self, table: pa.Table) -> None:
+        table = cast_table(table)
+        self.num_rows += table.num_rows
+        self.num_trajectories += len(trajectory_starts(table))
+        table = encode_prefixes(table) if self._layout == "prefix" else table
+        if self._shard is not None and not self._shard.holds(table):
+            table = _concat([self._shard.schema.empty_table(), table])
+            self._publish()
+        if self._shard is None:
+            schema = table.schema.with_metadata(self._pairs)
+            name = f"{SHARD_PREFIX}{self._next_index:05d}{self._tag}{SHARD_SUFFIX}"
+            self._shard = _Shard(self._location, self._location.join(name), schema)
+            self._next_index += 1
+        self._shard.write(table)
+        if self._shard.num_bytes >= self._shard_bytes:
+            self._publish()
+
+    def _publish(self) -> None:
+        if self._shard is not None:
+            self._published.append(self._shard.publish())
+            self._shard = None
+
+
+class _Shard:
+    """One file under a temporary name."""
+
+    def __init__(self, folder: Location, final: Location, schema: pa.Schema) -> None:
+        self.schema, self.num_bytes = schema, 0
+        self._final, self._temporary = final, temporary(final)
+        folder.fs.makedirs(folder.path, exist_ok=True)
+        self._file = folder.fs.open(self._temporary.path, "wb")
+        dictionary, encodings = _encodings(schema)
+        self._writer = pq.ParquetWriter(
+            self._file,
+            schema,
+            compression="zstd",
+            write_page_checksum=True,
+            use_dictionary=dictionary,
+            column_encoding=encodings,
+        )
+
+    def holds(self, table: pa.Table) -> bool:
+        """Whether every column of the table is one of this shard's."""
+        names = self.schema.names
+        return all(
+            f.name in names and f.type == self.schema.field(f.name).type for f in table.schema
+        )
+
+    def write(self, table: pa.Table) -> None:
+        whole = _concat([self.schema.empty_table(), table]).select(self.schema.names)
+        self.num_bytes += whole.nbytes
+        self._writer.write_table(whole.cast(self.schema), row_group_size=max(1, whole.num_rows))
+
+    def publish(self) -> Location:
+        self._writer.close()
+        self._file.close()
+        publish(self._temporary, self._final)
+        return self._final
+
+    def discard(self) -> None:
+        self._writer.close()
+        self._file.close()
+        self._temporary.fs.rm_file(self._temporary.path)
+
+
+def _encodings(schema: pa.Schema) -> tuple[list[str], dict[str, str]]:
+    """Dictionary pages for all but floats, whose bytes compress better split by significance."""
+    split = [f.name for f in schema if f.name == "rollout_logprobs"]
+    dictionary = [path for f in schema if f.name not in split for path in _leaves(f.name, f.type)]
+    return dictionary, {f"{name}.list.element": "BYTE_STREAM_SPLIT" for name in split}
+
+
+def _leaves(path: str, kind: pa.DataType) -> list[str]:
+    if pa.types.is_struct(kind):
+        return [leaf for f in kind for leaf in _leaves(f"{path}.{f.name}", f.type)]
+    if pa.types.is_map(kind):
+        entry = f"{path}.key_value"
+        return _leaves(f"{entry}.key", kind.key_type) + _leaves(f"{entry}.value", kind.item_type)
+    if pa.types.is_nested(kind):
+        return _leaves(f"{path}.list.element", kind.value_type)
+    return [path]
+
+
+def _logical(table: pa.Table) -> pa.Table:
+    """Without the physical columns of an earlier write: they are computed on every write."""
+    return table.drop_columns([n for n in table.column_names if n in PREFIX_TYPES])
+
+
+def _concat(tables: list[pa.Table]) -> pa.Table:
+    """One table; a column that some lack is null there."""
+    try:
+        return pa.concat_tables(tables, promote_options="permissive").replace_schema_metadata(None)
+    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
+        hint = "give the column one type in all the tables that are written"
+        raise RolloutError("columns_and_types", "write", str(error), "one type", hint) from None
+
+
+def _complete_rows(table: pa.Table) -> int:
+    """Rows up to the last one that is marked last and followed by another trajectory, or ends."""
+    if "is_last_step" not in table.column_names:
+        return int(table.num_rows)
+    ends = np.flatnonzero(table.column("is_last_step").to_numpy())
+    return int(ends[-1]) + 1 if len(ends) else 0
+
+
+def _row_groups(table: pa.Table, num_rows: int) -> list[pa.Table]:
+    """Cut at trajectory starts, as many whole trajectories as fit into `num_rows`."""
+    bounds = [*trajectory_starts(table).tolist(), table.num_rows]
+    cuts = [0]
+    for here, following in pairwise(bounds):
+        if following - cuts[-1] > num_rows and here > cuts[-1]:
+            cuts.append(here)
+    cuts.append(table.num_rows)
+    return [table.slice(a, b - a) for a, b in pairwise(cuts)]
+
+
+def _empty() -> pa.Table:
+    return arrow_schema(optional=()).empty_table().select(list(REQUIRED_COLUMNS))
+
+
+def _index_of(path: str) -> int:
+    digits = path.rsplit("/", 1)[-1].removeprefix(SHARD_PREFIX)[:5]
+    return int(digits) if digits.isdigit() else -1

@@ -1,0 +1,286 @@
+import os
+import tempfile
+from pathlib import Path
+
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rollout_io import RolloutWriter, check_dataset, iter_tables, read, read_metadata, scan, to_hf
+from rollout_io.prefix import decode_prefixes, encode_prefixes
+from schemas import RULES, DatasetMetadata, RolloutError, ValidationError, check, upgrade
+from schemas.strategies import broken_tables, rollout_tables
+from schemas.types import cast_table
+
+relaxed = settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=60)
+
+STEPS = {
+    "instance_id": ["a", "a"],
+    "repetition_id": pa.array([0, 0], pa.int32()),
+    "trajectory_id": ["a_0", "a_0"],
+    "step_index": pa.array([0, 1], pa.int32()),
+    "is_last_step": [False, True],
+    "prompt_token_ids": pa.array([[1, 2], [1, 2, 3, 9]], pa.list_(pa.int32())),
+    "response_ids": pa.array([[3], [4]], pa.list_(pa.int32())),
+    "loss_mask": [[True], [True]],
+    "token_source": ["engine", "engine"],
+}
+
+
+def cut(table, data):
+    """The table in chunks and slices at random places."""
+    num_cuts = data.draw(st.integers(0, 4))
+    cuts = sorted(data.draw(st.integers(0, table.num_rows)) for _ in range(num_cuts))
+    bounds = [0, *cuts, table.num_rows]
+    return [table.slice(a, b - a) for a, b in zip(bounds, bounds[1:])]
+
+
+def test_prefix_columns_of_the_worked_example():
+    encoded = encode_prefixes(pa.table(STEPS))
+    assert encoded["parent_step_index"].to_pylist() == [None, 0]
+    assert encoded["prefix_length"].to_pylist() == [0, 3]
+    assert encoded["prompt_suffix_ids"].to_pylist() == [[1, 2], [9]]
+
+
+@given(rollout_tables())
+@relaxed
+def test_decoding_the_prefix_columns_gives_the_prompts_back(table):
+    assert decode_prefixes(encode_prefixes(table)).equals(table)
+
+
+@given(rollout_tables(min_trajectories=1))
+@relaxed
+def test_a_parent_is_the_latest_of_those_that_share_most(table):
+    rows = encode_prefixes(table).to_pylist()
+    full = table.to_pylist()
+    for i, row in enumerate(full):
+        shared = []
+        for j in range(i - row["step_index"], i):
+            tokens = full[j]["prompt_token_ids"] + full[j]["response_ids"]
+            pairs = zip(tokens, row["prompt_token_ids"])
+            shared.append(
+                next(
+                    (n for n, (a, b) in enumerate(pairs) if a != b),
+                    min(len(tokens), len(row["prompt_token_ids"])),
+                )
+            )
+        best = max(shared, default=0)
+        wanted = max((j for j, n in enumerate(shared) if n == best), default=None) if best else None
+        assert (rows[i]["parent_step_index"], rows[i]["prefix_length"]) == (wanted, best)
+
+
+@given(rollout_tables(), st.data())
+@relaxed
+def test_write_then_read_is_the_identity(table, data):
+    layout = data.draw(st.sampled_from(["prefix", "full"]))
+    rows = data.draw(st.integers(1, 9))
+    shard_bytes = data.draw(st.sampled_from([1, 2000, 1 << 30]))
+    pieces = cut(table, data)
+    if data.draw(st.booleans()):
+        pieces = [pa.concat_tables(pieces)]
+    elif data.draw(st.booleans()):
+        pieces = [pl.from_arrow(piece) for piece in pieces]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "ds"
+        with RolloutWriter(
+            path, layout=layout, row_group_rows=rows, shard_bytes=shard_bytes
+        ) as writer:
+            for piece in pieces:
+                writer.write(piece)
+        assert writer.num_rows == table.num_rows
+        assert writer.num_trajectories == len(set(table["trajectory_id"].to_pylist()))
+        back = read(path)
+        assert not [name for name in os.listdir(path) if not name.startswith("part-")]
+        assert pl.concat(check_dataset(path)).is_empty()
+        lazily = scan(path).collect()
+    if table.num_rows == 0:
+        assert back.num_rows == 0
+        return
+    assert back.cast(table.schema).to_pylist() == table.to_pylist()
+    assert back.schema.equals(cast_table(table).schema)
+    assert lazily.equals(pl.from_arrow(back))
+
+
+@given(
+    rollout_tables(min_trajectories=2), rollout_tables(min_trajectories=1, optional=()), st.data()
+)
+@relaxed
+def test_tables_with_other_optional_columns_may_follow_each_other(first, second, data):
+    taken = set(first["trajectory_id"].to_pylist())
+    if taken & set(second["trajectory_id"].to_pylist()):
+        return
+    order = data.draw(st.permutations([first, second]))
+    with tempfile.TemporaryDirectory() as folder:
+        with RolloutWriter(Path(folder) / "ds", row_group_rows=1) as writer:
+            for table in order:
+                writer.write(table)
+        back = read(Path(folder) / "ds")
+    rows = [row for table in order for row in table.to_pylist()]
+    wanted = [{name: row.get(name) for name in back.column_names} for row in rows]
+    assert back.to_pylist() == wanted
+
+
+@pytest.mark.parametrize("rule", [r for r in RULES if RULES[r].severity == "error"])
+def test_the_writer_refuses_each_broken_invariant_and_leaves_nothing(rule):
+    if rule == "prefix_reference":
+        pytest.skip(
+            "a writer computes the prefix columns itself; files that break it are read below"
+        )
+
+    @given(broken_tables(rule))
+    @settings(relaxed, max_examples=15)
+    def holds(table):
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "ds"
+            with pytest.raises(ValidationError) as caught, RolloutWriter(path) as writer:
+                writer.write(table)
+            assert caught.value.rule == rule
+            assert not path.exists()
+
+    holds()
+
+
+@given(broken_tables("prefix_reference"))
+@settings(relaxed, max_examples=20)
+def test_a_file_with_broken_prefix_references_is_named_and_never_decoded(table):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "part-00000.parquet"
+        pq.write_table(table.replace_schema_metadata(DatasetMetadata().encode("prefix")), path)
+        found = pl.concat(check_dataset(path))
+        assert set(found["rule"]) == {"prefix_reference"}
+        assert set(found["row"]) == set(check(table)["row"])
+        with pytest.raises(ValidationError, match="prefix_reference"):
+            read(path)
+
+
+def test_a_scan_decodes_and_reads_only_the_columns_it_is_asked_for(tmp_path, monkeypatch):
+    with RolloutWriter(tmp_path / "ds") as writer:
+        writer.write(pa.table(STEPS))
+    monkeypatch.setattr("rollout_io.reader.decode_prefixes", pytest.fail)
+    frame = scan(tmp_path / "ds").filter(pl.col("step_index") > 0).select("response_ids").collect()
+    assert frame.to_dicts() == [{"response_ids": [4]}]
+
+
+def test_scan_honours_predicate_projection_and_limit_together(tmp_path):
+    with RolloutWriter(tmp_path / "ds", row_group_rows=1) as writer:
+        writer.write(pa.table(STEPS))
+    lazy = scan(tmp_path / "ds")
+    assert lazy.filter(pl.col("prompt_token_ids").list.len() > 2).select("step_index").collect()[
+        "step_index"
+    ].to_list() == [1]
+    assert lazy.head(1).collect().height == 1
+    assert lazy.select(pl.len()).collect().item() == 2
+
+
+@pytest.mark.parametrize("layout", ["prefix", "full"])
+def test_to_hf_gives_the_logical_table(tmp_path, layout):
+    table = pa.table(
+        STEPS | {"metrics": pa.array([[("k", 1.0)], None], pa.map_(pa.string(), pa.float64()))}
+    )
+    with RolloutWriter(tmp_path / "ds", layout=layout) as writer:
+        writer.write(table)
+    dataset = to_hf(tmp_path / "ds")
+    assert dataset["prompt_token_ids"][:] == [[1, 2], [1, 2, 3, 9]]
+    assert dataset[0]["metrics"] == [{"key": "k", "value": 1.0}]
+
+
+def test_the_full_layout_is_plain_parquet_for_any_reader(tmp_path):
+    with RolloutWriter(tmp_path / "ds", layout="full") as writer:
+        writer.write(pa.table(STEPS))
+    frame = pl.read_parquet(tmp_path / "ds" / "*.parquet")
+    assert frame["prompt_token_ids"].to_list() == [[1, 2], [1, 2, 3, 9]]
+
+
+def test_datasets_live_on_any_fsspec_filesystem_under_a_glob_or_as_one_file():
+    url = "memory://bucket/run"
+    with RolloutWriter(url) as writer:
+        writer.write(pa.table(STEPS))
+    for path in (url, url + "/*.parquet", url + "/part-00000.parquet"):
+        assert read(path).num_rows == 2
+
+
+def test_metadata_is_kept_and_a_second_dataset_in_the_same_place_is_refused(tmp_path):
+    metadata = DatasetMetadata(tokenizer="m", logprobs_mode="raw").made("convert", format="calls")
+    with RolloutWriter(tmp_path / "ds", metadata=metadata) as writer:
+        writer.write(pa.table(STEPS))
+    assert read_metadata(tmp_path / "ds") == metadata
+    with pytest.raises(RolloutError, match="out_is_free"):
+        RolloutWriter(tmp_path / "ds")
+
+
+def test_several_writers_can_share_a_directory(tmp_path):
+    other = dict(STEPS, instance_id=["b", "b"], trajectory_id=["b_0", "b_0"])
+    (tmp_path / "ds").mkdir()
+    first, second = (RolloutWriter(tmp_path / "ds", append=True) for _ in range(2))
+    first.write(pa.table(STEPS))
+    second.write(pa.table(other))
+    second.close()
+    first.close()
+    assert sorted(read(tmp_path / "ds")["instance_id"].to_pylist()) == ["a", "a", "b", "b"]
+
+
+def test_an_exception_while_writing_leaves_no_dataset(tmp_path):
+    with pytest.raises(KeyError), RolloutWriter(tmp_path / "ds", shard_bytes=1) as writer:
+        writer.write(pa.table(STEPS))
+        raise KeyError
+    assert not (tmp_path / "ds").exists()
+
+
+def write_example(tmp_path):
+    with RolloutWriter(tmp_path / "ds", layout="full") as writer:
+        writer.write(pa.table(STEPS))
+    return tmp_path / "ds" / "part-00000.parquet"
+
+
+def test_a_truncated_file_is_one_message_with_its_place(tmp_path):
+    file = write_example(tmp_path)
+    file.write_bytes(file.read_bytes()[:-20])
+    with pytest.raises(RolloutError, match=r"readable_file: .*part-00000\.parquet") as caught:
+        read(tmp_path / "ds")
+    assert caught.value.hint
+
+
+def test_any_flipped_bit_in_a_data_page_is_noticed(tmp_path):
+    file = write_example(tmp_path)
+    good = file.read_bytes()
+    wanted = read(file)
+    column = pq.ParquetFile(file).metadata.row_group(0).column(5)
+    assert column.path_in_schema == "prompt_token_ids.list.element"
+    start = column.dictionary_page_offset
+    noticed = 0
+    for offset in range(start, start + column.total_compressed_size):
+        file.write_bytes(good[:offset] + bytes([good[offset] ^ 1]) + good[offset + 1 :])
+        try:
+            assert read(file).equals(wanted), f"a flipped bit at {offset} changed the data silently"
+        except RolloutError as error:
+            noticed += error.rule == "readable_file"
+    assert noticed > column.total_compressed_size // 2
+
+
+def test_files_of_others_are_recut_at_trajectory_boundaries(tmp_path):
+    pq.write_table(pa.table(STEPS), tmp_path / "other.parquet", row_group_size=1)
+    assert [t.num_rows for t in iter_tables(tmp_path / "other.parquet")] == [2]
+    assert pl.concat(check_dataset(tmp_path / "other.parquet")).is_empty()
+
+
+def test_an_unknown_column_is_named(tmp_path):
+    write_example(tmp_path)
+    with pytest.raises(RolloutError, match="known_column.*'rewrd'"):
+        read(tmp_path / "ds", ["rewrd"])
+
+
+def test_older_schema_versions_are_upgraded_step_by_step_and_newer_ones_refused():
+    table = pa.table({"reply_ids": [[1]]})
+    upgrades = {
+        1: lambda t: t.rename_columns(["completion_ids"]),
+        2: lambda t: t.rename_columns(["response_ids"]),
+    }
+    assert upgrade(table, 1, upgrades=upgrades, current=3).column_names == ["response_ids"]
+    with pytest.raises(RolloutError, match="no upgrade path"):
+        upgrade(table, 0, upgrades=upgrades, current=3)
+    with pytest.raises(RolloutError, match="schema_version") as caught:
+        upgrade(table, 4, upgrades=upgrades, current=3)
+    assert "upgrade" in caught.value.hint
