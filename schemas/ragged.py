@@ -40,8 +40,7 @@ class Ragged:
         Elements must not be null. 64-bit offsets, so no limit at 2^31 elements.
         """
         lengths = np.asarray(pc.fill_null(pc.list_value_length(column), 0), dtype=np.int64)
-        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
-        return cls(_flat_values(column), offsets, np.asarray(pc.is_valid(column)))
+        return cls(_flat_values(column), offsets_of(lengths), np.asarray(pc.is_valid(column)))
 
     @property
     def lengths(self) -> IntArray:
@@ -77,6 +76,24 @@ def _flat_values(column: pa.Array | pa.ChunkedArray) -> npt.NDArray[Any]:
     return np.concatenate(arrays) if arrays else np.asarray(flat.to_numpy())
 
 
+def offsets_of(lengths: IntArray) -> IntArray:
+    """[N + 1] offsets of rows with these lengths."""
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
+
+
+def ranges(starts: IntArray, lengths: IntArray) -> IntArray:
+    """The integers of each range start..start + length, one range after the other.
+
+    Example:
+        >>> ranges(np.array([2, 0]), np.array([2, 1])).tolist()
+        [2, 3, 0]
+    """
+    ends = np.cumsum(lengths, dtype=np.int64)
+    index = np.arange(int(ends[-1]) if len(ends) else 0, dtype=np.int64)
+    index += np.repeat(starts - (ends - lengths), lengths)
+    return index
+
+
 def gather(values: npt.NDArray[Any], starts: IntArray, lengths: IntArray) -> npt.NDArray[Any]:
     """Concatenate the ranges `values[start:start + length]`.
 
@@ -84,8 +101,4 @@ def gather(values: npt.NDArray[Any], starts: IntArray, lengths: IntArray) -> npt
         >>> gather(np.array([10, 11, 12, 13]), np.array([2, 0]), np.array([2, 1])).tolist()
         [12, 13, 10]
     """
-    ends = np.cumsum(lengths, dtype=np.int64)
-    total = int(ends[-1]) if len(ends) else 0
-    index = np.arange(total, dtype=np.int64)
-    index += np.repeat(starts - (ends - lengths), lengths)
-    return values[index]
+    return values[ranges(starts, lengths)]

@@ -137,6 +137,7 @@ def check_outcome(view: View, runs: Runs) -> Iterator[pl.DataFrame]:
     carries[runs.end] = False
     inner = np.bincount(runs.run, carries, minlength=len(runs.start)) > 0
     without = ~known[runs.end] | (reward[runs.end] == 0)
+    without &= view.is_null("segments")[runs.end]  # a merged row's reward is a sum
     rows = runs.end[inner & without & view.is_null("error")[runs.end]]
     got = ["reward on earlier rows only"] * len(rows)
     yield view.breaches("outcome_on_last_step", rows, "reward", got, "reward on the last row")

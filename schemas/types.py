@@ -27,6 +27,8 @@ def as_table(data: Any) -> pa.Table:
         return pa.Table.from_batches([data])
     if isinstance(data, pl.LazyFrame):
         data = data.collect()
+    if isinstance(data, pl.DataFrame):
+        return data.to_arrow()
     return pa.table(data)
 
 

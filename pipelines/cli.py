@@ -1,0 +1,93 @@
+"""`rollouts stats` and `rollouts merge`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from rollout_io.cli.output import emit, emit_json, example, next_command, note, progress_bar
+
+
+@click.command(epilog=example("rollouts stats shop/"))
+@click.argument("dataset", metavar="DS")
+@click.option(
+    "--outcome",
+    type=click.Choice(["last", "sum"]),
+    default="last",
+    show_default=True,
+    help="Return of a trajectory: its last step's reward, or the sum over its steps.",
+)
+@click.option("--json", "as_json", is_flag=True, help="The numbers as JSON on stdout.")
+def stats(dataset: str, outcome: Any, *, as_json: bool) -> None:
+    """Rows, trajectories, groups, tokens, rewards of a dataset.
+
+    Rewards are per trajectory; lengths are per row.
+    """
+    from pipelines.statistics import dataset_statistics
+    from rollout_io.cli.dataset import open_dataset
+
+    numbers = dataset_statistics(open_dataset(dataset), outcome)
+    if as_json:
+        emit_json(numbers)
+        return
+    reasons = numbers.pop("stop_reasons")
+    shown = {name: _number(value) for name, value in numbers.items()}
+    shown |= {f"stop_reason {name!r}": str(count) for name, count in reasons.items()}
+    width = max(len(name) for name in shown)
+    for name, value in shown.items():
+        emit(f"{name:<{width}}  {value:>12}")
+
+
+@click.command(epilog=example("rollouts merge shop/ --out merged/"))
+@click.argument("dataset", metavar="DS")
+@click.option("--out", required=True, metavar="DS2", help="Directory of the merged dataset.")
+@click.option("--json", "as_json", is_flag=True, help="Counts before and after as JSON on stdout.")
+def merge(dataset: str, out: str, *, as_json: bool) -> None:
+    """Merge steps that continue each other token for token into one row.
+
+    Nothing is lost: `segments` keeps each step's range and values, and training on the merged rows
+    gives the same loss. Memory use does not grow with the dataset.
+    """
+    counts = merge_dataset(dataset, out)
+    if as_json:
+        emit_json(counts)
+    note(f"rows    {counts['num_rows_before']:>9,} -> {counts['num_rows_after']:,}")
+    note(f"tokens  {counts['num_tokens_before']:>9,} -> {counts['num_tokens_after']:,}")
+    next_command(f"rollouts stats {out}")
+
+
+def merge_dataset(dataset: str, out: str) -> dict[str, int]:
+    """Merge a dataset into a new one, row group by row group; counts before and after."""
+    from pipelines.merging import merge_table
+    from rollout_io.cli.dataset import open_dataset
+    from rollout_io.reader import iter_tables, read_metadata
+    from rollout_io.writer import RolloutWriter
+
+    open_dataset(dataset)
+    before, after = [0, 0], [0, 0]
+    metadata = read_metadata(dataset).made("merge", parents=[dataset], rule="consecutive")
+    with RolloutWriter(out, metadata=metadata) as writer, progress_bar(0, "row", "merge") as bar:
+        for table in iter_tables(dataset):
+            merged = merge_table(table)
+            _count(before, table)
+            _count(after, merged)
+            writer.write(merged)
+            bar(table.num_rows)
+    names = ("num_rows", "num_tokens")
+    counts = {f"{name}_before": n for name, n in zip(names, before, strict=True)}
+    return counts | {f"{name}_after": n for name, n in zip(names, after, strict=True)}
+
+
+def _count(totals: list[int], table: Any) -> None:
+    import pyarrow.compute as pc
+
+    totals[0] += table.num_rows
+    for name in ("prompt_token_ids", "response_ids"):
+        totals[1] += pc.sum(pc.list_value_length(table.column(name))).as_py() or 0
+
+
+def _number(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"

@@ -1,0 +1,28 @@
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+HARNESS_LOGS = ROOT.parent / "shared" / "data"
+
+
+@pytest.fixture(scope="session")
+def smollm2_dir():
+    """SmolLM2-135M-Instruct as a Hugging Face model directory: `make model` fetches it."""
+    path = ROOT / ".cache" / "smollm2"
+    if not (path / "model.safetensors").exists():
+        pytest.skip("no .cache/smollm2: run `make model`")
+    return path
+
+
+@pytest.fixture(scope="session")
+def shop_dataset(tmp_path_factory):
+    """The rollout dataset of the real vLLM calls in examples/."""
+    from rollout_io.cli.main import run
+
+    path = tmp_path_factory.mktemp("shop") / "ds"
+    calls, rewards = EXAMPLES / "shop.calls.jsonl", EXAMPLES / "shop.rewards.jsonl"
+    arguments = ["--format", "calls", "--rewards", str(rewards), "--out", str(path)]
+    assert run(["convert", str(calls), *arguments]) == 0
+    return path

@@ -1,0 +1,245 @@
+import polars as pl
+import pyarrow as pa
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pipelines import merge, place_outcomes, place_rewards, trajectory_returns, unmerge
+from pipelines.merging import merge_table, unmerge_table
+from schemas import check
+from schemas.strategies import rollout_tables
+from schemas.types import as_table
+
+relaxed = settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=50)
+
+STEPS = pl.DataFrame(
+    {
+        "instance_id": ["a", "a"],
+        "repetition_id": [0, 0],
+        "trajectory_id": ["a_0", "a_0"],
+        "step_index": [0, 1],
+        "is_last_step": [False, True],
+        "prompt_token_ids": [[1, 2], [1, 2, 3, 9]],
+        "response_ids": [[3], [4]],
+        "loss_mask": [[True], [True]],
+        "rollout_logprobs": [[-0.5], [-0.25]],
+        "reward": [0.5, 1.0],
+        "stop_reason": ["tool", "stop"],
+        "policy_version": [4, 3],
+        "token_source": ["engine", "engine"],
+        "note": ["mine", None],
+    },
+    schema_overrides={
+        "repetition_id": pl.Int32,
+        "step_index": pl.Int32,
+        "prompt_token_ids": pl.List(pl.Int32),
+        "response_ids": pl.List(pl.Int32),
+        "rollout_logprobs": pl.List(pl.Float32),
+        "policy_version": pl.Int32,
+    },
+).lazy()
+
+
+def test_the_worked_example_becomes_one_row_with_an_untrained_observation():
+    row = merge(STEPS).collect().row(0, named=True)
+    assert row["prompt_token_ids"] == [1, 2]
+    assert row["response_ids"] == [3, 9, 4]
+    assert row["loss_mask"] == [True, False, True]
+    assert row["rollout_logprobs"] == [-0.5, 0.0, -0.25]
+    assert (row["reward"], row["stop_reason"], row["policy_version"]) == (1.5, "stop", 3)
+    assert (row["step_index"], row["is_last_step"], row["note"]) == (0, True, None)
+    assert row["segments"] == [
+        {
+            "start": 0,
+            "length": 1,
+            "step_index": 0,
+            "reward": 0.5,
+            "stop_reason": "tool",
+            "policy_version": 4,
+            "note": "mine",
+        },
+        {
+            "start": 2,
+            "length": 1,
+            "step_index": 1,
+            "reward": 1.0,
+            "stop_reason": "stop",
+            "policy_version": 3,
+            "note": None,
+        },
+    ]
+
+
+def test_the_worked_example_comes_back_from_unmerge():
+    assert unmerge(merge(STEPS)).drop("segments").collect().equals(STEPS.collect())
+
+
+@pytest.mark.parametrize(
+    ("column", "values"),
+    [
+        ("token_source", ["engine", "retokenized"]),
+        ("temperature", [1.0, 0.5]),
+        ("reward", [None, 1.0]),
+        ("rollout_logprobs", [None, [-1.0]]),
+        ("prompt_token_ids", [[1, 2], [1, 2, 4, 9]]),
+        ("prompt_token_ids", [[1, 2], [1, 2]]),
+    ],
+)
+def test_steps_that_differ_in_kind_or_break_the_prefix_are_not_joined(column, values):
+    dtype = STEPS.collect_schema().get(column)
+    frame = STEPS.with_columns(pl.Series(column, values, dtype=dtype))
+    assert merge(frame).collect().height == 2
+
+
+def test_a_prompt_that_equals_the_steps_before_is_continued_without_an_observation():
+    prompts = pl.Series([[1, 2], [1, 2, 3]], dtype=pl.List(pl.Int32))
+    row = merge(STEPS.with_columns(prompt_token_ids=prompts)).collect().row(0, named=True)
+    assert (row["response_ids"], row["loss_mask"]) == ([3, 4], [True, True])
+
+
+def plain_merge(rows):
+    """The same rule on Python lists, one row after the other."""
+    merged = []
+    for row in rows:
+        last = merged[-1] if merged else None
+        full = last and last["prompt"] + last["response"]
+        if (
+            last
+            and last["id"] == row["trajectory_id"]
+            and last["kind"] == kind(row)
+            and row["prompt_token_ids"][: len(full)] == full
+        ):
+            delta = row["prompt_token_ids"][len(full) :]
+            last["response"] += delta + row["response_ids"]
+            last["mask"] += [False] * len(delta) + row["loss_mask"]
+        else:
+            merged.append(
+                {
+                    "id": row["trajectory_id"],
+                    "kind": kind(row),
+                    "prompt": list(row["prompt_token_ids"]),
+                    "response": list(row["response_ids"]),
+                    "mask": list(row["loss_mask"]),
+                }
+            )
+    return merged
+
+
+def kind(row):
+    if row.get("segments") is not None or row.get("rollout_expert_indices") is not None:
+        return object()
+    if not row["response_ids"]:
+        return object()
+    names = ("token_source", "temperature", "top_p", "top_k", "error")
+    nulls = ("rollout_logprobs", "reward", "rewards")
+    return [row.get(n) for n in names] + [row.get(n) is None for n in nulls]
+
+
+@given(rollout_tables())
+@relaxed
+def test_merging_equals_the_greedy_rule_on_plain_lists(table):
+    wanted = plain_merge(table.to_pylist())
+    rows = merge_table(table).to_pylist()
+    got = [(r["prompt_token_ids"], r["response_ids"], r["loss_mask"]) for r in rows]
+    assert got == [(w["prompt"], w["response"], w["mask"]) for w in wanted]
+
+
+@given(rollout_tables())
+@relaxed
+def test_merged_tables_are_valid(table):
+    assert check(merge_table(table)).is_empty()
+
+
+@given(rollout_tables())
+@relaxed
+def test_unmerging_a_merged_table_gives_the_table_back(table):
+    back = unmerge_table(merge_table(table))
+    if "segments" not in table.column_names:
+        assert back.column("segments").null_count == back.num_rows
+        back = back.drop_columns(["segments"])
+    names = [n for n in table.column_names if n != "segments"]
+    assert back.select(names).to_pylist() == table.select(names).to_pylist()
+    assert back.select(names).schema.equals(table.select(names).schema)
+    if "segments" in table.column_names:
+        assert drop_empty(back.column("segments")) == table.column("segments").to_pylist()
+
+
+def drop_empty(segments):
+    core = ("start", "length", "step_index")
+    rows = segments.to_pylist()
+    return [row and [{k: v for k, v in s.items() if k in core} for s in row] for row in rows]
+
+
+@given(rollout_tables())
+@relaxed
+def test_merging_twice_changes_nothing(table):
+    once = merge_table(table)
+    assert merge_table(once).to_pylist() == once.to_pylist()
+
+
+@given(rollout_tables())
+@relaxed
+def test_every_trained_token_keeps_its_logprob_mask_and_reward(table):
+    def trained(rows):
+        found = []
+        for r in rows:
+            width = len(r["response_ids"])
+            logprobs = r.get("rollout_logprobs") or [None] * width
+            rewards = r.get("rewards") or [None] * width
+            columns = (r["response_ids"], r["loss_mask"], logprobs, rewards)
+            found += [(r["trajectory_id"], *v) for v in zip(*columns, strict=True) if v[1]]
+        return found
+
+    merged = merge_table(table)
+    assert trained(merged.to_pylist()) == trained(table.to_pylist())
+
+
+@given(rollout_tables(min_trajectories=1), st.sampled_from(["last", "sum"]))
+@relaxed
+def test_returns_do_not_depend_on_merging(table, outcome):
+    before = trajectory_returns(pl.from_arrow(table).lazy(), outcome).collect()
+    after = trajectory_returns(pl.from_arrow(merge_table(table)).lazy(), outcome).collect()
+    assert after.equals(before)
+
+
+@given(rollout_tables(min_trajectories=1))
+@relaxed
+def test_the_polars_transform_equals_the_arrow_one(table):
+    frame = pl.from_arrow(table).lazy()
+    assert merge(frame).collect().equals(pl.from_arrow(merge_table(table)))
+    there_and_back = unmerge(merge(frame)).collect()
+    assert there_and_back.equals(pl.from_arrow(unmerge_table(merge_table(table))))
+
+
+def test_rewards_are_placed_at_the_end_of_the_step_that_earned_them():
+    assert place_rewards(merge(STEPS)).collect()["rewards"].to_list() == [[0.5, 0.0, 1.0]]
+    assert place_rewards(STEPS).collect()["rewards"].to_list() == [[0.5], [1.0]]
+
+
+@given(rollout_tables(min_trajectories=1, optional=("reward", "error", "stop_reason")))
+@relaxed
+def test_placing_rewards_and_merging_commute_and_stay_valid(table):
+    frame = pl.from_arrow(table).lazy()
+    one = place_rewards(merge(frame)).select("trajectory_id", "rewards").collect()
+    other = merge(place_rewards(frame)).select("trajectory_id", "rewards").collect()
+    assert one.equals(other)
+    assert check(place_rewards(merge(frame)).collect()).is_empty()
+
+
+def test_an_outcome_goes_to_the_last_step_and_a_missing_one_stays_unknown():
+    outcomes = pl.LazyFrame({"trajectory_id": ["a_0"], "reward": [2.0]})
+    assert place_outcomes(STEPS, outcomes).collect()["reward"].to_list() == [0.0, 2.0]
+    none = outcomes.filter(pl.lit(value=False))
+    assert place_outcomes(STEPS, none).collect()["reward"].to_list() == [None, None]
+
+
+def test_returns_of_the_worked_example():
+    row = merge(STEPS)
+    assert trajectory_returns(row, "last").collect()["return"].to_list() == [1.0]
+    assert trajectory_returns(row, "sum").collect()["return"].to_list() == [1.5]
+
+
+def test_an_empty_table_merges_to_an_empty_table():
+    empty = STEPS.filter(pl.lit(value=False))
+    assert merge(empty).collect().height == unmerge(merge(empty)).collect().height == 0
+    assert isinstance(merge_table(as_table(empty)), pa.Table)
