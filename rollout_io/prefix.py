@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from schemas.columns import PREFIX_FIELDS
-from schemas.ragged import IntArray, Ragged, gather
+from schemas.ragged import IntArray, Ragged, gather, offsets_of
 from schemas.structure_checks import changes
 from schemas.types import PREFIX_TYPES
 
@@ -41,11 +41,10 @@ def encode_prefixes(table: pa.Table) -> pa.Table:
     parent, shared = find_parents(prompts, responses, trajectory_starts(table))
     lengths = prompts.lengths - shared
     suffix = gather(prompts.values, prompts.offsets[:-1] + shared, lengths)
-    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
     columns = [
         pa.array(parent, pa.int32(), mask=parent < 0),
         pa.array(shared, pa.int32()),
-        Ragged(suffix, offsets, np.ones(len(lengths), np.bool_)).to_arrow(pa.int32()),
+        Ragged(suffix, offsets_of(lengths), np.ones(len(lengths), np.bool_)).to_arrow(pa.int32()),
     ]
     index = table.column_names.index("prompt_token_ids")
     table = table.remove_column(index)
@@ -155,7 +154,7 @@ def _parent_rows(table: pa.Table) -> IntArray:
 
 def _decode(suffix: Ragged, responses: Ragged, shared: IntArray, parent_row: IntArray) -> Ragged:
     lengths = shared + suffix.lengths
-    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+    offsets = offsets_of(lengths)
     out = np.empty(int(offsets[-1]), np.int32)
     for row, (begin, kept, parent) in enumerate(
         zip(offsets[:-1].tolist(), shared.tolist(), parent_row.tolist(), strict=True)

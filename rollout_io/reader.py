@@ -142,14 +142,18 @@ class _Shard:
     @classmethod
     def open(cls, location: Location) -> _Shard:
         with _readable(location):
-            source = location.fs.open(location.path, "rb")
+            local = location.is_local
+            source = pa.OSFile(location.path) if local else location.fs.open(location.path, "rb")
             return cls(location, pq.ParquetFile(source, page_checksum_verification=True))
 
     def row_groups(self, names: Sequence[str]) -> Iterator[pa.Table]:
         """Row groups as they are stored, upgraded to the current schema version."""
         for index in range(self._file.num_row_groups):
             with _readable(self.location, index):
-                table = self._file.read_row_group(index, columns=list(names))
+                # Threads that read through a Python file object can outlive the interpreter.
+                table = self._file.read_row_group(
+                    index, columns=list(names), use_threads=self.location.is_local
+                )
             yield upgraded(table, self.pairs)
 
     def tables(self, names: Sequence[str]) -> Iterator[pa.Table]:
@@ -224,7 +228,14 @@ def _tables(
 
 def _align(shards: Sequence[_Shard], names: Sequence[str]) -> Iterator[pa.Table]:
     """Pieces of files of others, re-cut so that no trajectory spans two."""
-    keyed = [*names, *({"trajectory_id"} - set(names))]
+    keyed = list(dict.fromkeys([*names, "trajectory_id"]))
+    for shard in shards:
+        if "trajectory_id" not in shard.names:
+            got = "no column 'trajectory_id'"
+            hint = f"rollouts validate {shard.location.path}"
+            raise RolloutError(
+                "columns_and_types", shard.location.path, got, "a rollout table", hint
+            )
     rest: pa.Table | None = None
     for shard in shards:
         for table in shard.tables(keyed):

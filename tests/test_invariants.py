@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from schemas import RULES, Checker, ValidationError, check, validate
 from schemas.strategies import broken_tables, rollout_tables
 
-relaxed = settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=60)
+relaxed = settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=30)
 
 
 @given(rollout_tables())

@@ -1,0 +1,86 @@
+"""Lines of JSON, typed: every way a line can be wrong is one clean error with its place."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO, NamedTuple, TypeVar
+
+import msgspec
+
+from schemas.errors import RolloutError
+
+T = TypeVar("T")
+
+_MISMATCH = re.compile(r"Expected (?P<expected>.+), got (?P<got>.+?)(?: - at `(?P<path>.+)`)?")
+
+
+class Line(NamedTuple):
+    """One line that is not blank."""
+
+    number: int
+    offset: int
+    content: bytes
+
+
+def open_input(path: Path) -> BinaryIO:
+    """Open a file to read, or say in one line why that cannot be done."""
+    try:
+        return path.open("rb")
+    except OSError as error:
+        got = (error.strerror or str(error)).lower()
+        hint = f"ls {path.parent}"
+        raise RolloutError("input_file", str(path), got, "a readable file", hint) from None
+
+
+def read_lines(file: BinaryIO) -> Iterator[Line]:
+    """Lines of a file with their numbers (from 1) and byte offsets; blank ones are skipped."""
+    offset = 0
+    for number, content in enumerate(file, 1):
+        if not content.isspace():
+            yield Line(number, offset, content)
+        offset += len(content)
+
+
+def decode_line(decoder: msgspec.json.Decoder[T], content: bytes, where: str) -> T:
+    """Decode one line.
+
+    Raises:
+        RolloutError: `json_line` (not JSON, or not UTF-8) or `record_type` (a field is missing or
+            of another type; the JSON path is in the message).
+    """
+    try:
+        content.decode()
+        return decoder.decode(content)
+    except UnicodeDecodeError as error:
+        got = f"an invalid byte 0x{content[error.start]:02x} in column {error.start + 1}"
+        hint = "the file is not UTF-8: re-encode it, or write it again"
+        raise RolloutError("json_line", where, got, "UTF-8 text", hint) from None
+    except msgspec.ValidationError as error:
+        raise type_error(error, where) from None
+    except msgspec.DecodeError as error:
+        raise _syntax_error(error, content, where) from None
+
+
+def type_error(error: msgspec.ValidationError, where: str) -> RolloutError:
+    """The error of a field that is missing or of another type."""
+    hint = "see docs/formats.md for the fields of the format"
+    match = _MISMATCH.fullmatch(str(error))
+    if match is None:
+        text, _, path = str(error).partition(" - at ")
+        got = f"{text[0].lower()}{text[1:]}" + (f" in {path}" if path else "")
+        return RolloutError("record_type", where, got, hint=hint)
+    place = f"{where}, {match['path'].strip('`')}" if match["path"] else where
+    return RolloutError("record_type", place, match["got"], match["expected"], hint)
+
+
+def _syntax_error(error: msgspec.DecodeError, content: bytes, where: str) -> RolloutError:
+    expected = "one whole JSON object a line"
+    if "truncated" in str(error):
+        got = f"a line cut off after {len(content.rstrip())} bytes"
+        hint = "the writer was stopped mid-line: repair the line from its source, or delete it"
+        return RolloutError("json_line", where, got, expected, hint)
+    text = re.sub(r" \(byte (\d+)\)", lambda m: f" in column {int(m[1]) + 1}", str(error))
+    got = text.removeprefix("JSON is malformed: ")
+    return RolloutError("json_line", where, got, expected, "JSON has no NaN and no comments")

@@ -1,0 +1,1 @@
+"""The `rollouts` command: a thin shell over the library, verbs from entry points."""

@@ -1,0 +1,78 @@
+"""`rollouts validate`: every breach of the named invariants, by rule."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from rollout_io.cli.output import emit, emit_json, example, note
+
+if TYPE_CHECKING:
+    import polars as pl
+
+FIRST_ROWS = 5
+
+
+@click.command(epilog=example("rollouts validate shop/"))
+@click.argument("dataset", metavar="DS")
+@click.option("--json", "as_json", is_flag=True, help="Every breach as JSON on stdout.")
+@click.pass_context
+def validate(ctx: click.Context, dataset: str, *, as_json: bool) -> None:
+    """Check a dataset: page checksums, types and all named invariants.
+
+    Exit code 1 if a rule of severity `error` is broken; warnings alone leave it 0.
+    """
+    import polars as pl
+
+    from rollout_io.reader import check_dataset
+
+    breaches = pl.concat(list(check_dataset(dataset)))
+    has_errors = bool((breaches["severity"] == "error").any())
+    rules = by_rule(breaches)
+    if as_json:
+        report = {"ok": not has_errors, "rules": rules, "breaches": breaches.to_dicts()}
+        emit_json(report)
+    else:
+        for rule in rules:
+            emit(_text(rule, breaches.filter(pl.col("rule") == rule["rule"])))
+        note(_verdict(dataset, breaches))
+    ctx.exit(1 if has_errors else 0)
+
+
+def by_rule(breaches: pl.DataFrame) -> list[dict[str, Any]]:
+    """One record per broken rule: severity, count, meaning, hint; errors first."""
+    from schemas.rules import RULES
+
+    counts = breaches.group_by("rule", maintain_order=True).len("num_breaches").to_dicts()
+    records = [
+        {
+            "rule": record["rule"],
+            "severity": RULES[record["rule"]].severity,
+            "num_breaches": record["num_breaches"],
+            "meaning": RULES[record["rule"]].meaning,
+            "hint": RULES[record["rule"]].hint,
+        }
+        for record in counts
+    ]
+    return sorted(records, key=lambda record: record["severity"])
+
+
+def _text(rule: dict[str, Any], breaches: pl.DataFrame) -> str:
+    lines = [f"{rule['severity']}: {rule['rule']} ({rule['num_breaches']}x): {rule['meaning']}"]
+    for breach in breaches.head(FIRST_ROWS).to_dicts():
+        place = ["table"] if breach["row"] is None else [f"row {breach['row']}"]
+        place += [breach["trajectory_id"]] if breach["trajectory_id"] is not None else []
+        place += [breach["column"]] if breach["column"] is not None else []
+        lines.append(f"  {', '.join(place)}: got {breach['got']}, expected {breach['expected']}")
+    if len(breaches) > FIRST_ROWS:
+        lines.append(f"  ... {len(breaches) - FIRST_ROWS} more (--json lists all)")
+    return "\n".join([*lines, f"  hint: {rule['hint']}", ""])
+
+
+def _verdict(dataset: str, breaches: pl.DataFrame) -> str:
+    errors = int((breaches["severity"] == "error").sum())
+    warnings = len(breaches) - errors
+    if not errors and not warnings:
+        return f"{dataset}: valid"
+    return f"{dataset}: {errors} errors, {warnings} warnings"

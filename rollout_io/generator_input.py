@@ -1,0 +1,301 @@
+"""The fields of a `GeneratorOutput` as columns of a rollout table."""
+
+from __future__ import annotations
+
+import json
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from rollout_io.adapters import ragged_array
+from schemas.columns import COLUMN_BY_NAME, COLUMNS, routing_type
+from schemas.errors import RolloutError
+
+METRICS_KEY = b"rollout_io.rollout_metrics"
+TIMES = "trajectory_generation_times"
+ERROR = "failed: a placeholder row in the GeneratorOutput"
+
+REQUIRED = ("prompt_token_ids", "response_ids", "rewards", "loss_masks")
+OPTIONAL = (
+    *("stop_reasons", "rollout_logprobs", "trajectory_ids", "rollout_expert_indices"),
+    *("is_last_step", "env_metrics", TIMES),
+)
+
+
+class Identity(NamedTuple):
+    """Whose a row is."""
+
+    instance_id: str
+    repetition_id: int
+
+
+def table_of(output: Mapping[str, Any], group_size: int | None) -> pa.Table:
+    """The columns; kinds and lengths of the fields are checked, the invariants are not yet."""
+    _check_fields(output)
+    identities = _identities(output, group_size)
+    last = _flags(output, identities)
+    lists = {
+        "prompt_token_ids": _integers(output, "prompt_token_ids"),
+        "response_ids": _integers(output, "response_ids"),
+        "loss_mask": _masks(output),
+    }
+    if output.get("rollout_logprobs") is not None:
+        lists["rollout_logprobs"] = _floats(output, "rollout_logprobs", np.float32)
+    rewards = _rewards(output)
+    stops = _texts(output, "stop_reasons")
+    failed = _placeholders([*lists.values(), rewards], stops, identities, last)
+    arrays: dict[str, Any] = {
+        "instance_id": [i.instance_id for i in identities],
+        "repetition_id": [i.repetition_id for i in identities],
+        "trajectory_id": [f"{i.instance_id}_{i.repetition_id}" for i in identities],
+        "step_index": _step_indices(identities, last),
+        "is_last_step": last,
+        "token_source": ["engine"] * len(failed),
+        "metrics": _metrics(output),
+        "stop_reason": stops,
+        "error": [ERROR if f else None for f in failed] if any(failed) else None,
+        "rollout_expert_indices": _routes(output),
+    }
+    for name, rows in lists.items():
+        arrays[name] = [row[:0] if f else row for row, f in zip(rows, failed, strict=True)]
+    table = _assemble(arrays | _reward_columns(rewards, failed))
+    if output.get(TIMES) is not None:
+        times = [
+            None if t is None else _number(t, TIMES, row) for row, t in enumerate(output[TIMES])
+        ]
+        table = table.append_column(TIMES, pa.array(times, pa.float64()))
+    metrics = output.get("rollout_metrics")
+    return table.replace_schema_metadata(None if metrics is None else {METRICS_KEY: _json(metrics)})
+
+
+def _check_fields(output: Mapping[str, Any]) -> None:
+    missing = [name for name in REQUIRED if output.get(name) is None]
+    if missing:
+        raise _error("fields", missing[0], "no such field", "a required field")
+    known = {*REQUIRED, *OPTIONAL, "rollout_metrics"}
+    unknown = [name for name, value in output.items() if value is not None and name not in known]
+    if unknown:
+        hint = f"a rollout table has no place for it: leave it out (output[{unknown[0]!r}] = None)"
+        raise _error("fields", unknown[0], "an unknown field", "fields of GeneratorOutput", hint)
+    num_rows = _length(output, "response_ids")
+    if num_rows == 0:
+        raise _error("some_rows", "response_ids", "no rows", "at least one")
+    for name in (*REQUIRED, *OPTIONAL):
+        length = num_rows if output.get(name) is None else _length(output, name)
+        if length != num_rows:
+            got, expected = f"{length} entries", f"{num_rows}, as response_ids has"
+            raise _error("fields_align", name, got, expected)
+
+
+def _length(output: Mapping[str, Any], name: str) -> int:
+    field = output[name]
+    if not isinstance(field, list | tuple | np.ndarray):
+        raise _error("field_kind", name, type(field).__name__, "a list with one entry per row")
+    return len(field)
+
+
+def _identities(output: Mapping[str, Any], group_size: int | None) -> list[Identity]:
+    ids = output.get("trajectory_ids")
+    if ids is not None:
+        return [_identity(value, row) for row, value in enumerate(ids)]
+    if output.get("is_last_step") is not None:
+        raise _error("fields", "trajectory_ids", "none", "ids, as is_last_step is given")
+    num_rows = len(output["response_ids"])
+    if group_size is None or group_size < 1 or num_rows % group_size:
+        got = f"no ids, and group_size {group_size} for {num_rows} rows"
+        hint = "pass group_size=n, the number of attempts per prompt"
+        raise _error("fields", "trajectory_ids", got, "ids, or a group_size that divides", hint)
+    return [Identity(str(row // group_size), row % group_size) for row in range(num_rows)]
+
+
+def _identity(value: Any, row: int) -> Identity:
+    try:
+        if isinstance(value, Mapping):
+            return Identity(str(value["instance_id"]), operator.index(value["repetition_id"]))
+        return Identity(str(value.instance_id), operator.index(value.repetition_id))
+    except (AttributeError, KeyError, TypeError):
+        expected = "an instance_id and a whole repetition_id"
+        raise _error("trajectory_id", "trajectory_ids", repr(value), expected, row=row) from None
+
+
+def _flags(output: Mapping[str, Any], identities: Sequence[Identity]) -> list[bool]:
+    flags = output.get("is_last_step")
+    if flags is None:
+        return [True] * len(identities)
+    for row, flag in enumerate(flags):
+        if not isinstance(flag, bool | np.bool_):
+            raise _error("last_flag", "is_last_step", repr(flag), "true or false", row=row)
+    return [bool(flag) for flag in flags]
+
+
+def _step_indices(identities: Sequence[Identity], last: Sequence[bool]) -> list[int]:
+    """0..n-1 per trajectory; an id goes on counting until a row of it is marked last."""
+    following: dict[Identity, int] = {}
+    indices = []
+    for identity, is_last in zip(identities, last, strict=True):
+        indices.append(following.get(identity, 0))
+        following[identity] = 0 if is_last else indices[-1] + 1
+    return indices
+
+
+def _placeholders(
+    fields: Sequence[Sequence[Any]],
+    stops: Sequence[str | None] | None,
+    identities: Sequence[Identity],
+    last: Sequence[bool],
+) -> list[bool]:
+    """Which rows are exactly the placeholder of a failed trajectory: alone, each field 0 or [0]."""
+    if stops is None:
+        return [False] * len(last)
+
+    def is_placeholder(row: int) -> bool:
+        alone = last[row] and (row == 0 or identities[row - 1] != identities[row])
+        values = [np.atleast_1d(field[row]) for field in fields]
+        return stops[row] == "error" and alone and all(len(v) == 1 and v[0] == 0 for v in values)
+
+    return [is_placeholder(row) for row in range(len(last))]
+
+
+def _array(output: Mapping[str, Any], name: str, row: int, kinds: str) -> npt.NDArray[Any]:
+    """One row of a field as a 1-D array whose NumPy kind is one of `kinds`."""
+    try:
+        array = np.asarray(output[name][row])
+    except ValueError:
+        array = np.asarray(None)
+    if array.ndim != 1 or (len(array) and array.dtype.kind not in kinds):
+        got = "null" if output[name][row] is None else f"{array.dtype} of shape {array.shape}"
+        raise _error("field_kind", name, got, "a flat list of numbers", row=row)
+    return array
+
+
+def _integers(output: Mapping[str, Any], name: str) -> list[npt.NDArray[Any]]:
+    rows = [_array(output, name, row, "iu") for row in range(len(output[name]))]
+    for row, ids in enumerate(rows):
+        if len(ids) and not 0 <= ids.min() <= ids.max() < 2**31:
+            got, expected = f"ids in {ids.min()}..{ids.max()}", "ids in 0..2147483647"
+            raise _error("token_range", name, got, expected, row=row)
+    return [ids.astype(np.int32) for ids in rows]
+
+
+def _floats(output: Mapping[str, Any], name: str, dtype: Any) -> list[npt.NDArray[Any]]:
+    return [_array(output, name, r, "fiu").astype(dtype) for r in range(len(output[name]))]
+
+
+def _masks(output: Mapping[str, Any]) -> list[npt.NDArray[np.bool_]]:
+    rows = [_array(output, "loss_masks", r, "biuf") for r in range(len(output["loss_masks"]))]
+    for row, mask in enumerate(rows):
+        if not np.isin(mask, (0, 1)).all():
+            got = f"the value {mask[~np.isin(mask, (0, 1))][0]}"
+            raise _error("mask_kind", "loss_masks", got, "0 or 1", row=row)
+    return [mask.astype(np.bool_) for mask in rows]
+
+
+def _rewards(output: Mapping[str, Any]) -> Sequence[Any]:
+    """A number per row, or an array per row."""
+    values = output["rewards"]
+    is_list = [isinstance(value, list | tuple) or np.ndim(value) > 0 for value in values]
+    if any(is_list) != all(is_list):
+        row = is_list.index(not is_list[0])
+        expected = "all numbers, or all lists with one number per token"
+        raise _error("reward_kind", "rewards", "numbers and lists mixed", expected, row=row)
+    if is_list[0]:
+        return _floats(output, "rewards", np.float64)
+    return [_number(value, "rewards", row) for row, value in enumerate(values)]
+
+
+def _reward_columns(rewards: Sequence[Any], failed: Sequence[bool]) -> dict[str, Any]:
+    alive = [None if f else value for value, f in zip(rewards, failed, strict=True)]
+    if not isinstance(rewards[0], np.ndarray):
+        return {"reward": alive}
+    return {"reward": [None if r is None else float(r.sum()) for r in alive], "rewards": alive}
+
+
+def _number(value: Any, name: str, row: int) -> float:
+    if np.ndim(value) != 0 or np.asarray(value).dtype.kind not in "fiub":
+        raise _error("field_kind", name, repr(value), "a number", row=row)
+    return float(value)
+
+
+def _texts(output: Mapping[str, Any], name: str) -> list[str | None] | None:
+    values = output.get(name)
+    if values is None:
+        return None
+    for row, value in enumerate(values):
+        if value is not None and not isinstance(value, str):
+            raise _error("field_kind", name, repr(value), "a text or null", row=row)
+    return [None if value is None else str(value) for value in values]
+
+
+def _metrics(output: Mapping[str, Any]) -> list[list[tuple[str, float]] | None] | None:
+    rows = output.get("env_metrics")
+    return None if rows is None else [_metric(metrics, row) for row, metrics in enumerate(rows)]
+
+
+def _metric(metrics: Any, row: int) -> list[tuple[str, float]] | None:
+    if metrics is None:
+        return None
+    if not isinstance(metrics, Mapping):
+        raise _error("field_kind", "env_metrics", repr(metrics), "an object or null", row=row)
+    return [(str(name), _number(value, "env_metrics", row)) for name, value in metrics.items()]
+
+
+def _routes(output: Mapping[str, Any]) -> pa.Array | None:
+    rows = output.get("rollout_expert_indices")
+    if rows is None or all(routes is None for routes in rows):
+        return None
+    arrays = [None if routes is None else np.asarray(routes) for routes in rows]
+    shapes = {a.shape[1:] for a in arrays if a is not None}
+    kinds = {a.dtype.kind for a in arrays if a is not None}
+    if len(shapes) > 1 or len(next(iter(shapes))) != 2 or not kinds <= set("iu"):
+        got, expected = (
+            f"shapes [tokens, *{sorted(shapes)}]",
+            "one [tokens, layers, topk] of integers",
+        )
+        raise _error("routing_shape", "rollout_expert_indices", got, expected)
+    layers, topk = next(iter(shapes))
+    lengths = [0 if a is None else len(a) for a in arrays]
+    flat = np.concatenate([a.reshape(-1) for a in arrays if a is not None])
+    if len(flat) and not 0 <= flat.min() <= flat.max() < 2**15:
+        got, expected = f"experts {flat.min()}..{flat.max()}", "experts in 0..32767"
+        raise _error("routing_shape", "rollout_expert_indices", got, expected)
+    kind = routing_type(layers, topk)
+    values = pa.FixedSizeListArray.from_arrays(pa.array(flat.astype(np.int16), pa.int16()), topk)
+    values = pa.FixedSizeListArray.from_arrays(values, layers)
+    offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]), pa.int32())
+    mask = pa.array([a is None for a in arrays])
+    return pa.ListArray.from_arrays(offsets, values, type=kind, mask=mask)
+
+
+def _assemble(arrays: Mapping[str, Any]) -> pa.Table:
+    columns = [c for c in COLUMNS if arrays.get(c.name) is not None]
+    made = [_to_arrow(arrays[c.name], c.type) for c in columns]
+    fields = [
+        pa.field(c.name, a.type, COLUMN_BY_NAME[c.name].nullable)
+        for c, a in zip(columns, made, strict=True)
+    ]
+    return pa.Table.from_arrays(made, schema=pa.schema(fields))
+
+
+def _to_arrow(values: Any, kind: pa.DataType | None) -> pa.Array:
+    if kind is None:
+        return values
+    return ragged_array(values, kind) if pa.types.is_list(kind) else pa.array(values, kind)
+
+
+def _json(metrics: Any) -> bytes:
+    try:
+        return json.dumps(metrics, default=lambda value: value.item()).encode()
+    except (AttributeError, TypeError, ValueError):
+        got = "values that JSON cannot hold"
+        raise _error("fields", "rollout_metrics", got, "numbers and texts") from None
+
+
+def _error(
+    rule: str, name: str, got: str, expected: str, hint: str | None = None, row: int | None = None
+) -> RolloutError:
+    where = f"GeneratorOutput, {name}" + ("" if row is None else f"[{row}]")
+    return RolloutError(rule, where, got, expected, hint)

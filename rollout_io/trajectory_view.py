@@ -1,0 +1,235 @@
+"""One trajectory as people read it: what each step was given, what it sampled, what trains."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+Decode = Callable[[Sequence[int]], str]
+Kind = Literal["trained", "masked", "observed"]
+
+COLUMNS = (
+    *("trajectory_id", "step_index", "prompt_token_ids", "response_ids", "loss_mask", "segments"),
+    *("reward", "stop_reason", "agent", "error", "messages", "response_text"),
+)
+"""Columns a view is made of; the nullable ones may be absent."""
+
+MARKS: dict[Kind, tuple[str, str]] = {
+    "trained": ("[+ ", " +]"),
+    "masked": ("[- ", " -]"),
+    "observed": ("[. ", " .]"),
+}
+STYLES: dict[Kind, str] = {"trained": "32", "masked": "33", "observed": "2"}
+LEGEND: dict[Kind, str] = {
+    "trained": "trains",
+    "masked": "sampled, does not train",
+    "observed": "not sampled",
+}
+
+SHOWN_CHARS = 400
+SHOWN_IDS = 24
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Span:
+    """Neighbouring response tokens of one kind.
+
+    Attributes:
+        kind: `trained`; `masked` (sampled, loss_mask false); `observed` (in no segment).
+        num_tokens: Tokens in it.
+        text: Decoded, or the ids where there is nothing to decode with.
+    """
+
+    kind: Kind
+    num_tokens: int
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepView:
+    """One row.
+
+    Attributes:
+        num_shared_tokens: Leading prompt tokens that the row before holds too.
+        num_new_tokens: The rest of the prompt.
+        prompt: Text of the new part, or of the last message sent; None: unknown.
+        others: As the columns of the same name.
+    """
+
+    step_index: int
+    agent: str | None
+    stop_reason: str | None
+    reward: float | None
+    num_shared_tokens: int
+    num_new_tokens: int
+    prompt: str | None
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrajectoryView:
+    """A trajectory; `reward` is its last row's."""
+
+    trajectory_id: str
+    reward: float | None
+    error: str | None
+    steps: tuple[StepView, ...]
+
+
+def view_trajectory(rows: Sequence[dict[str, Any]], decode: Decode | None = None) -> TrajectoryView:
+    """The view of one trajectory.
+
+    Args:
+        rows: Its rows in order, each a dict of the columns `COLUMNS`.
+        decode: Ids to text; None shows `response_text`, or ids where a row is not one span.
+
+    Example:
+        >>> row = {"trajectory_id": "a_0", "step_index": 0, "prompt_token_ids": [1, 2]}
+        >>> row |= {"response_ids": [3, 4], "loss_mask": [True, False]}
+        >>> [(s.kind, s.text) for s in view_trajectory([row]).steps[0].spans]
+        [('trained', '3'), ('masked', '4')]
+    """
+    before = np.zeros(0, np.int64)
+    steps = []
+    for row in rows:
+        prompt = np.asarray(row["prompt_token_ids"], np.int64)
+        steps.append(_step(row, prompt, num_shared(before, prompt), decode))
+        before = np.concatenate([prompt, np.asarray(row["response_ids"], np.int64)])
+    errors = (row.get("error") for row in rows)
+    return TrajectoryView(
+        trajectory_id=rows[0]["trajectory_id"],
+        reward=rows[-1].get("reward"),
+        error=next((error for error in errors if error is not None), None),
+        steps=tuple(steps),
+    )
+
+
+def num_shared(a: npt.NDArray[np.int64], b: npt.NDArray[np.int64]) -> int:
+    """Length of the longest common prefix.
+
+    Example:
+        >>> num_shared(np.array([1, 2, 3]), np.array([1, 2, 4, 5]))
+        2
+    """
+    length = min(len(a), len(b))
+    differs = np.flatnonzero(a[:length] != b[:length])
+    return int(differs[0]) if len(differs) else length
+
+
+def _step(
+    row: dict[str, Any], prompt: npt.NDArray[np.int64], shared: int, decode: Decode | None
+) -> StepView:
+    new = prompt[shared:].tolist()
+    return StepView(
+        step_index=row["step_index"],
+        agent=row.get("agent"),
+        stop_reason=row.get("stop_reason"),
+        reward=row.get("reward"),
+        num_shared_tokens=shared,
+        num_new_tokens=len(new),
+        prompt=_last_message(row.get("messages")) if decode is None else decode(new),
+        spans=_spans(row, decode),
+    )
+
+
+def _spans(row: dict[str, Any], decode: Decode | None) -> tuple[Span, ...]:
+    ids, kinds = row["response_ids"], _kinds(row)
+    cuts = [i for i in range(1, len(kinds)) if kinds[i] != kinds[i - 1]]
+    bounds = [0, *cuts, len(kinds)] if kinds else []
+    text = row.get("response_text") if not cuts else None
+    show = decode or (lambda part: _ids_text(part) if text is None else text)
+    return tuple(
+        Span(kind=kinds[a], num_tokens=b - a, text=show(ids[a:b]))
+        for a, b in itertools.pairwise(bounds)
+    )
+
+
+def _kinds(row: dict[str, Any]) -> list[Kind]:
+    """[R] kind of each response token."""
+    segments = row.get("segments")
+    sampled = [segments is None] * len(row["response_ids"])
+    for segment in segments or ():
+        start, length = segment["start"], segment["length"]
+        sampled[start : start + length] = [True] * length
+    return [
+        "trained" if trains else "masked" if was_sampled else "observed"
+        for trains, was_sampled in zip(row["loss_mask"], sampled, strict=True)
+    ]
+
+
+def _ids_text(ids: Sequence[int]) -> str:
+    more = f" ... {len(ids) - SHOWN_IDS} more" if len(ids) > SHOWN_IDS else ""
+    return " ".join(str(i) for i in ids[:SHOWN_IDS]) + more
+
+
+def _last_message(messages: str | None) -> str | None:
+    try:
+        last = json.loads(messages or "")[-1]
+        return f"{last['role']}: {last['content']}"
+    except (ValueError, LookupError, TypeError):
+        return None
+
+
+def render(view: TrajectoryView, *, color: bool) -> str:
+    """The view as text: colours on a terminal, else brackets (see `legend`)."""
+    outcome = f"reward {_number(view.reward)}" if view.error is None else f"error: {view.error}"
+    count = f"{len(view.steps)} step" + ("s" if len(view.steps) != 1 else "")
+    lines = [_styled(f"{view.trajectory_id}  {count}  {outcome}", "1", color=color)]
+    for step in view.steps:
+        lines += ["  " + line for line in _render_step(step, color=color)]
+    return "\n".join(lines)
+
+
+def legend(*, color: bool) -> str:
+    """What the colours or brackets mean."""
+    return "   ".join(_marked(text, kind, color=color) for kind, text in LEGEND.items())
+
+
+def _render_step(step: StepView, *, color: bool) -> list[str]:
+    num_prompt = step.num_shared_tokens + step.num_new_tokens
+    num_trained = sum(span.num_tokens for span in step.spans if span.kind == "trained")
+    facts = [
+        f"step {step.step_index}",
+        *([step.agent] if step.agent is not None else []),
+        f"prompt {num_prompt} = {step.num_shared_tokens} shared + {step.num_new_tokens} new",
+        f"response {sum(s.num_tokens for s in step.spans)}, {num_trained} train",
+        *([step.stop_reason] if step.stop_reason is not None else []),
+        *([f"reward {_number(step.reward)}"] if step.reward is not None else []),
+    ]
+    body = "".join(_marked(_printable(s.text), s.kind, color=color) for s in step.spans)
+    lines = ["  ".join(facts)]
+    if step.prompt:
+        prompt = _printable(_shortened(step.prompt))
+        lines += [_styled("  > " + line, "2", color=color) for line in prompt.split("\n")]
+    return [*lines, *("    " + line for line in body.split("\n") if body)]
+
+
+def _marked(text: str, kind: Kind, *, color: bool) -> str:
+    if color:
+        return "\n".join(_styled(line, STYLES[kind], color=True) for line in text.split("\n"))
+    left, right = MARKS[kind]
+    return f"{left}{text}{right}"
+
+
+def _styled(text: str, code: str, *, color: bool) -> str:
+    return f"\x1b[{code}m{text}\x1b[0m" if color and text else text
+
+
+def _shortened(text: str) -> str:
+    more = len(text) - SHOWN_CHARS
+    return text if more <= 0 else f"{text[:SHOWN_CHARS]}... {more} more characters"
+
+
+def _printable(text: str) -> str:
+    """Control characters as escapes: a log must not be able to drive the terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+
+
+def _number(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:g}"
