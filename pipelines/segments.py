@@ -11,6 +11,7 @@ import pyarrow.compute as pc
 
 from schemas.columns import SEGMENT_FIELDS
 from schemas.ragged import BoolArray, IntArray, Ragged, offsets_of
+from schemas.types import cast_column
 
 FOLDED = frozenset(
     {
@@ -92,7 +93,7 @@ def _concat_structs(made: pa.StructArray, kept: pa.StructArray) -> pa.StructArra
         kind = next(part.type for part in parts if part is not None)
         sizes = (len(made), len(kept))
         filled = [
-            pa.nulls(size, kind) if part is None else part.cast(kind)
+            pa.nulls(size, kind) if part is None else cast_column(part, kind)
             for part, size in zip(parts, sizes, strict=True)
         ]
         columns.append(pa.concat_arrays(filled))
@@ -172,7 +173,7 @@ def step_columns(table: pa.Table, steps: Steps) -> pa.Table:
             values = pa.array(np.where(split, -1, steps.row), pa.int64(), mask=split)
             out = out.set_column(index, out.schema.field(index), column.take(values))
         elif flat.type.get_field_index(name) >= 0:
-            stored = pc.struct_field(flat, name).cast(column.type)
+            stored = cast_column(pc.struct_field(flat, name), column.type)
             order = np.where(split, len(column) + steps.segment, steps.row)
             values = pa.concat_arrays([column, stored]).take(pa.array(order))
             out = out.set_column(index, out.schema.field(index), values)

@@ -10,7 +10,6 @@ import pyarrow.compute as pc
 
 from schemas.columns import (
     COLUMN_BY_NAME,
-    METRICS_TYPE,
     PREFIX_FIELDS,
     SEGMENT_FIELDS,
     Column,
@@ -96,7 +95,7 @@ def cast_table(table: pa.Table) -> pa.Table:
     first: the declared lists have 32-bit offsets.
     """
     names = table.column_names
-    columns = [_cast(table.column(name), _target(name, table)) for name in names]
+    columns = [cast_column(table.column(name), _target(name, table)) for name in names]
     fields = [pa.field(n, c.type, _nullable(n)) for n, c in zip(names, columns, strict=True)]
     return pa.Table.from_arrays(columns, schema=pa.schema(fields, table.schema.metadata))
 
@@ -142,19 +141,24 @@ def _nullable(name: str) -> bool:
     return name not in PREFIX_TYPES or name == "parent_step_index"
 
 
-def _cast(column: pa.ChunkedArray, target: pa.DataType) -> pa.ChunkedArray:
+def cast_column(
+    column: pa.Array | pa.ChunkedArray, target: pa.DataType
+) -> pa.Array | pa.ChunkedArray:
+    """Cast a column, also between a map and a list of {key, value} structs."""
     if column.type == target:
         return column
-    if target == METRICS_TYPE:
-        return pa.chunked_array([_to_map(chunk) for chunk in column.chunks], METRICS_TYPE)
-    return column.cast(target)
+    if not pa.types.is_map(target):
+        return column.cast(target)
+    if isinstance(column, pa.ChunkedArray):
+        return pa.chunked_array([_to_map(chunk, target) for chunk in column.chunks], target)
+    return _to_map(column, target)
 
 
-def _to_map(entries: pa.Array) -> pa.Array:
-    lists = entries.cast(_entries(METRICS_TYPE))
-    offsets = pc.fill_null(pc.list_value_length(lists), 0).to_numpy().cumsum()
+def _to_map(entries: pa.Array, target: pa.MapType) -> pa.Array:
+    lists = entries.cast(_entries(target))
+    ends = pc.fill_null(pc.list_value_length(lists), 0).to_numpy().cumsum()
     flat = pc.list_flatten(lists)
-    starts = pa.array([0, *offsets.tolist()], pa.int32())
+    starts = pa.array([0, *ends.tolist()], pa.int32())
     keys, values = pc.struct_field(flat, 0), pc.struct_field(flat, 1)
     mask = lists.is_null() if lists.null_count else None
-    return pa.MapArray.from_arrays(starts, keys, values, mask=mask)
+    return pa.MapArray.from_arrays(starts, keys, values, type=target, mask=mask)

@@ -1,3 +1,6 @@
+import tempfile
+from pathlib import Path
+
 import polars as pl
 import pyarrow as pa
 import pytest
@@ -6,6 +9,7 @@ from hypothesis import strategies as st
 
 from pipelines import merge, place_outcomes, place_rewards, trajectory_returns, unmerge
 from pipelines.merging import merge_table, unmerge_table
+from rollout_io import RolloutWriter, read
 from schemas import check
 from schemas.strategies import rollout_tables
 from schemas.types import as_table
@@ -243,3 +247,14 @@ def test_an_empty_table_merges_to_an_empty_table():
     empty = STEPS.filter(pl.lit(value=False))
     assert merge(empty).collect().height == unmerge(merge(empty)).collect().height == 0
     assert isinstance(merge_table(as_table(empty)), pa.Table)
+
+
+@given(rollout_tables(min_trajectories=1))
+@settings(relaxed, max_examples=25)
+def test_a_merged_table_survives_the_disk_and_still_comes_apart(table):
+    with tempfile.TemporaryDirectory() as folder:
+        with RolloutWriter(Path(folder) / "ds") as writer:
+            writer.write(merge_table(table))
+        back = unmerge_table(read(Path(folder) / "ds"))
+    names = [n for n in table.column_names if n != "segments"]
+    assert back.select(names).to_pylist() == table.select(names).to_pylist()

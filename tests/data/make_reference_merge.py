@@ -10,10 +10,13 @@ import gzip
 import json
 import sys
 import typing
+from pathlib import Path
 
 import typing_extensions
 
-typing.TypedDict = typing_extensions.TypedDict  # before the import: pydantic refuses typing's on 3.11
+typing.TypedDict = (
+    typing_extensions.TypedDict
+)  # before the import: pydantic refuses typing's on 3.11
 
 from skyrl.train.generators.base import TrajectoryID  # noqa: E402
 from skyrl.train.generators.utils import merge_stepwise_output  # noqa: E402
@@ -21,8 +24,7 @@ from skyrl.train.generators.utils import merge_stepwise_output  # noqa: E402
 
 def main() -> None:
     source, target = sys.argv[1:]
-    with open(source) as file:
-        output = json.load(file)
+    output = json.loads(Path(source).read_text())
     output["trajectory_ids"] = [TrajectoryID(**i) for i in output["trajectory_ids"]]
     output.pop("env_metrics", None)
     merged = dict(merge_stepwise_output(output))

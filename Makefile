@@ -1,0 +1,55 @@
+# Everything runs in .venv, which the first target that needs it makes.
+
+PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
+	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+VENV := .venv
+BIN := $(VENV)/bin
+MODEL := .cache/smollm2
+READY := $(VENV)/.ready
+
+export HF_HUB_OFFLINE := 1
+export TOKENIZERS_PARALLELISM := false
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint bench docs model format clean
+
+help:  ## Show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(READY) $(MODEL)/model.safetensors  ## From real vLLM logs to a policy update, step by step (CPU, minutes)
+	$(BIN)/python examples/demo.py
+
+test: $(READY) $(MODEL)/model.safetensors  ## Run the test suite
+	$(BIN)/python -m pytest
+
+lint: $(READY)  ## ruff, mypy (strict), import rules, generated docs
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(READY)  ## Benchmarks: ratios measured side by side in one run
+	$(BIN)/python -m benchmarks.layouts
+	$(BIN)/python -m benchmarks.merging
+
+docs: $(READY)  ## Write the generated pages of docs/
+	$(BIN)/python docs/generate.py
+
+model: $(MODEL)/model.safetensors  ## Fetch SmolLM2-135M-Instruct into .cache/
+
+format: $(READY)  ## Format the sources
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:  ## Remove the environment, the caches and the demo's runs
+	rm -rf $(VENV) .cache runs .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+$(READY): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or later is needed: make PYTHON=/path/to/python3"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(MODEL)/model.safetensors: examples/fetch_smollm2.py | $(READY)
+	$(BIN)/python examples/fetch_smollm2.py $(MODEL)
+	@touch $@

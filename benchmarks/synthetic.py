@@ -1,0 +1,85 @@
+"""Multi-turn trajectories of chosen size, as tables: what the benchmarks measure on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from schemas.ragged import Ragged, offsets_of
+
+VOCAB_SIZE = 49_152
+
+
+def growing_trajectories(
+    num_trajectories: int, num_turns: int, tokens_per_turn: int, *, seed: int = 0
+) -> pa.Table:
+    """Steps whose prompts grow by an observation and the response before, as a chat does.
+
+    Half of a turn's tokens are observation, half response; ids follow a Zipf law.
+    """
+    rng = np.random.default_rng(seed)
+    half = tokens_per_turn // 2
+    prompts, responses = [], []
+    for _ in range(num_trajectories):
+        chat = (rng.zipf(1.3, num_turns * tokens_per_turn) % VOCAB_SIZE).astype(np.int32)
+        for turn in range(num_turns):
+            split = turn * tokens_per_turn + half
+            prompts.append(chat[:split])
+            responses.append(chat[split : split + half])
+    return _table(prompts, responses, num_trajectories, num_turns, rng)
+
+
+def _table(
+    prompts: list, responses: list, num: int, turns: int, rng: np.random.Generator
+) -> pa.Table:
+    step = np.tile(np.arange(turns, dtype=np.int32), num)
+    instance = [f"task-{i // 8}" for i in range(num) for _ in range(turns)]
+    repetition = [i % 8 for i in range(num) for _ in range(turns)]
+    response = _ragged(responses)
+    logprobs = -rng.exponential(0.7, len(response.values)).astype(np.float32)
+    mask = np.ones(len(response.values), np.bool_)
+    last = step == turns - 1
+    return pa.table(
+        {
+            "instance_id": pa.array(instance),
+            "repetition_id": pa.array(repetition, pa.int32()),
+            "trajectory_id": pa.array(
+                [f"{i}_{r}" for i, r in zip(instance, repetition, strict=True)]
+            ),
+            "step_index": pa.array(step),
+            "is_last_step": pa.array(last),
+            "prompt_token_ids": _ragged(prompts).to_arrow(pa.int32()),
+            "response_ids": response.to_arrow(pa.int32()),
+            "loss_mask": Ragged(mask, response.offsets, response.valid).to_arrow(pa.bool_()),
+            "rollout_logprobs": Ragged(logprobs, response.offsets, response.valid).to_arrow(
+                pa.float32()
+            ),
+            "reward": pa.array(np.where(last, rng.integers(0, 2, len(step)), 0).astype(float)),
+            "token_source": pa.array(["engine"] * len(step)),
+        }
+    )
+
+
+def _ragged(rows: list) -> Ragged:
+    lengths = np.array([len(row) for row in rows], np.int64)
+    return Ragged(np.concatenate(rows), offsets_of(lengths), np.ones(len(rows), np.bool_))
+
+
+def best_of(runs: int, action: Callable[[], Any]) -> tuple[float, Any]:
+    """Shortest of several runs in seconds, and the last result."""
+    times = []
+    for _ in range(runs):
+        start = time.perf_counter()
+        result = action()
+        times.append(time.perf_counter() - start)
+    return min(times), result
+
+
+def num_tokens(table: pa.Table) -> int:
+    return sum(
+        len(Ragged.from_arrow(table.column(n)).values) for n in ("prompt_token_ids", "response_ids")
+    )

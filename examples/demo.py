@@ -1,0 +1,78 @@
+"""`make demo`: from real vLLM logs to a policy update, each stage a command you can run yourself.
+
+The logs are 205 calls of four kinds of agent harness to a vLLM server with SmolLM2-135M-Instruct,
+which plays a shop's calculator (examples/shop.calls.jsonl), and one reward per trajectory.
+"""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+RUN = Path("runs/demo")
+STEPS, MERGED, TRAINED = RUN / "steps", RUN / "merged", RUN / "train"
+MODEL = Path(".cache/smollm2")
+
+STAGES = (
+    (
+        "Convert the harness's logs",
+        "One row per LLM call, with the exact ids the engine saw and sampled.",
+        f"rollouts convert examples/shop.calls.jsonl --format calls "
+        f"--rewards examples/shop.rewards.jsonl --out {STEPS}",
+    ),
+    (
+        "Validate",
+        "Every named invariant, every token, every page checksum.",
+        f"rollouts validate {STEPS}",
+    ),
+    ("Look at the numbers", "Counts, lengths and rewards.", f"rollouts stats {STEPS}"),
+    (
+        "Look at a trajectory",
+        "What each step was given, what it sampled, and what trains.",
+        f"rollouts inspect {STEPS} --where \"reward > 0 and style = 'strip'\" --limit 1",
+    ),
+    (
+        "Merge",
+        "Steps that continue each other token for token become one sequence; nothing is lost.",
+        f"rollouts merge {STEPS} --out {MERGED}",
+    ),
+    (
+        "Train two updates on the CPU",
+        "GRPO on groups whose rewards differ (examples/demo.toml); about two minutes.",
+        f"rollouts train {MERGED} --model {MODEL} --out {TRAINED} --config examples/demo.toml",
+    ),
+    (
+        "Compare the two policies with plain Transformers",
+        "Within each trained group: has the mean log-probability of what was rewarded risen?",
+        f"python examples/compare_policies.py {MERGED} {MODEL} {TRAINED}",
+    ),
+)
+
+
+def main() -> None:
+    shutil.rmtree(ROOT / RUN, ignore_errors=True)
+    begin = time.monotonic()
+    for number, (title, meaning, command) in enumerate(STAGES, start=1):
+        print(f"\n=== {number}/{len(STAGES)} {title}\n    {meaning}\n    $ {command}\n", flush=True)
+        start = time.monotonic()
+        run(command)
+        print(f"    ({time.monotonic() - start:.1f} s)", flush=True)
+    print(f"\nDone in {time.monotonic() - begin:.0f} s. The trained model: {TRAINED}/checkpoints/")
+
+
+def run(command: str) -> None:
+    """Run one stage with the commands of this Python's environment, or stop the demo."""
+    name, *arguments = shlex.split(command)
+    program = Path(sys.executable) if name == "python" else Path(sys.executable).with_name(name)
+    code = subprocess.run([program, *arguments], cwd=ROOT, check=False).returncode
+    if code:
+        sys.exit(f"this stage ended with exit code {code}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```(sh|python)\n(.*?)```", README, re.DOTALL)
+COMMANDS = [(kind, text) for kind, text in BLOCKS if not text.startswith("make ")]
+
+
+@pytest.mark.model
+def test_the_readmes_quickstarts_run_one_after_the_other(tmp_path, smollm2_dir):
+    del smollm2_dir
+    for name in ("examples", ".cache"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    assert len(COMMANDS) >= 5
+    for kind, text in COMMANDS:
+        command = ["bash", "-ec", text] if kind == "sh" else [sys.executable, "-c", text]
+        done = subprocess.run(
+            command,
+            cwd=tmp_path,
+            env=os.environ | {"PATH": path},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, f"{text}\n{done.stdout}\n{done.stderr}"
+
+
+def test_every_make_target_the_readme_names_exists():
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"make ([a-z]+)\b", README)) - {"of", "sequence"} <= targets
+
+
+def test_generated_pages_are_what_the_code_says():
+    pages = runpy.run_path(str(ROOT / "docs" / "generate.py"))["PAGES"]
+    assert pages
+    for name, page in pages.items():
+        assert (ROOT / "docs" / name).read_text() == page(), "run `make docs`"
+
+
+def test_every_link_in_the_readme_leads_somewhere():
+    for target in re.findall(r"\]\(([^)#]+)\)", README):
+        assert (ROOT / target).exists(), target
