@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+from itertools import pairwise
 from pathlib import Path
 
 from schemas import RULES, documentation_table
@@ -36,7 +38,46 @@ In the `prefix` layout (the default on disk) these columns stand in for `prompt_
 """
 
 
-PAGES = {"table.md": table_page}
+def training_page() -> str:
+    """Every key of a training configuration, from the source of `TrainConfig`."""
+    rows = "\n".join(f"| `{n}` | {k} | {d} | {doc} |" for n, k, d, doc in config_fields())
+    return f"""# Training
+
+`rollouts train DS --model DIR --out RUN [--config F.toml] [--set key=value]...`
+
+Groups of the dataset are taken in the order of their first appearance. `groups_per_batch` of them share
+one pass for the old log-probabilities; `groups_per_mini_batch` make one optimizer step, however many
+turns they took. A trajectory's advantage is GRPO's, from its return, and goes to all its rows; the loss
+is PPO's clipped one, weighted by truncated importance sampling where the sampler's log-probabilities
+are known, summed over the trained tokens of the whole mini-batch and divided by their number. So neither
+the layout (`step`, `merge`) nor the micro-batch budget changes the gradient.
+
+RUN holds `config.json` (the resolved configuration), `metrics.jsonl` (a line per update) and
+`checkpoints/global_step_N/` (model directories that Transformers loads).
+
+| key | type | default | meaning |
+|---|---|---|---|
+{rows}
+"""
+
+
+def config_fields() -> list[tuple[str, str, str, str]]:
+    """(name, type, default, docstring) of each field of `TrainConfig`."""
+    tree = ast.parse((DOCS.parent / "trainer" / "config.py").read_text())
+    body = next(
+        n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "TrainConfig"
+    ).body
+    fields = []
+    for node, doc in pairwise(body):
+        if isinstance(node, ast.AnnAssign) and isinstance(doc, ast.Expr):
+            default = ast.unparse(node.value) if node.value else "required"
+            kind = ast.unparse(node.annotation).replace("|", "or")
+            text = " ".join(str(ast.literal_eval(doc.value)).split())
+            fields.append((ast.unparse(node.target), kind, default, text))
+    return fields
+
+
+PAGES = {"table.md": table_page, "training.md": training_page}
 
 if __name__ == "__main__":
     for name, page in PAGES.items():

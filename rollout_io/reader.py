@@ -28,7 +28,7 @@ def scan(path: PathLike) -> pl.LazyFrame:
     """The logical rollout table of a dataset as a LazyFrame.
 
     Only the columns a query uses are read; prompts are decoded only when `prompt_token_ids` is
-    among them. Rows come in the order (shard name, row).
+    among them, and only in row groups that hold a row the query's predicate keeps. Rows come in the order (shard name, row).
 
     Args:
         path: Directory, glob or file, local or an fsspec URL.
@@ -49,7 +49,7 @@ def scan(path: PathLike) -> pl.LazyFrame:
         wanted = schema.names if with_columns is None else with_columns
         used = [] if predicate is None else predicate.meta.root_names()
         names = list(dict.fromkeys([*wanted, *used]))
-        for table in _tables(shards, schema, names):
+        for table in _tables(shards, schema, names, predicate):
             frame = _frame(table)
             frame = frame if predicate is None else frame.filter(predicate)
             frame = frame.select(wanted)
@@ -146,21 +146,33 @@ class _Shard:
             source = pa.OSFile(location.path) if local else location.fs.open(location.path, "rb")
             return cls(location, pq.ParquetFile(source, page_checksum_verification=True))
 
-    def row_groups(self, names: Sequence[str]) -> Iterator[pa.Table]:
-        """Row groups as they are stored, upgraded to the current schema version."""
+    def row_groups(
+        self, names: Sequence[str], predicate: pl.Expr | None = None
+    ) -> Iterator[pa.Table]:
+        """Row groups as they are stored, upgraded; without those where `predicate` keeps no row."""
         for index in range(self._file.num_row_groups):
-            with _readable(self.location, index):
-                # Threads that read through a Python file object can outlive the interpreter.
-                table = self._file.read_row_group(
-                    index, columns=list(names), use_threads=self.location.is_local
-                )
-            yield upgraded(table, self.pairs)
+            if predicate is None or self._keeps_some(index, predicate):
+                yield self._row_group(index, names)
 
-    def tables(self, names: Sequence[str]) -> Iterator[pa.Table]:
-        """Logical columns `names`, row group by row group."""
+    def _row_group(self, index: int, names: Sequence[str]) -> pa.Table:
+        with _readable(self.location, index):
+            # Threads that read through a Python file object can outlive the interpreter.
+            table = self._file.read_row_group(
+                index, columns=list(names), use_threads=self.location.is_local
+            )
+        return upgraded(table, self.pairs)
+
+    def _keeps_some(self, index: int, predicate: pl.Expr) -> bool:
+        names = predicate.meta.root_names()
+        if not set(names) <= set(self.names):  # prompts to be decoded, or a column of other shards
+            return True
+        return not _frame(self._row_group(index, names)).filter(predicate).is_empty()
+
+    def tables(self, names: Sequence[str], predicate: pl.Expr | None = None) -> Iterator[pa.Table]:
+        """Logical columns `names`, row group by row group (see `row_groups`)."""
         decodes = self.encoded and "prompt_token_ids" in names
         stored = list(dict.fromkeys([*names, *(_DECODE_NEEDS if decodes else ())]))
-        for table in self.row_groups([n for n in stored if n in self.names]):
+        for table in self.row_groups([n for n in stored if n in self.names], predicate):
             if decodes:
                 self._refuse_bad_prefixes(table)
                 table = decode_prefixes(table)
@@ -207,7 +219,10 @@ def _schema_of(shards: Sequence[_Shard]) -> pa.Schema:
 
 
 def _tables(
-    shards: Sequence[_Shard], schema: pa.Schema, names: Sequence[str]
+    shards: Sequence[_Shard],
+    schema: pa.Schema,
+    names: Sequence[str],
+    predicate: pl.Expr | None = None,
 ) -> Iterator[pa.Table]:
     unknown = [n for n in names if n not in schema.names]
     if unknown:
@@ -216,7 +231,7 @@ def _tables(
         raise RolloutError("known_column", where, f"column {unknown[0]!r}", expected)
     target = pa.schema([schema.field(n) for n in names])
     aligned = all(shard.aligned for shard in shards)
-    whole = (table for shard in shards for table in shard.tables(names))
+    whole = (table for shard in shards for table in shard.tables(names, predicate))
     pieces = whole if aligned else _align(shards, names)
     empty, found = target.empty_table(), False
     for table in pieces:

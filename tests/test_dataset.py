@@ -163,6 +163,23 @@ def test_a_scan_decodes_and_reads_only_the_columns_it_is_asked_for(tmp_path, mon
     assert frame.to_dicts() == [{"response_ids": [4]}]
 
 
+def test_a_scan_decodes_only_row_groups_that_hold_a_row_the_predicate_keeps(tmp_path, monkeypatch):
+    other = dict(STEPS, instance_id=["b", "b"], trajectory_id=["b_0", "b_0"])
+    with RolloutWriter(tmp_path / "ds", row_group_rows=2) as writer:
+        writer.write(pa.table(STEPS))
+        writer.write(pa.table(other))
+    decoded = []
+
+    def count(table):
+        decoded.append(table.num_rows)
+        return decode_prefixes(table)
+
+    monkeypatch.setattr("rollout_io.reader.decode_prefixes", count)
+    frame = scan(tmp_path / "ds").filter(pl.col("instance_id").is_in(["b"])).collect()
+    assert frame["prompt_token_ids"].to_list() == [[1, 2], [1, 2, 3, 9]]
+    assert decoded == [2]
+
+
 def test_scan_honours_predicate_projection_and_limit_together(tmp_path):
     with RolloutWriter(tmp_path / "ds", row_group_rows=1) as writer:
         writer.write(pa.table(STEPS))

@@ -1,0 +1,112 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import trainer
+from schemas.errors import RolloutError
+from trainer.config import TrainConfig, load_config, save_config
+
+PATHS = ["dataset=ds", "model=m", "out=o"]
+
+
+def test_overrides_win_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text('dataset = "a"\nmodel = "m"\nout = "o"\nseed = 3\nlearning_rate = 1e-5\n')
+    config = load_config(file, ["seed=4", "dataset=runs=1"])
+    assert (config.seed, config.dataset, config.learning_rate) == (4, "runs=1", 1e-5)
+
+
+def test_values_are_typed_by_their_field() -> None:
+    texts = ["tis_cap=none", "betas=[0.5, 0.9]", "gradient_checkpointing=true", "max_updates=2"]
+    config = load_config(None, [*PATHS, *texts, "out=2024", 'trackers=["tensorboard"]'])
+    assert (config.tis_cap, config.betas, config.gradient_checkpointing) == (None, (0.5, 0.9), True)
+    assert (config.max_updates, config.out, config.trackers) == (2, "2024", ("tensorboard",))
+
+
+def test_unknown_key_fails_with_the_nearest_name() -> None:
+    with pytest.raises(RolloutError, match="learning_rat`") as error:
+        load_config(None, [*PATHS, "learning_rat=1"])
+    assert error.value.hint == "did you mean `learning_rate`?"
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("seed=many", "seed=many"),
+        ("seed=none", "seed"),
+        ("groups_per_batch=1.5", "groups_per_batch"),
+        ("sequence_layout=trees", "sequence_layout"),
+        ("tis_cap=0", "tis_cap"),
+        ("learning_rate=nan", "learning_rate"),
+        ("betas=[0.9, 1.0]", "betas"),
+        ("eps_clip_low=1.5", "eps_clip_low"),
+        ("max_updates=0", "max_updates"),
+        ("seed", "key=value"),
+    ],
+)
+def test_bad_value_is_refused_and_named(override: str, named: str) -> None:
+    with pytest.raises(RolloutError) as error:
+        load_config(None, [*PATHS, override])
+    assert named in str(error.value)
+
+
+def test_conflict_names_both_fields() -> None:
+    with pytest.raises(
+        RolloutError, match="groups_per_batch and groups_per_mini_batch: got 8 and 3"
+    ):
+        load_config(None, [*PATHS, "groups_per_mini_batch=3"])
+
+
+@pytest.mark.parametrize("text", ["seed = ", "\xff"])
+def test_unreadable_file_is_a_clean_error(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "c.toml"
+    file.write_bytes(text.encode("latin-1"))
+    with pytest.raises(RolloutError, match="config_file"):
+        load_config(file, PATHS)
+
+
+def test_missing_file_is_a_clean_error(tmp_path: Path) -> None:
+    with pytest.raises(RolloutError, match="config_file"):
+        load_config(tmp_path / "none.toml", PATHS)
+
+
+def test_missing_model_is_named() -> None:
+    with pytest.raises(RolloutError, match="no `model`"):
+        load_config(None, ["dataset=ds", "out=o"])
+
+
+def test_saved_config_loads_again(tmp_path: Path) -> None:
+    config = load_config(None, [*PATHS, "tis_cap=none", "betas=[0.1,0.2]"])
+    save_config(config, tmp_path / "config.json")
+    values = json.loads((tmp_path / "config.json").read_text())
+    assert TrainConfig(**values | {"betas": (0.1, 0.2), "trackers": ()}) == config
+
+
+def test_every_field_is_documented() -> None:
+    source = Path(sys.modules[TrainConfig.__module__].__file__ or "").read_text()
+    for name in TrainConfig.__slots__:
+        after = source.split(f"\n    {name}: ", 1)[1].split("\n", 2)[1]
+        assert after.strip().startswith('"""'), name
+
+
+def test_importing_the_package_and_its_verb_imports_no_torch() -> None:
+    code = "import sys, trainer, trainer.cli; sys.exit('torch' in sys.modules or 'polars' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_missing_torch_names_the_extra() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "import trainer\n"
+        "try: trainer.train(trainer.TrainConfig(dataset='d', model='m', out='o'))\n"
+        "except trainer.RolloutError as error: print(error.hint)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == 'pip install "rollout-io[train]"'
+
+
+def test_public_names() -> None:
+    assert set(trainer.__all__) == {"TrainConfig", "load_config", "train"}

@@ -1,0 +1,237 @@
+"""From a dataset on disk to planned, masked, loaded batches."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+
+import pipelines
+import rollout_io
+from schemas.errors import RolloutError
+from tests.trainer_helpers import VOCAB, step, two_step_trajectory, write_dataset
+from trainer.checks import check_rows, corrects_for_sampler
+from trainer.config import TrainConfig
+from trainer.data import index_rows, load_batch
+from trainer.forest import RowLimit, chain_lengths
+from trainer.plan import make_plan
+
+LIMIT = RowLimit(num_tokens=100, reason="tokens_per_micro_batch", hint="raise it")
+
+
+def config(**settings: Any) -> TrainConfig:
+    return TrainConfig(dataset="d", model="m", out="o", **settings)
+
+
+def returns(*rows: tuple[str, float | None, str | None]) -> pl.DataFrame:
+    """One trajectory per (instance, return, error)."""
+    names = [f"{instance}_{i}" for i, (instance, _, _) in enumerate(rows)]
+    schema = {"instance_id": pl.String, "return": pl.Float64, "error": pl.String}
+    table = pl.DataFrame(rows, schema=schema, orient="row")
+    return table.insert_column(1, pl.Series("trajectory_id", names))
+
+
+def groups(num: int, *, low: float = 0.0) -> pl.DataFrame:
+    """`num` groups of two, rewarded 1 and `low`."""
+    return returns(*((f"g{i}", reward, None) for i in range(num) for reward in (1.0, low)))
+
+
+def scan(tmp_path: Path, rows: list[dict[str, Any]], **metadata: Any) -> pl.LazyFrame:
+    return rollout_io.scan(write_dataset(tmp_path / "ds", rows, **metadata))
+
+
+def checked(rollouts: pl.LazyFrame, **settings: Any) -> pl.DataFrame:
+    made = config(**settings)
+    plan = make_plan(pipelines.trajectory_returns(rollouts).collect(), made)
+    return check_rows(index_rows(rollouts), plan, made, vocab_size=VOCAB, limit=LIMIT)
+
+
+def test_batches_follow_first_appearance_and_the_rest_is_a_smaller_batch() -> None:
+    plan = make_plan(groups(7), config(groups_per_batch=4, groups_per_mini_batch=2))
+    assert plan.batches == (("g0", "g1", "g2", "g3"), ("g4", "g5", "g6"))
+    mini_batch = plan.trajectories.group_by("instance_id", maintain_order=True).agg(
+        pl.col("mini_batch").unique()
+    )
+    assert mini_batch["mini_batch"].to_list() == [[0], [0], [1], [1], [0], [0], [1]]
+
+
+def test_one_failure_masks_its_group_or_only_itself() -> None:
+    table = returns(("a", 1.0, None), ("a", None, "timeout"), ("a", 0.0, None), ("b", 1.0, None))
+    group = make_plan(table, config()).trajectories
+    alone = make_plan(table, config(failed="trajectory")).trajectories
+    assert group["trains"].to_list() == [False, False, False, True]
+    assert alone["trains"].to_list() == [True, False, True, True]
+    assert group["failed"].to_list() == [False, True, False, False]
+
+
+def test_failures_never_enter_baselines() -> None:
+    table = returns(("a", 1.0, None), ("a", None, "timeout"), ("a", 0.0, None))
+    plan = make_plan(table, config(failed="trajectory", normalize_by_std=False))
+    assert plan.trajectories["advantage"].to_list() == [0.5, 0.0, -0.5]
+
+
+def test_advantages_do_not_depend_on_the_order_of_scattered_groups() -> None:
+    table = returns(("b", 1.0, None), ("a", 0.0, None), ("b", 0.0, None), ("a", 4.0, None))
+    plan = make_plan(table, config(normalize_by_std=False))
+    assert plan.trajectories["advantage"].to_list() == [0.5, -2.0, -0.5, 2.0]
+    assert plan.batches == (("b", "a"),)
+
+
+def test_groups_without_variance_are_left_out_and_counted_only_if_asked() -> None:
+    table = pl.concat([groups(1), returns(("same", 1.0, None), ("same", 1.0, None))])
+    table = pl.concat([table, returns(("one", 1.0, None))])
+    assert make_plan(table, config()).batches == (("g0", "same", "one"),)
+    plan = make_plan(table, config(drop_zero_variance_groups=True))
+    assert plan.batches == (("g0", "one"),)
+    assert plan.num_dropped_groups == 1
+
+
+@pytest.mark.parametrize("outcome", [None, float("nan"), float("inf")])
+def test_unknown_outcome_without_an_error_is_refused(outcome: float | None) -> None:
+    with pytest.raises(RolloutError, match="unknown_outcome: trajectory 'a_0'"):
+        make_plan(returns(("a", outcome, None)), config())
+
+
+def test_layouts_hold_the_same_trained_tokens(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    trajectories = [two_step_trajectory(rng, "a", i, reward=float(i)) for i in range(2)]
+    rollouts = scan(tmp_path, [row for t in trajectories for row in t])
+    plan = make_plan(pipelines.trajectory_returns(rollouts).collect(), config())
+    steps, merged = (load_batch(rollouts, plan, ["a"], layout) for layout in ("step", "merge"))
+    assert (len(steps.names), len(merged.names)) == (4, 2)
+    assert merged.trains.tolist() == ([True] * 4 + [False] * 3 + [True] * 4) * 2
+    trained = [batch.responses.values[batch.trains].tolist() for batch in (steps, merged)]
+    assert trained[0] == trained[1]
+    for batch in (steps, merged):
+        advantages = batch.advantages[torch.from_numpy(batch.trains)]
+        torch.testing.assert_close(advantages.abs(), torch.full((16,), 0.70710), atol=1e-4, rtol=0)
+        assert (advantages[:8] < 0).all()
+        assert (advantages[8:] > 0).all()
+
+
+def test_layouts_hold_the_same_rows_from_a_merged_dataset(tmp_path: Path) -> None:
+    rollouts = scan(tmp_path, two_step_trajectory(np.random.default_rng(0), "a", 0, reward=1.0))
+    merged = pipelines.merge(rollouts)
+    plan = make_plan(pipelines.trajectory_returns(merged).collect(), config())
+    for layout in ("step", "merge"):
+        from_steps = load_batch(rollouts, plan, ["a"], layout)
+        from_merged = load_batch(merged, plan, ["a"], layout)
+        assert from_steps.responses.values.tolist() == from_merged.responses.values.tolist()
+        assert from_steps.responses.offsets.tolist() == from_merged.responses.offsets.tolist()
+
+
+def test_masked_trajectories_are_loaded_but_do_not_train(tmp_path: Path) -> None:
+    failed = step("a", 1, 0, [], [], error="timeout", is_last_step=True)
+    rng = np.random.default_rng(0)
+    rollouts = scan(tmp_path, [*two_step_trajectory(rng, "a", 0, reward=1.0), failed])
+    plan = make_plan(pipelines.trajectory_returns(rollouts).collect(), config())
+    batch = load_batch(rollouts, plan, ["a"], "step")
+    assert len(batch.names) == 3
+    assert not batch.trains.any()
+
+
+def test_rows_without_temperature_or_logprobs_are_filled(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    rows = two_step_trajectory(rng, "a", 0, reward=1.0, rollout_logprobs=[-1.0] * 4)
+    rows[0] |= {"temperature": 0.5, "rollout_logprobs": None}
+    rollouts = scan(tmp_path, rows)
+    plan = make_plan(pipelines.trajectory_returns(rollouts).collect(), config())
+    batch = load_batch(rollouts, plan, ["a"], "step")
+    assert batch.temperature.tolist() == [0.5] * 4 + [1.0] * 4
+    assert batch.rollout_logprobs.isnan().tolist() == [True] * 4 + [False] * 4
+    assert batch.names[1] == "trajectory 'a_0', row 1"
+
+
+def test_index_counts_what_a_chain_forwards(tmp_path: Path) -> None:
+    rows = [
+        step("a", 0, 0, [1, 2], [3, 4, 5], loss_mask=[True, True, False]),
+        step("a", 0, 1, [1], [2], loss_mask=[True]),
+        step("a", 0, 2, [7, 1], [2, 3], reward=1.0, is_last_step=True),
+    ]
+    rollouts = scan(tmp_path, rows)
+    index = index_rows(rollouts)
+    assert index["num_forwarded_tokens"].to_list() == [3, 1, 3]
+    plan = make_plan(pipelines.trajectory_returns(rollouts).collect(), config())
+    batch = load_batch(rollouts, plan, ["a"], "step")
+    lengths = chain_lengths(batch.prompts, batch.responses, batch.trains)
+    assert lengths.tolist() == index["num_forwarded_tokens"].to_list()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"response_ids": [VOCAB] * 4}, f"token_range: .* got token id {VOCAB}, expected 0 to 60"),
+        ({"prompt_token_ids": list(range(61)) * 2}, "row_too_long: .* got 125 tokens to forward"),
+        ({"temperature": 0.0}, "temperature: .* got 0.0, expected above 0"),
+        ({"loss_mask": [False] * 4}, "mask_trains_something: d: got no token that trains"),
+    ],
+)
+def test_row_that_cannot_train_is_refused_before_anything_is_trained(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    row = step("a", 0, 0, [1], [2, 3, 4, 5], reward=1.0, is_last_step=True) | change
+    with pytest.raises(RolloutError, match=message):
+        checked(scan(tmp_path, [row]))
+
+
+def test_rows_that_do_not_train_are_not_checked(tmp_path: Path) -> None:
+    bad = step("a", 0, 0, [1], [VOCAB], reward=1.0, is_last_step=True, loss_mask=[False])
+    good = step("b", 0, 0, [1], [2], reward=1.0, is_last_step=True)
+    assert checked(scan(tmp_path, [bad, good]))["trajectory_id"].to_list() == ["b_0"]
+
+
+def test_misaligned_lists_are_refused(tmp_path: Path) -> None:
+    row = step("a", 0, 0, [1], [2, 3], reward=1.0, is_last_step=True)
+    rollouts = scan(tmp_path, [row]).with_columns(loss_mask=pl.col("loss_mask").list.head(1))
+    with pytest.raises(RolloutError, match="lengths_align"):
+        checked(rollouts)
+
+
+def sampled(tmp_path: Path, **values: Any) -> pl.DataFrame:
+    defaults = {"reward": 1.0, "is_last_step": True, "rollout_logprobs": [-1.0]}
+    return checked(scan(tmp_path, [step("a", 0, 0, [1], [2], **(defaults | values))]))
+
+
+@pytest.mark.parametrize(
+    "values", [{}, {"temperature": 1.0, "top_p": 1.0, "top_k": -1}, {"top_k": 0}]
+)
+def test_correction_applies_where_the_sampled_distribution_is_recorded(
+    tmp_path: Path, values: dict[str, Any]
+) -> None:
+    rows = sampled(tmp_path, **values)
+    assert corrects_for_sampler(rows, config(), "raw")
+    assert not corrects_for_sampler(rows, config(tis_cap=None), "raw")
+
+
+def test_correction_is_off_without_logprobs(tmp_path: Path) -> None:
+    rows = sampled(tmp_path, rollout_logprobs=None, temperature=0.5)
+    assert not corrects_for_sampler(rows, config(), "raw")
+
+
+@pytest.mark.parametrize("values", [{"temperature": 0.5}, {"top_p": 0.9}, {"top_k": 20}])
+def test_correction_with_another_distributions_logprobs_is_refused(
+    tmp_path: Path, values: dict[str, Any]
+) -> None:
+    rows = sampled(tmp_path, **values)
+    for mode in ("raw", None):
+        with pytest.raises(RolloutError, match="expected log-probabilities of the distribution"):
+            corrects_for_sampler(rows, config(), mode)
+    assert corrects_for_sampler(rows, config(), "processed")
+    assert corrects_for_sampler(rows, config(allow_mismatched_logprobs=True), "raw")
+    assert not corrects_for_sampler(rows, config(tis_cap=None), "raw")
+
+
+def test_correction_of_retokenized_text_is_refused(tmp_path: Path) -> None:
+    rows = sampled(tmp_path, token_source="retokenized")
+    with pytest.raises(RolloutError, match="re-tokenized"):
+        corrects_for_sampler(rows, config(), "raw")
+
+
+def test_logprobs_in_a_part_of_the_rows_are_refused(tmp_path: Path) -> None:
+    rows = two_step_trajectory(np.random.default_rng(0), "a", 0, reward=1.0)
+    rows[1]["rollout_logprobs"] = [-1.0] * 4
+    index = checked(scan(tmp_path, rows))
+    with pytest.raises(RolloutError, match=r"row 0 .* got null, though others have them"):
+        corrects_for_sampler(index, config(), "raw")

@@ -1,0 +1,84 @@
+"""The layouts agree on a real model and real logs: SmolLM2-135M-Instruct, calls made by vLLM."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+
+import pipelines
+import rollout_io
+from tests.trainer_helpers import (
+    forests_of,
+    gradient_of_update,
+    learner_of,
+    plain_logprobs,
+    relative_difference,
+)
+from trainer.config import TrainConfig
+from trainer.data import Batch, load_batch
+from trainer.plan import Plan, make_plan
+from trainer.policy import Policy, load_policy
+from trainer.update import policy_logprobs
+
+pytestmark = pytest.mark.model
+
+GROUPS_OF_ALL_STYLES = ("shop-4", "shop-5", "shop-7", "shop-8")
+GROUPS_OF_GRADIENT = ("shop-5", "shop-7")
+
+
+@pytest.fixture(scope="module")
+def policy(smollm2_dir: Path) -> Policy:
+    return load_policy(str(smollm2_dir), logprob_chunk_tokens=256)
+
+
+@pytest.fixture(scope="module")
+def rollouts(shop_dataset: Path) -> pl.LazyFrame:
+    return rollout_io.scan(str(shop_dataset))
+
+
+def planned(rollouts: pl.LazyFrame, outcome: str) -> Plan:
+    config = TrainConfig(dataset="d", model="m", out="o", failed="trajectory")
+    return make_plan(pipelines.trajectory_returns(rollouts, outcome).collect(), config)
+
+
+def steps_of(batch: Batch) -> Iterator[tuple[list[int], list[int], list[bool]]]:
+    for row in range(len(batch.names)):
+        response = batch.responses.row(row).tolist()
+        yield batch.prompts.row(row).tolist(), response, [True] * len(response)
+
+
+@torch.no_grad()
+def test_logprobs_of_both_layouts_are_those_of_one_plain_forward_per_step(
+    policy: Policy, rollouts: pl.LazyFrame
+) -> None:
+    styles = rollouts.filter(pl.col("instance_id").is_in(GROUPS_OF_ALL_STYLES)).select("style")
+    assert set(styles.collect()["style"]) == {"append", "strip", "summary", "subagent"}
+    plan = planned(rollouts, "last")
+    steps, merged = (
+        load_batch(rollouts, plan, GROUPS_OF_ALL_STYLES, layout) for layout in ("step", "merge")
+    )
+    assert steps.trains.all()
+    assert len(merged.names) < len(steps.names)
+    expected = plain_logprobs(policy.model, list(steps_of(steps)))
+    for batch in (steps, merged):
+        found = policy_logprobs(learner_of(policy), batch, forests_of(batch, 512))
+        found = found[torch.from_numpy(batch.trains)]
+        assert float((found - expected).abs().max()) < 1e-4
+
+
+def test_gradient_is_the_same_for_layouts_and_budgets_when_inner_steps_earn(
+    policy: Policy, rollouts: pl.LazyFrame
+) -> None:
+    earning = rollouts.with_columns(reward=pl.col("response_ids").list.len() / 100.0)
+    plan = planned(earning, "sum")
+    steps, merged = (
+        load_batch(earning, plan, GROUPS_OF_GRADIENT, layout) for layout in ("step", "merge")
+    )
+    assert len(np.unique(steps.advantages)) == 8
+    reference = gradient_of_update(policy, steps, budget=512, tis_cap=2.0)
+    for budget in (512, 1024):
+        found = gradient_of_update(policy, merged, budget=budget, tis_cap=2.0)
+        assert relative_difference(found, reference) < 1e-4

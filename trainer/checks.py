@@ -1,0 +1,119 @@
+"""What a run refuses before anything is trained: rows that cannot train as they are asked to."""
+
+from __future__ import annotations
+
+import polars as pl
+
+from schemas.errors import RolloutError
+from trainer.config import TrainConfig
+from trainer.forest import RowLimit
+from trainer.plan import Plan
+
+VALIDATE = "`rollouts validate DATASET` lists every such row"
+
+
+def check_rows(
+    index: pl.DataFrame, plan: Plan, config: TrainConfig, *, vocab_size: int, limit: RowLimit
+) -> pl.DataFrame:
+    """Check the rows of an index against the model and the configuration.
+
+    Args:
+        index: What `trainer.data.index_rows` returns.
+        plan: The run's plan.
+        config: The run's configuration.
+        vocab_size: The model's token ids are 0 to vocab_size - 1.
+        limit: The longest row that can be forwarded.
+
+    Returns:
+        The rows of `index` that train.
+
+    Raises:
+        RolloutError: Names the rule and the first row that breaks it; or nothing trains at all.
+    """
+    masks = plan.trajectories.select("trajectory_id", "trains")
+    rows = index.join(masks, on="trajectory_id", maintain_order="left")
+    _refuse(
+        rows, ~pl.col("aligned"), "lengths_align", pl.lit("lists of different lengths"),
+        "loss_mask and rollout_logprobs with one element per response token", VALIDATE,
+    )  # fmt: skip
+    rows = rows.filter(pl.col("trains") & (pl.col("num_trained_tokens") > 0))
+    if rows.is_empty():
+        raise RolloutError(
+            "mask_trains_something", config.dataset, "no token that trains", "at least one",
+            "every loss_mask is false, every group failed, or no group has variance",
+        )  # fmt: skip
+    _refuse(
+        rows, pl.col("num_prompt_tokens") == 0, "nonempty_prompt", pl.lit("0 prompt tokens"),
+        "at least one", VALIDATE,
+    )  # fmt: skip
+    for name, breach in {
+        "lowest_token": pl.col("lowest_token") < 0,
+        "highest_token": pl.col("highest_token") >= vocab_size,
+    }.items():
+        _refuse(
+            rows, breach, "token_range", pl.format("token id {}", name),
+            f"0 to {vocab_size - 1}, the model's vocabulary",
+            "train the model whose tokenizer made these ids",
+        )  # fmt: skip
+    _refuse(
+        rows, ~(pl.col("temperature") > 0), "temperature", pl.format("{}", "temperature"),
+        "above 0: greedy samples have no distribution to train", "filter these rows out",
+    )  # fmt: skip
+    chains = rows if config.sequence_layout == "merge" else rows.filter(~pl.col("merged"))
+    limit.check(chains["num_forwarded_tokens"].to_numpy(), chains["name"].to_list())
+    return rows
+
+
+def corrects_for_sampler(
+    rows: pl.DataFrame, config: TrainConfig, logprobs_mode: str | None
+) -> bool:
+    """Whether importance weights apply: `tis_cap` is set and the rows have `rollout_logprobs`.
+
+    Args:
+        rows: The rows that train.
+        config: The run's configuration.
+        logprobs_mode: What the dataset says its `rollout_logprobs` are. Unknown counts as raw,
+            which only matters where raw ones are not those of the sampled distribution.
+
+    Raises:
+        RolloutError: Only a part of the rows has log-probabilities, or they are not those of the
+            distribution that was sampled.
+    """
+    if config.tis_cap is None or not rows["has_logprobs"].any():
+        return False
+    off = "--set tis_cap=none trains without the correction"
+    _refuse(
+        rows, ~pl.col("has_logprobs"), "rollout_logprobs", pl.lit("null, though others have them"),
+        "log-probabilities in every row that trains, or in none", off,
+    )  # fmt: skip
+    if config.allow_mismatched_logprobs:
+        return True
+    off += "; --set allow_mismatched_logprobs=true corrects all the same"
+    _refuse(
+        rows, pl.col("token_source") == "retokenized", "rollout_logprobs",
+        pl.lit("log-probabilities of re-tokenized text"), "those of the engine's own tokens", off,
+    )  # fmt: skip
+    if logprobs_mode != "processed":
+        sampled = ("temperature", "top_p", "top_k")
+        temperature, top_p, top_k = (pl.col(name) for name in sampled)
+        _refuse(
+            rows,
+            (temperature != 1) | (top_p < 1) | (top_k > 0),
+            "rollout_logprobs",
+            pl.format(
+                f"logprobs_mode {logprobs_mode or 'unknown'} at temperature {{}}, top_p {{}}, top_k {{}}",
+                *(pl.col(name).cast(pl.String).fill_null("unset") for name in sampled),
+            ),
+            "log-probabilities of the distribution that was sampled",
+            off,
+        )  # fmt: skip
+    return True
+
+
+def _refuse(
+    rows: pl.DataFrame, breach: pl.Expr, rule: str, got: pl.Expr, expected: str, hint: str
+) -> None:
+    bad = rows.filter(breach)
+    if len(bad):
+        where = f"{bad['name'][0]} (the first of {len(bad)})"
+        raise RolloutError(rule, where, bad.select(got).item(0, 0), expected, hint)

@@ -1,0 +1,204 @@
+"""The one record that configures a training run: TOML, then `key=value`, then checks."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import tomllib
+import typing
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from schemas.errors import RolloutError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    """Everything that decides what a run does. The resolved record is saved as `OUT/config.json`.
+
+    Raises:
+        RolloutError: A value is out of its range, or two values contradict each other.
+
+    Example:
+        >>> TrainConfig(dataset="runs.parquet", model="smollm2", out="run").sequence_layout
+        'merge'
+    """
+
+    dataset: str
+    """Rollout dataset: a directory, a glob or one Parquet file."""
+    model: str
+    """Hugging Face model directory to start from (`config.json` and safetensors)."""
+    out: str
+    """Directory of the run; must not hold a run yet."""
+
+    seed: int = 0
+    """Seed of torch, NumPy and random; >= 0."""
+    outcome: Literal["last", "sum"] = "last"
+    """Return of a trajectory: its last step's reward, or the sum over its steps."""
+    normalize_by_std: bool = True
+    """GRPO: divide by the group's standard deviation; false leaves reward minus group mean."""
+    failed: Literal["group", "trajectory"] = "group"
+    """What one failed trajectory masks: its whole group, or only itself."""
+    drop_zero_variance_groups: bool = False
+    """Leave out groups of two or more whose returns are all equal, before batches are planned."""
+
+    groups_per_batch: int = 8
+    """Groups that share one `old_logprobs` pass; >= 1."""
+    groups_per_mini_batch: int = 8
+    """Groups per optimizer step; >= 1, divides `groups_per_batch`."""
+    epochs_per_batch: int = 1
+    """Times a batch's mini-batches are gone through; >= 1."""
+    num_epochs: int = 1
+    """Times the dataset is gone through; >= 1."""
+    max_updates: int | None = None
+    """Optimizer steps after which the run ends; >= 1. None: no limit."""
+
+    sequence_layout: Literal["step", "merge"] = "merge"
+    """What is forwarded as one row: every step, or consecutive steps merged."""
+    tokens_per_micro_batch: int = 2048
+    """Most tokens in one forward; >= 1. Dense attention costs its square in memory and time."""
+    logprob_chunk_tokens: int = 1024
+    """Target tokens whose logits exist at once; >= 1."""
+    gradient_checkpointing: bool = False
+    """Recompute the layers' activations in the backward pass: less memory, more time."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of the forward pass; weights and optimizer state are float32 either way."""
+
+    eps_clip_low: float = 0.2
+    """The probability ratio is clipped below at 1 - this; in [0, 1]."""
+    eps_clip_high: float = 0.2
+    """The probability ratio is clipped above at 1 + this; >= 0."""
+    tis_cap: float | None = 2.0
+    """Cap of the importance weights that correct for the sampler, > 0, where
+    `rollout_logprobs` are there; `none` turns the correction off."""
+    allow_mismatched_logprobs: bool = False
+    """Correct even if `rollout_logprobs` are not those of the distribution that was sampled."""
+
+    learning_rate: float = 1e-6
+    """AdamW, constant; > 0."""
+    weight_decay: float = 1e-2
+    """AdamW, decoupled; >= 0."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW decay rates of the two moments; in [0, 1)."""
+    max_grad_norm: float = 1.0
+    """The gradient's L2 norm is clipped to this; > 0."""
+
+    save_every_updates: int | None = None
+    """Optimizer steps between checkpoints; >= 1. None: only at the end, where one is always
+    saved."""
+    trackers: tuple[str, ...] = ()
+    """Accelerate trackers that get the metrics too, such as `tensorboard`."""
+
+    def __post_init__(self) -> None:
+        for key, got, expected in _breaches(self):
+            raise RolloutError("config_value", key, got, expected)
+
+
+def _breaches(c: TrainConfig) -> Iterator[tuple[str, str, str]]:
+    at_least = {
+        "seed": 0,
+        "groups_per_batch": 1,
+        "groups_per_mini_batch": 1,
+        "epochs_per_batch": 1,
+        "num_epochs": 1,
+        "max_updates": 1,
+        "tokens_per_micro_batch": 1,
+        "logprob_chunk_tokens": 1,
+        "save_every_updates": 1,
+        "eps_clip_low": 0,
+        "eps_clip_high": 0,
+        "weight_decay": 0,
+    }
+    for key, least in at_least.items():
+        value = getattr(c, key)
+        if value is not None and not least <= value < float("inf"):
+            yield key, str(value), f"a finite number >= {least}"
+    for key in ("tis_cap", "learning_rate", "max_grad_norm"):
+        value = getattr(c, key)
+        if value is not None and not 0 < value < float("inf"):
+            yield key, str(value), "a finite number > 0"
+    if c.eps_clip_low > 1:
+        yield "eps_clip_low", str(c.eps_clip_low), "at most 1"
+    if not all(0 <= beta < 1 for beta in c.betas):
+        yield "betas", str(c.betas), "two numbers in [0, 1)"
+    if c.groups_per_batch % c.groups_per_mini_batch:
+        yield (
+            "groups_per_batch and groups_per_mini_batch",
+            f"{c.groups_per_batch} and {c.groups_per_mini_batch}",
+            "groups_per_batch to be a multiple of groups_per_mini_batch",
+        )
+
+
+def load_config(toml_path: str | Path | None, overrides: Sequence[str]) -> TrainConfig:
+    """Read a configuration.
+
+    Args:
+        toml_path: TOML file of top-level keys, or None.
+        overrides: `key=value` strings, which win over the file; the last one of a key wins.
+            Values are written as in TOML; text needs no quotes, `none` is None.
+
+    Raises:
+        RolloutError: Unreadable file, unknown key (the nearest name is the hint), a value of the
+            wrong type or out of range, or a missing `dataset`, `model` or `out`.
+
+    Example:
+        >>> load_config(None, ["dataset=ds", "model=m", "out=o", "tis_cap=none"]).tis_cap
+    """
+    values = {}
+    for key, value in _read_toml(toml_path).items():
+        values[key] = _typed(key, value, str(toml_path))
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals:
+            raise RolloutError("config_key", f"--set {override}", "no `=`", "key=value")
+        values[key.strip()] = _typed(key.strip(), text.strip(), f"--set {override}")
+    for key in ("dataset", "model", "out"):
+        if not values.get(key):
+            raise RolloutError("config_key", "configuration", f"no `{key}`", "a path")
+    return TrainConfig(**values)
+
+
+def save_config(config: TrainConfig, path: Path) -> None:
+    """Write the resolved record as JSON."""
+    path.write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n", encoding="utf-8")
+
+
+def _read_toml(path: str | Path | None) -> dict[str, Any]:
+    if path is None:
+        return {}
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RolloutError("config_file", str(path), error.strerror or "an error") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise RolloutError("config_file", str(path), str(error), "TOML") from error
+
+
+def _typed(key: str, value: Any, where: str) -> Any:
+    types = typing.get_type_hints(TrainConfig)
+    if key not in types:
+        nearest = difflib.get_close_matches(key, types, n=1, cutoff=0.5)
+        hint = f"did you mean `{nearest[0]}`?" if nearest else f"known keys: {', '.join(types)}"
+        raise RolloutError("config_key", where, f"`{key}`", "a key of the configuration", hint)
+    if isinstance(value, str) and types[key] is not str:
+        value = _from_text(value)
+    if value is None and type(None) in typing.get_args(types[key]):
+        return None
+    try:
+        return msgspec.convert(value, types[key])
+    except msgspec.ValidationError as error:
+        raise RolloutError("config_value", where, f"`{value}`", str(error)) from error
+
+
+def _from_text(text: str) -> Any:
+    if text.lower() == "none":
+        return None
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text

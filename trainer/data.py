@@ -1,0 +1,145 @@
+"""From a dataset to batches: one pass over ids and lengths, then a batch's tokens at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+import torch
+from torch import Tensor
+
+import pipelines
+from schemas.ragged import BoolArray, IntArray, Ragged
+from trainer.plan import Plan
+
+OPTIONAL_COLUMNS: dict[str, pl.DataType] = {
+    "rollout_logprobs": pl.List(pl.Float32()),
+    "temperature": pl.Float32(),
+    "top_p": pl.Float32(),
+    "top_k": pl.Int32(),
+}
+UNUSED_COLUMNS = ("messages", "response_text", "metrics", "source", "rollout_expert_indices")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """R rows, T response tokens in all; trajectories that failed or are masked included.
+
+    Attributes:
+        names: [R] trajectory and step of each row, for messages.
+        prompts: Prompt tokens of the R rows.
+        responses: Response tokens of the R rows.
+        mini_batch: [R] which optimizer step of the batch the row belongs to.
+        trains: [T] bool: the loss mask, false in trajectories that failed or are masked.
+        advantages: [T] float32.
+        temperature: [T] float32.
+        rollout_logprobs: [T] float32 nats; NaN in rows without.
+    """
+
+    names: tuple[str, ...]
+    prompts: Ragged
+    responses: Ragged
+    mini_batch: IntArray
+    trains: BoolArray
+    advantages: Tensor
+    temperature: Tensor
+    rollout_logprobs: Tensor
+
+
+def index_rows(rollouts: pl.LazyFrame) -> pl.DataFrame:
+    """Lengths, token range and sampling of every row. Tokens stream by, none are kept.
+
+    `num_forwarded_tokens` is what the row costs as a chain: prompt plus the response up to, not
+    including, its last trained token (less than the prompt where nothing trains).
+    """
+    rollouts = _with_optional_columns(rollouts)
+    merged = "segments" in rollouts.collect_schema()
+    prompt, response, mask, logprobs = (
+        pl.col(name).list
+        for name in ("prompt_token_ids", "response_ids", "loss_mask", "rollout_logprobs")
+    )
+    num_prompt, num_response = prompt.len().cast(pl.Int64), response.len().cast(pl.Int64)
+    num_untrained_at_end = mask.reverse().list.eval(pl.element().cast(pl.Int8)).list.arg_max()
+    return rollouts.select(
+        "trajectory_id",
+        "temperature",
+        "top_p",
+        "top_k",
+        "token_source",
+        name=_row_name(),
+        num_prompt_tokens=num_prompt,
+        num_trained_tokens=mask.sum().cast(pl.Int64),
+        num_forwarded_tokens=num_prompt + num_response - 1 - num_untrained_at_end.cast(pl.Int64),
+        lowest_token=pl.min_horizontal(prompt.min(), response.min()),
+        highest_token=pl.max_horizontal(prompt.max(), response.max()),
+        has_logprobs=pl.col("rollout_logprobs").is_not_null(),
+        aligned=(mask.len() == response.len())
+        & (logprobs.len() == response.len()).fill_null(value=True),
+        merged=pl.col("segments").is_not_null() if merged else pl.lit(value=False),
+    ).collect(engine="streaming")
+
+
+def load_batch(
+    rollouts: pl.LazyFrame, plan: Plan, groups: Sequence[str], sequence_layout: str
+) -> Batch:
+    """Load the rows of some groups, in the layout that is to be forwarded."""
+    unused = [name for name in UNUSED_COLUMNS if name in rollouts.collect_schema()]
+    rows = rollouts.filter(pl.col("instance_id").is_in(list(groups))).drop(unused)
+    rows = pipelines.merge(rows) if sequence_layout == "merge" else pipelines.unmerge(rows)
+    columns = ["trains", "advantage", "mini_batch"]
+    table = (
+        _with_optional_columns(rows)
+        .with_columns(name=_row_name())
+        .join(
+            plan.trajectories.lazy().select("trajectory_id", *columns),
+            on="trajectory_id",
+            maintain_order="left",
+        )
+        .select(
+            "name", "prompt_token_ids", "response_ids", "loss_mask", *OPTIONAL_COLUMNS, *columns
+        )
+        .collect()
+    )
+    return to_batch(table)
+
+
+def to_batch(table: pl.DataFrame) -> Batch:
+    """Flatten a table of rows, with their trajectories' trains, advantage and mini_batch."""
+    responses = _ragged(table["response_ids"])
+    logprobs = _ragged(table["rollout_logprobs"])
+    flat_logprobs = np.full(len(responses.values), np.nan, dtype=np.float32)
+    flat_logprobs[np.repeat(logprobs.valid, responses.lengths)] = logprobs.values
+
+    def per_token(name: str, fill: float) -> Tensor:
+        values = table[name].fill_null(fill).to_numpy().astype(np.float32)
+        return torch.from_numpy(np.repeat(values, responses.lengths))
+
+    row_trains = np.repeat(table["trains"].to_numpy(), responses.lengths)
+    return Batch(
+        names=tuple(table["name"]),
+        prompts=_ragged(table["prompt_token_ids"]),
+        responses=responses,
+        mini_batch=table["mini_batch"].to_numpy().astype(np.int64),
+        trains=_ragged(table["loss_mask"]).values.astype(np.bool_) & row_trains,
+        advantages=per_token("advantage", 0.0),
+        temperature=per_token("temperature", 1.0),
+        rollout_logprobs=torch.from_numpy(flat_logprobs),
+    )
+
+
+def _ragged(column: pl.Series) -> Ragged:
+    return Ragged.from_arrow(column.to_arrow())
+
+
+def _row_name() -> pl.Expr:
+    return pl.format("trajectory '{}', row {}", "trajectory_id", "step_index")
+
+
+def _with_optional_columns(rollouts: pl.LazyFrame) -> pl.LazyFrame:
+    present = rollouts.collect_schema()
+    absent = {name: kind for name, kind in OPTIONAL_COLUMNS.items() if name not in present}
+    return rollouts.with_columns(
+        pl.lit(None, dtype=kind).alias(name) for name, kind in absent.items()
+    )

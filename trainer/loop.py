@@ -1,0 +1,254 @@
+"""The training loop: plan, load, old log-probabilities, updates, metrics, checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import polars as pl
+import torch
+from accelerate import Accelerator
+from accelerate.tracking import get_available_trackers
+from accelerate.utils import set_seed
+from tqdm import tqdm
+
+import pipelines
+import rollout_io
+from schemas.errors import RolloutError
+from schemas.ragged import IntArray
+from trainer.checkpoint import save_checkpoint
+from trainer.checks import check_rows, corrects_for_sampler
+from trainer.config import TrainConfig, save_config
+from trainer.data import Batch, index_rows, load_batch
+from trainer.forest import RowLimit, chain_forests, chain_lengths
+from trainer.plan import Plan, make_plan
+from trainer.policy import load_policy, row_limit
+from trainer.update import Learner, policy_logprobs, update
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainResult:
+    """What a run came to.
+
+    Attributes:
+        out: Directory of the run.
+        checkpoint: Model directory of the final policy.
+        num_updates: Optimizer steps made.
+        num_skipped_updates: Mini-batches without a step: nothing trained, or the gradient was not
+            finite.
+        num_groups: Groups in the plan.
+        num_dropped_groups: Groups left out for want of variance.
+        num_failed: Failed trajectories in the plan.
+        metrics: The last update's metrics.
+    """
+
+    out: str
+    checkpoint: str
+    num_updates: int
+    num_skipped_updates: int
+    num_groups: int
+    num_dropped_groups: int
+    num_failed: int
+    metrics: dict[str, Any]
+
+
+def train(config: TrainConfig) -> TrainResult:
+    """Train a policy on a rollout dataset.
+
+    Every check comes before the first update and before anything is written, except that of a
+    row's length where a merged dataset is trained step by step.
+
+    Args:
+        config: The run's configuration.
+
+    Returns:
+        The result; `OUT/` then holds `config.json`, `metrics.jsonl` (one line per mini-batch) and
+        `checkpoints/global_step_N/`.
+
+    Raises:
+        RolloutError: Dataset, model or configuration cannot be trained as asked.
+    """
+    out = Path(config.out)
+    _refuse_existing_run(out)
+    set_seed(config.seed)
+    rollouts = rollout_io.scan(config.dataset)
+    plan = make_plan(pipelines.trajectory_returns(rollouts, config.outcome).collect(), config)
+    learner, limit = _prepare(config, rollouts, plan)
+    model, source = learner.accelerator.unwrap_model(learner.policy).model, Path(config.model)
+    out.mkdir(parents=True, exist_ok=True)
+    save_config(config, out / "config.json")
+    metrics: dict[str, Any] = {}
+    global_step, num_skipped, every = 0, 0, config.save_every_updates
+    with _Log(learner, out, num_planned=_num_planned(plan, config)) as log:
+        for metrics in _updates(learner, rollouts, plan, limit):
+            global_step += 1 - metrics["skipped"]
+            num_skipped += metrics["skipped"]
+            metrics = {"global_step": global_step} | metrics
+            log.write(metrics, global_step)
+            if every and not metrics["skipped"] and global_step % every == 0:
+                save_checkpoint(model, source, out, global_step)
+            if global_step == config.max_updates:
+                break
+    return TrainResult(
+        out=config.out,
+        checkpoint=str(save_checkpoint(model, source, out, global_step)),
+        num_updates=global_step,
+        num_skipped_updates=num_skipped,
+        num_groups=sum(map(len, plan.batches)),
+        num_dropped_groups=plan.num_dropped_groups,
+        num_failed=int(plan.trajectories["failed"].sum()),
+        metrics=metrics,
+    )
+
+
+def _refuse_existing_run(out: Path) -> None:
+    for name in ("config.json", "metrics.jsonl", "checkpoints"):
+        if (out / name).exists():
+            hint = "choose another --out, or remove that run"
+            raise RolloutError("existing_run", str(out), f"a {name}", "no run yet", hint)
+
+
+def _prepare(config: TrainConfig, rollouts: pl.LazyFrame, plan: Plan) -> tuple[Learner, RowLimit]:
+    """Load the model, check every row against it, and make the optimizer."""
+    accelerator = _accelerator(config)
+    policy = load_policy(config.model, logprob_chunk_tokens=config.logprob_chunk_tokens)
+    limit = row_limit(policy.model.config, config.tokens_per_micro_batch)
+    vocab_size = policy.model.get_input_embeddings().weight.shape[0]
+    rows = check_rows(index_rows(rollouts), plan, config, vocab_size=vocab_size, limit=limit)
+    logprobs_mode = rollout_io.read_metadata(config.dataset).logprobs_mode
+    corrects = corrects_for_sampler(rows, config, logprobs_mode)
+    if config.gradient_checkpointing:
+        policy.checkpoint_layers()
+    optimizer = torch.optim.AdamW(
+        policy.parameters(),
+        lr=config.learning_rate,
+        betas=config.betas,
+        weight_decay=config.weight_decay,
+    )
+    policy, optimizer = accelerator.prepare(policy, optimizer)
+    learner = Learner(
+        accelerator=accelerator,
+        policy=policy,
+        optimizer=optimizer,
+        config=config,
+        tis_cap=config.tis_cap if corrects else None,
+    )
+    return learner, limit
+
+
+def _accelerator(config: TrainConfig) -> Accelerator:
+    available = [str(tracker) for tracker in get_available_trackers()]
+    for tracker in config.trackers:
+        if tracker not in available:
+            expected = f"one of those installed: {', '.join(available) or 'none'}"
+            raise RolloutError("config_value", "trackers", f"`{tracker}`", expected)
+    accelerator = Accelerator(
+        mixed_precision="bf16" if config.dtype == "bfloat16" else "no",
+        log_with=list(config.trackers) or None,
+        project_dir=config.out,
+    )
+    if accelerator.num_processes > 1:
+        got = f"{accelerator.num_processes} processes"
+        raise RolloutError("processes", "launch", got, "one", "start without `accelerate launch`")
+    return accelerator
+
+
+def _updates(
+    learner: Learner, rollouts: pl.LazyFrame, plan: Plan, limit: RowLimit
+) -> Iterator[dict[str, Any]]:
+    """Train mini-batch after mini-batch; the metrics of each."""
+    config = learner.config
+    for groups in plan.batches * config.num_epochs:
+        start = time.perf_counter()
+        batch = load_batch(rollouts, plan, groups, config.sequence_layout)
+        limit.check(chain_lengths(batch.prompts, batch.responses, batch.trains), batch.names)
+        mini_batches = [
+            chain_forests(
+                batch.prompts, batch.responses, batch.trains, rows, config.tokens_per_micro_batch
+            )
+            for rows in _rows_of_mini_batches(batch)
+        ]
+        # With one update, the policy's own log-probabilities are the old ones: one pass saved.
+        old_logprobs = None
+        if len(mini_batches) * config.epochs_per_batch > 1:
+            old_logprobs = policy_logprobs(learner, batch, [f for m in mini_batches for f in m])
+        counts = _counts(plan, batch, groups)
+        for number in list(range(len(mini_batches))) * config.epochs_per_batch:
+            metrics = update(learner, batch, mini_batches[number], old_logprobs)
+            seconds = time.perf_counter() - start
+            speed = metrics["num_forwarded_tokens"] / seconds
+            yield (
+                metrics
+                | counts[number]
+                | {
+                    "learning_rate": config.learning_rate,
+                    "seconds": seconds,
+                    "tokens_per_s": speed,
+                }
+            )
+            start = time.perf_counter()
+
+
+def _rows_of_mini_batches(batch: Batch) -> list[IntArray]:
+    num = int(batch.mini_batch.max(initial=-1)) + 1
+    return [np.flatnonzero(batch.mini_batch == number) for number in range(num)]
+
+
+def _counts(plan: Plan, batch: Batch, groups: Sequence[str]) -> list[dict[str, Any]]:
+    """What each mini-batch of a batch consists of."""
+    trajectories = plan.trajectories.filter(pl.col("instance_id").is_in(list(groups)))
+    counts = trajectories.group_by("mini_batch").agg(
+        num_groups=pl.col("instance_id").n_unique(),
+        num_trajectories=pl.len(),
+        num_failed=pl.col("failed").sum(),
+        num_masked=(~pl.col("trains")).sum(),
+        return_mean=pl.col("return").filter(~pl.col("failed")).mean(),
+    )
+    num_rows = np.bincount(batch.mini_batch).tolist()
+    return [
+        row | {"num_rows": num_rows[row.pop("mini_batch")]}
+        for row in counts.sort("mini_batch").to_dicts()
+    ]
+
+
+def _num_planned(plan: Plan, config: TrainConfig) -> int:
+    per_epoch = sum(math.ceil(len(b) / config.groups_per_mini_batch) for b in plan.batches)
+    planned = per_epoch * config.epochs_per_batch * config.num_epochs
+    return min(planned, config.max_updates or planned)
+
+
+class _Log:
+    """Metrics of each mini-batch: `metrics.jsonl`, trackers, and a progress bar on a terminal."""
+
+    def __init__(self, learner: Learner, out: Path, *, num_planned: int) -> None:
+        self.accelerator = learner.accelerator
+        settings = {k: str(v) for k, v in dataclasses.asdict(learner.config).items()}
+        self.accelerator.init_trackers("rollouts", config=settings)
+        self.file = (out / "metrics.jsonl").open("a", encoding="utf-8")
+        terminal = sys.stderr.isatty()
+        self.bar = tqdm(total=num_planned, unit="update", disable=not terminal)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.close()
+        self.file.close()
+        self.accelerator.end_training()
+
+    def write(self, metrics: dict[str, Any], global_step: int) -> None:
+        """JSON has no NaN: a number that is not finite is null there."""
+        finite = {k: v if v is None or math.isfinite(v) else None for k, v in metrics.items()}
+        self.file.write(json.dumps(finite) + "\n")
+        self.file.flush()
+        self.accelerator.log({k: v for k, v in metrics.items() if v is not None}, step=global_step)
+        self.bar.set_postfix(loss=metrics["loss"], refresh=False)
+        self.bar.update()

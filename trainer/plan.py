@@ -1,0 +1,107 @@
+"""What a run will train on, decided from returns alone: masks, advantages, order of groups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+
+from schemas.errors import RolloutError
+from trainer.advantages import grpo
+from trainer.config import TrainConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """One pass over the dataset.
+
+    Attributes:
+        trajectories: One row per trajectory of the planned groups: instance_id, trajectory_id,
+            return (float64, null if failed), failed (bool), trains (bool: neither failed nor
+            masked with its group), advantage (float64, 0 where it does not train), mini_batch
+            (int64, which of its batch's optimizer steps).
+        batches: Instance ids of each batch, in order of the groups' first appearance.
+        num_dropped_groups: Groups left out by `drop_zero_variance_groups`.
+    """
+
+    trajectories: pl.DataFrame
+    batches: tuple[tuple[str, ...], ...]
+    num_dropped_groups: int
+
+
+def make_plan(returns: pl.DataFrame, config: TrainConfig) -> Plan:
+    """Plan the batches of a dataset.
+
+    A batch is `groups_per_batch` groups, a mini-batch `groups_per_mini_batch` of them, so the
+    number of optimizer steps depends on groups alone, never on turns or failures. What is left at
+    the end makes a smaller mini-batch, and a smaller batch.
+
+    Args:
+        returns: instance_id, trajectory_id, return, error: one row per trajectory.
+        config: The run's configuration.
+
+    Raises:
+        RolloutError: A trajectory with neither a return nor an error.
+    """
+    _check_outcomes(returns)
+    failed = pl.col("error").is_not_null()
+    masked = failed.any().over("instance_id") if config.failed == "group" else failed
+    trajectories = returns.select(
+        "instance_id", "trajectory_id", "return", failed=failed, trains=~masked
+    )
+    dropped = _groups_without_variance(trajectories) if config.drop_zero_variance_groups else []
+    trajectories = trajectories.filter(~pl.col("instance_id").is_in(dropped))
+    groups = trajectories["instance_id"].unique(maintain_order=True).to_list()
+    return Plan(
+        trajectories=trajectories.with_columns(
+            _advantages(trajectories, normalize_by_std=config.normalize_by_std),
+            _mini_batches(trajectories, groups, config),
+        ),
+        batches=tuple(_split(groups, config.groups_per_batch)),
+        num_dropped_groups=len(dropped),
+    )
+
+
+def _check_outcomes(returns: pl.DataFrame) -> None:
+    known = pl.col("return").is_not_null() & pl.col("return").is_finite()
+    unknown = returns.filter(pl.col("error").is_null() & ~known)
+    if len(unknown):
+        raise RolloutError(
+            "unknown_outcome",
+            f"trajectory {unknown['trajectory_id'][0]!r} (the first of {len(unknown)})",
+            f"return {unknown['return'][0]} without an error",
+            "a finite reward, or `error` on the trajectory",
+            "convert with --rewards FILE, or filter these trajectories out",
+        )
+
+
+def _groups_without_variance(trajectories: pl.DataFrame) -> list[str]:
+    value = pl.col("return")
+    groups = trajectories.filter("trains").group_by("instance_id", maintain_order=True)
+    spread = groups.agg(num=pl.len(), constant=value.min() == value.max())
+    return spread.filter((pl.col("num") > 1) & pl.col("constant"))["instance_id"].to_list()
+
+
+def _advantages(trajectories: pl.DataFrame, *, normalize_by_std: bool) -> pl.Series:
+    trains = trajectories["trains"].to_numpy()
+    _, group_index = np.unique(trajectories["instance_id"].to_list(), return_inverse=True)
+    returns = trajectories["return"].to_numpy()[trains].astype(np.float64)
+    advantages = np.zeros(len(trajectories))
+    _, group_index = np.unique(group_index[trains], return_inverse=True)
+    advantages[trains] = grpo(returns, group_index, normalize_by_std=normalize_by_std)
+    return pl.Series("advantage", advantages)
+
+
+def _mini_batches(
+    trajectories: pl.DataFrame, groups: Sequence[str], config: TrainConfig
+) -> pl.Series:
+    order = {group: number for number, group in enumerate(groups)}
+    number = trajectories["instance_id"].replace_strict(order, return_dtype=pl.Int64)
+    mini_batch = number % config.groups_per_batch // config.groups_per_mini_batch
+    return mini_batch.alias("mini_batch")
+
+
+def _split(groups: Sequence[str], size: int) -> list[tuple[str, ...]]:
+    return [tuple(groups[start : start + size]) for start in range(0, len(groups), size)]

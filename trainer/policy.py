@@ -1,0 +1,213 @@
+"""The policy: an unmodified Transformers causal LM that answers for the targets of a forest."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import logging
+
+from schemas.errors import RolloutError
+from trainer.forest import Forest, RowLimit, attention_mask
+
+KNOWN_LAYERS = {"full_attention", "sliding_attention"}
+
+
+class Policy(nn.Module):
+    """Log-probability and entropy of each target of a forest.
+
+    All of it, head included, runs inside `forward`, so that wrappers that gather parameters or
+    reduce gradients around it see every use. The wrapped model stays in evaluation mode: the
+    sampler had no dropout either.
+
+    Args:
+        model: A causal LM whose layers are full or sliding-window attention.
+        logprob_chunk_tokens: Targets whose logits exist at once.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, logprob_chunk_tokens: int) -> None:
+        super().__init__()
+        self.model: Any = model
+        self.logprob_chunk_tokens = logprob_chunk_tokens
+        config = model.config
+        self.logit_scale = float(getattr(config, "logit_scale", None) or 1.0)
+        self.logit_scale /= float(getattr(config, "logits_scaling", None) or 1.0)
+        self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
+        self.eval()
+
+    def forward(self, forest: Forest, temperature: Tensor) -> tuple[Tensor, Tensor]:
+        """Forward a forest once.
+
+        Args:
+            forest: N tokens, M targets, on the model's device.
+            temperature: [M] float32 > 0; logits are divided by it.
+
+        Returns:
+            `logprobs` [M] float32 nats, with gradient; `entropy` [M] float32 nats of the
+            distribution each target was drawn from, without gradient.
+        """
+        output = self.model.base_model(
+            input_ids=forest.token_ids[None],
+            attention_mask=attention_mask(forest.subtree_end),
+            position_ids=forest.position_ids[None],
+            use_cache=False,
+        )
+        hidden = output.last_hidden_state[0, forest.target_parent]
+        size = self.logprob_chunk_tokens
+        parts = [
+            checkpoint(
+                self._head,
+                hidden[start : start + size],
+                forest.target_token[start : start + size],
+                temperature[start : start + size],
+                use_reentrant=False,
+            )
+            for start in range(0, len(hidden), size)
+        ]
+        return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+
+    def _head(self, hidden: Tensor, token: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.model.get_output_embeddings()(hidden).float() * self.logit_scale
+        if self.softcap:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        logits = logits / temperature[:, None]
+        normalizer = logits.logsumexp(-1)
+        logprobs = logits.gather(-1, token[:, None])[:, 0] - normalizer
+        with torch.no_grad():
+            mean_logit = (logits.softmax(-1) * logits).sum(-1)
+        return logprobs, normalizer.detach() - mean_logit
+
+    def checkpoint_layers(self) -> None:
+        """Recompute the layers' activations in the backward pass.
+
+        Transformers does so in training mode alone, which would turn dropout on: only the layers'
+        own flag is set, not that of the modules inside them.
+        """
+        recompute: Any = partial(checkpoint, use_reentrant=False)
+        for layer in self.model.modules():
+            if isinstance(layer, GradientCheckpointingLayer):
+                layer.gradient_checkpointing = layer.training = True
+                layer._gradient_checkpointing_func = recompute
+
+
+def load_policy(path: str, *, logprob_chunk_tokens: int) -> Policy:
+    """Load a model directory with float32 weights, and try it out.
+
+    Raises:
+        RolloutError: No model directory; a model that Transformers cannot load without remote
+            code; layers that a forest's attention mask does not reach; a model whose
+            log-probabilities this policy does not reproduce.
+    """
+    if not (Path(path) / "config.json").is_file():
+        raise RolloutError(
+            "model_directory", path, "no config.json", "a Hugging Face model directory"
+        )
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        _check_layers(AutoConfig.from_pretrained(path, local_files_only=True), path)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=torch.float32,
+            attn_implementation="sdpa",
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except RolloutError:
+        raise
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
+        got = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        raise RolloutError(
+            "model_load", path, got, "a causal LM that Transformers loads"
+        ) from error
+    model, loading = loaded
+    if loading["missing_keys"]:
+        got = f"no weights for {sorted(loading['missing_keys'])[0]}"
+        raise RolloutError("model_load", path, got, "every weight of the model")
+    policy = Policy(model, logprob_chunk_tokens=logprob_chunk_tokens)
+    check_policy(policy, path)
+    return policy
+
+
+def _check_layers(config: Any, path: str) -> None:
+    unknown = set(getattr(config, "layer_types", None) or ()) - KNOWN_LAYERS
+    if unknown:
+        raise RolloutError(
+            "model_layers",
+            path,
+            f"{config.model_type} with {', '.join(sorted(unknown))} layers",
+            "full or sliding-window attention in every layer",
+            "packed rows would leak into each other through such layers, in any sequence_layout",
+        )
+
+
+def row_limit(config: Any, tokens_per_micro_batch: int) -> RowLimit:
+    """The longest row, given the token budget and what the model can do."""
+    limits = [
+        RowLimit(
+            num_tokens=tokens_per_micro_batch,
+            reason="tokens_per_micro_batch",
+            hint="--set tokens_per_micro_batch=N with N at least the row's length",
+        )
+    ]
+    layers = getattr(config, "layer_types", None)
+    if layers is None or "sliding_attention" in layers:
+        window = getattr(config, "sliding_window", None)
+        if window:
+            hint = "use a model with full attention, or filter long trajectories out"
+            reason = "the model's sliding_window; longer rows are not supported"
+            limits.append(RowLimit(num_tokens=window, reason=reason, hint=hint))
+    context = getattr(config, "max_position_embeddings", None)
+    if context:
+        hint = "filter long trajectories out"
+        reason = "the model's max_position_embeddings"
+        limits.append(RowLimit(num_tokens=context, reason=reason, hint=hint))
+    return min(limits, key=lambda limit: limit.num_tokens)
+
+
+@torch.no_grad()
+def check_policy(policy: Policy, path: str) -> None:
+    """Compare two packed chains with the model's own forward of each.
+
+    Eight tokens tell whether the head's logits are the model's and whether rows leak into each
+    other, for architectures nobody thought of when this was written.
+
+    Raises:
+        RolloutError: The log-probabilities differ.
+    """
+    device = next(policy.parameters()).device
+    vocab_size: int = policy.model.config.vocab_size
+    tokens = torch.arange(1, 9, device=device) * 7919 % vocab_size
+    start, at = torch.tensor([0, 4], device=device), torch.arange(8, device=device)
+    parent = torch.cat([start + offset for offset in range(3)])
+    forest = Forest(
+        token_ids=tokens,
+        position_ids=at % 4,
+        subtree_end=at // 4 * 4 + 4,
+        target_parent=parent,
+        target_token=tokens[parent + 1],
+        target_slot=parent,
+    )
+    try:
+        logprobs, _ = policy(forest, torch.ones(6, device=device))
+        logits = policy.model(input_ids=tokens.view(2, 4), use_cache=False).logits.float()
+    except (TypeError, ValueError, RuntimeError, AttributeError) as error:
+        got = f"{type(error).__name__} from its forward: {error}"
+        raise RolloutError("model_layers", path, got, "a decoder that takes a 4-D mask") from error
+    expected = logits.log_softmax(-1).view(8, -1)[parent, forest.target_token]
+    difference = float((logprobs - expected).abs().max())
+    if not difference < 1e-3:
+        raise RolloutError(
+            "model_layers",
+            path,
+            f"log-probabilities that differ by {difference:.2g} between packed and plain forward",
+            "a decoder with full or sliding-window attention and a linear head",
+        )
