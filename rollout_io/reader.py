@@ -114,7 +114,7 @@ def check_dataset(path: PathLike) -> Iterator[pl.DataFrame]:
     checker = Checker()
     for location in find_shards(path):
         shard = _Shard.open(location)
-        cut = not shard.aligned and "trajectory_id" in shard.names
+        cut = not (shard.aligned or shard.encoded) and "trajectory_id" in shard.names
         names = shard.schema.names
         for stored in _align([shard], names) if cut else shard.row_groups(shard.names):
             if shard.encoded:

@@ -1,0 +1,41 @@
+import contextlib
+import io
+import json
+import tempfile
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from rollout_io.cli.main import run
+from schemas import RULES
+from schemas.strategies import broken_tables
+
+
+def validate(path):
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
+        code = run(["validate", str(path), "--json"])
+    return code, json.loads(out.getvalue())
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_validate_names_rule_row_and_trajectory_of_a_broken_file_and_exits_1(rule):
+    @given(broken_tables(rule))
+    @settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=8)
+    def holds(table):
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "part-00000.parquet"
+            pq.write_table(table, file)
+            code, report = validate(file)
+        is_error = RULES[rule].severity == "error"
+        assert (code, report["ok"]) == (int(is_error), not is_error)
+        assert [entry["rule"] for entry in report["rules"]] == [rule]
+        assert report["rules"][0]["hint"]
+        of_table = rule in ("columns_and_types", "mask_trains_something")
+        for breach in report["breaches"]:
+            assert of_table or breach["row"] is not None
+            assert of_table or breach["trajectory_id"]
+
+    holds()
