@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from schemas._lazy import exports
+from schemas.lazy import exports
 
 if TYPE_CHECKING:
     from rollout_io.generator_output import (

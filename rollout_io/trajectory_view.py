@@ -11,6 +11,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from rollout_io.prefix import common_prefix
+
 Decode = Callable[[Sequence[int]], str]
 Kind = Literal["trained", "masked", "observed"]
 
@@ -87,7 +89,7 @@ def view_trajectory(rows: Sequence[dict[str, Any]], decode: Decode | None = None
 
     Args:
         rows: Its rows in order, each a dict of the columns `COLUMNS`.
-        decode: Ids to text; None shows `response_text`, or ids where a row is not one span.
+        decode: Ids to text; None shows the `response_text` of each step, or ids where there is none.
 
     Example:
         >>> row = {"trajectory_id": "a_0", "step_index": 0, "prompt_token_ids": [1, 2]}
@@ -95,12 +97,12 @@ def view_trajectory(rows: Sequence[dict[str, Any]], decode: Decode | None = None
         >>> [(s.kind, s.text) for s in view_trajectory([row]).steps[0].spans]
         [('trained', '3'), ('masked', '4')]
     """
-    before = np.zeros(0, np.int64)
+    before = np.zeros(0, np.int32)
     steps = []
     for row in rows:
-        prompt = np.asarray(row["prompt_token_ids"], np.int64)
-        steps.append(_step(row, prompt, num_shared(before, prompt), decode))
-        before = np.concatenate([prompt, np.asarray(row["response_ids"], np.int64)])
+        prompt = np.asarray(row["prompt_token_ids"], np.int32)
+        steps.append(_step(row, prompt, common_prefix(before, prompt), decode))
+        before = np.concatenate([prompt, np.asarray(row["response_ids"], np.int32)])
     errors = (row.get("error") for row in rows)
     return TrajectoryView(
         trajectory_id=rows[0]["trajectory_id"],
@@ -110,20 +112,8 @@ def view_trajectory(rows: Sequence[dict[str, Any]], decode: Decode | None = None
     )
 
 
-def num_shared(a: npt.NDArray[np.int64], b: npt.NDArray[np.int64]) -> int:
-    """Length of the longest common prefix.
-
-    Example:
-        >>> num_shared(np.array([1, 2, 3]), np.array([1, 2, 4, 5]))
-        2
-    """
-    length = min(len(a), len(b))
-    differs = np.flatnonzero(a[:length] != b[:length])
-    return int(differs[0]) if len(differs) else length
-
-
 def _step(
-    row: dict[str, Any], prompt: npt.NDArray[np.int64], shared: int, decode: Decode | None
+    row: dict[str, Any], prompt: npt.NDArray[np.int32], shared: int, decode: Decode | None
 ) -> StepView:
     new = prompt[shared:].tolist()
     return StepView(
@@ -133,21 +123,30 @@ def _step(
         reward=row.get("reward"),
         num_shared_tokens=shared,
         num_new_tokens=len(new),
-        prompt=_last_message(row.get("messages")) if decode is None else decode(new),
+        prompt=_last_message(_messages(row)) if decode is None else decode(new),
         spans=_spans(row, decode),
     )
 
 
 def _spans(row: dict[str, Any], decode: Decode | None) -> tuple[Span, ...]:
-    ids, kinds = row["response_ids"], _kinds(row)
-    cuts = [i for i in range(1, len(kinds)) if kinds[i] != kinds[i - 1]]
+    ids, kinds, texts = row["response_ids"], _kinds(row), _texts(row)
+    starts = {start for start, _ in texts}
+    cuts = [i for i in range(1, len(kinds)) if kinds[i] != kinds[i - 1] or i in starts]
     bounds = [0, *cuts, len(kinds)] if kinds else []
-    text = row.get("response_text") if not cuts else None
-    show = decode or (lambda part: _ids_text(part) if text is None else text)
-    return tuple(
-        Span(kind=kinds[a], num_tokens=b - a, text=show(ids[a:b]))
-        for a, b in itertools.pairwise(bounds)
-    )
+    spans = []
+    for a, b in itertools.pairwise(bounds):
+        text = decode(ids[a:b]) if decode is not None else texts.get((a, b - a))
+        shown = _ids_text(ids[a:b]) if text is None else text
+        spans.append(Span(kind=kinds[a], num_tokens=b - a, text=shown))
+    return tuple(spans)
+
+
+def _texts(row: dict[str, Any]) -> dict[tuple[int, int], str | None]:
+    """What the harness recorded as text of each step in the row, by (start, length)."""
+    segments = row.get("segments")
+    if segments is None:
+        return {(0, len(row["response_ids"])): row.get("response_text")}
+    return {(s["start"], s["length"]): s.get("response_text") for s in segments}
 
 
 def _kinds(row: dict[str, Any]) -> list[Kind]:
@@ -166,6 +165,13 @@ def _kinds(row: dict[str, Any]) -> list[Kind]:
 def _ids_text(ids: Sequence[int]) -> str:
     more = f" ... {len(ids) - SHOWN_IDS} more" if len(ids) > SHOWN_IDS else ""
     return " ".join(str(i) for i in ids[:SHOWN_IDS]) + more
+
+
+def _messages(row: dict[str, Any]) -> str | None:
+    """The messages of the row's prompt: of a merged row, its first step's."""
+    first = (row.get("segments") or [{}])[0]
+    sent: str | None = first.get("messages") or row.get("messages")
+    return sent
 
 
 def _last_message(messages: str | None) -> str | None:

@@ -377,6 +377,20 @@ def test_a_view_decodes_the_new_part_of_the_prompt_and_each_span() -> None:
     assert [s.text for s in view.steps[1].spans] == ["cd", "e"]
 
 
+def test_a_merged_row_shows_the_recorded_text_of_each_of_its_steps() -> None:
+    segments = [
+        {"start": 0, "length": 1, "step_index": 0, "response_text": "one"},
+        {"start": 2, "length": 1, "step_index": 1, "response_text": "two"},
+    ]
+    merged = row(segments=segments, loss_mask=[True, False, True])
+    spans = view_trajectory([merged]).steps[0].spans
+    assert [(s.kind, s.text) for s in spans] == [
+        ("trained", "one"),
+        ("observed", "4"),
+        ("trained", "two"),
+    ]
+
+
 def test_a_failed_trajectory_shows_its_error() -> None:
     empty = row(prompt_token_ids=[], response_ids=[], loss_mask=[], error="no sandbox")
     assert "a_0  1 step  error: no sandbox" in render(view_trajectory([empty]), color=False)

@@ -32,5 +32,7 @@ def train(config: TrainConfig) -> TrainResult:
         if error.name not in {"torch", "accelerate", "transformers"}:
             raise
         hint = 'pip install "rollout-io[train]"'
-        raise RolloutError("missing_extra", "trainer", f"no {error.name}", "it", hint) from error
+        got = f"no package {error.name!r}"
+        expected = "torch, transformers and accelerate"
+        raise RolloutError("extra_installed", "rollouts train", got, expected, hint) from None
     return loop.train(config)
