@@ -43,7 +43,7 @@ STAGES = (
     ),
     (
         "Train two updates on the CPU",
-        "GRPO on groups whose rewards differ (examples/demo.toml); about two minutes.",
+        "GRPO on groups whose rewards differ (examples/demo.toml); about a minute.",
         f"rollouts train {MERGED} --model {MODEL} --out {TRAINED} --config examples/demo.toml",
     ),
     (

@@ -59,15 +59,18 @@ def merge(dataset: str, out: str, *, as_json: bool) -> None:
 
 def merge_dataset(dataset: str, out: str) -> dict[str, int]:
     """Merge a dataset into a new one, row group by row group; counts before and after."""
+    import polars as pl
+
     from pipelines.merging import merge_table
     from rollout_io.cli.dataset import open_dataset
     from rollout_io.reader import iter_tables, read_metadata
     from rollout_io.writer import RolloutWriter
 
-    open_dataset(dataset)
+    num_rows = open_dataset(dataset).select(pl.len()).collect().item()
     before, after = [0, 0], [0, 0]
     metadata = read_metadata(dataset).made("merge", parents=[dataset], rule="consecutive")
-    with RolloutWriter(out, metadata=metadata) as writer, progress_bar(0, "row", "merge") as bar:
+    progress = progress_bar(num_rows, " rows", "merge")
+    with RolloutWriter(out, metadata=metadata) as writer, progress as bar:
         for table in iter_tables(dataset):
             merged = merge_table(table)
             _count(before, table)

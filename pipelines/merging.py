@@ -19,6 +19,7 @@ from pipelines.segments import nest, split_points, step_columns, steps_of
 from pipelines.tables import over_tables, set_column
 from rollout_io.prefix import trajectory_starts
 from schemas.ragged import BoolArray, IntArray, Ragged, gather, offsets_of, ranges
+from schemas.types import without_views
 
 PER_TOKEN = {
     "loss_mask": pa.bool_(),
@@ -65,6 +66,7 @@ def unmerge(frame: pl.LazyFrame) -> pl.LazyFrame:
 
 def merge_table(table: pa.Table) -> pa.Table:
     """`merge` for an Arrow table of whole trajectories."""
+    table = without_views(table)
     prompts = Ragged.from_arrow(table.column("prompt_token_ids"))
     responses = Ragged.from_arrow(table.column("response_ids"))
     starts = trajectory_starts(table)
@@ -196,6 +198,7 @@ def unmerge_table(table: pa.Table) -> pa.Table:
     """`unmerge` for an Arrow table of whole trajectories."""
     if "segments" not in table.column_names:
         return table
+    table = without_views(table)
     split = split_points(table)
     steps = steps_of(table, split)
     prompts = Ragged.from_arrow(table.column("prompt_token_ids"))

@@ -10,6 +10,7 @@ import pyarrow as pa
 
 from pipelines.segments import segment_rewards, split_points
 from pipelines.tables import over_tables, set_column
+from schemas.errors import RolloutError
 from schemas.ragged import Ragged, gather, offsets_of
 
 Outcome = Literal["last", "sum"]
@@ -20,7 +21,7 @@ def place_outcomes(frame: pl.LazyFrame, outcomes: pl.LazyFrame) -> pl.LazyFrame:
 
     Args:
         frame: Step rows.
-        outcomes: Columns `trajectory_id` and `reward`. A trajectory without a row there, and one
+        outcomes: Columns `trajectory_id` (each once) and `reward`. A trajectory without a row there, and one
             that failed, gets null: unknown is not 0.
 
     Example:
@@ -29,14 +30,13 @@ def place_outcomes(frame: pl.LazyFrame, outcomes: pl.LazyFrame) -> pl.LazyFrame:
         >>> place_outcomes(steps, outcomes).select("reward").collect().to_series().to_list()
         [0.0, 0.0, 1.0]
     """
-    outcome = outcomes.select("trajectory_id", outcome=pl.col("reward").cast(pl.Float64))
+    outcome = outcomes.select("trajectory_id", pl.col("reward").cast(pl.Float64))
     failed = pl.col("error").is_not_null() if _has(frame, "error") else pl.lit(value=False)
-    value = pl.when("is_last_step").then("outcome").otherwise(pl.col("outcome") * 0.0)
+    value = pl.when("is_last_step").then("reward").otherwise(pl.col("reward") * 0.0)
     joined = frame.drop("reward", strict=False).join(
-        outcome, on="trajectory_id", how="left", maintain_order="left"
+        outcome, on="trajectory_id", how="left", maintain_order="left", validate="m:1"
     )
-    known = pl.when(failed).then(None).otherwise(value).alias("reward")
-    return joined.with_columns(known).drop("outcome")
+    return joined.with_columns(pl.when(failed).then(None).otherwise(value).alias("reward"))
 
 
 def place_rewards(frame: pl.LazyFrame) -> pl.LazyFrame:
@@ -56,6 +56,9 @@ def place_rewards(frame: pl.LazyFrame) -> pl.LazyFrame:
 
 def place_rewards_table(table: pa.Table) -> pa.Table:
     """`place_rewards` for an Arrow table."""
+    if "reward" not in table.column_names:
+        hint = "place_outcomes(frame, outcomes) makes it"
+        raise RolloutError("columns_and_types", "table", "no column 'reward'", "rewards", hint)
     responses = Ragged.from_arrow(table.column("response_ids"))
     reward = table.column("reward")
     known = np.asarray(reward.is_valid()) & (responses.lengths > 0)

@@ -25,6 +25,15 @@ FOLDED = frozenset(
 step in `segments`."""
 
 
+_OWN_NAMES = frozenset(field.name for field in SEGMENT_FIELDS)
+
+
+def segment_name(column: str) -> str:
+    """The field of `segments` that keeps a column: its own name, unless that is taken."""
+    taken = column in _OWN_NAMES or column.startswith("column.")
+    return f"column.{column}" if taken else column
+
+
 def per_step_names(table: pa.Table) -> list[str]:
     """Columns of which `segments` keeps each step's value."""
     return [name for name in table.column_names if name not in FOLDED]
@@ -69,7 +78,7 @@ def _made_segments(steps: pa.Table, rows: IntArray, start: IntArray) -> pa.Struc
         "step_index": _flat(steps.column("step_index").take(index)),
     }
     names = per_step_names(steps)
-    columns |= {name: _flat(steps.column(name).take(index)) for name in names}
+    columns |= {segment_name(name): _flat(steps.column(name).take(index)) for name in names}
     return pa.StructArray.from_arrays(list(columns.values()), names=list(columns))
 
 
@@ -172,8 +181,8 @@ def step_columns(table: pa.Table, steps: Steps) -> pa.Table:
         if name == "segments":
             values = pa.array(np.where(split, -1, steps.row), pa.int64(), mask=split)
             out = out.set_column(index, out.schema.field(index), column.take(values))
-        elif flat.type.get_field_index(name) >= 0:
-            stored = cast_column(pc.struct_field(flat, name), column.type)
+        elif flat.type.get_field_index(segment_name(name)) >= 0:
+            stored = cast_column(pc.struct_field(flat, segment_name(name)), column.type)
             order = np.where(split, len(column) + steps.segment, steps.row)
             values = pa.concat_arrays([column, stored]).take(pa.array(order))
             out = out.set_column(index, out.schema.field(index), values)

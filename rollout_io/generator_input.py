@@ -11,12 +11,13 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from rollout_io.adapters import ragged_array
-from schemas.columns import COLUMN_BY_NAME, COLUMNS, routing_type
+from rollout_io.adapters import ragged_array, routing_array
+from schemas.columns import COLUMN_BY_NAME, COLUMNS
 from schemas.errors import RolloutError
 
 METRICS_KEY = b"rollout_io.rollout_metrics"
 TIMES = "trajectory_generation_times"
+_ROUTES = "rollout_expert_indices"
 ERROR = "failed: a placeholder row in the GeneratorOutput"
 
 REQUIRED = ("prompt_token_ids", "response_ids", "rewards", "loss_masks")
@@ -115,11 +116,20 @@ def _identities(output: Mapping[str, Any], group_size: int | None) -> list[Ident
 def _identity(value: Any, row: int) -> Identity:
     try:
         if isinstance(value, Mapping):
-            return Identity(str(value["instance_id"]), operator.index(value["repetition_id"]))
-        return Identity(str(value.instance_id), operator.index(value.repetition_id))
+            found = Identity(str(value["instance_id"]), operator.index(value["repetition_id"]))
+        else:
+            found = Identity(str(value.instance_id), operator.index(value.repetition_id))
     except (AttributeError, KeyError, TypeError):
-        expected = "an instance_id and a whole repetition_id"
-        raise _error("trajectory_id", "trajectory_ids", repr(value), expected, row=row) from None
+        found = None
+    if found is None or not _is_text(found.instance_id) or abs(found.repetition_id) >= 2**31:
+        expected = "an instance_id and a whole repetition_id below 2147483648"
+        raise _error("trajectory_id", "trajectory_ids", repr(value), expected, row=row)
+    return found
+
+
+def _is_text(value: Any) -> bool:
+    """Whether Arrow can hold it: JSON may smuggle in half of a surrogate pair."""
+    return isinstance(value, str) and not any("\ud800" <= c <= "\udfff" for c in value)
 
 
 def _flags(output: Mapping[str, Any], identities: Sequence[Identity]) -> list[bool]:
@@ -182,7 +192,9 @@ def _integers(output: Mapping[str, Any], name: str) -> list[npt.NDArray[Any]]:
 
 
 def _floats(output: Mapping[str, Any], name: str, dtype: Any) -> list[npt.NDArray[Any]]:
-    return [_array(output, name, r, "fiu").astype(dtype) for r in range(len(output[name]))]
+    rows = [_array(output, name, r, "fiu") for r in range(len(output[name]))]
+    with np.errstate(over="ignore"):  # to infinity, which the invariants refuse
+        return [row.astype(dtype) for row in rows]
 
 
 def _masks(output: Mapping[str, Any]) -> list[npt.NDArray[np.bool_]]:
@@ -215,9 +227,13 @@ def _reward_columns(rewards: Sequence[Any], failed: Sequence[bool]) -> dict[str,
 
 
 def _number(value: Any, name: str, row: int) -> float:
-    if np.ndim(value) != 0 or np.asarray(value).dtype.kind not in "fiub":
+    try:
+        array = np.asarray(value)
+    except ValueError:
+        array = np.asarray(None)
+    if array.ndim != 0 or array.dtype.kind not in "fiub":
         raise _error("field_kind", name, repr(value), "a number", row=row)
-    return float(value)
+    return float(array)
 
 
 def _texts(output: Mapping[str, Any], name: str) -> list[str | None] | None:
@@ -225,7 +241,7 @@ def _texts(output: Mapping[str, Any], name: str) -> list[str | None] | None:
     if values is None:
         return None
     for row, value in enumerate(values):
-        if value is not None and not isinstance(value, str):
+        if value is not None and not _is_text(value):
             raise _error("field_kind", name, repr(value), "a text or null", row=row)
     return [None if value is None else str(value) for value in values]
 
@@ -238,36 +254,35 @@ def _metrics(output: Mapping[str, Any]) -> list[list[tuple[str, float]] | None] 
 def _metric(metrics: Any, row: int) -> list[tuple[str, float]] | None:
     if metrics is None:
         return None
-    if not isinstance(metrics, Mapping):
+    if not isinstance(metrics, Mapping) or not all(_is_text(str(name)) for name in metrics):
         raise _error("field_kind", "env_metrics", repr(metrics), "an object or null", row=row)
     return [(str(name), _number(value, "env_metrics", row)) for name, value in metrics.items()]
 
 
 def _routes(output: Mapping[str, Any]) -> pa.Array | None:
-    rows = output.get("rollout_expert_indices")
+    rows = output.get(_ROUTES)
     if rows is None or all(routes is None for routes in rows):
         return None
-    arrays = [None if routes is None else np.asarray(routes) for routes in rows]
+    arrays = [None if routes is None else _route(routes, row) for row, routes in enumerate(rows)]
     shapes = {a.shape[1:] for a in arrays if a is not None}
-    kinds = {a.dtype.kind for a in arrays if a is not None}
-    if len(shapes) > 1 or len(next(iter(shapes))) != 2 or not kinds <= set("iu"):
-        got, expected = (
-            f"shapes [tokens, *{sorted(shapes)}]",
-            "one [tokens, layers, topk] of integers",
-        )
-        raise _error("routing_shape", "rollout_expert_indices", got, expected)
-    layers, topk = next(iter(shapes))
-    lengths = [0 if a is None else len(a) for a in arrays]
-    flat = np.concatenate([a.reshape(-1) for a in arrays if a is not None])
-    if len(flat) and not 0 <= flat.min() <= flat.max() < 2**15:
-        got, expected = f"experts {flat.min()}..{flat.max()}", "experts in 0..32767"
-        raise _error("routing_shape", "rollout_expert_indices", got, expected)
-    kind = routing_type(layers, topk)
-    values = pa.FixedSizeListArray.from_arrays(pa.array(flat.astype(np.int16), pa.int16()), topk)
-    values = pa.FixedSizeListArray.from_arrays(values, layers)
-    offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]), pa.int32())
-    mask = pa.array([a is None for a in arrays])
-    return pa.ListArray.from_arrays(offsets, values, type=kind, mask=mask)
+    if len(shapes) > 1:
+        got = f"shapes [tokens, *{sorted(shapes)}]"
+        raise _error("routing_shape", _ROUTES, got, "one number of layers and one topk")
+    return routing_array(arrays, *shapes.pop())
+
+
+def _route(routes: Any, row: int) -> npt.NDArray[Any]:
+    try:
+        array = np.asarray(routes)
+    except ValueError:
+        array = np.asarray(None)
+    if array.ndim != 3 or array.dtype.kind not in "iu" or 0 in array.shape:
+        got, expected = f"{array.dtype} of shape {array.shape}", "integers [tokens, layers, topk]"
+        raise _error("routing_shape", _ROUTES, got, expected, row=row)
+    if not 0 <= array.min() <= array.max() < 2**15:
+        got = f"experts {array.min()}..{array.max()}"
+        raise _error("routing_shape", _ROUTES, got, "experts in 0..32767", row=row)
+    return array
 
 
 def _assemble(arrays: Mapping[str, Any]) -> pa.Table:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -50,7 +51,8 @@ def to_generator_output(table: Any, failed: Failed = "group") -> dict[str, Any]:
     data = as_table(table)
     validate(data)
     if data.num_rows == 0:
-        raise RolloutError("some_rows", "table", "no rows", "at least one trajectory")
+        hint = "a GeneratorOutput cannot be empty: was everything filtered away?"
+        raise RolloutError("some_rows", "table", "no rows", "at least one trajectory", hint)
     data, masked = _with_placeholders(cast_table(data), failed)
     return {
         "prompt_token_ids": _filled(_lists(data, "prompt_token_ids"), masked, lambda: [0]),
@@ -124,9 +126,12 @@ def write_generator_output(
         partial.write_text(text + "\n", encoding="utf-8")
         partial.replace(target)
     except OSError as error:
-        partial.unlink(missing_ok=True)
         got = (error.strerror or str(error)).lower()
-        raise RolloutError("output_file", os.fspath(file), got, "a writable file") from None
+        hint = f"ls -ld {target.parent}"
+        raise RolloutError("output_file", os.fspath(file), got, "a writable file", hint) from None
+    finally:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
 
 
 def read_generator_output(file: str | os.PathLike[str], group_size: int | None = None) -> pa.Table:
@@ -138,7 +143,7 @@ def read_generator_output(file: str | os.PathLike[str], group_size: int | None =
     except OSError as error:
         got = (error.strerror or str(error)).lower()
         raise RolloutError("input_file", where, got, "a readable file", hint) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RolloutError("json_file", where, str(error), "one JSON object", hint) from None
     if not isinstance(output, dict):
         raise RolloutError("json_file", where, type(output).__name__, "one JSON object", hint)

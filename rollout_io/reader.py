@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +15,7 @@ import pyarrow.parquet as pq
 
 from rollout_io.prefix import decode_prefixes, trajectory_starts
 from rollout_io.storage import Location, find_shards
-from schemas.checker import Checker, raise_errors
+from schemas.checker import DECODE_COLUMNS, Checker, check_references, raise_errors
 from schemas.columns import COLUMN_BY_NAME, METRICS_TYPE, PREFIX_FIELDS
 from schemas.errors import RolloutError
 from schemas.metadata import DatasetMetadata, layout_of, upgrade, version_of
@@ -21,14 +23,13 @@ from schemas.types import PREFIX_TYPES
 
 PathLike = str | os.PathLike[str]
 
-_DECODE_NEEDS = (*PREFIX_TYPES, "response_ids", "trajectory_id", "step_index", "is_last_step")
-
 
 def scan(path: PathLike) -> pl.LazyFrame:
     """The logical rollout table of a dataset as a LazyFrame.
 
     Only the columns a query uses are read; prompts are decoded only when `prompt_token_ids` is
-    among them, and only in row groups that hold a row the query's predicate keeps. Rows come in the order (shard name, row).
+    among them, and only in row groups that hold a row the query's predicate keeps. Rows come in
+    the order (shard name, row).
 
     Args:
         path: Directory, glob or file, local or an fsspec URL.
@@ -49,13 +50,13 @@ def scan(path: PathLike) -> pl.LazyFrame:
         wanted = schema.names if with_columns is None else with_columns
         used = [] if predicate is None else predicate.meta.root_names()
         names = list(dict.fromkeys([*wanted, *used]))
-        for table in _tables(shards, schema, names, predicate):
+        skips = predicate if n_rows is None else None
+        for table in _tables(shards, schema, names, skips):
             frame = _frame(table)
-            frame = frame if predicate is None else frame.filter(predicate)
-            frame = frame.select(wanted)
-            if n_rows is not None:
+            if n_rows is not None:  # the first rows are taken before the predicate is applied
                 frame, n_rows = frame.head(n_rows), max(0, n_rows - len(frame))
-            yield frame
+            frame = frame if predicate is None else frame.filter(predicate)
+            yield frame.select(wanted)
             if n_rows == 0:
                 return
 
@@ -108,23 +109,16 @@ def to_hf(path: PathLike) -> Any:
 def check_dataset(path: PathLike) -> Iterator[pl.DataFrame]:
     """Breaches of the named invariants over a dataset, piece by piece (see `schemas.check`).
 
-    Files of the `prefix` layout are checked as they are stored and again decoded. A row group whose
-    prefix references are broken is not decoded.
+    A row group of the `prefix` layout is decoded first, unless its references are broken.
     """
     checker = Checker()
     for location in find_shards(path):
         shard = _Shard.open(location)
-        cut = not (shard.aligned or shard.encoded) and "trajectory_id" in shard.names
-        names = shard.schema.names
-        for stored in _align([shard], names) if cut else shard.row_groups(shard.names):
-            if shard.encoded:
-                alone = Checker()
-                broken = alone.check(stored).filter(pl.col("rule") == "prefix_reference")
-                if len(broken):
-                    yield broken.with_columns(pl.col("row") + checker.num_rows)
-                    checker.skip(stored)
-                    continue
-            yield checker.check(decode_prefixes(stored) if shard.encoded else stored)
+        cut = not shard.aligned and "trajectory_id" in shard.names
+        whole = (table for _, table in shard.row_groups(shard.names))
+        for stored in _align([shard], shard.names) if cut else whole:
+            decodes = shard.encoded and not len(check_references(stored))
+            yield checker.check(decode_prefixes(stored) if decodes else stored)
     yield checker.finish()
 
 
@@ -135,8 +129,8 @@ class _Shard:
         self.location, self._file = location, file
         self.pairs = file.schema_arrow.metadata or {}
         self.names: list[str] = file.schema_arrow.names
-        self.encoded = PREFIX_TYPES.keys() <= set(self.names)
-        self.aligned = layout_of(self.pairs) is not None
+        self.encoded = _is_encoded(self.names)
+        self.aligned = self.encoded or layout_of(self.pairs) is not None
         self.schema = _logical_schema(upgraded(file.schema_arrow.empty_table(), self.pairs).schema)
 
     @classmethod
@@ -144,15 +138,17 @@ class _Shard:
         with _readable(location):
             local = location.is_local
             source = pa.OSFile(location.path) if local else location.fs.open(location.path, "rb")
-            return cls(location, pq.ParquetFile(source, page_checksum_verification=True))
+            file = pq.ParquetFile(source, page_checksum_verification=True)
+            _refuse_renamed(file)
+            return cls(location, file)
 
     def row_groups(
         self, names: Sequence[str], predicate: pl.Expr | None = None
-    ) -> Iterator[pa.Table]:
+    ) -> Iterator[tuple[int, pa.Table]]:
         """Row groups as they are stored, upgraded; without those where `predicate` keeps no row."""
         for index in range(self._file.num_row_groups):
             if predicate is None or self._keeps_some(index, predicate):
-                yield self._row_group(index, names)
+                yield index, self._row_group(index, names)
 
     def _row_group(self, index: int, names: Sequence[str]) -> pa.Table:
         with _readable(self.location, index):
@@ -164,23 +160,21 @@ class _Shard:
 
     def _keeps_some(self, index: int, predicate: pl.Expr) -> bool:
         names = predicate.meta.root_names()
-        if not set(names) <= set(self.names):  # prompts to be decoded, or a column of other shards
+        if not names or not set(names) <= set(
+            self.names
+        ):  # prompts to be decoded, or a column of other shards
             return True
         return not _frame(self._row_group(index, names)).filter(predicate).is_empty()
 
     def tables(self, names: Sequence[str], predicate: pl.Expr | None = None) -> Iterator[pa.Table]:
         """Logical columns `names`, row group by row group (see `row_groups`)."""
         decodes = self.encoded and "prompt_token_ids" in names
-        stored = list(dict.fromkeys([*names, *(_DECODE_NEEDS if decodes else ())]))
-        for table in self.row_groups([n for n in stored if n in self.names], predicate):
+        stored = list(dict.fromkeys([*names, *(DECODE_COLUMNS if decodes else ())]))
+        for index, table in self.row_groups([n for n in stored if n in self.names], predicate):
             if decodes:
-                self._refuse_bad_prefixes(table)
+                raise_errors(check_references(table), f"{self.location.path}, row group {index}")
                 table = decode_prefixes(table)
             yield table.select([n for n in names if n in table.column_names])
-
-    def _refuse_bad_prefixes(self, table: pa.Table) -> None:
-        breaches = Checker().check(table).filter(pl.col("rule") == "prefix_reference")
-        raise_errors(breaches, self.location.path)
 
 
 def upgraded(table: pa.Table, pairs: dict[bytes, bytes]) -> pa.Table:
@@ -193,15 +187,28 @@ def _readable(location: Location, row_group: int | None = None) -> Iterator[None
     """Turn what Parquet readers raise on a damaged file into one message with the place."""
     try:
         yield
-    except (pa.ArrowException, OSError, EOFError) as error:
+    except (pa.ArrowException, OSError, EOFError, UnicodeError, binascii.Error) as error:
         where = location.path + ("" if row_group is None else f", row group {row_group}")
         hint = "the file is damaged or not Parquet: convert it again, or restore it from a copy"
         got = " ".join(str(error).split())
         raise RolloutError("readable_file", where, got, "an intact Parquet file", hint) from None
 
 
+def _refuse_renamed(file: pq.ParquetFile) -> None:
+    """Footers have no checksum, but Arrow writes a second copy of the column names there."""
+    copy = (file.metadata.metadata or {}).get(b"ARROW:schema")
+    if copy is not None:
+        names = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(copy))).names
+        if names != file.schema_arrow.names:
+            raise pa.ArrowInvalid("column names that differ from their copy in the footer")
+
+
+def _is_encoded(names: Sequence[str]) -> bool:
+    return PREFIX_TYPES.keys() <= set(names) and "prompt_token_ids" not in names
+
+
 def _logical_schema(stored: pa.Schema) -> pa.Schema:
-    if not PREFIX_TYPES.keys() <= set(stored.names):
+    if not _is_encoded(stored.names):
         return stored.remove_metadata()
     index = stored.names.index(PREFIX_FIELDS[0].name)
     fields = [f for f in stored if f.name not in PREFIX_TYPES]

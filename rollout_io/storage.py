@@ -26,8 +26,17 @@ class Location:
 
     @classmethod
     def of(cls, path: str | os.PathLike[str]) -> Location:
-        """Resolve a local path or a URL that fsspec knows ("s3://...", "memory://...")."""
-        fs, inner = fsspec.core.url_to_fs(os.fspath(path))
+        """Resolve a local path or a URL that fsspec knows ("s3://...", "memory://...").
+
+        Raises:
+            RolloutError: No such filesystem, or its package is not installed.
+        """
+        try:
+            fs, inner = fsspec.core.url_to_fs(os.fspath(path))
+        except (ImportError, ValueError) as error:
+            hint = "pip install the fsspec package of that filesystem, or check the URL"
+            expected = "a path or URL that fsspec knows"
+            raise RolloutError("filesystem", os.fspath(path), str(error), expected, hint) from None
         return cls(fs, inner)
 
     @property
@@ -41,9 +50,9 @@ class Location:
 
     def shards(self) -> list[str]:
         """Shard paths inside this directory, sorted by name."""
-        pattern = posixpath.join(self.path, f"*{SHARD_SUFFIX}")
-        names = self.fs.glob(pattern) if self.fs.isdir(self.path) else []
-        return sorted(p for p in names if not posixpath.basename(p).startswith((".", "_")))
+        names = self.fs.ls(self.path, detail=False) if self.fs.isdir(self.path) else []
+        shards = [p for p in names if p.endswith(SHARD_SUFFIX)]
+        return sorted(p for p in shards if not posixpath.basename(p).startswith((".", "_")))
 
 
 def find_shards(path: str | os.PathLike[str]) -> list[Location]:
@@ -78,7 +87,14 @@ def temporary(final: Location) -> Location:
 
 
 def publish(written: Location, final: Location) -> None:
-    """Give a complete file its final name; on a local disk it is synced first, then renamed."""
+    """Give a complete file its final name; on a local disk it is synced first, then renamed.
+
+    Raises:
+        RolloutError: Another writer was there first.
+    """
+    if final.fs.exists(final.path):
+        got, hint = "a shard of another writer", "writers that share a directory need append=True"
+        raise RolloutError("out_is_free", final.path, got, "no such file yet", hint)
     if not written.is_local:
         written.fs.mv(written.path, final.path)
         return

@@ -178,7 +178,7 @@ def _last_message(messages: str | None) -> str | None:
     try:
         last = json.loads(messages or "")[-1]
         return f"{last['role']}: {last['content']}"
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         return None
 
 
@@ -186,7 +186,8 @@ def render(view: TrajectoryView, *, color: bool) -> str:
     """The view as text: colours on a terminal, else brackets (see `legend`)."""
     outcome = f"reward {_number(view.reward)}" if view.error is None else f"error: {view.error}"
     count = f"{len(view.steps)} step" + ("s" if len(view.steps) != 1 else "")
-    lines = [_styled(f"{view.trajectory_id}  {count}  {outcome}", "1", color=color)]
+    header = printable(f"{view.trajectory_id}  {count}  {outcome}")
+    lines = [_styled(header, "1", color=color)]
     for step in view.steps:
         lines += ["  " + line for line in _render_step(step, color=color)]
     return "\n".join(lines)
@@ -208,10 +209,10 @@ def _render_step(step: StepView, *, color: bool) -> list[str]:
         *([step.stop_reason] if step.stop_reason is not None else []),
         *([f"reward {_number(step.reward)}"] if step.reward is not None else []),
     ]
-    body = "".join(_marked(_printable(s.text), s.kind, color=color) for s in step.spans)
-    lines = ["  ".join(facts)]
+    body = "".join(_marked(printable(s.text), s.kind, color=color) for s in step.spans)
+    lines = [printable("  ".join(facts))]
     if step.prompt:
-        prompt = _printable(_shortened(step.prompt))
+        prompt = printable(_shortened(step.prompt))
         lines += [_styled("  > " + line, "2", color=color) for line in prompt.split("\n")]
     return [*lines, *("    " + line for line in body.split("\n") if body)]
 
@@ -232,7 +233,7 @@ def _shortened(text: str) -> str:
     return text if more <= 0 else f"{text[:SHOWN_CHARS]}... {more} more characters"
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     """Control characters as escapes: a log must not be able to drive the terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
 

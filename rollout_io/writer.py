@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import pairwise
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -13,11 +15,11 @@ import pyarrow.parquet as pq
 
 from rollout_io.prefix import encode_prefixes, trajectory_starts
 from rollout_io.storage import SHARD_PREFIX, SHARD_SUFFIX, Location, publish, temporary
-from schemas.checker import Checker, raise_errors
-from schemas.columns import REQUIRED_COLUMNS, arrow_schema
+from schemas.checker import Checker, misnamed_columns, raise_errors
+from schemas.columns import arrow_schema
 from schemas.errors import RolloutError
 from schemas.metadata import DatasetMetadata
-from schemas.types import PREFIX_TYPES, as_table, cast_table
+from schemas.types import PREFIX_TYPES, as_table, cast_column, cast_table
 
 ROW_GROUP_ROWS = 4096
 ROW_GROUP_BYTES = 128 << 20
@@ -60,11 +62,13 @@ class RolloutWriter:
         shard_bytes: int = SHARD_BYTES,
     ) -> None:
         self.num_rows = self.num_trajectories = 0
+        self._is_open = True
         self._where, self._location, self._layout = os.fspath(path), Location.of(path), layout
         self._pairs = (metadata or DatasetMetadata()).encode(layout)
         self._row_group_rows, self._shard_bytes = row_group_rows, shard_bytes
         self._checker = Checker()
         self._pending: list[pa.Table] = []
+        self._empty = arrow_schema(optional=()).empty_table()
         self._pending_rows = self._pending_bytes = 0
         self._shard: _Shard | None = None
         self._published: list[Location] = []
@@ -100,7 +104,18 @@ class RolloutWriter:
 
     def write(self, data: Any) -> None:
         """Add rows: a Table, RecordBatch or Polars frame, cut anywhere."""
-        table = _logical(as_table(data))
+        self._refuse_if_closed()
+        try:
+            self._add(as_table(data))
+        except BaseException:
+            self.abort()
+            raise
+
+    def _add(self, given: pa.Table) -> None:
+        raise_errors(misnamed_columns(given), self._where)
+        table = _logical(given)
+        if self.num_rows == 0 and not self._pending:
+            self._empty = table.slice(0, 0)
         if table.num_rows == 0:
             return
         self._pending.append(table)
@@ -111,18 +126,27 @@ class RolloutWriter:
 
     def close(self) -> None:
         """Write what is left and publish the last shard."""
+        self._refuse_if_closed()
         try:
             self._flush(final=True)
             raise_errors(self._checker.finish(), self._where)
             if self._shard is None and not self._published:
-                self._write_row_group(_empty())
+                raise_errors(self._checker.check(self._empty), self._where)
+                self._write_row_group(self._empty)
             self._publish()
         except BaseException:
             self.abort()
             raise
+        self._is_open = False
+
+    def _refuse_if_closed(self) -> None:
+        if not self._is_open:
+            got, hint = "a writer that was closed, or failed before", "begin again with a new one"
+            raise RolloutError("writer_is_open", self._where, got, "an open writer", hint)
 
     def abort(self) -> None:
         """Remove everything this writer wrote."""
+        self._is_open = False
         if self._shard is not None:
             self._shard.discard()
             self._shard = None
@@ -176,17 +200,27 @@ class _Shard:
     def __init__(self, folder: Location, final: Location, schema: pa.Schema) -> None:
         self.schema, self.num_bytes = schema, 0
         self._final, self._temporary = final, temporary(final)
-        folder.fs.makedirs(folder.path, exist_ok=True)
-        self._file = folder.fs.open(self._temporary.path, "wb")
+        self._writer: pq.ParquetWriter | None = None
+        with _writable(final):
+            folder.fs.makedirs(folder.path, exist_ok=True)
+            self._file = folder.fs.open(self._temporary.path, "wb")
+        try:
+            self._writer = self._open(schema)
+        except BaseException:
+            self.discard()
+            raise
+
+    def _open(self, schema: pa.Schema) -> pq.ParquetWriter:
         dictionary, encodings = _encodings(schema)
-        self._writer = pq.ParquetWriter(
-            self._file,
-            schema,
-            compression="zstd",
-            write_page_checksum=True,
-            use_dictionary=dictionary,
-            column_encoding=encodings,
-        )
+        with _writable(self._final):
+            return pq.ParquetWriter(
+                self._file,
+                schema,
+                compression="zstd",
+                write_page_checksum=True,
+                use_dictionary=dictionary,
+                column_encoding=encodings,
+            )
 
     def holds(self, table: pa.Table) -> bool:
         """Whether every column of the table is one of this shard's."""
@@ -196,20 +230,48 @@ class _Shard:
         )
 
     def write(self, table: pa.Table) -> None:
+        assert self._writer is not None
         whole = _concat([self.schema.empty_table(), table]).select(self.schema.names)
         self.num_bytes += whole.nbytes
-        self._writer.write_table(whole.cast(self.schema), row_group_size=max(1, whole.num_rows))
+        columns = [cast_column(whole.column(f.name), f.type) for f in self.schema]
+        whole = pa.Table.from_arrays(columns, schema=self.schema)
+        with _writable(self._final):
+            self._writer.write_table(whole, row_group_size=max(1, whole.num_rows))
 
     def publish(self) -> Location:
-        self._writer.close()
-        self._file.close()
-        publish(self._temporary, self._final)
+        assert self._writer is not None
+        with _writable(self._final):
+            self._writer.close()
+            self._file.close()
+            publish(self._temporary, self._final)
         return self._final
 
     def discard(self) -> None:
-        self._writer.close()
-        self._file.close()
-        self._temporary.fs.rm_file(self._temporary.path)
+        with ExitStack() as stack:
+            stack.callback(self._temporary.fs.rm_file, self._temporary.path)
+            stack.callback(_close, self._file)
+            stack.callback(_close, self._writer)
+
+
+def _close(file: Any) -> None:
+    """Close what is thrown away: a disk that is full refuses the last bytes."""
+    with suppress(OSError, pa.ArrowException):
+        if file is not None:
+            file.close()
+
+
+@contextmanager
+def _writable(final: Location) -> Iterator[None]:
+    """Turn a full disk, or a type that Parquet lacks, into one message with the place."""
+    try:
+        yield
+    except pa.ArrowNotImplementedError as error:
+        hint = "cast the column to a type that Parquet has, or drop it"
+        raise RolloutError("columns_and_types", final.path, str(error), "", hint) from None
+    except OSError as error:
+        got = (error.strerror or str(error)).lower()
+        hint = "free some space there, or choose another --out"
+        raise RolloutError("output_file", final.path, got, "a writable place", hint) from None
 
 
 def _encodings(schema: pa.Schema) -> tuple[list[str], dict[str, str]]:
@@ -246,7 +308,8 @@ def _concat(tables: list[pa.Table]) -> pa.Table:
 
 def _complete_rows(table: pa.Table) -> int:
     """Rows up to the last one that is marked last and followed by another trajectory, or ends."""
-    if "is_last_step" not in table.column_names:
+    name = "is_last_step"
+    if name not in table.column_names or not pa.types.is_boolean(table.schema.field(name).type):
         return int(table.num_rows)
     ends = np.flatnonzero(table.column("is_last_step").to_numpy())
     return int(ends[-1]) + 1 if len(ends) else 0
@@ -261,10 +324,6 @@ def _row_groups(table: pa.Table, num_rows: int) -> list[pa.Table]:
             cuts.append(here)
     cuts.append(table.num_rows)
     return [table.slice(a, b - a) for a, b in pairwise(cuts)]
-
-
-def _empty() -> pa.Table:
-    return arrow_schema(optional=()).empty_table().select(list(REQUIRED_COLUMNS))
 
 
 def _index_of(path: str) -> int:

@@ -19,9 +19,13 @@ from schemas.structure_checks import (
     check_outcome,
     check_prefix,
     check_structure,
+    check_whole,
 )
 from schemas.types import PREFIX_TYPES, accepts, accepts_column, as_table, is_list
 from schemas.view import BREACH_SCHEMA, View, breach_frame
+
+DECODE_COLUMNS = (*PREFIX_TYPES, "response_ids", "trajectory_id", "step_index")
+"""What the prompts of the `prefix` layout are decoded from."""
 
 
 class ValidationError(RolloutError):
@@ -80,21 +84,20 @@ class Checker:
             data: Anything that speaks Arrow, with `prompt_token_ids` or the prefix columns.
         """
         table = as_table(data)
+        found = [misnamed_columns(table)]
+        table = _first_of_each_name(table)
         types, unusable = check_types(table, self.num_rows)
         view = View(table, self.num_rows, unusable)
-        found = [types]
+        found.append(types)
         for check in ROW_CHECKS:
             found += check(view)
         found += check_token_range(view, self._vocab_size)
+        found += check_prefix(view)
         if view.has(*STRUCTURE_COLUMNS) and table.num_rows:
             found += self._structure(view)
         self._note_training(view)
         self.num_rows += table.num_rows
         return pl.concat(found)
-
-    def skip(self, table: pa.Table) -> None:
-        """Count a table's rows without looking at them."""
-        self.num_rows += table.num_rows
 
     def finish(self) -> pl.DataFrame:
         """Breaches that only the end of the dataset shows."""
@@ -113,7 +116,6 @@ class Checker:
         runs = Runs.of(view.strings("trajectory_id"), view.array("step_index"), last)
         yield from check_structure(view, runs, self._seen)
         yield from check_outcome(view, runs)
-        yield from check_prefix(view, runs)
         self._open_end = None if last[-1] else view.table.column("trajectory_id")[-1].as_py()
 
     def _unfinished(self, rule: str) -> pl.DataFrame:
@@ -171,30 +173,53 @@ def check_types(table: pa.Table, row_offset: int = 0) -> tuple[pl.DataFrame, fro
     stands_in = {"prompt_token_ids"} if encoded else set()
     missing = set(REQUIRED_COLUMNS) - stands_in - set(table.column_names)
     found += [_wrong(name, "no such column", "a required column") for name in sorted(missing)]
-    for name in table.column_names:
-        found += _check_column(table, name, row_offset)
-    breaches = pl.concat(found)
+    declared = [n for n in table.column_names if n in COLUMN_BY_NAME or n in PREFIX_TYPES]
+    misfits = [frame for name in declared for frame in _check_type(table, name)]
+    unfit = frozenset(frame["column"].item() for frame in misfits)
+    view = View(table, row_offset, unfit)
+    for name in declared:
+        found += [] if name in unfit else _check_nulls(view, name)
+    breaches = pl.concat([*found, *misfits])
     return breaches, frozenset(breaches["column"].to_list())
 
 
-def _check_column(table: pa.Table, name: str, row_offset: int) -> list[pl.DataFrame]:
+def misnamed_columns(table: pa.Table) -> pl.DataFrame:
+    """columns_and_types: names that several columns have, and the empty name."""
+    counts = {n: table.column_names.count(n) for n in dict.fromkeys(table.column_names)}
+    found = [_wrong(n, f"{count} columns", "one") for n, count in counts.items() if count > 1]
+    found += [_wrong("", "a column without a name", "a name")] if "" in counts else []
+    return pl.concat([pl.DataFrame(schema=BREACH_SCHEMA), *found])
+
+
+def _first_of_each_name(table: pa.Table) -> pa.Table:
+    names = table.column_names
+    return table.select([names.index(name) for name in dict.fromkeys(names)])
+
+
+def check_references(table: pa.Table) -> pl.DataFrame:
+    """Breaches of all that decoding relies on, in a row group of the `prefix` layout."""
+    needs = frozenset(DECODE_COLUMNS)
+    known = table.select([name for name in table.column_names if name in needs])
+    types, unusable = check_types(known)
+    found, view = [types.filter(pl.col("column").is_in(needs))], View(known, 0, unusable)
+    if view.has(*needs):
+        found += [check_whole(view), *check_prefix(view)]
+    return pl.concat(found)
+
+
+def _check_type(table: pa.Table, name: str) -> list[pl.DataFrame]:
     column, actual = COLUMN_BY_NAME.get(name), table.schema.field(name).type
-    if column is None and name not in PREFIX_TYPES:
-        return []
     if column is None:
-        fits, expected, nullable = accepts(PREFIX_TYPES[name], actual), PREFIX_TYPES[name], False
-        nullable = name == "parent_step_index"
+        fits, expected = accepts(PREFIX_TYPES[name], actual), PREFIX_TYPES[name]
     else:
-        fits, expected, nullable = accepts_column(column, actual), column.type, column.nullable
-    if not fits:
-        return [_wrong(name, str(actual), str(expected or "list<fixed list<fixed list<int16>>>"))]
-    return _check_nulls(table, name, row_offset, nullable=nullable)
+        fits, expected = accepts_column(column, actual), column.type
+    routing = "list<fixed list<fixed list<int16>>>"
+    return [] if fits else [_wrong(name, str(actual), str(expected or routing))]
 
 
-def _check_nulls(
-    table: pa.Table, name: str, row_offset: int, *, nullable: bool
-) -> list[pl.DataFrame]:
-    view, values = View(table, row_offset), table.column(name)
+def _check_nulls(view: View, name: str) -> list[pl.DataFrame]:
+    column, values = COLUMN_BY_NAME.get(name), view.table.column(name)
+    nullable = name == "parent_step_index" if column is None else column.nullable
     rule, found = "columns_and_types", []
     if not nullable and values.null_count:
         rows = np.flatnonzero(np.asarray(values.is_null()))

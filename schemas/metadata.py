@@ -67,7 +67,10 @@ class DatasetMetadata:
         found = _ours(pairs)
         names = {field.name for field in dataclasses.fields(cls)} & found.keys()
         values = {name: found[name] for name in names}
-        return cls(**values | {"made_by": tuple(values.get("made_by", ()))})
+        made_by = values.get("made_by", [])
+        if not isinstance(made_by, list):
+            raise _unreadable("made_by", made_by, "a list")
+        return cls(**values | {"made_by": tuple(made_by)})
 
 
 def layout_of(pairs: Mapping[bytes, bytes] | None) -> Layout | None:
@@ -78,7 +81,10 @@ def layout_of(pairs: Mapping[bytes, bytes] | None) -> Layout | None:
 
 def version_of(pairs: Mapping[bytes, bytes] | None) -> int:
     """Schema version a file declares; files of others count as current."""
-    return int(_ours(pairs).get("schema_version", SCHEMA_VERSION))
+    version = _ours(pairs).get("schema_version", SCHEMA_VERSION)
+    if not isinstance(version, int):
+        raise _unreadable("schema_version", version, "a whole number")
+    return version
 
 
 def upgrade(
@@ -108,5 +114,13 @@ def _ours(pairs: Mapping[bytes, bytes] | None) -> dict[str, Any]:
     found = {}
     for key, value in (pairs or {}).items():
         if key.startswith(_KEY.encode()):
-            found[key.decode().removeprefix(_KEY)] = json.loads(value)
+            try:
+                found[key.decode().removeprefix(_KEY)] = json.loads(value)
+            except (ValueError, RecursionError):
+                raise _unreadable(repr(key)[2:-1], value, "JSON") from None
     return found
+
+
+def _unreadable(name: str, got: object, expected: str) -> RolloutError:
+    hint = "the file is damaged, or another program's: write it again from its source"
+    return RolloutError("file_metadata", f"metadata {name!r}", repr(got)[:80], expected, hint)

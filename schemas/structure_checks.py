@@ -143,17 +143,18 @@ def check_outcome(view: View, runs: Runs) -> Iterator[pl.DataFrame]:
     yield view.breaches("outcome_on_last_step", rows, "reward", got, "reward on the last row")
 
 
-def check_prefix(view: View, runs: Runs) -> Iterator[pl.DataFrame]:
+def check_prefix(view: View) -> Iterator[pl.DataFrame]:
     """prefix_reference: each row points to an earlier row of its trajectory, within its length."""
     names = [field.name for field in PREFIX_FIELDS]
-    if not view.has(*names, "response_ids"):
+    if not view.has(*names, "response_ids", "trajectory_id"):
         return
     rooted = view.is_null("parent_step_index")
     parent = np.asarray(pc.fill_null(view.table.column("parent_step_index"), -1), np.int64)
     prefix = view.array("prefix_length").astype(np.int64)
-    index = np.arange(len(prefix)) - runs.start[runs.run]
+    first = _first_rows(view)
+    index = np.arange(len(prefix)) - first
     earlier = rooted | ((parent >= 0) & (parent < index))
-    parent_row = np.where(rooted | ~earlier, 0, runs.start[runs.run] + parent)
+    parent_row = np.where(rooted | ~earlier, 0, first + parent)
 
     prompt = prefix + view.ragged("prompt_suffix_ids").lengths
     total = prompt + view.ragged("response_ids").lengths
@@ -163,3 +164,20 @@ def check_prefix(view: View, runs: Runs) -> Iterator[pl.DataFrame]:
     got = [f"{prefix[r]} tokens of step {None if rooted[r] else parent[r]}" for r in rows]
     expected = [f"0..{limit[r]} tokens of an earlier step" for r in rows]
     yield view.breaches("prefix_reference", rows, "prefix_length", got, expected)
+
+
+def check_whole(view: View) -> pl.DataFrame:
+    """prefix_reference: parents are counted from a trajectory's first row, so all rows are there."""
+    steps = view.array("step_index")
+    index = np.arange(len(steps)) - _first_rows(view)
+    rows = np.flatnonzero(steps != index)
+    got = [f"step {steps[r]} as row {index[r]} of its trajectory" for r in rows]
+    expected = "all rows of a trajectory in one row group, in order"
+    return view.breaches("prefix_reference", rows, "step_index", got, expected)
+
+
+def _first_rows(view: View) -> IntArray:
+    """[N] the first row of the trajectory that each row is in, by adjacent ids."""
+    changed = changes(view.strings("trajectory_id"))
+    first: IntArray = np.flatnonzero(changed)[np.cumsum(changed) - 1]
+    return first

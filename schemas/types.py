@@ -121,13 +121,31 @@ def _plain(kind: pa.DataType) -> pa.DataType:
     """The type without large and view variants, which Parquet readers give back as plain ones."""
     if is_string(kind):
         return pa.string()
+    if pa.types.is_binary_view(kind):
+        return pa.binary()
     if is_list(kind):
         return pa.list_(_plain(kind.value_type))
     if pa.types.is_map(kind):
-        return _plain(_entries(kind))
+        return pa.map_(_plain(kind.key_type), _plain(kind.item_type))
     if pa.types.is_struct(kind):
         return pa.struct([pa.field(f.name, _plain(f.type)) for f in kind])
     return kind
+
+
+def without_views(table: pa.Table) -> pa.Table:
+    """The table with plain types for view ones, which few Arrow kernels take."""
+    for index, field in enumerate(table.schema):
+        if _has_view(field.type):
+            column = cast_column(table.column(index), _plain(field.type))
+            table = table.set_column(index, field.with_type(column.type), column)
+    return table
+
+
+def _has_view(kind: pa.DataType) -> bool:
+    t = pa.types
+    is_view = (t.is_string_view, t.is_binary_view, t.is_list_view, t.is_large_list_view)
+    children = (kind.field(i).type for i in range(kind.num_fields))
+    return any(test(kind) for test in is_view) or any(_has_view(child) for child in children)
 
 
 def _entries(kind: pa.MapType) -> pa.DataType:
@@ -144,21 +162,36 @@ def _nullable(name: str) -> bool:
 def cast_column(
     column: pa.Array | pa.ChunkedArray, target: pa.DataType
 ) -> pa.Array | pa.ChunkedArray:
-    """Cast a column, also between a map and a list of {key, value} structs."""
+    """Cast a column, also from list views and from a list of {key, value} structs to a map."""
     if column.type == target:
         return column
-    if not pa.types.is_map(target):
-        return column.cast(target)
     if isinstance(column, pa.ChunkedArray):
-        return pa.chunked_array([_to_map(chunk, target) for chunk in column.chunks], target)
-    return _to_map(column, target)
+        return pa.chunked_array([cast_column(chunk, target) for chunk in column.chunks], target)
+    if pa.types.is_list_view(column.type) or pa.types.is_large_list_view(column.type):
+        column = _without_view(column)
+    if pa.types.is_map(target) and not pa.types.is_map(column.type):
+        return _to_map(column, target)
+    return column.cast(target)
+
+
+def _without_view(lists: pa.Array) -> pa.Array:
+    """Arrow's own cast of list views makes invalid arrays."""
+    values = pc.list_flatten(lists)
+    if _has_view(values.type):
+        values = cast_column(values, _plain(values.type))
+    mask = lists.is_null() if lists.null_count else None
+    return pa.LargeListArray.from_arrays(_offsets(lists, pa.int64()), values, mask=mask)
 
 
 def _to_map(entries: pa.Array, target: pa.MapType) -> pa.Array:
     lists = entries.cast(_entries(target))
-    ends = pc.fill_null(pc.list_value_length(lists), 0).to_numpy().cumsum()
     flat = pc.list_flatten(lists)
-    starts = pa.array([0, *ends.tolist()], pa.int32())
+    starts = _offsets(lists, pa.int32())
     keys, values = pc.struct_field(flat, 0), pc.struct_field(flat, 1)
     mask = lists.is_null() if lists.null_count else None
     return pa.MapArray.from_arrays(starts, keys, values, type=target, mask=mask)
+
+
+def _offsets(lists: pa.Array, kind: pa.DataType) -> pa.Array:
+    ends = pc.fill_null(pc.list_value_length(lists), 0).to_numpy().cumsum()
+    return pa.array([0, *ends.tolist()], kind)

@@ -355,6 +355,8 @@ def test_a_line_that_occurs_twice_is_refused(tmp_path: Path) -> None:
         ([{"reward": 1.0}], "reward_line"),
         ([{"session": "a/0", "repetition_id": 1, "reward": 1.0}], "reward_line"),
         ([{"session": "a/0", "reward": 1.0, "agent": "x"}], "reward_line"),
+        ([{"session": "a/0", "reward": 1.0, "": 1}], "reward_line"),
+        ([{"session": "a/0", "reward": 1.0, "big": 10**400}], "reward_line"),
         ([{"session": "a/0", "reward": "1"}], "record_type"),
         ([{"session": "a/1", "reward": 1.0}], "unknown_session"),
         ([{"session": "a/0", "reward": 0.5}], "reward_conflict"),
@@ -389,3 +391,47 @@ def test_instances_may_hold_slashes() -> None:
 def test_natural_order_puts_2_before_10() -> None:
     names = ["shop-10", "shop-2", "shop", "10", "9", "shop-02"]
     assert sorted(names, key=natural_key) == ["9", "10", "shop", "shop-02", "shop-2", "shop-10"]
+
+
+def routed(experts: object, session: str = "a/0") -> Record:
+    record = call(session, [1], [2, 3])
+    record["response"]["choices"][0]["routed_experts"] = experts
+    return record
+
+
+def test_nested_lists_of_routed_experts_fill_the_routing_column(tmp_path: Path) -> None:
+    routes = [[[1, 2], [3, 4]], [[5, 6], [7, 32767]]]
+    rows = convert(tmp_path, [routed(routes), call("a/1", [1], [2])])
+    assert rows["rollout_expert_indices"].to_list() == [routes, None]
+    assert rows["rollout_expert_indices"].dtype == pl.List(pl.Array(pl.Int16, (2, 2)))
+
+
+@pytest.mark.parametrize(
+    "experts",
+    ["k05VTVBZAQ==", [[1, 2]], [[[1], [2, 3]]], [[[1.5]]], [[[-1]]], [[[2**15]]], [], [[[1]]] * 4],
+)
+def test_routed_experts_of_another_shape_are_refused(experts: object, tmp_path: Path) -> None:
+    error = refusal(tmp_path, [routed(experts)])
+    assert error.rule == "routing_shape"
+    assert error.where == f"{tmp_path / 'calls.jsonl'}:1, choice 0, routed_experts"
+
+
+def test_routed_experts_of_two_models_are_refused(tmp_path: Path) -> None:
+    error = refusal(tmp_path, [routed([[[1]]]), routed([[[1, 2]]], "a/1")])
+    assert (error.rule, error.where) == ("routing_shape", f"{tmp_path / 'calls.jsonl'}:2")
+
+
+def test_lines_nested_too_deeply_and_impossible_temperatures_are_refused(tmp_path: Path) -> None:
+    logs = tmp_path / "calls.jsonl"
+    logs.write_text('{"other": ' + "[" * 100_000 + "]" * 100_000 + "}", encoding="utf-8")
+    with pytest.raises(RolloutError, match=r"json_line: .*:1: got .*nested too deeply"):
+        read_calls([logs])
+    for temperature in (-1.0, 1e300):
+        bad = call("a/0", [1], [2], request={"temperature": temperature})
+        assert refusal(tmp_path, [bad]).rule == "record_type"
+
+
+def test_a_log_given_twice_is_refused(tmp_path: Path) -> None:
+    logs = write(tmp_path / "calls.jsonl", [call("a/0", [1], [2])])
+    with pytest.raises(RolloutError, match="duplicate_input"):
+        read_calls([logs, tmp_path / "." / "calls.jsonl"])

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -406,3 +408,29 @@ def test_colour_replaces_brackets_on_a_terminal() -> None:
 def test_a_log_cannot_drive_the_terminal() -> None:
     view = view_trajectory([row(response_text="\x1b[2Jgone\x07", agent="main")])
     assert "\\x1b[2Jgone\\x07" in render(view, color=False)
+
+
+def test_a_polite_kill_exits_143_and_leaves_nothing(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "rewards")  # convert waits here for a writer
+    out = tmp_path / "ds"
+    command = [sys.executable, "-m", "rollout_io", "convert", str(SHOP), "--out", str(out)]
+    process = subprocess.Popen([*command, "--rewards", str(tmp_path / "rewards")])
+    with (tmp_path / "rewards").open("w"):
+        process.terminate()
+        assert process.wait() == 143
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("verb", ["stats", "inspect", "merge", "export"])
+def test_a_column_of_a_wrong_type_is_a_clean_error(
+    verb: str, dataset: str, tmp_path: Path, capsys: Capture
+) -> None:
+    pl.read_parquet(f"{dataset}/*.parquet").with_columns(reward=pl.lit("1")).write_parquet(
+        tmp_path / "odd.parquet"
+    )
+    out = [] if verb in {"stats", "inspect"} else ["--out", str(tmp_path / "new")]
+    assert run([verb, str(tmp_path / "odd.parquet"), *out]) == 1
+    said = capsys.readouterr()
+    assert "column 'reward' of type" in said.err
+    assert said.out == ""
+    assert not (tmp_path / "new").exists()

@@ -304,3 +304,146 @@ def test_older_schema_versions_are_upgraded_step_by_step_and_newer_ones_refused(
     with pytest.raises(RolloutError, match="schema_version") as caught:
         upgrade(table, 4, upgrades=upgrades, current=3)
     assert "upgrade" in caught.value.hint
+
+
+def hostile(**changes):
+    encoded = encode_prefixes(pa.table(STEPS))
+    for name, values in changes.items():
+        kind = encoded.schema.field(name).type
+        column = values if isinstance(values, pa.Array) else pa.array(values, kind)
+        encoded = encoded.set_column(encoded.column_names.index(name), name, column)
+    return encoded
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"parent_step_index": [None, 1]},
+        {"parent_step_index": [1, 0]},
+        {"parent_step_index": [None, -5]},
+        {"prefix_length": [0, 2**31 - 1]},
+        {"prefix_length": [0, -1]},
+        {"prefix_length": [0, None]},
+        {"prefix_length": [1, 3]},
+        {"prefix_length": pa.array([0, 3])},
+        {"prompt_suffix_ids": [[1, 2], [None]]},
+        {"response_ids": [None, [4]]},
+        {"trajectory_id": ["a_0", None]},
+        {"step_index": [0, 2]},
+        {"step_index": [0, 0], "is_last_step": [True, True]},
+    ],
+)
+def test_hostile_prefix_references_are_refused_also_when_only_prompts_are_read(changes, tmp_path):
+    file = tmp_path / "hostile.parquet"
+    pq.write_table(hostile(**changes), file)
+    with pytest.raises(RolloutError, match="row group 0"):
+        scan(file).select("prompt_token_ids").collect()
+    with pytest.raises(RolloutError, match="row group 0"):
+        read(file, ["prompt_token_ids"])
+    assert (pl.concat(check_dataset(file))["severity"] == "error").any()
+
+
+def test_a_prefix_file_that_others_cut_inside_a_trajectory_is_refused(tmp_path):
+    file = tmp_path / "cut.parquet"
+    pq.write_table(encode_prefixes(pa.table(STEPS)), file, row_group_size=1)
+    with pytest.raises(RolloutError, match="step 1 as row 0 of its trajectory"):
+        read(file)
+
+
+def test_a_slice_is_taken_before_the_filter_that_follows_it(tmp_path):
+    write_example(tmp_path)
+    frame = scan(tmp_path / "ds")
+    assert frame.head(1).filter(pl.col("step_index") == 1).collect().height == 0
+    assert frame.filter(pl.col("step_index") == 1).head(1).collect().height == 1
+
+
+@pytest.mark.parametrize("kind", [pa.list_view, pa.large_list, pa.large_list_view])
+def test_list_variants_are_cast_to_the_declared_type(kind, tmp_path):
+    names = ("prompt_token_ids", "response_ids")
+    variants = {n: pa.array(STEPS[n].to_pylist(), kind(pa.int32())) for n in names}
+    with RolloutWriter(tmp_path / "ds") as writer:
+        writer.write(pa.table(STEPS | variants))
+    assert read(tmp_path / "ds").to_pylist() == pa.table(STEPS).to_pylist()
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        pa.nulls(2),
+        pa.array([[("k", 1)], None], pa.map_(pa.string(), pa.int64())),
+        pa.array([{"x": b"\xff", "y": [None]}, None]),
+        pa.array(["x", None], pa.string_view()),
+    ],
+)
+def test_columns_of_the_users_keep_their_values(column, tmp_path):
+    table = pa.table(STEPS).append_column("mine", column)
+    with RolloutWriter(tmp_path / "ds") as writer:
+        writer.write(table)
+    assert read(tmp_path / "ds").to_pylist() == table.to_pylist()
+
+
+def test_a_type_that_parquet_lacks_is_refused_and_leaves_nothing(tmp_path):
+    table = pa.table(STEPS).append_column("mine", pa.array([{}, {}], pa.struct([])))
+    with (
+        pytest.raises(RolloutError, match="columns_and_types"),
+        RolloutWriter(tmp_path / "ds") as w,
+    ):
+        w.write(table)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_writer_that_failed_refuses_to_go_on_and_leaves_nothing(tmp_path):
+    writer = RolloutWriter(tmp_path / "ds", row_group_rows=1)
+    writer.write(pa.table(STEPS))
+    with pytest.raises(ValidationError):
+        writer.write(pa.table(STEPS))
+    with pytest.raises(RolloutError, match="writer_is_open"):
+        writer.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_of_two_writers_without_append_the_second_is_refused(tmp_path):
+    first, second = RolloutWriter(tmp_path / "ds"), RolloutWriter(tmp_path / "ds")
+    for writer in (first, second):
+        writer.write(pa.table(STEPS))
+    first.close()
+    with pytest.raises(RolloutError, match="out_is_free"):
+        second.close()
+    assert [p.name for p in (tmp_path / "ds").iterdir()] == ["part-00000.parquet"]
+
+
+def test_a_table_without_rows_keeps_its_columns(tmp_path):
+    table = pa.table(STEPS).append_column("mine", pa.array([1, 2])).slice(0, 0)
+    with RolloutWriter(tmp_path / "ds") as writer:
+        writer.write(table)
+    assert read(tmp_path / "ds").column_names == table.column_names
+
+
+def test_a_directory_name_may_hold_glob_characters(tmp_path):
+    with RolloutWriter(tmp_path / "a[b]*?") as writer:
+        writer.write(pa.table(STEPS))
+    assert read(tmp_path / "a[b]*?").num_rows == 2
+
+
+def test_a_column_name_that_was_changed_in_the_footer_is_refused(tmp_path):
+    with RolloutWriter(tmp_path / "ds") as writer:
+        writer.write(pa.table(STEPS).append_column("note", pa.array([1, 2])))
+    file = tmp_path / "ds" / "part-00000.parquet"
+    file.write_bytes(file.read_bytes().replace(b"note", b"nose"))
+    with pytest.raises(RolloutError, match=r"readable_file.*column names"):
+        read(file)
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [
+        (b"rollout_io.schema_version", b'"one"'),
+        (b"rollout_io.made_by", b"5"),
+        (b"rollout_io.tokenizer", b"\xff"),
+        (b"rollout_io.\xff", b"1"),
+    ],
+)
+def test_metadata_that_was_changed_is_refused(pair, tmp_path):
+    pq.write_table(pa.table(STEPS).replace_schema_metadata([pair]), tmp_path / "odd.parquet")
+    with pytest.raises(RolloutError, match="file_metadata"):
+        read_metadata(tmp_path / "odd.parquet")

@@ -4,10 +4,23 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from schemas import RULES, Checker, ValidationError, check, validate
+from schemas import RULES, Checker, ValidationError, arrow_schema, check, validate
+from schemas.columns import COLUMN_BY_NAME, REQUIRED_COLUMNS
 from schemas.strategies import broken_tables, rollout_tables
 
 relaxed = settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=30)
+
+ROW = {
+    "instance_id": "a",
+    "repetition_id": 0,
+    "trajectory_id": "a_0",
+    "step_index": 0,
+    "is_last_step": True,
+    "prompt_token_ids": [1, 2],
+    "response_ids": [3],
+    "loss_mask": [True],
+    "token_source": "engine",
+}
 
 
 @given(rollout_tables())
@@ -101,3 +114,38 @@ def test_token_ids_beyond_the_vocabulary_are_named():
     assert breaches.select("rule", "row", "column", "got", "expected").rows() == [
         ("token_range", 0, "response_ids", "50 at index 1 and 1 more", "ids in 0..49")
     ]
+
+
+ODD_VALUES = {
+    "nulls": pa.nulls(2),
+    "bytes": pa.array([b"\xff", None]),
+    "lists": pa.array([[1], [None]]),
+    "structs": pa.array([{"x": 1}, None]),
+    "floats": pa.array([float("nan"), None]),
+    "views": pa.array([[1], [None]], pa.list_view(pa.int32())),
+    "segments": pa.array(
+        [[None, {"start": None, "length": -1, "step_index": None}], None],
+        COLUMN_BY_NAME["segments"].type,
+    ),
+}
+
+
+@pytest.mark.parametrize("odd", ODD_VALUES)
+def test_check_of_any_type_in_any_column_reports_and_never_raises(odd):
+    table = pa.Table.from_pylist([ROW | {"step_index": i} for i in (0, 1)], arrow_schema(()))
+    for name in [*COLUMN_BY_NAME, "parent_step_index", "prefix_length", "prompt_suffix_ids"]:
+        columns = {n: table.column(n) for n in table.column_names} | {name: ODD_VALUES[odd]}
+        for part in (pa.table(columns), pa.table(columns).slice(1), pa.table(columns).slice(2)):
+            assert check(part).columns == ["rule", "severity", *check(part).columns[2:]]
+        if name in REQUIRED_COLUMNS:
+            assert "columns_and_types" in check(pa.table(columns))["rule"].to_list()
+
+
+def test_columns_that_share_a_name_or_have_none_are_a_breach():
+    table = pa.Table.from_pylist([ROW], arrow_schema(()))
+    twice = table.append_column("instance_id", table.column("instance_id"))
+    assert check(twice).rows()[0][:1] + check(twice).rows()[0][4:] == (
+        *("columns_and_types", "instance_id", "2 columns", "one"),
+    )
+    unnamed = table.append_column("", pa.array([1]))
+    assert check(unnamed)["got"].to_list() == ["a column without a name"]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pipelines import merge, place_outcomes, place_rewards, trajectory_returns, unmerge
 from pipelines.merging import merge_table, unmerge_table
 from rollout_io import RolloutWriter, read
-from schemas import check
+from schemas import RolloutError, check
 from schemas.strategies import rollout_tables
 from schemas.types import as_table
 
@@ -258,3 +258,47 @@ def test_a_merged_table_survives_the_disk_and_still_comes_apart(table):
         back = unmerge_table(read(Path(folder) / "ds"))
     names = [n for n in table.column_names if n != "segments"]
     assert back.select(names).to_pylist() == table.select(names).to_pylist()
+
+
+@pytest.mark.parametrize("name", ["start", "length", "column.start", "parts", "instance"])
+def test_a_column_of_the_users_may_have_the_name_of_a_segment_field(name):
+    table = as_table(STEPS).append_column(name, pa.array(["x", "y"]))
+    merged = merge_table(table)
+    assert check(merged).is_empty()
+    assert unmerge_table(merged).select(table.column_names).to_pylist() == table.to_pylist()
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        pa.nulls(2),
+        pa.array([[None], None]),
+        pa.array(["x", None], pa.string_view()),
+        pa.array([[1], None], pa.list_view(pa.int8())),
+        pa.array([[("k", 1)], None], pa.map_(pa.string(), pa.int64())),
+    ],
+)
+def test_columns_of_the_users_come_back_from_a_merged_dataset(column, tmp_path):
+    table = as_table(STEPS).append_column("mine", column)
+    with RolloutWriter(tmp_path / "ds") as writer:
+        writer.write(merge_table(table))
+    back = unmerge_table(read(tmp_path / "ds"))
+    assert back.select(table.column_names).to_pylist() == table.to_pylist()
+
+
+def test_outcomes_are_placed_beside_a_column_of_the_users_called_outcome():
+    outcomes = pl.LazyFrame({"trajectory_id": ["a_0"], "reward": [1.0]})
+    placed = place_outcomes(STEPS.with_columns(outcome=pl.lit(7.0)), outcomes).collect()
+    assert placed["reward"].to_list() == [0.0, 1.0]
+    assert placed["outcome"].to_list() == [7.0, 7.0]
+
+
+def test_two_outcomes_of_one_trajectory_are_refused():
+    outcomes = pl.LazyFrame({"trajectory_id": ["a_0", "a_0"], "reward": [1.0, 0.0]})
+    with pytest.raises(pl.exceptions.PolarsError, match="m:1"):
+        place_outcomes(STEPS, outcomes).collect()
+
+
+def test_rewards_cannot_be_placed_without_a_reward():
+    with pytest.raises(RolloutError, match="no column 'reward'"):
+        place_rewards(STEPS.drop("reward")).collect()

@@ -3,8 +3,8 @@
 An adapter is a function `read_FORMAT(paths, *, rewards=None, progress=None)` that returns an
 iterator of tables, each of whole trajectories, all with one schema; it is registered as an entry
 point of the group `rollout_io.adapters` under the name that `rollouts convert --format` takes. It
-raises `RolloutError` for bad input when it is called, before it yields anything. What adapters share is here: the two
-records a log is read into, and the way from them to a table.
+raises `RolloutError` for bad input when it is called, before it yields anything. What adapters
+share is here: the two records a log is read into, and the way from them to a table.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from schemas.columns import COLUMN_BY_NAME, COLUMNS, PREFIX_FIELDS
+from schemas.columns import COLUMN_BY_NAME, COLUMNS, PREFIX_FIELDS, routing_type
 from schemas.errors import RolloutError
 from schemas.ragged import Ragged
 
@@ -41,6 +41,7 @@ class Step:
         prompt_token_ids: [P] int32.
         response_ids: [R] int32.
         rollout_logprobs: [R] float32 nats, or None.
+        rollout_expert_indices: [tokens, layers, topk] int16, or None.
         others: As the columns of the same name.
     """
 
@@ -48,6 +49,7 @@ class Step:
     prompt_token_ids: npt.NDArray[np.int32] = field(default_factory=lambda: _NO_TOKENS)
     response_ids: npt.NDArray[np.int32] = field(default_factory=lambda: _NO_TOKENS)
     rollout_logprobs: npt.NDArray[np.float32] | None = None
+    rollout_expert_indices: npt.NDArray[np.int16] | None = None
     reward: float | None = None
     stop_reason: str | None = None
     policy_version: int | None = None
@@ -77,7 +79,10 @@ class Trajectory:
 
 
 def tables(
-    trajectories: Iterable[Trajectory], optional: Iterable[str], user_columns: Sequence[str] = ()
+    trajectories: Iterable[Trajectory],
+    optional: Iterable[str],
+    user_columns: Sequence[str] = (),
+    routing: tuple[int, int] | None = None,
 ) -> Iterator[pa.Table]:
     """Tables of whole trajectories, of about `BATCH_TOKENS` tokens each.
 
@@ -85,6 +90,7 @@ def tables(
         trajectories: In the order of the rows.
         optional: Nullable columns to include (`rollout_logprobs`, `agent`, ...).
         user_columns: String columns to include, from `Trajectory.user_values`.
+        routing: (layers, topk) of `rollout_expert_indices`; None: no such column.
     """
     names = [c.name for c in COLUMNS if not c.nullable or c.name in set(optional)]
     batch: list[Trajectory] = []
@@ -93,16 +99,22 @@ def tables(
         batch.append(trajectory)
         num_tokens += sum(len(s.prompt_token_ids) + len(s.response_ids) for s in trajectory.steps)
         if num_tokens >= BATCH_TOKENS:
-            yield _table(batch, names, user_columns)
+            yield _table(batch, names, user_columns, routing)
             batch, num_tokens = [], 0
     if batch:
-        yield _table(batch, names, user_columns)
+        yield _table(batch, names, user_columns, routing)
 
 
 def _table(
-    batch: Sequence[Trajectory], names: Sequence[str], user_columns: Sequence[str]
+    batch: Sequence[Trajectory],
+    names: Sequence[str],
+    user_columns: Sequence[str],
+    routing: tuple[int, int] | None,
 ) -> pa.Table:
     columns: dict[str, pa.Array] = {name: _column(batch, name) for name in names}
+    if routing is not None:
+        routes = [step.rollout_expert_indices for t in batch for step in t.steps]
+        columns["rollout_expert_indices"] = routing_array(routes, *routing)
     for name in user_columns:
         values = [t.user_values.get(name) for t in batch for _ in t.steps]
         columns[name] = pa.array(values, pa.string())
@@ -142,6 +154,19 @@ def ragged_array(rows: Sequence[npt.NDArray[Any] | None], kind: pa.DataType) -> 
     values = np.concatenate(known) if known else np.zeros(0, kind.value_type.to_pandas_dtype())
     valid = np.array([row is not None for row in rows], np.bool_)
     return Ragged(values, offsets, valid).to_arrow(kind.value_type)
+
+
+def routing_array(rows: Sequence[npt.NDArray[Any] | None], num_layers: int, topk: int) -> pa.Array:
+    """`rollout_expert_indices` from one [tokens, num_layers, topk] array per row; None: a null."""
+    flat = [np.zeros(0, np.int16), *(row.reshape(-1) for row in rows if row is not None)]
+    values = pa.array(np.concatenate(flat).astype(np.int16), pa.int16())
+    values = pa.FixedSizeListArray.from_arrays(values, topk)
+    values = pa.FixedSizeListArray.from_arrays(values, num_layers)
+    lengths = [0 if row is None else len(row) for row in rows]
+    offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]), pa.int32())
+    mask = pa.array([row is None for row in rows])
+    kind = routing_type(num_layers, topk)
+    return pa.ListArray.from_arrays(offsets, values, type=kind, mask=mask)
 
 
 def split_session(session: str, where: str) -> tuple[str, int]:

@@ -47,10 +47,14 @@ _Int32 = Annotated[int, msgspec.Meta(ge=-_INT32_MAX - 1, le=_INT32_MAX)]
 _NO_JSON = msgspec.Raw(b"null")
 
 
+_Expert = Annotated[int, msgspec.Meta(ge=0, le=2**15 - 1)]
+_Temperature = Annotated[float, msgspec.Meta(ge=0, le=1e38)]
+
+
 class _Request(msgspec.Struct, gc=False):
     messages: msgspec.Raw = _NO_JSON
-    temperature: float | None = None
-    top_p: float | None = None
+    temperature: _Temperature | None = None
+    top_p: _Temperature | None = None
     top_k: _Int32 | None = None
 
 
@@ -74,6 +78,7 @@ class _Choice(msgspec.Struct, gc=False):
     token_ids: list[int] | None = None
     logprobs: _Logprobs | None = None
     finish_reason: str | None = None
+    routed_experts: msgspec.Raw = _NO_JSON
 
 
 class _Response(msgspec.Struct, gc=False):
@@ -96,10 +101,12 @@ class _Call(msgspec.Struct, gc=False):
 class _Index:
     sessions: dict[Key, list[Entry]] = field(default_factory=dict)
     present: set[str] = field(default_factory=set)
+    routing: tuple[int, int] | None = None
     errors: list[RolloutError] = field(default_factory=list)
 
 
 _DECODER = msgspec.json.Decoder(_Call)
+_ROUTES_DECODER = msgspec.json.Decoder(list[list[list[_Expert]]] | None)
 _OPTIONAL = (
     *("rollout_logprobs", "reward", "stop_reason", "policy_version", "temperature", "top_p"),
     *("top_k", "agent", "messages", "response_text"),
@@ -140,6 +147,7 @@ def read_calls(
     outcomes = {} if rewards is None else read_rewards(rewards)
     index = _Index()
     for path in paths:
+        _refuse_repeated(path, paths)
         _index_file(Path(path), index, outcomes, report)
     errors = index.errors or list(order_sessions(index.sessions))
     errors = errors or list(check_outcomes(index.sessions, outcomes))
@@ -150,13 +158,23 @@ def read_calls(
         raise RolloutError("no_calls", where, "no calls at all", "one JSON object a line")
     optional = index.present | {"source"} | _present_outcomes(index, outcomes)
     user_columns = sorted({name for o in outcomes.values() for name in o.user_values})
-    return tables(_trajectories(index, outcomes, report), optional, user_columns)
+    trajectories = _trajectories(index, outcomes, report)
+    return tables(trajectories, optional, user_columns, index.routing)
+
+
+def _refuse_repeated(path: str | Path, paths: Sequence[str | Path]) -> None:
+    if sum(Path(other).resolve() == Path(path).resolve() for other in paths) > 1:
+        got, hint = "one log given twice", "give each file once"
+        raise RolloutError("duplicate_input", str(path), got, "each call once", hint)
 
 
 def _index_file(
     path: Path, index: _Index, outcomes: Mapping[Key, Outcome], report: Callable[[int], object]
 ) -> None:
     with open_input(path) as file:
+        if not file.seekable():
+            hint = "save it to a file first: a log is read twice"
+            raise RolloutError("input_file", str(path), "a pipe", "a file", hint)
         for line in read_lines(file):
             where = f"{path}:{line.number}"
             report(len(line.content))
@@ -164,6 +182,7 @@ def _index_file(
                 call = decode_line(_DECODER, line.content, where)
                 key = split_session(call.session, where)
                 steps = _steps(call, where, failed=_is_failed(outcomes.get(key)))
+                index.routing = _one_routing(steps, index.routing, where)
             except RolloutError as error:
                 index.errors.append(error)
                 continue
@@ -199,6 +218,7 @@ def _step(
         prompt_token_ids=prompt,
         response_ids=response,
         rollout_logprobs=_logprobs(choice.logprobs, len(response), where),
+        rollout_expert_indices=_routes(choice, len(prompt) + len(response), where),
         stop_reason=choice.finish_reason,
         policy_version=call.policy_version,
         temperature=request.temperature,
@@ -239,6 +259,38 @@ def _logprobs(
     if values and max(values) > 0:
         raise _broken("logprobs_nonpositive", where, f"logprob {max(values)}", "at most 0")
     return np.array(values, np.float32)
+
+
+def _routes(choice: _Choice, num_tokens: int, where: str) -> npt.NDArray[np.int16] | None:
+    place = f"{where}, choice {choice.index}, routed_experts"
+    expected = "nested lists [tokens][layers][topk] of experts 0..32767"
+    try:
+        nested = _ROUTES_DECODER.decode(choice.routed_experts)
+        routes = None if nested is None else np.array(nested, np.int16)
+    except msgspec.ValidationError as error:
+        raise _broken("routing_shape", place, str(error), expected) from None
+    except ValueError:
+        raise _broken("routing_shape", place, "lists of unequal lengths", expected) from None
+    if routes is None:
+        return None
+    if routes.ndim != 3 or 0 in routes.shape or len(routes) > num_tokens:
+        got, expected = f"shape {routes.shape}", f"[1..{num_tokens} tokens][layers][topk]"
+        raise _broken("routing_shape", place, got, expected)
+    return routes
+
+
+def _one_routing(
+    steps: Iterable[Step], known: tuple[int, int] | None, where: str
+) -> tuple[int, int] | None:
+    """(layers, topk) of the steps' routes, which one model's log has one of."""
+    for step in steps:
+        if step.rollout_expert_indices is not None:
+            _, num_layers, topk = step.rollout_expert_indices.shape
+            if known not in {None, (num_layers, topk)}:
+                got, expected = f"{num_layers} layers, top {topk}", f"{known}, as in earlier calls"
+                raise _broken("routing_shape", where, got, expected)
+            known = (num_layers, topk)
+    return known
 
 
 def _broken(rule: str, where: str, got: str, expected: str) -> RolloutError:

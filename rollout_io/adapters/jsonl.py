@@ -61,6 +61,10 @@ def decode_line(decoder: msgspec.json.Decoder[T], content: bytes, where: str) ->
         raise type_error(error, where) from None
     except msgspec.DecodeError as error:
         raise _syntax_error(error, content, where) from None
+    except RecursionError:
+        got, expected = "lists or objects nested too deeply", "one whole JSON object a line"
+        hint = "no engine writes such a line: is the file a log?"
+        raise RolloutError("json_line", where, got, expected, hint) from None
 
 
 def type_error(error: msgspec.ValidationError, where: str) -> RolloutError:

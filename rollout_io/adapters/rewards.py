@@ -89,11 +89,11 @@ def _parse(record: dict[str, Any], where: str) -> tuple[Key, Outcome]:
         hint = "leave the line out if the reward is unknown; set `error` if the run failed"
         raise RolloutError(_RULE, where, "neither reward nor error", "one of them", hint)
     others = {name: value for name, value in record.items() if name not in names}
-    clash = sorted(others.keys() & RESERVED_NAMES)
+    clash = sorted(others.keys() & {*RESERVED_NAMES, ""})
     if clash:
-        expected = "a name that is not a column of the rollout table"
+        expected = "a name, and not that of a column of the rollout table"
         raise RolloutError(_RULE, where, f"key {clash[0]!r}", expected, "rename the key")
-    metrics = {k: float(v) for k, v in others.items() if isinstance(v, int | float)}
+    metrics = {k: _number(k, v, where) for k, v in others.items() if isinstance(v, int | float)}
     texts = {k: _text(v) for k, v in others.items() if k not in metrics and v is not None}
     return _key(fields, where), Outcome(
         where=where, reward=fields.reward, error=fields.error, metrics=metrics, user_values=texts
@@ -122,6 +122,15 @@ def _twice(key: Key, first: str, second: str) -> RolloutError:
     got = f"a second line for session {key[0]}/{key[1]}"
     hint = f"keep one of the two; the first is {first}"
     return RolloutError(_RULE, second, got, "one line per trajectory", hint)
+
+
+def _number(name: str, value: float, where: str) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        got, expected = f"a number of {len(str(value))} digits as {name!r}", "numbers below 1.8e308"
+        hint = "give it as a text, in quotes"
+        raise RolloutError(_RULE, where, got, expected, hint) from None
 
 
 def _text(value: Any) -> str:

@@ -11,18 +11,23 @@ if TYPE_CHECKING:
 
 
 def open_dataset(path: str) -> pl.LazyFrame:
-    """Scan a dataset that has all the required columns.
+    """Scan a dataset that has all the required columns, each of its declared type.
 
     Raises:
         RolloutError: Nothing is there, or it is not a rollout table.
     """
+    import polars as pl
+
     from rollout_io.reader import scan
-    from schemas.columns import REQUIRED_COLUMNS
+    from schemas.checker import check_types
 
     frame = scan(path)
-    names = frame.collect_schema().names()
-    missing = [name for name in REQUIRED_COLUMNS if name not in names]
-    if missing:
-        got, hint = f"no column {missing[0]!r}", f"rollouts validate {path}"
+    empty = pl.DataFrame(schema=frame.collect_schema()).to_arrow()
+    breaches, _ = check_types(empty)
+    if len(breaches):
+        first = breaches.row(0, named=True)
+        got, hint = f"{first['got']} {first['column']!r}", f"rollouts validate {path}"
+        if first["got"] != "no such column":
+            got = f"column {first['column']!r} of type {first['got']}"
         raise RolloutError("columns_and_types", path, got, "a rollout table", hint)
     return frame

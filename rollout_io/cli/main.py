@@ -1,15 +1,16 @@
 """Finds the verbs, runs one, and turns whatever goes wrong into a message and an exit code.
 
 Exit codes: 0 ok, 1 findings or a user's error, 2 wrong usage or an unexpected error, 130
-interrupted. Verbs are click commands registered as entry points of the group `rollout_io.verbs`;
-one is imported when it is called or when `--help` lists it, so their modules import heavy libraries
-inside functions.
+interrupted, 143 terminated. Verbs are click commands registered as entry points of the group
+`rollout_io.verbs`; one is imported when it is called or when `--help` lists it, so their modules
+import heavy libraries inside functions.
 """
 
 from __future__ import annotations
 
 import difflib
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -95,7 +96,8 @@ def rollouts() -> None:
 
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
-    """Run the command line and exit."""
+    """Run the command line and exit; a polite kill cleans up as an interrupt does."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     sys.exit(run(args))
 
 
@@ -121,11 +123,13 @@ def run(args: Sequence[str] | None = None) -> int:
 
 
 def _report(error: RolloutError) -> int:
+    from rollout_io.trajectory_view import printable
+
     if _is_debugging():
         traceback.print_exc()
-    click.echo(f"error: {error}", err=True)
+    click.echo(printable(f"error: {error}"), err=True)
     if error.hint:
-        click.echo(f"\nhint: {error.hint}", err=True)
+        click.echo(printable(f"\nhint: {error.hint}"), err=True)
     return 1
 
 

@@ -26,6 +26,7 @@ def validate(ctx: click.Context, dataset: str, *, as_json: bool) -> None:
     import polars as pl
 
     from rollout_io.reader import check_dataset
+    from rollout_io.trajectory_view import printable
 
     breaches = pl.concat(list(check_dataset(dataset)))
     has_errors = bool((breaches["severity"] == "error").any())
@@ -35,7 +36,7 @@ def validate(ctx: click.Context, dataset: str, *, as_json: bool) -> None:
         emit_json(report)
     else:
         for rule in rules:
-            emit(_text(rule, breaches.filter(pl.col("rule") == rule["rule"])))
+            emit(printable(_text(rule, breaches.filter(pl.col("rule") == rule["rule"]))))
         note(_verdict(dataset, breaches))
     ctx.exit(1 if has_errors else 0)
 
