@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipelines.segments import nest, split_points, step_columns, steps_of
-from pipelines.tables import over_tables, set_column
+from pipelines.tables import Frame, over_tables, set_column
 from rollout_io.prefix import trajectory_starts
 from schemas.ragged import BoolArray, IntArray, Ragged, gather, offsets_of, ranges
 from schemas.types import without_views
@@ -31,7 +31,7 @@ SAME_NULLNESS = ("rollout_logprobs", "reward", "rewards")
 NEVER_JOINED = ("segments", "rollout_expert_indices")
 
 
-def merge(frame: pl.LazyFrame) -> pl.LazyFrame:
+def merge(frame: Frame) -> pl.LazyFrame:
     """Merge steps that continue each other; whole trajectories in, whole trajectories out.
 
     Rows are joined only if they agree on token_source, temperature, top_p, top_k and error, and on
@@ -51,7 +51,7 @@ def merge(frame: pl.LazyFrame) -> pl.LazyFrame:
     return over_tables(frame, merge_table)
 
 
-def unmerge(frame: pl.LazyFrame) -> pl.LazyFrame:
+def unmerge(frame: Frame) -> pl.LazyFrame:
     """Split merged rows into the steps they were made of: the inverse of `merge`.
 
     A row without segments, or whose segments are all of one step, stays as it is. `step_index`

@@ -9,20 +9,20 @@ import polars as pl
 import pyarrow as pa
 
 from pipelines.segments import segment_rewards, split_points
-from pipelines.tables import over_tables, set_column
+from pipelines.tables import Frame, as_lazy, over_tables, set_column
 from schemas.errors import RolloutError
 from schemas.ragged import Ragged, gather, offsets_of
 
 Outcome = Literal["last", "sum"]
 
 
-def place_outcomes(frame: pl.LazyFrame, outcomes: pl.LazyFrame) -> pl.LazyFrame:
+def place_outcomes(frame: Frame, outcomes: Frame) -> pl.LazyFrame:
     """Give each trajectory its outcome on the last step, and 0.0 on the steps before.
 
     Args:
         frame: Step rows.
-        outcomes: Columns `trajectory_id` (each once) and `reward`. A trajectory without a row there, and one
-            that failed, gets null: unknown is not 0.
+        outcomes: Columns `trajectory_id` (each once) and `reward`. A trajectory without a row
+            there, and one that failed, gets null: unknown is not 0.
 
     Example:
         Outcome 1.0 for a trajectory of three steps:
@@ -30,7 +30,8 @@ def place_outcomes(frame: pl.LazyFrame, outcomes: pl.LazyFrame) -> pl.LazyFrame:
         >>> place_outcomes(steps, outcomes).select("reward").collect().to_series().to_list()
         [0.0, 0.0, 1.0]
     """
-    outcome = outcomes.select("trajectory_id", pl.col("reward").cast(pl.Float64))
+    frame = as_lazy(frame)
+    outcome = as_lazy(outcomes).select("trajectory_id", pl.col("reward").cast(pl.Float64))
     failed = pl.col("error").is_not_null() if _has(frame, "error") else pl.lit(value=False)
     value = pl.when("is_last_step").then("reward").otherwise(pl.col("reward") * 0.0)
     joined = frame.drop("reward", strict=False).join(
@@ -39,7 +40,7 @@ def place_outcomes(frame: pl.LazyFrame, outcomes: pl.LazyFrame) -> pl.LazyFrame:
     return joined.with_columns(pl.when(failed).then(None).otherwise(value).alias("reward"))
 
 
-def place_rewards(frame: pl.LazyFrame) -> pl.LazyFrame:
+def place_rewards(frame: Frame) -> pl.LazyFrame:
     """Spread each scalar `reward` over `rewards`: on the last token of the step that earned it.
 
     A merged row puts each step's reward at the end of that step's segment. A null reward gives null
@@ -77,7 +78,7 @@ def place_rewards_table(table: pa.Table) -> pa.Table:
     return set_column(table, "rewards", column)
 
 
-def trajectory_returns(frame: pl.LazyFrame, outcome: Outcome = "last") -> pl.LazyFrame:
+def trajectory_returns(frame: Frame, outcome: Outcome = "last") -> pl.LazyFrame:
     """The return of each trajectory, in order of appearance.
 
     Defined on steps, so that merging changes nothing: `last` is the last step's reward, also where
@@ -94,6 +95,7 @@ def trajectory_returns(frame: pl.LazyFrame, outcome: Outcome = "last") -> pl.Laz
         >>> trajectory_returns(row, "sum").collect()["return"].to_list()
         [1.5]
     """
+    frame = as_lazy(frame)
     reward = pl.col("reward") if _has(frame, "reward") else pl.lit(None, pl.Float64)
     error = pl.col("error") if _has(frame, "error") else pl.lit(None, pl.String)
     final = reward

@@ -7,9 +7,10 @@ from typing import Any
 import polars as pl
 
 from pipelines.rewards import Outcome, trajectory_returns
+from pipelines.tables import Frame, as_lazy
 
 
-def dataset_statistics(frame: pl.LazyFrame, outcome: Outcome = "last") -> dict[str, Any]:
+def dataset_statistics(frame: Frame, outcome: Outcome = "last") -> dict[str, Any]:
     """Counts and means of a rollout table; per row and per trajectory clearly apart.
 
     Rewards are those of trajectories (see `trajectory_returns`); failed trajectories and unknown
@@ -18,10 +19,11 @@ def dataset_statistics(frame: pl.LazyFrame, outcome: Outcome = "last") -> dict[s
 
     Returns:
         num_rows, num_trajectories, num_groups, num_failed, num_unknown_reward, num_tokens
-        (prompt + response), num_trained_tokens, rows_per_trajectory_{mean,max}, prompt and
+        (prompt + response), num_trained_tokens, num_rows_without_logprobs, rows_per_trajectory_{mean,max}, prompt and
         response tokens per row {mean,max}, reward_{mean,min,max}, num_groups_with_variance,
         stop_reasons.
     """
+    frame = as_lazy(frame)
     rows = _rows(frame)
     return rows | _returns(trajectory_returns(frame, outcome).collect()) | _stop_reasons(frame)
 
@@ -33,6 +35,7 @@ def _rows(frame: pl.LazyFrame) -> dict[str, Any]:
         prompt=prompt.cast(pl.Int64),
         response=response.cast(pl.Int64),
         trained=pl.col("loss_mask").list.sum().cast(pl.Int64),
+        without_logprobs=_without_logprobs(frame) & (response > 0),
     ).collect()
     steps = per_row.group_by("trajectory_id").len()["len"]
     return {
@@ -41,6 +44,7 @@ def _rows(frame: pl.LazyFrame) -> dict[str, Any]:
         "num_prompt_tokens": int(per_row["prompt"].sum()),
         "num_response_tokens": int(per_row["response"].sum()),
         "num_trained_tokens": int(per_row["trained"].sum()),
+        "num_rows_without_logprobs": int(per_row["without_logprobs"].sum()),
         "rows_per_trajectory_mean": steps.mean(),
         "rows_per_trajectory_max": steps.max(),
         "prompt_tokens_per_row_mean": per_row["prompt"].mean(),
@@ -48,6 +52,12 @@ def _rows(frame: pl.LazyFrame) -> dict[str, Any]:
         "response_tokens_per_row_mean": per_row["response"].mean(),
         "response_tokens_per_row_max": per_row["response"].max(),
     }
+
+
+def _without_logprobs(frame: pl.LazyFrame) -> pl.Expr:
+    if "rollout_logprobs" not in frame.collect_schema():
+        return pl.lit(value=True)
+    return pl.col("rollout_logprobs").is_null()
 
 
 def _returns(returns: pl.DataFrame) -> dict[str, Any]:

@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeAlias
 
 import polars as pl
 import pyarrow as pa
 
 from schemas.types import as_table
 
+Frame: TypeAlias = pl.LazyFrame | pl.DataFrame | pa.Table
+"""What the transforms of this package take; they give back a LazyFrame."""
 
-def over_tables(frame: pl.LazyFrame, transform: Callable[[pa.Table], pa.Table]) -> pl.LazyFrame:
+
+def as_lazy(frame: Frame) -> pl.LazyFrame:
+    """A LazyFrame of a LazyFrame, DataFrame or Arrow table."""
+    if isinstance(frame, pl.LazyFrame):
+        return frame
+    data = frame if isinstance(frame, pl.DataFrame) else pl.from_arrow(frame)
+    assert isinstance(data, pl.DataFrame)
+    return data.lazy()
+
+
+def over_tables(frame: Frame, transform: Callable[[pa.Table], pa.Table]) -> pl.LazyFrame:
     """Apply a transform of whole Arrow tables inside a lazy query."""
+    frame = as_lazy(frame)
 
     def apply(data: pl.DataFrame) -> pl.DataFrame:
         result = pl.from_arrow(transform(as_table(data)))

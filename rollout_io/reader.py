@@ -79,9 +79,9 @@ def iter_tables(path: PathLike, columns: Sequence[str] | None = None) -> Iterato
 
 
 def read(path: PathLike, columns: Sequence[str] | None = None) -> pa.Table:
-    """The whole logical table in memory (see `iter_tables`)."""
-    tables = list(iter_tables(path, columns))
-    return pa.concat_tables(tables)
+    """The whole logical table in memory (see `iter_tables`), its metadata in the Arrow schema."""
+    table = pa.concat_tables(iter_tables(path, columns))
+    return table.replace_schema_metadata(read_metadata(path).encode("full"))
 
 
 def read_metadata(path: PathLike) -> DatasetMetadata:
@@ -190,6 +190,8 @@ def _readable(location: Location, row_group: int | None = None) -> Iterator[None
     except (pa.ArrowException, OSError, EOFError, UnicodeError, binascii.Error) as error:
         where = location.path + ("" if row_group is None else f", row group {row_group}")
         hint = "the file is damaged or not Parquet: convert it again, or restore it from a copy"
+        if location.path.endswith((".jsonl", ".json")):
+            hint = f"this looks like a log: rollouts convert {location.path} --out DS"
         got = " ".join(str(error).split())
         raise RolloutError("readable_file", where, got, "an intact Parquet file", hint) from None
 

@@ -72,7 +72,7 @@ def find_shards(path: str | os.PathLike[str]) -> list[Location]:
     else:
         paths = sorted(location.fs.glob(location.path))
     if not paths:
-        hint = "rollouts convert LOGS --out " + os.fspath(path)
+        hint = "check the path; `rollouts convert LOGS --out DS` makes a dataset"
         got = (
             "a directory without .parquet files" if location.fs.exists(location.path) else "nothing"
         )

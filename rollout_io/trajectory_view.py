@@ -61,10 +61,12 @@ class StepView:
         num_shared_tokens: Leading prompt tokens that the row before holds too.
         num_new_tokens: The rest of the prompt.
         prompt: Text of the new part, or of the last message sent; None: unknown.
+        num_steps: Steps the row holds: several if it is merged.
         others: As the columns of the same name.
     """
 
     step_index: int
+    num_steps: int
     agent: str | None
     stop_reason: str | None
     reward: float | None
@@ -118,6 +120,7 @@ def _step(
     new = prompt[shared:].tolist()
     return StepView(
         step_index=row["step_index"],
+        num_steps=_num_steps(row),
         agent=row.get("agent"),
         stop_reason=row.get("stop_reason"),
         reward=row.get("reward"),
@@ -167,6 +170,10 @@ def _ids_text(ids: Sequence[int]) -> str:
     return " ".join(str(i) for i in ids[:SHOWN_IDS]) + more
 
 
+def _num_steps(row: dict[str, Any]) -> int:
+    return len({segment["step_index"] for segment in row.get("segments") or ()}) or 1
+
+
 def _messages(row: dict[str, Any]) -> str | None:
     """The messages of the row's prompt: of a merged row, its first step's."""
     first = (row.get("segments") or [{}])[0]
@@ -185,7 +192,9 @@ def _last_message(messages: str | None) -> str | None:
 def render(view: TrajectoryView, *, color: bool) -> str:
     """The view as text: colours on a terminal, else brackets (see `legend`)."""
     outcome = f"reward {_number(view.reward)}" if view.error is None else f"error: {view.error}"
-    count = f"{len(view.steps)} step" + ("s" if len(view.steps) != 1 else "")
+    num_rows, num_steps = len(view.steps), sum(step.num_steps for step in view.steps)
+    count = _count(num_steps, "step")
+    count += f" merged into {_count(num_rows, 'row')}" if num_steps > num_rows else ""
     header = printable(f"{view.trajectory_id}  {count}  {outcome}")
     lines = [_styled(header, "1", color=color)]
     for step in view.steps:
@@ -202,7 +211,7 @@ def _render_step(step: StepView, *, color: bool) -> list[str]:
     num_prompt = step.num_shared_tokens + step.num_new_tokens
     num_trained = sum(span.num_tokens for span in step.spans if span.kind == "trained")
     facts = [
-        f"step {step.step_index}",
+        f"step {step.step_index}" if step.num_steps == 1 else f"{step.num_steps} steps",
         *([step.agent] if step.agent is not None else []),
         f"prompt {num_prompt} = {step.num_shared_tokens} shared + {step.num_new_tokens} new",
         f"response {sum(s.num_tokens for s in step.spans)}, {num_trained} train",
@@ -236,6 +245,10 @@ def _shortened(text: str) -> str:
 def printable(text: str) -> str:
     """Control characters as escapes: a log must not be able to drive the terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
 def _number(value: float | None) -> str:

@@ -35,7 +35,8 @@ class RolloutWriter:
     Args:
         path: Directory, local or an fsspec URL.
         layout: `prefix` (prompts as references to earlier steps) or `full`.
-        metadata: What the files say about themselves.
+        metadata: What the files say about themselves; None takes it over from the first table,
+            where that came from `read`.
         append: Add shards to a directory that already holds some (several writers may share it).
         row_group_rows: Rows of a row group; a longer trajectory makes a longer one.
         shard_bytes: Encoded, uncompressed bytes after which a new shard begins.
@@ -64,7 +65,7 @@ class RolloutWriter:
         self.num_rows = self.num_trajectories = 0
         self._is_open = True
         self._where, self._location, self._layout = os.fspath(path), Location.of(path), layout
-        self._pairs = (metadata or DatasetMetadata()).encode(layout)
+        self._metadata = metadata
         self._row_group_rows, self._shard_bytes = row_group_rows, shard_bytes
         self._checker = Checker()
         self._pending: list[pa.Table] = []
@@ -116,6 +117,8 @@ class RolloutWriter:
         table = _logical(given)
         if self.num_rows == 0 and not self._pending:
             self._empty = table.slice(0, 0)
+        if self._metadata is None:
+            self._metadata = DatasetMetadata.decode(given.schema.metadata)
         if table.num_rows == 0:
             return
         self._pending.append(table)
@@ -180,7 +183,8 @@ class RolloutWriter:
             table = _concat([self._shard.schema.empty_table(), table])
             self._publish()
         if self._shard is None:
-            schema = table.schema.with_metadata(self._pairs)
+            metadata = self._metadata or DatasetMetadata()
+            schema = table.schema.with_metadata(metadata.encode(self._layout))
             name = f"{SHARD_PREFIX}{self._next_index:05d}{self._tag}{SHARD_SUFFIX}"
             self._shard = _Shard(self._location, self._location.join(name), schema)
             self._next_index += 1

@@ -37,8 +37,8 @@ class ValidationError(RolloutError):
         super().__init__(
             first["rule"],
             _place(first, where),
-            first["got"] + _others(breaches),
-            first["expected"],
+            first["got"],
+            first["expected"] + _others(breaches),
             RULES[first["rule"]].hint,
         )
 

@@ -27,6 +27,8 @@ class RolloutError(ValueError):
     ) -> None:
         self.rule, self.where, self.got, self.expected, self.hint = rule, where, got, expected, hint
         super().__init__(rule, where, got, expected, hint)
+        if hint:
+            self.add_note(f"hint: {hint}")
 
     def __str__(self) -> str:
         expected = f", expected {self.expected}" if self.expected else ""

@@ -37,7 +37,10 @@ _RULES = (
     Rule(
         name="step_index_sequence",
         meaning="step_index counts 0..n-1 over the rows of a trajectory",
-        hint="re-number the trajectory's rows from 0, in the order of their last steps",
+        hint=(
+            "keep or drop trajectories whole: .filter(condition.over('trajectory_id')); or re-number "
+            "the rows from 0 in the order of their last steps"
+        ),
     ),
     Rule(
         name="boundary_alignment",

@@ -96,6 +96,7 @@ def test_convert_counts_calls_failures_and_unknown_rewards(tmp_path: Path, capsy
         "reward_mean": 0.5,
         "num_without_reward": 1,
         "num_failed": 1,
+        "num_without_logprobs": 0,
     }
 
 
@@ -359,7 +360,10 @@ def row(**fields: Any) -> dict[str, Any]:
 
 
 def test_a_view_tells_trained_masked_and_observed_tokens_apart() -> None:
-    segments = [{"start": 0, "length": 1}, {"start": 2, "length": 1}]
+    segments = [
+        {"start": 0, "length": 1, "step_index": 0},
+        {"start": 2, "length": 1, "step_index": 1},
+    ]
     merged = row(segments=segments, loss_mask=[True, False, False], response_text="all of it")
     spans = view_trajectory([merged]).steps[0].spans
     found = [(s.kind, s.num_tokens, s.text) for s in spans]

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from rollout_io.cli.main import run
+from schemas import RULES
 from tests.conftest import ROOT
 
 README = (ROOT / "README.md").read_text()
@@ -34,9 +36,22 @@ def test_the_readmes_quickstarts_run_one_after_the_other(tmp_path, smollm2_dir):
         assert done.returncode == 0, f"{text}\n{done.stdout}\n{done.stderr}"
 
 
+def test_the_readme_counts_the_invariants_right():
+    assert f"{len(RULES)} [named invariants]" in README
+
+
+def test_the_example_lines_of_the_calls_format_convert(tmp_path):
+    blocks = re.findall(r"```json\n(.*?)```", (ROOT / "docs" / "formats.md").read_text(), re.DOTALL)
+    for name, block in zip(("calls", "rewards"), blocks, strict=True):
+        (tmp_path / f"{name}.jsonl").write_text(" ".join(block.split()))
+    arguments = ["--rewards", str(tmp_path / "rewards.jsonl"), "--out", str(tmp_path / "ds")]
+    assert run(["convert", str(tmp_path / "calls.jsonl"), *arguments]) == 0
+
+
 def test_every_make_target_the_readme_names_exists():
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    assert set(re.findall(r"make ([a-z]+)\b", README)) - {"of", "sequence"} <= targets
+    named = set(re.findall(r"(?:^|`)make ([a-z]+)$|`make ([a-z]+)`", README, re.MULTILINE))
+    assert {first or second for first, second in named} <= targets
 
 
 def test_generated_pages_are_what_the_code_says():

@@ -61,6 +61,7 @@ def test_validate_raises_on_errors_and_lets_warnings_pass(rule):
             validate(table)
         assert caught.value.rule == rule
         assert caught.value.hint == RULES[rule].hint
+        assert caught.value.__notes__ == [f"hint: {RULES[rule].hint}"]
 
     holds()
 

@@ -302,3 +302,10 @@ def test_two_outcomes_of_one_trajectory_are_refused():
 def test_rewards_cannot_be_placed_without_a_reward():
     with pytest.raises(RolloutError, match="no column 'reward'"):
         place_rewards(STEPS.drop("reward")).collect()
+
+
+@pytest.mark.parametrize("kind", [pl.DataFrame.lazy, pl.DataFrame.clone, pl.DataFrame.to_arrow])
+def test_transforms_take_lazy_frames_frames_and_arrow_tables(kind):
+    frame = kind(STEPS.collect())
+    assert merge(frame).collect().height == 1
+    assert trajectory_returns(frame).collect()["return"].to_list() == [1.0]

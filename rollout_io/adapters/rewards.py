@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,8 @@ def _parse(record: dict[str, Any], where: str) -> tuple[Key, Outcome]:
         raise type_error(error, where) from None
     if fields.reward is None and fields.error is None:
         hint = "leave the line out if the reward is unknown; set `error` if the run failed"
+        near = difflib.get_close_matches("reward", record, 1)
+        hint = f"did you mean `reward`, not `{near[0]}`?" if near else hint
         raise RolloutError(_RULE, where, "neither reward nor error", "one of them", hint)
     others = {name: value for name, value in record.items() if name not in names}
     clash = sorted(others.keys() & {*RESERVED_NAMES, ""})

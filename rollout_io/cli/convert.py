@@ -108,6 +108,7 @@ class Summary:
     num_trajectories: int = 0
     num_failed: int = 0
     num_without_reward: int = 0
+    num_without_logprobs: int = 0
     reward_sum: float = 0.0
     instances: set[str] = field(default_factory=set)
 
@@ -116,12 +117,14 @@ class Summary:
         import polars as pl
 
         frame = pl.DataFrame(pl.from_arrow(table))
-        for name, kind in (("error", pl.String), ("reward", pl.Float64)):
+        absent = {"error": pl.String, "reward": pl.Float64, "rollout_logprobs": pl.List(pl.Float32)}
+        for name, kind in absent.items():
             if name not in frame.columns:
                 frame = frame.with_columns(pl.lit(None, kind).alias(name))
         empty = (pl.col("prompt_token_ids").list.len() == 0) & pl.col("error").is_not_null()
         self.num_calls += frame.filter(~empty)["source"].n_unique()
         self.num_rows += len(frame)
+        self.num_without_logprobs += frame.filter(~empty)["rollout_logprobs"].null_count()
         last = frame.filter("is_last_step")
         healthy = last.filter(pl.col("error").is_null())
         self.num_trajectories += len(last)
@@ -146,6 +149,7 @@ class Summary:
             "reward_mean": self.reward_mean,
             "num_without_reward": self.num_without_reward,
             "num_failed": self.num_failed,
+            "num_without_logprobs": self.num_without_logprobs,
         }
 
     def text(self, out: str) -> str:
@@ -157,6 +161,11 @@ class Summary:
         ]
         if self.num_without_reward:
             lines.append(f"{self.num_without_reward} trajectories without a reward (null)")
+        if self.num_without_logprobs:
+            lines.append(
+                f"{self.num_without_logprobs} rows without log-probabilities: no importance "
+                'correction in training (ask the engine for "logprobs": true)'
+            )
         if self.num_failed:
             lines.append(f"{self.num_failed} failed trajectories, kept with their `error`")
         return "\n".join(lines)

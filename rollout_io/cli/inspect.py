@@ -69,7 +69,8 @@ def inspect(
         note(legend(color=color) + "\n")
     for view in views:
         emit(render(view, color=color) + "\n")
-    note(f"{len(views)} of {len(ids)} trajectories shown")
+    found = f"{len(views)} of {len(ids)} trajectories shown"
+    note(found if ids else f"no trajectory matches: {where}" if where else "an empty dataset")
 
 
 def matching(frame: pl.LazyFrame, where: str | None) -> list[str]:
@@ -145,6 +146,7 @@ def _check_columns(used: Sequence[str], names: Sequence[str], where: str) -> Non
         if name not in names:
             near = difflib.get_close_matches(name, names, 1)
             hint = f"did you mean {near[0]}?" if near else "columns: " + ", ".join(names)
+            hint += f" (a text is written in quotes: '{name}')"
             got, place = f"column {name!r}", f"--where {where!r}"
             raise RolloutError("known_column", place, got, "a column of the dataset", hint)
 
