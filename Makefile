@@ -22,7 +22,7 @@ demo: $(READY) $(MODEL)/model.safetensors  ## From real vLLM logs to a policy up
 test: $(READY) $(MODEL)/model.safetensors  ## Run the test suite
 	$(BIN)/python -m pytest
 
-lint: $(READY)  ## ruff, mypy (strict), import rules, generated docs
+lint: $(READY)  ## ruff, mypy (strict), import rules
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

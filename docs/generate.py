@@ -8,6 +8,7 @@ from pathlib import Path
 
 from schemas import RULES, documentation_table
 from schemas.columns import PREFIX_FIELDS
+from trainer.metrics import METRICS
 
 DOCS = Path(__file__).parent
 
@@ -39,8 +40,9 @@ In the `prefix` layout (the default on disk) these columns stand in for `prompt_
 
 
 def training_page() -> str:
-    """Every key of a training configuration, from the source of `TrainConfig`."""
+    """Every key of a training configuration, from `TrainConfig`'s source, and of `metrics.jsonl`."""
     rows = "\n".join(f"| `{n}` | {k} | {d} | {doc} |" for n, k, d, doc in config_fields())
+    metrics = "\n".join(f"| `{n}` | {m.unit} | {m.meaning} |" for n, m in METRICS.items())
     return f"""# Training
 
 `rollouts train DS --model DIR --out RUN [--config F.toml] [--set key=value]...`
@@ -53,11 +55,22 @@ are known, summed over the trained tokens of the whole mini-batch and divided by
 the layout (`step`, `merge`) nor the micro-batch budget changes the gradient.
 
 RUN holds `config.json` (the resolved configuration), `metrics.jsonl` (a line per update) and
-`checkpoints/global_step_N/` (model directories that Transformers loads).
+`checkpoints/global_step_N/` (model directories that Transformers loads). Progress goes to stderr: a bar
+on a terminal, elsewhere a line per update, with a warning, once a run, where the numbers look wrong.
+
+## Configuration
 
 | key | type | default | meaning |
 |---|---|---|---|
 {rows}
+
+## metrics.jsonl
+
+One JSON object per mini-batch; a number that is not finite is null.
+
+| key | unit | meaning |
+|---|---|---|
+{metrics}
 """
 
 

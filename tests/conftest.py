@@ -4,7 +4,6 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
-HARNESS_LOGS = ROOT.parent / "shared" / "data"
 
 
 @pytest.fixture(scope="session")

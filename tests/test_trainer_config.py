@@ -1,4 +1,5 @@
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -51,6 +52,54 @@ def test_bad_value_is_refused_and_named(override: str, named: str) -> None:
     with pytest.raises(RolloutError) as error:
         load_config(None, [*PATHS, override])
     assert named in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("outcome=mean", 'got "mean", expected one of last, sum'),
+        ("learning_rate=fast", 'got "fast", expected a number'),
+        ("seed=1.5", "got 1.5, expected a whole number"),
+        ("normalize_by_std=1", "got 1, expected true or false"),
+        ("tis_cap=high", 'got "high", expected a number or none'),
+        ("betas=[0.9]", r"got \[0.9\], expected a list \[a number, a number\]"),
+    ],
+)
+def test_value_of_another_type_says_what_is_expected_in_words(override: str, message: str) -> None:
+    with pytest.raises(RolloutError, match=f"config_value: --set .*: {message}"):
+        load_config(None, [*PATHS, override])
+
+
+def test_text_for_a_list_shows_how_to_write_one() -> None:
+    with pytest.raises(RolloutError) as error:
+        load_config(None, [*PATHS, "trackers=tensorboard"])
+    shown = """--set 'trackers=["tensorboard"]'"""
+    assert shown in (error.value.hint or "")
+    [override] = shlex.split(shown)[1:]
+    assert load_config(None, [*PATHS, override]).trackers == ("tensorboard",)
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ('learning_rate = "1e-5"', 'key learning_rate: got "1e-5", expected a number'),
+        ('normalize_by_std = "false"', 'got "false", expected true or false'),
+        ('max_updates = "2"', 'got "2", expected a whole number or none'),
+        ("dataset = 3", "got 3, expected text"),
+    ],
+)
+def test_quoted_values_in_a_file_stay_text(tmp_path: Path, line: str, expected: str) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text(line)
+    with pytest.raises(RolloutError, match=expected):
+        load_config(file, PATHS)
+
+
+def test_none_in_a_file_is_quoted(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text('tis_cap = "none"\ndataset = "none"')
+    config = load_config(file, PATHS[1:])
+    assert (config.tis_cap, config.dataset) == (None, "none")
 
 
 def test_conflict_names_both_fields() -> None:

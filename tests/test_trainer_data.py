@@ -1,5 +1,6 @@
 """From a dataset on disk to planned, masked, loaded batches."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import numpy as np
 import polars as pl
 import pytest
 import torch
+from polars.io.plugins import register_io_source
 
 import pipelines
 import rollout_io
@@ -16,7 +18,7 @@ from trainer.checks import check_rows, corrects_for_sampler
 from trainer.config import TrainConfig
 from trainer.data import index_rows, load_batch
 from trainer.forest import RowLimit, chain_lengths
-from trainer.plan import make_plan
+from trainer.plan import groups_with_gradient, make_plan
 
 LIMIT = RowLimit(num_tokens=100, reason="tokens_per_micro_batch", hint="raise it")
 
@@ -79,19 +81,48 @@ def test_advantages_do_not_depend_on_the_order_of_scattered_groups() -> None:
     assert plan.batches == (("b", "a"),)
 
 
-def test_groups_without_variance_are_left_out_and_counted_only_if_asked() -> None:
+def test_groups_without_variance_are_counted_and_left_out_only_if_asked() -> None:
     table = pl.concat([groups(1), returns(("same", 1.0, None), ("same", 1.0, None))])
     table = pl.concat([table, returns(("one", 1.0, None))])
     assert make_plan(table, config()).batches == (("g0", "same", "one"),)
     plan = make_plan(table, config(drop_zero_variance_groups=True))
     assert plan.batches == (("g0", "one"),)
-    assert plan.num_dropped_groups == 1
+    assert plan.num_groups_without_variance == 1
+    assert make_plan(table, config()).num_groups_without_variance == 1
 
 
 @pytest.mark.parametrize("outcome", [None, float("nan"), float("inf")])
 def test_unknown_outcome_without_an_error_is_refused(outcome: float | None) -> None:
     with pytest.raises(RolloutError, match="unknown_outcome: trajectory 'a_0'"):
         make_plan(returns(("a", outcome, None)), config())
+
+
+def test_gradient_comes_from_groups_with_a_trained_token_whose_advantage_is_not_zero() -> None:
+    table = pl.concat([groups(2), returns(("same", 1.0, None), ("same", 1.0, None))])
+    failing = returns(("failed", 1.0, None), ("failed", None, "timeout"))
+    plan = make_plan(pl.concat([table, failing]), config())
+    unmasked = plan.trajectories.filter(pl.col("instance_id") != "g1")
+    assert groups_with_gradient(plan, unmasked) == {"g0"}
+
+
+def test_a_batch_asks_the_scan_for_its_own_groups_alone(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    rows = [row for name in "ab" for row in two_step_trajectory(rng, name, 0, reward=1.0)]
+    rollouts = scan(tmp_path, rows)
+    whole, handed_out = rollouts.collect(), []
+
+    def source(
+        columns: list[str] | None, predicate: pl.Expr | None, _rows: int | None, _size: int | None
+    ) -> Iterator[pl.DataFrame]:
+        found = whole if predicate is None else whole.filter(predicate)
+        handed_out.extend(found["instance_id"])
+        yield found.select(columns or whole.columns)
+
+    watched = register_io_source(source, schema=whole.schema)
+    plan = make_plan(pipelines.trajectory_returns(rollouts).collect(), config())
+    for layout in ("step", "merge"):
+        load_batch(watched, plan, ["b"], layout)
+    assert set(handed_out) == {"b"}
 
 
 def test_layouts_hold_the_same_trained_tokens(tmp_path: Path) -> None:
@@ -221,6 +252,20 @@ def test_correction_with_another_distributions_logprobs_is_refused(
     assert corrects_for_sampler(rows, config(), "processed")
     assert corrects_for_sampler(rows, config(allow_mismatched_logprobs=True), "raw")
     assert not corrects_for_sampler(rows, config(tis_cap=None), "raw")
+
+
+def test_unknown_logprobs_mode_hints_first_at_recording_it(tmp_path: Path) -> None:
+    rows = sampled(tmp_path, temperature=0.5)
+    hints = {}
+    for mode in ("raw", None):
+        with pytest.raises(RolloutError) as error:
+            corrects_for_sampler(rows, config(), mode)
+        hints[mode] = error.value.hint or ""
+    assert hints[None].startswith(
+        "convert with --logprobs-mode, or pass metadata=rollout_io.read_metadata(DS) when rewriting"
+    )
+    assert hints["raw"].startswith("--set tis_cap=none")
+    assert hints[None].endswith(hints["raw"])
 
 
 def test_correction_of_retokenized_text_is_refused(tmp_path: Path) -> None:

@@ -249,6 +249,13 @@ def test_verb_prints_the_result_as_json_on_stdout(dataset: str, model: str, tmp_
     assert printed["checkpoint"] == f"{out}/checkpoints/global_step_1"
 
 
+def test_verb_help_ends_with_an_example_on_a_line_of_its_own() -> None:
+    lines = CliRunner().invoke(train_verb, ["--help"]).output.splitlines()
+    assert lines[-2] == "  Example:"
+    assert lines[-1].startswith("    rollouts train shop/ --model ")
+    assert not any("\\b" in line or "\b" in line for line in lines)
+
+
 def test_users_error_is_one_message_and_exit_code_one(
     dataset: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -269,3 +276,32 @@ def test_verb_reports_to_people(dataset: str, model: str, tmp_path: Path) -> Non
     done = CliRunner().invoke(train_verb, args, catch_exceptions=False)
     assert f"checkpoint   {out}/checkpoints/global_step_1" in done.stdout
     assert json.loads(Path(out, "config.json").read_text())["groups_per_batch"] == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "reported"),
+    [
+        ({}, "1 of 3 trained, 2 without variance"),
+        ({"drop_zero_variance_groups": True}, "1 of 1 trained, 2 without variance left out"),
+    ],
+)
+def test_report_counts_the_groups_that_made_a_gradient(
+    settings: dict[str, Any], reported: str, model: str, tmp_path: Path
+) -> None:
+    rows = group_rows(3)
+    for row in rows:
+        if row["is_last_step"] and row["instance_id"] != "g1":
+            row["reward"] = 1.0
+    dataset = write_dataset(tmp_path / "ds", rows)
+    args = [dataset, "--model", model, "--out", str(tmp_path / "run")]
+    overrides = [text for k, v in settings.items() for text in ("--set", f"{k}={str(v).lower()}")]
+    done = CliRunner().invoke(train_verb, [*args, *overrides], catch_exceptions=False)
+    assert f"groups       {reported}\n" in done.stdout
+
+
+def test_groups_not_reached_are_not_counted_as_trained(
+    dataset: str, model: str, tmp_path: Path
+) -> None:
+    settings = {"groups_per_batch": 1, "groups_per_mini_batch": 1, "epochs_per_batch": 2}
+    result = run(dataset, model, tmp_path, max_updates=3, **settings)
+    assert (result.num_trained_groups, result.num_groups) == (2, 3)

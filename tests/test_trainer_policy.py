@@ -187,6 +187,17 @@ def test_directory_without_a_model_is_a_clean_error(tmp_path: Path) -> None:
         load_policy(str(tmp_path), logprob_chunk_tokens=8)
 
 
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [("acme/tiny-llama", "acme/tiny-llama"), ("/no/such/model", "ORG/NAME"), ("tiny", "ORG/NAME")],
+)
+def test_name_of_a_hub_model_hints_at_downloading_it(path: str, name: str) -> None:
+    with pytest.raises(RolloutError, match=f"model_directory: {path}: got no such") as error:
+        load_policy(path, logprob_chunk_tokens=8)
+    expected = f"only local directories work: `hf download {name} --local-dir DIR` makes one"
+    assert error.value.hint == expected
+
+
 def test_missing_weights_are_not_made_up(tmp_path: Path) -> None:
     save_tiny_model(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")

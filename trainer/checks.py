@@ -9,6 +9,10 @@ from trainer.config import TrainConfig
 from trainer.forest import RowLimit
 from trainer.plan import Plan
 
+RECORD_MODE = (
+    "convert with --logprobs-mode, or pass metadata=rollout_io.read_metadata(DS) when rewriting a"
+    " dataset"
+)
 VALIDATE = "`rollouts validate DATASET` lists every such row"
 
 
@@ -93,6 +97,8 @@ def corrects_for_sampler(
         rows, pl.col("token_source") == "retokenized", "rollout_logprobs",
         pl.lit("log-probabilities of re-tokenized text"), "those of the engine's own tokens", off,
     )  # fmt: skip
+    if logprobs_mode is None:
+        off = f"{RECORD_MODE}; else {off}"
     if logprobs_mode != "processed":
         sampled = ("temperature", "top_p", "top_k")
         temperature, top_p, top_k = (pl.col(name) for name in sampled)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from typing import TYPE_CHECKING
 
 import click
 
+from rollout_io.cli.output import emit, emit_json, example
+
 if TYPE_CHECKING:
     from trainer.loop import TrainResult
 
+EXAMPLE = "rollouts train shop/ --model smollm2/ --out run/ --set learning_rate=1e-5"
 
-@click.command()
+
+@click.command(epilog=example(EXAMPLE))
 @click.argument("dataset")
 @click.option("--model", required=True, metavar="DIR", help="Hugging Face model directory.")
 @click.option("--out", required=True, metavar="RUN", help="Directory for the run; must be new.")
@@ -34,29 +37,31 @@ def train(
     overrides: tuple[str, ...],
     as_json: bool,
 ) -> None:
-    r"""Train a policy on a rollout dataset.
+    """Train a policy on a rollout dataset.
 
     Writes RUN/config.json, RUN/metrics.jsonl and RUN/checkpoints/global_step_N/, a model
     directory that Transformers loads.
-
-    \b
-    Example:
-      rollouts train ds --model smollm2 --out run --set learning_rate=1e-5 --set max_updates=2
     """
     import trainer
 
     given = (f"dataset={dataset}", f"model={model}", f"out={out}")
-    result = trainer.train(trainer.load_config(config, (*given, *overrides)))
-    click.echo(json.dumps(dataclasses.asdict(result)) if as_json else _report(result))
+    settings = trainer.load_config(config, (*given, *overrides))
+    result = trainer.train(settings)
+    if as_json:
+        emit_json(dataclasses.asdict(result))
+    else:
+        emit(_report(result, left_out=settings.drop_zero_variance_groups))
 
 
-def _report(result: TrainResult) -> str:
+def _report(result: TrainResult, *, left_out: bool) -> str:
     skipped = f", {result.num_skipped_updates} skipped" if result.num_skipped_updates else ""
     failed = f", {result.num_failed} failed trajectories" if result.num_failed else ""
-    dropped = f", {result.num_dropped_groups} without variance left out"
+    constant = f", {result.num_groups_without_variance} without variance"
+    constant += " left out" if left_out else ""
+    trained = f"{result.num_trained_groups} of {result.num_groups} trained"
     lines = [
         f"updates      {result.num_updates}{skipped}",
-        f"groups       {result.num_groups}{dropped if result.num_dropped_groups else ''}{failed}",
+        f"groups       {trained}{constant if result.num_groups_without_variance else ''}{failed}",
         f"metrics      {result.out}/metrics.jsonl",
         f"checkpoint   {result.checkpoint}",
     ]

@@ -10,6 +10,7 @@ import typing
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType
 from typing import Any, Literal
 
 import msgspec
@@ -99,6 +100,18 @@ class TrainConfig:
             raise RolloutError("config_value", key, got, expected)
 
 
+TYPES = typing.get_type_hints(TrainConfig)
+LIST_EXAMPLES = {"betas": "[0.9, 0.999]", "trackers": '["tensorboard"]'}
+IN_WORDS: dict[Any, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    NoneType: "none",
+    Ellipsis: "...",
+}
+
+
 def _breaches(c: TrainConfig) -> Iterator[tuple[str, str, str]]:
     at_least = {
         "seed": 0,
@@ -140,7 +153,8 @@ def load_config(toml_path: str | Path | None, overrides: Sequence[str]) -> Train
     Args:
         toml_path: TOML file of top-level keys, or None.
         overrides: `key=value` strings, which win over the file; the last one of a key wins.
-            Values are written as in TOML; text needs no quotes, `none` is None.
+            Values are written as in TOML, but text needs no quotes. `none` is None, and so is
+            `"none"` in a file.
 
     Raises:
         RolloutError: Unreadable file, unknown key (the nearest name is the hint), a value of the
@@ -151,12 +165,13 @@ def load_config(toml_path: str | Path | None, overrides: Sequence[str]) -> Train
     """
     values = {}
     for key, value in _read_toml(toml_path).items():
-        values[key] = _typed(key, value, str(toml_path))
+        values[key] = _typed(key, value, f"{toml_path}, key {key}")
     for override in overrides:
-        key, equals, text = override.partition("=")
+        key, equals, text = (part.strip() for part in override.partition("="))
         if not equals:
             raise RolloutError("config_key", f"--set {override}", "no `=`", "key=value")
-        values[key.strip()] = _typed(key.strip(), text.strip(), f"--set {override}")
+        value = text if TYPES.get(key) is str else _from_text(text)
+        values[key] = _typed(key, value, f"--set {override}")
     for key in ("dataset", "model", "out"):
         if not values.get(key):
             raise RolloutError("config_key", "configuration", f"no `{key}`", "a path")
@@ -180,24 +195,38 @@ def _read_toml(path: str | Path | None) -> dict[str, Any]:
 
 
 def _typed(key: str, value: Any, where: str) -> Any:
-    types = typing.get_type_hints(TrainConfig)
-    if key not in types:
-        nearest = difflib.get_close_matches(key, types, n=1, cutoff=0.5)
-        hint = f"did you mean `{nearest[0]}`?" if nearest else f"known keys: {', '.join(types)}"
+    if key not in TYPES:
+        nearest = difflib.get_close_matches(key, TYPES, n=1, cutoff=0.5)
+        hint = f"did you mean `{nearest[0]}`?" if nearest else f"known keys: {', '.join(TYPES)}"
         raise RolloutError("config_key", where, f"`{key}`", "a key of the configuration", hint)
-    if isinstance(value, str) and types[key] is not str:
-        value = _from_text(value)
-    if value is None and type(None) in typing.get_args(types[key]):
+    kind = TYPES[key]
+    if isinstance(value, str) and value.lower() == "none" and NoneType in typing.get_args(kind):
         return None
     try:
-        return msgspec.convert(value, types[key])
+        return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        raise RolloutError("config_value", where, f"`{value}`", str(error)) from error
+        got = json.dumps(value, ensure_ascii=False, default=str)
+        example = LIST_EXAMPLES.get(key)
+        shown = f"{key} = {example} in a file, --set '{key}={example}'" if example else None
+        raise RolloutError("config_value", where, got, _expected(kind), shown) from error
+
+
+def _expected(kind: Any) -> str:
+    """A type in words.
+
+    Example:
+        >>> _expected(Literal["last", "sum"]), _expected(float | None), _expected(tuple[str, ...])
+        ('one of last, sum', 'a number or none', 'a list [text, ...]')
+    """
+    parts = typing.get_args(kind)
+    if typing.get_origin(kind) is Literal:
+        return f"one of {', '.join(parts)}"
+    if typing.get_origin(kind) is tuple:
+        return f"a list [{', '.join(map(_expected, parts))}]"
+    return IN_WORDS[kind] if kind in IN_WORDS else " or ".join(map(_expected, parts))
 
 
 def _from_text(text: str) -> Any:
-    if text.lower() == "none":
-        return None
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:

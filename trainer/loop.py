@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import math
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -18,7 +15,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import set_seed
-from tqdm import tqdm
 
 import pipelines
 import rollout_io
@@ -29,7 +25,8 @@ from trainer.checks import check_rows, corrects_for_sampler
 from trainer.config import TrainConfig, save_config
 from trainer.data import Batch, index_rows, load_batch
 from trainer.forest import RowLimit, chain_forests, chain_lengths
-from trainer.plan import Plan, make_plan
+from trainer.log import RunLog, say
+from trainer.plan import Plan, groups_with_gradient, make_plan, split
 from trainer.policy import load_policy, row_limit
 from trainer.update import Learner, policy_logprobs, update
 
@@ -45,7 +42,9 @@ class TrainResult:
         num_skipped_updates: Mini-batches without a step: nothing trained, or the gradient was not
             finite.
         num_groups: Groups in the plan.
-        num_dropped_groups: Groups left out for want of variance.
+        num_trained_groups: Those that gave an optimizer step a gradient that is not zero.
+        num_groups_without_variance: Groups of two or more whose returns are all equal, in the plan
+            unless `drop_zero_variance_groups` left them out of it.
         num_failed: Failed trajectories in the plan.
         metrics: The last update's metrics.
     """
@@ -55,7 +54,8 @@ class TrainResult:
     num_updates: int
     num_skipped_updates: int
     num_groups: int
-    num_dropped_groups: int
+    num_trained_groups: int
+    num_groups_without_variance: int
     num_failed: int
     metrics: dict[str, Any]
 
@@ -81,19 +81,22 @@ def train(config: TrainConfig) -> TrainResult:
     set_seed(config.seed)
     rollouts = rollout_io.scan(config.dataset)
     plan = make_plan(pipelines.trajectory_returns(rollouts, config.outcome).collect(), config)
-    learner, limit = _prepare(config, rollouts, plan)
+    learner, limit, with_gradient = _prepare(config, rollouts, plan)
     model, source = learner.accelerator.unwrap_model(learner.policy).model, Path(config.model)
     out.mkdir(parents=True, exist_ok=True)
     save_config(config, out / "config.json")
     metrics: dict[str, Any] = {}
+    trained: set[str] = set()
     global_step, num_skipped, every = 0, 0, config.save_every_updates
-    with _Log(learner, out, num_planned=_num_planned(plan, config)) as log:
-        for metrics in _updates(learner, rollouts, plan, limit):
-            global_step += 1 - metrics["skipped"]
-            num_skipped += metrics["skipped"]
-            metrics = {"global_step": global_step} | metrics
-            log.write(metrics, global_step)
-            if every and not metrics["skipped"] and global_step % every == 0:
+    with RunLog(learner, out, num_planned=_num_planned(plan, config)) as log:
+        for groups, metrics in _updates(learner, rollouts, plan, limit):
+            moving, stepped = with_gradient.intersection(groups), not metrics["skipped"]
+            global_step += stepped
+            num_skipped += not stepped
+            trained |= moving if stepped else set()
+            metrics = {"global_step": global_step, "num_trained_groups": len(moving)} | metrics
+            log.write(metrics)
+            if every and stepped and global_step % every == 0:
                 save_checkpoint(model, source, out, global_step)
             if global_step == config.max_updates:
                 break
@@ -103,7 +106,8 @@ def train(config: TrainConfig) -> TrainResult:
         num_updates=global_step,
         num_skipped_updates=num_skipped,
         num_groups=sum(map(len, plan.batches)),
-        num_dropped_groups=plan.num_dropped_groups,
+        num_trained_groups=len(trained),
+        num_groups_without_variance=plan.num_groups_without_variance,
         num_failed=int(plan.trajectories["failed"].sum()),
         metrics=metrics,
     )
@@ -116,8 +120,10 @@ def _refuse_existing_run(out: Path) -> None:
             raise RolloutError("existing_run", str(out), f"a {name}", "no run yet", hint)
 
 
-def _prepare(config: TrainConfig, rollouts: pl.LazyFrame, plan: Plan) -> tuple[Learner, RowLimit]:
-    """Load the model, check every row against it, and make the optimizer."""
+def _prepare(
+    config: TrainConfig, rollouts: pl.LazyFrame, plan: Plan
+) -> tuple[Learner, RowLimit, frozenset[str]]:
+    """Load the model, check every row against it, make the optimizer, see whose groups train."""
     accelerator = _accelerator(config)
     policy = load_policy(config.model, logprob_chunk_tokens=config.logprob_chunk_tokens)
     limit = row_limit(policy.model.config, config.tokens_per_micro_batch)
@@ -125,6 +131,8 @@ def _prepare(config: TrainConfig, rollouts: pl.LazyFrame, plan: Plan) -> tuple[L
     rows = check_rows(index_rows(rollouts), plan, config, vocab_size=vocab_size, limit=limit)
     logprobs_mode = rollout_io.read_metadata(config.dataset).logprobs_mode
     corrects = corrects_for_sampler(rows, config, logprobs_mode)
+    if config.tis_cap is not None and not corrects:
+        say("note: no rollout_logprobs: importance correction (tis_cap) is off")
     if config.gradient_checkpointing:
         policy.checkpoint_layers()
     optimizer = torch.optim.AdamW(
@@ -141,7 +149,7 @@ def _prepare(config: TrainConfig, rollouts: pl.LazyFrame, plan: Plan) -> tuple[L
         config=config,
         tis_cap=config.tis_cap if corrects else None,
     )
-    return learner, limit
+    return learner, limit, groups_with_gradient(plan, rows)
 
 
 def _accelerator(config: TrainConfig) -> Accelerator:
@@ -163,8 +171,8 @@ def _accelerator(config: TrainConfig) -> Accelerator:
 
 def _updates(
     learner: Learner, rollouts: pl.LazyFrame, plan: Plan, limit: RowLimit
-) -> Iterator[dict[str, Any]]:
-    """Train mini-batch after mini-batch; the metrics of each."""
+) -> Iterator[tuple[Sequence[str], dict[str, Any]]]:
+    """Train mini-batch after mini-batch; the groups and the metrics of each."""
     config = learner.config
     for groups in plan.batches * config.num_epochs:
         start = time.perf_counter()
@@ -181,19 +189,16 @@ def _updates(
         if len(mini_batches) * config.epochs_per_batch > 1:
             old_logprobs = policy_logprobs(learner, batch, [f for m in mini_batches for f in m])
         counts = _counts(plan, batch, groups)
+        groups_of = split(groups, config.groups_per_mini_batch)
         for number in list(range(len(mini_batches))) * config.epochs_per_batch:
             metrics = update(learner, batch, mini_batches[number], old_logprobs)
             seconds = time.perf_counter() - start
-            speed = metrics["num_forwarded_tokens"] / seconds
-            yield (
-                metrics
-                | counts[number]
-                | {
-                    "learning_rate": config.learning_rate,
-                    "seconds": seconds,
-                    "tokens_per_s": speed,
-                }
-            )
+            metrics |= counts[number] | {
+                "learning_rate": config.learning_rate,
+                "seconds": seconds,
+                "tokens_per_s": metrics["num_forwarded_tokens"] / seconds,
+            }
+            yield groups_of[number], metrics
             start = time.perf_counter()
 
 
@@ -223,32 +228,3 @@ def _num_planned(plan: Plan, config: TrainConfig) -> int:
     per_epoch = sum(math.ceil(len(b) / config.groups_per_mini_batch) for b in plan.batches)
     planned = per_epoch * config.epochs_per_batch * config.num_epochs
     return min(planned, config.max_updates or planned)
-
-
-class _Log:
-    """Metrics of each mini-batch: `metrics.jsonl`, trackers, and a progress bar on a terminal."""
-
-    def __init__(self, learner: Learner, out: Path, *, num_planned: int) -> None:
-        self.accelerator = learner.accelerator
-        settings = {k: str(v) for k, v in dataclasses.asdict(learner.config).items()}
-        self.accelerator.init_trackers("rollouts", config=settings)
-        self.file = (out / "metrics.jsonl").open("a", encoding="utf-8")
-        terminal = sys.stderr.isatty()
-        self.bar = tqdm(total=num_planned, unit="update", disable=not terminal)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.bar.close()
-        self.file.close()
-        self.accelerator.end_training()
-
-    def write(self, metrics: dict[str, Any], global_step: int) -> None:
-        """JSON has no NaN: a number that is not finite is null there."""
-        finite = {k: v if v is None or math.isfinite(v) else None for k, v in metrics.items()}
-        self.file.write(json.dumps(finite) + "\n")
-        self.file.flush()
-        self.accelerator.log({k: v for k, v in metrics.items() if v is not None}, step=global_step)
-        self.bar.set_postfix(loss=metrics["loss"], refresh=False)
-        self.bar.update()

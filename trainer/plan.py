@@ -23,12 +23,13 @@ class Plan:
             masked with its group), advantage (float64, 0 where it does not train), mini_batch
             (int64, which of its batch's optimizer steps).
         batches: Instance ids of each batch, in order of the groups' first appearance.
-        num_dropped_groups: Groups left out by `drop_zero_variance_groups`.
+        num_groups_without_variance: Groups of two or more that train and whose returns are all
+            equal; `drop_zero_variance_groups` leaves them out.
     """
 
     trajectories: pl.DataFrame
     batches: tuple[tuple[str, ...], ...]
-    num_dropped_groups: int
+    num_groups_without_variance: int
 
 
 def make_plan(returns: pl.DataFrame, config: TrainConfig) -> Plan:
@@ -51,17 +52,29 @@ def make_plan(returns: pl.DataFrame, config: TrainConfig) -> Plan:
     trajectories = returns.select(
         "instance_id", "trajectory_id", "return", failed=failed, trains=~masked
     )
-    dropped = _groups_without_variance(trajectories) if config.drop_zero_variance_groups else []
-    trajectories = trajectories.filter(~pl.col("instance_id").is_in(dropped))
+    constant = _groups_without_variance(trajectories)
+    if config.drop_zero_variance_groups:
+        trajectories = trajectories.filter(~pl.col("instance_id").is_in(constant))
     groups = trajectories["instance_id"].unique(maintain_order=True).to_list()
     return Plan(
         trajectories=trajectories.with_columns(
             _advantages(trajectories, normalize_by_std=config.normalize_by_std),
             _mini_batches(trajectories, groups, config),
         ),
-        batches=tuple(_split(groups, config.groups_per_batch)),
-        num_dropped_groups=len(dropped),
+        batches=tuple(split(groups, config.groups_per_batch)),
+        num_groups_without_variance=len(constant),
     )
+
+
+def groups_with_gradient(plan: Plan, rows: pl.DataFrame) -> frozenset[str]:
+    """Groups with a trained token whose advantage is not 0.
+
+    Args:
+        plan: The run's plan.
+        rows: The rows that train, with `trajectory_id`: what `trainer.checks.check_rows` returns.
+    """
+    moving = plan.trajectories.filter(pl.col("trains") & (pl.col("advantage") != 0))
+    return frozenset(moving.join(rows, on="trajectory_id", how="semi")["instance_id"])
 
 
 def _check_outcomes(returns: pl.DataFrame) -> None:
@@ -103,5 +116,6 @@ def _mini_batches(
     return mini_batch.alias("mini_batch")
 
 
-def _split(groups: Sequence[str], size: int) -> list[tuple[str, ...]]:
+def split(groups: Sequence[str], size: int) -> list[tuple[str, ...]]:
+    """Cut groups into runs of `size`; the last one may be shorter."""
     return [tuple(groups[start : start + size]) for start in range(0, len(groups), size)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from functools import partial
 from pathlib import Path
@@ -107,9 +108,7 @@ def load_policy(path: str, *, logprob_chunk_tokens: int) -> Policy:
             log-probabilities this policy does not reproduce.
     """
     if not (Path(path) / "config.json").is_file():
-        raise RolloutError(
-            "model_directory", path, "no config.json", "a Hugging Face model directory"
-        )
+        raise _no_model_directory(path)
     if not sys.stderr.isatty():
         logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
@@ -135,6 +134,16 @@ def load_policy(path: str, *, logprob_chunk_tokens: int) -> Policy:
     policy = Policy(model, logprob_chunk_tokens=logprob_chunk_tokens)
     check_policy(policy, path)
     return policy
+
+
+def _no_model_directory(path: str) -> RolloutError:
+    got, hint = "no config.json", None
+    if not Path(path).is_dir():
+        got = "no such directory"
+        name = path if re.fullmatch(r"\w[\w.-]*/[\w.-]+", path) else "ORG/NAME"
+        hint = f"only local directories work: `hf download {name} --local-dir DIR` makes one"
+    expected = "a Hugging Face model directory"
+    return RolloutError("model_directory", path, got, expected, hint)
 
 
 def _check_layers(config: Any, path: str) -> None:

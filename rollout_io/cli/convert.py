@@ -117,7 +117,11 @@ class Summary:
         import polars as pl
 
         frame = pl.DataFrame(pl.from_arrow(table))
-        absent = {"error": pl.String, "reward": pl.Float64, "rollout_logprobs": pl.List(pl.Float32)}
+        absent: dict[str, Any] = {
+            "error": pl.String,
+            "reward": pl.Float64,
+            "rollout_logprobs": pl.List(pl.Float32),
+        }
         for name, kind in absent.items():
             if name not in frame.columns:
                 frame = frame.with_columns(pl.lit(None, kind).alias(name))

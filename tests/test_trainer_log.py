@@ -1,0 +1,155 @@
+"""What a run says while it goes on: lines, a bar, notes, warnings, metrics."""
+
+import json
+import os
+import pty
+import re
+import termios
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import trainer
+from tests.trainer_helpers import (
+    learner_of,
+    save_tiny_model,
+    step,
+    tiny_policy,
+    two_step_trajectory,
+    write_dataset,
+)
+from trainer.config import TrainConfig
+from trainer.log import RunLog, progress_line
+from trainer.metrics import METRICS, warnings_about
+
+NOTE = "note: no rollout_logprobs: importance correction (tis_cap) is off\n"
+HINT = "hint: --set drop_zero_variance_groups=true"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def group(name: str, rewards: tuple[float, ...], **values: Any) -> list[dict[str, Any]]:
+    rng = np.random.default_rng(0)
+    trajectories = [two_step_trajectory(rng, name, i, r, **values) for i, r in enumerate(rewards)]
+    return [row for rows in trajectories for row in rows]
+
+
+def run(path: Path, model: str, rows: list[dict[str, Any]], **settings: Any) -> None:
+    dataset = write_dataset(path / "ds", rows)
+    config = TrainConfig(dataset=dataset, model=model, out=str(path / "run"), **settings)
+    trainer.train(config)
+
+
+def metrics(**changes: Any) -> dict[str, Any]:
+    values = {"global_step": 2, "loss": -0.0123, "tokens_per_s": 850.4, "seconds": 3.21}
+    counts = {"skipped": 0, "num_trained_tokens": 9, "num_trained_groups": 1}
+    return values | counts | changes
+
+
+def test_an_update_is_one_line() -> None:
+    line = "update 2 of 6: loss -0.0123, 850 tokens/s, 3.2 s"
+    assert progress_line(metrics(), 6) == line
+    skipped = progress_line(metrics(skipped=1, num_trained_tokens=0), 6)
+    assert skipped == "mini-batch skipped: no token trains"
+    skipped = progress_line(metrics(skipped=1), 6)
+    assert skipped == "mini-batch skipped: the gradient is not finite"
+
+
+def test_each_update_is_a_line_on_stderr_where_that_is_no_terminal(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failed = step("b", 0, 0, [], [], error="timeout", is_last_step=True)
+    rows = [*group("a", (1.0, 0.0)), failed, *group("c", (1.0, 0.0))]
+    run(tmp_path, model, rows, groups_per_batch=1, groups_per_mini_batch=1)
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    numbers = r"loss -?[\d.e-]+, \d+ tokens/s, \d+\.\d s\n"
+    lines = (
+        re.escape(NOTE),
+        rf"update 1 of 3: {numbers}",
+        r"mini-batch skipped: no token trains\n",
+        rf"update 2 of 3: {numbers}",
+    )
+    assert re.fullmatch("".join(lines), printed.err)
+
+
+def test_a_terminal_gets_a_bar_and_warnings_but_no_line_per_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    master, slave = pty.openpty()
+    termios.tcsetwinsize(slave, (24, 120))
+    with os.fdopen(slave, "w") as terminal:
+        monkeypatch.setattr("sys.stderr", terminal)
+        with RunLog(learner_of(tiny_policy()), tmp_path, num_planned=6) as log:
+            log.write(metrics(num_trained_groups=0))
+        terminal.flush()
+        shown = os.read(master, 1 << 16).decode()
+    os.close(master)
+    assert "1/6" in shown
+    assert "warning: update 2: every advantage" in shown
+    assert "update 2 of 6" not in shown
+
+
+@pytest.mark.parametrize(
+    ("values", "settings"),
+    [({}, {"tis_cap": None}), ({"rollout_logprobs": [-1.0] * 4}, {})],
+)
+def test_correction_that_is_on_or_not_asked_for_is_not_noted(
+    values: dict[str, Any],
+    settings: dict[str, Any],
+    model: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run(tmp_path, model, group("a", (1.0, 0.0), **values), **settings)
+    assert "note:" not in capsys.readouterr().err
+
+
+def test_log_probabilities_far_from_the_policys_are_warned_about_once(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = group("a", (1.0, 0.0), rollout_logprobs=[-20.0] * 4)
+    run(tmp_path, model, rows, num_epochs=3)
+    printed = capsys.readouterr().err
+    assert printed.count("warning: ") == 1
+    assert "warning: update 1: rollout_logprobs differ" in printed
+    for cause in ("other weights", "another tokenizer", "another temperature", "off by one"):
+        assert cause in printed
+
+
+def test_log_probabilities_near_the_policys_are_not_warned_about() -> None:
+    config = TrainConfig(dataset="ds", model="m", out="o")
+    for difference, names in ((0.29, []), (0.31, ["rollout_logprobs"])):
+        update = metrics(rollout_logprobs_abs_diff_mean=difference)
+        assert list(warnings_about(update, config)) == names
+
+
+def test_updates_without_gradient_are_warned_about_once_with_the_way_out(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [*group("a", (1.0, 1.0)), *group("b", (0.0, 0.0)), *group("c", (1.0, 0.0))]
+    run(tmp_path, model, rows, groups_per_batch=1, groups_per_mini_batch=1)
+    printed = capsys.readouterr().err
+    assert printed.count("warning: ") == 1
+    assert "warning: update 1: every advantage" in printed
+    assert printed.count(HINT) == 1
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [line["grad_norm"] == 0 for line in lines] == [True, True, False]
+    assert [line["num_trained_groups"] for line in lines] == [0, 0, 1]
+
+
+def test_the_way_out_is_not_named_where_it_was_taken() -> None:
+    config = TrainConfig(dataset="ds", model="m", out="o", drop_zero_variance_groups=True)
+    [text] = warnings_about(metrics(num_trained_groups=0), config).values()
+    assert HINT not in text
+
+
+def test_documented_metrics_are_those_written(model: str, tmp_path: Path) -> None:
+    run(tmp_path, model, group("a", (1.0, 0.0), rollout_logprobs=[-1.0] * 4))
+    [line] = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    assert json.loads(line).keys() == METRICS.keys()

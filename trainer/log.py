@@ -1,0 +1,87 @@
+"""What a run says while it goes on: to files, to trackers, to people."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any, Self
+
+from tqdm import tqdm
+
+from trainer.metrics import METRICS, warnings_about
+from trainer.update import Learner
+
+
+def say(text: str) -> None:
+    """A line for people, to stderr; above the progress bar if there is one."""
+    tqdm.write(text, file=sys.stderr)
+
+
+class RunLog:
+    """Metrics of each mini-batch: `metrics.jsonl`, trackers, and stderr.
+
+    On a terminal stderr shows a progress bar, elsewhere a line per mini-batch.
+
+    Args:
+        learner: Whose accelerator has the trackers.
+        out: Directory of the run.
+        num_planned: Most updates the run can make.
+    """
+
+    def __init__(self, learner: Learner, out: Path, *, num_planned: int) -> None:
+        self.accelerator, self.config = learner.accelerator, learner.config
+        settings = {k: str(v) for k, v in dataclasses.asdict(self.config).items()}
+        self.accelerator.init_trackers("rollouts", config=settings)
+        self.file = (out / "metrics.jsonl").open("a", encoding="utf-8")
+        self.num_planned = num_planned
+        self.bar = tqdm(total=num_planned, unit="update", disable=not sys.stderr.isatty())
+        self.warned: set[str] = set()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.close()
+        self.file.close()
+        self.accelerator.end_training()
+
+    def write(self, metrics: dict[str, Any]) -> None:
+        """JSON has no NaN: a number that is not finite is null there."""
+        assert metrics.keys() <= METRICS.keys()
+        finite = {k: v if v is None or math.isfinite(v) else None for k, v in metrics.items()}
+        self.file.write(json.dumps(finite) + "\n")
+        self.file.flush()
+        known = {k: v for k, v in metrics.items() if v is not None}
+        self.accelerator.log(known, step=metrics["global_step"])
+        self._show(metrics)
+        for name, text in warnings_about(metrics, self.config).items():
+            if name not in self.warned:
+                self.warned.add(name)
+                say(f"warning: update {metrics['global_step']}: {text}")
+
+    def _show(self, metrics: dict[str, Any]) -> None:
+        if self.bar.disable:
+            say(progress_line(metrics, self.num_planned))
+        else:
+            self.bar.set_postfix(loss=metrics["loss"], refresh=False)
+            self.bar.update(1 - metrics["skipped"])
+
+
+def progress_line(metrics: dict[str, Any], num_planned: int) -> str:
+    """One mini-batch in a line.
+
+    Example:
+        >>> metrics = {"global_step": 2, "loss": -0.0123, "tokens_per_s": 850.4, "seconds": 3.21}
+        >>> progress_line(metrics | {"skipped": 0}, 6)
+        'update 2 of 6: loss -0.0123, 850 tokens/s, 3.2 s'
+    """
+    if metrics["skipped"]:
+        why = "the gradient is not finite" if metrics["num_trained_tokens"] else "no token trains"
+        return f"mini-batch skipped: {why}"
+    return (
+        f"update {metrics['global_step']} of {num_planned}: loss {metrics['loss']:.4g}, "
+        f"{metrics['tokens_per_s']:.0f} tokens/s, {metrics['seconds']:.1f} s"
+    )
