@@ -158,7 +158,7 @@ def check_prefix(view: View) -> Iterator[pl.DataFrame]:
 
     prompt = prefix + view.ragged("prompt_suffix_ids").lengths
     total = prompt + view.ragged("response_ids").lengths
-    limit = np.where(rooted, 0, total[parent_row] if len(total) else 0)
+    limit = np.where(rooted | ~earlier, 0, total[parent_row] if len(total) else 0)
     bad = ~earlier | (prefix < 0) | (prefix > limit)
     rows = np.flatnonzero(bad)
     got = [f"{prefix[r]} tokens of step {None if rooted[r] else parent[r]}" for r in rows]
