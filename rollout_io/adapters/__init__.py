@@ -1,10 +1,8 @@
 """Adapters: harness logs in, whole trajectories as tables out.
 
-An adapter is a function `read_FORMAT(paths, *, rewards=None, progress=None)` that returns an
-iterator of tables, each of whole trajectories, all with one schema; it is registered as an entry
-point of the group `rollout_io.adapters` under the name that `rollouts convert --format` takes. It
-raises `RolloutError` for bad input when it is called, before it yields anything. What adapters
-share is here: the two records a log is read into, and the way from them to a table.
+An adapter is an `Adapter`, registered as an entry point of the group `rollout_io.adapters` under the
+name that `rollouts convert --format` takes. What adapters share is here: the two records a log is
+read into, and the way from them to a table.
 """
 
 from __future__ import annotations
@@ -12,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
@@ -25,6 +24,25 @@ from schemas.ragged import Ragged
 Progress = Callable[[int], object]
 """Called with the bytes read since the last call; each input byte counts twice in all, for the log
 is read once to check it and once to convert it."""
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Adapter:
+    """One log format.
+
+    Attributes:
+        summary: One line: what writes the format.
+        recognizes: Whether a file or directory is of this format, from its content. Called with
+            any input there is: must be quick and must not raise.
+        read: `read(paths, *, rewards=None, progress=None)` gives an iterator of tables, each of
+            whole trajectories, all with one schema. Raises `RolloutError` for bad input when it is
+            called, before it yields anything. `rewards` is a JSONL file of outcomes that win over
+            those of the log; an adapter that has no use for it refuses it.
+    """
+
+    summary: str
+    recognizes: Callable[[Path], bool]
+    read: Callable[..., Iterator[pa.Table]]
+
 
 BATCH_TOKENS = 4_000_000
 RESERVED_NAMES = frozenset(COLUMN_BY_NAME) | {f.name for f in PREFIX_FIELDS}
