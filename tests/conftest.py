@@ -4,7 +4,6 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
-HARNESS_LOGS = ROOT.parent / "shared" / "data"
 
 
 @pytest.fixture(scope="session")
@@ -14,6 +13,16 @@ def smollm2_dir():
     if not (path / "model.safetensors").exists():
         pytest.skip("no .cache/smollm2: run `make model`")
     return path
+
+
+@pytest.fixture(scope="session")
+def harness_logs():
+    """Logs that public harnesses wrote, where this checkout has them beside it."""
+    places = [ROOT.parents[n] / "shared" / "data" / "harness_logs" for n in (0, 1)]
+    found = next((path for path in places if path.is_dir()), None)
+    if found is None:
+        pytest.skip(f"no {places[0]}")
+    return found
 
 
 @pytest.fixture(scope="session")
