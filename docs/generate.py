@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import pkgutil
+import tomllib
 from itertools import pairwise
 from pathlib import Path
 
@@ -90,7 +92,20 @@ def config_fields() -> list[tuple[str, str, str, str]]:
     return fields
 
 
-PAGES = {"table.md": table_page, "training.md": training_page}
+def formats_page() -> str:
+    """The page on formats, its table of them as pyproject.toml registers them."""
+    page = (DOCS / "formats.md").read_text()
+    before, begin, rest = page.partition("<!-- begin generated: make docs -->\n")
+    _, end, after = rest.partition("<!-- end generated -->\n")
+    assert end, "docs/formats.md has lost its marks"
+    project = tomllib.loads((DOCS.parent / "pyproject.toml").read_text())["project"]
+    entries = project["entry-points"]["rollout_io.adapters"]
+    rows = [f"| `{n}` | {pkgutil.resolve_name(v).summary} |" for n, v in sorted(entries.items())]
+    table = "\n".join(["| format | what it is |", "|---|---|", *rows])
+    return f"{before}{begin}{table}\n{end}{after}"
+
+
+PAGES = {"formats.md": formats_page, "table.md": table_page, "training.md": training_page}
 
 if __name__ == "__main__":
     for name, page in PAGES.items():

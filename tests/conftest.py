@@ -16,6 +16,16 @@ def smollm2_dir():
 
 
 @pytest.fixture(scope="session")
+def harness_logs():
+    """Logs that public harnesses wrote, where this checkout has them beside it."""
+    places = [ROOT.parents[n] / "shared" / "data" / "harness_logs" for n in (0, 1)]
+    found = next((path for path in places if path.is_dir()), None)
+    if found is None:
+        pytest.skip(f"no {places[0]}")
+    return found
+
+
+@pytest.fixture(scope="session")
 def shop_dataset(tmp_path_factory):
     """The rollout dataset of the real vLLM calls in examples/."""
     from rollout_io.cli.main import run

@@ -1,10 +1,8 @@
 """Adapters: harness logs in, whole trajectories as tables out.
 
-An adapter is a function `read_FORMAT(paths, *, rewards=None, progress=None)` that returns an
-iterator of tables, each of whole trajectories, all with one schema; it is registered as an entry
-point of the group `rollout_io.adapters` under the name that `rollouts convert --format` takes. It
-raises `RolloutError` for bad input when it is called, before it yields anything. What adapters
-share is here: the two records a log is read into, and the way from them to a table.
+An adapter is an `Adapter`, registered as an entry point of the group `rollout_io.adapters` under the
+name that `rollouts convert --format` takes. What adapters share is here: the two records a log is
+read into, and the way from them to a table.
 """
 
 from __future__ import annotations
@@ -12,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
@@ -26,6 +25,29 @@ Progress = Callable[[int], object]
 """Called with the bytes read since the last call; each input byte counts twice in all, for the log
 is read once to check it and once to convert it."""
 
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Adapter:
+    """One log format.
+
+    Attributes:
+        summary: One line: what writes the format.
+        recognizes: Whether a file or directory is of this format, from its content. Called with
+            any file or directory there is, not with a pipe: must be quick and must not raise.
+        read: `read(paths, *, rewards=None, progress=None)` gives an iterator of tables, each of
+            whole trajectories, all with one schema. Raises `RolloutError` for bad input when it is
+            called, before it yields anything. `rewards` is a JSONL file of outcomes that win over
+            those of the log; an adapter that has no use for it refuses it. What is known of the
+            log as a whole may be in the metadata of the tables' schema, as JSON under keys that
+            begin with `ABOUT`: it goes to the history of the dataset.
+    """
+
+    summary: str
+    recognizes: Callable[[Path], bool]
+    read: Callable[..., Iterator[pa.Table]]
+
+
+ABOUT = "rollout_io.log."
 BATCH_TOKENS = 4_000_000
 RESERVED_NAMES = frozenset(COLUMN_BY_NAME) | {f.name for f in PREFIX_FIELDS}
 
@@ -42,6 +64,7 @@ class Step:
         response_ids: [R] int32.
         rollout_logprobs: [R] float32 nats, or None.
         rollout_expert_indices: [tokens, layers, topk] int16, or None.
+        trains: Whether the loss mask is true; false where the harness says not to train on it.
         others: As the columns of the same name.
     """
 
@@ -50,6 +73,7 @@ class Step:
     response_ids: npt.NDArray[np.int32] = field(default_factory=lambda: _NO_TOKENS)
     rollout_logprobs: npt.NDArray[np.float32] | None = None
     rollout_expert_indices: npt.NDArray[np.int16] | None = None
+    trains: bool = True
     reward: float | None = None
     stop_reason: str | None = None
     policy_version: int | None = None
@@ -129,7 +153,7 @@ def _column(batch: Sequence[Trajectory], name: str) -> pa.Array:
     kind = COLUMN_BY_NAME[name].type
     steps = [step for t in batch for step in t.steps]
     if name == "loss_mask":
-        return ragged_array([np.ones(len(s.response_ids), np.bool_) for s in steps], kind)
+        return ragged_array([np.full(len(s.response_ids), s.trains) for s in steps], kind)
     if name in {"prompt_token_ids", "response_ids", "rollout_logprobs"}:
         return ragged_array([getattr(s, name) for s in steps], kind)
     if name == "metrics":
@@ -188,6 +212,17 @@ def natural_key(name: str) -> tuple[list[str | int], str]:
     """Sort key under which shop-2 comes before shop-10."""
     parts = re.split(r"([0-9]+)", name)
     return [int(p) if i % 2 else p for i, p in enumerate(parts)], name
+
+
+def refuse_repeated(paths: Sequence[str | Path]) -> None:
+    """Refuse a log that is given twice, under whatever name."""
+    known: set[Path] = set()
+    for path in paths:
+        resolved = Path(path).resolve()
+        if resolved in known:
+            got, hint = "one log given twice", "give each file once"
+            raise RolloutError("duplicate_input", str(path), got, "each call once", hint)
+        known.add(resolved)
 
 
 def raise_first(errors: Sequence[RolloutError]) -> NoReturn:

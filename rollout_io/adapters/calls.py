@@ -27,27 +27,33 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from rollout_io.adapters import (
+    Adapter,
     Progress,
     Step,
     Trajectory,
     natural_key,
     raise_first,
+    refuse_repeated,
     split_session,
     tables,
 )
+from rollout_io.adapters.detect import has_record
 from rollout_io.adapters.jsonl import decode_line, open_input, read_lines
 from rollout_io.adapters.rewards import Key, Outcome, read_rewards
 from rollout_io.adapters.sessions import Entry, check_outcomes, order_sessions, settle
+from rollout_io.adapters.tokens import (
+    INT32_MAX,
+    broken,
+    logprob_array,
+    one_routing,
+    route_array,
+    token_ids,
+)
 from schemas.errors import RolloutError
-from schemas.row_checks import LOGPROB_SENTINEL
-from schemas.rules import RULES
 
-_INT32_MAX = 2**31 - 1
-_Int32 = Annotated[int, msgspec.Meta(ge=-_INT32_MAX - 1, le=_INT32_MAX)]
+_Int32 = Annotated[int, msgspec.Meta(ge=-INT32_MAX - 1, le=INT32_MAX)]
 _NO_JSON = msgspec.Raw(b"null")
 
-
-_Expert = Annotated[int, msgspec.Meta(ge=0, le=2**15 - 1)]
 _Temperature = Annotated[float, msgspec.Meta(ge=0, le=1e38)]
 
 
@@ -97,6 +103,12 @@ class _Call(msgspec.Struct, gc=False):
     policy_version: _Int32 | None = None
 
 
+class _Head(msgspec.Struct, gc=False):
+    session: str
+    request: dict[str, msgspec.Raw]
+    response: dict[str, msgspec.Raw]
+
+
 @dataclass(slots=True)
 class _Index:
     sessions: dict[Key, list[Entry]] = field(default_factory=dict)
@@ -105,8 +117,8 @@ class _Index:
     errors: list[RolloutError] = field(default_factory=list)
 
 
+_HEAD_DECODER = msgspec.json.Decoder(_Head)
 _DECODER = msgspec.json.Decoder(_Call)
-_ROUTES_DECODER = msgspec.json.Decoder(list[list[list[_Expert]]] | None)
 _OPTIONAL = (
     *("rollout_logprobs", "reward", "stop_reason", "policy_version", "temperature", "top_p"),
     *("top_k", "agent", "messages", "response_text"),
@@ -146,8 +158,8 @@ def read_calls(
     report = progress or (lambda _: None)
     outcomes = {} if rewards is None else read_rewards(rewards)
     index = _Index()
+    refuse_repeated(paths)
     for path in paths:
-        _refuse_repeated(path, paths)
         _index_file(Path(path), index, outcomes, report)
     errors = index.errors or list(order_sessions(index.sessions))
     errors = errors or list(check_outcomes(index.sessions, outcomes))
@@ -160,12 +172,6 @@ def read_calls(
     user_columns = sorted({name for o in outcomes.values() for name in o.user_values})
     trajectories = _trajectories(index, outcomes, report)
     return tables(trajectories, optional, user_columns, index.routing)
-
-
-def _refuse_repeated(path: str | Path, paths: Sequence[str | Path]) -> None:
-    if sum(Path(other).resolve() == Path(path).resolve() for other in paths) > 1:
-        got, hint = "one log given twice", "give each file once"
-        raise RolloutError("duplicate_input", str(path), got, "each call once", hint)
 
 
 def _index_file(
@@ -182,7 +188,7 @@ def _index_file(
                 call = decode_line(_DECODER, line.content, where)
                 key = split_session(call.session, where)
                 steps = _steps(call, where, failed=_is_failed(outcomes.get(key)))
-                index.routing = _one_routing(steps, index.routing, where)
+                index.routing = one_routing(steps, index.routing, where)
             except RolloutError as error:
                 index.errors.append(error)
                 continue
@@ -201,7 +207,7 @@ def _steps(call: _Call, where: str, *, failed: bool) -> list[Step]:
     """The choices of a call as steps, by index; a call's own reward goes to its last choice."""
     choices = sorted(call.response.choices, key=lambda choice: choice.index)
     if not choices:
-        raise _broken("nonempty_response", where, "a response without choices", "at least 1 choice")
+        raise broken("nonempty_response", where, "a response without choices", "at least 1 choice")
     prompt = _token_ids(call.response.prompt_token_ids, "prompt", where, failed=failed)
     steps = [_step(call, choice, prompt, where, failed=failed) for choice in choices]
     steps[-1].reward = call.reward
@@ -237,12 +243,9 @@ def _token_ids(
         hint = 'ask the engine for them: "return_token_ids": true in the request (vLLM)'
         got = f"a call without the token ids of its {what}"
         raise RolloutError("no_token_ids", where, got, "the ids the engine saw and sampled", hint)
-    if not ids and not failed:
-        raise _broken(f"nonempty_{what}", where, f"a {what} of 0 tokens", "at least 1 token")
-    if ids and not 0 <= min(ids) <= max(ids) <= _INT32_MAX:
-        bad = next(i for i in ids if not 0 <= i <= _INT32_MAX)
-        raise _broken("token_range", where, f"id {bad} in the {what}", f"ids in 0..{_INT32_MAX}")
-    return np.array(ids or (), np.int32)
+    if not ids and failed:
+        return np.zeros(0, np.int32)
+    return token_ids(ids or (), what, where)
 
 
 def _logprobs(
@@ -250,51 +253,12 @@ def _logprobs(
 ) -> npt.NDArray[np.float32] | None:
     if logprobs is None or logprobs.content is None:
         return None
-    values = [token.logprob for token in logprobs.content]
-    if len(values) != num_tokens:
-        got = f"{len(values)} log-probabilities for {num_tokens} response tokens"
-        raise _broken("lengths_align", where, got, "one per token")
-    if values and min(values) <= LOGPROB_SENTINEL:
-        raise _broken("logprobs_finite", where, f"logprob {min(values)}", "values above -9999")
-    if values and max(values) > 0:
-        raise _broken("logprobs_nonpositive", where, f"logprob {max(values)}", "at most 0")
-    return np.array(values, np.float32)
+    return logprob_array([token.logprob for token in logprobs.content], num_tokens, where)
 
 
 def _routes(choice: _Choice, num_tokens: int, where: str) -> npt.NDArray[np.int16] | None:
     place = f"{where}, choice {choice.index}, routed_experts"
-    expected = "nested lists [tokens][layers][topk] of experts 0..32767"
-    try:
-        nested = _ROUTES_DECODER.decode(choice.routed_experts)
-        routes = None if nested is None else np.array(nested, np.int16)
-    except msgspec.ValidationError as error:
-        raise _broken("routing_shape", place, str(error), expected) from None
-    except ValueError:
-        raise _broken("routing_shape", place, "lists of unequal lengths", expected) from None
-    if routes is None:
-        return None
-    if routes.ndim != 3 or 0 in routes.shape or len(routes) > num_tokens:
-        got, expected = f"shape {routes.shape}", f"[1..{num_tokens} tokens][layers][topk]"
-        raise _broken("routing_shape", place, got, expected)
-    return routes
-
-
-def _one_routing(
-    steps: Iterable[Step], known: tuple[int, int] | None, where: str
-) -> tuple[int, int] | None:
-    """(layers, topk) of the steps' routes, which one model's log has one of."""
-    for step in steps:
-        if step.rollout_expert_indices is not None:
-            _, num_layers, topk = step.rollout_expert_indices.shape
-            if known not in {None, (num_layers, topk)}:
-                got, expected = f"{num_layers} layers, top {topk}", f"{known}, as in earlier calls"
-                raise _broken("routing_shape", where, got, expected)
-            known = (num_layers, topk)
-    return known
-
-
-def _broken(rule: str, where: str, got: str, expected: str) -> RolloutError:
-    return RolloutError(rule, where, got, expected, RULES[rule].hint)
+    return route_array(choice.routed_experts, num_tokens, place)
 
 
 def _json_text(raw: msgspec.Raw) -> str | None:
@@ -352,3 +316,15 @@ def _read_steps(
         report(entry.num_bytes)
         call = decode_line(_DECODER, file.read(entry.num_bytes), entry.where)
         yield from _steps(call, entry.where, failed=failed)
+
+
+def recognizes(path: Path) -> bool:
+    """Whether a file has lines with a `session`, a `request` and a `response`."""
+    return has_record(path, _HEAD_DECODER)
+
+
+ADAPTER = Adapter(
+    summary="calls of an OpenAI-compatible engine (vLLM), as they went over the wire: JSONL",
+    recognizes=recognizes,
+    read=read_calls,
+)

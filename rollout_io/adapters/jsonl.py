@@ -67,6 +67,32 @@ def decode_line(decoder: msgspec.json.Decoder[T], content: bytes, where: str) ->
         raise RolloutError("json_line", where, got, expected, hint) from None
 
 
+def refuse_lfs_pointer(content: bytes, where: str) -> None:
+    """Refuse what Git has in the place of a large file that was not fetched."""
+    if content.startswith(b"version https://git-lfs"):
+        got = f"a Git LFS pointer of {len(content)} bytes, not the file itself"
+        raise RolloutError("lfs_pointer", where, got, "its content", "git lfs pull")
+
+
+def read_document(decoder: msgspec.json.Decoder[T], path: Path) -> tuple[T, int]:
+    """Decode a file that is one JSON document; also its size in bytes.
+
+    Raises:
+        RolloutError: `input_file`, `lfs_pointer`, `json_document`, or `record_type`.
+    """
+    with open_input(path) as file:
+        content = file.read()
+    refuse_lfs_pointer(content, str(path))
+    try:
+        return decode_line(decoder, content, str(path)), len(content)
+    except RolloutError as error:
+        if error.rule != "json_line":
+            raise
+        got = error.got.replace("a line cut off", "a file cut off")
+        hint = "the writer was stopped, or the file is of another format: write or copy it again"
+        raise RolloutError("json_document", str(path), got, "one JSON document", hint) from None
+
+
 def type_error(error: msgspec.ValidationError, where: str) -> RolloutError:
     """The error of a field that is missing or of another type."""
     hint = "see docs/formats.md for the fields of the format"

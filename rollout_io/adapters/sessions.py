@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,13 +50,21 @@ def check_outcomes(
     sessions: Mapping[Key, Sequence[Entry]], outcomes: Mapping[Key, Outcome]
 ) -> Iterator[RolloutError]:
     """Outcomes that contradict the log, or that belong to no session of it."""
-    known = [f"{key[0]}/{key[1]}" for key in sessions]
+    yield from unknown_outcomes(sessions.keys(), outcomes)
     for key, outcome in outcomes.items():
-        if key not in sessions:
-            if outcome.error is None:
-                yield _unknown_session(f"{key[0]}/{key[1]}", outcome.where, known)
-        elif outcome.reward is not None and sessions[key][-1].reward not in {None, outcome.reward}:
-            yield _conflict(outcome, sessions[key][-1])
+        last = sessions[key][-1] if key in sessions else None
+        if last and outcome.reward is not None and last.reward not in {None, outcome.reward}:
+            yield _conflict(outcome, last)
+
+
+def unknown_outcomes(
+    keys: Collection[Key], outcomes: Mapping[Key, Outcome]
+) -> Iterator[RolloutError]:
+    """Outcomes of trajectories that are not among `keys`, but for failed ones: those made no call."""
+    known = [f"{key[0]}/{key[1]}" for key in keys]
+    for key, outcome in outcomes.items():
+        if outcome.error is None and key not in keys:
+            yield _unknown_session(f"{key[0]}/{key[1]}", outcome.where, known)
 
 
 def _order(session: str, entries: list[Entry]) -> None:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import entry_points, version
+from importlib.metadata import version
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from rollout_io.cli.formats import note_failures
 from rollout_io.cli.output import emit_json, example, next_command, note, progress_bar
-from schemas.errors import RolloutError
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from rollout_io.adapters import Adapter
+
+AUTO = "auto"
 _READS = 2  # adapters read their input once to check it and once to convert it
 
 
@@ -25,7 +29,11 @@ _READS = 2  # adapters read their input once to check it and once to convert it
 )
 @click.argument("inputs", nargs=-1, required=True, metavar="INPUT...", type=click.Path())
 @click.option(
-    "--format", "format_name", default="calls", show_default=True, help="Format of the logs."
+    "--format",
+    "format_name",
+    default=AUTO,
+    show_default=True,
+    help="Format of the logs (`rollouts formats` lists them); auto: by their content.",
 )
 @click.option("--rewards", type=click.Path(), metavar="FILE", help="JSONL of outcomes.")
 @click.option("--out", required=True, metavar="DS", help="Dataset directory to write.")
@@ -61,21 +69,28 @@ def convert(
     from rollout_io.writer import RolloutWriter
     from schemas.metadata import DatasetMetadata
 
-    read = find_adapter(format_name)
-    metadata = DatasetMetadata(tokenizer=tokenizer, logprobs_mode=logprobs_mode).made(
-        "convert",
-        tool=f"rollout-io {version('rollout-io')}",
-        format=format_name,
-        inputs=list(inputs),
-        rewards=rewards,
-    )
+    found, adapter = choose_format(format_name, inputs)
     summary = Summary()
     with progress_bar(_READS * _num_bytes(inputs), "B", "convert") as progress:
-        tables = read(inputs, rewards=rewards, progress=progress)
+        tables = adapter.read(inputs, rewards=rewards, progress=progress)
+        first = list(islice(tables, 1))
+        about = _about(first)
+        metadata = DatasetMetadata(tokenizer=tokenizer, logprobs_mode=logprobs_mode).made(
+            "convert",
+            tool=f"rollout-io {version('rollout-io')}",
+            format=found,
+            inputs=list(inputs),
+            rewards=rewards,
+            **about,
+        )
         with RolloutWriter(out, layout=layout, metadata=metadata) as writer:
-            for table in tables:
+            for table in chain(first, tables):
                 writer.write(table)
                 summary.add(table)
+    if format_name == AUTO:
+        note(f"format: {found}")
+    for name in about:
+        note(f"{name}: in the history of the dataset (`made_by`), for no row has a place for them")
     if as_json:
         emit_json(summary.to_dict())
     else:
@@ -83,20 +98,32 @@ def convert(
         next_command(f"rollouts validate {out}")
 
 
-def find_adapter(name: str) -> Callable[..., Any]:
-    """The adapter registered under a format's name."""
-    found = {entry.name: entry for entry in entry_points(group="rollout_io.adapters")}
-    if name not in found:
-        expected = "one of " + ", ".join(sorted(found))
-        near = difflib.get_close_matches(name, found, 1)
-        hint = f"did you mean --format {near[0]}?" if near else None
-        raise RolloutError("known_format", "--format", repr(name), expected, hint)
-    adapter: Callable[..., Any] = found[name].load()
-    return adapter
+def choose_format(name: str, inputs: Sequence[str]) -> tuple[str, Adapter]:
+    """The format of that name, or under `auto` the one that all inputs are of."""
+    from rollout_io.adapters.detect import detect, find_adapter, load_formats
+
+    if name != AUTO:
+        return name, find_adapter(name)
+    known = load_formats()
+    note_failures(known)
+    found = detect(inputs, known.adapters)
+    return found, known.adapters[found]
 
 
-def _num_bytes(inputs: tuple[str, ...]) -> int:
-    return sum(Path(path).stat().st_size for path in inputs if Path(path).is_file())
+def _about(tables: Sequence[pa.Table]) -> dict[str, Any]:
+    """What a log says of itself as a whole, beside its rows."""
+    from rollout_io.adapters import ABOUT
+
+    metadata = (tables[0].schema.metadata or {}) if tables else {}
+    named = {key.decode(errors="replace"): value for key, value in metadata.items()}
+    return {k.removeprefix(ABOUT): json.loads(v) for k, v in named.items() if k.startswith(ABOUT)}
+
+
+def _num_bytes(inputs: Sequence[str]) -> int:
+    files = [
+        f for path in map(Path, inputs) for f in (path.rglob("*") if path.is_dir() else [path])
+    ]
+    return sum(file.stat().st_size for file in files if file.is_file())
 
 
 @dataclass(slots=True)

@@ -23,7 +23,7 @@ from schemas.errors import RolloutError
 
 GROUP = "rollout_io.verbs"
 ORDER = (
-    *("convert", "validate", "inspect", "stats", "filter", "merge", "drift", "export"),
+    *("formats", "convert", "validate", "inspect", "stats", "filter", "merge", "drift", "export"),
     *("record", "generate", "train", "rl"),
 )
 
