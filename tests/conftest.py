@@ -1,9 +1,14 @@
+import copy
+import json
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
+
+
+ELEMENT = {"prompt_token_ids": [[1, 2]], "completion_token_ids": [[3]], "logprobs": [[-0.5]]}
 
 
 @pytest.fixture(scope="session")
@@ -35,3 +40,30 @@ def shop_dataset(tmp_path_factory):
     arguments = ["--format", "calls", "--rewards", str(rewards), "--out", str(path)]
     assert run(["convert", str(calls), *arguments]) == 0
     return path
+
+
+@pytest.fixture(scope="session")
+def golden(harness_logs):
+    return harness_logs / "harbor" / "golden" / "terminus_2"
+
+
+@pytest.fixture(scope="session")
+def real_trials(harness_logs):
+    path = harness_logs / "harbor" / "nemo_gym_harbor_agent.example_output.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [json.loads(line)["metadata"] for line in lines]
+
+
+@pytest.fixture
+def trial(real_trials):
+    """A real TrialResult with the token lists it was asked for and did not keep."""
+
+    def make(name="t1", *details, task="fix-git", **fields):
+        record = copy.deepcopy(real_trials[0])
+        record |= {"id": f"id-{name}", "trial_name": f"{task}__{name}", "task_name": task}
+        record["task_checksum"] = f"sum-of-{task}"
+        record["config"]["job_id"] = "job"
+        record["agent_result"]["rollout_details"] = list(details) or [ELEMENT]
+        return record | fields
+
+    return make
