@@ -160,10 +160,8 @@ class _Shard:
 
     def _keeps_some(self, index: int, predicate: pl.Expr) -> bool:
         names = predicate.meta.root_names()
-        if not names or not set(names) <= set(
-            self.names
-        ):  # prompts to be decoded, or a column of other shards
-            return True
+        if not names or not set(names) <= set(self.names):
+            return True  # prompts that are to be decoded, or a column of other shards
         return not _frame(self._row_group(index, names)).filter(predicate).is_empty()
 
     def tables(self, names: Sequence[str], predicate: pl.Expr | None = None) -> Iterator[pa.Table]:

@@ -66,9 +66,6 @@ def train(config: TrainConfig) -> TrainResult:
     Every check comes before the first update and before anything is written, except that of a
     row's length where a merged dataset is trained step by step.
 
-    Args:
-        config: The run's configuration.
-
     Returns:
         The result; `OUT/` then holds `config.json`, `metrics.jsonl` (one line per mini-batch) and
         `checkpoints/global_step_N/`.

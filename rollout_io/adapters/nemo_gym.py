@@ -109,6 +109,7 @@ class _Log:
     present: set[str] = field(default_factory=lambda: {"source"})
     routing: tuple[int, int] | None = None
     errors: list[RolloutError] = field(default_factory=list)
+    inferred: bool = False
 
 
 _HEAD_DECODER = msgspec.json.Decoder(_Head)
@@ -150,18 +151,8 @@ def read_rollouts(
     """
     report = progress or (lambda _: None)
     outcomes = {} if rewards is None else read_rewards(rewards)
-    log = _Log()
     refuse_repeated(paths)
-    inferred = False
-    for path in paths:
-        for place, content in _records(Path(path), log.errors):
-            report(place.num_bytes)
-            try:
-                record = _decode(content, place.where)
-                inferred |= record.run.task is None
-                _add(log, place, _trajectory(record, place.where, outcomes))
-            except RolloutError as error:
-                log.errors.append(error)
+    log = _index(paths, outcomes, report)
     errors = log.errors or list(unknown_outcomes(log.places.keys(), outcomes))
     if errors:
         raise_first(errors)
@@ -172,7 +163,22 @@ def read_rollouts(
         _note_columns(log, settle(key, [], outcomes[key]))
     user_columns = sorted({name for o in outcomes.values() for name in o.user_values})
     found = tables(_trajectories(log, outcomes, report), log.present, user_columns, log.routing)
-    return map(_say_inferred, found) if inferred else found
+    return map(_say_inferred, found) if log.inferred else found
+
+
+def _index(paths: Sequence[str | Path], outcomes: Mapping[Key, Outcome], report: Progress) -> _Log:
+    """Check every run, and note where it is."""
+    log = _Log()
+    for path in paths:
+        for place, content in _records(Path(path), log.errors):
+            report(place.num_bytes)
+            try:
+                record = _decode(content, place.where)
+                log.inferred |= record.run.task is None
+                _add(log, place, _trajectory(record, place.where, outcomes))
+            except RolloutError as error:
+                log.errors.append(error)
+    return log
 
 
 def _say_inferred(table: pa.Table) -> pa.Table:
