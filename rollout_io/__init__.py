@@ -5,6 +5,10 @@ from typing import TYPE_CHECKING
 from schemas.lazy import exports
 
 if TYPE_CHECKING:
+    from rollout_io.adapters import Options
+    from rollout_io.conversion.choices import Choices
+    from rollout_io.conversion.driver import convert
+    from rollout_io.conversion.reading import read_log
     from rollout_io.generator_output import (
         from_generator_output,
         read_generator_output,
@@ -15,12 +19,16 @@ if TYPE_CHECKING:
     from rollout_io.writer import RolloutWriter
 
 __all__ = [
+    "Choices",
+    "Options",
     "RolloutWriter",
     "check_dataset",
+    "convert",
     "from_generator_output",
     "iter_tables",
     "read",
     "read_generator_output",
+    "read_log",
     "read_metadata",
     "scan",
     "to_generator_output",
@@ -29,6 +37,10 @@ __all__ = [
 ]
 
 _MODULES = {
+    "rollout_io.adapters": ("Options",),
+    "rollout_io.conversion.choices": ("Choices",),
+    "rollout_io.conversion.driver": ("convert",),
+    "rollout_io.conversion.reading": ("read_log",),
     "rollout_io.generator_output": (
         "from_generator_output",
         "read_generator_output",

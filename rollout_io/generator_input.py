@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from rollout_io.adapters import ragged_array, routing_array
+from rollout_io.arrays import ragged_array, routing_array
 from schemas.columns import COLUMN_BY_NAME, COLUMNS
 from schemas.errors import RolloutError
 

@@ -40,6 +40,7 @@ class RolloutWriter:
         append: Add shards to a directory that already holds some (several writers may share it).
         row_group_rows: Rows of a row group; a longer trajectory makes a longer one.
         shard_bytes: Encoded, uncompressed bytes after which a new shard begins.
+        checked: The caller has checked the tables: they are not checked again.
 
     Raises:
         RolloutError: The path already holds a dataset, and `append` is false.
@@ -61,13 +62,14 @@ class RolloutWriter:
         append: bool = False,
         row_group_rows: int = ROW_GROUP_ROWS,
         shard_bytes: int = SHARD_BYTES,
+        checked: bool = False,
     ) -> None:
         self.num_rows = self.num_trajectories = 0
         self._is_open = True
         self._where, self._location, self._layout = os.fspath(path), Location.of(path), layout
         self._metadata = metadata
         self._row_group_rows, self._shard_bytes = row_group_rows, shard_bytes
-        self._checker = Checker()
+        self._checker = None if checked else Checker()
         self._pending: list[pa.Table] = []
         self._empty = arrow_schema(optional=()).empty_table()
         self._pending_rows = self._pending_bytes = 0
@@ -132,9 +134,10 @@ class RolloutWriter:
         self._refuse_if_closed()
         try:
             self._flush(final=True)
-            raise_errors(self._checker.finish(), self._where)
+            if self._checker is not None:
+                raise_errors(self._checker.finish(), self._where)
             if self._shard is None and not self._published:
-                raise_errors(self._checker.check(self._empty), self._where)
+                raise_errors(Checker().check(self._empty), self._where)
                 self._write_row_group(self._empty)
             self._publish()
         except BaseException:
@@ -170,7 +173,8 @@ class RolloutWriter:
         self._pending_rows, self._pending_bytes = tail.num_rows, tail.nbytes
         if head.num_rows == 0:
             return
-        raise_errors(self._checker.check(head), self._where)
+        if self._checker is not None:
+            raise_errors(self._checker.check(head), self._where)
         for group in _row_groups(head, self._row_group_rows):
             self._write_row_group(group)
 

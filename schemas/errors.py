@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NoReturn
+
 
 class RolloutError(ValueError):
     """A user's input breaks a rule; the message is complete without a traceback.
@@ -33,3 +36,10 @@ class RolloutError(ValueError):
     def __str__(self) -> str:
         expected = f", expected {self.expected}" if self.expected else ""
         return f"{self.rule}: {self.where}: got {self.got}{expected}"
+
+
+def raise_first(errors: Sequence[RolloutError]) -> NoReturn:
+    """Raise the first error, saying how many more records are bad."""
+    e = errors[0]
+    others = f" (and {len(errors) - 1} more records rejected)" if len(errors) > 1 else ""
+    raise RolloutError(e.rule, e.where, e.got, e.expected + others, e.hint)

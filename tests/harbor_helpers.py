@@ -8,7 +8,7 @@ import polars as pl
 import pyarrow as pa
 import pytest
 
-from rollout_io.adapters.harbor import read_harbor
+from rollout_io import Choices, Options, read_log
 from schemas import check
 from schemas.errors import RolloutError
 
@@ -68,8 +68,15 @@ def write_trial(job: Path, record: Record, trajectory: Record | None = None) -> 
     return directory
 
 
-def convert(*paths: Path, rewards: Path | None = None) -> pl.DataFrame:
-    table = pa.concat_tables(read_harbor(paths, rewards=rewards))
+def read_harbor(paths, rewards=None, **options) -> pa.Table:
+    chosen = Options(**options)
+    return read_log(
+        paths, Choices(format="harbor", rewards=rewards and str(rewards), options=chosen)
+    )
+
+
+def convert(*paths: Path, rewards: Path | None = None, **options: str) -> pl.DataFrame:
+    table = read_harbor(paths, rewards, **options)
     assert check(table).is_empty()
     if "metrics" in table.column_names:
         index = table.column_names.index("metrics")
@@ -82,5 +89,5 @@ def convert(*paths: Path, rewards: Path | None = None) -> pl.DataFrame:
 
 def refusal(*paths: Path, rewards: Path | None = None) -> RolloutError:
     with pytest.raises(RolloutError) as caught:
-        read_harbor(paths, rewards=rewards)
+        read_harbor(paths, rewards)
     return caught.value

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout_io.adapters.harbor import ADAPTER, read_harbor
+from rollout_io.adapters.harbor import ADAPTER
 from rollout_io.adapters.harbor_inputs import recognizes
 from tests.harbor_helpers import (
     agent_step,
@@ -132,7 +132,7 @@ def test_damaged_files_are_refused_by_name(tmp_path, trial):
     assert refusal(path).rule == "json_document"
     assert refusal(tmp_path / "none.json").rule == "input_file"
     (tmp_path / "empty").mkdir()
-    assert refusal(tmp_path / "empty").rule == "harbor_input"
+    assert refusal(tmp_path / "empty").rule == "input_file"
 
 
 def test_recognizes_its_inputs_and_nothing_else(tmp_path, trial):
@@ -148,11 +148,3 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "pipe.json")
     assert not recognizes(tmp_path / "pipe.json")
     assert refusal(tmp_path / "pipe.json").rule == "input_file"
-
-
-def test_progress_counts_each_byte_twice(tmp_path, trial):
-    directory = write_trial(tmp_path, trial("t"), atif(agent_step(1, [1, 2], [3])))
-    counts: list[int] = []
-    list(read_harbor([directory], progress=counts.append))
-    read = (directory / "result.json", directory / "agent" / "trajectory.json")
-    assert sum(counts) == 2 * sum(path.stat().st_size for path in read)

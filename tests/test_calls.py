@@ -11,8 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rollout_io.adapters import natural_key, split_session
-from rollout_io.adapters.calls import read_calls
+import rollout_io
+from rollout_io import Choices, read_log
+from rollout_io.adapters.naming import natural_key, split_session
 from schemas import check
 from schemas.errors import RolloutError
 
@@ -44,12 +45,16 @@ def write(path: Path, records: list[Record]) -> Path:
     return path
 
 
+def read_calls(paths, rewards=None):
+    return read_log(paths, Choices(format="calls", rewards=rewards and str(rewards)))
+
+
 def convert(
     tmp_path: Path, calls: list[Record], rewards: list[Record] | None = None
 ) -> pl.DataFrame:
     logs = write(tmp_path / "calls.jsonl", calls)
     outcomes = None if rewards is None else write(tmp_path / "rewards.jsonl", rewards)
-    table = pa.concat_tables(read_calls([logs], rewards=outcomes))
+    table = read_calls([logs], outcomes)
     assert check(table).is_empty()
     return frame(table)
 
@@ -60,7 +65,7 @@ def refusal(
     logs = write(tmp_path / "calls.jsonl", calls)
     outcomes = None if rewards is None else write(tmp_path / "rewards.jsonl", rewards)
     with pytest.raises(RolloutError) as caught:
-        read_calls([logs], rewards=outcomes)
+        read_calls([logs], outcomes)
     return caught.value
 
 
@@ -73,7 +78,7 @@ def frame(table: pa.Table) -> pl.DataFrame:
 
 
 def frame_of(*paths: Path, rewards: Path | None = None) -> pl.DataFrame:
-    return frame(pa.concat_tables(read_calls(paths, rewards=rewards)))
+    return frame(read_calls(paths, rewards))
 
 
 def test_shop_has_205_rows_48_trajectories_12_groups_and_mean_reward_a_quarter() -> None:
@@ -87,7 +92,7 @@ def test_shop_has_205_rows_48_trajectories_12_groups_and_mean_reward_a_quarter()
 
 
 def test_shop_breaks_no_invariant() -> None:
-    assert check(pa.concat_tables(read_calls([SHOP], rewards=SHOP_REWARDS))).is_empty()
+    assert check(read_calls([SHOP], SHOP_REWARDS)).is_empty()
 
 
 def test_a_group_is_contiguous_in_natural_order_with_repetitions_ascending() -> None:
@@ -261,9 +266,9 @@ CHOICE = "response.choices.0"
         ("response.prompt_token_ids", [], "nonempty_prompt", "0 tokens"),
         (f"{CHOICE}.token_ids", [], "nonempty_response", "0 tokens"),
         ("response.choices", [], "nonempty_response", "without choices"),
-        ("response.prompt_token_ids", [1, -1], "token_range", "id -1"),
+        ("response.prompt_token_ids", [1, -1], "token_range", "-1 at index 1"),
         ("response.prompt_token_ids", [2**40], "token_range", f"id {2**40}"),
-        (f"{CHOICE}.token_ids", [3], "lengths_align", "2 log-probabilities for 1"),
+        (f"{CHOICE}.token_ids", [3], "lengths_align", "2 elements"),
         (
             f"{CHOICE}.logprobs.content",
             [{"logprob": 0.1}, {"logprob": 0}],
@@ -296,12 +301,12 @@ def test_a_bad_call_is_named_with_its_rule_place_and_hint(
 
 def test_a_wrong_type_is_named_with_its_json_path(tmp_path: Path) -> None:
     error = refusal(tmp_path, [edited(f"{CHOICE}.token_ids", [1, "x"])])
-    assert error.where.endswith("calls.jsonl:1, $.response.choices[0].token_ids[1]")
+    assert error.where.endswith("calls.jsonl:1, response ids, $[1]")
 
 
 def test_an_error_says_how_many_more_records_are_bad(tmp_path: Path) -> None:
     bad = edited("response.prompt_token_ids", [])
-    assert "(and 2 more bad records)" in str(refusal(tmp_path, [bad, bad, bad]))
+    assert "(and 2 more records rejected)" in str(refusal(tmp_path, [bad, bad, bad]))
 
 
 @pytest.mark.parametrize(
@@ -359,13 +364,20 @@ def test_a_line_that_occurs_twice_is_refused(tmp_path: Path) -> None:
         ([{"session": "a/0", "reward": 1.0, "big": 10**400}], "reward_line"),
         ([{"session": "a/0", "reward": "1"}], "record_type"),
         ([{"session": "a/1", "reward": 1.0}], "unknown_session"),
-        ([{"session": "a/0", "reward": 0.5}], "reward_conflict"),
     ],
 )
 def test_a_bad_rewards_line_is_refused(rewards: list[Record], rule: str, tmp_path: Path) -> None:
     error = refusal(tmp_path, [call("a/0", [1], [2], reward=1.0)], rewards)
     assert error.rule == rule
     assert "rewards.jsonl:" in error.where
+
+
+def test_a_rewards_file_wins_and_what_the_log_said_is_kept(tmp_path: Path) -> None:
+    rows = convert(
+        tmp_path, [call("a/0", [1], [2], reward=1.0)], [{"session": "a/0", "reward": 0.5}]
+    )
+    assert rows["reward"].to_list() == [0.5]
+    assert json.loads(rows["metrics"][0]) == {"logged_reward": 1.0}
 
 
 def test_an_empty_log_is_refused(tmp_path: Path) -> None:
@@ -380,7 +392,7 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 def test_progress_counts_each_byte_twice(tmp_path: Path) -> None:
     logs = write(tmp_path / "calls.jsonl", [call("a/0", [1], [2]), call("a/1", [1], [2])])
     counted: list[int] = []
-    list(read_calls([logs], progress=counted.append))
+    rollout_io.convert([logs], tmp_path / "ds", progress=lambda n, _: counted.append(n))
     assert sum(counted) == 2 * logs.stat().st_size
 
 

@@ -89,6 +89,11 @@ def test_convert_counts_calls_failures_and_unknown_rewards(tmp_path: Path, capsy
     args = ["convert", logs, "--rewards", rewards, "--out", str(tmp_path / "ds"), "--json"]
     assert run(args) == 0
     assert json.loads(capsys.readouterr().out) == {
+        "format": "calls",
+        "num_records": len(calls),
+        "num_written": len(calls),
+        "num_rejected": 0,
+        "num_retokenized": 0,
         "num_calls": len(calls),
         "num_rows": len(calls) + 2,
         "num_trajectories": 6,

@@ -7,18 +7,17 @@ import tomllib
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
-import pyarrow as pa
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import rollout_io
+from rollout_io import Choices
 from rollout_io.adapters import Adapter
 from rollout_io.adapters.detect import (
     GROUP,
     adapters,
     detect,
-    find_adapter,
     load_formats,
     recognize,
 )
@@ -73,7 +72,7 @@ def test_calls_are_recognized_by_their_content_whatever_the_file_is_called(tmp_p
         b"PAR1\x00\x00",
         b'{"session": "a/0", "request": {}}',
         b'{"session": 1, "request": {}, "response": {}}',
-        b'{"session": "a/0", "request": {}, "response": [1]}',
+        b'{"session": "a/0", "request": {}, "response": 1}',
         b'{"prompt_token_ids": [[1]], "response_ids": [[1]], "rewards": [1]}',
         b'{"id": 1, "prompt_token_ids": [], "response_ids": [], "rewards": [], "loss_masks": []}',
         b"[" * 100_000,
@@ -89,7 +88,7 @@ def test_a_damaged_line_at_the_start_does_not_hide_what_a_log_is(tmp_path, forma
     log.write_bytes(CALL[20:] + b"\n" + CALL)
     assert recognize(log, formats) == ["calls"]
     with pytest.raises(RolloutError, match=rf"json_line: {log}:1"):
-        formats["calls"].read([log])
+        rollout_io.read_log([log], Choices(format="calls"))
 
 
 @given(st.binary(max_size=200) | st.integers(0, len(CALL)).map(lambda n: CALL[:n] * 2))
@@ -123,7 +122,7 @@ def test_convert_finds_the_format_out_and_notes_it_in_the_dataset(tmp_path, caps
     assert auto.equals(
         converted(tmp_path / "named", SHOP, "--rewards", REWARDS, "--format", "calls")
     )
-    assert "format: " not in capsys.readouterr().err
+    assert "\nformat: calls\n" in "\n" + capsys.readouterr().err
 
 
 def test_an_input_of_no_format_is_refused_by_name_with_the_way_to_the_list(tmp_path, capsys):
@@ -137,13 +136,13 @@ def test_an_input_of_no_format_is_refused_by_name_with_the_way_to_the_list(tmp_p
 
 
 def always(answer):
-    return Adapter(summary="anything", recognizes=lambda _: answer, read=lambda *_, **__: iter(()))
+    return Adapter(summary="anything", recognizes=lambda _: answer, find=zip, read=zip)
 
 
 def test_an_input_of_several_formats_is_refused_with_their_names():
     known = {"a": always(True), "b": always(False), "c": always(True)}
     with pytest.raises(RolloutError, match="got content of 2 formats: a, c") as caught:
-        detect([SHOP], known)
+        detect({"shop": SHOP}, known)
     assert "--format a" in caught.value.hint
     assert "rollouts formats" in caught.value.hint
 
@@ -152,15 +151,16 @@ def test_inputs_of_two_formats_are_refused_with_the_name_of_each(tmp_path, forma
     output = tmp_path / "output.json"
     rollout_io.write_generator_output(converted(tmp_path, SHOP, "--rewards", REWARDS), output)
     with pytest.raises(RolloutError) as caught:
-        detect([SHOP, SHOP, output], formats)
+        detect({str(path): path for path in (SHOP, output)}, formats)
     assert caught.value.where == str(output)
     assert caught.value.got == f"format skyrl, and {SHOP} of format calls"
 
 
 def test_two_formats_that_both_know_one_input_are_told_apart_by_the_others(tmp_path):
     (tmp_path / "b").touch()
-    narrow = Adapter(summary="b", recognizes=lambda path: path.name == "b", read=iter)
-    assert detect([tmp_path / "b", SHOP], {"all": always(True), "narrow": narrow}) == "all"
+    narrow = Adapter(summary="b", recognizes=lambda path: path.name == "b", find=zip, read=zip)
+    paths = {"b": tmp_path / "b", "shop": SHOP}
+    assert detect(paths, {"all": always(True), "narrow": narrow}) == "all"
 
 
 def test_a_pipe_is_refused_and_not_waited_for(tmp_path, capsys):
@@ -179,7 +179,7 @@ def test_a_large_file_that_git_did_not_fetch_is_called_so(tmp_path, formats):
 
 def test_an_input_that_is_not_there_is_said_to_be_missing_not_unknown(tmp_path, formats):
     with pytest.raises(RolloutError, match=r"input_file: .*nowhere: got no such file"):
-        detect([tmp_path / "nowhere"], formats)
+        detect({"nowhere": tmp_path / "nowhere"}, formats)
 
 
 def test_a_format_that_does_not_load_is_named_and_the_others_work():
@@ -206,9 +206,10 @@ def plugins(tmp_path):
     (package / "entry_points.txt").write_text(f"[{GROUP}]\n{registered}")
     (package.parent / "notes_format.py").write_text(
         "from rollout_io.adapters import Adapter\n"
-        "from rollout_io.adapters.calls import read_calls\n"
+        "from rollout_io.adapters.calls import find_sessions, read_session\n"
         "ADAPTER = Adapter(\n"
-        "    summary='notes', recognizes=lambda p: p.suffix == '.notes', read=read_calls\n"
+        "    summary='notes', recognizes=lambda p: p.suffix == '.notes',\n"
+        "    find=find_sessions, read=read_session\n"
         ")\n"
     )
     path = os.pathsep.join([str(package.parent), str(ROOT)])
@@ -328,16 +329,16 @@ def test_a_generator_output_is_recognized_in_any_order_of_its_keys(tmp_path, for
     assert recognize(file, formats) == ["skyrl"]
 
 
+def read_outputs(*paths, **choices):
+    return rollout_io.read_log(paths, Choices(format="skyrl", **choices))
+
+
 def test_several_generator_outputs_share_one_schema(tmp_path):
     first = write_output(tmp_path / "1", rollout_logprobs=None, env_metrics=None)
     second = write_output(tmp_path / "2", trajectory_ids=renamed("b"), rollout_metrics=None)
-    counted = []
-    tables = list(find_adapter("skyrl").read([first, second], progress=counted.append))
-    assert [table.num_rows for table in tables] == [3, 3]
-    assert tables[0].schema == tables[1].schema
-    assert tables[0]["rollout_logprobs"].null_count == 3
-    assert pa.concat_tables(tables)["instance_id"].to_pylist() == ["a"] * 3 + ["b"] * 3
-    assert sum(counted) == 2 * (first.stat().st_size + second.stat().st_size)
+    table = read_outputs(first, second)
+    assert table["rollout_logprobs"].null_count == 3
+    assert table["instance_id"].to_pylist() == ["a"] * 3 + ["b"] * 3
 
 
 ROUTES = [[[[0, 1]]], [[[0, 1]]], None]
@@ -346,14 +347,14 @@ ROUTES = [[[[0, 1]]], [[[0, 1]]], None]
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({}, "unique_trajectory: {b}, trajectory 'a_0': got a trajectory that {a} has too"),
+        ({}, "unique_trajectory: {b}: got trajectory 'a_0', which {a} has too"),
         ({"rewards": None}, "fields: {b}, GeneratorOutput, rewards: got no such field"),
         ({"rewards": [1.0]}, "fields_align: {b}, GeneratorOutput, rewards: got 1 entries"),
         ({"reward": [1.0]}, "fields: {b}, GeneratorOutput, reward: got an unknown field"),
         ({"loss_masks": [[1], [1], [0]]}, "lengths_align: {b}, table, row 1, "),
         (
             {"trajectory_ids": renamed("b"), "rollout_expert_indices": [[[[0]]], None, None]},
-            "columns_and_types: {a}, rollout_expert_indices: got list<",
+            "routing_shape: {b}: got ",
         ),
     ],
 )
@@ -361,14 +362,15 @@ def test_a_bad_generator_output_is_refused_with_its_file(changes, says, tmp_path
     a = write_output(tmp_path / "a.json", rollout_expert_indices=ROUTES)
     b = write_output(tmp_path / "b.json", **changes)
     with pytest.raises(RolloutError) as caught:
-        find_adapter("skyrl").read([a, b])
+        rollout_io.convert([a, b], tmp_path / "ds", Choices(format="skyrl"))
     assert str(caught.value).startswith(says.format(a=a, b=b))
+    assert not (tmp_path / "ds").exists()
 
 
 def test_rows_without_trajectory_ids_are_refused_with_a_way_out(tmp_path):
     file = write_output(tmp_path / "a.json", trajectory_ids=None, is_last_step=None)
     with pytest.raises(RolloutError, match="trajectory_ids") as caught:
-        find_adapter("skyrl").read([file])
+        read_outputs(file)
     assert "read_generator_output(file, group_size=n)" in caught.value.hint
 
 
@@ -376,13 +378,13 @@ def test_bad_generator_outputs_are_counted(tmp_path):
     files = [tmp_path / name for name in "abc"]
     for file in files:
         file.write_text('{"rewards": [')
-    with pytest.raises(RolloutError, match=r"json_file: .*and 2 more bad records"):
-        find_adapter("skyrl").read(files)
+    with pytest.raises(RolloutError, match=r"json_document: .*and 2 more records rejected"):
+        read_outputs(*files)
 
 
 def test_a_rewards_file_beside_a_generator_output_is_refused(tmp_path):
     file = write_output(tmp_path / "a.json")
-    with pytest.raises(RolloutError, match="rewards_file"):
-        find_adapter("skyrl").read([file], rewards=REWARDS)
+    with pytest.raises(RolloutError, match="choices: --rewards: got"):
+        read_outputs(file, rewards=str(REWARDS))
     with pytest.raises(RolloutError, match="duplicate_input"):
-        find_adapter("skyrl").read([file, tmp_path / "." / "a.json"])
+        read_outputs(file, tmp_path / "." / "a.json")

@@ -14,12 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_io import (
+    Choices,
     from_generator_output,
     read_generator_output,
+    read_log,
     to_generator_output,
     write_generator_output,
 )
-from rollout_io.adapters.calls import read_calls
 from schemas import check
 from schemas.errors import RolloutError
 from schemas.strategies import rollout_tables
@@ -63,7 +64,7 @@ def with_field(name: str, value: Any) -> Output:
 
 def shop() -> pa.Table:
     logs, rewards = EXAMPLES / "shop.calls.jsonl", EXAMPLES / "shop.rewards.jsonl"
-    return pa.concat_tables(read_calls([logs], rewards=rewards))
+    return read_log([logs], Choices(format="calls", rewards=str(rewards)))
 
 
 @st.composite

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from rollout_io.adapters.harbor import read_harbor
 from rollout_io.adapters.harbor_inputs import recognizes
+from schemas.metadata import DatasetMetadata
 from tests.harbor_helpers import (
     GOLDEN,
     agent_step,
@@ -14,6 +14,7 @@ from tests.harbor_helpers import (
     convert,
     element,
     failure,
+    read_harbor,
     refers,
     refusal,
     write,
@@ -91,7 +92,7 @@ def test_real_results_with_empty_details_are_refused_and_counted(tmp_path, real_
     assert error.rule == "no_token_ids"
     assert error.got == "an empty list, though collect_rollout_details was true"
     assert "result.json, $.agent_result.rollout_details" in error.where
-    assert "(and 2 more bad records)" in error.expected
+    assert "(and 2 more records rejected)" in error.expected
 
 
 def test_a_trial_gives_a_row_per_call_with_its_outcome_on_the_last(tmp_path, trial):
@@ -130,8 +131,8 @@ def test_a_group_is_a_task_and_checksum_of_one_job_in_the_order_of_trial_names(t
     rows = convert(tmp_path)
     assert rows["trajectory_id"].to_list() == ["x_0", "x_1", "y_0"]
     assert rows["trial_name"].to_list() == ["x__a", "x__b", "y__c"]
-    metadata = next(read_harbor([tmp_path])).schema.metadata
-    assert json.loads(metadata[b"groups"])[0].startswith("inferred: the trials of one task")
+    made = DatasetMetadata.decode(read_harbor([tmp_path]).schema.metadata).made_by
+    assert made[-1]["groups"][0].startswith("inferred: the trials of one task")
 
 
 def test_one_task_name_with_two_checksums_or_in_two_jobs_is_several_groups(tmp_path, trial):

@@ -13,10 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_io.adapters.nemo_gym import read_rollouts, recognizes
+from rollout_io import Choices, read_log
+from rollout_io.adapters.nemo_gym import recognizes
 from rollout_io.prefix import encode_prefixes
 from schemas import check
 from schemas.errors import RolloutError
+from schemas.metadata import DatasetMetadata
 
 Record = dict[str, Any]
 FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
@@ -54,8 +56,12 @@ def write(path: Path, records: list[Record]) -> Path:
     return path
 
 
+def read_rollouts(paths, rewards=None):
+    return read_log(paths, Choices(format="nemo_gym", rewards=rewards and str(rewards)))
+
+
 def read(*paths: Path, rewards: Path | None = None) -> pa.Table:
-    table = pa.concat_tables(read_rollouts(paths, rewards=rewards))
+    table = read_rollouts(paths, rewards)
     assert check(table).is_empty()
     return table
 
@@ -119,7 +125,8 @@ def test_a_real_run_whose_template_drops_reasoning_is_two_steps_that_share_3089_
     assert encoded["parent_step_index"].to_pylist() == [None, 0]
     assert encoded["prefix_length"].to_pylist() == [0, 3089]
     assert "reward" not in table.column_names
-    assert table.schema.metadata.keys() == {b"rollout_io.log.groups"}
+    made = DatasetMetadata.decode(table.schema.metadata).made_by[-1]
+    assert made["groups"].startswith("inferred: where the log states no task")
 
 
 @pytest.mark.parametrize(
@@ -262,7 +269,7 @@ def test_a_call_that_cannot_be_used_is_refused_for_its_reason(
     assert error.rule == rule
     assert got in error.got
     assert f"{tmp_path / 'a.jsonl'}:2, response.output" in error.where
-    assert "and 1 more bad record" in error.expected
+    assert "and 1 more record" in error.expected
 
 
 def test_one_call_of_several_without_ids_is_refused_with_its_number(tmp_path: Path) -> None:
@@ -340,7 +347,7 @@ def test_a_reward_for_an_unknown_rollout_is_refused(tmp_path: Path) -> None:
     log = write(tmp_path / "a.jsonl", [run(message(**tokens([1], [2])))])
     rewards = write(tmp_path / "r.jsonl", [{"session": "0/1", "reward": 1.0}])
     with pytest.raises(RolloutError, match="unknown_session"):
-        read_rollouts([log], rewards=rewards)
+        read_rollouts([log], rewards)
 
 
 IDS = st.lists(st.integers(0, 200_000), min_size=1, max_size=6)

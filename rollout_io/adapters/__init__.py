@@ -1,55 +1,115 @@
-"""Adapters: harness logs in, whole trajectories as tables out.
+"""Adapters: the runs of a harness's logs, found and read one by one.
 
 An adapter is an `Adapter`, registered as an entry point of the group `rollout_io.adapters` under the
-name that `rollouts convert --format` takes. What adapters share is here: the two records a log is
-read into, and the way from them to a table.
+name that `rollouts convert --format` takes. It says where the runs of a log are (`find`, a quick
+look at everything) and reads one of them (`read`). All else is the conversion's: order, groups,
+rewards, re-tokenisation, checks, rejected records, files, processes, resuming.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 
-from schemas.columns import COLUMN_BY_NAME, COLUMNS, PREFIX_FIELDS, routing_type
 from schemas.errors import RolloutError
-from schemas.ragged import Ragged
 
-Progress = Callable[[int], object]
-"""Called with the bytes read since the last call; each input byte counts twice in all, for the log
-is read once to check it and once to convert it."""
+
+class Input(NamedTuple):
+    """A log that was given.
+
+    Attributes:
+        name: What people call it.
+        path: Where its bytes are: itself, or a copy that is unpacked and can be read twice.
+    """
+
+    name: str
+    path: Path
+
+
+class Place(NamedTuple):
+    """Where one record is: a line of a file, a part of a document, or a document.
+
+    Attributes:
+        path: The file its bytes are in.
+        where: What people call the place: "shop.jsonl:12".
+        offset: Of its first byte; None: the record is no range of bytes of its own.
+        num_bytes: Its size.
+    """
+
+    path: Path
+    where: str
+    offset: int | None = None
+    num_bytes: int = 0
+
+
+@dataclass(kw_only=True, slots=True)
+class Run:
+    """One run of one task, found but not yet read.
+
+    Attributes:
+        instance_id: Its task; the runs of one instance form the group.
+        repetition_id: Which attempt; None: numbered in the order of the log.
+        places: Its records, in order.
+        labels: What else names it: the choices of `--group-by`.
+        index: Which of the runs of its document it is.
+        failed: Whether the rewards file says that it failed: then its tokens may be missing.
+        rewarded: Whether the rewards file has its outcome: then the log's need not be clear.
+    """
+
+    instance_id: str
+    repetition_id: int | None
+    places: Sequence[Place]
+    labels: Mapping[str, str] = field(default_factory=dict)
+    index: int = 0
+    failed: bool = False
+    rewarded: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its records."""
+        return sum(place.num_bytes for place in self.places)
+
+
+class Rejected(NamedTuple):
+    """A record that cannot be used, and why."""
+
+    place: Place
+    error: RolloutError
+
+
+class About(NamedTuple):
+    """What is known of a log as a whole: it goes to the history of the dataset."""
+
+    name: str
+    value: Any
+
+
+Found = Run | Rejected | About
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Adapter:
-    """One log format.
+class Options:
+    """What a user chooses about the reading of runs.
 
     Attributes:
-        summary: One line: what writes the format.
-        recognizes: Whether a file or directory is of this format, from its content. Called with
-            any file or directory there is, not with a pipe: must be quick and must not raise.
-        read: `read(paths, *, rewards=None, progress=None)` gives an iterator of tables, each of
-            whole trajectories, all with one schema. Raises `RolloutError` for bad input when it is
-            called, before it yields anything. `rewards` is a JSONL file of outcomes that win over
-            those of the log; an adapter that has no use for it refuses it. What is known of the
-            log as a whole may be in the metadata of the tables' schema, as JSON under keys that
-            begin with `ABOUT`: it goes to the history of the dataset.
+        reward: Which of the rewards of a run is its outcome; None: the format's own rule.
+        timeouts: A run that ran out of time is a failed one (`fail`), or is used (`keep`).
+        overflows: A run whose context grew too long has reward 0 (`zero`), is a failed one
+            (`fail`), or is used as it is (`keep`).
     """
 
-    summary: str
-    recognizes: Callable[[Path], bool]
-    read: Callable[..., Iterator[pa.Table]]
+    reward: str | None = None
+    timeouts: str = "fail"
+    overflows: str = "zero"
 
 
-ABOUT = "rollout_io.log."
-BATCH_TOKENS = 4_000_000
-RESERVED_NAMES = frozenset(COLUMN_BY_NAME) | {f.name for f in PREFIX_FIELDS}
+Ids = npt.NDArray[np.int32] | bytes
+"""Token ids, [n] int32; or the JSON text of such a list, which is parsed with all others at once."""
 
 _NO_TOKENS = np.zeros(0, np.int32)
 
@@ -60,20 +120,26 @@ class Step:
 
     Attributes:
         source: File and position it was read from.
-        prompt_token_ids: [P] int32.
-        response_ids: [R] int32.
+        prompt_token_ids: [P] ids.
+        response_ids: [R] ids.
         rollout_logprobs: [R] float32 nats, or None.
         rollout_expert_indices: [tokens, layers, topk] int16, or None.
+        loss_mask: [R] bool, or None: all as `trains` says.
         trains: Whether the loss mask is true; false where the harness says not to train on it.
+        spans: (start, length) of each sampled range of the response, or None: all of it.
+        token_source: `engine` or `retokenized`.
         others: As the columns of the same name.
     """
 
     source: str
-    prompt_token_ids: npt.NDArray[np.int32] = field(default_factory=lambda: _NO_TOKENS)
-    response_ids: npt.NDArray[np.int32] = field(default_factory=lambda: _NO_TOKENS)
+    prompt_token_ids: Ids = field(default_factory=lambda: _NO_TOKENS)
+    response_ids: Ids = field(default_factory=lambda: _NO_TOKENS)
     rollout_logprobs: npt.NDArray[np.float32] | None = None
     rollout_expert_indices: npt.NDArray[np.int16] | None = None
+    loss_mask: npt.NDArray[np.bool_] | None = None
     trains: bool = True
+    spans: Sequence[tuple[int, int]] | None = None
+    token_source: str = "engine"
     reward: float | None = None
     stop_reason: str | None = None
     policy_version: int | None = None
@@ -87,146 +153,92 @@ class Step:
 
 
 @dataclass(kw_only=True, slots=True)
-class Trajectory:
-    """All steps of one run; a failed one has `error` set and may hold a single empty step."""
+class Conversation:
+    """One context of an agent as text alone: its tokens can only be guessed, by re-tokenisation.
 
-    instance_id: str
-    repetition_id: int
-    steps: Sequence[Step]
+    Attributes:
+        source: File and position it was read from.
+        messages: OpenAI-style messages from first to last: `role`, `content`, and where they are
+            known `reasoning_content`, `tool_calls`, `tool_call_id`, `name`.
+        tools: OpenAI-style tool definitions, where the log has them.
+        logprobs: One list per assistant message, nats, or None.
+        others: As in `Step`.
+    """
+
+    source: str
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    logprobs: list[list[float]] | None = None
+    trains: bool = True
+    reward: float | None = None
+    stop_reason: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    agent: str | None = None
+    metrics: dict[str, float] | None = None
+
+
+@dataclass(kw_only=True, slots=True)
+class Trajectory:
+    """All steps of one run, as the log has them.
+
+    Attributes:
+        steps: In order; several conversations are several contexts (sub-agents, compactions).
+        reward: The outcome of the run; None: unknown.
+        error: Why the run failed, or None. A failed run may have no steps.
+        metrics: All numbers about the run, each reward among them under its own key.
+        user_values: Texts about the run: columns of the user's.
+    """
+
+    steps: Sequence[Step | Conversation]
+    reward: float | None = None
     error: str | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
     user_values: Mapping[str, str] = field(default_factory=dict)
 
-    @property
-    def trajectory_id(self) -> str:
-        """`{instance_id}_{repetition_id}`."""
-        return f"{self.instance_id}_{self.repetition_id}"
+
+Progress = Callable[[int], object]
+"""Called with the bytes looked at since the last call."""
 
 
-def tables(
-    trajectories: Iterable[Trajectory],
-    optional: Iterable[str],
-    user_columns: Sequence[str] = (),
-    routing: tuple[int, int] | None = None,
-) -> Iterator[pa.Table]:
-    """Tables of whole trajectories, of about `BATCH_TOKENS` tokens each.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Adapter:
+    """One log format.
+
+    Attributes:
+        summary: One line: what writes the format.
+        recognizes: Whether a file or directory is of this format, from its content. Called with
+            any file or directory there is, not with a pipe: must be quick and must not raise.
+        find: `find(inputs, progress)` gives, in the order of the dataset, each run, each record
+            that is of no use, and what is known of the log as a whole. Every record is in exactly
+            one of the runs or rejections.
+        read: `read(run, options)` gives the `Trajectory` of a run (of a document of tables: its
+            rows, as a table). Raises `RolloutError` where the run cannot be used.
+        is_text: Whether its runs hold text alone, or mostly.
+        is_table: Whether `read` gives the rows of a document, named and rewarded as they are.
+    """
+
+    summary: str
+    recognizes: Callable[[Path], bool]
+    find: Callable[[Sequence[Input], Progress], Iterable[Found]]
+    read: Callable[[Run, Options], Any]
+    is_text: bool = False
+    is_table: bool = False
+
+
+def one_run_a_document(
+    inputs: Iterable[Input], progress: Progress, name: Callable[[Input], tuple[str, int | None]]
+) -> Iterator[Run]:
+    """The runs of logs that are one document each: for `Adapter.find`.
 
     Args:
-        trajectories: In the order of the rows.
-        optional: Nullable columns to include (`rollout_logprobs`, `agent`, ...).
-        user_columns: String columns to include, from `Trajectory.user_values`.
-        routing: (layers, topk) of `rollout_expert_indices`; None: no such column.
+        inputs: Files.
+        progress: Told the size of each.
+        name: Instance and repetition of a document.
     """
-    names = [c.name for c in COLUMNS if not c.nullable or c.name in set(optional)]
-    batch: list[Trajectory] = []
-    num_tokens = 0
-    for trajectory in trajectories:
-        batch.append(trajectory)
-        num_tokens += sum(len(s.prompt_token_ids) + len(s.response_ids) for s in trajectory.steps)
-        if num_tokens >= BATCH_TOKENS:
-            yield _table(batch, names, user_columns, routing)
-            batch, num_tokens = [], 0
-    if batch:
-        yield _table(batch, names, user_columns, routing)
-
-
-def _table(
-    batch: Sequence[Trajectory],
-    names: Sequence[str],
-    user_columns: Sequence[str],
-    routing: tuple[int, int] | None,
-) -> pa.Table:
-    columns: dict[str, pa.Array] = {name: _column(batch, name) for name in names}
-    if routing is not None:
-        routes = [step.rollout_expert_indices for t in batch for step in t.steps]
-        columns["rollout_expert_indices"] = routing_array(routes, *routing)
-    for name in user_columns:
-        values = [t.user_values.get(name) for t in batch for _ in t.steps]
-        columns[name] = pa.array(values, pa.string())
-    fields = [
-        pa.field(n, a.type, n not in COLUMN_BY_NAME or COLUMN_BY_NAME[n].nullable)
-        for n, a in columns.items()
-    ]
-    return pa.Table.from_arrays(list(columns.values()), schema=pa.schema(fields))
-
-
-def _column(batch: Sequence[Trajectory], name: str) -> pa.Array:
-    kind = COLUMN_BY_NAME[name].type
-    steps = [step for t in batch for step in t.steps]
-    if name == "loss_mask":
-        return ragged_array([np.full(len(s.response_ids), s.trains) for s in steps], kind)
-    if name in {"prompt_token_ids", "response_ids", "rollout_logprobs"}:
-        return ragged_array([getattr(s, name) for s in steps], kind)
-    if name == "metrics":
-        return pa.array([s.metrics and list(s.metrics.items()) for s in steps], kind)
-    if name == "token_source":
-        return pa.array(["engine"] * len(steps), kind)
-    if name == "step_index":
-        return pa.array([i for t in batch for i in range(len(t.steps))], kind)
-    if name == "is_last_step":
-        last = [i == len(t.steps) - 1 for t in batch for i in range(len(t.steps))]
-        return pa.array(last, kind)
-    if name in {"instance_id", "repetition_id", "trajectory_id", "error"}:
-        return pa.array([getattr(t, name) for t in batch for _ in t.steps], kind)
-    return pa.array([getattr(s, name) for s in steps], kind)
-
-
-def ragged_array(rows: Sequence[npt.NDArray[Any] | None], kind: pa.DataType) -> pa.Array:
-    """A list array of type `kind` from one 1-D array per row; None makes a null."""
-    lengths = [0 if row is None else len(row) for row in rows]
-    offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-    known = [row for row in rows if row is not None]
-    values = np.concatenate(known) if known else np.zeros(0, kind.value_type.to_pandas_dtype())
-    valid = np.array([row is not None for row in rows], np.bool_)
-    return Ragged(values, offsets, valid).to_arrow(kind.value_type)
-
-
-def routing_array(rows: Sequence[npt.NDArray[Any] | None], num_layers: int, topk: int) -> pa.Array:
-    """`rollout_expert_indices` from one [tokens, num_layers, topk] array per row; None: a null."""
-    flat = [np.zeros(0, np.int16), *(row.reshape(-1) for row in rows if row is not None)]
-    values = pa.array(np.concatenate(flat).astype(np.int16), pa.int16())
-    values = pa.FixedSizeListArray.from_arrays(values, topk)
-    values = pa.FixedSizeListArray.from_arrays(values, num_layers)
-    lengths = [0 if row is None else len(row) for row in rows]
-    offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]), pa.int32())
-    mask = pa.array([row is None for row in rows])
-    kind = routing_type(num_layers, topk)
-    return pa.ListArray.from_arrays(offsets, values, type=kind, mask=mask)
-
-
-def split_session(session: str, where: str) -> tuple[str, int]:
-    """Instance and repetition of "instance/repetition"; the instance may hold slashes.
-
-    Example:
-        >>> split_session("math/train/12/3", "a.jsonl:1")
-        ('math/train/12', 3)
-    """
-    instance_id, _, repetition = session.rpartition("/")
-    if not instance_id or not re.fullmatch(r"0|[1-9][0-9]{0,8}", repetition):
-        expected = "'instance/repetition', the repetition a number from 0"
-        hint = "number the attempts at each instance: shop-1/0, shop-1/1, ..."
-        raise RolloutError("session_name", where, repr(session), expected, hint)
-    return instance_id, int(repetition)
-
-
-def natural_key(name: str) -> tuple[list[str | int], str]:
-    """Sort key under which shop-2 comes before shop-10."""
-    parts = re.split(r"([0-9]+)", name)
-    return [int(p) if i % 2 else p for i, p in enumerate(parts)], name
-
-
-def refuse_repeated(paths: Sequence[str | Path]) -> None:
-    """Refuse a log that is given twice, under whatever name."""
-    known: set[Path] = set()
-    for path in paths:
-        resolved = Path(path).resolve()
-        if resolved in known:
-            got, hint = "one log given twice", "give each file once"
-            raise RolloutError("duplicate_input", str(path), got, "each call once", hint)
-        known.add(resolved)
-
-
-def raise_first(errors: Sequence[RolloutError]) -> NoReturn:
-    """Raise the first error, saying how many more records are bad."""
-    e = errors[0]
-    others = f" (and {len(errors) - 1} more bad records)" if len(errors) > 1 else ""
-    raise RolloutError(e.rule, e.where, e.got, e.expected + others, e.hint)
+    for given in inputs:
+        num_bytes = given.path.stat().st_size
+        progress(num_bytes)
+        instance_id, repetition_id = name(given)
+        place = Place(given.path, given.name, 0, num_bytes)
+        yield Run(instance_id=instance_id, repetition_id=repetition_id, places=[place])

@@ -7,7 +7,7 @@ not load is no reason to refuse the others: it is named, with why.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -102,14 +102,18 @@ def recognize(path: str | Path, formats: Mapping[str, Adapter]) -> list[str]:
     return [name for name, adapter in formats.items() if adapter.recognizes(Path(path))]
 
 
-def detect(paths: Sequence[str | Path], formats: Mapping[str, Adapter]) -> str:
+def detect(paths: Mapping[str, Path], formats: Mapping[str, Adapter]) -> str:
     """The name of the one format that all inputs are of.
+
+    Args:
+        paths: By what people call them.
+        formats: By name.
 
     Raises:
         RolloutError: `known_format`: an input is of no format, all are of several, or the inputs
             differ; `input_file`; `lfs_pointer`.
     """
-    found = {str(path): recognize(path, formats) for path in paths}
+    found = {name: recognize(path, formats) for name, path in paths.items()}
     common = [name for name in formats if all(name in names for names in found.values())]
     if len(common) == 1:
         return common[0]

@@ -2,172 +2,147 @@
 
 A trial is one trajectory: its model calls are the steps, in order, compactions and sub-agents
 included. Harbor numbers no attempts: the trials of one task (name and checksum) in one job are taken
-as a group, and numbered in the order of their names. This is inferred, and the metadata of the
+as a group, and numbered in the order of their names. This is inferred, and the history of the
 dataset says so. An ATIF file given alone is an instance of its own: ATIF states no task and no
 reward.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
-import pyarrow as pa
 
-from rollout_io.adapters import Adapter, Progress, Trajectory, raise_first, tables
+from rollout_io.adapters import (
+    About,
+    Adapter,
+    Found,
+    Input,
+    Options,
+    Place,
+    Progress,
+    Rejected,
+    Run,
+    Trajectory,
+)
 from rollout_io.adapters.atif import NO_TOKENS, read_run, read_trajectory
 from rollout_io.adapters.harbor_inputs import Source, find_runs, keyed, recognizes
 from rollout_io.adapters.jsonl import read_document
-from rollout_io.adapters.rewards import Key, Outcome, read_rewards
-from rollout_io.adapters.sessions import settle, unknown_outcomes
-from rollout_io.adapters.tokens import one_routing
 from rollout_io.adapters.trial import CONTEXT_OVERFLOW, Trial, outcome_of, read_steps
 from schemas.errors import RolloutError
 
 _GROUPS = "inferred: the trials of one task (name and checksum) in one job, by trial name"
 _FILES_ALONE = "inferred: each trajectory file is an instance of its own"
-_OPTIONAL = (
-    *("rollout_logprobs", "reward", "stop_reason", "temperature", "agent", "response_text"),
-    *("metrics", "source"),
-)
-
-
 _TRIAL = msgspec.json.Decoder(Trial)
 
 
-def read_harbor(
-    paths: Sequence[str | Path],
-    *,
-    rewards: str | Path | None = None,
-    progress: Progress | None = None,
-) -> Iterator[pa.Table]:
-    """Read Harbor's results as rollout tables, one row per model call.
+def find_trials(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
+    """Trials, group by group in order of first appearance, and trajectory files alone.
 
-    A failed trial is kept with its `error`; where its tokens are missing, as one row of empty lists
-    that says so. A trial without an exception must have its tokens. All keys of the verifier's
-    rewards are in the `metrics` of the last row.
+    Of ATIF files, those that another one refers to are part of it.
+    """
+    sources: list[Source] = []
+    for given in inputs:
+        errors: list[RolloutError] = []
+        sources += find_runs(given.path, errors)
+        for error in errors:
+            yield Rejected(Place(given.path, error.where), error)
+    runs = keyed(sources)
+    inner = _inner_files(runs.values())
+    runs = {key: source for key, source in runs.items() if source.path.resolve() not in inner}
+    rules = {_FILES_ALONE if source.head.is_atif else _GROUPS for source in runs.values()}
+    if rules:
+        yield About("groups", sorted(rules))
+    for key, source in runs.items():
+        progress(_num_bytes(source))
+        yield Run(
+            instance_id=key[0],
+            repetition_id=key[1],
+            places=[_place(source)],
+            labels=_labels(source),
+        )
 
-    Args:
-        paths: Job directories, trial directories, `result.json` files, or ATIF files. Of the latter,
-            those that another one refers to are read as part of it.
-        rewards: JSONL of outcomes that win over those of the trials, see `read_rewards`.
-        progress: Told the bytes read, each file twice.
 
-    Returns:
-        Tables of whole trajectories, all with one schema, whose metadata says how groups were found.
+def _inner_files(sources: Iterable[Source]) -> set[Path]:
+    """Trajectory files that others refer to."""
+    inner: set[Path] = set()
+    for source in sources:
+        if source.head.is_atif:
+            try:
+                run = read_run(source.path, read_trajectory(source.path, _ignore), _ignore)
+            except (RolloutError, RecursionError):
+                continue  # the reader says what is wrong with it
+            inner |= run.paths - {source.path.resolve()}
+    return inner
+
+
+def _place(source: Source) -> Place:
+    offset = None if source.directory else 0
+    return Place(source.path, str(source.path), offset, _num_bytes(source))
+
+
+def _num_bytes(source: Source) -> int:
+    return source.path.stat().st_size
+
+
+def _labels(source: Source) -> dict[str, str]:
+    head = source.head
+    found = {
+        "task_name": head.task_name,
+        "task_checksum": head.task_checksum,
+        "trial_name": head.trial_name,
+        "job": source.job if head.is_trial else None,
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def read_trial(run: Run, options: Options) -> Trajectory:
+    """The calls of a trial, or of a trajectory file.
+
+    A failed trial is kept with its `error`; where its tokens are missing, without steps, and the
+    error says so. A trial without an exception must have its tokens. All keys of the verifier's
+    rewards are metrics.
 
     Raises:
-        RolloutError: Any record that cannot be used, before the first table: `no_token_ids`,
-            `tokens_disagree`, `dangling_reference`, `reward_key`, `no_trial_result`, ...: the first
-            one's place, and how many more there are.
+        RolloutError: `no_token_ids`, `tokens_disagree`, `dangling_reference`, `reward_key`, ...
     """
-    report = progress or (lambda _: None)
-    given = {} if rewards is None else read_rewards(rewards)
-    errors: list[RolloutError] = []
-    found_sources = [source for path in paths for source in find_runs(Path(path), errors)]
-    if errors:
-        raise_first(errors)
-    sources = keyed(found_sources)
-    index = _index(sources, given, report)
-    sources = {key: s for key, s in sources.items() if s.path.resolve() not in index.inner}
-    errors = [index.errors[key] for key in sources if key in index.errors]
-    errors = errors or list(unknown_outcomes(sources.keys(), given))
-    if errors:
-        raise_first(errors)
-    about = [_FILES_ALONE if source.head.is_atif else _GROUPS for source in sources.values()]
-    metadata = {"groups": json.dumps(sorted(set(about)))}
-    trajectories = _trajectories(sources, given, report)
-    found = tables(trajectories, index.present, sorted(index.user_columns), index.routing)
-    return (table.replace_schema_metadata(metadata) for table in found)
-
-
-@dataclass(slots=True)
-class _Index:
-    """What the runs have, all together.
-
-    Attributes:
-        inner: ATIF files that are part of another run.
-    """
-
-    present: set[str] = field(default_factory=lambda: {"source"})
-    user_columns: set[str] = field(default_factory=set)
-    routing: tuple[int, int] | None = None
-    inner: set[Path] = field(default_factory=set)
-    errors: dict[Key, RolloutError] = field(default_factory=dict)
-
-
-def _index(
-    sources: Mapping[Key, Source], given: Mapping[Key, Outcome], report: Callable[[int], object]
-) -> _Index:
-    index = _Index()
-    for key in {**sources, **given}:
-        if key in sources:
-            try:
-                trajectory, inner = _read(key, sources[key], given.get(key), report)
-                index.routing = one_routing(trajectory.steps, index.routing, str(sources[key].path))
-            except RolloutError as error:
-                index.errors[key] = error
-                continue
-        else:
-            trajectory, inner = settle(key, [], given[key]), set()
-        index.inner |= inner
-        index.user_columns |= set(trajectory.user_values)
-        index.present |= {"error"} if trajectory.error is not None else set()
-        index.present |= {
-            name for s in trajectory.steps for name in _OPTIONAL if getattr(s, name) is not None
-        }
-    return index
-
-
-def _trajectories(
-    sources: Mapping[Key, Source], given: Mapping[Key, Outcome], report: Callable[[int], object]
-) -> Iterator[Trajectory]:
-    for key, source in sources.items():
-        yield _read(key, source, given.get(key), report)[0]
-    for key, outcome in given.items():
-        if key not in sources:
-            yield settle(key, [], outcome)
-
-
-def _read(
-    key: Key, source: Source, given: Outcome | None, report: Callable[[int], object]
-) -> tuple[Trajectory, set[Path]]:
-    """The trajectory of a run, and the other ATIF files it is spread over."""
+    path = run.places[0].path
     try:
-        if source.head.is_trial:
-            return _read_trial(key, source, given, report), set()
-        document = read_trajectory(source.path, report)
-        run = read_run(source.path, document, report)
+        if run.places[0].offset is None or "trial_name" in run.labels:
+            directory = path.parent if run.places[0].offset is None else None
+            return _read_trial(run, path, directory, options)
+        found = read_run(path, read_trajectory(path, _ignore), _ignore)
     except RecursionError:
         got = "lists or objects nested too deeply"
-        raise RolloutError("json_document", str(source.path), got, "a log") from None
-    if not run.steps:
-        raise RolloutError("no_calls", str(source.path), "no calls at all", "at least one call")
-    return settle(key, run.steps, given), run.paths - {source.path.resolve()}
+        raise RolloutError("json_document", str(path), got, "a log") from None
+    if not found.steps:
+        raise RolloutError("no_calls", str(path), "no calls at all", "at least one call")
+    return Trajectory(steps=found.steps)
 
 
-def _read_trial(
-    key: Key, source: Source, given: Outcome | None, report: Callable[[int], object]
-) -> Trajectory:
-    trial, num_bytes = read_document(_TRIAL, source.path)
-    report(num_bytes)
-    outcome = outcome_of(trial, str(source.path), given)
+def _read_trial(run: Run, path: Path, directory: Path | None, options: Options) -> Trajectory:
+    trial, _ = read_document(_TRIAL, path)
+    logged = outcome_of(trial, str(path), options, is_needed=not run.rewarded)
     try:
-        steps = read_steps(trial, source.path, source.directory, report)
+        steps = read_steps(trial, path, directory, _ignore)
     except RolloutError as error:
-        if error.rule != NO_TOKENS or (outcome.error is None and not trial.is_overflow):
+        is_failed = run.failed or logged.error is not None or trial.is_overflow
+        if error.rule != NO_TOKENS or not is_failed:
             raise
-        why = outcome.error or CONTEXT_OVERFLOW
-        outcome = replace(outcome, reward=None, error=f"{why}; no tokens: {error.got}")
-        steps = []
-    return settle(key, steps, outcome)
+        why = logged.error or CONTEXT_OVERFLOW
+        return replace(logged, steps=[], reward=None, error=f"{why}; no tokens: {error.got}")
+    return replace(logged, steps=steps)
+
+
+def _ignore(_: int) -> None:
+    """Bytes were counted when the run was found."""
 
 
 ADAPTER = Adapter(
     summary="Harbor: job and trial directories, result.json, ATIF trajectories",
     recognizes=recognizes,
-    read=read_harbor,
+    find=find_trials,
+    read=read_trial,
 )

@@ -12,8 +12,9 @@ import msgspec
 
 from rollout_io.adapters.atif import NO_TOKENS, is_file
 from rollout_io.adapters.jsonl import read_document
-from rollout_io.adapters.rewards import Key
 from schemas.errors import RolloutError
+
+Key = tuple[str, int]
 
 _NUM_TRIES, _START_BYTES = 8, 1 << 16
 _KEYS = (b'"trial_name"', b'"n_total_trials"', b'"schema_version"', b'"conversations"')

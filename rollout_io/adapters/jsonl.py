@@ -13,6 +13,7 @@ from schemas.errors import RolloutError
 
 T = TypeVar("T")
 
+_BUFFER_BYTES = 1 << 20
 _MISMATCH = re.compile(r"Expected (?P<expected>.+), got (?P<got>.+?)(?: - at `(?P<path>.+)`)?")
 
 
@@ -27,7 +28,7 @@ class Line(NamedTuple):
 def open_input(path: Path) -> BinaryIO:
     """Open a file to read, or say in one line why that cannot be done."""
     try:
-        return path.open("rb")
+        return path.open("rb", buffering=_BUFFER_BYTES)
     except OSError as error:
         got = (error.strerror or str(error)).lower()
         hint = f"ls {path.parent}"
@@ -51,12 +52,10 @@ def decode_line(decoder: msgspec.json.Decoder[T], content: bytes, where: str) ->
             of another type; the JSON path is in the message).
     """
     try:
-        content.decode()
         return decoder.decode(content)
-    except UnicodeDecodeError as error:
-        got = f"an invalid byte 0x{content[error.start]:02x} in column {error.start + 1}"
-        hint = "the file is not UTF-8: re-encode it, or write it again"
-        raise RolloutError("json_line", where, got, "UTF-8 text", hint) from None
+    except UnicodeDecodeError:
+        refuse_not_utf8(content, where)
+        raise
     except msgspec.ValidationError as error:
         raise type_error(error, where) from None
     except msgspec.DecodeError as error:
@@ -65,6 +64,22 @@ def decode_line(decoder: msgspec.json.Decoder[T], content: bytes, where: str) ->
         got, expected = "lists or objects nested too deeply", "one whole JSON object a line"
         hint = "no engine writes such a line: is the file a log?"
         raise RolloutError("json_line", where, got, expected, hint) from None
+
+
+def refuse_not_utf8(content: bytes, where: str) -> None:
+    """Refuse a record that is not UTF-8 throughout; `decode_line` looks at the fields it reads.
+
+    Raises:
+        RolloutError: json_line.
+    """
+    if content.isascii():
+        return
+    try:
+        content.decode()
+    except UnicodeDecodeError as error:
+        got = f"an invalid byte 0x{content[error.start]:02x} in column {error.start + 1}"
+        hint = "the file is not UTF-8: re-encode it, or write it again"
+        raise RolloutError("json_line", where, got, "UTF-8 text", hint) from None
 
 
 def refuse_lfs_pointer(content: bytes, where: str) -> None:
@@ -84,6 +99,7 @@ def read_document(decoder: msgspec.json.Decoder[T], path: Path) -> tuple[T, int]
         content = file.read()
     refuse_lfs_pointer(content, str(path))
     try:
+        refuse_not_utf8(content, str(path))
         return decode_line(decoder, content, str(path)), len(content)
     except RolloutError as error:
         if error.rule != "json_line":

@@ -5,53 +5,41 @@
 
 `response` is a Responses object whose output holds all calls of the run (see `responses`). Such an
 object alone, or as `input` of an object, is read too: a run without a reward and, as no task is
-stated, in a group of its own.
-
-The log is read twice, once to check every run, once to yield them in order of their tasks.
+stated, in a group of its own. So is a pretty-printed document of one run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
-import pyarrow as pa
 
 from rollout_io.adapters import (
-    ABOUT,
+    About,
     Adapter,
+    Found,
+    Input,
+    Options,
+    Place,
     Progress,
+    Rejected,
+    Run,
     Step,
     Trajectory,
-    natural_key,
-    raise_first,
-    refuse_repeated,
-    tables,
 )
 from rollout_io.adapters.detect import has_record
-from rollout_io.adapters.jsonl import (
-    decode_line,
-    open_input,
-    read_document,
-    read_lines,
-    refuse_lfs_pointer,
-)
+from rollout_io.adapters.jsonl import decode_line, read_document
+from rollout_io.adapters.naming import natural_key
+from rollout_io.adapters.records import Record, find_lines, read_record
 from rollout_io.adapters.responses import Response, Share, read_steps
-from rollout_io.adapters.rewards import Key, Outcome, read_rewards
-from rollout_io.adapters.sessions import settle, unknown_outcomes
-from rollout_io.adapters.tokens import INT32_MAX, one_routing
+from rollout_io.adapters.tokens import INT32_MAX
 from schemas.errors import RolloutError
 
 _OTHER_FIELDS = {"responses_create_params", "response", "agent_ref"}
 _FRAMEWORK = "_ng_"
-_OPTIONAL = (
-    *("rollout_logprobs", "reward", "stop_reason", "temperature", "top_p", "agent", "messages"),
-    *("response_text", "metrics"),
-)
-
+_NO_JSON = msgspec.Raw(b"null")
 _Index = Annotated[int, msgspec.Meta(ge=0, le=INT32_MAX)]
 
 
@@ -96,23 +84,21 @@ class _Record(NamedTuple):
     metrics: dict[str, float]
 
 
-class _Place(NamedTuple):
-    path: Path
-    where: str
-    offset: int
-    num_bytes: int
+class _Names(msgspec.Struct, gc=False):
+    """What names a run."""
 
-
-@dataclass(slots=True)
-class _Log:
-    places: dict[Key, _Place] = field(default_factory=dict)
-    present: set[str] = field(default_factory=lambda: {"source"})
-    routing: tuple[int, int] | None = None
-    errors: list[RolloutError] = field(default_factory=list)
-    inferred: bool = False
+    response: dict[str, msgspec.Raw] | None = None
+    input: msgspec.Raw = _NO_JSON
+    id: msgspec.Raw = _NO_JSON
+    output: msgspec.Raw = _NO_JSON
+    agent_ref: _Agent | None = None
+    task: _Index | None = msgspec.field(name="_ng_task_index", default=None)
+    rollout: _Index | None = msgspec.field(name="_ng_rollout_index", default=None)
 
 
 _HEAD_DECODER = msgspec.json.Decoder(_Head)
+_NAMES_DECODER = msgspec.json.Decoder(_Names)
+_TEXT_DECODER = msgspec.json.Decoder(str | None)
 _OBJECT_DECODER = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _RAW_DECODER = msgspec.json.Decoder(msgspec.Raw)
 _RUN_DECODER = msgspec.json.Decoder(_Run)
@@ -121,92 +107,102 @@ _NUMBER_DECODER = msgspec.json.Decoder(float | bool)
 _NUMBERS_DECODER = msgspec.json.Decoder(dict[str, float | bool])
 
 
-def read_rollouts(
-    paths: Sequence[str | Path],
-    *,
-    rewards: str | Path | None = None,
-    progress: Progress | None = None,
-) -> Iterator[pa.Table]:
-    """Read runs as rollout tables, one row per model call.
+def find_rollouts(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
+    """Runs in the order of their tasks.
 
-    Instance and repetition are `_ng_task_index` and `_ng_rollout_index`; rows come in their order.
-    All calls of a run are its steps, in order, whether or not a prompt extends the one before.
-    The reward goes to the last step, 0.0 to the earlier ones. Metrics of the last step are all
-    numbers of the line, its reward among them, and the numbers of objects that hold nothing else
-    (`scores.style`). With `mask_sample` no token of the run trains. A `response.error` makes a
-    failed trajectory.
+    Instance and repetition are `_ng_task_index` and `_ng_rollout_index`. Where there are none, each
+    response is a group of its own, and the log says so.
+    """
+    documents = [given for given in inputs if _is_document(given.path)]
+    lines = [given for given in inputs if given not in documents]
+    found = [*_find_documents(documents, progress), *find_lines(lines, progress, _find)]
+    runs = [item for item in found if isinstance(item, Run)]
+    yield from (item for item in found if not isinstance(item, Run))
+    if any("task" not in run.labels for run in runs):
+        rule = "inferred: where the log states no task, each response is a group of its own"
+        yield About("groups", rule)
+    yield from sorted(runs, key=lambda run: (natural_key(run.instance_id), run.repetition_id))
 
-    Args:
-        paths: JSONL files, or JSON documents (`.json`) of one run each.
-        rewards: JSONL of outcomes, see `read_rewards`; they win over those of the log.
-        progress: Told the bytes read; twice the size of the inputs in all.
 
-    Returns:
-        Tables of whole trajectories, all with one schema. Its metadata says so where a group is
-        not stated by the log.
+def _is_document(path: Path) -> bool:
+    """Whether a file is one JSON document, maybe over several lines."""
+    if path.suffix == ".json":
+        return True
+    with path.open("rb") as file:
+        return file.readline(1 << 16).strip() == b"{"
+
+
+def _find_documents(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
+    for name, path in inputs:
+        place = Place(path, name, 0, path.stat().st_size)
+        progress(place.num_bytes)
+        try:
+            yield _find(Record(place, bytes(read_document(_RAW_DECODER, path)[0])))
+        except RolloutError as error:
+            yield Rejected(place, error)
+
+
+def _find(record: Record) -> Run:
+    where = record.place.where
+    names = decode_line(_NAMES_DECODER, record.content, where)
+    response_id = _response_id(names, record.content, where)
+    labels = {} if response_id is None else {"response_id": response_id}
+    if names.agent_ref is not None and names.agent_ref.name is not None:
+        labels["agent"] = names.agent_ref.name
+    if names.task is not None and names.rollout is not None:
+        instance, repetition = str(names.task), names.rollout
+        labels["task"] = instance
+    elif names.task is not None or names.rollout is not None or not response_id:
+        expected = "`_ng_task_index` and `_ng_rollout_index`, or neither and a response with an id"
+        got = f"task {names.task}, rollout {names.rollout}, response id {response_id!r}"
+        hint = "take the lines as NeMo Gym wrote them: the indices name the group"
+        raise RolloutError("group", where, got, expected, hint)
+    else:
+        instance, repetition = response_id, 0
+    return Run(instance_id=instance, repetition_id=repetition, places=[record.place], labels=labels)
+
+
+def _response_id(names: _Names, content: bytes, where: str) -> str | None:
+    response = names.response
+    if response is None and bytes(names.input).startswith(b"{"):
+        response = decode_line(_OBJECT_DECODER, bytes(names.input), f"{where}, input")
+    if response is None and bytes(names.output) != b"null":
+        response = {"id": names.id}
+    if response is None:
+        keys = decode_line(_OBJECT_DECODER, content, where)
+        got = "an object without a response (its keys: " + ", ".join(list(keys)[:8]) + ")"
+        expected = "`response`, a Responses object with the items of the run"
+        hint = "give the rollouts that NeMo Gym collects, not its tasks nor a trainer's data"
+        raise RolloutError("no_response", where, got, expected, hint)
+    raw = response.get("id", _NO_JSON)
+    found: str | None = decode_line(_TEXT_DECODER, bytes(raw), f"{where}, response.id")
+    return found
+
+
+def read_rollout(run: Run, _: Options) -> Trajectory:
+    """All calls of a run, in order, whether or not a prompt extends the one before.
+
+    Metrics are all numbers of the line, its reward among them, and the numbers of objects that hold
+    nothing else (`scores.style`). With `mask_sample` no token of the run trains. A `response.error`
+    makes a failed trajectory.
 
     Raises:
-        RolloutError: Any bad run, before the first table: the first one's place, and how many more
-            there are.
+        RolloutError: no_token_ids, no_response, ...
     """
-    report = progress or (lambda _: None)
-    outcomes = {} if rewards is None else read_rewards(rewards)
-    refuse_repeated(paths)
-    log = _index(paths, outcomes, report)
-    errors = log.errors or list(unknown_outcomes(log.places.keys(), outcomes))
-    if errors:
-        raise_first(errors)
-    if not log.places and not outcomes:
-        where = ", ".join(str(path) for path in paths)
-        raise RolloutError("no_calls", where, "no runs at all", "one JSON object a line")
-    for key in outcomes.keys() - log.places.keys():
-        _note_columns(log, settle(key, [], outcomes[key]))
-    user_columns = sorted({name for o in outcomes.values() for name in o.user_values})
-    found = tables(_trajectories(log, outcomes, report), log.present, user_columns, log.routing)
-    return map(_say_inferred, found) if log.inferred else found
-
-
-def _index(paths: Sequence[str | Path], outcomes: Mapping[Key, Outcome], report: Progress) -> _Log:
-    """Check every run, and note where it is."""
-    log = _Log()
-    for path in paths:
-        for place, content in _records(Path(path), log.errors):
-            report(place.num_bytes)
-            try:
-                record = _decode(content, place.where)
-                log.inferred |= record.run.task is None
-                _add(log, place, _trajectory(record, place.where, outcomes))
-            except RolloutError as error:
-                log.errors.append(error)
-    return log
-
-
-def _say_inferred(table: pa.Table) -> pa.Table:
-    rule = b'"inferred: where the log states no task, each response is a group of its own"'
-    return table.replace_schema_metadata({f"{ABOUT}groups": rule})
-
-
-def _records(path: Path, errors: list[RolloutError]) -> Iterator[tuple[_Place, bytes]]:
-    """The runs of a file as JSON; a damaged document, or a pointer to a file, is an error."""
-    try:
-        if path.suffix == ".json":
-            raw, num_bytes = read_document(_RAW_DECODER, path)
-            yield _Place(path, str(path), 0, num_bytes), bytes(raw)
-        else:
-            yield from _lines(path)
-    except RolloutError as error:
-        errors.append(error)
-
-
-def _lines(path: Path) -> Iterator[tuple[_Place, bytes]]:
-    with open_input(path) as file:
-        if not file.seekable():
-            hint = "save it to a file first: a log is read twice"
-            raise RolloutError("input_file", str(path), "a pipe", "a file", hint)
-        for line in read_lines(file):
-            refuse_lfs_pointer(line.content, str(path))
-            where = f"{path}:{line.number}"
-            yield _Place(path, where, line.offset, len(line.content)), line.content
+    (place,) = run.places
+    record = _decode(read_record(place), place.where)
+    logged, response = record.run, record.run.response
+    failed = run.failed or response.error is not None
+    sent = _sent(logged.responses_create_params)
+    steps = read_steps(response, sent, record.prefix, failed=failed)
+    for step in steps:
+        _complete(step, logged)
+    return Trajectory(
+        steps=steps,
+        reward=logged.reward,
+        error=None if response.error is None else response.error.message,
+        metrics=record.metrics,
+    )
 
 
 def _decode(content: bytes, where: str) -> _Record:
@@ -228,32 +224,6 @@ def _decode(content: bytes, where: str) -> _Record:
     return record
 
 
-def _key(run: _Run, where: str) -> Key:
-    if run.task is not None and run.rollout is not None:
-        return str(run.task), run.rollout
-    if run.task is not None or run.rollout is not None or not run.response.id:
-        expected = "`_ng_task_index` and `_ng_rollout_index`, or neither and a response with an id"
-        got = f"task {run.task}, rollout {run.rollout}, response id {run.response.id!r}"
-        hint = "take the lines as NeMo Gym wrote them: the indices name the group"
-        raise RolloutError("group", where, got, expected, hint)
-    return run.response.id, 0
-
-
-def _trajectory(record: _Record, where: str, outcomes: Mapping[Key, Outcome]) -> Trajectory:
-    run, key = record.run, _key(record.run, where)
-    error = None if run.response.error is None else run.response.error.message
-    own = Outcome(
-        where=where, reward=run.reward, error=error, metrics=record.metrics, user_values={}
-    )
-    outcome = _override(own, outcomes.get(key))
-    sent = _sent(run.responses_create_params)
-    failed = outcome.error is not None
-    steps = read_steps(run.response, sent, record.prefix, failed=failed) or [Step(source=where)]
-    for step in steps:
-        _complete(step, run)
-    return settle(key, steps, outcome)
-
-
 def _complete(step: Step, run: _Run) -> None:
     params, response = run.responses_create_params, run.response
     step.temperature = response.temperature if params.temperature is None else params.temperature
@@ -270,17 +240,6 @@ def _sent(params: _Params) -> list[Any] | None:
     if isinstance(params.input, str):
         return [*system, {"role": "user", "content": params.input}]
     return [*system, *params.input]
-
-
-def _override(own: Outcome, given: Outcome | None) -> Outcome:
-    if given is None:
-        return own
-    return replace(
-        given,
-        reward=own.reward if given.reward is None else given.reward,
-        error=given.error or own.error,
-        metrics=own.metrics | given.metrics,
-    )
 
 
 def _metrics(fields: Mapping[str, msgspec.Raw], where: str) -> dict[str, float]:
@@ -304,47 +263,27 @@ def _numbers(text: bytes) -> dict[str, float]:
         return {}
 
 
-def _add(log: _Log, place: _Place, trajectory: Trajectory) -> None:
-    key = (trajectory.instance_id, trajectory.repetition_id)
-    if key in log.places:
-        got = f"task {key[0]}, rollout {key[1]} again: {log.places[key].where} has it"
-        hint = "files of several collections: make each a dataset of its own"
-        raise RolloutError("unique_trajectory", place.where, got, "each rollout once", hint)
-    log.routing = one_routing(trajectory.steps, log.routing, place.where)
-    log.places[key] = place
-    _note_columns(log, trajectory)
-
-
-def _note_columns(log: _Log, trajectory: Trajectory) -> None:
-    for step in trajectory.steps:
-        log.present.update(name for name in _OPTIONAL if getattr(step, name) is not None)
-    if trajectory.error is not None:
-        log.present.update({"error", "reward"})
-
-
-def _trajectories(
-    log: _Log, outcomes: Mapping[Key, Outcome], report: Progress
-) -> Iterator[Trajectory]:
-    keys = sorted({*log.places, *outcomes}, key=lambda key: (natural_key(key[0]), key[1]))
-    for key in keys:
-        place = log.places.get(key)
-        if place is None:
-            yield settle(key, [], outcomes[key])
-            continue
-        report(place.num_bytes)
-        with open_input(place.path) as file:
-            file.seek(place.offset)
-            content = file.read(place.num_bytes)
-        yield _trajectory(_decode(content, place.where), place.where, outcomes)
-
-
 def recognizes(path: Path) -> bool:
     """Whether a file has lines with a task's `responses_create_params` and a Responses object."""
-    return has_record(path, _HEAD_DECODER)
+    if has_record(path, _HEAD_DECODER):
+        return True
+    try:
+        return path.is_file() and _is_document(path) and _is_run(path)
+    except OSError:
+        return False
+
+
+def _is_run(path: Path) -> bool:
+    try:
+        read_document(_HEAD_DECODER, path)
+    except (RolloutError, ValueError, RecursionError):
+        return False
+    return True
 
 
 ADAPTER = Adapter(
     summary="NeMo Gym's rollouts with the engine's tokens on their items: JSONL",
     recognizes=recognizes,
-    read=read_rollouts,
+    find=find_rollouts,
+    read=read_rollout,
 )

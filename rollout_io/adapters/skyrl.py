@@ -6,24 +6,41 @@ which are of the whole output and of no row: they go to the history of the datas
 
 from __future__ import annotations
 
-import json
 import mmap
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pyarrow as pa
-import pyarrow.compute as pc
 
-from rollout_io.adapters import ABOUT, Adapter, Progress, raise_first, refuse_repeated
-from rollout_io.generator_input import METRICS_KEY, OPTIONAL, REQUIRED
+from rollout_io.adapters import (
+    About,
+    Adapter,
+    Found,
+    Input,
+    Options,
+    Place,
+    Progress,
+    Rejected,
+    Run,
+)
+from rollout_io.adapters.jsonl import read_document
+from rollout_io.generator_input import OPTIONAL, REQUIRED
 from rollout_io.generator_output import read_generator_output
 from schemas.errors import RolloutError
 
 METRICS = "rollout_metrics"
 _FIELDS = {name.encode() for name in (*REQUIRED, *OPTIONAL, METRICS)}
 _FIRST_KEY = re.compile(rb'\s*\{\s*"([a-z_]+)"\s*:')
+
+
+class _Metrics(msgspec.Struct, gc=False):
+    rollout_metrics: Any = None
+
+
+_METRICS_DECODER = msgspec.json.Decoder(_Metrics)
 
 
 def recognizes(path: Path) -> bool:
@@ -43,102 +60,56 @@ def recognizes(path: Path) -> bool:
         return False
 
 
-def read_outputs(
-    paths: Sequence[str | Path],
-    *,
-    rewards: str | Path | None = None,
-    progress: Progress | None = None,
-) -> Iterator[pa.Table]:
-    """Read GeneratorOutputs as rollout tables, one table per file.
+def find_outputs(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
+    """One run a file, which stands for all the trajectories in it."""
+    metrics: dict[str, Any] = {}
+    runs: list[Found] = []
+    for given in inputs:
+        num_bytes = given.path.stat().st_size
+        place = Place(given.path, given.name, 0, num_bytes)
+        progress(num_bytes)
+        try:
+            found = read_document(_METRICS_DECODER, given.path)[0].rollout_metrics
+        except RolloutError as error:
+            runs.append(Rejected(place, error))
+            continue
+        if found is not None:
+            metrics[given.name] = found
+        runs.append(Run(instance_id=given.name, repetition_id=0, places=[place]))
+    if metrics:
+        yield About(METRICS, metrics)
+    yield from runs
 
-    Rows keep their order; `source` is the file and the row. A field that only some files have is
-    null in the others. A placeholder row becomes a trajectory with an `error` and a null reward.
 
-    Args:
-        paths: JSON files.
-        rewards: Refused: a GeneratorOutput has its rewards.
-        progress: Told the bytes read; twice the size of the inputs in all.
+def read_output(run: Run, options: Options) -> pa.Table:
+    """The rows of a file, in their order; `source` is the file and the row.
 
-    Returns:
-        The tables; the metadata of their schema has the `rollout_metrics` by file, as JSON.
+    A placeholder row becomes a trajectory with an `error` and a null reward.
 
     Raises:
-        RolloutError: A bad file (and how many more there are), a trajectory that two files have,
-            outputs of models with different numbers of experts.
+        RolloutError: A bad file.
     """
-    if rewards is not None:
-        hint = "leave --rewards out"
-        got = "a rewards file beside rewards in the log"
-        raise RolloutError("rewards_file", str(rewards), got, "one source of rewards", hint)
-    refuse_repeated(paths)
-    tables: dict[str, pa.Table] = {}
-    errors: list[RolloutError] = []
-    for path in paths:
-        try:
-            tables[str(path)] = _read(str(path))
-        except RolloutError as error:
-            errors.append(error)
-        if progress is not None:
-            progress(2 * Path(path).stat().st_size if Path(path).is_file() else 0)
-    errors = errors or list(_repeated(tables))
-    if errors:
-        raise_first(errors)
-    return _cut(_joined(tables), [table.num_rows for table in tables.values()])
-
-
-def _read(path: str) -> pa.Table:
+    (place,) = run.places
+    if options.reward is not None:
+        got, hint = "--reward beside rewards in the log", "leave --reward out"
+        raise RolloutError("reward_key", place.where, got, "one source of rewards", hint)
     try:
-        table = read_generator_output(path)
+        table = read_generator_output(place.path)
     except RolloutError as error:
-        where = path if error.where == path else f"{path}, {error.where}"
-        hint = error.hint
+        here = error.where == str(place.path)
+        where = place.where if here else f"{place.where}, {error.where}"
+        hint = error.hint or ""
         if error.where == "GeneratorOutput, trajectory_ids" and error.rule == "fields":
             hint = "in Python, read_generator_output(file, group_size=n) numbers the rows"
         raise RolloutError(error.rule, where, error.got, error.expected, hint) from None
-    sources = [f"{path}, row {row}" for row in range(table.num_rows)]
-    return table.append_column("source", pa.array(sources))
-
-
-def _repeated(tables: Mapping[str, pa.Table]) -> Iterator[RolloutError]:
-    first: dict[str, str] = {}
-    for path, table in tables.items():
-        for name in pc.unique(table.column("trajectory_id")).to_pylist():
-            other = first.setdefault(name, path)
-            if other != path:
-                got, expected = f"a trajectory that {other} has too", "each trajectory once"
-                hint = "outputs of several training steps: make each a dataset of its own"
-                where = f"{path}, trajectory {name!r}"
-                yield RolloutError("unique_trajectory", where, got, expected, hint)
-
-
-def _joined(tables: Mapping[str, pa.Table]) -> pa.Table:
-    """All rows under one schema, whose metadata has the metrics of each file."""
-    metrics: dict[str, Any] = {}
-    for path, table in tables.items():
-        found = (table.schema.metadata or {}).get(METRICS_KEY)
-        if found is not None:
-            metrics[path] = json.loads(found)
-    joined = pa.concat_tables(tables.values(), promote_options="default")
-    for path, table in tables.items():
-        for column in table.schema:
-            if joined.schema.field(column.name).type != column.type:  # Arrow found a wider one
-                where, got = f"{path}, {column.name}", f"{column.type}"
-                expected, hint = "one type in all files", "convert the outputs of each model apart"
-                raise RolloutError("columns_and_types", where, got, expected, hint)
-    return joined.replace_schema_metadata(
-        {ABOUT + METRICS: json.dumps(metrics)} if metrics else None
-    )
-
-
-def _cut(table: pa.Table, lengths: Sequence[int]) -> Iterator[pa.Table]:
-    start = 0
-    for length in lengths:
-        yield table.slice(start, length)
-        start += length
+    sources = [f"{place.where}, row {row}" for row in range(table.num_rows)]
+    return table.append_column("source", pa.array(sources)).replace_schema_metadata(None)
 
 
 ADAPTER = Adapter(
     summary="SkyRL's GeneratorOutput as JSON, one object a file (`rollouts export` writes it)",
     recognizes=recognizes,
-    read=read_outputs,
+    find=find_outputs,
+    read=read_output,
+    is_table=True,
 )

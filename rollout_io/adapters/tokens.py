@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import warnings
+from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from rollout_io.adapters import Step
+from rollout_io.adapters import Ids
+from rollout_io.adapters.jsonl import decode_line
 from schemas.errors import RolloutError
+from schemas.ragged import IntArray
 from schemas.row_checks import LOGPROB_SENTINEL
 from schemas.rules import RULES
 
 INT32_MAX = 2**31 - 1
 
 _Expert = Annotated[int, msgspec.Meta(ge=0, le=2**15 - 1)]
+_INTEGERS_DECODER = msgspec.json.Decoder(list[int])
 _ROUTES_DECODER = msgspec.json.Decoder(list[list[list[_Expert]]] | None)
 
 
@@ -44,6 +48,70 @@ def token_ids(ids: Sequence[int], what: str, where: str) -> npt.NDArray[np.int32
     return np.array(ids, np.int32)
 
 
+def parse_ids(texts: Sequence[bytes]) -> tuple[npt.NDArray[np.int32], IntArray]:
+    """Many JSON lists of whole numbers at once: all their numbers, and how many each has.
+
+    Args:
+        texts: Valid JSON.
+
+    Raises:
+        ValueError: One is no list of whole numbers, or has a number beyond 32 bits; `strict_ids`
+            says which.
+
+    Example:
+        >>> ids, lengths = parse_ids([b"[1, 33]", b"[]", b"[37]"])
+        >>> ids.tolist(), lengths.tolist()
+        ([1, 33, 37], [2, 0, 1])
+    """
+    inner = [text[1:-1] for text in texts]
+    lengths = [part.count(b",") + 1 if part and not part.isspace() else 0 for part in inner]
+    joined = b",".join([part for part, n in zip(inner, lengths, strict=True) if n])
+    if not all(text[:1] == b"[" for text in texts):
+        raise ValueError("not a list")
+    found = _parse_numbers(joined) if joined else np.zeros(0, np.int64)
+    if len(found) != sum(lengths):
+        raise ValueError("not a list of whole numbers")
+    if len(found) and found.max() > INT32_MAX:
+        raise ValueError(f"a number beyond {INT32_MAX}")
+    return found.astype(np.int32), np.array(lengths, np.int64)
+
+
+def _parse_numbers(text: bytes) -> npt.NDArray[np.int64]:
+    with warnings.catch_warnings():  # NumPy warns where it stops before the end
+        warnings.simplefilter("error", DeprecationWarning)
+        try:
+            return np.fromstring(text, np.int64, sep=",")
+        except DeprecationWarning as error:
+            raise ValueError("not a list of whole numbers") from error
+
+
+def num_ids(ids: Ids) -> int:
+    """How many ids there are."""
+    if isinstance(ids, bytes):
+        return ids.count(b",") + 1 if ids[1:-1].strip() else 0
+    return len(ids)
+
+
+def strict_ids(text: bytes, what: str, where: str) -> npt.NDArray[np.int32]:
+    """A JSON list of token ids, [n] int32.
+
+    Args:
+        text: Valid JSON.
+        what: Of the error: "prompt".
+        where: Place of the call.
+
+    Raises:
+        RolloutError: record_type, token_range.
+    """
+    found = decode_line(_INTEGERS_DECODER, text, f"{where}, {what} ids")
+    bad = next((i for i in found if not 0 <= i <= INT32_MAX), None)
+    if bad is not None:
+        digits = str(bad) if abs(bad) < 1 << 70 else "of many digits"
+        expected = f"ids in 0..{INT32_MAX}"
+        raise broken("token_range", where, f"id {digits} in the {what}", expected)
+    return np.array(found, np.int32)
+
+
 def logprob_array(values: Sequence[float], num_tokens: int, where: str) -> npt.NDArray[np.float32]:
     """Log-probabilities of a response, [tokens] float32 nats; 0.0 is a real one.
 
@@ -53,11 +121,12 @@ def logprob_array(values: Sequence[float], num_tokens: int, where: str) -> npt.N
     if len(values) != num_tokens:
         got = f"{len(values)} log-probabilities for {num_tokens} response tokens"
         raise broken("lengths_align", where, got, "one per token")
-    if values and min(values) <= LOGPROB_SENTINEL:
+    found = np.array(values, np.float32)
+    if len(found) and not found.min() > LOGPROB_SENTINEL:
         raise broken("logprobs_finite", where, f"logprob {min(values)}", "values above -9999")
-    if values and max(values) > 0:
+    if len(found) and found.max() > 0:
         raise broken("logprobs_nonpositive", where, f"logprob {max(values)}", "at most 0")
-    return np.array(values, np.float32)
+    return found
 
 
 def route_array(raw: msgspec.Raw, num_tokens: int, place: str) -> npt.NDArray[np.int16] | None:
@@ -85,21 +154,3 @@ def route_array(raw: msgspec.Raw, num_tokens: int, place: str) -> npt.NDArray[np
         got, expected = f"shape {routes.shape}", f"[1..{num_tokens} tokens][layers][topk]"
         raise broken("routing_shape", place, got, expected)
     return routes
-
-
-def one_routing(
-    steps: Iterable[Step], known: tuple[int, int] | None, where: str
-) -> tuple[int, int] | None:
-    """(layers, topk) of the steps' routes, which one model's log has one of.
-
-    Raises:
-        RolloutError: routing_shape: it differs from `known`.
-    """
-    for step in steps:
-        if step.rollout_expert_indices is not None:
-            _, num_layers, topk = step.rollout_expert_indices.shape
-            if known not in {None, (num_layers, topk)}:
-                got, expected = f"{num_layers} layers, top {topk}", f"{known}, as in earlier calls"
-                raise broken("routing_shape", where, got, expected)
-            known = (num_layers, topk)
-    return known

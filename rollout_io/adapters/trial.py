@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from rollout_io.adapters import Step
+from rollout_io.adapters import Options, Step, Trajectory
 from rollout_io.adapters.atif import (
     ASK,
     MAIN,
@@ -28,7 +28,6 @@ from rollout_io.adapters.atif import (
     read_trajectory,
     temperature_of,
 )
-from rollout_io.adapters.rewards import Outcome
 from rollout_io.adapters.tokens import logprob_array, route_array, token_ids
 from schemas.errors import RolloutError
 
@@ -120,29 +119,35 @@ def user_values(trial: Trial) -> dict[str, str]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def outcome_of(trial: Trial, where: str, given: Outcome | None) -> Outcome:
-    """The outcome by the rules of SkyRL's Harbor generator, or the given one, which wins.
+def outcome_of(trial: Trial, where: str, options: Options, *, is_needed: bool = True) -> Trajectory:
+    """The outcome, as yet without steps: by the rules of SkyRL's Harbor generator, unless told otherwise.
 
     Without an exception: the verifier's `reward`, or its only number; none is unknown. After
-    `ContextLengthExceededError`: 0.0, whatever the verifier says. After any other: failed.
+    `ContextLengthExceededError`: 0.0, whatever the verifier says (`overflows`: zero, fail, keep).
+    After `AgentTimeoutError`: failed (`timeouts`: fail, keep). After any other: failed. `keep` takes
+    the verifier's number.
 
     Raises:
         RolloutError: `reward_key`: several numbers, none of them named `reward`.
     """
     rewards, exception = _last_rewards(trial), trial.failure
-    values = user_values(trial) | (given.user_values if given else {})
-    metrics = _part_metrics(trial) | rewards | (given.metrics if given else {})
     reward: float | None = None
     error: str | None = None
-    if given is not None:
-        reward, error = given.reward, given.error
-    elif exception is None:
-        reward = _reward(rewards, where)
-    elif trial.is_overflow:
+    policy = "fail"
+    if trial.is_overflow:
+        policy = options.overflows
+    elif exception is not None and exception.exception_type == TIMEOUT:
+        policy = options.timeouts
+    if exception is None or policy == "keep":
+        reward = _reward(rewards, where, options.reward) if is_needed else rewards.get("reward")
+    elif policy == "zero":
         reward = 0.0
     else:
         error = f"{exception.exception_type}: {exception.exception_message}".rstrip(": \n")
-    return Outcome(where=where, reward=reward, error=error, metrics=metrics, user_values=values)
+    metrics = _part_metrics(trial) | rewards
+    return Trajectory(
+        steps=[], reward=reward, error=error, metrics=metrics, user_values=user_values(trial)
+    )
 
 
 def _part_metrics(trial: Trial) -> dict[str, float]:
@@ -159,12 +164,14 @@ def _last_rewards(trial: Trial) -> dict[str, float]:
     return trial.rewards
 
 
-def _reward(rewards: dict[str, float], where: str) -> float | None:
+def _reward(rewards: dict[str, float], where: str, key: str | None = None) -> float | None:
+    if key is not None:
+        return rewards.get(key)
     if "reward" in rewards or not rewards:
         return rewards.get("reward")
     if len(rewards) > 1:
         got = "rewards " + ", ".join(map(repr, sorted(rewards)))
-        hint = "give the outcomes in a file: --rewards; these numbers become metrics"
+        hint = "say which: --reward KEY; all of them become metrics"
         raise RolloutError("reward_key", where, got, "`reward`, or a single one", hint)
     return next(iter(rewards.values()))
 

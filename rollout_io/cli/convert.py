@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from importlib.metadata import version
-from itertools import chain, islice
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+import time
+from typing import TYPE_CHECKING, Literal
 
 import click
 
@@ -16,12 +11,9 @@ from rollout_io.cli.formats import note_failures
 from rollout_io.cli.output import emit_json, example, next_command, note, progress_bar
 
 if TYPE_CHECKING:
-    import pyarrow as pa
+    from rollout_io.conversion.driver import Conversion
 
-    from rollout_io.adapters import Adapter
-
-AUTO = "auto"
-_READS = 2  # adapters read their input once to check it and once to convert it
+_READS = 2  # every log is looked through to find its runs, then each run is read
 
 
 @click.command(
@@ -31,12 +23,57 @@ _READS = 2  # adapters read their input once to check it and once to convert it
 @click.option(
     "--format",
     "format_name",
-    default=AUTO,
+    default="auto",
     show_default=True,
     help="Format of the logs (`rollouts formats` lists them); auto: by their content.",
 )
-@click.option("--rewards", type=click.Path(), metavar="FILE", help="JSONL of outcomes.")
 @click.option("--out", required=True, metavar="DS", help="Dataset directory to write.")
+@click.option(
+    "--rewards",
+    type=click.Path(),
+    metavar="FILE",
+    help="JSONL of outcomes; they win over the log's.",
+)
+@click.option("--reward", metavar="KEY", help="Which of the log's rewards is the outcome.")
+@click.option(
+    "--group-by",
+    metavar="LABEL[,LABEL...]",
+    help="What names the group, instead of the format's rule.",
+)
+@click.option(
+    "--tokenizer",
+    metavar="DIR",
+    help="Local tokenizer: re-tokenises text logs; for exact ones its name is noted.",
+)
+@click.option(
+    "--chat-template",
+    metavar="NAME|FILE",
+    help="Template to re-tokenise with (the tokenizer's own).",
+)
+@click.option(
+    "--on-error",
+    type=click.Choice(["fail", "skip"]),
+    default="fail",
+    show_default=True,
+    help="A bad record: write nothing, or put it aside in DS/rejected.jsonl.",
+)
+@click.option(
+    "--timeouts",
+    type=click.Choice(["fail", "keep"]),
+    default="fail",
+    show_default=True,
+    help="Runs that ran out of time: failed, or used as they are.",
+)
+@click.option(
+    "--overflows",
+    type=click.Choice(["zero", "fail", "keep"]),
+    default="zero",
+    show_default=True,
+    help="Runs that ran out of context: reward 0, failed, or used as they are.",
+)
+@click.option(
+    "--workers", type=click.IntRange(1), default=1, show_default=True, help="Processes to use."
+)
 @click.option(
     "--layout",
     type=click.Choice(["prefix", "full"]),
@@ -49,154 +86,84 @@ _READS = 2  # adapters read their input once to check it and once to convert it
     type=click.Choice(["raw", "processed"]),
     help="Log-probabilities before or after temperature and truncation (vLLM: raw).",
 )
-@click.option("--tokenizer", metavar="NAME", help="Name of the tokenizer, noted in the files.")
 @click.option("--json", "as_json", is_flag=True, help="Summary as JSON on stdout.")
 def convert(
     inputs: tuple[str, ...],
     format_name: str,
-    rewards: str | None,
     out: str,
+    rewards: str | None,
+    reward: str | None,
+    group_by: str | None,
+    tokenizer: str | None,
+    chat_template: str | None,
+    on_error: Literal["fail", "skip"],
+    timeouts: str,
+    overflows: str,
+    workers: int,
     layout: Literal["prefix", "full"],
     logprobs_mode: Literal["raw", "processed"] | None,
-    tokenizer: str | None,
     *,
     as_json: bool,
 ) -> None:
     """Convert agent logs to a rollout dataset.
 
-    Every record is checked before anything is written: one bad record, and nothing is.
+    INPUT is a file, a directory, or - for standard input; .gz and .zst are unpacked. A conversion
+    that was stopped goes on when the same command is given again.
     """
-    from rollout_io.writer import RolloutWriter
-    from schemas.metadata import DatasetMetadata
+    from rollout_io.adapters import Options
+    from rollout_io.conversion.choices import Choices
+    from rollout_io.conversion.driver import convert
 
-    found, adapter = choose_format(format_name, inputs)
-    summary = Summary()
-    with progress_bar(_READS * _num_bytes(inputs), "B", "convert") as progress:
-        tables = adapter.read(inputs, rewards=rewards, progress=progress)
-        first = list(islice(tables, 1))
-        about = _about(first)
-        metadata = DatasetMetadata(tokenizer=tokenizer, logprobs_mode=logprobs_mode).made(
-            "convert",
-            tool=f"rollout-io {version('rollout-io')}",
-            format=found,
-            inputs=list(inputs),
-            rewards=rewards,
-            **about,
-        )
-        with RolloutWriter(out, layout=layout, metadata=metadata) as writer:
-            for table in chain(first, tables):
-                writer.write(table)
-                summary.add(table)
-    if format_name == AUTO:
-        note(f"format: {found}")
-    for name in about:
-        note(f"{name}: in the history of the dataset (`made_by`), for no row has a place for them")
+    choices = Choices(
+        format=format_name,
+        rewards=rewards,
+        group_by=tuple(group_by.split(",")) if group_by else (),
+        options=Options(reward=reward, timeouts=timeouts, overflows=overflows),
+        tokenizer=tokenizer,
+        chat_template=chat_template,
+        layout=layout,
+        logprobs_mode=logprobs_mode,
+        on_error=on_error,
+    )
+    _note_formats(format_name)
+    start_s = time.monotonic()
+    with progress_bar(_READS * _num_bytes(inputs), "B", "convert", counts="rows") as progress:
+        done = convert(inputs, out, choices, workers=workers, progress=progress)
     if as_json:
-        emit_json(summary.to_dict())
+        emit_json({"format": done.format, **done.summary.to_dict()})
     else:
-        note(summary.text(out))
-        next_command(f"rollouts validate {out}")
+        _report(done, out, time.monotonic() - start_s, _num_bytes(inputs))
 
 
-def choose_format(name: str, inputs: Sequence[str]) -> tuple[str, Adapter]:
-    """The format of that name, or under `auto` the one that all inputs are of."""
-    from rollout_io.adapters.detect import detect, find_adapter, load_formats
+def _note_formats(format_name: str) -> None:
+    from rollout_io.adapters.detect import load_formats
+    from rollout_io.conversion.log import AUTO
 
-    if name != AUTO:
-        return name, find_adapter(name)
-    known = load_formats()
-    note_failures(known)
-    found = detect(inputs, known.adapters)
-    return found, known.adapters[found]
+    if format_name == AUTO:
+        note_failures(load_formats())
 
 
-def _about(tables: Sequence[pa.Table]) -> dict[str, Any]:
-    """What a log says of itself as a whole, beside its rows."""
-    from rollout_io.adapters import ABOUT
+def _report(done: Conversion, out: str, elapsed_s: float, num_bytes: int) -> None:
+    note(f"format: {done.format}")
+    if done.was_done:
+        note(f"{out} is what these logs convert to already: nothing to do")
+    if done.num_resumed:
+        note(f"went on after {done.num_resumed} chunks that an earlier run had done")
+    for name, value in done.about.items():
+        text = value if isinstance(value, str) else "in the history of the dataset (`made_by`)"
+        note(f"{name}: {text}")
+    note(done.summary.text(out))
+    if not done.was_done:
+        rates = f"{done.summary.num_rows / elapsed_s:,.0f} rows/s, {num_bytes / elapsed_s / 1e6:,.1f} MB/s"
+        note(f"{elapsed_s:.1f} s: {rates}")
+    if done.summary.num_rejected:
+        note(f"rejected records, each with its reason: {out.rstrip('/')}/rejected.jsonl")
+    next_command(f"rollouts validate {out}")
 
-    metadata = (tables[0].schema.metadata or {}) if tables else {}
-    named = {key.decode(errors="replace"): value for key, value in metadata.items()}
-    return {k.removeprefix(ABOUT): json.loads(v) for k, v in named.items() if k.startswith(ABOUT)}
 
+def _num_bytes(inputs: tuple[str, ...]) -> int:
+    from pathlib import Path
 
-def _num_bytes(inputs: Sequence[str]) -> int:
-    files = [
-        f for path in map(Path, inputs) for f in (path.rglob("*") if path.is_dir() else [path])
-    ]
+    paths = [Path(path) for path in inputs if path != "-"]
+    files = [f for path in paths for f in (path.rglob("*") if path.is_dir() else [path])]
     return sum(file.stat().st_size for file in files if file.is_file())
-
-
-@dataclass(slots=True)
-class Summary:
-    """Counts of what was converted."""
-
-    num_calls: int = 0
-    num_rows: int = 0
-    num_trajectories: int = 0
-    num_failed: int = 0
-    num_without_reward: int = 0
-    num_without_logprobs: int = 0
-    reward_sum: float = 0.0
-    instances: set[str] = field(default_factory=set)
-
-    def add(self, table: pa.Table) -> None:
-        """Count a table of whole trajectories."""
-        import polars as pl
-
-        frame = pl.DataFrame(pl.from_arrow(table))
-        absent: dict[str, Any] = {
-            "error": pl.String,
-            "reward": pl.Float64,
-            "rollout_logprobs": pl.List(pl.Float32),
-        }
-        for name, kind in absent.items():
-            if name not in frame.columns:
-                frame = frame.with_columns(pl.lit(None, kind).alias(name))
-        empty = (pl.col("prompt_token_ids").list.len() == 0) & pl.col("error").is_not_null()
-        self.num_calls += frame.filter(~empty)["source"].n_unique()
-        self.num_rows += len(frame)
-        self.num_without_logprobs += frame.filter(~empty)["rollout_logprobs"].null_count()
-        last = frame.filter("is_last_step")
-        healthy = last.filter(pl.col("error").is_null())
-        self.num_trajectories += len(last)
-        self.num_failed += len(last) - len(healthy)
-        self.num_without_reward += healthy["reward"].null_count()
-        self.reward_sum += float(healthy["reward"].sum())
-        self.instances |= set(last["instance_id"])
-
-    @property
-    def reward_mean(self) -> float | None:
-        """Mean outcome of the trajectories that have one; None if there is none."""
-        count = self.num_trajectories - self.num_failed - self.num_without_reward
-        return self.reward_sum / count if count else None
-
-    def to_dict(self) -> dict[str, int | float | None]:
-        """For `--json`."""
-        return {
-            "num_calls": self.num_calls,
-            "num_rows": self.num_rows,
-            "num_trajectories": self.num_trajectories,
-            "num_groups": len(self.instances),
-            "reward_mean": self.reward_mean,
-            "num_without_reward": self.num_without_reward,
-            "num_failed": self.num_failed,
-            "num_without_logprobs": self.num_without_logprobs,
-        }
-
-    def text(self, out: str) -> str:
-        """For people, one or two lines."""
-        mean = "no rewards" if self.reward_mean is None else f"mean reward {self.reward_mean:g}"
-        lines = [
-            f"{self.num_calls} calls -> {out}: {self.num_rows} rows, {self.num_trajectories} "
-            f"trajectories, {len(self.instances)} groups, {mean}"
-        ]
-        if self.num_without_reward:
-            lines.append(f"{self.num_without_reward} trajectories without a reward (null)")
-        if self.num_without_logprobs:
-            lines.append(
-                f"{self.num_without_logprobs} rows without log-probabilities: no importance "
-                'correction in training (ask the engine for "logprobs": true)'
-            )
-        if self.num_failed:
-            lines.append(f"{self.num_failed} failed trajectories, kept with their `error`")
-        return "\n".join(lines)

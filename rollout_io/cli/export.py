@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import difflib
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 import click
 
 from rollout_io.cli.dataset import open_dataset
-from rollout_io.cli.output import example, note
+from rollout_io.cli.output import emit_json, example, note
+from schemas.errors import RolloutError
 
 if TYPE_CHECKING:
-    from rollout_io.generator_output import Failed
+    from rollout_io.exporters.rows import Exported, Failed
+
+FORMATS = {
+    "skyrl": "a GeneratorOutput as JSON",
+    "trl": "samples of a GRPO rollout function, Parquet",
+    "verl": "agent-loop outputs, Parquet",
+    "slime": "a .pt for --load-debug-rollout-data",
+    "hf": "a Hugging Face dataset folder",
+}
+"""Modules of `rollout_io.exporters`, and what each writes."""
 
 
 @click.command(epilog=example("rollouts export shop/ --format skyrl --out shop.json"))
@@ -18,26 +30,34 @@ if TYPE_CHECKING:
 @click.option(
     "--format",
     "format_name",
-    type=click.Choice(["skyrl"]),
     default="skyrl",
     show_default=True,
-    help="skyrl: a GeneratorOutput as JSON.",
+    metavar="NAME",
+    help="; ".join(f"{name}: {what}" for name, what in FORMATS.items()) + ".",
 )
-@click.option("--out", required=True, type=click.Path(), metavar="FILE", help="File to write.")
+@click.option("--out", required=True, type=click.Path(), metavar="PATH", help="What to write.")
 @click.option(
     "--failed",
     type=click.Choice(["group", "trajectory"]),
     default="group",
     show_default=True,
-    help="What a failed trajectory masks.",
+    help="What a failed trajectory masks (hf keeps all rows).",
 )
-def export(dataset: str, format_name: str, out: str, failed: Failed) -> None:
+@click.option("--json", "as_json", is_flag=True, help="Summary as JSON on stdout.")
+def export(dataset: str, format_name: str, out: str, failed: Failed, *, as_json: bool) -> None:
     """Export a dataset in another project's format."""
-    del format_name
-    from rollout_io.generator_output import write_generator_output
-    from rollout_io.reader import read
-
+    if format_name not in FORMATS:
+        near = difflib.get_close_matches(format_name, FORMATS, 1)
+        hint = f"did you mean --format {near[0]}?" if near else "rollouts export --help"
+        expected = "one of " + ", ".join(FORMATS)
+        raise RolloutError("known_format", "--format", repr(format_name), expected, hint)
     open_dataset(dataset)
-    table = read(dataset)
-    write_generator_output(table, out, failed)
-    note(f"{dataset}: {table.num_rows} rows -> {out}")
+    write = import_module(f"rollout_io.exporters.{format_name}").write
+    done: Exported = write(dataset, out, failed)
+    if as_json:
+        counts = {"num_rows_read": done.num_rows_read, "num_rows_written": done.num_rows_written}
+        emit_json(counts | {"left_out": done.left_out, "remarks": done.remarks})
+        return
+    for remark in done.remarks:
+        note(remark)
+    note(f"{dataset} -> {out} ({format_name}): {done.text()}")

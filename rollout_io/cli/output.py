@@ -43,22 +43,35 @@ def wants_color(stream: IO[str]) -> bool:
 
 
 @contextmanager
-def progress_bar(total: int, unit: str, label: str) -> Iterator[Callable[[int], object]]:
+def progress_bar(
+    total: int, unit: str, label: str, counts: str | None = None
+) -> Iterator[Callable[..., object]]:
     """A bar on stderr, on a terminal only.
 
     Args:
         total: When the bar is full.
         unit: What is counted ("B" scales to kB, MB).
         label: What is being done.
+        counts: What else is counted, shown beside the bar.
 
     Yields:
-        A function to call with each increment.
+        A function to call with each increment, and with that of `counts`.
     """
     from tqdm import tqdm
 
     off = not sys.stderr.isatty()
     with tqdm(total=total, unit=unit, unit_scale=True, desc=label, disable=off, leave=False) as bar:
-        yield bar.update
+        counted = 0
+
+        def update(increment: int, also: int = 0) -> None:
+            nonlocal counted
+            if also:
+                counted += also
+                rate = counted / max(bar.format_dict["elapsed"], 1e-3)
+                bar.set_postfix_str(f"{counted} {counts}, {rate:,.0f} {counts}/s", refresh=False)
+            bar.update(increment)
+
+        yield update
 
 
 def _plain(value: Any) -> Any:

@@ -9,11 +9,13 @@ from typing import Any
 
 import msgspec
 
-from rollout_io.adapters import RESERVED_NAMES, raise_first, split_session
 from rollout_io.adapters.jsonl import decode_line, open_input, read_lines, type_error
-from schemas.errors import RolloutError
+from rollout_io.adapters.naming import split_session
+from schemas.columns import COLUMN_BY_NAME, PREFIX_FIELDS
+from schemas.errors import RolloutError, raise_first
 
 _RULE = "reward_line"
+RESERVED_NAMES = frozenset(COLUMN_BY_NAME) | {f.name for f in PREFIX_FIELDS}
 
 
 class _Fields(msgspec.Struct):

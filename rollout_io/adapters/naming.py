@@ -1,0 +1,33 @@
+"""Names of runs: sessions, and their natural order."""
+
+from __future__ import annotations
+
+import re
+
+from schemas.errors import RolloutError
+
+
+def split_session(session: str, where: str) -> tuple[str, int]:
+    """Instance and repetition of "instance/repetition"; the instance may hold slashes.
+
+    Example:
+        >>> split_session("math/train/12/3", "a.jsonl:1")
+        ('math/train/12', 3)
+    """
+    instance_id, _, repetition = session.rpartition("/")
+    if not instance_id or not re.fullmatch(r"0|[1-9][0-9]{0,8}", repetition):
+        expected = "'instance/repetition', the repetition a number from 0"
+        hint = "number the attempts at each instance: shop-1/0, shop-1/1, ..."
+        raise RolloutError("session_name", where, repr(session), expected, hint)
+    return instance_id, int(repetition)
+
+
+def natural_key(name: str) -> tuple[list[str | tuple[int, str]], str]:
+    """Sort key under which shop-2 comes before shop-10; numbers may have any number of digits."""
+    parts = re.split(r"([0-9]+)", name)
+    return [_number_key(p) if i % 2 else p for i, p in enumerate(parts)], name
+
+
+def _number_key(digits: str) -> tuple[int, str]:
+    significant = digits.lstrip("0")
+    return len(significant), significant

@@ -1,0 +1,36 @@
+"""Arrow list arrays from one NumPy array per row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from schemas.columns import routing_type
+from schemas.ragged import Ragged
+
+
+def ragged_array(rows: Sequence[npt.NDArray[Any] | None], kind: pa.DataType) -> pa.Array:
+    """A list array of type `kind` from one 1-D array per row; None makes a null."""
+    lengths = [0 if row is None else len(row) for row in rows]
+    offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    known = [row for row in rows if row is not None]
+    values = np.concatenate(known) if known else np.zeros(0, kind.value_type.to_pandas_dtype())
+    valid = np.array([row is not None for row in rows], np.bool_)
+    return Ragged(values, offsets, valid).to_arrow(kind.value_type)
+
+
+def routing_array(rows: Sequence[npt.NDArray[Any] | None], num_layers: int, topk: int) -> pa.Array:
+    """`rollout_expert_indices` from one [tokens, num_layers, topk] array per row; None: a null."""
+    flat = [np.zeros(0, np.int16), *(row.reshape(-1) for row in rows if row is not None)]
+    values = pa.array(np.concatenate(flat).astype(np.int16), pa.int16())
+    values = pa.FixedSizeListArray.from_arrays(values, topk)
+    values = pa.FixedSizeListArray.from_arrays(values, num_layers)
+    lengths = [0 if row is None else len(row) for row in rows]
+    offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]), pa.int32())
+    mask = pa.array([row is None for row in rows])
+    kind = routing_type(num_layers, topk)
+    return pa.ListArray.from_arrays(offsets, values, type=kind, mask=mask)

@@ -1,0 +1,113 @@
+"""Rewards of a trajectory: what the log says, what the user says, and on which steps they lie."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Mapping
+
+from rollout_io.adapters import Run, Step, Trajectory
+from rollout_io.conversion.rewards import Key, Outcome
+from rollout_io.conversion.rows import Settled
+from schemas.errors import RolloutError
+
+LOGGED_REWARD, LOGGED_ERROR = "logged_reward", "logged_error"
+
+
+def settle(
+    run: Run,
+    logged: Trajectory,
+    steps: list[Step],
+    given: Outcome | None,
+    reward_key: str | None = None,
+) -> Settled:
+    """A trajectory with its outcome in its steps.
+
+    The outcome is that of the rewards file; else the reward that `reward_key` names; else the log's
+    own. A rewards file wins wholly: what the log said otherwise is kept, as the metric
+    `logged_reward` (unless it is a metric already) and the text `logged_error`. The last step gets the outcome and the metrics.
+    Where the outcome is known, earlier steps without a reward of their own get 0.0. Rewards of a
+    failed trajectory become null; the numbers are kept as `metrics["reward"]`. One without steps
+    becomes a single row of empty lists.
+
+    Args:
+        run: What names it.
+        logged: As the adapter read it.
+        steps: Its steps, with their tokens; changed in place.
+        given: From the rewards file, or None.
+        reward_key: One of the log's own rewards, or None.
+
+    Raises:
+        RolloutError: `reward_key`: the run has no reward of that name.
+    """
+    where = run.places[0].where if run.places else given.where if given else run.instance_id
+    steps = steps or [Step(source=where)]
+    last = steps[-1]
+    error = logged.error if given is None else given.error
+    reward = _chosen(logged, reward_key, where) if given is None else given.reward
+    last.metrics = {**(last.metrics or {}), **_metrics(logged, given)} or None
+    last.reward = last.reward if reward is None else reward
+    for step in steps:
+        if error is None and last.reward is not None and step.reward is None:
+            step.reward = 0.0
+        if error is not None and step.reward is not None:
+            step.metrics = {**(step.metrics or {}), "reward": step.reward}
+            step.reward = None
+    assert run.repetition_id is not None
+    return Settled(
+        instance_id=run.instance_id,
+        repetition_id=run.repetition_id,
+        steps=steps,
+        error=error,
+        user_values=_texts(logged, given),
+    )
+
+
+def _chosen(logged: Trajectory, key: str | None, where: str) -> float | None:
+    if key is None or logged.error is not None:
+        return logged.reward
+    if key in logged.metrics:
+        return logged.metrics[key]
+    near = difflib.get_close_matches(key, logged.metrics, 1)
+    expected = "one of " + ", ".join(sorted(logged.metrics)) if logged.metrics else "a number"
+    hint = f"did you mean --reward {near[0]}?" if near else "leave --reward out, or give --rewards"
+    raise RolloutError("reward_key", where, f"no reward {key!r}", expected, hint)
+
+
+def _metrics(logged: Trajectory, given: Outcome | None) -> dict[str, float]:
+    if given is None:
+        return dict(logged.metrics)
+    is_lost = logged.reward not in {None, given.reward, *logged.metrics.values()}
+    said = {LOGGED_REWARD: logged.reward} if is_lost and logged.reward is not None else {}
+    return {**logged.metrics, **said, **given.metrics}
+
+
+def _texts(logged: Trajectory, given: Outcome | None) -> dict[str, str]:
+    if given is None:
+        return dict(logged.user_values)
+    differs = logged.error is not None and logged.error != given.error
+    said = {LOGGED_ERROR: logged.error} if differs and logged.error is not None else {}
+    return {**logged.user_values, **said, **given.user_values}
+
+
+def refuse_unknown(keys: Collection[Key], outcomes: Mapping[Key, Outcome]) -> None:
+    """Refuse outcomes of trajectories that are not among `keys`.
+
+    A failed one may be missing there: it made no call.
+
+    Raises:
+        RolloutError: `unknown_session`: the first of them, and how many more there are.
+    """
+    unknown = {k: o for k, o in outcomes.items() if o.error is None and k not in keys}
+    if unknown:
+        (key, outcome), known = next(iter(unknown.items())), [_session(k) for k in keys]
+        near = difflib.get_close_matches(_session(key), known, 1)
+        hint = "is a log file missing? a run that made no call needs an `error`"
+        hint += f"; the nearest session is {near[0]!r}" if near else ""
+        got = f"a reward for session {_session(key)!r}, which made no call"
+        others = f" (and {len(unknown) - 1} more records rejected)" if len(unknown) > 1 else ""
+        expected = f"a session of the log{others}"
+        raise RolloutError("unknown_session", outcome.where, got, expected, hint)
+
+
+def _session(key: Key) -> str:
+    return f"{key[0]}/{key[1]}"

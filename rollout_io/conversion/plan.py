@@ -1,0 +1,151 @@
+"""What a conversion will do: its runs, named and in order, cut into chunks."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollout_io.adapters import About, Found, Rejected, Run
+from rollout_io.conversion.log import Log
+from rollout_io.conversion.outcomes import refuse_unknown
+from rollout_io.conversion.rewards import Key, Outcome
+from schemas.errors import RolloutError
+
+CHUNK_BYTES = 128 << 20
+
+
+@dataclass(slots=True)
+class Plan:
+    """What was found in the logs.
+
+    Attributes:
+        runs: In the order of the dataset, each with its repetition.
+        rejected: Records that are in none of them.
+        about: What is known of the logs as a whole, by name.
+    """
+
+    runs: list[Run] = field(default_factory=list)
+    rejected: list[Rejected] = field(default_factory=list)
+    about: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_records(self) -> int:
+        """Records found, used or not."""
+        return len(self.rejected) + sum(len(run.places) for run in self.runs)
+
+
+def plan(
+    found: Iterable[Found], outcomes: Mapping[Key, Outcome], group_by: Sequence[str] = ()
+) -> Plan:
+    """Sort what an adapter found, and name the runs.
+
+    Runs without a repetition are numbered in their order within the instance; with `group_by` all
+    are. A second run of one name is rejected.
+
+    Args:
+        found: By `Adapter.find`.
+        outcomes: From the rewards file.
+        group_by: Labels whose values, joined by "/", name the instance instead.
+
+    Raises:
+        RolloutError: `unknown_session`: an outcome of no run.
+    """
+    made, runs = Plan(), []
+    for item in found:
+        if isinstance(item, Rejected):
+            made.rejected.append(item)
+        elif isinstance(item, About):
+            made.about[item.name] = item.value
+        else:
+            runs.append(item)
+    if group_by:
+        runs = list(_regrouped(runs, group_by, made.rejected))
+        made.about["groups"] = "chosen: --group-by " + ",".join(group_by)
+    _number(runs)
+    made.runs = list(_unique(runs, made.rejected))
+    keys = {_key(run): run for run in made.runs}
+    refuse_unknown(keys, outcomes)
+    for key, outcome in outcomes.items():
+        if key in keys:
+            keys[key].rewarded, keys[key].failed = True, outcome.error is not None
+    missing = [key for key in outcomes if key not in keys]
+    made.runs += [Run(instance_id=i, repetition_id=r, places=()) for i, r in missing]
+    return made
+
+
+def refuse_nothing(planned: Plan, log: Log) -> None:
+    """Refuse a log without any record.
+
+    Raises:
+        RolloutError: `no_calls`.
+    """
+    if not planned.runs and not planned.rejected:
+        where = ", ".join(given.name for given in log.inputs)
+        raise RolloutError("no_calls", where, "no calls at all", "at least one run")
+
+
+def chunks(runs: Sequence[Run], chunk_bytes: int = CHUNK_BYTES) -> Iterator[list[Run]]:
+    """Runs in a row, cut so that each chunk has about `chunk_bytes` of records; none is empty."""
+    chunk: list[Run] = []
+    num_bytes = 0
+    for run in runs:
+        if chunk and num_bytes + run.num_bytes > chunk_bytes:
+            yield chunk
+            chunk, num_bytes = [], 0
+        chunk.append(run)
+        num_bytes += run.num_bytes
+    if chunk:
+        yield chunk
+
+
+def _regrouped(
+    runs: Iterable[Run], group_by: Sequence[str], rejected: list[Rejected]
+) -> Iterator[Run]:
+    for run in runs:
+        missing = [name for name in group_by if name not in run.labels]
+        if missing:
+            where, got = run.places[0].where, f"a run without {missing[0]!r}"
+            expected = "one of " + ", ".join(run.labels) if run.labels else "a format with labels"
+            error = RolloutError("group_by", where, got, expected, "rollouts formats FILE names it")
+            rejected += [Rejected(place, error) for place in run.places]
+            continue
+        run.instance_id = "/".join(run.labels[name] for name in group_by)
+        run.repetition_id = None
+        yield run
+
+
+def _number(runs: Iterable[Run]) -> None:
+    """Give repetitions to the runs that have none: the numbers that are free, in order."""
+    runs = list(runs)
+    taken: defaultdict[str, set[int]] = defaultdict(set)
+    for run in runs:
+        if run.repetition_id is not None:
+            taken[run.instance_id].add(run.repetition_id)
+    following: defaultdict[str, int] = defaultdict(int)
+    for run in runs:
+        if run.repetition_id is None:
+            number = following[run.instance_id]
+            while number in taken[run.instance_id]:
+                number += 1
+            run.repetition_id, following[run.instance_id] = number, number + 1
+
+
+def _unique(runs: Iterable[Run], rejected: list[Rejected]) -> Iterator[Run]:
+    first: dict[str, Run] = {}
+    for run in runs:
+        name = f"{run.instance_id}_{run.repetition_id}"
+        other = first.setdefault(name, run)
+        if other is run:
+            yield run
+            continue
+        got = f"{run.instance_id!r}, repetition {run.repetition_id}, again: {other.places[0].where} has it"
+        hint = "logs of several collections: make each a dataset of its own"
+        error = RolloutError("unique_trajectory", run.places[0].where, got, "each run once", hint)
+        rejected += [Rejected(place, error) for place in run.places]
+
+
+def _key(run: Run) -> Key:
+    assert run.repetition_id is not None
+    return run.instance_id, run.repetition_id

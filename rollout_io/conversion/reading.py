@@ -1,0 +1,53 @@
+"""`read_log`: logs as one table in memory, for a look at small ones."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import pyarrow as pa
+
+from rollout_io.adapters import Rejected
+from rollout_io.conversion.batch import Reader, errors_of, sound
+from rollout_io.conversion.choices import Choices, refuse_misfits, settings_of
+from rollout_io.conversion.log import open_log
+from rollout_io.conversion.plan import plan, refuse_nothing
+from rollout_io.conversion.rewards import read_rewards
+from schemas.errors import raise_first
+
+
+def read_log(inputs: Sequence[str | os.PathLike[str]], choices: Choices | None = None) -> pa.Table:
+    """Read logs as `convert` does, into one rollout table.
+
+    Args:
+        inputs: As `convert` takes them.
+        choices: See `Choices`; a bad record is always an error.
+
+    Raises:
+        RolloutError: A bad record: the first one, and how many more there are; bad arguments.
+
+    Example:
+        >>> read_log(["shop.calls.jsonl"], Choices(rewards="shop.rewards.jsonl")).num_rows
+        205
+    """
+    choices = choices or Choices()
+    with tempfile.TemporaryDirectory() as spool:
+        log = open_log([os.fspath(path) for path in inputs], choices.format, Path(spool))
+        refuse_misfits(choices, log)
+        outcomes = {} if choices.rewards is None else read_rewards(choices.rewards)
+        planned = plan(log.adapter.find(log.inputs, _ignore), outcomes, choices.group_by)
+        refuse_nothing(planned, log)
+        rejected: list[Rejected] = list(planned.rejected)
+        settings = settings_of(choices, log, planned.about)
+        reader = Reader(settings, outcomes, rejected)
+        tables = [sound(part, rejected) for part in reader.parts(planned.runs)]
+    if rejected:
+        raise_first(errors_of(rejected))
+    table = pa.concat_tables(tables, promote_options="permissive")
+    return table.replace_schema_metadata(settings.metadata.encode("full"))
+
+
+def _ignore(_: int) -> None:
+    """Nobody watches."""

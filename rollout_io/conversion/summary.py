@@ -1,0 +1,122 @@
+"""Counts of a conversion."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Self
+
+import polars as pl
+import pyarrow as pa
+
+
+@dataclass(slots=True)
+class Summary:
+    """Counts of what was converted; `num_records` = `num_written` + `num_rejected`."""
+
+    num_records: int = 0
+    num_written: int = 0
+    num_rejected: int = 0
+    num_calls: int = 0
+    num_rows: int = 0
+    num_trajectories: int = 0
+    num_failed: int = 0
+    num_without_reward: int = 0
+    num_without_logprobs: int = 0
+    num_retokenized: int = 0
+    reward_sum: float = 0.0
+    instances: set[str] = field(default_factory=set)
+
+    def add(self, table: pa.Table) -> None:
+        """Count a table of whole trajectories."""
+        frame = pl.DataFrame(pl.from_arrow(table.select(_known(table))))
+        for name, kind in _ABSENT.items():
+            if name not in frame.columns:
+                frame = frame.with_columns(pl.lit(None, kind).alias(name))
+        sizes = pl.col("prompt_token_ids").list.len()
+        calls = frame.filter((sizes > 0) | pl.col("error").is_null())
+        self.num_calls += calls["source"].n_unique()
+        self.num_rows += len(frame)
+        self.num_without_logprobs += calls["rollout_logprobs"].null_count()
+        self.num_retokenized += int((calls["token_source"] == "retokenized").sum())
+        last = frame.filter("is_last_step")
+        healthy = last.filter(pl.col("error").is_null())
+        self.num_trajectories += len(last)
+        self.num_failed += len(last) - len(healthy)
+        self.num_without_reward += healthy["reward"].null_count()
+        self.reward_sum += float(healthy["reward"].sum())
+        self.instances |= set(last["instance_id"])
+
+    def merge(self, other: Summary) -> None:
+        """Add the counts of another part of the logs."""
+        for f in fields(self):
+            ours, theirs = getattr(self, f.name), getattr(other, f.name)
+            setattr(self, f.name, ours | theirs if isinstance(ours, set) else ours + theirs)
+
+    @property
+    def reward_mean(self) -> float | None:
+        """Mean outcome of the trajectories that have one; None if there is none."""
+        count = self.num_trajectories - self.num_failed - self.num_without_reward
+        return self.reward_sum / count if count else None
+
+    def encode(self) -> dict[str, Any]:
+        """As JSON; `decode` reads it."""
+        return asdict(self) | {"instances": sorted(self.instances)}
+
+    @classmethod
+    def decode(cls, values: dict[str, Any]) -> Self:
+        """What `encode` wrote."""
+        return cls(**values | {"instances": set(values["instances"])})
+
+    def to_dict(self) -> dict[str, int | float | None]:
+        """For `--json`."""
+        return {
+            "num_records": self.num_records,
+            "num_written": self.num_written,
+            "num_rejected": self.num_rejected,
+            "num_calls": self.num_calls,
+            "num_rows": self.num_rows,
+            "num_trajectories": self.num_trajectories,
+            "num_groups": len(self.instances),
+            "reward_mean": self.reward_mean,
+            "num_without_reward": self.num_without_reward,
+            "num_failed": self.num_failed,
+            "num_without_logprobs": self.num_without_logprobs,
+            "num_retokenized": self.num_retokenized,
+        }
+
+    def text(self, out: str) -> str:
+        """For people, a few lines."""
+        mean = "no rewards" if self.reward_mean is None else f"mean reward {self.reward_mean:g}"
+        lines = [
+            f"{self.num_records} records read = {self.num_written} written + "
+            f"{self.num_rejected} rejected",
+            f"{self.num_calls} calls -> {out}: {self.num_rows} rows, {self.num_trajectories} "
+            f"trajectories, {len(self.instances)} groups, {mean}",
+        ]
+        if self.num_without_reward:
+            lines.append(f"{self.num_without_reward} trajectories without a reward (null)")
+        if self.num_retokenized:
+            lines.append(f"{self.num_retokenized} rows re-tokenised from text: near, not exact")
+        if self.num_without_logprobs:
+            lines.append(
+                f"{self.num_without_logprobs} rows without log-probabilities: no importance "
+                'correction in training (ask the engine for "logprobs": true)'
+            )
+        if self.num_failed:
+            lines.append(f"{self.num_failed} failed trajectories, kept with their `error`")
+        return "\n".join(lines)
+
+
+_ABSENT: dict[str, Any] = {
+    "error": pl.String,
+    "reward": pl.Float64,
+    "rollout_logprobs": pl.List(pl.Float32),
+}
+_NAMES = (
+    *("instance_id", "is_last_step", "prompt_token_ids", "rollout_logprobs", "reward", "error"),
+    *("source", "token_source"),
+)
+
+
+def _known(table: pa.Table) -> list[str]:
+    return [name for name in _NAMES if name in table.column_names]

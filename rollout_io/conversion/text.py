@@ -1,0 +1,138 @@
+"""Conversations, which hold text alone, to steps with tokens: by re-tokenisation, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from rollout_io.adapters import Conversation, Step, Trajectory
+from schemas.errors import RolloutError
+from schemas.metadata import DatasetMetadata
+
+NO_TOKENS = "no_token_ids"
+RETOKENIZED = "retokenized"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Retokenizer:
+    """The tokenizer and chat template that text is to be encoded with.
+
+    Attributes:
+        directory: Of the tokenizer, local.
+        chat_template: Name or file of the template; None: the tokenizer's own.
+    """
+
+    directory: str
+    chat_template: str | None = None
+
+    def step(self, conversation: Conversation) -> Step:
+        """A conversation as one row: the first prompt, then all that follows.
+
+        The loss mask is true, and `spans` name, what the model wrote.
+        """
+        from rollout_io.retokenize import load_tokenizer, retokenize
+
+        tokenizer = load_tokenizer(self.directory, self.chat_template)
+        encoded = retokenize(
+            conversation.messages,
+            tokenizer,
+            tools=conversation.tools,
+            logprobs=conversation.logprobs,
+            where=conversation.source,
+        )
+        first = next(i for i, m in enumerate(conversation.messages) if m["role"] == "assistant")
+        return Step(
+            source=conversation.source,
+            prompt_token_ids=encoded.prompt_token_ids,
+            response_ids=encoded.response_ids,
+            rollout_logprobs=encoded.logprobs,
+            loss_mask=encoded.loss_mask,
+            trains=conversation.trains,
+            spans=[(int(start), int(length)) for start, length in encoded.spans],
+            token_source=RETOKENIZED,
+            reward=conversation.reward,
+            stop_reason=conversation.stop_reason,
+            temperature=conversation.temperature,
+            top_p=conversation.top_p,
+            agent=conversation.agent,
+            messages=_json(conversation.messages[:first]),
+            response_text=_readable(conversation.messages[first:]),
+            metrics=conversation.metrics,
+        )
+
+
+def retokenizer_of(
+    tokenizer: str | None, chat_template: str | None, *, is_needed: bool
+) -> tuple[Retokenizer | None, DatasetMetadata]:
+    """The re-tokeniser that was asked for, and what the dataset says of the tokenizer.
+
+    Args:
+        tokenizer: Directory; or, where text need not be encoded, any name.
+        chat_template: See `Retokenizer`.
+        is_needed: Whether the log is text.
+
+    Raises:
+        RolloutError: `tokenizer`, `chat_template`: there is none, or it cannot be used.
+    """
+    if tokenizer is None:
+        if chat_template is not None:
+            got, hint = "a chat template without a tokenizer", "--tokenizer DIR"
+            raise RolloutError("tokenizer", "--chat-template", got, "both", hint)
+        return None, DatasetMetadata()
+    if not is_needed:
+        return None, DatasetMetadata(tokenizer=tokenizer)
+    from rollout_io.retokenize import load_tokenizer
+
+    loaded = load_tokenizer(tokenizer, chat_template)
+    metadata = DatasetMetadata(
+        tokenizer=tokenizer,
+        tokenizer_fingerprint=loaded.fingerprint,
+        chat_template_fingerprint=loaded.template_fingerprint,
+    )
+    return Retokenizer(directory=tokenizer, chat_template=chat_template), metadata
+
+
+def with_tokens(trajectory: Trajectory, retokenizer: Retokenizer | None) -> list[Step]:
+    """The steps of a trajectory, each conversation re-tokenised.
+
+    Raises:
+        RolloutError: `no_token_ids`: a conversation, and no re-tokeniser.
+    """
+    steps = []
+    for step in trajectory.steps:
+        if isinstance(step, Step):
+            steps.append(step)
+        elif retokenizer is None:
+            raise text_alone(step.source)
+        else:
+            steps.append(retokenizer.step(step))
+    return steps
+
+
+def text_alone(where: str, got: str = "text alone") -> RolloutError:
+    """The error of a log that has no tokens, where there is no re-tokeniser."""
+    hint = "--tokenizer DIR (a local one) re-tokenises it: near, not exact; exact tokens come from "
+    hint += "the engine (return_token_ids)"
+    return RolloutError(NO_TOKENS, where, got, "the ids the engine saw and sampled", hint)
+
+
+def _json(messages: Sequence[dict[str, Any]]) -> str:
+    return msgspec.json.encode(messages).decode()
+
+
+def _readable(messages: Sequence[dict[str, Any]]) -> str:
+    """Text of the messages, one after the other; those of others with their role.
+
+    What is no text (tool calls, parts) is JSON.
+    """
+    return "\n".join(_text(message) for message in messages)
+
+
+def _text(message: dict[str, Any]) -> str:
+    known = [message.get(name) for name in ("reasoning_content", "content", "tool_calls")]
+    parts = [p if isinstance(p, str) else msgspec.json.encode(p).decode() for p in known if p]
+    text = "\n".join(parts)
+    return text if message["role"] == "assistant" else f"[{message['role']}] {text}"

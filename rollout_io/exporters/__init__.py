@@ -1,0 +1,1 @@
+"""A dataset in other projects' formats: one module each, with one function `write`."""

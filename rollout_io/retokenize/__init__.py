@@ -1,0 +1,37 @@
+"""Tokens from text: conversations that were logged without token ids, by a chat template."""
+
+from typing import TYPE_CHECKING
+
+from schemas.lazy import exports
+
+if TYPE_CHECKING:
+    from rollout_io.retokenize.fixed_base import encode_messages
+    from rollout_io.retokenize.response import (
+        ResponseTokens,
+        Retokenized,
+        encode_response,
+        retokenize,
+    )
+    from rollout_io.retokenize.tokenizer import ChatTokenizer, load_tokenizer
+
+__all__ = [
+    "ChatTokenizer",
+    "ResponseTokens",
+    "Retokenized",
+    "encode_messages",
+    "encode_response",
+    "load_tokenizer",
+    "retokenize",
+]
+
+_MODULES = {
+    "rollout_io.retokenize.fixed_base": ("encode_messages",),
+    "rollout_io.retokenize.response": (
+        "ResponseTokens",
+        "Retokenized",
+        "encode_response",
+        "retokenize",
+    ),
+    "rollout_io.retokenize.tokenizer": ("ChatTokenizer", "load_tokenizer"),
+}
+__getattr__ = exports(__name__, _MODULES)

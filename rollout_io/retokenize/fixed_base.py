@@ -1,0 +1,193 @@
+"""Tokens of single messages: the fixed-base encoding."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from rollout_io.retokenize.messages import normalize
+from rollout_io.retokenize.tokenizer import ChatTokenizer, Message, Tools
+from schemas.errors import RolloutError
+
+BASE: tuple[Message, ...] = (
+    {"role": "system", "content": "You are a helpful assistant."},
+    {"role": "user", "content": "I am a user."},
+)
+"""The conversation that messages are rendered after; it never changes."""
+
+
+@dataclass(frozen=True, slots=True)
+class FixedBase:
+    """What the base conversation renders to, once per tokenizer and tools.
+
+    Attributes:
+        text: The rendered base.
+        anchor: The end of `text` from its last EOS token on (all of it, where there is none).
+            Tokenizers cut texts at special tokens, so encoding what follows the base needs no
+            more of it than this.
+        anchor_ids: Ids of `anchor`.
+        generation_prompt: Header of an assistant message that follows the base.
+        generation_prompt_ids: Its ids.
+    """
+
+    text: str
+    anchor: str
+    anchor_ids: list[int]
+    generation_prompt: str
+    generation_prompt_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Text and ids of some messages, without the base."""
+
+    text: str
+    ids: list[int]
+
+
+def encode_messages(
+    messages: Sequence[Message],
+    tokenizer: ChatTokenizer,
+    tools: Tools | None = None,
+    *,
+    where: str = "messages",
+) -> npt.NDArray[np.int32]:
+    r"""Ids of some messages as they stand in a conversation, whatever stands before them.
+
+    The fixed-base encoding, with ids() the tokenizer and `base` a system and a user message:
+
+        encode(messages) = ids(template(base + messages)) minus its prefix ids(template(base))
+
+    Rendering the messages alone would add a default system prompt. Rendering them inside their
+    own conversation would not give what the model generated either: templates like Qwen3's look
+    at the position. They strip <think>...</think> from assistant messages that a user message
+    follows, and put an empty think block into the last one that has none, so a message's text
+    changes when another is appended. After the base every assistant message is the last one, and
+    answers the last user message: the position it was generated in, with its thinking.
+
+    Consecutive tool messages belong in one call: Qwen3 renders them as one user block.
+
+    Source: https://jybsuper.github.io/posts/multiturn_tokenization/
+
+    Args:
+        messages: OpenAI-style messages (`rollout_io.retokenize.messages.normalize`).
+        tokenizer: From `load_tokenizer`.
+        tools: Tool schemas, as given to the template.
+        where: Place of the conversation, for errors.
+
+    Returns:
+        [tokens] int32; empty for no messages.
+
+    Raises:
+        RolloutError: chat_template: the template raised on the base or the messages; fixed_base:
+            the base is no prefix of base + messages; generation_prompt: the template has none
+            where it needs one; message; tool_arguments; tokenizer.
+
+    Example:
+        With Qwen3's tokenizer and its own template, and the same for a question after an answer:
+
+        >>> encode_messages([{"role": "user", "content": "Hi"}], tokenizer).tolist()
+        [151644, 872, 198, 13048, 151645, 198]
+        >>> tokenizer.decode(_)
+        '<|im_start|>user\nHi<|im_end|>\n'
+        >>> encode_messages([{"role": "assistant", "content": "Hi"}], tokenizer).tolist()
+        [151644, 77091, 198, 151667, 271, 151668, 271, 13048, 151645, 198]
+        >>> tokenizer.decode(_)
+        '<|im_start|>assistant\n<think>\n\n</think>\n\nHi<|im_end|>\n'
+    """
+    plain = [normalize(m, f"{where}, message {i}") for i, m in enumerate(messages)]
+    pieces = encode_pieces([plain] if plain else [], tokenizer, tools, [where])
+    return np.array([token for piece in pieces for token in piece.ids], np.int32)
+
+
+def encode_pieces(
+    runs: Sequence[Sequence[Message]],
+    tokenizer: ChatTokenizer,
+    tools: Tools | None,
+    places: Sequence[str],
+) -> list[Piece]:
+    """Text and ids of each run of messages after the fixed base; linear in their number.
+
+    Args:
+        runs: Normalised messages, at least one each.
+        tokenizer: From `load_tokenizer`.
+        tools: Tool schemas.
+        places: Place of each run, for errors.
+
+    Raises:
+        RolloutError: As `encode_messages`.
+    """
+    if not runs:
+        return []
+    base = fixed_base(tokenizer, tools, places[0])
+    texts = [
+        _after(base.text, tokenizer.render([*BASE, *run], tools, where=place), place)
+        for run, place in zip(runs, places, strict=True)
+    ]
+    all_ids = tokenizer.encode([base.anchor + text for text in texts], places)
+    cut = len(base.anchor_ids)
+    for ids, place in zip(all_ids, places, strict=True):
+        if ids[:cut] != base.anchor_ids:
+            got = "a token that reaches from the base into the message"
+            hint = "the template's marks are no special tokens here: is it this model's template?"
+            raise _not_a_prefix(place, got, hint)
+    return [Piece(text, ids[cut:]) for text, ids in zip(texts, all_ids, strict=True)]
+
+
+def fixed_base(tokenizer: ChatTokenizer, tools: Tools | None, where: str) -> FixedBase:
+    """The rendered base conversation; made once per tokenizer and tools.
+
+    Raises:
+        RolloutError: tools: not JSON; chat_template: the template does not take the base;
+            fixed_base: its generation prompt is not at the end; generation_prompt: it has none,
+            and writes a header before assistant messages all the same.
+    """
+    try:
+        key = json.dumps(list(tools) if tools else None)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RolloutError("tools", where, str(error), "a list of JSON schemas") from None
+    return _fixed_base(tokenizer, key)
+
+
+@lru_cache(maxsize=64)
+def _fixed_base(tokenizer: ChatTokenizer, tools_json: str) -> FixedBase:
+    where, tools = f"{tokenizer.name}: the fixed base", json.loads(tools_json)
+    text = tokenizer.render(BASE, tools, where=where)
+    prompted = tokenizer.render(BASE, tools, generation_prompt=True, where=where)
+    header = _after(text, prompted, where)
+    if not header:
+        _check_headless(tokenizer, text, tools, where)
+    start = text.rfind(tokenizer.eos_token) if tokenizer.eos_token else -1
+    anchor = text[max(start, 0) :]
+    ids, anchor_ids, both = tokenizer.encode([text, anchor, anchor + header], [where] * 3)
+    if ids[len(ids) - len(anchor_ids) :] != anchor_ids:
+        anchor, anchor_ids = text, ids
+        (both,) = tokenizer.encode([prompted], [where])
+    return FixedBase(text, anchor, anchor_ids, header, both[len(anchor_ids) :])
+
+
+def _check_headless(tokenizer: ChatTokenizer, text: str, tools: Tools | None, where: str) -> None:
+    """Without a generation prompt, what stands before an answer would pass for generated."""
+    answer = {"role": "assistant", "content": "answer"}
+    shown = _after(text, tokenizer.render([*BASE, answer], tools, where=where), where)
+    if not shown.lstrip().startswith("answer"):
+        got = f"a chat template without a generation prompt, and answers that begin {shown[:40]!r}"
+        hint = "the template must write that beginning where add_generation_prompt is true"
+        raise RolloutError("generation_prompt", where, got, "the same beginning in both", hint)
+
+
+def _after(base: str, text: str, where: str) -> str:
+    if not text.startswith(base):
+        hint = "a template that only appends, such as --chat-template qwen3_acc_thinking"
+        raise _not_a_prefix(where, "a chat template that changes earlier messages", hint)
+    return text[len(base) :]
+
+
+def _not_a_prefix(where: str, got: str, hint: str) -> RolloutError:
+    expected = "base + messages to be the base and what follows it"
+    return RolloutError("fixed_base", where, got, expected, hint)

@@ -1,0 +1,120 @@
+"""Chat messages as harnesses log them, brought to the one form that chat templates take."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from schemas.errors import RolloutError
+
+REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
+TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
+
+
+def normalize(message: object, where: str) -> dict[str, Any]:
+    """A copy of a message as chat templates take it; the message itself stays as it is.
+
+    - `content`: None or absent becomes "", a list of text parts their text joined by newlines
+      (as vLLM does for templates that take strings).
+    - `tool_calls`: arguments that are a JSON string (OpenAI's form) become an object, as
+      Transformers asks and vLLM does before it renders; no arguments become {}.
+    - reasoning under any name in use (`reasoning_content`, `reasoning`, `thinking`) is
+      `reasoning_content`.
+
+    Raises:
+        RolloutError: message: not an object with a role, content that is no text (an image is
+            refused by the name of its part); tool_arguments: arguments that are no JSON object.
+
+    Example:
+        >>> call = {"function": {"name": "add", "arguments": '{"a": 1}'}}
+        >>> normalize({"role": "assistant", "content": None, "tool_calls": [call]}, "message 0")
+        {'role': 'assistant', 'content': '', 'tool_calls': [{'function': {'name': 'add', 'arguments': {'a': 1}}}]}
+    """
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise _bad(where, f"a {type(message).__name__} without a role", "an object with a role")
+    result = {k: v for k, v in message.items() if v is not None and k not in REASONING_FIELDS}
+    result["content"] = _text(message.get("content"), where)
+    reasoning = next((v for k in REASONING_FIELDS if (v := message.get(k)) is not None), None)
+    if text := _text(reasoning, where):
+        result["reasoning_content"] = text
+    if "tool_calls" in result:
+        result["tool_calls"] = _tool_calls(result["tool_calls"], where)
+    return result
+
+
+def texts_of(message: Mapping[str, Any]) -> list[str]:
+    """What a rendering of a normalised assistant message must hold, whatever its layout.
+
+    Its reasoning, its content between think tags, the names of the tools it calls.
+    """
+    names = [_function_of(call)["name"] for call in message.get("tool_calls", [])]
+    contents = re.split(r"</?think>", message["content"])
+    texts = [message.get("reasoning_content", ""), *contents, *names]
+    return [stripped for text in texts if (stripped := text.strip())]
+
+
+def _text(content: object, where: str) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, Sequence) and not isinstance(content, bytes):
+        return "\n".join(_part(part, where) for part in content)
+    raise _bad(where, f"content of type {type(content).__name__}", "text, or a list of text parts")
+
+
+def _part(part: object, where: str) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    text = part.get("text") if isinstance(part, Mapping) else None
+    if kind in TEXT_PARTS and isinstance(text, str):
+        return text
+    raise _bad(where, f"a content part of type {kind!r}", "text parts only")
+
+
+def _tool_calls(calls: object, where: str) -> list[dict[str, Any]]:
+    if not isinstance(calls, Sequence) or not all(isinstance(call, Mapping) for call in calls):
+        raise _bad(where, f"tool_calls of type {type(calls).__name__}", "a list of objects")
+    return [_tool_call(call, where) for call in calls]
+
+
+def _tool_call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
+    function = _function_of(call)
+    named = _with_arguments(function, where)
+    return named if function is call else {**call, "function": named}
+
+
+def _function_of(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a call that names the tool: OpenAI's `function`, or the call itself."""
+    function = call.get("function")
+    return function if isinstance(function, Mapping) else call
+
+
+def _with_arguments(function: Mapping[str, Any], where: str) -> dict[str, Any]:
+    if not isinstance(function.get("name"), str):
+        raise _bad(where, "a tool call without a name", "the name of a function")
+    return {**function, "arguments": _arguments(function.get("arguments"), where)}
+
+
+def _arguments(arguments: object, where: str) -> object:
+    if arguments is None or arguments == "":
+        return {}
+    parsed = arguments
+    if isinstance(arguments, str):
+        try:
+            parsed = json.loads(arguments)
+        except (ValueError, RecursionError):
+            parsed = None
+    if not isinstance(parsed, Mapping):
+        hint = "a call that could not be parsed is text: put it in the message's content"
+        is_text = isinstance(arguments, str)
+        got = f"arguments {arguments!r:.80}" if is_text else f"a {type(arguments).__name__}"
+        raise RolloutError("tool_arguments", where, got, "a JSON object", hint)
+    return parsed
+
+
+def _bad(where: str, got: str, expected: str) -> RolloutError:
+    return RolloutError("message", where, got, expected)

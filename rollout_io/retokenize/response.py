@@ -1,0 +1,273 @@
+"""Prompt, response and loss mask of a logged conversation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rollout_io.retokenize.fixed_base import FixedBase, Piece, encode_pieces, fixed_base
+from rollout_io.retokenize.messages import normalize, texts_of
+from rollout_io.retokenize.tokenizer import ChatTokenizer, Message, Tools
+from schemas.errors import RolloutError
+
+Logprobs = Sequence[Sequence[float]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResponseTokens:
+    """Tokens of the messages of a response.
+
+    Attributes:
+        response_ids: [tokens] int32.
+        loss_mask: [tokens] bool; true exactly on what the model generates.
+        logprobs: [tokens] float32 nats, 0.0 where `loss_mask` is false; None: not given.
+        spans: [assistant messages, 2] int32: start and length of each one's generated tokens, in
+            order (`start` and `length` of the table's `segments`).
+    """
+
+    response_ids: npt.NDArray[np.int32]
+    loss_mask: npt.NDArray[np.bool_]
+    logprobs: npt.NDArray[np.float32] | None
+    spans: npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retokenized(ResponseTokens):
+    """Tokens of a conversation: a prompt and a response.
+
+    Attributes:
+        prompt_token_ids: [tokens] int32: all before the first generated token.
+    """
+
+    prompt_token_ids: npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """An assistant message, or the run of other messages between two of them."""
+
+    is_assistant: bool
+    messages: list[dict[str, Any]]
+    where: str
+
+
+def retokenize(
+    messages: Sequence[Message],
+    tokenizer: ChatTokenizer,
+    *,
+    tools: Tools | None = None,
+    logprobs: Logprobs | None = None,
+    where: str = "messages",
+) -> Retokenized:
+    r"""Turn a logged conversation into prompt, response and loss mask.
+
+        prompt   = ids(template(messages before the first assistant message, generation prompt))
+        response = the first assistant message after its header, then all later messages,
+                   each encoded after a fixed base (`encode_messages`)
+
+    The ids can differ from those the model sampled (text does not say how it was cut into
+    tokens): mark such rows `token_source = "retokenized"`.
+
+    Where the first assistant message begins with whitespace that fuses with the end of the
+    generation prompt ("\n" + "\n" is one token), the fused token is the response's first, and the
+    prompt ends before it, so that prompt + response still is the conversation's text.
+
+    Args:
+        messages: The conversation: any roles up to the first assistant message, then assistant,
+            user and tool.
+        tokenizer: From `load_tokenizer`.
+        tools: Tool schemas, as given to the template.
+        logprobs: One list per assistant message, as long as its span, nats; None: none known.
+        where: Place of the conversation, for errors.
+
+    Raises:
+        RolloutError: retokenize: no assistant message, or none before it; and as
+            `encode_response`.
+
+    Example:
+        With SmolLM2's tokenizer and template ("<|im_start|>" is 1, "<|im_end|>" 2, newline 198):
+
+        >>> chat = [
+        ...     {"role": "system", "content": "Be brief."},
+        ...     {"role": "user", "content": "2+2?"},
+        ...     {"role": "assistant", "content": "4"},
+        ...     {"role": "user", "content": "3+3?"},
+        ...     {"role": "assistant", "content": "6"},
+        ... ]
+        >>> tokens = retokenize(chat, tokenizer)
+        >>> tokenizer.decode(tokens.prompt_token_ids)
+        '<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n'
+    """
+    plain = _normalized(messages, where)
+    first = next((i for i, m in enumerate(plain) if m["role"] == "assistant"), None)
+    if not first:
+        got = "no assistant message" if first is None else "an assistant message first"
+        expected, hint = "a prompt, then an answer", "leave out what the model did not answer"
+        raise RolloutError("retokenize", where, got, expected, hint)
+    response = _response(plain, first, tokenizer, tools, logprobs, where)
+    header = int(response.spans[0, 0])
+    base = fixed_base(tokenizer, tools, where)
+    text = tokenizer.render(plain[:first], tools, generation_prompt=True, where=where)
+    prompt = tokenizer.encode([text], [where])[0]
+    given = response.logprobs
+    return Retokenized(
+        prompt_token_ids=np.array(_without_fused(prompt, base, header, where), np.int32),
+        response_ids=response.response_ids[header:],
+        loss_mask=response.loss_mask[header:],
+        logprobs=None if given is None else given[header:],
+        spans=response.spans - np.array([header, 0], np.int32),
+    )
+
+
+def encode_response(
+    messages: Sequence[Message],
+    tokenizer: ChatTokenizer,
+    *,
+    tools: Tools | None = None,
+    logprobs: Logprobs | None = None,
+    where: str = "messages",
+) -> ResponseTokens:
+    r"""Ids, loss mask and log-probabilities of the messages that follow a prompt.
+
+    Each assistant message, and each run of other messages between two of them, is encoded after a
+    fixed base (`encode_messages`) and appended. Of an assistant message, the header (the
+    generation prompt) and what follows the last EOS token are false in the mask; where no EOS
+    token is found, all after the header is true. A token in which the header's end is fused with
+    the message's leading whitespace is true. User and tool messages are false.
+
+    Args:
+        messages: assistant, user and tool messages.
+        tokenizer: From `load_tokenizer`.
+        tools: Tool schemas, as given to the template.
+        logprobs: One list per assistant message (none for no such message), as long as its span.
+        where: Place of the conversation, for errors.
+
+    Raises:
+        RolloutError: message_role: another role; generation_prompt: an assistant message that
+            does not begin with the generation prompt, or renders to nothing after it; text_kept:
+            the template leaves out what a message says; lengths_align: a wrong number of lists or
+            values; and as `encode_messages`.
+
+    Example:
+        With SmolLM2's tokenizer and template:
+
+        >>> answer = encode_response([{"role": "assistant", "content": "4"}], tokenizer)
+        >>> answer.response_ids.tolist()
+        [1, 520, 9531, 198, 36, 2, 198]
+        >>> answer.loss_mask.astype(int).tolist()
+        [0, 0, 0, 0, 1, 1, 0]
+        >>> answer.spans.tolist()
+        [[4, 2]]
+    """
+    return _response(_normalized(messages, where), 0, tokenizer, tools, logprobs, where)
+
+
+def _normalized(messages: Sequence[Message], where: str) -> list[dict[str, Any]]:
+    return [normalize(message, f"{where}, message {i}") for i, message in enumerate(messages)]
+
+
+def _response(
+    messages: list[dict[str, Any]],
+    first: int,
+    tokenizer: ChatTokenizer,
+    tools: Tools | None,
+    logprobs: Logprobs | None,
+    where: str,
+) -> ResponseTokens:
+    turns = list(_turns(messages, first, where))
+    places = [turn.where for turn in turns]
+    pieces = encode_pieces([turn.messages for turn in turns], tokenizer, tools, places)
+    base = fixed_base(tokenizer, tools, where)
+    ids: list[int] = []
+    spans: list[tuple[int, int]] = []
+    for turn, piece in zip(turns, pieces, strict=True):
+        _check_kept(turn, piece)
+        if turn.is_assistant:
+            start, end = _generated(piece, base, tokenizer.eos_token_id, turn.where)
+            spans.append((len(ids) + start, end - start))
+        ids += piece.ids
+    mask = np.zeros(len(ids), np.bool_)
+    for start, length in spans:
+        mask[start : start + length] = True
+    return ResponseTokens(
+        response_ids=np.array(ids, np.int32),
+        loss_mask=mask,
+        logprobs=None if logprobs is None else _aligned(logprobs, spans, mask, where),
+        spans=np.array(spans, np.int32).reshape(-1, 2),
+    )
+
+
+def _turns(messages: list[dict[str, Any]], first: int, where: str) -> Iterator[_Turn]:
+    for index in range(first, len(messages)):
+        _check_role(messages[index]["role"], f"{where}, message {index}")
+    numbered = enumerate(messages[first:], first)
+    for is_assistant, group in groupby(numbered, lambda item: item[1]["role"] == "assistant"):
+        run = list(group)
+        parts = [[item] for item in run] if is_assistant else [run]
+        for part in parts:
+            place = f"{where}, message {part[0][0]}"
+            yield _Turn(is_assistant, [message for _, message in part], place)
+
+
+def _check_role(role: str, where: str) -> None:
+    if role not in {"assistant", "user", "tool"}:
+        hint = "instructions stand before the first assistant message; later ones are user messages"
+        expected = "assistant, user or tool after the first assistant message"
+        raise RolloutError("message_role", where, f"role {role!r}", expected, hint)
+
+
+def _check_kept(turn: _Turn, piece: Piece) -> None:
+    wanted = texts_of(turn.messages[0]) if turn.is_assistant else []
+    lost = [text for text in wanted if text not in piece.text]
+    if lost or not piece.ids:
+        what = f"{lost[0]!r:.60}" if lost else f"the {turn.messages[0]['role']} message"
+        got, expected = f"a chat template that leaves out {what}", "all of the message"
+        hint = "another template (--chat-template), or put the text into the message's content"
+        raise RolloutError("text_kept", turn.where, got, expected, hint)
+
+
+def _generated(piece: Piece, base: FixedBase, eos: int | None, where: str) -> tuple[int, int]:
+    """Start and end of an assistant message's generated tokens."""
+    pairs = enumerate(zip(piece.ids, base.generation_prompt_ids, strict=False))
+    shorter = min(len(piece.ids), len(base.generation_prompt_ids))
+    start = next((i for i, (ours, header) in pairs if ours != header), shorter)
+    end = len(piece.ids)
+    if eos in piece.ids[start:]:
+        end -= piece.ids[::-1].index(eos)
+    if piece.text.startswith(base.generation_prompt) and start < end:
+        return start, end
+    got = f"an assistant message that begins with {piece.text[:60]!r}"
+    expected = f"the generation prompt, {base.generation_prompt!r}, and text after it"
+    hint = "a template that renders what the model generates, such as qwen3_acc_thinking"
+    raise RolloutError("generation_prompt", where, got, expected, hint)
+
+
+def _aligned(
+    logprobs: Logprobs, spans: list[tuple[int, int]], mask: npt.NDArray[np.bool_], where: str
+) -> npt.NDArray[np.float32]:
+    expected = f"one list of numbers per assistant message, of {[n for _, n in spans]} tokens"
+    hint = "the text was cut into other tokens than were sampled: leave log-probabilities out"
+    try:
+        arrays = [np.array(list(values), np.float32) for values in logprobs]
+    except (TypeError, ValueError) as error:
+        raise RolloutError("lengths_align", where, str(error), expected, hint) from None
+    if [array.shape for array in arrays] != [(length,) for _, length in spans]:
+        got = f"log-probabilities of {[len(array) for array in arrays]} tokens"
+        raise RolloutError("lengths_align", where, got, expected, hint)
+    result = np.zeros(len(mask), np.float32)
+    result[mask] = [value for array in arrays for value in array]
+    return result
+
+
+def _without_fused(prompt: list[int], base: FixedBase, header: int, where: str) -> list[int]:
+    """The prompt without the end of its generation prompt that the first message takes over."""
+    expected = base.generation_prompt_ids
+    if prompt[len(prompt) - len(expected) :] != expected:
+        got = "a generation prompt that depends on the conversation"
+        raise RolloutError("generation_prompt", where, got, repr(base.generation_prompt))
+    return prompt[: len(prompt) - len(expected) + header]

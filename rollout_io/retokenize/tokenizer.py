@@ -1,0 +1,186 @@
+"""A local tokenizer together with a chat template: text in, ids out, errors for people."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from rollout_io.retokenize.chat_template import find_template
+from schemas.errors import RolloutError
+
+Message = Mapping[str, Any]
+Tools = Sequence[Mapping[str, Any]]
+
+_LONE = re.compile("[\ud800-\udfff]")
+
+
+@dataclass(frozen=True, eq=False)
+class ChatTokenizer:
+    """A tokenizer whose chat template is fixed; `load_tokenizer` makes one.
+
+    Attributes:
+        name: The directory it was loaded from.
+        backend: The Transformers tokenizer; its `chat_template` is the one in use.
+    """
+
+    name: str
+    backend: Any
+
+    @property
+    def eos_token(self) -> str | None:
+        """Text of the end-of-sequence token."""
+        token: str | None = self.backend.eos_token
+        return token
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """Id of the end-of-sequence token."""
+        token_id: int | None = self.backend.eos_token_id
+        return token_id
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 (hex) of vocabulary, merges, normalisation and added tokens.
+
+        The same for every copy of a tokenizer, however its files are formatted.
+        """
+        fast = getattr(self.backend, "backend_tokenizer", None)
+        if fast is None:
+            return _digest(json.dumps(self.backend.get_vocab(), sort_keys=True))
+        parts = json.loads(fast.to_str())
+        content = {k: v for k, v in parts.items() if k not in {"truncation", "padding", "version"}}
+        return _digest(json.dumps(content, sort_keys=True))
+
+    @cached_property
+    def template_fingerprint(self) -> str:
+        """SHA-256 (hex) of the chat template's text (of named templates: of all, as JSON)."""
+        template = self.backend.chat_template
+        is_text = isinstance(template, str)
+        return _digest(template if is_text else json.dumps(template, sort_keys=True))
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Tools | None = None,
+        *,
+        generation_prompt: bool = False,
+        where: str = "messages",
+    ) -> str:
+        """The text of a conversation, with the header of the next assistant message if asked.
+
+        Raises:
+            RolloutError: chat_template: the template raised.
+        """
+        try:
+            text = self.backend.apply_chat_template(
+                [dict(message) for message in messages],
+                tools=list(tools) if tools else None,
+                add_generation_prompt=generation_prompt,
+                tokenize=False,
+            )
+        except Exception as error:  # a template may raise anything
+            got = f"an error in the chat template: {_one_line(error)}"
+            hint = f"it was given {_roles(messages)}; another template: --chat-template"
+            raise RolloutError(
+                "chat_template", where, got, "messages that it takes", hint
+            ) from None
+        return str(text)
+
+    def encode(self, texts: Sequence[str], places: Sequence[str]) -> list[list[int]]:
+        """Ids of each text, with no special tokens added; those in the text are recognised.
+
+        Args:
+            texts: Any number.
+            places: Place of each text, for errors.
+
+        Raises:
+            RolloutError: tokenizer: a text that is no Unicode (lone surrogates).
+        """
+        if not texts:
+            return []
+        try:
+            batch = self.backend(
+                list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False
+            )
+        except Exception as error:  # tokenizers raises bare TypeError
+            bad = [where for text, where in zip(texts, places, strict=True) if _LONE.search(text)]
+            got, where = ("a lone surrogate", bad[0]) if bad else (_one_line(error), places[0])
+            raise RolloutError("tokenizer", where, got, "text that it can encode") from None
+        ids: list[list[int]] = batch["input_ids"]
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of the ids, special tokens included, nothing cleaned up."""
+        plain = [int(token) for token in ids]
+        text = self.backend.decode(
+            plain, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return str(text)
+
+
+def load_tokenizer(path: str | os.PathLike[str], chat_template: str | None = None) -> ChatTokenizer:
+    """Load a tokenizer from a local directory; nothing is downloaded, no code of it is run.
+
+    Args:
+        path: Directory of a downloaded model.
+        chat_template: Name or file of a template (`find_template`); None: the tokenizer's own.
+
+    Raises:
+        RolloutError: tokenizer: not a directory, or none that loads there; chat_template: no such
+            template, or the tokenizer has none; extra_installed: no `transformers`.
+    """
+    where = os.fspath(path)
+    if not Path(where).is_dir():
+        hint = "give the directory of a downloaded model"
+        raise RolloutError("tokenizer", where, "no such directory", "a local directory", hint)
+    template = None if chat_template is None else find_template(chat_template)
+    backend = _load(where)
+    if template is not None:
+        backend.chat_template = template
+    if not backend.chat_template:
+        hint = "--chat-template NAME or FILE"
+        raise RolloutError("chat_template", where, "a tokenizer without one", "a template", hint)
+    return ChatTokenizer(where, backend)
+
+
+def _load(where: str) -> Any:
+    try:
+        from transformers import AutoTokenizer
+    except ImportError:
+        hint = 'pip install "rollout-io[retokenize]"'
+        raise RolloutError(
+            "extra_installed", where, "no `transformers` package", "", hint
+        ) from None
+    hint = "the directory needs tokenizer.json and tokenizer_config.json"
+    try:
+        backend: Any = AutoTokenizer.from_pretrained(
+            where, local_files_only=True, trust_remote_code=False
+        )
+        is_empty = not backend.encode("user", add_special_tokens=False)
+    except Exception as error:  # transformers raises what its files make it raise
+        raise RolloutError("tokenizer", where, _one_line(error), "a tokenizer", hint) from None
+    if is_empty:
+        raise RolloutError("tokenizer", where, "no vocabulary", "a tokenizer", hint)
+    return backend
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _roles(messages: Sequence[Message]) -> str:
+    roles = [str(message.get("role")) for message in messages]
+    shown = roles if len(roles) <= 6 else [*roles[:5], "..."]
+    return ", ".join(shown) or "no message"
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:200]}"
