@@ -130,8 +130,13 @@ def read_choices(
         choices = sorted(choices, key=lambda choice: choice.index)
     if not choices:
         raise broken("nonempty_response", where, "a response without choices", "at least 1 choice")
-    prompt = _prompt(response, choices, where, failed=failed)
-    return [_step(choice, prompt, request, where, failed=failed) for choice in choices]
+    shared = bytes(response.prompt_token_ids)
+    steps = []
+    for choice in choices:
+        own = bytes(choice.prompt_token_ids) if shared == b"null" else shared
+        prompt = _ids(own, "prompt", where, failed=failed)
+        steps.append(_step(choice, prompt, request, where, failed=failed))
+    return steps
 
 
 def holds_tokens(answer: Answer) -> bool:
@@ -157,13 +162,6 @@ def _step(choice: Choice, prompt: Ids, request: Request, where: str, *, failed: 
         messages=None if messages is NO_JSON else _json_text(messages),
         response_text=_text(choice),
     )
-
-
-def _prompt(response: Response, choices: Sequence[Choice], where: str, *, failed: bool) -> Ids:
-    text = bytes(response.prompt_token_ids)
-    if text == b"null":
-        text = bytes(choices[0].prompt_token_ids)
-    return _ids(text, "prompt", where, failed=failed)
 
 
 def _ids_of(choice: Choice) -> bytes:
