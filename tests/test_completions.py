@@ -35,7 +35,8 @@ def test_a_streamed_response_joined_is_the_response_that_comes_whole(name):
 
 def test_joined_text_and_tool_calls_read_as_the_whole_ones():
     for name in ("chat", "completions", "tools"):
-        rows = rows_of(name)
+        # of a call that is cut before it parses, vLLM's stream leaves out the text
+        rows = [row for row in rows_of(name) if row["instance_id"] != "tool_forced"]
         texts = [[r["response_text"] for r in rows if r["repetition_id"] == i] for i in (0, 1)]
         assert [_without_ids(t) for t in texts[0]] == [_without_ids(t) for t in texts[1]]
         assert name != "tools" or any("get_weather" in t for t in texts[1])

@@ -161,13 +161,16 @@ class Conversation:
         messages: OpenAI-style messages from first to last: `role`, `content`, and where they are
             known `reasoning_content`, `tool_calls`, `tool_call_id`, `name`.
         tools: OpenAI-style tool definitions, where the log has them.
-        logprobs: One list per assistant message, nats, or None.
+        num_given: Leading messages that were given to the model, whoever wrote them: examples, or
+            what a compaction kept. It did not write them here, so they do not train.
+        logprobs: One list per assistant message that was not given, nats, or None.
         others: As in `Step`.
     """
 
     source: str
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
+    num_given: int = 0
     logprobs: list[list[float]] | None = None
     trains: bool = True
     reward: float | None = None

@@ -19,7 +19,7 @@ from rollout_io.conversion.summary import Summary
 from rollout_io.writer import RolloutWriter
 from schemas.errors import RolloutError
 
-BATCH_BYTES = 8 << 20
+BATCH_BYTES = 16 << 20
 
 
 @dataclass(kw_only=True, slots=True)

@@ -41,9 +41,12 @@ class Retokenizer:
             tokenizer,
             tools=conversation.tools,
             logprobs=conversation.logprobs,
+            num_given=conversation.num_given,
             where=conversation.source,
         )
-        first = next(i for i, m in enumerate(conversation.messages) if m["role"] == "assistant")
+        given = conversation.num_given
+        answers = enumerate(conversation.messages[given:], given)
+        first = next(i for i, message in answers if message["role"] == "assistant")
         return Step(
             source=conversation.source,
             prompt_token_ids=encoded.prompt_token_ids,

@@ -62,13 +62,16 @@ def retokenize(
     *,
     tools: Tools | None = None,
     logprobs: Logprobs | None = None,
+    num_given: int = 0,
     where: str = "messages",
 ) -> Retokenized:
     r"""Turn a logged conversation into prompt, response and loss mask.
 
-        prompt   = ids(template(messages before the first assistant message, generation prompt))
-        response = the first assistant message after its header, then all later messages,
+        prompt   = ids(template(messages before the first answer, generation prompt))
+        response = the first answer after its header, then all later messages,
                    each encoded after a fixed base (`encode_messages`)
+
+    The first answer is the first assistant message that was not given.
 
     The ids can differ from those the model sampled (text does not say how it was cut into
     tokens): mark such rows `token_source = "retokenized"`.
@@ -83,6 +86,8 @@ def retokenize(
         tokenizer: From `load_tokenizer`.
         tools: Tool schemas, as given to the template.
         logprobs: One list per assistant message, as long as its span, nats; None: none known.
+        num_given: Leading messages that were given to the model, whoever wrote them (examples,
+            what a shortened history kept): assistant messages among them are part of the prompt.
         where: Place of the conversation, for errors.
 
     Raises:
@@ -104,7 +109,8 @@ def retokenize(
         '<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n'
     """
     plain = _normalized(messages, where)
-    first = next((i for i, m in enumerate(plain) if m["role"] == "assistant"), None)
+    answers = (i for i, m in enumerate(plain) if m["role"] == "assistant" and i >= num_given)
+    first = next(answers, None)
     if not first:
         got = "no assistant message" if first is None else "an assistant message first"
         expected, hint = "a prompt, then an answer", "leave out what the model did not answer"

@@ -138,7 +138,7 @@ def through_litellm(base_url, streamed):
 def save(name, make, base_url):
     lines = [line for streamed in (False, True) for line in make(base_url, streamed)]
     with (HERE / f"{name}.calls.jsonl").open("w") as file:
-        file.writelines(json.dumps(line) + "\n" for line in lines)
+        file.writelines(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
 
 
 def main(base_url):

@@ -1,0 +1,173 @@
+"""Converting a log of calls: against the usual glue, and against parsing its fields alone.
+
+`python -m benchmarks.conversion [LOG] [--megabytes 500]`: the log is the real shop log, its sessions
+renamed and repeated. All ratios are of one run; each pair is timed in turns, three times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import msgspec
+
+import rollout_io
+
+SHOP = Path(__file__).parents[1] / "examples" / "shop.calls.jsonl"
+PEAK = (
+    "import resource, rollout_io, sys\n"
+    "rollout_io.convert([sys.argv[1]], sys.argv[2])\n"
+    "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)\n"
+)
+
+
+class _Request(msgspec.Struct, gc=False):
+    messages: msgspec.Raw
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+
+
+class _Token(msgspec.Struct, gc=False):
+    logprob: float
+
+
+class _Logprobs(msgspec.Struct, gc=False):
+    content: list[_Token]
+
+
+class _Message(msgspec.Struct, gc=False):
+    content: str | None
+
+
+class _Choice(msgspec.Struct, gc=False):
+    index: int
+    token_ids: list[int]
+    logprobs: _Logprobs
+    message: _Message
+    finish_reason: str
+
+
+class _Response(msgspec.Struct, gc=False):
+    prompt_token_ids: list[int]
+    choices: list[_Choice]
+
+
+class _Call(msgspec.Struct, gc=False):
+    """The fields that a rollout table keeps of a call."""
+
+    session: str
+    request: _Request
+    response: _Response
+    agent: str | None = None
+    time: float | None = None
+    final: bool = False
+
+
+def repeated(path: Path, num_bytes: int) -> Path:
+    """Write the shop log again and again, each time under other names of its sessions."""
+    lines = SHOP.read_bytes().splitlines(keepends=True)
+    written = copy = 0
+    with path.open("wb") as file:
+        while written < num_bytes:
+            prefix = b'"session": "copy-%d-' % copy
+            written += sum(file.write(line.replace(b'"session": "', prefix, 1)) for line in lines)
+            copy += 1
+    return path
+
+
+def typed_parse(log: Path) -> None:
+    """Decode the kept fields of every line, and do nothing with them."""
+    decoder = msgspec.json.Decoder(_Call)
+    with log.open("rb") as file:
+        for line in file:
+            decoder.decode(line)
+
+
+def glue(log: Path, out: Path) -> None:
+    """What people write: a list of dicts, `datasets`, Parquet."""
+    with log.open(encoding="utf-8") as file:
+        rows = [_row(json.loads(line)) for line in file]
+    datasets.Dataset.from_list(rows).to_parquet(str(out / "glue.parquet"))
+
+
+def _row(call: dict[str, Any]) -> dict[str, Any]:
+    choice = call["response"]["choices"][0]
+    return {
+        "session": call["session"],
+        "agent": call["agent"],
+        "time": call["time"],
+        "prompt_token_ids": call["response"]["prompt_token_ids"],
+        "response_ids": choice["token_ids"],
+        "rollout_logprobs": [token["logprob"] for token in choice["logprobs"]["content"]],
+        "stop_reason": choice["finish_reason"],
+        "temperature": call["request"].get("temperature"),
+        "messages": json.dumps(call["request"]["messages"]),
+        "response_text": choice["message"]["content"],
+    }
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """Wall time of one call."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def peak_megabytes(log: Path, folder: Path) -> float:
+    """Largest memory of a process of its own that converts a log."""
+    out = folder / "peak"
+    command = [sys.executable, "-c", PEAK, str(log), str(out)]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    shutil.rmtree(out)
+    return int(found.stdout) / 1e3
+
+
+def compare(log: Path, folder: Path) -> None:
+    """Print speeds and ratios."""
+    out, num_mb = folder / "ours", log.stat().st_size / 1e6
+
+    def ours(workers: int = 1) -> None:
+        shutil.rmtree(out, ignore_errors=True)
+        rollout_io.convert([log], out, workers=workers)
+
+    ours()  # imports
+    pairs = [(seconds(lambda: typed_parse(log)), seconds(ours)) for _ in range(3)]
+    parse_s, ours_s = min(p for p, _ in pairs), min(o for _, o in pairs)
+    ratio = sorted(o / p for p, o in pairs)[1]
+    print(f"{num_mb:,.0f} MB of calls")
+    print(f"typed parse of the kept fields alone: {parse_s:.2f} s, {num_mb / parse_s:,.0f} MB/s")
+    print(f"rollout_io.convert, 1 worker:  {ours_s:.2f} s, {num_mb / ours_s:,.0f} MB/s")
+    print(f"  {ratio:.2f}x the time of the parse alone (median of 3 pairs)")
+    two_s = min(seconds(lambda: ours(2)) for _ in range(2))
+    print(f"rollout_io.convert, 2 workers: {two_s:.2f} s, {num_mb / two_s:,.0f} MB/s")
+    glue_s = seconds(lambda: glue(log, folder))
+    print(f"json.loads + datasets: {glue_s:.2f} s, {num_mb / glue_s:,.0f} MB/s")
+    print(f"  {glue_s / ours_s:.1f}x slower than rollout_io.convert with 1 worker")
+
+
+def main() -> None:
+    """Compare, then show that memory does not grow with the log."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--megabytes", type=int, default=500)
+    parser.add_argument("--memory", type=int, nargs="*", default=[100, 2000], metavar="MEGABYTES")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        compare(repeated(folder / "log.jsonl", options.megabytes * 1_000_000), folder)
+        for size in options.memory:
+            log = repeated(folder / "log.jsonl", size * 1_000_000)
+            print(f"peak memory for {size:,} MB: {peak_megabytes(log, folder):,.0f} MB")
+
+
+if __name__ == "__main__":
+    main()
