@@ -93,40 +93,50 @@ def find_parents(prompts: Ragged, responses: Ragged, starts: IntArray) -> tuple[
     num_rows = len(prompts.lengths)
     parent, shared = np.full(num_rows, -1, np.int64), np.zeros(num_rows, np.int64)
     for start, end in pairwise([*starts.tolist(), num_rows]):
-        steps = [_Step(prompts.row(r), responses.row(r)) for r in range(start, end)]
-        for i in range(1, len(steps)):
-            parent[start + i], shared[start + i] = _longest(steps, i)
+        steps: list[_Step] = []
+        longest = 0
+        for row in range(start, end):
+            step = _Step(prompts.row(row), responses.row(row))
+            if steps:
+                parent[row], shared[row] = _longest(steps, step, longest)
+            steps.append(step)
+            longest = max(longest, step.length)
     return parent, shared
 
 
 class _Step:
-    __slots__ = ("length", "prompt", "response")
+    __slots__ = ("content", "length", "prompt", "response")
 
     def __init__(self, prompt: Tokens, response: Tokens) -> None:
         self.prompt, self.response = prompt, response
         self.length = len(prompt) + len(response)
+        self.content = prompt.tobytes() + response.tobytes()
 
     def token(self, index: int) -> Any:
         split = len(self.prompt)
         return self.prompt[index] if index < split else self.response[index - split]
 
-    def shares(self, prompt: Tokens) -> int:
-        """How many leading tokens of `prompt` are this step's prompt + response."""
+    def shares(self, other: _Step) -> int:
+        """How many leading tokens of the other's prompt are this step's prompt + response."""
+        prompt = other.prompt
+        if self.length <= len(prompt) and other.content.startswith(self.content):
+            return self.length
         common = common_prefix(self.prompt, prompt)
         if common < len(self.prompt):
             return common
         return common + common_prefix(self.response, prompt[common:])
 
 
-def _longest(steps: list[_Step], index: int) -> tuple[int, int]:
-    prompt, best, parent = steps[index].prompt, 0, -1
-    for candidate in range(index - 1, -1, -1):
-        step = steps[candidate]
-        if best == len(prompt):
+def _longest(steps: list[_Step], step: _Step, longest: int) -> tuple[int, int]:
+    """The earlier step that shares most, and how much; none is longer than `longest`."""
+    best, parent = 0, -1
+    for candidate in range(len(steps) - 1, -1, -1):
+        if best in {len(step.prompt), longest}:
             break
-        if step.length <= best or step.token(best) != prompt[best]:
+        other = steps[candidate]
+        if other.length <= best or other.token(best) != step.prompt[best]:
             continue
-        shared = step.shares(prompt)
+        shared = other.shares(step)
         if shared > best:
             best, parent = shared, candidate
     return parent, best

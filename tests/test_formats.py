@@ -130,7 +130,7 @@ def test_an_input_of_no_format_is_refused_by_name_with_the_way_to_the_list(tmp_p
     assert run(["convert", *inputs, "--out", str(tmp_path / "ds")]) == 1
     said = capsys.readouterr().err
     assert f"error: known_format: {ROOT / 'README.md'}: got content of no known format" in said
-    assert "one of calls, " in said
+    assert "calls, claude_code, " in said
     assert "hint: rollouts formats" in said
     assert not (tmp_path / "ds").exists()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rollout_io.adapters import Found, Input, Place, Progress, Rejected
-from rollout_io.adapters.jsonl import open_input, read_lines, refuse_lfs_pointer, refuse_not_utf8
+from rollout_io.adapters.jsonl import open_input, refuse_lfs_pointer, refuse_not_utf8
 from schemas.errors import RolloutError
 
 
@@ -57,13 +57,18 @@ def lines_of(inputs: Sequence[Input], progress: Progress) -> Iterator[Record]:
     Raises:
         RolloutError: `input_file`, `lfs_pointer`.
     """
-    for given in inputs:
-        with open_input(given.path) as file:
-            for line in read_lines(file):
-                refuse_lfs_pointer(line.content, given.name)
-                progress(len(line.content))
-                where = f"{given.name}:{line.number}"
-                yield Record(Place(given.path, where, line.offset, len(line.content)), line.content)
+    _descriptor.cache_clear()  # a path may be another file by now
+    for name, path in inputs:
+        offset = 0
+        with open_input(path) as file:
+            for number, content in enumerate(file, 1):
+                num_bytes = len(content)
+                if number == 1:
+                    refuse_lfs_pointer(content, name)
+                if not content.isspace():
+                    progress(num_bytes)
+                    yield Record(Place(path, f"{name}:{number}", offset, num_bytes), content)
+                offset += num_bytes
 
 
 def find_lines(

@@ -63,11 +63,11 @@ def parse_ids(texts: Sequence[bytes]) -> tuple[npt.NDArray[np.int32], IntArray]:
         >>> ids.tolist(), lengths.tolist()
         ([1, 33, 37], [2, 0, 1])
     """
-    inner = [text[1:-1] for text in texts]
-    lengths = [part.count(b",") + 1 if part and not part.isspace() else 0 for part in inner]
-    joined = b",".join([part for part, n in zip(inner, lengths, strict=True) if n])
     if not all(text[:1] == b"[" for text in texts):
         raise ValueError("not a list")
+    lengths = [_num_numbers(text) for text in texts]
+    inner = [text[1:-1] for text, n in zip(texts, lengths, strict=True) if n]
+    joined = b",".join(inner)
     found = _parse_numbers(joined) if joined else np.zeros(0, np.int64)
     if len(found) != sum(lengths):
         raise ValueError("not a list of whole numbers")
@@ -87,9 +87,12 @@ def _parse_numbers(text: bytes) -> npt.NDArray[np.int64]:
 
 def num_ids(ids: Ids) -> int:
     """How many ids there are."""
-    if isinstance(ids, bytes):
-        return ids.count(b",") + 1 if ids[1:-1].strip() else 0
-    return len(ids)
+    return _num_numbers(ids) if isinstance(ids, bytes) else len(ids)
+
+
+def _num_numbers(text: bytes) -> int:
+    commas = text.count(b",")
+    return commas + 1 if commas or text[1:-1].strip() else 0
 
 
 def strict_ids(text: bytes, what: str, where: str) -> npt.NDArray[np.int32]:

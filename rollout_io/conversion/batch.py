@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -104,7 +105,8 @@ def _settled(run: Run, outcomes: Mapping[Key, Outcome], settings: Settings) -> S
     assert run.repetition_id is not None
     logged = Trajectory(steps=[])
     if run.places:
-        logged = settings.adapter.read(run, settings.options)
+        with np.errstate(over="ignore"):  # a float too large is infinite, which the checks refuse
+            logged = settings.adapter.read(run, settings.options)
     steps = with_tokens(logged, settings.retokenizer)
     given = outcomes.get((run.instance_id, run.repetition_id))
     return settle(run, logged, steps, given, settings.options.reward)

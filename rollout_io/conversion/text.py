@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from rollout_io.adapters import Conversation, Step, Trajectory
 from schemas.errors import RolloutError
 from schemas.metadata import DatasetMetadata
+
+if TYPE_CHECKING:
+    from rollout_io.retokenize import ChatTokenizer
 
 NO_TOKENS = "no_token_ids"
 RETOKENIZED = "retokenized"
@@ -33,9 +37,9 @@ class Retokenizer:
 
         The loss mask is true, and `spans` name, what the model wrote.
         """
-        from rollout_io.retokenize import load_tokenizer, retokenize
+        from rollout_io.retokenize import retokenize
 
-        tokenizer = load_tokenizer(self.directory, self.chat_template)
+        tokenizer = _tokenizer(self.directory, self.chat_template)
         encoded = retokenize(
             conversation.messages,
             tokenizer,
@@ -65,6 +69,13 @@ class Retokenizer:
             response_text=_readable(conversation.messages[first:]),
             metrics=conversation.metrics,
         )
+
+
+@lru_cache(maxsize=1)
+def _tokenizer(directory: str, chat_template: str | None) -> ChatTokenizer:
+    from rollout_io.retokenize import load_tokenizer
+
+    return load_tokenizer(directory, chat_template)
 
 
 def retokenizer_of(

@@ -70,7 +70,7 @@ def _part(part: object, where: str) -> str:
         return part
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     text = part.get("text") if isinstance(part, Mapping) else None
-    if kind in TEXT_PARTS and isinstance(text, str):
+    if isinstance(kind, str) and kind in TEXT_PARTS and isinstance(text, str):
         return text
     raise _bad(where, f"a content part of type {kind!r}", "text parts only")
 

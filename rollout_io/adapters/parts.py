@@ -1,0 +1,43 @@
+"""Records that are lines, or parts of a document."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+import msgspec
+
+from rollout_io.adapters import Place
+from rollout_io.adapters.jsonl import decode_line, refuse_not_utf8
+from rollout_io.adapters.records import read_record
+
+T = TypeVar("T")
+
+
+def parts_of(
+    place: Place, document: bytes, name: str, parts: Sequence[msgspec.Raw]
+) -> Iterator[Place]:
+    """Where the elements of a list in a document are: each a record of its own.
+
+    Args:
+        place: Of the document.
+        document: Its bytes.
+        name: Of the list.
+        parts: Its elements, as they stand in the document, in order.
+    """
+    end = 0
+    for i, part in enumerate(parts):
+        start = document.index(bytes(part), end)
+        end = start + len(bytes(part))
+        yield Place(place.path, f"{place.where}, {name}[{i}]", start, end - start)
+
+
+def decode_record(decoder: msgspec.json.Decoder[T], place: Place) -> T:
+    """Decode a line, or a part of a document.
+
+    Raises:
+        RolloutError: `json_line`, `record_type`, `input_file`.
+    """
+    record = read_record(place)
+    refuse_not_utf8(record, place.where)
+    return decode_line(decoder, record, place.where)

@@ -1,0 +1,167 @@
+"""The `trl` format: what TRL logs with `log_completions`, completions_{step}.parquet.
+
+Columns: `step`, `prompt` and `completion` (lists of messages, or text), one column of numbers per
+reward function, columns of the user's, `advantage`. A row is a run. Rows of plain text are refused
+(see `plain_text`). TRL's group is not in the file: the rows of one step with the same prompt are
+taken as one, and the log says so. Nor are the weights of the reward functions: where there is one
+column of numbers, it is the outcome; of several, `--reward` names it.
+
+Arguments of tools are a struct of all the names that any call in the file has: null ones are left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rollout_io.adapters import (
+    About,
+    Adapter,
+    Conversation,
+    Found,
+    Input,
+    Options,
+    Place,
+    Progress,
+    Rejected,
+    Run,
+    Trajectory,
+)
+from rollout_io.adapters.blocks import prompt_key
+from rollout_io.adapters.chat import openai_messages
+from rollout_io.adapters.plain_text import text_without_roles
+from schemas.errors import RolloutError
+
+_REQUIRED = frozenset({"step", "prompt", "completion"})
+_ADVANTAGE = "advantage"
+_GROUPS = "inferred: rows of one step with the same prompt"
+_WHAT = "a prompt and a completion as text"
+_HINT = "give TRL prompts that are lists of messages (the conversational format)"
+_MAGIC = b"PAR1"
+_ERRORS = (pa.ArrowException, OSError, ValueError, ArithmeticError, NotImplementedError)
+
+
+def find_rows(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
+    """One run a row, in the order of the files."""
+    yield About("groups", _GROUPS)
+    for given in inputs:
+        num_bytes = given.path.stat().st_size
+        progress(num_bytes)
+        try:
+            rows = _heads(given.path)
+        except _ERRORS as error:
+            yield Rejected(Place(given.path, given.name, 0, num_bytes), _damaged(given.name, error))
+            continue
+        for i, row in enumerate(rows):
+            place = Place(given.path, f"{given.name}, row {i}", None, num_bytes // len(rows))
+            try:
+                yield _run(place, i, row)
+            except RolloutError as refused:
+                yield Rejected(place, refused)
+
+
+def _heads(path: Path) -> list[dict[str, Any]]:
+    """What names each row."""
+    with pq.ParquetFile(path) as file:
+        missing = sorted(_REQUIRED - set(file.schema_arrow.names))
+        if missing:
+            raise ValueError(f"no column {missing[0]!r}")
+        rows: list[dict[str, Any]] = file.read(sorted(_REQUIRED)).to_pylist()
+    return rows
+
+
+def _damaged(where: str, error: Exception) -> RolloutError:
+    got = " ".join(str(error).split()) or type(error).__name__
+    hint = "the file is damaged or cut off: copy it again"
+    return RolloutError("parquet_file", where, got, "a whole Parquet file of TRL's", hint)
+
+
+def _run(place: Place, index: int, row: Mapping[str, Any]) -> Run:
+    if not isinstance(row["prompt"], list) or not isinstance(row["completion"], list):
+        raise text_without_roles(place.where, _WHAT, _HINT)
+    prompt = openai_messages(_shown(row["prompt"]), f"{place.where}, prompt")
+    key, step = prompt_key(prompt), str(row["step"])
+    return Run(
+        instance_id=f"step-{step}/{key}",
+        repetition_id=None,
+        places=[place],
+        labels={"step": step, "prompt": key},
+        index=index,
+    )
+
+
+def read_row(run: Run, _: Options) -> Trajectory:
+    """The conversation of a row; all its numbers are metrics.
+
+    Raises:
+        RolloutError: `parquet_file`, `message`, `no_calls`.
+    """
+    (place,) = run.places
+    try:
+        table = _table(place.path, place.path.stat().st_mtime_ns)
+        row = table.slice(run.index, 1).to_pylist()[0]
+    except _ERRORS as error:
+        raise _damaged(place.where, error) from None
+    messages = openai_messages(_shown(row["prompt"]), f"{place.where}, prompt")
+    messages += openai_messages(_shown(row["completion"]), f"{place.where}, completion")
+    if all(message["role"] != "assistant" for message in messages):
+        got, expected = "a completion without an assistant's message", "at least one"
+        raise RolloutError("no_calls", place.where, got, expected)
+    fields = [field for field in table.schema if field.name != "step"]
+    known = {field.name: row[field.name] for field in fields if _is_number(field.type)}
+    metrics = {name: float(v) for name, v in known.items() if v is not None and not math.isnan(v)}
+    rewards = known.keys() - {_ADVANTAGE}
+    reward = metrics.get(next(iter(rewards))) if len(rewards) == 1 else None
+    step = Conversation(source=place.where, messages=messages)
+    return Trajectory(
+        steps=[step], reward=reward, metrics=metrics, user_values={"step": str(row["step"])}
+    )
+
+
+@lru_cache(maxsize=2)
+def _table(path: Path, _modified_ns: int) -> pa.Table:
+    """A file: all completions of one step, which TRL had in memory too."""
+    with pq.ParquetFile(path) as file:
+        return file.read()
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    is_whole = pa.types.is_integer(kind) or pa.types.is_boolean(kind)
+    return bool(is_whole or pa.types.is_floating(kind))
+
+
+def _shown(value: Any) -> Any:
+    """A value without the nulls that Arrow gives to structs."""
+    if isinstance(value, list):
+        return [_shown(element) for element in value]
+    if isinstance(value, dict):
+        return {name: _shown(v) for name, v in value.items() if v is not None}
+    return value
+
+
+def recognizes(path: Path) -> bool:
+    """Whether a file is Parquet with TRL's columns."""
+    try:
+        if not path.is_file():
+            return False
+        with path.open("rb") as file:
+            if file.read(len(_MAGIC)) != _MAGIC:
+                return False
+        return set(pq.read_schema(path).names) >= _REQUIRED
+    except _ERRORS:
+        return False
+
+
+ADAPTER = Adapter(
+    summary="TRL's logged completions (completions_*.parquet): messages; text is refused",
+    recognizes=recognizes,
+    find=find_rows,
+    read=read_row,
+    is_text=True,
+)
