@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -114,8 +115,7 @@ Ids = npt.NDArray[np.int32] | bytes
 _NO_TOKENS = np.zeros(0, np.int32)
 
 
-@dataclass(kw_only=True, slots=True)
-class Step:
+class Step(msgspec.Struct, kw_only=True, gc=False):
     """One LLM call, or one of its choices.
 
     Attributes:
@@ -132,8 +132,8 @@ class Step:
     """
 
     source: str
-    prompt_token_ids: Ids = field(default_factory=lambda: _NO_TOKENS)
-    response_ids: Ids = field(default_factory=lambda: _NO_TOKENS)
+    prompt_token_ids: Ids = msgspec.field(default_factory=lambda: _NO_TOKENS)
+    response_ids: Ids = msgspec.field(default_factory=lambda: _NO_TOKENS)
     rollout_logprobs: npt.NDArray[np.float32] | None = None
     rollout_expert_indices: npt.NDArray[np.int16] | None = None
     loss_mask: npt.NDArray[np.bool_] | None = None

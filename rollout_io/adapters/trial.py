@@ -8,7 +8,6 @@ them; where both have, the one must say what the other says.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -307,7 +306,7 @@ def _agreed(elements: Sequence[Sequence[Step]], run: Run, place: str) -> list[St
 
 def _joined(tokens: Step, told: Step) -> Step:
     logprobs = told.rollout_logprobs if tokens.rollout_logprobs is None else tokens.rollout_logprobs
-    return replace(
+    return msgspec.structs.replace(
         tokens,
         rollout_logprobs=logprobs,
         agent=told.agent,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -13,13 +12,13 @@ import pyarrow as pa
 
 from rollout_io.adapters import Rejected, Run
 from rollout_io.conversion import rejections
-from rollout_io.conversion.batch import Part, Reader, Settings, sound
+from rollout_io.conversion.batch import Reader, Settings, sound
 from rollout_io.conversion.rewards import Key, Outcome
 from rollout_io.conversion.summary import Summary
 from rollout_io.writer import RolloutWriter
 from schemas.errors import RolloutError
 
-BATCH_BYTES = 16 << 20
+BATCH_BYTES = 32 << 20
 
 
 @dataclass(kw_only=True, slots=True)
@@ -101,35 +100,25 @@ def convert_chunk(
         progress: Told the bytes and rows that are done.
     """
     report, tell = Report(), progress or (lambda _num_bytes, _num_rows: None)
-    with _without_collector(), _writer(settings, out) as writer, ThreadPoolExecutor(1) as pool:
-        reader = Reader(settings, chunk.outcomes)
-        broken: list[Rejected] = []
-        writing: Future[int] | None = None
+    reader = Reader(settings, chunk.outcomes)
+    broken: list[Rejected] = []
+    with without_collector(), _writer(settings, out) as writer:
         for runs in _batches(chunk.runs):
             for part in reader.parts(runs):
                 if settings.adapter.is_table:
                     report.take_names(part.table, part.runs[0].places[0].where)
-                if writing is not None:
-                    tell(0, writing.result())
-                writing = pool.submit(_write, part, writer, report.summary, broken)
+                table = sound(part, broken)
+                if table.num_rows:
+                    report.summary.add(table)
+                    writer.write(table)
+                tell(0, table.num_rows)
             tell(sum(run.num_bytes for run in runs), 0)
-        if writing is not None:
-            tell(0, writing.result())
     report.rejected, report.routing = reader.rejected + broken, reader.routing
     return report
 
 
 def _writer(settings: Settings, out: str) -> RolloutWriter:
     return RolloutWriter(out, layout=settings.layout, metadata=settings.metadata, checked=True)
-
-
-def _write(part: Part, writer: RolloutWriter, summary: Summary, broken: list[Rejected]) -> int:
-    """Check and write rows; how many there were. One thread does it while another reads on."""
-    table = sound(part, broken)
-    if table.num_rows:
-        summary.add(table)
-        writer.write(table)
-    return int(table.num_rows)
 
 
 def _batches(runs: Sequence[Run]) -> Iterator[list[Run]]:
@@ -146,7 +135,7 @@ def _batches(runs: Sequence[Run]) -> Iterator[list[Run]]:
 
 
 @contextmanager
-def _without_collector() -> Iterator[None]:
+def without_collector() -> Iterator[None]:
     """Millions of short-lived numbers and no cycles: the cycle collector only costs time."""
     was_enabled = gc.isenabled()
     gc.disable()

@@ -5,12 +5,15 @@ from __future__ import annotations
 import hashlib
 import multiprocessing
 import os
+import signal
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,7 @@ from rollout_io.adapters import Input, Rejected, Run
 from rollout_io.conversion import rejections
 from rollout_io.conversion.batch import Settings, errors_of, in_order, other_routing
 from rollout_io.conversion.choices import Choices, refuse_misfits, settings_of, tool_name
-from rollout_io.conversion.chunk import Chunk, Report, convert_chunk, repeated
+from rollout_io.conversion.chunk import Chunk, Report, convert_chunk, repeated, without_collector
 from rollout_io.conversion.inputs import STDIN
 from rollout_io.conversion.log import Log, open_log
 from rollout_io.conversion.plan import CHUNK_BYTES, Plan, chunks, plan, refuse_nothing
@@ -137,7 +140,8 @@ class _Job:
         outcomes = {} if self.choices.rewards is None else read_rewards(self.choices.rewards)
         adapter, options = self.log.adapter, self.choices
         found = adapter.find(self.log.inputs, lambda num_bytes: self.progress(num_bytes, 0))
-        planned = plan(found, outcomes, options.group_by)
+        with without_collector():
+            planned = plan(found, outcomes, options.group_by)
         refuse_nothing(planned, self.log)
         self._refuse(planned.rejected)
         settings = settings_of(self.choices, self.log, planned.about)
@@ -188,22 +192,22 @@ class _Job:
             for i, runs in enumerate(parts)
             if i not in reports
         )
-        for index, report in self._convert(missing, settings):
-            self.staging.finish_chunk(index, report.encode())
-            reports[index] = report
+        with closing(self._convert(missing, settings)) as done:
+            for index, report in done:
+                self.staging.finish_chunk(index, report.encode())
+                reports[index] = report
         return _refuse_mixtures([reports[i] for i in range(len(parts))]), num_resumed
 
     def _convert(
         self, missing: Iterator[Chunk], settings: Settings
-    ) -> Iterator[tuple[int, Report]]:
+    ) -> Generator[tuple[int, Report], None, None]:
         staging = self.staging
         if self.workers == 1:
             for chunk in missing:
                 path = staging.chunk_path(chunk.index)
                 yield chunk.index, convert_chunk(chunk, settings, path, self.progress)
             return
-        spawn = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(self.workers, mp_context=spawn) as pool:
+        with _processes(self.workers) as pool:
             futures = {
                 pool.submit(convert_chunk, chunk, settings, staging.chunk_path(chunk.index)): chunk
                 for chunk in missing
@@ -212,6 +216,31 @@ class _Job:
                 chunk, report = futures[future], _result(future.result)
                 self.progress(sum(r.num_bytes for r in chunk.runs), report.summary.num_rows)
                 yield chunk.index, report
+
+
+@contextmanager
+def _processes(workers: int) -> Iterator[ProcessPoolExecutor]:
+    """Processes that end with this block, however it ends, and with this process, if it is killed."""
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    pool = ProcessPoolExecutor(workers, spawn, initializer=_end_with, initargs=(theirs,))
+    with ours, theirs, pool:
+        try:
+            yield pool
+        except BaseException:
+            ours.close()
+            raise
+
+
+def _end_with(parent: Connection) -> None:
+    """End this process as soon as the other end is closed; an interrupt is the parent's to heed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def watch() -> None:
+        parent.poll(None)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _refuse_mixtures(reports: list[Report]) -> list[Report]:

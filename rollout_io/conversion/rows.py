@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -60,9 +61,9 @@ def _column(name: str, batch: Sequence[Settled], steps: Sequence[Step]) -> pa.Ar
     if name in _MADE:
         return _MADE[name](batch, steps, column.type)
     if name in _OF_RUN:
-        values = [getattr(t, name) for t in batch for _ in t.steps]
+        values = [value for t in batch for value in [getattr(t, name)] * len(t.steps)]
     else:
-        values = [getattr(s, name) for s in steps]
+        values = list(map(attrgetter(name), steps))
     if column.nullable and values.count(None) == len(values):
         return None
     return pa.array(values, column.type)
