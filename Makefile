@@ -6,6 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 MODEL := .cache/smollm2
 READY := $(VENV)/.ready
+LOGS := ../shared/data/harness_logs
 
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
@@ -31,9 +32,11 @@ lint: $(READY)  ## ruff, mypy (strict), import rules
 bench: $(READY)  ## Benchmarks: ratios measured side by side in one run
 	$(BIN)/python -m benchmarks.layouts
 	$(BIN)/python -m benchmarks.merging
+	$(BIN)/python -m benchmarks.conversion
 
 docs: $(READY)  ## Write the generated pages of docs/
 	$(BIN)/python docs/generate.py
+	test ! -d $(LOGS) || PYTHONPATH=. $(BIN)/python docs/real_logs.py $(LOGS)
 
 model: $(MODEL)/model.safetensors  ## Fetch SmolLM2-135M-Instruct into .cache/
 

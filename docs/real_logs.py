@@ -1,0 +1,108 @@
+"""What becomes of real logs: the second generated table of docs/formats.md.
+
+`python docs/real_logs.py LOGS` writes it; tests/test_real_logs.py compares it. Text is re-tokenised
+with Qwen3's tokenizer and official chat template, taken from installed packages.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import polars as pl
+
+import rollout_io
+from rollout_io import Choices
+from rollout_io.adapters.detect import load_formats, recognize
+from rollout_io.conversion.batch import INCOMPLETE
+from rollout_io.conversion.log import AUTO
+from schemas.errors import RolloutError
+
+PAGE = Path(__file__).parent / "formats.md"
+BEGIN, END = "<!-- begin generated: real logs -->\n", "<!-- end generated: real logs -->\n"
+HEAD = "| file | format | records | trajectories | rows | tokens | not used, and why |"
+_SKIPPED = {"SOURCES.md"}
+_REASON_CHARS = 150
+
+
+def real_logs_table(logs: Path, tokenizer: Path) -> str:
+    """One row per file below a directory of logs."""
+    files = sorted(p for p in logs.rglob("*") if p.is_file() and p.name not in _SKIPPED)
+    return "\n".join(
+        [HEAD, "|---|---|---|---|---|---|---|", *(_row(f, logs, tokenizer) for f in files)]
+    )
+
+
+def _row(path: Path, logs: Path, tokenizer: Path) -> str:
+    name = path.relative_to(logs).as_posix()
+    found = " or ".join(recognize(path, load_formats().adapters)) or "-"
+    is_text = found != "-" and load_formats().adapters[found].is_text
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "ds"
+        choices = Choices(
+            format=AUTO, on_error="skip", tokenizer=str(tokenizer) if is_text else None
+        )
+        try:
+            counts = rollout_io.convert([path], out, choices).summary
+            records, trajectories = counts.num_records, counts.num_trajectories
+            rows, tokens = counts.num_rows, _sources(out)
+        except RolloutError as error:
+            records, trajectories, rows, tokens = _num_rejected(out), 0, 0, "-"
+            if not (out / "rejected.jsonl").exists():
+                cells = [f"`{name}`", found, "-", 0, 0, "-", _shown(error.rule, error.got, logs)]
+                return "| " + " | ".join(map(str, cells)) + " |"
+        cells = [f"`{name}`", found, records, trajectories, rows, tokens, _reasons(out, logs)]
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def _sources(out: Path) -> str:
+    found = rollout_io.scan(out).select(pl.col("token_source").unique().sort()).collect()
+    return ", ".join(found["token_source"])
+
+
+def _rejected(out: Path) -> pl.DataFrame:
+    path = out / "rejected.jsonl"
+    schema = dict.fromkeys(("rule", "got"), pl.String)
+    return pl.read_ndjson(path, schema=schema) if path.exists() else pl.DataFrame(schema=schema)
+
+
+def _num_rejected(out: Path) -> int:
+    return len(_rejected(out))
+
+
+def _reasons(out: Path, logs: Path) -> str:
+    """The rules that records break, each with how often, and what was found first."""
+    rejected = _rejected(out)
+    firsts: dict[str, str] = {}
+    for rule, got in sorted(rejected.iter_rows(), key=lambda row: row[0] == INCOMPLETE):
+        firsts.setdefault(rule, got)
+    counts = Counter(rejected["rule"])
+    return "; ".join(f"{counts[rule]} x {_shown(rule, got, logs)}" for rule, got in firsts.items())
+
+
+def _shown(rule: str, got: str, logs: Path) -> str:
+    text = " ".join(got.replace(f"{logs}/", "").replace("|", "\\|").split())
+    return f"`{rule}`: {text[:_REASON_CHARS]}{'...' if len(text) > _REASON_CHARS else ''}"
+
+
+def page_with(table: str) -> str:
+    """The page on formats, with this table."""
+    before, begin, rest = PAGE.read_text().partition(BEGIN)
+    _, end, after = rest.partition(END)
+    assert end, f"{PAGE} has lost its marks"
+    return f"{before}{begin}{table}\n{end}{after}"
+
+
+def main() -> None:
+    """Write the table into the page."""
+    from tests.qwen import chat_template_of, save_qwen3
+
+    with tempfile.TemporaryDirectory() as folder:
+        save_qwen3(Path(folder), chat_template_of("qwen3"))
+        PAGE.write_text(page_with(real_logs_table(Path(sys.argv[1]).resolve(), Path(folder))))
+
+
+if __name__ == "__main__":
+    main()
