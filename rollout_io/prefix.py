@@ -105,22 +105,18 @@ def find_parents(prompts: Ragged, responses: Ragged, starts: IntArray) -> tuple[
 
 
 class _Step:
-    __slots__ = ("content", "length", "prompt", "response")
+    __slots__ = ("length", "prompt", "response")
 
     def __init__(self, prompt: Tokens, response: Tokens) -> None:
         self.prompt, self.response = prompt, response
         self.length = len(prompt) + len(response)
-        self.content = prompt.tobytes() + response.tobytes()
 
     def token(self, index: int) -> Any:
         split = len(self.prompt)
         return self.prompt[index] if index < split else self.response[index - split]
 
-    def shares(self, other: _Step) -> int:
-        """How many leading tokens of the other's prompt are this step's prompt + response."""
-        prompt = other.prompt
-        if self.length <= len(prompt) and other.content.startswith(self.content):
-            return self.length
+    def shares(self, prompt: Tokens) -> int:
+        """How many leading tokens of `prompt` are this step's prompt + response."""
         common = common_prefix(self.prompt, prompt)
         if common < len(self.prompt):
             return common
@@ -136,7 +132,7 @@ def _longest(steps: list[_Step], step: _Step, longest: int) -> tuple[int, int]:
         other = steps[candidate]
         if other.length <= best or other.token(best) != step.prompt[best]:
             continue
-        shared = other.shares(step)
+        shared = other.shares(step.prompt)
         if shared > best:
             best, parent = shared, candidate
     return parent, best
