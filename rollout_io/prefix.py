@@ -17,6 +17,8 @@ from schemas.types import PREFIX_TYPES
 
 Tokens = npt.NDArray[np.int32]
 
+_SHORT = 4096  # tokens, up to which comparing copies of bytes is quicker than comparing arrays
+
 
 def encode_prefixes(table: pa.Table) -> pa.Table:
     """Replace `prompt_token_ids` by the prefix columns.
@@ -105,18 +107,24 @@ def find_parents(prompts: Ragged, responses: Ragged, starts: IntArray) -> tuple[
 
 
 class _Step:
-    __slots__ = ("length", "prompt", "response")
+    __slots__ = ("content", "length", "prompt", "response")
 
     def __init__(self, prompt: Tokens, response: Tokens) -> None:
         self.prompt, self.response = prompt, response
         self.length = len(prompt) + len(response)
+        is_short = self.length < _SHORT
+        self.content = prompt.tobytes() + response.tobytes() if is_short else b""
 
     def token(self, index: int) -> Any:
         split = len(self.prompt)
         return self.prompt[index] if index < split else self.response[index - split]
 
-    def shares(self, prompt: Tokens) -> int:
-        """How many leading tokens of `prompt` are this step's prompt + response."""
+    def shares(self, other: _Step) -> int:
+        """How many leading tokens of the other's prompt are this step's prompt + response."""
+        prompt = other.prompt
+        fits = self.content and self.length <= len(prompt)
+        if fits and other.content.startswith(self.content):
+            return self.length
         common = common_prefix(self.prompt, prompt)
         if common < len(self.prompt):
             return common
@@ -132,7 +140,7 @@ def _longest(steps: list[_Step], step: _Step, longest: int) -> tuple[int, int]:
         other = steps[candidate]
         if other.length <= best or other.token(best) != step.prompt[best]:
             continue
-        shared = other.shares(step.prompt)
+        shared = other.shares(step)
         if shared > best:
             best, parent = shared, candidate
     return parent, best

@@ -124,7 +124,7 @@ def read_choices(
         RolloutError: no_token_ids, no_response, nonempty_prompt, nonempty_response, routing_shape.
             What the named invariants say of the numbers is checked with the whole table.
     """
-    response = _joined(answer, where)
+    response = answer if isinstance(answer, Response) else _joined(answer, where)
     choices = response.choices
     if len(choices) > 1:
         choices = sorted(choices, key=lambda choice: choice.index)
@@ -172,6 +172,8 @@ def _ids_of(choice: Choice) -> bytes:
 
 
 def _ids(text: bytes, what: str, where: str, *, failed: bool) -> Ids:
+    if len(text) > len(b"null"):
+        return text
     if text == b"null" and failed:
         return np.zeros(0, np.int32)
     if text == b"null":
@@ -215,10 +217,8 @@ def _json_text(raw: msgspec.Raw) -> str | None:
     return None if text == "null" else text
 
 
-def _joined(answer: Answer, where: str) -> Response:
+def _joined(answer: list[Response | str] | str | None, where: str) -> Response:
     """A response as it would have come in one piece."""
-    if isinstance(answer, Response):
-        return answer
     if answer is None:
         hint = "a call that failed: delete its line, or give its session an `error` in --rewards"
         raise RolloutError("no_response", where, "a call without a response", "its body", hint)

@@ -51,6 +51,9 @@ def token_ids(ids: Sequence[int], what: str, where: str) -> npt.NDArray[np.int32
 def parse_ids(texts: Sequence[bytes]) -> tuple[npt.NDArray[np.int32], IntArray]:
     """Many JSON lists of whole numbers at once: all their numbers, and how many each has.
 
+    A list that begins as the one before it does (the prompts of a chat that grows) is parsed from
+    where that one ends, so that T turns cost what their distinct tokens cost.
+
     Args:
         texts: Valid JSON.
 
@@ -59,21 +62,49 @@ def parse_ids(texts: Sequence[bytes]) -> tuple[npt.NDArray[np.int32], IntArray]:
             says which.
 
     Example:
-        >>> ids, lengths = parse_ids([b"[1, 33]", b"[]", b"[37]"])
+        >>> ids, lengths = parse_ids([b"[1, 33]", b"[1, 33, 37]", b"[]"])
         >>> ids.tolist(), lengths.tolist()
-        ([1, 33, 37], [2, 0, 1])
+        ([1, 33, 1, 33, 37], [2, 3, 0])
     """
     if not all(text[:1] == b"[" for text in texts):
         raise ValueError("not a list")
-    lengths = [_num_numbers(text) for text in texts]
-    inner = [text[1:-1] for text, n in zip(texts, lengths, strict=True) if n]
-    joined = b",".join(inner)
-    found = _parse_numbers(joined) if joined else np.zeros(0, np.int64)
-    if len(found) != sum(lengths):
+    shared, new, parts = [], [], []
+    before, num_before = b"[", 0
+    for text in texts:
+        begin = len(before) - 1
+        extends = (
+            num_before > 0 and text.startswith(before[:-1]) and text[begin : begin + 1] == b","
+        )
+        part = text[begin + 1 : -1] if extends else text[1:-1]
+        commas = part.count(b",")
+        num_new = commas + 1 if commas or part.strip() else 0
+        if num_new:
+            parts.append(part)
+        shared.append(num_before if extends else 0)
+        new.append(num_new)
+        before, num_before = text, shared[-1] + num_new
+    found = _parse_numbers(b",".join(parts)) if parts else np.zeros(0, np.int64)
+    if len(found) != sum(new):
         raise ValueError("not a list of whole numbers")
     if len(found) and found.max() > INT32_MAX:
         raise ValueError(f"a number beyond {INT32_MAX}")
-    return found.astype(np.int32), np.array(lengths, np.int64)
+    return _with_shared(found.astype(np.int32), shared, new)
+
+
+def _with_shared(
+    found: npt.NDArray[np.int32], shared: Sequence[int], new: Sequence[int]
+) -> tuple[npt.NDArray[np.int32], IntArray]:
+    """Lists whose first `shared` numbers are those of the list before; their others are given."""
+    lengths = np.array(shared, np.int64) + np.array(new, np.int64)
+    if not any(shared):
+        return found, lengths
+    out = np.empty(int(lengths.sum()), np.int32)
+    begin = before = used = 0
+    for kept, added in zip(shared, new, strict=True):
+        out[begin : begin + kept] = out[before : before + kept]
+        out[begin + kept : begin + kept + added] = found[used : used + added]
+        before, used, begin = begin, used + added, begin + kept + added
+    return out, lengths
 
 
 def _parse_numbers(text: bytes) -> npt.NDArray[np.int64]:
