@@ -17,7 +17,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import datasets
 import msgspec
 
 import rollout_io
@@ -101,6 +100,8 @@ def typed_parse(log: Path) -> None:
 
 def glue(log: Path, out: Path) -> None:
     """What people write first: all records, `datasets`, Parquet."""
+    import datasets  # here, for worker processes import this module too
+
     with log.open(encoding="utf-8") as file:
         records = [json.loads(line) for line in file]
     datasets.Dataset.from_list(records).to_parquet(str(out / "glue.parquet"))
@@ -108,6 +109,8 @@ def glue(log: Path, out: Path) -> None:
 
 def lean_glue(log: Path, out: Path) -> None:
     """The same with the fields that a rollout table keeps alone."""
+    import datasets
+
     with log.open(encoding="utf-8") as file:
         rows = [_row(json.loads(line)) for line in file]
     datasets.Dataset.from_list(rows).to_parquet(str(out / "glue.parquet"))
