@@ -15,6 +15,7 @@ from schemas.errors import RolloutError
 
 SHARD_PREFIX = "part-"
 SHARD_SUFFIX = ".parquet"
+STAGING = ".converting"  # the directory in which a conversion is under way
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,8 @@ def find_shards(path: str | os.PathLike[str]) -> list[Location]:
         paths = sorted(location.fs.glob(location.path))
     if not paths:
         hint = "check the path; `rollouts convert LOGS --out DS` makes a dataset"
+        if location.fs.exists(location.join(STAGING).path):
+            hint = "a conversion to it was stopped: give its command again, and it goes on"
         got = (
             "a directory without .parquet files" if location.fs.exists(location.path) else "nothing"
         )

@@ -42,4 +42,5 @@ def raise_first(errors: Sequence[RolloutError]) -> NoReturn:
     """Raise the first error, saying how many more records are bad."""
     e = errors[0]
     others = f" (and {len(errors) - 1} more records rejected)" if len(errors) > 1 else ""
-    raise RolloutError(e.rule, e.where, e.got, e.expected + others, e.hint)
+    got, expected = (e.got, e.expected + others) if e.expected else (e.got + others, "")
+    raise RolloutError(e.rule, e.where, got, expected, e.hint)

@@ -94,6 +94,8 @@ def test_convert_counts_calls_failures_and_unknown_rewards(tmp_path: Path, capsy
         "num_written": len(calls),
         "num_rejected": 0,
         "num_retokenized": 0,
+        "was_done": False,
+        "num_resumed_chunks": 0,
         "num_calls": len(calls),
         "num_rows": len(calls) + 2,
         "num_trajectories": 6,

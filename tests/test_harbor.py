@@ -132,7 +132,7 @@ def test_a_group_is_a_task_and_checksum_of_one_job_in_the_order_of_trial_names(t
     assert rows["trajectory_id"].to_list() == ["x_0", "x_1", "y_0"]
     assert rows["trial_name"].to_list() == ["x__a", "x__b", "y__c"]
     made = DatasetMetadata.decode(read_harbor([tmp_path]).schema.metadata).made_by
-    assert made[-1]["groups"][0].startswith("inferred: the trials of one task")
+    assert made[-1]["groups"].startswith("inferred: the trials of one task")
 
 
 def test_one_task_name_with_two_checksums_or_in_two_jobs_is_several_groups(tmp_path, trial):

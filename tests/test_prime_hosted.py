@@ -137,7 +137,7 @@ def test_strings_of_json_become_messages_metrics_and_a_reward(tmp_path):
     [
         ({"prompt": "not JSON"}, "json_line"),
         ({"completion": '"text"'}, "record_type"),
-        ({"completion": '[{"content": "x"}]'}, "message"),
+        ({"completion": '[{"content": "x"}]'}, "record_type"),
         ({"completion": '[{"role": "assistant", "tool_calls": ["{"]}]'}, "json_line"),
         ({"metrics": "[1]"}, "record_type"),
         ({"metrics": '{"a": 1e999}'}, "record_type"),

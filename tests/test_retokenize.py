@@ -433,3 +433,20 @@ def test_given_assistant_messages_are_part_of_the_prompt_and_do_not_train(smol):
     assert smol.decode(last_two.prompt_token_ids).count("<|im_start|>assistant") == 2
     with pytest.raises(RolloutError, match="no assistant message"):
         retokenize(chat, smol, num_given=6)
+
+
+@needs_tokenizer
+def test_a_tokenizer_without_a_template_encodes_text_and_renders_no_messages(smol, tmp_path):
+    smol.backend.save_pretrained(tmp_path)
+    for file in (tmp_path / "chat_template.jinja", tmp_path / "tokenizer_config.json"):
+        if file.name.endswith(".jinja"):
+            file.unlink(missing_ok=True)
+        else:
+            config = json.loads(file.read_text(encoding="utf-8"))
+            config.pop("chat_template", None)
+            file.write_text(json.dumps(config), encoding="utf-8")
+    assert broken_rule(load_tokenizer, tmp_path).rule == "chat_template"
+    bare = load_tokenizer(tmp_path, needs_template=False)
+    assert bare.template_fingerprint is None
+    assert bare.encode(["6<|im_end|>"], ["a:1"]) == [[38, 2]]
+    assert broken_rule(retokenize, CHAT, bare).rule == "chat_template"

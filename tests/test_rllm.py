@@ -217,7 +217,7 @@ def test_failures_are_named_and_a_timeout_can_be_kept(tmp_path):
         (episode(trajectories=[]), "no_calls"),
         (episode(id=""), "group"),
         (episode(id=7), "record_type"),
-        (episode(agent(step([], [], ["hi"]))), "message"),
+        (episode(agent(step([], [], ["hi"]))), "record_type"),
         (episode(agent(step(chat_completions_ref=["x", 2]))), "dangling_reference"),
     ],
 )

@@ -44,7 +44,7 @@ BAD += ["[2147483648]", f"[{10**30}]", "[1, {}]", "[[]]", "[-1.5]", "[{}, 1]"]
 def test_what_is_no_list_of_ids_is_refused_together_and_named_alone(bad):
     extended = f"[1, {bad[1:]}" if bad.startswith("[") else bad
     for texts in ([bad], ["[1]", bad], [bad, "[1]"], ["[1]", extended]):
-        with pytest.raises(ValueError, match="list|number|unmatched"):
+        with pytest.raises(ValueError, match=r"list|number|unmatched"):
             parse_ids([text.encode() for text in texts])
     with pytest.raises(RolloutError, match=r"record_type|token_range"):
         strict_ids(bad.encode(), "prompt", "a.jsonl:1")

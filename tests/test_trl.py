@@ -97,20 +97,55 @@ def test_arguments_have_none_of_the_nulls_that_arrow_fills_in(tmp_path):
     read = read_all(ADAPTER, save(tmp_path / "c.parquet", **columns))[0]
     calls = [t.steps[0].messages[2]["tool_calls"][0]["function"] for _, t in read]
     assert calls == [
-        {"name": "ls", "arguments": {"path": "a"}},
-        {"name": "cat", "arguments": {"file": "b"}},
+        {"name": "ls", "arguments": '{"path":"a"}'},
+        {"name": "cat", "arguments": '{"file":"b"}'},
     ]
     assert read[0][1].steps[0].messages[3] == {"role": "tool", "name": "ls", "content": "x"}
 
 
-def test_plain_text_is_recognized_and_refused_by_name(tmp_path):
-    path = save(tmp_path / "c.parquet", prompt=["x"] * 2, completion=["y"] * 2, correct=[1.0] * 2)
+def test_rows_of_plain_text_are_runs_too_and_the_log_says_so(file, tmp_path):
+    columns = {"prompt": ["x", "y", "x"], "completion": ["a", "b", "c"], "correct": [1.0] * 3}
+    path = save(tmp_path / "c.parquet", 3, **columns)
     assert ADAPTER.recognizes(path)
     plan = planned(ADAPTER, path)
-    assert plan.runs == []
-    assert [r.error.rule for r in plan.rejected] == ["text_without_roles"] * 2
-    assert plan.rejected[1].error.where == f"{path}, row 1"
-    assert "conversational" in plan.rejected[0].error.hint
+    first, second, third = plan.runs
+    assert first.instance_id == third.instance_id != second.instance_id
+    assert plan.about["text"].startswith("completions decoded without special tokens")
+    assert "text" not in planned(ADAPTER, file).about
+    read = [trajectory for _, trajectory in read_all(ADAPTER, path)[0]]
+    assert [(t.steps[0].prompt, t.steps[0].response) for t in read] == [
+        *(("x", "a"), ("y", "b"), ("x", "c"))
+    ]
+    assert [t.reward for t in read] == [1.0] * 3
+
+
+@pytest.mark.parametrize(("prompts", "completions"), [("x", [answer("y")]), ([prompt("x")], "y")])
+def test_messages_in_one_column_and_text_in_the_other_are_refused(prompts, completions, tmp_path):
+    columns = {"prompt": [*prompts], "completion": [*completions], "correct": [1.0]}
+    path = save(tmp_path / "c.parquet", 1, **columns)
+    errors = [rejected.error for rejected in read_all(ADAPTER, path)[1]]
+    assert [error.rule for error in errors] == ["message"]
+    assert errors[0].where.startswith(f"{path}, row 0, ")
+
+
+@pytest.mark.model
+def test_with_a_tokenizer_plain_text_is_encoded_as_it_stands(tmp_path, smollm2_dir):
+    columns = {"prompt": ["1 + 5 =", "1 + 5 ="], "completion": [" 6", ""], "correct": [1.0, 0.0]}
+    path = save(tmp_path / "c.parquet", **columns)
+    choices = {"tokenizer": str(smollm2_dir), "on_error": "skip"}
+    done, table = convert_with(ADAPTER, [path], tmp_path, **choices)
+    assert (done.summary.num_written, done.summary.num_rejected) == (1, 1)
+    assert table["response_text"].to_pylist() == [" 6"]
+    assert table["messages"].to_pylist() == ['"1 + 5 ="']
+    assert table["reward"].to_pylist() == [1.0]
+    assert table["loss_mask"].to_pylist() == [[True] * len(table["response_ids"][0])]
+
+
+def test_without_a_tokenizer_plain_text_is_refused_with_the_way_to_tokens(tmp_path):
+    path = save(tmp_path / "c.parquet", prompt=["x"] * 2, completion=["y"] * 2, correct=[1.0] * 2)
+    with pytest.raises(RolloutError, match="no_token_ids") as caught:
+        convert_with(ADAPTER, [path], tmp_path)
+    assert "--tokenizer" in caught.value.hint
 
 
 def test_a_completion_without_an_answer_has_no_calls(tmp_path):

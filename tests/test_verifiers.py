@@ -414,7 +414,7 @@ def test_a_pointer_of_git_lfs_is_named_and_the_other_files_are_read(tmp_path):
         (row(example_id=[1]), "group"),
         (row(reward="1"), "record_type"),
         (row(metrics={"a": 10**400}), "record_type"),
-        (row(completion=[{"content": "no role"}]), "message"),
+        (row(completion=[{"content": "no role"}]), "record_type"),
         (row(completion=[{"role": "assistant", "tool_calls": ["{"]}]), "json_line"),
     ],
 )

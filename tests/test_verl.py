@@ -7,7 +7,7 @@ from hypothesis import given, settings
 
 from rollout_io.adapters.verl import ADAPTER
 from schemas.errors import RolloutError
-from tests.adapter_helpers import convert_with, planned, write_lines
+from tests.adapter_helpers import convert_with, planned, read_all, write_lines
 from tests.line_log_helpers import check_lines, mutated_lines
 
 
@@ -16,23 +16,75 @@ def sample(**fields):
     return made | {"step": 3, "acc": True} | fields
 
 
-def test_decoded_text_is_recognized_and_refused_by_name_with_a_way_to_tokens(tmp_path):
-    path = write_lines(tmp_path / "3.jsonl", sample(), sample(gts=None, request_id="x"))
+def test_lines_of_one_step_with_one_input_are_a_group(tmp_path):
+    other = sample(input="user\n2 + 2?\nassistant\n", output="4")
+    path = write_lines(tmp_path / "3.jsonl", sample(), other, sample(output="7", score=0.0))
     assert ADAPTER.recognizes(path)
     plan = planned(ADAPTER, path)
-    assert plan.runs == []
-    assert [r.error.rule for r in plan.rejected] == ["text_without_roles"] * 2
-    error = plan.rejected[1].error
-    assert error.where == f"{path}:2"
-    assert "special tokens were skipped" in error.got
-    assert "return_token_ids" in error.hint
+    first, second, third = plan.runs
+    assert first.instance_id == third.instance_id != second.instance_id
+    assert first.instance_id.startswith("step-3/prompt-")
+    assert [run.repetition_id for run in plan.runs] == [0, 0, 1]
+    assert plan.about["groups"] == "inferred: lines of one file and step with the same input"
+    assert plan.about["text"] == "decoded without special tokens: ids are near, not exact"
 
 
-def test_a_dump_of_decoded_text_makes_no_dataset(tmp_path):
+def test_another_step_and_another_file_of_the_step_are_other_groups(tmp_path):
+    (tmp_path / "val").mkdir()
+    rollouts = write_lines(tmp_path / "3.jsonl", sample(), sample(step=4))
+    validation = write_lines(tmp_path / "val" / "3.jsonl", sample())
+    names = [run.instance_id for run in planned(ADAPTER, rollouts, validation).runs]
+    key = names[0].removeprefix("step-3/")
+    assert names == [f"step-3/{key}", f"step-4/{key}", f"step-3/file-1/{key}"]
+
+
+def test_the_score_is_the_outcome_and_all_numbers_are_metrics(tmp_path):
+    extra = {"format_reward": 0.5, "acc": False, "note": "x", "request_id": "r1", "pred": [1]}
+    path = write_lines(tmp_path / "3.jsonl", sample(score=0.25, **extra), sample(gts=None))
+    (_, first), (_, second) = read_all(ADAPTER, path)[0]
+    assert (first.reward, second.reward) == (0.25, 1.0)
+    assert first.metrics == {"score": 0.25, "acc": 0.0, "format_reward": 0.5}
+    assert first.user_values == {"step": "3", "gts": "6", "request_id": "r1"}
+    assert second.user_values == {"step": "3"}
+    (step,) = first.steps
+    assert (step.prompt, step.response) == ("user\n1 + 5?\nassistant\n", "6")
+    assert step.source == f"{path}:1"
+
+
+def test_without_a_tokenizer_text_is_refused_with_the_way_to_tokens(tmp_path):
     path = write_lines(tmp_path / "3.jsonl", sample())
-    with pytest.raises(RolloutError, match=r"no_calls.*text_without_roles"):
-        convert_with(ADAPTER, [path], tmp_path, on_error="skip")
-    assert not (tmp_path / "ds").exists() or not list((tmp_path / "ds").glob("*.parquet"))
+    with pytest.raises(RolloutError, match="no_token_ids") as caught:
+        convert_with(ADAPTER, [path], tmp_path)
+    assert caught.value.where == f"{path}:1"
+    assert "--tokenizer" in caught.value.hint
+    assert not list((tmp_path / "ds").glob("*.parquet"))
+
+
+@pytest.mark.model
+def test_with_a_tokenizer_both_texts_are_encoded_as_they_stand(tmp_path, smollm2_dir):
+    path = write_lines(tmp_path / "3.jsonl", sample(), sample(output="7 or 8", score=0.0))
+    done, table = convert_with(ADAPTER, [path], tmp_path, tokenizer=str(smollm2_dir))
+    assert (done.summary.num_records, done.summary.num_written) == (2, 2)
+    assert done.summary.num_retokenized == 2
+    assert table["reward"].to_pylist() == [1.0, 0.0]
+    assert table["token_source"].to_pylist() == ["retokenized"] * 2
+    assert table["response_text"].to_pylist() == ["6", "7 or 8"]
+    from rollout_io.retokenize import load_tokenizer
+
+    decode = load_tokenizer(smollm2_dir).decode
+    assert [decode(ids) for ids in table["prompt_token_ids"].to_pylist()] == [sample()["input"]] * 2
+    assert [decode(ids) for ids in table["response_ids"].to_pylist()] == ["6", "7 or 8"]
+    assert all(all(mask) for mask in table["loss_mask"].to_pylist())
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(("empty", "what"), [("input", "prompt"), ("output", "response")])
+def test_an_empty_text_is_refused_by_name(empty, what, tmp_path, smollm2_dir):
+    path = write_lines(tmp_path / "3.jsonl", sample(**{empty: ""}), sample())
+    done, _ = convert_with(ADAPTER, [path], tmp_path, tokenizer=str(smollm2_dir), on_error="skip")
+    assert (done.summary.num_written, done.summary.num_rejected) == (1, 1)
+    (rejected,) = (tmp_path / "ds" / "rejected.jsonl").read_text(encoding="utf-8").splitlines()
+    assert json.loads(rejected)["rule"] == f"nonempty_{what}"
 
 
 @pytest.mark.parametrize("missing", ["input", "output", "score", "step"])

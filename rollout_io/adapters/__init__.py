@@ -108,6 +108,15 @@ class Options:
     timeouts: str = "fail"
     overflows: str = "zero"
 
+    def __post_init__(self) -> None:
+        for name, known in (
+            ("timeouts", ("fail", "keep")),
+            ("overflows", ("zero", "fail", "keep")),
+        ):
+            if getattr(self, name) not in known:
+                expected = "one of " + ", ".join(map(repr, known))
+                raise RolloutError("choices", name, repr(getattr(self, name)), expected)
+
 
 Ids = npt.NDArray[np.int32] | bytes
 """Token ids, [n] int32; or the JSON text of such a list, which is parsed with all others at once."""
@@ -182,6 +191,35 @@ class Conversation:
 
 
 @dataclass(kw_only=True, slots=True)
+class Completion:
+    """A prompt and what followed, as a tokenizer decoded them: text without roles.
+
+    It is re-tokenised as it stands, without a template; all of the response trains.
+
+    Attributes:
+        source: File and position it was read from.
+        prompt: Not empty.
+        response: Not empty.
+        others: As in `Step`.
+    """
+
+    source: str
+    prompt: str
+    response: str
+    trains: bool = True
+    reward: float | None = None
+    stop_reason: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    agent: str | None = None
+    metrics: dict[str, float] | None = None
+
+
+Logged = Step | Conversation | Completion
+"""What a log has of one call, or of one context."""
+
+
+@dataclass(kw_only=True, slots=True)
 class Trajectory:
     """All steps of one run, as the log has them.
 
@@ -193,7 +231,7 @@ class Trajectory:
         user_values: Texts about the run: columns of the user's.
     """
 
-    steps: Sequence[Step | Conversation]
+    steps: Sequence[Logged]
     reward: float | None = None
     error: str | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)

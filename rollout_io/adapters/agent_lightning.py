@@ -40,10 +40,10 @@ from rollout_io.adapters import (
     Step,
     Trajectory,
 )
-from rollout_io.adapters.chat import label, logprobs
 from rollout_io.adapters.completions import Answer, Int32, Request, read_choices
 from rollout_io.adapters.detect import has_record
 from rollout_io.adapters.documents import decode_document, is_document, refuse_repeated
+from rollout_io.adapters.fields import label, logprobs
 from rollout_io.adapters.jsonl import decode_line, open_input, refuse_lfs_pointer, refuse_not_utf8
 from rollout_io.adapters.records import Record, lines_of, read_record
 from rollout_io.adapters.tokens import broken, num_ids, route_array, strict_ids

@@ -20,40 +20,20 @@ from typing import Any, NamedTuple, Self
 import msgspec
 
 from rollout_io.adapters import Conversation
-from rollout_io.adapters.blocks import (
-    NO_JSON,
-    Content,
-    Part,
-    content,
-    joined,
-    json_text,
-    tool_call,
-)
+from rollout_io.adapters.content import NO_JSON, Part, bad_message, extend, parts_in
 from rollout_io.adapters.jsonl import decode_line
-from schemas.errors import RolloutError
+from rollout_io.adapters.messages import messages_of
 
 MAIN, SIDECHAIN = "main", "sidechain"
 _SYNTHETIC = "<synthetic>"
 _BOUNDARY = "compact_boundary"
-_UNREADABLE = frozenset({"redacted_thinking"})
-
-
-class _Block(msgspec.Struct, gc=False):
-    type: str
-    text: str | None = None
-    thinking: str | None = None
-    id: str | None = None
-    name: str | None = None
-    input: msgspec.Raw = NO_JSON
-    tool_use_id: str | None = None
-    content: Content = None
 
 
 class Message(msgspec.Struct, gc=False):
     """A message of Anthropic's API, or a piece of one."""
 
     role: str
-    content: str | list[_Block]
+    content: str | list[Part]
     id: str | None = None
     model: str | None = None
     stop_reason: str | None = None
@@ -111,8 +91,7 @@ class Line(NamedTuple):
         message = self.message
         if message is None or self.is_answer:
             return False
-        blocks = [] if isinstance(message.content, str) else message.content
-        return all(block.type != "tool_result" for block in blocks)
+        return all(part.type != "tool_result" for part in parts_in(message.content))
 
 
 @dataclass(slots=True)
@@ -229,8 +208,9 @@ def _messages(context: Iterable[Line]) -> Iterator[dict[str, Any]]:
     replies: dict[str, dict[str, Any]] = {}
     for line in context:
         assert line.message is not None
+        pieces = messages_of(line.logged.type, line.message.content, f"{line.where}, message")
         if not line.is_answer:
-            made += _user_messages(line.message)
+            made += pieces
             continue
         reply = replies.get(line.message.id or "")
         if reply is None:
@@ -238,40 +218,21 @@ def _messages(context: Iterable[Line]) -> Iterator[dict[str, Any]]:
             made.append(reply)
             if line.message.id is not None:
                 replies[line.message.id] = reply
-        _extend(reply, line.message, line.where)
+        for piece in pieces:
+            _refuse_others(piece, line.where)
+            extend(reply, piece)
     return iter(made)
 
 
-def _extend(reply: dict[str, Any], message: Message, where: str) -> None:
-    """Add the blocks of a line to a reply."""
-    if isinstance(message.content, str):
-        reply["content"] = joined(reply["content"], message.content)
-        return
-    for i, block in enumerate(message.content):
-        if block.type == "text" and block.text is not None:
-            reply["content"] = joined(reply["content"], block.text)
-        elif block.type == "thinking" and block.thinking is not None:
-            thought = joined(reply.get("reasoning_content", ""), block.thinking)
-            reply["reasoning_content"] = thought
-        elif block.type == "tool_use" and block.name is not None:
-            calls = reply.setdefault("tool_calls", [])
-            if block.id is None or all(call["id"] != block.id for call in calls):
-                calls.append(tool_call(block.id, block.name, json_text(block.input)))
-        elif block.type not in _UNREADABLE:
-            place = f"{where}, message.content[{i}]"
-            got, expected = f"a block of type {block.type!r}", "text, thinking or tool_use"
-            raise RolloutError("message", place, got, expected)
+def _refuse_others(piece: dict[str, Any], where: str) -> None:
+    """Refuse what the model cannot have written.
 
-
-def _user_messages(message: Message) -> Iterator[dict[str, Any]]:
-    """Results of tools, then what the user wrote."""
-    if isinstance(message.content, str):
-        yield {"role": "user", "content": message.content}
+    Raises:
+        RolloutError: `message`.
+    """
+    content = piece["content"]
+    if piece["role"] == "assistant" and isinstance(content, str):
         return
-    for block in message.content:
-        if block.type == "tool_result":
-            text = content(block.content)
-            yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}
-    rest = [Part(b.type, b.text) for b in message.content if b.type != "tool_result"]
-    if rest:
-        yield {"role": "user", "content": content([*rest])}
+    kinds = [f"{part['type']!r}" for part in content] if piece["role"] == "assistant" else []
+    got = f"blocks of type {', '.join(kinds) or 'tool_result'}"
+    raise bad_message(f"{where}, message.content", got, "text, thinking or tool_use")

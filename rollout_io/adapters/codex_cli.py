@@ -30,9 +30,10 @@ from rollout_io.adapters import (
     Run,
     Trajectory,
 )
-from rollout_io.adapters.blocks import NO_JSON
-from rollout_io.adapters.codex_items import Item, Thread
+from rollout_io.adapters.codex_items import Thread
+from rollout_io.adapters.content import NO_JSON
 from rollout_io.adapters.detect import has_record
+from rollout_io.adapters.items import Item
 from rollout_io.adapters.jsonl import decode_line, refuse_not_utf8
 from rollout_io.adapters.parts import decode_record
 from rollout_io.adapters.records import lines_of

@@ -29,7 +29,7 @@ from rollout_io.adapters import (
     Run,
     Trajectory,
 )
-from rollout_io.adapters.blocks import NO_JSON, Message, joined, json_text, tool_call
+from rollout_io.adapters.content import NO_JSON, Message, joined, json_text, tool_call
 from rollout_io.adapters.documents import decode_document, find_documents, is_document
 from rollout_io.adapters.records import read_record
 from schemas.errors import RolloutError
@@ -117,8 +117,8 @@ def read_session(run: Run, _: Options) -> Trajectory:
     (place,) = run.places
     session = decode_document(_DECODER, read_record(place), place.where)
     messages: list[Message] = []
-    for logged in session.messages:
-        messages += _messages(logged)
+    for i, logged in enumerate(session.messages):
+        messages += _messages(logged, f"{place.where}, messages[{i}]")
     if all(message["role"] != "assistant" for message in messages):
         got, expected = "a session without an answer of the model", "at least one answer"
         raise RolloutError("no_calls", place.where, got, expected)
@@ -127,12 +127,12 @@ def read_session(run: Run, _: Options) -> Trajectory:
     return Trajectory(steps=[step], user_values={"model": models[-1]} if models else {})
 
 
-def _messages(logged: _Message) -> Iterator[Message]:
+def _messages(logged: _Message, where: str) -> Iterator[Message]:
     if logged.type == "user":
-        yield {"role": "user", "content": _text(logged.content)}
+        yield {"role": "user", "content": _text(logged.content, where)}
     if logged.type != "gemini":
         return
-    made: Message = {"role": "assistant", "content": _text(logged.content)}
+    made: Message = {"role": "assistant", "content": _text(logged.content, where)}
     thoughts = [joined(t.subject or "", t.description or "") for t in logged.thoughts or ()]
     if any(thoughts):
         made["reasoning_content"] = "\n".join(thoughts)
@@ -140,35 +140,36 @@ def _messages(logged: _Message) -> Iterator[Message]:
     ids = [call.id or f"call_{i}" for i, call in enumerate(calls)]
     if calls:
         named = zip(ids, calls, strict=True)
-        made["tool_calls"] = [tool_call(i, c.name, json_text(c.args)) for i, c in named]
+        made["tool_calls"] = [tool_call(i, c.name, json_text(c.args, where)) for i, c in named]
     yield made
     for call_id, call in zip(ids, calls, strict=True):
         if call.result is not None:
-            yield {"role": "tool", "tool_call_id": call_id, "content": _text(call.result)}
+            text = _text(call.result, where)
+            yield {"role": "tool", "tool_call_id": call_id, "content": text}
 
 
-def _text(parts: _Parts) -> str | list[Message]:
+def _text(parts: _Parts, where: str) -> str | list[Message]:
     """The text of parts; a list of parts where one of them is neither text nor a tool's answer."""
     if parts is None or isinstance(parts, str):
         return parts or ""
     listed = parts if isinstance(parts, list) else [parts]
-    texts = [part if isinstance(part, str) else _part_text(part) for part in listed]
+    texts = [part if isinstance(part, str) else _part_text(part, where) for part in listed]
     known = [text for text in texts if text is not None]
     if len(known) == len(texts):
         return "\n".join(known)
     return [{"type": "data"} if t is None else {"type": "text", "text": t} for t in texts]
 
 
-def _part_text(part: _Part) -> str | None:
+def _part_text(part: _Part, where: str) -> str | None:
     if part.function_response is None:
         return part.text
     raw = part.function_response.response
     try:
         answer = _ANSWER_DECODER.decode(raw)
     except (msgspec.MsgspecError, ValueError):
-        return json_text(raw)
+        return json_text(raw, where)
     known = [found for found in (answer.output, answer.error) if bytes(found) != b"null"]
-    return json_text(known[0] if known else raw)
+    return json_text(known[0] if known else raw, where)
 
 
 def recognizes(path: Path) -> bool:

@@ -27,7 +27,7 @@ from rollout_io.adapters import (
     Run,
     Trajectory,
 )
-from rollout_io.adapters.atif import NO_TOKENS, read_run, read_trajectory
+from rollout_io.adapters.atif import NO_TOKENS, is_file, read_run, read_trajectory
 from rollout_io.adapters.harbor_inputs import Source, find_runs, keyed, recognizes
 from rollout_io.adapters.jsonl import read_document
 from rollout_io.adapters.trial import CONTEXT_OVERFLOW, Trial, outcome_of, read_steps
@@ -54,7 +54,7 @@ def find_trials(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
     runs = {key: source for key, source in runs.items() if source.path.resolve() not in inner}
     rules = {_FILES_ALONE if source.head.is_atif else _GROUPS for source in runs.values()}
     if rules:
-        yield About("groups", sorted(rules))
+        yield About("groups", "; ".join(sorted(rules)))
     for key, source in runs.items():
         progress(_num_bytes(source))
         yield Run(
@@ -69,9 +69,12 @@ def _inner_files(sources: Iterable[Source]) -> set[Path]:
     """Trajectory files that others refer to."""
     inner: set[Path] = set()
     for source in sources:
-        if source.head.is_atif:
+        path = source.path
+        if source.directory is not None:
+            path = source.directory / "agent" / "trajectory.json"
+        if source.head.is_atif or (is_file(path) and source.directory is not None):
             try:
-                run = read_run(source.path, read_trajectory(source.path, _ignore), _ignore)
+                run = read_run(path, read_trajectory(path, _ignore), _ignore)
             except (RolloutError, RecursionError):
                 continue  # the reader says what is wrong with it
             inner |= run.paths - {source.path.resolve()}

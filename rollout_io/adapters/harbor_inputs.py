@@ -98,9 +98,16 @@ def _expand_file(path: Path, errors: list[RolloutError]) -> list[Source]:
 
 
 def _expand_directory(path: Path, errors: list[RolloutError]) -> list[Source]:
-    """A trial, or the trials below a job or a directory of jobs, in the order of their names."""
+    """A trial, or the trials below a job or a directory of jobs, in the order of their names.
+
+    What is wrong with one is added to `errors` and hides none of the others.
+    """
     result, config = path / "result.json", path / "config.json"
-    head = _read_head(result) if is_file(result) else Head()
+    try:
+        head = _read_head(result) if is_file(result) else Head()
+    except RolloutError as error:
+        errors.append(error)
+        return _expand_children(path, errors)
     if head.is_trial:
         return [Source(path=result, head=head, directory=path)]
     if is_file(config) and _read_head(config).trial_name is not None:
@@ -108,16 +115,19 @@ def _expand_directory(path: Path, errors: list[RolloutError]) -> list[Source]:
         got, expected = "no result.json of the trial", "a trial with its result"
         raise RolloutError("no_trial_result", str(path), got, expected, hint)
     num_errors = len(errors)
-    found = [s for child in _children(path) for s in find_runs(child, errors)]
-    if len(errors) > num_errors:
-        return []
-    if not found:
+    found = _expand_children(path, errors)
+    num_trials = len(found) + len(errors) - num_errors
+    if not num_trials:
         raise _unknown(path, "no trial in this directory (no result.json of one)")
-    if head.n_total_trials is not None and len(found) < head.n_total_trials:
-        got = f"{len(found)} trials of the {head.n_total_trials} that {result.name} counts"
+    if head.n_total_trials is not None and num_trials < head.n_total_trials:
+        got = f"{num_trials} trials of the {head.n_total_trials} that {result.name} counts"
         hint = "the job was stopped, or not all was copied: resume it, or give its trials by name"
-        raise RolloutError("missing_trials", str(path), got, "all trials of the job", hint)
+        errors.append(RolloutError("missing_trials", str(path), got, "all trials of the job", hint))
     return found
+
+
+def _expand_children(path: Path, errors: list[RolloutError]) -> list[Source]:
+    return [source for child in _children(path) for source in find_runs(child, errors)]
 
 
 def _children(path: Path) -> list[Path]:
@@ -129,7 +139,11 @@ def _children(path: Path) -> list[Path]:
         got = (error.strerror or str(error)).lower()
         raise RolloutError("input_file", str(path), got, "a readable directory") from None
     below = [child for child in below if not path.resolve().is_relative_to(child.resolve())]
-    return [child for child in below if any(is_file(child / name) for name in names)]
+    return [
+        child
+        for child in below
+        if any(is_file(child / name) for name in names) or any(child.glob("*/result.json"))
+    ]
 
 
 def _read_head(path: Path) -> Head:

@@ -1,82 +1,83 @@
-"""Logged chat messages, in OpenAI's form.
+"""Logged messages of any API, in OpenAI's chat form: the one place that knows how they differ.
 
-A harness logs messages under the names of some API. `read_message` knows those in use:
+A harness logs messages under the names of some API. `read_messages` knows those in use:
 
     content            a text, or parts of type text, input_text, output_text
     reasoning          `reasoning_content`, `reasoning`, `thinking`, `thinking_blocks`, or parts
                        of type thinking or reasoning
-    tool calls         {"id", "function": {"name", "arguments"}}, or {"id", "function", "arguments"}
-    results of tools   `tool_call_id`, or `tool_call_ids` with one id
-    Responses objects  `output` of items (message, reasoning, function_call); and the items
-                       function_call_output, alone
+    tool calls         {"id", "function": {"name", "arguments"}}, {"id", "function", "arguments"},
+                       {"id", "name", "arguments"}, or each as a text of JSON; or parts of type
+                       tool_use
+    results of tools   `tool_call_id`, or `tool_call_ids` with one id; or parts of type tool_result,
+                       each of which is a message, before all else that the message says
+    Responses objects  `output` of items (message, reasoning, calls of tools); and the items that
+                       are the output of a tool, alone
+
+What comes out has `role`, `content`, and where they are known `reasoning_content`, `tool_calls`,
+`tool_call_id`, `name`. Arguments of tools are JSON text: their numbers stay the text they were.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from rollout_io.adapters.completions import NO_JSON
+from rollout_io.adapters.content import (
+    NO_JSON,
+    THOUGHTS,
+    Content,
+    Message,
+    Part,
+    Parts,
+    all_text,
+    bad_message,
+    json_text,
+    known,
+    parts_in,
+    shown,
+    tool_call,
+)
+from rollout_io.adapters.items import OUTPUTS, Item, read_item, reply_of
 from rollout_io.adapters.jsonl import decode_line
 
-Message = dict[str, Any]
-
-_TEXTS = frozenset({"text", "input_text", "output_text", "summary_text", "reasoning_text"})
-_THOUGHTS = frozenset({"thinking", "reasoning"})
-
-
-class _Part(msgspec.Struct, gc=False):
-    type: str = "text"
-    text: str | None = None
-    thinking: str | None = None
-    reasoning: str | None = None
-
-
-_Content = str | list[str | _Part] | None
+_SAID = ("reasoning_content", "reasoning", "content", "tool_calls")
 
 
 class _Function(msgspec.Struct, gc=False):
-    name: str
+    name: str | None = None
     arguments: msgspec.Raw = NO_JSON
 
 
-class _ToolCall(msgspec.Struct, gc=False):
-    function: str | _Function
+class _ToolCall(_Function, gc=False):
+    function: str | _Function | None = None
     id: str | None = None
-    arguments: msgspec.Raw = NO_JSON
 
 
 class _Chat(msgspec.Struct, gc=False):
     role: str
-    content: _Content = None
+    content: Content = None
     reasoning_content: str | None = None
-    reasoning: _Content = None
-    thinking: _Content = None
-    thinking_blocks: list[_Part] | None = None
-    tool_calls: list[_ToolCall] | None = None
+    reasoning: Content = None
+    thinking: Content = None
+    thinking_blocks: list[Part] | None = None
+    tool_calls: list[_ToolCall | str] | None = None
     tool_call_id: str | None = None
     tool_call_ids: list[str] | None = None
     name: str | None = None
 
-
-class _Item(msgspec.Struct, gc=False):
-    type: str = "message"
-    content: _Content = None
-    summary: _Content = None
-    call_id: str | None = None
-    name: str | None = None
-    arguments: msgspec.Raw = NO_JSON
+    @property
+    def thought(self) -> str | None:
+        """The reasoning beside the content."""
+        named = (self.reasoning, self.thinking, self.thinking_blocks)
+        texts = (self.reasoning_content, *map(all_text, named))
+        return next((text for text in texts if text), None)
 
 
 class _Items(msgspec.Struct, gc=False):
-    output: list[_Item]
-
-
-class _ToolOutput(msgspec.Struct, gc=False):
-    output: _Content = None
-    call_id: str | None = None
+    output: list[Item]
 
 
 class _Kind(msgspec.Struct, gc=False):
@@ -86,109 +87,150 @@ class _Kind(msgspec.Struct, gc=False):
 
 _KIND_DECODER = msgspec.json.Decoder(_Kind)
 _CHAT_DECODER = msgspec.json.Decoder(_Chat)
+_CALL_DECODER = msgspec.json.Decoder(_ToolCall)
+_ITEM_DECODER = msgspec.json.Decoder(Item)
 _ITEMS_DECODER = msgspec.json.Decoder(_Items)
-_OUTPUT_DECODER = msgspec.json.Decoder(_ToolOutput)
-_TEXT_DECODER = msgspec.json.Decoder(str)
+_CONTENT_DECODER = msgspec.json.Decoder(Content)
 
 
 def read_messages(raws: Iterable[msgspec.Raw], where: str) -> list[Message]:
-    """Logged messages in OpenAI's form; `where` is the place of the list."""
-    return [read_message(raw, f"{where}[{i}]") for i, raw in enumerate(raws)]
+    """Logged messages in OpenAI's form; one with results of tools becomes several.
+
+    Args:
+        raws: JSON of each.
+        where: Place of the list.
+
+    Raises:
+        RolloutError: `record_type`: no object with a role, a field of another type; `message`: a
+            call without a name, an item of an unknown type; `json_line`: a call that is a text, but
+            not of JSON.
+
+    Example:
+        >>> call = msgspec.Raw(b'{"role": "assistant", "tool_calls": [{"id": "c", "name": "ls"}]}')
+        >>> read_messages([call], "a.jsonl:1")[0]["tool_calls"]
+        [{'id': 'c', 'type': 'function', 'function': {'name': 'ls', 'arguments': '{}'}}]
+    """
+    return [message for i, raw in enumerate(raws) for message in _read(raw, f"{where}[{i}]")]
 
 
 def read_message(raw: msgspec.Raw, where: str) -> Message:
-    """A logged message in OpenAI's form, with the fields that the log has.
+    """A logged message of a format in which each is one in OpenAI's form too.
+
+    Args:
+        raw: Its JSON.
+        where: Its place.
 
     Raises:
-        RolloutError: `record_type`: a field is missing or of another type.
+        RolloutError: As `read_messages`; `message`: it becomes several.
     """
+    found = _read(raw, where)
+    if len(found) > 1:
+        raise bad_message(where, "results of several tools, or of a tool and more", "one message")
+    return found[0]
+
+
+def _read(raw: msgspec.Raw, where: str) -> list[Message]:
     content = bytes(raw)
     kind = decode_line(_KIND_DECODER, content, where)
     if kind.object == "response":
-        return _of_items(decode_line(_ITEMS_DECODER, content, where).output, where)
-    if kind.type == "function_call_output":
-        result = decode_line(_OUTPUT_DECODER, content, where)
-        text = _split(result.output)[0]
-        return _known({"role": "tool", "content": text or "", "tool_call_id": result.call_id})
+        return [reply_of(decode_line(_ITEMS_DECODER, content, where).output, where)]
+    if kind.type in OUTPUTS:
+        output = read_item(decode_line(_ITEM_DECODER, content, where), where)
+        assert output is not None
+        return [output]
     return _of_chat(decode_line(_CHAT_DECODER, content, where), where)
 
 
-def _of_chat(chat: _Chat, where: str) -> Message:
-    text, thought = _split(chat.content)
-    said = (chat.reasoning_content, _joined(chat.reasoning), _joined(chat.thinking))
-    blocks = _joined(list(chat.thinking_blocks) if chat.thinking_blocks else None)
+def _of_chat(chat: _Chat, where: str) -> list[Message]:
+    *results, message = messages_of(chat.role, chat.content, where)
     calls = [_tool_call(call, where) for call in chat.tool_calls or ()]
-    ids = chat.tool_call_ids or []
-    return _known(
-        {
-            "role": chat.role,
-            "content": text or "",
-            "reasoning_content": next((t for t in (*said, blocks, thought) if t), None),
-            "tool_calls": calls or None,
-            "tool_call_id": chat.tool_call_id or (ids[0] if ids else None),
-            "name": chat.name,
-        }
-    )
+    beside = {
+        "reasoning_content": chat.thought,
+        "tool_calls": [*calls, *message.get("tool_calls", ())] or None,
+        "tool_call_id": chat.tool_call_id or next(iter(chat.tool_call_ids or ()), None),
+        "name": chat.name,
+    }
+    return [*results, message | known(beside)]
 
 
-def _of_items(items: Sequence[_Item], where: str) -> Message:
-    """The assistant message that the items of a Responses object are together."""
-    texts = [_joined(item.content) for item in items if item.type == "message"]
-    thoughts = [_joined(i.content) or _joined(i.summary) for i in items if i.type == "reasoning"]
-    calls = [
-        _tool_call(_ToolCall(_Function(item.name, item.arguments), item.call_id), where)
-        for item in items
-        if item.type == "function_call" and item.name is not None
-    ]
-    return _known(
-        {
-            "role": "assistant",
-            "content": "\n".join(text for text in texts if text),
-            "reasoning_content": "\n".join(text for text in thoughts if text) or None,
-            "tool_calls": calls or None,
-        }
-    )
+def messages_of(role: str, content: Parts, where: str) -> list[Message]:
+    """The messages that a content is: results of tools; and all else, where there is more, or nothing.
 
+    Args:
+        role: Who says it.
+        content: A text, or parts.
+        where: Its place.
 
-def _known(fields: Message) -> Message:
-    return {name: value for name, value in fields.items() if value is not None}
-
-
-def _split(content: _Content) -> tuple[str | list[Message] | None, str | None]:
-    """The text of a content, and the reasoning among its parts.
-
-    Where a part is neither (an image), all parts are kept with their types: who renders them
-    refuses it by its name.
+    Raises:
+        RolloutError: As `read_messages`.
     """
-    if content is None or isinstance(content, str):
-        return content, None
-    parts = [_Part(text=part) if isinstance(part, str) else part for part in content]
-    thought = "\n".join(_text(part) for part in parts if part.type in _THOUGHTS)
-    rest = [part for part in parts if part.type not in _THOUGHTS]
-    if all(part.type in _TEXTS for part in rest):
-        return "\n".join(_text(part) for part in rest), thought
-    return [_known({"type": part.type, "text": part.text}) for part in rest], thought
+    results: list[Message] = []
+    calls: list[Message] = []
+    thoughts: list[str] = []
+    rest: list[Part] = []
+    for part in parts_in(content):
+        if part.type == "tool_result":
+            results.append(_result(part, where))
+        elif part.type == "tool_use" and part.name and bytes(part.input) != b"null":
+            calls.append(tool_call(part.id, part.name, json_text(part.input, where)))
+        elif part.type in THOUGHTS:
+            thoughts += [part.said] if part.said else []
+        else:
+            rest.append(part)
+    if results and not (calls or thoughts or rest):
+        return results
+    message = {
+        "role": role,
+        "content": shown(rest),
+        "reasoning_content": "\n".join(thoughts) or None,
+        "tool_calls": calls or None,
+    }
+    return [*results, known(message)]
 
 
-def _text(part: _Part) -> str:
-    return part.text or part.thinking or part.reasoning or ""
+def _result(part: Part, where: str) -> Message:
+    content = decode_line(_CONTENT_DECODER, bytes(part.content), where)
+    fields = {"role": "tool", "content": shown(parts_in(content))}
+    return known({**fields, "tool_call_id": part.tool_use_id})
 
 
-def _joined(content: _Content) -> str | None:
-    """All text of a content, reasoning or not."""
-    if content is None or isinstance(content, str):
-        return content
-    return "\n".join(part if isinstance(part, str) else _text(part) for part in content)
-
-
-def _tool_call(call: _ToolCall, where: str) -> Message:
+def _tool_call(call: _ToolCall | str, where: str) -> Message:
+    if isinstance(call, str):
+        call = decode_line(_CALL_DECODER, call.encode(), where)
     function = call.function
-    if isinstance(function, str):
-        function = _Function(function, call.arguments)
-    text = bytes(function.arguments)
-    if text.startswith(b'"'):
-        arguments = decode_line(_TEXT_DECODER, text, where)
-    else:
-        arguments = "{}" if text == b"null" else text.decode()
-    found = {"name": function.name, "arguments": arguments}
-    return _known({"id": call.id, "type": "function", "function": found})
+    if not isinstance(function, _Function):
+        function = _Function(function or call.name, call.arguments)
+    if function.name is None:
+        raise bad_message(where, "a tool call without a name", "the name of a function")
+    return tool_call(call.id, function.name, json_text(function.arguments, where))
+
+
+def openai_tools(tools: Any) -> list[Message] | None:
+    """Tool definitions in OpenAI's form; None where there are none."""
+    if not isinstance(tools, list):
+        return None
+    objects = [tool for tool in tools if isinstance(tool, Mapping)]
+    return [
+        dict(tool) if "function" in tool else {"type": "function", "function": dict(tool)}
+        for tool in objects
+    ] or None
+
+
+def prompt_key(prompt: Sequence[Message] | str) -> str:
+    """A short name, equal for equal prompts; of messages: what stands before the first answer."""
+    if not isinstance(prompt, str):
+        answers = (i for i, message in enumerate(prompt) if message["role"] == "assistant")
+        prompt = prompt[: next(answers, len(prompt))]
+    digest = hashlib.blake2b(msgspec.json.encode(prompt), digest_size=6)
+    return f"prompt-{digest.hexdigest()}"
+
+
+def text_of(message: Any) -> str | None:
+    """What a message says, for people to read: reasoning, content, tool calls."""
+    if isinstance(message, str):
+        return message
+    if not isinstance(message, Mapping):
+        return None
+    parts = [message[name] for name in _SAID if message.get(name)]
+    texts = [p if isinstance(p, str) else msgspec.json.encode(p).decode() for p in parts]
+    return "\n".join(texts) if texts else None

@@ -27,6 +27,7 @@ from rollout_io.adapters import (
     Trajectory,
 )
 from rollout_io.adapters.completions import NO_JSON, Share
+from rollout_io.adapters.content import Message
 from rollout_io.adapters.documents import (
     decode_document,
     find_documents,
@@ -34,7 +35,7 @@ from rollout_io.adapters.documents import (
     run_of_file,
     with_group_rule,
 )
-from rollout_io.adapters.messages import Message, read_message
+from rollout_io.adapters.messages import read_message
 from rollout_io.adapters.model_calls import Call, steps_of
 from rollout_io.adapters.records import read_record
 

@@ -15,8 +15,8 @@ import msgspec
 
 from rollout_io.adapters import Conversation, Step
 from rollout_io.adapters.completions import ASK, Request, Response, holds_tokens, read_choices
+from rollout_io.adapters.content import Message
 from rollout_io.adapters.jsonl import decode_line
-from rollout_io.adapters.messages import Message
 from schemas.errors import RolloutError
 
 _SAMPLED = b'"token_ids"'

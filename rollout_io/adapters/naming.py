@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from schemas.errors import RolloutError
 
@@ -31,3 +33,22 @@ def natural_key(name: str) -> tuple[list[str | tuple[int, str]], str]:
 def _number_key(digits: str) -> tuple[int, str]:
     significant = digits.lstrip("0")
     return len(significant), significant
+
+
+@dataclass(slots=True)
+class FilesApart:
+    """Names for files that may say the same of themselves.
+
+    Example:
+        >>> apart = FilesApart()
+        >>> [apart.name("step-3", Path(file)) for file in ("a/3.jsonl", "b/3.jsonl", "a/3.jsonl")]
+        ['step-3', 'step-3/file-1', 'step-3']
+    """
+
+    _numbers: dict[str, dict[Path, int]] = field(default_factory=dict)
+
+    def name(self, stated: str, path: Path) -> str:
+        """What a file says; of another file that said it before, with a number."""
+        numbers = self._numbers.setdefault(stated, {})
+        number = numbers.setdefault(path, len(numbers))
+        return f"{stated}/file-{number}" if number else stated

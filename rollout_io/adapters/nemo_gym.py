@@ -10,6 +10,7 @@ stated, in a group of its own. So is a pretty-printed document of one run.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -88,6 +89,7 @@ class _Names(msgspec.Struct, gc=False):
     """What names a run."""
 
     response: dict[str, msgspec.Raw] | None = None
+    responses_create_params: dict[str, msgspec.Raw] | None = None
     input: msgspec.Raw = _NO_JSON
     id: msgspec.Raw = _NO_JSON
     output: msgspec.Raw = _NO_JSON
@@ -117,11 +119,25 @@ def find_rollouts(inputs: Sequence[Input], progress: Progress) -> Iterator[Found
     lines = [given for given in inputs if given not in documents]
     found = [*_find_documents(documents, progress), *find_lines(lines, progress, _find)]
     runs = [item for item in found if isinstance(item, Run)]
+    if _part_tasks(runs):
+        rule = "inferred: tasks of one index whose inputs differ are groups of their own"
+        yield About("tasks", rule)
     yield from (item for item in found if not isinstance(item, Run))
     if any("task" not in run.labels for run in runs):
         rule = "inferred: where the log states no task, each response is a group of its own"
         yield About("groups", rule)
     yield from sorted(runs, key=lambda run: (natural_key(run.instance_id), run.repetition_id))
+
+
+def _part_tasks(runs: Sequence[Run]) -> bool:
+    """Tell tasks of several collections apart, which have the same indices; whether there are any."""
+    inputs: dict[str, set[str]] = {}
+    for run in runs:
+        inputs.setdefault(run.instance_id, set()).add(run.labels.get("input", ""))
+    for run in runs:
+        if len(inputs[run.instance_id]) > 1:
+            run.instance_id = f"{run.instance_id}@{run.labels.get('input', '')}"
+    return any(len(found) > 1 for found in inputs.values())
 
 
 def _is_document(path: Path) -> bool:
@@ -149,6 +165,9 @@ def _find(record: Record) -> Run:
     labels = {} if response_id is None else {"response_id": response_id}
     if names.agent_ref is not None and names.agent_ref.name is not None:
         labels["agent"] = names.agent_ref.name
+    if names.responses_create_params is not None:
+        sent = bytes(names.responses_create_params.get("input", _NO_JSON))
+        labels["input"] = hashlib.blake2b(sent, digest_size=4).hexdigest()
     if names.task is not None and names.rollout is not None:
         instance, repetition = str(names.task), names.rollout
         labels["task"] = instance

@@ -32,7 +32,7 @@ from rollout_io.adapters import (
     Step,
     Trajectory,
 )
-from rollout_io.adapters.blocks import NO_JSON
+from rollout_io.adapters.content import NO_JSON
 from rollout_io.adapters.documents import decode_document, find_documents, is_document
 from rollout_io.adapters.parts import decode_record, parts_of
 from rollout_io.adapters.tokens import logprob_array, token_ids

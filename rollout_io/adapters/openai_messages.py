@@ -28,11 +28,11 @@ from rollout_io.adapters import (
     Run,
     Trajectory,
 )
-from rollout_io.adapters.blocks import NO_JSON, prompt_key
-from rollout_io.adapters.chat import label, numbers, openai_tools
+from rollout_io.adapters.content import NO_JSON
 from rollout_io.adapters.detect import first_lines
+from rollout_io.adapters.fields import label, numbers
 from rollout_io.adapters.jsonl import decode_line
-from rollout_io.adapters.messages import read_messages
+from rollout_io.adapters.messages import openai_tools, prompt_key, read_messages
 from rollout_io.adapters.records import Record, find_lines, read_record
 from rollout_io.adapters.tokens import INT32_MAX
 from schemas.errors import RolloutError

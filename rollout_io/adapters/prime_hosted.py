@@ -35,10 +35,11 @@ from rollout_io.adapters import (
     Run,
     Trajectory,
 )
-from rollout_io.adapters.chat import numbers, openai_messages
 from rollout_io.adapters.detect import has_record
 from rollout_io.adapters.documents import decode_document, is_document
+from rollout_io.adapters.fields import numbers
 from rollout_io.adapters.jsonl import decode_line, open_input, read_document
+from rollout_io.adapters.messages import read_messages
 from rollout_io.adapters.parts import decode_record, parts_of
 from rollout_io.adapters.records import lines_of
 from schemas.errors import RolloutError
@@ -99,7 +100,7 @@ _PAGE_DECODER = msgspec.json.Decoder(_Page)
 _COUNT_DECODER = msgspec.json.Decoder(_Count)
 _PAGE_SHAPE_DECODER = msgspec.json.Decoder(_PageShape)
 _METADATA_DECODER = msgspec.json.Decoder(_Metadata)
-_MESSAGES_DECODER = msgspec.json.Decoder(list[Any])
+_MESSAGES_DECODER = msgspec.json.Decoder(list[msgspec.Raw])
 _METRICS_DECODER = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
@@ -279,7 +280,7 @@ def read_rollout(run: Run, _: Options) -> Trajectory:
 
 def _messages(text: str, where: str) -> list[dict[str, Any]]:
     messages = decode_line(_MESSAGES_DECODER, text.encode(), where)
-    return openai_messages(messages, where)
+    return read_messages(messages, where)
 
 
 def _is_page(path: Path) -> bool:

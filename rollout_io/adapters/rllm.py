@@ -34,10 +34,11 @@ from rollout_io.adapters import (
     Step,
     Trajectory,
 )
-from rollout_io.adapters.chat import label, logprobs, numbers, openai_messages, text_of
 from rollout_io.adapters.directories import logs_below
 from rollout_io.adapters.documents import decode_document, find_documents, is_document
+from rollout_io.adapters.fields import label, logprobs, numbers
 from rollout_io.adapters.jsonl import decode_line
+from rollout_io.adapters.messages import read_messages, text_of
 from rollout_io.adapters.records import read_record
 from rollout_io.adapters.tokens import INT32_MAX, strict_ids
 from schemas.errors import RolloutError
@@ -314,7 +315,7 @@ def _conversations(trajectory: _Trajectory, agent: str, where: str) -> Iterator[
             raise RolloutError("no_token_ids", place, got, _EXPECTED, hint)
         if i + 1 < len(chats) and chats[i + 1][: len(chat)] == chat:
             continue
-        messages = openai_messages([decode_line(_ANY, text, place) for text in chat], place)
+        messages = read_messages(map(msgspec.Raw, chat), place)
         if any(map(_is_assistant, messages)):
             yield Conversation(source=place, messages=messages, agent=agent)
 

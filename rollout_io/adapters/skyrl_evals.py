@@ -1,30 +1,54 @@
-"""The `skyrl_evals` format: what SkyRL dumps beside its checkpoints; recognized, and refused.
+"""The `skyrl_evals` format: what SkyRL dumps beside its checkpoints.
 
-    dumped_evals/.../<data source>.jsonl   {"input_prompt": "...", "output_response": "...",
-                                            "score": 1.0, "stop_reason": "stop", "env_class": "gsm8k"}
-    dumped_evals/.../aggregated_results.jsonl   metrics of all of them: no rollouts
-    dumped_data/global_step_N_training_input.pkl   a pickle: to read it is to run it
+    dumped_evals/global_step_N_evals/<data source>.jsonl
+        {"input_prompt": "...", "output_response": "...", "score": 1.0, "stop_reason": "stop",
+         "env_class": "gsm8k", "env_extras": {...}, "data_source": "openai/gsm8k"}
+    dumped_evals/global_step_N_evals/aggregated_results.jsonl   metrics of all of them: no rollouts
+    dumped_data/global_step_N_training_input.pkl   a pickle: to read it is to run it, so it is refused
 
-The text of an evaluation is decoded (see `plain_text`). Its directory is one log.
+A line of an evaluation is a run, as text that was decoded with its special tokens. Its group is not in
+the file: the lines of one evaluation and data source with the same prompt are taken as one. The
+directory of an evaluation is one log.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 
-from rollout_io.adapters import Adapter, Found, Input, Place, Progress, Rejected
+from rollout_io.adapters import (
+    About,
+    Adapter,
+    Completion,
+    Found,
+    Input,
+    Options,
+    Place,
+    Progress,
+    Rejected,
+    Run,
+    Trajectory,
+)
+from rollout_io.adapters.content import NO_JSON
 from rollout_io.adapters.detect import has_record
-from rollout_io.adapters.plain_text import find_texts, read_nothing
+from rollout_io.adapters.jsonl import decode_line
+from rollout_io.adapters.messages import prompt_key
+from rollout_io.adapters.naming import FilesApart
+from rollout_io.adapters.parts import decode_record
+from rollout_io.adapters.records import Record, find_lines
 from schemas.errors import RolloutError
 
 AGGREGATED = "aggregated_results.jsonl"
-_WHAT = "decoded text of an evaluation"
+_GROUPS = "inferred: lines of one evaluation and data source with the same prompt"
+_TEXT = "decoded with special tokens: ids are near, not exact"
 _HINT = "in Python, rollout_io.from_generator_output takes SkyRL's GeneratorOutput with its ids"
 _BATCH = b"TrainingInputBatch"
 _HEAD_BYTES = 1 << 12
+_FAILED = "error"
+_EVALUATION = re.compile(r"global_step_(\d+)_evals")
 
 
 class _Sample(msgspec.Struct, gc=False):
@@ -32,26 +56,50 @@ class _Sample(msgspec.Struct, gc=False):
     output_response: str
     env_class: str | None
     score: float | list[float] | None = None
+    stop_reason: str | None = None
+    env_extras: msgspec.Raw = NO_JSON
+    data_source: str | None = None
 
 
 _DECODER = msgspec.json.Decoder(_Sample)
-_find_evals = find_texts(_DECODER, _WHAT, _HINT)
 
 
 def find_dumps(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
-    """Nothing but refusals; `aggregated_results.jsonl` has no records."""
+    """One run a line; `aggregated_results.jsonl` has no records."""
+    yield About("groups", _GROUPS)
+    yield About("text", _TEXT)
+    apart = FilesApart()
     for given in inputs:
-        if given.path.is_dir():
-            yield from _find_evals(_evals(given), progress)
-        elif _is_pickle(given.path):
+        if _is_pickle(given.path):
             yield _refused_pickle(given, progress)
         else:
-            yield from _find_evals([given], progress)
+            evals = _evals(given) if given.path.is_dir() else [given]
+            yield from find_lines(evals, progress, lambda record: _run(record, apart))
 
 
 def _evals(given: Input) -> list[Input]:
     found = sorted(p for p in given.path.glob("*.jsonl") if p.name != AGGREGATED)
     return [Input(f"{given.name}/{path.name}", path) for path in found]
+
+
+def _run(record: Record, apart: FilesApart) -> Run:
+    place = record.place
+    sample = decode_line(_DECODER, record.content, place.where)
+    evaluation = _EVALUATION.search(place.where)
+    found = {
+        "step": evaluation and evaluation[1],
+        "data_source": sample.data_source,
+        "prompt": prompt_key(sample.input_prompt),
+    }
+    labels = {name: value for name, value in found.items() if value}
+    step = f"step-{labels['step']}/" if "step" in labels else ""
+    file = apart.name(f"{step}{sample.data_source or 'unknown'}", place.path)
+    return Run(
+        instance_id=f"{file}/{labels['prompt']}",
+        repetition_id=None,
+        places=[place],
+        labels=labels,
+    )
 
 
 def _refused_pickle(given: Input, progress: Progress) -> Rejected:
@@ -60,6 +108,48 @@ def _refused_pickle(given: Input, progress: Progress) -> Rejected:
     got, expected = "a pickled TrainingInputBatch", "data: a pickle is a program, and is not run"
     error = RolloutError("pickle", given.name, got, expected, _HINT)
     return Rejected(Place(given.path, given.name, 0, num_bytes), error)
+
+
+def read_sample(run: Run, _: Options) -> Trajectory:
+    """The text of a line.
+
+    The outcome is `score`, of a list (one number a token) its sum. A run with the stop reason `error`
+    is a failed one: SkyRL has a placeholder for its text.
+
+    Raises:
+        RolloutError: `record_type`: a field of another type.
+    """
+    (place,) = run.places
+    sample = decode_record(_DECODER, place)
+    is_failed = sample.stop_reason == _FAILED
+    step = Completion(
+        source=place.where,
+        prompt=sample.input_prompt,
+        response=sample.output_response,
+        stop_reason=sample.stop_reason,
+    )
+    extras = bytes(sample.env_extras).decode()
+    texts = {
+        "env_class": sample.env_class,
+        "env_extras": None if extras in {"null", "{}"} else extras,
+        "data_source": sample.data_source,
+        "step": run.labels.get("step"),
+    }
+    metrics = _metrics(sample.score)
+    return Trajectory(
+        steps=[] if is_failed else [step],
+        reward=metrics.get("score"),
+        error=_FAILED if is_failed else None,
+        metrics=metrics,
+        user_values={name: text for name, text in texts.items() if text},
+    )
+
+
+def _metrics(score: float | list[float] | None) -> dict[str, float]:
+    """The score; of one number a token their sum, and how many tokens there were."""
+    if isinstance(score, list):
+        return {"score": sum(score), "num_response_tokens": float(len(score))} if score else {}
+    return {} if score is None else {"score": score}
 
 
 def _is_pickle(path: Path) -> bool:
@@ -85,9 +175,9 @@ def recognizes(path: Path) -> bool:
 
 
 ADAPTER = Adapter(
-    summary="SkyRL's dumped evaluations (decoded text) and batches (pickles): refused by name",
+    summary="SkyRL's dumped evaluations: decoded text without roles; its pickles are refused",
     recognizes=recognizes,
     find=find_dumps,
-    read=read_nothing,
+    read=read_sample,
     is_text=True,
 )

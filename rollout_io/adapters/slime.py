@@ -35,7 +35,7 @@ from rollout_io.adapters import (
     Step,
     Trajectory,
 )
-from rollout_io.adapters.chat import logprobs
+from rollout_io.adapters.fields import logprobs
 from rollout_io.adapters.jsonl import refuse_lfs_pointer
 from rollout_io.adapters.tokens import INT32_MAX, broken
 from rollout_io.adapters.verifiers_traces import runs
@@ -336,7 +336,7 @@ def _load(path: Path, _modified: int, where: str) -> list[Any]:
     expected, hint = "a debug rollout of slime: plain data, numbers, tensors", "save it again"
     with path.open("rb") as file:
         refuse_lfs_pointer(file.read(_LFS_BYTES), where)
-    if not zipfile.is_zipfile(path):
+    if not _is_zip(path):
         got = "a file that torch.save did not write, or that is cut off"
         raise RolloutError("torch_file", where, got, expected, hint)
     found = _load_plain(path, where, expected)
@@ -345,6 +345,13 @@ def _load(path: Path, _modified: int, where: str) -> list[Any]:
         got = "an object without samples"
         raise RolloutError("no_calls", where, got, expected, hint)
     return samples
+
+
+def _is_zip(path: Path) -> bool:
+    try:
+        return zipfile.is_zipfile(path)
+    except (zipfile.BadZipFile, ValueError):
+        return False
 
 
 def _load_plain(path: Path, where: str, expected: str) -> Any:

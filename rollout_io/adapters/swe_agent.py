@@ -27,6 +27,7 @@ from rollout_io.adapters import (
     Run,
     Trajectory,
 )
+from rollout_io.adapters.content import Message
 from rollout_io.adapters.documents import (
     decode_document,
     find_documents,
@@ -35,7 +36,7 @@ from rollout_io.adapters.documents import (
     with_group_rule,
 )
 from rollout_io.adapters.jsonl import decode_line
-from rollout_io.adapters.messages import Message, read_message, read_messages
+from rollout_io.adapters.messages import read_message, read_messages
 from rollout_io.adapters.model_calls import Call, steps_of
 from rollout_io.adapters.records import read_record
 from schemas.errors import RolloutError

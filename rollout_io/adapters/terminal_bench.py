@@ -79,7 +79,7 @@ def _refusal(content: bytes, where: str) -> RolloutError:
         return error
     resolved = {True: "true", False: "false", None: "null"}[result.is_resolved]
     got = f"the result of trial {result.trial_name!r} without its conversation"
-    got += f" (is_resolved {resolved}, failure_mode {result.failure_mode or _UNSET})"
+    got += f" (is_resolved {resolved}, failure_mode {_shown(result.failure_mode)})"
     hint = "convert what the agent logged (the trial's sessions/ and agent-logs/), with --rewards"
     return RolloutError("no_conversation", where, got, "the messages of the run", hint)
 
@@ -92,6 +92,10 @@ def read_result(run: Run, _: Options) -> NoReturn:
     """
     where = run.places[0].where
     raise RolloutError("no_conversation", where, "a result alone", "the messages of the run")
+
+
+def _shown(mode: str | None) -> str:
+    return " ".join(mode.split())[:80] if mode else _UNSET
 
 
 def recognizes(path: Path) -> bool:

@@ -1,10 +1,11 @@
 """The `trl` format: what TRL logs with `log_completions`, completions_{step}.parquet.
 
 Columns: `step`, `prompt` and `completion` (lists of messages, or text), one column of numbers per
-reward function, columns of the user's, `advantage`. A row is a run. Rows of plain text are refused
-(see `plain_text`). TRL's group is not in the file: the rows of one step with the same prompt are
-taken as one, and the log says so. Nor are the weights of the reward functions: where there is one
-column of numbers, it is the outcome; of several, `--reward` names it.
+reward function, columns of the user's, `advantage`. A row is a run. Completions were decoded with
+the special tokens skipped; where they are text, the history says so. TRL's group is not in the file:
+the rows of one step with the same prompt are taken as one, and the log says so. Nor are the weights
+of the reward functions: where there is one column of numbers, it is the outcome; of several,
+`--reward` names it.
 
 Arguments of tools are a struct of all the names that any call in the file has: null ones are left out.
 """
@@ -17,12 +18,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rollout_io.adapters import (
     About,
     Adapter,
+    Completion,
     Conversation,
     Found,
     Input,
@@ -33,16 +36,14 @@ from rollout_io.adapters import (
     Run,
     Trajectory,
 )
-from rollout_io.adapters.blocks import prompt_key
-from rollout_io.adapters.chat import openai_messages
-from rollout_io.adapters.plain_text import text_without_roles
+from rollout_io.adapters.content import Message
+from rollout_io.adapters.messages import prompt_key, read_messages
 from schemas.errors import RolloutError
 
 _REQUIRED = frozenset({"step", "prompt", "completion"})
 _ADVANTAGE = "advantage"
 _GROUPS = "inferred: rows of one step with the same prompt"
-_WHAT = "a prompt and a completion as text"
-_HINT = "give TRL prompts that are lists of messages (the conversational format)"
+_TEXT = "completions decoded without special tokens: ids are near, not exact"
 _MAGIC = b"PAR1"
 _ERRORS = (pa.ArrowException, OSError, ValueError, ArithmeticError, NotImplementedError)
 
@@ -50,6 +51,7 @@ _ERRORS = (pa.ArrowException, OSError, ValueError, ArithmeticError, NotImplement
 def find_rows(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
     """One run a row, in the order of the files."""
     yield About("groups", _GROUPS)
+    has_text = False
     for given in inputs:
         num_bytes = given.path.stat().st_size
         progress(num_bytes)
@@ -60,10 +62,13 @@ def find_rows(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
             continue
         for i, row in enumerate(rows):
             place = Place(given.path, f"{given.name}, row {i}", None, num_bytes // len(rows))
+            has_text |= _is_text(row)
             try:
                 yield _run(place, i, row)
             except RolloutError as refused:
                 yield Rejected(place, refused)
+    if has_text:
+        yield About("text", _TEXT)
 
 
 def _heads(path: Path) -> list[dict[str, Any]]:
@@ -83,9 +88,7 @@ def _damaged(where: str, error: Exception) -> RolloutError:
 
 
 def _run(place: Place, index: int, row: Mapping[str, Any]) -> Run:
-    if not isinstance(row["prompt"], list) or not isinstance(row["completion"], list):
-        raise text_without_roles(place.where, _WHAT, _HINT)
-    prompt = openai_messages(_shown(row["prompt"]), f"{place.where}, prompt")
+    prompt = row["prompt"] if _is_text(row) else _messages(row, "prompt", place.where)
     key, step = prompt_key(prompt), str(row["step"])
     return Run(
         instance_id=f"step-{step}/{key}",
@@ -97,7 +100,7 @@ def _run(place: Place, index: int, row: Mapping[str, Any]) -> Run:
 
 
 def read_row(run: Run, _: Options) -> Trajectory:
-    """The conversation of a row; all its numbers are metrics.
+    """The conversation, or the text, of a row; all its numbers are metrics.
 
     Raises:
         RolloutError: `parquet_file`, `message`, `no_calls`.
@@ -108,20 +111,37 @@ def read_row(run: Run, _: Options) -> Trajectory:
         row = table.slice(run.index, 1).to_pylist()[0]
     except _ERRORS as error:
         raise _damaged(place.where, error) from None
-    messages = openai_messages(_shown(row["prompt"]), f"{place.where}, prompt")
-    messages += openai_messages(_shown(row["completion"]), f"{place.where}, completion")
-    if all(message["role"] != "assistant" for message in messages):
-        got, expected = "a completion without an assistant's message", "at least one"
-        raise RolloutError("no_calls", place.where, got, expected)
     fields = [field for field in table.schema if field.name != "step"]
     known = {field.name: row[field.name] for field in fields if _is_number(field.type)}
     metrics = {name: float(v) for name, v in known.items() if v is not None and not math.isnan(v)}
     rewards = known.keys() - {_ADVANTAGE}
     reward = metrics.get(next(iter(rewards))) if len(rewards) == 1 else None
-    step = Conversation(source=place.where, messages=messages)
+    step = _said(row, place.where)
     return Trajectory(
         steps=[step], reward=reward, metrics=metrics, user_values={"step": str(row["step"])}
     )
+
+
+def _said(row: Mapping[str, Any], where: str) -> Conversation | Completion:
+    if _is_text(row):
+        return Completion(source=where, prompt=row["prompt"], response=row["completion"])
+    messages = _messages(row, "prompt", where) + _messages(row, "completion", where)
+    if all(message["role"] != "assistant" for message in messages):
+        got, expected = "a completion without an assistant's message", "at least one"
+        raise RolloutError("no_calls", where, got, expected)
+    return Conversation(source=where, messages=messages)
+
+
+def _is_text(row: Mapping[str, Any]) -> bool:
+    return isinstance(row["prompt"], str) and isinstance(row["completion"], str)
+
+
+def _messages(row: Mapping[str, Any], name: str, where: str) -> list[Message]:
+    if not isinstance(row[name], list):
+        got, expected = f"a {type(row[name]).__name__}", "messages in both columns, or text in both"
+        raise RolloutError("message", f"{where}, {name}", got, expected)
+    raws = [msgspec.Raw(msgspec.json.encode(_shown(message))) for message in row[name]]
+    return read_messages(raws, f"{where}, {name}")
 
 
 @lru_cache(maxsize=2)
@@ -159,7 +179,7 @@ def recognizes(path: Path) -> bool:
 
 
 ADAPTER = Adapter(
-    summary="TRL's logged completions (completions_*.parquet): messages; text is refused",
+    summary="TRL's logged completions (completions_*.parquet): messages, or text without roles",
     recognizes=recognizes,
     find=find_rows,
     read=read_row,

@@ -22,6 +22,7 @@ from rollout_io.adapters import (
     Conversation,
     Found,
     Input,
+    Logged,
     Options,
     Place,
     Progress,
@@ -30,10 +31,10 @@ from rollout_io.adapters import (
     Step,
     Trajectory,
 )
-from rollout_io.adapters.chat import label
 from rollout_io.adapters.detect import has_record
 from rollout_io.adapters.directories import logs_below
 from rollout_io.adapters.documents import refuse_repeated
+from rollout_io.adapters.fields import label
 from rollout_io.adapters.jsonl import decode_line, refuse_not_utf8
 from rollout_io.adapters.records import lines_of, read_record
 from rollout_io.adapters.verifiers_rows import METADATA, metadata_beside, read_row
@@ -258,7 +259,7 @@ def _refuse_other_tokens(first: Trajectory, second: Trajectory, at: Place, other
     raise RolloutError("tokens_disagree", other.where, got, "the same tokens", hint)
 
 
-def _same(first: Step | Conversation, second: Step | Conversation) -> bool:
+def _same(first: Logged, second: Logged) -> bool:
     if isinstance(first, Step) and isinstance(second, Step):
         names = ("prompt_token_ids", "response_ids")
         return all(np.array_equal(getattr(first, n), getattr(second, n)) for n in names)

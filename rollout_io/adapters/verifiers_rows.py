@@ -21,15 +21,9 @@ import numpy as np
 import numpy.typing as npt
 
 from rollout_io.adapters import Conversation, Options, Step, Trajectory
-from rollout_io.adapters.chat import (
-    label,
-    logprobs,
-    numbers,
-    openai_messages,
-    openai_tools,
-    text_of,
-)
+from rollout_io.adapters.fields import label, logprobs, numbers
 from rollout_io.adapters.jsonl import decode_line, read_document
+from rollout_io.adapters.messages import openai_tools, read_messages, text_of
 from rollout_io.adapters.tokens import broken, strict_ids
 from rollout_io.adapters.verifiers_traces import Share
 from schemas.errors import RolloutError
@@ -38,7 +32,7 @@ METADATA = "metadata.json"
 _EXPECTED = "the ids the engine saw and sampled"
 _NO_JSON = msgspec.Raw(b"null")
 _NAMES = {"id", "example_id", "reward", "metrics", "is_completed"}
-Text = str | list[Any] | None
+Text = str | list[msgspec.Raw] | None
 
 
 class _Tokens(msgspec.Struct, gc=False):
@@ -95,6 +89,7 @@ class Metadata(msgspec.Struct, gc=False):
 
 _ROW = msgspec.json.Decoder(_Row)
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_ANY = msgspec.json.Decoder(Any)
 _METADATA = msgspec.json.Decoder(Metadata)
 
 
@@ -178,8 +173,8 @@ def _step(call: _Step, tokens: _Tokens, where: str, metadata: Metadata) -> Step:
         call.response.message.finish_reason if call.response and call.response.message else None
     )
     given = bytes(call.prompt)
-    said = call.completion if isinstance(call.completion, list) else [call.completion]
-    texts = [text for message in said if (text := text_of(message))]
+    said = _messages(call.completion, "assistant")
+    texts = [text for m in said if (text := text_of(decode_line(_ANY, bytes(m), where)))]
     return Step(
         source=where,
         prompt_token_ids=prompt,
@@ -224,8 +219,8 @@ def _conversation(
     row: _Row, where: str, metadata: Metadata, *, failed: bool
 ) -> Sequence[Conversation]:
     messages = [
-        *openai_messages(_messages(row.prompt, "user"), f"{where}, prompt"),
-        *openai_messages(_messages(row.completion, "assistant"), f"{where}, completion"),
+        *read_messages(_messages(row.prompt, "user"), f"{where}, prompt"),
+        *read_messages(_messages(row.completion, "assistant"), f"{where}, completion"),
     ]
     if not any(message["role"] == "assistant" for message in messages):
         if failed:
@@ -245,8 +240,8 @@ def _conversation(
     return [conversation]
 
 
-def _messages(text: Text, role: str) -> list[Any]:
+def _messages(text: Text, role: str) -> list[msgspec.Raw]:
     """Messages as they are; plain text, of environments of text completions, as one message."""
     if isinstance(text, str):
-        return [{"role": role, "content": text}]
+        return [msgspec.Raw(msgspec.json.encode({"role": role, "content": text}))]
     return text or []

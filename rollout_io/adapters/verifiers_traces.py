@@ -23,8 +23,9 @@ import numpy as np
 import numpy.typing as npt
 
 from rollout_io.adapters import Conversation, Step
-from rollout_io.adapters.chat import logprobs, openai_messages, openai_tools, text_of
+from rollout_io.adapters.fields import logprobs
 from rollout_io.adapters.jsonl import decode_line
+from rollout_io.adapters.messages import openai_tools, read_messages, text_of
 from rollout_io.adapters.tokens import INT32_MAX, broken, strict_ids
 from schemas.errors import RolloutError
 
@@ -99,7 +100,6 @@ class Trace(msgspec.Struct, gc=False):
         return sum(known) if known else None
 
 
-_MESSAGE = msgspec.json.Decoder(dict[str, Any])
 _ANY = msgspec.json.Decoder(Any)
 
 
@@ -160,13 +160,12 @@ class Graph:
             if not spoken:
                 continue
             place, call = self._place(leaf), self.calls.get(spoken[-1], _Call())
-            messages = [decode_line(_MESSAGE, bytes(self._message(i)), place) for i in path]
             sampling = call.sampling or _Sampling()
             tools = self.trace.nodes[path[0]].tools
             tools = self.trace.tools if bytes(tools) in {b"null", b"[]"} else tools
             yield Conversation(
                 source=place,
-                messages=openai_messages(messages, place),
+                messages=read_messages(map(self._message, path), place),
                 tools=openai_tools(decode_line(_ANY, bytes(tools), place)),
                 trains=self.trace.agent.trainable and leaf in self.trained,
                 stop_reason=call.finish_reason,

@@ -1,23 +1,43 @@
-r"""The `verl` format: verl's rollout and validation dumps, {step}.jsonl; recognized, and refused.
+r"""The `verl` format: verl's rollout and validation dumps, {step}.jsonl.
 
-    {"input": "user\nWhat is 1 + 5?\nassistant\n", "output": "6", "score": 1.0, "step": 1}
+    {"input": "user\nWhat is 1 + 5?\nassistant\n", "output": "6", "gts": "6", "score": 1.0, "step": 1}
 
-`input` and `output` are decoded with the special tokens skipped: what separated the messages is gone,
-so they can be neither taken for messages nor tokenised again (see `plain_text`).
+A line is a run. `input` and `output` are decoded with the special tokens skipped: what separated the
+messages is gone, so neither the roles nor the exact tokens can be told again, and the history says so.
+verl's group is not in the file: the lines of one file and step with the same `input` are taken as one.
+The outcome is `score`; all other numbers (`reward_extra_info`) are metrics too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 
-from rollout_io.adapters import Adapter
+from rollout_io.adapters import (
+    About,
+    Adapter,
+    Completion,
+    Found,
+    Input,
+    Options,
+    Progress,
+    Run,
+    Trajectory,
+)
+from rollout_io.adapters.content import NO_JSON
 from rollout_io.adapters.detect import has_record
-from rollout_io.adapters.plain_text import find_texts, read_nothing
+from rollout_io.adapters.fields import label, numbers
+from rollout_io.adapters.jsonl import decode_line
+from rollout_io.adapters.messages import prompt_key
+from rollout_io.adapters.naming import FilesApart
+from rollout_io.adapters.parts import decode_record
+from rollout_io.adapters.records import Record, find_lines, read_record
 
-_WHAT = "decoded text whose special tokens were skipped"
-_HINT = "log the calls of verl's rollout server (vLLM) with return_token_ids: the calls format"
+_GROUPS = "inferred: lines of one file and step with the same input"
+_TEXT = "decoded without special tokens: ids are near, not exact"
+_NO_METRICS = frozenset({"step", "gts", "request_id"})
 
 
 class _Sample(msgspec.Struct, gc=False):
@@ -25,9 +45,54 @@ class _Sample(msgspec.Struct, gc=False):
     output: str
     score: float
     step: int
+    gts: msgspec.Raw = NO_JSON
+    request_id: msgspec.Raw = NO_JSON
 
 
 _DECODER = msgspec.json.Decoder(_Sample)
+_FIELDS_DECODER = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+def find_samples(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
+    """One run a line, in the order of the lines."""
+    yield About("groups", _GROUPS)
+    yield About("text", _TEXT)
+    apart = FilesApart()
+
+    def find(record: Record) -> Run:
+        place = record.place
+        sample = decode_line(_DECODER, record.content, place.where)
+        key = prompt_key(sample.input)
+        return Run(
+            instance_id=f"{apart.name(f'step-{sample.step}', place.path)}/{key}",
+            repetition_id=None,
+            places=[place],
+            labels={"step": str(sample.step), "prompt": key},
+        )
+
+    yield from find_lines(inputs, progress, find)
+
+
+def read_sample(run: Run, _: Options) -> Trajectory:
+    """The text of a line; all its numbers are metrics.
+
+    Raises:
+        RolloutError: `record_type`: a field of another type, or a number too large.
+    """
+    (place,) = run.places
+    sample = decode_record(_DECODER, place)
+    fields = decode_line(_FIELDS_DECODER, read_record(place), place.where)
+    texts = {
+        "step": str(sample.step),
+        "gts": label(sample.gts, place.where),
+        "request_id": label(sample.request_id, place.where),
+    }
+    return Trajectory(
+        steps=[Completion(source=place.where, prompt=sample.input, response=sample.output)],
+        reward=sample.score,
+        metrics=numbers({n: f for n, f in fields.items() if n not in _NO_METRICS}, place.where),
+        user_values={name: text for name, text in texts.items() if text},
+    )
 
 
 def recognizes(path: Path) -> bool:
@@ -36,9 +101,9 @@ def recognizes(path: Path) -> bool:
 
 
 ADAPTER = Adapter(
-    summary="verl's dumps ({step}.jsonl): decoded text, refused by name",
+    summary="verl's dumps ({step}.jsonl): decoded text without roles",
     recognizes=recognizes,
-    find=find_texts(_DECODER, _WHAT, _HINT),
-    read=read_nothing,
+    find=find_samples,
+    read=read_sample,
     is_text=True,
 )

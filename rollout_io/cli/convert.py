@@ -127,10 +127,19 @@ def convert(
     )
     _note_formats(format_name)
     start_s = time.monotonic()
-    with progress_bar(_READS * _num_bytes(inputs), "B", "convert", counts="rows") as progress:
-        done = convert(inputs, out, choices, workers=workers, progress=progress)
+    try:
+        with progress_bar(_num_bytes(inputs), "B", "convert", counts="rows") as advance:
+
+            def progress(num_bytes: int, num_rows: int) -> None:
+                advance(num_bytes / _READS, num_rows)
+
+            done = convert(inputs, out, choices, workers=workers, progress=progress)
+    except KeyboardInterrupt:
+        note("stopped: what is done is kept, and the same command goes on from there")
+        raise
     if as_json:
-        emit_json({"format": done.format, **done.summary.to_dict()})
+        state = {"was_done": done.was_done, "num_resumed_chunks": done.num_resumed}
+        emit_json({"format": done.format, **done.summary.to_dict(), **state})
     else:
         _report(done, out, time.monotonic() - start_s, _num_bytes(inputs))
 
@@ -154,8 +163,8 @@ def _report(done: Conversion, out: str, elapsed_s: float, num_bytes: int) -> Non
         note(f"{name}: {text}")
     note(done.summary.text(out))
     if not done.was_done:
-        rates = f"{done.summary.num_rows / elapsed_s:,.0f} rows/s, {num_bytes / elapsed_s / 1e6:,.1f} MB/s"
-        note(f"{elapsed_s:.1f} s: {rates}")
+        rows_per_s, mb_per_s = done.summary.num_rows / elapsed_s, num_bytes / elapsed_s / 1e6
+        note(f"{elapsed_s:.1f} s: {rows_per_s:,.1f} rows/s, {mb_per_s:,.2f} MB/s")
     if done.summary.num_rejected:
         note(f"rejected records, each with its reason: {out.rstrip('/')}/rejected.jsonl")
     next_command(f"rollouts validate {out}")

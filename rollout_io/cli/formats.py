@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -55,8 +57,11 @@ def _list(known: Formats, *, as_json: bool) -> None:
 def _identify(inputs: tuple[str, ...], known: Formats, *, as_json: bool) -> bool:
     """Print the formats of each input; whether each is of exactly one."""
     from rollout_io.adapters.detect import recognize
+    from rollout_io.conversion.inputs import open_inputs
 
-    found = [(path, recognize(path, known.adapters)) for path in inputs]
+    with tempfile.TemporaryDirectory() as spool:
+        opened = open_inputs(inputs, Path(spool), lambda _: True)
+        found = [(name, recognize(path, known.adapters)) for name, path in opened]
     if as_json:
         emit_json([{"path": path, "formats": names} for path, names in found])
     else:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -11,7 +13,8 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rollout_io.adapters import Adapter, Options, Place, Rejected, Run, Trajectory
+from rollout_io.adapters import Adapter, Input, Options, Place, Rejected, Run, Trajectory
+from rollout_io.adapters.naming import natural_key
 from rollout_io.adapters.tokens import strict_ids
 from rollout_io.conversion.outcomes import settle
 from rollout_io.conversion.rewards import Key, Outcome
@@ -165,14 +168,21 @@ def sound(part: Part, rejected: list[Rejected]) -> pa.Table:
     return table.filter(pc.invert(pc.is_in(names, pa.array(list(faults), names.type))))
 
 
-def in_order(rejected: Iterable[Rejected]) -> list[Rejected]:
-    """As the records are in the logs."""
-    return sorted(rejected, key=lambda r: (str(r.place.path), r.place.offset or 0))
+def in_order(rejected: Iterable[Rejected], inputs: Sequence[Input]) -> list[Rejected]:
+    """As the records are in the logs, and the logs as they were given."""
+    ranks = {given.path: rank for rank, given in enumerate(inputs)}
+
+    @lru_cache
+    def key(path: Path) -> tuple[Any, ...]:
+        given = next((p for p in (path, *path.parents) if p in ranks), None)
+        return ranks[given] if given else len(ranks), natural_key(str(path))
+
+    return sorted(rejected, key=lambda r: (key(r.place.path), r.place.offset or 0))
 
 
-def errors_of(rejected: Iterable[Rejected]) -> list[RolloutError]:
+def errors_of(rejected: Iterable[Rejected], inputs: Sequence[Input]) -> list[RolloutError]:
     """The errors as they are in the logs; those that follow from another one last."""
-    errors = [r.error for r in in_order(rejected)]
+    errors = [r.error for r in in_order(rejected, inputs)]
     return sorted(errors, key=lambda error: error.rule == INCOMPLETE)
 
 

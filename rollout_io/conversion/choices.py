@@ -13,6 +13,12 @@ from rollout_io.conversion.log import AUTO, Log
 from rollout_io.conversion.text import retokenizer_of
 from schemas.errors import RolloutError
 
+_KNOWN = {
+    "layout": ("prefix", "full"),
+    "logprobs_mode": (None, "raw", "processed"),
+    "on_error": ("fail", "skip"),
+}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choices:
@@ -40,6 +46,17 @@ class Choices:
     layout: Literal["prefix", "full"] = "prefix"
     logprobs_mode: Literal["raw", "processed"] | None = None
     on_error: Literal["fail", "skip"] = "fail"
+
+    def __post_init__(self) -> None:
+        given: object = self.group_by
+        if isinstance(given, str):
+            hint = f"group_by=({given!r},)"
+            raise RolloutError("choices", "group_by", repr(given), "a tuple of labels", hint)
+        for name, known in _KNOWN.items():
+            value = getattr(self, name)
+            if value not in known:
+                expected = "one of " + ", ".join(map(repr, known))
+                raise RolloutError("choices", name, repr(value), expected)
 
 
 def settings_of(choices: Choices, log: Log, about: Mapping[str, Any]) -> Settings:

@@ -22,7 +22,7 @@ from rollout_io.conversion import rejections
 from rollout_io.conversion.batch import Settings, errors_of, in_order, other_routing
 from rollout_io.conversion.choices import Choices, refuse_misfits, settings_of, tool_name
 from rollout_io.conversion.chunk import Chunk, Report, convert_chunk, repeated, without_collector
-from rollout_io.conversion.inputs import STDIN
+from rollout_io.conversion.inputs import STDIN, PathLike, paths_of
 from rollout_io.conversion.log import Log, open_log
 from rollout_io.conversion.plan import CHUNK_BYTES, Plan, chunks, plan, refuse_nothing
 from rollout_io.conversion.rewards import Key, Outcome, read_rewards
@@ -54,7 +54,7 @@ class Conversion:
 
 
 def convert(
-    inputs: Sequence[str | os.PathLike[str]],
+    inputs: PathLike | Sequence[PathLike],
     out: str | os.PathLike[str],
     choices: Choices | None = None,
     *,
@@ -83,6 +83,8 @@ def convert(
     Example:
         >>> convert(["shop.calls.jsonl"], "shop/", Choices(rewards="shop.rewards.jsonl"))
     """
+    if workers < 1:
+        raise RolloutError("choices", "workers", str(workers), "at least 1")
     choices, staging = choices or Choices(), Staging(out)
     report = progress or (lambda _num_bytes, _num_rows: None)
     with staging.locked(), ExitStack() as stack:
@@ -90,7 +92,9 @@ def convert(
             spool = spool_path(staging)
             if spool is None:
                 spool = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            log = open_log([os.fspath(path) for path in inputs], choices.format, spool)
+            own = Path(staging.out.path) if staging.out.is_local else None
+            skips = choices.on_error == "skip"
+            log = open_log(paths_of(inputs), choices.format, spool, own, skip_foreign=skips)
             job = _Job(staging, log, choices, workers, report, chunk_bytes)
             return job.earlier() or job.run()
         except RolloutError as error:
@@ -121,7 +125,7 @@ class _Job:
             RolloutError: `out_is_free`: another dataset is there.
         """
         shards, done = self.staging.out.shards(), self.staging.done()
-        if done is not None and done["identity"] == self.identity and shards:
+        if done is not None and done["identity"] == self.identity:
             self.staging.clear()
             summary = Summary.decode(done["summary"])
             return Conversion(
@@ -142,18 +146,21 @@ class _Job:
         found = adapter.find(self.log.inputs, lambda num_bytes: self.progress(num_bytes, 0))
         with without_collector():
             planned = plan(found, outcomes, options.group_by)
+        planned.rejected += self.log.foreign
         refuse_nothing(planned, self.log)
-        self._refuse(planned.rejected)
         settings = settings_of(self.choices, self.log, planned.about)
         parts = list(chunks(planned.runs, self.chunk_bytes))
         reports, num_resumed = self._reports(parts, outcomes, settings)
         rejected = planned.rejected + [r for report in reports for r in report.rejected]
-        self._refuse(rejected)
+        if rejected and self.choices.on_error == "fail":
+            raise_first(errors_of(rejected, self.log.inputs))
         summary = _total(planned, reports, rejected)
         if rejected:
-            self.staging.write_rejected(rejections.lines(in_order(rejected)))
+            self.staging.write_rejected(rejections.lines(in_order(rejected, self.log.inputs)))
+        else:
+            self.staging.remove_rejected()
         if not summary.num_rows:
-            raise _all_rejected(self.staging.where, rejected)
+            raise _all_rejected(self.staging.where, errors_of(rejected, self.log.inputs))
         record = {"identity": self.identity, "summary": summary.encode(), "about": planned.about}
         self.staging.publish(len(parts), record)
         return Conversion(
@@ -173,10 +180,6 @@ class _Job:
             "chunk_bytes": self.chunk_bytes,
             "inputs": [[file.name, _state(file)] for file in files],
         }
-
-    def _refuse(self, rejected: Sequence[Rejected]) -> None:
-        if rejected and self.choices.on_error == "fail":
-            raise_first(errors_of(rejected))
 
     def _reports(
         self, parts: Sequence[Sequence[Run]], outcomes: Mapping[Key, Outcome], settings: Settings
@@ -208,10 +211,13 @@ class _Job:
                 yield chunk.index, convert_chunk(chunk, settings, path, self.progress)
             return
         with _processes(self.workers) as pool:
-            futures = {
-                pool.submit(convert_chunk, chunk, settings, staging.chunk_path(chunk.index)): chunk
-                for chunk in missing
-            }
+            with _uninterrupted():
+                futures = {
+                    pool.submit(
+                        convert_chunk, chunk, settings, staging.chunk_path(chunk.index)
+                    ): chunk
+                    for chunk in missing
+                }
             for future in as_completed(futures):
                 chunk, report = futures[future], _result(future.result)
                 self.progress(sum(r.num_bytes for r in chunk.runs), report.summary.num_rows)
@@ -233,14 +239,23 @@ def _processes(workers: int) -> Iterator[ProcessPoolExecutor]:
 
 
 def _end_with(parent: Connection) -> None:
-    """End this process as soon as the other end is closed; an interrupt is the parent's to heed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """End this process as soon as the other end is closed."""
 
     def watch() -> None:
         parent.poll(None)
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Processes that are started in this block leave interrupts to this one."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _refuse_mixtures(reports: list[Report]) -> list[Report]:
@@ -283,9 +298,8 @@ def _total(planned: Plan, reports: Sequence[Report], rejected: Sequence[Rejected
     return summary
 
 
-def _all_rejected(where: str, rejected: Sequence[Rejected]) -> RolloutError:
-    first = rejected[0].error
-    got = f"{len(rejected)} records, none of which can be used (the first: {first})"
+def _all_rejected(where: str, errors: Sequence[RolloutError]) -> RolloutError:
+    got = f"{len(errors)} records, none of which can be used (the first: {errors[0]})"
     return RolloutError("no_calls", where, got, "at least one run", f"see {where}/{REJECTED}")
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gzip
+import os
 import sys
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO
@@ -15,14 +16,18 @@ import pyarrow as pa
 from rollout_io.adapters import Input
 from rollout_io.adapters.jsonl import open_input
 from rollout_io.adapters.naming import natural_key
+from rollout_io.conversion.staging import writable
 from schemas.errors import RolloutError
 
 STDIN = "-"
+PathLike = str | os.PathLike[str]
 _GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 _COPY_BYTES = 4 << 20
 
 
-def open_inputs(paths: Iterable[str], spool: Path, is_log: Callable[[Path], bool]) -> list[Input]:
+def open_inputs(
+    paths: Iterable[str], spool: Path, is_log: Callable[[Path], bool], out: Path | None = None
+) -> list[Input]:
     """The files and directories to read.
 
     A directory that is no log itself stands for the files in it, at any depth, in natural order;
@@ -33,15 +38,19 @@ def open_inputs(paths: Iterable[str], spool: Path, is_log: Callable[[Path], bool
         paths: As they were given.
         spool: Directory for what is unpacked or saved.
         is_log: Whether a directory is one log.
+        out: A directory whose files are no input, wherever it lies.
 
     Raises:
         RolloutError: `input_file`: something cannot be read; `duplicate_input`: one log twice.
     """
     found: list[Input] = []
+    for left in spool.glob("*"):  # by a conversion that was killed
+        left.unlink()
     for path in paths:
         given = Path(path)
+        _refuse_odd_names(given)
         if path != STDIN and given.is_dir() and not is_log(given):
-            inside = _files_below(given)
+            inside = [file for file in _files_below(given) if not _is_below(file, out)]
             if not inside:
                 raise RolloutError("input_file", path, "a directory without files", "logs")
             found += [_readable(str(file), file, spool) for file in inside]
@@ -49,6 +58,19 @@ def open_inputs(paths: Iterable[str], spool: Path, is_log: Callable[[Path], bool
             found.append(_readable(path, given, spool))
     _refuse_repeated(found)
     return found
+
+
+def _refuse_odd_names(path: Path) -> None:
+    """Refuse names that are not UTF-8: each row says where it is from, and a table holds text."""
+    for file in (path, *(path.rglob("*") if path.is_dir() else ())):
+        name = str(file)
+        if name != name.encode(errors="replace").decode():
+            shown = os.fsencode(file).decode(errors="backslashreplace")
+            raise RolloutError("input_file", shown, "a name that is not UTF-8", "", "rename it")
+
+
+def _is_below(file: Path, directory: Path | None) -> bool:
+    return directory is not None and file.resolve().is_relative_to(directory.resolve())
 
 
 def _files_below(directory: Path) -> list[Path]:
@@ -77,18 +99,22 @@ def _readable(name: str, path: Path, spool: Path) -> Input:
 
 def _save(stream: BinaryIO, name: str, spool: Path) -> Path:
     """Copy a stream to a file of its own, unpacked."""
-    spool.mkdir(parents=True, exist_ok=True)
     suffixes = [s for s in Path(name).suffixes if s not in {".gz", ".zst"}]
-    saved = spool / f"{len(list(spool.iterdir()))}{''.join(suffixes[-1:])}"
-    try:
+    with writable(str(spool)):
+        spool.mkdir(parents=True, exist_ok=True)
+        saved = spool / f"{len(list(spool.iterdir()))}{''.join(suffixes[-1:])}"
         with saved.open("wb") as file:
-            for block in _unpacked(stream):
-                file.write(block)
+            file.writelines(_blocks(stream, name))
+    return saved
+
+
+def _blocks(stream: BinaryIO, name: str) -> Iterator[bytes]:
+    try:
+        yield from _unpacked(stream)
     except (EOFError, zlib.error, OSError, pa.ArrowException) as error:
         got = f"what cannot be unpacked ({' '.join(str(error).split())})"
         hint = "the file is damaged or cut off: copy it again"
         raise RolloutError("input_file", name, got, "a whole file", hint) from None
-    return saved
 
 
 def _unpacked(stream: BinaryIO) -> Iterator[bytes]:
@@ -112,3 +138,15 @@ def _refuse_repeated(inputs: Iterable[Input]) -> None:
             got, hint = "one log given twice", "give each file once"
             raise RolloutError("duplicate_input", given.name, got, "each call once", hint)
         known.add(resolved)
+
+
+def paths_of(inputs: PathLike | Sequence[PathLike]) -> list[str]:
+    """One path or several, as text.
+
+    Raises:
+        RolloutError: `input_file`: there is none.
+    """
+    paths = [inputs] if isinstance(inputs, str | os.PathLike) else list(inputs)
+    if not paths:
+        raise RolloutError("input_file", "inputs", "no input at all", "files or directories")
+    return [os.fspath(path) for path in paths]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
 
-from rollout_io.adapters import Run, Step, Trajectory
+from rollout_io.adapters import Place, Rejected, Run, Step, Trajectory
 from rollout_io.conversion.rewards import Key, Outcome
 from rollout_io.conversion.rows import Settled
 from schemas.errors import RolloutError
@@ -89,24 +90,20 @@ def _texts(logged: Trajectory, given: Outcome | None) -> dict[str, str]:
     return {**logged.user_values, **said, **given.user_values}
 
 
-def refuse_unknown(keys: Collection[Key], outcomes: Mapping[Key, Outcome]) -> None:
-    """Refuse outcomes of trajectories that are not among `keys`.
+def unknown(keys: Collection[Key], outcomes: Mapping[Key, Outcome]) -> Iterator[Rejected]:
+    """Outcomes of trajectories that are not among `keys`: `unknown_session`.
 
     A failed one may be missing there: it made no call.
-
-    Raises:
-        RolloutError: `unknown_session`: the first of them, and how many more there are.
     """
-    unknown = {k: o for k, o in outcomes.items() if o.error is None and k not in keys}
-    if unknown:
-        (key, outcome), known = next(iter(unknown.items())), [_session(k) for k in keys]
-        near = difflib.get_close_matches(_session(key), known, 1)
-        hint = "is a log file missing? a run that made no call needs an `error`"
-        hint += f"; the nearest session is {near[0]!r}" if near else ""
+    found = {k: o for k, o in outcomes.items() if o.error is None and k not in keys}
+    known = [_session(k) for k in keys] if found else []
+    near = difflib.get_close_matches(_session(next(iter(found))), known, 1) if found else []
+    hint = "is a log file missing? a run that made no call needs an `error`"
+    for key, outcome in found.items():
         got = f"a reward for session {_session(key)!r}, which made no call"
-        others = f" (and {len(unknown) - 1} more records rejected)" if len(unknown) > 1 else ""
-        expected = f"a session of the log{others}"
-        raise RolloutError("unknown_session", outcome.where, got, expected, hint)
+        advice = f"{hint}; the nearest session is {near.pop()!r}" if near else hint
+        error = RolloutError("unknown_session", outcome.where, got, "a session of the log", advice)
+        yield Rejected(Place(Path(outcome.where), outcome.where), error)
 
 
 def _session(key: Key) -> str:

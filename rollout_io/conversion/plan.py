@@ -9,7 +9,7 @@ from typing import Any
 
 from rollout_io.adapters import About, Found, Rejected, Run
 from rollout_io.conversion.log import Log
-from rollout_io.conversion.outcomes import refuse_unknown
+from rollout_io.conversion.outcomes import unknown
 from rollout_io.conversion.rewards import Key, Outcome
 from schemas.errors import RolloutError
 
@@ -42,15 +42,12 @@ def plan(
     """Sort what an adapter found, and name the runs.
 
     Runs without a repetition are numbered in their order within the instance; with `group_by` all
-    are. A second run of one name is rejected.
+    are. A second run of one name is rejected, and so is an outcome of no run.
 
     Args:
         found: By `Adapter.find`.
         outcomes: From the rewards file.
         group_by: Labels whose values, joined by "/", name the instance instead.
-
-    Raises:
-        RolloutError: `unknown_session`: an outcome of no run.
     """
     made, runs = Plan(), []
     for item in found:
@@ -66,11 +63,13 @@ def plan(
     _number(runs)
     made.runs = list(_unique(runs, made.rejected))
     keys = {_key(run): run for run in made.runs}
-    refuse_unknown(keys, outcomes)
+    made.rejected += unknown(keys, outcomes)
     for key, outcome in outcomes.items():
         if key in keys:
             keys[key].rewarded, keys[key].failed = True, outcome.error is not None
-    missing = [key for key in outcomes if key not in keys]
+    missing = [
+        key for key, outcome in outcomes.items() if key not in keys and outcome.error is not None
+    ]
     made.runs += [Run(instance_id=i, repetition_id=r, places=()) for i, r in missing]
     return made
 
@@ -83,7 +82,8 @@ def refuse_nothing(planned: Plan, log: Log) -> None:
     """
     if not planned.runs and not planned.rejected:
         where = ", ".join(given.name for given in log.inputs)
-        raise RolloutError("no_calls", where, "no calls at all", "at least one run")
+        hint = "is the file empty, or another one? rollouts formats FILE"
+        raise RolloutError("no_calls", where, "no calls at all", "at least one run", hint)
 
 
 def chunks(runs: Sequence[Run], chunk_bytes: int = CHUNK_BYTES) -> Iterator[list[Run]]:
@@ -108,7 +108,8 @@ def _regrouped(
         if missing:
             where, got = run.places[0].where, f"a run without {missing[0]!r}"
             expected = "one of " + ", ".join(run.labels) if run.labels else "a format with labels"
-            error = RolloutError("group_by", where, got, expected, "rollouts formats FILE names it")
+            hint = "leave --group-by out, or choose one of those labels"
+            error = RolloutError("group_by", where, got, expected, hint)
             rejected += [Rejected(place, error) for place in run.places]
             continue
         run.instance_id = "/".join(run.labels[name] for name in group_by)

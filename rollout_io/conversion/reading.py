@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,13 +11,14 @@ import pyarrow as pa
 from rollout_io.adapters import Rejected
 from rollout_io.conversion.batch import Reader, errors_of, sound
 from rollout_io.conversion.choices import Choices, refuse_misfits, settings_of
+from rollout_io.conversion.inputs import PathLike, paths_of
 from rollout_io.conversion.log import open_log
 from rollout_io.conversion.plan import plan, refuse_nothing
 from rollout_io.conversion.rewards import read_rewards
 from schemas.errors import raise_first
 
 
-def read_log(inputs: Sequence[str | os.PathLike[str]], choices: Choices | None = None) -> pa.Table:
+def read_log(inputs: PathLike | Sequence[PathLike], choices: Choices | None = None) -> pa.Table:
     """Read logs as `convert` does, into one rollout table.
 
     Args:
@@ -34,7 +34,7 @@ def read_log(inputs: Sequence[str | os.PathLike[str]], choices: Choices | None =
     """
     choices = choices or Choices()
     with tempfile.TemporaryDirectory() as spool:
-        log = open_log([os.fspath(path) for path in inputs], choices.format, Path(spool))
+        log = open_log(paths_of(inputs), choices.format, Path(spool))
         refuse_misfits(choices, log)
         outcomes = {} if choices.rewards is None else read_rewards(choices.rewards)
         planned = plan(log.adapter.find(log.inputs, _ignore), outcomes, choices.group_by)
@@ -44,7 +44,7 @@ def read_log(inputs: Sequence[str | os.PathLike[str]], choices: Choices | None =
         reader = Reader(settings, outcomes, rejected)
         tables = [sound(part, rejected) for part in reader.parts(planned.runs)]
     if rejected:
-        raise_first(errors_of(rejected))
+        raise_first(errors_of(rejected, log.inputs))
     table = pa.concat_tables(tables, promote_options="permissive")
     return table.replace_schema_metadata(settings.metadata.encode("full"))
 

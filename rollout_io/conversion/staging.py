@@ -4,7 +4,7 @@
     DS/.converting/lock                 held by the process at work (local directories)
     DS/.converting/inputs/              what was unpacked, or came from a pipe
     DS/.converting/chunk-00000/         shards of a chunk that is done, and report.json
-    DS/.converting/chunk-00001.tmp/     one that is not
+    DS/.converting/chunk-00001.4f.tmp/  one that is not, with the mark of who writes it
     DS/converted.json                   what was converted, once all is
 
 A chunk's directory is renamed when it is whole; so what is there is whole. Publishing moves the
@@ -21,10 +21,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rollout_io.storage import SHARD_PREFIX, SHARD_SUFFIX, Location
+from rollout_io.storage import SHARD_PREFIX, SHARD_SUFFIX, STAGING, Location
 from schemas.errors import RolloutError
 
-FOLDER = ".converting"
 DONE = "converted.json"
 REJECTED = "rejected.jsonl"
 _PLAN, _LOCK, _REPORT, _PUBLISHING = "plan.json", "lock", "report.json", "publishing.json"
@@ -40,8 +39,9 @@ class Staging:
     def __init__(self, out: str | os.PathLike[str]) -> None:
         self.out = Location.of(out)
         self.where = os.fspath(out)
-        self.folder = self.out.join(FOLDER)
+        self.folder = self.out.join(STAGING)
         fs = self.out.fs
+        self._mark = os.urandom(4).hex()
         self._may_remove = not fs.exists(self.out.path) or fs.exists(self.folder.path)
 
     @contextmanager
@@ -51,13 +51,15 @@ class Staging:
         Raises:
             RolloutError: `out_is_free`: another process converts to it.
         """
-        with _writable(self.where):
+        with writable(self.where):
             self.folder.fs.makedirs(self.folder.path, exist_ok=True)
         handle = None
         try:
             if self.out.is_local:
-                handle = os.open(self.folder.join(_LOCK).path, os.O_CREAT | os.O_RDWR)
-                _lock(handle, self.where)
+                lock = self.folder.join(_LOCK).path
+                with writable(self.where):
+                    handle = os.open(lock, os.O_CREAT | os.O_RDWR)
+                _lock(handle, Path(lock), self.where)
             yield
         finally:
             if handle is not None:
@@ -65,23 +67,31 @@ class Staging:
 
     def begin(self, identity: dict[str, Any]) -> None:
         """Take up the conversion of this identity; what is there of another one is removed."""
-        if _read_json(self.folder.join(_PLAN)) == identity:
-            return
+        is_same = _read_json(self.folder.join(_PLAN)) == identity
         for path in self.folder.fs.ls(self.folder.path, detail=False):
-            if path.rsplit("/", 1)[-1].startswith("chunk-"):
+            name = path.rsplit("/", 1)[-1]
+            if name.startswith("chunk-") and not (is_same and name[6:].isdigit()):
                 _remove(Location(self.folder.fs, path))
-        _write_json(self.folder.join(_PLAN), identity)
+        if not is_same:
+            _write_json(self.folder.join(_PLAN), identity)
 
     def chunk_path(self, index: int) -> str:
         """Where to write a chunk: a directory that is not there."""
-        location = self.folder.join(f"chunk-{index:05d}.tmp")
-        _remove(location)
-        return str(self.out.fs.unstrip_protocol(location.path))
+        return str(self.out.fs.unstrip_protocol(self._unfinished(index).path))
+
+    def _unfinished(self, index: int) -> Location:
+        return self.folder.join(f"chunk-{index:05d}.{self._mark}.tmp")
 
     def finish_chunk(self, index: int, report: dict[str, Any]) -> None:
-        """Mark a chunk as done."""
-        written = self.folder.join(f"chunk-{index:05d}.tmp")
-        written.fs.makedirs(written.path, exist_ok=True)
+        """Mark a chunk as done.
+
+        Raises:
+            RolloutError: `shared_storage`: what another process wrote cannot be seen here.
+        """
+        written = self._unfinished(index)
+        if not written.shards():
+            got, expected = "storage that each process has of its own", "one that they share"
+            raise RolloutError("shared_storage", self.where, got, expected, "--workers 1")
         _write_json(written.join(_REPORT), report)
         self.folder.fs.mv(written.path, self.folder.join(f"chunk-{index:05d}").path, recursive=True)
 
@@ -111,7 +121,7 @@ class Staging:
         for path, name in names.items():
             if self.out.fs.exists(path):
                 self.out.fs.mv(path, self.out.join(name).path)
-        _write_json(self.out.join(DONE), record)
+        _write_json(self.out.join(DONE), record | {"shards": list(names.values())})
         self.clear()
 
     def clear(self) -> None:
@@ -122,8 +132,10 @@ class Staging:
             fs.rmdir(path)
 
     def done(self) -> dict[str, Any] | None:
-        """The record of a conversion that was published whole; None: there is none."""
-        return _read_json(self.out.join(DONE))
+        """The record of a conversion that was published whole, and still is; None: there is none."""
+        record = _read_json(self.out.join(DONE)) or {}
+        names = [path.rsplit("/", 1)[-1] for path in self.out.shards()]
+        return record if names and record.get("shards") == names else None
 
     def is_publishing(self, identity: dict[str, Any] | None = None) -> bool:
         """Whether a conversion (of this identity) was stopped while its shards were moved."""
@@ -139,10 +151,14 @@ class Staging:
     def write_rejected(self, lines: Iterable[bytes]) -> None:
         """Write `rejected.jsonl` into the dataset, whole or not at all."""
         temporary = self.folder.join(REJECTED)
-        with _writable(self.where), self.out.fs.open(temporary.path, "wb") as file:
+        with writable(self.where), self.out.fs.open(temporary.path, "wb") as file:
             for line in lines:
                 file.write(line)
         self.out.fs.mv(temporary.path, self.out.join(REJECTED).path)
+
+    def remove_rejected(self) -> None:
+        """Remove the `rejected.jsonl` of an earlier conversion, of which nothing could be used."""
+        _remove(self.out.join(REJECTED))
 
 
 def spool_path(staging: Staging) -> Path | None:
@@ -150,12 +166,15 @@ def spool_path(staging: Staging) -> Path | None:
     return Path(staging.folder.path) / "inputs" if staging.out.is_local else None
 
 
-def _lock(handle: int, where: str) -> None:
+def _lock(handle: int, lock: Path, where: str) -> None:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_there = os.path.samestat(os.fstat(handle), lock.stat())  # its last holder may remove it
     except OSError:
+        is_there = False
+    if not is_there:
         got, hint = "another conversion at work there", "wait for it, or choose another --out"
-        raise RolloutError("out_is_free", where, got, "no other writer", hint) from None
+        raise RolloutError("out_is_free", where, got, "no other writer", hint)
 
 
 def _read_json(location: Location) -> dict[str, Any] | None:
@@ -170,7 +189,7 @@ def _read_json(location: Location) -> dict[str, Any] | None:
 def _write_json(location: Location, value: dict[str, Any]) -> None:
     """Whole or not at all."""
     temporary = Location(location.fs, f"{location.path}.tmp")
-    with _writable(location.path):
+    with writable(location.path):
         with location.fs.open(temporary.path, "wb") as file:
             file.write(json.dumps(value).encode())
             if location.is_local:
@@ -185,7 +204,12 @@ def _remove(location: Location) -> None:
 
 
 @contextmanager
-def _writable(where: str) -> Iterator[None]:
+def writable(where: str) -> Iterator[None]:
+    """Turn a place that cannot be written into one message.
+
+    Raises:
+        RolloutError: output_file.
+    """
     try:
         yield
     except OSError as error:

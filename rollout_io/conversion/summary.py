@@ -25,6 +25,7 @@ class Summary:
     num_retokenized: int = 0
     reward_sum: float = 0.0
     instances: set[str] = field(default_factory=set)
+    numbers: set[str] = field(default_factory=set)
 
     def add(self, table: pa.Table) -> None:
         """Count a table of whole trajectories."""
@@ -34,15 +35,18 @@ class Summary:
                 frame = frame.with_columns(pl.lit(None, kind).alias(name))
         sizes = pl.col("prompt_token_ids").list.len()
         calls = frame.filter((sizes > 0) | pl.col("error").is_null())
-        self.num_calls += calls["source"].n_unique()
+        text = calls["token_source"] == "retokenized"
+        self.num_calls += calls.filter(~text)["source"].n_unique()
+        self.num_calls += int(calls.filter(text)["segments"].list.len().sum())
         self.num_rows += len(frame)
         self.num_without_logprobs += calls["rollout_logprobs"].null_count()
-        self.num_retokenized += int((calls["token_source"] == "retokenized").sum())
+        self.num_retokenized += int(text.sum())
         last = frame.filter("is_last_step")
         healthy = last.filter(pl.col("error").is_null())
         self.num_trajectories += len(last)
         self.num_failed += len(last) - len(healthy)
         self.num_without_reward += healthy["reward"].null_count()
+        self.numbers |= _numbers(table)
         self.reward_sum += float(healthy["reward"].sum())
         self.instances |= set(last["instance_id"])
 
@@ -60,12 +64,14 @@ class Summary:
 
     def encode(self) -> dict[str, Any]:
         """As JSON; `decode` reads it."""
-        return asdict(self) | {"instances": sorted(self.instances)}
+        sets = {"instances": sorted(self.instances), "numbers": sorted(self.numbers)}
+        return asdict(self) | sets
 
     @classmethod
     def decode(cls, values: dict[str, Any]) -> Self:
         """What `encode` wrote."""
-        return cls(**values | {"instances": set(values["instances"])})
+        sets = {name: set(values[name]) for name in ("instances", "numbers")}
+        return cls(**values | sets)
 
     def to_dict(self) -> dict[str, int | float | None]:
         """For `--json`."""
@@ -95,6 +101,9 @@ class Summary:
         ]
         if self.num_without_reward:
             lines.append(f"{self.num_without_reward} trajectories without a reward (null)")
+            if self.numbers and self.reward_mean is None:
+                names = ", ".join(sorted(self.numbers)[:8])
+                lines.append(f"the log has numbers that may be one: --reward KEY ({names})")
         if self.num_retokenized:
             lines.append(f"{self.num_retokenized} rows re-tokenised from text: near, not exact")
         if self.num_without_logprobs:
@@ -111,11 +120,20 @@ _ABSENT: dict[str, Any] = {
     "error": pl.String,
     "reward": pl.Float64,
     "rollout_logprobs": pl.List(pl.Float32),
+    "segments": pl.List(pl.Int32),
 }
 _NAMES = (
     *("instance_id", "is_last_step", "prompt_token_ids", "rollout_logprobs", "reward", "error"),
-    *("source", "token_source"),
+    *("source", "token_source", "segments"),
 )
+
+
+def _numbers(table: pa.Table) -> set[str]:
+    """The names of all metrics."""
+    if "metrics" not in table.column_names:
+        return set()
+    metrics = table.column("metrics").combine_chunks()
+    return set(metrics.keys.unique().to_pylist())
 
 
 def _known(table: pa.Table) -> list[str]:

@@ -1,15 +1,18 @@
-"""Conversations, which hold text alone, to steps with tokens: by re-tokenisation, or refused."""
+"""What a log holds as text alone, to steps with tokens: by re-tokenisation, or refused."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from rollout_io.adapters import Conversation, Step, Trajectory
+from rollout_io.adapters import Completion, Conversation, Step, Trajectory
+from rollout_io.adapters.messages import text_of
+from rollout_io.adapters.tokens import token_ids
 from schemas.errors import RolloutError
 from schemas.metadata import DatasetMetadata
 
@@ -32,7 +35,7 @@ class Retokenizer:
     directory: str
     chat_template: str | None = None
 
-    def step(self, conversation: Conversation) -> Step:
+    def conversation(self, conversation: Conversation) -> Step:
         """A conversation as one row: the first prompt, then all that follows.
 
         The loss mask is true, and `spans` name, what the model wrote.
@@ -70,12 +73,43 @@ class Retokenizer:
             metrics=conversation.metrics,
         )
 
+    def completion(self, text: Completion) -> Step:
+        """Text without roles as one row: both parts as they stand, no template.
+
+        Raises:
+            RolloutError: `nonempty_prompt`, `nonempty_response`: one of them has no text.
+        """
+        tokenizer = _tokenizer(self.directory, self.chat_template)
+        prompt, response = tokenizer.encode([text.prompt, text.response], [text.source] * 2)
+        return Step(
+            source=text.source,
+            prompt_token_ids=token_ids(prompt, "prompt", text.source),
+            response_ids=token_ids(response, "response", text.source),
+            trains=text.trains,
+            token_source=RETOKENIZED,
+            reward=text.reward,
+            stop_reason=text.stop_reason,
+            temperature=text.temperature,
+            top_p=text.top_p,
+            agent=text.agent,
+            messages=_json(text.prompt),
+            response_text=text.response,
+            metrics=text.metrics,
+        )
+
+
+def _tokenizer(directory: str, chat_template: str | None) -> ChatTokenizer:
+    """Loaded once in each process, and again where its files have changed."""
+    files = [*sorted(Path(directory).glob("*")), Path(chat_template or directory)]
+    versions = tuple(file.stat().st_mtime_ns for file in files if file.is_file())
+    return _loaded(directory, chat_template, versions)
+
 
 @lru_cache(maxsize=1)
-def _tokenizer(directory: str, chat_template: str | None) -> ChatTokenizer:
+def _loaded(directory: str, chat_template: str | None, _: tuple[int, ...]) -> ChatTokenizer:
     from rollout_io.retokenize import load_tokenizer
 
-    return load_tokenizer(directory, chat_template)
+    return load_tokenizer(directory, chat_template, needs_template=False)
 
 
 def retokenizer_of(
@@ -98,9 +132,7 @@ def retokenizer_of(
         return None, DatasetMetadata()
     if not is_needed:
         return None, DatasetMetadata(tokenizer=tokenizer)
-    from rollout_io.retokenize import load_tokenizer
-
-    loaded = load_tokenizer(tokenizer, chat_template)
+    loaded = _tokenizer(tokenizer, chat_template)
     metadata = DatasetMetadata(
         tokenizer=tokenizer,
         tokenizer_fingerprint=loaded.fingerprint,
@@ -110,10 +142,10 @@ def retokenizer_of(
 
 
 def with_tokens(trajectory: Trajectory, retokenizer: Retokenizer | None) -> list[Step]:
-    """The steps of a trajectory, each conversation re-tokenised.
+    """The steps of a trajectory, each conversation and completion re-tokenised.
 
     Raises:
-        RolloutError: `no_token_ids`: a conversation, and no re-tokeniser.
+        RolloutError: `no_token_ids`: text, and no re-tokeniser.
     """
     steps = []
     for step in trajectory.steps:
@@ -121,8 +153,10 @@ def with_tokens(trajectory: Trajectory, retokenizer: Retokenizer | None) -> list
             steps.append(step)
         elif retokenizer is None:
             raise text_alone(step.source)
+        elif isinstance(step, Completion):
+            steps.append(retokenizer.completion(step))
         else:
-            steps.append(retokenizer.step(step))
+            steps.append(retokenizer.conversation(step))
     return steps
 
 
@@ -133,8 +167,8 @@ def text_alone(where: str, got: str = "text alone") -> RolloutError:
     return RolloutError(NO_TOKENS, where, got, "the ids the engine saw and sampled", hint)
 
 
-def _json(messages: Sequence[dict[str, Any]]) -> str:
-    return msgspec.json.encode(messages).decode()
+def _json(sent: Sequence[dict[str, Any]] | str) -> str:
+    return msgspec.json.encode(sent).decode()
 
 
 def _readable(messages: Sequence[dict[str, Any]]) -> str:
@@ -146,7 +180,5 @@ def _readable(messages: Sequence[dict[str, Any]]) -> str:
 
 
 def _text(message: dict[str, Any]) -> str:
-    known = [message.get(name) for name in ("reasoning_content", "content", "tool_calls")]
-    parts = [p if isinstance(p, str) else msgspec.json.encode(p).decode() for p in known if p]
-    text = "\n".join(parts)
+    text = text_of(message) or ""
     return text if message["role"] == "assistant" else f"[{message['role']}] {text}"

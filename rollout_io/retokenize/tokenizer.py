@@ -59,9 +59,14 @@ class ChatTokenizer:
         return _digest(json.dumps(content, sort_keys=True))
 
     @cached_property
-    def template_fingerprint(self) -> str:
-        """SHA-256 (hex) of the chat template's text (of named templates: of all, as JSON)."""
+    def template_fingerprint(self) -> str | None:
+        """SHA-256 (hex) of the chat template's text (of named templates: of all, as JSON).
+
+        None: there is no template.
+        """
         template = self.backend.chat_template
+        if not template:
+            return None
         is_text = isinstance(template, str)
         return _digest(template if is_text else json.dumps(template, sort_keys=True))
 
@@ -76,8 +81,10 @@ class ChatTokenizer:
         """The text of a conversation, with the header of the next assistant message if asked.
 
         Raises:
-            RolloutError: chat_template: the template raised.
+            RolloutError: chat_template: the template raised, or there is none.
         """
+        if not self.backend.chat_template:
+            raise _without_template(self.name)
         try:
             text = self.backend.apply_chat_template(
                 [dict(message) for message in messages],
@@ -125,12 +132,15 @@ class ChatTokenizer:
         return str(text)
 
 
-def load_tokenizer(path: str | os.PathLike[str], chat_template: str | None = None) -> ChatTokenizer:
+def load_tokenizer(
+    path: str | os.PathLike[str], chat_template: str | None = None, *, needs_template: bool = True
+) -> ChatTokenizer:
     """Load a tokenizer from a local directory; nothing is downloaded, no code of it is run.
 
     Args:
         path: Directory of a downloaded model.
         chat_template: Name or file of a template (`find_template`); None: the tokenizer's own.
+        needs_template: Whether a tokenizer without a template is refused: text alone needs none.
 
     Raises:
         RolloutError: tokenizer: not a directory, or none that loads there; chat_template: no such
@@ -144,10 +154,14 @@ def load_tokenizer(path: str | os.PathLike[str], chat_template: str | None = Non
     backend = _load(where)
     if template is not None:
         backend.chat_template = template
-    if not backend.chat_template:
-        hint = "--chat-template NAME or FILE"
-        raise RolloutError("chat_template", where, "a tokenizer without one", "a template", hint)
+    if needs_template and not backend.chat_template:
+        raise _without_template(where)
     return ChatTokenizer(where, backend)
+
+
+def _without_template(where: str) -> RolloutError:
+    hint = "--chat-template NAME or FILE"
+    return RolloutError("chat_template", where, "a tokenizer without one", "a template", hint)
 
 
 def _load(where: str) -> Any:

@@ -1,0 +1,71 @@
+"""Logs to convert, and what is in a directory then."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import rollout_io
+from rollout_io import Choices, convert
+from schemas.errors import RolloutError
+from tests.conftest import EXAMPLES, ROOT
+
+SHOP = EXAMPLES / "shop.calls.jsonl"
+REWARDS = EXAMPLES / "shop.rewards.jsonl"
+SMALL_CHUNKS = 300_000
+
+
+def call(session, *ids, **fields):
+    choice = {"token_ids": list(ids) or [7], "logprobs": None}
+    response = {"prompt_token_ids": [1, 2], "choices": [choice]}
+    return {"session": session, "request": {"messages": []}, "response": response} | fields
+
+
+def write(path, *records):
+    lines = [r if isinstance(r, bytes) else json.dumps(r).encode() for r in records]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"".join(line + b"\n" for line in lines))
+    return path
+
+
+def files_in(folder):
+    found = {str(path.relative_to(folder)): path for path in Path(folder).rglob("*")}
+    return {name: path.is_file() and path.read_bytes() for name, path in found.items()}
+
+
+def rejected_in(out):
+    return [json.loads(line) for line in (out / "rejected.jsonl").read_bytes().splitlines()]
+
+
+def table_of(*inputs, out, **choices):
+    """The rows without the places they are from."""
+    convert(inputs, out, Choices(format="calls", **choices))
+    table = rollout_io.read(out)
+    return table.drop_columns("source").replace_schema_metadata(None)
+
+
+def refusal(*arguments, **keywords):
+    with pytest.raises(RolloutError) as caught:
+        convert(*arguments, **keywords)
+    return caught.value
+
+
+def in_subprocess(*arguments, **keywords):
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text="input" not in keywords,
+        check=False,
+        **keywords,
+    )
+
+
+def damaged_shop(folder):
+    """The shop's calls with two cut lines, of sessions that go on, and one of no session."""
+    lines = SHOP.read_bytes().splitlines()
+    lines[30], lines[150] = lines[30][:700], lines[150][:700]
+    return write(folder / "shop.calls.jsonl", *lines[:100], b"not a call", *lines[100:])
