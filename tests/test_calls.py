@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import rollout_io
 from rollout_io import Choices, read_log
-from rollout_io.adapters.naming import natural_key, split_session
+from rollout_io.logs.naming import natural_key, split_session
 from schemas import check
 from schemas.errors import RolloutError
 

@@ -37,7 +37,7 @@ def test_a_second_run_of_a_finished_conversion_does_nothing(tmp_path, capsys):
     first = json.loads(capsys.readouterr().out)
     before, times = files_in(out), {p: p.stat().st_mtime_ns for p in [out, *out.iterdir()]}
     assert run([*arguments, "--workers", "2", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == first
+    assert json.loads(capsys.readouterr().out) == first | {"was_done": True}
     assert run(arguments) == 0
     assert "nothing to do" in capsys.readouterr().err
     assert files_in(out) == before

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 
-from rollout_io.adapters.messages import prompt_key, read_message, read_messages
+from rollout_io.logs.messages import prompt_key, read_message, read_messages
 from schemas.errors import RolloutError
 from tests.text_log_helpers import mutated
 

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_io.adapters.model_calls import contexts_of
 from rollout_io.adapters.swe_agent import ADAPTER, _calls, _Run
+from rollout_io.logs.model_calls import contexts_of
 from schemas.errors import RolloutError
 from tests.text_log_helpers import check_survives, found_in, mutated, read_one, roles, save
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_io.adapters.tokens import num_ids, parse_ids, strict_ids
+from rollout_io.logs.tokens import num_ids, parse_ids, strict_ids
 from schemas.errors import RolloutError
 
 IDS = st.lists(st.integers(0, 2**31 - 1), max_size=6)

@@ -40,13 +40,13 @@ from rollout_io.adapters import (
     Step,
     Trajectory,
 )
-from rollout_io.adapters.completions import Answer, Int32, Request, read_choices
 from rollout_io.adapters.detect import has_record
-from rollout_io.adapters.documents import decode_document, is_document, refuse_repeated
-from rollout_io.adapters.fields import label, logprobs
-from rollout_io.adapters.jsonl import decode_line, open_input, refuse_lfs_pointer, refuse_not_utf8
-from rollout_io.adapters.records import Record, lines_of, read_record
-from rollout_io.adapters.tokens import broken, num_ids, route_array, strict_ids
+from rollout_io.logs.completions import Answer, Int32, Request, read_choices
+from rollout_io.logs.documents import decode_document, is_document, refuse_repeated
+from rollout_io.logs.fields import label, logprobs
+from rollout_io.logs.jsonl import decode_line, open_input, refuse_lfs_pointer, refuse_not_utf8
+from rollout_io.logs.records import Record, lines_of, read_record
+from rollout_io.logs.tokens import broken, num_ids, route_array, strict_ids
 from schemas.errors import RolloutError
 
 _ROLLOUTS = (

@@ -18,8 +18,8 @@ from typing import Any, Literal
 import msgspec
 
 from rollout_io.adapters import Step
-from rollout_io.adapters.jsonl import read_document
-from rollout_io.adapters.tokens import logprob_array, token_ids
+from rollout_io.logs.jsonl import read_document
+from rollout_io.logs.tokens import logprob_array, token_ids
 from schemas.errors import RolloutError
 
 NO_TOKENS = "no_token_ids"

@@ -34,12 +34,12 @@ from rollout_io.adapters import (
     Step,
     Trajectory,
 )
-from rollout_io.adapters.completions import Answer, Int32, Request, read_choices
 from rollout_io.adapters.detect import has_record
-from rollout_io.adapters.jsonl import decode_line, refuse_not_utf8
-from rollout_io.adapters.naming import natural_key, split_session
-from rollout_io.adapters.records import lines_of, read_record
-from rollout_io.adapters.tokens import num_ids
+from rollout_io.logs.completions import Answer, Int32, Request, read_choices
+from rollout_io.logs.jsonl import decode_line, refuse_not_utf8
+from rollout_io.logs.naming import natural_key, split_session
+from rollout_io.logs.records import lines_of, read_record
+from rollout_io.logs.tokens import num_ids
 from schemas.errors import RolloutError
 
 Key = tuple[str, int]

@@ -32,10 +32,10 @@ from rollout_io.adapters import (
 )
 from rollout_io.adapters.claude_contexts import Line, LoggedLine, conversations
 from rollout_io.adapters.detect import has_record
-from rollout_io.adapters.documents import decode_document, find_documents, is_document
-from rollout_io.adapters.jsonl import decode_line, refuse_not_utf8
-from rollout_io.adapters.parts import decode_record
-from rollout_io.adapters.records import lines_of, read_record
+from rollout_io.logs.documents import decode_document, find_documents, is_document
+from rollout_io.logs.jsonl import decode_line, refuse_not_utf8
+from rollout_io.logs.parts import decode_record
+from rollout_io.logs.records import lines_of, read_record
 from schemas.errors import RolloutError
 
 SPOKEN = ("user", "assistant")

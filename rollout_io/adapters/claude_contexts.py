@@ -20,9 +20,9 @@ from typing import Any, NamedTuple, Self
 import msgspec
 
 from rollout_io.adapters import Conversation
-from rollout_io.adapters.content import NO_JSON, Part, bad_message, extend, parts_in
-from rollout_io.adapters.jsonl import decode_line
-from rollout_io.adapters.messages import messages_of
+from rollout_io.logs.content import NO_JSON, Part, bad_message, extend, parts_in
+from rollout_io.logs.jsonl import decode_line
+from rollout_io.logs.messages import messages_of
 
 MAIN, SIDECHAIN = "main", "sidechain"
 _SYNTHETIC = "<synthetic>"

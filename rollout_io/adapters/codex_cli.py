@@ -31,12 +31,12 @@ from rollout_io.adapters import (
     Trajectory,
 )
 from rollout_io.adapters.codex_items import Thread
-from rollout_io.adapters.content import NO_JSON
 from rollout_io.adapters.detect import has_record
-from rollout_io.adapters.items import Item
-from rollout_io.adapters.jsonl import decode_line, refuse_not_utf8
-from rollout_io.adapters.parts import decode_record
-from rollout_io.adapters.records import lines_of
+from rollout_io.logs.content import NO_JSON
+from rollout_io.logs.items import Item
+from rollout_io.logs.jsonl import decode_line, refuse_not_utf8
+from rollout_io.logs.parts import decode_record
+from rollout_io.logs.records import lines_of
 from schemas.errors import RolloutError
 
 _Kind = Literal["session_meta", "turn_context", "response_item", "event_msg", "compacted"]

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollout_io.adapters.content import Message, extend
-from rollout_io.adapters.items import Item, read_item
+from rollout_io.logs.content import Message, extend
+from rollout_io.logs.items import Item, read_item
 
 
 @dataclass(slots=True)

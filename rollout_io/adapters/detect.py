@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from rollout_io.adapters import Adapter
-from rollout_io.adapters.jsonl import open_input, refuse_lfs_pointer
+from rollout_io.logs.jsonl import open_input, refuse_lfs_pointer
 from schemas.errors import RolloutError
 
 GROUP = "rollout_io.adapters"

@@ -29,9 +29,9 @@ from rollout_io.adapters import (
     Run,
     Trajectory,
 )
-from rollout_io.adapters.content import NO_JSON, Message, joined, json_text, tool_call
-from rollout_io.adapters.documents import decode_document, find_documents, is_document
-from rollout_io.adapters.records import read_record
+from rollout_io.logs.content import NO_JSON, Message, joined, json_text, tool_call
+from rollout_io.logs.documents import decode_document, find_documents, is_document
+from rollout_io.logs.records import read_record
 from schemas.errors import RolloutError
 
 _GROUPS = "inferred: each session is an instance of its own"

@@ -29,8 +29,8 @@ from rollout_io.adapters import (
 )
 from rollout_io.adapters.atif import NO_TOKENS, is_file, read_run, read_trajectory
 from rollout_io.adapters.harbor_inputs import Source, find_runs, keyed, recognizes
-from rollout_io.adapters.jsonl import read_document
 from rollout_io.adapters.trial import CONTEXT_OVERFLOW, Trial, outcome_of, read_steps
+from rollout_io.logs.jsonl import read_document
 from schemas.errors import RolloutError
 
 _GROUPS = "inferred: the trials of one task (name and checksum) in one job, by trial name"

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from rollout_io.adapters.atif import NO_TOKENS, is_file
-from rollout_io.adapters.jsonl import read_document
+from rollout_io.logs.jsonl import read_document
 from schemas.errors import RolloutError
 
 Key = tuple[str, int]

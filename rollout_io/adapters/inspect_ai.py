@@ -32,14 +32,14 @@ from rollout_io.adapters import (
     Run,
     Trajectory,
 )
-from rollout_io.adapters.archives import is_zip, members_of, read_member
-from rollout_io.adapters.documents import decode_document
 from rollout_io.adapters.inspect_samples import Sample, calls_of, outcome_of, plain_json
-from rollout_io.adapters.jsonl import open_input, refuse_lfs_pointer
-from rollout_io.adapters.model_calls import steps_of
-from rollout_io.adapters.parts import parts_of
-from rollout_io.adapters.records import read_record
-from rollout_io.adapters.tokens import INT32_MAX
+from rollout_io.logs.archives import is_zip, members_of, read_member
+from rollout_io.logs.documents import decode_document
+from rollout_io.logs.jsonl import open_input, refuse_lfs_pointer
+from rollout_io.logs.model_calls import steps_of
+from rollout_io.logs.parts import parts_of
+from rollout_io.logs.records import read_record
+from rollout_io.logs.tokens import INT32_MAX
 from schemas.errors import RolloutError
 
 _START = re.compile(rb'\s*\{\s*"version"\s*:\s*\d+\s*,\s*"status"\s*:\s*"[a-z]+"\s*,\s*"')

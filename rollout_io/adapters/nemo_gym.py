@@ -31,11 +31,11 @@ from rollout_io.adapters import (
     Trajectory,
 )
 from rollout_io.adapters.detect import has_record
-from rollout_io.adapters.jsonl import decode_line, read_document
-from rollout_io.adapters.naming import natural_key
-from rollout_io.adapters.records import Record, find_lines, read_record
-from rollout_io.adapters.responses import Response, Share, read_steps
-from rollout_io.adapters.tokens import INT32_MAX
+from rollout_io.logs.jsonl import decode_line, read_document
+from rollout_io.logs.naming import natural_key
+from rollout_io.logs.records import Record, find_lines, read_record
+from rollout_io.logs.responses import Response, Share, read_steps
+from rollout_io.logs.tokens import INT32_MAX
 from schemas.errors import RolloutError
 
 _OTHER_FIELDS = {"responses_create_params", "response", "agent_ref"}

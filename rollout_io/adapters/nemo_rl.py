@@ -32,10 +32,10 @@ from rollout_io.adapters import (
     Step,
     Trajectory,
 )
-from rollout_io.adapters.content import NO_JSON
-from rollout_io.adapters.documents import decode_document, find_documents, is_document
-from rollout_io.adapters.parts import decode_record, parts_of
-from rollout_io.adapters.tokens import logprob_array, token_ids
+from rollout_io.logs.content import NO_JSON
+from rollout_io.logs.documents import decode_document, find_documents, is_document
+from rollout_io.logs.parts import decode_record, parts_of
+from rollout_io.logs.tokens import logprob_array, token_ids
 from schemas.errors import RolloutError
 
 _GROUPS = "inferred: each run is an instance of its own"

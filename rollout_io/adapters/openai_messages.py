@@ -28,13 +28,13 @@ from rollout_io.adapters import (
     Run,
     Trajectory,
 )
-from rollout_io.adapters.content import NO_JSON
 from rollout_io.adapters.detect import first_lines
-from rollout_io.adapters.fields import label, numbers
-from rollout_io.adapters.jsonl import decode_line
-from rollout_io.adapters.messages import openai_tools, prompt_key, read_messages
-from rollout_io.adapters.records import Record, find_lines, read_record
-from rollout_io.adapters.tokens import INT32_MAX
+from rollout_io.logs.content import NO_JSON
+from rollout_io.logs.fields import label, numbers
+from rollout_io.logs.jsonl import decode_line
+from rollout_io.logs.messages import openai_tools, prompt_key, read_messages
+from rollout_io.logs.records import Record, find_lines, read_record
+from rollout_io.logs.tokens import INT32_MAX
 from schemas.errors import RolloutError
 
 _GROUPS = "inferred: where a line has no id, lines with the same messages before the first answer"

@@ -29,7 +29,8 @@ from rollout_io.adapters import (
     Trajectory,
 )
 from rollout_io.adapters.detect import has_record
-from rollout_io.adapters.documents import (
+from rollout_io.adapters.openhands_events import is_reconstructed, read_calls
+from rollout_io.logs.documents import (
     decode_document,
     find_documents,
     is_document,
@@ -37,10 +38,9 @@ from rollout_io.adapters.documents import (
     run_of_file,
     with_group_rule,
 )
-from rollout_io.adapters.jsonl import decode_line
-from rollout_io.adapters.model_calls import steps_of
-from rollout_io.adapters.openhands_events import is_reconstructed, read_calls
-from rollout_io.adapters.records import Record, find_lines, read_record
+from rollout_io.logs.jsonl import decode_line
+from rollout_io.logs.model_calls import steps_of
+from rollout_io.logs.records import Record, find_lines, read_record
 from schemas.errors import RolloutError
 
 _SUFFIXES = (".events.json", ".json")

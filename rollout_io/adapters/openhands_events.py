@@ -25,11 +25,11 @@ from typing import Any
 
 import msgspec
 
-from rollout_io.adapters.completions import NO_JSON
-from rollout_io.adapters.content import Message
-from rollout_io.adapters.jsonl import decode_line
-from rollout_io.adapters.messages import read_message
-from rollout_io.adapters.model_calls import Call
+from rollout_io.logs.completions import NO_JSON
+from rollout_io.logs.content import Message
+from rollout_io.logs.jsonl import decode_line
+from rollout_io.logs.messages import read_message
+from rollout_io.logs.model_calls import Call
 from schemas.errors import RolloutError
 
 _TAGS = {

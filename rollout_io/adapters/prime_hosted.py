@@ -36,12 +36,12 @@ from rollout_io.adapters import (
     Trajectory,
 )
 from rollout_io.adapters.detect import has_record
-from rollout_io.adapters.documents import decode_document, is_document
-from rollout_io.adapters.fields import numbers
-from rollout_io.adapters.jsonl import decode_line, open_input, read_document
-from rollout_io.adapters.messages import read_messages
-from rollout_io.adapters.parts import decode_record, parts_of
-from rollout_io.adapters.records import lines_of
+from rollout_io.logs.documents import decode_document, is_document
+from rollout_io.logs.fields import numbers
+from rollout_io.logs.jsonl import decode_line, open_input, read_document
+from rollout_io.logs.messages import read_messages
+from rollout_io.logs.parts import decode_record, parts_of
+from rollout_io.logs.records import lines_of
 from schemas.errors import RolloutError
 
 RESULTS, PAGE, METADATA = "results.jsonl", "rollouts_raw.json", "metadata.json"

@@ -34,13 +34,13 @@ from rollout_io.adapters import (
     Step,
     Trajectory,
 )
-from rollout_io.adapters.directories import logs_below
-from rollout_io.adapters.documents import decode_document, find_documents, is_document
-from rollout_io.adapters.fields import label, logprobs, numbers
-from rollout_io.adapters.jsonl import decode_line
-from rollout_io.adapters.messages import read_messages, text_of
-from rollout_io.adapters.records import read_record
-from rollout_io.adapters.tokens import INT32_MAX, strict_ids
+from rollout_io.logs.directories import logs_below
+from rollout_io.logs.documents import decode_document, find_documents, is_document
+from rollout_io.logs.fields import label, logprobs, numbers
+from rollout_io.logs.jsonl import decode_line
+from rollout_io.logs.messages import read_messages, text_of
+from rollout_io.logs.records import read_record
+from rollout_io.logs.tokens import INT32_MAX, strict_ids
 from schemas.errors import RolloutError
 
 _GROUPS = "inferred: where an episode's id does not begin with its task, equal tasks are one group"

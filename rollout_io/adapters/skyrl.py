@@ -26,9 +26,9 @@ from rollout_io.adapters import (
     Rejected,
     Run,
 )
-from rollout_io.adapters.jsonl import read_document
 from rollout_io.generator_input import OPTIONAL, REQUIRED
 from rollout_io.generator_output import read_generator_output
+from rollout_io.logs.jsonl import read_document
 from schemas.errors import RolloutError
 
 METRICS = "rollout_metrics"

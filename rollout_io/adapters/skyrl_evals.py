@@ -32,13 +32,13 @@ from rollout_io.adapters import (
     Run,
     Trajectory,
 )
-from rollout_io.adapters.content import NO_JSON
 from rollout_io.adapters.detect import has_record
-from rollout_io.adapters.jsonl import decode_line
-from rollout_io.adapters.messages import prompt_key
-from rollout_io.adapters.naming import FilesApart
-from rollout_io.adapters.parts import decode_record
-from rollout_io.adapters.records import Record, find_lines
+from rollout_io.logs.content import NO_JSON
+from rollout_io.logs.jsonl import decode_line
+from rollout_io.logs.messages import prompt_key
+from rollout_io.logs.naming import FilesApart
+from rollout_io.logs.parts import decode_record
+from rollout_io.logs.records import Record, find_lines
 from schemas.errors import RolloutError
 
 AGGREGATED = "aggregated_results.jsonl"

@@ -35,10 +35,10 @@ from rollout_io.adapters import (
     Step,
     Trajectory,
 )
-from rollout_io.adapters.fields import logprobs
-from rollout_io.adapters.jsonl import refuse_lfs_pointer
-from rollout_io.adapters.tokens import INT32_MAX, broken
 from rollout_io.adapters.verifiers_traces import runs
+from rollout_io.logs.fields import logprobs
+from rollout_io.logs.jsonl import refuse_lfs_pointer
+from rollout_io.logs.tokens import INT32_MAX, broken
 from schemas.errors import RolloutError
 
 _ALONE = "inferred: where a sample names no group, its run is one"

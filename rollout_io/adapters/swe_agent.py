@@ -27,18 +27,18 @@ from rollout_io.adapters import (
     Run,
     Trajectory,
 )
-from rollout_io.adapters.content import Message
-from rollout_io.adapters.documents import (
+from rollout_io.logs.content import Message
+from rollout_io.logs.documents import (
     decode_document,
     find_documents,
     is_document,
     run_of_file,
     with_group_rule,
 )
-from rollout_io.adapters.jsonl import decode_line
-from rollout_io.adapters.messages import read_message, read_messages
-from rollout_io.adapters.model_calls import Call, steps_of
-from rollout_io.adapters.records import read_record
+from rollout_io.logs.jsonl import decode_line
+from rollout_io.logs.messages import read_message, read_messages
+from rollout_io.logs.model_calls import Call, steps_of
+from rollout_io.logs.records import read_record
 from schemas.errors import RolloutError
 
 _SUFFIXES = (".traj", ".json")

@@ -16,8 +16,8 @@ from typing import NoReturn
 import msgspec
 
 from rollout_io.adapters import Adapter, Found, Input, Options, Place, Progress, Rejected, Run
-from rollout_io.adapters.documents import decode_document, find_documents, is_document
-from rollout_io.adapters.parts import parts_of
+from rollout_io.logs.documents import decode_document, find_documents, is_document
+from rollout_io.logs.parts import parts_of
 from schemas.errors import RolloutError
 
 _MARKS = (b'"is_resolved"', b'"recording_path"')

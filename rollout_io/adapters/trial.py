@@ -27,7 +27,7 @@ from rollout_io.adapters.atif import (
     read_trajectory,
     temperature_of,
 )
-from rollout_io.adapters.tokens import logprob_array, route_array, token_ids
+from rollout_io.logs.tokens import logprob_array, route_array, token_ids
 from schemas.errors import RolloutError
 
 CONTEXT_OVERFLOW = "ContextLengthExceededError"

@@ -36,8 +36,8 @@ from rollout_io.adapters import (
     Run,
     Trajectory,
 )
-from rollout_io.adapters.content import Message
-from rollout_io.adapters.messages import prompt_key, read_messages
+from rollout_io.logs.content import Message
+from rollout_io.logs.messages import prompt_key, read_messages
 from schemas.errors import RolloutError
 
 _REQUIRED = frozenset({"step", "prompt", "completion"})

@@ -32,13 +32,13 @@ from rollout_io.adapters import (
     Trajectory,
 )
 from rollout_io.adapters.detect import has_record
-from rollout_io.adapters.directories import logs_below
-from rollout_io.adapters.documents import refuse_repeated
-from rollout_io.adapters.fields import label
-from rollout_io.adapters.jsonl import decode_line, refuse_not_utf8
-from rollout_io.adapters.records import lines_of, read_record
 from rollout_io.adapters.verifiers_rows import METADATA, metadata_beside, read_row
 from rollout_io.adapters.verifiers_traces import Failure, Graph, Trace, Version, metrics_of
+from rollout_io.logs.directories import logs_below
+from rollout_io.logs.documents import refuse_repeated
+from rollout_io.logs.fields import label
+from rollout_io.logs.jsonl import decode_line, refuse_not_utf8
+from rollout_io.logs.records import lines_of, read_record
 from schemas.errors import RolloutError
 
 _LOGS = {"results.jsonl", "traces.jsonl"}

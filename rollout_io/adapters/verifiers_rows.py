@@ -21,11 +21,11 @@ import numpy as np
 import numpy.typing as npt
 
 from rollout_io.adapters import Conversation, Options, Step, Trajectory
-from rollout_io.adapters.fields import label, logprobs, numbers
-from rollout_io.adapters.jsonl import decode_line, read_document
-from rollout_io.adapters.messages import openai_tools, read_messages, text_of
-from rollout_io.adapters.tokens import broken, strict_ids
 from rollout_io.adapters.verifiers_traces import Share
+from rollout_io.logs.fields import label, logprobs, numbers
+from rollout_io.logs.jsonl import decode_line, read_document
+from rollout_io.logs.messages import openai_tools, read_messages, text_of
+from rollout_io.logs.tokens import broken, strict_ids
 from schemas.errors import RolloutError
 
 METADATA = "metadata.json"

@@ -23,10 +23,10 @@ import numpy as np
 import numpy.typing as npt
 
 from rollout_io.adapters import Conversation, Step
-from rollout_io.adapters.fields import logprobs
-from rollout_io.adapters.jsonl import decode_line
-from rollout_io.adapters.messages import openai_tools, read_messages, text_of
-from rollout_io.adapters.tokens import INT32_MAX, broken, strict_ids
+from rollout_io.logs.fields import logprobs
+from rollout_io.logs.jsonl import decode_line
+from rollout_io.logs.messages import openai_tools, read_messages, text_of
+from rollout_io.logs.tokens import INT32_MAX, broken, strict_ids
 from schemas.errors import RolloutError
 
 _ASK = "sample with the train client of verifiers: its nodes hold the engine's tokens"

@@ -26,14 +26,14 @@ from rollout_io.adapters import (
     Run,
     Trajectory,
 )
-from rollout_io.adapters.content import NO_JSON
 from rollout_io.adapters.detect import has_record
-from rollout_io.adapters.fields import label, numbers
-from rollout_io.adapters.jsonl import decode_line
-from rollout_io.adapters.messages import prompt_key
-from rollout_io.adapters.naming import FilesApart
-from rollout_io.adapters.parts import decode_record
-from rollout_io.adapters.records import Record, find_lines, read_record
+from rollout_io.logs.content import NO_JSON
+from rollout_io.logs.fields import label, numbers
+from rollout_io.logs.jsonl import decode_line
+from rollout_io.logs.messages import prompt_key
+from rollout_io.logs.naming import FilesApart
+from rollout_io.logs.parts import decode_record
+from rollout_io.logs.records import Record, find_lines, read_record
 
 _GROUPS = "inferred: lines of one file and step with the same input"
 _TEXT = "decoded without special tokens: ids are near, not exact"

@@ -14,12 +14,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rollout_io.adapters import Adapter, Input, Options, Place, Rejected, Run, Trajectory
-from rollout_io.adapters.naming import natural_key
-from rollout_io.adapters.tokens import strict_ids
 from rollout_io.conversion.outcomes import settle
 from rollout_io.conversion.rewards import Key, Outcome
 from rollout_io.conversion.rows import Settled, table_of
 from rollout_io.conversion.text import Retokenizer, with_tokens
+from rollout_io.logs.naming import natural_key
+from rollout_io.logs.tokens import strict_ids
 from schemas.checker import Checker
 from schemas.errors import RolloutError
 from schemas.metadata import DatasetMetadata

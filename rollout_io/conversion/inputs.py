@@ -14,9 +14,9 @@ from typing import BinaryIO
 import pyarrow as pa
 
 from rollout_io.adapters import Input
-from rollout_io.adapters.jsonl import open_input
-from rollout_io.adapters.naming import natural_key
 from rollout_io.conversion.staging import writable
+from rollout_io.logs.jsonl import open_input
+from rollout_io.logs.naming import natural_key
 from schemas.errors import RolloutError
 
 STDIN = "-"

@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from rollout_io.adapters.jsonl import decode_line, open_input, read_lines, type_error
-from rollout_io.adapters.naming import split_session
+from rollout_io.logs.jsonl import decode_line, open_input, read_lines, type_error
+from rollout_io.logs.naming import split_session
 from schemas.columns import COLUMN_BY_NAME, PREFIX_FIELDS
 from schemas.errors import RolloutError, raise_first
 

@@ -11,8 +11,8 @@ import numpy as np
 import pyarrow as pa
 
 from rollout_io.adapters import Ids, Step
-from rollout_io.adapters.tokens import num_ids, parse_ids
 from rollout_io.arrays import ragged_array, routing_array
+from rollout_io.logs.tokens import num_ids, parse_ids
 from schemas.columns import COLUMN_BY_NAME, COLUMNS, SEGMENT_FIELDS
 from schemas.ragged import Ragged, offsets_of
 

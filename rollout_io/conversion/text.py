@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from rollout_io.adapters import Completion, Conversation, Step, Trajectory
-from rollout_io.adapters.messages import text_of
-from rollout_io.adapters.tokens import token_ids
+from rollout_io.logs.messages import text_of
+from rollout_io.logs.tokens import token_ids
 from schemas.errors import RolloutError
 from schemas.metadata import DatasetMetadata
 

@@ -8,8 +8,8 @@ from typing import TypeVar
 import msgspec
 
 from rollout_io.adapters import Place
-from rollout_io.adapters.jsonl import decode_line, refuse_not_utf8
-from rollout_io.adapters.records import read_record
+from rollout_io.logs.jsonl import decode_line, refuse_not_utf8
+from rollout_io.logs.records import read_record
 
 T = TypeVar("T")
 

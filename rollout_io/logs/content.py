@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from rollout_io.adapters.jsonl import decode_line
+from rollout_io.logs.jsonl import decode_line
 from schemas.errors import RolloutError
 
 Message = dict[str, Any]

@@ -25,7 +25,7 @@ from typing import Any
 
 import msgspec
 
-from rollout_io.adapters.content import (
+from rollout_io.logs.content import (
     NO_JSON,
     THOUGHTS,
     Content,
@@ -40,8 +40,8 @@ from rollout_io.adapters.content import (
     shown,
     tool_call,
 )
-from rollout_io.adapters.items import OUTPUTS, Item, read_item, reply_of
-from rollout_io.adapters.jsonl import decode_line
+from rollout_io.logs.items import OUTPUTS, Item, read_item, reply_of
+from rollout_io.logs.jsonl import decode_line
 
 _SAID = ("reasoning_content", "reasoning", "content", "tool_calls")
 

@@ -22,8 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from rollout_io.adapters import Ids, Step
-from rollout_io.adapters.jsonl import decode_line
-from rollout_io.adapters.tokens import INT32_MAX, broken, num_ids, route_array
+from rollout_io.logs.jsonl import decode_line
+from rollout_io.logs.tokens import INT32_MAX, broken, num_ids, route_array
 from schemas.errors import RolloutError
 
 ASK = 'ask the engine for them: "return_token_ids": true in the request (vLLM)'

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from rollout_io.adapters.content import (
+from rollout_io.logs.content import (
     NO_JSON,
     Content,
     Message,

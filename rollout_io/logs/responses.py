@@ -16,8 +16,8 @@ import msgspec
 import numpy as np
 
 from rollout_io.adapters import Step
-from rollout_io.adapters.jsonl import decode_line
-from rollout_io.adapters.tokens import logprob_array, route_array, token_ids
+from rollout_io.logs.jsonl import decode_line
+from rollout_io.logs.tokens import logprob_array, route_array, token_ids
 from schemas.errors import RolloutError
 
 TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")

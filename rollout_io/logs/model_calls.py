@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 
 from rollout_io.adapters import Conversation, Step
-from rollout_io.adapters.completions import ASK, Request, Response, holds_tokens, read_choices
-from rollout_io.adapters.content import Message
-from rollout_io.adapters.jsonl import decode_line
+from rollout_io.logs.completions import ASK, Request, Response, holds_tokens, read_choices
+from rollout_io.logs.content import Message
+from rollout_io.logs.jsonl import decode_line
 from schemas.errors import RolloutError
 
 _SAMPLED = b'"token_ids"'

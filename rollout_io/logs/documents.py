@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from rollout_io.adapters import About, Found, Input, Place, Progress, Rejected, Run
-from rollout_io.adapters.jsonl import decode_line, open_input, refuse_lfs_pointer, refuse_not_utf8
+from rollout_io.logs.jsonl import decode_line, open_input, refuse_lfs_pointer, refuse_not_utf8
 from schemas.errors import RolloutError
 
 T = TypeVar("T")

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rollout_io.adapters import Ids
-from rollout_io.adapters.jsonl import decode_line
+from rollout_io.logs.jsonl import decode_line
 from schemas.errors import RolloutError
 from schemas.ragged import IntArray
 from schemas.row_checks import LOGPROB_SENTINEL

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rollout_io.adapters import Found, Input, Place, Progress, Rejected
-from rollout_io.adapters.jsonl import open_input, refuse_lfs_pointer, refuse_not_utf8
+from rollout_io.logs.jsonl import open_input, refuse_lfs_pointer, refuse_not_utf8
 from schemas.errors import RolloutError
 
 

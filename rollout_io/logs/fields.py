@@ -8,8 +8,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from rollout_io.adapters.jsonl import decode_line
-from rollout_io.adapters.tokens import logprob_array
+from rollout_io.logs.jsonl import decode_line
+from rollout_io.logs.tokens import logprob_array
 
 _LABEL = msgspec.json.Decoder(str)
 _NUMBER = msgspec.json.Decoder(float | bool)

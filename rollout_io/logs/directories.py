@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from rollout_io.adapters.naming import natural_key
+from rollout_io.logs.naming import natural_key
 
 _DEPTH, _MOST_FILES = 5, 20_000
 _RECORDS = (".jsonl", ".json", ".gz", ".zst", ".pt", ".eval", ".parquet", ".traj", ".pkl")

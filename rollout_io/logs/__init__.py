@@ -1,0 +1,1 @@
+"""What adapters share: records and documents, messages and responses, ids, names."""
