@@ -407,7 +407,7 @@ def test_an_export_without_rows_is_refused(name, tmp_path, capsys):
     table = table_of(("timeout",) * 4, reward=pa.nulls(4, pa.float64()))
     said = refused(write(tmp_path / "ds", table), name, tmp_path, capsys)
     assert "error: some_rows: " in said
-    assert "got none but failed trajectories" in said
+    assert "got none but groups with a failed trajectory" in said
 
 
 @pytest.mark.parametrize("name", TOKEN_FORMATS)

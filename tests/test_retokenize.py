@@ -421,20 +421,6 @@ def test_the_package_loads_no_torch_and_no_transformers():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_given_assistant_messages_are_part_of_the_prompt_and_do_not_train(smol):
-    said = ["2+2?", "4", "3+3?", "6", "1+1?", "2"]
-    roles = ["user", "assistant"] * 3
-    chat = [{"role": r, "content": c} for r, c in zip(roles, said, strict=True)]
-    all_answers, last_two = retokenize(chat, smol), retokenize(chat, smol, num_given=3)
-    assert len(all_answers.spans) == 3
-    assert len(last_two.spans) == 2
-    joined = [np.concatenate([t.prompt_token_ids, t.response_ids]) for t in (all_answers, last_two)]
-    assert joined[0].tolist() == joined[1].tolist()
-    assert smol.decode(last_two.prompt_token_ids).count("<|im_start|>assistant") == 2
-    with pytest.raises(RolloutError, match="no assistant message"):
-        retokenize(chat, smol, num_given=6)
-
-
 @needs_tokenizer
 def test_a_tokenizer_without_a_template_encodes_text_and_renders_no_messages(smol, tmp_path):
     smol.backend.save_pretrained(tmp_path)

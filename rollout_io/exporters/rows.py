@@ -48,8 +48,8 @@ class Exported:
         """Check the count, and refuse an export without rows."""
         assert self.num_rows_read == self.num_rows_written + sum(self.left_out.values())
         if self.num_rows_written == 0:
-            got = "no rows" if self.num_rows_read == 0 else "none but failed trajectories"
-            hint = "was everything filtered away? `--failed trajectory` keeps the rest of a group"
+            got = "no rows" if self.num_rows_read == 0 else "none but groups with a failed trajectory"
+            hint = "`--failed trajectory` masks the failed ones alone, and keeps the rest of a group"
             raise RolloutError("some_rows", os.fspath(dataset), got, "rows to export", hint)
         return self
 
@@ -153,7 +153,7 @@ class Groups:
             yield (
                 f"{several} of {len(self.num_rows_of_trajectory)} trajectories are several rows, "
                 f"and {peer}'s baseline takes each row for a sample, with the reward it has here: "
-                "`rollouts merge` first joins the rows that continue each other"
+                "`rollouts merge` joins those that continue each other, where that is not done yet"
             )
         sizes = set(self.num_rows_of_instance.values())
         if len(sizes) > 1:
