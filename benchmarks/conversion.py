@@ -1,7 +1,7 @@
 """Converting a log of calls: against the usual glue, and against parsing its fields alone.
 
-`python -m benchmarks.conversion [LOG] [--megabytes 500]`: the log is the real shop log, its sessions
-renamed and repeated. All ratios are of one run; each pair is timed in turns, five times.
+`python -m benchmarks.conversion [--megabytes 500]`: first the real shop log, its sessions renamed and
+repeated, then chats with long contexts. All ratios are of one run; each pair is timed in turns.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 import rollout_io
 
 SHOP = Path(__file__).parents[1] / "examples" / "shop.calls.jsonl"
 NUM_PAIRS = 5
+NUM_TURNS, TURN_TOKENS = 20, 1_000
 PEAK = (
     "import pathlib, rollout_io, sys\n"
     "rollout_io.convert([sys.argv[1]], sys.argv[2])\n"
@@ -90,6 +92,22 @@ def repeated(path: Path, num_bytes: int) -> Path:
     return path
 
 
+def grown(path: Path, num_bytes: int) -> Path:
+    """Write chats of 20 turns to 20,000 tokens, in the shape of the shop log's first record."""
+    record = json.loads(SHOP.read_bytes().splitlines()[0]) | {"final": False}
+    rng = np.random.default_rng(0)
+    written = chat = 0
+    with path.open("wb") as file:
+        while written < num_bytes:
+            ids = rng.integers(0, 49_152, NUM_TURNS * TURN_TOKENS).tolist()
+            for turn in range(1, NUM_TURNS + 1):
+                record["session"], record["time"] = f"chat-{chat}/0", float(turn)
+                record["response"]["prompt_token_ids"] = ids[: turn * TURN_TOKENS]
+                written += file.write(json.dumps(record).encode() + b"\n")
+            chat += 1
+    return path
+
+
 def typed_parse(log: Path) -> None:
     """Decode the kept fields of every line, and do nothing with them."""
     decoder = msgspec.json.Decoder(_Call)
@@ -148,7 +166,7 @@ def peak_megabytes(log: Path, folder: Path) -> float:
     return int(found.stdout) / 1e3
 
 
-def compare(log: Path, folder: Path) -> None:
+def compare(name: str, log: Path, folder: Path) -> None:
     """Print speeds and ratios."""
     out, num_mb = folder / "ours", log.stat().st_size / 1e6
 
@@ -160,7 +178,7 @@ def compare(log: Path, folder: Path) -> None:
     pairs = [(seconds(lambda: typed_parse(log)), seconds(ours)) for _ in range(NUM_PAIRS)]
     parse_s, ours_s = min(p for p, _ in pairs), min(o for _, o in pairs)
     ratios = sorted(o / p for p, o in pairs)
-    print(f"{num_mb:,.0f} MB of calls")
+    print(f"{num_mb:,.0f} MB of calls, {name}")
     print(f"typed parse of the kept fields alone: {parse_s:.2f} s, {num_mb / parse_s:,.0f} MB/s")
     print(f"rollout_io.convert, 1 worker:  {ours_s:.2f} s, {num_mb / ours_s:,.0f} MB/s")
     middle = ratios[len(ratios) // 2]
@@ -169,9 +187,9 @@ def compare(log: Path, folder: Path) -> None:
     )
     two_s = min(seconds(lambda: ours(2)) for _ in range(2))
     print(f"rollout_io.convert, 2 workers: {two_s:.2f} s, {num_mb / two_s:,.0f} MB/s")
-    for name, work in (("all fields", glue), ("the kept fields", lean_glue)):
+    for fields, work in (("all fields", glue), ("the kept fields", lean_glue)):
         glue_s = seconds(lambda work=work: work(log, folder))
-        print(f"json.loads + datasets, {name}: {glue_s:.1f} s, {num_mb / glue_s:,.0f} MB/s")
+        print(f"json.loads + datasets, {fields}: {glue_s:.1f} s, {num_mb / glue_s:,.0f} MB/s")
         print(f"  rollout_io.convert with 1 worker is {glue_s / ours_s:.1f}x as fast")
 
 
@@ -183,7 +201,9 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        compare(repeated(folder / "log.jsonl", options.megabytes * 1_000_000), folder)
+        num_bytes = options.megabytes * 1_000_000
+        compare("short chats", repeated(folder / "log.jsonl", num_bytes), folder)
+        compare("contexts to 20,000 tokens", grown(folder / "log.jsonl", num_bytes), folder)
         for size in options.memory:
             log = repeated(folder / "log.jsonl", size * 1_000_000)
             print(f"peak memory for {size:,} MB: {peak_megabytes(log, folder):,.0f} MB")

@@ -48,8 +48,12 @@ class Exported:
         """Check the count, and refuse an export without rows."""
         assert self.num_rows_read == self.num_rows_written + sum(self.left_out.values())
         if self.num_rows_written == 0:
-            got = "no rows" if self.num_rows_read == 0 else "none but groups with a failed trajectory"
-            hint = "`--failed trajectory` masks the failed ones alone, and keeps the rest of a group"
+            got = (
+                "no rows" if self.num_rows_read == 0 else "none but groups with a failed trajectory"
+            )
+            hint = (
+                "`--failed trajectory` masks the failed ones alone, and keeps the rest of a group"
+            )
             raise RolloutError("some_rows", os.fspath(dataset), got, "rows to export", hint)
         return self
 
