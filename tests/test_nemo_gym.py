@@ -378,3 +378,21 @@ def test_any_order_of_lines_gives_each_call_as_a_step_in_order_of_tasks(
     assert [(r["prompt_token_ids"], r["response_ids"]) for r in rows] == wanted
     names = [f"{n // 2}_{n % 2}" for n, calls in enumerate(runs) for _ in calls]
     assert [r["trajectory_id"] for r in rows] == [*names, "99_0"]
+
+
+def test_tasks_of_one_index_with_different_inputs_are_groups_of_their_own(tmp_path: Path) -> None:
+    def task(question: str, rollout: int) -> Record:
+        record = run(message(**tokens([1], [2])), _ng_rollout_index=rollout)
+        record["responses_create_params"] = {"input": question}
+        return record
+
+    files = [
+        write(tmp_path / "a.jsonl", [task("1+1?", 0), task("1+1?", 1)]),
+        write(tmp_path / "b.jsonl", [task("2+2?", 0)]),
+    ]
+    rows = read(*files).to_pylist()
+    names = [row["instance_id"] for row in rows]
+    assert names.count(names[0]) + names.count(names[-1]) == 3
+    assert len(set(names)) == 2
+    assert all(name.startswith("0@") for name in names)
+    assert {row["instance_id"] for row in read(files[0]).to_pylist()} == {"0"}

@@ -106,3 +106,13 @@ def test_what_peers_wrote_breaks_no_invariant_and_merges_back_and_forth(path):
     back = unmerge(merge(table)).collect()
     for name in ("trajectory_id", "step_index", "prompt_token_ids", "response_ids"):
         assert back[name].to_list() == table.column(name).to_pylist()
+
+
+def test_the_trajectories_of_a_trials_sub_agents_are_not_runs_of_their_own():
+    longest = max(JOB.glob("*/agent"), key=lambda path: len(list(path.glob("*.json"))))
+    files = sorted(longest.glob("*.json"))
+    assert len(files) == 4
+    rows = read_log(files).to_pylist()
+    assert {row["trajectory_id"] for row in rows} == {rows[0]["trajectory_id"]}
+    whole = [row for row in harbor_rows() if row["trial_name"] == rows[0]["trial_name"]]
+    assert [row["response_ids"] for row in rows] == [row["response_ids"] for row in whole]

@@ -6,8 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rollout_io import Choices, read_log
 from rollout_io.adapters.verifiers import ADAPTER
 from schemas.errors import RolloutError
+from schemas.metadata import DatasetMetadata
 from tests.adapter_helpers import convert_with, planned, read_all, write_lines
 from tests.verifiers_helpers import (
     PEER,
@@ -202,3 +204,11 @@ def test_a_directory_with_other_records_is_not_one_log(tmp_path):
     assert ADAPTER.recognizes(tmp_path)
     write_lines(tmp_path / "calls.jsonl", row())
     assert not ADAPTER.recognizes(tmp_path)
+
+
+def test_a_tokenizers_name_will_do_where_all_tokens_are_exact_and_text_needs_its_directory():
+    exact = Choices(tokenizer="org/model")
+    table = read_log(PEER / "eval" / "traces.jsonl", exact)
+    assert DatasetMetadata.decode(table.schema.metadata).tokenizer == "org/model"
+    with pytest.raises(RolloutError, match=r"tokenizer: org/model: got no such directory"):
+        read_log(PEER / "legacy" / "text" / "results.jsonl", exact)

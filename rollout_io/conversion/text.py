@@ -132,13 +132,16 @@ def retokenizer_of(
         return None, DatasetMetadata()
     if not is_needed:
         return None, DatasetMetadata(tokenizer=tokenizer)
+    made = Retokenizer(directory=tokenizer, chat_template=chat_template)
+    if not Path(tokenizer).is_dir():  # a name will do where all tokens turn out to be exact
+        return made, DatasetMetadata(tokenizer=tokenizer)
     loaded = _tokenizer(tokenizer, chat_template)
     metadata = DatasetMetadata(
         tokenizer=tokenizer,
         tokenizer_fingerprint=loaded.fingerprint,
         chat_template_fingerprint=loaded.template_fingerprint,
     )
-    return Retokenizer(directory=tokenizer, chat_template=chat_template), metadata
+    return made, metadata
 
 
 def with_tokens(trajectory: Trajectory, retokenizer: Retokenizer | None) -> list[Step]:
