@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_io.adapters import Options, archives
+from rollout_io.adapters import Options
 from rollout_io.adapters.inspect_ai import ADAPTER
 from rollout_io.adapters.inspect_samples import Sample, calls_of
+from rollout_io.logs import archives
 from schemas.errors import RolloutError
 from tests.adapter_helpers import convert_with
 from tests.text_log_helpers import (
