@@ -63,19 +63,23 @@ def scan(path: PathLike) -> pl.LazyFrame:
     return pl.io.plugins.register_io_source(source, schema=_frame(schema.empty_table()).schema)
 
 
-def iter_tables(path: PathLike, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
+def iter_tables(
+    path: PathLike, columns: Sequence[str] | None = None, *, decode: bool = True
+) -> Iterator[pa.Table]:
     """The logical table in pieces of whole trajectories, in order.
 
     Args:
         path: Directory, glob or file, local or an fsspec URL.
         columns: Columns to read; None reads all.
+        decode: False gives pieces that are stored in `prefix` layout with its three columns in
+            place of `prompt_token_ids`.
 
     Raises:
         RolloutError: No such column, or a file that cannot be read.
     """
     shards = [_Shard.open(location) for location in find_shards(path)]
     schema = _schema_of(shards)
-    yield from _tables(shards, schema, list(columns or schema.names))
+    yield from _tables(shards, schema, list(columns or schema.names), decode=decode)
 
 
 def read(path: PathLike, columns: Sequence[str] | None = None) -> pa.Table:
@@ -164,15 +168,18 @@ class _Shard:
             return True  # prompts that are to be decoded, or a column of other shards
         return not _frame(self._row_group(index, names)).filter(predicate).is_empty()
 
-    def tables(self, names: Sequence[str], predicate: pl.Expr | None = None) -> Iterator[pa.Table]:
+    def tables(
+        self, names: Sequence[str], predicate: pl.Expr | None = None, *, decode: bool = True
+    ) -> Iterator[pa.Table]:
         """Logical columns `names`, row group by row group (see `row_groups`)."""
-        decodes = self.encoded and "prompt_token_ids" in names
-        stored = list(dict.fromkeys([*names, *(DECODE_COLUMNS if decodes else ())]))
+        has_prompts = self.encoded and "prompt_token_ids" in names
+        stored = list(dict.fromkeys([*names, *(DECODE_COLUMNS if has_prompts else ())]))
+        wanted = names if decode or not has_prompts else _physical(names)
         for index, table in self.row_groups([n for n in stored if n in self.names], predicate):
-            if decodes:
+            if has_prompts:
                 raise_errors(check_references(table), f"{self.location.path}, row group {index}")
-                table = decode_prefixes(table)
-            yield table.select([n for n in names if n in table.column_names])
+                table = decode_prefixes(table) if decode else table
+            yield table.select([n for n in wanted if n in table.column_names])
 
 
 def upgraded(table: pa.Table, pairs: dict[bytes, bytes]) -> pa.Table:
@@ -230,6 +237,8 @@ def _tables(
     schema: pa.Schema,
     names: Sequence[str],
     predicate: pl.Expr | None = None,
+    *,
+    decode: bool = True,
 ) -> Iterator[pa.Table]:
     unknown = [n for n in names if n not in schema.names]
     if unknown:
@@ -238,12 +247,15 @@ def _tables(
         raise RolloutError("known_column", where, f"column {unknown[0]!r}", expected)
     target = pa.schema([schema.field(n) for n in names])
     aligned = all(shard.aligned for shard in shards)
-    whole = (table for shard in shards for table in shard.tables(names, predicate))
+    whole = (table for shard in shards for table in shard.tables(names, predicate, decode=decode))
     pieces = whole if aligned else _align(shards, names)
     empty, found = target.empty_table(), False
     for table in pieces:
         found = True
-        yield pa.concat_tables([empty, table], promote_options="permissive").select(names)
+        encoded = "prompt_token_ids" in names and "prompt_token_ids" not in table.column_names
+        kept = _physical(names) if encoded else names
+        like = empty.drop_columns(["prompt_token_ids"]) if encoded else empty
+        yield pa.concat_tables([like, table], promote_options="permissive").select(kept)
     if not found:
         yield empty
 
@@ -273,6 +285,13 @@ def _align(shards: Sequence[_Shard], names: Sequence[str]) -> Iterator[pa.Table]
             rest = whole.slice(cut)
     if rest is not None and rest.num_rows:
         yield rest.select(names)
+
+
+def _physical(names: Sequence[str]) -> list[str]:
+    """The names with the prefix columns in place of the prompts."""
+    prefix = [field.name for field in PREFIX_FIELDS]
+    at = names.index("prompt_token_ids")
+    return [*names[:at], *prefix, *names[at + 1 :]]
 
 
 def _frame(table: pa.Table) -> pl.DataFrame:

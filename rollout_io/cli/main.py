@@ -23,7 +23,18 @@ from schemas.errors import RolloutError
 
 GROUP = "rollout_io.verbs"
 ORDER = (
-    *("formats", "convert", "validate", "inspect", "stats", "filter", "merge", "drift", "export"),
+    *(
+        "formats",
+        "convert",
+        "validate",
+        "inspect",
+        "stats",
+        "filter",
+        "merge",
+        "unmerge",
+        "drift",
+        "export",
+    ),
     *("record", "generate", "train", "rl"),
 )
 
