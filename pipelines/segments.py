@@ -6,12 +6,15 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from schemas.columns import SEGMENT_FIELDS
+from pipelines.sequences import Sequences
+from pipelines.tables import set_column
+from schemas.columns import JOINED, NUM_ROUTED, SEGMENT_FIELDS
 from schemas.ragged import BoolArray, IntArray, Ragged, offsets_of
-from schemas.types import cast_column
+from schemas.types import PREFIX_TYPES, cast_column
 
 FOLDED = frozenset(
     {
@@ -19,13 +22,14 @@ FOLDED = frozenset(
         *("prompt_token_ids", "response_ids", "loss_mask", "rollout_logprobs", "rewards"),
         *("segments", "token_source", "temperature", "top_p", "top_k", "error"),
         "rollout_expert_indices",
+        *PREFIX_TYPES,
     }
 )
 """Columns a merged row holds in full, or that are equal in all its steps; the others are kept per
 step in `segments`."""
 
 
-_OWN_NAMES = frozenset(field.name for field in SEGMENT_FIELDS)
+_OWN_NAMES = frozenset({JOINED, NUM_ROUTED, *(field.name for field in SEGMENT_FIELDS)})
 
 
 def segment_name(column: str) -> str:
@@ -39,44 +43,55 @@ def per_step_names(table: pa.Table) -> list[str]:
     return [name for name in table.column_names if name not in FOLDED]
 
 
-def nest(out: pa.Table, steps: pa.Table, first: IntArray, start: IntArray) -> pa.Table:
+def nest(
+    out: pa.Table,
+    steps: pa.Table,
+    sequences: Sequences,
+    interleaved: BoolArray,
+    extra: dict[str, pa.Array],
+) -> pa.Table:
     """Give merged rows their `segments`; rows of one step keep what they have.
+
+    Where the steps of a trajectory are interleaved, its rows of one step have a segment too: it
+    says which step they were.
 
     Args:
         out: [M] merged rows.
         steps: [N] the rows they were made of.
-        first: [M] first step of each merged row.
-        start: [N] where each step's response starts in its merged row.
+        sequences: Which step went where.
+        interleaved: [M] see `Sequences.interleaved`.
+        extra: More fields of each step, [N] each.
     """
-    count = np.diff(np.append(first, steps.num_rows))
-    merged = np.repeat(count > 1, count)
-    made = _made_segments(steps, np.flatnonzero(merged), start)
+    is_made = (sequences.count > 1) | interleaved
+    made_count = np.where(is_made, sequences.count, 0)
+    rows = sequences.order[is_made[sequences.of[sequences.order]]]
+    made = _made_segments(steps, rows, sequences.start, extra)
     kept, kept_count = _kept_segments(out)
     flat = _concat_structs(made, kept)
 
-    lengths = np.where(count > 1, count, kept_count)
-    order = _interleave(count > 1, count, kept_count, len(made))
-    offsets = pa.array(offsets_of(lengths), pa.int32())
+    lengths = np.where(is_made, made_count, kept_count)
+    order = _interleave(is_made, lengths, len(made))
     had = out.column("segments").is_valid() if "segments" in out.column_names else None
-    valid = (count > 1) | (np.asarray(had) if had is not None else np.zeros(len(count), np.bool_))
+    valid = is_made | (np.asarray(had) if had is not None else False)
     values = flat.take(pa.array(order))
-    column = pa.ListArray.from_arrays(
-        offsets, values, type=pa.list_(values.type), mask=None if valid.all() else pa.array(~valid)
-    )
-    field = pa.field("segments", column.type)
-    if had is None:
-        return out.append_column(field, column)
-    return out.set_column(out.column_names.index("segments"), field, column)
+    mask = None if valid.all() else pa.array(~valid)
+    offsets = pa.array(offsets_of(lengths), pa.int32())
+    kind = pa.list_(values.type)
+    return set_column(out, "segments", pa.ListArray.from_arrays(offsets, values, kind, mask=mask))
 
 
-def _made_segments(steps: pa.Table, rows: IntArray, start: IntArray) -> pa.StructArray:
+def _made_segments(
+    steps: pa.Table, rows: IntArray, start: IntArray, extra: dict[str, pa.Array]
+) -> pa.StructArray:
     index = pa.array(rows)
     length = pc.list_value_length(steps.column("response_ids"))
     columns = {
         "start": pa.array(start[rows], pa.int32()),
         "length": _flat(length.take(index)).cast(pa.int32()),
         "step_index": _flat(steps.column("step_index").take(index)),
+        JOINED: pa.array(np.ones(len(rows), np.bool_)),
     }
+    columns |= {name: column.take(index) for name, column in extra.items()}
     names = per_step_names(steps)
     columns |= {segment_name(name): _flat(steps.column(name).take(index)) for name in names}
     return pa.StructArray.from_arrays(list(columns.values()), names=list(columns))
@@ -109,12 +124,9 @@ def _concat_structs(made: pa.StructArray, kept: pa.StructArray) -> pa.StructArra
     return pa.StructArray.from_arrays(columns, names=names)
 
 
-def _interleave(
-    is_merged: BoolArray, made_count: IntArray, kept_count: IntArray, num_made: int
-) -> IntArray:
+def _interleave(is_made: BoolArray, lengths: IntArray, num_made: int) -> IntArray:
     """Take-indices that put made and kept segments into row order."""
-    lengths = np.where(is_merged, made_count, kept_count)
-    from_made = np.repeat(is_merged, lengths)
+    from_made = np.repeat(is_made, lengths)
     order = np.empty(len(from_made), np.int64)
     order[from_made] = np.arange(int(from_made.sum()))
     order[~from_made] = num_made + np.arange(int((~from_made).sum()))
@@ -138,20 +150,33 @@ class Steps:
     segment: IntArray
 
 
-def split_points(table: pa.Table) -> BoolArray:
-    """[N] whether a row's segments are several steps, one segment each."""
+def joined(frame: pl.LazyFrame) -> pl.Expr:
+    """Whether a row of the frame is made of steps that a merge joined."""
+    kind = frame.collect_schema().get("segments")
+    inner = kind.inner if isinstance(kind, pl.List) else None
+    if not isinstance(inner, pl.Struct) or JOINED not in {field.name for field in inner.fields}:
+        return pl.lit(value=False)
+    return pl.col("segments").list.first().struct.field(JOINED).fill_null(value=False)
+
+
+def is_joined(table: pa.Table) -> BoolArray:
+    """[N] whether a row's segments are those of steps that a merge joined."""
+    joined = np.zeros(table.num_rows, np.bool_)
+    if "segments" not in table.column_names:
+        return joined
     column = table.column("segments")
+    flat = _flat(pc.list_flatten(column))
+    if flat.type.get_field_index(JOINED) < 0:
+        return joined
     lengths = np.asarray(pc.fill_null(pc.list_value_length(column), 0), np.int64)
-    row = np.repeat(np.arange(len(lengths)), lengths)
-    index = _field(column, "step_index")
-    repeats = np.zeros(len(row), np.bool_)
-    repeats[1:] = (row[1:] == row[:-1]) & (index[1:] <= index[:-1])
-    clean: BoolArray = np.bincount(row, repeats, minlength=len(lengths)) == 0
-    return clean & (lengths > 1)
+    first = offsets_of(lengths)[:-1][lengths > 0]
+    flags = np.asarray(pc.fill_null(pc.struct_field(flat, JOINED), False))
+    joined[lengths > 0] = flags[first]
+    return joined
 
 
 def steps_of(table: pa.Table, split: BoolArray) -> Steps:
-    """Steps of all rows; `split` says which rows hold several."""
+    """Steps of all rows; `split` says which rows are joined ones."""
     column = table.column("segments")
     lengths = np.asarray(pc.fill_null(pc.list_value_length(column), 0), np.int64)
     count = np.where(split, lengths, 1)
@@ -175,18 +200,21 @@ def step_columns(table: pa.Table, steps: Steps) -> pa.Table:
     flat = _flat(pc.list_flatten(table.column("segments")))
     out = table.take(pa.array(steps.row))
     split = steps.segment >= 0
-    for name in ("segments", *per_step_names(table)):
-        index = out.column_names.index(name)
-        column = _flat(table.column(name))
-        if name == "segments":
-            values = pa.array(np.where(split, -1, steps.row), pa.int64(), mask=split)
-            out = out.set_column(index, out.schema.field(index), column.take(values))
-        elif flat.type.get_field_index(segment_name(name)) >= 0:
-            stored = cast_column(pc.struct_field(flat, segment_name(name)), column.type)
-            order = np.where(split, len(column) + steps.segment, steps.row)
-            values = pa.concat_arrays([column, stored]).take(pa.array(order))
-            out = out.set_column(index, out.schema.field(index), values)
+    kept = pa.array(np.where(split, -1, steps.row), pa.int64(), mask=split)
+    out = set_column(out, "segments", _flat(table.column("segments").take(kept)))
+    out = set_column(out, "step_index", _chosen(table, flat, steps, "step_index", "step_index"))
+    for name in per_step_names(table):
+        if flat.type.get_field_index(segment_name(name)) >= 0:
+            out = set_column(out, name, _chosen(table, flat, steps, name, segment_name(name)))
     return out
+
+
+def _chosen(table: pa.Table, flat: pa.StructArray, steps: Steps, name: str, field: str) -> pa.Array:
+    """[S] a column's values: of its segment where the step has one, else of its row."""
+    column = _flat(table.column(name))
+    stored = cast_column(pc.struct_field(flat, field), column.type)
+    order = np.where(steps.segment >= 0, len(column) + steps.segment, steps.row)
+    return pa.concat_arrays([column, stored]).take(pa.array(order))
 
 
 def segment_rewards(

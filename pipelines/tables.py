@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeAlias
 
+import numpy as np
 import polars as pl
 import pyarrow as pa
 
+from rollout_io.prefix import trajectory_starts
+from schemas.columns import COLUMNS, Length
+from schemas.ragged import IntArray, ranges
 from schemas.types import as_table
+
+PER_TOKEN: dict[str, pa.DataType] = {
+    c.name: c.type.value_type for c in COLUMNS if c.type and c.length is Length.RESPONSE
+}
+"""Element types of the columns with one element per response token."""
+
+ROUTING = "rollout_expert_indices"
 
 Frame: TypeAlias = pl.LazyFrame | pl.DataFrame | pa.Table
 """What the transforms of this package take; they give back a LazyFrame."""
@@ -24,7 +35,10 @@ def as_lazy(frame: Frame) -> pl.LazyFrame:
 
 
 def over_tables(frame: Frame, transform: Callable[[pa.Table], pa.Table]) -> pl.LazyFrame:
-    """Apply a transform of whole Arrow tables inside a lazy query."""
+    """Apply a transform of Arrow tables of whole trajectories inside a lazy query.
+
+    The rows stream through it piece by piece: memory use does not grow with the table.
+    """
     frame = as_lazy(frame)
 
     def apply(data: pl.DataFrame) -> pl.DataFrame:
@@ -32,14 +46,40 @@ def over_tables(frame: Frame, transform: Callable[[pa.Table], pa.Table]) -> pl.L
         assert isinstance(result, pl.DataFrame)
         return result
 
-    schema = apply(pl.DataFrame(schema=frame.collect_schema())).schema
-    return frame.map_batches(
-        apply,
-        predicate_pushdown=False,
-        projection_pushdown=False,
-        slice_pushdown=False,
-        schema=schema,
-    )
+    empty = apply(pl.DataFrame(schema=frame.collect_schema()))
+
+    def source(
+        with_columns: list[str] | None,
+        predicate: pl.Expr | None,
+        n_rows: int | None,
+        batch_size: int | None,
+    ) -> Iterator[pl.DataFrame]:
+        del batch_size
+        wanted = empty.columns if with_columns is None else with_columns
+        for piece in _whole_trajectories(frame.collect_batches(maintain_order=True)):
+            made = apply(piece)
+            if n_rows is not None:  # the first rows are taken before the predicate is applied
+                made, n_rows = made.head(n_rows), max(0, n_rows - len(made))
+            yield (made if predicate is None else made.filter(predicate)).select(wanted)
+            if n_rows == 0:
+                return
+
+    return pl.io.plugins.register_io_source(source, schema=empty.schema)
+
+
+def _whole_trajectories(batches: Iterable[pl.DataFrame]) -> Iterator[pl.DataFrame]:
+    """The same rows, cut between trajectories."""
+    rest: pl.DataFrame | None = None
+    for batch in batches:
+        whole = batch if rest is None else pl.concat([rest, batch])
+        ids = whole["trajectory_id"]
+        others = (ids != ids.last()).arg_true() if len(ids) else ids
+        end = int(others.to_numpy()[-1]) + 1 if len(others) else 0
+        if end:
+            yield whole[:end]
+        rest = whole[end:]
+    if rest is not None:
+        yield rest
 
 
 def set_column(table: pa.Table, name: str, column: pa.Array) -> pa.Table:
@@ -50,3 +90,10 @@ def set_column(table: pa.Table, name: str, column: pa.Array) -> pa.Table:
     index = table.column_names.index(name)
     field = pa.field(name, column.type, table.schema.field(name).nullable)
     return table.set_column(index, field, chunked)
+
+
+def count_from_zero(table: pa.Table) -> IntArray:
+    """[N] 0..n-1 over the rows of each trajectory."""
+    starts = trajectory_starts(table)
+    lengths = np.diff(np.append(starts, table.num_rows))
+    return ranges(np.zeros(len(starts), np.int64), lengths)

@@ -31,6 +31,6 @@ def routing_array(rows: Sequence[npt.NDArray[Any] | None], num_layers: int, topk
     values = pa.FixedSizeListArray.from_arrays(values, num_layers)
     lengths = [0 if row is None else len(row) for row in rows]
     offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]), pa.int32())
-    mask = pa.array([row is None for row in rows])
+    mask = pa.array([row is None for row in rows], pa.bool_())
     kind = routing_type(num_layers, topk)
     return pa.ListArray.from_arrays(offsets, values, type=kind, mask=mask)

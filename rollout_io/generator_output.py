@@ -19,6 +19,7 @@ import pyarrow.compute as pc
 
 from rollout_io.generator_input import METRICS_KEY, TIMES, table_of
 from schemas.checker import validate
+from schemas.columns import JOINED
 from schemas.errors import RolloutError
 from schemas.ragged import BoolArray, IntArray, Ragged
 from schemas.types import as_table, cast_table
@@ -215,20 +216,22 @@ def _rewards(table: pa.Table, masked: BoolArray) -> list[Any]:
 
 
 def _of_last_step(table: pa.Table, name: str) -> list[Any]:
-    """A scalar column, with the last step's value where a row holds several steps."""
+    """A scalar column, with the last step's value where a merge joined several steps in a row."""
     known = name in table.column_names
     values = _values(table, name) if known else [None] * table.num_rows
     if "segments" not in table.column_names:
         return values
     segments = table.column("segments")
-    if segments.type.value_type.get_field_index(name) < 0:
+    fields = segments.type.value_type
+    if fields.get_field_index(name) < 0 or fields.get_field_index(JOINED) < 0:
         return values
     lengths = np.asarray(pc.fill_null(pc.list_value_length(segments), 0), np.int64)
     rows: IntArray = np.flatnonzero(lengths)
     ends = pa.array(np.cumsum(lengths)[rows] - 1)
-    last = pc.struct_field(pc.list_flatten(segments), name).take(ends).to_pylist()
-    for row, value in zip(rows.tolist(), last, strict=True):
-        values[row] = value
+    flat = pc.list_flatten(segments)
+    last, joined = (pc.struct_field(flat, n).take(ends).to_pylist() for n in (name, JOINED))
+    for row, value, is_step in zip(rows.tolist(), last, joined, strict=True):
+        values[row] = value if is_step else values[row]
     return values
 
 

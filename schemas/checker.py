@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,7 @@ class ValidationError(RolloutError):
     """A table breaks named invariants; `.breaches` holds all of them (see `BREACH_SCHEMA`)."""
 
     def __init__(self, breaches: pl.DataFrame, where: str = "table") -> None:
-        self.breaches = breaches
+        self.breaches, self._source = breaches, where
         first = breaches.row(0, named=True)
         super().__init__(
             first["rule"],
@@ -41,6 +41,10 @@ class ValidationError(RolloutError):
             first["expected"] + _others(breaches),
             RULES[first["rule"]].hint,
         )
+
+    def __reduce__(self) -> tuple[type[ValidationError], tuple[pl.DataFrame, str]]:
+        """Rebuild it in another process."""
+        return ValidationError, (self.breaches, self._source)
 
 
 def _place(breach: dict[str, Any], where: str) -> str:
@@ -62,6 +66,11 @@ def _others(breaches: pl.DataFrame) -> str:
 class Checker:
     """Checks a dataset table by table, each cut at trajectory boundaries.
 
+    Attributes:
+        num_rows: Rows seen so far.
+        trajectory_ids: Trajectories seen so far.
+        open_end: The trajectory whose rows ended without one that is marked last, if any.
+
     Example:
         >>> checker = Checker()
         >>> for table in tables:
@@ -71,11 +80,22 @@ class Checker:
 
     def __init__(self, vocab_size: int | None = None) -> None:
         self._vocab_size = vocab_size
-        self._seen: set[str] = set()
+        self.trajectory_ids: set[str] = set()
         self.num_rows = 0
-        self._open_end: str | None = None
+        self.open_end: str | None = None
         self._trains = False
         self._has_healthy_rows = False
+
+    @classmethod
+    def after(cls, parts: Sequence[Checker]) -> Checker:
+        """The checker that has seen what these have, one after the other."""
+        whole = cls()
+        whole.num_rows = sum(part.num_rows for part in parts)
+        whole.trajectory_ids = set().union(*(part.trajectory_ids for part in parts))
+        whole.open_end = parts[-1].open_end if parts else None
+        whole._trains = any(part._trains for part in parts)
+        whole._has_healthy_rows = any(part._has_healthy_rows for part in parts)
+        return whole
 
     def check(self, data: Any) -> pl.DataFrame:
         """Breaches of the next table; rows are counted over all tables so far.
@@ -102,7 +122,7 @@ class Checker:
     def finish(self) -> pl.DataFrame:
         """Breaches that only the end of the dataset shows."""
         found = [pl.DataFrame(schema=BREACH_SCHEMA)]
-        if self._open_end is not None:
+        if self.open_end is not None:
             found.append(self._unfinished("final_row_is_last"))
         if self._has_healthy_rows and not self._trains:
             name, expected = "mask_trains_something", "some true"
@@ -110,17 +130,17 @@ class Checker:
         return pl.concat(found)
 
     def _structure(self, view: View) -> Iterator[pl.DataFrame]:
-        if self._open_end is not None:
+        if self.open_end is not None:
             yield self._unfinished("boundary_alignment")
         last = view.array("is_last_step")
         runs = Runs.of(view.strings("trajectory_id"), view.array("step_index"), last)
-        yield from check_structure(view, runs, self._seen)
+        yield from check_structure(view, runs, self.trajectory_ids)
         yield from check_outcome(view, runs)
-        self._open_end = None if last[-1] else view.table.column("trajectory_id")[-1].as_py()
+        self.open_end = None if last[-1] else view.table.column("trajectory_id")[-1].as_py()
 
     def _unfinished(self, rule: str) -> pl.DataFrame:
         row = self.num_rows - 1
-        return breach_frame(rule, [row], [self._open_end], "is_last_step", ["false"], ["true"])
+        return breach_frame(rule, [row], [self.open_end], "is_last_step", ["false"], ["true"])
 
     def _note_training(self, view: View) -> None:
         if view.has("loss_mask"):

@@ -49,6 +49,13 @@ SEGMENT_FIELDS: tuple[pa.Field, ...] = (
 )
 """Fields every segment has. Per-step values (reward, stop_reason, the user's own) follow them."""
 
+JOINED = "joined"
+"""Field of `segments`: true where a merge made them, one of each step. Others tell which ranges of
+one row were sampled: they are no steps to take apart."""
+
+NUM_ROUTED = "num_routed_tokens"
+"""Field of `segments`: how many leading tokens of its prompt + response a step had routes for."""
+
 COLUMNS: tuple[Column, ...] = (
     Column(name="instance_id", type=pa.string(), meaning="the task or prompt; names the group"),
     Column(name="repetition_id", type=pa.int32(), meaning="which attempt at the instance, from 0"),

@@ -13,6 +13,8 @@ import pyarrow.compute as pc
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
+_LONG = 64  # elements a range, from which copying ranges is quicker than indexing elements
+
 
 @dataclass(frozen=True, slots=True)
 class Ragged:
@@ -101,4 +103,8 @@ def gather(values: npt.NDArray[Any], starts: IntArray, lengths: IntArray) -> npt
         >>> gather(np.array([10, 11, 12, 13]), np.array([2, 0]), np.array([2, 1])).tolist()
         [12, 13, 10]
     """
+    if len(starts) and lengths.sum() > _LONG * len(starts):
+        ends = (starts + lengths).tolist()
+        parts = [values[a:b] for a, b in zip(starts.tolist(), ends, strict=True)]
+        return np.concatenate(parts)
     return values[ranges(starts, lengths)]

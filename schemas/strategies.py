@@ -218,8 +218,11 @@ def _prompt(draw: Draw, earlier: list[Row]) -> list[int]:
 def _segments(draw: Draw, num_tokens: int, step_index: int) -> list[Row]:
     start = draw(st.integers(0, num_tokens - 1))
     length = draw(st.integers(1, num_tokens - start))
-    values = dict(zip([f.name for f in SEGMENT_FIELDS], [start, length, step_index], strict=True))
-    return [values]
+    names = [f.name for f in SEGMENT_FIELDS]
+    spans = [(start, length, step_index)]
+    if start + length < num_tokens and draw(st.booleans()):
+        spans.append((start + length, 1, step_index + 1))
+    return [dict(zip(names, span, strict=True)) for span in spans]
 
 
 def _routes(draw: Draw, num_tokens: int) -> list[list[list[int]]]:

@@ -8,8 +8,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipelines import merge, place_outcomes, place_rewards, trajectory_returns, unmerge
-from pipelines.merging import merge_table, unmerge_table
+from pipelines.merging import merge_table
+from pipelines.unmerging import unmerge_table
 from rollout_io import RolloutWriter, read
+from rollout_io.prefix import encode_prefixes
 from schemas import RolloutError, check
 from schemas.strategies import rollout_tables
 from schemas.types import as_table
@@ -57,6 +59,7 @@ def test_the_worked_example_becomes_one_row_with_an_untrained_observation():
             "start": 0,
             "length": 1,
             "step_index": 0,
+            "joined": True,
             "reward": 0.5,
             "stop_reason": "tool",
             "policy_version": 4,
@@ -66,6 +69,7 @@ def test_the_worked_example_becomes_one_row_with_an_untrained_observation():
             "start": 2,
             "length": 1,
             "step_index": 1,
+            "joined": True,
             "reward": 1.0,
             "stop_reason": "stop",
             "policy_version": 3,
@@ -101,21 +105,21 @@ def test_a_prompt_that_equals_the_steps_before_is_continued_without_an_observati
     assert (row["response_ids"], row["loss_mask"]) == ([3, 4], [True, True])
 
 
-def plain_merge(rows):
+def plain_merge(rows, rule):
     """The same rule on Python lists, one row after the other."""
+    alone = {r["trajectory_id"] for r in rows if is_alone(r)}
     merged = []
-    for row in rows:
-        last = merged[-1] if merged else None
-        full = last and last["prompt"] + last["response"]
-        if (
-            last
-            and last["id"] == row["trajectory_id"]
-            and last["kind"] == kind(row)
-            and row["prompt_token_ids"][: len(full)] == full
-        ):
-            delta = row["prompt_token_ids"][len(full) :]
-            last["response"] += delta + row["response_ids"]
-            last["mask"] += [False] * len(delta) + row["loss_mask"]
+    for index, row in enumerate(rows):
+        consecutive = rule == "consecutive" or row["trajectory_id"] in alone
+        open_ones = [m for m in merged if m["id"] == row["trajectory_id"] and continues(m, row)]
+        if consecutive:
+            open_ones = [m for m in open_ones if m["last"] == index - 1]
+        if open_ones:
+            best = max(open_ones, key=lambda m: (len(m["prompt"] + m["response"]), m["last"]))
+            delta = row["prompt_token_ids"][len(best["prompt"] + best["response"]) :]
+            best["response"] += delta + row["response_ids"]
+            best["mask"] += [False] * len(delta) + row["loss_mask"]
+            best["last"] = index
         else:
             merged.append(
                 {
@@ -124,40 +128,64 @@ def plain_merge(rows):
                     "prompt": list(row["prompt_token_ids"]),
                     "response": list(row["response_ids"]),
                     "mask": list(row["loss_mask"]),
+                    "last": index,
                 }
             )
-    return merged
+    return sorted(merged, key=lambda m: m["last"])
+
+
+def continues(sequence, row):
+    full = sequence["prompt"] + sequence["response"]
+    return sequence["kind"] == kind(row) and row["prompt_token_ids"][: len(full)] == full
+
+
+def is_alone(row):
+    return row.get("segments") is not None or not row["response_ids"]
 
 
 def kind(row):
-    if row.get("segments") is not None or row.get("rollout_expert_indices") is not None:
-        return object()
-    if not row["response_ids"]:
+    if is_alone(row):
         return object()
     names = ("token_source", "temperature", "top_p", "top_k", "error")
-    nulls = ("rollout_logprobs", "reward", "rewards")
+    nulls = ("rollout_logprobs", "reward", "rewards", "rollout_expert_indices")
     return [row.get(n) for n in names] + [row.get(n) is None for n in nulls]
 
 
-@given(rollout_tables())
-@relaxed
-def test_merging_equals_the_greedy_rule_on_plain_lists(table):
-    wanted = plain_merge(table.to_pylist())
-    rows = merge_table(table).to_pylist()
+RULES = st.sampled_from(["lineage", "consecutive"])
+
+
+@given(rollout_tables(max_steps=7), RULES, st.booleans())
+@settings(relaxed, max_examples=300)
+def test_merging_equals_the_greedy_rule_on_plain_lists(table, rule, encoded):
+    wanted = plain_merge(table.to_pylist(), rule)
+    rows = merge_table(encode_prefixes(table) if encoded else table, rule).to_pylist()
     got = [(r["prompt_token_ids"], r["response_ids"], r["loss_mask"]) for r in rows]
     assert got == [(w["prompt"], w["response"], w["mask"]) for w in wanted]
 
 
-@given(rollout_tables())
+@given(rollout_tables(max_steps=7), RULES)
 @relaxed
-def test_merged_tables_are_valid(table):
-    assert check(merge_table(table)).is_empty()
+def test_merging_from_the_prefix_columns_equals_merging_from_full_prompts(table, rule):
+    assert merge_table(encode_prefixes(table), rule).equals(merge_table(table, rule))
 
 
-@given(rollout_tables())
+@given(rollout_tables(max_steps=6))
 @relaxed
-def test_unmerging_a_merged_table_gives_the_table_back(table):
-    back = unmerge_table(merge_table(table))
+def test_a_table_merged_by_one_rule_can_be_merged_by_the_other(table):
+    again = merge_table(merge_table(table, "consecutive"), "lineage")
+    assert again.to_pylist() == merge_table(table, "lineage").to_pylist()
+
+
+@given(rollout_tables(max_steps=6), RULES)
+@relaxed
+def test_merged_tables_are_valid(table, rule):
+    assert check(merge_table(table, rule)).is_empty()
+
+
+@given(rollout_tables(max_steps=6), RULES)
+@settings(relaxed, max_examples=300)
+def test_unmerging_a_merged_table_gives_the_table_back(table, rule):
+    back = unmerge_table(merge_table(table, rule))
     if "segments" not in table.column_names:
         assert back.column("segments").null_count == back.num_rows
         back = back.drop_columns(["segments"])
@@ -174,11 +202,11 @@ def drop_empty(segments):
     return [row and [{k: v for k, v in s.items() if k in core} for s in row] for row in rows]
 
 
-@given(rollout_tables())
+@given(rollout_tables(max_steps=6), RULES)
 @relaxed
-def test_merging_twice_changes_nothing(table):
-    once = merge_table(table)
-    assert merge_table(once).to_pylist() == once.to_pylist()
+def test_merging_twice_changes_nothing(table, rule):
+    once = merge_table(table, rule)
+    assert merge_table(once, rule).to_pylist() == once.to_pylist()
 
 
 @given(rollout_tables())
@@ -192,7 +220,7 @@ def test_every_trained_token_keeps_its_logprob_mask_and_reward(table):
             rewards = r.get("rewards") or [None] * width
             columns = (r["response_ids"], r["loss_mask"], logprobs, rewards)
             found += [(r["trajectory_id"], *v) for v in zip(*columns, strict=True) if v[1]]
-        return found
+        return sorted(found, key=repr)
 
     merged = merge_table(table)
     assert trained(merged.to_pylist()) == trained(table.to_pylist())
@@ -241,6 +269,82 @@ def test_returns_of_the_worked_example():
     row = merge(STEPS)
     assert trajectory_returns(row, "last").collect()["return"].to_list() == [1.0]
     assert trajectory_returns(row, "sum").collect()["return"].to_list() == [1.5]
+
+
+INTERLEAVED = {
+    "instance_id": ["a"] * 4,
+    "repetition_id": pa.array([0] * 4, pa.int32()),
+    "trajectory_id": ["a_0"] * 4,
+    "step_index": pa.array(range(4), pa.int32()),
+    "is_last_step": [False, False, False, True],
+    "prompt_token_ids": pa.array([[1], [7], [1, 2, 3], [7, 8, 9]], pa.list_(pa.int32())),
+    "response_ids": pa.array([[2], [8], [4], [5]], pa.list_(pa.int32())),
+    "loss_mask": [[True]] * 4,
+    "token_source": ["engine"] * 4,
+    "agent": ["main", "checker", "main", "checker"],
+}
+
+
+def test_a_sub_agent_between_two_turns_breaks_the_consecutive_rule_and_not_the_lineage_rule():
+    table = pa.table(INTERLEAVED)
+    assert merge_table(table, "consecutive").num_rows == 4
+    rows = merge_table(table, "lineage").to_pylist()
+    assert [r["prompt_token_ids"] + r["response_ids"] for r in rows] == [
+        [1, 2, 3, 4],
+        [7, 8, 9, 5],
+    ]
+    assert [[s["step_index"] for s in r["segments"]] for r in rows] == [[0, 2], [1, 3]]
+    assert unmerge_table(merge_table(table)).select(table.column_names).equals(table)
+
+
+def test_a_row_between_the_steps_of_a_lineage_remembers_which_step_it_was():
+    rows = merge_table(pa.table(INTERLEAVED).slice(0, 3)).to_pylist()
+    assert [[s["step_index"] for s in r["segments"]] for r in rows] == [[1], [0, 2]]
+
+
+@pytest.mark.parametrize("second", [[9, 2], [1]])
+def test_of_two_steps_that_may_continue_one_the_earlier_does(second):
+    prompts = pa.array([[1], [1, 2, 3], [1, 2, *second]], pa.list_(pa.int32()))
+    table = pa.table(INTERLEAVED).slice(0, 3).set_column(5, "prompt_token_ids", prompts)
+    assert merge_table(table).column("response_ids").to_pylist() == [[2, 3, 8], [4]]
+
+
+ROUTING = pa.list_(pa.list_(pa.list_(pa.int16(), 1), 1))
+
+
+def routed(*rows):
+    return pa.array([[[[expert]] for expert in row] for row in rows], ROUTING)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "merged", "own"),
+    [
+        ([5, 6], [5, 6, 7, 8, 9], [5, 6, 7, 8, 9], [None, None]),
+        ([5, 6, 7], [1, 6, 7, 8], [5, 6, 7, 8], [None, [1, 6, 7, 8]]),
+        ([5, 6, 7], [5], [5, 6, 7], [None, None]),
+    ],
+)
+def test_routes_are_those_of_the_step_that_sampled_the_token_and_come_back(
+    first, second, merged, own
+):
+    table = as_table(STEPS).append_column("rollout_expert_indices", routed(first, second))
+    row = merge_table(table).to_pylist()[0]
+    assert row["rollout_expert_indices"] == routed(merged).to_pylist()[0]
+    kept = [segment["rollout_expert_indices"] for segment in row["segments"]]
+    assert kept == [None if o is None else routed(o).to_pylist()[0] for o in own]
+    assert [s["num_routed_tokens"] for s in row["segments"]] == [len(first), len(second)]
+    back = unmerge_table(merge_table(table)).column("rollout_expert_indices")
+    assert back.to_pylist() == routed(first, second).to_pylist()
+
+
+def test_rows_that_tell_sampled_ranges_of_their_own_are_not_taken_apart():
+    ranges = [{"start": 0, "length": 1, "step_index": i} for i in range(2)]
+    ranges[1]["start"] = 1
+    table = merge_table(as_table(STEPS))
+    kind = pa.list_(pa.struct([(n, pa.int32()) for n in ("start", "length", "step_index")]))
+    given = table.drop_columns(["segments"]).append_column("segments", pa.array([ranges], kind))
+    assert unmerge_table(merge_table(given)).num_rows == 1
+    assert trajectory_returns(merge_table(given)).collect()["return"].to_list() == [1.5]
 
 
 def test_an_empty_table_merges_to_an_empty_table():
@@ -295,8 +399,8 @@ def test_outcomes_are_placed_beside_a_column_of_the_users_called_outcome():
 
 def test_two_outcomes_of_one_trajectory_are_refused():
     outcomes = pl.LazyFrame({"trajectory_id": ["a_0", "a_0"], "reward": [1.0, 0.0]})
-    with pytest.raises(pl.exceptions.PolarsError, match="m:1"):
-        place_outcomes(STEPS, outcomes).collect()
+    with pytest.raises(RolloutError, match="unique_outcome: outcomes: got 'a_0' twice"):
+        place_outcomes(STEPS, outcomes)
 
 
 def test_rewards_cannot_be_placed_without_a_reward():

@@ -13,8 +13,9 @@ from tests.conftest import ROOT
 
 @pytest.fixture(scope="module")
 def merged_dataset(shop_dataset, tmp_path_factory):
+    """By the rule of the reference."""
     path = tmp_path_factory.mktemp("merged") / "ds"
-    assert run(["merge", str(shop_dataset), "--out", str(path)]) == 0
+    assert run(["merge", str(shop_dataset), "--out", str(path), "--rule", "consecutive"]) == 0
     return path
 
 
@@ -33,15 +34,24 @@ def test_the_real_calls_convert_to_the_known_numbers(shop_dataset, capfd):
     assert run(["validate", str(shop_dataset)]) == 0
 
 
-def test_merging_the_real_calls_gives_the_known_numbers(shop_dataset, tmp_path, capfd):
-    assert run(["merge", str(shop_dataset), "--out", str(tmp_path / "ds"), "--json"]) == 0
+@pytest.mark.parametrize(
+    ("rule", "num_rows", "num_tokens"), [("consecutive", 89, 20_760), ("lineage", 82, 19_536)]
+)
+def test_merging_the_real_calls_gives_the_known_numbers_and_unmerging_the_steps(
+    rule, num_rows, num_tokens, shop_dataset, tmp_path, capfd
+):
+    merged, steps = tmp_path / "merged", tmp_path / "steps"
+    assert run(["merge", str(shop_dataset), "--out", str(merged), "--rule", rule, "--json"]) == 0
     assert json.loads(capfd.readouterr().out) == {
         "num_rows_before": 205,
         "num_tokens_before": 43_897,
-        "num_rows_after": 89,
-        "num_tokens_after": 20_760,
+        "num_rows_after": num_rows,
+        "num_tokens_after": num_tokens,
     }
-    assert run(["validate", str(tmp_path / "ds")]) == 0
+    assert run(["validate", str(merged)]) == 0
+    assert run(["unmerge", str(merged), "--out", str(steps)]) == 0
+    back, given = rollout_io.read(steps), rollout_io.read(shop_dataset)
+    assert back.select(given.column_names).to_pylist() == given.to_pylist()
 
 
 def test_the_merged_export_equals_the_references_merge_of_our_unmerged_export(

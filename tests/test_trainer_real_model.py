@@ -63,10 +63,20 @@ def test_logprobs_of_both_layouts_are_those_of_one_plain_forward_per_step(
     assert steps.trains.all()
     assert len(merged.names) < len(steps.names)
     expected = plain_logprobs(policy.model, list(steps_of(steps)))
-    for batch in (steps, merged):
+    per_step = expected.split(steps.responses.lengths.tolist())
+    as_merged = torch.cat([per_step[row] for row in order_of_merged_steps(rollouts)])
+    assert not torch.equal(as_merged, expected)
+    for batch, wanted in ((steps, expected), (merged, as_merged)):
         found = policy_logprobs(learner_of(policy), batch, forests_of(batch, 512))
         found = found[torch.from_numpy(batch.trains)]
-        assert float((found - expected).abs().max()) < 1e-4
+        assert float((found - wanted).abs().max()) < 1e-4
+
+
+def order_of_merged_steps(rollouts: pl.LazyFrame) -> list[int]:
+    """The steps as they lie in the merged rows, where sub-agents have rows of their own."""
+    rows = rollouts.filter(pl.col("instance_id").is_in(GROUPS_OF_ALL_STYLES)).with_row_index()
+    merged = pipelines.merge(rows).select("index", "segments").collect().to_dicts()
+    return [s["index"] for row in merged for s in row["segments"] or [row]]
 
 
 def test_gradient_is_the_same_for_layouts_and_budgets_when_inner_steps_earn(

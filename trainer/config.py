@@ -60,7 +60,7 @@ class TrainConfig:
     """Optimizer steps after which the run ends; >= 1. None: no limit."""
 
     sequence_layout: Literal["step", "merge"] = "merge"
-    """What is forwarded as one row: every step, or consecutive steps merged."""
+    """What is forwarded as one row: every step, or steps that continue each other merged."""
     tokens_per_micro_batch: int = 2048
     """Most tokens in one forward; >= 1. Dense attention costs its square in memory and time."""
     logprob_chunk_tokens: int = 1024

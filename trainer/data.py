@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import pipelines
+from pipelines.segments import joined
 from schemas.ragged import BoolArray, IntArray, Ragged
 from trainer.plan import Plan
 
@@ -55,7 +56,6 @@ def index_rows(rollouts: pl.LazyFrame) -> pl.DataFrame:
     including, its last trained token (less than the prompt where nothing trains).
     """
     rollouts = _with_optional_columns(rollouts)
-    merged = "segments" in rollouts.collect_schema()
     prompt, response, mask, logprobs = (
         pl.col(name).list
         for name in ("prompt_token_ids", "response_ids", "loss_mask", "rollout_logprobs")
@@ -77,7 +77,7 @@ def index_rows(rollouts: pl.LazyFrame) -> pl.DataFrame:
         has_logprobs=pl.col("rollout_logprobs").is_not_null(),
         aligned=(mask.len() == response.len())
         & (logprobs.len() == response.len()).fill_null(value=True),
-        merged=pl.col("segments").is_not_null() if merged else pl.lit(value=False),
+        merged=joined(rollouts),
     ).collect(engine="streaming")
 
 

@@ -1,0 +1,76 @@
+"""Steps laid out as the sequences they make up: which row goes where."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipelines.tree import PrefixTree
+from schemas.ragged import BoolArray, IntArray, offsets_of
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """N steps as M sequences, in the order of their last steps.
+
+    Attributes:
+        order: [N] the steps, sequence by sequence.
+        first: [M] position in `order` of each sequence's first step.
+        head: [M] its first step.
+        last: [M] its last step.
+        of: [N] the sequence that holds each step.
+        start: [N] where the step's response starts in the response of its sequence.
+        known: [N] tokens of the step's prompt that its sequence holds before it.
+        offsets: [M + 1] where the sequences' responses start when they are laid end to end.
+    """
+
+    order: IntArray
+    first: IntArray
+    head: IntArray
+    last: IntArray
+    of: IntArray
+    start: IntArray
+    known: IntArray
+    offsets: IntArray
+
+    @classmethod
+    def of_steps(cls, tree: PrefixTree, continued: IntArray) -> Sequences:
+        """Sequences from the row that each row continues (see `continued_rows`).
+
+        Example:
+            >>> Sequences.of_steps(tree, np.array([-1, -1, 0])).order.tolist()
+            [1, 0, 2]
+        """
+        order, first = _ordered(continued)
+        count = np.diff(np.append(first, len(order)))
+        head, last = order[first], order[first + count - 1]
+        of = np.empty(len(order), np.int64)
+        of[order] = np.repeat(np.arange(len(first)), count)
+        length = tree.prompt + tree.response
+        known = np.where(continued < 0, 0, length[continued])
+        start = tree.prompt - tree.prompt[head][of]
+        offsets = offsets_of(length[last] - tree.prompt[head])
+        return cls(order, first, head, last, of, start, known, offsets)
+
+    @property
+    def count(self) -> IntArray:
+        """[M] steps of each sequence."""
+        return np.diff(np.append(self.first, len(self.order)))
+
+    def interleaved(self, tree: PrefixTree) -> BoolArray:
+        """[M] whether the steps of the trajectory do not follow each other in the sequences."""
+        moved = self.order != np.arange(len(self.order))
+        return np.isin(tree.start[self.head], tree.start[moved])
+
+
+def _ordered(continued: IntArray) -> tuple[IntArray, IntArray]:
+    rows = np.arange(len(continued))
+    root = np.where(continued < 0, rows, continued)
+    while not np.array_equal(further := root[root], root):
+        root = further
+    last = np.zeros(len(rows), np.int64)
+    last[root] = rows
+    order = np.argsort(last[root], kind="stable")
+    starts = np.append(True, np.diff(last[root][order]) != 0)[: len(rows)]
+    return order, np.flatnonzero(starts)
