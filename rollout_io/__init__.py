@@ -6,6 +6,7 @@ from schemas.lazy import exports
 
 if TYPE_CHECKING:
     from rollout_io.adapters import Options
+    from rollout_io.checking import check_dataset
     from rollout_io.conversion.choices import Choices
     from rollout_io.conversion.driver import convert
     from rollout_io.conversion.reading import read_log
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
         to_generator_output,
         write_generator_output,
     )
-    from rollout_io.reader import check_dataset, iter_tables, read, read_metadata, scan, to_hf
+    from rollout_io.reader import iter_tables, read, read_metadata, scan, to_hf
     from rollout_io.writer import RolloutWriter
 
 __all__ = [
@@ -47,7 +48,8 @@ _MODULES = {
         "to_generator_output",
         "write_generator_output",
     ),
-    "rollout_io.reader": ("check_dataset", "iter_tables", "read", "read_metadata", "scan", "to_hf"),
+    "rollout_io.checking": ("check_dataset",),
+    "rollout_io.reader": ("iter_tables", "read", "read_metadata", "scan", "to_hf"),
     "rollout_io.writer": ("RolloutWriter",),
 }
 __getattr__ = exports(__name__, _MODULES)

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 
 from rollout_io.prefix import decode_prefixes, trajectory_starts
 from rollout_io.storage import Location, find_shards
-from schemas.checker import DECODE_COLUMNS, Checker, check_references, raise_errors
+from schemas.checker import DECODE_COLUMNS, check_references, raise_errors
 from schemas.columns import COLUMN_BY_NAME, METRICS_TYPE, PREFIX_FIELDS
 from schemas.errors import RolloutError
 from schemas.metadata import DatasetMetadata, layout_of, upgrade, version_of
@@ -82,6 +82,18 @@ def iter_tables(
     yield from _tables(shards, schema, list(columns or schema.names), decode=decode)
 
 
+def pieces(path: PathLike) -> list[str]:
+    """Paths that can be read apart, in order: the shards, or the whole where trajectories span them.
+
+    Example:
+        >>> [table for piece in pieces("rollouts/") for table in iter_tables(piece)]
+    """
+    shards = [_Shard.open(location) for location in find_shards(path)]
+    if not all(shard.aligned for shard in shards):
+        return [os.fspath(path)]
+    return [str(shard.location.fs.unstrip_protocol(shard.location.path)) for shard in shards]
+
+
 def read(path: PathLike, columns: Sequence[str] | None = None) -> pa.Table:
     """The whole logical table in memory (see `iter_tables`), its metadata in the Arrow schema."""
     table = pa.concat_tables(iter_tables(path, columns))
@@ -110,20 +122,18 @@ def to_hf(path: PathLike) -> Any:
     return Dataset(InMemoryTable(_without_maps(read(path))))
 
 
-def check_dataset(path: PathLike) -> Iterator[pl.DataFrame]:
-    """Breaches of the named invariants over a dataset, piece by piece (see `schemas.check`).
+def stored_tables(path: PathLike) -> Iterator[pa.Table]:
+    """The tables as they are stored, broken ones too, each whole trajectories where that is sure.
 
-    A row group of the `prefix` layout is decoded first, unless its references are broken.
+    A row group of the `prefix` layout is decoded, unless its references are broken.
     """
-    checker = Checker()
     for location in find_shards(path):
         shard = _Shard.open(location)
         cut = not shard.aligned and "trajectory_id" in shard.names
         whole = (table for _, table in shard.row_groups(shard.names))
         for stored in _align([shard], shard.names) if cut else whole:
             decodes = shard.encoded and not len(check_references(stored))
-            yield checker.check(decode_prefixes(stored) if decodes else stored)
-    yield checker.finish()
+            yield decode_prefixes(stored) if decodes else stored
 
 
 class _Shard:

@@ -9,9 +9,11 @@ import click
 
 from rollout_io.cli.formats import note_failures
 from rollout_io.cli.output import emit_json, example, next_command, note, progress_bar
+from rollout_io.cli.workers import engine_option
 
 if TYPE_CHECKING:
     from rollout_io.conversion.driver import Conversion
+    from rollout_io.parallel import Engine
 
 _READS = 2  # every log is looked through to find its runs, then each run is read
 
@@ -74,6 +76,7 @@ _READS = 2  # every log is looked through to find its runs, then each run is rea
 @click.option(
     "--workers", type=click.IntRange(1), default=1, show_default=True, help="Processes to use."
 )
+@engine_option
 @click.option(
     "--layout",
     type=click.Choice(["prefix", "full"]),
@@ -100,6 +103,7 @@ def convert(
     timeouts: str,
     overflows: str,
     workers: int,
+    engine: Engine,
     layout: Literal["prefix", "full"],
     logprobs_mode: Literal["raw", "processed"] | None,
     *,
@@ -113,6 +117,7 @@ def convert(
     from rollout_io.adapters import Options
     from rollout_io.conversion.choices import Choices
     from rollout_io.conversion.driver import convert
+    from rollout_io.parallel import Workers
 
     choices = Choices(
         format=format_name,
@@ -133,7 +138,9 @@ def convert(
             def progress(num_bytes: int, num_rows: int) -> None:
                 advance(num_bytes / _READS, num_rows)
 
-            done = convert(inputs, out, choices, workers=workers, progress=progress)
+            done = convert(
+                inputs, out, choices, workers=Workers(workers, engine), progress=progress
+            )
     except KeyboardInterrupt:
         note("stopped: what is done is kept, and the same command goes on from there")
         raise

@@ -7,28 +7,35 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from rollout_io.cli.output import emit, emit_json, example, note
+from rollout_io.cli.workers import workers_of, workers_options
 
 if TYPE_CHECKING:
     import polars as pl
+
+    from rollout_io.parallel import Engine
 
 FIRST_ROWS = 5
 
 
 @click.command(epilog=example("rollouts validate shop/"))
 @click.argument("dataset", metavar="DS")
+@workers_options
 @click.option("--json", "as_json", is_flag=True, help="Every breach as JSON on stdout.")
 @click.pass_context
-def validate(ctx: click.Context, dataset: str, *, as_json: bool) -> None:
+def validate(
+    ctx: click.Context, dataset: str, workers: int | None, engine: Engine, *, as_json: bool
+) -> None:
     """Check a dataset: page checksums, types and all named invariants.
 
     Exit code 1 if a rule of severity `error` is broken; warnings alone leave it 0.
     """
     import polars as pl
 
-    from rollout_io.reader import check_dataset
+    from rollout_io.checking import check_dataset
     from rollout_io.trajectory_view import printable
 
-    breaches = pl.concat(list(check_dataset(dataset)))
+    chosen = workers_of(workers, engine, dataset)
+    breaches = pl.concat(list(check_dataset(dataset, chosen)))
     has_errors = bool((breaches["severity"] == "error").any())
     rules = by_rule(breaches)
     if as_json:

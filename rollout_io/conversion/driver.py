@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import multiprocessing
 import os
-import signal
 import tempfile
-import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
-from multiprocessing.connection import Connection
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +23,10 @@ from rollout_io.conversion.plan import CHUNK_BYTES, Plan, chunks, plan, refuse_n
 from rollout_io.conversion.rewards import Key, Outcome, read_rewards
 from rollout_io.conversion.staging import REJECTED, Staging, spool_path
 from rollout_io.conversion.summary import Summary
+from rollout_io.parallel import Workers
 from schemas.errors import RolloutError, raise_first
 
 Progress = Callable[[int, int], object]
-_KEEPS_CHUNKS = frozenset({"output_file", "worker"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +53,7 @@ def convert(
     out: str | os.PathLike[str],
     choices: Choices | None = None,
     *,
-    workers: int = 1,
+    workers: Workers | int = 1,
     progress: Progress | None = None,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> Conversion:
@@ -73,7 +68,7 @@ def convert(
         inputs: Files, directories, "-" for standard input; gzip and Zstandard are unpacked.
         out: Directory to write, local or an fsspec URL.
         choices: See `Choices`.
-        workers: Processes that read and write chunks.
+        workers: Processes that read and write chunks; `Workers(2, "ray")` for Ray.
         progress: Told (bytes, rows) as they are done; each input byte counts twice in all.
         chunk_bytes: Log bytes of a chunk.
 
@@ -83,28 +78,18 @@ def convert(
     Example:
         >>> convert(["shop.calls.jsonl"], "shop/", Choices(rewards="shop.rewards.jsonl"))
     """
-    if workers < 1:
-        raise RolloutError("choices", "workers", str(workers), "at least 1")
+    workers = workers if isinstance(workers, Workers) else Workers(workers)
     choices, staging = choices or Choices(), Staging(out)
     report = progress or (lambda _num_bytes, _num_rows: None)
-    with staging.locked(), ExitStack() as stack:
-        try:
-            spool = spool_path(staging)
-            if spool is None:
-                spool = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            own = Path(staging.out.path) if staging.out.is_local else None
-            skips = choices.on_error == "skip"
-            log = open_log(paths_of(inputs), choices.format, spool, own, skip_foreign=skips)
-            job = _Job(staging, log, choices, workers, report, chunk_bytes)
-            return job.earlier() or job.run()
-        except RolloutError as error:
-            if error.rule not in _KEEPS_CHUNKS and not staging.is_publishing():
-                staging.clear()
-            raise
-        except BaseException:
-            if not staging.holds_chunks():
-                staging.clear()
-            raise
+    with staging.resumable(), ExitStack() as stack:
+        spool = spool_path(staging)
+        if spool is None:
+            spool = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        own = Path(staging.out.path) if staging.out.is_local else None
+        skips = choices.on_error == "skip"
+        log = open_log(paths_of(inputs), choices.format, spool, own, skip_foreign=skips)
+        job = _Job(staging, log, choices, workers, report, chunk_bytes)
+        return job.earlier() or job.run()
 
 
 @dataclass(slots=True)
@@ -114,7 +99,7 @@ class _Job:
     staging: Staging
     log: Log
     choices: Choices
-    workers: int
+    workers: Workers
     progress: Progress
     chunk_bytes: int
 
@@ -205,57 +190,22 @@ class _Job:
         self, missing: Iterator[Chunk], settings: Settings
     ) -> Generator[tuple[int, Report], None, None]:
         staging = self.staging
-        if self.workers == 1:
+        if self.workers == Workers():
             for chunk in missing:
                 path = staging.chunk_path(chunk.index)
                 yield chunk.index, convert_chunk(chunk, settings, path, self.progress)
             return
-        with _processes(self.workers) as pool:
-            with _uninterrupted():
-                futures = {
-                    pool.submit(
-                        convert_chunk, chunk, settings, staging.chunk_path(chunk.index)
-                    ): chunk
-                    for chunk in missing
-                }
-            for future in as_completed(futures):
-                chunk, report = futures[future], _result(future.result)
+        tasks = [(chunk, staging.chunk_path(chunk.index)) for chunk in missing]
+        with closing(self.workers.map(partial(_convert_task, settings), tasks)) as done:
+            for i, report in done:
+                chunk, _ = tasks[i]
                 self.progress(sum(r.num_bytes for r in chunk.runs), report.summary.num_rows)
                 yield chunk.index, report
 
 
-@contextmanager
-def _processes(workers: int) -> Iterator[ProcessPoolExecutor]:
-    """Processes that end with this block, however it ends, and with this process, if it is killed."""
-    spawn = multiprocessing.get_context("spawn")
-    ours, theirs = spawn.Pipe()
-    pool = ProcessPoolExecutor(workers, spawn, initializer=_end_with, initargs=(theirs,))
-    with ours, theirs, pool:
-        try:
-            yield pool
-        except BaseException:
-            ours.close()
-            raise
-
-
-def _end_with(parent: Connection) -> None:
-    """End this process as soon as the other end is closed."""
-
-    def watch() -> None:
-        parent.poll(None)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-@contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Processes that are started in this block leave interrupts to this one."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+def _convert_task(settings: Settings, task: tuple[Chunk, str]) -> Report:
+    chunk, path = task
+    return convert_chunk(chunk, settings, path)
 
 
 def _refuse_mixtures(reports: list[Report]) -> list[Report]:
@@ -270,17 +220,6 @@ def _refuse_mixtures(reports: list[Report]) -> list[Report]:
         known, other, *_ = sorted(r for r in routings if r is not None)
         raise other_routing("the logs", other, known)
     return reports
-
-
-def _result(get: Callable[[], Report]) -> Report:
-    try:
-        return get()
-    except BrokenProcessPool:
-        got, hint = (
-            "a process that was killed (out of memory?)",
-            "the same command goes on; --workers 1",
-        )
-        raise RolloutError("worker", "convert", got, "processes that live", hint) from None
 
 
 def _outcomes_of(runs: Sequence[Run], outcomes: Mapping[Key, Outcome]) -> dict[Key, Outcome]:

@@ -26,6 +26,7 @@ from schemas.errors import RolloutError
 
 DONE = "converted.json"
 REJECTED = "rejected.jsonl"
+_KEEPS_CHUNKS = frozenset({"output_file", "worker"})
 _PLAN, _LOCK, _REPORT, _PUBLISHING = "plan.json", "lock", "report.json", "publishing.json"
 
 
@@ -64,6 +65,21 @@ class Staging:
         finally:
             if handle is not None:
                 os.close(handle)
+
+    @contextmanager
+    def resumable(self) -> Iterator[None]:
+        """Hold the directory; chunks that are done outlive a stop, and no error of the input's."""
+        with self.locked():
+            try:
+                yield
+            except RolloutError as error:
+                if error.rule not in _KEEPS_CHUNKS and not self.is_publishing():
+                    self.clear()
+                raise
+            except BaseException:
+                if not self.holds_chunks():
+                    self.clear()
+                raise
 
     def begin(self, identity: dict[str, Any]) -> None:
         """Take up the conversion of this identity; what is there of another one is removed."""
@@ -104,12 +120,12 @@ class Staging:
         chunk = self.folder.join(f"chunk-{index:05d}")
         return [Location(self.out.fs, path) for path in chunk.shards()]
 
-    def publish(self, num_chunks: int, record: dict[str, Any]) -> None:
+    def publish(self, num_chunks: int, record: dict[str, Any] | None = None) -> None:
         """Move all shards into the dataset, then note what it is of.
 
         Args:
             num_chunks: All of them done.
-            record: For `converted.json`.
+            record: For `converted.json`; None: there is none.
         """
         order = self.folder.join(_PUBLISHING)
         names = _read_json(order)
@@ -121,7 +137,8 @@ class Staging:
         for path, name in names.items():
             if self.out.fs.exists(path):
                 self.out.fs.mv(path, self.out.join(name).path)
-        _write_json(self.out.join(DONE), record | {"shards": list(names.values())})
+        if record is not None:
+            _write_json(self.out.join(DONE), record | {"shards": list(names.values())})
         self.clear()
 
     def clear(self) -> None:
