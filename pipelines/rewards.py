@@ -2,27 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 import polars as pl
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from pipelines.segments import segment_rewards, split_points
-from pipelines.tables import Frame, as_lazy, over_tables, set_column
+from pipelines.segments import is_joined, joined, segment_rewards
+from pipelines.tables import Frame, as_lazy, set_column
 from schemas.errors import RolloutError
-from schemas.ragged import Ragged, gather, offsets_of
+from schemas.ragged import BoolArray, IntArray, Ragged, gather, offsets_of
+from schemas.types import as_table, without_views
 
+FloatArray = npt.NDArray[np.float64]
 Outcome = Literal["last", "sum"]
+Fold = Callable[[pl.Expr], pl.Expr]
 
 
 def place_outcomes(frame: Frame, outcomes: Frame) -> pl.LazyFrame:
     """Give each trajectory its outcome on the last step, and 0.0 on the steps before.
 
+    A `rewards` column, which would be that of other rewards, is left out; `place_rewards` makes it
+    anew. In a merged row the step that ends it has the row's reward.
+
     Args:
-        frame: Step rows.
+        frame: Rows of steps, merged or not.
         outcomes: Columns `trajectory_id` (each once) and `reward`. A trajectory without a row
-            there, and one that failed, gets null: unknown is not 0.
+            there, and one that failed, gets null: unknown is not 0. Read when this is called.
+
+    Raises:
+        RolloutError: `unique_outcome`.
 
     Example:
         Outcome 1.0 for a trajectory of three steps:
@@ -31,13 +44,20 @@ def place_outcomes(frame: Frame, outcomes: Frame) -> pl.LazyFrame:
         [0.0, 0.0, 1.0]
     """
     frame = as_lazy(frame)
-    outcome = as_lazy(outcomes).select("trajectory_id", pl.col("reward").cast(pl.Float64))
+    outcome = as_lazy(outcomes).select("trajectory_id", pl.col("reward").cast(pl.Float64)).collect()
+    repeated = outcome.filter(pl.col("trajectory_id").is_duplicated())
+    if len(repeated):
+        got = f"{repeated['trajectory_id'][0]!r} twice (the first of {len(repeated)} rows)"
+        raise RolloutError("unique_outcome", "outcomes", got, "each trajectory_id once")
     failed = pl.col("error").is_not_null() if _has(frame, "error") else pl.lit(value=False)
     value = pl.when("is_last_step").then("reward").otherwise(pl.col("reward") * 0.0)
-    joined = frame.drop("reward", strict=False).join(
-        outcome, on="trajectory_id", how="left", maintain_order="left", validate="m:1"
+    joined = frame.drop("reward", "rewards", strict=False).join(
+        outcome.lazy(), on="trajectory_id", how="left", maintain_order="left"
     )
-    return joined.with_columns(pl.when(failed).then(None).otherwise(value).alias("reward"))
+    placed = joined.with_columns(pl.when(failed).then(None).otherwise(value).alias("reward"))
+    if not _has_segment(frame, "reward"):
+        return placed
+    return placed.with_columns(_over_rows(placed, ("segments", "reward"), _end_rewards, "segments"))
 
 
 def place_rewards(frame: Frame) -> pl.LazyFrame:
@@ -52,18 +72,24 @@ def place_rewards(frame: Frame) -> pl.LazyFrame:
         >>> place_rewards(row).select("rewards").collect().item().to_list()
         [0.5, 0.0, 1.0]
     """
-    return over_tables(frame, place_rewards_table)
+    frame = as_lazy(frame)
+    if not _has(frame, "reward"):
+        hint = "place_outcomes(frame, outcomes) makes it"
+        raise RolloutError("columns_and_types", "table", "no column 'reward'", "rewards", hint)
+
+    def spread(table: pa.Table) -> pa.Array:
+        return place_rewards_table(table).column("rewards")
+
+    names = ("response_ids", "reward", "segments")
+    return frame.with_columns(_over_rows(frame, names, spread, "rewards"))
 
 
 def place_rewards_table(table: pa.Table) -> pa.Table:
-    """`place_rewards` for an Arrow table."""
-    if "reward" not in table.column_names:
-        hint = "place_outcomes(frame, outcomes) makes it"
-        raise RolloutError("columns_and_types", "table", "no column 'reward'", "rewards", hint)
+    """`place_rewards` for an Arrow table with a `reward` column."""
     responses = Ragged.from_arrow(table.column("response_ids"))
     reward = table.column("reward")
     known = np.asarray(reward.is_valid()) & (responses.lengths > 0)
-    split = split_points(table) if "segments" in table.column_names else np.zeros_like(known)
+    split = is_joined(table) if "segments" in table.column_names else np.zeros_like(known)
 
     values = np.zeros(len(responses.values), np.float64)
     single = known & ~split
@@ -76,6 +102,34 @@ def place_rewards_table(table: pa.Table) -> pa.Table:
     kept = gather(values, responses.offsets[:-1], lengths)
     column = Ragged(kept, offsets_of(lengths), known).to_arrow(pa.float64())
     return set_column(table, "rewards", column)
+
+
+def place_token_rewards(frame: Frame, column: str = "rewards") -> pl.LazyFrame:
+    """Take rewards that were given per token: `rewards`, and `reward` their sum.
+
+    A step of a merged row earns what lies between the end of the step before and its own; the last
+    one also what follows. A null list makes both columns null.
+
+    Args:
+        frame: Rows of steps, merged or not.
+        column: List of numbers, one per response token.
+
+    Example:
+        >>> rows = place_token_rewards(row.with_columns(rewards=pl.lit([0.5, 0.0, 1.0])))
+        >>> rows.select("reward").collect().item()
+        1.5
+    """
+    frame = as_lazy(frame)
+    if not _has(frame, column):
+        expected = "a list of one number per response token"
+        raise RolloutError("columns_and_types", "table", f"no column {column!r}", expected)
+    given = pl.col(column).cast(pl.List(pl.Float64))
+    total = pl.when(given.is_not_null()).then(given.list.sum())
+    placed = frame.with_columns(given.alias("rewards"), total.alias("reward"))
+    if not _has_segment(frame, "reward"):
+        return placed
+    names = ("segments", "rewards")
+    return placed.with_columns(_over_rows(placed, names, _summed_rewards, "segments"))
 
 
 def trajectory_returns(frame: Frame, outcome: Outcome = "last") -> pl.LazyFrame:
@@ -95,30 +149,124 @@ def trajectory_returns(frame: Frame, outcome: Outcome = "last") -> pl.LazyFrame:
         >>> trajectory_returns(row, "sum").collect()["return"].to_list()
         [1.5]
     """
+    return fold_trajectories(frame, outcome, {})
+
+
+def fold_trajectories(
+    frame: Frame, outcome: Outcome, features: Mapping[str, tuple[pl.Expr, Fold]]
+) -> pl.LazyFrame:
+    """`trajectory_returns` with more columns, in the same pass over the rows.
+
+    Args:
+        frame: Rows of whole trajectories.
+        outcome: Which return.
+        features: Name of each further column, its value in a row, and how a trajectory's values
+            become one.
+    """
     frame = as_lazy(frame)
     reward = pl.col("reward") if _has(frame, "reward") else pl.lit(None, pl.Float64)
     error = pl.col("error") if _has(frame, "error") else pl.lit(None, pl.String)
     final = reward
     if outcome == "last" and _has_segment(frame, "reward"):
         earned = pl.col("segments").list.last().struct.field("reward")
-        final = pl.when(_is_merged()).then(earned).otherwise(reward)
+        final = pl.when(joined(frame)).then(earned).otherwise(reward)
     value = pl.col("return").last() if outcome == "last" else _strict_sum(pl.col("return"))
+    rows = {name: row for name, (row, _) in features.items()}
+    folded = {name: fold(pl.col(name)) for name, (_, fold) in features.items()}
     return (
-        frame.select("instance_id", "trajectory_id", final.alias("return"), error.alias("error"))
+        frame.select("instance_id", "trajectory_id", **{"return": final, "error": error}, **rows)
         .group_by("instance_id", "trajectory_id", maintain_order=True)
-        .agg(value, pl.col("error").drop_nulls().first())
+        .agg(value, pl.col("error").drop_nulls().first(), **folded)
         .with_columns(pl.when(pl.col("error").is_null()).then("return").alias("return"))
     )
+
+
+def joined_steps(frame: pl.LazyFrame) -> pl.Expr:
+    """[{start, length}] of the steps that a merge joined in a row; null where the row is one step."""
+    spans = pl.List(pl.Struct({"start": pl.Int32(), "length": pl.Int32()}))
+    if not _has_segment(frame, "start"):
+        return pl.lit(None, dtype=spans)
+    fields = (pl.element().struct.field(name) for name in ("start", "length"))
+    return pl.when(joined(frame)).then(pl.col("segments").list.eval(pl.struct(fields)).cast(spans))
 
 
 def _strict_sum(reward: pl.Expr) -> pl.Expr:
     return pl.when(reward.is_null().any()).then(None).otherwise(reward.sum()).alias("return")
 
 
-def _is_merged() -> pl.Expr:
-    """Whether a row's segments are those of several steps."""
-    steps = pl.col("segments").list.eval(pl.element().struct.field("step_index"))
-    return (steps.list.n_unique() > 1).fill_null(value=False)
+def _over_rows(
+    frame: pl.LazyFrame,
+    names: tuple[str, ...],
+    transform: Callable[[pa.Table], pa.Array | pa.ChunkedArray],
+    out: str,
+) -> pl.Expr:
+    """A column made of others, row by row, by a function of Arrow tables; it streams."""
+
+    def apply(rows: pl.Series) -> pl.Series:
+        column = pl.Series(out, transform(as_table(rows.struct.unnest())))
+        return column if column.dtype == kind else column.cast(kind)
+
+    schema = frame.collect_schema()
+    kind = schema[out] if out == "segments" else pl.List(pl.Float64())
+    used = pl.struct(name for name in names if name in schema)
+    return used.map_batches(apply, return_dtype=kind, is_elementwise=True).alias(out)
+
+
+def _end_rewards(table: pa.Table) -> pa.ListArray:
+    """`segments` where the last step of a merged row has the row's reward, the others 0."""
+    segments = _flat_segments(table)
+    reward = pc.fill_null(table.column("reward"), 0.0).to_numpy()
+    values = np.where(segments.ends_row, reward[segments.row], 0.0)
+    return _with_rewards(table, segments, values, known=table.column("reward").is_valid())
+
+
+def _summed_rewards(table: pa.Table) -> pa.ListArray:
+    """`segments` whose rewards are the sums of the row's `rewards` up to each step's end."""
+    segments = _flat_segments(table)
+    rewards = Ragged.from_arrow(table.column("rewards"))
+    end = np.where(segments.ends_row, rewards.lengths[segments.row], segments.end)
+    end = rewards.offsets[segments.row] + np.minimum(end, rewards.lengths[segments.row])
+    token = np.arange(len(rewards.values))
+    row_has_some = np.bincount(segments.row, minlength=table.num_rows) > 0
+    token = token[row_has_some[rewards.row_of(token)]]
+    owner = np.searchsorted(end, token, side="right")
+    values = np.bincount(owner, rewards.values[token], minlength=len(end)).astype(np.float64)
+    return _with_rewards(table, segments, values, known=pa.array(rewards.valid))
+
+
+@dataclass(frozen=True, slots=True)
+class _Segments:
+    """All segments: [S] the row each is in, where it ends there, whether it is the row's last."""
+
+    row: IntArray
+    end: IntArray
+    ends_row: BoolArray
+
+
+def _flat_segments(table: pa.Table) -> _Segments:
+    column = table.column("segments")
+    lengths = np.asarray(pc.fill_null(pc.list_value_length(column), 0), np.int64)
+    row = np.repeat(np.arange(len(lengths)), lengths)
+    flat = pc.list_flatten(column)
+    start, length = (pc.struct_field(flat, name).to_numpy() for name in ("start", "length"))
+    return _Segments(row, (start + length).astype(np.int64), np.append(row[1:] != row[:-1], True))
+
+
+def _with_rewards(
+    table: pa.Table, segments: _Segments, values: FloatArray, *, known: pa.Array
+) -> pa.ListArray:
+    """`segments` with other rewards in merged rows; null where the row's is not known."""
+    column = without_views(table.select(["segments"])).column(0).combine_chunks()
+    flat = pc.list_flatten(column)
+    merged = pa.array(is_joined(table)[segments.row])
+    unknown = ~np.asarray(known)[segments.row]
+    made = pa.array(values, pa.float64(), mask=unknown)
+    fields = {field.name: pc.struct_field(flat, field.name) for field in flat.type}
+    fields["reward"] = pc.if_else(merged, made, fields["reward"].cast(pa.float64()))
+    structs = pa.StructArray.from_arrays(list(fields.values()), names=list(fields))
+    offsets = offsets_of(np.bincount(segments.row, minlength=table.num_rows)).astype(np.int32)
+    mask = None if column.null_count == 0 else column.is_null()
+    return pa.ListArray.from_arrays(offsets, structs, mask=mask)
 
 
 def _has(frame: pl.LazyFrame, name: str) -> bool:

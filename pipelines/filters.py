@@ -1,0 +1,218 @@
+"""The filters there are, for `judge`, `apply_filters` and `apply_masks`.
+
+What each does with the odd cases:
+
+    failed trajectory (`error` set)   has no return. `where`, the ranges and `stale` judge it like
+                                      any other; `zero_variance`, `duplicates` leave it alone
+    null return, no error             unknown, never 0: in no reward range, no evidence of variance
+    group of one                      kept by `zero_variance`: its advantage is its return
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from hashlib import blake2b
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+
+from pipelines.rewards import Fold
+from pipelines.verdicts import STEPS, Filter, holds
+from schemas.ragged import Ragged
+from schemas.types import as_table
+
+RAN_OUT_OF_TOKENS = (
+    *("length", "max_tokens", "max_output_tokens", "model_length", "truncated"),
+    *("context_length", "context_length_exceeded", "model_context_window_exceeded"),
+)
+"""Stop reasons, in small letters, of a trajectory that did not end by itself."""
+
+Tokens = npt.NDArray[np.int32]
+
+_HEALTHY = pl.col("error").is_null()
+_GROUP = "instance_id"
+
+
+def where(condition: str | pl.Expr, rows: Literal["any", "all"] = "any") -> Filter:
+    """Keep the trajectories with a row, or all of whose rows, for which a condition holds.
+
+    Null counts as false. A merged row is one row, with the last step's values.
+
+    Args:
+        condition: A Polars expression over any columns, or SQL.
+        rows: How many of a trajectory's rows must match.
+
+    Example:
+        >>> where("agent = 'main' AND reward > 0")
+        >>> where(pl.col("temperature") == 1, rows="all")
+    """
+    name = condition if isinstance(condition, str) else str(condition)
+    fold = pl.Expr.any if rows == "any" else pl.Expr.all
+    return Filter(
+        name=f"{rows} row: {name}", row=holds(condition), fold=fold, drops=~pl.col("value")
+    )
+
+
+def failed(masks: Literal["group", "trajectory"] = "trajectory") -> Filter:
+    """Drop failed trajectories: alone, or with their whole group.
+
+    As a mask, `group` is what the trainer does by default (see `trainer.plan`).
+    """
+    bad = ~_HEALTHY
+    if masks == "trajectory":
+        return Filter(name="failed", drops=bad)
+    return Filter(name="failed group", drops=bad.any().over(_GROUP))
+
+
+def unknown_return() -> Filter:
+    """Drop trajectories that did not fail and have no return: training refuses them."""
+    return Filter(name="unknown return", drops=_HEALTHY & pl.col("return").is_null())
+
+
+def zero_variance() -> Filter:
+    """Drop groups whose returns are all equal: their advantages are all 0.
+
+    Judged on trajectories, never on rows. Failed trajectories and unknown returns do not count; a
+    group with fewer than two known returns is kept, for nothing shows that they are equal.
+    (DAPO's dynamic sampling, arXiv:2503.14476, section 3.2, drops those of accuracy 0 and 1.)
+
+    Example:
+        Returns [1, 1] in group a and [1, 0] in group b: a goes, b stays.
+    """
+    value = pl.col("return")
+    constant = (value.count() > 1) & (value.min() == value.max())
+    return Filter(name="zero variance", drops=constant.fill_null(value=False).over(_GROUP))
+
+
+def dynamic_sampling(num_groups: int | None = None) -> list[Filter]:
+    """The filters of dynamic sampling: whole groups that teach something, the first so many.
+
+    `apply_filters` refuses to return nothing.
+    """
+    return [zero_variance()] + ([] if num_groups is None else [first_groups(num_groups)])
+
+
+def reward_range(minimum: float | None = None, maximum: float | None = None) -> Filter:
+    """Keep trajectories whose return lies in a range, ends included; null lies in none."""
+    return _in_range("reward", pl.col("return"), minimum, maximum)
+
+
+def token_range(minimum: int | None = None, maximum: int | None = None) -> Filter:
+    """Keep trajectories whose longest sequence, prompt + response, has so many tokens."""
+    tokens = [pl.col(n).list.len().cast(pl.Int64) for n in ("prompt_token_ids", "response_ids")]
+    return _in_range("tokens", pl.col("value"), minimum, maximum, tokens[0] + tokens[1])
+
+
+def step_range(minimum: int | None = None, maximum: int | None = None) -> Filter:
+    """Keep trajectories of so many steps; a merged row counts as all of its steps."""
+    steps = pl.col(STEPS).list.len().cast(pl.Int64).fill_null(1)
+    return _in_range("steps", pl.col("value"), minimum, maximum, steps, pl.Expr.sum)
+
+
+def stale(policy_version: int, max_staleness: int) -> Filter:
+    """Drop trajectories with a row that older weights sampled than is allowed.
+
+        staleness = policy_version - the row's policy_version
+
+    Of a trajectory whose versions are partly known, the known ones count; one of which nothing is
+    known is dropped, unless it failed.
+    """
+    oldest = pl.col("value")
+    too_old = (oldest < policy_version - max_staleness).fill_null(_HEALTHY)
+    name = f"staleness <= {max_staleness}"
+    return Filter(name=name, row=pl.col("policy_version"), fold=pl.Expr.min, drops=too_old)
+
+
+def duplicates(within: Literal["group", "dataset"] = "group") -> Filter:
+    """Drop trajectories that repeat an earlier one token for token, whatever their rewards.
+
+    They have the same steps, each with the same prompt and response. A failed trajectory is neither dropped nor counted as the earlier one. Compared by 96-bit
+    digests: among ten million trajectories a false match has odds of 1 in 10^15.
+
+    Args:
+        within: Compare the trajectories of a group, or all.
+    """
+    names = ("prompt_token_ids", "response_ids", STEPS)
+    row = pl.struct(names).map_batches(_digests, return_dtype=pl.Int128, is_elementwise=True)
+    first = pl.struct(_HEALTHY, "value").is_first_distinct()
+    first = first.over(_GROUP) if within == "group" else first
+    name = f"duplicate in {within}"
+    return Filter(name=name, row=row, fold=pl.Expr.sum, drops=_HEALTHY & ~first)
+
+
+def overlong(stop_reasons: Collection[str] = RAN_OUT_OF_TOKENS) -> Filter:
+    """Drop trajectories whose last step was cut off: a mask, more often than a filter.
+
+    DAPO's overlong filtering (arXiv:2503.14476, section 3.4). A step inside the trajectory that was cut off and went on does not count.
+    """
+    cut = pl.col("stop_reason").str.to_lowercase().is_in(list(stop_reasons))
+    row = (pl.col("is_last_step") & cut).fill_null(value=False)
+    return Filter(name="overlong", row=row, fold=pl.Expr.any, drops=pl.col("value"))
+
+
+def first_groups(num_groups: int) -> Filter:
+    """Keep the groups that appear first, or all if there are fewer."""
+    appears = pl.col("position").min().over(_GROUP)
+    return Filter(name=f"first {num_groups} groups", drops=appears.rank("dense") > num_groups)
+
+
+def sample_groups(num_groups: int, seed: int = 0) -> Filter:
+    """Keep so many groups, drawn at random, or all if there are fewer.
+
+    A group's lot depends on its id and the seed alone: it is the same in every subset and version,
+    and a smaller sample is a part of the larger one.
+    """
+
+    def lots(ids: pl.Series) -> pl.Series:
+        return pl.Series(ids.name, [lot(text, seed) for text in ids], dtype=pl.UInt64)
+
+    drawn = pl.col(_GROUP).map_batches(lots, return_dtype=pl.UInt64, is_elementwise=True)
+    name = f"sample of {num_groups} groups"
+    return Filter(name=name, drops=drawn.rank("dense") > num_groups)
+
+
+def lot(instance_id: str, seed: int) -> int:
+    """A number in 0..2^64-1, the same wherever and whenever it is drawn."""
+    digest = blake2b(f"{seed} {instance_id}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big")
+
+
+def _in_range(
+    name: str,
+    value: pl.Expr,
+    minimum: float | None,
+    maximum: float | None,
+    row: pl.Expr | None = None,
+    fold: Fold = pl.Expr.max,
+) -> Filter:
+    limits = [
+        *([] if minimum is None else [(f"{name} >= {minimum}", value >= minimum)]),
+        *([] if maximum is None else [(f"{name} <= {maximum}", value <= maximum)]),
+    ]
+    assert limits, "a range needs an end"
+    inside = pl.all_horizontal(test for _, test in limits).fill_null(value=False)
+    joined = ", ".join(text for text, _ in limits)
+    return Filter(name=joined, row=row, fold=fold, drops=~inside)
+
+
+def _digests(rows: pl.Series) -> pl.Series:
+    """Of each row, the sum of its steps' digests: the order of steps, and merging, do not matter."""
+    table = as_table(rows.struct.unnest().select("prompt_token_ids", "response_ids"))
+    prompts = Ragged.from_arrow(table.column("prompt_token_ids"))
+    responses = Ragged.from_arrow(table.column("response_ids"))
+    totals = []
+    for i, steps in enumerate(rows.struct.field(STEPS).to_list()):
+        whole = {"start": 0, "length": len(responses.row(i))}
+        spans = ((step["start"], step["length"]) for step in steps or [whole])
+        totals.append(sum(_digest(prompts.row(i), responses.row(i), *span) for span in spans))
+    return pl.Series(rows.name, totals, dtype=pl.Int128)
+
+
+def _digest(prompt: Tokens, response: Tokens, start: int, length: int) -> int:
+    """The digest of a step whose response is a part of the row's, and whose prompt comes before."""
+    digest = blake2b((len(prompt) + start).to_bytes(8, "big"), digest_size=12)
+    for tokens in (prompt, response[: start + length]):
+        digest.update(tokens.astype(np.int32).tobytes())
+    return int.from_bytes(digest.digest(), "big")

@@ -1,0 +1,53 @@
+"""Masks: trajectories that stay in the table, and in baselines, but do not train."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import polars as pl
+
+from pipelines.rewards import Outcome
+from pipelines.tables import Frame, as_lazy
+from pipelines.verdicts import REPORT_COLUMNS, Filter, judge, report
+
+
+def apply_masks(
+    frame: Frame, filters: Sequence[Filter], outcome: Outcome = "last"
+) -> tuple[pl.LazyFrame, pl.DataFrame]:
+    """Set `loss_mask` false in all rows of the trajectories that the filters would drop.
+
+    Their rewards stay, so they count in their group's baseline (a failed one has none). Each filter
+    sees the trajectories that those before it have not masked. Masking twice changes nothing;
+    masking everything is allowed, and what is left trains nothing (`mask_trains_something`).
+
+    Args:
+        frame: Rows of whole trajectories, merged or not.
+        filters: Usually `overlong()` and `failed("group")`.
+        outcome: Which return of a trajectory, where a filter asks for it.
+
+    Returns:
+        All rows, in order; and the report, which says "dropped" for what is masked.
+
+    Example:
+        A trajectory of two steps, the last of which stopped for `length`:
+
+        >>> rows, counts = apply_masks(steps, [overlong()])
+        >>> rows.select("loss_mask").collect().to_series().to_list()
+        [[False], [False]]
+    """
+    if not filters:
+        return as_lazy(frame), pl.DataFrame(schema=REPORT_COLUMNS)
+    verdicts = judge(frame, filters, outcome)
+    return mask(frame, verdicts), report(verdicts, filters)
+
+
+def mask(frame: Frame, verdicts: pl.DataFrame) -> pl.LazyFrame:
+    """Mask the trajectories that have a reason in the verdicts. Streams."""
+    frame = as_lazy(frame)
+    masked = verdicts.filter(pl.col("reason").is_not_null())
+    if masked.is_empty():
+        return frame
+    ids = masked["trajectory_id"].implode()
+    nothing = pl.col("loss_mask").list.eval(pl.element() & False)
+    kept = pl.when(pl.col("trajectory_id").is_in(ids)).then(nothing).otherwise("loss_mask")
+    return frame.with_columns(loss_mask=kept)

@@ -1,0 +1,206 @@
+"""Mixing datasets: whole groups of each, in given shares, spread evenly over the result."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import reduce
+from itertools import combinations
+
+import numpy as np
+import polars as pl
+
+from pipelines.filters import lot
+from pipelines.rewards import place_token_rewards
+from pipelines.tables import Frame, as_lazy
+from schemas.errors import RolloutError
+
+_POSITION = "position in the mixture"
+
+
+def mix(
+    frames: Mapping[str, Frame],
+    *,
+    shares: Mapping[str, float] | None = None,
+    num_groups: int | None = None,
+    seed: int = 0,
+    prefix_names: bool = False,
+) -> tuple[pl.LazyFrame, pl.DataFrame]:
+    """Mix whole groups of several datasets.
+
+    Which groups are drawn depends on the seed and their ids alone (see `sample_groups`). Each
+    dataset keeps its order, and its trajectories are spread evenly: trajectory i of the n that are
+    drawn from it has place (i + 1/2) / n; of equal places the earlier dataset's comes first. A
+    column that one dataset lacks is null there.
+
+    A group is one task of one dataset: an instance_id that two datasets have is refused, or, with
+    `prefix_names`, every instance_id becomes "NAME/instance_id" (trajectory_id alike).
+
+    Args:
+        frames: Rows of whole trajectories of each dataset, by name.
+        shares: Shares of the groups, above 0, in any unit; None: in proportion to their groups.
+        num_groups: Groups in all; None: as many as the shares allow (without shares: all).
+        seed: Draws the groups.
+        prefix_names: Tell the groups of different datasets apart by their names.
+
+    Returns:
+        The rows; and dataset, num_groups_before, num_groups, num_trajectories of each dataset.
+
+    Raises:
+        RolloutError: `unique_group`, `enough_groups`, `shares`, `nothing_left`, or
+            `columns_and_types` where a column's types differ.
+
+    Example:
+        Groups m1, m2 of "math" and c1 of "code", a trajectory each:
+
+        >>> rows, counts = mix({"math": math, "code": code})
+        >>> rows.select("instance_id").collect().to_series().to_list()
+        ['m1', 'c1', 'm2']
+    """
+    assert frames
+    lazy = {name: _with_reward(as_lazy(frame)) for name, frame in frames.items()}
+    ids = {name: _ids(frame) for name, frame in lazy.items()}
+    if not prefix_names:
+        _refuse_shared(ids)
+    sizes = {name: data["instance_id"].n_unique() for name, data in ids.items()}
+    quotas = group_quotas(sizes, shares, num_groups)
+    drawn = {name: _draw(data, quotas[name], seed) for name, data in ids.items()}
+    schema = _common_schema(lazy)
+    parts = [
+        _place(lazy[name], places, schema, f"{name}/" if prefix_names else "")
+        for name, places in _positions(drawn).items()
+    ]
+    mixed = reduce(lambda a, b: a.merge_sorted(b, key=_POSITION), parts)
+    counts = [(name, sizes[name], quotas[name], len(data)) for name, data in drawn.items()]
+    columns = ("dataset", "num_groups_before", "num_groups", "num_trajectories")
+    return mixed.drop(_POSITION), pl.DataFrame(counts, schema=columns, orient="row")
+
+
+def group_quotas(
+    sizes: Mapping[str, int], shares: Mapping[str, float] | None, num_groups: int | None
+) -> dict[str, int]:
+    """How many groups of each dataset: the shares of the total, by the largest remainders.
+
+    Raises:
+        RolloutError: `enough_groups`: a dataset has fewer than its share asks for; `shares`: they
+            are not one number above 0 per dataset; `nothing_left`: the total is 0.
+
+    Example:
+        >>> group_quotas({"math": 60, "code": 100}, {"math": 0.75, "code": 0.25}, None)
+        {'math': 60, 'code': 20}
+    """
+    if shares is None and num_groups is None:
+        return dict(sizes)
+    wanted = {name: float(size) for name, size in sizes.items()} if shares is None else shares
+    _check_shares(sizes, wanted)
+    total = num_groups
+    if total is None:
+        total = int(min(sizes[name] / share for name, share in _unit(wanted).items()) + 1e-9)
+    exact = {name: share * total for name, share in _unit(wanted).items()}
+    quotas = {name: int(value) for name, value in exact.items()}
+    by_remainder = sorted(exact, key=lambda name: quotas[name] - exact[name])
+    for name in by_remainder[: total - sum(quotas.values())]:
+        quotas[name] += 1
+    for name, quota in quotas.items():
+        if quota > sizes[name]:
+            hint = "ask for fewer groups, or a smaller share of this dataset"
+            raise RolloutError(
+                "enough_groups", name, f"{sizes[name]} groups", f"at least {quota}", hint
+            )
+    if total == 0:
+        raise RolloutError("nothing_left", "mixture", "0 groups in all", "at least one")
+    return {name: quotas[name] for name in sizes}
+
+
+def _check_shares(sizes: Mapping[str, int], shares: Mapping[str, float]) -> None:
+    good = all(np.isfinite(share) and share > 0 for share in shares.values())
+    if set(shares) != set(sizes) or not good:
+        got = ", ".join(f"{name}: {share}" for name, share in shares.items())
+        expected = "one number above 0 for each of " + ", ".join(sizes)
+        raise RolloutError("shares", "mixture", got, expected, "leave out empty datasets")
+
+
+def _unit(shares: Mapping[str, float]) -> dict[str, float]:
+    return {name: share / sum(shares.values()) for name, share in shares.items()}
+
+
+def _with_reward(frame: pl.LazyFrame) -> pl.LazyFrame:
+    """Where there are `rewards` alone, `reward` too: null beside them would contradict them."""
+    names = frame.collect_schema()
+    alone = "rewards" in names and "reward" not in names
+    return place_token_rewards(frame) if alone else frame
+
+
+def _ids(frame: pl.LazyFrame) -> pl.DataFrame:
+    ids = frame.select("instance_id", "trajectory_id")
+    return ids.unique(maintain_order=True).collect(engine="streaming")
+
+
+def _refuse_shared(ids: Mapping[str, pl.DataFrame]) -> None:
+    for one, other in combinations(ids, 2):
+        shared = ids[one].join(ids[other], on="instance_id", how="semi", maintain_order="left")
+        if len(shared):
+            number = shared["instance_id"].n_unique()
+            got = f"group {shared['instance_id'][0]!r} in both (the first of {number})"
+            hint = "prefix_names (--prefix-names) tells them apart by dataset"
+            raise RolloutError(
+                "unique_group", f"{one} and {other}", got, "groups of one dataset", hint
+            )
+
+
+def _draw(ids: pl.DataFrame, num_groups: int, seed: int) -> pl.DataFrame:
+    groups = sorted(ids["instance_id"].unique().to_list(), key=lambda group: lot(group, seed))
+    return ids.filter(pl.col("instance_id").is_in(groups[:num_groups]))
+
+
+def _positions(drawn: Mapping[str, pl.DataFrame]) -> dict[str, pl.DataFrame]:
+    """trajectory_id and place of all that are drawn, of each dataset."""
+    places = [
+        data.select(
+            "trajectory_id",
+            dataset=pl.lit(number, pl.Int32),
+            place=(pl.int_range(pl.len()) + 0.5) / pl.len(),
+        )
+        for number, data in enumerate(drawn.values())
+    ]
+    order = (
+        pl.concat(places).sort("place", "dataset", maintain_order=True).with_row_index(_POSITION)
+    )
+    return {
+        name: order.filter(pl.col("dataset") == number).select("trajectory_id", _POSITION)
+        for number, name in enumerate(drawn)
+    }
+
+
+def _common_schema(frames: Mapping[str, pl.LazyFrame]) -> pl.Schema:
+    empty = [pl.DataFrame(schema=frame.collect_schema()) for frame in frames.values()]
+    kinds: dict[str, pl.DataType] = {}
+    for name, data in zip(frames, empty, strict=True):
+        for column, kind in data.schema.items():
+            known = kinds.setdefault(column, kind)
+            if known != kind and not (known.is_nested() and kind.is_nested()):
+                where, got = f"{name}, column {column!r}", f"{kind} here, {known} before"
+                raise RolloutError("columns_and_types", where, got, "one type a column")
+    try:
+        return pl.concat(empty, how="diagonal_relaxed").schema
+    except pl.exceptions.PolarsError as error:
+        where = ", ".join(frames)
+        got = str(error).split("\n")[0]
+        raise RolloutError("columns_and_types", where, got, "one type a column") from None
+
+
+def _place(
+    frame: pl.LazyFrame, places: pl.DataFrame, schema: pl.Schema, prefix: str
+) -> pl.LazyFrame:
+    """The drawn rows of one dataset, with their positions, in the common schema."""
+    present = frame.collect_schema()
+    columns = [
+        (pl.col(name) if name in present else pl.lit(None)).cast(kind).alias(name)
+        for name, kind in schema.items()
+    ]
+    drawn = frame.select(columns).join(
+        places.lazy(), on="trajectory_id", how="inner", maintain_order="left"
+    )
+    if not prefix:
+        return drawn
+    ids = ("instance_id", "trajectory_id")
+    return drawn.with_columns(pl.concat_str(pl.lit(prefix), name).alias(name) for name in ids)
