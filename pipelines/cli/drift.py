@@ -1,0 +1,78 @@
+"""`rollouts drift`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from rollout_io.cli.output import emit, emit_json, example, note
+from rollout_io.cli.workers import workers_of, workers_options
+from schemas.errors import RolloutError
+
+
+@click.command(epilog=example("rollouts drift shop/ --tokenizer .cache/smollm2"))
+@click.argument("dataset", metavar="DS")
+@click.option(
+    "--tokenizer", type=click.Path(), metavar="DIR", help="Decode with this model's tokenizer."
+)
+@click.option(
+    "--limit",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="Breaks to list.  [default: 20; with --json all]",
+)
+@click.option(
+    "--retokenize",
+    "compares_text",
+    is_flag=True,
+    help="Also count how far ids made from the logged text are off the exact ones.",
+)
+@workers_options
+@click.option("--json", "as_json", is_flag=True, help="The report as JSON on stdout.")
+def drift(
+    dataset: str,
+    tokenizer: str | None,
+    limit: int | None,
+    workers: int | None,
+    engine: Any,
+    *,
+    compares_text: bool,
+    as_json: bool,
+) -> None:
+    """Why steps do not continue the step before them.
+
+    Causes: retokenized, template, edited, reset, new_agent, overlap, unknown. A summary with a
+    hint for each, then the breaks: what was kept | what is lost -> what stands there now.
+    """
+    from pipelines.diagnosis.report import Report, render
+    from pipelines.diagnosis.retokenized import TextReading
+    from pipelines.diagnosis.table import diagnose_dataset
+    from rollout_io.cli.dataset import open_dataset
+    from rollout_io.reader import read_metadata
+    from rollout_io.retokenize import load_tokenizer
+
+    open_dataset(dataset)
+    if compares_text and tokenizer is None:
+        hint = "rollouts drift DS --tokenizer DIR --retokenize"
+        raise RolloutError("tokenizer", "--retokenize", "no tokenizer", "--tokenizer DIR", hint)
+    loaded = None
+    if tokenizer is not None:
+        loaded = load_tokenizer(tokenizer, needs_template=compares_text)
+    if loaded and read_metadata(dataset).tokenizer_fingerprint not in {None, loaded.fingerprint}:
+        note(f"{tokenizer} is not the tokenizer that this dataset was made with")
+    shown = 20 if limit is None and not as_json else limit
+    chosen = workers_of(workers, engine, dataset)
+    report = Report.of(diagnose_dataset(dataset, loaded, chosen), shown)
+    texts = TextReading.of_dataset(dataset, loaded) if compares_text and loaded else None
+    if as_json:
+        emit_json(report.to_dict() | ({"retokenized": texts.to_dict()} if texts else {}))
+        return
+    for line in render(report):
+        emit(line)
+    if texts:
+        emit("\nids made from the logged text, beside the exact ones")
+        for name, value in texts.to_dict().items():
+            emit(f"  {name:<24} {'-' if value is None else value}")
+    if len(report.shown) < report.num_breaks:
+        note(f"{len(report.shown)} of {report.num_breaks} breaks listed: --limit N, or --json")

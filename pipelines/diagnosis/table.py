@@ -1,0 +1,234 @@
+"""`drift`: one row per step that does not continue the step before it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pyarrow as pa
+
+from pipelines.diagnosis.breaks import Break, find_breaks
+from pipelines.diagnosis.causes import KEEPS_TOKENS, Cause, Parting, Told, tell
+from pipelines.diagnosis.readers import decode, read_messages, read_text, special_ids
+from pipelines.diagnosis.tokens import Steps, changed
+from pipelines.diagnosis.turns import Reading
+from pipelines.lineage import continued_rows
+from pipelines.segments import is_joined
+from pipelines.tables import Frame, as_lazy, over_tables
+from pipelines.tree import PrefixTree, prefix_tree
+from pipelines.unmerging import unmerge_table
+from rollout_io.parallel import Workers
+from rollout_io.prefix import Tokens, decode_prefixes, is_encoded
+from rollout_io.reader import PathLike, iter_tables, pieces, scan
+from rollout_io.retokenize import ChatTokenizer
+from schemas.ragged import IntArray
+from schemas.types import PREFIX_TYPES
+
+NUM_KEPT, NUM_SHOWN = 12, 48
+
+SCHEMA: dict[str, Any] = {
+    "trajectory_id": pl.String,
+    "step_index": pl.Int32,
+    "agent": pl.String,
+    "cause": pl.String,
+    "continues_lineage": pl.Boolean,
+    "from_step_index": pl.Int32,
+    "token_index": pl.Int64,
+    "num_lost_tokens": pl.Int64,
+    "kept_ids": pl.List(pl.Int32),
+    "lost_ids": pl.List(pl.Int32),
+    "now_ids": pl.List(pl.Int32),
+    "kept_text": pl.String,
+    "lost_text": pl.String,
+    "now_text": pl.String,
+    "evidence": pl.String,
+}
+"""Columns of the table of breaks (see `drift`)."""
+
+_TOKENS = ("trajectory_id", "step_index", "prompt_token_ids", "response_ids", "agent")
+_TEXTS = ("messages", "response_text")
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """The breaks of a table of whole trajectories.
+
+    Attributes:
+        breaks: One row each (`SCHEMA`).
+        num_steps: Steps of the table.
+        num_following: Those that follow another step of their trajectory.
+    """
+
+    breaks: pl.DataFrame
+    num_steps: int
+    num_following: int
+
+
+def drift(frame: Frame, tokenizer: ChatTokenizer | None = None) -> pl.LazyFrame:
+    """Why steps do not continue the step before them: one row per break, in row order.
+
+    A step is told from its parent in the prefix tree (the earlier step that shares the longest
+    prefix with its prompt); where that is another agent's, from its own agent's latest step; where
+    there is none, from the step before. Merged rows are taken apart first (`unmerge`).
+
+    Args:
+        frame: Whole trajectories. With `agent`, `messages` and `response_text` more is told.
+        tokenizer: Whose ids they are; None: the causes come from messages, or ids alone.
+
+    Returns:
+        trajectory_id, step_index, agent of the step; cause (`HINTS`); continues_lineage: it
+        continues an earlier step, though not the one before it, and nothing is lost;
+        from_step_index: the step it is told from; token_index: the first token of the prompt that
+        differs; num_lost_tokens: tokens of that step from there on (0 for steps that were not to
+        repeat them: `new_agent`, `overlap`, continues_lineage); kept_ids: up to 12 before it;
+        lost_ids, now_ids: up to 48 from there on, of that step and of the prompt, until both go
+        on alike; the same as text, null without tokenizer; evidence.
+
+    Example:
+        Prompts [69622, 11397] and [69622, 11397, 94224, 198, 12, 41151], and a first response
+        [26951, 3834, 198, 12], the same text as 94224, 198, 12:
+
+        >>> drift(steps).select("token_index", "lost_ids", "now_ids").collect().rows()
+        [(2, [26951, 3834], [94224])]
+    """
+    frame = as_lazy(frame)
+    names = _names(frame.collect_schema().names(), tokenizer)
+    return over_tables(
+        frame.select(names), lambda table: diagnose(table, tokenizer).breaks.to_arrow()
+    )
+
+
+def diagnose_dataset(
+    path: PathLike, tokenizer: ChatTokenizer | None = None, workers: Workers | None = None
+) -> Iterator[Diagnosis]:
+    """The breaks of a dataset, piece by piece; tokens of steps that continue are not read."""
+    names = _names(scan(path).collect_schema().names(), tokenizer)
+    if workers is None or workers == Workers():
+        yield from _diagnoses(names, tokenizer, path)
+        return
+    for part in workers.map_in_order(partial(_all_diagnoses, names, tokenizer), pieces(path)):
+        yield from part
+
+
+def _diagnoses(
+    names: list[str], tokenizer: ChatTokenizer | None, path: PathLike
+) -> Iterator[Diagnosis]:
+    for table in iter_tables(path, names, decode=False):
+        yield diagnose(table, tokenizer)
+
+
+def _all_diagnoses(
+    names: list[str], tokenizer: ChatTokenizer | None, path: PathLike
+) -> list[Diagnosis]:
+    return list(_diagnoses(names, tokenizer, path))
+
+
+def diagnose(table: pa.Table, tokenizer: ChatTokenizer | None = None) -> Diagnosis:
+    """`drift` for an Arrow table of whole trajectories, in either layout."""
+    if is_joined(table).any():
+        table = unmerge_table(decode_prefixes(table) if is_encoded(table) else table)
+    tree = prefix_tree(table)
+    steps = Steps.of(table, tree)
+    agents = _agents(table)
+    causes: dict[int, Told] = {}
+    rows = []
+    for one in find_breaks(tree, steps, _continued(table, tree), agents):
+        parting = _parting(one, tree, steps)
+        if one.resumes:
+            told = _left_for(one.row, causes, agents)
+        else:
+            told = tell(one, parting, partial(_read, table, one, parting, tokenizer))
+        causes[one.row] = told
+        rows.append(_row(table, one, parting, told, tokenizer))
+    has_prompt = tree.prompt > 0
+    follows = has_prompt & (np.arange(table.num_rows) != tree.start)
+    breaks = pl.DataFrame(rows, SCHEMA, orient="row")
+    return Diagnosis(breaks, int(has_prompt.sum()), int(follows.sum()))
+
+
+def _agents(table: pa.Table) -> list[str | None]:
+    is_told = "agent" in table.column_names
+    return table.column("agent").to_pylist() if is_told else [None] * table.num_rows
+
+
+def _continued(table: pa.Table, tree: PrefixTree) -> IntArray:
+    """[N] the row each row continues by its tokens, whatever else tells the two apart."""
+    names = [n for n in table.column_names if n in _TOKENS or n in PREFIX_TYPES]
+    return continued_rows(table.select(names), "lineage", tree)
+
+
+def _names(present: list[str], tokenizer: ChatTokenizer | None) -> list[str]:
+    if "segments" in present:
+        return [name for name in present if name != "rollout_expert_indices"]
+    reads_text = tokenizer is not None and len(special_ids(tokenizer)) > 0
+    wanted = _TOKENS if reads_text else _TOKENS + _TEXTS
+    return [name for name in wanted if name in present]
+
+
+def _parting(found: Break, tree: PrefixTree, steps: Steps) -> Parting:
+    before, prompt = steps.content(found.origin), steps.prompt(found.row)
+    return Parting(before, int(tree.prompt[found.origin]), prompt, found.shared)
+
+
+def _left_for(row: int, causes: dict[int, Told], agents: list[str | None]) -> Told:
+    """Why the step before one that resumes an earlier step was not part of it."""
+    first = row - 1
+    while first not in causes and first > 0:
+        first -= 1
+    names = {agents[row], agents[row - 1]}
+    cause, _ = causes.get(first, ("overlap", ""))
+    is_other = len(names) > 1 if None not in names else cause == "new_agent"
+    told: Cause = "new_agent" if is_other else "overlap"
+    return told, "continues that step; others stand between them"
+
+
+def _read(
+    table: pa.Table, found: Break, parting: Parting, tokenizer: ChatTokenizer | None
+) -> Reading | None:
+    reading = None
+    if tokenizer is not None:
+        reading = read_text(parting.before, parting.prompt, parting.shared, tokenizer)
+    if reading is not None or not set(_TEXTS) <= set(table.column_names):
+        return reading
+    messages, responses = (table.column(name) for name in _TEXTS)
+    before, now = messages[found.origin].as_py(), messages[found.row].as_py()
+    return read_messages(before, responses[found.origin].as_py(), now)
+
+
+def _row(
+    table: pa.Table,
+    found: Break,
+    parting: Parting,
+    told: Told,
+    tokenizer: ChatTokenizer | None,
+) -> list[Any]:
+    cause, evidence = told
+    meets = changed(parting.lost, parting.now) if len(parting.lost) else None
+    num_lost, num_now = meets or (len(parting.lost), len(parting.now))
+    keeps = found.resumes or cause in KEEPS_TOKENS
+    shown = (
+        parting.prompt[max(0, parting.shared - NUM_KEPT) : parting.shared],
+        parting.lost[:num_lost][:NUM_SHOWN],
+        parting.now[:num_now][:NUM_SHOWN],
+    )
+    return [
+        table.column("trajectory_id")[found.row].as_py(),
+        table.column("step_index")[found.row].as_py(),
+        table.column("agent")[found.row].as_py() if "agent" in table.column_names else None,
+        cause,
+        found.resumes,
+        table.column("step_index")[found.origin].as_py(),
+        found.shared,
+        0 if keeps else len(parting.lost),
+        *(ids.tolist() for ids in shown),
+        *(_text(ids, tokenizer) for ids in shown),
+        evidence,
+    ]
+
+
+def _text(ids: Tokens, tokenizer: ChatTokenizer | None) -> str | None:
+    return None if tokenizer is None else decode(ids, tokenizer)
