@@ -2,62 +2,145 @@
 
 from __future__ import annotations
 
-from typing import Any
+import os
+from functools import partial
+from typing import Any, NamedTuple
 
+import numpy as np
 import polars as pl
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from pipelines.rewards import Outcome, trajectory_returns
 from pipelines.tables import Frame, as_lazy
+from rollout_io.parallel import Workers
+from rollout_io.prefix import is_encoded
+from rollout_io.reader import PathLike, iter_tables, pieces, scan
+from schemas.ragged import IntArray, Ragged, offsets_of
+from schemas.types import as_table
+
+_LENGTHS: dict[str, pl.DataType] = {
+    "trajectory_id": pl.String(),
+    "prompt": pl.Int64(),
+    "response": pl.Int64(),
+    "trained": pl.Int64(),
+    "without_logprobs": pl.Boolean(),
+}
 
 
-def dataset_statistics(frame: Frame, outcome: Outcome = "last") -> dict[str, Any]:
+def dataset_statistics(
+    data: Frame | PathLike, outcome: Outcome = "last", workers: Workers | None = None
+) -> dict[str, Any]:
     """Counts and means of a rollout table; per row and per trajectory clearly apart.
 
     Rewards are those of trajectories (see `trajectory_returns`); failed trajectories and unknown
     outcomes are counted and enter no mean. A group has reward variance where two of its known
     returns differ.
 
+    Args:
+        data: A table, or a dataset, of whose prompts in `prefix` layout only the lengths are read.
+        outcome: The return of a trajectory.
+        workers: Who reads the shards of a dataset; None: this process.
+
     Returns:
         num_rows, num_trajectories, num_groups, num_failed, num_unknown_reward, num_tokens
-        (prompt + response), num_trained_tokens, num_rows_without_logprobs, rows_per_trajectory_{mean,max}, prompt and
-        response tokens per row {mean,max}, reward_{mean,min,max}, num_groups_with_variance,
-        stop_reasons.
+        (prompt + response), num_trained_tokens, num_rows_without_logprobs,
+        rows_per_trajectory_{mean,max}, prompt and response tokens per row {mean,max},
+        reward_{mean,min,max}, num_groups_with_variance, stop_reasons.
     """
-    frame = as_lazy(frame)
-    rows = _rows(frame)
-    return rows | _returns(trajectory_returns(frame, outcome).collect()) | _stop_reasons(frame)
+    if not isinstance(data, str | os.PathLike):
+        frame = as_lazy(data)
+        parts = [_Part(_lengths_of(frame), *_returns_and_reasons(frame, outcome))]
+    elif workers is None or workers == Workers():
+        parts = [_read_part(outcome, data)]
+    else:
+        parts = list(workers.map_in_order(partial(_read_part, outcome), pieces(data)))
+    lengths, returns, reasons = (pl.concat(frames) for frames in zip(*parts, strict=True))
+    return _rows(lengths) | _returns(returns) | _stop_reasons(reasons)
 
 
-def _rows(frame: pl.LazyFrame) -> dict[str, Any]:
-    prompt, response = (pl.col(n).list.len() for n in ("prompt_token_ids", "response_ids"))
-    per_row = frame.select(
-        "trajectory_id",
-        prompt=prompt.cast(pl.Int64),
-        response=response.cast(pl.Int64),
-        trained=pl.col("loss_mask").list.sum().cast(pl.Int64),
-        without_logprobs=_without_logprobs(frame) & (response > 0),
-    ).collect()
-    steps = per_row.group_by("trajectory_id").len()["len"]
+class _Part(NamedTuple):
+    """What the numbers are made of, for a part of a dataset."""
+
+    lengths: pl.DataFrame
+    returns: pl.DataFrame
+    reasons: pl.DataFrame
+
+
+def _read_part(outcome: Outcome, path: PathLike) -> _Part:
+    frame = scan(path)
+    return _Part(_lengths_on_disk(path, frame), *_returns_and_reasons(frame, outcome))
+
+
+def _returns_and_reasons(
+    frame: pl.LazyFrame, outcome: Outcome
+) -> tuple[pl.DataFrame, pl.DataFrame]:
+    returns = trajectory_returns(frame, outcome).collect(engine="streaming")
+    if "stop_reason" not in frame.collect_schema():
+        return returns, pl.DataFrame(schema={"stop_reason": pl.String, "len": pl.UInt32})
+    return returns, frame.group_by("stop_reason").len().collect(engine="streaming")
+
+
+def _used(frame: pl.LazyFrame) -> list[str]:
+    optional = [n for n in ("rollout_logprobs",) if n in frame.collect_schema()]
+    return ["trajectory_id", "prompt_token_ids", "response_ids", "loss_mask", *optional]
+
+
+def _lengths_on_disk(path: PathLike, frame: pl.LazyFrame) -> pl.DataFrame:
+    tables = iter_tables(path, _used(frame), decode=False)
+    return pl.concat(_lengths(table) for table in tables)
+
+
+def _lengths_of(frame: pl.LazyFrame) -> pl.DataFrame:
+    rows = frame.select(_used(frame)).map_batches(
+        lambda batch: _lengths(as_table(batch)), schema=_LENGTHS, streamable=True
+    )
+    return rows.collect(engine="streaming")
+
+
+def _lengths(table: pa.Table) -> pl.DataFrame:
+    """One row per row: what a row's numbers are made of."""
+    response = _list_lengths(table, "response_ids")
+    if is_encoded(table):
+        shared = np.asarray(table.column("prefix_length"), np.int64)
+        prompt = shared + _list_lengths(table, "prompt_suffix_ids")
+    else:
+        prompt = _list_lengths(table, "prompt_token_ids")
+    masks = Ragged.from_arrow(table.column("loss_mask"))
+    without = response > 0
+    if "rollout_logprobs" in table.column_names:
+        without &= np.asarray(table.column("rollout_logprobs").is_null())
+    columns = {
+        "prompt": prompt,
+        "response": response,
+        "trained": np.diff(offsets_of(masks.values)[masks.offsets]),
+        "without_logprobs": without,
+    }
+    ids = pl.Series("trajectory_id", pl.from_arrow(table.column("trajectory_id")), pl.String)
+    return pl.DataFrame([ids, *(pl.Series(n, v, _LENGTHS[n]) for n, v in columns.items())])
+
+
+def _list_lengths(table: pa.Table, name: str) -> IntArray:
+    return np.asarray(pc.fill_null(pc.list_value_length(table.column(name)), 0), np.int64)
+
+
+def _rows(rows: pl.DataFrame) -> dict[str, Any]:
+    steps = rows.group_by("trajectory_id").len()["len"]
+    num_prompt, num_response = int(rows["prompt"].sum()), int(rows["response"].sum())
     return {
-        "num_rows": len(per_row),
-        "num_tokens": int(per_row["prompt"].sum()) + int(per_row["response"].sum()),
-        "num_prompt_tokens": int(per_row["prompt"].sum()),
-        "num_response_tokens": int(per_row["response"].sum()),
-        "num_trained_tokens": int(per_row["trained"].sum()),
-        "num_rows_without_logprobs": int(per_row["without_logprobs"].sum()),
+        "num_rows": len(rows),
+        "num_tokens": num_prompt + num_response,
+        "num_prompt_tokens": num_prompt,
+        "num_response_tokens": num_response,
+        "num_trained_tokens": int(rows["trained"].sum()),
+        "num_rows_without_logprobs": int(rows["without_logprobs"].sum()),
         "rows_per_trajectory_mean": steps.mean(),
         "rows_per_trajectory_max": steps.max(),
-        "prompt_tokens_per_row_mean": per_row["prompt"].mean(),
-        "prompt_tokens_per_row_max": per_row["prompt"].max(),
-        "response_tokens_per_row_mean": per_row["response"].mean(),
-        "response_tokens_per_row_max": per_row["response"].max(),
+        "prompt_tokens_per_row_mean": rows["prompt"].mean(),
+        "prompt_tokens_per_row_max": rows["prompt"].max(),
+        "response_tokens_per_row_mean": rows["response"].mean(),
+        "response_tokens_per_row_max": rows["response"].max(),
     }
-
-
-def _without_logprobs(frame: pl.LazyFrame) -> pl.Expr:
-    if "rollout_logprobs" not in frame.collect_schema():
-        return pl.lit(value=True)
-    return pl.col("rollout_logprobs").is_null()
 
 
 def _returns(returns: pl.DataFrame) -> dict[str, Any]:
@@ -78,10 +161,7 @@ def _returns(returns: pl.DataFrame) -> dict[str, Any]:
     }
 
 
-def _stop_reasons(frame: pl.LazyFrame) -> dict[str, Any]:
-    if "stop_reason" not in frame.collect_schema():
-        return {"stop_reasons": {}}
-    counts = (
-        frame.group_by("stop_reason").len().sort("len", "stop_reason", descending=True).collect()
-    )
+def _stop_reasons(reasons: pl.DataFrame) -> dict[str, Any]:
+    counted = reasons.group_by("stop_reason").agg(pl.col("len").sum())
+    counts = counted.sort("len", "stop_reason", descending=True)
     return {"stop_reasons": {str(reason): count for reason, count in counts.rows()}}

@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from rollout_io.cli.output import emit, emit_json, example
+from rollout_io.cli.workers import workers_of, workers_options
+
+if TYPE_CHECKING:
+    from pipelines.flops import ModelShape
+    from pipelines.rewards import Outcome
+    from pipelines.savings import Cost
+    from rollout_io.parallel import Workers
+
+_SECTIONS = {
+    "trajectories": ("num_trajectories", "num_groups", "num_failed"),
+    "rewards": (
+        *("num_unknown_reward", "num_groups_with_variance"),
+        *("reward_mean", "reward_min", "reward_max"),
+    ),
+}
 
 
-@click.command(epilog=example("rollouts stats shop/"))
+@click.command(epilog=example("rollouts stats shop/ --model Qwen3-8B/"))
 @click.argument("dataset", metavar="DS")
 @click.option(
     "--outcome",
@@ -18,25 +35,117 @@ from rollout_io.cli.output import emit, emit_json, example
     show_default=True,
     help="Return of a trajectory: its last step's reward, or the sum over its steps.",
 )
+@click.option(
+    "--model",
+    type=click.Path(),
+    metavar="DIR",
+    help="Estimate training FLOPs for the model of DIR/config.json.",
+)
+@click.option(
+    "--params",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="N",
+    help="Parameters of the model, such as 1.5e9; without --model attention is left out.",
+)
+@workers_options
 @click.option("--json", "as_json", is_flag=True, help="The numbers as JSON on stdout.")
-def stats(dataset: str, outcome: Any, *, as_json: bool) -> None:
-    """Rows, trajectories, groups, tokens, rewards of a dataset.
+def stats(
+    dataset: str,
+    outcome: Any,
+    model: str | None,
+    params: float | None,
+    workers: int | None,
+    engine: Any,
+    *,
+    as_json: bool,
+) -> None:
+    """Counts, rewards and metrics of a dataset, and what training on it would forward.
 
-    Rewards are per trajectory; lengths are per row.
+    Rewards are per trajectory, metrics per step, per trajectory and per group, and lengths per row.
+    Savings are the tokens that each layout forwards, trajectories that failed left out.
     """
-    from pipelines.statistics import dataset_statistics
-    from rollout_io.cli.dataset import open_dataset
-
-    numbers = dataset_statistics(open_dataset(dataset), outcome)
+    shape = _model_shape(model, params)
+    numbers = dataset_numbers(dataset, outcome, shape, workers_of(workers, engine, dataset))
     if as_json:
         emit_json(numbers)
         return
-    reasons = numbers.pop("stop_reasons")
-    shown = {name: _number(value) for name, value in numbers.items()}
-    shown |= {f"stop_reason {name!r}": str(count) for name, count in reasons.items()}
-    width = max(len(name) for name in shown)
-    for name, value in shown.items():
-        emit(f"{name:<{width}}  {value:>12}")
+    for title, lines in _sections(numbers):
+        emit(f"{title}\n" + "\n".join(f"  {line}" for line in lines) + "\n")
+
+
+def dataset_numbers(
+    dataset: str, outcome: Outcome, shape: ModelShape | None, workers: Workers | None = None
+) -> dict[str, Any]:
+    """Statistics of a dataset, with `metrics` by unit and name, and `savings` by layout."""
+    from pipelines.metrics import read_metrics
+    from pipelines.savings import dataset_savings
+    from pipelines.statistics import dataset_statistics
+    from rollout_io.cli.dataset import open_dataset
+
+    open_dataset(dataset)
+    numbers = dataset_statistics(dataset, outcome, workers)
+    found: dict[str, dict[str, Any]] = {}
+    for line in read_metrics(dataset, outcome, workers).to_dicts():
+        found.setdefault(line.pop("per"), {})[line.pop("metric")] = line
+    savings = dataset_savings(dataset, workers=workers)
+    return numbers | {"metrics": found, "savings": _savings(savings, shape)}
+
+
+def _model_shape(model: str | None, params: float | None) -> ModelShape | None:
+    from pipelines.flops import ModelShape, read_model_shape
+
+    if model is not None:
+        return read_model_shape(model, params)
+    return None if params is None else ModelShape(num_params=params)
+
+
+def _savings(costs: Mapping[str, Cost], shape: ModelShape | None) -> dict[str, dict[str, Any]]:
+    whole = costs["step"].num_tokens
+    table = {}
+    for layout, cost in costs.items():
+        table[layout] = dataclasses.asdict(cost)
+        table[layout]["relative_tokens"] = cost.num_tokens / whole if whole else None
+        if shape is not None:
+            table[layout]["training_flops"] = shape.training_flops(cost)
+    return table
+
+
+def _sections(numbers: Mapping[str, Any]) -> Iterable[tuple[str, Sequence[str]]]:
+    apart = {name for names in _SECTIONS.values() for name in names}
+    rows = [n for n, value in numbers.items() if n not in apart and not isinstance(value, dict)]
+    for title, names in {"rows": rows, **_SECTIONS}.items():
+        yield title, _aligned([[name, _number(numbers[name])] for name in names])
+    reasons = numbers["stop_reasons"]
+    if reasons:
+        yield "stop reasons of rows", _aligned([[repr(r), _number(n)] for r, n in reasons.items()])
+    for per, found in numbers["metrics"].items():
+        table = [["metric", "value", "over", "left out"]]
+        for name, line in found.items():
+            table.append([name, *(_number(line[n]) for n in ("value", "num", "num_left_out"))])
+        yield f"per {per}", _aligned(table)
+    yield "savings: what training would forward", _aligned(_savings_table(numbers["savings"]))
+
+
+def _savings_table(savings: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
+    has_flops = "training_flops" in savings["step"]
+    table = [["layout", "sequences", "tokens", "of step", *(["training FLOPs"] * has_flops)]]
+    for layout, cost in savings.items():
+        relative = cost["relative_tokens"]
+        line = [layout, _number(cost["num_sequences"]), _number(cost["num_tokens"])]
+        line.append("-" if relative is None else f"{relative:.1%}")
+        if has_flops:
+            line.append(f"{cost['training_flops']:.3g}")
+        table.append(line)
+    return table
+
+
+def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of columns, the first to the left and numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return [
+        "  ".join([row[0].ljust(widths[0]), *(map(str.rjust, row[1:], widths[1:]))])
+        for row in table
+    ]
 
 
 def _number(value: Any) -> str:
