@@ -32,10 +32,13 @@ lint: $(READY)  ## ruff, mypy (strict), import rules
 bench: $(READY)  ## Benchmarks: ratios measured side by side in one run
 	$(BIN)/python -m benchmarks.layouts
 	$(BIN)/python -m benchmarks.merging
+	$(BIN)/python -m benchmarks.merging --scaling
 	$(BIN)/python -m benchmarks.conversion
 
-docs: $(READY)  ## Write the generated pages of docs/
+docs: $(READY) $(MODEL)/model.safetensors  ## Write the generated pages of docs/ and examples/
 	$(BIN)/python docs/generate.py
+	rm -rf runs/afternoon
+	PYTHONPATH=. $(BIN)/python docs/notebook.py examples/afternoon.md
 	test ! -d $(LOGS) || PYTHONPATH=. $(BIN)/python docs/real_logs.py $(LOGS)
 
 model: $(MODEL)/model.safetensors  ## Fetch SmolLM2-135M-Instruct into .cache/

@@ -1,39 +1,115 @@
-"""Our merge against a merge of the same rule on Python lists, on 20 million tokens in Arrow.
+"""Our merge and checks against the reference's own, on 20 million tokens of multi-turn steps.
 
-The list merge is given its lists for free in the first line, and converts from Arrow and back in the
-second, as a pipeline whose data is in Arrow has to.
+    python -m benchmarks.merging [--skyrl PYTHON]
+
+PYTHON is that of an environment with SkyRL's package (see skyrl_merging.py). Without it, a merge of
+the same rule on Python lists stands in. Data is in Arrow before and after; the parts of the
+reference's time are shown, so that what the lists cost can be told from what the merge costs.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
+import subprocess
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from benchmarks.synthetic import best_of, growing_trajectories, num_tokens
 from pipelines.merging import merge_table
+from rollout_io.prefix import encode_prefixes
+from schemas import check
 
 COLUMNS = ("trajectory_id", "prompt_token_ids", "response_ids", "loss_mask", "rollout_logprobs")
+TOKENS = COLUMNS[1:3]
 Row = dict[str, Any]
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--skyrl", metavar="PYTHON")
+    parser.add_argument("--scaling", action="store_true", help="three sizes instead")
+    arguments = parser.parse_args()
+    if arguments.scaling:
+        scaling()
+        return
     table = growing_trajectories(num_trajectories=600, num_turns=10, tokens_per_turn=640)
-    tokens = num_tokens(table)
-    print(f"{table.num_rows:,} steps, {tokens / 1e6:.1f} M tokens\n")
-    ours_s, merged = best_of(3, lambda: merge_table(table))
-    rows = table.select(COLUMNS).to_pylist()
-    lists_s, by_lists = best_of(3, lambda: merge_lists(rows))
-    arrow_s, _ = best_of(1, lambda: from_lists(merge_lists(table.select(COLUMNS).to_pylist())))
-    assert merged.select(COLUMNS).to_pylist() == by_lists, "the two merges differ"
+    print(f"{table.num_rows:,} steps, {num_tokens(table) / 1e6:.1f} M tokens\n")
+    merged, ours = measured(table)
+    against = (
+        of_skyrl(arguments.skyrl, table, merged) if arguments.skyrl else of_lists(table, merged)
+    )
+    show(ours, against)
 
-    print(f"{'':34}{'s':>9}{'M tokens/s':>13}{'ours is':>10}")
-    for name, seconds in (
-        ("ours, Arrow to Arrow", ours_s),
-        ("lists, lists to lists", lists_s),
-        ("lists, Arrow to Arrow", arrow_s),
-    ):
-        print(f"{name:34}{seconds:9.3f}{tokens / seconds / 1e6:13.1f}{seconds / ours_s:9.1f}x")
+
+def measured(table: pa.Table) -> tuple[pa.Table, dict[str, float]]:
+    """Our seconds, and the merged table."""
+    stored = encode_prefixes(table)
+    full_s, merged = best_of(5, lambda: merge_table(table, "consecutive"))
+    prefix_s, same = best_of(5, lambda: merge_table(stored, "consecutive"))
+    lineage_s, also = best_of(5, lambda: merge_table(stored))
+    for other in (same, also):
+        assert all(merged.column(n).equals(other.column(n)) for n in merged.column_names)
+    return merged, {
+        "merge, from prefix layout": prefix_s,
+        "merge by lineage, from prefix layout": lineage_s,
+        "merge, from full prompts": full_s,
+        "check every rule, prefix layout": best_of(5, lambda: check(stored))[0],
+        "check every rule, full prompts": best_of(5, lambda: check(table))[0],
+    }
+
+
+def of_skyrl(python: str, table: pa.Table, merged: pa.Table) -> dict[str, float]:
+    """The reference's seconds, in its own environment, on the same rows."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "steps.parquet"
+        pq.write_table(table, path)
+        script = Path(__file__).with_name("skyrl_merging.py")
+        done = subprocess.run(
+            [python, str(script), str(path)], check=True, capture_output=True, text=True
+        )
+        theirs = pq.read_table(path.with_suffix(".merged.parquet"))
+    for name in TOKENS:
+        assert theirs.column(name).to_pylist() == merged.column(name).to_pylist(), name
+    seconds = json.loads(done.stdout.splitlines()[-1])
+    parts = {f"SkyRL: {name}": value for name, value in seconds.items()}
+    whole = seconds["from_arrow"] + seconds["merge"] + seconds["to_arrow"]
+    return parts | {"merge": whole, "validate": seconds["validate"]}
+
+
+def of_lists(table: pa.Table, merged: pa.Table) -> dict[str, float]:
+    """Seconds of the stand-in."""
+    from_s, rows = best_of(1, lambda: table.select(COLUMNS).to_pylist())
+    merge_s, by_lists = best_of(3, lambda: merge_lists(rows))
+    to_s, _ = best_of(1, lambda: pa.Table.from_pylist(by_lists))
+    assert merged.select(COLUMNS).to_pylist() == by_lists, "the two merges differ"
+    parts = {"lists: from Arrow": from_s, "lists: merge": merge_s, "lists: to Arrow": to_s}
+    return parts | {"merge": from_s + merge_s + to_s}
+
+
+def show(ours: dict[str, float], against: dict[str, float]) -> None:
+    print(f"{'':40}{'ms':>9}{'reference / ours':>18}")
+    for name, seconds in ours.items():
+        base = against.get("merge" if name.startswith("merge") else "validate")
+        ratio = "" if base is None else f"{base / seconds:17.1f}x"
+        print(f"{name:40}{seconds * 1e3:9.1f}{ratio}")
+    for name, seconds in against.items():
+        print(f"{'reference: ' + name:40}{seconds * 1e3:9.1f}")
+
+
+def scaling() -> None:
+    """Merge time over three sizes: per distinct token it stays the same."""
+    print(f"{'trajectories':>13}{'step tokens':>14}{'distinct':>12}{'ms':>9}{'ns / distinct':>15}")
+    for num in (300, 600, 1200):
+        stored = encode_prefixes(growing_trajectories(num, num_turns=10, tokens_per_turn=640))
+        distinct = num * 10 * 640
+        seconds, _ = best_of(5, lambda stored=stored: merge_table(stored))
+        per_token = seconds / distinct * 1e9
+        print(f"{num:13,}{distinct * 5:14,}{distinct:12,}{seconds * 1e3:9.1f}{per_token:15.2f}")
 
 
 def merge_lists(rows: list[Row]) -> list[Row]:
@@ -60,10 +136,6 @@ def append(merged: Row, row: Row) -> None:
     merged["response_ids"] += observed + row["response_ids"]
     merged["loss_mask"] += [False] * len(observed) + row["loss_mask"]
     merged["rollout_logprobs"] += [0.0] * len(observed) + row["rollout_logprobs"]
-
-
-def from_lists(rows: list[Row]) -> pa.Table:
-    return pa.Table.from_pylist(rows)
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ def test_help_answers_in_half_a_second_without_heavy_libraries() -> None:
 
 
 def test_help_of_a_verb_ends_with_an_example(capsys: Capture) -> None:
-    for verb in ("convert", "validate", "inspect", "export"):
+    for verb in ("convert", "validate", "stats", "filter", "merge", "unmerge", "drift", "export"):
         assert run([verb, "--help"]) == 0
         assert f"  rollouts {verb} " in capsys.readouterr().out
 
@@ -432,7 +432,7 @@ def test_a_polite_kill_exits_143_and_leaves_nothing(tmp_path: Path) -> None:
     assert not out.exists()
 
 
-@pytest.mark.parametrize("verb", ["stats", "inspect", "merge", "export"])
+@pytest.mark.parametrize("verb", ["stats", "inspect", "filter", "merge", "export"])
 def test_a_column_of_a_wrong_type_is_a_clean_error(
     verb: str, dataset: str, tmp_path: Path, capsys: Capture
 ) -> None:

@@ -61,6 +61,20 @@ def test_generated_pages_are_what_the_code_says():
         assert (ROOT / "docs" / name).read_text() == page(), "run `make docs`"
 
 
+@pytest.mark.model
+def test_every_output_of_the_afternoon_is_what_its_code_shows(tmp_path, smollm2_dir):
+    del smollm2_dir
+    for name in ("examples", ".cache"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    page = ROOT / "examples" / "afternoon.md"
+    copy = tmp_path / page.name
+    copy.write_text(page.read_text())
+    command = [sys.executable, str(ROOT / "docs" / "notebook.py"), copy.name]
+    subprocess.run(command, cwd=tmp_path, check=True)
+    assert copy.read_text() == page.read_text(), "run `make docs`"
+    assert copy.read_text().count("```text") == 10
+
+
 def test_every_link_in_the_readme_leads_somewhere():
     for target in re.findall(r"\]\(([^)#]+)\)", README):
         assert (ROOT / target).exists(), target
