@@ -112,7 +112,8 @@ COLUMNS: tuple[Column, ...] = (
         nullable=True,
         meaning=(
             "the ranges of `response_ids` that were sampled, in order, with the original step "
-            "index and every per-step value; null: the whole response is one step's"
+            "index; where a merge made them (`joined`) each is a step, with every value that it had "
+            "of its own; null: the whole response is one step's"
         ),
     ),
     Column(

@@ -91,6 +91,12 @@ def test_groups_without_variance_are_counted_and_left_out_only_if_asked() -> Non
     assert make_plan(table, config()).num_groups_without_variance == 1
 
 
+def test_a_plan_that_would_leave_no_group_says_so() -> None:
+    table = returns(("same", 1.0, None), ("same", 1.0, None))
+    with pytest.raises(RolloutError, match="got 1 groups, each with equal returns"):
+        make_plan(table, config(drop_zero_variance_groups=True))
+
+
 @pytest.mark.parametrize("outcome", [None, float("nan"), float("inf")])
 def test_unknown_outcome_without_an_error_is_refused(outcome: float | None) -> None:
     with pytest.raises(RolloutError, match="unknown_outcome: trajectory 'a_0'"):

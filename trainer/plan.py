@@ -44,7 +44,7 @@ def make_plan(returns: pl.DataFrame, config: TrainConfig) -> Plan:
         config: The run's configuration.
 
     Raises:
-        RolloutError: A trajectory with neither a return nor an error.
+        RolloutError: A trajectory with neither a return nor an error; no group is left.
     """
     _check_outcomes(returns)
     failed = pl.col("error").is_not_null()
@@ -56,6 +56,10 @@ def make_plan(returns: pl.DataFrame, config: TrainConfig) -> Plan:
     if config.drop_zero_variance_groups:
         trajectories = trajectories.filter(~pl.col("instance_id").is_in(constant))
     groups = trajectories["instance_id"].unique(maintain_order=True).to_list()
+    if not groups:
+        got = f"{len(constant)} groups, each with equal returns" if len(constant) else "no rows"
+        expected, hint = "a group whose returns vary", "rollouts stats DS"
+        raise RolloutError("mask_trains_something", "dataset", got, expected, hint)
     return Plan(
         trajectories=trajectories.with_columns(
             _advantages(trajectories, normalize_by_std=config.normalize_by_std),
