@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +16,7 @@ from schemas.types import PREFIX_TYPES
 
 Tokens = npt.NDArray[np.int32]
 
-_SHORT = 4096  # tokens, up to which comparing copies of bytes is quicker than comparing arrays
+_TOKEN_BYTES = 4
 
 
 def encode_prefixes(table: pa.Table) -> pa.Table:
@@ -94,56 +93,42 @@ def find_parents(prompts: Ragged, responses: Ragged, starts: IntArray) -> tuple[
     """
     num_rows = len(prompts.lengths)
     parent, shared = np.full(num_rows, -1, np.int64), np.zeros(num_rows, np.int64)
+    begins, splits = prompts.offsets.tolist(), responses.offsets.tolist()
     for start, end in pairwise([*starts.tolist(), num_rows]):
-        steps: list[_Step] = []
+        steps: list[bytes] = []
         longest = 0
         for row in range(start, end):
-            step = _Step(prompts.row(row), responses.row(row))
+            prompt = prompts.values[begins[row] : begins[row + 1]].tobytes()
             if steps:
-                parent[row], shared[row] = _longest(steps, step, longest)
-            steps.append(step)
-            longest = max(longest, step.length)
+                parent[row], shared[row] = _longest(steps, prompt, longest)
+            steps.append(prompt + responses.values[splits[row] : splits[row + 1]].tobytes())
+            longest = max(longest, len(steps[-1]))
     return parent, shared
 
 
-class _Step:
-    __slots__ = ("content", "length", "prompt", "response")
+def _longest(steps: list[bytes], prompt: bytes, longest: int) -> tuple[int, int]:
+    """The earlier step that shares most with a prompt, and how many tokens.
 
-    def __init__(self, prompt: Tokens, response: Tokens) -> None:
-        self.prompt, self.response = prompt, response
-        self.length = len(prompt) + len(response)
-        is_short = self.length < _SHORT
-        self.content = prompt.tobytes() + response.tobytes() if is_short else b""
-
-    def token(self, index: int) -> Any:
-        split = len(self.prompt)
-        return self.prompt[index] if index < split else self.response[index - split]
-
-    def shares(self, other: _Step) -> int:
-        """How many leading tokens of the other's prompt are this step's prompt + response."""
-        prompt = other.prompt
-        fits = self.content and self.length <= len(prompt)
-        if fits and other.content.startswith(self.content):
-            return self.length
-        common = common_prefix(self.prompt, prompt)
-        if common < len(self.prompt):
-            return common
-        return common + common_prefix(self.response, prompt[common:])
-
-
-def _longest(steps: list[_Step], step: _Step, longest: int) -> tuple[int, int]:
-    """The earlier step that shares most, and how much; none is longer than `longest`."""
+    Args:
+        steps: Bytes of each one's tokens, prompt + response.
+        prompt: Bytes of its tokens.
+        longest: Size of the longest step, beyond which nothing can be shared.
+    """
     best, parent = 0, -1
     for candidate in range(len(steps) - 1, -1, -1):
-        if best in {len(step.prompt), longest}:
+        if best in (len(prompt), longest):
             break
-        other = steps[candidate]
-        if other.length <= best or other.token(best) != step.prompt[best]:
+        step = steps[candidate]
+        following = prompt[best : best + _TOKEN_BYTES]
+        if len(step) <= best or step[best : best + _TOKEN_BYTES] != following:
             continue
-        shared = other.shares(step)
+        shared = len(step)
+        if not prompt.startswith(step):
+            common = common_prefix(np.frombuffer(step, np.int32), np.frombuffer(prompt, np.int32))
+            shared = common * _TOKEN_BYTES
         if shared > best:
             best, parent = shared, candidate
-    return parent, best
+    return parent, best // _TOKEN_BYTES
 
 
 def common_prefix(a: Tokens, b: Tokens) -> int:

@@ -25,6 +25,8 @@ BREACH_SCHEMA: dict[str, Any] = {
 }
 """A breach: which rule, which row of the dataset (null: the whole table), what was found."""
 
+_NONE = pl.DataFrame(schema=BREACH_SCHEMA)
+
 
 @dataclass(slots=True)
 class View:
@@ -75,6 +77,8 @@ class View:
         expected: str | Sequence[str],
     ) -> pl.DataFrame:
         """One breach per row of `rows` (rows of this table; reported as rows of the dataset)."""
+        if not len(rows):
+            return _NONE
         ids = [None] * len(rows)
         if self.has("trajectory_id"):
             ids = self.strings("trajectory_id").take(pa.array(rows)).to_pylist()

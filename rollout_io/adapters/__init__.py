@@ -73,7 +73,7 @@ class Run:
     @property
     def num_bytes(self) -> int:
         """Of its records."""
-        return sum(place.num_bytes for place in self.places)
+        return sum([place.num_bytes for place in self.places])
 
 
 class Rejected(NamedTuple):

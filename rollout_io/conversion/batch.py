@@ -64,22 +64,33 @@ class Reader:
 
     def parts(self, runs: Sequence[Run]) -> Iterator[Part]:
         """The rows of runs, in order, as yet unchecked."""
-        batch: list[tuple[Run, Settled]] = []
+        if self.settings.adapter.is_table:
+            yield from self._tables(runs)
+        elif batch := self._settle(runs):
+            yield from _tabulated(batch, self.rejected)
+
+    def _tables(self, runs: Sequence[Run]) -> Iterator[Part]:
         for run in runs:
             try:
-                if self.settings.adapter.is_table:
-                    table = self.settings.adapter.read(run, self.settings.options)
-                    self._take_routing([_routing_of(table)], run)
-                    yield Part([run], table)
-                else:
+                table = self.settings.adapter.read(run, self.settings.options)
+                self._take_routing([_routing_of(table)], run)
+            except RolloutError as error:
+                self.rejected += _of_run(run, error)
+            else:
+                yield Part([run], table)
+
+    def _settle(self, runs: Sequence[Run]) -> list[tuple[Run, Settled]]:
+        batch: list[tuple[Run, Settled]] = []
+        with np.errstate(over="ignore"):  # a float too large is infinite, which the checks refuse
+            for run in runs:
+                try:
                     settled = _settled(run, self.outcomes, self.settings)
                     routes = [step.rollout_expert_indices for step in settled.steps]
                     self._take_routing([r.shape[1:] for r in routes if r is not None], run)
                     batch.append((run, settled))
-            except RolloutError as error:
-                self.rejected += _of_run(run, error)
-        if batch:
-            yield from _tabulated(batch, self.rejected)
+                except RolloutError as error:
+                    self.rejected += _of_run(run, error)
+        return batch
 
     def _take_routing(self, shapes: Iterable[tuple[int, ...] | None], run: Run) -> None:
         for shape in shapes:
@@ -108,8 +119,7 @@ def _settled(run: Run, outcomes: Mapping[Key, Outcome], settings: Settings) -> S
     assert run.repetition_id is not None
     logged = Trajectory(steps=[])
     if run.places:
-        with np.errstate(over="ignore"):  # a float too large is infinite, which the checks refuse
-            logged = settings.adapter.read(run, settings.options)
+        logged = settings.adapter.read(run, settings.options)
     steps = with_tokens(logged, settings.retokenizer)
     given = outcomes.get((run.instance_id, run.repetition_id))
     return settle(run, logged, steps, given, settings.options.reward)

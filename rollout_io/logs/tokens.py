@@ -19,6 +19,9 @@ from schemas.rules import RULES
 
 INT32_MAX = 2**31 - 1
 
+_END = b"%d" % (INT32_MAX + 1)
+"""Between lists: the least number that is no id."""
+
 _Expert = Annotated[int, msgspec.Meta(ge=0, le=2**15 - 1)]
 _INTEGERS_DECODER = msgspec.json.Decoder(list[int])
 _ROUTES_DECODER = msgspec.json.Decoder(list[list[list[_Expert]]] | None)
@@ -68,43 +71,35 @@ def parse_ids(texts: Sequence[bytes]) -> tuple[npt.NDArray[np.int32], IntArray]:
     """
     if not all(text[:1] == b"[" for text in texts):
         raise ValueError("not a list")
-    shared, new, parts = [], [], []
-    before, num_before = b"[", 0
+    if not texts:
+        return np.zeros(0, np.int32), np.zeros(0, np.int64)
+    parts: list[bytes] = []
+    extends: list[bool] = []
+    stem = b"[,"  # which begins no list
     for text in texts:
-        begin = len(before) - 1
-        extends = (
-            num_before > 0 and text.startswith(before[:-1]) and text[begin : begin + 1] == b","
-        )
-        part = text[begin + 1 : -1] if extends else text[1:-1]
-        commas = part.count(b",")
-        num_new = commas + 1 if commas or part.strip() else 0
-        if num_new:
-            parts.append(part)
-        shared.append(num_before if extends else 0)
-        new.append(num_new)
-        before, num_before = text, shared[-1] + num_new
-    found = _parse_numbers(b",".join(parts)) if parts else np.zeros(0, np.int64)
-    if len(found) != sum(new):
-        raise ValueError("not a list of whole numbers")
-    if len(found) and found.max() > INT32_MAX:
-        raise ValueError(f"a number beyond {INT32_MAX}")
-    return _with_shared(found.astype(np.int32), shared, new)
+        begin = len(stem) if text.startswith(stem) else 1
+        part = text[begin:-1]
+        parts += (_END,) if not part or part.isspace() else (part, _END)
+        extends.append(begin > 1)
+        stem = text[:-1] + b","
+    found = _parse_numbers(b",".join(parts))
+    ends = np.flatnonzero(found == INT32_MAX + 1)
+    if len(ends) != len(texts) or found.max() > INT32_MAX + 1 or found.min() < -INT32_MAX - 1:
+        raise ValueError("a number beyond 32 bits")
+    return _with_shared(found, ends, np.array(extends, np.bool_))
 
 
 def _with_shared(
-    found: npt.NDArray[np.int32], shared: Sequence[int], new: Sequence[int]
+    found: npt.NDArray[np.int64], ends: IntArray, extends: npt.NDArray[np.bool_]
 ) -> tuple[npt.NDArray[np.int32], IntArray]:
-    """Lists whose first `shared` numbers are those of the list before; their others are given."""
-    lengths = np.array(shared, np.int64) + np.array(new, np.int64)
-    if not any(shared):
-        return found, lengths
-    out = np.empty(int(lengths.sum()), np.int32)
-    begin = before = used = 0
-    for kept, added in zip(shared, new, strict=True):
-        out[begin : begin + kept] = out[before : before + kept]
-        out[begin + kept : begin + kept + added] = found[used : used + added]
-        before, used, begin = begin, used + added, begin + kept + added
-    return out, lengths
+    """Lists of which some go on from the one before; what is new in each, and an end, are given."""
+    new = found[found <= INT32_MAX].astype(np.int32)
+    stops = ends - np.arange(len(ends))
+    starts = np.maximum.accumulate(np.where(extends, 0, np.append(0, stops[:-1])))
+    if not extends.any():
+        return new, stops - starts
+    rows = [new[a:b] for a, b in zip(starts.tolist(), stops.tolist(), strict=True)]
+    return np.concatenate(rows), stops - starts
 
 
 def _parse_numbers(text: bytes) -> npt.NDArray[np.int64]:
