@@ -259,13 +259,15 @@ def _check_nulls(view: View, name: str) -> list[pl.DataFrame]:
 
 def _rows_with_null_elements(values: pa.ChunkedArray) -> np.ndarray[Any, np.dtype[np.int64]]:
     nested = is_list(values.type) and not pa.types.is_struct(values.type.value_type)
-    parents, flat = None, values
+    lists, flat = [], values
     while nested and (is_list(flat.type) or pa.types.is_fixed_size_list(flat.type)):
-        index = np.asarray(pa.compute.list_parent_indices(flat), np.int64)
-        parents = index if parents is None else parents[index]
+        lists.append(flat)
         flat = pa.compute.list_flatten(flat)
         if flat.null_count:
-            return np.unique(parents[np.flatnonzero(np.asarray(flat.is_null()))])
+            rows = np.flatnonzero(np.asarray(flat.is_null()))
+            for parents in reversed(lists):
+                rows = np.asarray(pa.compute.list_parent_indices(parents), np.int64)[rows]
+            return np.unique(rows)
     return np.zeros(0, np.int64)
 
 

@@ -32,7 +32,7 @@ class Input(NamedTuple):
     path: Path
 
 
-class Place(NamedTuple):
+class Place(msgspec.Struct, frozen=True, gc=False):
     """Where one record is: a line of a file, a part of a document, or a document.
 
     Attributes:

@@ -20,6 +20,7 @@ import hashlib
 import io
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -189,7 +190,7 @@ def _records(given: Input, progress: Progress) -> Iterator[Record]:
     with open_input(given.path) as file:
         start = file.read(1 << 12)
         if not start.lstrip().startswith(b"["):
-            yield from lines_of([given], progress)
+            yield from starmap(Record, lines_of([given], progress))
             return
         content = start + file.read()
     refuse_lfs_pointer(content, given.name)

@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 
@@ -68,7 +69,7 @@ class _Shape(msgspec.Struct, gc=False):
     response: dict[str, msgspec.Raw] | list[msgspec.Raw] | str | None
 
 
-class _Entry(NamedTuple):
+class _Entry(msgspec.Struct, gc=False):
     """A call and its place."""
 
     place: Place
@@ -76,6 +77,7 @@ class _Entry(NamedTuple):
     call: _Call
 
 
+_RANK = attrgetter("call.time", "call.final")
 _SHAPE_DECODER = msgspec.json.Decoder(_Shape)
 _HEAD_DECODER = msgspec.json.Decoder(_Head)
 _TEXT_DECODER = msgspec.json.Decoder(str)
@@ -87,13 +89,13 @@ def find_sessions(inputs: Sequence[Input], progress: Progress) -> Iterator[Found
 
     A damaged call takes its session with it, where the line still says which.
     """
-    sessions: dict[bytes, list[Place]] = {}
+    sessions: defaultdict[bytes, list[Place]] = defaultdict(list)
     for place, content in lines_of(inputs, progress):
         match = _SESSION_FIRST.match(content)
         try:
             name = match[1] if match else b""
             name = name if name and name.isascii() else _session(content, place.where)
-            sessions.setdefault(name, []).append(place)
+            sessions[name].append(place)
         except RolloutError as error:
             yield Rejected(place, error)
     runs: list[Run] = []
@@ -130,11 +132,13 @@ def read_session(run: Run, _: Options) -> Trajectory:
     Raises:
         RolloutError: A call that cannot be used, or calls whose order cannot be told.
     """
-    entries = [_read(place, run) for place in run.places]
-    _order(f"session {run.instance_id}/{run.repetition_id}", entries)
+    session = f"{run.instance_id}/{run.repetition_id}"
+    entries = [_read(place, session) for place in run.places]
+    _order(f"session {session}", entries)
     steps: list[Step] = []
-    for place, _content, call in entries:
-        choices = read_choices(call.response, call.request, place.where, failed=run.failed)
+    for entry in entries:
+        call, where = entry.call, entry.place.where
+        choices = read_choices(call.response, call.request, where, failed=run.failed)
         for step in choices:
             step.agent, step.policy_version = call.agent, call.policy_version
         choices[-1].reward = call.reward
@@ -142,30 +146,27 @@ def read_session(run: Run, _: Options) -> Trajectory:
     return Trajectory(steps=steps, reward=steps[-1].reward)
 
 
-def _read(place: Place, run: Run) -> _Entry:
+def _read(place: Place, session: str) -> _Entry:
     content = read_record(place)
     refuse_not_utf8(content, place.where)
     call = decode_line(_DECODER, content, place.where)
-    if call.session != f"{run.instance_id}/{run.repetition_id}":
-        got, expected = (
-            f"session {call.session!r} too",
-            f"{run.instance_id}/{run.repetition_id} alone",
-        )
+    if call.session != session:
+        got, expected = f"session {call.session!r} too", f"{session} alone"
         raise RolloutError("session_name", place.where, got, expected, "a key twice in one object")
     return _Entry(place, content, call)
 
 
 def _order(session: str, entries: list[_Entry]) -> None:
-    timed = [entry for entry in entries if entry.call.time is not None]
-    if 0 < len(timed) < len(entries):
-        where = next(entry.place.where for entry in entries if entry.call.time is None)
-        expected = f"a `time`, as in {timed[0].place.where}"
+    untimed = [entry for entry in entries if entry.call.time is None]
+    if 0 < len(untimed) < len(entries):
+        timed = next(entry for entry in entries if entry.call.time is not None)
+        expected = f"a `time`, as in {timed.place.where}"
         hint = "give every call of a session its time, or none"
         got = f"a call of {session} without `time`"
-        raise RolloutError("mixed_time", where, got, expected, hint)
-    if timed:
-        entries.sort(key=lambda entry: (entry.call.time, entry.call.final))
-        if len({(e.call.time, e.call.final) for e in entries}) < len(entries):
+        raise RolloutError("mixed_time", untimed[0].place.where, got, expected, hint)
+    if not untimed:
+        entries.sort(key=_RANK)
+        if len(set(map(_RANK, entries))) < len(entries):
             _order_ties(session, entries)
     finals = [entry for entry in entries if entry.call.final]
     if len(finals) > 1:

@@ -215,7 +215,7 @@ def _count(page: Path) -> _Count | None:
 def _places(file: Input, progress: Progress) -> Iterator[Place | Rejected]:
     """The rows of a file."""
     if not _is_page(file.path):
-        yield from (record.place for record in lines_of([file], progress))
+        yield from (place for place, _ in lines_of([file], progress))
         return
     with open_input(file.path) as opened:
         document = opened.read()

@@ -18,7 +18,7 @@ def encode(rejected: Rejected) -> dict[str, Any]:
     """As JSON; `decode` reads it."""
     place, error = rejected
     found = {name: getattr(error, name) for name in _ERROR}
-    return {"place": [str(place.path), *place[1:]], "error": found}
+    return {"place": [str(place.path), place.where, place.offset, place.num_bytes], "error": found}
 
 
 def decode(values: dict[str, Any]) -> Rejected:

@@ -149,12 +149,15 @@ def holds_tokens(answer: Answer) -> bool:
 def _step(choice: Choice, prompt: Ids, request: Request, where: str, *, failed: bool) -> Step:
     response = _ids(_ids_of(choice), "response", where, failed=failed)
     messages = request.prompt if request.messages is NO_JSON else request.messages
+    routes = None
+    if choice.routed_experts is not NO_JSON:
+        routes = _routes(choice, prompt, response, where)
     return Step(
         source=where,
         prompt_token_ids=prompt,
         response_ids=response,
         rollout_logprobs=_logprobs(choice.logprobs),
-        rollout_expert_indices=_routes(choice, prompt, response, where),
+        rollout_expert_indices=routes,
         stop_reason=choice.finish_reason,
         temperature=request.temperature,
         top_p=request.top_p,
@@ -195,8 +198,6 @@ def _logprobs(logprobs: _Logprobs | None) -> npt.NDArray[np.float32] | None:
 
 
 def _routes(choice: Choice, prompt: Ids, response: Ids, where: str) -> npt.NDArray[np.int16] | None:
-    if choice.routed_experts is NO_JSON or bytes(choice.routed_experts) == b"null":
-        return None
     place = f"{where}, choice {choice.index}, routed_experts"
     return route_array(choice.routed_experts, num_ids(prompt) + num_ids(response), place)
 
@@ -213,7 +214,7 @@ def _text(choice: Choice) -> str | None:
 
 
 def _json_text(raw: msgspec.Raw) -> str | None:
-    text = bytes(raw).decode()
+    text = str(raw, "utf-8")
     return None if text == "null" else text
 
 

@@ -51,8 +51,8 @@ def _descriptor(path: Path) -> _Descriptor:
     return _Descriptor(path)
 
 
-def lines_of(inputs: Sequence[Input], progress: Progress) -> Iterator[Record]:
-    """The lines of all inputs that are not blank.
+def lines_of(inputs: Sequence[Input], progress: Progress) -> Iterator[tuple[Place, bytes]]:
+    """The lines of all inputs that are not blank, each with its place.
 
     Raises:
         RolloutError: `input_file`, `lfs_pointer`.
@@ -67,7 +67,7 @@ def lines_of(inputs: Sequence[Input], progress: Progress) -> Iterator[Record]:
                     refuse_lfs_pointer(content, name)
                 if not content.isspace():
                     progress(num_bytes)
-                    yield Record(Place(path, f"{name}:{number}", offset, num_bytes), content)
+                    yield Place(path, f"{name}:{number}", offset, num_bytes), content
                 offset += num_bytes
 
 
@@ -81,9 +81,9 @@ def find_lines(
         progress: Told the size of each line.
         find: What a line is; raises `RolloutError` where it is nothing.
     """
-    for record in lines_of(inputs, progress):
+    for place, content in lines_of(inputs, progress):
         try:
-            refuse_not_utf8(record.content, record.place.where)
-            yield find(record)
+            refuse_not_utf8(content, place.where)
+            yield find(Record(place, content))
         except RolloutError as error:
-            yield Rejected(record.place, error)
+            yield Rejected(place, error)
