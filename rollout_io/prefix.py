@@ -91,19 +91,26 @@ def find_parents(prompts: Ragged, responses: Ragged, starts: IntArray) -> tuple[
         parent: [N] index of the parent within the trajectory, -1 for a root.
         shared: [N] tokens of the parent's prompt + response that this prompt repeats.
     """
-    num_rows = len(prompts.lengths)
-    parent, shared = np.full(num_rows, -1, np.int64), np.zeros(num_rows, np.int64)
-    begins, splits = prompts.offsets.tolist(), responses.offsets.tolist()
-    for start, end in pairwise([*starts.tolist(), num_rows]):
-        steps: list[bytes] = []
-        longest = 0
-        for row in range(start, end):
-            prompt = prompts.values[begins[row] : begins[row + 1]].tobytes()
-            if steps:
-                parent[row], shared[row] = _longest(steps, prompt, longest)
-            steps.append(prompt + responses.values[splits[row] : splits[row + 1]].tobytes())
-            longest = max(longest, len(steps[-1]))
+    is_first = np.zeros(len(prompts.lengths), np.bool_)
+    is_first[starts] = True
+    steps: list[bytes] = []
+    found: list[tuple[int, int]] = []
+    rows = zip(is_first.tolist(), _rows(prompts), _rows(responses), strict=True)
+    for begins, prompt, response in rows:
+        if begins:
+            steps, longest = [], 0
+        found.append(_longest(steps, prompt, longest))
+        steps.append(prompt + response)
+        longest = max(longest, len(steps[-1]))
+    parent, shared = np.array(found, np.int64).reshape(-1, 2).T
     return parent, shared
+
+
+def _rows(column: Ragged) -> Iterator[bytes]:
+    """The bytes of each row."""
+    content = memoryview(column.values).cast("B")
+    bounds = column.offsets * column.values.itemsize
+    return (content[begin:end].tobytes() for begin, end in pairwise(bounds.tolist()))
 
 
 def _longest(steps: list[bytes], prompt: bytes, longest: int) -> tuple[int, int]:
@@ -119,8 +126,7 @@ def _longest(steps: list[bytes], prompt: bytes, longest: int) -> tuple[int, int]
         if best in (len(prompt), longest):
             break
         step = steps[candidate]
-        following = prompt[best : best + _TOKEN_BYTES]
-        if len(step) <= best or step[best : best + _TOKEN_BYTES] != following:
+        if len(step) <= best or not prompt.startswith(step[best : best + _TOKEN_BYTES], best):
             continue
         shared = len(step)
         if not prompt.startswith(step):

@@ -22,7 +22,7 @@ from schemas.structure_checks import (
     check_whole,
 )
 from schemas.types import PREFIX_TYPES, accepts, accepts_column, as_table, is_list
-from schemas.view import BREACH_SCHEMA, View, breach_frame
+from schemas.view import View, breach_frame, joined
 
 DECODE_COLUMNS = (*PREFIX_TYPES, "response_ids", "trajectory_id", "step_index")
 """What the prompts of the `prefix` layout are decoded from."""
@@ -117,17 +117,17 @@ class Checker:
             found += self._structure(view)
         self._note_training(view)
         self.num_rows += table.num_rows
-        return pl.concat(found)
+        return joined(found)
 
     def finish(self) -> pl.DataFrame:
         """Breaches that only the end of the dataset shows."""
-        found = [pl.DataFrame(schema=BREACH_SCHEMA)]
+        found = []
         if self.open_end is not None:
             found.append(self._unfinished("final_row_is_last"))
         if self._has_healthy_rows and not self._trains:
             name, expected = "mask_trains_something", "some true"
             found.append(breach_frame(name, [None], [None], "loss_mask", ["all false"], [expected]))
-        return pl.concat(found)
+        return joined(found)
 
     def _structure(self, view: View) -> Iterator[pl.DataFrame]:
         if self.open_end is not None:
@@ -163,7 +163,7 @@ def check(data: Any, *, vocab_size: int | None = None) -> pl.DataFrame:
         ['lengths_align']
     """
     checker = Checker(vocab_size)
-    return pl.concat([checker.check(data), checker.finish()])
+    return joined([checker.check(data), checker.finish()])
 
 
 def validate(data: Any, *, vocab_size: int | None = None) -> None:
@@ -188,7 +188,7 @@ def check_types(table: pa.Table, row_offset: int = 0) -> tuple[pl.DataFrame, fro
     Returns:
         Breaches, and the names of the columns at fault.
     """
-    found = [pl.DataFrame(schema=BREACH_SCHEMA)]
+    found = []
     encoded = PREFIX_TYPES.keys() <= set(table.column_names)
     stands_in = {"prompt_token_ids"} if encoded else set()
     missing = set(REQUIRED_COLUMNS) - stands_in - set(table.column_names)
@@ -199,7 +199,7 @@ def check_types(table: pa.Table, row_offset: int = 0) -> tuple[pl.DataFrame, fro
     view = View(table, row_offset, unfit)
     for name in declared:
         found += [] if name in unfit else _check_nulls(view, name)
-    breaches = pl.concat([*found, *misfits])
+    breaches = joined([*found, *misfits])
     return breaches, frozenset(breaches["column"].to_list())
 
 
@@ -208,7 +208,7 @@ def misnamed_columns(table: pa.Table) -> pl.DataFrame:
     counts = {n: table.column_names.count(n) for n in dict.fromkeys(table.column_names)}
     found = [_wrong(n, f"{count} columns", "one") for n, count in counts.items() if count > 1]
     found += [_wrong("", "a column without a name", "a name")] if "" in counts else []
-    return pl.concat([pl.DataFrame(schema=BREACH_SCHEMA), *found])
+    return joined(found)
 
 
 def _first_of_each_name(table: pa.Table) -> pa.Table:
@@ -224,7 +224,7 @@ def check_references(table: pa.Table) -> pl.DataFrame:
     found, view = [types.filter(pl.col("column").is_in(needs))], View(known, 0, unusable)
     if view.has(*needs):
         found += [check_whole(view), *check_prefix(view)]
-    return pl.concat(found)
+    return joined(found)
 
 
 def _check_type(table: pa.Table, name: str) -> list[pl.DataFrame]:

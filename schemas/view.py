@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,6 +84,11 @@ class View:
             ids = self.strings("trajectory_id").take(pa.array(rows)).to_pylist()
         wanted = [expected] * len(rows) if isinstance(expected, str) else list(expected)
         return breach_frame(rule, (rows + self.row_offset).tolist(), ids, column, got, wanted)
+
+
+def joined(breaches: Iterable[pl.DataFrame]) -> pl.DataFrame:
+    """All breaches, one frame after the other."""
+    return pl.concat([_NONE, *(found for found in breaches if len(found))])
 
 
 def breach_frame(

@@ -30,25 +30,13 @@ class Summary:
     def add(self, table: pa.Table) -> None:
         """Count a table of whole trajectories."""
         frame = pl.DataFrame(pl.from_arrow(table.select(_known(table))))
-        for name, kind in _ABSENT.items():
-            if name not in frame.columns:
-                frame = frame.with_columns(pl.lit(None, kind).alias(name))
-        sizes = pl.col("prompt_token_ids").list.len()
-        calls = frame.filter((sizes > 0) | pl.col("error").is_null())
-        text = calls["token_source"] == "retokenized"
-        self.num_calls += calls.filter(~text)["source"].n_unique()
-        self.num_calls += int(calls.filter(text)["segments"].list.len().sum())
+        absent = {n: pl.lit(None, kind) for n, kind in _ABSENT.items() if n not in frame.columns}
+        counts = frame.with_columns(**absent).select(**_COUNTS).row(0, named=True)
+        for name, count in counts.items():
+            setattr(self, name, getattr(self, name) + count)
         self.num_rows += len(frame)
-        self.num_without_logprobs += calls["rollout_logprobs"].null_count()
-        self.num_retokenized += int(text.sum())
-        last = frame.filter("is_last_step")
-        healthy = last.filter(pl.col("error").is_null())
-        self.num_trajectories += len(last)
-        self.num_failed += len(last) - len(healthy)
-        self.num_without_reward += healthy["reward"].null_count()
         self.numbers |= _numbers(table)
-        self.reward_sum += float(healthy["reward"].sum())
-        self.instances |= set(last["instance_id"])
+        self.instances |= set(frame["instance_id"].unique())
 
     def merge(self, other: Summary) -> None:
         """Add the counts of another part of the logs."""
@@ -126,6 +114,20 @@ _NAMES = (
     *("instance_id", "is_last_step", "prompt_token_ids", "rollout_logprobs", "reward", "error"),
     *("source", "token_source", "segments"),
 )
+
+_IS_HEALTHY, _IS_LAST = pl.col("error").is_null(), pl.col("is_last_step")
+_IS_CALL = _IS_HEALTHY | (pl.col("prompt_token_ids").list.len() > 0)
+_IS_TEXT = pl.col("token_source") == "retokenized"
+_COUNTS = {
+    "num_calls": pl.col("source").filter(_IS_CALL & ~_IS_TEXT).n_unique()
+    + pl.col("segments").list.len().filter(_IS_CALL & _IS_TEXT).sum(),
+    "num_without_logprobs": (_IS_CALL & pl.col("rollout_logprobs").is_null()).sum(),
+    "num_retokenized": (_IS_CALL & _IS_TEXT).sum(),
+    "num_trajectories": _IS_LAST.sum(),
+    "num_failed": (_IS_LAST & ~_IS_HEALTHY).sum(),
+    "num_without_reward": (_IS_LAST & _IS_HEALTHY & pl.col("reward").is_null()).sum(),
+    "reward_sum": pl.col("reward").filter(_IS_LAST & _IS_HEALTHY).sum(),
+}
 
 
 def _numbers(table: pa.Table) -> set[str]:

@@ -69,19 +69,22 @@ def parse_ids(texts: Sequence[bytes]) -> tuple[npt.NDArray[np.int32], IntArray]:
         >>> ids.tolist(), lengths.tolist()
         ([1, 33, 1, 33, 37], [2, 3, 0])
     """
-    if not all(text[:1] == b"[" for text in texts):
-        raise ValueError("not a list")
     if not texts:
         return np.zeros(0, np.int32), np.zeros(0, np.int64)
     parts: list[bytes] = []
     extends: list[bool] = []
-    stem = b"[,"  # which begins no list
+    before = b"[]"
     for text in texts:
-        begin = len(stem) if text.startswith(stem) else 1
-        part = text[begin:-1]
-        parts += (_END,) if not part or part.isspace() else (part, _END)
-        extends.append(begin > 1)
-        stem = text[:-1] + b","
+        if text[:1] != b"[":
+            raise ValueError("not a list")
+        size = len(before)
+        goes_on = text[size - 1 : size] == b"," and text.startswith(before[:-1])
+        part = text[size if goes_on else 1 : -1]
+        if part and not part.isspace():
+            parts.append(part)
+        parts.append(_END)
+        extends.append(goes_on)
+        before = text
     found = _parse_numbers(b",".join(parts))
     ends = np.flatnonzero(found == INT32_MAX + 1)
     if len(ends) != len(texts) or found.max() > INT32_MAX + 1 or found.min() < -INT32_MAX - 1:
