@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 
 import numpy as np
@@ -94,6 +95,7 @@ def find_parents(prompts: Ragged, responses: Ragged, starts: IntArray) -> tuple[
     is_first = np.zeros(len(prompts.lengths), np.bool_)
     is_first[starts] = True
     steps: list[bytes] = []
+    longest = 0
     found: list[tuple[int, int]] = []
     rows = zip(is_first.tolist(), _rows(prompts), _rows(responses), strict=True)
     for begins, prompt, response in rows:
@@ -108,9 +110,8 @@ def find_parents(prompts: Ragged, responses: Ragged, starts: IntArray) -> tuple[
 
 def _rows(column: Ragged) -> Iterator[bytes]:
     """The bytes of each row."""
-    content = memoryview(column.values).cast("B")
-    bounds = column.offsets * column.values.itemsize
-    return (content[begin:end].tobytes() for begin, end in pairwise(bounds.tolist()))
+    bounds = pairwise(column.offsets.tolist())
+    return (column.values[begin:end].tobytes() for begin, end in bounds)
 
 
 def _longest(steps: list[bytes], prompt: bytes, longest: int) -> tuple[int, int]:

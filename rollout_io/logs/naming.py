@@ -8,6 +8,9 @@ from pathlib import Path
 
 from schemas.errors import RolloutError
 
+_NUMBER = re.compile(r"([0-9]+)")
+_REPETITION = re.compile(r"0|[1-9][0-9]{0,8}")
+
 
 def split_session(session: str, where: str) -> tuple[str, int]:
     """Instance and repetition of "instance/repetition"; the instance may hold slashes.
@@ -17,7 +20,7 @@ def split_session(session: str, where: str) -> tuple[str, int]:
         ('math/train/12', 3)
     """
     instance_id, _, repetition = session.rpartition("/")
-    if not instance_id or not re.fullmatch(r"0|[1-9][0-9]{0,8}", repetition):
+    if not instance_id or not _REPETITION.fullmatch(repetition):
         expected = "'instance/repetition', the repetition a number from 0"
         hint = "number the attempts at each instance: shop-1/0, shop-1/1, ..."
         raise RolloutError("session_name", where, repr(session), expected, hint)
@@ -26,8 +29,9 @@ def split_session(session: str, where: str) -> tuple[str, int]:
 
 def natural_key(name: str) -> tuple[list[str | tuple[int, str]], str]:
     """Sort key under which shop-2 comes before shop-10; numbers may have any number of digits."""
-    parts = re.split(r"([0-9]+)", name)
-    return [_number_key(p) if i % 2 else p for i, p in enumerate(parts)], name
+    parts = _NUMBER.split(name)
+    parts[1::2] = map(_number_key, parts[1::2])
+    return parts, name
 
 
 def _number_key(digits: str) -> tuple[int, str]:
