@@ -150,7 +150,7 @@ def _step(choice: Choice, prompt: Ids, request: Request, where: str, *, failed: 
     response = _ids(_ids_of(choice), "response", where, failed=failed)
     messages = request.prompt if request.messages is NO_JSON else request.messages
     routes = None
-    if choice.routed_experts is not NO_JSON:
+    if choice.routed_experts != NO_JSON:
         routes = _routes(choice, prompt, response, where)
     return Step(
         source=where,
