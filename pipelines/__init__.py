@@ -61,3 +61,7 @@ _MODULES = {
     "pipelines.verdicts": ("Filter", "apply_filters", "judge"),
 }
 __getattr__ = exports(__name__, _MODULES)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -35,6 +35,9 @@ _HEALTHY = pl.col("error").is_null()
 _GROUP = "instance_id"
 
 
+_ROWS = {"any": "any row", "all": "all rows"}
+
+
 def where(condition: str | pl.Expr, rows: Literal["any", "all"] = "any") -> Filter:
     """Keep the trajectories with a row, or all of whose rows, for which a condition holds.
 
@@ -51,7 +54,7 @@ def where(condition: str | pl.Expr, rows: Literal["any", "all"] = "any") -> Filt
     name = condition if isinstance(condition, str) else str(condition)
     fold = pl.Expr.any if rows == "any" else pl.Expr.all
     return Filter(
-        name=f"{rows} row: {name}", row=holds(condition), fold=fold, drops=~pl.col("value")
+        name=f"{_ROWS[rows]}: {name}", row=holds(condition), fold=fold, drops=~pl.col("value")
     )
 
 

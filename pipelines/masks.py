@@ -26,7 +26,7 @@ def apply_masks(
         outcome: Which return of a trajectory, where a filter asks for it.
 
     Returns:
-        All rows, in order; and the report, which says "dropped" for what is masked.
+        All rows, in order; and the report, with `num_trajectories_masked`, `num_groups_masked`.
 
     Example:
         A trajectory of two steps, the last of which stopped for `length`:
@@ -36,9 +36,13 @@ def apply_masks(
         [[False], [False]]
     """
     if not filters:
-        return as_lazy(frame), pl.DataFrame(schema=REPORT_COLUMNS)
+        return as_lazy(frame), _renamed(pl.DataFrame(schema=REPORT_COLUMNS))
     verdicts = judge(frame, filters, outcome)
-    return mask(frame, verdicts), report(verdicts, filters)
+    return mask(frame, verdicts), _renamed(report(verdicts, filters))
+
+
+def _renamed(counts: pl.DataFrame) -> pl.DataFrame:
+    return counts.rename(lambda name: name.replace("dropped", "masked"))
 
 
 def mask(frame: Frame, verdicts: pl.DataFrame) -> pl.LazyFrame:

@@ -7,8 +7,10 @@ takes it out of the loss. The filters themselves are in `pipelines.filters`.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import polars as pl
 
@@ -29,7 +31,8 @@ class Filter:
         drops: True where a trajectory goes (null: it stays). Sees position (its place in the
             table), instance_id, trajectory_id, return (null: failed or unknown), error and value of
             the trajectories that no filter before has dropped.
-        row: What `value` is made of: an expression over the columns of one row, or `STEPS`.
+        row: What `value` is made of: an expression over the columns of one row, merged or not, and
+            `pl.col(STEPS)`.
         fold: How the rows' values become the trajectory's.
     """
 
@@ -181,18 +184,39 @@ def collect(query: pl.LazyFrame, name: str) -> pl.DataFrame:
 
 
 def holds(condition: str | pl.Expr) -> pl.Expr:
-    """A condition as a Boolean expression: null counts as false.
+    """A condition on a row as a Boolean expression: null counts as false.
 
     Args:
-        condition: A Polars expression, or SQL such as `reward > 0 AND agent = 'main'`.
+        condition: A Polars expression, or SQL such as `reward > 0 AND agent = 'main'`. An aggregate
+            says over what: `max(step_index) OVER (PARTITION BY trajectory_id)`.
 
     Raises:
-        RolloutError: `condition`: it is not SQL.
+        RolloutError: `condition`: it is not SQL, or aggregates over the whole dataset.
     """
+    text = condition if isinstance(condition, str) else str(condition)
     if isinstance(condition, str):
         try:
             condition = pl.sql_expr(condition)
         except pl.exceptions.PolarsError as error:
             got = str(error).strip().split("\n")[0]
             raise RolloutError("condition", repr(condition), got, "a condition in SQL") from None
+    if _aggregates(_as_json(condition)):
+        got, expected = "an aggregate over the whole dataset", "a condition on each row"
+        hint = "say over what: max(step_index) OVER (PARTITION BY trajectory_id)"
+        raise RolloutError("condition", repr(text), got, expected, hint)
     return pl.when(condition).then(statement=True).otherwise(statement=False)
+
+
+def _as_json(expression: pl.Expr) -> Any:
+    try:
+        return json.loads(expression.meta.serialize(format="json"))
+    except pl.exceptions.PolarsError:
+        return None  # a Python function inside
+
+
+def _aggregates(node: Any) -> bool:
+    """Whether an expression's tree aggregates outside of a window and of lists."""
+    if isinstance(node, dict):
+        inner = (v for key, v in node.items() if key not in {"Over", "Window", "Eval"})
+        return "Agg" in node or any(map(_aggregates, inner))
+    return node == "Len" or (isinstance(node, list) and any(map(_aggregates, node)))

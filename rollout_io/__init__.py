@@ -53,3 +53,7 @@ _MODULES = {
     "rollout_io.writer": ("RolloutWriter",),
 }
 __getattr__ = exports(__name__, _MODULES)
+
+
+def __dir__() -> list[str]:
+    return __all__

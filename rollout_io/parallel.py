@@ -6,6 +6,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import socket
 import threading
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -168,6 +169,7 @@ def _cluster(num: int) -> Iterator[Any]:
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     starts = not ray.is_initialized()
     if starts and "RAY_ADDRESS" in os.environ:
+        _refuse_silent(os.environ["RAY_ADDRESS"])
         ray.init(log_to_driver=False, logging_level=logging.ERROR)
     elif starts:
         ray.init(
@@ -180,3 +182,20 @@ def _cluster(num: int) -> Iterator[Any]:
     finally:
         if starts:
             ray.shutdown()
+
+
+def _refuse_silent(address: str) -> None:
+    """Ray waits for minutes for a cluster that is not there.
+
+    Raises:
+        RolloutError: `ray_address`.
+    """
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not port.isdigit():  # "auto", "local"
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=10).close()
+    except OSError as error:
+        got = (error.strerror or str(error)).lower()
+        hint = "ray status; or unset RAY_ADDRESS, and a cluster is started here"
+        raise RolloutError("ray_address", address, got, "a running Ray", hint) from None

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import polars as pl
+import pyarrow as pa
 import pyarrow.compute as pc
 
-from schemas.columns import COLUMNS, Length
+from schemas.columns import COLUMNS, JOINED, Length
 from schemas.ragged import BoolArray, IntArray, Ragged
 from schemas.view import View
 
@@ -81,6 +82,8 @@ def check_rewards(view: View) -> Iterator[pl.DataFrame]:
         rows = np.flatnonzero(known & ~np.isfinite(scalar))
         got = [str(x) for x in scalar[rows]]
         yield view.breaches("reward_finite", rows, "reward", got, "a finite number or null")
+    if scalar is not None and view.has("segments"):
+        yield _step_rewards(view, np.where(known, scalar, np.nan))
     if not has_tokens:
         return
     column = view.ragged("rewards")
@@ -88,6 +91,24 @@ def check_rewards(view: View) -> Iterator[pl.DataFrame]:
     yield _first_elements(view, "reward_finite", "rewards", bad, "finite numbers")
     if scalar is not None:
         yield _reward_sums(view, column, np.where(known, scalar, np.nan))
+
+
+def _step_rewards(view: View, scalar: npt.NDArray[np.float64]) -> pl.DataFrame:
+    """The rewards of the steps that a merge joined, beside the row's."""
+    flat = pc.list_flatten(view.table.column("segments"))
+    if any(flat.type.get_field_index(name) < 0 for name in (JOINED, "reward")):
+        return view.breaches("reward_matches_rewards", np.zeros(0, np.int64), "reward", [], "")
+    joined = np.asarray(pc.fill_null(pc.struct_field(flat, JOINED), False))
+    earned = pc.struct_field(flat, "reward").cast(pa.float64()).to_numpy()
+    row = SegmentSpans.of(view).row
+    num_rows = len(scalar)
+    sums = np.bincount(row, np.where(joined, earned, 0.0), num_rows)
+    merged = np.bincount(row, joined, num_rows) > 0
+    tolerance = REWARD_TOLERANCE * np.maximum(1.0, np.abs(np.nan_to_num(scalar)))
+    differs = merged & np.isfinite(scalar) & np.isfinite(sums)
+    rows = np.flatnonzero(differs & (np.abs(sums - np.nan_to_num(scalar)) > tolerance))
+    got = [f"reward {scalar[r]:g} of steps that earned {sums[r]:g}" for r in rows]
+    return view.breaches("reward_matches_rewards", rows, "reward", got, "their sum")
 
 
 def _reward_sums(view: View, column: Ragged, scalar: npt.NDArray[np.float64]) -> pl.DataFrame:

@@ -95,8 +95,8 @@ _RULES = (
     ),
     Rule(
         name="reward_matches_rewards",
-        meaning="rewards sum to reward",
-        hint="place rewards again from the scalar (pipelines.place_rewards)",
+        meaning="rewards sum to reward; so do the rewards of the steps in a merged row",
+        hint="place rewards (pipelines.place_rewards, place_outcomes), or set them before merging",
     ),
     Rule(
         name="outcome_on_last_step",

@@ -368,3 +368,16 @@ def test_the_trainer_masks_and_leaves_out_the_same(rows, masks):
     assert plan.filter("trains")["trajectory_id"].to_list() == trains
     healthy = left_out.filter(pl.col("error").is_null())
     assert healthy["trajectory_id"].to_list() == dropped
+
+
+@pytest.mark.parametrize("condition", ["sum(reward) > 3", "step_index = max(step_index)", pl.len()])
+def test_an_aggregate_over_the_whole_dataset_is_refused_with_the_way_to_say_it(condition):
+    with pytest.raises(RolloutError, match="an aggregate over the whole dataset") as info:
+        where(condition)
+    assert "OVER (PARTITION BY trajectory_id)" in info.value.hint
+
+
+def test_an_aggregate_over_a_trajectory_is_a_condition_on_rows():
+    rows = table(("a", 0, [{}, {}]), ("a", 1, [{}]))
+    last = "step_index = max(step_index) over (partition by trajectory_id)"
+    assert ids(apply_filters(rows, [where(f"{last} and step_index > 0")])[0]) == ["a_0"]

@@ -78,7 +78,7 @@ def test_masks_change_the_loss_mask_alone_and_twice_is_once(drawn):
     assert data.drop("loss_mask").equals(frame.drop("loss_mask"))
     assert apply_masks(once, filters)[0].collect().equals(data)
     changed = data.filter(data["loss_mask"] != frame["loss_mask"])
-    assert changed["trajectory_id"].n_unique() <= counts["num_trajectories_dropped"].sum()
+    assert changed["trajectory_id"].n_unique() <= counts["num_trajectories_masked"].sum()
     assert trajectory_returns(once).collect().equals(trajectory_returns(rows).collect())
 
 

@@ -413,3 +413,13 @@ def test_transforms_take_lazy_frames_frames_and_arrow_tables(kind):
     frame = kind(STEPS.collect())
     assert merge(frame).collect().height == 1
     assert trajectory_returns(frame).collect()["return"].to_list() == [1.0]
+
+
+def test_a_reward_set_on_a_merged_row_beside_those_of_its_steps_is_a_breach():
+    shaped = merge(STEPS).with_columns(reward=pl.col("reward") - 0.25)
+    found = check(shaped.collect()).row(0, named=True)
+    assert (found["rule"], found["got"]) == (
+        "reward_matches_rewards",
+        "reward 1.25 of steps that earned 1.5",
+    )
+    assert check(merge(STEPS.with_columns(reward=pl.col("reward") - 0.25)).collect()).is_empty()

@@ -101,6 +101,13 @@ def test_two_processes_find_the_breaches_that_one_finds(case, tmp_path):
     assert pl.concat(check_dataset(dataset, Workers(2))).equals(one)
 
 
+def test_a_ray_that_is_not_there_is_refused_at_once(sharded, monkeypatch):
+    pytest.importorskip("ray")
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
+    with pytest.raises(RolloutError, match=r"ray_address: 127\.0\.0\.1:9: got connection refused"):
+        list(check_dataset(sharded, Workers(2, "ray")))
+
+
 RAY = """
 import sys
 from rollout_io.cli.main import run

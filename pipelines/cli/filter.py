@@ -60,6 +60,7 @@ WHOLE = click.IntRange(min=0)
 @click.option(
     "--dedup", type=click.Choice(["group", "dataset"]), help="Drop exact repeats within these."
 )
+@click.option("--drop-overlong", is_flag=True, help="Drop those whose last step was cut off.")
 @click.option("--drop-zero-variance", is_flag=True, help="Drop groups whose returns are equal.")
 @click.option("--sample-groups", type=WHOLE, metavar="N", help="Draw N groups (of the mixture).")
 @click.option("--seed", type=int, default=0, show_default=True, help="Draws the groups.")
@@ -68,7 +69,11 @@ WHOLE = click.IntRange(min=0)
 @click.option("--mask-failed", is_flag=True, help="No loss on failed trajectories.")
 @click.option("--mix", multiple=True, metavar="DS3", help="Mix in another dataset, filtered alike.")
 @click.option(
-    "--share", multiple=True, type=float, metavar="X", help="Share of DS, then of each --mix."
+    "--share",
+    multiple=True,
+    type=float,
+    metavar="X",
+    help="Share of the groups: of DS, then of each --mix.",
 )
 @click.option("--prefix-names", is_flag=True, help="Put the dataset's name before instance ids.")
 @click.option(
@@ -134,8 +139,7 @@ class _Source:
         return cls(path=path, frame=frame, rows=rows, dropped=dropped, masked=masked)
 
     def as_json(self) -> dict[str, Any]:
-        masked = self.masked.rename(lambda name: name.replace("dropped", "masked"))
-        lists = {"filters": self.dropped.to_dicts(), "masks": masked.to_dicts()}
+        lists = {"filters": self.dropped.to_dicts(), "masks": self.masked.to_dicts()}
         return {"dataset": self.path, "rows": self.rows, **lists}
 
     def print(self) -> None:
@@ -185,6 +189,8 @@ def _filters(given: dict[str, Any]) -> list[Filter]:
             found.append(between(*ends))
     if given["dedup"] is not None:
         found.append(filters.duplicates(given["dedup"]))
+    if given["drop_overlong"]:
+        found.append(filters.overlong())
     if given["drop_zero_variance"]:
         found.append(filters.zero_variance())
     if given["sample_groups"] is not None and not given["mix"]:

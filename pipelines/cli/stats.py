@@ -123,7 +123,10 @@ def _sections(numbers: Mapping[str, Any]) -> Iterable[tuple[str, Sequence[str]]]
         for name, line in found.items():
             table.append([name, *(_number(line[n]) for n in ("value", "num", "num_left_out"))])
         yield f"per {per}", _aligned(table)
-    yield "savings: what training would forward", _aligned(_savings_table(numbers["savings"]))
+    yield (
+        "savings: what each layout would forward (the trainer has step and merge)",
+        _aligned(_savings_table(numbers["savings"])),
+    )
 
 
 def _savings_table(savings: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:

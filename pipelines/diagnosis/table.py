@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +25,7 @@ from pipelines.unmerging import unmerge_table
 from rollout_io.parallel import Workers
 from rollout_io.prefix import Tokens, decode_prefixes, is_encoded
 from rollout_io.reader import PathLike, iter_tables, pieces, scan
-from rollout_io.retokenize import ChatTokenizer
+from rollout_io.retokenize import ChatTokenizer, load_tokenizer
 from schemas.ragged import IntArray
 from schemas.types import PREFIX_TYPES
 
@@ -68,7 +69,7 @@ class Diagnosis:
     num_following: int
 
 
-def drift(frame: Frame, tokenizer: ChatTokenizer | None = None) -> pl.LazyFrame:
+def drift(frame: Frame, tokenizer: ChatTokenizer | PathLike | None = None) -> pl.LazyFrame:
     """Why steps do not continue the step before them: one row per break, in row order.
 
     A step is told from its parent in the prefix tree (the earlier step that shares the longest
@@ -77,7 +78,8 @@ def drift(frame: Frame, tokenizer: ChatTokenizer | None = None) -> pl.LazyFrame:
 
     Args:
         frame: Whole trajectories. With `agent`, `messages` and `response_text` more is told.
-        tokenizer: Whose ids they are; None: the causes come from messages, or ids alone.
+        tokenizer: Whose ids they are, or its directory; None: the causes come from messages, or
+            ids alone.
 
     Returns:
         trajectory_id, step_index, agent of the step; cause (`HINTS`); continues_lineage: it
@@ -96,10 +98,12 @@ def drift(frame: Frame, tokenizer: ChatTokenizer | None = None) -> pl.LazyFrame:
         [(2, [26951, 3834], [94224])]
     """
     frame = as_lazy(frame)
-    names = _names(frame.collect_schema().names(), tokenizer)
-    return over_tables(
-        frame.select(names), lambda table: diagnose(table, tokenizer).breaks.to_arrow()
-    )
+    if isinstance(tokenizer, str | os.PathLike):
+        loaded: ChatTokenizer | None = load_tokenizer(tokenizer, needs_template=False)
+    else:
+        loaded = tokenizer
+    names = _names(frame.collect_schema().names(), loaded)
+    return over_tables(frame.select(names), lambda table: diagnose(table, loaded).breaks.to_arrow())
 
 
 def diagnose_dataset(
