@@ -10,6 +10,7 @@ together, looked at ten times a second.
 from __future__ import annotations
 
 import argparse
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -22,11 +23,7 @@ import pyarrow as pa
 from benchmarks.synthetic import growing_trajectories, num_tokens
 from rollout_io import RolloutWriter
 
-COMMANDS = {
-    "merge": [],
-    "merge, one process": ["--workers", "1"],
-    "filter": ["--min-reward", "1"],
-}
+COMMANDS = {"merge": [], "filter": ["--min-reward", "1"]}
 
 
 def main() -> None:
@@ -39,9 +36,10 @@ def main() -> None:
         write(dataset, arguments.gb)
         print(f"\n{'':20}{'s':>8}{'MB/s':>8}{'peak MB':>10}")
         for name, options in COMMANDS.items():
-            out = Path(folder) / name.replace(",", "").replace(" ", "-")
-            seconds, peak = run([name.split(",")[0], str(dataset), "--out", str(out), *options])
+            out = Path(folder) / name
+            seconds, peak = run([name, str(dataset), "--out", str(out), *options])
             print(f"{name:20}{seconds:8.0f}{size_mb(dataset) / seconds:8.0f}{peak / 1e6:10.0f}")
+            shutil.rmtree(out)
 
 
 def write(dataset: Path, gigabytes: float) -> None:
