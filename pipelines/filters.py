@@ -35,6 +35,9 @@ _HEALTHY = pl.col("error").is_null()
 _GROUP = "instance_id"
 
 
+VARIANCE_TOLERANCE, LEAST_SPREAD = 1e-6, 1e-12
+"""Returns that differ by less of their size, or by less, are equal: sums of rewards are rounded."""
+
 _ROWS = {"any": "any row", "all": "all rows"}
 
 
@@ -75,7 +78,7 @@ def unknown_return() -> Filter:
 
 
 def zero_variance() -> Filter:
-    """Drop groups whose returns are all equal: their advantages are all 0.
+    """Drop groups whose returns are all equal, to one part in a million: nothing to learn from.
 
     Judged on trajectories, never on rows. Failed trajectories and unknown returns do not count; a
     group with fewer than two known returns is kept, for nothing shows that they are equal.
@@ -84,8 +87,10 @@ def zero_variance() -> Filter:
     Example:
         Returns [1, 1] in group a and [1, 0] in group b: a goes, b stays.
     """
-    value = pl.col("return")
-    constant = (value.count() > 1) & (value.min() == value.max())
+    value = pl.col("return").fill_nan(None)
+    spread, size = value.max() - value.min(), value.abs().max()
+    is_rounding = (spread <= VARIANCE_TOLERANCE * size) | (spread <= LEAST_SPREAD)
+    constant = (value.count() > 1) & is_rounding
     return Filter(name="zero variance", drops=constant.fill_null(value=False).over(_GROUP))
 
 

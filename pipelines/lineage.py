@@ -87,6 +87,8 @@ def join_keys(table: pa.Table, tree: PrefixTree) -> IntArray:
 
 def _paired(keys: IntArray, values: pa.ChunkedArray) -> IntArray:
     """Keys that tell apart what `keys` or `values` tell apart."""
+    if pa.types.is_dictionary(values.type):
+        values = values.cast(values.type.value_type)
     codes = pc.dictionary_encode(values, null_encoding="encode").combine_chunks().indices
     combined = keys * (len(keys) + 1) + np.asarray(codes, np.int64)
     if len(keys) == 0 or (combined == combined[0]).all():

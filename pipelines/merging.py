@@ -21,7 +21,8 @@ from pipelines.sequences import Sequences
 from pipelines.tables import PER_TOKEN, ROUTING, Frame, count_from_zero, over_tables, set_column
 from pipelines.tree import PrefixTree, prefix_tree
 from pipelines.unmerging import unmerge_table
-from rollout_io.prefix import decode_prefixes, is_encoded
+from rollout_io.prefix import decode_prefixes, is_encoded, trajectory_starts
+from schemas.errors import RolloutError
 from schemas.ragged import IntArray, Ragged, gather, offsets_of, ranges
 from schemas.types import PREFIX_TYPES, without_views
 
@@ -56,6 +57,7 @@ def merge(frame: Frame, rule: Rule = "lineage") -> pl.LazyFrame:
 def merge_table(table: pa.Table, rule: Rule = "lineage") -> pa.Table:
     """`merge` for an Arrow table of whole trajectories, with full prompts or prefix columns."""
     table = without_views(table)
+    _refuse_scattered(table)
     if "segments" in table.column_names and is_joined(table).any():
         table = unmerge_table(decode_prefixes(table) if is_encoded(table) else table)
     tree = prefix_tree(table)
@@ -77,6 +79,18 @@ def merge_table(table: pa.Table, rule: Rule = "lineage") -> pa.Table:
     return nest(out, table, sequences, sequences.interleaved(tree), extra)
 
 
+def _refuse_scattered(table: pa.Table) -> None:
+    starts = trajectory_starts(table)
+    names = table.column("trajectory_id").take(pa.array(starts))
+    if len(names.unique()) == len(names):
+        return
+    counts = names.value_counts()
+    name = next(c["values"] for c in counts.to_pylist() if c["counts"] > 1)
+    got, hint = "its rows in several places", "sort by instance_id, repetition_id, step_index"
+    where, expected = f"trajectory {name!r}", "side by side"
+    raise RolloutError("contiguous_trajectory", where, got, expected, hint)
+
+
 def _assembled(table: pa.Table, out: pa.Table, made: dict[str, pa.Array]) -> pa.Table:
     """The logical columns in the table's order: those that were made, the others of `out`."""
     fields = [f for f in table.schema if f.name not in PREFIX_TYPES]
@@ -85,7 +99,10 @@ def _assembled(table: pa.Table, out: pa.Table, made: dict[str, pa.Array]) -> pa.
         at = table.column_names.index(prompts)
         fields.insert(at, pa.field("prompt_token_ids", pa.list_(pa.int32()), nullable=False))
     columns = [made[f.name] if f.name in made else out.column(f.name) for f in fields]
-    typed = [pa.field(f.name, c.type, f.nullable) for f, c in zip(fields, columns, strict=True)]
+    typed = [
+        pa.field(f.name, c.type, f.nullable, f.metadata)
+        for f, c in zip(fields, columns, strict=True)
+    ]
     return pa.Table.from_arrays(columns, schema=pa.schema(typed, table.schema.metadata))
 
 

@@ -10,7 +10,7 @@ from pipelines.verdicts import check_expression, collect, holds
 from schemas.errors import RolloutError
 
 _ROW = ("trajectory_id", "step_index")
-_NEW_INDEX, _NEW_LAST = "new step_index", "new is_last_step"
+_NEW_INDEX, _NEW_LAST = "__step_index_anew__", "__is_last_step_anew__"
 
 
 def keep_rows(

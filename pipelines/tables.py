@@ -10,6 +10,7 @@ import polars as pl
 import pyarrow as pa
 
 from rollout_io.prefix import trajectory_starts
+from rollout_io.sources import lazy_frame
 from schemas.columns import COLUMNS, Length
 from schemas.ragged import IntArray, ranges
 from schemas.types import as_table
@@ -60,11 +61,11 @@ def over_tables(frame: Frame, transform: Callable[[pa.Table], pa.Table]) -> pl.L
             made = apply(piece)
             if n_rows is not None:  # the first rows are taken before the predicate is applied
                 made, n_rows = made.head(n_rows), max(0, n_rows - len(made))
-            yield (made if predicate is None else made.filter(predicate)).select(wanted)
+            yield (made if predicate is None else made.filter(predicate))[wanted]
             if n_rows == 0:
                 return
 
-    return pl.io.plugins.register_io_source(source, schema=empty.schema)
+    return lazy_frame(source, empty.schema)
 
 
 def _whole_trajectories(batches: Iterable[pl.DataFrame]) -> Iterator[pl.DataFrame]:
@@ -88,7 +89,8 @@ def set_column(table: pa.Table, name: str, column: pa.Array) -> pa.Table:
     if name not in table.column_names:
         return table.append_column(pa.field(name, column.type), chunked)
     index = table.column_names.index(name)
-    field = pa.field(name, column.type, table.schema.field(name).nullable)
+    old = table.schema.field(name)
+    field = pa.field(name, column.type, old.nullable, old.metadata)
     return table.set_column(index, field, chunked)
 
 

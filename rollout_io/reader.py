@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rollout_io.prefix import decode_prefixes, trajectory_starts
+from rollout_io.sources import lazy_frame
 from rollout_io.storage import Location, find_shards
 from schemas.checker import DECODE_COLUMNS, check_references, raise_errors
 from schemas.columns import COLUMN_BY_NAME, METRICS_TYPE, PREFIX_FIELDS
@@ -56,11 +57,11 @@ def scan(path: PathLike) -> pl.LazyFrame:
             if n_rows is not None:  # the first rows are taken before the predicate is applied
                 frame, n_rows = frame.head(n_rows), max(0, n_rows - len(frame))
             frame = frame if predicate is None else frame.filter(predicate)
-            yield frame.select(wanted)
+            yield frame[wanted]
             if n_rows == 0:
                 return
 
-    return pl.io.plugins.register_io_source(source, schema=_frame(schema.empty_table()).schema)
+    return lazy_frame(source, _frame(schema.empty_table()).schema)
 
 
 def iter_tables(

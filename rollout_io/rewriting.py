@@ -16,6 +16,7 @@ from rollout_io.parallel import Workers
 from rollout_io.reader import iter_tables, pieces
 from rollout_io.storage import Location, find_shards
 from rollout_io.writer import RolloutWriter
+from schemas.checker import ValidationError
 from schemas.errors import RolloutError
 from schemas.metadata import DatasetMetadata
 
@@ -109,13 +110,17 @@ def _rewrite_piece(
 ) -> Counts:
     source, out = task
     counts = Counts()
-    with RolloutWriter(out, metadata=metadata) as writer:
-        for table in iter_tables(source, decode=decode):
-            made = transform(table)
-            writer.write(made)
-            counts += Counts(table.num_rows, _num_tokens(table), made.num_rows, _num_tokens(made))
-            if progress is not None:
-                progress(table.num_rows)
+    try:
+        with RolloutWriter(out, metadata=metadata) as writer:
+            for table in iter_tables(source, decode=decode):
+                made = transform(table)
+                writer.write(made)
+                sizes = (table.num_rows, _num_tokens(table), made.num_rows, _num_tokens(made))
+                counts += Counts(*sizes)
+                if progress is not None:
+                    progress(table.num_rows)
+    except ValidationError as error:
+        raise ValidationError(error.breaches, f"what comes of {source}") from None
     return counts
 
 

@@ -30,8 +30,11 @@ class Location:
         """Resolve a local path or a URL that fsspec knows ("s3://...", "memory://...").
 
         Raises:
-            RolloutError: No such filesystem, or its package is not installed.
+            RolloutError: No such filesystem, or its package is not installed; no path at all.
         """
+        if not os.fspath(path):
+            hint = "a variable of the shell that is not set?"
+            raise RolloutError("path", "''", "an empty path", "a path", hint)
         try:
             fs, inner = fsspec.core.url_to_fs(os.fspath(path))
         except (ImportError, ValueError) as error:

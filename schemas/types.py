@@ -14,12 +14,17 @@ from schemas.columns import (
     SEGMENT_FIELDS,
     Column,
 )
+from schemas.errors import RolloutError
 
 PREFIX_TYPES: dict[str, pa.DataType] = {field.name: field.type for field in PREFIX_FIELDS}
 
 
 def as_table(data: Any) -> pa.Table:
-    """Take anything that speaks Arrow: a Table, a RecordBatch, a Polars frame, a stream."""
+    """Take anything that speaks Arrow: a Table, a RecordBatch, a Polars frame, a stream.
+
+    Raises:
+        RolloutError: A column of a type that Arrow lacks.
+    """
     if isinstance(data, pa.Table):
         return data
     if isinstance(data, pa.RecordBatch):
@@ -27,8 +32,16 @@ def as_table(data: Any) -> pa.Table:
     if isinstance(data, pl.LazyFrame):
         data = data.collect()
     if isinstance(data, pl.DataFrame):
-        return data.to_arrow()
+        return _to_arrow(data)
     return pa.table(data)
+
+
+def _to_arrow(data: pl.DataFrame) -> pa.Table:
+    try:
+        return data.to_arrow()
+    except pa.ArrowException as error:
+        hint = "cast the column to a type that Arrow has, or drop it"
+        raise RolloutError("columns_and_types", "table", str(error), "", hint) from None
 
 
 def is_list(kind: pa.DataType) -> bool:
@@ -96,7 +109,10 @@ def cast_table(table: pa.Table) -> pa.Table:
     """
     names = table.column_names
     columns = [cast_column(table.column(name), _target(name, table)) for name in names]
-    fields = [pa.field(n, c.type, _nullable(n)) for n, c in zip(names, columns, strict=True)]
+    fields = [
+        pa.field(n, c.type, _nullable(n), table.schema.field(n).metadata)
+        for n, c in zip(names, columns, strict=True)
+    ]
     return pa.Table.from_arrays(columns, schema=pa.schema(fields, table.schema.metadata))
 
 

@@ -381,3 +381,9 @@ def test_an_aggregate_over_a_trajectory_is_a_condition_on_rows():
     rows = table(("a", 0, [{}, {}]), ("a", 1, [{}]))
     last = "step_index = max(step_index) over (partition by trajectory_id)"
     assert ids(apply_filters(rows, [where(f"{last} and step_index > 0")])[0]) == ["a_0"]
+
+
+@pytest.mark.parametrize("returns", [(0.3, 0.1 + 0.2), (3e8, 3e8 + 1), (0.1 + 0.2 - 0.3, 0.0)])
+def test_returns_that_differ_by_rounding_have_no_variance(returns):
+    frame = table(*one_step(*returns), ("b", 0, [{"reward": 0.0}]))
+    assert ids(apply_filters(frame, [zero_variance()])[0]) == ["b_0"]

@@ -423,3 +423,30 @@ def test_a_reward_set_on_a_merged_row_beside_those_of_its_steps_is_a_breach():
         "reward 1.25 of steps that earned 1.5",
     )
     assert check(merge(STEPS.with_columns(reward=pl.col("reward") - 0.25)).collect()).is_empty()
+
+
+def test_an_enum_of_the_users_stays_one():
+    frame = STEPS.with_columns(mine=pl.Series(["x", None], dtype=pl.Enum(["y", "x"])))
+    back = unmerge(merge(frame)).drop("segments").collect()
+    assert back.equals(frame.collect())
+    assert back.schema["mine"] == pl.Enum(["y", "x"])
+
+
+@pytest.mark.parametrize("name", ["*", "^.*$"])
+def test_a_column_of_the_users_may_be_called_as_a_pattern_is(name):
+    frame = STEPS.with_columns(pl.Series(name, [1, 2]))
+    assert unmerge(merge(frame)).drop("segments").collect().equals(frame.collect())
+
+
+def test_a_trajectory_whose_rows_lie_apart_is_not_merged():
+    table = as_table(STEPS)
+    other = table.set_column(2, "trajectory_id", pa.array(["b_0", "b_0"], pa.large_string()))
+    scattered = pa.concat_tables([table.slice(0, 1), other, table.slice(1)])
+    with pytest.raises(RolloutError, match="contiguous_trajectory: trajectory 'a_0'"):
+        merge_table(scattered)
+
+
+def test_a_column_of_a_type_that_arrow_lacks_is_refused():
+    frame = STEPS.with_columns(mine=pl.lit(1, pl.Int128))
+    with pytest.raises(RolloutError, match="columns_and_types"):
+        merge(frame)
