@@ -63,10 +63,15 @@ def make_batch(
     advantages: Sequence[float] | None = None,
     temperatures: Sequence[float | None] | None = None,
     rollout_logprobs: Sequence[list[float] | None] | None = None,
+    trajectories: Sequence[tuple[str, str]] | None = None,
 ) -> Batch:
+    """Rows of the given (group, trajectory), by default each of its own."""
     n = len(rows)
+    ids = trajectories or [(f"g{i}", f"g{i}_0") for i in range(n)]
     table = {
         "name": [f"row {i}" for i in range(n)],
+        "instance_id": [group for group, _ in ids],
+        "trajectory_id": [trajectory for _, trajectory in ids],
         "prompt_token_ids": [r[0] for r in rows],
         "response_ids": [r[1] for r in rows],
         "loss_mask": [r[2] for r in rows],

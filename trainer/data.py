@@ -32,6 +32,8 @@ class Batch:
         names: [R] trajectory and step of each row, for messages.
         prompts: Prompt tokens of the R rows.
         responses: Response tokens of the R rows.
+        group: [R] group of the row, 0..num_groups-1.
+        trajectory: [R] trajectory of the row, 0..num_trajectories-1.
         mini_batch: [R] which optimizer step of the batch the row belongs to.
         trains: [T] bool: the loss mask, false in trajectories that failed or are masked.
         advantages: [T] float32.
@@ -42,6 +44,8 @@ class Batch:
     names: tuple[str, ...]
     prompts: Ragged
     responses: Ragged
+    group: IntArray
+    trajectory: IntArray
     mini_batch: IntArray
     trains: BoolArray
     advantages: Tensor
@@ -98,7 +102,14 @@ def load_batch(
             maintain_order="left",
         )
         .select(
-            "name", "prompt_token_ids", "response_ids", "loss_mask", *OPTIONAL_COLUMNS, *columns
+            "name",
+            "instance_id",
+            "trajectory_id",
+            "prompt_token_ids",
+            "response_ids",
+            "loss_mask",
+            *OPTIONAL_COLUMNS,
+            *columns,
         )
         .collect()
     )
@@ -121,12 +132,18 @@ def to_batch(table: pl.DataFrame) -> Batch:
         names=tuple(table["name"]),
         prompts=_ragged(table["prompt_token_ids"]),
         responses=responses,
+        group=_numbered(table["instance_id"]),
+        trajectory=_numbered(table["trajectory_id"]),
         mini_batch=table["mini_batch"].to_numpy().astype(np.int64),
         trains=_ragged(table["loss_mask"]).values.astype(np.bool_) & row_trains,
         advantages=per_token("advantage", 0.0),
         temperature=per_token("temperature", 1.0),
         rollout_logprobs=torch.from_numpy(flat_logprobs),
     )
+
+
+def _numbered(ids: pl.Series) -> IntArray:
+    return ids.rank("dense").to_numpy().astype(np.int64) - 1
 
 
 def _ragged(column: pl.Series) -> Ragged:
