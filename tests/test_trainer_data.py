@@ -13,12 +13,12 @@ from polars.io.plugins import register_io_source
 import pipelines
 import rollout_io
 from schemas.errors import RolloutError
-from tests.trainer_helpers import VOCAB, step, two_step_trajectory, write_dataset
+from tests.trainer_helpers import VOCAB, make_batch, step, two_step_trajectory, write_dataset
 from trainer.checks import check_rows, corrects_for_sampler
 from trainer.config import TrainConfig
-from trainer.data import index_rows, load_batch
+from trainer.data import groups_with_gradient, index_rows, load_batch
 from trainer.forest import RowLimit, chain_lengths
-from trainer.plan import groups_with_gradient, make_plan
+from trainer.plan import make_plan
 
 LIMIT = RowLimit(num_tokens=100, reason="tokens_per_micro_batch", hint="raise it")
 
@@ -104,11 +104,11 @@ def test_unknown_outcome_without_an_error_is_refused(outcome: float | None) -> N
 
 
 def test_gradient_comes_from_groups_with_a_trained_token_whose_advantage_is_not_zero() -> None:
-    table = pl.concat([groups(2), returns(("same", 1.0, None), ("same", 1.0, None))])
-    failing = returns(("failed", 1.0, None), ("failed", None, "timeout"))
-    plan = make_plan(pl.concat([table, failing]), config())
-    unmasked = plan.trajectories.filter(pl.col("instance_id") != "g1")
-    assert groups_with_gradient(plan, unmasked) == {"g0"}
+    token = ([1], [2], [True])
+    rows = [token, token, ([1], [2], [False]), token]
+    ids = [("moves", "moves_0"), ("same", "same_0"), ("masked", "masked_0"), ("moves", "moves_1")]
+    batch = make_batch(rows, advantages=[0.5, 0.0, 1.0, -0.5], trajectories=ids)
+    assert groups_with_gradient(batch) == {"moves"}
 
 
 def test_a_batch_asks_the_scan_for_its_own_groups_alone(tmp_path: Path) -> None:

@@ -150,6 +150,7 @@ def test_the_way_out_is_not_named_where_it_was_taken() -> None:
 
 
 def test_documented_metrics_are_those_written(model: str, tmp_path: Path) -> None:
-    run(tmp_path, model, group("a", (1.0, 0.0), rollout_logprobs=[-1.0] * 4))
+    rows = group("a", (1.0, 0.0), rollout_logprobs=[-1.0] * 4)
+    run(tmp_path, model, rows, advantage_estimator="gae")
     [line] = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
     assert json.loads(line).keys() == METRICS.keys()

@@ -2,13 +2,9 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from trainer.advantages import grpo
 from trainer.losses import clipped_policy_loss, is_clipped, tis_weights, token_mean
 
 CLIP = {"eps_clip_low": 0.2, "eps_clip_high": 0.3}
@@ -16,42 +12,6 @@ CLIP = {"eps_clip_low": 0.2, "eps_clip_high": 0.3}
 
 def tensor(*values: float) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64)
-
-
-def test_grpo_divides_by_the_sample_standard_deviation() -> None:
-    # mean 2, squares 4 + 0 + 4, sample variance 8 / 2 = 4, std 2
-    advantages = grpo(np.array([0.0, 2.0, 4.0]), np.array([0, 0, 0]))
-    assert advantages == pytest.approx([-2 / 2.000001, 0.0, 2 / 2.000001], rel=1e-12)
-
-
-def test_grpo_of_the_documented_example_without_std() -> None:
-    advantages = grpo(np.array([1.0, 0.0, 3.0]), np.array([0, 0, 1]), normalize_by_std=False)
-    assert advantages.tolist() == [0.5, -0.5, 3.0]
-
-
-def test_grpo_of_a_group_of_one_is_its_return() -> None:
-    assert grpo(np.array([3.0]), np.array([0])) == pytest.approx([3.0 / 1.000001], rel=1e-12)
-
-
-@pytest.mark.parametrize("normalize_by_std", [True, False])
-def test_grpo_of_equal_returns_is_exactly_zero(*, normalize_by_std: bool) -> None:
-    advantages = grpo(np.full(3, 0.1), np.zeros(3, int), normalize_by_std=normalize_by_std)
-    assert advantages.tolist() == [0.0, 0.0, 0.0]
-
-
-@given(st.lists(st.tuples(st.floats(-100, 100), st.integers(0, 3)), min_size=1, max_size=20))
-def test_grpo_of_a_group_of_several_sums_to_zero_and_ignores_other_groups(
-    trajectories: list[tuple[float, int]],
-) -> None:
-    returns = np.array([r for r, _ in trajectories])
-    _, group = np.unique([g for _, g in trajectories], return_inverse=True)
-    advantages = grpo(returns, group)
-    for number in range(group.max() + 1):
-        inside = group == number
-        alone = grpo(returns[inside], np.zeros(inside.sum(), int))
-        assert advantages[inside] == pytest.approx(alone)
-        if inside.sum() > 1:
-            assert advantages[inside].sum() == pytest.approx(0, abs=1e-9)
 
 
 def test_clipped_policy_loss_of_every_branch() -> None:

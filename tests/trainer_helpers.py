@@ -78,6 +78,7 @@ def make_batch(
         "rollout_logprobs": rollout_logprobs or [None] * n,
         "temperature": temperatures or [None] * n,
         "trains": [True] * n,
+        "reward": [0.0] * n,
         "advantage": advantages or [1.0] * n,
         "mini_batch": [0] * n,
     }

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
+from trainer.critic import Critic
+
 COPIED = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -19,8 +21,16 @@ COPIED = (
 )
 
 
-def save_checkpoint(model: PreTrainedModel, source: Path, out: Path, global_step: int) -> Path:
+def save_checkpoint(
+    model: PreTrainedModel,
+    source: Path,
+    out: Path,
+    global_step: int,
+    critic: Critic | None = None,
+) -> Path:
     """Write `out/checkpoints/global_step_N/`: model, generation config, tokenizer.
+
+    A critic goes into the directory's `critic/`, which `critic_model` takes.
 
     The directory is written under another name, synced, and renamed. The optimizer's state is not
     kept: a run starts from a model directory. One that is there already, of the same update, stays.
@@ -30,6 +40,7 @@ def save_checkpoint(model: PreTrainedModel, source: Path, out: Path, global_step
         source: Model directory the run started from; its tokenizer files are copied.
         out: Directory of the run.
         global_step: Optimizer updates so far.
+        critic: Critic of the run, if it has one.
 
     Returns:
         The checkpoint's directory; `AutoModelForCausalLM.from_pretrained` loads it.
@@ -44,7 +55,9 @@ def save_checkpoint(model: PreTrainedModel, source: Path, out: Path, global_step
     for pattern in COPIED:
         for file in source.glob(pattern):
             shutil.copyfile(file, partial / file.name)
-    for file in partial.iterdir():
+    if critic is not None:
+        critic.save(partial / "critic")
+    for file in partial.rglob("*"):
         _sync(file)
     partial.rename(final)
     _sync(final.parent)

@@ -7,7 +7,7 @@ import polars as pl
 from schemas.errors import RolloutError
 from trainer.config import TrainConfig
 from trainer.forest import RowLimit
-from trainer.plan import Plan
+from trainer.plan import TOKEN_ESTIMATORS, Plan
 
 RECORD_MODE = (
     "convert with --logprobs-mode, or pass metadata=rollout_io.read_metadata(DS) when rewriting a"
@@ -40,6 +40,13 @@ def check_rows(
         rows, ~pl.col("aligned"), "lengths_align", pl.lit("lists of different lengths"),
         "loss_mask and rollout_logprobs with one element per response token", VALIDATE,
     )  # fmt: skip
+    if config.advantage_estimator in TOKEN_ESTIMATORS:
+        _refuse(
+            rows, pl.col("trains") & ~pl.col("has_reward"), "unknown_reward",
+            pl.lit("null, neither reward nor rewards"),
+            f"what each step earned: {config.advantage_estimator} adds it up",
+            "pipelines.place_outcomes gives a trajectory's reward to its last step, 0 to the others",
+        )  # fmt: skip
     rows = rows.filter(pl.col("trains") & (pl.col("num_trained_tokens") > 0))
     if rows.is_empty():
         raise RolloutError(

@@ -40,9 +40,19 @@ class TrainConfig:
     seed: int = 0
     """Seed of torch, NumPy and random; >= 0."""
     outcome: Literal["last", "sum"] = "last"
-    """Return of a trajectory: its last step's reward, or the sum over its steps."""
+    """Return of a trajectory: its last step's reward, or the sum over its steps. What is estimated
+    token by token takes the rewards of every step, whichever this is."""
+    advantage_estimator: Literal["grpo", "rloo", "maxrl", "reinforce++", "gae"] = "grpo"
+    """From a trajectory's return (grpo, rloo, maxrl), or token by token along its steps, from the
+    rewards of each of them (reinforce++, gae): see docs/algorithms.md."""
     normalize_by_std: bool = True
     """GRPO: divide by the group's standard deviation; false leaves reward minus group mean."""
+    advantage_batch_normalize: bool = False
+    """Bring the advantages of each batch's trained tokens to mean 0 and variance 1."""
+    gamma: float = 1.0
+    """reinforce++ and gae: discount per trained token; in [0, 1]."""
+    gae_lambda: float = 1.0
+    """gae: from 0, differences of neighbouring values, to 1, returns less values."""
     failed: Literal["group", "trajectory"] = "group"
     """What one failed trajectory masks: its whole group, or only itself."""
     drop_zero_variance_groups: bool = False
@@ -89,6 +99,15 @@ class TrainConfig:
     max_grad_norm: float = 1.0
     """The gradient's L2 norm is clipped to this; > 0."""
 
+    critic_model: str | None = None
+    """gae: model directory the critic starts from; one that a checkpoint's `critic/` holds keeps its
+    value head. None: `model`, with a value head of zeros."""
+    critic_learning_rate: float = 5e-6
+    """gae: AdamW of the critic, constant; > 0. Its other settings are the policy's."""
+    value_clip: float | None = 0.2
+    """gae: a value is clipped to its distance from the old one in the critic's loss; > 0. None: not
+    clipped."""
+
     save_every_updates: int | None = None
     """Optimizer steps between checkpoints; >= 1. None: only at the end, where one is always
     saved."""
@@ -131,12 +150,18 @@ def _breaches(c: TrainConfig) -> Iterator[tuple[str, str, str]]:
         value = getattr(c, key)
         if value is not None and not least <= value < float("inf"):
             yield key, str(value), f"a finite number >= {least}"
-    for key in ("tis_cap", "learning_rate", "max_grad_norm"):
+    for key in ("tis_cap", "learning_rate", "max_grad_norm", "critic_learning_rate", "value_clip"):
         value = getattr(c, key)
         if value is not None and not 0 < value < float("inf"):
             yield key, str(value), "a finite number > 0"
     if c.eps_clip_low > 1:
         yield "eps_clip_low", str(c.eps_clip_low), "at most 1"
+    for key in ("gamma", "gae_lambda"):
+        if not 0 <= getattr(c, key) <= 1:
+            yield key, str(getattr(c, key)), "a number in [0, 1]"
+    if c.critic_model is not None and c.advantage_estimator != "gae":
+        expected = "advantage_estimator to be gae, which alone has a critic"
+        yield "critic_model and advantage_estimator", c.advantage_estimator, expected
     if not all(0 <= beta < 1 for beta in c.betas):
         yield "betas", str(c.betas), "two numbers in [0, 1)"
     if c.groups_per_batch % c.groups_per_mini_batch:

@@ -13,6 +13,7 @@ from torch import Tensor
 import pipelines
 from pipelines.segments import joined
 from schemas.ragged import BoolArray, IntArray, Ragged
+from trainer.chains import Chains, make_chains
 from trainer.plan import Plan
 
 OPTIONAL_COLUMNS: dict[str, pl.DataType] = {
@@ -20,6 +21,8 @@ OPTIONAL_COLUMNS: dict[str, pl.DataType] = {
     "temperature": pl.Float32(),
     "top_p": pl.Float32(),
     "top_k": pl.Int32(),
+    "reward": pl.Float64(),
+    "rewards": pl.List(pl.Float64()),
 }
 UNUSED_COLUMNS = ("messages", "response_text", "metrics", "source", "rollout_expert_indices")
 
@@ -32,11 +35,13 @@ class Batch:
         names: [R] trajectory and step of each row, for messages.
         prompts: Prompt tokens of the R rows.
         responses: Response tokens of the R rows.
-        group: [R] group of the row, 0..num_groups-1.
+        group: [R] group of the row, an index into `group_names`.
+        group_names: Instance id of each group.
         trajectory: [R] trajectory of the row, 0..num_trajectories-1.
         mini_batch: [R] which optimizer step of the batch the row belongs to.
         trains: [T] bool: the loss mask, false in trajectories that failed or are masked.
-        advantages: [T] float32.
+        advantages: [T] float32; as loaded, the trajectory's: see `trainer.estimate`.
+        chains: The trained tokens in the order of their trajectories' steps.
         temperature: [T] float32.
         rollout_logprobs: [T] float32 nats; NaN in rows without.
     """
@@ -45,10 +50,12 @@ class Batch:
     prompts: Ragged
     responses: Ragged
     group: IntArray
+    group_names: tuple[str, ...]
     trajectory: IntArray
     mini_batch: IntArray
     trains: BoolArray
     advantages: Tensor
+    chains: Chains
     temperature: Tensor
     rollout_logprobs: Tensor
 
@@ -79,6 +86,7 @@ def index_rows(rollouts: pl.LazyFrame) -> pl.DataFrame:
         lowest_token=pl.min_horizontal(prompt.min(), response.min()),
         highest_token=pl.max_horizontal(prompt.max(), response.max()),
         has_logprobs=pl.col("rollout_logprobs").is_not_null(),
+        has_reward=pl.col("reward").is_not_null() | pl.col("rewards").is_not_null(),
         aligned=(mask.len() == response.len())
         & (logprobs.len() == response.len()).fill_null(value=True),
         merged=joined(rollouts),
@@ -109,6 +117,7 @@ def load_batch(
             "response_ids",
             "loss_mask",
             *OPTIONAL_COLUMNS,
+            *(["segments"] if "segments" in rows.collect_schema() else []),
             *columns,
         )
         .collect()
@@ -128,18 +137,28 @@ def to_batch(table: pl.DataFrame) -> Batch:
         return torch.from_numpy(np.repeat(values, responses.lengths))
 
     row_trains = np.repeat(table["trains"].to_numpy(), responses.lengths)
+    trains = _ragged(table["loss_mask"]).values.astype(np.bool_) & row_trains
     return Batch(
         names=tuple(table["name"]),
         prompts=_ragged(table["prompt_token_ids"]),
         responses=responses,
         group=_numbered(table["instance_id"]),
+        group_names=tuple(table["instance_id"].unique().sort()),
         trajectory=_numbered(table["trajectory_id"]),
         mini_batch=table["mini_batch"].to_numpy().astype(np.int64),
-        trains=_ragged(table["loss_mask"]).values.astype(np.bool_) & row_trains,
+        trains=trains,
         advantages=per_token("advantage", 0.0),
+        chains=make_chains(table.to_arrow(), trains),
         temperature=per_token("temperature", 1.0),
         rollout_logprobs=torch.from_numpy(flat_logprobs),
     )
+
+
+def groups_with_gradient(batch: Batch) -> frozenset[str]:
+    """Instance ids of the groups with a trained token whose advantage is not 0."""
+    moving = np.flatnonzero(batch.trains & (batch.advantages.numpy() != 0))
+    groups = np.unique(batch.group[batch.responses.row_of(moving)])
+    return frozenset(batch.group_names[group] for group in groups)
 
 
 def _numbered(ids: pl.Series) -> IntArray:

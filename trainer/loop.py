@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,16 @@ import pipelines
 import rollout_io
 from schemas.errors import RolloutError
 from schemas.ragged import IntArray
+from trainer.batch_metrics import batch_metrics
 from trainer.checkpoint import save_checkpoint
 from trainer.checks import check_rows, corrects_for_sampler
 from trainer.config import TrainConfig, save_config
-from trainer.data import Batch, index_rows, load_batch
+from trainer.critic import CriticLearner, critic_values, make_critic_learner, update_critic
+from trainer.data import Batch, groups_with_gradient, index_rows, load_batch
+from trainer.estimate import estimate
 from trainer.forest import RowLimit, chain_forests, chain_lengths
 from trainer.log import RunLog, say
-from trainer.plan import Plan, groups_with_gradient, make_plan, split
+from trainer.plan import Plan, make_plan, num_groups_of_one, split
 from trainer.policy import load_policy, row_limit
 from trainer.update import Learner, policy_logprobs, update
 
@@ -78,28 +82,29 @@ def train(config: TrainConfig) -> TrainResult:
     set_seed(config.seed)
     rollouts = rollout_io.scan(config.dataset)
     plan = make_plan(pipelines.trajectory_returns(rollouts, config.outcome).collect(), config)
-    learner, limit, with_gradient = _prepare(config, rollouts, plan)
+    learner, critic, limit = _prepare(config, rollouts, plan)
     model, source = learner.accelerator.unwrap_model(learner.policy).model, Path(config.model)
+    value_model = learner.accelerator.unwrap_model(critic.critic) if critic else None
     out.mkdir(parents=True, exist_ok=True)
     save_config(config, out / "config.json")
     metrics: dict[str, Any] = {}
     trained: set[str] = set()
     global_step, num_skipped, every = 0, 0, config.save_every_updates
     with RunLog(learner, out, num_planned=_num_planned(plan, config)) as log:
-        for groups, metrics in _updates(learner, rollouts, plan, limit):
-            moving, stepped = with_gradient.intersection(groups), not metrics["skipped"]
+        for moving, metrics in _updates(learner, critic, rollouts, plan, limit):
+            stepped = not metrics["skipped"]
             global_step += stepped
             num_skipped += not stepped
             trained |= moving if stepped else set()
             metrics = {"global_step": global_step, "num_trained_groups": len(moving)} | metrics
             log.write(metrics)
             if every and stepped and global_step % every == 0:
-                save_checkpoint(model, source, out, global_step)
+                save_checkpoint(model, source, out, global_step, value_model)
             if global_step == config.max_updates:
                 break
     return TrainResult(
         out=config.out,
-        checkpoint=str(save_checkpoint(model, source, out, global_step)),
+        checkpoint=str(save_checkpoint(model, source, out, global_step, value_model)),
         num_updates=global_step,
         num_skipped_updates=num_skipped,
         num_groups=sum(map(len, plan.batches)),
@@ -119,17 +124,26 @@ def _refuse_existing_run(out: Path) -> None:
 
 def _prepare(
     config: TrainConfig, rollouts: pl.LazyFrame, plan: Plan
-) -> tuple[Learner, RowLimit, frozenset[str]]:
-    """Load the model, check every row against it, make the optimizer, see whose groups train."""
+) -> tuple[Learner, CriticLearner | None, RowLimit]:
+    """Load the models, check every row against them, make the optimizers."""
     accelerator = _accelerator(config)
     policy = load_policy(config.model, logprob_chunk_tokens=config.logprob_chunk_tokens)
-    limit = row_limit(policy.model.config, config.tokens_per_micro_batch)
-    vocab_size = policy.model.get_input_embeddings().weight.shape[0]
+    models, critic = [policy.model], None
+    if config.advantage_estimator == "gae":
+        critic = make_critic_learner(accelerator, config)
+        models.append(accelerator.unwrap_model(critic.critic).model)
+    limits = [row_limit(model.config, config.tokens_per_micro_batch) for model in models]
+    limit = min(limits, key=lambda limit: limit.num_tokens)
+    vocab_size = min(model.get_input_embeddings().weight.shape[0] for model in models)
     rows = check_rows(index_rows(rollouts), plan, config, vocab_size=vocab_size, limit=limit)
     logprobs_mode = rollout_io.read_metadata(config.dataset).logprobs_mode
     corrects = corrects_for_sampler(rows, config, logprobs_mode)
     if config.tis_cap is not None and not corrects:
         say("note: no rollout_logprobs: importance correction (tis_cap) is off")
+    if config.advantage_estimator == "rloo" and (alone := num_groups_of_one(plan)):
+        say(
+            f"warning: {alone} groups of one: rloo has no others to compare with, they train nothing"
+        )
     if config.gradient_checkpointing:
         policy.checkpoint_layers()
     optimizer = torch.optim.AdamW(
@@ -146,7 +160,7 @@ def _prepare(
         config=config,
         tis_cap=config.tis_cap if corrects else None,
     )
-    return learner, limit, groups_with_gradient(plan, rows)
+    return learner, critic, limit
 
 
 def _accelerator(config: TrainConfig) -> Accelerator:
@@ -167,9 +181,13 @@ def _accelerator(config: TrainConfig) -> Accelerator:
 
 
 def _updates(
-    learner: Learner, rollouts: pl.LazyFrame, plan: Plan, limit: RowLimit
-) -> Iterator[tuple[Sequence[str], dict[str, Any]]]:
-    """Train mini-batch after mini-batch; the groups and the metrics of each."""
+    learner: Learner,
+    critic: CriticLearner | None,
+    rollouts: pl.LazyFrame,
+    plan: Plan,
+    limit: RowLimit,
+) -> Iterator[tuple[frozenset[str], dict[str, Any]]]:
+    """Train mini-batch after mini-batch; of each the groups that move the policy, and metrics."""
     config = learner.config
     for groups in plan.batches * config.num_epochs:
         start = time.perf_counter()
@@ -181,44 +199,34 @@ def _updates(
             )
             for rows in _rows_of_mini_batches(batch)
         ]
+        forests = [forest for mini_batch in mini_batches for forest in mini_batch]
+        values = critic_values(critic, batch, forests) if critic else None
+        estimates = estimate(batch, config, values)
+        targets = estimates.value_targets
+        batch = dataclasses.replace(batch, advantages=estimates.advantages)
         # With one update, the policy's own log-probabilities are the old ones: one pass saved.
         old_logprobs = None
         if len(mini_batches) * config.epochs_per_batch > 1:
-            old_logprobs = policy_logprobs(learner, batch, [f for m in mini_batches for f in m])
-        counts = _counts(plan, batch, groups)
-        groups_of = split(groups, config.groups_per_mini_batch)
+            old_logprobs = policy_logprobs(learner, batch, forests)
+        counts = batch_metrics(plan, batch, groups, estimates)
+        moving, groups_of = groups_with_gradient(batch), split(groups, config.groups_per_mini_batch)
         for number in list(range(len(mini_batches))) * config.epochs_per_batch:
             metrics = update(learner, batch, mini_batches[number], old_logprobs)
+            if critic and values is not None and targets is not None:
+                metrics |= update_critic(critic, mini_batches[number], values, targets)
             seconds = time.perf_counter() - start
             metrics |= counts[number] | {
                 "learning_rate": config.learning_rate,
                 "seconds": seconds,
                 "tokens_per_s": metrics["num_forwarded_tokens"] / seconds,
             }
-            yield groups_of[number], metrics
+            yield moving.intersection(groups_of[number]), metrics
             start = time.perf_counter()
 
 
 def _rows_of_mini_batches(batch: Batch) -> list[IntArray]:
     num = int(batch.mini_batch.max(initial=-1)) + 1
     return [np.flatnonzero(batch.mini_batch == number) for number in range(num)]
-
-
-def _counts(plan: Plan, batch: Batch, groups: Sequence[str]) -> list[dict[str, Any]]:
-    """What each mini-batch of a batch consists of."""
-    trajectories = plan.trajectories.filter(pl.col("instance_id").is_in(list(groups)))
-    counts = trajectories.group_by("mini_batch").agg(
-        num_groups=pl.col("instance_id").n_unique(),
-        num_trajectories=pl.len(),
-        num_failed=pl.col("failed").sum(),
-        num_masked=(~pl.col("trains")).sum(),
-        return_mean=pl.col("return").filter(~pl.col("failed")).mean(),
-    )
-    num_rows = np.bincount(batch.mini_batch).tolist()
-    return [
-        row | {"num_rows": num_rows[row.pop("mini_batch")]}
-        for row in counts.sort("mini_batch").to_dicts()
-    ]
 
 
 def _num_planned(plan: Plan, config: TrainConfig) -> int:

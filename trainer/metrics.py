@@ -57,6 +57,26 @@ METRICS = {
     "return_mean": Metric(
         "reward", "Mean return of the trajectories that did not fail; null if all did."
     ),
+    "reward/avg_raw_reward": Metric("reward", "The same by its other name."),
+    "reward/mean_positive_reward": Metric("reward", "Mean of those returns, negative ones as 0."),
+    "reward/avg_pass_at_n": Metric(
+        "fraction", "Groups with a return above 0, of those not all of whose trajectories failed."
+    ),
+    "loss/avg_final_rewards": Metric("reward", "Mean return of the trajectories that train."),
+    "loss/avg_raw_advantages": Metric(
+        "1", "Mean advantage of the trained tokens, before `advantage_batch_normalize`."
+    ),
+    "loss/avg_raw_advantages_abs": Metric("1", "Mean of their absolute values."),
+    "critic/critic_loss": Metric(
+        "1", "The clipped value loss: its mean over the trained tokens; these four with gae only."
+    ),
+    "critic/values_mean": Metric("reward", "Mean value of the trained tokens."),
+    "critic/values_clipfrac": Metric(
+        "fraction", "Trained tokens whose clipped value makes the loss, without gradient."
+    ),
+    "critic/grad_norm": Metric(
+        "1", "L2 norm of the critic's gradient before clipping; null if not finite: no step."
+    ),
     "num_rows": Metric("rows", "Rows of the mini-batch, in `sequence_layout`."),
     "learning_rate": Metric("1", "AdamW's learning rate."),
     "seconds": Metric(

@@ -9,8 +9,12 @@ import numpy as np
 import polars as pl
 
 from schemas.errors import RolloutError
-from trainer.advantages import grpo
+from schemas.ragged import IntArray
+from trainer.advantages.outcome import FloatArray, grpo, maxrl, rloo
 from trainer.config import TrainConfig
+
+TOKEN_ESTIMATORS = frozenset({"reinforce++", "gae"})
+"""Values of `advantage_estimator` that go along a trajectory token by token."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,8 +24,8 @@ class Plan:
     Attributes:
         trajectories: One row per trajectory of the planned groups: instance_id, trajectory_id,
             return (float64, null if failed), failed (bool), trains (bool: neither failed nor
-            masked with its group), advantage (float64, 0 where it does not train), mini_batch
-            (int64, which of its batch's optimizer steps).
+            masked with its group), advantage (float64, 0 where it does not train and where the
+            estimator goes token by token), mini_batch (int64, which of its batch's optimizer steps).
         batches: Instance ids of each batch, in order of the groups' first appearance.
         num_groups_without_variance: Groups of two or more that train and whose returns are all
             equal; `drop_zero_variance_groups` leaves them out.
@@ -62,7 +66,7 @@ def make_plan(returns: pl.DataFrame, config: TrainConfig) -> Plan:
         raise RolloutError("mask_trains_something", "dataset", got, expected, hint)
     return Plan(
         trajectories=trajectories.with_columns(
-            _advantages(trajectories, normalize_by_std=config.normalize_by_std),
+            _advantages(trajectories, config),
             _mini_batches(trajectories, groups, config),
         ),
         batches=tuple(split(groups, config.groups_per_batch)),
@@ -70,15 +74,10 @@ def make_plan(returns: pl.DataFrame, config: TrainConfig) -> Plan:
     )
 
 
-def groups_with_gradient(plan: Plan, rows: pl.DataFrame) -> frozenset[str]:
-    """Groups with a trained token whose advantage is not 0.
-
-    Args:
-        plan: The run's plan.
-        rows: The rows that train, with `trajectory_id`: what `trainer.checks.check_rows` returns.
-    """
-    moving = plan.trajectories.filter(pl.col("trains") & (pl.col("advantage") != 0))
-    return frozenset(moving.join(rows, on="trajectory_id", how="semi")["instance_id"])
+def num_groups_of_one(plan: Plan) -> int:
+    """Groups of which one trajectory trains: they have no baseline."""
+    trained = plan.trajectories.filter("trains")
+    return int((trained.group_by("instance_id").len()["len"] == 1).sum())
 
 
 def _check_outcomes(returns: pl.DataFrame) -> None:
@@ -101,14 +100,23 @@ def _groups_without_variance(trajectories: pl.DataFrame) -> list[str]:
     return spread.filter((pl.col("num") > 1) & pl.col("constant"))["instance_id"].to_list()
 
 
-def _advantages(trajectories: pl.DataFrame, *, normalize_by_std: bool) -> pl.Series:
+def _advantages(trajectories: pl.DataFrame, config: TrainConfig) -> pl.Series:
     trains = trajectories["trains"].to_numpy()
-    _, group_index = np.unique(trajectories["instance_id"].to_list(), return_inverse=True)
+    group = trajectories["instance_id"].rank("dense").to_numpy()[trains]
     returns = trajectories["return"].to_numpy()[trains].astype(np.float64)
     advantages = np.zeros(len(trajectories))
-    _, group_index = np.unique(group_index[trains], return_inverse=True)
-    advantages[trains] = grpo(returns, group_index, normalize_by_std=normalize_by_std)
+    if config.advantage_estimator not in TOKEN_ESTIMATORS:
+        _, group_index = np.unique(group, return_inverse=True)
+        advantages[trains] = _outcome_advantages(returns, group_index, config)
     return pl.Series("advantage", advantages)
+
+
+def _outcome_advantages(
+    returns: FloatArray, group_index: IntArray, config: TrainConfig
+) -> FloatArray:
+    if config.advantage_estimator == "grpo":
+        return grpo(returns, group_index, normalize_by_std=config.normalize_by_std)
+    return {"rloo": rloo, "maxrl": maxrl}[config.advantage_estimator](returns, group_index)
 
 
 def _mini_batches(

@@ -55,13 +55,7 @@ class Policy(nn.Module):
             `logprobs` [M] float32 nats, with gradient; `entropy` [M] float32 nats of the
             distribution each target was drawn from, without gradient.
         """
-        output = self.model.base_model(
-            input_ids=forest.token_ids[None],
-            attention_mask=attention_mask(forest.subtree_end),
-            position_ids=forest.position_ids[None],
-            use_cache=False,
-        )
-        hidden = output.last_hidden_state[0, forest.target_parent]
+        hidden = hidden_before_targets(self.model, forest)
         size = self.logprob_chunk_tokens
         parts = [
             checkpoint(
@@ -97,6 +91,18 @@ class Policy(nn.Module):
             if isinstance(layer, GradientCheckpointingLayer):
                 layer.gradient_checkpointing = layer.training = True
                 layer._gradient_checkpointing_func = recompute
+
+
+def hidden_before_targets(model: Any, forest: Forest) -> Tensor:
+    """[M, hidden_size] last hidden state of each target's parent, from one forward."""
+    output = model.base_model(
+        input_ids=forest.token_ids[None],
+        attention_mask=attention_mask(forest.subtree_end),
+        position_ids=forest.position_ids[None],
+        use_cache=False,
+    )
+    hidden: Tensor = output.last_hidden_state[0, forest.target_parent]
+    return hidden
 
 
 def load_policy(path: str, *, logprob_chunk_tokens: int) -> Policy:
