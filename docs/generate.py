@@ -43,7 +43,10 @@ In the `prefix` layout (the default on disk) these columns stand in for `prompt_
 
 def training_page() -> str:
     """Every key of a training configuration, from `TrainConfig`'s source, and of `metrics.jsonl`."""
-    rows = "\n".join(f"| `{n}` | {k} | {d} | {doc} |" for n, k, d, doc in config_fields())
+    rows, loss_rows = (
+        "\n".join(f"| `{n}` | {k} | {d} | {doc} |" for n, k, d, doc in config_fields(*source))
+        for source in (("config.py", "TrainConfig"), ("loss_config.py", "LossConfig"))
+    )
     metrics = "\n".join(f"| `{n}` | {m.unit} | {m.meaning} |" for n, m in METRICS.items())
     return f"""# Training
 
@@ -51,10 +54,11 @@ def training_page() -> str:
 
 Groups of the dataset are taken in the order of their first appearance. `groups_per_batch` of them share
 one pass for the old log-probabilities; `groups_per_mini_batch` make one optimizer step, however many
-turns they took. A trajectory's advantage is GRPO's, from its return, and goes to all its rows; the loss
-is PPO's clipped one, weighted by truncated importance sampling where the sampler's log-probabilities
-are known, summed over the trained tokens of the whole mini-batch and divided by their number. So neither
-the layout (`step`, `merge`) nor the micro-batch budget changes the gradient.
+turns they took. By default a trajectory's advantage is GRPO's, from its return, and goes to all its rows;
+the loss is PPO's clipped one, weighted by truncated importance sampling where the sampler's
+log-probabilities are known, summed over the trained tokens of the whole mini-batch and divided by their
+number. So neither the layout (`step`, `merge`) nor the micro-batch budget changes the gradient.
+[algorithms.md](algorithms.md) has the others, with their equations.
 
 RUN holds `config.json` (the resolved configuration), `metrics.jsonl` (a line per update) and
 `checkpoints/global_step_N/` (model directories that Transformers loads). Progress goes to stderr: a bar
@@ -66,6 +70,12 @@ on a terminal, elsewhere a line per update, with a warning, once a run, where th
 |---|---|---|---|
 {rows}
 
+### The loss
+
+| key | type | default | meaning |
+|---|---|---|---|
+{loss_rows}
+
 ## metrics.jsonl
 
 One JSON object per mini-batch; a number that is not finite is null.
@@ -76,17 +86,17 @@ One JSON object per mini-batch; a number that is not finite is null.
 """
 
 
-def config_fields() -> list[tuple[str, str, str, str]]:
-    """(name, type, default, docstring) of each field of `TrainConfig`."""
-    tree = ast.parse((DOCS.parent / "trainer" / "config.py").read_text())
-    body = next(
-        n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "TrainConfig"
-    ).body
+def config_fields(file: str, name: str) -> list[tuple[str, str, str, str]]:
+    """(name, type, default, docstring) of each field of a class of `trainer/`."""
+    tree = ast.parse((DOCS.parent / "trainer" / file).read_text())
+    aliases = {ast.unparse(n.targets[0]): n.value for n in tree.body if isinstance(n, ast.Assign)}
+    body = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == name).body
     fields = []
     for node, doc in pairwise(body):
         if isinstance(node, ast.AnnAssign) and isinstance(doc, ast.Expr):
             default = ast.unparse(node.value) if node.value else "required"
-            kind = ast.unparse(node.annotation).replace("|", "or")
+            annotation = aliases.get(ast.unparse(node.annotation), node.annotation)
+            kind = ast.unparse(annotation).replace("|", "or")
             text = " ".join(str(ast.literal_eval(doc.value)).split())
             fields.append((ast.unparse(node.target), kind, default, text))
     return fields

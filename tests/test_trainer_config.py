@@ -9,6 +9,7 @@ import pytest
 import trainer
 from schemas.errors import RolloutError
 from trainer.config import TrainConfig, load_config, save_config
+from trainer.loss_config import LossConfig
 
 PATHS = ["dataset=ds", "model=m", "out=o"]
 
@@ -21,9 +22,18 @@ def test_overrides_win_over_the_file(tmp_path: Path) -> None:
 
 
 def test_values_are_typed_by_their_field() -> None:
-    texts = ["tis_cap=none", "betas=[0.5, 0.9]", "gradient_checkpointing=true", "max_updates=2"]
+    texts = [
+        "tis_ratio_type=none",
+        "betas=[0.5, 0.9]",
+        "gradient_checkpointing=true",
+        "max_updates=2",
+    ]
     config = load_config(None, [*PATHS, *texts, "out=2024", 'trackers=["tensorboard"]'])
-    assert (config.tis_cap, config.betas, config.gradient_checkpointing) == (None, (0.5, 0.9), True)
+    assert (config.tis_ratio_type, config.betas, config.gradient_checkpointing) == (
+        None,
+        (0.5, 0.9),
+        True,
+    )
     assert (config.max_updates, config.out, config.trackers) == (2, "2024", ("tensorboard",))
 
 
@@ -40,7 +50,7 @@ def test_unknown_key_fails_with_the_nearest_name() -> None:
         ("seed=none", "seed"),
         ("groups_per_batch=1.5", "groups_per_batch"),
         ("sequence_layout=trees", "sequence_layout"),
-        ("tis_cap=0", "tis_cap"),
+        ("token_tis_ratio_clip_high=0", "token_tis_ratio_clip_high"),
         ("learning_rate=nan", "learning_rate"),
         ("betas=[0.9, 1.0]", "betas"),
         ("eps_clip_low=1.5", "eps_clip_low"),
@@ -61,7 +71,7 @@ def test_bad_value_is_refused_and_named(override: str, named: str) -> None:
         ("learning_rate=fast", 'got "fast", expected a number'),
         ("seed=1.5", "got 1.5, expected a whole number"),
         ("normalize_by_std=1", "got 1, expected true or false"),
-        ("tis_cap=high", 'got "high", expected a number or none'),
+        ("tis_ratio_type=high", 'got "high", expected one of token, sequence or none'),
         ("betas=[0.9]", r"got \[0.9\], expected a list \[a number, a number\]"),
     ],
 )
@@ -97,9 +107,9 @@ def test_quoted_values_in_a_file_stay_text(tmp_path: Path, line: str, expected: 
 
 def test_none_in_a_file_is_quoted(tmp_path: Path) -> None:
     file = tmp_path / "c.toml"
-    file.write_text('tis_cap = "none"\ndataset = "none"')
+    file.write_text('tis_ratio_type = "none"\ndataset = "none"')
     config = load_config(file, PATHS[1:])
-    assert (config.tis_cap, config.dataset) == (None, "none")
+    assert (config.tis_ratio_type, config.dataset) == (None, "none")
 
 
 def test_conflict_names_both_fields() -> None:
@@ -128,15 +138,16 @@ def test_missing_model_is_named() -> None:
 
 
 def test_saved_config_loads_again(tmp_path: Path) -> None:
-    config = load_config(None, [*PATHS, "tis_cap=none", "betas=[0.1,0.2]"])
+    config = load_config(None, [*PATHS, "tis_ratio_type=none", "betas=[0.1,0.2]"])
     save_config(config, tmp_path / "config.json")
     values = json.loads((tmp_path / "config.json").read_text())
     assert TrainConfig(**values | {"betas": (0.1, 0.2), "trackers": ()}) == config
 
 
-def test_every_field_is_documented() -> None:
-    source = Path(sys.modules[TrainConfig.__module__].__file__ or "").read_text()
-    for name in TrainConfig.__slots__:
+@pytest.mark.parametrize("kind", [TrainConfig, LossConfig])
+def test_every_field_is_documented(kind: type[LossConfig]) -> None:
+    source = Path(sys.modules[kind.__module__].__file__ or "").read_text()
+    for name in kind.__slots__:
         after = source.split(f"\n    {name}: ", 1)[1].split("\n", 2)[1]
         assert after.strip().startswith('"""'), name
 

@@ -239,7 +239,7 @@ def test_correction_applies_where_the_sampled_distribution_is_recorded(
 ) -> None:
     rows = sampled(tmp_path, **values)
     assert corrects_for_sampler(rows, config(), "raw")
-    assert not corrects_for_sampler(rows, config(tis_cap=None), "raw")
+    assert not corrects_for_sampler(rows, config(tis_ratio_type=None), "raw")
 
 
 def test_correction_is_off_without_logprobs(tmp_path: Path) -> None:
@@ -257,7 +257,7 @@ def test_correction_with_another_distributions_logprobs_is_refused(
             corrects_for_sampler(rows, config(), mode)
     assert corrects_for_sampler(rows, config(), "processed")
     assert corrects_for_sampler(rows, config(allow_mismatched_logprobs=True), "raw")
-    assert not corrects_for_sampler(rows, config(tis_cap=None), "raw")
+    assert not corrects_for_sampler(rows, config(tis_ratio_type=None), "raw")
 
 
 def test_unknown_logprobs_mode_hints_first_at_recording_it(tmp_path: Path) -> None:
@@ -270,7 +270,7 @@ def test_unknown_logprobs_mode_hints_first_at_recording_it(tmp_path: Path) -> No
     assert hints[None].startswith(
         "convert with --logprobs-mode, or pass metadata=rollout_io.read_metadata(DS) when rewriting"
     )
-    assert hints["raw"].startswith("--set tis_cap=none")
+    assert hints["raw"].startswith("--set tis_ratio_type=none")
     assert hints[None].endswith(hints["raw"])
 
 

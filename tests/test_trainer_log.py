@@ -24,7 +24,7 @@ from trainer.config import TrainConfig
 from trainer.log import RunLog, progress_line
 from trainer.metrics import METRICS, warnings_about
 
-NOTE = "note: no rollout_logprobs: importance correction (tis_cap) is off\n"
+NOTE = "note: no rollout_logprobs: importance correction (tis_ratio_type) is off\n"
 HINT = "hint: --set drop_zero_variance_groups=true"
 
 
@@ -97,7 +97,7 @@ def test_a_terminal_gets_a_bar_and_warnings_but_no_line_per_update(
 
 @pytest.mark.parametrize(
     ("values", "settings"),
-    [({}, {"tis_cap": None}), ({"rollout_logprobs": [-1.0] * 4}, {})],
+    [({}, {"tis_ratio_type": None}), ({"rollout_logprobs": [-1.0] * 4}, {})],
 )
 def test_correction_that_is_on_or_not_asked_for_is_not_noted(
     values: dict[str, Any],
@@ -151,6 +151,17 @@ def test_the_way_out_is_not_named_where_it_was_taken() -> None:
 
 def test_documented_metrics_are_those_written(model: str, tmp_path: Path) -> None:
     rows = group("a", (1.0, 0.0), rollout_logprobs=[-1.0] * 4)
-    run(tmp_path, model, rows, advantage_estimator="gae")
-    [line] = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
-    assert json.loads(line).keys() == METRICS.keys()
+    masks = {
+        "outlier_token_is_threshold_high": 1e9,
+        "token_mask_is_threshold_low": 0.0,
+        "token_mask_is_threshold_high": 1e9,
+        "sequence_mask_metric": "geometric",
+    }
+    others = {"tis_ratio_type": "sequence", "sequence_mask_metric": "product"}
+    settings = ({"advantage_estimator": "gae", "kl_loss_coef": 0.1} | masks, others)
+    written = set()
+    for number, changes in enumerate(settings):
+        run(tmp_path / str(number), model, rows, **changes)
+        [line] = (tmp_path / f"{number}/run/metrics.jsonl").read_text().splitlines()
+        written |= json.loads(line).keys()
+    assert written == METRICS.keys()

@@ -174,10 +174,10 @@ def test_sampler_correction_is_applied_and_reported(model: str, tmp_path: Path) 
     rows = group_rows(1, rollout_logprobs=[-1.0] * 4)
     dataset = write_dataset(tmp_path / "ds", rows, logprobs_mode="raw")
     corrected = run(dataset, model, tmp_path / "a").metrics
-    plain = run(dataset, model, tmp_path / "b", tis_cap=None).metrics
-    assert corrected["tis_mean"] < 1
+    plain = run(dataset, model, tmp_path / "b", tis_ratio_type=None).metrics
+    assert corrected["is_ratio_mean"] < 1
     assert corrected["loss"] != pytest.approx(plain["loss"])
-    assert "tis_mean" not in plain
+    assert "is_ratio_mean" not in plain
     difference = "rollout_logprobs_abs_diff_mean"
     assert corrected[difference] == pytest.approx(plain[difference])
 

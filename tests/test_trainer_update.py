@@ -64,7 +64,7 @@ def test_gradient_is_that_of_the_naive_full_logits_loss(
         generator = torch.Generator().manual_seed(seed)
         old = plain_logprobs(policy.model, rows, values["temperatures"]).detach()
         old = old + 0.3 * torch.randn(old.shape, generator=generator)
-    found = gradient_of_update(policy, batch, budget=16, old=old, tis_cap=2.0)
+    found = gradient_of_update(policy, batch, budget=16, old=old, corrects=True)
     policy.zero_grad()
     naive_loss(policy, rows, values, old).backward()
     expected = gradients(policy)
@@ -82,8 +82,8 @@ def test_budget_and_chunk_size_change_nothing(budget: int, chunk: int) -> None:
         for _ in range(6)
     ]
     batch = make_batch(rows, **random_values(rows, 2))
-    reference = gradient_of_update(tiny_policy(), batch, tis_cap=2.0)
-    found = gradient_of_update(tiny_policy(chunk=chunk), batch, budget=budget, tis_cap=2.0)
+    reference = gradient_of_update(tiny_policy(), batch, corrects=True)
+    found = gradient_of_update(tiny_policy(chunk=chunk), batch, budget=budget, corrects=True)
     assert relative_difference(found, reference) < 1e-4
 
 
@@ -107,23 +107,23 @@ def test_metrics_are_means_over_trained_tokens() -> None:
     own = plain_logprobs(policy.model, rows).detach()
     rollout = (own - torch.tensor([math.log(4.0), 9.0, 0.0, -math.log(2.0)])).tolist()
     batch = make_batch(rows, advantages=[1.0, -1.0], rollout_logprobs=[rollout[:2], rollout[2:]])
-    metrics = update(learner_of(policy, tis_cap=2.0), batch, forests_of(batch, 2), None)
+    metrics = update(learner_of(policy, corrects=True), batch, forests_of(batch, 2), None)
     assert metrics["num_trained_tokens"] == 3
     assert metrics["num_forwarded_tokens"] == 2 + 2
-    assert metrics["tis_mean"] == pytest.approx((2.0 + 1.0 + 0.5) / 3, rel=1e-4)
-    assert metrics["tis_capped_fraction"] == pytest.approx(1 / 3)
+    assert metrics["is_ratio_mean"] == pytest.approx((4.0 + 1.0 + 0.5) / 3, rel=1e-4)
+    assert metrics["tis_token_clip_high_ratio"] == pytest.approx(1 / 3)
     assert metrics["loss"] == pytest.approx((-2.0 + 1.0 + 0.5) / 3, rel=1e-4)
-    assert metrics["clip_fraction"] == 0
+    assert metrics["clip_ratio"] == 0
     assert metrics["rollout_logprobs_abs_diff_mean"] == pytest.approx(math.log(8) / 3, rel=1e-4)
     assert metrics["rollout_logprobs_abs_diff_max"] == pytest.approx(math.log(4), rel=1e-4)
 
 
-def test_clip_fraction_counts_targets_without_gradient() -> None:
+def test_clip_ratio_counts_targets_without_gradient() -> None:
     rows: list[Row] = [([1, 2], [3, 4], [True, True])]
     policy, batch = tiny_policy(), make_batch(rows)
     old = plain_logprobs(policy.model, rows).detach() - torch.tensor([0.5, 0.0])
     metrics = update(learner_of(policy), batch, forests_of(batch), old)
-    assert metrics["clip_fraction"] == 0.5
+    assert metrics["clip_ratio"] == 0.5
 
 
 def test_gradient_that_is_not_finite_makes_no_step() -> None:

@@ -99,7 +99,9 @@ def forests_of(batch: Batch, budget: int = 4096, *, targets: Any = None) -> list
     return chain_forests(batch.prompts, batch.responses, is_target, rows, budget)
 
 
-def learner_of(policy: Policy, *, tis_cap: float | None = None, **settings: Any) -> Learner:
+def learner_of(
+    policy: Policy, *, corrects: bool = False, reference: Policy | None = None, **settings: Any
+) -> Learner:
     """A learner with plain SGD, whose step is the clipped gradient times the learning rate."""
     config = TrainConfig(dataset="d", model="m", out="o", **settings)
     return Learner(
@@ -107,7 +109,8 @@ def learner_of(policy: Policy, *, tis_cap: float | None = None, **settings: Any)
         policy=policy,
         optimizer=torch.optim.SGD(policy.parameters(), lr=config.learning_rate),
         config=config,
-        tis_cap=tis_cap,
+        corrects=corrects,
+        reference=reference,
     )
 
 
@@ -208,9 +211,10 @@ def relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
 def gradient_of_update(policy: Policy, batch: Batch, **settings_: Any) -> torch.Tensor:
     """The gradient an update leaves, unclipped, without moving the policy."""
     budget, old = settings_.pop("budget", 4096), settings_.pop("old", None)
+    ref = settings_.pop("ref", None)
     learner = learner_of(policy, max_grad_norm=1e9, learning_rate=1e-30, **settings_)
     kept: list[torch.Tensor] = []
     hook = learner.optimizer.register_step_pre_hook(lambda *_: kept.append(gradients(policy)))
-    update(learner, batch, forests_of(batch, budget), old)
+    update(learner, batch, forests_of(batch, budget), old, ref)
     hook.remove()
     return kept[0]

@@ -78,7 +78,9 @@ def check_rows(
 def corrects_for_sampler(
     rows: pl.DataFrame, config: TrainConfig, logprobs_mode: str | None
 ) -> bool:
-    """Whether importance weights apply: `tis_cap` is set and the rows have `rollout_logprobs`.
+    """Whether importance weights and masks apply: asked for, and the rows have `rollout_logprobs`.
+
+    Without them, the weights that are on by default are off; what was asked for is refused.
 
     Args:
         rows: The rows that train.
@@ -88,17 +90,22 @@ def corrects_for_sampler(
 
     Raises:
         RolloutError: Only a part of the rows has log-probabilities, or they are not those of the
-            distribution that was sampled.
+            distribution that was sampled; or none has, and the loss or a mask needs them.
     """
-    if config.tis_cap is None or not rows["has_logprobs"].any():
+    if not (config.corrects_for_sampler or config.is_anchored_on_sampler):
         return False
-    off = "--set tis_cap=none trains without the correction"
+    if not rows["has_logprobs"].any():
+        _refuse_without_logprobs(config)
+        return False
+    off = "--set tis_ratio_type=none trains without the correction"
+    if config.is_anchored_on_sampler or config.masks_by_ratio:
+        off = "train without what has importance ratios: another policy_loss_type, no masks by them"
     _refuse(
         rows, ~pl.col("has_logprobs"), "rollout_logprobs", pl.lit("null, though others have them"),
         "log-probabilities in every row that trains, or in none", off,
     )  # fmt: skip
     if config.allow_mismatched_logprobs:
-        return True
+        return config.corrects_for_sampler
     off += "; --set allow_mismatched_logprobs=true corrects all the same"
     _refuse(
         rows, pl.col("token_source") == "retokenized", "rollout_logprobs",
@@ -120,7 +127,19 @@ def corrects_for_sampler(
             "log-probabilities of the distribution that was sampled",
             off,
         )  # fmt: skip
-    return True
+    return config.corrects_for_sampler
+
+
+def _refuse_without_logprobs(config: TrainConfig) -> None:
+    needing = {
+        f"policy_loss_type {config.policy_loss_type}": config.is_anchored_on_sampler,
+        "a mask by importance ratios": config.masks_by_ratio,
+        "tis_ratio_type sequence": config.tis_ratio_type == "sequence",
+    }
+    for name, needs in needing.items():
+        if needs:
+            expected, hint = f"the sampler's log-probabilities, for {name}", "record them, or set others"
+            raise RolloutError("rollout_logprobs", config.dataset, "none", expected, hint)
 
 
 def _refuse(

@@ -16,10 +16,11 @@ from typing import Any, Literal
 import msgspec
 
 from schemas.errors import RolloutError
+from trainer.loss_config import LossConfig, loss_breaches
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TrainConfig:
+class TrainConfig(LossConfig):
     """Everything that decides what a run does. The resolved record is saved as `OUT/config.json`.
 
     Raises:
@@ -80,16 +81,6 @@ class TrainConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the forward pass; weights and optimizer state are float32 either way."""
 
-    eps_clip_low: float = 0.2
-    """The probability ratio is clipped below at 1 - this; in [0, 1]."""
-    eps_clip_high: float = 0.2
-    """The probability ratio is clipped above at 1 + this; >= 0."""
-    tis_cap: float | None = 2.0
-    """Cap of the importance weights that correct for the sampler, > 0, where
-    `rollout_logprobs` are there; `none` turns the correction off."""
-    allow_mismatched_logprobs: bool = False
-    """Correct even if `rollout_logprobs` are not those of the distribution that was sampled."""
-
     learning_rate: float = 1e-6
     """AdamW, constant; > 0."""
     weight_decay: float = 1e-2
@@ -142,20 +133,17 @@ def _breaches(c: TrainConfig) -> Iterator[tuple[str, str, str]]:
         "tokens_per_micro_batch": 1,
         "logprob_chunk_tokens": 1,
         "save_every_updates": 1,
-        "eps_clip_low": 0,
-        "eps_clip_high": 0,
         "weight_decay": 0,
     }
     for key, least in at_least.items():
         value = getattr(c, key)
         if value is not None and not least <= value < float("inf"):
             yield key, str(value), f"a finite number >= {least}"
-    for key in ("tis_cap", "learning_rate", "max_grad_norm", "critic_learning_rate", "value_clip"):
+    for key in ("learning_rate", "max_grad_norm", "critic_learning_rate", "value_clip"):
         value = getattr(c, key)
         if value is not None and not 0 < value < float("inf"):
             yield key, str(value), "a finite number > 0"
-    if c.eps_clip_low > 1:
-        yield "eps_clip_low", str(c.eps_clip_low), "at most 1"
+    yield from loss_breaches(c)
     for key in ("gamma", "gae_lambda"):
         if not 0 <= getattr(c, key) <= 1:
             yield key, str(getattr(c, key)), "a number in [0, 1]"
@@ -186,7 +174,8 @@ def load_config(toml_path: str | Path | None, overrides: Sequence[str]) -> Train
             wrong type or out of range, or a missing `dataset`, `model` or `out`.
 
     Example:
-        >>> load_config(None, ["dataset=ds", "model=m", "out=o", "tis_cap=none"]).tis_cap
+        >>> paths = ["dataset=ds", "model=m", "out=o"]
+        >>> load_config(None, [*paths, "tis_ratio_type=none"]).tis_ratio_type
     """
     values = {}
     for key, value in _read_toml(toml_path).items():

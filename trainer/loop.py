@@ -31,7 +31,7 @@ from trainer.estimate import estimate
 from trainer.forest import RowLimit, chain_forests, chain_lengths
 from trainer.log import RunLog, say
 from trainer.plan import Plan, make_plan, num_groups_of_one, split
-from trainer.policy import load_policy, row_limit
+from trainer.policy import Policy, load_policy, row_limit
 from trainer.update import Learner, policy_logprobs, update
 
 
@@ -127,8 +127,13 @@ def _prepare(
 ) -> tuple[Learner, CriticLearner | None, RowLimit]:
     """Load the models, check every row against them, make the optimizers."""
     accelerator = _accelerator(config)
-    policy = load_policy(config.model, logprob_chunk_tokens=config.logprob_chunk_tokens)
-    models, critic = [policy.model], None
+    policy = load_policy(
+        config.model,
+        logprob_chunk_tokens=config.logprob_chunk_tokens,
+        entropy_gradient=config.entropy_loss_coef > 0,
+    )
+    reference = _reference(config, accelerator)
+    models, critic = [p.model for p in (policy, reference) if p], None
     if config.advantage_estimator == "gae":
         critic = make_critic_learner(accelerator, config)
         models.append(accelerator.unwrap_model(critic.critic).model)
@@ -138,8 +143,8 @@ def _prepare(
     rows = check_rows(index_rows(rollouts), plan, config, vocab_size=vocab_size, limit=limit)
     logprobs_mode = rollout_io.read_metadata(config.dataset).logprobs_mode
     corrects = corrects_for_sampler(rows, config, logprobs_mode)
-    if config.tis_cap is not None and not corrects:
-        say("note: no rollout_logprobs: importance correction (tis_cap) is off")
+    if config.corrects_for_sampler and not corrects:
+        say("note: no rollout_logprobs: importance correction (tis_ratio_type) is off")
     if config.advantage_estimator == "rloo" and (alone := num_groups_of_one(plan)):
         say(
             f"warning: {alone} groups of one: rloo has no others to compare with, they train nothing"
@@ -158,9 +163,19 @@ def _prepare(
         policy=policy,
         optimizer=optimizer,
         config=config,
-        tis_cap=config.tis_cap if corrects else None,
+        corrects=corrects,
+        reference=reference,
     )
     return learner, critic, limit
+
+
+def _reference(config: TrainConfig, accelerator: Accelerator) -> Policy | None:
+    """The frozen policy that the KL divergence is from, if the loss has one."""
+    if not config.kl_loss_coef:
+        return None
+    path = config.reference_model or config.model
+    reference = load_policy(path, logprob_chunk_tokens=config.logprob_chunk_tokens)
+    return reference.requires_grad_(requires_grad=False).to(accelerator.device)
 
 
 def _accelerator(config: TrainConfig) -> Accelerator:
@@ -203,15 +218,20 @@ def _updates(
         values = critic_values(critic, batch, forests) if critic else None
         estimates = estimate(batch, config, values)
         targets = estimates.value_targets
-        batch = dataclasses.replace(batch, advantages=estimates.advantages)
+        supervised = config.policy_loss_type == "cross_entropy"
+        advantages = torch.ones(len(batch.trains)) if supervised else estimates.advantages
+        batch = dataclasses.replace(batch, advantages=advantages)
         # With one update, the policy's own log-probabilities are the old ones: one pass saved.
         old_logprobs = None
-        if len(mini_batches) * config.epochs_per_batch > 1:
+        if len(mini_batches) * config.epochs_per_batch > 1 and config.needs_old_logprobs:
             old_logprobs = policy_logprobs(learner, batch, forests)
+        ref_logprobs = None
+        if learner.reference is not None:
+            ref_logprobs = policy_logprobs(learner, batch, forests, learner.reference)
         counts = batch_metrics(plan, batch, groups, estimates)
         moving, groups_of = groups_with_gradient(batch), split(groups, config.groups_per_mini_batch)
         for number in list(range(len(mini_batches))) * config.epochs_per_batch:
-            metrics = update(learner, batch, mini_batches[number], old_logprobs)
+            metrics = update(learner, batch, mini_batches[number], old_logprobs, ref_logprobs)
             if critic and values is not None and targets is not None:
                 metrics |= update_critic(critic, mini_batches[number], values, targets)
             seconds = time.perf_counter() - start

@@ -20,14 +20,26 @@ class Metric(NamedTuple):
 METRICS = {
     "global_step": Metric("updates", "Optimizer steps so far, this one included."),
     "loss": Metric(
-        "1", "The policy loss, importance weights included: its mean over the trained tokens."
+        "1",
+        "What is minimised: `policy_loss` + `kl_loss_coef` x `policy_kl` - `entropy_loss_coef` x"
+        " entropy, reduced by `loss_reduction`.",
+    ),
+    "policy_loss": Metric(
+        "1", "The policy loss, importance weights included, reduced by `loss_reduction`."
+    ),
+    "policy_kl": Metric(
+        "nats",
+        "Estimate of the KL divergence from the reference, reduced by `loss_reduction`; absent"
+        " where `kl_loss_coef` is 0.",
     ),
     "policy_entropy": Metric(
         "nats", "Mean entropy of the policy at the trained tokens, at each row's temperature."
     ),
     "grad_norm": Metric("1", "L2 norm of the gradient before clipping; null if not finite."),
-    "clip_fraction": Metric(
-        "fraction", "Trained tokens whose probability ratio is clipped, without gradient."
+    "clip_ratio": Metric(
+        "fraction",
+        "Trained tokens that the bounds of the policy loss hold back: without gradient, or, with"
+        " cispo, with a clipped weight.",
     ),
     "num_trained_tokens": Metric("tokens", "Response tokens in the loss."),
     "num_forwarded_tokens": Metric(
@@ -35,12 +47,29 @@ METRICS = {
     ),
     "num_micro_batches": Metric("forwards", "Forwards the mini-batch was cut into."),
     "skipped": Metric("0 or 1", "1: no step, for no token trains or the gradient is not finite."),
-    "tis_mean": Metric(
-        "1", "Mean importance weight after the cap; absent where the correction is off."
+    "is_ratio_mean": Metric(
+        "1",
+        "Mean over the trained tokens of exp(`old_logprobs` - `rollout_logprobs`), before caps and"
+        " masks. It and what follows is absent where that correction is off.",
     ),
-    "tis_capped_fraction": Metric(
-        "fraction", "Trained tokens whose weight is the cap; absent where the correction is off."
+    "is_ratio_std": Metric("1", "Sample standard deviation of these ratios."),
+    "is_ratio_max": Metric("1", "The greatest of them."),
+    "is_ratio_min": Metric("1", "The least of them."),
+    "tis_token_clip_high_ratio": Metric("fraction", "Trained tokens, of those not left out before, whose weight is the cap."),
+    "tis_seq_clip_high_ratio": Metric(
+        "fraction",
+        "Rows whose weight is the cap; rows are those with a trained token, here and below.",
     ),
+    "outlier_seq_masked_ratio": Metric("fraction", "Rows left out for an outlier token."),
+    "outlier_seq_over_high_ratio": Metric("fraction", "Rows with a token above the threshold."),
+    "outlier_seq_under_low_ratio": Metric("fraction", "Rows with a token below the threshold."),
+    "token_mask_ratio": Metric("fraction", "Trained tokens left out one by one, of those not left out with a row."),
+    "geo_sequence_mask_masked_ratio": Metric("fraction", "Rows left out by the geometric mean."),
+    "geo_sequence_mask_over_high_ratio": Metric("fraction", "Those above `geo_mask_high`."),
+    "geo_sequence_mask_under_low_ratio": Metric("fraction", "Those below `geo_mask_low`."),
+    "product_sequence_mask_masked_ratio": Metric("fraction", "Rows left out by the product."),
+    "product_sequence_mask_over_high_ratio": Metric("fraction", "Those above `product_mask_high`."),
+    "product_sequence_mask_under_low_ratio": Metric("fraction", "Those below `product_mask_low`."),
     "rollout_logprobs_abs_diff_mean": Metric(
         "nats",
         "Mean absolute difference between `old_logprobs` and `rollout_logprobs`; absent unless"
@@ -115,5 +144,35 @@ def warnings_about(metrics: Mapping[str, Any], config: TrainConfig) -> dict[str,
             "every advantage of a mini-batch is 0 (no group whose rewards vary),"
             " so its update has a gradient of zero"
             + ("" if config.drop_zero_variance_groups else leave_out)
+        )
+    return found | _warnings_about_rows(metrics, config)
+
+
+def _warnings_about_rows(metrics: Mapping[str, Any], config: TrainConfig) -> dict[str, str]:
+    found = {}
+    loss, reduction = config.policy_loss_type, config.loss_reduction
+    if loss in ("gspo", "sapo") and reduction not in ("sequence_mean", "trajectory_mean"):
+        found["loss_reduction"] = (
+            f"{loss} is meant for loss_reduction sequence_mean (or trajectory_mean, which gives a"
+            f" trajectory of several rows the weight of one); with {reduction} long rows weigh more"
+        )
+    by_row = {
+        "policy_loss_type gspo: a ratio is the mean over a row": loss == "gspo",
+        f"loss_reduction {reduction}: every row weighs the same": reduction
+        in ("sequence_mean", "seq_mean_token_sum_norm"),
+        "tis_ratio_type sequence: a weight is the product over a row": config.corrects_for_sampler
+        and config.tis_ratio_type == "sequence",
+        "sequence_mask_metric: rows are left out one by one": config.sequence_mask_metric,
+        "outlier_token_is_threshold: rows are left out one by one": (
+            config.outlier_token_is_threshold_low or config.outlier_token_is_threshold_high
+        ),
+    }
+    affected = "; ".join(text for text, applies in by_row.items() if applies)
+    num_rows, num_trajectories = (metrics.get(f"num_{k}", 0) for k in ("rows", "trajectories"))
+    if affected and num_rows > num_trajectories:
+        found["rows"] = (
+            f"{num_trajectories} trajectories are {num_rows} rows, and rows are what counts here"
+            f" ({affected}): other numbers than with a trajectory in one row"
+            + ("\nhint: --set sequence_layout=merge" if config.sequence_layout == "step" else "")
         )
     return found

@@ -48,9 +48,11 @@ def make_plan(returns: pl.DataFrame, config: TrainConfig) -> Plan:
         config: The run's configuration.
 
     Raises:
-        RolloutError: A trajectory with neither a return nor an error; no group is left.
+        RolloutError: A trajectory with neither a return nor an error, unless the loss is
+            `cross_entropy`; no group is left.
     """
-    _check_outcomes(returns)
+    if config.policy_loss_type != "cross_entropy":
+        _check_outcomes(returns)
     failed = pl.col("error").is_not_null()
     masked = failed.any().over("instance_id") if config.failed == "group" else failed
     trajectories = returns.select(
@@ -105,7 +107,8 @@ def _advantages(trajectories: pl.DataFrame, config: TrainConfig) -> pl.Series:
     group = trajectories["instance_id"].rank("dense").to_numpy()[trains]
     returns = trajectories["return"].to_numpy()[trains].astype(np.float64)
     advantages = np.zeros(len(trajectories))
-    if config.advantage_estimator not in TOKEN_ESTIMATORS:
+    supervised = config.policy_loss_type == "cross_entropy"
+    if not supervised and config.advantage_estimator not in TOKEN_ESTIMATORS:
         _, group_index = np.unique(group, return_inverse=True)
         advantages[trains] = _outcome_advantages(returns, group_index, config)
     return pl.Series("advantage", advantages)

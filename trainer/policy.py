@@ -32,12 +32,16 @@ class Policy(nn.Module):
     Args:
         model: A causal LM whose layers are full or sliding-window attention.
         logprob_chunk_tokens: Targets whose logits exist at once.
+        entropy_gradient: Whether a gradient flows through the entropy.
     """
 
-    def __init__(self, model: PreTrainedModel, *, logprob_chunk_tokens: int) -> None:
+    def __init__(
+        self, model: PreTrainedModel, *, logprob_chunk_tokens: int, entropy_gradient: bool = False
+    ) -> None:
         super().__init__()
         self.model: Any = model
         self.logprob_chunk_tokens = logprob_chunk_tokens
+        self.entropy_gradient = entropy_gradient
         config = model.config
         self.logit_scale = float(getattr(config, "logit_scale", None) or 1.0)
         self.logit_scale /= float(getattr(config, "logits_scaling", None) or 1.0)
@@ -53,7 +57,7 @@ class Policy(nn.Module):
 
         Returns:
             `logprobs` [M] float32 nats, with gradient; `entropy` [M] float32 nats of the
-            distribution each target was drawn from, without gradient.
+            distribution each target was drawn from, without gradient unless `entropy_gradient`.
         """
         hidden = hidden_before_targets(self.model, forest)
         size = self.logprob_chunk_tokens
@@ -76,9 +80,9 @@ class Policy(nn.Module):
         logits = logits / temperature[:, None]
         normalizer = logits.logsumexp(-1)
         logprobs = logits.gather(-1, token[:, None])[:, 0] - normalizer
-        with torch.no_grad():
-            mean_logit = (logits.softmax(-1) * logits).sum(-1)
-        return logprobs, normalizer.detach() - mean_logit
+        with torch.set_grad_enabled(self.entropy_gradient and torch.is_grad_enabled()):
+            entropy = logits.logsumexp(-1) - (logits.softmax(-1) * logits).sum(-1)
+        return logprobs, entropy
 
     def checkpoint_layers(self) -> None:
         """Recompute the layers' activations in the backward pass.
@@ -105,8 +109,13 @@ def hidden_before_targets(model: Any, forest: Forest) -> Tensor:
     return hidden
 
 
-def load_policy(path: str, *, logprob_chunk_tokens: int) -> Policy:
+def load_policy(path: str, *, logprob_chunk_tokens: int, entropy_gradient: bool = False) -> Policy:
     """Load a model directory with float32 weights, and try it out.
+
+    Args:
+        path: The directory.
+        logprob_chunk_tokens: Targets whose logits exist at once.
+        entropy_gradient: Whether a gradient flows through the entropy.
 
     Raises:
         RolloutError: No model directory; a model that Transformers cannot load without remote
@@ -137,7 +146,9 @@ def load_policy(path: str, *, logprob_chunk_tokens: int) -> Policy:
     if loading["missing_keys"]:
         got = f"no weights for {sorted(loading['missing_keys'])[0]}"
         raise RolloutError("model_load", path, got, "every weight of the model")
-    policy = Policy(model, logprob_chunk_tokens=logprob_chunk_tokens)
+    policy = Policy(
+        model, logprob_chunk_tokens=logprob_chunk_tokens, entropy_gradient=entropy_gradient
+    )
     check_policy(policy, path)
     return policy
 
