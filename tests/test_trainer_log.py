@@ -157,7 +157,11 @@ def test_documented_metrics_are_those_written(model: str, tmp_path: Path) -> Non
         "token_mask_is_threshold_high": 1e9,
         "sequence_mask_metric": "geometric",
     }
-    others = {"tis_ratio_type": "sequence", "sequence_mask_metric": "product"}
+    others = {
+        "kl_reward_coef": 0.1,
+        "tis_ratio_type": "sequence",
+        "sequence_mask_metric": "product",
+    }
     settings = ({"advantage_estimator": "gae", "kl_loss_coef": 0.1} | masks, others)
     written = set()
     for number, changes in enumerate(settings):

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from torch import Tensor
 
 import pipelines
@@ -385,6 +386,15 @@ def test_reference_model_is_another_models_directory(
     assert far[0]["policy_kl"] > 0.5
 
 
+def test_reference_has_the_numerics_of_the_policy(dataset: str, model: str, tmp_path: Path) -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    try:
+        first = run(dataset, model, tmp_path, kl_loss_coef=0.1, dtype="bfloat16", max_updates=1)
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+    assert first[0]["policy_kl"] == pytest.approx(0, abs=1e-7)
+
+
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
@@ -412,7 +422,9 @@ def test_what_needs_the_samplers_log_probabilities_is_refused_without_them(
         ({"loss_reduction": "seq_mean_token_sum_norm"}, "max_seq_len: got none"),
         ({"token_mask_is_threshold_low": 0.5}, "both or none"),
         ({"geo_mask_low": 1.2}, "geo_mask_low and geo_mask_high: got 1.2 and 1.01"),
-        ({"reference_model": "m"}, "kl_loss_coef above 0"),
+        ({"reference_model": "m"}, "kl_loss_coef or kl_reward_coef above 0"),
+        ({"kl_loss_coef": 0.1, "kl_reward_coef": 0.1}, "one of them to be 0"),
+        ({"policy_loss_type": "cross_entropy", "kl_reward_coef": 0.1}, "uses no rewards"),
         ({"clip_ratio_c": 1.0}, "clip_ratio_c: got 1.0"),
         ({"kl_loss_coef": -1.0}, "kl_loss_coef: got -1.0"),
         ({"kl_cov_frac": 1.5}, "kl_cov_frac: got 1.5, expected at most 1"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,8 @@ from trainer.config import TrainConfig, save_config
 from trainer.critic import CriticLearner, critic_values, make_critic_learner, update_critic
 from trainer.data import Batch, groups_with_gradient, index_rows, load_batch
 from trainer.estimate import estimate
-from trainer.forest import RowLimit, chain_forests, chain_lengths
+from trainer.forest import Forest, RowLimit, chain_forests, chain_lengths
+from trainer.kl_reward import charge_kl, next_coef
 from trainer.log import RunLog, say
 from trainer.plan import Plan, make_plan, num_groups_of_one, split
 from trainer.policy import Policy, load_policy, row_limit
@@ -170,12 +171,14 @@ def _prepare(
 
 
 def _reference(config: TrainConfig, accelerator: Accelerator) -> Policy | None:
-    """The frozen policy that the KL divergence is from, if the loss has one."""
-    if not config.kl_loss_coef:
+    """The frozen policy that the KL divergence is from, if one is asked for."""
+    if not config.needs_reference:
         return None
     path = config.reference_model or config.model
     reference = load_policy(path, logprob_chunk_tokens=config.logprob_chunk_tokens)
-    return reference.requires_grad_(requires_grad=False).to(accelerator.device)
+    reference.requires_grad_(requires_grad=False)
+    prepared: Policy = accelerator.prepare_model(reference, evaluation_mode=True)
+    return prepared
 
 
 def _accelerator(config: TrainConfig) -> Accelerator:
@@ -204,30 +207,29 @@ def _updates(
 ) -> Iterator[tuple[frozenset[str], dict[str, Any]]]:
     """Train mini-batch after mini-batch; of each the groups that move the policy, and metrics."""
     config = learner.config
+    kl_coef = config.kl_reward_coef
     for groups in plan.batches * config.num_epochs:
         start = time.perf_counter()
-        batch = load_batch(rollouts, plan, groups, config.sequence_layout)
-        limit.check(chain_lengths(batch.prompts, batch.responses, batch.trains), batch.names)
-        mini_batches = [
-            chain_forests(
-                batch.prompts, batch.responses, batch.trains, rows, config.tokens_per_micro_batch
-            )
-            for rows in _rows_of_mini_batches(batch)
-        ]
+        batch, mini_batches = _load(learner, rollouts, plan, limit, groups)
         forests = [forest for mini_batch in mini_batches for forest in mini_batch]
         values = critic_values(critic, batch, forests) if critic else None
+        # With one update, the policy's own log-probabilities are the old ones: one pass saved.
+        several = len(mini_batches) * config.epochs_per_batch > 1
+        old_logprobs = ref_logprobs = None
+        if (several and config.needs_old_logprobs) or config.kl_reward_coef:
+            old_logprobs = policy_logprobs(learner, batch, forests)
+        if learner.reference is not None:
+            ref_logprobs = policy_logprobs(learner, batch, forests, learner.reference)
+        kl_metrics: dict[str, float] = {}
+        if config.kl_reward_coef and old_logprobs is not None and ref_logprobs is not None:
+            logprobs = {"old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs}
+            batch, kl_metrics = charge_kl(batch, plan, groups, config, coef=kl_coef, **logprobs)
+            kl_coef, ref_logprobs = next_coef(kl_coef, kl_metrics, batch, config), None
         estimates = estimate(batch, config, values)
         targets = estimates.value_targets
         supervised = config.policy_loss_type == "cross_entropy"
         advantages = torch.ones(len(batch.trains)) if supervised else estimates.advantages
         batch = dataclasses.replace(batch, advantages=advantages)
-        # With one update, the policy's own log-probabilities are the old ones: one pass saved.
-        old_logprobs = None
-        if len(mini_batches) * config.epochs_per_batch > 1 and config.needs_old_logprobs:
-            old_logprobs = policy_logprobs(learner, batch, forests)
-        ref_logprobs = None
-        if learner.reference is not None:
-            ref_logprobs = policy_logprobs(learner, batch, forests, learner.reference)
         counts = batch_metrics(plan, batch, groups, estimates)
         moving, groups_of = groups_with_gradient(batch), split(groups, config.groups_per_mini_batch)
         for number in list(range(len(mini_batches))) * config.epochs_per_batch:
@@ -235,13 +237,30 @@ def _updates(
             if critic and values is not None and targets is not None:
                 metrics |= update_critic(critic, mini_batches[number], values, targets)
             seconds = time.perf_counter() - start
-            metrics |= counts[number] | {
-                "learning_rate": config.learning_rate,
-                "seconds": seconds,
-                "tokens_per_s": metrics["num_forwarded_tokens"] / seconds,
-            }
+            metrics |= (
+                counts[number]
+                | kl_metrics
+                | {
+                    "learning_rate": config.learning_rate,
+                    "seconds": seconds,
+                    "tokens_per_s": metrics["num_forwarded_tokens"] / seconds,
+                }
+            )
             yield moving.intersection(groups_of[number]), metrics
             start = time.perf_counter()
+
+
+def _load(
+    learner: Learner, rollouts: pl.LazyFrame, plan: Plan, limit: RowLimit, groups: Sequence[str]
+) -> tuple[Batch, list[list[Forest]]]:
+    """A batch and the micro-batches of each of its mini-batches."""
+    batch = load_batch(rollouts, plan, groups, learner.config.sequence_layout)
+    limit.check(chain_lengths(batch.prompts, batch.responses, batch.trains), batch.names)
+    budget = learner.config.tokens_per_micro_batch
+    return batch, [
+        chain_forests(batch.prompts, batch.responses, batch.trains, rows, budget)
+        for rows in _rows_of_mini_batches(batch)
+    ]
 
 
 def _rows_of_mini_batches(batch: Batch) -> list[IntArray]:

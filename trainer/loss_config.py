@@ -101,10 +101,17 @@ class LossConfig:
     """Correct even if `rollout_logprobs` are not those of the distribution that was sampled."""
 
     kl_loss_coef: float = 0.0
-    """Weight of the KL divergence from `reference_model` in the loss; >= 0. 0: no such term, no
-    such model."""
+    """Weight of the KL divergence from `reference_model` in the loss; >= 0. 0: no such term."""
+    kl_reward_coef: float = 0.0
+    """Weight of that divergence in the reward instead; >= 0. 0: no such term."""
+    kl_ctrl_type: Literal["fixed", "adaptive"] = "fixed"
+    """Whether `kl_reward_coef` stays, or goes from batch to batch after `kl_target`."""
+    kl_target: float = 0.1
+    """adaptive: the divergence to keep, nats per trained token; > 0."""
+    kl_horizon: int = 10000
+    """adaptive: trajectories over which the coefficient may change by a fifth; >= 1."""
     kl_estimator_type: KLEstimator = "k3"
-    """Estimator of that divergence at a sampled token."""
+    """Estimator of that divergence at a sampled token, in the loss and in the reward."""
     reference_model: str | None = None
     """Model directory of the frozen reference. None: `model`, as it was at the start."""
     entropy_loss_coef: float = 0.0
@@ -133,6 +140,11 @@ class LossConfig:
         return asked and self.policy_loss_type != "cross_entropy"
 
     @property
+    def needs_reference(self) -> bool:
+        """Whether a divergence from the reference is asked for."""
+        return self.kl_loss_coef > 0 or self.kl_reward_coef > 0
+
+    @property
     def needs_old_logprobs(self) -> bool:
         """Whether the loss is one that `old_logprobs` enter."""
         anchored = self.is_anchored_on_sampler or self.policy_loss_type == "cross_entropy"
@@ -143,12 +155,12 @@ AT_LEAST_0 = (
     "eps_clip_low", "eps_clip_high", "cispo_eps_clip_low", "cispo_eps_clip_high", "dppo_delta_low",
     "dppo_delta_high", "clip_cov_ratio", "kl_cov_frac", "ppo_kl_coef", "geo_mask_low",
     "product_mask_low", "outlier_token_is_threshold_low", "token_mask_is_threshold_low",
-    "kl_loss_coef", "entropy_loss_coef",
+    "kl_loss_coef", "kl_reward_coef", "entropy_loss_coef",
 )  # fmt: skip
 ABOVE_0 = (
     "sapo_tau_pos", "sapo_tau_neg", "token_tis_ratio_clip_high", "sequence_tis_ratio_clip_high",
     "geo_mask_high", "product_mask_high", "outlier_token_is_threshold_high",
-    "token_mask_is_threshold_high", "max_seq_len",
+    "token_mask_is_threshold_high", "max_seq_len", "kl_target", "kl_horizon",
 )  # fmt: skip
 AT_MOST_1 = ("eps_clip_low", "cispo_eps_clip_low", "clip_cov_ratio", "kl_cov_frac")
 IN_ORDER = (
@@ -196,5 +208,11 @@ def _contradictions(c: LossConfig) -> Iterator[tuple[str, str, str]]:
     if c.policy_loss_type == "cross_entropy" and c.masks_by_ratio:
         expected = "no masks by importance ratios: cross_entropy has none"
         yield "policy_loss_type", c.policy_loss_type, expected
-    if c.reference_model is not None and not c.kl_loss_coef:
-        yield "reference_model and kl_loss_coef", f"{c.kl_loss_coef}", "kl_loss_coef above 0"
+    if c.reference_model is not None and not c.needs_reference:
+        expected = "kl_loss_coef or kl_reward_coef above 0"
+        yield "reference_model", c.reference_model, expected
+    if c.kl_loss_coef and c.kl_reward_coef:
+        coefs = f"{c.kl_loss_coef} and {c.kl_reward_coef}"
+        yield "kl_loss_coef and kl_reward_coef", coefs, "one of them to be 0"
+    if c.policy_loss_type == "cross_entropy" and c.kl_reward_coef:
+        yield "kl_reward_coef", f"{c.kl_reward_coef}", "0: cross_entropy uses no rewards"

@@ -55,7 +55,9 @@ METRICS = {
     "is_ratio_std": Metric("1", "Sample standard deviation of these ratios."),
     "is_ratio_max": Metric("1", "The greatest of them."),
     "is_ratio_min": Metric("1", "The least of them."),
-    "tis_token_clip_high_ratio": Metric("fraction", "Trained tokens, of those not left out before, whose weight is the cap."),
+    "tis_token_clip_high_ratio": Metric(
+        "fraction", "Trained tokens, of those not left out before, whose weight is the cap."
+    ),
     "tis_seq_clip_high_ratio": Metric(
         "fraction",
         "Rows whose weight is the cap; rows are those with a trained token, here and below.",
@@ -63,7 +65,9 @@ METRICS = {
     "outlier_seq_masked_ratio": Metric("fraction", "Rows left out for an outlier token."),
     "outlier_seq_over_high_ratio": Metric("fraction", "Rows with a token above the threshold."),
     "outlier_seq_under_low_ratio": Metric("fraction", "Rows with a token below the threshold."),
-    "token_mask_ratio": Metric("fraction", "Trained tokens left out one by one, of those not left out with a row."),
+    "token_mask_ratio": Metric(
+        "fraction", "Trained tokens left out one by one, of those not left out with a row."
+    ),
     "geo_sequence_mask_masked_ratio": Metric("fraction", "Rows left out by the geometric mean."),
     "geo_sequence_mask_over_high_ratio": Metric("fraction", "Those above `geo_mask_high`."),
     "geo_sequence_mask_under_low_ratio": Metric("fraction", "Those below `geo_mask_low`."),
@@ -96,6 +100,13 @@ METRICS = {
         "1", "Mean advantage of the trained tokens, before `advantage_batch_normalize`."
     ),
     "loss/avg_raw_advantages_abs": Metric("1", "Mean of their absolute values."),
+    "loss/avg_kl": Metric(
+        "nats",
+        "Mean estimate of the batch's KL divergence from the reference, per trained token; it and"
+        " these two with `kl_reward_coef` only.",
+    ),
+    "loss/avg_kl_max": Metric("nats", "The greatest of these estimates."),
+    "loss/kl_reward_coef": Metric("1", "What they were multiplied by before they were taken off."),
     "critic/critic_loss": Metric(
         "1", "The clipped value loss: its mean over the trained tokens; these four with gae only."
     ),

@@ -68,7 +68,7 @@ def make_plan(returns: pl.DataFrame, config: TrainConfig) -> Plan:
         raise RolloutError("mask_trains_something", "dataset", got, expected, hint)
     return Plan(
         trajectories=trajectories.with_columns(
-            _advantages(trajectories, config),
+            trajectory_advantages(trajectories, config),
             _mini_batches(trajectories, groups, config),
         ),
         batches=tuple(split(groups, config.groups_per_batch)),
@@ -102,7 +102,15 @@ def _groups_without_variance(trajectories: pl.DataFrame) -> list[str]:
     return spread.filter((pl.col("num") > 1) & pl.col("constant"))["instance_id"].to_list()
 
 
-def _advantages(trajectories: pl.DataFrame, config: TrainConfig) -> pl.Series:
+def trajectory_advantages(trajectories: pl.DataFrame, config: TrainConfig) -> pl.Series:
+    """Advantage of each trajectory from its return: 0 where it does not train.
+
+    Also 0 where `advantage_estimator` goes token by token, and where nothing is estimated.
+
+    Args:
+        trajectories: instance_id, return and trains of whole groups.
+        config: The run's configuration.
+    """
     trains = trajectories["trains"].to_numpy()
     group = trajectories["instance_id"].rank("dense").to_numpy()[trains]
     returns = trajectories["return"].to_numpy()[trains].astype(np.float64)

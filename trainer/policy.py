@@ -81,7 +81,7 @@ class Policy(nn.Module):
         normalizer = logits.logsumexp(-1)
         logprobs = logits.gather(-1, token[:, None])[:, 0] - normalizer
         with torch.set_grad_enabled(self.entropy_gradient and torch.is_grad_enabled()):
-            entropy = logits.logsumexp(-1) - (logits.softmax(-1) * logits).sum(-1)
+            entropy = normalizer - (logits.softmax(-1) * logits).sum(-1)
         return logprobs, entropy
 
     def checkpoint_layers(self) -> None:
