@@ -1,6 +1,8 @@
 """Advantages against arithmetic written out by hand and the literal sums, in float64."""
 
+import json
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.conftest import ROOT
 from trainer.advantages import (
     batch_normalize,
     discounted_returns,
@@ -182,3 +185,50 @@ def test_nothing_one_token_or_equal_ones_are_exactly_zero(
     brought: Callable[..., Any], values: list[float]
 ) -> None:
     assert brought(np.array(values)).tolist() == [0.0] * len(values)
+
+
+REFERENCE = json.loads((ROOT / "tests/data/reference_advantages.json").read_text())
+
+
+def reference(name: str) -> Any:
+    return REFERENCE["outputs"][name]
+
+
+def reference_returns() -> tuple[np.ndarray, np.ndarray]:
+    given = REFERENCE["inputs"]
+    _, group = np.unique(given["groups"], return_inverse=True)
+    return np.array(given["rewards"]).sum(1), group
+
+
+@pytest.mark.parametrize("name", ["grpo", "grpo_without_std", "rloo", "maxrl"])
+def test_outcome_estimators_are_the_references(name: str) -> None:
+    estimators = {
+        "grpo": grpo,
+        "grpo_without_std": partial(grpo, normalize_by_std=False),
+        "rloo": rloo,
+        "maxrl": maxrl,
+    }
+    # The reference takes means and deviations in float32.
+    assert estimators[name](*reference_returns()) == pytest.approx(reference(name), rel=2e-6)
+
+
+def reference_tokens() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Rewards, values and trajectories: each row a chain of its own."""
+    rewards, values = (np.array(REFERENCE["inputs"][name]) for name in ("rewards", "values"))
+    return rewards.ravel(), values.ravel(), np.repeat(np.arange(len(rewards)), rewards.shape[1])
+
+
+def test_token_estimators_are_the_references_where_every_token_trains() -> None:
+    rewards, values, trajectory = reference_tokens()
+    gamma, lam = REFERENCE["inputs"]["gamma"], REFERENCE["inputs"]["lam"]
+    advantages = gae(rewards, values, trajectory, gamma=gamma, lam=lam)
+    discounted = discounted_returns(rewards, trajectory, gamma=gamma)
+    found = {
+        "gae": whiten(advantages),
+        "gae_returns": advantages + values,
+        "reinforce++": whiten(discounted),
+        "reinforce++_returns": discounted,
+        "batch_normalized": batch_normalize(values),
+    }
+    for name, value in found.items():
+        assert value == pytest.approx(np.ravel(reference(name)), rel=1e-12), name

@@ -64,6 +64,7 @@ def make_batch(
     temperatures: Sequence[float | None] | None = None,
     rollout_logprobs: Sequence[list[float] | None] | None = None,
     trajectories: Sequence[tuple[str, str]] | None = None,
+    rewards: Sequence[float] | None = None,
 ) -> Batch:
     """Rows of the given (group, trajectory), by default each of its own."""
     n = len(rows)
@@ -78,7 +79,7 @@ def make_batch(
         "rollout_logprobs": rollout_logprobs or [None] * n,
         "temperature": temperatures or [None] * n,
         "trains": [True] * n,
-        "reward": [0.0] * n,
+        "reward": rewards or [0.0] * n,
         "advantage": advantages or [1.0] * n,
         "mini_batch": [0] * n,
     }

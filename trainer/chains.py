@@ -59,32 +59,26 @@ def make_chains(rows: pa.Table, trains: BoolArray) -> Chains:
     responses = Ragged.from_arrow(rows.column("response_ids"))
     starts = trajectory_starts(rows)
     row_trajectory = np.repeat(np.arange(len(starts)), np.diff(np.append(starts, rows.num_rows)))
-    steps, order = _steps_in_order(rows, starts, row_trajectory)
-    rank = np.empty(len(order), np.int64)
-    rank[order] = np.arange(len(order))
+    steps, rank = _ranked_steps(rows, starts, row_trajectory)
     step_starts = responses.offsets[steps.row] + steps.start
-    rank_of_token = rank[np.searchsorted(step_starts, np.arange(len(trains)), side="right") - 1]
+    token_rank = rank[np.searchsorted(step_starts, np.arange(len(trains)), side="right") - 1]
 
-    slots = np.argsort(rank_of_token, kind="stable")
+    def time(rank: IntArray, slot: IntArray) -> IntArray:
+        return rank * (len(trains) + 1) + slot
+
+    slots = np.argsort(token_rank, kind="stable")
     slots = slots[trains[slots]]
-    per_token = _token_rewards(rows)
-    scalar = _step_rewards(rows, steps)
+    # What was earned token by token, and what was earned at the end of a step.
+    per_token, scalar = _token_rewards(rows), _step_rewards(rows, steps)
     scalar[per_token.valid[steps.row]] = 0.0
-    spread = np.zeros(len(trains))
-    spread[ranges(responses.offsets[:-1], per_token.lengths)] = per_token.values
-    rewarded = np.flatnonzero(spread)
-    # One time line: a token is at (step, its slot), a step's own reward after all its tokens.
-    time = np.append(rank_of_token[rewarded], rank)
-    late = np.append(rewarded, np.full(len(rank), len(trains)))
-    earned = np.append(spread[rewarded], scalar)
+    earning = ranges(responses.offsets[:-1], per_token.lengths)
+    lengths = np.where(steps.length < 0, responses.lengths[steps.row], steps.length)
+    when = np.append(time(token_rank[earning], earning), time(rank, step_starts + lengths - 1))
+    owner = row_trajectory[np.append(responses.row_of(earning), steps.row)]
+    last = np.searchsorted(time(token_rank[slots], slots), when, side="right") - 1
     trajectory = row_trajectory[responses.row_of(slots)]
-    last = _last_before(rank_of_token[slots], slots, time, late, len(trains) + 1)
-    of = np.append(row_trajectory[responses.row_of(rewarded)], row_trajectory[steps.row])
-    return Chains(
-        slots=slots,
-        trajectory=trajectory,
-        rewards=credit(trajectory, last, earned, of),
-    )
+    rewards = credit(trajectory, last, np.append(per_token.values, scalar), owner)
+    return Chains(slots=slots, trajectory=trajectory, rewards=rewards)
 
 
 def credit(
@@ -118,16 +112,10 @@ def credit(
     return np.asarray(sums, np.float64)
 
 
-def _last_before(
-    token_step: IntArray, slots: IntArray, step: IntArray, slot: IntArray, size: int
-) -> IntArray:
-    return np.searchsorted(token_step * size + slots, step * size + slot, side="right") - 1
-
-
-def _steps_in_order(
+def _ranked_steps(
     rows: pa.Table, starts: IntArray, row_trajectory: IntArray
 ) -> tuple[Steps, IntArray]:
-    """Steps of the rows as they lie there, and the order in which they were taken.
+    """Steps of the rows as they lie there, and when each was taken: its rank among all of them.
 
     Rows follow each other as their last steps do; where a merge interleaved the steps of a
     trajectory, every row of it remembers which they were.
@@ -138,11 +126,13 @@ def _steps_in_order(
         zero = np.zeros_like(number)
         return Steps(number, zero, zero - 1, zero - 1), number
     steps = steps_of(rows, split)
-    remembered = np.logical_and.reduceat(split, starts)[row_trajectory[steps.row]]
+    trajectory, number = row_trajectory[steps.row], np.arange(len(steps.row))
     flat = pc.struct_field(pc.list_flatten(rows.column("segments")), "step_index")
     index = flat.to_numpy()[np.maximum(steps.segment, 0)]
-    key = np.where(remembered, index, np.arange(len(steps.row)))
-    return steps, np.lexsort((key, row_trajectory[steps.row]))
+    remembered = np.logical_and.reduceat(split, starts)[trajectory]
+    rank = np.empty_like(number)
+    rank[np.lexsort((np.where(remembered, index, number), trajectory))] = number
+    return steps, rank
 
 
 def _step_rewards(rows: pa.Table, steps: Steps) -> FloatArray:

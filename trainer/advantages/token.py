@@ -110,9 +110,8 @@ def batch_normalize(advantages: FloatArray) -> FloatArray:
 
 def _backwards(terms: FloatArray, trajectory: IntArray, factor: float) -> FloatArray:
     """x_t = terms_t + factor * x_{t+1} inside each trajectory."""
-    out, follows, last = np.empty(len(terms)), 0.0, -1
-    owners = trajectory.tolist()
-    for t in range(len(owners) - 1, -1, -1):
-        follows = terms[t] + (factor * follows if owners[t] == last else 0.0)
-        out[t], last = follows, owners[t]
-    return out
+    values, owners = terms.tolist(), trajectory.tolist()
+    for t in range(len(values) - 2, -1, -1):
+        if owners[t] == owners[t + 1]:
+            values[t] += factor * values[t + 1]
+    return np.array(values, np.float64)
