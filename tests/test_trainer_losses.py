@@ -1,6 +1,5 @@
 """Every loss, reduction and correction inside an update: gradients, cuts, layouts, whole runs."""
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -8,13 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from torch import Tensor
 
 import pipelines
 import rollout_io
-import trainer
-from schemas.errors import RolloutError
+from tests.losses_helpers import CORRECTIONS, EVERYTHING, ON_SAMPLER, named, some_trajectories
 from tests.trainer_helpers import (
     VOCAB,
     Row,
@@ -25,9 +22,7 @@ from tests.trainer_helpers import (
     make_batch,
     plain_logprobs,
     relative_difference,
-    save_tiny_model,
     tiny_policy,
-    two_step_trajectory,
     write_dataset,
 )
 from trainer.config import TrainConfig
@@ -40,48 +35,6 @@ from trainer.objective import Targets, policy_loss
 from trainer.plan import make_plan
 from trainer.policy import Policy
 from trainer.update import policy_logprobs, update
-
-ON_SAMPLER: dict[str, Any] = {"tis_ratio_type": None}
-LOSSES: list[dict[str, Any]] = [
-    {"policy_loss_type": "regular"},
-    {"policy_loss_type": "dual_clip", "clip_ratio_c": 1.1},
-    {"policy_loss_type": "gspo"},
-    {"policy_loss_type": "cispo", "cispo_eps_clip_low": 0.1, "cispo_eps_clip_high": 0.1},
-    {"policy_loss_type": "cispo", "cispo_anchor": "rollout"} | ON_SAMPLER,
-    {"policy_loss_type": "sapo"},
-    {"policy_loss_type": "rollout_is"} | ON_SAMPLER,
-    {"policy_loss_type": "dppo", "dppo_delta_low": 1e-3} | ON_SAMPLER,
-    {"policy_loss_type": "dppo", "dppo_type": "binary_kl", "dppo_delta_high": 1e-3} | ON_SAMPLER,
-    {"policy_loss_type": "clip_cov", "clip_cov_ratio": 0.2, "clip_cov_lb": 0.1},
-    {"policy_loss_type": "kl_cov"},
-    {"policy_loss_type": "importance_sampling"},
-    {"policy_loss_type": "cross_entropy"},
-]
-REDUCTIONS: list[dict[str, Any]] = [
-    {"loss_reduction": "token_mean"},
-    {"loss_reduction": "sequence_mean"},
-    {"loss_reduction": "seq_mean_token_sum_norm", "max_seq_len": 8},
-    {"loss_reduction": "prompt_mean"},
-    {"loss_reduction": "trajectory_mean"},
-]
-CORRECTIONS: list[dict[str, Any]] = [
-    {"tis_ratio_type": "token"},
-    {"tis_ratio_type": "sequence"},
-    {"sequence_mask_metric": "geometric", "geo_mask_low": 0.8, "geo_mask_high": 1.2},
-    {"sequence_mask_metric": "product", "tis_ratio_type": None},
-    {"outlier_token_is_threshold_low": 0.5, "outlier_token_is_threshold_high": 2.0},
-    {"token_mask_is_threshold_low": 0.8, "token_mask_is_threshold_high": 1.25},
-]
-TERMS: list[dict[str, Any]] = [
-    {"kl_loss_coef": 0.1},
-    {"kl_loss_coef": 0.1, "kl_estimator_type": "k2", "loss_reduction": "sequence_mean"},
-    {"entropy_loss_coef": 0.1, "loss_reduction": "prompt_mean"},
-]
-EVERYTHING = [*LOSSES, *REDUCTIONS[1:], *CORRECTIONS[1:], *TERMS]
-
-
-def named(settings: dict[str, Any]) -> str:
-    return "-".join(str(value) for value in settings.values())
 
 
 class Case:
@@ -206,19 +159,6 @@ def batch_of(rows: list[dict[str, Any]], path: Path, layout: str) -> Batch:
     return load_batch(dataset, plan, plan.batches[0], layout)
 
 
-def some_trajectories(**values: Any) -> list[dict[str, Any]]:
-    rng = np.random.default_rng(3)
-    rewards = {"a": (1.0, 0.0, 0.5), "b": (0.0, 1.0)}
-    rows = [
-        row
-        for name, group in rewards.items()
-        for number, reward in enumerate(group)
-        for row in two_step_trajectory(rng, name, number, reward, **values)
-    ]
-    rows[0]["loss_mask"] = [True, False, False, False]
-    return rows
-
-
 def gradients_of_layouts(path: Path, **settings: Any) -> tuple[Tensor, Tensor]:
     rows = some_trajectories(rollout_logprobs=[-4.0, -3.0, -5.0, -4.5])
     torch.manual_seed(0)
@@ -325,122 +265,3 @@ def test_correction_metrics_do_not_depend_on_micro_batches() -> None:
     }
     for name, value in expected.items():
         assert found[0][f"is_ratio_{name}"] == pytest.approx(float(value))
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> str:
-    rows = some_trajectories(rollout_logprobs=[-4.0, -3.0, -5.0, -4.5])
-    path = tmp_path_factory.mktemp("data") / "ds"
-    return write_dataset(path, rows, logprobs_mode="processed")
-
-
-def run(dataset: str, model: str, out: Path, **settings: Any) -> list[dict[str, Any]]:
-    defaults = {"groups_per_mini_batch": 1, "epochs_per_batch": 2, "learning_rate": 1e-3}
-    config = TrainConfig(dataset=dataset, model=model, out=str(out), **defaults | settings)
-    trainer.train(config)
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-
-
-@pytest.mark.parametrize("settings", EVERYTHING, ids=named)
-def test_every_loss_reduction_and_correction_runs_end_to_end(
-    settings: dict[str, Any], dataset: str, model: str, tmp_path: Path
-) -> None:
-    lines = run(dataset, model, tmp_path / "run", **settings)
-    assert len(lines) == 4
-    assert [line["skipped"] for line in lines] == [0] * 4
-    assert all(math.isfinite(v) for line in lines for v in line.values() if v is not None)
-    assert all(line["grad_norm"] is not None for line in lines)
-
-
-def test_supervised_training_needs_no_reward_and_makes_every_group_likelier(
-    model: str, tmp_path: Path
-) -> None:
-    rows = [row | {"reward": None} for row in some_trajectories()]
-    dataset = write_dataset(tmp_path / "ds", rows)
-    settings = {
-        "policy_loss_type": "cross_entropy",
-        "groups_per_mini_batch": 2,
-        "groups_per_batch": 2,
-    }
-    lines = run(dataset, model, tmp_path / "run", num_epochs=3, **settings)
-    losses = [line["loss"] for line in lines]
-    assert losses[-1] < losses[0]
-    assert lines[0]["num_trained_groups"] == 2
-    with pytest.raises(RolloutError, match="unknown_outcome"):
-        run(dataset, model, tmp_path / "rl")
-
-
-def test_reference_model_is_another_models_directory(
-    dataset: str, model: str, tmp_path: Path
-) -> None:
-    other = save_tiny_model(tmp_path / "other", seed=5)
-    own = run(dataset, model, tmp_path / "own", kl_loss_coef=0.1)
-    far = run(dataset, model, tmp_path / "far", kl_loss_coef=0.1, reference_model=other)
-    assert own[0]["policy_kl"] == pytest.approx(0, abs=1e-6)
-    assert own[-1]["policy_kl"] > 0
-    assert far[0]["policy_kl"] > 0.5
-
-
-def test_reference_has_the_numerics_of_the_policy(dataset: str, model: str, tmp_path: Path) -> None:
-    AcceleratorState._reset_state(reset_partial_state=True)
-    try:
-        first = run(dataset, model, tmp_path, kl_loss_coef=0.1, dtype="bfloat16", max_updates=1)
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
-    assert first[0]["policy_kl"] == pytest.approx(0, abs=1e-7)
-
-
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        ({"policy_loss_type": "rollout_is"} | ON_SAMPLER, "rollout_is"),
-        ({"policy_loss_type": "dppo"} | ON_SAMPLER, "dppo"),
-        ({"policy_loss_type": "cispo", "cispo_anchor": "rollout"} | ON_SAMPLER, "cispo"),
-        ({"sequence_mask_metric": "product"}, "a mask by importance ratios"),
-        ({"tis_ratio_type": "sequence"}, "tis_ratio_type sequence"),
-    ],
-)
-def test_what_needs_the_samplers_log_probabilities_is_refused_without_them(
-    settings: dict[str, Any], named: str, model: str, tmp_path: Path
-) -> None:
-    dataset = write_dataset(tmp_path / "ds", some_trajectories())
-    with pytest.raises(RolloutError, match=f"rollout_logprobs: .* got none, .* for .*{named}"):
-        run(dataset, model, tmp_path / "run", **settings)
-
-
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        ({"policy_loss_type": "cispo", "cispo_anchor": "rollout"}, "tis_ratio_type to be none"),
-        ({"policy_loss_type": "dppo"}, "tis_ratio_type to be none"),
-        ({"policy_loss_type": "cross_entropy", "sequence_mask_metric": "product"}, "has none"),
-        ({"loss_reduction": "seq_mean_token_sum_norm"}, "max_seq_len: got none"),
-        ({"token_mask_is_threshold_low": 0.5}, "both or none"),
-        ({"geo_mask_low": 1.2}, "geo_mask_low and geo_mask_high: got 1.2 and 1.01"),
-        ({"reference_model": "m"}, "kl_loss_coef or kl_reward_coef above 0"),
-        ({"kl_loss_coef": 0.1, "kl_reward_coef": 0.1}, "one of them to be 0"),
-        ({"policy_loss_type": "cross_entropy", "kl_reward_coef": 0.1}, "uses no rewards"),
-        ({"clip_ratio_c": 1.0}, "clip_ratio_c: got 1.0"),
-        ({"kl_loss_coef": -1.0}, "kl_loss_coef: got -1.0"),
-        ({"kl_cov_frac": 1.5}, "kl_cov_frac: got 1.5, expected at most 1"),
-    ],
-)
-def test_contradictions_are_refused(settings: dict[str, Any], named: str) -> None:
-    with pytest.raises(RolloutError, match=named):
-        TrainConfig(dataset="d", model="m", out="o", **settings)
-
-
-@pytest.mark.parametrize("name", ["gspo", "sapo"])
-def test_losses_meant_for_another_reduction_say_so(name: Any) -> None:
-    counts = {"num_trained_tokens": 9, "num_trained_groups": 2}
-    config = {"dataset": "d", "model": "m", "out": "o", "policy_loss_type": name}
-    assert (
-        f"{name} is meant for loss_reduction sequence_mean"
-        in (warnings_about(counts, TrainConfig(**config))["loss_reduction"])
-    )
-    assert not warnings_about(counts, TrainConfig(**config, loss_reduction="trajectory_mean"))

@@ -76,8 +76,8 @@ METRICS = {
     "product_sequence_mask_under_low_ratio": Metric("fraction", "Those below `product_mask_low`."),
     "rollout_logprobs_abs_diff_mean": Metric(
         "nats",
-        "Mean absolute difference between `old_logprobs` and `rollout_logprobs`; absent unless"
-        " every trained token has one.",
+        "Mean absolute difference between `old_logprobs` (of the policy now, where the loss needs"
+        " none) and `rollout_logprobs`; absent unless every trained token has one.",
     ),
     "rollout_logprobs_abs_diff_max": Metric("nats", "The largest such difference."),
     "num_groups": Metric("groups", "Groups in the mini-batch."),

@@ -14,7 +14,7 @@ from trainer.losses.ratios import probability_ratio
 
 
 def covariances(advantages: Tensor, logprobs: Tensor) -> Tensor:
-    """What each target adds to the covariance of advantage and log-probability (eq. 10, centred).
+    """What each target adds to the covariance of advantage and log-probability, centred.
 
         cov = (A - mean A) (l - mean l)          means over the M targets
 
@@ -31,7 +31,7 @@ def covariances(advantages: Tensor, logprobs: Tensor) -> Tensor:
 def clip_cov_selection(
     covariance: Tensor, clipped: Tensor, *, ratio: float, low: float, high: float
 ) -> Tensor:
-    """Targets that Clip-Cov leaves out (eqs. 11 and 12).
+    """Targets that Clip-Cov leaves out.
 
     max(int(ratio M), 1) of the targets with low < cov < high that PPO does not clip, drawn at
     random (torch's generator, on the CPU); fewer where there are fewer.
@@ -54,7 +54,7 @@ def clip_cov_selection(
 
 
 def kl_cov_selection(covariance: Tensor, *, fraction: float) -> Tensor:
-    """Targets that KL-Cov penalises: the max(int(fraction M), 1) greatest covariances (eq. 13).
+    """Targets that KL-Cov penalises: the max(int(fraction M), 1) greatest covariances.
 
     Of equal ones, the first.
 
@@ -85,7 +85,7 @@ def clip_cov(
 def kl_cov(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, selected: Tensor, *, coef: float
 ) -> TokenLoss:
-    """KL-Cov: the plain surrogate, and a penalty where selected (eq. 13). Nothing is `clipped`.
+    """KL-Cov: the plain surrogate, and a penalty where selected. Nothing is `clipped`.
 
         loss = -r A + coef |l - l_old| where selected
 

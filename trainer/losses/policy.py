@@ -64,7 +64,7 @@ def dual_clip(
     eps_clip_high: float,
     clip_ratio_c: float,
 ) -> TokenLoss:
-    """`regular`, its loss bounded above where A < 0 (arXiv:1912.09729, eq. 5).
+    """`regular`, its loss bounded above where A < 0 (arXiv:1912.09729).
 
         loss = min(regular, -clip_ratio_c A)  where A < 0;  regular elsewhere
 
@@ -118,7 +118,7 @@ def cispo(
     eps_clip_low: float,
     eps_clip_high: float,
 ) -> TokenLoss:
-    """CISPO: the policy gradient with a clipped weight (arXiv:2506.13585, eqs. 4 and 5).
+    """CISPO: the policy gradient with a clipped weight (arXiv:2506.13585).
 
         loss = -sg[clip(exp(l - anchor), 1 - eps_clip_low, 1 + eps_clip_high)] A l
 
@@ -184,7 +184,7 @@ def dppo(
 def sapo(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, tau_pos: float, tau_neg: float
 ) -> TokenLoss:
-    """SAPO: a smooth gate instead of a clip (arXiv:2511.20347, eqs. 5 and 6).
+    """SAPO: a smooth gate instead of a clip (arXiv:2511.20347).
 
         tau  = tau_pos where A > 0, else tau_neg
         loss = -(4 / tau) sigmoid(tau (r - 1)) A
