@@ -280,6 +280,12 @@ def test_plan_takes_the_estimator_that_is_named(estimator: str) -> None:
     assert found == pytest.approx(expected[estimator], rel=1e-9)
 
 
+def test_supervised_loss_with_a_critic_is_refused() -> None:
+    settings = ["policy_loss_type=cross_entropy", "advantage_estimator=gae"]
+    with pytest.raises(RolloutError, match="policy_loss_type and advantage_estimator"):
+        load_config(None, [*PATHS, *settings])
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [

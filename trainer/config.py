@@ -150,6 +150,9 @@ def _breaches(c: TrainConfig) -> Iterator[tuple[str, str, str]]:
     if c.critic_model is not None and c.advantage_estimator != "gae":
         expected = "advantage_estimator to be gae, which alone has a critic"
         yield "critic_model and advantage_estimator", c.advantage_estimator, expected
+    if c.policy_loss_type == "cross_entropy" and c.advantage_estimator == "gae":
+        expected = "another estimator: cross_entropy uses no advantages, and needs no critic"
+        yield "policy_loss_type and advantage_estimator", "cross_entropy and gae", expected
     if not all(0 <= beta < 1 for beta in c.betas):
         yield "betas", str(c.betas), "two numbers in [0, 1)"
     if c.groups_per_batch % c.groups_per_mini_batch:
