@@ -44,7 +44,10 @@ CORRECTIONS = {
     "geometric": {"sequence_mask_metric": "geometric", "geo_mask_low": 0.9, "geo_mask_high": 1.0},
     "product": {"sequence_mask_metric": "product", "product_mask_low": 0.6},
     "outlier": {"outlier_token_is_threshold_low": 0.65},
-    "outlier both": {"outlier_token_is_threshold_low": 0.65, "outlier_token_is_threshold_high": 1.7},
+    "outlier both": {
+        "outlier_token_is_threshold_low": 0.65,
+        "outlier_token_is_threshold_high": 1.7,
+    },
     "token mask": {"token_mask_is_threshold_low": 0.8, "token_mask_is_threshold_high": 1.25},
     "all": {
         "tis_ratio_type": "sequence",
