@@ -138,7 +138,10 @@ def _refuse_without_logprobs(config: TrainConfig) -> None:
     }
     for name, needs in needing.items():
         if needs:
-            expected, hint = f"the sampler's log-probabilities, for {name}", "record them, or set others"
+            expected, hint = (
+                f"the sampler's log-probabilities, for {name}",
+                "record them, or set others",
+            )
             raise RolloutError("rollout_logprobs", config.dataset, "none", expected, hint)
 
 
