@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from pipelines.rewards import Fold
+from pipelines.rewards import Fold, are_equal
 from pipelines.verdicts import STEPS, Filter, holds
 from schemas.ragged import Ragged
 from schemas.types import as_table
@@ -34,9 +34,6 @@ Tokens = npt.NDArray[np.int32]
 _HEALTHY = pl.col("error").is_null()
 _GROUP = "instance_id"
 
-
-VARIANCE_TOLERANCE, LEAST_SPREAD = 1e-6, 1e-12
-"""Returns that differ by less of their size, or by less, are equal: sums of rewards are rounded."""
 
 _ROWS = {"any": "any row", "all": "all rows"}
 
@@ -87,11 +84,8 @@ def zero_variance() -> Filter:
     Example:
         Returns [1, 1] in group a and [1, 0] in group b: a goes, b stays.
     """
-    value = pl.col("return").fill_nan(None)
-    spread, size = value.max() - value.min(), value.abs().max()
-    is_rounding = (spread <= VARIANCE_TOLERANCE * size) | (spread <= LEAST_SPREAD)
-    constant = (value.count() > 1) & is_rounding
-    return Filter(name="zero variance", drops=constant.fill_null(value=False).over(_GROUP))
+    constant = are_equal(pl.col("return"))
+    return Filter(name="zero variance", drops=constant.over(_GROUP))
 
 
 def dynamic_sampling(num_groups: int | None = None) -> list[Filter]:

@@ -20,6 +20,8 @@ from schemas.types import as_table, without_views
 
 FloatArray = npt.NDArray[np.float64]
 Outcome = Literal["last", "sum"]
+
+_RELATIVE_SPREAD, _LEAST_SPREAD = 1e-6, 1e-12
 Fold = Callable[[pl.Expr], pl.Expr]
 
 
@@ -179,6 +181,22 @@ def fold_trajectories(
         .agg(value, pl.col("error").drop_nulls().first(), **folded)
         .with_columns(pl.when(pl.col("error").is_null()).then("return").alias("return"))
     )
+
+
+def are_equal(returns: pl.Expr) -> pl.Expr:
+    """Whether two or more known values differ by rounding at most: then there is nothing to learn.
+
+    Sums of rewards are rounded: values are equal where they differ by less than one part in a
+    million, or by less than 1e-12. Null and NaN are unknown.
+
+    Example:
+        >>> pl.select(are_equal(pl.lit(pl.Series([0.3, 0.1 + 0.2, None])))).item()
+        True
+    """
+    known = returns.fill_nan(None)
+    spread, size = known.max() - known.min(), known.abs().max()
+    is_rounding = (spread <= _RELATIVE_SPREAD * size) | (spread <= _LEAST_SPREAD)
+    return ((known.count() > 1) & is_rounding).fill_null(value=False)
 
 
 def joined_steps(frame: pl.LazyFrame) -> pl.Expr:

@@ -11,7 +11,7 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipelines.rewards import Outcome, trajectory_returns
+from pipelines.rewards import Outcome, are_equal, trajectory_returns
 from pipelines.tables import Frame, as_lazy
 from rollout_io.parallel import Workers
 from rollout_io.prefix import is_encoded
@@ -146,13 +146,14 @@ def _rows(rows: pl.DataFrame) -> dict[str, Any]:
 def _returns(returns: pl.DataFrame) -> dict[str, Any]:
     failed = returns["error"].is_not_null()
     value = returns["return"]
-    spread = returns.group_by("instance_id").agg(
-        (pl.col("return").max() - pl.col("return").min()).alias("spread")
+    known = pl.col("return").fill_nan(None)
+    groups = returns.group_by("instance_id").agg(
+        varied=(known.count() > 1) & ~are_equal(pl.col("return"))
     )
     return {
         "num_trajectories": len(returns),
-        "num_groups": len(spread),
-        "num_groups_with_variance": int((spread["spread"] > 0).sum()),
+        "num_groups": len(groups),
+        "num_groups_with_variance": int(groups["varied"].sum()),
         "num_failed": int(failed.sum()),
         "num_unknown_reward": int((value.is_null() & ~failed).sum()),
         "reward_mean": value.mean(),

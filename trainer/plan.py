@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
+from pipelines.rewards import are_equal
 from schemas.errors import RolloutError
 from schemas.ragged import IntArray
 from trainer.advantages.outcome import FloatArray, grpo, maxrl, rloo
@@ -96,10 +97,9 @@ def _check_outcomes(returns: pl.DataFrame) -> None:
 
 
 def _groups_without_variance(trajectories: pl.DataFrame) -> list[str]:
-    value = pl.col("return")
     groups = trajectories.filter("trains").group_by("instance_id", maintain_order=True)
-    spread = groups.agg(num=pl.len(), constant=value.min() == value.max())
-    return spread.filter((pl.col("num") > 1) & pl.col("constant"))["instance_id"].to_list()
+    spread = groups.agg(constant=are_equal(pl.col("return")))
+    return spread.filter("constant")["instance_id"].to_list()
 
 
 def trajectory_advantages(trajectories: pl.DataFrame, config: TrainConfig) -> pl.Series:
