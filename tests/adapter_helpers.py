@@ -14,6 +14,7 @@ from rollout_io.conversion.inputs import open_inputs
 from rollout_io.conversion.log import Log
 from rollout_io.conversion.plan import CHUNK_BYTES, Plan, plan
 from rollout_io.conversion.staging import Staging
+from rollout_io.parallel import Workers
 from schemas.errors import RolloutError
 
 
@@ -24,7 +25,7 @@ def convert_with(
     out = tmp_path / "ds"
     inputs = open_inputs([str(path) for path in paths], tmp_path / "spool", adapter.recognizes)
     log = Log("tried", adapter, inputs)
-    job = _Job(Staging(out), log, Choices(**choices), 1, lambda *_: None, CHUNK_BYTES)
+    job = _Job(Staging(out), log, Choices(**choices), Workers(), lambda *_: None, CHUNK_BYTES)
     with job.staging.locked():
         conversion = job.run()
     return conversion, rollout_io.read(out)
