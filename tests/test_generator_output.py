@@ -245,12 +245,11 @@ def test_what_only_resembles_a_placeholder_is_an_ordinary_row(name: str, value: 
 
 
 def test_a_merged_row_exports_the_reward_and_stop_reason_of_its_last_step() -> None:
-    segments = [
-        {"start": 0, "length": 1, "step_index": 0, "reward": 0.25, "stop_reason": "tool_call"},
-        {"start": 1, "length": 1, "step_index": 1, "reward": 1.0, "stop_reason": "stop"},
-    ]
+    first = {"start": 0, "length": 1, "step_index": 0, "reward": 0.25, "stop_reason": "tool_call"}
+    last = {"start": 1, "length": 1, "step_index": 1, "reward": 1.0, "stop_reason": "stop"}
+    segments = [first | {"joined": True}, last | {"joined": True}]
     fields = [("start", pa.int32()), ("length", pa.int32()), ("step_index", pa.int32())]
-    fields += [("reward", pa.float64()), ("stop_reason", pa.string())]
+    fields += [("joined", pa.bool_()), ("reward", pa.float64()), ("stop_reason", pa.string())]
     table = from_generator_output(TWO_TRAJECTORIES)
     column = pa.array([None, segments, None], pa.list_(pa.struct(fields)))
     summed = pa.array([0.0, 1.25, 0.5])
