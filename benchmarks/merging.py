@@ -76,9 +76,9 @@ def of_skyrl(python: str, table: pa.Table, merged: pa.Table) -> dict[str, float]
     for name in TOKENS:
         assert theirs.column(name).to_pylist() == merged.column(name).to_pylist(), name
     seconds = json.loads(done.stdout.splitlines()[-1])
-    parts = {f"SkyRL: {name}": value for name, value in seconds.items()}
     whole = seconds["from_arrow"] + seconds["merge"] + seconds["to_arrow"]
-    return parts | {"merge": whole, "validate": seconds["validate"]}
+    parts = {f"  of it {name}": seconds[name] for name in ("from_arrow", "merge", "to_arrow")}
+    return {"merge": whole, **parts, "validate": seconds["validate"]}
 
 
 def of_lists(table: pa.Table, merged: pa.Table) -> dict[str, float]:
@@ -87,8 +87,8 @@ def of_lists(table: pa.Table, merged: pa.Table) -> dict[str, float]:
     merge_s, by_lists = best_of(3, lambda: merge_lists(rows))
     to_s, _ = best_of(1, lambda: pa.Table.from_pylist(by_lists))
     assert merged.select(COLUMNS).to_pylist() == by_lists, "the two merges differ"
-    parts = {"lists: from Arrow": from_s, "lists: merge": merge_s, "lists: to Arrow": to_s}
-    return parts | {"merge": from_s + merge_s + to_s}
+    parts = {"  of it from_arrow": from_s, "  of it merge": merge_s, "  of it to_arrow": to_s}
+    return {"merge": from_s + merge_s + to_s, **parts}
 
 
 def show(ours: dict[str, float], against: dict[str, float]) -> None:
