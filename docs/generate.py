@@ -64,6 +64,30 @@ RUN holds `config.json` (the resolved configuration), `metrics.jsonl` (a line pe
 `checkpoints/global_step_N/` (model directories that Transformers loads). Progress goes to stderr: a bar
 on a terminal, elsewhere a line per update, with a warning, once a run, where the numbers look wrong.
 
+## Checkpoints and `--resume`
+
+`rollouts train ... --resume` goes on with the run in RUN from its latest checkpoint, or begins it where it
+has none yet. A run that was killed anywhere, and resumed, has the `metrics.jsonl`, times aside, and the
+weights of one that was not: bit for bit on a CPU with the same libraries and number of threads.
+
+`checkpoints/global_step_N/` is written under another name, synced, then renamed: it is there whole or not
+at all. `checkpoints/latest` names the latest one; name an earlier one there to go back to it, and those
+after it are removed by `--resume`. `keep_checkpoints` says how many stay. Beside the model, and the critic
+in `critic/`, its `state/` holds safetensors and JSON, no pickle:
+
+| file | holds |
+|---|---|
+| `optimizer.safetensors`, `critic_optimizer.safetensors` | AdamW's moments and step of each parameter, `NUMBER.NAME` |
+| `run.json` | the position (batches gone through over all epochs, mini-batches of the next one), the KL coefficient, the counts, a digest of the trajectories' returns and masks |
+| `batch.safetensors` | within a batch: the old log-probabilities, the reference's and the critic's values, as at its start |
+| `rng.json` | the generators of torch, CUDA, NumPy and Python |
+
+The learning rate is constant: there is no state of a schedule. The configuration must be the run's own; a
+key that differs is refused by name. `save_every_updates`, `keep_checkpoints` and `trackers` may change,
+`num_epochs` may grow, and `max_updates` may be anything that is not passed yet. Lines of `metrics.jsonl`
+after the checkpoint are cut off. A disk that is full ends the run with one message; the checkpoints that
+were there stay.
+
 ## Configuration
 
 | key | type | default | meaning |

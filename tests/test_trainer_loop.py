@@ -110,13 +110,14 @@ def test_run_directory_holds_config_metrics_and_checkpoints(
     assert lines[0]["return_mean"] == 0.5
     assert (lines[0]["num_groups"], lines[0]["num_trajectories"], lines[0]["num_rows"]) == (1, 4, 4)
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    assert names == ["global_step_2", "global_step_3"]
+    assert names == ["global_step_2", "global_step_3", "latest"]
+    assert (tmp_path / "checkpoints" / "latest").read_text() == "global_step_3\n"
 
 
 def test_last_update_is_saved_once(dataset: str, model: str, tmp_path: Path) -> None:
     result = run(dataset, model, tmp_path, save_every_updates=1)
     assert Path(result.checkpoint).name == "global_step_1"
-    assert len(list((tmp_path / "checkpoints").iterdir())) == 1
+    assert len(list((tmp_path / "checkpoints").glob("global_step_*"))) == 1
 
 
 def test_same_seed_same_weights(dataset: str, model: str, tmp_path: Path) -> None:
@@ -233,7 +234,7 @@ def test_checkpoint_carries_the_tokenizer_and_replaces_a_half_written_one(tmp_pa
     loaded = AutoModelForCausalLM.from_pretrained(source)
     path = save_checkpoint(loaded, source, out, 3)
     assert path.name == "global_step_3"
-    assert [p.name for p in path.parent.iterdir()] == ["global_step_3"]
+    assert sorted(p.name for p in path.parent.iterdir()) == ["global_step_3", "latest"]
     assert (path / "tokenizer.json").read_text() == "{}"
     assert not (path / "junk").exists()
     assert torch.equal(weights(str(path)), weights(str(source)))

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 __all__ = ["TrainConfig", "load_config", "train"]
 
 
-def train(config: TrainConfig) -> TrainResult:
-    """Train a policy on a rollout dataset: see `trainer.loop.train`.
+def train(config: TrainConfig, *, resume: bool = False) -> TrainResult:
+    """Train a policy on a rollout dataset, or go on with it: see `trainer.loop.train`.
 
     Raises:
         RolloutError: Dataset, model or configuration cannot be trained as asked, or torch is not
@@ -35,4 +35,4 @@ def train(config: TrainConfig) -> TrainResult:
         got = f"no package {error.name!r}"
         expected = "torch, transformers and accelerate"
         raise RolloutError("extra_installed", "rollouts train", got, expected, hint) from None
-    return loop.train(config)
+    return loop.train(config, resume=resume)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from transformers import PreTrainedModel
 
+from schemas.errors import RolloutError
 from trainer.critic import Critic
+from trainer.files import replace_text, sync
 
 COPIED = (
     "tokenizer*",
@@ -19,6 +21,7 @@ COPIED = (
     "merges.txt",
     "*.tiktoken",
 )
+PREFIX, LATEST = "global_step_", "latest"
 
 
 def save_checkpoint(
@@ -27,13 +30,17 @@ def save_checkpoint(
     out: Path,
     global_step: int,
     critic: Critic | None = None,
+    *,
+    save_state: Callable[[Path], None] | None = None,
+    keep: int | None = None,
 ) -> Path:
-    """Write `out/checkpoints/global_step_N/`: model, generation config, tokenizer.
+    """Write `out/checkpoints/global_step_N/`: model, generation config, tokenizer, state.
 
     A critic goes into the directory's `critic/`, which `critic_model` takes.
 
-    The directory is written under another name, synced, and renamed. The optimizer's state is not
-    kept: a run starts from a model directory. One that is there already, of the same update, stays.
+    The directory is written under another name, synced, and renamed; then `checkpoints/latest`
+    names it; then those that are not kept are renamed and removed. One that is there already, of
+    the same update, stays.
 
     Args:
         model: The model, float32.
@@ -41,14 +48,61 @@ def save_checkpoint(
         out: Directory of the run.
         global_step: Optimizer updates so far.
         critic: Critic of the run, if it has one.
+        save_state: Writes the directory's `state/`, which is what a run goes on from.
+        keep: Newest checkpoints that stay; None: all.
 
     Returns:
         The checkpoint's directory; `AutoModelForCausalLM.from_pretrained` loads it.
     """
-    final = out / "checkpoints" / f"global_step_{global_step}"
-    if final.exists():
-        return final
-    partial = final.with_name(f".{final.name}.partial")
+    final = out / "checkpoints" / f"{PREFIX}{global_step}"
+    if not final.exists():
+        partial = final.with_name(f".{final.name}.partial")
+        try:
+            _write(partial, model, source, critic)
+            if save_state is not None:
+                save_state(partial / "state")
+            for file in (*partial.rglob("*"), partial):
+                sync(file)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        partial.rename(final)
+        sync(final.parent)
+    replace_text(final.parent / LATEST, f"{final.name}\n")
+    for path in _checkpoints(out)[: -keep if keep else 0]:
+        _remove(path)
+    return final
+
+
+def latest_checkpoint(out: Path) -> Path | None:
+    """The checkpoint that `out/checkpoints/latest` names; without that file, the newest, if any.
+
+    Raises:
+        RolloutError: It is not there, or has no state to go on from.
+    """
+    pointer, found = out / "checkpoints" / LATEST, _checkpoints(out)
+    if pointer.exists():
+        name = pointer.read_text(encoding="utf-8").strip()
+        found = [path for path in found if path.name == name]
+        if not found:
+            expected = "the name of a checkpoint beside it"
+            raise RolloutError("checkpoint_latest", str(pointer), repr(name), expected)
+    if found and not (found[-1] / "state").is_dir():
+        hint = "start another run with --model this checkpoint"
+        raise RolloutError("checkpoint_state", str(found[-1]), "no state/", "one", hint)
+    return found[-1] if found else None
+
+
+def discard_after(out: Path, global_step: int) -> None:
+    """Remove the checkpoints of later updates, and what killed runs left half written."""
+    for path in (out / "checkpoints").glob(f".{PREFIX}*"):
+        shutil.rmtree(path)
+    for path in _checkpoints(out):
+        if _step(path) > global_step:
+            _remove(path)
+
+
+def _write(partial: Path, model: PreTrainedModel, source: Path, critic: Critic | None) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     model.save_pretrained(partial)
@@ -57,16 +111,21 @@ def save_checkpoint(
             shutil.copyfile(file, partial / file.name)
     if critic is not None:
         critic.save(partial / "critic")
-    for file in partial.rglob("*"):
-        _sync(file)
-    partial.rename(final)
-    _sync(final.parent)
-    return final
 
 
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _checkpoints(out: Path) -> list[Path]:
+    """Oldest first."""
+    paths = (out / "checkpoints").glob(f"{PREFIX}*")
+    return sorted((path for path in paths if path.name[len(PREFIX) :].isdecimal()), key=_step)
+
+
+def _step(path: Path) -> int:
+    return int(path.name[len(PREFIX) :])
+
+
+def _remove(path: Path) -> None:
+    """Under another name: a checkpoint is never half removed."""
+    removed = path.with_name(f".{path.name}.removed")
+    shutil.rmtree(removed, ignore_errors=True)
+    path.rename(removed)
+    shutil.rmtree(removed)

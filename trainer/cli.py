@@ -18,7 +18,12 @@ EXAMPLE = "rollouts train shop/ --model smollm2/ --out run/ --set learning_rate=
 @click.command(epilog=example(EXAMPLE))
 @click.argument("dataset")
 @click.option("--model", required=True, metavar="DIR", help="Hugging Face model directory.")
-@click.option("--out", required=True, metavar="RUN", help="Directory for the run; must be new.")
+@click.option(
+    "--out",
+    required=True,
+    metavar="RUN",
+    help="Directory for the run; must be new, unless resumed.",
+)
 @click.option("--config", metavar="F.toml", help="Configuration file.")
 @click.option(
     "--set",
@@ -27,6 +32,7 @@ EXAMPLE = "rollouts train shop/ --model smollm2/ --out run/ --set learning_rate=
     metavar="KEY=VALUE",
     help="Override one key of the configuration; may be repeated.",
 )
+@click.option("--resume", is_flag=True, help="Go on from RUN's latest checkpoint.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def train(
     *,
@@ -35,18 +41,20 @@ def train(
     out: str,
     config: str | None,
     overrides: tuple[str, ...],
+    resume: bool,
     as_json: bool,
 ) -> None:
     """Train a policy on a rollout dataset.
 
     Writes RUN/config.json, RUN/metrics.jsonl and RUN/checkpoints/global_step_N/, a model
-    directory that Transformers loads.
+    directory that Transformers loads. With --resume, a run that was stopped goes on as if it had
+    not been.
     """
     import trainer
 
     given = (f"dataset={dataset}", f"model={model}", f"out={out}")
     settings = trainer.load_config(config, (*given, *overrides))
-    result = trainer.train(settings)
+    result = trainer.train(settings, resume=resume)
     if as_json:
         emit_json(dataclasses.asdict(result))
     else:

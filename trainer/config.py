@@ -16,6 +16,7 @@ from typing import Any, Literal
 import msgspec
 
 from schemas.errors import RolloutError
+from trainer.files import replace_text
 from trainer.loss_config import LossConfig, loss_breaches
 
 
@@ -36,7 +37,7 @@ class TrainConfig(LossConfig):
     model: str
     """Hugging Face model directory to start from (`config.json` and safetensors)."""
     out: str
-    """Directory of the run; must not hold a run yet."""
+    """Directory of the run; must not hold a run yet, unless that one is resumed."""
 
     seed: int = 0
     """Seed of torch, NumPy and random; >= 0."""
@@ -102,6 +103,8 @@ class TrainConfig(LossConfig):
     save_every_updates: int | None = None
     """Optimizer steps between checkpoints; >= 1. None: only at the end, where one is always
     saved."""
+    keep_checkpoints: int | None = None
+    """Newest checkpoints that stay when another is saved; >= 1. None: all."""
     trackers: tuple[str, ...] = ()
     """Accelerate trackers that get the metrics too, such as `tensorboard`."""
 
@@ -133,6 +136,7 @@ def _breaches(c: TrainConfig) -> Iterator[tuple[str, str, str]]:
         "tokens_per_micro_batch": 1,
         "logprob_chunk_tokens": 1,
         "save_every_updates": 1,
+        "keep_checkpoints": 1,
         "weight_decay": 0,
     }
     for key, least in at_least.items():
@@ -197,7 +201,7 @@ def load_config(toml_path: str | Path | None, overrides: Sequence[str]) -> Train
 
 def save_config(config: TrainConfig, path: Path) -> None:
     """Write the resolved record as JSON."""
-    path.write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n", encoding="utf-8")
+    replace_text(path, json.dumps(dataclasses.asdict(config), indent=2) + "\n")
 
 
 def _read_toml(path: str | Path | None) -> dict[str, Any]:

@@ -92,15 +92,13 @@ class CriticLearner:
     config: TrainConfig
 
 
-def make_critic_learner(accelerator: Accelerator, config: TrainConfig) -> CriticLearner:
-    """Load the critic of a run and give it an optimizer of its own.
+def make_critic_learner(accelerator: Accelerator, config: TrainConfig, path: str) -> CriticLearner:
+    """Load the critic of a run from a model directory and give it an optimizer of its own.
 
     Raises:
         RolloutError: See `load_critic`.
     """
-    critic = load_critic(
-        config.critic_model or config.model, gradient_checkpointing=config.gradient_checkpointing
-    )
+    critic = load_critic(path, gradient_checkpointing=config.gradient_checkpointing)
     optimizer = torch.optim.AdamW(
         critic.trained_parameters(),
         lr=config.critic_learning_rate,

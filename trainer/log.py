@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import sys
 from pathlib import Path
 from typing import Any, Self
@@ -29,15 +30,18 @@ class RunLog:
         learner: Whose accelerator has the trackers.
         out: Directory of the run.
         num_planned: Most updates the run can make.
+        num_made: Updates it has made before.
     """
 
-    def __init__(self, learner: Learner, out: Path, *, num_planned: int) -> None:
+    def __init__(self, learner: Learner, out: Path, *, num_planned: int, num_made: int = 0) -> None:
         self.accelerator, self.config = learner.accelerator, learner.config
         settings = {k: str(v) for k, v in dataclasses.asdict(self.config).items()}
         self.accelerator.init_trackers("rollouts", config=settings)
         self.file = (out / "metrics.jsonl").open("a", encoding="utf-8")
         self.num_planned = num_planned
-        self.bar = tqdm(total=num_planned, unit="update", disable=not sys.stderr.isatty())
+        self.bar = tqdm(
+            total=num_planned, initial=num_made, unit="update", disable=not sys.stderr.isatty()
+        )
         self.warned: set[str] = set()
 
     def __enter__(self) -> Self:
@@ -61,6 +65,10 @@ class RunLog:
             if name not in self.warned:
                 self.warned.add(name)
                 say(f"warning: update {metrics['global_step']}: {text}")
+
+    def sync(self) -> None:
+        """Have the lines reach the disk: a checkpoint counts on those before it."""
+        os.fsync(self.file.fileno())
 
     def _show(self, metrics: dict[str, Any]) -> None:
         if self.bar.disable:

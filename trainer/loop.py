@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -13,27 +14,29 @@ from typing import Any
 import numpy as np
 import polars as pl
 import torch
-from accelerate import Accelerator
-from accelerate.tracking import get_available_trackers
 from accelerate.utils import set_seed
+from torch import Tensor
 
 import pipelines
 import rollout_io
 from schemas.errors import RolloutError
 from schemas.ragged import IntArray
 from trainer.batch_metrics import batch_metrics
-from trainer.checkpoint import save_checkpoint
-from trainer.checks import check_rows, corrects_for_sampler
+from trainer.checkpoint import discard_after, save_checkpoint
 from trainer.config import TrainConfig, save_config
-from trainer.critic import CriticLearner, critic_values, make_critic_learner, update_critic
-from trainer.data import Batch, groups_with_gradient, index_rows, load_batch
+from trainer.critic import CriticLearner, critic_values, update_critic
+from trainer.data import Batch, groups_with_gradient, load_batch
 from trainer.estimate import estimate
 from trainer.forest import Forest, RowLimit, chain_forests, chain_lengths
 from trainer.kl_reward import charge_kl, next_coef
 from trainer.log import RunLog, say
-from trainer.plan import Plan, make_plan, num_groups_of_one, split
-from trainer.policy import Policy, load_policy, row_limit
+from trainer.plan import Plan, make_plan, split
+from trainer.prepare import prepare
+from trainer.resume import check_max_updates, cut, find_checkpoint, lines_to_keep, stops_when_full
+from trainer.state import Position, Progress, load_progress, restore, save_state
 from trainer.update import Learner, policy_logprobs, update
+
+KNOWN = ("old_logprobs", "ref_logprobs", "values")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,137 +68,113 @@ class TrainResult:
     metrics: dict[str, Any]
 
 
-def train(config: TrainConfig) -> TrainResult:
+def train(config: TrainConfig, *, resume: bool = False) -> TrainResult:
     """Train a policy on a rollout dataset.
 
     Every check comes before the first update and before anything is written, except that of a
     row's length where a merged dataset is trained step by step.
+
+    Args:
+        config: The run's configuration.
+        resume: Go on from the latest checkpoint in `OUT/`, or from the start where there is none
+            yet. On a CPU, with as many threads, the metrics but for the times are bit for bit those
+            of a run that nobody stopped.
 
     Returns:
         The result; `OUT/` then holds `config.json`, `metrics.jsonl` (one line per mini-batch) and
         `checkpoints/global_step_N/`.
 
     Raises:
-        RolloutError: Dataset, model or configuration cannot be trained as asked.
+        RolloutError: Dataset, model or configuration cannot be trained as asked; the run to resume
+            had another dataset or configuration; the disk is full.
     """
     out = Path(config.out)
-    _refuse_existing_run(out)
+    if not resume:
+        _refuse_existing_run(out)
+    checkpoint = find_checkpoint(config) if resume else None
     set_seed(config.seed)
     rollouts = rollout_io.scan(config.dataset)
     plan = make_plan(pipelines.trajectory_returns(rollouts, config.outcome).collect(), config)
-    learner, critic, limit = _prepare(config, rollouts, plan)
-    model, source = learner.accelerator.unwrap_model(learner.policy).model, Path(config.model)
-    value_model = learner.accelerator.unwrap_model(critic.critic) if critic else None
+    progress = Progress(position=Position(kl_coef=config.kl_reward_coef))
+    if checkpoint:
+        progress = load_progress(checkpoint / "state", plan)
+    check_max_updates(config, progress.global_step)
+    kept = lines_to_keep(out / "metrics.jsonl", progress.num_mini_batches) if resume else b""
+    learner, critic, limit = prepare(config, rollouts, plan, checkpoint)
+    if checkpoint:
+        restore(checkpoint / "state", learner, critic)
+        say(f"resuming from {checkpoint}")
     out.mkdir(parents=True, exist_ok=True)
-    save_config(config, out / "config.json")
-    metrics: dict[str, Any] = {}
-    trained: set[str] = set()
-    global_step, num_skipped, every = 0, 0, config.save_every_updates
-    with RunLog(learner, out, num_planned=_num_planned(plan, config)) as log:
-        for moving, metrics in _updates(learner, critic, rollouts, plan, limit):
-            stepped = not metrics["skipped"]
-            global_step += stepped
-            num_skipped += not stepped
-            trained |= moving if stepped else set()
-            metrics = {"global_step": global_step, "num_trained_groups": len(moving)} | metrics
-            log.write(metrics)
-            if every and stepped and global_step % every == 0:
-                save_checkpoint(model, source, out, global_step, value_model)
-            if global_step == config.max_updates:
-                break
+    with stops_when_full(out):
+        cut(out / "metrics.jsonl", len(kept))
+        discard_after(out, progress.global_step)
+        save_config(config, out / "config.json")
+        progress, metrics = _run(learner, critic, rollouts, plan, limit, progress)
+        saved = _save(learner, critic, plan, progress)
     return TrainResult(
         out=config.out,
-        checkpoint=str(save_checkpoint(model, source, out, global_step, value_model)),
-        num_updates=global_step,
-        num_skipped_updates=num_skipped,
+        checkpoint=str(saved),
+        num_updates=progress.global_step,
+        num_skipped_updates=progress.num_skipped,
         num_groups=sum(map(len, plan.batches)),
-        num_trained_groups=len(trained),
+        num_trained_groups=len(progress.trained),
         num_groups_without_variance=plan.num_groups_without_variance,
         num_failed=int(plan.trajectories["failed"].sum()),
-        metrics=metrics,
+        metrics=metrics or (json.loads(kept.splitlines()[-1]) if kept else {}),
+    )
+
+
+def _run(
+    learner: Learner,
+    critic: CriticLearner | None,
+    rollouts: pl.LazyFrame,
+    plan: Plan,
+    limit: RowLimit,
+    progress: Progress,
+) -> tuple[Progress, dict[str, Any]]:
+    """Make the updates that are left; the progress then, and the last one's metrics."""
+    config = learner.config
+    metrics: dict[str, Any] = {}
+    every, num_planned = config.save_every_updates, _num_planned(plan, config)
+    num_made = progress.global_step
+    log = RunLog(learner, Path(config.out), num_planned=num_planned, num_made=num_made)
+    with log:
+        if num_made == config.max_updates:
+            return progress, metrics
+        updates = _updates(learner, critic, rollouts, plan, limit, progress.position)
+        for moving, position, metrics in updates:
+            stepped = not metrics["skipped"]
+            progress = progress.after(position, moving, stepped=stepped)
+            step = progress.global_step
+            metrics = {"global_step": step, "num_trained_groups": len(moving)} | metrics
+            log.write(metrics)
+            if every and stepped and step % every == 0:
+                log.sync()
+                _save(learner, critic, plan, progress)
+            if step == config.max_updates:
+                break
+        log.sync()
+    return progress, metrics
+
+
+def _save(learner: Learner, critic: CriticLearner | None, plan: Plan, progress: Progress) -> Path:
+    unwrap, config = learner.accelerator.unwrap_model, learner.config
+    return save_checkpoint(
+        unwrap(learner.policy).model,
+        Path(config.model),
+        Path(config.out),
+        progress.global_step,
+        unwrap(critic.critic) if critic else None,
+        save_state=lambda path: save_state(path, learner, critic, plan, progress),
+        keep=config.keep_checkpoints,
     )
 
 
 def _refuse_existing_run(out: Path) -> None:
     for name in ("config.json", "metrics.jsonl", "checkpoints"):
         if (out / name).exists():
-            hint = "choose another --out, or remove that run"
+            hint = "go on with it by --resume, choose another --out, or remove that run"
             raise RolloutError("existing_run", str(out), f"a {name}", "no run yet", hint)
-
-
-def _prepare(
-    config: TrainConfig, rollouts: pl.LazyFrame, plan: Plan
-) -> tuple[Learner, CriticLearner | None, RowLimit]:
-    """Load the models, check every row against them, make the optimizers."""
-    accelerator = _accelerator(config)
-    policy = load_policy(
-        config.model,
-        logprob_chunk_tokens=config.logprob_chunk_tokens,
-        entropy_gradient=config.entropy_loss_coef > 0,
-    )
-    reference = _reference(config, accelerator)
-    models, critic = [p.model for p in (policy, reference) if p], None
-    if config.advantage_estimator == "gae":
-        critic = make_critic_learner(accelerator, config)
-        models.append(accelerator.unwrap_model(critic.critic).model)
-    limits = [row_limit(model.config, config.tokens_per_micro_batch) for model in models]
-    limit = min(limits, key=lambda limit: limit.num_tokens)
-    vocab_size = min(model.get_input_embeddings().weight.shape[0] for model in models)
-    rows = check_rows(index_rows(rollouts), plan, config, vocab_size=vocab_size, limit=limit)
-    logprobs_mode = rollout_io.read_metadata(config.dataset).logprobs_mode
-    corrects = corrects_for_sampler(rows, config, logprobs_mode)
-    if config.corrects_for_sampler and not corrects:
-        say("note: no rollout_logprobs: importance correction (tis_ratio_type) is off")
-    if config.advantage_estimator == "rloo" and (alone := num_groups_of_one(plan)):
-        say(
-            f"warning: {alone} groups of one: rloo has no others to compare with, they train nothing"
-        )
-    if config.gradient_checkpointing:
-        policy.checkpoint_layers()
-    optimizer = torch.optim.AdamW(
-        policy.parameters(),
-        lr=config.learning_rate,
-        betas=config.betas,
-        weight_decay=config.weight_decay,
-    )
-    policy, optimizer = accelerator.prepare(policy, optimizer)
-    learner = Learner(
-        accelerator=accelerator,
-        policy=policy,
-        optimizer=optimizer,
-        config=config,
-        corrects=corrects,
-        reference=reference,
-    )
-    return learner, critic, limit
-
-
-def _reference(config: TrainConfig, accelerator: Accelerator) -> Policy | None:
-    """The frozen policy that the KL divergence is from, if one is asked for."""
-    if not config.needs_reference:
-        return None
-    path = config.reference_model or config.model
-    reference = load_policy(path, logprob_chunk_tokens=config.logprob_chunk_tokens)
-    reference.requires_grad_(requires_grad=False)
-    prepared: Policy = accelerator.prepare_model(reference, evaluation_mode=True)
-    return prepared
-
-
-def _accelerator(config: TrainConfig) -> Accelerator:
-    available = [str(tracker) for tracker in get_available_trackers()]
-    for tracker in config.trackers:
-        if tracker not in available:
-            expected = f"one of those installed: {', '.join(available) or 'none'}"
-            raise RolloutError("config_value", "trackers", f"`{tracker}`", expected)
-    accelerator = Accelerator(
-        mixed_precision="bf16" if config.dtype == "bfloat16" else "no",
-        log_with=list(config.trackers) or None,
-        project_dir=config.out,
-    )
-    if accelerator.num_processes > 1:
-        got = f"{accelerator.num_processes} processes"
-        raise RolloutError("processes", "launch", got, "one", "start without `accelerate launch`")
-    return accelerator
 
 
 def _updates(
@@ -204,26 +183,26 @@ def _updates(
     rollouts: pl.LazyFrame,
     plan: Plan,
     limit: RowLimit,
-) -> Iterator[tuple[frozenset[str], dict[str, Any]]]:
-    """Train mini-batch after mini-batch; of each the groups that move the policy, and metrics."""
+    position: Position,
+) -> Iterator[tuple[frozenset[str], Position, dict[str, Any]]]:
+    """Train mini-batch after mini-batch from a position on.
+
+    Of each: the groups that move the policy, the position after it, and metrics.
+    """
     config = learner.config
-    kl_coef = config.kl_reward_coef
-    for groups in plan.batches * config.num_epochs:
+    batches = plan.batches * config.num_epochs
+    while position.batch < len(batches):
+        groups = batches[position.batch]
         start = time.perf_counter()
         batch, mini_batches = _load(learner, rollouts, plan, limit, groups)
-        forests = [forest for mini_batch in mini_batches for forest in mini_batch]
-        values = critic_values(critic, batch, forests) if critic else None
-        # With one update, the policy's own log-probabilities are the old ones: one pass saved.
-        several = len(mini_batches) * config.epochs_per_batch > 1
-        old_logprobs = ref_logprobs = None
-        if (several and config.needs_old_logprobs) or config.kl_reward_coef:
-            old_logprobs = policy_logprobs(learner, batch, forests)
-        if learner.reference is not None:
-            ref_logprobs = policy_logprobs(learner, batch, forests, learner.reference)
+        known = position.known or _known(learner, critic, batch, mini_batches)
+        old_logprobs, ref_logprobs, values = map(known.get, KNOWN)
         kl_metrics: dict[str, float] = {}
+        kl_coef = position.kl_coef
         if config.kl_reward_coef and old_logprobs is not None and ref_logprobs is not None:
             logprobs = {"old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs}
-            batch, kl_metrics = charge_kl(batch, plan, groups, config, coef=kl_coef, **logprobs)
+            charged = charge_kl(batch, plan, groups, config, coef=kl_coef, **logprobs)
+            batch, kl_metrics = charged
             kl_coef, ref_logprobs = next_coef(kl_coef, kl_metrics, batch, config), None
         estimates = estimate(batch, config, values)
         targets = estimates.value_targets
@@ -232,7 +211,8 @@ def _updates(
         batch = dataclasses.replace(batch, advantages=advantages)
         counts = batch_metrics(plan, batch, groups, estimates)
         moving, groups_of = groups_with_gradient(batch), split(groups, config.groups_per_mini_batch)
-        for number in list(range(len(mini_batches))) * config.epochs_per_batch:
+        order = list(range(len(mini_batches))) * config.epochs_per_batch
+        for done, number in enumerate(order[position.mini_batch :], position.mini_batch + 1):
             metrics = update(learner, batch, mini_batches[number], old_logprobs, ref_logprobs)
             if critic and values is not None and targets is not None:
                 metrics |= update_critic(critic, mini_batches[number], values, targets)
@@ -246,8 +226,32 @@ def _updates(
                     "tokens_per_s": metrics["num_forwarded_tokens"] / seconds,
                 }
             )
-            yield moving.intersection(groups_of[number]), metrics
+            between = dataclasses.replace(position, mini_batch=done, known=known)
+            if done == len(order):
+                between = Position(batch=position.batch + 1, kl_coef=kl_coef)
+            yield moving.intersection(groups_of[number]), between, metrics
             start = time.perf_counter()
+        position = Position(batch=position.batch + 1, kl_coef=kl_coef)
+
+
+def _known(
+    learner: Learner,
+    critic: CriticLearner | None,
+    batch: Batch,
+    mini_batches: Sequence[Sequence[Forest]],
+) -> dict[str, Tensor]:
+    """What the models say at a batch's start that its updates need: see `Position`."""
+    config, known = learner.config, {}
+    forests = [forest for mini_batch in mini_batches for forest in mini_batch]
+    if critic:
+        known["values"] = critic_values(critic, batch, forests)
+    # With one update, the policy's own log-probabilities are the old ones: one pass saved.
+    several = len(mini_batches) * config.epochs_per_batch > 1
+    if (several and config.needs_old_logprobs) or config.kl_reward_coef:
+        known["old_logprobs"] = policy_logprobs(learner, batch, forests)
+    if learner.reference is not None:
+        known["ref_logprobs"] = policy_logprobs(learner, batch, forests, learner.reference)
+    return known
 
 
 def _load(

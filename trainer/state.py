@@ -1,0 +1,191 @@
+"""What a checkpoint keeps beside the models: where the run is, and what it needs to go on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from schemas.errors import RolloutError
+from trainer.critic import CriticLearner
+from trainer.plan import Plan
+from trainer.update import Learner
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Position:
+    """Where a run is between two mini-batches.
+
+    Attributes:
+        batch: Batches gone through, over all epochs.
+        mini_batch: Mini-batches of the next batch gone through, over its `epochs_per_batch`.
+        kl_coef: What that batch multiplies the divergence by before it is taken off the reward.
+        known: What the models said at that batch's start, [T] float32 on the CPU, by name:
+            `old_logprobs`, `ref_logprobs`, `values`, those that the run needs. Empty between
+            batches.
+    """
+
+    batch: int = 0
+    mini_batch: int = 0
+    kl_coef: float
+    known: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """How far a run is.
+
+    Attributes:
+        position: What comes next.
+        global_step: Optimizer steps made.
+        num_skipped: Mini-batches without a step.
+        trained: Groups that gave a step a gradient.
+    """
+
+    position: Position
+    global_step: int = 0
+    num_skipped: int = 0
+    trained: frozenset[str] = frozenset()
+
+    def after(self, position: Position, moving: frozenset[str], *, stepped: bool) -> Progress:
+        """The progress after one more mini-batch, in which the groups `moving` have a gradient."""
+        return Progress(
+            position=position,
+            global_step=self.global_step + stepped,
+            num_skipped=self.num_skipped + (not stepped),
+            trained=self.trained | moving if stepped else self.trained,
+        )
+
+    @property
+    def num_mini_batches(self) -> int:
+        """Lines of `metrics.jsonl`."""
+        return self.global_step + self.num_skipped
+
+
+def save_state(
+    path: Path, learner: Learner, critic: CriticLearner | None, plan: Plan, progress: Progress
+) -> None:
+    """Write the directory `path`: JSON and safetensors, nothing that runs code when it is read."""
+    path.mkdir()
+    save_file(_optimizer_tensors(learner.optimizer), path / "optimizer.safetensors")
+    if critic is not None:
+        save_file(_optimizer_tensors(critic.optimizer), path / "critic_optimizer.safetensors")
+    save_file(progress.position.known, path / "batch.safetensors")
+    position = progress.position
+    run = {
+        "batch": position.batch,
+        "mini_batch": position.mini_batch,
+        "kl_coef": position.kl_coef,
+        "global_step": progress.global_step,
+        "num_skipped": progress.num_skipped,
+        "trained": sorted(progress.trained),
+        "plan": _digest(plan),
+    }
+    (path / "run.json").write_text(json.dumps(run, indent=2) + "\n", encoding="utf-8")
+    (path / "rng.json").write_text(json.dumps(_generators()) + "\n", encoding="utf-8")
+
+
+def load_progress(path: Path, plan: Plan) -> Progress:
+    """Where the run was that wrote `path`.
+
+    Raises:
+        RolloutError: The state cannot be read, or the dataset's trajectories or returns are not
+            those it was written for.
+    """
+    try:
+        run = json.loads((path / "run.json").read_text(encoding="utf-8"))
+        known = load_file(path / "batch.safetensors")
+        same = run["plan"] == _digest(plan)
+        position = Position(
+            batch=run["batch"], mini_batch=run["mini_batch"], kl_coef=run["kl_coef"], known=known
+        )
+        progress = Progress(
+            position=position,
+            global_step=run["global_step"],
+            num_skipped=run["num_skipped"],
+            trained=frozenset(run["trained"]),
+        )
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise _unreadable(path, error) from error
+    if not same:
+        got = "other trajectories or returns than the run began with"
+        raise RolloutError("resume_dataset", "dataset", got, "the same", "start another run")
+    return progress
+
+
+def restore(path: Path, learner: Learner, critic: CriticLearner | None) -> None:
+    """Give the optimizers and the generators of random numbers the state they had.
+
+    Raises:
+        RolloutError: The state cannot be read, or is that of other models.
+    """
+    try:
+        _restore_optimizer(learner.optimizer, path / "optimizer.safetensors")
+        if critic is not None:
+            _restore_optimizer(critic.optimizer, path / "critic_optimizer.safetensors")
+        _restore_generators(json.loads((path / "rng.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> RolloutError:
+    got = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    hint = "name an earlier checkpoint in checkpoints/latest"
+    return RolloutError("checkpoint_state", str(path), got, "the state of a run", hint)
+
+
+def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """State by parameter number and name, `12.exp_avg`; the settings are the configuration's."""
+    state: dict[int, dict[str, Tensor]] = optimizer.state_dict()["state"]
+    return {
+        f"{number}.{name}": tensor.detach().cpu().contiguous()
+        for number, tensors in state.items()
+        for name, tensor in tensors.items()
+    }
+
+
+def _restore_optimizer(optimizer: torch.optim.Optimizer, path: Path) -> None:
+    state: dict[int, dict[str, Tensor]] = {}
+    for key, tensor in load_file(path).items():
+        number, _, name = key.partition(".")
+        state.setdefault(int(number), {})[name] = tensor.clone()
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _generators() -> dict[str, Any]:
+    """State of the generators of random numbers, as JSON has it."""
+    kind, keys, *rest = np.random.get_state(legacy=True)  # noqa: NPY002
+    on_gpu = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return {
+        "python": random.getstate(),
+        "numpy": [kind, np.asarray(keys).tolist(), *rest],
+        "torch": torch.get_rng_state().tolist(),
+        "cuda": [state.tolist() for state in on_gpu],
+    }
+
+
+def _restore_generators(states: dict[str, Any]) -> None:
+    version, values, gauss = states["python"]
+    random.setstate((version, tuple(values), gauss))
+    kind, keys, *rest = states["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))  # noqa: NPY002
+    torch.set_rng_state(torch.tensor(states["torch"], dtype=torch.uint8))
+    if torch.cuda.is_available() and states["cuda"]:
+        torch.cuda.set_rng_state_all(
+            [torch.tensor(state, dtype=torch.uint8) for state in states["cuda"]]
+        )
+
+
+def _digest(plan: Plan) -> str:
+    """Of the plan's trajectories, returns and masks; the tokens are not looked at."""
+    return hashlib.sha256(plan.trajectories.write_csv().encode()).hexdigest()
