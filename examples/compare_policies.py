@@ -18,15 +18,14 @@ from transformers import AutoModelForCausalLM
 
 import pipelines
 import rollout_io
+from trainer.checkpoint import latest_checkpoint
 
 
 def main() -> None:
     if len(sys.argv) != 4:
         sys.exit("usage: python examples/compare_policies.py DATASET MODEL RUN")
     dataset, model, run = sys.argv[1:]
-    checkpoint = max(
-        (Path(run) / "checkpoints").iterdir(), key=lambda p: int(p.name.split("_")[-1])
-    )
+    checkpoint = latest_checkpoint(Path(run))
     frame = rollout_io.scan(dataset)
     changes = compare(frame, model, str(checkpoint), trained_groups(frame, run))
     with pl.Config(tbl_hide_dataframe_shape=True, tbl_rows=-1, float_precision=4):

@@ -17,7 +17,7 @@ from pipelines.segments import Steps, is_joined, step_columns, steps_of
 from pipelines.tables import Frame, as_lazy
 from rollout_io.parallel import Workers
 from rollout_io.reader import PathLike, pieces, scan
-from schemas.ragged import IntArray, Ragged, offsets_of
+from schemas.ragged import IntArray, Ragged, list_lengths, offsets_of
 from schemas.types import as_table, cast_column
 
 Per = Literal["step", "trajectory", "group"]
@@ -187,7 +187,7 @@ def _turns(table: pa.Table, response_lengths: IntArray) -> pa.Array:
         return _lists(response_lengths, np.arange(table.num_rows + 1))
     column = table.column("segments")
     has = np.asarray(column.is_valid())
-    counts = np.where(has, np.asarray(pc.fill_null(pc.list_value_length(column), 0)), 1)
+    counts = np.where(has, list_lengths(column), 1)
     values = np.repeat(response_lengths, counts)
     values[np.repeat(has, counts)] = pc.struct_field(pc.list_flatten(column), "length").to_numpy()
     return _lists(values, offsets_of(counts))
@@ -200,7 +200,7 @@ def _environment(table: pa.Table, steps: Steps, offsets: IntArray) -> pa.Array:
     if "segments" in table.column_names:
         table = step_columns(table.select(["step_index", "segments", "metrics"]), steps)
     column = cast_column(table.column("metrics"), _NUMBERS)
-    ends = offsets_of(np.asarray(pc.fill_null(pc.list_value_length(column), 0), np.int64))
+    ends = offsets_of(list_lengths(column))
     pairs = pc.list_flatten(column)
     flat = pairs.combine_chunks() if isinstance(pairs, pa.ChunkedArray) else pairs
     return pa.ListArray.from_arrays(pa.array(ends[offsets], pa.int32()), flat)

@@ -12,10 +12,10 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipelines.segments import is_joined, joined, segment_rewards
+from pipelines.segments import has_segment, is_joined, joined, segment_rewards
 from pipelines.tables import Frame, as_lazy, set_column
 from schemas.errors import RolloutError
-from schemas.ragged import BoolArray, IntArray, Ragged, gather, offsets_of
+from schemas.ragged import BoolArray, IntArray, Ragged, gather, list_lengths, offsets_of
 from schemas.types import as_table, without_views
 
 FloatArray = npt.NDArray[np.float64]
@@ -57,7 +57,7 @@ def place_outcomes(frame: Frame, outcomes: Frame) -> pl.LazyFrame:
         outcome.lazy(), on="trajectory_id", how="left", maintain_order="left"
     )
     placed = joined.with_columns(pl.when(failed).then(None).otherwise(value).alias("reward"))
-    if not _has_segment(frame, "reward"):
+    if not has_segment(frame, "reward"):
         return placed
     return placed.with_columns(_over_rows(placed, ("segments", "reward"), _end_rewards, "segments"))
 
@@ -128,7 +128,7 @@ def place_token_rewards(frame: Frame, column: str = "rewards") -> pl.LazyFrame:
     given = pl.col(column).cast(pl.List(pl.Float64))
     total = pl.when(given.is_not_null()).then(given.list.sum())
     placed = frame.with_columns(given.alias("rewards"), total.alias("reward"))
-    if not _has_segment(frame, "reward"):
+    if not has_segment(frame, "reward"):
         return placed
     names = ("segments", "rewards")
     return placed.with_columns(_over_rows(placed, names, _summed_rewards, "segments"))
@@ -169,7 +169,7 @@ def fold_trajectories(
     reward = pl.col("reward") if _has(frame, "reward") else pl.lit(None, pl.Float64)
     error = pl.col("error") if _has(frame, "error") else pl.lit(None, pl.String)
     final = reward
-    if outcome == "last" and _has_segment(frame, "reward"):
+    if outcome == "last" and has_segment(frame, "reward"):
         earned = pl.col("segments").list.last().struct.field("reward")
         final = pl.when(joined(frame)).then(earned).otherwise(reward)
     value = pl.col("return").last() if outcome == "last" else _strict_sum(pl.col("return"))
@@ -202,7 +202,7 @@ def are_equal(returns: pl.Expr) -> pl.Expr:
 def joined_steps(frame: pl.LazyFrame) -> pl.Expr:
     """[{start, length}] of the steps that a merge joined in a row; null where the row is one step."""
     spans = pl.List(pl.Struct({"start": pl.Int32(), "length": pl.Int32()}))
-    if not _has_segment(frame, "start"):
+    if not has_segment(frame, "start"):
         return pl.lit(None, dtype=spans)
     fields = (pl.element().struct.field(name) for name in ("start", "length"))
     return pl.when(joined(frame)).then(pl.col("segments").list.eval(pl.struct(fields)).cast(spans))
@@ -263,7 +263,7 @@ class _Segments:
 
 def _flat_segments(table: pa.Table) -> _Segments:
     column = table.column("segments")
-    lengths = np.asarray(pc.fill_null(pc.list_value_length(column), 0), np.int64)
+    lengths = list_lengths(column)
     row = np.repeat(np.arange(len(lengths)), lengths)
     flat = pc.list_flatten(column)
     start, length = (pc.struct_field(flat, name).to_numpy() for name in ("start", "length"))
@@ -289,9 +289,3 @@ def _with_rewards(
 
 def _has(frame: pl.LazyFrame, name: str) -> bool:
     return name in frame.collect_schema()
-
-
-def _has_segment(frame: pl.LazyFrame, name: str) -> bool:
-    kind = frame.collect_schema().get("segments")
-    inner = kind.inner if isinstance(kind, pl.List) else None
-    return isinstance(inner, pl.Struct) and name in {field.name for field in inner.fields}

@@ -18,7 +18,7 @@ from pipelines.sequences import Sequences
 from pipelines.tables import ROUTING
 from rollout_io.arrays import routing_array
 from schemas.columns import NUM_ROUTED
-from schemas.ragged import IntArray, Ragged, offsets_of
+from schemas.ragged import IntArray, Ragged, list_lengths, offsets_of
 
 Routes = npt.NDArray[np.int16]
 
@@ -108,7 +108,7 @@ class Routing:
         per_layer = column.type.value_type
         shape = (per_layer.list_size, per_layer.value_type.list_size)
         flat: Any = pc.list_flatten(pc.list_flatten(pc.list_flatten(column)))
-        lengths = np.asarray(pc.fill_null(pc.list_value_length(column), 0), np.int64)
+        lengths = list_lengths(column)
         values = np.asarray(flat, np.int16).reshape(-1, shape[0] * shape[1])
         valid = np.asarray(column.is_valid())
         return cls(Ragged(values, offsets_of(lengths), valid), shape)

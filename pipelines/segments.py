@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 from pipelines.sequences import Sequences
 from pipelines.tables import set_column
 from schemas.columns import JOINED, NUM_ROUTED, SEGMENT_FIELDS
-from schemas.ragged import BoolArray, IntArray, Ragged, offsets_of
+from schemas.ragged import BoolArray, IntArray, Ragged, list_lengths, offsets_of
 from schemas.types import PREFIX_TYPES, cast_column
 
 FOLDED = frozenset(
@@ -102,7 +102,7 @@ def _kept_segments(out: pa.Table) -> tuple[pa.StructArray, IntArray]:
         empty = pa.array([], pa.struct(list(SEGMENT_FIELDS)))
         return empty, np.zeros(out.num_rows, np.int64)
     column = out.column("segments")
-    lengths = np.asarray(pc.fill_null(pc.list_value_length(column), 0), np.int64)
+    lengths = list_lengths(column)
     return _flat(pc.list_flatten(column)), lengths
 
 
@@ -150,11 +150,16 @@ class Steps:
     segment: IntArray
 
 
-def joined(frame: pl.LazyFrame) -> pl.Expr:
-    """Whether a row of the frame is made of steps that a merge joined."""
+def has_segment(frame: pl.LazyFrame, name: str) -> bool:
+    """Whether the frame's `segments` have a field."""
     kind = frame.collect_schema().get("segments")
     inner = kind.inner if isinstance(kind, pl.List) else None
-    if not isinstance(inner, pl.Struct) or JOINED not in {field.name for field in inner.fields}:
+    return isinstance(inner, pl.Struct) and name in {field.name for field in inner.fields}
+
+
+def joined(frame: pl.LazyFrame) -> pl.Expr:
+    """Whether a row of the frame is made of steps that a merge joined."""
+    if not has_segment(frame, JOINED):
         return pl.lit(value=False)
     return pl.col("segments").list.first().struct.field(JOINED).fill_null(value=False)
 
@@ -168,7 +173,7 @@ def is_joined(table: pa.Table) -> BoolArray:
     flat = _flat(pc.list_flatten(column))
     if flat.type.get_field_index(JOINED) < 0:
         return joined
-    lengths = np.asarray(pc.fill_null(pc.list_value_length(column), 0), np.int64)
+    lengths = list_lengths(column)
     first = offsets_of(lengths)[:-1][lengths > 0]
     flags = np.asarray(pc.fill_null(pc.struct_field(flat, JOINED), False))
     joined[lengths > 0] = flags[first]
@@ -178,7 +183,7 @@ def is_joined(table: pa.Table) -> BoolArray:
 def steps_of(table: pa.Table, split: BoolArray) -> Steps:
     """Steps of all rows; `split` says which rows are joined ones."""
     column = table.column("segments")
-    lengths = np.asarray(pc.fill_null(pc.list_value_length(column), 0), np.int64)
+    lengths = list_lengths(column)
     count = np.where(split, lengths, 1)
     row = np.repeat(np.arange(len(count)), count)
     inside = np.arange(len(row)) - np.repeat(offsets_of(count)[:-1], count)
@@ -222,7 +227,7 @@ def segment_rewards(
 ) -> tuple[IntArray, npt.NDArray[np.float64], IntArray]:
     """Of all segments: flat position of the last token in `responses`, reward (null: 0), row."""
     column = table.column("segments")
-    lengths = np.asarray(pc.fill_null(pc.list_value_length(column), 0), np.int64)
+    lengths = list_lengths(column)
     row = np.repeat(np.arange(len(lengths)), lengths)
     ends = responses.offsets[row] + _field(column, "start") + _field(column, "length") - 1
     earned = pc.fill_null(pc.struct_field(pc.list_flatten(column), "reward"), 0.0)

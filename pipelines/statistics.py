@@ -9,14 +9,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import polars as pl
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from pipelines.rewards import Outcome, are_equal, trajectory_returns
 from pipelines.tables import Frame, as_lazy
 from rollout_io.parallel import Workers
 from rollout_io.prefix import is_encoded
 from rollout_io.reader import PathLike, iter_tables, pieces, scan
-from schemas.ragged import IntArray, Ragged, offsets_of
+from schemas.ragged import Ragged, list_lengths, offsets_of
 from schemas.types import as_table
 
 _LENGTHS: dict[str, pl.DataType] = {
@@ -100,12 +99,12 @@ def _lengths_of(frame: pl.LazyFrame) -> pl.DataFrame:
 
 def _lengths(table: pa.Table) -> pl.DataFrame:
     """One row per row: what a row's numbers are made of."""
-    response = _list_lengths(table, "response_ids")
+    response = list_lengths(table.column("response_ids"))
     if is_encoded(table):
         shared = np.asarray(table.column("prefix_length"), np.int64)
-        prompt = shared + _list_lengths(table, "prompt_suffix_ids")
+        prompt = shared + list_lengths(table.column("prompt_suffix_ids"))
     else:
-        prompt = _list_lengths(table, "prompt_token_ids")
+        prompt = list_lengths(table.column("prompt_token_ids"))
     masks = Ragged.from_arrow(table.column("loss_mask"))
     without = response > 0
     if "rollout_logprobs" in table.column_names:
@@ -118,10 +117,6 @@ def _lengths(table: pa.Table) -> pl.DataFrame:
     }
     ids = pl.Series("trajectory_id", pl.from_arrow(table.column("trajectory_id")), pl.String)
     return pl.DataFrame([ids, *(pl.Series(n, v, _LENGTHS[n]) for n, v in columns.items())])
-
-
-def _list_lengths(table: pa.Table, name: str) -> IntArray:
-    return np.asarray(pc.fill_null(pc.list_value_length(table.column(name)), 0), np.int64)
 
 
 def _rows(rows: pl.DataFrame) -> dict[str, Any]:

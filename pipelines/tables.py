@@ -49,23 +49,11 @@ def over_tables(frame: Frame, transform: Callable[[pa.Table], pa.Table]) -> pl.L
 
     empty = apply(pl.DataFrame(schema=frame.collect_schema()))
 
-    def source(
-        with_columns: list[str] | None,
-        predicate: pl.Expr | None,
-        n_rows: int | None,
-        batch_size: int | None,
-    ) -> Iterator[pl.DataFrame]:
-        del batch_size
-        wanted = empty.columns if with_columns is None else with_columns
-        for piece in _whole_trajectories(frame.collect_batches(maintain_order=True)):
-            made = apply(piece)
-            if n_rows is not None:  # the first rows are taken before the predicate is applied
-                made, n_rows = made.head(n_rows), max(0, n_rows - len(made))
-            yield (made if predicate is None else made.filter(predicate))[wanted]
-            if n_rows == 0:
-                return
+    def pieces(names: list[str], predicate: pl.Expr | None) -> Iterator[pl.DataFrame]:
+        del names, predicate
+        return map(apply, _whole_trajectories(frame.collect_batches(maintain_order=True)))
 
-    return lazy_frame(source, empty.schema)
+    return lazy_frame(pieces, empty.schema)
 
 
 def _whole_trajectories(batches: Iterable[pl.DataFrame]) -> Iterator[pl.DataFrame]:

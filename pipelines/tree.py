@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rollout_io.prefix import find_parents, is_encoded, trajectory_starts
-from schemas.ragged import IntArray, Ragged
+from schemas.ragged import IntArray, Ragged, list_lengths
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +50,11 @@ def prefix_tree(table: pa.Table) -> PrefixTree:
     """
     starts = trajectory_starts(table)
     start = np.repeat(starts, np.diff(np.append(starts, table.num_rows)))
-    response = _lengths(table.column("response_ids"))
+    response = list_lengths(table.column("response_ids"))
     if is_encoded(table):
         parent = np.asarray(pc.fill_null(table.column("parent_step_index"), -1), np.int64)
         shared = np.asarray(table.column("prefix_length"), np.int64)
-        prompt = shared + _lengths(table.column("prompt_suffix_ids"))
+        prompt = shared + list_lengths(table.column("prompt_suffix_ids"))
     else:
         prompts = Ragged.from_arrow(table.column("prompt_token_ids"))
         responses = Ragged.from_arrow(table.column("response_ids"))
@@ -62,7 +62,3 @@ def prefix_tree(table: pa.Table) -> PrefixTree:
         prompt = prompts.lengths
     parent = np.where(parent < 0, -1, start + parent)
     return PrefixTree(starts, start, parent, shared, prompt, response)
-
-
-def _lengths(column: pa.ChunkedArray) -> IntArray:
-    return np.asarray(pc.fill_null(pc.list_value_length(column), 0), np.int64)

@@ -21,7 +21,7 @@ from rollout_io.generator_input import METRICS_KEY, TIMES, table_of
 from schemas.checker import validate
 from schemas.columns import JOINED
 from schemas.errors import RolloutError
-from schemas.ragged import BoolArray, IntArray, Ragged
+from schemas.ragged import BoolArray, IntArray, Ragged, list_lengths
 from schemas.types import as_table, cast_table
 
 Failed = Literal["group", "trajectory"]
@@ -225,7 +225,7 @@ def _of_last_step(table: pa.Table, name: str) -> list[Any]:
     fields = segments.type.value_type
     if fields.get_field_index(name) < 0 or fields.get_field_index(JOINED) < 0:
         return values
-    lengths = np.asarray(pc.fill_null(pc.list_value_length(segments), 0), np.int64)
+    lengths = list_lengths(segments)
     rows: IntArray = np.flatnonzero(lengths)
     ends = pa.array(np.cumsum(lengths)[rows] - 1)
     flat = pc.list_flatten(segments)
@@ -254,7 +254,7 @@ def _routes(table: pa.Table) -> list[Any] | None:
     column = table.column(name)
     shape = (-1, column.type.value_type.list_size, column.type.value_type.value_type.list_size)
     flat = pc.list_flatten(pc.list_flatten(pc.list_flatten(column)))
-    lengths = np.asarray(pc.fill_null(pc.list_value_length(column), 0), np.int64)
+    lengths = list_lengths(column)
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
     routes = np.asarray(flat).reshape(shape)
     return _cut(routes.tolist(), Ragged(routes, offsets, np.asarray(pc.is_valid(column))))

@@ -41,27 +41,10 @@ def scan(path: PathLike) -> pl.LazyFrame:
     shards = [_Shard.open(location) for location in find_shards(path)]
     schema = _schema_of(shards)
 
-    def source(
-        with_columns: list[str] | None,
-        predicate: pl.Expr | None,
-        n_rows: int | None,
-        batch_size: int | None,
-    ) -> Iterator[pl.DataFrame]:
-        del batch_size
-        wanted = schema.names if with_columns is None else with_columns
-        used = [] if predicate is None else predicate.meta.root_names()
-        names = list(dict.fromkeys([*wanted, *used]))
-        skips = predicate if n_rows is None else None
-        for table in _tables(shards, schema, names, skips):
-            frame = _frame(table)
-            if n_rows is not None:  # the first rows are taken before the predicate is applied
-                frame, n_rows = frame.head(n_rows), max(0, n_rows - len(frame))
-            frame = frame if predicate is None else frame.filter(predicate)
-            yield frame[wanted]
-            if n_rows == 0:
-                return
+    def frames(names: list[str], predicate: pl.Expr | None) -> Iterator[pl.DataFrame]:
+        return map(_frame, _tables(shards, schema, names, predicate))
 
-    return lazy_frame(source, _frame(schema.empty_table()).schema)
+    return lazy_frame(frames, _frame(schema.empty_table()).schema)
 
 
 def iter_tables(

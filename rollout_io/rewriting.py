@@ -19,6 +19,7 @@ from rollout_io.writer import RolloutWriter
 from schemas.checker import ValidationError
 from schemas.errors import RolloutError
 from schemas.metadata import DatasetMetadata
+from schemas.ragged import list_lengths
 
 Transform = Callable[[pa.Table], pa.Table]
 Progress = Callable[[int], object]
@@ -68,7 +69,8 @@ def rewrite(
     """
     staging, workers = Staging(out), workers or Workers()
     report = progress or (lambda _num_rows: None)
-    identity = {"made": metadata.encode("prefix").__repr__(), "shards": _states(dataset)}
+    made = {key.decode(): value.decode() for key, value in metadata.encode("prefix").items()}
+    identity = {"made": made, "shards": _states(dataset)}
     with staging.resumable():
         if staging.out.shards() and not staging.is_publishing(identity):
             hint = "choose another --out, or remove the old dataset"
@@ -141,15 +143,8 @@ def _state(shard: Location) -> Any:
 
 
 def _num_tokens(table: pa.Table) -> int:
-    shared = (
-        pc.sum(table.column("prefix_length")).as_py()
-        if "prefix_length" in table.column_names
-        else 0
-    )
-    lists = [
-        n
-        for n in ("prompt_token_ids", "prompt_suffix_ids", "response_ids")
-        if n in table.column_names
-    ]
-    lengths = (pc.sum(pc.list_value_length(table.column(n))).as_py() for n in lists)
-    return sum((n or 0 for n in lengths), shared or 0)
+    """Of prompts and responses, in either layout."""
+    lists = {"prompt_token_ids", "prompt_suffix_ids", "response_ids"} & set(table.column_names)
+    num = sum(int(list_lengths(table.column(name)).sum()) for name in lists)
+    shares = "prefix_length" in table.column_names
+    return num + (pc.sum(table.column("prefix_length")).as_py() or 0 if shares else 0)

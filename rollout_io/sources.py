@@ -15,9 +15,7 @@ from contextlib import contextmanager
 
 import polars as pl
 
-Source = Callable[
-    [list[str] | None, pl.Expr | None, int | None, int | None], Iterator[pl.DataFrame]
-]
+Pieces = Callable[[list[str], pl.Expr | None], Iterator[pl.DataFrame]]
 LONGEST_WAIT_S, _SETTLES_S = 60.0, 0.02
 
 
@@ -56,27 +54,34 @@ _work = _Work()
 atexit.register(_work.end)
 
 
-def lazy_frame(source: Source, schema: pl.Schema) -> pl.LazyFrame:
-    """A LazyFrame of what a generator function yields.
+def lazy_frame(pieces: Pieces, schema: pl.Schema) -> pl.LazyFrame:
+    """A LazyFrame of what a generator function yields, piece by piece.
 
     Args:
-        source: Given the wanted columns, a predicate, a number of rows and a batch size, each None
-            where there is none, as `polars.io.plugins.register_io_source` says.
+        pieces: Given the columns that a query uses, and its predicate: a piece of which it keeps
+            no row may be left out (None: every row counts). Pieces may have more columns.
         schema: Of all columns.
     """
 
-    def guarded(
+    def source(
         with_columns: list[str] | None,
         predicate: pl.Expr | None,
         n_rows: int | None,
         batch_size: int | None,
     ) -> Iterator[pl.DataFrame]:
-        frames = source(with_columns, predicate, n_rows, batch_size)
-        while True:
+        del batch_size
+        wanted = schema.names() if with_columns is None else with_columns
+        used = [] if predicate is None else predicate.meta.root_names()
+        names = list(dict.fromkeys([*wanted, *used]))
+        frames = pieces(names, predicate if n_rows is None else None)
+        while n_rows != 0:
             with _work.step() as goes_on:
                 frame = next(frames, None) if goes_on else None
-            if frame is None:
-                return
-            yield frame
+                if frame is None:
+                    return
+                if n_rows is not None:  # the first rows are taken before the predicate is applied
+                    frame, n_rows = frame.head(n_rows), max(0, n_rows - len(frame))
+                kept = (frame if predicate is None else frame.filter(predicate))[wanted]
+            yield kept
 
-    return pl.io.plugins.register_io_source(guarded, schema=schema)
+    return pl.io.plugins.register_io_source(source, schema=schema)

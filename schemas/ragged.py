@@ -41,7 +41,7 @@ class Ragged:
 
         Elements must not be null. 64-bit offsets, so no limit at 2^31 elements.
         """
-        lengths = np.asarray(pc.fill_null(pc.list_value_length(column), 0), dtype=np.int64)
+        lengths = list_lengths(column)
         return cls(_flat_values(column), offsets_of(lengths), np.asarray(pc.is_valid(column)))
 
     @property
@@ -76,6 +76,11 @@ def _flat_values(column: pa.Array | pa.ChunkedArray) -> npt.NDArray[Any]:
         only: npt.NDArray[Any] = arrays[0]
         return only
     return np.concatenate(arrays) if arrays else np.asarray(flat.to_numpy())
+
+
+def list_lengths(column: pa.Array | pa.ChunkedArray) -> IntArray:
+    """[N] elements of each list of a column; 0 for null."""
+    return np.asarray(pc.fill_null(pc.list_value_length(column), 0), np.int64)
 
 
 def offsets_of(lengths: IntArray) -> IntArray:

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from schemas.columns import COLUMNS, JOINED, Length
-from schemas.ragged import BoolArray, IntArray, Ragged
+from schemas.ragged import BoolArray, IntArray, Ragged, list_lengths
 from schemas.view import View
 
 LOGPROB_SENTINEL = -9999.0
@@ -156,7 +156,7 @@ class SegmentSpans:
     def of(cls, view: View) -> SegmentSpans:
         """Unpack the `segments` column."""
         column = view.table.column("segments")
-        lengths = np.asarray(pc.fill_null(pc.list_value_length(column), 0), np.int64)
+        lengths = list_lengths(column)
         flat = pc.list_flatten(column)
 
         def unpack(name: str) -> IntArray:
@@ -173,7 +173,7 @@ def check_routing(view: View) -> Iterator[pl.DataFrame]:
     if not view.has(name, "prompt_token_ids", "response_ids"):
         return
     column = view.table.column(name)
-    lengths = np.asarray(pc.fill_null(pc.list_value_length(column), 0), np.int64)
+    lengths = list_lengths(column)
     limit = view.ragged("prompt_token_ids").lengths + view.ragged("response_ids").lengths
     outside = ~view.is_null(name) & ((lengths < 1) | (lengths > limit))
     rows = np.flatnonzero(outside)

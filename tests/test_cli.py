@@ -445,11 +445,3 @@ def test_a_column_of_a_wrong_type_is_a_clean_error(
     assert "column 'reward' of type" in said.err
     assert said.out == ""
     assert not (tmp_path / "new").exists()
-
-
-@pytest.mark.parametrize("arguments", [["stats", ""], ["merge", "{}", "--out", ""]])
-def test_an_empty_path_is_not_the_current_directory(
-    arguments: list[str], dataset: str, capsys: Capture
-) -> None:
-    assert run([a.format(dataset) for a in arguments]) == 1
-    assert "path: '': got an empty path" in capsys.readouterr().err

@@ -327,3 +327,14 @@ def test_a_directory_name_may_hold_glob_characters(tmp_path):
     with RolloutWriter(tmp_path / "a[b]*?") as writer:
         writer.write(pa.table(STEPS))
     assert read(tmp_path / "a[b]*?").num_rows == 2
+
+
+@pytest.mark.parametrize("use", [scan, read, RolloutWriter])
+def test_an_empty_path_is_not_the_current_directory(use):
+    with pytest.raises(RolloutError, match="path: '': got an empty path"):
+        use("")
+
+
+def test_no_rows_of_a_scan_are_an_empty_frame_with_all_columns(shop_dataset):
+    none = scan(shop_dataset).head(0).collect()
+    assert (none.height, none.columns) == (0, scan(shop_dataset).collect_schema().names())

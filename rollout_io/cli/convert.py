@@ -12,8 +12,9 @@ from rollout_io.cli.output import emit_json, example, next_command, note, progre
 from rollout_io.cli.workers import engine_option
 
 if TYPE_CHECKING:
+    from rollout_io.conversion.choices import Choices
     from rollout_io.conversion.driver import Conversion
-    from rollout_io.parallel import Engine
+    from rollout_io.parallel import Engine, Workers
 
 _READS = 2  # every log is looked through to find its runs, then each run is read
 
@@ -116,7 +117,6 @@ def convert(
     """
     from rollout_io.adapters import Options
     from rollout_io.conversion.choices import Choices
-    from rollout_io.conversion.driver import convert
     from rollout_io.parallel import Workers
 
     choices = Choices(
@@ -132,23 +132,27 @@ def convert(
     )
     _note_formats(format_name)
     start_s = time.monotonic()
+    done = _converted(inputs, out, choices, Workers(workers, engine))
+    if as_json:
+        state = {"was_done": done.was_done, "num_resumed_chunks": done.num_resumed}
+        emit_json({"format": done.format, **done.summary.to_dict(), **state})
+    else:
+        _report(done, out, time.monotonic() - start_s, _num_bytes(inputs))
+
+
+def _converted(inputs: tuple[str, ...], out: str, choices: Choices, workers: Workers) -> Conversion:
+    from rollout_io.conversion.driver import convert
+
     try:
         with progress_bar(_num_bytes(inputs), "B", "convert", counts="rows") as advance:
 
             def progress(num_bytes: int, num_rows: int) -> None:
                 advance(num_bytes / _READS, num_rows)
 
-            done = convert(
-                inputs, out, choices, workers=Workers(workers, engine), progress=progress
-            )
+            return convert(inputs, out, choices, workers=workers, progress=progress)
     except KeyboardInterrupt:
         note("stopped: what is done is kept, and the same command goes on from there")
         raise
-    if as_json:
-        state = {"was_done": done.was_done, "num_resumed_chunks": done.num_resumed}
-        emit_json({"format": done.format, **done.summary.to_dict(), **state})
-    else:
-        _report(done, out, time.monotonic() - start_s, _num_bytes(inputs))
 
 
 def _note_formats(format_name: str) -> None:

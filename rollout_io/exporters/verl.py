@@ -27,7 +27,7 @@ from rollout_io.exporters.rows import (
     checked_tables,
     rewards_of,
 )
-from schemas.ragged import Ragged, offsets_of, ranges
+from schemas.ragged import Ragged, list_lengths, offsets_of, ranges
 
 NAMES = {
     "instance_id": "uid",
@@ -91,7 +91,7 @@ def _routes(table: pa.Table) -> pa.Array:
     """[prompt + response, layers, topk] of each row, zeros behind what the engine recorded."""
     column = table.column(ROUTES)
     kind = column.type
-    lengths = np.asarray(pc.fill_null(pc.list_value_length(column), 0), np.int64)
+    lengths = list_lengths(column)
     shape = (kind.value_type.list_size, kind.value_type.value_type.list_size)
     flat = pc.list_flatten(pc.list_flatten(pc.list_flatten(column)))
     prompts, responses = (
