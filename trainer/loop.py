@@ -201,8 +201,7 @@ def _updates(
         kl_coef = position.kl_coef
         if config.kl_reward_coef and old_logprobs is not None and ref_logprobs is not None:
             logprobs = {"old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs}
-            charged = charge_kl(batch, plan, groups, config, coef=kl_coef, **logprobs)
-            batch, kl_metrics = charged
+            batch, kl_metrics = charge_kl(batch, plan, groups, config, coef=kl_coef, **logprobs)
             kl_coef, ref_logprobs = next_coef(kl_coef, kl_metrics, batch, config), None
         estimates = estimate(batch, config, values)
         targets = estimates.value_targets
