@@ -60,6 +60,9 @@ log-probabilities are known, summed over the trained tokens of the whole mini-ba
 number. So neither the layout (`step`, `merge`) nor the micro-batch budget changes the gradient.
 [algorithms.md](algorithms.md) has the others, with their equations.
 
+DS may be anywhere that fsspec knows (`s3://...`); RUN is local. Of the dataset, memory holds the batch that
+trains and the next one, which is read meanwhile.
+
 RUN holds `config.json` (the resolved configuration), `metrics.jsonl` (a line per update) and
 `checkpoints/global_step_N/` (model directories that Transformers loads). Progress goes to stderr: a bar
 on a terminal, elsewhere a line per update, with a warning, once a run, where the numbers look wrong.

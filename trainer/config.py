@@ -33,11 +33,12 @@ class TrainConfig(LossConfig):
     """
 
     dataset: str
-    """Rollout dataset: a directory, a glob or one Parquet file."""
+    """Rollout dataset: a directory, a glob or one Parquet file, local or anywhere that fsspec knows
+    (`s3://...`)."""
     model: str
     """Hugging Face model directory to start from (`config.json` and safetensors)."""
     out: str
-    """Directory of the run; must not hold a run yet, unless that one is resumed."""
+    """Local directory of the run; must not hold a run yet, unless that one is resumed."""
 
     seed: int = 0
     """Seed of torch, NumPy and random; >= 0."""
@@ -147,6 +148,8 @@ def _breaches(c: TrainConfig) -> Iterator[tuple[str, str, str]]:
         value = getattr(c, key)
         if value is not None and not 0 < value < float("inf"):
             yield key, str(value), "a finite number > 0"
+    if "://" in c.out:
+        yield "out", c.out, "a local directory: checkpoints are synced and renamed there"
     yield from loss_breaches(c)
     for key in ("gamma", "gae_lambda"):
         if not 0 <= getattr(c, key) <= 1:

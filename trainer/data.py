@@ -97,11 +97,18 @@ def load_batch(
     rollouts: pl.LazyFrame, plan: Plan, groups: Sequence[str], sequence_layout: str
 ) -> Batch:
     """Load the rows of some groups, in the layout that is to be forwarded."""
+    return to_batch(read_rows(rollouts, plan, groups, sequence_layout))
+
+
+def read_rows(
+    rollouts: pl.LazyFrame, plan: Plan, groups: Sequence[str], sequence_layout: str
+) -> pl.DataFrame:
+    """Read the rows of some groups, merged or not, with what the plan says of them: for `to_batch`."""
     unused = [name for name in UNUSED_COLUMNS if name in rollouts.collect_schema()]
     rows = rollouts.filter(pl.col("instance_id").is_in(list(groups))).drop(unused)
     rows = pipelines.merge(rows) if sequence_layout == "merge" else pipelines.unmerge(rows)
     columns = ["trains", "advantage", "mini_batch"]
-    table = (
+    return (
         _with_optional_columns(rows)
         .with_columns(name=_row_name())
         .join(
@@ -122,7 +129,6 @@ def load_batch(
         )
         .collect()
     )
-    return to_batch(table)
 
 
 def to_batch(table: pl.DataFrame) -> Batch:

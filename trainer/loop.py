@@ -14,26 +14,23 @@ from typing import Any
 import numpy as np
 import polars as pl
 import torch
-from accelerate.utils import set_seed
 from torch import Tensor
 
-import pipelines
-import rollout_io
-from schemas.errors import RolloutError
 from schemas.ragged import IntArray
 from trainer.batch_metrics import batch_metrics
+from trainer.begin import begin
 from trainer.checkpoint import discard_after, save_checkpoint
 from trainer.config import TrainConfig, save_config
 from trainer.critic import CriticLearner, critic_values, update_critic
-from trainer.data import Batch, groups_with_gradient, load_batch
+from trainer.data import Batch, groups_with_gradient, read_rows, to_batch
 from trainer.estimate import estimate
 from trainer.forest import Forest, RowLimit, chain_forests, chain_lengths
 from trainer.kl_reward import charge_kl, next_coef
-from trainer.log import RunLog, say
-from trainer.plan import Plan, make_plan, split
-from trainer.prepare import prepare
-from trainer.resume import check_max_updates, cut, find_checkpoint, lines_to_keep, stops_when_full
-from trainer.state import Position, Progress, load_progress, restore, save_state
+from trainer.log import RunLog
+from trainer.plan import Plan, split
+from trainer.prefetch import one_ahead
+from trainer.resume import cut, stops_when_full
+from trainer.state import Position, Progress, save_state
 from trainer.update import Learner, policy_logprobs, update
 
 KNOWN = ("old_logprobs", "ref_logprobs", "values")
@@ -88,28 +85,15 @@ def train(config: TrainConfig, *, resume: bool = False) -> TrainResult:
         RolloutError: Dataset, model or configuration cannot be trained as asked; the run to resume
             had another dataset or configuration; the disk is full.
     """
+    run = begin(config, resume=resume)
+    learner, critic, plan = run.learner, run.critic, run.plan
     out = Path(config.out)
-    if not resume:
-        _refuse_existing_run(out)
-    checkpoint = find_checkpoint(config) if resume else None
-    set_seed(config.seed)
-    rollouts = rollout_io.scan(config.dataset)
-    plan = make_plan(pipelines.trajectory_returns(rollouts, config.outcome).collect(), config)
-    progress = Progress(position=Position(kl_coef=config.kl_reward_coef))
-    if checkpoint:
-        progress = load_progress(checkpoint / "state", plan)
-    check_max_updates(config, progress.global_step)
-    kept = lines_to_keep(out / "metrics.jsonl", progress.num_mini_batches) if resume else b""
-    learner, critic, limit = prepare(config, rollouts, plan, checkpoint)
-    if checkpoint:
-        restore(checkpoint / "state", learner, critic)
-        say(f"resuming from {checkpoint}")
     out.mkdir(parents=True, exist_ok=True)
     with stops_when_full(out):
-        cut(out / "metrics.jsonl", len(kept))
-        discard_after(out, progress.global_step)
+        cut(out / "metrics.jsonl", len(run.kept_metrics))
+        discard_after(out, run.progress.global_step)
         save_config(config, out / "config.json")
-        progress, metrics = _run(learner, critic, rollouts, plan, limit, progress)
+        progress, metrics = _run(learner, critic, run.rollouts, plan, run.limit, run.progress)
         saved = _save(learner, critic, plan, progress)
     return TrainResult(
         out=config.out,
@@ -120,7 +104,7 @@ def train(config: TrainConfig, *, resume: bool = False) -> TrainResult:
         num_trained_groups=len(progress.trained),
         num_groups_without_variance=plan.num_groups_without_variance,
         num_failed=int(plan.trajectories["failed"].sum()),
-        metrics=metrics or (json.loads(kept.splitlines()[-1]) if kept else {}),
+        metrics=metrics or json.loads((run.kept_metrics.splitlines() or [b"{}"])[-1]),
     )
 
 
@@ -170,13 +154,6 @@ def _save(learner: Learner, critic: CriticLearner | None, plan: Plan, progress: 
     )
 
 
-def _refuse_existing_run(out: Path) -> None:
-    for name in ("config.json", "metrics.jsonl", "checkpoints"):
-        if (out / name).exists():
-            hint = "go on with it by --resume, choose another --out, or remove that run"
-            raise RolloutError("existing_run", str(out), f"a {name}", "no run yet", hint)
-
-
 def _updates(
     learner: Learner,
     critic: CriticLearner | None,
@@ -190,11 +167,14 @@ def _updates(
     Of each: the groups that move the policy, the position after it, and metrics.
     """
     config = learner.config
-    batches = plan.batches * config.num_epochs
-    while position.batch < len(batches):
-        groups = batches[position.batch]
-        start = time.perf_counter()
-        batch, mini_batches = _load(learner, rollouts, plan, limit, groups)
+    batches = (plan.batches * config.num_epochs)[position.batch :]
+    start = time.perf_counter()
+    tables = one_ahead(
+        lambda groups: read_rows(rollouts, plan, groups, config.sequence_layout), batches
+    )
+    for groups, table in zip(batches, tables, strict=True):
+        batch, mini_batches = _load(learner, limit, table)
+        del table
         known = position.known or _known(learner, critic, batch, mini_batches)
         old_logprobs, ref_logprobs, values = map(known.get, KNOWN)
         kl_metrics: dict[str, float] = {}
@@ -254,10 +234,10 @@ def _known(
 
 
 def _load(
-    learner: Learner, rollouts: pl.LazyFrame, plan: Plan, limit: RowLimit, groups: Sequence[str]
+    learner: Learner, limit: RowLimit, table: pl.DataFrame
 ) -> tuple[Batch, list[list[Forest]]]:
     """A batch and the micro-batches of each of its mini-batches."""
-    batch = load_batch(rollouts, plan, groups, learner.config.sequence_layout)
+    batch = to_batch(table)
     limit.check(chain_lengths(batch.prompts, batch.responses, batch.trains), batch.names)
     budget = learner.config.tokens_per_micro_batch
     return batch, [

@@ -1,0 +1,85 @@
+"""A run before its first update: where it is, what it will train on, and every check of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import polars as pl
+from accelerate.utils import set_seed
+
+import pipelines
+import rollout_io
+from schemas.errors import RolloutError
+from trainer.config import TrainConfig
+from trainer.critic import CriticLearner
+from trainer.forest import RowLimit
+from trainer.log import say
+from trainer.plan import Plan, make_plan
+from trainer.prepare import prepare
+from trainer.resume import check_max_updates, find_checkpoint, lines_to_keep
+from trainer.state import Position, Progress, load_progress, restore
+from trainer.update import Learner
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """A run before its first update: everything is checked and loaded, nothing is written.
+
+    Attributes:
+        learner: Policy and optimizer, as they are at `progress`.
+        critic: Critic and optimizer, if the run has one.
+        rollouts: The dataset.
+        plan: One pass over it.
+        limit: The longest row that can be forwarded.
+        progress: Where the run goes on.
+        kept_metrics: The lines of `metrics.jsonl` up to there.
+    """
+
+    learner: Learner
+    critic: CriticLearner | None
+    rollouts: pl.LazyFrame
+    plan: Plan
+    limit: RowLimit
+    progress: Progress
+    kept_metrics: bytes
+
+
+def begin(config: TrainConfig, *, resume: bool) -> Run:
+    """Plan, check and load a run, or what is left of it; nothing is written.
+
+    Raises:
+        RolloutError: See `train`.
+    """
+    out = Path(config.out)
+    if not resume:
+        _refuse_existing_run(out)
+    checkpoint = find_checkpoint(config) if resume else None
+    set_seed(config.seed)
+    rollouts = rollout_io.scan(config.dataset)
+    plan = make_plan(pipelines.trajectory_returns(rollouts, config.outcome).collect(), config)
+    progress = Progress(position=Position(kl_coef=config.kl_reward_coef))
+    if checkpoint:
+        progress = load_progress(checkpoint / "state", plan)
+    check_max_updates(config, progress.global_step)
+    kept = lines_to_keep(out / "metrics.jsonl", progress.num_mini_batches) if resume else b""
+    learner, critic, limit = prepare(config, rollouts, plan, checkpoint)
+    if checkpoint:
+        restore(checkpoint / "state", learner, critic)
+        say(f"resuming from {checkpoint}")
+    return Run(
+        learner=learner,
+        critic=critic,
+        rollouts=rollouts,
+        plan=plan,
+        limit=limit,
+        progress=progress,
+        kept_metrics=kept,
+    )
+
+
+def _refuse_existing_run(out: Path) -> None:
+    for name in ("config.json", "metrics.jsonl", "checkpoints"):
+        if (out / name).exists():
+            hint = "go on with it by --resume, choose another --out, or remove that run"
+            raise RolloutError("existing_run", str(out), f"a {name}", "no run yet", hint)
