@@ -80,16 +80,31 @@ in `critic/`, its `state/` holds safetensors and JSON, no pickle:
 
 | file | holds |
 |---|---|
-| `optimizer.safetensors`, `critic_optimizer.safetensors` | AdamW's moments and step of each parameter, `NUMBER.NAME` |
+| `optimizer.safetensors`, `critic_optimizer.safetensors` | the optimizer's moments and step of each parameter, `NUMBER.NAME` |
 | `run.json` | the position (batches gone through over all epochs, mini-batches of the next one), the KL coefficient, the counts, a digest of the trajectories' returns and masks |
 | `batch.safetensors` | within a batch: the old log-probabilities, the reference's and the critic's values, as at its start |
 | `rng.json` | the generators of torch, CUDA, NumPy and Python |
 
-The learning rate is constant: there is no state of a schedule. The configuration must be the run's own; a
-key that differs is refused by name. `save_every_updates`, `keep_checkpoints` and `trackers` may change,
-`num_epochs` may grow, and `max_updates` may be anything that is not passed yet. Lines of `metrics.jsonl`
+A schedule has no state: the learning rate is a function of `global_step`. The configuration must be the
+run's own; a key that differs is refused by name. `save_every_updates`, `keep_checkpoints` and `trackers`
+may change, `num_epochs` may grow, and `max_updates` may be anything that is not passed yet; these two stay
+where `learning_rate_schedule` is not constant, for it goes down towards the last planned update. Lines of `metrics.jsonl`
 after the checkpoint are cut off. A disk that is full ends the run with one message; the checkpoints that
 were there stay.
+
+## Optimizer and learning rate
+
+AdamW trains policy and critic; on a GPU torch's fused one. `optimizer = "adamw_8bit"` keeps its moments in
+8 bits (`pip install "rollout-io[bnb]"`): a quarter of their memory.
+
+The learning rate of the update after `s` others, of `N` planned ones (`max_updates`, or all the mini-batches
+there are) and `W = warmup_updates`, is `learning_rate` times
+
+| `s < W` | constant | linear | cosine |
+|---|---|---|---|
+| (s + 1) / (W + 1) | 1 | 1 - p, p = (s - W) / (N - W) | (1 + cos(pi p)) / 2 |
+
+The critic's goes the same way. A mini-batch that is skipped does not count, and no update has a rate of 0.
 
 ## Configuration
 

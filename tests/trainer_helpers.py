@@ -31,20 +31,20 @@ Row = tuple[list[int], list[int], list[bool]]
 def tiny_llama(seed: int = 0, **settings: Any) -> LlamaForCausalLM:
     """Two layers, 61 tokens, weights large enough that every attended token matters."""
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        initializer_range=0.2,
-        pad_token_id=None,
-        bos_token_id=None,
-        eos_token_id=None,
-        **settings,
-    )
+    defaults: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.2,
+        "pad_token_id": None,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    config = LlamaConfig(**(defaults | settings))
     return LlamaForCausalLM._from_config(config, attn_implementation="sdpa")
 
 

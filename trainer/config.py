@@ -83,8 +83,14 @@ class TrainConfig(LossConfig):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the forward pass; weights and optimizer state are float32 either way."""
 
+    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
+    """AdamW of torch, or that of bitsandbytes, which keeps its moments in 8 bits; of the critic too."""
     learning_rate: float = 1e-6
-    """AdamW, constant; > 0."""
+    """The policy's, at its highest; > 0."""
+    learning_rate_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """After the warmup: as it is, or down towards 0 over the planned updates; of the critic too."""
+    warmup_updates: int = 0
+    """Updates over which the learning rate rises evenly; >= 0."""
     weight_decay: float = 1e-2
     """AdamW, decoupled; >= 0."""
     betas: tuple[float, float] = (0.9, 0.999)
@@ -96,7 +102,7 @@ class TrainConfig(LossConfig):
     """gae: model directory the critic starts from; one that a checkpoint's `critic/` holds keeps its
     value head. None: `model`, with a value head of zeros."""
     critic_learning_rate: float = 5e-6
-    """gae: AdamW of the critic, constant; > 0. Its other settings are the policy's."""
+    """gae: the critic's learning rate, at its highest; > 0. Its other settings are the policy's."""
     value_clip: float | None = 0.2
     """gae: a value is clipped to its distance from the old one in the critic's loss; > 0. None: not
     clipped."""
@@ -139,6 +145,7 @@ def _breaches(c: TrainConfig) -> Iterator[tuple[str, str, str]]:
         "save_every_updates": 1,
         "keep_checkpoints": 1,
         "weight_decay": 0,
+        "warmup_updates": 0,
     }
     for key, least in at_least.items():
         value = getattr(c, key)

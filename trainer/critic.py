@@ -18,6 +18,7 @@ from schemas.errors import RolloutError
 from trainer.config import TrainConfig
 from trainer.data import Batch
 from trainer.forest import Forest
+from trainer.optimizer import make_optimizer
 from trainer.policy import hidden_before_targets, load_policy
 
 VALUE_HEAD = "value_head.safetensors"
@@ -99,12 +100,9 @@ def make_critic_learner(accelerator: Accelerator, config: TrainConfig, path: str
         RolloutError: See `load_critic`.
     """
     critic = load_critic(path, gradient_checkpointing=config.gradient_checkpointing)
-    optimizer = torch.optim.AdamW(
-        critic.trained_parameters(),
-        lr=config.critic_learning_rate,
-        betas=config.betas,
-        weight_decay=config.weight_decay,
-    )
+    rate, device = config.critic_learning_rate, accelerator.device
+    trained = critic.trained_parameters()
+    optimizer = make_optimizer(trained, config, learning_rate=rate, device=device)
     critic, optimizer = accelerator.prepare(critic, optimizer)
     return CriticLearner(accelerator=accelerator, critic=critic, optimizer=optimizer, config=config)
 

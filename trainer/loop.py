@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from trainer.estimate import estimate
 from trainer.forest import Forest, RowLimit, chain_forests, chain_lengths
 from trainer.kl_reward import charge_kl, next_coef
 from trainer.log import RunLog
+from trainer.optimizer import set_learning_rates
 from trainer.plan import Plan, split
 from trainer.prefetch import one_ahead
 from trainer.resume import cut, stops_when_full
@@ -125,11 +127,20 @@ def _run(
     with log:
         if num_made == config.max_updates:
             return progress, metrics
+        set_rates = partial(
+            set_learning_rates,
+            config,
+            learner.optimizer,
+            critic.optimizer if critic else None,
+            num_planned=num_planned,
+        )
+        set_rates(global_step=num_made)
         updates = _updates(learner, critic, rollouts, plan, limit, progress.position)
         for moving, position, metrics in updates:
             stepped = not metrics["skipped"]
             progress = progress.after(position, moving, stepped=stepped)
             step = progress.global_step
+            set_rates(global_step=step)
             metrics = {"global_step": step, "num_trained_groups": len(moving)} | metrics
             log.write(metrics)
             if every and stepped and step % every == 0:
@@ -200,7 +211,7 @@ def _updates(
                 counts[number]
                 | kl_metrics
                 | {
-                    "learning_rate": config.learning_rate,
+                    "learning_rate": learner.optimizer.param_groups[0]["lr"],
                     "seconds": seconds,
                     "tokens_per_s": metrics["num_forwarded_tokens"] / seconds,
                 }

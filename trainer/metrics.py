@@ -118,7 +118,7 @@ METRICS = {
         "1", "L2 norm of the critic's gradient before clipping; null if not finite: no step."
     ),
     "num_rows": Metric("rows", "Rows of the mini-batch, in `sequence_layout`."),
-    "learning_rate": Metric("1", "AdamW's learning rate."),
+    "learning_rate": Metric("1", "The policy's learning rate in this update."),
     "seconds": Metric(
         "s", "Time the update took; a batch's first one loads it and has the old-logprobs pass."
     ),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import polars as pl
-import torch
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 
@@ -17,6 +16,7 @@ from trainer.critic import CriticLearner, make_critic_learner
 from trainer.data import index_rows
 from trainer.forest import RowLimit
 from trainer.log import say
+from trainer.optimizer import make_optimizer
 from trainer.plan import Plan, num_groups_of_one
 from trainer.policy import Policy, load_policy, row_limit
 from trainer.update import Learner
@@ -59,12 +59,8 @@ def prepare(
         )
     if config.gradient_checkpointing:
         policy.checkpoint_layers()
-    optimizer = torch.optim.AdamW(
-        policy.parameters(),
-        lr=config.learning_rate,
-        betas=config.betas,
-        weight_decay=config.weight_decay,
-    )
+    rate, device = config.learning_rate, accelerator.device
+    optimizer = make_optimizer(policy.parameters(), config, learning_rate=rate, device=device)
     policy, optimizer = accelerator.prepare(policy, optimizer)
     learner = Learner(
         accelerator=accelerator,

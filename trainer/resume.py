@@ -25,7 +25,8 @@ MAY_CHANGE = {
     "keep_checkpoints",
     "trackers",
 }
-"""Keys that change nothing of the updates a run has made; the first two numbers may only grow."""
+"""Keys that change nothing of the updates a run has made. The first two numbers may only grow, and
+not where the learning rate goes down towards the last update."""
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -48,8 +49,9 @@ def find_checkpoint(config: TrainConfig) -> Path | None:
 
 def _check_same(saved: dict[str, Any], config: TrainConfig) -> None:
     hint = "resume with the configuration of the run, or start another one"
+    fixed = {"max_updates", "num_epochs"} if config.learning_rate_schedule != "constant" else set()
     for key, value in json.loads(json.dumps(dataclasses.asdict(config))).items():
-        if key not in MAY_CHANGE and saved.get(key) != value:
+        if (key in fixed or key not in MAY_CHANGE) and saved.get(key) != value:
             expected = f"{json.dumps(saved.get(key))}, as in {config.out}/config.json"
             raise RolloutError("resume_config", key, json.dumps(value), expected, hint)
     if config.num_epochs < saved.get("num_epochs", 1):

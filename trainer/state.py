@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -145,19 +146,31 @@ def _unreadable(path: Path, error: Exception) -> RolloutError:
 
 def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """State by parameter number and name, `12.exp_avg`; the settings are the configuration's."""
-    state: dict[int, dict[str, Tensor]] = optimizer.state_dict()["state"]
+    state: dict[int, dict[str, Any]] = optimizer.state_dict()["state"]
     return {
-        f"{number}.{name}": tensor.detach().cpu().contiguous()
-        for number, tensors in state.items()
-        for name, tensor in tensors.items()
+        f"{number}.{name}": tensor
+        for number, values in state.items()
+        for name, tensor in _flat(values)
     }
 
 
+def _flat(values: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Bitsandbytes counts steps with an int, nests its tensors, and shares some of them."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from ((inner, tensor.clone()) for inner, tensor in _flat(value))
+        else:
+            yield name, torch.as_tensor(value).detach().cpu().contiguous()
+
+
 def _restore_optimizer(optimizer: torch.optim.Optimizer, path: Path) -> None:
-    state: dict[int, dict[str, Tensor]] = {}
+    state: dict[int, dict[str, Any]] = {}
     for key, tensor in load_file(path).items():
         number, _, name = key.partition(".")
-        state.setdefault(int(number), {})[name] = tensor.clone()
+        value = (
+            int(tensor) if tensor.shape == () and tensor.dtype == torch.int64 else tensor.clone()
+        )
+        state.setdefault(int(number), {})[name] = value
     groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
