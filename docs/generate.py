@@ -60,6 +60,19 @@ log-probabilities are known, summed over the trained tokens of the whole mini-ba
 number. So neither the layout (`step`, `merge`) nor the micro-batch budget changes the gradient.
 [algorithms.md](algorithms.md) has the others, with their equations.
 
+A group that has another number of trajectories than `group_size` (by default that of the largest group;
+failed ones count) is partial. Trajectories that infrastructure lost are missing from baselines, and bias them
+where the loss is not by chance: long ones run out of time more often. So a run warns of partial groups and trains
+with what is there; `partial_groups` masks them or refuses the dataset instead.
+
+Every check comes before the first update and before anything is written. Refused among others: a model whose
+tokenizer is not the one whose fingerprint the dataset has (another chat template is a warning; a model directory
+without tokenizer files cannot be compared, which a note says), token ids beyond the vocabulary, rows longer than
+the budget or the model's context, `rollout_logprobs` that importance weights cannot use, and a dataset of which
+nothing can be learned: no token trains, or every advantage is 0 (no group whose returns vary) and neither a KL nor
+an entropy term has a gradient of its own. Of reinforce++ and gae, whose advantages are known once a batch is, the
+update itself warns.
+
 DS may be anywhere that fsspec knows (`s3://...`); RUN is local. Of the dataset, memory holds the batch that
 trains and the next one, which is read meanwhile.
 

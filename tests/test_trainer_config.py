@@ -71,7 +71,7 @@ def test_bad_value_is_refused_and_named(override: str, named: str) -> None:
         ("learning_rate=fast", 'got "fast", expected a number'),
         ("seed=1.5", "got 1.5, expected a whole number"),
         ("normalize_by_std=1", "got 1, expected true or false"),
-        ("tis_ratio_type=high", 'got "high", expected one of token, sequence or none'),
+        ("tis_ratio_type=high", 'got "high", expected one of auto, token, sequence or none'),
         ("betas=[0.9]", r"got \[0.9\], expected a list \[a number, a number\]"),
     ],
 )

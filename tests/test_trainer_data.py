@@ -159,6 +159,51 @@ def test_layouts_hold_the_same_rows_from_a_merged_dataset(tmp_path: Path) -> Non
         assert from_steps.responses.offsets.tolist() == from_merged.responses.offsets.tolist()
 
 
+@pytest.mark.parametrize("last_mask", [[True] * 4, [False] * 4, [True, False, True, False]])
+def test_a_merged_row_forwards_as_many_tokens_as_the_longest_of_its_steps(
+    last_mask: list[bool], tmp_path: Path
+) -> None:
+    rows = two_step_trajectory(np.random.default_rng(0), "a", 0, reward=1.0)
+    rows[-1]["loss_mask"] = last_mask
+    rollouts = scan(tmp_path, rows)
+    steps, merged = (
+        index_rows(r)["num_forwarded_tokens"] for r in (rollouts, pipelines.merge(rollouts))
+    )
+    trained = [n for n, row in zip(steps, rows, strict=True) if any(row["loss_mask"])]
+    assert merged.to_list() == [max(trained)]
+
+
+def partial_groups() -> pl.DataFrame:
+    """Groups of three, two (one of them failed) and three."""
+    rest = returns(("c", 1.0, None), ("c", 0.0, None), ("c", 1.0, None))
+    table = [
+        ("a", 1.0, None),
+        ("a", 0.0, None),
+        ("a", 1.0, None),
+        ("b", 1.0, None),
+        ("b", None, "x"),
+    ]
+    return pl.concat([returns(*table), rest])
+
+
+def test_partial_groups_train_with_what_is_there_unless_they_are_to_be_masked() -> None:
+    plan = make_plan(partial_groups(), config(failed="trajectory"))
+    assert (plan.group_size, plan.num_partial_groups) == (3, 1)
+    assert plan.trajectories["trains"].to_list() == [True] * 4 + [False] + [True] * 3
+    masked = make_plan(partial_groups(), config(failed="trajectory", partial_groups="mask"))
+    assert masked.trajectories["trains"].to_list() == [True] * 3 + [False] * 2 + [True] * 3
+    assert masked.batches == plan.batches
+
+
+def test_partial_groups_are_refused_by_the_size_of_the_largest_or_the_one_given() -> None:
+    with pytest.raises(
+        RolloutError, match=r"'b' \(the first of 1\): got 2 traj.*expected 3, as the"
+    ):
+        make_plan(partial_groups(), config(partial_groups="refuse"))
+    with pytest.raises(RolloutError, match=r"'a' \(the first of 3\): got 3 traj.*expected 4"):
+        make_plan(partial_groups(), config(partial_groups="refuse", group_size=4))
+
+
 def test_masked_trajectories_are_loaded_but_do_not_train(tmp_path: Path) -> None:
     failed = step("a", 1, 0, [], [], error="timeout", is_last_step=True)
     rng = np.random.default_rng(0)

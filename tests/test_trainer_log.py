@@ -20,9 +20,10 @@ from tests.trainer_helpers import (
     two_step_trajectory,
     write_dataset,
 )
+from trainer.advice import warnings_about
 from trainer.config import TrainConfig
 from trainer.log import RunLog, progress_line
-from trainer.metrics import METRICS, warnings_about
+from trainer.metrics import METRICS
 
 NOTE = "note: no rollout_logprobs: importance correction (tis_ratio_type) is off\n"
 HINT = "hint: --set drop_zero_variance_groups=true"
@@ -63,8 +64,8 @@ def test_an_update_is_one_line() -> None:
 def test_each_update_is_a_line_on_stderr_where_that_is_no_terminal(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    failed = step("b", 0, 0, [], [], error="timeout", is_last_step=True)
-    rows = [*group("a", (1.0, 0.0)), failed, *group("c", (1.0, 0.0))]
+    failed = [step("b", i, 0, [], [], error="timeout", is_last_step=True) for i in range(2)]
+    rows = [*group("a", (1.0, 0.0)), *failed, *group("c", (1.0, 0.0))]
     run(tmp_path, model, rows, groups_per_batch=1, groups_per_mini_batch=1)
     printed = capsys.readouterr()
     assert printed.out == ""

@@ -25,12 +25,12 @@ from tests.trainer_helpers import (
     tiny_policy,
     write_dataset,
 )
+from trainer.advice import warnings_about_rows
 from trainer.config import TrainConfig
 from trainer.data import Batch, load_batch
 from trainer.losses.correction import correct
 from trainer.losses.covariance import covariances, kl_cov_selection
 from trainer.losses.kl import kl_estimates
-from trainer.metrics import warnings_about
 from trainer.objective import Targets, policy_loss
 from trainer.plan import make_plan
 from trainer.policy import Policy
@@ -200,11 +200,10 @@ def test_merging_changes_the_gradient_of_what_is_by_row_and_is_warned_about(
     step_rows, merged = gradients_of_layouts(tmp_path, **settings)
     assert relative_difference(step_rows, merged) > 1e-2
     config = TrainConfig(dataset="d", model="m", out="o", sequence_layout="step", **settings)
-    counts = {"num_trained_tokens": 9, "num_trained_groups": 2, "num_trajectories": 5}
-    warning = warnings_about(counts | {"num_rows": 10}, config)["rows"]
+    warning = warnings_about_rows(10, 5, config)["rows"]
     assert warning.startswith("5 trajectories are 10 rows")
     assert "hint: --set sequence_layout=merge" in warning
-    assert "rows" not in warnings_about(counts | {"num_rows": 5}, config)
+    assert not warnings_about_rows(5, 5, config)
 
 
 def test_gspo_differs_by_layout_once_the_policy_has_moved(tmp_path: Path) -> None:

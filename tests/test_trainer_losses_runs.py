@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import pytest
 from accelerate.state import AcceleratorState
 
@@ -12,8 +13,9 @@ import trainer
 from schemas.errors import RolloutError
 from tests.losses_helpers import EVERYTHING, ON_SAMPLER, named, some_trajectories
 from tests.trainer_helpers import save_tiny_model, write_dataset
+from trainer.advice import warnings_before
 from trainer.config import TrainConfig
-from trainer.metrics import warnings_about
+from trainer.plan import Plan
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +94,7 @@ def test_reference_has_the_numerics_of_the_policy(dataset: str, model: str, tmp_
         ({"policy_loss_type": "cispo", "cispo_anchor": "rollout"} | ON_SAMPLER, "cispo"),
         ({"sequence_mask_metric": "product"}, "a mask by importance ratios"),
         ({"tis_ratio_type": "sequence"}, "tis_ratio_type sequence"),
+        ({"tis_ratio_type": "token"}, "tis_ratio_type token"),
     ],
 )
 def test_what_needs_the_samplers_log_probabilities_is_refused_without_them(
@@ -105,8 +108,11 @@ def test_what_needs_the_samplers_log_probabilities_is_refused_without_them(
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"policy_loss_type": "cispo", "cispo_anchor": "rollout"}, "tis_ratio_type to be none"),
-        ({"policy_loss_type": "dppo"}, "tis_ratio_type to be none"),
+        (
+            {"policy_loss_type": "cispo", "cispo_anchor": "rollout"} | {"tis_ratio_type": "token"},
+            "tis_ratio_type to be auto or none",
+        ),
+        ({"policy_loss_type": "dppo", "tis_ratio_type": "sequence"}, "to be auto or none"),
         ({"policy_loss_type": "cross_entropy", "sequence_mask_metric": "product"}, "has none"),
         ({"loss_reduction": "seq_mean_token_sum_norm"}, "max_seq_len: got none"),
         ({"token_mask_is_threshold_low": 0.5}, "both or none"),
@@ -126,13 +132,15 @@ def test_contradictions_are_refused(settings: dict[str, Any], named: str) -> Non
 
 @pytest.mark.parametrize("name", ["gspo", "sapo"])
 def test_losses_meant_for_another_reduction_say_so(name: Any) -> None:
-    counts = {"num_trained_tokens": 9, "num_trained_groups": 2}
-    config = {"dataset": "d", "model": "m", "out": "o", "policy_loss_type": name}
-    assert (
-        f"{name} is meant for loss_reduction sequence_mean"
-        in (warnings_about(counts, TrainConfig(**config))["loss_reduction"])
+    rows, config = (
+        pl.DataFrame(),
+        {"dataset": "d", "model": "m", "out": "o", "policy_loss_type": name},
     )
-    assert not warnings_about(counts, TrainConfig(**config, loss_reduction="trajectory_mean"))
+    plan = Plan(trajectories=rows, batches=(), num_groups_without_variance=0)
+    [warning] = warnings_before(rows, plan, TrainConfig(**config)).values()
+    assert f"{name} is meant for loss_reduction sequence_mean" in warning
+    other = TrainConfig(**config, loss_reduction="trajectory_mean")
+    assert not warnings_before(rows, plan, other)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from trainer.log import say
 from trainer.plan import Plan, make_plan
 from trainer.prepare import prepare
 from trainer.resume import check_max_updates, find_checkpoint, lines_to_keep
+from trainer.same_tokenizer import check_tokenizers
 from trainer.state import Position, Progress, load_progress, restore
 from trainer.update import Learner
 
@@ -63,6 +64,8 @@ def begin(config: TrainConfig, *, resume: bool) -> Run:
         progress = load_progress(checkpoint / "state", plan)
     check_max_updates(config, progress.global_step)
     kept = lines_to_keep(out / "metrics.jsonl", progress.num_mini_batches) if resume else b""
+    for text in check_tokenizers(config):
+        say(text)
     learner, critic, limit = prepare(config, rollouts, plan, checkpoint)
     if checkpoint:
         restore(checkpoint / "state", learner, critic)

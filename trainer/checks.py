@@ -34,7 +34,7 @@ def check_rows(
     Raises:
         RolloutError: Names the rule and the first row that breaks it; or nothing trains at all.
     """
-    masks = plan.trajectories.select("trajectory_id", "trains")
+    masks = plan.trajectories.select("trajectory_id", "trains", "advantage")
     rows = index.join(masks, on="trajectory_id", maintain_order="left")
     _refuse(
         rows, ~pl.col("aligned"), "lengths_align", pl.lit("lists of different lengths"),
@@ -53,6 +53,7 @@ def check_rows(
             "mask_trains_something", config.dataset, "no token that trains", "at least one",
             "every loss_mask is false, every group failed, or no group has variance",
         )  # fmt: skip
+    _refuse_zero_advantages(rows, plan, config)
     _refuse(
         rows, pl.col("num_prompt_tokens") == 0, "nonempty_prompt", pl.lit("0 prompt tokens"),
         "at least one", VALIDATE,
@@ -70,9 +71,26 @@ def check_rows(
         rows, ~(pl.col("temperature") > 0), "temperature", pl.format("{}", "temperature"),
         "above 0: greedy samples have no distribution to train", "filter these rows out",
     )  # fmt: skip
-    chains = rows if config.sequence_layout == "merge" else rows.filter(~pl.col("merged"))
-    limit.check(chains["num_forwarded_tokens"].to_numpy(), chains["name"].to_list())
+    # The last trained token of a merged row is that of its longest step: both forward as many tokens.
+    limit.check(rows["num_forwarded_tokens"].to_numpy(), rows["name"].to_list())
     return rows
+
+
+def _refuse_zero_advantages(rows: pl.DataFrame, plan: Plan, config: TrainConfig) -> None:
+    """A run of which no update would have a gradient; what has one of its own is let through."""
+    others = config.needs_reference or config.entropy_loss_coef > 0
+    per_token = config.advantage_estimator in TOKEN_ESTIMATORS
+    if others or per_token or config.policy_loss_type == "cross_entropy":
+        return
+    if (rows["advantage"] == 0).all():
+        num_groups = sum(map(len, plan.batches))
+        raise RolloutError(
+            "zero_advantages",
+            config.dataset,
+            f"advantages of 0 alone in {num_groups} groups",
+            "a group whose trained trajectories have different returns",
+            "rollouts stats DS shows the rewards; place_outcomes or more attempts may help",
+        )
 
 
 def corrects_for_sampler(
@@ -134,7 +152,7 @@ def _refuse_without_logprobs(config: TrainConfig) -> None:
     needing = {
         f"policy_loss_type {config.policy_loss_type}": config.is_anchored_on_sampler,
         "a mask by importance ratios": config.masks_by_ratio,
-        "tis_ratio_type sequence": config.tis_ratio_type == "sequence",
+        f"tis_ratio_type {config.tis_ratio_type}": config.tis_ratio_type in ("token", "sequence"),
     }
     for name, needs in needing.items():
         if needs:

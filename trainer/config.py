@@ -40,6 +40,8 @@ class TrainConfig(LossConfig):
     out: str
     """Local directory of the run; must not hold a run yet, unless that one is resumed."""
 
+    allow_other_tokenizer: bool = False
+    """Train though the model's tokenizer is not the one whose fingerprint the dataset has."""
     seed: int = 0
     """Seed of torch, NumPy and random; >= 0."""
     outcome: Literal["last", "sum"] = "last"
@@ -58,6 +60,11 @@ class TrainConfig(LossConfig):
     """gae: from 0, differences of neighbouring values, to 1, returns less values."""
     failed: Literal["group", "trajectory"] = "group"
     """What one failed trajectory masks: its whole group, or only itself."""
+    group_size: int | None = None
+    """Trajectories that every group should have; >= 1. None: as many as the largest group has."""
+    partial_groups: Literal["train", "mask", "refuse"] = "train"
+    """What becomes of a group with another number of trajectories than `group_size`, failed ones
+    counted: it trains with those it has, after a warning; it is masked; or the run is refused."""
     drop_zero_variance_groups: bool = False
     """Leave out groups of two or more whose returns are all equal, before batches are planned."""
 
@@ -140,6 +147,7 @@ def _breaches(c: TrainConfig) -> Iterator[tuple[str, str, str]]:
         "epochs_per_batch": 1,
         "num_epochs": 1,
         "max_updates": 1,
+        "group_size": 1,
         "tokens_per_micro_batch": 1,
         "logprob_chunk_tokens": 1,
         "save_every_updates": 1,

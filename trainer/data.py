@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 import pipelines
-from pipelines.segments import joined
 from schemas.ragged import BoolArray, IntArray, Ragged
 from trainer.chains import Chains, make_chains
 from trainer.plan import Plan
@@ -89,7 +88,6 @@ def index_rows(rollouts: pl.LazyFrame) -> pl.DataFrame:
         has_reward=pl.col("reward").is_not_null() | pl.col("rewards").is_not_null(),
         aligned=(mask.len() == response.len())
         & (logprobs.len() == response.len()).fill_null(value=True),
-        merged=joined(rollouts),
     ).collect(engine="streaming")
 
 

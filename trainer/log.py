@@ -12,7 +12,8 @@ from typing import Any, Self
 
 from tqdm import tqdm
 
-from trainer.metrics import METRICS, warnings_about
+from trainer.advice import warnings_about
+from trainer.metrics import METRICS
 from trainer.update import Learner
 
 

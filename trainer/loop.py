@@ -70,8 +70,7 @@ class TrainResult:
 def train(config: TrainConfig, *, resume: bool = False) -> TrainResult:
     """Train a policy on a rollout dataset.
 
-    Every check comes before the first update and before anything is written, except that of a
-    row's length where a merged dataset is trained step by step.
+    Every check comes before the first update and before anything is written.
 
     Args:
         config: The run's configuration.

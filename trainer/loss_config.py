@@ -72,9 +72,10 @@ class LossConfig:
     max_seq_len: int | None = None
     """seq_mean_token_sum_norm: the constant length that stands for every row's; >= 1."""
 
-    tis_ratio_type: Literal["token", "sequence"] | None = "token"
-    """Importance weights that correct for the sampler, where `rollout_logprobs` are there: a
-    token's own, or the product over its row; `none` turns them off."""
+    tis_ratio_type: Literal["auto", "token", "sequence"] | None = "auto"
+    """Importance weights that correct for the sampler: a token's own, or the product over its row;
+    both need `rollout_logprobs`. auto: a token's own where the dataset has `rollout_logprobs`, unless
+    the policy loss has the ratio to them itself. none: no weights."""
     token_tis_ratio_clip_high: float = 2.0
     """Cap of a token's importance weight; > 0."""
     sequence_tis_ratio_clip_high: float = 5.0
@@ -124,6 +125,13 @@ class LossConfig:
         return self.policy_loss_type in {"rollout_is", "dppo"} or on_rollout
 
     @property
+    def importance_weights(self) -> Literal["token", "sequence"] | None:
+        """What `tis_ratio_type` comes to where there are `rollout_logprobs`."""
+        if self.tis_ratio_type == "auto":
+            return None if self.is_anchored_on_sampler else "token"
+        return self.tis_ratio_type
+
+    @property
     def masks_by_ratio(self) -> bool:
         """Whether tokens or rows are left out by their importance ratios."""
         thresholds = (
@@ -136,7 +144,7 @@ class LossConfig:
     @property
     def corrects_for_sampler(self) -> bool:
         """Whether importance weights or masks are asked for, and the policy loss takes them."""
-        asked = self.tis_ratio_type is not None or self.masks_by_ratio
+        asked = self.importance_weights is not None or self.masks_by_ratio
         return asked and self.policy_loss_type != "cross_entropy"
 
     @property
@@ -199,9 +207,9 @@ def _contradictions(c: LossConfig) -> Iterator[tuple[str, str, str]]:
         yield keys, f"{low} and {high}", "both or none"
     if c.loss_reduction == "seq_mean_token_sum_norm" and c.max_seq_len is None:
         yield "max_seq_len", "none", "a length, for loss_reduction is seq_mean_token_sum_norm"
-    if c.is_anchored_on_sampler and c.tis_ratio_type is not None:
+    if c.is_anchored_on_sampler and c.importance_weights is not None:
         expected = (
-            f"tis_ratio_type to be none: the ratio of {c.policy_loss_type} is to rollout_logprobs"
+            f"tis_ratio_type to be auto or none: the ratio of {c.policy_loss_type} is to rollout_logprobs"
             " already, and importance weights would correct twice"
         )
         yield "policy_loss_type and tis_ratio_type", f"{c.tis_ratio_type}", expected

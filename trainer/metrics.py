@@ -1,13 +1,8 @@
-"""What `metrics.jsonl` holds, and what in it deserves a warning."""
+"""What `metrics.jsonl` holds."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
-
-from trainer.config import TrainConfig
-
-LARGE_DIFFERENCE_NATS = 0.3
+from typing import NamedTuple
 
 
 class Metric(NamedTuple):
@@ -124,66 +119,3 @@ METRICS = {
     ),
     "tokens_per_s": Metric("tokens/s", "`num_forwarded_tokens` over `seconds`."),
 }
-
-
-def warnings_about(metrics: Mapping[str, Any], config: TrainConfig) -> dict[str, str]:
-    """What a person should know about an update.
-
-    Args:
-        metrics: The update's metrics.
-        config: The run's configuration.
-
-    Returns:
-        Text for people by the name of its subject; a run says each name once.
-
-    Example:
-        >>> update = {"num_trained_tokens": 9, "num_trained_groups": 0}
-        >>> list(warnings_about(update, TrainConfig(dataset="ds", model="m", out="o")))
-        ['zero_gradient']
-    """
-    found = {}
-    difference = metrics.get("rollout_logprobs_abs_diff_mean", 0.0)
-    if difference > LARGE_DIFFERENCE_NATS:
-        found["rollout_logprobs"] = (
-            f"rollout_logprobs differ from the policy's own by {difference:.2g} nats on average;"
-            " likely causes: other weights than the sampler's, another tokenizer,"
-            " log-probabilities at another temperature, rollout_logprobs off by one"
-        )
-    if metrics["num_trained_tokens"] and not metrics["num_trained_groups"]:
-        leave_out = "\nhint: --set drop_zero_variance_groups=true leaves such groups out"
-        found["zero_gradient"] = (
-            "every advantage of a mini-batch is 0 (no group whose rewards vary),"
-            " so its update has a gradient of zero"
-            + ("" if config.drop_zero_variance_groups else leave_out)
-        )
-    return found | _warnings_about_rows(metrics, config)
-
-
-def _warnings_about_rows(metrics: Mapping[str, Any], config: TrainConfig) -> dict[str, str]:
-    found = {}
-    loss, reduction = config.policy_loss_type, config.loss_reduction
-    if loss in ("gspo", "sapo") and reduction not in ("sequence_mean", "trajectory_mean"):
-        found["loss_reduction"] = (
-            f"{loss} is meant for loss_reduction sequence_mean (or trajectory_mean, which gives a"
-            f" trajectory of several rows the weight of one); with {reduction} long rows weigh more"
-        )
-    by_row = {
-        "policy_loss_type gspo: a ratio is the mean over a row": loss == "gspo",
-        f"loss_reduction {reduction}: every row weighs the same": reduction
-        in ("sequence_mean", "seq_mean_token_sum_norm"),
-        "tis_ratio_type sequence: a weight is the product over a row": config.corrects_for_sampler
-        and config.tis_ratio_type == "sequence",
-        "sequence_mask_metric: rows are left out one by one": config.sequence_mask_metric,
-        "outlier_token_is_threshold: rows are left out one by one": (
-            config.outlier_token_is_threshold_low or config.outlier_token_is_threshold_high
-        ),
-    }
-    affected = "; ".join(text for text, applies in by_row.items() if applies)
-    num_rows, num_trajectories = (metrics.get(f"num_{k}", 0) for k in ("rows", "trajectories"))
-    if affected and num_rows > num_trajectories:
-        found["rows"] = (
-            f"{num_trajectories} trajectories are {num_rows} rows, and rows are what counts here"
-            f" ({affected}): other numbers than with a trajectory in one row"
-            + ("\nhint: --set sequence_layout=merge" if config.sequence_layout == "step" else "")
-        )
-    return found

@@ -30,11 +30,15 @@ class Plan:
         batches: Instance ids of each batch, in order of the groups' first appearance.
         num_groups_without_variance: Groups of two or more that train and whose returns are all
             equal; `drop_zero_variance_groups` leaves them out.
+        group_size: Trajectories that a group should have.
+        num_partial_groups: Groups that have another number.
     """
 
     trajectories: pl.DataFrame
     batches: tuple[tuple[str, ...], ...]
     num_groups_without_variance: int
+    group_size: int = 1
+    num_partial_groups: int = 0
 
 
 def make_plan(returns: pl.DataFrame, config: TrainConfig) -> Plan:
@@ -50,12 +54,15 @@ def make_plan(returns: pl.DataFrame, config: TrainConfig) -> Plan:
 
     Raises:
         RolloutError: A trajectory with neither a return nor an error, unless the loss is
-            `cross_entropy`; no group is left.
+            `cross_entropy`; partial groups that are to be refused; no group is left.
     """
     if config.policy_loss_type != "cross_entropy":
         _check_outcomes(returns)
     failed = pl.col("error").is_not_null()
     masked = failed.any().over("instance_id") if config.failed == "group" else failed
+    group_size, partial = _partial_groups(returns, config)
+    if config.partial_groups == "mask":
+        masked = masked | pl.col("instance_id").is_in(partial)
     trajectories = returns.select(
         "instance_id", "trajectory_id", "return", failed=failed, trains=~masked
     )
@@ -74,6 +81,8 @@ def make_plan(returns: pl.DataFrame, config: TrainConfig) -> Plan:
         ),
         batches=tuple(split(groups, config.groups_per_batch)),
         num_groups_without_variance=len(constant),
+        group_size=group_size,
+        num_partial_groups=len(partial),
     )
 
 
@@ -81,6 +90,22 @@ def num_groups_of_one(plan: Plan) -> int:
     """Groups of which one trajectory trains: they have no baseline."""
     trained = plan.trajectories.filter("trains")
     return int((trained.group_by("instance_id").len()["len"] == 1).sum())
+
+
+def _partial_groups(returns: pl.DataFrame, config: TrainConfig) -> tuple[int, list[str]]:
+    """Trajectories that a group should have, and the groups that have another number."""
+    sizes = returns.group_by("instance_id", maintain_order=True).len()
+    size = config.group_size or int(sizes.select(pl.col("len").max().fill_null(1)).item())
+    partial = sizes.filter(pl.col("len") != size)
+    if len(partial) and config.partial_groups == "refuse":
+        raise RolloutError(
+            "partial_groups",
+            f"group {partial['instance_id'][0]!r} (the first of {len(partial)})",
+            f"{partial['len'][0]} trajectories",
+            str(size) if config.group_size else f"{size}, as the largest group has",
+            "--set partial_groups=mask leaves such groups out of the loss, train takes them as they are",
+        )
+    return size, partial["instance_id"].to_list()
 
 
 def _check_outcomes(returns: pl.DataFrame) -> None:

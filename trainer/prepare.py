@@ -10,6 +10,7 @@ from accelerate.tracking import get_available_trackers
 
 import rollout_io
 from schemas.errors import RolloutError
+from trainer.advice import warnings_before
 from trainer.checks import check_rows, corrects_for_sampler
 from trainer.config import TrainConfig
 from trainer.critic import CriticLearner, make_critic_learner
@@ -17,7 +18,7 @@ from trainer.data import index_rows
 from trainer.forest import RowLimit
 from trainer.log import say
 from trainer.optimizer import make_optimizer
-from trainer.plan import Plan, num_groups_of_one
+from trainer.plan import Plan
 from trainer.policy import Policy, load_policy, row_limit
 from trainer.update import Learner
 
@@ -53,10 +54,8 @@ def prepare(
     corrects = corrects_for_sampler(rows, config, logprobs_mode)
     if config.corrects_for_sampler and not corrects:
         say("note: no rollout_logprobs: importance correction (tis_ratio_type) is off")
-    if config.advantage_estimator == "rloo" and (alone := num_groups_of_one(plan)):
-        say(
-            f"warning: {alone} groups of one: rloo has no others to compare with, they train nothing"
-        )
+    for text in warnings_before(rows, plan, config).values():
+        say(f"warning: {text}")
     if config.gradient_checkpointing:
         policy.checkpoint_layers()
     rate, device = config.learning_rate, accelerator.device

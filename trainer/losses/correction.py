@@ -122,10 +122,10 @@ def correct(
         per_target["token_mask_ratio"] = ~inside[kept]
         kept = kept & inside
     weights = torch.ones_like(ratio)
-    if c.tis_ratio_type == "token":
+    if c.importance_weights == "token":
         weights = token_weights(log_ratio, c.token_tis_ratio_clip_high)
         per_target["tis_token_clip_high_ratio"] = ratio[kept] > c.token_tis_ratio_clip_high
-    elif c.tis_ratio_type == "sequence":
+    elif c.importance_weights == "sequence":
         product = row_ratios(log_ratio, kept, row, "product")
         weights = product.clamp(max=c.sequence_tis_ratio_clip_high)[row]
         per_row["tis_seq_clip_high_ratio"] = product > c.sequence_tis_ratio_clip_high
