@@ -80,6 +80,34 @@ RUN holds `config.json` (the resolved configuration), `metrics.jsonl` (a line pe
 `checkpoints/global_step_N/` (model directories that Transformers loads). Progress goes to stderr: a bar
 on a terminal, elsewhere a line per update, with a warning, once a run, where the numbers look wrong.
 
+## The plan: `--dry-run`
+
+`rollouts train ... --dry-run` makes every check of a real run, models loaded, prints what it would do (`--json`:
+for machines) and writes nothing. Of one pass over the dataset it counts sequences, tokens to forward, the longest
+row and the micro-batches of an update, in the layouts `step` and `merge`; masked trajectories and what follows a
+row's last trained token are not forwarded. The trees are estimates: the tokens of `step` times the share that
+`rollouts stats` finds.
+
+Memory is that of one process at its peak, in bytes, of P weights of which T train:
+
+| part | bytes |
+|---|---|
+| weights | 4 P of policy and critic; bfloat16: and 2 P of the policy |
+| gradients | 4 T |
+| optimizer | 8 T; adamw_8bit: 2 T |
+| reference | 4 P |
+| activations | what autograd keeps of a forward of the largest micro-batch: measured with 32, 64 and 96 tokens, and a parabola through these |
+| logits | 4 copies x 4 x `logprob_chunk_tokens` x vocabulary |
+
+The sum is an upper bound, for gradients come as activations go. The first update, which has no optimizer state
+yet, takes less.
+
+## Curves: `rollouts plot`
+
+`rollouts plot RUN [RUN2 ...] [--out curves.png] [--metric NAME]...` draws curves of `metrics.jsonl` over
+`global_step`, one panel a metric, several runs over each other; without `--metric` those that say how a run
+goes. The suffix says the format. It needs `pip install "rollout-io[plot]"`, and no torch.
+
 ## Checkpoints and `--resume`
 
 `rollouts train ... --resume` goes on with the run in RUN from its latest checkpoint, or begins it where it

@@ -169,4 +169,4 @@ def test_missing_torch_names_the_extra() -> None:
 
 
 def test_public_names() -> None:
-    assert set(trainer.__all__) == {"TrainConfig", "load_config", "train"}
+    assert set(trainer.__all__) == {"TrainConfig", "dry_run", "load_config", "train"}

@@ -8,6 +8,8 @@ Example:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from schemas.errors import RolloutError
@@ -15,8 +17,9 @@ from trainer.config import TrainConfig, load_config
 
 if TYPE_CHECKING:
     from trainer.loop import TrainResult
+    from trainer.preview import DryRun
 
-__all__ = ["TrainConfig", "load_config", "train"]
+__all__ = ["TrainConfig", "dry_run", "load_config", "train"]
 
 
 def train(config: TrainConfig, *, resume: bool = False) -> TrainResult:
@@ -26,8 +29,26 @@ def train(config: TrainConfig, *, resume: bool = False) -> TrainResult:
         RolloutError: Dataset, model or configuration cannot be trained as asked, or torch is not
             installed.
     """
-    try:
+    with _torch_is_needed():
         from trainer import loop
+    return loop.train(config, resume=resume)
+
+
+def dry_run(config: TrainConfig, *, resume: bool = False) -> DryRun:
+    """Check a run as `train` does and say what it would do: see `trainer.preview.dry_run`.
+
+    Raises:
+        RolloutError: As `train`.
+    """
+    with _torch_is_needed():
+        from trainer.preview import dry_run as plan_run
+    return plan_run(config, resume=resume)
+
+
+@contextmanager
+def _torch_is_needed() -> Iterator[None]:
+    try:
+        yield
     except ModuleNotFoundError as error:
         if error.name not in {"torch", "accelerate", "transformers"}:
             raise
@@ -35,4 +56,3 @@ def train(config: TrainConfig, *, resume: bool = False) -> TrainResult:
         got = f"no package {error.name!r}"
         expected = "torch, transformers and accelerate"
         raise RolloutError("extra_installed", "rollouts train", got, expected, hint) from None
-    return loop.train(config, resume=resume)

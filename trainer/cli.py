@@ -1,13 +1,15 @@
-"""The `train` verb."""
+"""The verbs `train` and `plot`."""
 
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from rollout_io.cli.output import emit, emit_json, example
+from rollout_io.cli.output import emit, emit_json, example, note
+from trainer.plan_report import plan_numbers, plan_text
 
 if TYPE_CHECKING:
     from trainer.loop import TrainResult
@@ -33,6 +35,9 @@ EXAMPLE = "rollouts train shop/ --model smollm2/ --out run/ --set learning_rate=
     help="Override one key of the configuration; may be repeated.",
 )
 @click.option("--resume", is_flag=True, help="Go on from RUN's latest checkpoint.")
+@click.option(
+    "--dry-run", is_flag=True, help="Make every check, print the plan; train and write nothing."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def train(
     *,
@@ -42,6 +47,7 @@ def train(
     config: str | None,
     overrides: tuple[str, ...],
     resume: bool,
+    dry_run: bool,
     as_json: bool,
 ) -> None:
     """Train a policy on a rollout dataset.
@@ -54,11 +60,39 @@ def train(
 
     given = (f"dataset={dataset}", f"model={model}", f"out={out}")
     settings = trainer.load_config(config, (*given, *overrides))
+    if dry_run:
+        planned = trainer.dry_run(settings, resume=resume)
+        emit_json(plan_numbers(planned)) if as_json else emit(plan_text(planned))
+        return
     result = trainer.train(settings, resume=resume)
     if as_json:
         emit_json(dataclasses.asdict(result))
     else:
         emit(_report(result, left_out=settings.drop_zero_variance_groups))
+
+
+@click.command(epilog=example("rollouts plot runs/a runs/b --metric return_mean --out curves.png"))
+@click.argument("runs", metavar="RUN...", nargs=-1, required=True)
+@click.option(
+    "--out",
+    default="curves.png",
+    show_default=True,
+    metavar="FILE",
+    help="The image; its suffix says the format (.png, .svg, .pdf, ...).",
+)
+@click.option(
+    "--metric",
+    "metrics",
+    multiple=True,
+    metavar="NAME",
+    help="A key of metrics.jsonl; may be repeated. Default: those that say how a run goes.",
+)
+def plot(*, runs: tuple[str, ...], out: str, metrics: tuple[str, ...]) -> None:
+    """Draw the curves of runs as an image, several runs over each other."""
+    from trainer.plot import plot_runs
+
+    drawn = plot_runs([Path(run) for run in runs], Path(out), metrics)
+    note(f"{', '.join(drawn)} -> {out}")
 
 
 def _report(result: TrainResult, *, left_out: bool) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from trainer.forest import Forest, RowLimit, chain_forests, chain_lengths
 from trainer.kl_reward import charge_kl, next_coef
 from trainer.log import RunLog
 from trainer.optimizer import set_learning_rates
-from trainer.plan import Plan, split
+from trainer.plan import Plan, num_planned_updates, split
 from trainer.prefetch import one_ahead
 from trainer.resume import cut, stops_when_full
 from trainer.state import Position, Progress, save_state
@@ -120,7 +119,7 @@ def _run(
     """Make the updates that are left; the progress then, and the last one's metrics."""
     config = learner.config
     metrics: dict[str, Any] = {}
-    every, num_planned = config.save_every_updates, _num_planned(plan, config)
+    every, num_planned = config.save_every_updates, num_planned_updates(plan, config)
     num_made = progress.global_step
     log = RunLog(learner, Path(config.out), num_planned=num_planned, num_made=num_made)
     with log:
@@ -259,9 +258,3 @@ def _load(
 def _rows_of_mini_batches(batch: Batch) -> list[IntArray]:
     num = int(batch.mini_batch.max(initial=-1)) + 1
     return [np.flatnonzero(batch.mini_batch == number) for number in range(num)]
-
-
-def _num_planned(plan: Plan, config: TrainConfig) -> int:
-    per_epoch = sum(math.ceil(len(b) / config.groups_per_mini_batch) for b in plan.batches)
-    planned = per_epoch * config.epochs_per_batch * config.num_epochs
-    return min(planned, config.max_updates or planned)

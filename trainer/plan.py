@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -84,6 +85,13 @@ def make_plan(returns: pl.DataFrame, config: TrainConfig) -> Plan:
         group_size=group_size,
         num_partial_groups=len(partial),
     )
+
+
+def num_planned_updates(plan: Plan, config: TrainConfig) -> int:
+    """Most optimizer steps that a run makes: mini-batches of which nothing trains make none."""
+    per_epoch = sum(math.ceil(len(b) / config.groups_per_mini_batch) for b in plan.batches)
+    planned = per_epoch * config.epochs_per_batch * config.num_epochs
+    return min(planned, config.max_updates or planned)
 
 
 def num_groups_of_one(plan: Plan) -> int:

@@ -35,7 +35,7 @@ ORDER = (
         "drift",
         "export",
     ),
-    *("record", "generate", "train", "rl"),
+    *("record", "generate", "train", "rl", "plot"),
 )
 
 

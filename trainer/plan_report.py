@@ -1,0 +1,83 @@
+"""The report of `rollouts train --dry-run`, for people and for machines."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trainer.preview import DryRun, Layout
+
+GIB = 1 << 30
+
+
+def plan_numbers(plan: DryRun) -> dict[str, Any]:
+    """All of it, as JSON has it; memory in bytes."""
+    numbers = dataclasses.asdict(plan)
+    memory = {f"{name}_bytes": size for name, size in numbers["memory"].items()}
+    return numbers | {"memory": memory | {"total_bytes": plan.memory.total}}
+
+
+def plan_text(plan: DryRun) -> str:
+    """A table of the layouts between what is trained and what that takes."""
+    return "\n".join([*_run_lines(plan), "", *_layout_lines(plan), "", *_memory_lines(plan)])
+
+
+def _run_lines(plan: DryRun) -> list[str]:
+    counts = {
+        "without variance": plan.num_groups_without_variance,
+        "partial": plan.num_partial_groups,
+    }
+    found = [f"{number:,} {name}" for name, number in counts.items() if number]
+    masked = f"{plan.num_failed:,} failed, {plan.num_masked:,} masked"
+    made = f", {plan.num_updates_made:,} of them made" if plan.num_updates_made else ""
+    return [
+        f"groups        {', '.join([f'{plan.num_groups:,}', *found])}",
+        f"trajectories  {plan.num_trajectories:,}, {masked}",
+        f"batches       {plan.num_batches:,}, {plan.num_mini_batches:,} mini-batches,"
+        f" {plan.num_epochs:,} epochs",
+        f"updates       at most {plan.num_updates:,}{made}",
+        f"trained       {plan.num_trained_tokens:,} tokens an epoch",
+    ]
+
+
+def _layout_lines(plan: DryRun) -> list[str]:
+    header = ["forwards", "sequences", "tokens", "of step", "longest", "micro-batches an update"]
+    whole = plan.layouts["step"].num_tokens
+    lines = [header]
+    for name, layout in plan.layouts.items():
+        marked = f"{name} *" if name == plan.sequence_layout else name
+        share = f"{layout.num_tokens / whole:.1%}" if whole else "-"
+        numbers = [f"{layout.num_sequences:,}", f"{layout.num_tokens:,}", share]
+        longest = "-" if layout.longest_tokens is None else f"{layout.longest_tokens:,}"
+        lines.append([marked, *numbers, longest, _micro_batches(layout)])
+    return [
+        *_aligned(lines),
+        f"* is trained; a row may have {plan.max_row_tokens:,} tokens. The trees are estimates, and"
+        " not trained yet.",
+    ]
+
+
+def _micro_batches(layout: Layout) -> str:
+    if not layout.micro_batches:
+        return "-"
+    least, most = min(layout.micro_batches), max(layout.micro_batches)
+    return f"{least:,}" if least == most else f"{least:,} to {most:,}"
+
+
+def _memory_lines(plan: DryRun) -> list[str]:
+    sizes = dataclasses.asdict(plan.memory) | {"total": plan.memory.total}
+    shown = {name: size for name, size in sizes.items() if size}
+    return _aligned(
+        [["memory", "GiB"], *([name, f"{size / GIB:,.2f}"] for name, size in shown.items())]
+    )
+
+
+def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of columns, the first to the left and the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return [
+        "  ".join([row[0].ljust(widths[0]), *(map(str.rjust, row[1:], widths[1:]))])
+        for row in table
+    ]
