@@ -147,6 +147,15 @@ there are) and `W = warmup_updates`, is `learning_rate` times
 
 The critic's goes the same way. A mini-batch that is skipped does not count, and no update has a rate of 0.
 
+## LoRA
+
+`lora_rank = 16` trains adapters in the policy's linear layers in place of its weights (`pip install
+"rollout-io[lora]"`): the optimizer has state for them alone, and the reference of a KL divergence is the
+same model with its adapters turned off, not a second copy (unless `reference_model` names another). Such
+runs want a learning rate about ten times that of full training. A checkpoint is a model directory with the
+adapters merged, for Transformers and vLLM; its `adapter/` is what peft loads onto `model`, and what
+`--resume` goes on from: merging leaves the running model alone. The critic of gae is trained whole.
+
 ## Configuration
 
 | key | type | default | meaning |

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from schemas.errors import RolloutError
 from trainer.critic import Critic
 from trainer.files import replace_text, sync
+from trainer.lora import save_model
 
 COPIED = (
     "tokenizer*",
@@ -36,7 +37,7 @@ def save_checkpoint(
 ) -> Path:
     """Write `out/checkpoints/global_step_N/`: model, generation config, tokenizer, state.
 
-    A critic goes into the directory's `critic/`, which `critic_model` takes.
+    Adapters are merged into the model, and go into `adapter/` as they are, as peft has them. A critic goes into the directory's `critic/`, which `critic_model` takes.
 
     The directory is written under another name, synced, and renamed; then `checkpoints/latest`
     names it; then those that are not kept are renamed and removed. One that is there already, of
@@ -105,7 +106,7 @@ def discard_after(out: Path, global_step: int) -> None:
 def _write(partial: Path, model: PreTrainedModel, source: Path, critic: Critic | None) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    model.save_pretrained(partial)
+    save_model(model, partial, model.state_dict())
     for pattern in COPIED:
         for file in source.glob(pattern):
             shutil.copyfile(file, partial / file.name)

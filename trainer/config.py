@@ -105,6 +105,14 @@ class TrainConfig(LossConfig):
     max_grad_norm: float = 1.0
     """The gradient's L2 norm is clipped to this; > 0."""
 
+    lora_rank: int | None = None
+    """Rank of the adapters that train in place of the policy's weights; >= 1. None: no adapters. The
+    critic's own weights train either way."""
+    lora_alpha: int = 16
+    """The adapters' output is multiplied by this over `lora_rank`; >= 1."""
+    lora_target_modules: tuple[str, ...] | None = None
+    """Names, or ends of names, of the linear layers with an adapter. None: all but the head."""
+
     critic_model: str | None = None
     """gae: model directory the critic starts from; one that a checkpoint's `critic/` holds keeps its
     value head. None: `model`, with a value head of zeros."""
@@ -128,7 +136,11 @@ class TrainConfig(LossConfig):
 
 
 TYPES = typing.get_type_hints(TrainConfig)
-LIST_EXAMPLES = {"betas": "[0.9, 0.999]", "trackers": '["tensorboard"]'}
+LIST_EXAMPLES = {
+    "betas": "[0.9, 0.999]",
+    "trackers": '["tensorboard"]',
+    "lora_target_modules": '["q_proj", "v_proj"]',
+}
 IN_WORDS: dict[Any, str] = {
     bool: "true or false",
     int: "a whole number",
@@ -154,6 +166,8 @@ def _breaches(c: TrainConfig) -> Iterator[tuple[str, str, str]]:
         "keep_checkpoints": 1,
         "weight_decay": 0,
         "warmup_updates": 0,
+        "lora_rank": 1,
+        "lora_alpha": 1,
     }
     for key, least in at_least.items():
         value = getattr(c, key)
@@ -175,6 +189,9 @@ def _breaches(c: TrainConfig) -> Iterator[tuple[str, str, str]]:
     if c.policy_loss_type == "cross_entropy" and c.advantage_estimator == "gae":
         expected = "another estimator: cross_entropy uses no advantages, and needs no critic"
         yield "policy_loss_type and advantage_estimator", "cross_entropy and gae", expected
+    if c.lora_target_modules is not None and not (c.lora_rank and c.lora_target_modules):
+        got, expected = f"{c.lora_target_modules} and {c.lora_rank}", "names, and a rank"
+        yield "lora_target_modules and lora_rank", got, expected
     if not all(0 <= beta < 1 for beta in c.betas):
         yield "betas", str(c.betas), "two numbers in [0, 1)"
     if c.groups_per_batch % c.groups_per_mini_batch:

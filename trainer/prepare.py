@@ -17,6 +17,7 @@ from trainer.critic import CriticLearner, make_critic_learner
 from trainer.data import index_rows
 from trainer.forest import RowLimit
 from trainer.log import say
+from trainer.lora import WithoutAdapter, add_adapter
 from trainer.optimizer import make_optimizer
 from trainer.plan import Plan
 from trainer.policy import Policy, load_policy, row_limit
@@ -34,11 +35,7 @@ def prepare(
         RolloutError: A model or a row cannot be trained as asked.
     """
     accelerator = _accelerator(config)
-    policy = load_policy(
-        str(checkpoint or config.model),
-        logprob_chunk_tokens=config.logprob_chunk_tokens,
-        entropy_gradient=config.entropy_loss_coef > 0,
-    )
+    policy = _policy(config, checkpoint)
     reference = _reference(config, accelerator)
     models, critic = [p.model for p in (policy, reference) if p], None
     if config.advantage_estimator == "gae":
@@ -61,20 +58,35 @@ def prepare(
     rate, device = config.learning_rate, accelerator.device
     optimizer = make_optimizer(policy.parameters(), config, learning_rate=rate, device=device)
     policy, optimizer = accelerator.prepare(policy, optimizer)
+    without_own_weights = config.needs_reference and reference is None
     learner = Learner(
         accelerator=accelerator,
         policy=policy,
         optimizer=optimizer,
         config=config,
         corrects=corrects,
-        reference=reference,
+        reference=WithoutAdapter(policy) if without_own_weights else reference,
     )
     return learner, critic, limit
 
 
+def _policy(config: TrainConfig, checkpoint: Path | None) -> Policy:
+    """That of `checkpoint`, if there is one: its model, or its adapter in the model it began as."""
+    policy = load_policy(
+        str(config.model if config.lora_rank else checkpoint or config.model),
+        logprob_chunk_tokens=config.logprob_chunk_tokens,
+        entropy_gradient=config.entropy_loss_coef > 0,
+    )
+    if config.lora_rank:
+        add_adapter(policy, config, checkpoint and checkpoint / "adapter")
+        trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
+        say(f"note: LoRA: {trained} parameters train")
+    return policy
+
+
 def _reference(config: TrainConfig, accelerator: Accelerator) -> Policy | None:
-    """The frozen policy that the KL divergence is from, if one is asked for."""
-    if not config.needs_reference:
+    """The frozen policy that the KL divergence is from, if one with weights of its own is needed."""
+    if not config.needs_reference or (config.lora_rank and not config.reference_model):
         return None
     path = config.reference_model or config.model
     reference = load_policy(path, logprob_chunk_tokens=config.logprob_chunk_tokens)

@@ -11,7 +11,7 @@ from typing import cast
 import numpy as np
 import torch
 from accelerate import Accelerator
-from torch import Tensor
+from torch import Tensor, nn
 
 from schemas.ragged import IntArray
 from trainer.config import TrainConfig
@@ -46,7 +46,7 @@ class Learner:
     optimizer: torch.optim.Optimizer
     config: TrainConfig
     corrects: bool
-    reference: Policy | None = None
+    reference: nn.Module | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +68,7 @@ class Given:
 
 @torch.no_grad()
 def policy_logprobs(
-    learner: Learner, batch: Batch, forests: Sequence[Forest], policy: Policy | None = None
+    learner: Learner, batch: Batch, forests: Sequence[Forest], policy: nn.Module | None = None
 ) -> Tensor:
     """Log-probabilities of the targets of `forests` under a policy as it is, without gradient.
 
