@@ -78,6 +78,7 @@ GAE = {
     "kl_horizon": 20,
 }
 GRPO = {"kl_loss_coef": 0.1, "entropy_loss_coef": 0.01}
+LORA = GRPO | {"lora_rank": 4, "learning_rate_schedule": "cosine", "warmup_updates": 2}
 COMMON = {
     "groups_per_batch": 2,
     "groups_per_mini_batch": 1,
@@ -144,6 +145,12 @@ def gae(server: Server, paths: dict[str, str], tmp_path_factory: Any) -> Undistu
 @pytest.fixture(scope="module")
 def grpo(server: Server, paths: dict[str, str], tmp_path_factory: Any) -> Undisturbed:
     config = {**paths, **COMMON, **GRPO, "out": str(tmp_path_factory.mktemp("grpo") / "run")}
+    return config, server.train(config)
+
+
+@pytest.fixture(scope="module")
+def lora(server: Server, paths: dict[str, str], tmp_path_factory: Any) -> Undisturbed:
+    config = {**paths, **COMMON, **LORA, "out": str(tmp_path_factory.mktemp("lora") / "run")}
     return config, server.train(config)
 
 
@@ -221,7 +228,7 @@ def test_a_run_that_is_killed_while_it_removes_a_checkpoint_leaves_whole_ones(
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(100, 105))
-@pytest.mark.parametrize("name", ["gae", "grpo"])
+@pytest.mark.parametrize("name", ["gae", "grpo", "lora"])
 def test_wherever_a_run_is_killed_it_ends_with_the_same_losses_and_weights(
     name: str, seed: int, server: Server, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
