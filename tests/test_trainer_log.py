@@ -4,6 +4,7 @@ import json
 import os
 import pty
 import re
+import select
 import termios
 from pathlib import Path
 from typing import Any
@@ -48,12 +49,13 @@ def run(path: Path, model: str, rows: list[dict[str, Any]], **settings: Any) -> 
 
 def metrics(**changes: Any) -> dict[str, Any]:
     values = {"global_step": 2, "loss": -0.0123, "tokens_per_s": 850.4, "seconds": 3.21}
+    values["return_mean"] = 0.5
     counts = {"skipped": 0, "num_trained_tokens": 9, "num_trained_groups": 1}
     return values | counts | changes
 
 
 def test_an_update_is_one_line() -> None:
-    line = "update 2 of 6: loss -0.0123, 850 tokens/s, 3.2 s"
+    line = "update 2 of 6: loss -0.0123, reward 0.5, 850 tokens/s, 3.2 s"
     assert progress_line(metrics(), 6) == line
     skipped = progress_line(metrics(skipped=1, num_trained_tokens=0), 6)
     assert skipped == "mini-batch skipped: no token trains"
@@ -69,7 +71,7 @@ def test_each_update_is_a_line_on_stderr_where_that_is_no_terminal(
     run(tmp_path, model, rows, groups_per_batch=1, groups_per_mini_batch=1)
     printed = capsys.readouterr()
     assert printed.out == ""
-    numbers = r"loss -?[\d.e-]+, \d+ tokens/s, \d+\.\d s\n"
+    numbers = r"loss -?[\d.e-]+, reward 0\.5, \d+ tokens/s, \d+\.\d s\n"
     lines = (
         re.escape(NOTE),
         rf"update 1 of 3: {numbers}",
@@ -89,9 +91,13 @@ def test_a_terminal_gets_a_bar_and_warnings_but_no_line_per_update(
         with RunLog(learner_of(tiny_policy()), tmp_path, num_planned=6) as log:
             log.write(metrics(num_trained_groups=0))
         terminal.flush()
-        shown = os.read(master, 1 << 16).decode()
+        shown = ""
+        while select.select([master], [], [], 0)[0]:
+            shown += os.read(master, 1 << 16).decode()
     os.close(master)
     assert "1/6" in shown
+    assert "loss -0.0123, reward 0.5, 850 tokens/s]" in shown
+    assert re.search(r"\[\d\d:\d\d<\d\d:\d\d, ", shown), "time gone and time left"
     assert "warning: update 2: every advantage" in shown
     assert "update 2 of 6" not in shown
 
@@ -150,6 +156,32 @@ def test_the_way_out_is_not_named_where_it_was_taken() -> None:
     assert HINT not in text
 
 
+def test_the_ratios_of_cispo_and_importance_sampling_are_reported(
+    model: str, tmp_path: Path
+) -> None:
+    rows = group("a", (1.0, 0.0), rollout_logprobs=[-1.0] * 4)
+    bounds = {"cispo_eps_clip_low": 0.5, "cispo_eps_clip_high": 0.0}
+    losses = {
+        "importance_sampling": {},
+        "cispo": bounds,
+        "rollout": bounds | {"cispo_anchor": "rollout"},
+    }
+    last = {}
+    for name, settings in losses.items():
+        loss = "cispo" if name == "rollout" else name
+        run(tmp_path / name, model, rows, policy_loss_type=loss, **settings)
+        [line] = (tmp_path / name / "run/metrics.jsonl").read_text().splitlines()
+        last[name] = json.loads(line)
+    assert last["importance_sampling"]["importance_ratio"] == 1
+    assert [last["cispo"][f"cispo/ratio_{kind}"] for kind in ("mean", "max", "min")] == [1, 1, 1]
+    ratios = [
+        last["rollout"][f"cispo/ratio_{kind}"] for kind in ("min", "clamped_mean", "mean", "max")
+    ]
+    assert ratios[0] < 0.5 <= ratios[1] <= 1
+    assert ratios[0] <= ratios[2] <= ratios[3]
+    assert "cispo/ratio_mean" not in last["importance_sampling"]
+
+
 def test_documented_metrics_are_those_written(model: str, tmp_path: Path) -> None:
     rows = group("a", (1.0, 0.0), rollout_logprobs=[-1.0] * 4)
     masks = {
@@ -159,11 +191,16 @@ def test_documented_metrics_are_those_written(model: str, tmp_path: Path) -> Non
         "sequence_mask_metric": "geometric",
     }
     others = {
+        "policy_loss_type": "cispo",
         "kl_reward_coef": 0.1,
         "tis_ratio_type": "sequence",
         "sequence_mask_metric": "product",
     }
-    settings = ({"advantage_estimator": "gae", "kl_loss_coef": 0.1} | masks, others)
+    settings = (
+        {"advantage_estimator": "gae", "kl_loss_coef": 0.1} | masks,
+        others,
+        {"policy_loss_type": "importance_sampling"},
+    )
     written = set()
     for number, changes in enumerate(settings):
         run(tmp_path / str(number), model, rows, **changes)

@@ -75,7 +75,7 @@ class RunLog:
         if self.bar.disable:
             say(progress_line(metrics, self.num_planned))
         else:
-            self.bar.set_postfix(loss=metrics["loss"], refresh=False)
+            self.bar.set_postfix_str(numbers_of(metrics), refresh=False)
             self.bar.update(1 - metrics["skipped"])
 
 
@@ -84,13 +84,20 @@ def progress_line(metrics: dict[str, Any], num_planned: int) -> str:
 
     Example:
         >>> metrics = {"global_step": 2, "loss": -0.0123, "tokens_per_s": 850.4, "seconds": 3.21}
-        >>> progress_line(metrics | {"skipped": 0}, 6)
-        'update 2 of 6: loss -0.0123, 850 tokens/s, 3.2 s'
+        >>> progress_line(metrics | {"return_mean": 0.5, "skipped": 0}, 6)
+        'update 2 of 6: loss -0.0123, reward 0.5, 850 tokens/s, 3.2 s'
     """
     if metrics["skipped"]:
         why = "the gradient is not finite" if metrics["num_trained_tokens"] else "no token trains"
         return f"mini-batch skipped: {why}"
+    numbers = numbers_of(metrics)
     return (
-        f"update {metrics['global_step']} of {num_planned}: loss {metrics['loss']:.4g}, "
-        f"{metrics['tokens_per_s']:.0f} tokens/s, {metrics['seconds']:.1f} s"
+        f"update {metrics['global_step']} of {num_planned}: {numbers}, {metrics['seconds']:.1f} s"
     )
+
+
+def numbers_of(metrics: dict[str, Any]) -> str:
+    """What people watch."""
+    reward = metrics["return_mean"]
+    shown = "" if reward is None else f"reward {reward:.3g}, "
+    return f"loss {metrics['loss']:.4g}, {shown}{metrics['tokens_per_s']:.0f} tokens/s"

@@ -36,6 +36,15 @@ METRICS = {
         "Trained tokens that the bounds of the policy loss hold back: without gradient, or, with"
         " cispo, with a clipped weight.",
     ),
+    "cispo/ratio_mean": Metric(
+        "1", "Mean of exp(l - anchor) over the trained tokens; these four with cispo only."
+    ),
+    "cispo/ratio_clamped_mean": Metric("1", "Mean of the weights that its bounds make of it."),
+    "cispo/ratio_max": Metric("1", "The greatest of these ratios."),
+    "cispo/ratio_min": Metric("1", "The least of them."),
+    "importance_ratio": Metric(
+        "1", "Mean of exp(l - `old_logprobs`) over the trained tokens; importance_sampling only."
+    ),
     "num_trained_tokens": Metric("tokens", "Response tokens in the loss."),
     "num_forwarded_tokens": Metric(
         "tokens", "Tokens forwarded with gradient; the pass for the old log-probabilities not."
@@ -74,7 +83,9 @@ METRICS = {
         "Mean absolute difference between `old_logprobs` (of the policy now, where the loss needs"
         " none) and `rollout_logprobs`; absent unless every trained token has one.",
     ),
+    "rollout_logprobs_abs_diff_std": Metric("nats", "Sample standard deviation of them."),
     "rollout_logprobs_abs_diff_max": Metric("nats", "The largest such difference."),
+    "rollout_logprobs_abs_diff_min": Metric("nats", "The smallest."),
     "num_groups": Metric("groups", "Groups in the mini-batch."),
     "num_trained_groups": Metric(
         "groups", "Those with a trained token whose advantage is not 0: they make the gradient."

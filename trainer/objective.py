@@ -11,6 +11,7 @@ from trainer.loss_config import LossConfig
 from trainer.losses import policy
 from trainer.losses.covariance import clip_cov, kl_cov
 from trainer.losses.policy import TokenLoss
+from trainer.losses.ratios import probability_ratio
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,3 +68,15 @@ def policy_loss(t: Targets, c: LossConfig) -> TokenLoss:
             return policy.cross_entropy(now)
         case unknown:
             assert_never(unknown)
+
+
+def ratio_metrics(t: Targets, c: LossConfig) -> dict[str, Tensor]:
+    """[M] by metric, without gradient: the ratio that is the weight of a target, where it is one."""
+    if c.policy_loss_type == "importance_sampling":
+        return {"importance_ratio": probability_ratio(t.logprobs, t.old_logprobs).detach()}
+    if c.policy_loss_type != "cispo":
+        return {}
+    anchor = t.rollout_logprobs if c.cispo_anchor == "rollout" else t.old_logprobs
+    ratio = probability_ratio(t.logprobs, anchor).detach()
+    clamped = ratio.clamp(1 - c.cispo_eps_clip_low, 1 + c.cispo_eps_clip_high)
+    return {"cispo/ratio": ratio, "cispo/ratio_clamped_mean": clamped}

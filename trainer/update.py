@@ -22,9 +22,15 @@ from trainer.losses.covariance import clip_cov_selection, covariances, kl_cov_se
 from trainer.losses.kl import kl_estimates
 from trainer.losses.policy import regular
 from trainer.losses.reductions import FloatArray, reduction_weights
-from trainer.objective import Targets, policy_loss
+from trainer.objective import Targets, policy_loss, ratio_metrics
 from trainer.policy import Policy
 
+SPREADS = {
+    "rollout_logprobs_abs_diff": "std max min",
+    "is_ratio": "std max min",
+    "cispo/ratio": "max min",
+}
+"""What is reported beside the mean."""
 COVARIANCE_LOSSES = ("clip_cov", "kl_cov")
 
 
@@ -196,7 +202,7 @@ def _micro_batch(
     logprobs, entropy = learner.policy(forest.to(device), batch.temperature[slot].to(device))
     targets, weights = _targets(batch, slot, logprobs, given), given.weights[slot].to(device)
     losses, clipped = policy_loss(targets, c)
-    found = {"clip_ratio": clipped, "policy_entropy": entropy}
+    found = {"clip_ratio": clipped, "policy_entropy": entropy} | ratio_metrics(targets, c)
     if learner.corrects:
         correction = correct(targets.old_logprobs, targets.rollout_logprobs, targets.row, c)
         losses = losses * correction.weights
@@ -238,7 +244,7 @@ def _metrics(parts: Sequence[dict[str, Tensor]]) -> dict[str, float]:
     for name in ("loss", "policy_loss", "policy_kl"):
         if name in found:
             metrics[name] = float(found.pop(name).sum())
-    for name, subject in (("rollout_logprobs_abs_diff", "max"), ("is_ratio", "std max min")):
+    for name, subject in SPREADS.items():
         values = found.get(name, torch.zeros(0))
         if len(values) and not values.isnan().any():
             metrics[f"{name}_mean"] = float(values.mean())
