@@ -25,7 +25,14 @@ from tests.trainer_helpers import (
     write_dataset,
 )
 from trainer.plan import Plan
-from trainer.state import Position, Progress, load_progress, restore, save_state
+from trainer.state import (
+    Position,
+    Progress,
+    load_progress,
+    optimizer_tensors,
+    restore,
+    save_state,
+)
 
 TIMES = {"seconds", "tokens_per_s"}
 
@@ -206,7 +213,7 @@ def test_generators_of_random_numbers_go_on_where_they_were(tmp_path: Path) -> N
     trajectories = pl.DataFrame({"trajectory_id": ["g0_0"]})
     plan = Plan(trajectories=trajectories, batches=(), num_groups_without_variance=0)
     learner, progress = learner_of(tiny_policy()), Progress(position=Position(kl_coef=0.1))
-    save_state(tmp_path / "state", learner, None, plan, progress)
+    save_state(tmp_path / "state", optimizer_tensors(learner, None), plan, progress)
     drawn = draws()
     assert draws() != drawn
     restore(tmp_path / "state", learner, None)

@@ -14,9 +14,11 @@ from schemas.errors import RolloutError
 from trainer.config import TrainConfig
 from trainer.critic import CriticLearner
 from trainer.forest import RowLimit
+from trainer.launch import make_accelerator
 from trainer.log import say
 from trainer.plan import Plan, make_plan
-from trainer.prepare import prepare
+from trainer.prepare import Models, load_models, make_learners
+from trainer.processes import agreed
 from trainer.resume import check_max_updates, find_checkpoint, lines_to_keep
 from trainer.same_tokenizer import check_tokenizers
 from trainer.state import Position, Progress, load_progress, restore
@@ -52,11 +54,43 @@ def begin(config: TrainConfig, *, resume: bool) -> Run:
     Raises:
         RolloutError: See `train`.
     """
+    accelerator = make_accelerator(config)
+    set_seed(config.seed)
+    start = agreed(accelerator, lambda: _start(config, resume=resume))
+    if accelerator.num_processes > 1:
+        say(f"{accelerator.num_processes} processes")
+    learner, critic = make_learners(accelerator, config, start.models)
+    if start.checkpoint:
+        restore(start.checkpoint / "state", learner, critic)
+        say(f"resuming from {start.checkpoint}")
+    return Run(
+        learner=learner,
+        critic=critic,
+        rollouts=start.rollouts,
+        plan=start.plan,
+        limit=start.models.limit,
+        progress=start.progress,
+        kept_metrics=start.kept_metrics,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Start:
+    """A run as it is read from files."""
+
+    checkpoint: Path | None
+    rollouts: pl.LazyFrame
+    plan: Plan
+    progress: Progress
+    kept_metrics: bytes
+    models: Models
+
+
+def _start(config: TrainConfig, *, resume: bool) -> Start:
     out = Path(config.out)
     if not resume:
         _refuse_existing_run(out)
     checkpoint = find_checkpoint(config) if resume else None
-    set_seed(config.seed)
     rollouts = rollout_io.scan(config.dataset)
     plan = make_plan(pipelines.trajectory_returns(rollouts, config.outcome).collect(), config)
     progress = Progress(position=Position(kl_coef=config.kl_reward_coef))
@@ -66,18 +100,13 @@ def begin(config: TrainConfig, *, resume: bool) -> Run:
     kept = lines_to_keep(out / "metrics.jsonl", progress.num_mini_batches) if resume else b""
     for text in check_tokenizers(config):
         say(text)
-    learner, critic, limit = prepare(config, rollouts, plan, checkpoint)
-    if checkpoint:
-        restore(checkpoint / "state", learner, critic)
-        say(f"resuming from {checkpoint}")
-    return Run(
-        learner=learner,
-        critic=critic,
+    return Start(
+        checkpoint=checkpoint,
         rollouts=rollouts,
         plan=plan,
-        limit=limit,
         progress=progress,
         kept_metrics=kept,
+        models=load_models(config, rollouts, plan, checkpoint),
     )
 
 

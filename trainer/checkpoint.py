@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from schemas.errors import RolloutError
@@ -34,6 +35,8 @@ def save_checkpoint(
     *,
     save_state: Callable[[Path], None] | None = None,
     keep: int | None = None,
+    weights: Mapping[str, Tensor] | None = None,
+    critic_weights: Mapping[str, Tensor] | None = None,
 ) -> Path:
     """Write `out/checkpoints/global_step_N/`: model, generation config, tokenizer, state.
 
@@ -51,15 +54,19 @@ def save_checkpoint(
         critic: Critic of the run, if it has one.
         save_state: Writes the directory's `state/`, which is what a run goes on from.
         keep: Newest checkpoints that stay; None: all.
+        weights: The model's, by name; None: those it has.
+        critic_weights: Likewise the critic's.
 
     Returns:
         The checkpoint's directory; `AutoModelForCausalLM.from_pretrained` loads it.
     """
-    final = out / "checkpoints" / f"{PREFIX}{global_step}"
+    final = checkpoint_path(out, global_step)
     if not final.exists():
         partial = final.with_name(f".{final.name}.partial")
         try:
-            _write(partial, model, source, critic)
+            _write(partial, model, source, weights)
+            if critic is not None:
+                critic.save(partial / "critic", critic_weights)
             if save_state is not None:
                 save_state(partial / "state")
             for file in (*partial.rglob("*"), partial):
@@ -73,6 +80,11 @@ def save_checkpoint(
     for path in _checkpoints(out)[: -keep if keep else 0]:
         _remove(path)
     return final
+
+
+def checkpoint_path(out: Path, global_step: int) -> Path:
+    """Where the checkpoint of an update is, or will be."""
+    return out / "checkpoints" / f"{PREFIX}{global_step}"
 
 
 def latest_checkpoint(out: Path) -> Path | None:
@@ -103,15 +115,15 @@ def discard_after(out: Path, global_step: int) -> None:
             _remove(path)
 
 
-def _write(partial: Path, model: PreTrainedModel, source: Path, critic: Critic | None) -> None:
+def _write(
+    partial: Path, model: PreTrainedModel, source: Path, weights: Mapping[str, Tensor] | None
+) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    save_model(model, partial, model.state_dict())
+    save_model(model, partial, weights or model.state_dict())
     for pattern in COPIED:
         for file in source.glob(pattern):
             shutil.copyfile(file, partial / file.name)
-    if critic is not None:
-        critic.save(partial / "critic")
 
 
 def _checkpoints(out: Path) -> list[Path]:

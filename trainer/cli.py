@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from rollout_io.cli.output import emit, emit_json, example, note
+from schemas.errors import RolloutError
 from trainer.plan_report import plan_numbers, plan_text
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def train(
     resume: bool,
     dry_run: bool,
     as_json: bool,
-) -> None:
+) -> int:
     """Train a policy on a rollout dataset.
 
     Writes RUN/config.json, RUN/metrics.jsonl and RUN/checkpoints/global_step_N/, a model
@@ -57,18 +58,28 @@ def train(
     not been.
     """
     import trainer
+    from trainer.processes import is_main
 
     given = (f"dataset={dataset}", f"model={model}", f"out={out}")
-    settings = trainer.load_config(config, (*given, *overrides))
+    try:
+        settings = trainer.load_config(config, (*given, *overrides))
+        if dry_run:
+            planned = trainer.dry_run(settings, resume=resume)
+        else:
+            result = trainer.train(settings, resume=resume)
+    except RolloutError:
+        if is_main():
+            raise
+        return 1
+    if not is_main():
+        return 0
     if dry_run:
-        planned = trainer.dry_run(settings, resume=resume)
         emit_json(plan_numbers(planned)) if as_json else emit(plan_text(planned))
-        return
-    result = trainer.train(settings, resume=resume)
-    if as_json:
+    elif as_json:
         emit_json(dataclasses.asdict(result))
     else:
         emit(_report(result, left_out=settings.drop_zero_variance_groups))
+    return 0
 
 
 @click.command(epilog=example("rollouts plot runs/a runs/b --metric return_mean --out curves.png"))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -17,9 +18,11 @@ from torch import Tensor, nn
 from schemas.errors import RolloutError
 from trainer.config import TrainConfig
 from trainer.data import Batch
+from trainer.deal import own_forests
 from trainer.forest import Forest
-from trainer.optimizer import make_optimizer
 from trainer.policy import hidden_before_targets, load_policy
+from trainer.processes import combine
+from trainer.sharding import clip_gradient, under, without_reduction
 
 VALUE_HEAD = "value_head.safetensors"
 
@@ -40,24 +43,38 @@ class Critic(nn.Module):
         self.value_head = nn.Linear(model.config.hidden_size, 1, dtype=torch.float32)
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
+        trained = {id(parameter) for parameter in self.trained_parameters()}
+        for parameter in self.parameters():
+            parameter.requires_grad_(id(parameter) in trained)
         self.eval()
+
+    @property
+    def _no_split_modules(self) -> Any:
+        """What Accelerate asks for: the classes of layers to be sharded one by one."""
+        return self.model._no_split_modules
 
     def forward(self, forest: Forest) -> Tensor:
         """[M] float32 value of what stands before each target: prompt and response up to it."""
         hidden = hidden_before_targets(self.model, forest)
         with torch.autocast(hidden.device.type, enabled=False):
-            values: Tensor = self.value_head(hidden.float())[:, 0]
-        return values
+            values: Tensor = self.value_head(hidden.to(self.value_head.weight.dtype))[:, 0]
+        return values.float()
 
     def trained_parameters(self) -> Iterator[nn.Parameter]:
         """Those of the layers and of the value head."""
         yield from self.model.base_model.parameters()
         yield from self.value_head.parameters()
 
-    def save(self, path: Path) -> None:
-        """Write the model directory and, beside it, `value_head.safetensors`."""
-        self.model.save_pretrained(path)
-        save_file(self.value_head.state_dict(), path / VALUE_HEAD)
+    def save(self, path: Path, weights: Mapping[str, Tensor] | None = None) -> None:
+        """Write the model directory and, beside it, `value_head.safetensors`.
+
+        Args:
+            path: The directory.
+            weights: What is written, by name; None: the critic's own.
+        """
+        state = self.state_dict() if weights is None else weights
+        self.model.save_pretrained(path, state_dict=under("model", state))
+        save_file(under("value_head", state), path / VALUE_HEAD)
 
 
 def load_critic(path: str, *, gradient_checkpointing: bool = False) -> Critic:
@@ -93,20 +110,6 @@ class CriticLearner:
     config: TrainConfig
 
 
-def make_critic_learner(accelerator: Accelerator, config: TrainConfig, path: str) -> CriticLearner:
-    """Load the critic of a run from a model directory and give it an optimizer of its own.
-
-    Raises:
-        RolloutError: See `load_critic`.
-    """
-    critic = load_critic(path, gradient_checkpointing=config.gradient_checkpointing)
-    rate, device = config.critic_learning_rate, accelerator.device
-    trained = critic.trained_parameters()
-    optimizer = make_optimizer(trained, config, learning_rate=rate, device=device)
-    critic, optimizer = accelerator.prepare(critic, optimizer)
-    return CriticLearner(accelerator=accelerator, critic=critic, optimizer=optimizer, config=config)
-
-
 @torch.no_grad()
 def critic_values(learner: CriticLearner, batch: Batch, forests: Sequence[Forest]) -> Tensor:
     """Values at the targets of `forests` as the critic is, without gradient.
@@ -114,10 +117,10 @@ def critic_values(learner: CriticLearner, batch: Batch, forests: Sequence[Forest
     Returns:
         [T] float32 on the CPU; NaN at response tokens that are no target.
     """
-    values = torch.full((len(batch.trains),), torch.nan)
-    for forest in forests:
-        values[forest.target_slot] = learner.critic(forest.to(learner.accelerator.device)).cpu()
-    return values
+    accelerator, values = learner.accelerator, torch.zeros(len(batch.trains))
+    for _, forest in own_forests(accelerator, forests):
+        values[forest.target_slot] = learner.critic(forest.to(accelerator.device)).cpu()
+    return combine(accelerator, values, forests)
 
 
 def clipped_value_loss(
@@ -157,7 +160,8 @@ def update_critic(
 
     Args:
         learner: Critic and optimizer.
-        forests: Micro-batches of the mini-batch, together its every target once.
+        forests: Micro-batches of the mini-batch, together its every target once; each process
+            forwards its share of them.
         old_values: [T] of the critic at the batch's start.
         targets: [T] what the values should be.
 
@@ -165,16 +169,19 @@ def update_critic(
         Metrics.
     """
     num_trained, clip = sum(forest.num_targets for forest in forests), learner.config.value_clip
-    sums = torch.zeros(3)
-    for forest in forests:
-        device, slot = learner.accelerator.device, forest.target_slot
-        values = learner.critic(forest.to(device))
-        old, target = old_values[slot].to(device), targets[slot].to(device)
-        losses = clipped_value_loss(values, old, target, clip=clip)
-        learner.accelerator.backward(losses.sum() / num_trained)
+    accelerator, device = learner.accelerator, learner.accelerator.device
+    sums, own = torch.zeros(3, device=device), own_forests(accelerator, forests)
+    for done, (_, forest) in enumerate(own, start=1):
+        slot = forest.target_slot
+        with without_reduction(learner.critic) if done < len(own) else nullcontext():
+            values = learner.critic(forest.to(device))
+            old, target = old_values[slot].to(device), targets[slot].to(device)
+            losses = clipped_value_loss(values, old, target, clip=clip)
+            accelerator.backward(losses.sum() / num_trained * accelerator.num_processes)
         with torch.no_grad():
             clipped = losses > clipped_value_loss(values, old, target, clip=None)
-            sums += torch.stack([losses.sum(), values.sum(), clipped.float().sum()]).cpu()
+            sums += torch.stack([losses.sum(), values.sum(), clipped.float().sum()])
+    sums = accelerator.reduce(sums, reduction="sum")
     loss, value, clipped_fraction = (sums / max(num_trained, 1)).tolist()
     return {
         "critic/critic_loss": loss,
@@ -186,10 +193,7 @@ def update_critic(
 
 def _step(learner: CriticLearner) -> float:
     """Clip the gradient and step, unless the gradient is not finite; its norm before clipping."""
-    norm = learner.accelerator.clip_grad_norm_(
-        learner.critic.parameters(), learner.config.max_grad_norm
-    )
-    grad_norm = float(cast("Tensor", norm))
+    grad_norm = clip_gradient(learner.critic.parameters(), learner.config.max_grad_norm)
     if math.isfinite(grad_norm):
         learner.optimizer.step()
     learner.optimizer.zero_grad()

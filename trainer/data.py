@@ -101,12 +101,16 @@ def load_batch(
 def read_rows(
     rollouts: pl.LazyFrame, plan: Plan, groups: Sequence[str], sequence_layout: str
 ) -> pl.DataFrame:
-    """Read the rows of some groups, merged or not, with what the plan says of them: for `to_batch`."""
+    """Read the rows of some groups, merged or not, with what the plan says of them: for `to_batch`.
+
+    They are in the order of `groups`, so tables of some groups each, one below the other, are that
+    of all.
+    """
     unused = [name for name in UNUSED_COLUMNS if name in rollouts.collect_schema()]
     rows = rollouts.filter(pl.col("instance_id").is_in(list(groups))).drop(unused)
     rows = pipelines.merge(rows) if sequence_layout == "merge" else pipelines.unmerge(rows)
     columns = ["trains", "advantage", "mini_batch"]
-    return (
+    table = (
         _with_optional_columns(rows)
         .with_columns(name=_row_name())
         .join(
@@ -127,6 +131,9 @@ def read_rows(
         )
         .collect()
     )
+    order = {group: number for number, group in enumerate(groups)}
+    number = table["instance_id"].replace_strict(order, return_dtype=pl.Int64).to_numpy()
+    return table[np.argsort(number, kind="stable")]
 
 
 def to_batch(table: pl.DataFrame) -> Batch:

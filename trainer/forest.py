@@ -168,6 +168,31 @@ def pack(lengths: IntArray, budget: int) -> list[IntArray]:
     return sorted((np.array(sorted(rows)) for rows in bins), key=lambda rows: int(rows[0]))
 
 
+def spread(bins: Sequence[IntArray], lengths: IntArray, num_ranks: int) -> list[IntArray]:
+    """Split bins of rows until their number is a multiple of the ranks', if they can be split.
+
+    Args:
+        bins: Rows of each bin.
+        lengths: [R] tokens of each row.
+        num_ranks: Processes that share the bins.
+
+    Returns:
+        Rows of each bin, ascending; bins by their first row.
+
+    Example:
+        >>> bins = [np.array([0, 2, 3]), np.array([1])]
+        >>> [rows.tolist() for rows in spread(bins, np.array([5, 9, 4, 1]), 3)]
+        [[0, 3], [1], [2]]
+    """
+    found = list(bins)
+    while len(found) % num_ranks and any(len(rows) > 1 for rows in found):
+        costs = [int(lengths[rows].sum()) if len(rows) > 1 else -1 for rows in found]
+        rows = found.pop(int(np.argmax(costs)))
+        by_length = rows[np.argsort(-lengths[rows], kind="stable")]
+        found += [np.sort(by_length[::2]), np.sort(by_length[1::2])]
+    return sorted(found, key=lambda rows: int(rows[0]))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowLimit:
     """The longest row that can be forwarded.
@@ -200,11 +225,20 @@ class RowLimit:
 
 
 def chain_forests(
-    prompts: Ragged, responses: Ragged, is_target: BoolArray, rows: IntArray, budget: int
+    prompts: Ragged,
+    responses: Ragged,
+    is_target: BoolArray,
+    rows: IntArray,
+    budget: int,
+    num_ranks: int = 1,
 ) -> list[Forest]:
-    """Micro-batches of at most `budget` tokens that hold the targets of `rows`, each once."""
+    """Micro-batches of at most `budget` tokens that hold the targets of `rows`, each once.
+
+    Their number is a multiple of `num_ranks`, the processes that share them, if there are as many
+    rows.
+    """
     lengths = chain_lengths(prompts, responses, is_target)[rows]
     return [
         chain_forest(prompts, responses, is_target, rows[picked])
-        for picked in pack(lengths, budget)
+        for picked in spread(pack(lengths, budget), lengths, num_ranks)
     ]

@@ -14,18 +14,21 @@ from tqdm import tqdm
 
 from trainer.advice import warnings_about
 from trainer.metrics import METRICS
+from trainer.processes import is_main
 from trainer.update import Learner
 
 
 def say(text: str) -> None:
-    """A line for people, to stderr; above the progress bar if there is one."""
-    tqdm.write(text, file=sys.stderr)
+    """A line for people, to stderr; above the progress bar if there is one. Said by one process."""
+    if is_main():
+        tqdm.write(text, file=sys.stderr)
 
 
 class RunLog:
     """Metrics of each mini-batch: `metrics.jsonl`, trackers, and stderr.
 
-    On a terminal stderr shows a progress bar, elsewhere a line per mini-batch.
+    Of several processes, the main one has it. On a terminal stderr shows a progress bar, elsewhere
+    a line per mini-batch.
 
     Args:
         learner: Whose accelerator has the trackers.
@@ -51,7 +54,8 @@ class RunLog:
     def __exit__(self, *_: object) -> None:
         self.bar.close()
         self.file.close()
-        self.accelerator.end_training()
+        for tracker in self.accelerator.trackers:
+            tracker.finish()
 
     def write(self, metrics: dict[str, Any]) -> None:
         """JSON has no NaN: a number that is not finite is null there."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,8 +19,8 @@ from torch import Tensor
 
 from schemas.ragged import IntArray
 from trainer.batch_metrics import batch_metrics
-from trainer.begin import begin
-from trainer.checkpoint import discard_after, save_checkpoint
+from trainer.begin import Run, begin
+from trainer.checkpoint import checkpoint_path, discard_after, save_checkpoint
 from trainer.config import TrainConfig, save_config
 from trainer.critic import CriticLearner, critic_values, update_critic
 from trainer.data import Batch, groups_with_gradient, read_rows, to_batch
@@ -30,8 +31,10 @@ from trainer.log import RunLog
 from trainer.optimizer import set_learning_rates
 from trainer.plan import Plan, num_planned_updates, split
 from trainer.prefetch import one_ahead
+from trainer.processes import agreed, exchange_rows, on_main, own_groups
 from trainer.resume import cut, stops_when_full
-from trainer.state import Position, Progress, save_state
+from trainer.sharding import whole_weights
+from trainer.state import Position, Progress, optimizer_tensors, save_state
 from trainer.update import Learner, policy_logprobs, update
 
 KNOWN = ("old_logprobs", "ref_logprobs", "values")
@@ -87,12 +90,8 @@ def train(config: TrainConfig, *, resume: bool = False) -> TrainResult:
     """
     run = begin(config, resume=resume)
     learner, critic, plan = run.learner, run.critic, run.plan
-    out = Path(config.out)
-    out.mkdir(parents=True, exist_ok=True)
-    with stops_when_full(out):
-        cut(out / "metrics.jsonl", len(run.kept_metrics))
-        discard_after(out, run.progress.global_step)
-        save_config(config, out / "config.json")
+    with stops_when_full(Path(config.out)):
+        _write(learner, lambda: _open(config, run))
         progress, metrics = _run(learner, critic, run.rollouts, plan, run.limit, run.progress)
         saved = _save(learner, critic, plan, progress)
     return TrainResult(
@@ -108,6 +107,26 @@ def train(config: TrainConfig, *, resume: bool = False) -> TrainResult:
     )
 
 
+def _open(config: TrainConfig, run: Run) -> None:
+    """Leave in the run's directory what the run goes on from."""
+    out = Path(config.out)
+    out.mkdir(parents=True, exist_ok=True)
+    cut(out / "metrics.jsonl", len(run.kept_metrics))
+    discard_after(out, run.progress.global_step)
+    save_config(config, out / "config.json")
+
+
+def _write(learner: Learner, work: Callable[[], object] | None) -> None:
+    """Have the main process write; if it has no room, all stop. Others may have no `work`."""
+
+    def write() -> None:
+        with stops_when_full(Path(learner.config.out)):
+            if work:
+                work()
+
+    on_main(learner.accelerator, write)
+
+
 def _run(
     learner: Learner,
     critic: CriticLearner | None,
@@ -121,8 +140,9 @@ def _run(
     metrics: dict[str, Any] = {}
     every, num_planned = config.save_every_updates, num_planned_updates(plan, config)
     num_made = progress.global_step
-    log = RunLog(learner, Path(config.out), num_planned=num_planned, num_made=num_made)
-    with log:
+    out, is_main = Path(config.out), learner.accelerator.is_main_process
+    planned = {"num_planned": num_planned, "num_made": num_made}
+    with RunLog(learner, out, **planned) if is_main else nullcontext() as log:
         if num_made == config.max_updates:
             return progress, metrics
         set_rates = partial(
@@ -140,27 +160,48 @@ def _run(
             step = progress.global_step
             set_rates(global_step=step)
             metrics = {"global_step": step, "num_trained_groups": len(moving)} | metrics
-            log.write(metrics)
+            _write(learner, partial(log.write, metrics) if log else None)
             if every and stepped and step % every == 0:
-                log.sync()
-                _save(learner, critic, plan, progress)
+                _save(learner, critic, plan, progress, log)
             if step == config.max_updates:
                 break
-        log.sync()
+        if log:
+            log.sync()
     return progress, metrics
 
 
-def _save(learner: Learner, critic: CriticLearner | None, plan: Plan, progress: Progress) -> Path:
+def _save(
+    learner: Learner,
+    critic: CriticLearner | None,
+    plan: Plan,
+    progress: Progress,
+    log: RunLog | None = None,
+) -> Path:
+    """Save a checkpoint, which counts on the lines of `log` before it."""
     unwrap, config = learner.accelerator.unwrap_model, learner.config
-    return save_checkpoint(
-        unwrap(learner.policy).model,
-        Path(config.model),
-        Path(config.out),
-        progress.global_step,
-        unwrap(critic.critic) if critic else None,
-        save_state=lambda path: save_state(path, learner, critic, plan, progress),
-        keep=config.keep_checkpoints,
-    )
+    keep, out = learner.accelerator.is_main_process, Path(config.out)
+    policy, critic_model = unwrap(learner.policy), unwrap(critic.critic) if critic else None
+    weights = whole_weights(policy.model, keep=keep)
+    critic_weights = whole_weights(critic_model, keep=keep) if critic_model else None
+    optimizers = optimizer_tensors(learner, critic)
+
+    def write() -> None:
+        if log:
+            log.sync()
+        save_checkpoint(
+            policy.model,
+            Path(config.model),
+            out,
+            progress.global_step,
+            critic_model,
+            save_state=lambda path: save_state(path, optimizers, plan, progress),
+            keep=config.keep_checkpoints,
+            weights=weights,
+            critic_weights=critic_weights,
+        )
+
+    _write(learner, write)
+    return checkpoint_path(out, progress.global_step)
 
 
 def _updates(
@@ -178,12 +219,9 @@ def _updates(
     config = learner.config
     batches = (plan.batches * config.num_epochs)[position.batch :]
     start = time.perf_counter()
-    tables = one_ahead(
-        lambda groups: read_rows(rollouts, plan, groups, config.sequence_layout), batches
-    )
-    for groups, table in zip(batches, tables, strict=True):
-        batch, mini_batches = _load(learner, limit, table)
-        del table
+    tables = one_ahead(partial(_read_share, learner, rollouts, plan), batches)
+    for groups in batches:
+        batch, mini_batches = _load(learner, limit, tables)
         known = position.known or _known(learner, critic, batch, mini_batches)
         old_logprobs, ref_logprobs, values = map(known.get, KNOWN)
         kl_metrics: dict[str, float] = {}
@@ -242,15 +280,24 @@ def _known(
     return known
 
 
+def _read_share(
+    learner: Learner, rollouts: pl.LazyFrame, plan: Plan, groups: Sequence[str]
+) -> pl.DataFrame | None:
+    """The rows of this process's share of a batch's groups; None where that is no group."""
+    own = own_groups(learner.accelerator, groups)
+    return read_rows(rollouts, plan, own, learner.config.sequence_layout) if own else None
+
+
 def _load(
-    learner: Learner, limit: RowLimit, table: pl.DataFrame
+    learner: Learner, limit: RowLimit, tables: Iterator[pl.DataFrame | None]
 ) -> tuple[Batch, list[list[Forest]]]:
-    """A batch and the micro-batches of each of its mini-batches."""
-    batch = to_batch(table)
+    """The next batch and the micro-batches of each of its mini-batches."""
+    accelerator = learner.accelerator
+    batch = to_batch(exchange_rows(accelerator, agreed(accelerator, lambda: next(tables))))
     limit.check(chain_lengths(batch.prompts, batch.responses, batch.trains), batch.names)
-    budget = learner.config.tokens_per_micro_batch
+    budget, num_ranks = learner.config.tokens_per_micro_batch, accelerator.num_processes
     return batch, [
-        chain_forests(batch.prompts, batch.responses, batch.trains, rows, budget)
+        chain_forests(batch.prompts, batch.responses, batch.trains, rows, budget, num_ranks)
         for rows in _rows_of_mini_batches(batch)
     ]
 

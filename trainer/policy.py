@@ -48,6 +48,11 @@ class Policy(nn.Module):
         self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
         self.eval()
 
+    @property
+    def _no_split_modules(self) -> Any:
+        """What Accelerate asks for: the classes of layers to be sharded one by one."""
+        return self.model._no_split_modules
+
     def forward(self, forest: Forest, temperature: Tensor) -> tuple[Tensor, Tensor]:
         """Forward a forest once.
 
@@ -69,7 +74,7 @@ class Policy(nn.Module):
                 temperature[start : start + size],
                 use_reentrant=False,
             )
-            for start in range(0, len(hidden), size)
+            for start in range(0, max(len(hidden), 1), size)
         ]
         return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
 

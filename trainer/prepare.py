@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import polars as pl
 from accelerate import Accelerator
-from accelerate.tracking import get_available_trackers
 
 import rollout_io
-from schemas.errors import RolloutError
 from trainer.advice import warnings_before
 from trainer.checks import check_rows, corrects_for_sampler
 from trainer.config import TrainConfig
-from trainer.critic import CriticLearner, make_critic_learner
+from trainer.critic import Critic, CriticLearner, load_critic
 from trainer.data import index_rows
 from trainer.forest import RowLimit
+from trainer.launch import wrap, wrap_frozen
 from trainer.log import say
 from trainer.lora import WithoutAdapter, add_adapter
 from trainer.optimizer import make_optimizer
@@ -24,25 +24,38 @@ from trainer.policy import Policy, load_policy, row_limit
 from trainer.update import Learner
 
 
-def prepare(
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Models:
+    """The models of a run, as they were loaded.
+
+    Attributes:
+        policy: What trains.
+        reference: What the KL divergence is from, if one is asked for.
+        critic: What gae takes values from.
+        limit: The longest row that can be forwarded.
+        corrects: Whether importance weights and masks apply.
+    """
+
+    policy: Policy
+    reference: Policy | None
+    critic: Critic | None
+    limit: RowLimit
+    corrects: bool
+
+
+def load_models(
     config: TrainConfig, rollouts: pl.LazyFrame, plan: Plan, checkpoint: Path | None
-) -> tuple[Learner, CriticLearner | None, RowLimit]:
-    """Load the models, check every row against them, make the optimizers.
+) -> Models:
+    """Load the models and check every row against them.
 
     Policy and critic are those of `checkpoint`, if there is one; the reference never is.
 
     Raises:
         RolloutError: A model or a row cannot be trained as asked.
     """
-    accelerator = _accelerator(config)
     policy = _policy(config, checkpoint)
-    reference = _reference(config, accelerator)
-    models, critic = [p.model for p in (policy, reference) if p], None
-    if config.advantage_estimator == "gae":
-        start = config.critic_model or config.model
-        start = str(checkpoint / "critic") if checkpoint else start
-        critic = make_critic_learner(accelerator, config, start)
-        models.append(accelerator.unwrap_model(critic.critic).model)
+    reference, critic = _reference(config), _critic(config, checkpoint)
+    models = [found.model for found in (policy, reference, critic) if found]
     limits = [row_limit(model.config, config.tokens_per_micro_batch) for model in models]
     limit = min(limits, key=lambda limit: limit.num_tokens)
     vocab_size = min(model.get_input_embeddings().weight.shape[0] for model in models)
@@ -55,19 +68,41 @@ def prepare(
         say(f"warning: {text}")
     if config.gradient_checkpointing:
         policy.checkpoint_layers()
-    rate, device = config.learning_rate, accelerator.device
-    optimizer = make_optimizer(policy.parameters(), config, learning_rate=rate, device=device)
-    policy, optimizer = accelerator.prepare(policy, optimizer)
-    without_own_weights = config.needs_reference and reference is None
+    return Models(policy=policy, reference=reference, critic=critic, limit=limit, corrects=corrects)
+
+
+def make_learners(
+    accelerator: Accelerator, config: TrainConfig, models: Models
+) -> tuple[Learner, CriticLearner | None]:
+    """Give the models optimizers, and all of them to the processes and devices of the run.
+
+    Raises:
+        RolloutError: The launch, or an optimizer, asks for what is not there.
+    """
+    device, reference, critic = accelerator.device, None, None
+    if models.critic:
+        trained, rate = models.critic.trained_parameters(), config.critic_learning_rate
+        optimizer = make_optimizer(trained, config, learning_rate=rate, device=device)
+        model, optimizer = wrap(accelerator, models.critic, optimizer)
+        critic = CriticLearner(
+            accelerator=accelerator, critic=model, optimizer=optimizer, config=config
+        )
+    trained, rate = models.policy.parameters(), config.learning_rate
+    optimizer = make_optimizer(trained, config, learning_rate=rate, device=device)
+    policy, optimizer = wrap(accelerator, models.policy, optimizer)
+    if models.reference:
+        reference = wrap_frozen(accelerator, models.reference)
+    elif config.needs_reference:
+        reference = WithoutAdapter(policy)
     learner = Learner(
         accelerator=accelerator,
         policy=policy,
         optimizer=optimizer,
         config=config,
-        corrects=corrects,
-        reference=WithoutAdapter(policy) if without_own_weights else reference,
+        corrects=models.corrects,
+        reference=reference,
     )
-    return learner, critic, limit
+    return learner, critic
 
 
 def _policy(config: TrainConfig, checkpoint: Path | None) -> Policy:
@@ -84,29 +119,16 @@ def _policy(config: TrainConfig, checkpoint: Path | None) -> Policy:
     return policy
 
 
-def _reference(config: TrainConfig, accelerator: Accelerator) -> Policy | None:
+def _reference(config: TrainConfig) -> Policy | None:
     """The frozen policy that the KL divergence is from, if one with weights of its own is needed."""
     if not config.needs_reference or (config.lora_rank and not config.reference_model):
         return None
     path = config.reference_model or config.model
-    reference = load_policy(path, logprob_chunk_tokens=config.logprob_chunk_tokens)
-    reference.requires_grad_(requires_grad=False)
-    prepared: Policy = accelerator.prepare_model(reference, evaluation_mode=True)
-    return prepared
+    return load_policy(path, logprob_chunk_tokens=config.logprob_chunk_tokens)
 
 
-def _accelerator(config: TrainConfig) -> Accelerator:
-    available = [str(tracker) for tracker in get_available_trackers()]
-    for tracker in config.trackers:
-        if tracker not in available:
-            expected = f"one of those installed: {', '.join(available) or 'none'}"
-            raise RolloutError("config_value", "trackers", f"`{tracker}`", expected)
-    accelerator = Accelerator(
-        mixed_precision="bf16" if config.dtype == "bfloat16" else "no",
-        log_with=list(config.trackers) or None,
-        project_dir=config.out,
-    )
-    if accelerator.num_processes > 1:
-        got = f"{accelerator.num_processes} processes"
-        raise RolloutError("processes", "launch", got, "one", "start without `accelerate launch`")
-    return accelerator
+def _critic(config: TrainConfig, checkpoint: Path | None) -> Critic | None:
+    if config.advantage_estimator != "gae":
+        return None
+    path = str(checkpoint / "critic") if checkpoint else config.critic_model or config.model
+    return load_critic(path, gradient_checkpointing=config.gradient_checkpointing)

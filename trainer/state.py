@@ -14,11 +14,12 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from schemas.errors import RolloutError
 from trainer.critic import CriticLearner
 from trainer.plan import Plan
+from trainer.sharding import sharded_like, whole
 from trainer.update import Learner
 
 
@@ -72,14 +73,24 @@ class Progress:
         return self.global_step + self.num_skipped
 
 
-def save_state(
-    path: Path, learner: Learner, critic: CriticLearner | None, plan: Plan, progress: Progress
-) -> None:
+OptimizerTensors = dict[str, dict[str, Tensor]]
+"""By optimizer, `optimizer` or `critic_optimizer`: state by parameter and name."""
+
+
+def optimizer_tensors(learner: Learner, critic: CriticLearner | None) -> OptimizerTensors:
+    """The optimizers' state: whole tensors, for which all processes must ask together."""
+    keep = learner.accelerator.is_main_process
+    found = {"optimizer": _state_of(learner.optimizer, learner.policy, keep=keep)}
+    if critic is not None:
+        found["critic_optimizer"] = _state_of(critic.optimizer, critic.critic, keep=keep)
+    return found
+
+
+def save_state(path: Path, optimizers: OptimizerTensors, plan: Plan, progress: Progress) -> None:
     """Write the directory `path`: JSON and safetensors, nothing that runs code when it is read."""
     path.mkdir()
-    save_file(_optimizer_tensors(learner.optimizer), path / "optimizer.safetensors")
-    if critic is not None:
-        save_file(_optimizer_tensors(critic.optimizer), path / "critic_optimizer.safetensors")
+    for name, tensors in optimizers.items():
+        save_file(tensors, path / f"{name}.safetensors")
     save_file(progress.position.known, path / "batch.safetensors")
     position = progress.position
     run = {
@@ -130,9 +141,10 @@ def restore(path: Path, learner: Learner, critic: CriticLearner | None) -> None:
         RolloutError: The state cannot be read, or is that of other models.
     """
     try:
-        _restore_optimizer(learner.optimizer, path / "optimizer.safetensors")
+        _restore_optimizer(learner.optimizer, learner.policy, path / "optimizer.safetensors")
         if critic is not None:
-            _restore_optimizer(critic.optimizer, path / "critic_optimizer.safetensors")
+            file = path / "critic_optimizer.safetensors"
+            _restore_optimizer(critic.optimizer, critic.critic, file)
         _restore_generators(json.loads((path / "rng.json").read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         raise _unreadable(path, error) from error
@@ -144,14 +156,17 @@ def _unreadable(path: Path, error: Exception) -> RolloutError:
     return RolloutError("checkpoint_state", str(path), got, "the state of a run", hint)
 
 
-def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """State by parameter number and name, `12.exp_avg`; the settings are the configuration's."""
+def _state_of(
+    optimizer: torch.optim.Optimizer, model: nn.Module, *, keep: bool
+) -> dict[str, Tensor]:
+    """State by parameter and name, `lm_head.weight.exp_avg`; the settings are the configuration's."""
+    names, found = [name for name, _ in _parameters(optimizer, model)], {}
     state: dict[int, dict[str, Any]] = optimizer.state_dict()["state"]
-    return {
-        f"{number}.{name}": tensor
-        for number, values in state.items()
-        for name, tensor in _flat(values)
-    }
+    for number, values in state.items():
+        for name, tensor in _flat(values):
+            if keep:
+                found[f"{names[number]}.{name}"] = tensor
+    return found
 
 
 def _flat(values: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
@@ -160,19 +175,29 @@ def _flat(values: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
         if isinstance(value, dict):
             yield from ((inner, tensor.clone()) for inner, tensor in _flat(value))
         else:
-            yield name, torch.as_tensor(value).detach().cpu().contiguous()
+            yield name, whole(torch.as_tensor(value)).contiguous()
 
 
-def _restore_optimizer(optimizer: torch.optim.Optimizer, path: Path) -> None:
+def _restore_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, path: Path) -> None:
+    parameters = _parameters(optimizer, model)
+    numbers = {name: number for number, (name, _) in enumerate(parameters)}
     state: dict[int, dict[str, Any]] = {}
     for key, tensor in load_file(path).items():
-        number, _, name = key.partition(".")
-        value = (
-            int(tensor) if tensor.shape == () and tensor.dtype == torch.int64 else tensor.clone()
-        )
-        state.setdefault(int(number), {})[name] = value
+        parameter, _, name = key.rpartition(".")
+        number = numbers[parameter]
+        count = tensor.shape == () and tensor.dtype == torch.int64
+        value = int(tensor) if count else sharded_like(tensor.clone(), parameters[number][1])
+        state.setdefault(number, {})[name] = value
     groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _parameters(
+    optimizer: torch.optim.Optimizer, model: nn.Module
+) -> list[tuple[str, nn.Parameter]]:
+    """The optimizer's parameters in its order, by their names in the model without a wrapper."""
+    names = {p: name.removeprefix("module.") for name, p in model.named_parameters()}
+    return [(names[p], p) for group in optimizer.param_groups for p in group["params"]]
 
 
 def _generators() -> dict[str, Any]:
@@ -193,9 +218,9 @@ def _restore_generators(states: dict[str, Any]) -> None:
     kind, keys, *rest = states["numpy"]
     np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))  # noqa: NPY002
     torch.set_rng_state(torch.tensor(states["torch"], dtype=torch.uint8))
-    if torch.cuda.is_available() and states["cuda"]:
+    if num_gpus := torch.cuda.device_count():
         torch.cuda.set_rng_state_all(
-            [torch.tensor(state, dtype=torch.uint8) for state in states["cuda"]]
+            [torch.tensor(state, dtype=torch.uint8) for state in states["cuda"][:num_gpus]]
         )
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import cast
 
 import numpy as np
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from schemas.ragged import IntArray
 from trainer.config import TrainConfig
 from trainer.data import Batch
+from trainer.deal import own_forests
 from trainer.forest import Forest
 from trainer.losses.correction import correct
 from trainer.losses.covariance import clip_cov_selection, covariances, kl_cov_selection
@@ -24,6 +24,8 @@ from trainer.losses.policy import regular
 from trainer.losses.reductions import FloatArray, reduction_weights
 from trainer.objective import Targets, policy_loss, ratio_metrics
 from trainer.policy import Policy
+from trainer.processes import combine, gather_parts
+from trainer.sharding import clip_gradient, without_reduction
 
 SPREADS = {
     "rollout_logprobs_abs_diff": "std max min",
@@ -81,19 +83,19 @@ def policy_logprobs(
     Args:
         learner: Whose policy it is, unless `policy` is given.
         batch: Has each target's temperature.
-        forests: Micro-batches.
+        forests: Micro-batches; each process forwards its share of them.
         policy: Another policy, such as the learner's reference.
 
     Returns:
         [T] float32 on the CPU; NaN at response tokens that are no target.
     """
-    logprobs = torch.full((len(batch.trains),), torch.nan)
-    for forest in forests:
-        device = learner.accelerator.device
+    accelerator, device = learner.accelerator, learner.accelerator.device
+    logprobs = torch.zeros(len(batch.trains))
+    for _, forest in own_forests(accelerator, forests):
         temperature = batch.temperature[forest.target_slot].to(device)
         found, _ = (policy or learner.policy)(forest.to(device), temperature)
         logprobs[forest.target_slot] = found.cpu()
-    return logprobs
+    return combine(accelerator, logprobs, forests)
 
 
 def update(
@@ -116,7 +118,7 @@ def update(
         learner: Policy and optimizer.
         batch: Per-token values the forests' targets refer to.
         forests: Micro-batches of the mini-batch, together its every target once. All targets of
-            a row are in one of them.
+            a row are in one of them. Each process forwards its share of them.
         old_logprobs: [T] of the policy at the batch's start; None where this update is the first
             and only one of its batch, so that the policy's own log-probabilities are the same, or
             where the loss does not need them.
@@ -127,16 +129,15 @@ def update(
     """
     num_trained = sum(forest.num_targets for forest in forests)
     given = _given(learner, batch, forests, old_logprobs, ref_logprobs)
-    parts = []
-    for number, forest in enumerate(forests, start=1):
-        accumulates = number < len(forests)
-        with learner.accelerator.no_sync(learner.policy) if accumulates else nullcontext():
-            loss, found = _micro_batch(learner, batch, forest, given)
+    accelerator, parts = learner.accelerator, {}
+    own = own_forests(accelerator, forests)
+    for done, (number, forest) in enumerate(own, start=1):
+        with without_reduction(learner.policy) if done < len(own) else nullcontext():
+            loss, parts[number] = _micro_batch(learner, batch, forest, given)
             # Data-parallel wrappers average gradients over processes; the weights are global.
-            learner.accelerator.backward(loss * learner.accelerator.num_processes)
-        parts.append(found)
+            accelerator.backward(loss * accelerator.num_processes)
     grad_norm = _step(learner) if num_trained else 0.0
-    return _metrics(parts) | {
+    return _metrics(gather_parts(accelerator, parts)) | {
         "grad_norm": grad_norm,
         "num_trained_tokens": num_trained,
         "num_forwarded_tokens": sum(forest.num_tokens for forest in forests),
@@ -236,7 +237,7 @@ def _targets(batch: Batch, slot: Tensor, logprobs: Tensor, given: Given) -> Targ
     )
 
 
-def _metrics(parts: Sequence[dict[str, Tensor]]) -> dict[str, float]:
+def _metrics(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
     """Sums of the terms of the loss, means of everything else, over the mini-batch."""
     names = parts[0] if parts else ("loss", "policy_loss", "policy_entropy", "clip_ratio")
     found = {name: torch.cat([torch.zeros(0), *(part[name] for part in parts)]) for name in names}
@@ -261,9 +262,7 @@ def _deviation(values: Tensor) -> Tensor:
 
 def _step(learner: Learner) -> float:
     """Clip the gradient and step, unless the gradient is not finite; its norm before clipping."""
-    parameters = learner.policy.parameters()
-    norm = learner.accelerator.clip_grad_norm_(parameters, learner.config.max_grad_norm)
-    grad_norm = float(cast("Tensor", norm))
+    grad_norm = clip_gradient(learner.policy.parameters(), learner.config.max_grad_norm)
     if math.isfinite(grad_norm):
         learner.optimizer.step()
     learner.optimizer.zero_grad()
