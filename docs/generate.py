@@ -108,6 +108,33 @@ yet, takes less.
 `global_step`, one panel a metric, several runs over each other; without `--metric` those that say how a run
 goes. The suffix says the format. It needs `pip install "rollout-io[plot]"`, and no torch.
 
+## Several processes
+
+    accelerate launch --multi_gpu --num_processes 8 -m rollout_io train DS --model DIR --out RUN
+    torchrun --nproc_per_node 2 -m rollout_io train DS --model DIR --out RUN
+
+The second is also how several processes run on a CPU. Their number is no key of the configuration, and changes
+no number: a batch's groups are shared out to be read, its micro-batches to be forwarded, and what comes of it is
+exchanged, so that advantages, denominators, metrics and the gradient are those of one process but for rounding
+(tested to a relative 1e-4). Only `num_micro_batches` may grow: micro-batches are split where a process would
+have none, then dealt so that each round has some of similar cost. All processes make as many forwards; one that
+is left over forwards a single token without a target, whose gradient is 0. A checkpoint is that of one process
+too: it goes on with any number of them.
+
+The main process alone writes and talks. What one finds wrong ends all of them, with one message. Processes wait
+two hours for each other, as long as a large checkpoint may take.
+
+FSDP2 (ZeRO-3's sharding of parameters, gradients and optimizer state) comes by Accelerate's config file, or
+
+    accelerate launch --use_fsdp --fsdp_version 2 --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP \\
+        --fsdp_reshard_after_forward true --num_processes 8 -m rollout_io train ...
+
+Reference and critic are sharded as the policy is. Every process loads the whole model into host memory first,
+and tries it out. Gradients are reduced after every micro-batch: no process has room for whole ones. With
+`dtype=bfloat16` the layers' weights are gathered in bfloat16, gradients reduced in float32. Tested on a CPU, with
+`fully_shard` itself; on GPUs not yet. FSDP version 1, FSDP on a CPU, which Accelerate would silently take for
+plain data parallelism, `adamw_8bit` with FSDP, and DeepSpeed are refused.
+
 ## Checkpoints and `--resume`
 
 `rollouts train ... --resume` goes on with the run in RUN from its latest checkpoint, or begins it where it
@@ -121,7 +148,7 @@ in `critic/`, its `state/` holds safetensors and JSON, no pickle:
 
 | file | holds |
 |---|---|
-| `optimizer.safetensors`, `critic_optimizer.safetensors` | the optimizer's moments and step of each parameter, `NUMBER.NAME` |
+| `optimizer.safetensors`, `critic_optimizer.safetensors` | the optimizer's moments and step of each parameter, `PARAMETER.NAME` |
 | `run.json` | the position (batches gone through over all epochs, mini-batches of the next one), the KL coefficient, the counts, a digest of the trajectories' returns and masks |
 | `batch.safetensors` | within a batch: the old log-probabilities, the reference's and the critic's values, as at its start |
 | `rng.json` | the generators of torch, CUDA, NumPy and Python |

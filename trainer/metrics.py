@@ -49,7 +49,9 @@ METRICS = {
     "num_forwarded_tokens": Metric(
         "tokens", "Tokens forwarded with gradient; the pass for the old log-probabilities not."
     ),
-    "num_micro_batches": Metric("forwards", "Forwards the mini-batch was cut into."),
+    "num_micro_batches": Metric(
+        "forwards", "Forwards the mini-batch was cut into, over all processes."
+    ),
     "skipped": Metric("0 or 1", "1: no step, for no token trains or the gradient is not finite."),
     "is_ratio_mean": Metric(
         "1",
