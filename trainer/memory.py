@@ -14,8 +14,8 @@ from trainer.forest import Forest
 
 MOMENTS_BYTES = {"adamw": 8, "adamw_8bit": 2}
 """Optimizer state of one parameter."""
-LOGITS_COPIES = 4
-"""Chunks of float32 logits that exist at once while one goes backward."""
+LOGITS_COPIES = 2
+"""Float32 copies of a chunk of logits that exist at once while it goes backward."""
 PROBE_TOKENS = 32
 """Tokens of the shortest of three chains that are forwarded to see what a forward keeps."""
 
@@ -85,14 +85,18 @@ def _activations(run: Run, num_tokens: int) -> int:
 
 
 def _kept_by_a_forward(run: Run, num_tokens: int) -> int:
-    """Bytes that autograd saves of a chain of which every token but the first is a target."""
+    """Bytes that autograd saves of a chain of which every token but the first is a target.
+
+    Logits are not counted: they exist a chunk at a time, however long the chain.
+    """
     policy, device = run.learner.policy, run.learner.accelerator.device
     own = {p.untyped_storage().data_ptr() for p in policy.parameters()}
+    vocab_size = run.learner.accelerator.unwrap_model(policy).model.config.vocab_size
     kept: dict[int, tuple[int, Tensor]] = {}
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
+        if storage.data_ptr() not in own and tensor.shape[-1:] != (vocab_size,):
             kept[storage.data_ptr()] = storage.nbytes(), tensor
         return tensor
 
