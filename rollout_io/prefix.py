@@ -18,6 +18,7 @@ from schemas.types import PREFIX_TYPES
 Tokens = npt.NDArray[np.int32]
 
 _TOKEN_BYTES = 4
+_ROOT = (-1, 0)
 
 
 def encode_prefixes(table: pa.Table) -> pa.Table:
@@ -95,27 +96,34 @@ def find_parents(prompts: Ragged, responses: Ragged, starts: IntArray) -> tuple[
     is_first = np.zeros(len(prompts.lengths), np.bool_)
     is_first[starts] = True
     steps: list[bytes] = []
-    longest = 0
-    found: list[tuple[int, int]] = []
+    last, longest = b"", 0
+    parents: list[int] = []
+    shared: list[int] = []
     rows = zip(is_first.tolist(), _rows(prompts), _rows(responses), strict=True)
     for begins, prompt, response in rows:
         if begins:
-            steps, longest = [], 0
-        found.append(_longest(steps, prompt, longest))
-        steps.append(prompt + response)
-        longest = max(longest, len(steps[-1]))
-    parent, shared = np.array(found, np.int64).reshape(-1, 2).T
-    return parent, shared
+            steps, longest, found = [], 0, _ROOT
+        elif 0 < longest == len(last) and prompt.startswith(last):
+            found = len(steps) - 1, longest
+        else:
+            found = _longest(steps, prompt, longest)
+        parents.append(found[0])
+        shared.append(found[1])
+        last = prompt + response
+        steps.append(last)
+        longest = max(longest, len(last))
+    return np.array(parents, np.int64), np.array(shared, np.int64) // _TOKEN_BYTES
 
 
 def _rows(column: Ragged) -> Iterator[bytes]:
     """The bytes of each row."""
-    bounds = pairwise(column.offsets.tolist())
-    return (column.values[begin:end].tobytes() for begin, end in bounds)
+    bounds = pairwise((column.offsets * _TOKEN_BYTES).tolist())
+    values = np.ascontiguousarray(column.values).data.cast("B")
+    return (values[begin:end].tobytes() for begin, end in bounds)
 
 
 def _longest(steps: list[bytes], prompt: bytes, longest: int) -> tuple[int, int]:
-    """The earlier step that shares most with a prompt, and how many tokens.
+    """The earlier step that shares most with a prompt, and how many bytes.
 
     Args:
         steps: Bytes of each one's tokens, prompt + response.
@@ -135,7 +143,7 @@ def _longest(steps: list[bytes], prompt: bytes, longest: int) -> tuple[int, int]
             shared = common * _TOKEN_BYTES
         if shared > best:
             best, parent = shared, candidate
-    return parent, best // _TOKEN_BYTES
+    return parent, best
 
 
 def common_prefix(a: Tokens, b: Tokens) -> int:
