@@ -1,7 +1,8 @@
-"""Arrow list arrays from one NumPy array per row."""
+"""Arrow list arrays from one array per row."""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,14 +14,23 @@ from schemas.columns import routing_type
 from schemas.ragged import Ragged
 
 
-def ragged_array(rows: Sequence[npt.NDArray[Any] | None], kind: pa.DataType) -> pa.Array:
+def ragged_array(
+    rows: Sequence[npt.NDArray[Any] | array[float] | None], kind: pa.DataType
+) -> pa.Array:
     """A list array of type `kind` from one 1-D array per row; None makes a null."""
     lengths = [0 if row is None else len(row) for row in rows]
     offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     known = [row for row in rows if row is not None]
-    values = np.concatenate(known) if known else np.zeros(0, kind.value_type.to_pandas_dtype())
+    values = _joined(known) if known else np.zeros(0, kind.value_type.to_pandas_dtype())
     valid = np.array([row is not None for row in rows], np.bool_)
     return Ragged(values, offsets, valid).to_arrow(kind.value_type)
+
+
+def _joined(rows: Sequence[npt.NDArray[Any] | array[float]]) -> npt.NDArray[Any]:
+    packed = [row for row in rows if isinstance(row, array) and row.typecode == "f"]
+    if len(packed) == len(rows):
+        return np.frombuffer(b"".join(packed), np.float32)
+    return np.concatenate([np.asarray(row) for row in rows])
 
 
 def routing_array(rows: Sequence[npt.NDArray[Any] | None], num_layers: int, topk: int) -> pa.Array:

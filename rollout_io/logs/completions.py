@@ -14,6 +14,7 @@ Source of the fields: vLLM's OpenAI-compatible server, asked for `return_token_i
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
 
@@ -187,13 +188,13 @@ def _ids(text: bytes, what: str, where: str, *, failed: bool) -> Ids:
     return text
 
 
-def _logprobs(logprobs: _Logprobs | None) -> npt.NDArray[np.float32] | None:
+def _logprobs(logprobs: _Logprobs | None) -> array[float] | None:
     if logprobs is None:
         return None
     if logprobs.content is not None:
-        return np.array([token.logprob for token in logprobs.content], np.float32)
+        return array("f", [token.logprob for token in logprobs.content])
     if logprobs.token_logprobs is not None:
-        return np.array(logprobs.token_logprobs, np.float32)
+        return array("f", logprobs.token_logprobs)
     return None
 
 
