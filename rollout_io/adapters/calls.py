@@ -105,7 +105,8 @@ def find_sessions(inputs: Sequence[Input], progress: Progress) -> Iterator[Found
             runs.append(Run(instance_id=key[0], repetition_id=key[1], places=places))
         except RolloutError as error:
             yield from (Rejected(place, error) for place in places)
-    yield from sorted(runs, key=lambda run: (natural_key(run.instance_id), run.repetition_id))
+    keys = {name: natural_key(name) for name in {run.instance_id for run in runs}}
+    yield from sorted(runs, key=lambda run: (keys[run.instance_id], run.repetition_id))
 
 
 def _session(content: bytes, where: str) -> bytes:

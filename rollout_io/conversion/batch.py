@@ -160,7 +160,8 @@ def sound(part: Part, rejected: list[Rejected]) -> pa.Table:
         rejected: Records of the runs that do are added to it.
     """
     runs, table = part
-    breaches = Checker().check(table).filter(pl.col("severity") == "error")
+    found = Checker().check(table)
+    breaches = found.filter(pl.col("severity") == "error") if len(found) else found
     if not len(breaches):
         return table
     names = table.column("trajectory_id")
