@@ -228,6 +228,7 @@ class _Shard:
                 write_page_checksum=True,
                 use_dictionary=dictionary,
                 column_encoding=encodings,
+                write_statistics=[f.name for f in schema if not pa.types.is_nested(f.type)],
             )
 
     def holds(self, table: pa.Table) -> bool:

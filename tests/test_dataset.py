@@ -1,7 +1,9 @@
 import tempfile
+from array import array
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -10,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rollout_io import RolloutWriter, check_dataset, iter_tables, read, read_metadata, scan, to_hf
+from rollout_io.arrays import ragged_array
 from rollout_io.prefix import decode_prefixes, encode_prefixes
 from schemas import RULES, DatasetMetadata, RolloutError, ValidationError, upgrade
 from schemas.strategies import broken_tables, rollout_tables
@@ -32,6 +35,25 @@ def test_prefix_columns_of_the_worked_example():
     assert encoded["parent_step_index"].to_pylist() == [None, 0]
     assert encoded["prefix_length"].to_pylist() == [0, 3]
     assert encoded["prompt_suffix_ids"].to_pylist() == [[1, 2], [9]]
+
+
+@pytest.mark.parametrize("kind", ["arrays", "numpy", "both"])
+def test_a_list_column_is_the_same_from_arrays_of_either_kind(kind):
+    values = [[-0.5, -1e300], None, [], [-0.1]]
+    made = [row if row is None else array("f", row) for row in values]
+    with np.errstate(over="ignore"):
+        numpy = [row if row is None else np.array(row, np.float32) for row in values]
+    rows = {"arrays": made, "numpy": numpy, "both": [*made[:2], *numpy[2:]]}[kind]
+    column = ragged_array(rows, pa.list_(pa.float32()))
+    assert column.equals(pa.array(values, pa.list_(pa.float32())))
+
+
+def test_scalar_columns_have_statistics_and_lists_have_none(tmp_path):
+    group = pq.ParquetFile(write_example(tmp_path)).metadata.row_group(0)
+    columns = [group.column(i) for i in range(group.num_columns)]
+    known = {c.path_in_schema for c in columns if c.is_stats_set}
+    assert known == {c.path_in_schema for c in columns if ".list." not in c.path_in_schema}
+    assert "step_index" in known
 
 
 @given(rollout_tables())
