@@ -132,8 +132,9 @@ FSDP2 (ZeRO-3's sharding of parameters, gradients and optimizer state) comes by 
 
 Reference and critic are sharded as the policy is. Every process loads the whole model into host memory first,
 and tries it out. Gradients are reduced after every micro-batch: no process has room for whole ones. With
-`dtype=bfloat16` the layers' weights are gathered in bfloat16, gradients reduced in float32. Tested on a CPU, with
-`fully_shard` itself; on GPUs not yet. FSDP version 1, FSDP on a CPU, which Accelerate would silently take for
+`dtype=bfloat16` weights are gathered in bfloat16, and what flows from layer to layer is bfloat16 too (elsewhere
+autocast keeps it float32); gradients are reduced in float32. Tested on a CPU, with `fully_shard` itself and with
+Accelerate's FSDP2 over gloo; on GPUs not yet. FSDP version 1, FSDP on a CPU, which Accelerate would silently take for
 plain data parallelism, `adamw_8bit` with FSDP, and DeepSpeed are refused.
 
 ## Checkpoints and `--resume`

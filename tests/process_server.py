@@ -10,13 +10,16 @@ from typing import Any
 
 import torch
 import transformers.models.llama.modeling_llama  # noqa: F401
+from accelerate import Accelerator, DistributedType, PartialState
+from accelerate.utils import FullyShardedDataParallelPlugin
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 import trainer.cli
+import trainer.launch
 import trainer.prepare
 from rollout_io.cli.main import run as run_command
 from tests.trainer_helpers import forests_of, learner_of, make_batch, tiny_policy
@@ -39,6 +42,29 @@ def shard(_: object, model: Any, optimizer: torch.optim.Optimizer) -> tuple[Any,
     for group, wanted in zip(optimizer.param_groups, groups, strict=True):
         group["params"] = [sharded[name] for name in wanted]
     check_sharded(model)
+    return model, optimizer
+
+
+def fsdp2(**settings: Any) -> Accelerator:
+    """An accelerator as on GPUs: Accelerate itself would have FSDP there alone."""
+    accelerator = Accelerator(**settings)
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        reshard_after_forward=True,
+        cpu_ram_efficient_loading=False,
+    )
+    accelerator.state.fsdp_plugin = plugin
+    accelerator.state.distributed_type = DistributedType.FSDP
+    PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+    return accelerator
+
+
+def prepared(*models: Any) -> tuple[Any, Any]:
+    """What `trainer.launch.wrap` makes of them, sharded layer by layer."""
+    model, optimizer = trainer.launch.wrap(*models)
+    check_sharded(model)
+    assert all(isinstance(layer, FSDPModule) for layer in model.model.base_model.layers)
     return model, optimizer
 
 
@@ -69,8 +95,10 @@ def gradient(job: dict[str, Any]) -> None:
 
 
 def work(job: dict[str, Any]) -> None:
-    if "sharded" in job:
+    if job.get("sharded") == "directly":
         trainer.prepare.wrap = shard
+    if job.get("sharded") == "by Accelerate":
+        trainer.launch.Accelerator, trainer.prepare.wrap = fsdp2, prepared
     if "command" in job:
         sys.exit(run_command(job["command"]))
     if "file" in job:

@@ -167,12 +167,15 @@ def test_a_run_of_two_processes_is_that_of_one(
     assert server.said()[1] == ""
 
 
+@pytest.mark.parametrize(
+    "sharded", ["directly", pytest.param("by Accelerate", marks=pytest.mark.nightly)]
+)
 def test_a_run_with_sharded_parameters_is_that_of_one_process(
-    server: Server, paths: dict[str, str], alone: dict[str, Path], tmp_path: Path
+    sharded: str, server: Server, paths: dict[str, str], alone: dict[str, Path], tmp_path: Path
 ) -> None:
     config = {**paths, **COMMON, **GAE, "out": str(tmp_path / "run")}
-    server.train(config | {"max_updates": 4}, sharded=True)
-    server.train(config, sharded=True, resume=True)
+    server.train(config | {"max_updates": 4}, sharded=sharded)
+    server.train(config, sharded=sharded, resume=True)
     check_same_run(tmp_path / "run", alone["gae"])
 
 
