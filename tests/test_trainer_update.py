@@ -87,6 +87,22 @@ def test_budget_and_chunk_size_change_nothing(budget: int, chunk: int) -> None:
     assert relative_difference(found, reference) < 1e-4
 
 
+def test_packing_order_and_recomputed_layers_change_nothing() -> None:
+    rng = np.random.default_rng(3)
+    rows: list[Row] = [
+        (rng.integers(0, VOCAB, p).tolist(), rng.integers(0, VOCAB, r).tolist(), [True] * r)
+        for p, r in rng.integers(1, 9, (6, 2))
+    ]
+    values = random_values(rows, 4)
+    reference = gradient_of_update(tiny_policy(), make_batch(rows, **values), corrects=True)
+    order = rng.permutation(6)
+    shuffled = {name: [found[i] for i in order] for name, found in values.items()}
+    policy, batch = tiny_policy(chunk=3), make_batch([rows[i] for i in order], **shuffled)
+    policy.checkpoint_layers()
+    found = gradient_of_update(policy, batch, budget=20, corrects=True)
+    assert relative_difference(found, reference) < 1e-4
+
+
 def test_old_logprobs_of_the_unmoved_policy_are_its_own() -> None:
     rows: list[Row] = [([1, 2], [3, 4], [True, True]), ([5], [6, 7], [True, False])]
     policy, batch = tiny_policy(), make_batch(rows, temperatures=[0.7, None])

@@ -199,9 +199,9 @@ def write_dataset(path: Path, rows: Sequence[dict[str, Any]], logprobs_mode: Any
     return str(path)
 
 
-def gradients(policy: Policy) -> torch.Tensor:
+def gradients(model: torch.nn.Module) -> torch.Tensor:
     """All gradients as one vector."""
-    found = [p.grad.flatten() for p in policy.parameters() if p.grad is not None]
+    found = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
     return torch.cat(found)
 
 

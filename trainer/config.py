@@ -82,7 +82,7 @@ class TrainConfig(LossConfig):
     sequence_layout: Literal["step", "merge"] = "merge"
     """What is forwarded as one row: every step, or steps that continue each other merged."""
     tokens_per_micro_batch: int = 2048
-    """Most tokens in one forward; >= 1. Dense attention costs its square in memory and time."""
+    """Most tokens in one forward; >= 1. Memory grows with it, time hardly does."""
     logprob_chunk_tokens: int = 1024
     """Target tokens whose logits exist at once; >= 1."""
     gradient_checkpointing: bool = False

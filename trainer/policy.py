@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from functools import partial
@@ -17,7 +18,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 
 from schemas.errors import RolloutError
-from trainer.forest import Forest, RowLimit, attention_mask
+from trainer.attention import forest_mask, takes_chains, use_chain_attention
+from trainer.forest import Forest, RowLimit
+from trainer.head import target_logprobs
 
 KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 
@@ -45,7 +48,8 @@ class Policy(nn.Module):
         config = model.config
         self.logit_scale = float(getattr(config, "logit_scale", None) or 1.0)
         self.logit_scale /= float(getattr(config, "logits_scaling", None) or 1.0)
-        self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
+        self.softcap: float | None = getattr(config, "final_logit_softcapping", None) or None
+        use_chain_attention(model)
         self.eval()
 
     @property
@@ -65,29 +69,24 @@ class Policy(nn.Module):
             distribution each target was drawn from, without gradient unless `entropy_gradient`.
         """
         hidden = hidden_before_targets(self.model, forest)
-        size = self.logprob_chunk_tokens
-        parts = [
-            checkpoint(
-                self._head,
-                hidden[start : start + size],
-                forest.target_token[start : start + size],
-                temperature[start : start + size],
-                use_reentrant=False,
-            )
-            for start in range(0, max(len(hidden), 1), size)
-        ]
+        num_chunks = max(1, math.ceil(len(hidden) / self.logprob_chunk_tokens))
+        inputs = (hidden, forest.target_token, temperature)
+        chunks = list(zip(*(i.tensor_split(num_chunks) for i in inputs), strict=True))
+        # The backward pass begins with the last chunk: its logits need not be computed twice.
+        parts = [checkpoint(self._head, *chunk, use_reentrant=False) for chunk in chunks[:-1]]
+        parts += [self._head(*chunk) for chunk in chunks[-1:]]
         return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
 
     def _head(self, hidden: Tensor, token: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
-        logits = self.model.get_output_embeddings()(hidden).float() * self.logit_scale
-        if self.softcap:
-            logits = torch.tanh(logits / self.softcap) * self.softcap
-        logits = logits / temperature[:, None]
-        normalizer = logits.logsumexp(-1)
-        logprobs = logits.gather(-1, token[:, None])[:, 0] - normalizer
-        with torch.set_grad_enabled(self.entropy_gradient and torch.is_grad_enabled()):
-            entropy = normalizer - (logits.softmax(-1) * logits).sum(-1)
-        return logprobs, entropy
+        logits = self.model.get_output_embeddings()(hidden)
+        return target_logprobs(
+            logits,
+            token,
+            temperature,
+            scale=self.logit_scale,
+            softcap=self.softcap,
+            entropy_gradient=self.entropy_gradient,
+        )
 
     def checkpoint_layers(self) -> None:
         """Recompute the layers' activations in the backward pass.
@@ -106,7 +105,7 @@ def hidden_before_targets(model: Any, forest: Forest) -> Tensor:
     """[M, hidden_size] last hidden state of each target's parent, from one forward."""
     output = model.base_model(
         input_ids=forest.token_ids[None],
-        attention_mask=attention_mask(forest.subtree_end),
+        attention_mask=forest_mask(model.config, forest),
         position_ids=forest.position_ids[None],
         use_cache=False,
     )
@@ -190,7 +189,7 @@ def row_limit(config: Any, tokens_per_micro_batch: int) -> RowLimit:
         )
     ]
     layers = getattr(config, "layer_types", None)
-    if layers is None or "sliding_attention" in layers:
+    if not takes_chains(config) and (layers is None or "sliding_attention" in layers):
         window = getattr(config, "sliding_window", None)
         if window:
             hint = "use a model with full attention, or filter long trajectories out"
