@@ -29,11 +29,12 @@ lint: $(READY)  ## ruff, mypy (strict), import rules
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: $(READY)  ## Benchmarks: ratios measured side by side in one run
+bench: $(READY) $(MODEL)/model.safetensors  ## Benchmarks: ratios measured side by side in one run
 	$(BIN)/python -m benchmarks.layouts
 	$(BIN)/python -m benchmarks.merging
 	$(BIN)/python -m benchmarks.merging --scaling
 	$(BIN)/python -m benchmarks.conversion
+	$(BIN)/python -m benchmarks.training
 
 docs: $(READY) $(MODEL)/model.safetensors  ## Write the generated pages of docs/ and examples/
 	$(BIN)/python docs/generate.py

@@ -185,6 +185,22 @@ runs want a learning rate about ten times that of full training. A checkpoint is
 adapters merged, for Transformers and vLLM; its `adapter/` is what peft loads onto `model`, and what
 `--resume` goes on from: merging leaves the running model alone. The critic of gae is trained whole.
 
+## Memory and speed
+
+Rows are packed into micro-batches without padding. Each attends to itself alone: there is no mask of tokens
+x tokens, and attention's memory grows with the tokens. On CUDA in bfloat16 one kernel does all rows (PyTorch's
+`varlen_attn`, where it has one with windows), elsewhere one call per row. Sliding windows hold whatever the
+row's length. Models that do not go through Transformers' attention interface get a dense mask, and rows up to
+their window; those that cap attention scores (Gemma 2) are refused.
+
+Logits exist for trained tokens only, `logprob_chunk_tokens` of them at once, each chunk once: its gradient
+takes its place. All chunks but the last are computed again for the backward pass. `gradient_checkpointing`
+leaves one hidden state per layer and token.
+
+`python -m benchmarks.training` takes one step on the shop data beside a padded Transformers loop: seconds, peak
+memory above weights and gradients, and how far the two gradients are apart. `--long` has one micro-batch of
+100,000 tokens.
+
 ## Configuration
 
 | key | type | default | meaning |

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.padded import padded_step
 from tests.trainer_helpers import (
     VOCAB,
     Row,
@@ -101,6 +102,20 @@ def test_packing_order_and_recomputed_layers_change_nothing() -> None:
     policy.checkpoint_layers()
     found = gradient_of_update(policy, batch, budget=20, corrects=True)
     assert relative_difference(found, reference) < 1e-4
+
+
+def test_gradient_is_that_of_a_loop_over_padded_rows() -> None:
+    rng = np.random.default_rng(5)
+    rows: list[Row] = [
+        (rng.integers(0, VOCAB, p).tolist(), rng.integers(0, VOCAB, r).tolist(), [True] * r)
+        for p, r in rng.integers(1, 9, (6, 2))
+    ]
+    batch, policy = make_batch(rows, advantages=rng.normal(size=6).tolist()), tiny_policy()
+    found = gradient_of_update(policy, batch, budget=20)
+    policy.model.set_attn_implementation("sdpa")
+    policy.zero_grad()
+    assert padded_step(policy.model, batch, budget=20) > sum(len(p) + len(r) for p, r, _ in rows)
+    assert relative_difference(found, gradients(policy)) < 1e-4
 
 
 def test_old_logprobs_of_the_unmoved_policy_are_its_own() -> None:

@@ -1,0 +1,64 @@
+"""The loop that training is measured against: padded rows, logits of every position."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from schemas.ragged import IntArray
+from trainer.data import Batch
+
+CLIP = 0.2
+
+
+def micro_batches(batch: Batch, budget: int) -> Iterator[IntArray]:
+    """Rows sorted by length, as many as fit when padded to the longest of them."""
+    lengths = batch.prompts.lengths + batch.responses.lengths
+    rows: list[int] = []
+    for row in np.argsort(-lengths, kind="stable"):
+        if rows and lengths[rows[0]] * (len(rows) + 1) > budget:
+            yield np.array(rows)
+            rows = []
+        rows.append(int(row))
+    yield np.array(rows)
+
+
+def padded_step(model: Any, batch: Batch, budget: int) -> int:
+    """Gradient of the clipped loss, mean over trained tokens; tokens forwarded, padding included.
+
+    The step is the first after sampling, so that the old log-probabilities are the policy's own.
+    """
+    num_forwarded, num_trained = 0, int(batch.trains.sum())
+    device = next(model.parameters()).device
+    for rows in micro_batches(batch, budget):
+        ids, attended, trains, advantages = (t.to(device) for t in _padded(batch, rows))
+        logits = model(input_ids=ids, attention_mask=attended, use_cache=False).logits
+        logits = logits[:, :-1].float()
+        logprobs = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[:, :, 0]
+        ratio = (logprobs - logprobs.detach()).exp()
+        clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
+        losses = -torch.minimum(ratio * advantages[:, 1:], clipped * advantages[:, 1:])
+        (losses * trains[:, 1:]).sum().div(num_trained).backward()
+        num_forwarded += ids.numel()
+    return num_forwarded
+
+
+def _padded(batch: Batch, rows: IntArray) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """[B, L] token ids, attention mask, whether the token trains, its advantage."""
+    lengths = (batch.prompts.lengths + batch.responses.lengths)[rows]
+    ids, attended, trains = (np.zeros((len(rows), lengths.max()), np.int64) for _ in range(3))
+    advantages = np.zeros(ids.shape, np.float32)
+    for i, row in enumerate(rows):
+        prompt, response = batch.prompts.row(row), batch.responses.row(row)
+        first = batch.responses.offsets[row]
+        slots = slice(first, first + len(response))
+        at = slice(len(prompt), lengths[i])
+        ids[i, : lengths[i]] = np.concatenate([prompt, response])
+        attended[i, : lengths[i]] = 1
+        trains[i, at], advantages[i, at] = batch.trains[slots], batch.advantages[slots].numpy()
+    found = (torch.from_numpy(a) for a in (ids, attended, trains, advantages))
+    return next(found), next(found), next(found), next(found)
