@@ -14,8 +14,6 @@ from trainer.forest import Forest
 
 MOMENTS_BYTES = {"adamw": 8, "adamw_8bit": 2}
 """Optimizer state of one parameter."""
-LOGITS_COPIES = 2
-"""Float32 copies of a chunk of logits that exist at once while it goes backward."""
 PROBE_TOKENS = 32
 """Tokens of the shortest of three chains that are forwarded to see what a forward keeps."""
 
@@ -30,7 +28,7 @@ class Memory:
         optimizer: The state of their optimizers.
         reference: Weights of the reference, if there is one.
         activations: What the longest micro-batch keeps for its backward pass.
-        logits: The chunk of logits that exists at once.
+        logits: The chunk of logits that exists at once, in float32.
     """
 
     weights: int
@@ -68,7 +66,7 @@ def estimate_memory(run: Run, num_tokens: int) -> Memory:
         optimizer=sum(p.numel() for p in trained) * MOMENTS_BYTES[config.optimizer],
         reference=_num_bytes(run.learner.reference.parameters()) if run.learner.reference else 0,
         activations=_activations(run, num_tokens),
-        logits=LOGITS_COPIES * 4 * chunk * vocab_size,
+        logits=4 * chunk * vocab_size,
     )
 
 
