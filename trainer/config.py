@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
-import tomllib
-import typing
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import NoneType
-from typing import Any, Literal
+from typing import Literal
 
-import msgspec
-
+from rollout_io.configuration import load_record
 from schemas.errors import RolloutError
 from trainer.files import replace_text
 from trainer.loss_config import LossConfig, loss_breaches
@@ -135,19 +130,10 @@ class TrainConfig(LossConfig):
             raise RolloutError("config_value", key, got, expected)
 
 
-TYPES = typing.get_type_hints(TrainConfig)
-LIST_EXAMPLES = {
+_LIST_EXAMPLES = {
     "betas": "[0.9, 0.999]",
     "trackers": '["tensorboard"]',
     "lora_target_modules": '["q_proj", "v_proj"]',
-}
-IN_WORDS: dict[Any, str] = {
-    bool: "true or false",
-    int: "a whole number",
-    float: "a number",
-    str: "text",
-    NoneType: "none",
-    Ellipsis: "...",
 }
 
 
@@ -219,71 +205,12 @@ def load_config(toml_path: str | Path | None, overrides: Sequence[str]) -> Train
         >>> paths = ["dataset=ds", "model=m", "out=o"]
         >>> load_config(None, [*paths, "tis_ratio_type=none"]).tis_ratio_type
     """
-    values = {}
-    for key, value in _read_toml(toml_path).items():
-        values[key] = _typed(key, value, f"{toml_path}, key {key}")
-    for override in overrides:
-        key, equals, text = (part.strip() for part in override.partition("="))
-        if not equals:
-            raise RolloutError("config_key", f"--set {override}", "no `=`", "key=value")
-        value = text if TYPES.get(key) is str else _from_text(text)
-        values[key] = _typed(key, value, f"--set {override}")
-    for key in ("dataset", "model", "out"):
-        if not values.get(key):
-            raise RolloutError("config_key", "configuration", f"no `{key}`", "a path")
-    return TrainConfig(**values)
+    required = dict.fromkeys(("dataset", "model", "out"), "a path")
+    return load_record(
+        TrainConfig, toml_path, overrides, required=required, list_examples=_LIST_EXAMPLES
+    )
 
 
 def save_config(config: TrainConfig, path: Path) -> None:
     """Write the resolved record as JSON."""
     replace_text(path, json.dumps(dataclasses.asdict(config), indent=2) + "\n")
-
-
-def _read_toml(path: str | Path | None) -> dict[str, Any]:
-    if path is None:
-        return {}
-    try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise RolloutError("config_file", str(path), error.strerror or "an error") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise RolloutError("config_file", str(path), str(error), "TOML") from error
-
-
-def _typed(key: str, value: Any, where: str) -> Any:
-    if key not in TYPES:
-        nearest = difflib.get_close_matches(key, TYPES, n=1, cutoff=0.5)
-        hint = f"did you mean `{nearest[0]}`?" if nearest else f"known keys: {', '.join(TYPES)}"
-        raise RolloutError("config_key", where, f"`{key}`", "a key of the configuration", hint)
-    kind = TYPES[key]
-    if isinstance(value, str) and value.lower() == "none" and NoneType in typing.get_args(kind):
-        return None
-    try:
-        return msgspec.convert(value, kind)
-    except msgspec.ValidationError as error:
-        got = json.dumps(value, ensure_ascii=False, default=str)
-        example = LIST_EXAMPLES.get(key)
-        shown = f"{key} = {example} in a file, --set '{key}={example}'" if example else None
-        raise RolloutError("config_value", where, got, _expected(kind), shown) from error
-
-
-def _expected(kind: Any) -> str:
-    """A type in words.
-
-    Example:
-        >>> _expected(Literal["last", "sum"]), _expected(float | None), _expected(tuple[str, ...])
-        ('one of last, sum', 'a number or none', 'a list [text, ...]')
-    """
-    parts = typing.get_args(kind)
-    if typing.get_origin(kind) is Literal:
-        return f"one of {', '.join(parts)}"
-    if typing.get_origin(kind) is tuple:
-        return f"a list [{', '.join(map(_expected, parts))}]"
-    return IN_WORDS[kind] if kind in IN_WORDS else " or ".join(map(_expected, parts))
-
-
-def _from_text(text: str) -> Any:
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
