@@ -198,8 +198,9 @@ takes its place. All chunks but the last are computed again for the backward pas
 leaves one hidden state per layer and token.
 
 `python -m benchmarks.training` takes one step on the shop data beside a padded Transformers loop: seconds, peak
-memory above weights and gradients, and how far the two gradients are apart. `--long` has one micro-batch of
-100,000 tokens.
+memory above weights and gradients, and how far the two gradients are apart. With `--groups shop-0 shop-1
+--tokens 2816` on one core: 165.4 s of CPU time against 46.8 (3.5x), 2,298 MiB against 602 (3.8x), gradients 2.0e-4
+apart in float32. `--long` has one micro-batch of 100,000 tokens.
 
 ## Configuration
 
