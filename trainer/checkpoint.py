@@ -40,7 +40,8 @@ def save_checkpoint(
 ) -> Path:
     """Write `out/checkpoints/global_step_N/`: model, generation config, tokenizer, state.
 
-    Adapters are merged into the model, and go into `adapter/` as they are, as peft has them. A critic goes into the directory's `critic/`, which `critic_model` takes.
+    Adapters are merged into the model, and go into `adapter/` as they are, as peft has them. A
+    critic goes into the directory's `critic/`, which `critic_model` takes.
 
     The directory is written under another name, synced, and renamed; then `checkpoints/latest`
     names it; then those that are not kept are renamed and removed. One that is there already, of

@@ -1,43 +1,27 @@
-"""The training loop: plan, load, old log-probabilities, updates, metrics, checkpoints."""
+"""A training run: updates, their metrics, checkpoints."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import polars as pl
-import torch
-from torch import Tensor
-
-from schemas.ragged import IntArray
-from trainer.batch_metrics import batch_metrics
+from trainer.batches import mini_batch_updates
 from trainer.begin import Run, begin
 from trainer.checkpoint import checkpoint_path, discard_after, save_checkpoint
 from trainer.config import TrainConfig, save_config
-from trainer.critic import CriticLearner, critic_values, update_critic
-from trainer.data import Batch, groups_with_gradient, read_rows, to_batch
-from trainer.estimate import estimate
-from trainer.forest import Forest, RowLimit, chain_forests, chain_lengths
-from trainer.kl_reward import charge_kl, next_coef
 from trainer.log import RunLog
 from trainer.optimizer import set_learning_rates
-from trainer.plan import Plan, num_planned_updates, split
-from trainer.prefetch import one_ahead
-from trainer.processes import agreed, exchange_rows, on_main, own_groups
+from trainer.plan import num_planned_updates
+from trainer.processes import on_main
 from trainer.resume import cut, stops_when_full
 from trainer.sharding import whole_weights
-from trainer.state import Position, Progress, optimizer_tensors, save_state
-from trainer.update import Learner, policy_logprobs, update
-
-KNOWN = ("old_logprobs", "ref_logprobs", "values")
+from trainer.state import Progress, optimizer_tensors, save_state
+from trainer.update import Learner
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,11 +73,11 @@ def train(config: TrainConfig, *, resume: bool = False) -> TrainResult:
             had another dataset or configuration; the disk is full.
     """
     run = begin(config, resume=resume)
-    learner, critic, plan = run.learner, run.critic, run.plan
+    plan = run.plan
     with stops_when_full(Path(config.out)):
-        _write(learner, lambda: _open(config, run))
-        progress, metrics = _run(learner, critic, run.rollouts, plan, run.limit, run.progress)
-        saved = _save(learner, critic, plan, progress)
+        _write(run.learner, lambda: _open(config, run))
+        progress, metrics = _make_updates(run)
+        saved = _save(run, progress)
     return TrainResult(
         out=config.out,
         checkpoint=str(saved),
@@ -127,42 +111,25 @@ def _write(learner: Learner, work: Callable[[], object] | None) -> None:
     on_main(learner.accelerator, write)
 
 
-def _run(
-    learner: Learner,
-    critic: CriticLearner | None,
-    rollouts: pl.LazyFrame,
-    plan: Plan,
-    limit: RowLimit,
-    progress: Progress,
-) -> tuple[Progress, dict[str, Any]]:
+def _make_updates(run: Run) -> tuple[Progress, dict[str, Any]]:
     """Make the updates that are left; the progress then, and the last one's metrics."""
-    config = learner.config
+    learner, config, progress = run.learner, run.learner.config, run.progress
     metrics: dict[str, Any] = {}
-    every, num_planned = config.save_every_updates, num_planned_updates(plan, config)
-    num_made = progress.global_step
-    out, is_main = Path(config.out), learner.accelerator.is_main_process
-    planned = {"num_planned": num_planned, "num_made": num_made}
-    with RunLog(learner, out, **planned) if is_main else nullcontext() as log:
-        if num_made == config.max_updates:
+    every, num_planned = config.save_every_updates, num_planned_updates(run.plan, config)
+    with _open_log(run, num_planned) as log:
+        if progress.global_step == config.max_updates:
             return progress, metrics
-        set_rates = partial(
-            set_learning_rates,
-            config,
-            learner.optimizer,
-            critic.optimizer if critic else None,
-            num_planned=num_planned,
-        )
-        set_rates(global_step=num_made)
-        updates = _updates(learner, critic, rollouts, plan, limit, progress.position)
-        for moving, position, metrics in updates:
-            stepped = not metrics["skipped"]
-            progress = progress.after(position, moving, stepped=stepped)
+        _set_rates(run, progress.global_step, num_planned)
+        for made in mini_batch_updates(run, progress.position):
+            stepped = not made.metrics["skipped"]
+            progress = progress.after(made.position, made.moving, stepped=stepped)
             step = progress.global_step
-            set_rates(global_step=step)
-            metrics = {"global_step": step, "num_trained_groups": len(moving)} | metrics
+            _set_rates(run, step, num_planned)
+            counts = {"global_step": step, "num_trained_groups": len(made.moving)}
+            metrics = counts | made.metrics
             _write(learner, partial(log.write, metrics) if log else None)
             if every and stepped and step % every == 0:
-                _save(learner, critic, plan, progress, log)
+                _save(run, progress, log)
             if step == config.max_updates:
                 break
         if log:
@@ -170,14 +137,27 @@ def _run(
     return progress, metrics
 
 
-def _save(
-    learner: Learner,
-    critic: CriticLearner | None,
-    plan: Plan,
-    progress: Progress,
-    log: RunLog | None = None,
-) -> Path:
+def _open_log(run: Run, num_planned: int) -> AbstractContextManager[RunLog | None]:
+    """The log of the main process; others have none."""
+    if not run.learner.accelerator.is_main_process:
+        return nullcontext()
+    out, num_made = Path(run.learner.config.out), run.progress.global_step
+    return RunLog(run.learner, out, num_planned=num_planned, num_made=num_made)
+
+
+def _set_rates(run: Run, global_step: int, num_planned: int) -> None:
+    set_learning_rates(
+        run.learner.config,
+        run.learner.optimizer,
+        run.critic.optimizer if run.critic else None,
+        num_planned=num_planned,
+        global_step=global_step,
+    )
+
+
+def _save(run: Run, progress: Progress, log: RunLog | None = None) -> Path:
     """Save a checkpoint, which counts on the lines of `log` before it."""
+    learner, critic = run.learner, run.critic
     unwrap, config = learner.accelerator.unwrap_model, learner.config
     keep, out = learner.accelerator.is_main_process, Path(config.out)
     policy, critic_model = unwrap(learner.policy), unwrap(critic.critic) if critic else None
@@ -194,7 +174,7 @@ def _save(
             out,
             progress.global_step,
             critic_model,
-            save_state=lambda path: save_state(path, optimizers, plan, progress),
+            save_state=lambda path: save_state(path, optimizers, run.plan, progress),
             keep=config.keep_checkpoints,
             weights=weights,
             critic_weights=critic_weights,
@@ -202,106 +182,3 @@ def _save(
 
     _write(learner, write)
     return checkpoint_path(out, progress.global_step)
-
-
-def _updates(
-    learner: Learner,
-    critic: CriticLearner | None,
-    rollouts: pl.LazyFrame,
-    plan: Plan,
-    limit: RowLimit,
-    position: Position,
-) -> Iterator[tuple[frozenset[str], Position, dict[str, Any]]]:
-    """Train mini-batch after mini-batch from a position on.
-
-    Of each: the groups that move the policy, the position after it, and metrics.
-    """
-    config = learner.config
-    batches = (plan.batches * config.num_epochs)[position.batch :]
-    start = time.perf_counter()
-    tables = one_ahead(partial(_read_share, learner, rollouts, plan), batches)
-    for groups in batches:
-        batch, mini_batches = _load(learner, limit, tables)
-        known = position.known or _known(learner, critic, batch, mini_batches)
-        old_logprobs, ref_logprobs, values = map(known.get, KNOWN)
-        kl_metrics: dict[str, float] = {}
-        kl_coef = position.kl_coef
-        if config.kl_reward_coef and old_logprobs is not None and ref_logprobs is not None:
-            logprobs = {"old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs}
-            batch, kl_metrics = charge_kl(batch, plan, groups, config, coef=kl_coef, **logprobs)
-            kl_coef, ref_logprobs = next_coef(kl_coef, kl_metrics, batch, config), None
-        estimates = estimate(batch, config, values)
-        targets = estimates.value_targets
-        supervised = config.policy_loss_type == "cross_entropy"
-        advantages = torch.ones(len(batch.trains)) if supervised else estimates.advantages
-        batch = dataclasses.replace(batch, advantages=advantages)
-        counts = batch_metrics(plan, batch, groups, estimates)
-        moving, groups_of = groups_with_gradient(batch), split(groups, config.groups_per_mini_batch)
-        order = list(range(len(mini_batches))) * config.epochs_per_batch
-        for done, number in enumerate(order[position.mini_batch :], position.mini_batch + 1):
-            metrics = update(learner, batch, mini_batches[number], old_logprobs, ref_logprobs)
-            if critic and values is not None and targets is not None:
-                metrics |= update_critic(critic, mini_batches[number], values, targets)
-            seconds = time.perf_counter() - start
-            metrics |= (
-                counts[number]
-                | kl_metrics
-                | {
-                    "learning_rate": learner.optimizer.param_groups[0]["lr"],
-                    "seconds": seconds,
-                    "tokens_per_s": metrics["num_forwarded_tokens"] / seconds,
-                }
-            )
-            between = dataclasses.replace(position, mini_batch=done, known=known)
-            if done == len(order):
-                between = Position(batch=position.batch + 1, kl_coef=kl_coef)
-            yield moving.intersection(groups_of[number]), between, metrics
-            start = time.perf_counter()
-        position = Position(batch=position.batch + 1, kl_coef=kl_coef)
-
-
-def _known(
-    learner: Learner,
-    critic: CriticLearner | None,
-    batch: Batch,
-    mini_batches: Sequence[Sequence[Forest]],
-) -> dict[str, Tensor]:
-    """What the models say at a batch's start that its updates need: see `Position`."""
-    config, known = learner.config, {}
-    forests = [forest for mini_batch in mini_batches for forest in mini_batch]
-    if critic:
-        known["values"] = critic_values(critic, batch, forests)
-    # With one update, the policy's own log-probabilities are the old ones: one pass saved.
-    several = len(mini_batches) * config.epochs_per_batch > 1
-    if (several and config.needs_old_logprobs) or config.kl_reward_coef:
-        known["old_logprobs"] = policy_logprobs(learner, batch, forests)
-    if learner.reference is not None:
-        known["ref_logprobs"] = policy_logprobs(learner, batch, forests, learner.reference)
-    return known
-
-
-def _read_share(
-    learner: Learner, rollouts: pl.LazyFrame, plan: Plan, groups: Sequence[str]
-) -> pl.DataFrame | None:
-    """The rows of this process's share of a batch's groups; None where that is no group."""
-    own = own_groups(learner.accelerator, groups)
-    return read_rows(rollouts, plan, own, learner.config.sequence_layout) if own else None
-
-
-def _load(
-    learner: Learner, limit: RowLimit, tables: Iterator[pl.DataFrame | None]
-) -> tuple[Batch, list[list[Forest]]]:
-    """The next batch and the micro-batches of each of its mini-batches."""
-    accelerator = learner.accelerator
-    batch = to_batch(exchange_rows(accelerator, agreed(accelerator, lambda: next(tables))))
-    limit.check(chain_lengths(batch.prompts, batch.responses, batch.trains), batch.names)
-    budget, num_ranks = learner.config.tokens_per_micro_batch, accelerator.num_processes
-    return batch, [
-        chain_forests(batch.prompts, batch.responses, batch.trains, rows, budget, num_ranks)
-        for rows in _rows_of_mini_batches(batch)
-    ]
-
-
-def _rows_of_mini_batches(batch: Batch) -> list[IntArray]:
-    num = int(batch.mini_batch.max(initial=-1)) + 1
-    return [np.flatnonzero(batch.mini_batch == number) for number in range(num)]
