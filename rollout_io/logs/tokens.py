@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import warnings
 from collections.abc import Sequence
 from typing import Annotated
@@ -165,7 +166,7 @@ def route_array(raw: msgspec.Raw, num_tokens: int, place: str) -> npt.NDArray[np
     """Routed experts, [tokens, layers, topk] int16, of a leading part of prompt + response.
 
     Args:
-        raw: JSON of nested lists, or null.
+        raw: JSON of nested lists, or of a string that holds a NumPy file in base64 (vLLM), or null.
         num_tokens: Tokens of prompt + response.
         place: Place of the field.
 
@@ -174,15 +175,25 @@ def route_array(raw: msgspec.Raw, num_tokens: int, place: str) -> npt.NDArray[np
     """
     expected = "nested lists [tokens][layers][topk] of experts 0..32767"
     try:
-        nested = _ROUTES_DECODER.decode(raw)
-        routes = None if nested is None else np.array(nested, np.int16)
+        routes = _routes(raw)
     except msgspec.ValidationError as error:
         raise broken("routing_shape", place, str(error), expected) from None
     except ValueError:
-        raise broken("routing_shape", place, "lists of unequal lengths", expected) from None
+        raise broken("routing_shape", place, "no such array", expected) from None
     if routes is None:
         return None
     if routes.ndim != 3 or 0 in routes.shape or len(routes) > num_tokens:
         got, expected = f"shape {routes.shape}", f"[1..{num_tokens} tokens][layers][topk]"
         raise broken("routing_shape", place, got, expected)
     return routes
+
+
+def _routes(raw: msgspec.Raw) -> npt.NDArray[np.int16] | None:
+    if not bytes(raw).startswith(b'"'):
+        nested = _ROUTES_DECODER.decode(raw)
+        return None if nested is None else np.array(nested, np.int16)
+    file = msgspec.json.decode(raw, type=bytes)
+    found = np.lib.format.read_array(io.BytesIO(file), allow_pickle=False)
+    if found.dtype.kind not in "iu" or (found.size and not 0 <= found.min() <= found.max() < 2**15):
+        raise ValueError("not the indices of experts")
+    return found.astype(np.int16)
