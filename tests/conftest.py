@@ -21,6 +21,36 @@ def smollm2_dir():
 
 
 @pytest.fixture(scope="session")
+def start_vllm(smollm2_dir, tmp_path_factory):
+    """Makes servers of SmolLM2 under the name "smollm2", to be entered."""
+    from pipelines.generation.server import VllmServer
+
+    python = ROOT / ".venv-vllm" / "bin" / "python"
+    if not python.exists():
+        pytest.fail("no .venv-vllm: run `make test-vllm`")
+
+    def make(*arguments):
+        usual = ["--served-model-name", "smollm2", "--max-model-len", "2048"]
+        usual += ["--dtype", "bfloat16", "--enforce-eager"]
+        return VllmServer(
+            str(smollm2_dir),
+            python=str(python),
+            log=tmp_path_factory.mktemp("vllm") / "server.log",
+            arguments=[*usual, *arguments],
+            environment={"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_SERVER_DEV_MODE": "1"},
+        )
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def vllm_server(start_vllm):
+    """A real server, with tools and live weights; who changes its weights puts them back."""
+    with start_vllm("--enable-auto-tool-choice", "--tool-call-parser", "hermes") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
 def harness_logs():
     """Logs that public harnesses wrote, where this checkout has them beside it."""
     places = [ROOT.parents[n] / "shared" / "data" / "harness_logs" for n in (0, 1)]

@@ -258,16 +258,22 @@ def test_the_engine_finds_out_what_its_log_probabilities_are_of(mode):
     assert server.requests[-1][1]["model"] == "served"
 
 
-def test_new_weights_go_to_every_server_and_older_keys_are_not_found_again():
+@pytest.fixture
+def weights(tmp_path):
+    (tmp_path / "model.safetensors").touch()
+    return str(tmp_path)
+
+
+def test_new_weights_go_to_every_server_and_older_keys_are_not_found_again(weights):
     async def run(urls):
         async with VllmEngine(urls, model="m", logprobs_mode="raw") as engine:
-            await engine.load_weights("/w/3", policy_version=3)
+            await engine.load_weights(weights, policy_version=3)
             return await engine.sample([1], SAMPLING)
 
     with serving(Server()) as one, serving(Server()) as two:
         sampled = asyncio.run(run([one.url, two.url]))
     assert sampled.policy_version == 3
-    reload = {"method": "reload_weights", "kwargs": {"weights_path": "/w/3"}}
+    reload = {"method": "reload_weights", "kwargs": {"weights_path": weights}}
     for server in (one, two):
         assert [r[:2] for r in server.requests[:2]] == [
             ("/collective_rpc", reload),
@@ -276,10 +282,10 @@ def test_new_weights_go_to_every_server_and_older_keys_are_not_found_again():
     assert (one.requests + two.requests[2:])[-1][1]["cache_salt"] == "policy_version=3"
 
 
-def test_weights_that_the_server_cannot_load_are_refused_soon():
+def test_weights_that_the_server_cannot_load_are_refused_soon(weights):
     async def run(url):
         async with VllmEngine(url, model="m", limits=FAST, logprobs_mode="raw") as engine:
-            await engine.load_weights("/w/3", policy_version=3)
+            await engine.load_weights(weights, policy_version=3)
 
     script = [status(500, "Worker failed")] * 9
     with serving(Server(script)) as server, pytest.raises(RolloutError, match="Worker") as error:
@@ -288,10 +294,21 @@ def test_weights_that_the_server_cannot_load_are_refused_soon():
     assert len(server.requests) == 3
 
 
-def test_a_server_without_reload_is_named_with_its_variable():
+def test_what_is_no_model_directory_never_reaches_a_server(tmp_path):
     async def run(url):
         async with VllmEngine(url, model="m", logprobs_mode="raw") as engine:
-            await engine.load_weights("/w/3", policy_version=3)
+            await engine.load_weights(str(tmp_path), policy_version=3)
+
+    with serving(Server()) as server, pytest.raises(RolloutError) as error:
+        asyncio.run(run(server.url))
+    assert error.value.rule == "model_directory"
+    assert server.requests == []
+
+
+def test_a_server_without_reload_is_named_with_its_variable(weights):
+    async def run(url):
+        async with VllmEngine(url, model="m", logprobs_mode="raw") as engine:
+            await engine.load_weights(weights, policy_version=3)
 
     with (
         serving(Server([status(404, "Not Found")])) as server,

@@ -167,6 +167,7 @@ class Engine(Protocol):
             policy_version: What to call them.
 
         Raises:
-            RolloutError: engine_down, or weights that the engine does not take.
+            RolloutError: engine_down; model_directory; engine_refused, model_load: weights that
+                the engine does not take.
         """
         ...

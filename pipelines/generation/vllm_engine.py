@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Self
 
 import msgspec
@@ -121,8 +122,14 @@ class VllmEngine:
         return await self._call(_CHAT, fields, sampling, session)
 
     async def load_weights(self, path: str, *, policy_version: int) -> None:
-        """As `Engine.load_weights`; the path is the servers'."""
-        body = {"method": "reload_weights", "kwargs": {"weights_path": path}}
+        """As `Engine.load_weights`; the servers see the same files under the same path.
+
+        What is no model directory is refused here: vLLM ends when it is asked to load one.
+        """
+        if not any(Path(path).glob("*.safetensors")):
+            got, expected = "no *.safetensors", "a Hugging Face model directory"
+            raise RolloutError("model_directory", path, got, expected)
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(Path(path).absolute())}}
         try:
             await self._servers.call_each("/collective_rpc", body)
         except RolloutError as error:
