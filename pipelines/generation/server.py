@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -18,9 +19,21 @@ from schemas.errors import RolloutError
 
 _STOP_S = 30.0
 
+_WATCH = """
+import os, signal, sys
+if not sys.stdin.buffer.read(1):
+    try:
+        os.killpg(int(sys.argv[1]), signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+"""
+"""Ends a group of processes once nobody holds the other end of its standard input any more."""
+
 
 class VllmServer:
     """Starts vLLM, waits until it answers, and ends it with all of its processes.
+
+    It ends too when this process does, however that ends.
 
     Args:
         model: A Hugging Face model directory.
@@ -57,6 +70,7 @@ class VllmServer:
         self._environment = {**os.environ, **own, **(environment or {})}
         self._start_timeout_s = start_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
+        self._watch: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
         try:
@@ -84,6 +98,11 @@ class VllmServer:
                 env=self._environment,
                 start_new_session=True,
             )
+        self._watch = subprocess.Popen(
+            [sys.executable, "-c", _WATCH, str(self._process.pid)],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+        )
         deadline = time.monotonic() + self._start_timeout_s
         while not self._answers():
             code = self._process.poll()
@@ -105,7 +124,9 @@ class VllmServer:
             self._process.wait(_STOP_S)
         _signal_group(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        self._process = None
+        if self._watch is not None:
+            self._watch.communicate(b"x")
+        self._process = self._watch = None
 
     def _answers(self) -> bool:
         try:
