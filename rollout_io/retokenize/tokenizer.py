@@ -18,6 +18,7 @@ from schemas.errors import RolloutError
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
 
+_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _LONE = re.compile("[\ud800-\udfff]")
 
 
@@ -99,6 +100,28 @@ class ChatTokenizer:
                 "chat_template", where, got, "messages that it takes", hint
             ) from None
         return str(text)
+
+    def render_marked(
+        self, messages: Sequence[Message], *, where: str = "messages"
+    ) -> tuple[list[int], list[bool]]:
+        """Ids of a conversation, and which of them its template marks with {% generation %}.
+
+        Raises:
+            RolloutError: chat_template: the template raised, or there is none; assistant_masks: it
+                has no such marks.
+        """
+        if not _MARK.search(str(self.backend.chat_template or "")):
+            hint = "chat_template = qwen3_without_thinking, or a file with such marks"
+            got = "a chat template without {% generation %} marks"
+            raise RolloutError("assistant_masks", where, got, "marks round assistant text", hint)
+        self.render(messages, where=where)
+        made = self.backend.apply_chat_template(
+            [dict(message) for message in messages],
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+        )
+        return list(made["input_ids"]), [bool(mark) for mark in made["assistant_masks"]]
 
     def encode(self, texts: Sequence[str], places: Sequence[str]) -> list[list[int]]:
         """Ids of each text, with no special tokens added; those in the text are recognised.

@@ -1,0 +1,108 @@
+"""Generated trajectories as a dataset: whole groups as they complete, and what is still missing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, Self
+
+from pipelines.generation.config import GenerateConfig, identity
+from pipelines.generation.generator import Finished
+from pipelines.generation.tasks import Task
+from rollout_io.conversion.rows import table_of
+from rollout_io.reader import read_metadata, scan
+from rollout_io.storage import Location
+from rollout_io.writer import RolloutWriter
+from schemas.errors import RolloutError
+from schemas.metadata import DatasetMetadata
+
+VERB = "generate"
+
+
+def missing_tasks(tasks: Sequence[Task], config: GenerateConfig) -> list[Task]:
+    """The tasks whose trajectories `config.out` does not hold; failed ones it does hold count.
+
+    Raises:
+        RolloutError: resume: it was generated with other values of keys that decide what a
+            trajectory is, or is no generated dataset.
+    """
+    if not _exists(config.out):
+        return list(tasks)
+    _check_same(config)
+    held = set(scan(config.out).select("trajectory_id").collect().to_series().to_list())
+    return [task for task in tasks if task.trajectory_id not in held]
+
+
+def _exists(path: str) -> bool:
+    location = Location.of(path)
+    return bool(location.fs.exists(location.path)) and bool(location.shards())
+
+
+def _check_same(config: GenerateConfig) -> None:
+    history = read_metadata(config.out).made_by
+    made = history[-1] if history else {}
+    if made.get("verb") != VERB:
+        got, hint = "a dataset that was not generated", "choose another --out"
+        raise RolloutError("resume", config.out, got, "one to go on with, or none", hint)
+    before: dict[str, Any] = made.get("config", {})
+    now = identity(config)
+    other = next((k for k in now if before.get(k) != now[k]), None)
+    if other is not None:
+        got = f"`{other}` was {before.get(other)!r} and is {now[other]!r}"
+        hint = "choose another --out, or the configuration of before"
+        raise RolloutError("resume", config.out, got, "the same", hint)
+
+
+class GroupWriter:
+    """Writes groups that are complete, several in a shard; at its end, all that finished.
+
+    A shard is there whole or not at all, so a trajectory is never there twice: what a stopped run
+    had not written is still missing. Also where an error ends the `with` block, what finished
+    before is written, groups that are not complete among it.
+
+    Args:
+        out: Dataset directory.
+        tasks: What is expected: a group is complete when all its tasks here finished.
+        metadata: Of the generator.
+        config: For `groups_per_shard`, and for the history of the dataset.
+    """
+
+    def __init__(
+        self, out: str, tasks: Sequence[Task], metadata: DatasetMetadata, config: GenerateConfig
+    ) -> None:
+        self._out = os.fspath(out)
+        self._metadata = metadata.made(VERB, config=identity(config))
+        self._groups_per_shard = config.groups_per_shard
+        self._order = {task.trajectory_id: index for index, task in enumerate(tasks)}
+        self._missing: dict[str, int] = {}
+        for task in tasks:
+            self._missing[task.instance_id] = self._missing.get(task.instance_id, 0) + 1
+        self._finished: dict[str, list[Finished]] = {}
+        self._complete: list[str] = []
+        self.num_shards = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._write(list(self._finished))
+
+    def add(self, finished: Finished) -> None:
+        """Take a trajectory; its group is written once it and enough others are complete."""
+        name = finished.task.instance_id
+        self._finished.setdefault(name, []).append(finished)
+        self._missing[name] -= 1
+        if self._missing[name] == 0:
+            self._complete.append(name)
+        if len(self._complete) >= self._groups_per_shard:
+            self._write(self._complete)
+            self._complete = []
+
+    def _write(self, groups: Sequence[str]) -> None:
+        ended = [finished for name in groups for finished in self._finished.pop(name)]
+        if not ended:
+            return
+        ended.sort(key=lambda finished: self._order[finished.task.trajectory_id])
+        with RolloutWriter(self._out, metadata=self._metadata, append=True) as writer:
+            writer.write(table_of([finished.settled for finished in ended]))
+        self.num_shards += 1

@@ -1,0 +1,215 @@
+"""Environments with the interface of skyrl-gym: init, step, close; checked, and with a time limit."""
+
+from __future__ import annotations
+
+import math
+import pkgutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from pipelines.generation.tasks import Task, conversation
+from pipelines.generation.waiting import in_thread
+from rollout_io.retokenize.messages import normalize
+from schemas.errors import RolloutError
+
+_RULE = "env"
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What an environment says to an action.
+
+    Attributes:
+        observations: Messages for the model.
+        reward: Of this turn.
+        is_done: Whether the trajectory ends here.
+        replaced: The action as the environment took it, where that is another text than it was
+            given (`postprocessed_action`).
+    """
+
+    observations: list[dict[str, Any]]
+    reward: float
+    is_done: bool
+    replaced: str | None = None
+
+
+class Environment:
+    """One environment of one trajectory; each call is made in a thread of its own.
+
+    Args:
+        make: Makes the user's environment.
+        where: The trajectory, for errors.
+        timeout_s: Of each call.
+    """
+
+    def __init__(self, make: Callable[[], Any], where: str, timeout_s: float) -> None:
+        self._make, self._where, self._timeout_s = make, where, timeout_s
+        self._own: Any = None
+        self._turn = 0
+
+    async def init(self, prompt: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Make the environment, and have it begin.
+
+        Returns:
+            The conversation that the model sees first.
+
+        Raises:
+            RolloutError: env_raised, env_timeout, env_output.
+        """
+        self._own = await self._call("__init__", self._make)
+        init = partial(self._own.init, [dict(message) for message in prompt])
+        made = await self._call("init", init)
+        if not isinstance(made, tuple) or len(made) != 2:
+            raise self._nonsense("init", f"{made!r:.60}", "(conversation, metadata)")
+        try:
+            return conversation(made[0], f"{self._where}, init")
+        except RolloutError as error:
+            raise self._nonsense("init", error.got, error.expected) from None
+
+    async def step(self, action: str) -> Outcome:
+        """Take an action.
+
+        Raises:
+            RolloutError: env_raised, env_timeout; env_output: no mapping with `observations`
+                (messages), `reward` (a finite number) and `done` (a truth value).
+        """
+        name = f"step {self._turn}"
+        self._turn += 1
+        made = await self._call(name, partial(self._own.step, action))
+        if not isinstance(made, Mapping):
+            raise self._nonsense(name, f"{made!r:.60}", "a dict")
+        missing = [key for key in ("observations", "reward", "done") if key not in made]
+        if missing:
+            raise self._nonsense(name, f"no `{missing[0]}`", "observations, reward, done")
+        replaced = made.get("postprocessed_action")
+        if not isinstance(replaced, str | None):
+            raise self._nonsense(name, f"postprocessed_action {replaced!r:.60}", "text or None")
+        return Outcome(
+            observations=self._messages(name, made["observations"]),
+            reward=self._number(name, "reward", made["reward"]),
+            is_done=self._truth(name, made["done"]),
+            replaced=None if replaced == action else replaced,
+        )
+
+    async def metrics(self) -> dict[str, float]:
+        """Its own metrics, those that are numbers or truth values.
+
+        Raises:
+            RolloutError: env_raised, env_timeout; env_output: no mapping.
+        """
+        if not hasattr(self._own, "get_metrics"):
+            return {}
+        found = await self._call("get_metrics", self._own.get_metrics)
+        if not isinstance(found, Mapping):
+            raise self._nonsense("get_metrics", f"{found!r:.60}", "a dict")
+        return {str(k): number for k, v in found.items() if (number := as_number(v)) is not None}
+
+    async def close(self) -> None:
+        """Close it, if it was made.
+
+        Raises:
+            RolloutError: env_raised, env_timeout.
+        """
+        if self._own is not None and hasattr(self._own, "close"):
+            await self._call("close", self._own.close)
+
+    async def _call(self, name: str, function: Callable[[], Value]) -> Value:
+        return await in_thread(function, self._timeout_s, _RULE, f"{self._where}, {name}")
+
+    def _messages(self, name: str, observations: Any) -> list[dict[str, Any]]:
+        if observations is None or observations == []:
+            return []
+        if not isinstance(observations, Sequence) or isinstance(observations, str):
+            raise self._nonsense(name, f"observations {observations!r:.60}", "a list of messages")
+        try:
+            return [normalize(m, f"observation {i}") for i, m in enumerate(observations)]
+        except RolloutError as error:
+            raise self._nonsense(name, f"{error.where}: {error.got}", error.expected) from None
+
+    def _number(self, name: str, key: str, value: Any) -> float:
+        number = as_number(value)
+        if number is None:
+            raise self._nonsense(name, f"{key} {value!r:.60}", "a finite number")
+        return number
+
+    def _truth(self, name: str, value: Any) -> bool:
+        if as_number(value) not in {0.0, 1.0}:
+            raise self._nonsense(name, f"done {value!r:.60}", "True or False")
+        return bool(value)
+
+    def _nonsense(self, name: str, got: str, expected: str) -> RolloutError:
+        return RolloutError("env_output", f"{self._where}, {name}", got, expected)
+
+
+def maker_of(
+    name: str | None, env_config: Mapping[str, Any], max_turns: int
+) -> Callable[[Task], Callable[[], Any]]:
+    """How the environment of a task is made: `Class(env_config=..., extras=...)`.
+
+    Args:
+        name: Of tasks without `env_class`: registered with skyrl-gym, or `module:Class`.
+        env_config: Given to each.
+        max_turns: The extra of that name.
+    """
+
+    def maker(task: Task) -> Callable[[], Any]:
+        make = environment_class(task.env_class or name)
+        extras = {**task.extras, "max_turns": max_turns}
+        return partial(make, env_config=dict(env_config), extras=extras)
+
+    return maker
+
+
+def environment_class(name: str | None) -> Callable[..., Any]:
+    """What makes an environment.
+
+    Raises:
+        RolloutError: environment: no name; `module:Class` that is not there; a name that skyrl-gym
+            does not know; extra_installed: no skyrl-gym.
+    """
+    if name is None:
+        hint = "set environment (or agent) in the configuration, or env_class in the task"
+        raise RolloutError("environment", "task", "no environment", "its name", hint)
+    if ":" in name:
+        return resolve(name, "environment")
+    try:
+        import skyrl_gym  # type: ignore[import-untyped, import-not-found, unused-ignore]
+    except ImportError:
+        got, hint = "no package skyrl_gym", 'pip install "rollout-io[gym]"'
+        raise RolloutError("extra_installed", f"environment {name!r}", got, "", hint) from None
+    if name not in skyrl_gym.registry:
+        known = ", ".join(skyrl_gym.registry)
+        hint = "your own: environment = module:Class"
+        raise RolloutError("environment", "skyrl-gym", repr(name), f"one of {known}", hint)
+    return partial(skyrl_gym.make, name)
+
+
+def resolve(name: str, rule: str) -> Callable[..., Any]:
+    """The class or function that `module:name` names.
+
+    Raises:
+        RolloutError: {rule}: it is not there, or nothing that can be called.
+    """
+    try:
+        found = pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        hint = "is its directory on PYTHONPATH?"
+        raise RolloutError(rule, name, str(error), "module:name", hint) from None
+    if not callable(found):
+        raise RolloutError(rule, name, f"a {type(found).__name__}", "a class or function")
+    make: Callable[..., Any] = found
+    return make
+
+
+def as_number(value: Any) -> float | None:
+    """A finite number or truth value, of Python, NumPy or torch; None: something else."""
+    if isinstance(value, str | bytes) or value is None:
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return None
+    return number if math.isfinite(number) else None

@@ -1,0 +1,162 @@
+"""How a conversation goes on after a turn: as tokens, or as messages that are rendered anew."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any, Protocol
+
+from pipelines.generation.config import History
+from pipelines.generation.observations import observation_ids
+from rollout_io.retokenize.tokenizer import ChatTokenizer
+from schemas.errors import RolloutError
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+class Conversation(Protocol):
+    """The prompts of a trajectory, turn by turn.
+
+    Attributes:
+        messages: What was said so far, for people.
+    """
+
+    messages: list[dict[str, Any]]
+
+    def prompt_ids(self) -> list[int]:
+        """[P] ids that the next call sends."""
+        ...
+
+    def extend(
+        self, response_ids: list[int], text: str, replaced: str | None, observations: Messages
+    ) -> list[int]:
+        """Go on to another turn.
+
+        Args:
+            response_ids: [R] ids that were sampled for `prompt_ids()`.
+            text: Their text.
+            replaced: What the environment made of the text; None: nothing.
+            observations: What it answered.
+
+        Returns:
+            [1 to R] ids of the response that belong to the conversation.
+        """
+        ...
+
+
+def begin(history: History, prompt: Messages, tokenizer: ChatTokenizer, where: str) -> Conversation:
+    """A new conversation.
+
+    Raises:
+        RolloutError: chat_template: one that does not take the prompt.
+    """
+    if history == "append":
+        return Appended(prompt, tokenizer, where)
+    if history == "one_message":
+        return OneMessage(prompt, tokenizer, where)
+    return Rendered(prompt, tokenizer, where)
+
+
+class Rendered:
+    """Messages, rendered anew for every turn: its tokens need not continue those before."""
+
+    def __init__(self, prompt: Messages, tokenizer: ChatTokenizer, where: str) -> None:
+        self.messages = [dict(message) for message in prompt]
+        self.tokenizer, self.where = tokenizer, where
+
+    def prompt_ids(self) -> list[int]:
+        """As `Conversation.prompt_ids`."""
+        text = self.tokenizer.render(self.messages, generation_prompt=True, where=self.where)
+        return self._encode(text)
+
+    def extend(
+        self, response_ids: list[int], text: str, replaced: str | None, observations: Messages
+    ) -> list[int]:
+        """As `Conversation.extend`."""
+        said = text if replaced is None else replaced
+        self.messages.append({"role": "assistant", "content": said})
+        self.messages += [dict(message) for message in observations]
+        return response_ids
+
+    def _encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode([text], [self.where])[0]
+
+
+class Appended(Rendered):
+    """Tokens in, tokens out: a turn's prompt is the last one, its response, and the observations.
+
+    So the steps of a trajectory merge into one sequence. Only where the environment replaced the
+    action does the next prompt go on with other tokens than were sampled: those of its text.
+    """
+
+    def __init__(self, prompt: Messages, tokenizer: ChatTokenizer, where: str) -> None:
+        super().__init__(prompt, tokenizer, where)
+        self.ids = super().prompt_ids()
+
+    def prompt_ids(self) -> list[int]:
+        """As `Conversation.prompt_ids`."""
+        return list(self.ids)
+
+    def extend(
+        self, response_ids: list[int], text: str, replaced: str | None, observations: Messages
+    ) -> list[int]:
+        """As `Conversation.extend`."""
+        super().extend(response_ids, text, replaced, observations)
+        said = response_ids if replaced is None else self._encode(replaced)
+        self.ids += said + observation_ids(said, observations, self.tokenizer, self.where)
+        return response_ids
+
+
+class OneMessage(Appended):
+    """All turns in one assistant message: observations are plain text in it.
+
+    The EOS at the end of a turn after which the message goes on is left out, of the conversation
+    and of the response. A turn that sampled nothing else keeps it, and is not continued.
+    """
+
+    def extend(
+        self, response_ids: list[int], text: str, replaced: str | None, observations: Messages
+    ) -> list[int]:
+        """As `Conversation.extend`."""
+        Rendered.extend(self, response_ids, text, replaced, observations)
+        kept, eos = list(response_ids), self.tokenizer.eos_token_id
+        while kept and kept[-1] == eos:
+            kept.pop()
+        self.ids += kept if replaced is None else self._encode(replaced)
+        for observation in observations:
+            self.ids += self._encode(observation["content"])
+        return kept or response_ids
+
+
+def final_rendering(
+    messages: Messages, num_turns: int, tokenizer: ChatTokenizer, where: str
+) -> tuple[list[int], list[tuple[int, int]]]:
+    """A whole conversation as its template renders it at the end, and what of it was generated.
+
+    Args:
+        messages: The conversation, its last turn's answer last.
+        num_turns: How many of the assistant messages, from the end, the model wrote.
+        tokenizer: With a chat template that marks what is generated: {% generation %}.
+        where: For errors.
+
+    Returns:
+        [N] ids; (start, end) of each turn's in them.
+
+    Raises:
+        RolloutError: assistant_masks: the template has no such marks, or not one for each message.
+    """
+    ids, mask = tokenizer.render_marked(messages, where=where)
+    bounds = [0, *(i for i in range(1, len(mask)) if mask[i] != mask[i - 1]), len(mask)]
+    runs = [(a, b) for a, b in pairwise(bounds) if a < b and mask[a]]
+    num_answers = sum(message["role"] == "assistant" for message in messages)
+    if len(runs) != num_answers:
+        got = f"{len(runs)} generated ranges of {num_answers} assistant messages"
+        hint = "a template that marks each: chat_template = qwen3_without_thinking"
+        raise RolloutError("assistant_masks", where, got, "one for each", hint)
+    return ids, runs[len(runs) - num_turns :]
+
+
+def as_json(messages: Messages) -> str:
+    """For the column `messages`."""
+    return json.dumps(list(messages), ensure_ascii=False)

@@ -1,0 +1,64 @@
+"""Observations as tokens: what stands between two responses of one conversation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rollout_io.retokenize.fixed_base import BASE, fixed_base
+from rollout_io.retokenize.messages import normalize
+from rollout_io.retokenize.tokenizer import ChatTokenizer
+from schemas.errors import RolloutError
+
+
+def observation_ids(
+    response_ids: Sequence[int],
+    observations: Sequence[Mapping[str, Any]],
+    tokenizer: ChatTokenizer,
+    where: str = "observations",
+) -> list[int]:
+    r"""Ids that follow a response when a conversation goes on, up to the next one's first.
+
+    The fixed-base encoding, where `base` is a conversation that never changes and ids() is cut
+    after its last end-of-sequence (EOS) token:
+
+        ids(template(base + observations, generation prompt)) minus ids(template(base))
+
+    The cut leaves what the template writes after a message's EOS, a newline in ChatML, at the
+    beginning: no engine samples it. A response that ended without an EOS (a stop string, or its
+    length) gets one first, so that its message is closed; like all that is returned it is part of
+    the next prompt, not of a response, and never trains.
+
+    Source: https://jybsuper.github.io/posts/multiturn_tokenization/
+
+    Args:
+        response_ids: [R] ids of the response.
+        observations: Messages; none: the model goes on with another message.
+        tokenizer: From `load_tokenizer`.
+        where: For errors.
+
+    Raises:
+        RolloutError: fixed_base, chat_template, message: as `encode_messages`.
+
+    Example:
+        With SmolLM2's ("<|im_start|>" is 1, "<|im_end|>" 2, newline 198), after a response that
+        ended with its EOS:
+
+        >>> observation_ids([36, 2], [{"role": "user", "content": "3+3?"}], tokenizer)
+        [198, 1, 4093, 198, 35, 27, 35, 47, 2, 198, 1, 520, 9531, 198]
+    """
+    plain = [normalize(m, f"{where}, message {i}") for i, m in enumerate(observations)]
+    base = fixed_base(tokenizer, None, where)
+    text = tokenizer.render([*BASE, *plain], generation_prompt=True, where=where)
+    if not text.startswith(base.text):
+        got, hint = "a chat template that changes earlier messages", "history = step_wise"
+        raise RolloutError("fixed_base", where, got, "one that only appends", hint)
+    eos = tokenizer.eos_token_id
+    ends_with_eos = eos is not None and base.anchor_ids[:1] == [eos]
+    cut = 1 if ends_with_eos else len(base.anchor_ids)
+    (ids,) = tokenizer.encode([base.anchor + text[len(base.text) :]], [where])
+    if ids[:cut] != base.anchor_ids[:cut]:
+        got = "a token that reaches from the base into the message"
+        raise RolloutError("fixed_base", where, got, "the base's tokens first")
+    is_open = ends_with_eos and (not response_ids or response_ids[-1] != eos)
+    return ids[0 if is_open else cut :]

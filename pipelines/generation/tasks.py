@@ -1,0 +1,149 @@
+"""Tasks: what an environment or an agent is asked to do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rollout_io.retokenize.messages import normalize
+from schemas.errors import RolloutError
+
+_OWN = ("prompt", "instance_id", "env_class")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """One attempt at a task.
+
+    Attributes:
+        instance_id: The task's.
+        repetition_id: Which attempt.
+        prompt: OpenAI-style messages.
+        env_class: Its environment; None: the one of the configuration.
+        extras: For the environment.
+        source: File and position.
+    """
+
+    instance_id: str
+    repetition_id: int
+    prompt: Sequence[Mapping[str, Any]]
+    env_class: str | None = None
+    extras: Mapping[str, Any] = field(default_factory=dict)
+    source: str = "task"
+
+    @property
+    def trajectory_id(self) -> str:
+        """`{instance_id}_{repetition_id}`."""
+        return f"{self.instance_id}_{self.repetition_id}"
+
+
+def read_tasks(path: str, group_size: int) -> list[Task]:
+    """The attempts at the tasks of a file, those of one task together.
+
+    Args:
+        path: JSON Lines, or Parquet if it ends so. `prompt` is a list of messages, or a text, which
+            is a user's message; `instance_id` by default the number of the line, from 0.
+        group_size: Attempts at each.
+
+    Raises:
+        RolloutError: tasks: not readable, no JSON object, no prompt, an id twice; message: a prompt
+            that is none.
+
+    Example:
+        >>> Path("t.jsonl").write_text('{"prompt": "2+2?", "answer": 4}')
+        >>> task = read_tasks("t.jsonl", 2)[1]
+        >>> task.trajectory_id, task.prompt, task.extras
+        ('0_1', [{'role': 'user', 'content': '2+2?'}], {'answer': 4})
+    """
+    found: dict[str, Task] = {}
+    for index, (where, record) in enumerate(_records(Path(path))):
+        task = _task(record, index, where)
+        if task.instance_id in found:
+            got = f"instance_id {task.instance_id!r} again"
+            raise RolloutError("tasks", where, got, "each once: group_size says how many attempts")
+        found[task.instance_id] = task
+    if not found:
+        raise RolloutError("tasks", path, "no task", "at least one")
+    return [attempt for task in found.values() for attempt in attempts(task, group_size)]
+
+
+def attempts(task: Task, group_size: int) -> Iterator[Task]:
+    """The attempts 0..group_size-1 at a task."""
+    for repetition_id in range(group_size):
+        yield Task(
+            instance_id=task.instance_id,
+            repetition_id=repetition_id,
+            prompt=task.prompt,
+            env_class=task.env_class,
+            extras=task.extras,
+            source=task.source,
+        )
+
+
+def _records(path: Path) -> Iterator[tuple[str, Any]]:
+    if path.suffix == ".parquet":
+        yield from _rows(path)
+        return
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise _unreadable(path, error, "a JSON Lines file") from None
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            where = f"{path}:{number}"
+            try:
+                yield where, json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise RolloutError("tasks", where, str(error), "a JSON object") from None
+
+
+def _rows(path: Path) -> Iterator[tuple[str, Any]]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        rows = pq.read_table(path).to_pylist()
+    except (OSError, pa.ArrowException) as error:
+        raise _unreadable(path, error, "a Parquet file") from None
+    for number, row in enumerate(rows):
+        yield f"{path}, row {number}", row
+
+
+def _unreadable(path: Path, error: Exception, expected: str) -> RolloutError:
+    got = getattr(error, "strerror", None) or str(error)
+    return RolloutError("tasks", str(path), got.lower(), expected)
+
+
+def _task(record: Any, index: int, where: str) -> Task:
+    if not isinstance(record, Mapping):
+        raise RolloutError("tasks", where, type(record).__name__, "an object")
+    given = record.get("instance_id")
+    name, env_class = str(index if given is None else given), record.get("env_class")
+    if not name or not isinstance(env_class, str | None):
+        got = f"instance_id {given!r}, env_class {env_class!r}"
+        raise RolloutError("tasks", where, got, "texts")
+    return Task(
+        instance_id=name,
+        repetition_id=0,
+        prompt=conversation(record.get("prompt"), where),
+        env_class=env_class,
+        extras={k: v for k, v in record.items() if k not in _OWN},
+        source=where,
+    )
+
+
+def conversation(prompt: Any, where: str) -> list[dict[str, Any]]:
+    """The messages of a prompt, which may be one text.
+
+    Raises:
+        RolloutError: tasks: no text, and no list; message: an item that is no message.
+    """
+    if isinstance(prompt, str) and prompt:
+        return [{"role": "user", "content": prompt}]
+    if not isinstance(prompt, Sequence) or isinstance(prompt, str) or not prompt:
+        got = f"prompt {prompt!r:.60}"
+        raise RolloutError("tasks", where, got, "a list of messages, or a text, not empty")
+    return [normalize(message, f"{where}, message {i}") for i, message in enumerate(prompt)]

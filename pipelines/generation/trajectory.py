@@ -1,0 +1,169 @@
+"""One trajectory: an environment and a model take turns, and every call becomes a step."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from pipelines.filters import RAN_OUT_OF_TOKENS
+from pipelines.generation.config import GenerateConfig
+from pipelines.generation.engine import CONTEXT_LENGTH, ENGINE_DOWN, Engine, Sampled, Sampling
+from pipelines.generation.environments import Environment, Outcome
+from pipelines.generation.histories import Conversation, as_json, begin, final_rendering
+from pipelines.generation.tasks import Task
+from rollout_io.adapters import Step
+from rollout_io.retokenize.tokenizer import ChatTokenizer
+from schemas.errors import RolloutError
+
+COMPLETED = frozenset({"stop", "tool_calls", "complete"})
+"""Stop reasons of a turn that ended by itself."""
+
+
+ENDS_THE_RUN = frozenset({ENGINE_DOWN, "engine_answer"})
+"""Rules of errors that every trajectory would meet: the engine's own, not a request's."""
+
+
+def seed_of(seed: int, trajectory_id: str, call: int) -> int:
+    """The seed of one call: the same whenever it is made, another for every other call."""
+    text = f"{seed}/{trajectory_id}/{call}"
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1
+
+
+def step_of(sampled: Sampled, sampling: Sampling, messages: str | None, source: str) -> Step:
+    """The row of one call."""
+    return Step(
+        source=source,
+        prompt_token_ids=np.array(sampled.prompt_token_ids, np.int32),
+        response_ids=np.array(sampled.response_ids, np.int32),
+        rollout_logprobs=np.array(sampled.rollout_logprobs, np.float32),
+        rollout_expert_indices=sampled.rollout_expert_indices,
+        stop_reason=sampled.stop_reason,
+        policy_version=sampled.policy_version,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k or 0,
+        messages=messages,
+        response_text=sampled.text,
+    )
+
+
+class GymTrajectory:
+    """A trajectory in an environment.
+
+    Args:
+        task: What to do.
+        make: Makes the environment.
+        engine: Samples.
+        tokenizer: The engine's.
+        config: How.
+
+    Attributes:
+        steps: The steps so far: those of a trajectory that fails stay.
+        warnings: What went wrong and does not matter to them.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        make: Callable[[], Any],
+        engine: Engine,
+        tokenizer: ChatTokenizer,
+        config: GenerateConfig,
+    ) -> None:
+        self.task, self.engine, self.tokenizer, self.config = task, engine, tokenizer, config
+        self.where = f"trajectory {task.trajectory_id!r}"
+        self.steps: list[Step] = []
+        self.warnings: list[str] = []
+        self._environment = Environment(make, self.where, config.env_timeout_s)
+        self._said: list[dict[str, Any]] = []
+
+    async def run(self) -> None:
+        """All turns.
+
+        Raises:
+            RolloutError: env_raised, env_timeout, env_output; context_length, of the first prompt;
+                and as the engine does.
+        """
+        try:
+            prompt = await self._environment.init(self.task.prompt)
+            history = self.config.history
+            await self._turns(begin(history, prompt, self.tokenizer, self.where))
+            self.steps[-1].metrics = await self._environment.metrics() or None
+        finally:
+            await self._close()
+        if self.config.history == "retokenize":
+            self._retokenize()
+
+    async def _turns(self, talk: Conversation) -> None:
+        for turn in range(self.config.max_turns):
+            try:
+                sampled, sampling = await self._sample(talk, turn)
+            except RolloutError as error:
+                if error.rule != CONTEXT_LENGTH or not self.steps:
+                    raise
+                self.steps[-1].stop_reason = CONTEXT_LENGTH
+                return
+            step = step_of(sampled, sampling, as_json(talk.messages), self.task.source)
+            self.steps.append(step)
+            self._said = [*talk.messages, {"role": "assistant", "content": sampled.text}]
+            outcome = await self._environment.step(sampled.text)
+            step.reward = outcome.reward
+            if outcome.replaced is not None:
+                self._said[-1]["content"] = outcome.replaced
+            if outcome.is_done or turn + 1 == self.config.max_turns:
+                return
+            self._extend(talk, sampled, outcome)
+
+    async def _sample(self, talk: Conversation, turn: int) -> tuple[Sampled, Sampling]:
+        ids, most = talk.prompt_ids(), self.config.max_input_tokens
+        if most is not None and len(ids) > most:
+            got, expected = f"a prompt of {len(ids)} tokens", f"at most {most} (max_input_tokens)"
+            raise RolloutError(CONTEXT_LENGTH, self.where, got, expected)
+        seed = seed_of(self.config.seed, self.task.trajectory_id, turn)
+        sampling = dataclasses.replace(self.config.sampling, seed=seed)
+        return await self.engine.sample(ids, sampling, session=self.task.trajectory_id), sampling
+
+    def _extend(self, talk: Conversation, sampled: Sampled, outcome: Outcome) -> None:
+        response, step = sampled.response_ids, self.steps[-1]
+        kept = talk.extend(response, sampled.text, outcome.replaced, outcome.observations)
+        if len(kept) < len(response):
+            step.response_ids = np.array(kept, np.int32)
+            step.rollout_logprobs = np.array(sampled.rollout_logprobs[: len(kept)], np.float32)
+
+    def _retokenize(self) -> None:
+        """Put the template's rendering of the whole conversation in place of what was sampled."""
+        num = len(self.steps)
+        ids, spans = final_rendering(self._said, num, self.tokenizer, self.where)
+        for step, (start, end) in zip(self.steps, spans, strict=True):
+            step.prompt_token_ids = np.array(ids[:start], np.int32)
+            step.response_ids = np.array(ids[start:end], np.int32)
+            step.rollout_logprobs = step.rollout_expert_indices = None
+            step.token_source = "retokenized"
+
+    async def _close(self) -> None:
+        try:
+            await self._environment.close()
+        except RolloutError as error:
+            self.warnings.append(str(error))
+
+
+def apply_stop_rules(steps: Sequence[Step], config: GenerateConfig) -> None:
+    """Rewards and masks of a trajectory by why its last step ended; the trajectory as a whole."""
+    reason = steps[-1].stop_reason or ""
+    if config.zero_reward_on_non_stop and reason not in COMPLETED:
+        for step in steps:
+            step.reward = 0.0
+    if config.mask_overlong and reason.lower() in RAN_OUT_OF_TOKENS:
+        for step in steps:
+            step.trains = False
+
+
+def without_outcome(steps: Sequence[Step], source: str) -> list[Step]:
+    """The steps of a trajectory that failed: no rewards; at least one row."""
+    for step in steps:
+        step.reward = None
+    return list(steps) or [Step(source=source)]

@@ -1,0 +1,83 @@
+"""The verb `generate`."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from typing import TYPE_CHECKING
+
+import click
+
+from rollout_io.cli.output import emit, emit_json, example, next_command, note
+from schemas.errors import RolloutError
+
+if TYPE_CHECKING:
+    from pipelines.generation.config import GenerateConfig
+    from pipelines.generation.engine import Engine
+    from pipelines.generation.run import GenerateResult
+
+
+@click.command(epilog=example("rollouts generate gsm8k.toml --out rollouts/ --set group_size=8"))
+@click.argument("config", metavar="CONFIG.toml")
+@click.option("--out", metavar="DS", help="Dataset; one that holds a part is gone on with.")
+@click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Override one key of the configuration; may be repeated.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+def generate(*, config: str, out: str | None, overrides: tuple[str, ...], as_json: bool) -> None:
+    """Sample trajectories of tasks from an engine, into a rollout dataset.
+
+    Groups appear in DS as they complete. A second run generates what is missing, and nothing
+    twice. A trajectory whose environment fails stays in the dataset, with its error.
+    """
+    from pipelines.generation.config import load_generate_config
+    from pipelines.generation.run import generate as run
+
+    given = () if out is None else (f"out={out}",)
+    settings = load_generate_config(config, (*overrides, *given))
+    result = asyncio.run(run(settings, open_engine))
+    for warning in result.warnings:
+        note(f"warning: {warning}")
+    emit_json(dataclasses.asdict(result)) if as_json else emit(_report(result))
+    next_command(f"rollouts validate {result.out}")
+
+
+def open_engine(config: GenerateConfig) -> Engine:
+    """The engine of a configuration.
+
+    Raises:
+        RolloutError: As the engine's own constructor; extra_installed: no torch.
+    """
+    try:
+        import torch
+
+        from trainer.engine import TransformersEngine
+    except ModuleNotFoundError as error:
+        hint, got = 'pip install "rollout-io[train]"', f"no package {error.name!r}"
+        raise RolloutError("extra_installed", "engine transformers", got, "torch", hint) from None
+    return TransformersEngine.load(
+        config.model,
+        dtype=getattr(torch, config.dtype),
+        device="cuda" if torch.cuda.is_available() else "cpu",
+        max_batch_size=config.max_concurrency,
+    )
+
+
+def _report(result: GenerateResult) -> str:
+    held = f", {result.num_held} were there" if result.num_held else ""
+    errors = ", ".join(f"{name} {count}" for name, count in sorted(result.errors.items()))
+    rate = result.num_response_tokens / max(result.duration_s, 1e-9)
+    mean = "unknown" if result.mean_return is None else f"{result.mean_return:.4f}"
+    lines = [
+        f"trajectories   {result.num_trajectories}{held}",
+        f"failed         {result.num_failed}{f' ({errors})' if errors else ''}",
+        f"steps          {result.num_steps}",
+        f"tokens         {result.num_response_tokens} in {result.duration_s:.1f} s, {rate:,.0f}/s",
+        f"mean reward    {mean}",
+        f"dataset        {result.out}",
+    ]
+    return "\n".join(lines)
