@@ -102,7 +102,7 @@ def _length(output: Mapping[str, Any], name: str) -> int:
 def _identities(output: Mapping[str, Any], group_size: int | None) -> list[Identity]:
     ids = output.get("trajectory_ids")
     if ids is not None:
-        return [_identity(value, row) for row, value in enumerate(ids)]
+        return [trajectory_identity(value, row) for row, value in enumerate(ids)]
     if output.get("is_last_step") is not None:
         raise _error("fields", "trajectory_ids", "none", "ids, as is_last_step is given")
     num_rows = len(output["response_ids"])
@@ -113,7 +113,12 @@ def _identities(output: Mapping[str, Any], group_size: int | None) -> list[Ident
     return [Identity(str(row // group_size), row % group_size) for row in range(num_rows)]
 
 
-def _identity(value: Any, row: int) -> Identity:
+def trajectory_identity(value: Any, row: int) -> Identity:
+    """Of an object with `instance_id` and `repetition_id`, or of a mapping.
+
+    Raises:
+        RolloutError: trajectory_id.
+    """
     try:
         if isinstance(value, Mapping):
             found = Identity(str(value["instance_id"]), operator.index(value["repetition_id"]))

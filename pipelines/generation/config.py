@@ -41,6 +41,8 @@ class GenerateConfig:
     """vllm: `http://HOST:PORT` of each server; one trajectory's calls go to one of them."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """transformers: of the weights."""
+    policy_version: int = 0
+    """Of the weights that the engine has: the column of that name; >= 0."""
 
     environment: str | None = None
     """Of tasks without `env_class`: a name that skyrl-gym knows, or your own `module:Class`."""
@@ -88,6 +90,8 @@ class GenerateConfig:
 
     max_concurrency: int = 64
     """Trajectories under way at once; >= 1."""
+    requests_per_s: float | None = None
+    """vllm: calls that begin in a second; > 0. None: any number."""
     env_timeout_s: float = 300.0
     """One call of an environment; > 0. After it the trajectory has failed."""
     agent_timeout_s: float = 3600.0
@@ -116,7 +120,16 @@ class GenerateConfig:
 
 HOW_IT_RUNS = frozenset(
     {
-        *("tasks", "out", "engine", "urls", "dtype", "group_size"),
+        *(
+            "tasks",
+            "out",
+            "engine",
+            "urls",
+            "dtype",
+            "policy_version",
+            "group_size",
+            "requests_per_s",
+        ),
         *("max_concurrency", "env_timeout_s", "agent_timeout_s", "groups_per_shard"),
     }
 )
@@ -151,9 +164,12 @@ def _breaches(c: GenerateConfig) -> Iterator[tuple[str, str, str]]:
         value = getattr(c, key)
         if value is not None and value < 1:
             yield key, str(value), "a whole number >= 1"
-    for key in ("env_timeout_s", "agent_timeout_s"):
-        if not 0 < getattr(c, key) < float("inf"):
-            yield key, str(getattr(c, key)), "a finite number > 0"
+    if c.policy_version < 0:
+        yield "policy_version", str(c.policy_version), "a whole number >= 0"
+    for key in ("env_timeout_s", "agent_timeout_s", "requests_per_s"):
+        value = getattr(c, key)
+        if value is not None and not 0 < value < float("inf"):
+            yield key, str(value), "a finite number > 0"
     if c.agent is not None and c.environment is not None:
         yield "agent and environment", f"{c.agent} and {c.environment}", "one of them"
     if c.agent is not None and (c.history != "append" or c.chat_template is not None):

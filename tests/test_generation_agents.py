@@ -1,0 +1,188 @@
+import asyncio
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from pipelines.generation.agents import Client
+from pipelines.generation.interface import GymGenerator, tasks_of, with_sampling_params
+from pipelines.generation.tasks import Task, read_tasks
+from rollout_io.generator_output import from_generator_output
+from rollout_io.retokenize.tokenizer import load_tokenizer
+from schemas.checker import validate
+from schemas.errors import RolloutError
+from tests import generation_helpers as helpers
+from tests.generation_helpers import ASK, HERE, SpyEngine, chatty_model, config_of, trajectories
+
+
+@pytest.fixture(scope="module")
+def model():
+    return chatty_model()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(smollm2_dir):
+    return load_tokenizer(smollm2_dir)
+
+
+@pytest.fixture
+def engine(model, tokenizer):
+    return SpyEngine(model, tokenizer, policy_version=2)
+
+
+def test_every_call_of_an_agent_is_a_step_with_its_exact_tokens(engine, tokenizer):
+    tasks = helpers.tasks_of(2, 2)
+    _, table = trajectories(engine, tokenizer, tasks, agent=f"{HERE}:curious")
+    validate(table)
+    assert table["agent"].to_pylist() == [None, "checker"] * 4
+    assert table["reward"].to_pylist() == [0.0, 0.5] * 4
+    assert table["temperature"].to_pylist() == [1.0, 0.5] * 4
+    assert json.loads(table["messages"][1].as_py())[-1] == {"role": "user", "content": "Sure?"}
+    calls = {(name, tuple(ids)): sampled for name, ids, _, sampled in engine.calls}
+    for row in table.to_pylist():
+        sampled = calls[row["trajectory_id"], tuple(row["prompt_token_ids"])]
+        assert row["response_ids"] == sampled.response_ids
+
+
+def test_a_client_takes_no_calls_after_its_agents_end_and_no_unknown_field(engine, tokenizer):
+    client = Client(engine, tokenizer, helpers.tasks_of(1, 1)[0], config_of(agent="a:b"))
+    with pytest.raises(RolloutError, match="'temprature'"):
+        asyncio.run(client.chat(ASK, temprature=1.0))
+    client.close()
+    with pytest.raises(RolloutError, match="after the agent's end"):
+        asyncio.run(client.sample([1]))
+
+
+def gsm8k(question, answer, **fields):
+    prompt = [{"role": "user", "content": question}]
+    return {"prompt": prompt, "reward_spec": {"ground_truth": answer}, **fields}
+
+
+def test_skyrl_gyms_environments_run_by_name(engine, tokenizer, tmp_path):
+    records = [gsm8k("2+2?", "4"), gsm8k("3+3?", "6", env_class="gsm8k_multi_turn")]
+    file = tmp_path / "tasks.jsonl"
+    file.write_text("\n".join(map(json.dumps, records)))
+    tasks = read_tasks(str(file), 2)
+    _, table = trajectories(engine, tokenizer, tasks, environment="gsm8k", max_turns=2)
+    validate(table)
+    assert table["trajectory_id"].to_pylist() == ["0_0", "0_1", "1_0", "1_0", "1_1", "1_1"]
+    assert table["metrics"][3].as_py() == [("steps", 2.0)]
+    assert "final numeric answer" in table["messages"][3].as_py()
+    assert table["source"].to_pylist()[0] == f"{file}:1"
+
+
+def test_tasks_of_a_parquet_file_are_those_of_json_lines(tmp_path):
+    import polars as pl
+
+    records = [gsm8k("2+2?", "4"), gsm8k("3+3?", "6")]
+    (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, records)))
+    pl.DataFrame(records).write_parquet(tmp_path / "t.parquet")
+    tasks = [read_tasks(str(tmp_path / name), 2) for name in ("t.jsonl", "t.parquet")]
+    found = [[(t.trajectory_id, list(t.prompt), t.extras) for t in some] for some in tasks]
+    assert found[0] == found[1]
+    assert [t.trajectory_id for t in tasks[0]] == ["0_0", "0_1", "1_0", "1_1"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "t.jsonl:2"),
+        ("[]", "got list, expected an object"),
+        ('{"prompt": []}', "got prompt []"),
+        ('{"prompt": [{"content": "a"}]}', "without a role"),
+        ('{"prompt": "a", "instance_id": 0}', "'0' again"),
+        ('{"prompt": "a", "env_class": 3}', "env_class 3"),
+    ],
+)
+def test_a_bad_task_is_refused_with_its_place(tmp_path, line, message):
+    file = tmp_path / "t.jsonl"
+    file.write_text('{"prompt": "a"}\n' + line + "\n")
+    with pytest.raises(RolloutError) as error:
+        read_tasks(str(file), 1)
+    assert message in str(error.value)
+    with pytest.raises(RolloutError, match="no such file"):
+        read_tasks(str(tmp_path / "none.jsonl"), 1)
+
+
+def batch(num_prompts=2, group_size=2, **fields):
+    n = num_prompts * group_size
+    ids = [
+        SimpleNamespace(instance_id=f"u{i // group_size}", repetition_id=i % group_size)
+        for i in range(n)
+    ]
+    return {
+        "prompts": [ASK] * n,
+        "env_classes": [f"{HERE}:Echo"] * n,
+        "env_extras": [{"num_turns": 2}] * n,
+        "sampling_params": {"max_tokens": 8, "temperature": 1.0, "top_k": -1, "logprobs": 1},
+        "trajectory_ids": ids,
+        **fields,
+    }
+
+
+def generate(engine, tokenizer, given, **settings):
+    async def run():
+        async with engine:
+            config = config_of(environment=None, max_turns=2, **settings)
+            return await GymGenerator(engine, tokenizer, config).generate(given)
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("history", ["append", "one_message"])
+def test_the_generator_interface_gives_one_row_a_trajectory_with_every_reward(
+    engine, tokenizer, history
+):
+    output = generate(engine, tokenizer, batch(), history=history)
+    assert len(output["response_ids"]) == 4
+    assert output["is_last_step"] == [True] * 4
+    for rewards, mask, logprobs, response in zip(
+        *(output[n] for n in ("rewards", "loss_masks", "rollout_logprobs", "response_ids")),
+        strict=True,
+    ):
+        assert len(rewards) == len(mask) == len(logprobs) == len(response)
+        assert [x for x in rewards if x] == [0.25, 0.5]
+        assert rewards[-1] == 0.5
+        assert 0 < sum(mask) < len(mask)
+        assert all(x == 0.0 for x, m in zip(logprobs, mask, strict=True) if not m)
+    assert output["trajectory_ids"][3] == {"instance_id": "u1", "repetition_id": 1}
+    assert output["rollout_metrics"]["environment/turns"] == 2.0
+    validate(from_generator_output(output))
+    assert max(c[2].max_tokens for c in engine.calls) == 8
+
+
+def test_the_generator_interface_gives_a_row_a_step_in_step_wise_mode(engine, tokenizer):
+    output = generate(engine, tokenizer, batch(), history="step_wise")
+    assert output["is_last_step"] == [False, True] * 4
+    assert [sum(r) for r in output["rewards"]] == [0.25, 0.5] * 4
+    assert all(all(mask) for mask in output["loss_masks"])
+
+
+def test_the_generator_interface_makes_placeholders_of_a_failed_group(engine, tokenizer):
+    extras = [{"num_turns": 2}] * 3 + [{"how": "raise"}]
+    given = batch(env_classes=[f"{HERE}:Broken"] * 4, env_extras=extras)
+    output = generate(engine, tokenizer, given)
+    assert output["stop_reasons"][2:] == ["error", "error"]
+    assert output["response_ids"][2:] == [[0], [0]]
+    assert all(sum(r) == 0.75 for r in output["rewards"][:2])
+
+
+def test_a_trajectory_that_is_no_single_sequence_is_refused_where_one_row_is_asked_for(
+    engine, tokenizer
+):
+    given = batch(env_classes=[f"{HERE}:Cutting"] * 4)
+    with pytest.raises(RolloutError, match="one_sequence"):
+        generate(engine, tokenizer, given)
+
+
+def test_a_batch_that_is_not_usable_is_refused_by_the_name_of_its_field():
+    for fields, message in (
+        ({"prompts": []}, "prompts"),
+        ({"env_extras": [{}]}, "env_extras: got 1 entries"),
+        ({"trajectory_ids": [{"instance_id": "a", "repetition_id": 0}] * 4}, "'a_0' twice"),
+    ):
+        with pytest.raises(RolloutError, match=message):
+            tasks_of(batch(**fields))
+    with pytest.raises(RolloutError, match="n = 2"):
+        with_sampling_params(config_of(), {"n": 2})
+    assert isinstance(tasks_of({"prompts": ["2+2?"]})[0], Task)
