@@ -45,7 +45,10 @@ def training_page() -> str:
     """Every key of a training configuration, from `TrainConfig`'s source, and of `metrics.jsonl`."""
     rows, loss_rows = (
         "\n".join(f"| `{n}` | {k} | {d} | {doc} |" for n, k, d, doc in config_fields(*source))
-        for source in (("config.py", "TrainConfig"), ("loss_config.py", "LossConfig"))
+        for source in (
+            ("trainer/config.py", "TrainConfig"),
+            ("trainer/loss_config.py", "LossConfig"),
+        )
     )
     metrics = "\n".join(f"| `{n}` | {m.unit} | {m.meaning} |" for n, m in METRICS.items())
     return f"""# Training
@@ -225,14 +228,15 @@ One JSON object per mini-batch; a number that is not finite is null.
 
 
 def config_fields(file: str, name: str) -> list[tuple[str, str, str, str]]:
-    """(name, type, default, docstring) of each field of a class of `trainer/`."""
-    tree = ast.parse((DOCS.parent / "trainer" / file).read_text())
+    """(name, type, default, docstring) of each field of a class in a file of the repository."""
+    tree = ast.parse((DOCS.parent / file).read_text())
     aliases = {ast.unparse(n.targets[0]): n.value for n in tree.body if isinstance(n, ast.Assign)}
     body = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == name).body
     fields = []
     for node, doc in pairwise(body):
         if isinstance(node, ast.AnnAssign) and isinstance(doc, ast.Expr):
             default = ast.unparse(node.value) if node.value else "required"
+            default = default.replace("field(default_factory=dict)", "{}")
             annotation = aliases.get(ast.unparse(node.annotation), node.annotation)
             kind = ast.unparse(annotation).replace("|", "or")
             text = " ".join(str(ast.literal_eval(doc.value)).split())
@@ -242,18 +246,35 @@ def config_fields(file: str, name: str) -> list[tuple[str, str, str, str]]:
 
 def formats_page() -> str:
     """The page on formats, its table of them as pyproject.toml registers them."""
-    page = (DOCS / "formats.md").read_text()
-    before, begin, rest = page.partition("<!-- begin generated: make docs -->\n")
-    _, end, after = rest.partition("<!-- end generated -->\n")
-    assert end, "docs/formats.md has lost its marks"
     project = tomllib.loads((DOCS.parent / "pyproject.toml").read_text())["project"]
     entries = project["entry-points"]["rollout_io.adapters"]
     rows = [f"| `{n}` | {pkgutil.resolve_name(v).summary} |" for n, v in sorted(entries.items())]
-    table = "\n".join(["| format | what it is |", "|---|---|", *rows])
+    return _with_table("formats.md", ["| format | what it is |", "|---|---|", *rows])
+
+
+def generation_page() -> str:
+    """The page on generation, with every key of `GenerateConfig`."""
+    fields = config_fields("pipelines/generation/config.py", "GenerateConfig")
+    rows = [f"| `{n}` | {k} | {d} | {doc} |" for n, k, d, doc in fields]
+    return _with_table("generation.md", ["| key | type | default | meaning |", "|---|---|---|---|", *rows])
+
+
+def _with_table(name: str, lines: list[str]) -> str:
+    """A page, whose table between the marks is made of these lines."""
+    page = (DOCS / name).read_text()
+    before, begin, rest = page.partition("<!-- begin generated: make docs -->\n")
+    _, end, after = rest.partition("<!-- end generated -->\n")
+    assert end, f"docs/{name} has lost its marks"
+    table = "\n".join(lines)
     return f"{before}{begin}{table}\n{end}{after}"
 
 
-PAGES = {"formats.md": formats_page, "table.md": table_page, "training.md": training_page}
+PAGES = {
+    "formats.md": formats_page,
+    "generation.md": generation_page,
+    "table.md": table_page,
+    "training.md": training_page,
+}
 
 if __name__ == "__main__":
     for name, page in PAGES.items():
