@@ -256,7 +256,9 @@ def generation_page() -> str:
     """The page on generation, with every key of `GenerateConfig`."""
     fields = config_fields("pipelines/generation/config.py", "GenerateConfig")
     rows = [f"| `{n}` | {k} | {d} | {doc} |" for n, k, d, doc in fields]
-    return _with_table("generation.md", ["| key | type | default | meaning |", "|---|---|---|---|", *rows])
+    return _with_table(
+        "generation.md", ["| key | type | default | meaning |", "|---|---|---|---|", *rows]
+    )
 
 
 def _with_table(name: str, lines: list[str]) -> str:
