@@ -60,7 +60,8 @@ one pass for the old log-probabilities; `groups_per_mini_batch` make one optimiz
 turns they took. By default a trajectory's advantage is GRPO's, from its return, and goes to all its rows;
 the loss is PPO's clipped one, weighted by truncated importance sampling where the sampler's
 log-probabilities are known, summed over the trained tokens of the whole mini-batch and divided by their
-number. So neither the layout (`step`, `merge`) nor the micro-batch budget changes the gradient.
+number. So neither the layout (`step`, `merge`, `tree`: see [tree.md](tree.md)) nor the micro-batch budget
+changes the gradient.
 [algorithms.md](algorithms.md) has the others, with their equations.
 
 A group that has another number of trajectories than `group_size` (by default that of the largest group;
@@ -87,9 +88,8 @@ on a terminal, elsewhere a line per update, with a warning, once a run, where th
 
 `rollouts train ... --dry-run` makes every check of a real run, models loaded, prints what it would do (`--json`:
 for machines) and writes nothing. Of one pass over the dataset it counts sequences, tokens to forward, the longest
-row and the micro-batches of an update, in the layouts `step` and `merge`; masked trajectories and what follows a
-row's last trained token are not forwarded. The trees are estimates: the tokens of `step` times the share that
-`rollouts stats` finds.
+row, the micro-batches of an update and what cutting trees repeats, in every layout; masked trajectories and what
+follows a row's last trained token are not forwarded.
 
 Memory is that of one process at its peak, in bytes, of P weights of which T train:
 

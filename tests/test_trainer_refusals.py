@@ -308,7 +308,6 @@ def test_the_plan_is_what_the_run_then_does(model: str, tmp_path: Path, capfd: A
     assert (merge["longest_tokens"], steps["longest_tokens"]) == (15, 15)
     trees = [plan["layouts"][f"tree_per_{name}"] for name in ("trajectory", "group")]
     assert all(tree["num_tokens"] <= merge["num_tokens"] for tree in trees)
-    assert [tree["trains"] for tree in trees] == [False, False]
 
 
 def test_the_plan_is_a_table_for_people(model: str, tmp_path: Path, capfd: Any) -> None:

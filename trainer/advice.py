@@ -41,7 +41,7 @@ def warnings_before(rows: pl.DataFrame, plan: Plan, config: TrainConfig) -> dict
             f"{loss} is meant for loss_reduction sequence_mean (or trajectory_mean, which gives a"
             f" trajectory of several rows the weight of one); with {reduction} long rows weigh more"
         )
-    if config.sequence_layout == "step":
+    if config.sequence_layout != "merge":
         found |= warnings_about_rows(len(rows), rows["trajectory_id"].n_unique(), config)
     return found
 
@@ -105,5 +105,5 @@ def warnings_about_rows(
     return {
         "rows": f"{num_trajectories} trajectories are {num_rows} rows, and rows are what counts here"
         f" ({affected}): other numbers than with a trajectory in one row"
-        + ("\nhint: --set sequence_layout=merge" if config.sequence_layout == "step" else "")
+        + ("\nhint: --set sequence_layout=merge" if config.sequence_layout != "merge" else "")
     }

@@ -1,7 +1,7 @@
-"""Attention over a forest: packed chains one by one, anything else by a dense mask.
+"""Attention over a forest without a mask of tokens x tokens.
 
-Chains side by side need no mask of tokens x tokens: each is causal in itself. That is how the
-attention function here treats a micro-batch of chains, registered with Transformers by
+Of chains side by side each is causal in itself; trees are `trainer.tree_attention`'s. That is how
+the attention function here treats a micro-batch, registered with Transformers by
 `AttentionInterface`; given anything else, it is Transformers' own SDPA.
 """
 
@@ -21,6 +21,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from trainer.forest import Forest, attention_mask
+from trainer.tree_attention import tree_attention
 
 CHAIN_ATTENTION = "rollout_chains"
 
@@ -56,11 +57,16 @@ def forest_mask(config: Any, forest: Forest) -> Tensor:
     """What a model is given as `attention_mask`, four-dimensional, so that it is passed on as is.
 
     Returns:
-        [1, 1, 1, C] int64 on the CPU: tokens of each of C chains, where all trees are chains and
-        the model takes them. Otherwise [1, 1, N, N] bool, see `trainer.forest.attention_mask`.
+        [1, 1, 1, C] int64 on the CPU: tokens of each of C chains, where all trees are chains;
+        [1, 1, 2, N] int64: depth and subtree_end of each token, where one branches. For a model
+        that takes neither, [1, 1, N, N] bool: see `trainer.forest.attention_mask`.
     """
-    lengths = lengths_of_chains(forest.subtree_end.cpu()) if takes_chains(config) else None
-    return attention_mask(forest.subtree_end) if lengths is None else lengths[None, None, None]
+    if not takes_chains(config):
+        return attention_mask(forest.subtree_end)
+    lengths = lengths_of_chains(forest.subtree_end.cpu())
+    if lengths is None:
+        return torch.stack([forest.position_ids, forest.subtree_end])[None, None]
+    return lengths[None, None, None]
 
 
 def lengths_of_chains(subtree_end: Tensor) -> Tensor | None:
@@ -93,7 +99,7 @@ def chain_attention(
         query: [1, heads, N, size].
         key: [1, key heads, N, size]; query heads are a multiple of key heads.
         value: As `key`.
-        attention_mask: Integers are tokens per chain. Anything else goes to SDPA as it is.
+        attention_mask: Integers are those of `forest_mask`. Anything else goes to SDPA as it is.
         dropout: Probability; 0 in evaluation mode.
         scaling: Of the scores; None: one over the root of size.
         settings: `sliding_window`: tokens that a token sees, itself included.
@@ -104,17 +110,20 @@ def chain_attention(
     Raises:
         ValueError: The layer caps or biases its scores, which SDPA cannot.
     """
-    is_chains = attention_mask is not None and attention_mask.dtype == torch.int64
+    is_forest = attention_mask is not None and attention_mask.dtype == torch.int64
     unknown = [name for name in ("softcap", "position_bias") if settings.get(name) is not None]
-    if attention_mask is None or not is_chains or unknown:
-        if unknown and is_chains:
+    if attention_mask is None or not is_forest or unknown:
+        if unknown and is_forest:
             raise ValueError(f"attention scores with {unknown[0]}")
         output, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **settings
         )
         return output, None
-    lengths: list[int] = attention_mask.flatten().tolist()
     window = settings.get("sliding_window") or getattr(module, "sliding_window", None)
+    if attention_mask.size(2) == 2:
+        inputs = module, query, key, value, attention_mask, window
+        return tree_attention(*inputs, dropout=dropout, scaling=scaling), None
+    lengths: list[int] = attention_mask.flatten().tolist()
     if _runs_varlen(query, value, dropout):
         return _varlen(query, key, value, lengths, scaling, window), None
     chains = zip(*(torch.split(t, lengths, 2) for t in (query, key, value)), strict=True)

@@ -9,19 +9,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import polars as pl
 import torch
 from torch import Tensor
 
-from schemas.ragged import IntArray
 from trainer.batch_metrics import batch_metrics
 from trainer.begin import Run
 from trainer.critic import critic_values, update_critic
 from trainer.data import Batch, groups_with_gradient, read_rows, to_batch
 from trainer.estimate import estimate
-from trainer.forest import Forest, chain_forests, chain_lengths
+from trainer.forest import chain_lengths
 from trainer.kl_reward import charge_kl, next_coef
+from trainer.packing import MiniBatch, cut_batch
 from trainer.plan import split
 from trainer.prefetch import one_ahead
 from trainer.processes import agreed, exchange_rows, own_groups
@@ -50,7 +49,7 @@ class Ready:
 
     Attributes:
         batch: With its advantages.
-        mini_batches: The micro-batches of each.
+        mini_batches: What each of its optimizer steps forwards.
         known: What the models said at its start; see `Position`.
         ref_logprobs: [T] what the loss keeps the policy close to; None where it does not.
         value_targets: [T] what the critic should say; None without one.
@@ -59,7 +58,7 @@ class Ready:
     """
 
     batch: Batch
-    mini_batches: list[list[Forest]]
+    mini_batches: list[MiniBatch]
     known: dict[str, Tensor]
     ref_logprobs: Tensor | None
     value_targets: Tensor | None
@@ -102,7 +101,7 @@ def _ready(
     groups: Sequence[str],
     position: Position,
     batch: Batch,
-    mini_batches: list[list[Forest]],
+    mini_batches: list[MiniBatch],
 ) -> Ready:
     """Ask the models, charge the divergence to the rewards, estimate the advantages."""
     config = run.learner.config
@@ -126,13 +125,16 @@ def _ready(
         ref_logprobs=ref_logprobs,
         value_targets=estimates.value_targets,
         kl_coef=kl_coef,
-        metrics=[of_mini_batch | kl_metrics for of_mini_batch in counts],
+        metrics=[
+            mini_batch.metrics | counted | kl_metrics
+            for mini_batch, counted in zip(mini_batches, counts, strict=True)
+        ],
     )
 
 
 def _update(run: Run, ready: Ready, number: int) -> dict[str, Any]:
     """Update policy and critic by a mini-batch."""
-    forests, old_logprobs = ready.mini_batches[number], ready.known.get("old_logprobs")
+    forests, old_logprobs = ready.mini_batches[number].forests, ready.known.get("old_logprobs")
     metrics = update(run.learner, ready.batch, forests, old_logprobs, ready.ref_logprobs)
     if run.critic and ready.value_targets is not None:
         metrics |= update_critic(run.critic, forests, ready.known["values"], ready.value_targets)
@@ -140,10 +142,10 @@ def _update(run: Run, ready: Ready, number: int) -> dict[str, Any]:
     return metrics | ready.metrics[number] | rate
 
 
-def _known(run: Run, batch: Batch, mini_batches: Sequence[Sequence[Forest]]) -> dict[str, Tensor]:
+def _known(run: Run, batch: Batch, mini_batches: Sequence[MiniBatch]) -> dict[str, Tensor]:
     """What the models say at a batch's start that its updates need: see `Position`."""
     learner, config, known = run.learner, run.learner.config, {}
-    forests = [forest for mini_batch in mini_batches for forest in mini_batch]
+    forests = [forest for mini_batch in mini_batches for forest in mini_batch.forests]
     if run.critic:
         known["values"] = critic_values(run.critic, batch, forests)
     # With one update, the policy's own log-probabilities are the old ones: one pass saved.
@@ -162,18 +164,9 @@ def _read_share(run: Run, groups: Sequence[str]) -> pl.DataFrame | None:
     return read_rows(run.rollouts, run.plan, own, layout) if own else None
 
 
-def _load(run: Run, tables: Iterator[pl.DataFrame | None]) -> tuple[Batch, list[list[Forest]]]:
-    """The next batch and the micro-batches of each of its mini-batches."""
-    accelerator, config = run.learner.accelerator, run.learner.config
+def _load(run: Run, tables: Iterator[pl.DataFrame | None]) -> tuple[Batch, list[MiniBatch]]:
+    """The next batch and its mini-batches."""
+    accelerator = run.learner.accelerator
     batch = to_batch(exchange_rows(accelerator, agreed(accelerator, lambda: next(tables))))
     run.limit.check(chain_lengths(batch.prompts, batch.responses, batch.trains), batch.names)
-    budget, num_ranks = config.tokens_per_micro_batch, accelerator.num_processes
-    return batch, [
-        chain_forests(batch.prompts, batch.responses, batch.trains, rows, budget, num_ranks)
-        for rows in _rows_of_mini_batches(batch)
-    ]
-
-
-def _rows_of_mini_batches(batch: Batch) -> list[IntArray]:
-    num = int(batch.mini_batch.max(initial=-1)) + 1
-    return [np.flatnonzero(batch.mini_batch == number) for number in range(num)]
+    return batch, cut_batch(batch, run.learner.config, accelerator.num_processes)

@@ -74,8 +74,11 @@ class TrainConfig(LossConfig):
     max_updates: int | None = None
     """Optimizer steps after which the run ends; >= 1. None: no limit."""
 
-    sequence_layout: Literal["step", "merge"] = "merge"
-    """What is forwarded as one row: every step, or steps that continue each other merged."""
+    sequence_layout: Literal["step", "merge", "tree"] = "merge"
+    """What is forwarded: every step; steps that continue each other, merged; or, as a tree, each
+    distinct token of the steps once, with the numbers of `step`."""
+    tree_scope: Literal["trajectory", "group"] = "group"
+    """tree: which steps share tokens, those of a trajectory or those of a whole group."""
     tokens_per_micro_batch: int = 2048
     """Most tokens in one forward; >= 1. Memory grows with it, time hardly does."""
     logprob_chunk_tokens: int = 1024

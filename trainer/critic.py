@@ -77,7 +77,7 @@ class Critic(nn.Module):
         save_file(under("value_head", state), path / VALUE_HEAD)
 
 
-def load_critic(path: str, *, gradient_checkpointing: bool = False) -> Critic:
+def load_critic(path: str, *, gradient_checkpointing: bool = False, trees: bool = False) -> Critic:
     """A critic from a model directory; its value head is zeros unless the directory holds one.
 
     With zeros every value is 0 at first, and gae starts from the discounted returns.
@@ -85,7 +85,7 @@ def load_critic(path: str, *, gradient_checkpointing: bool = False) -> Critic:
     Raises:
         RolloutError: The model cannot be loaded, or the value head is another model's.
     """
-    loaded = load_policy(path, logprob_chunk_tokens=1)
+    loaded = load_policy(path, logprob_chunk_tokens=1, trees=trees)
     if gradient_checkpointing:
         loaded.checkpoint_layers()
     critic = Critic(loaded.model)

@@ -49,6 +49,11 @@ METRICS = {
     "num_forwarded_tokens": Metric(
         "tokens", "Tokens forwarded with gradient; the pass for the old log-probabilities not."
     ),
+    "repeated_share": Metric(
+        "fraction",
+        "Tokens forwarded over distinct ones, less 1: what cutting trees into micro-batches costs;"
+        " with `sequence_layout` tree only.",
+    ),
     "num_micro_batches": Metric(
         "forwards", "Forwards the mini-batch was cut into, over all processes."
     ),

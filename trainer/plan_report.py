@@ -43,25 +43,30 @@ def _run_lines(plan: DryRun) -> list[str]:
 
 
 def _layout_lines(plan: DryRun) -> list[str]:
-    header = ["forwards", "sequences", "tokens", "of step", "longest", "micro-batches an update"]
+    header = [
+        "forwards",
+        "sequences",
+        "tokens",
+        "of step",
+        "repeated",
+        "longest",
+        "micro-batches an update",
+    ]
     whole = plan.layouts["step"].num_tokens
     lines = [header]
     for name, layout in plan.layouts.items():
-        marked = f"{name} *" if name == plan.sequence_layout else name
+        marked = f"{name} *" if name == plan.trained_layout else name
         share = f"{layout.num_tokens / whole:.1%}" if whole else "-"
-        numbers = [f"{layout.num_sequences:,}", f"{layout.num_tokens:,}", share]
-        longest = "-" if layout.longest_tokens is None else f"{layout.longest_tokens:,}"
-        lines.append([marked, *numbers, longest, _micro_batches(layout)])
+        repeated = "-" if layout.repeated_share is None else f"{layout.repeated_share:.1%}"
+        counts = [f"{layout.num_sequences:,}", f"{layout.num_tokens:,}", share, repeated]
+        lines.append([marked, *counts, f"{layout.longest_tokens:,}", _micro_batches(layout)])
     return [
         *_aligned(lines),
-        f"* is trained; a row may have {plan.max_row_tokens:,} tokens. The trees are estimates, and"
-        " not trained yet.",
+        f"* is trained; a row may have {plan.max_row_tokens:,} tokens.",
     ]
 
 
 def _micro_batches(layout: Layout) -> str:
-    if not layout.micro_batches:
-        return "-"
     least, most = min(layout.micro_batches), max(layout.micro_batches)
     return f"{least:,}" if least == most else f"{least:,} to {most:,}"
 

@@ -113,13 +113,16 @@ def hidden_before_targets(model: Any, forest: Forest) -> Tensor:
     return hidden
 
 
-def load_policy(path: str, *, logprob_chunk_tokens: int, entropy_gradient: bool = False) -> Policy:
+def load_policy(
+    path: str, *, logprob_chunk_tokens: int, entropy_gradient: bool = False, trees: bool = False
+) -> Policy:
     """Load a model directory with float32 weights, and try it out.
 
     Args:
         path: The directory.
         logprob_chunk_tokens: Targets whose logits exist at once.
         entropy_gradient: Whether a gradient flows through the entropy.
+        trees: Whether it is to forward trees that branch.
 
     Raises:
         RolloutError: No model directory; a model that Transformers cannot load without remote
@@ -153,7 +156,7 @@ def load_policy(path: str, *, logprob_chunk_tokens: int, entropy_gradient: bool 
     policy = Policy(
         model, logprob_chunk_tokens=logprob_chunk_tokens, entropy_gradient=entropy_gradient
     )
-    check_policy(policy, path)
+    check_policy(policy, path, trees=trees)
     return policy
 
 
@@ -203,9 +206,21 @@ def row_limit(config: Any, tokens_per_micro_batch: int) -> RowLimit:
     return min(limits, key=lambda limit: limit.num_tokens)
 
 
-@torch.no_grad()
-def check_policy(policy: Policy, path: str) -> None:
-    """Compare two packed chains with the model's own forward of each.
+CHAINS = (
+    torch.tensor([[0, 1, 2, 3], [4, 5, 6, 7]]),
+    torch.tensor([0, 1, 2, 3, 0, 1, 2, 3]),
+    torch.tensor([4, 4, 4, 4, 8, 8, 8, 8]),
+)
+"""Positions of two rows, and depth and subtree_end of the eight tokens."""
+FORK = (
+    torch.tensor([[0, 1, 2, 3, 4], [0, 1, 5, 6, 7]]),
+    torch.tensor([0, 1, 2, 3, 4, 2, 3, 4]),
+    torch.tensor([8, 8, 5, 5, 5, 8, 8, 8]),
+)
+
+
+def check_policy(policy: Policy, path: str, *, trees: bool = False) -> None:
+    """Compare two packed rows with the model's own forward of each.
 
     Eight tokens tell whether the head's logits are the model's and whether rows leak into each
     other, for architectures nobody thought of when this was written.
@@ -213,31 +228,40 @@ def check_policy(policy: Policy, path: str) -> None:
     Raises:
         RolloutError: The log-probabilities differ.
     """
+    shapes = {"packed": CHAINS, "branching": FORK} if trees else {"packed": CHAINS}
+    for name, shape in shapes.items():
+        try:
+            difference = _difference(policy, *shape)
+        except (TypeError, ValueError, RuntimeError, AttributeError) as error:
+            got = f"{type(error).__name__} from its forward: {error}"
+            expected = "a decoder that takes a 4-D mask"
+            raise RolloutError("model_layers", path, got, expected) from error
+        if not difference < 1e-3:
+            raise RolloutError(
+                "model_layers",
+                path,
+                f"log-probabilities that differ by {difference:.2g} between {name} and plain forward",
+                "a decoder with full or sliding-window attention and a linear head",
+                "--set sequence_layout=merge packs chains alone" if shape is FORK else None,
+            )
+
+
+@torch.no_grad()
+def _difference(policy: Policy, rows: Tensor, depth: Tensor, subtree_end: Tensor) -> float:
+    """The largest one in a log-probability."""
     device = next(policy.parameters()).device
-    vocab_size: int = policy.model.config.vocab_size
-    tokens = torch.arange(1, 9, device=device) * 7919 % vocab_size
-    start, at = torch.tensor([0, 4], device=device), torch.arange(8, device=device)
-    parent = torch.cat([start + offset for offset in range(3)])
+    rows, depth, subtree_end = (tensor.to(device) for tensor in (rows, depth, subtree_end))
+    tokens = torch.arange(1, 9, device=device) * 7919 % policy.model.config.vocab_size
+    parent, target = rows[:, :-1].flatten(), tokens[rows[:, 1:]].flatten()
     forest = Forest(
         token_ids=tokens,
-        position_ids=at % 4,
-        subtree_end=at // 4 * 4 + 4,
+        position_ids=depth,
+        subtree_end=subtree_end,
         target_parent=parent,
-        target_token=tokens[parent + 1],
+        target_token=target,
         target_slot=parent,
     )
-    try:
-        logprobs, _ = policy(forest, torch.ones(6, device=device))
-        logits = policy.model(input_ids=tokens.view(2, 4), use_cache=False).logits.float()
-    except (TypeError, ValueError, RuntimeError, AttributeError) as error:
-        got = f"{type(error).__name__} from its forward: {error}"
-        raise RolloutError("model_layers", path, got, "a decoder that takes a 4-D mask") from error
-    expected = logits.log_softmax(-1).view(8, -1)[parent, forest.target_token]
-    difference = float((logprobs - expected).abs().max())
-    if not difference < 1e-3:
-        raise RolloutError(
-            "model_layers",
-            path,
-            f"log-probabilities that differ by {difference:.2g} between packed and plain forward",
-            "a decoder with full or sliding-window attention and a linear head",
-        )
+    logprobs, _ = policy(forest, torch.ones(len(parent), device=device))
+    logits = policy.model(input_ids=tokens[rows], use_cache=False).logits[:, :-1].float()
+    expected = logits.log_softmax(-1).flatten(0, 1).gather(1, target[:, None])[:, 0]
+    return float((logprobs - expected).abs().max())

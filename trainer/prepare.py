@@ -111,6 +111,7 @@ def _policy(config: TrainConfig, checkpoint: Path | None) -> Policy:
         str(config.model if config.lora_rank else checkpoint or config.model),
         logprob_chunk_tokens=config.logprob_chunk_tokens,
         entropy_gradient=config.entropy_loss_coef > 0,
+        trees=config.sequence_layout == "tree",
     )
     if config.lora_rank:
         add_adapter(policy, config, checkpoint and checkpoint / "adapter")
@@ -124,11 +125,13 @@ def _reference(config: TrainConfig) -> Policy | None:
     if not config.needs_reference or (config.lora_rank and not config.reference_model):
         return None
     path = config.reference_model or config.model
-    return load_policy(path, logprob_chunk_tokens=config.logprob_chunk_tokens)
+    trees = config.sequence_layout == "tree"
+    return load_policy(path, logprob_chunk_tokens=config.logprob_chunk_tokens, trees=trees)
 
 
 def _critic(config: TrainConfig, checkpoint: Path | None) -> Critic | None:
     if config.advantage_estimator != "gae":
         return None
     path = str(checkpoint / "critic") if checkpoint else config.critic_model or config.model
-    return load_critic(path, gradient_checkpointing=config.gradient_checkpointing)
+    trees = config.sequence_layout == "tree"
+    return load_critic(path, gradient_checkpointing=config.gradient_checkpointing, trees=trees)

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-import math
+import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from pipelines.savings import Cost, dataset_savings
 from trainer.begin import Run, begin
 from trainer.config import TrainConfig
-from trainer.data import Batch, read_rows, to_batch
-from trainer.forest import chain_lengths, pack
+from trainer.data import read_rows, to_batch
+from trainer.forest import chain_lengths
 from trainer.memory import Memory, estimate_memory
+from trainer.packing import cut_batch
 from trainer.plan import Plan, num_planned_updates
 from trainer.prefetch import one_ahead
 
-LAYOUTS = ("step", "merge")
-TREES = ("tree_per_trajectory", "tree_per_group")
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "step": {"sequence_layout": "step"},
+    "merge": {"sequence_layout": "merge"},
+    "tree_per_trajectory": {"sequence_layout": "tree", "tree_scope": "trajectory"},
+    "tree_per_group": {"sequence_layout": "tree", "tree_scope": "group"},
+}
+"""What a run can forward, by the settings that ask for it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,20 +31,20 @@ class Layout:
     """What one pass over the dataset forwards with gradient in a layout.
 
     Attributes:
-        trains: Whether `sequence_layout` can be this one.
-        num_sequences: Rows or trees of which a token trains.
+        num_sequences: Rows of which a token trains.
         num_tokens: Tokens to forward: up to the last one of each row that a target needs.
-        longest_tokens: Those of the longest row; None for trees.
-        micro_batches: Forwards of each update that has any; empty for trees.
-        largest_micro_batch_tokens: Tokens of the largest of them; None for trees.
+        repeated_share: Tokens forwarded over distinct ones, less 1; None: rows are chains.
+        longest_tokens: Those of the longest row.
+        micro_batches: Forwards of each update that has any.
+        largest_micro_batch_tokens: Tokens of the largest of them.
     """
 
-    trains: bool
     num_sequences: int
     num_tokens: int
-    longest_tokens: int | None = None
-    micro_batches: tuple[int, ...] = ()
-    largest_micro_batch_tokens: int | None = None
+    repeated_share: float | None
+    longest_tokens: int
+    micro_batches: tuple[int, ...]
+    largest_micro_batch_tokens: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,8 +64,8 @@ class DryRun:
         num_updates: Most optimizer steps that the run makes.
         num_updates_made: Those it has made before, if it is resumed.
         num_trained_tokens: Response tokens in the loss of one pass over the dataset.
-        sequence_layout: The layout that the run trains in.
-        layouts: Of one pass, by layout; the trees are estimates.
+        trained_layout: The one of `layouts` that the run trains in.
+        layouts: Of one pass, by layout.
         max_row_tokens: The longest row that can be forwarded.
         memory: Of one process.
     """
@@ -76,7 +82,7 @@ class DryRun:
     num_updates: int
     num_updates_made: int
     num_trained_tokens: int
-    sequence_layout: str
+    trained_layout: str
     layouts: dict[str, Layout]
     max_row_tokens: int
     memory: Memory
@@ -85,30 +91,28 @@ class DryRun:
 def dry_run(config: TrainConfig, *, resume: bool = False) -> DryRun:
     """Plan, check and load a run as `train` does; count what it would forward; write nothing.
 
-    The dataset is read twice more, batch by batch, to count what each layout forwards, and once for
-    the trees, of which the estimate is `pipelines.dataset_savings`' ratio to separate steps.
+    The dataset is read once more for each layout, batch by batch, to count what it forwards.
 
     Raises:
         RolloutError: What `train` refuses.
     """
     run = begin(config, resume=resume)
-    layouts, num_trained = {}, 0
-    for name in LAYOUTS:
-        layouts[name], num_trained = _count(run, name)
-    savings = dataset_savings(config.dataset)
-    layouts |= {name: _tree(savings[name], savings["step"], layouts["step"]) for name in TREES}
-    chosen = layouts[config.sequence_layout]
+    counts = {name: _count(run, settings) for name, settings in LAYOUTS.items()}
+    layouts = {name: layout for name, (layout, _) in counts.items()}
+    is_tree = config.sequence_layout == "tree"
+    trained = f"tree_per_{config.tree_scope}" if is_tree else config.sequence_layout
+    chosen = layouts[trained]
     return DryRun(
         **_counts(run.plan),
         num_epochs=config.num_epochs,
         num_mini_batches=len(chosen.micro_batches) * config.epochs_per_batch,
         num_updates=num_planned_updates(run.plan, config),
         num_updates_made=run.progress.global_step,
-        num_trained_tokens=num_trained,
-        sequence_layout=config.sequence_layout,
+        num_trained_tokens=counts[trained][1],
+        trained_layout=trained,
         layouts=layouts,
         max_row_tokens=run.limit.num_tokens,
-        memory=estimate_memory(run, chosen.largest_micro_batch_tokens or 0),
+        memory=estimate_memory(run, chosen.largest_micro_batch_tokens),
     )
 
 
@@ -125,46 +129,29 @@ def _counts(plan: Plan) -> dict[str, int]:
     }
 
 
-def _count(run: Run, sequence_layout: str) -> tuple[Layout, int]:
+def _count(run: Run, settings: dict[str, Any]) -> tuple[Layout, int]:
     """What one pass forwards in a layout, and the tokens that train."""
-    num_trained, lengths, forwards, largest = 0, [np.zeros(0, np.int64)], [], 0
+    config = dataclasses.replace(run.learner.config, **settings)
+    num_trained, lengths = 0, [np.zeros(0, np.int64)]
+    parts: list[tuple[list[int], int | None]] = []
     tables = one_ahead(
-        lambda groups: read_rows(run.rollouts, run.plan, groups, sequence_layout), run.plan.batches
+        lambda groups: read_rows(run.rollouts, run.plan, groups, config.sequence_layout),
+        run.plan.batches,
     )
     for batch in map(to_batch, tables):
         num_trained += int(batch.trains.sum())
         lengths.append(chain_lengths(batch.prompts, batch.responses, batch.trains))
         run.limit.check(lengths[-1], batch.names)
-        for sizes in _micro_batches(batch, run.learner.config):
-            forwards.append(len(sizes))
-            largest = max([largest, *sizes])
-    whole = np.concatenate(lengths)
+        found = cut_batch(batch, config, run.learner.accelerator.num_processes)
+        parts += [([f.num_tokens for f in p.forests], p.num_distinct_tokens) for p in found]
+    whole, sizes = np.concatenate(lengths), [size for part, _ in parts for size in part]
+    distinct = sum(number or 0 for _, number in parts)
     layout = Layout(
-        trains=True,
         num_sequences=int((whole > 0).sum()),
-        num_tokens=int(whole.sum()),
+        num_tokens=sum(sizes),
+        repeated_share=sum(sizes) / distinct - 1 if distinct else None,
         longest_tokens=int(whole.max(initial=0)),
-        micro_batches=tuple(forwards),
-        largest_micro_batch_tokens=largest,
+        micro_batches=tuple(len(part) for part, _ in parts),
+        largest_micro_batch_tokens=max(sizes, default=0),
     )
     return layout, num_trained
-
-
-def _micro_batches(batch: Batch, config: TrainConfig) -> list[list[int]]:
-    """Tokens of each micro-batch of each mini-batch."""
-    lengths = chain_lengths(batch.prompts, batch.responses, batch.trains)
-    found = []
-    for number in range(int(batch.mini_batch.max(initial=-1)) + 1):
-        mine = lengths[batch.mini_batch == number]
-        bins = pack(mine, config.tokens_per_micro_batch)
-        found.append([int(mine[rows].sum()) for rows in bins])
-    return found
-
-
-def _tree(tree: Cost, steps: Cost, trained: Layout) -> Layout:
-    share = tree.num_tokens / steps.num_tokens if steps.num_tokens else 0.0
-    return Layout(
-        trains=False,
-        num_sequences=tree.num_sequences,
-        num_tokens=math.ceil(share * trained.num_tokens),
-    )

@@ -1,0 +1,252 @@
+"""Forests that forward each distinct token once: the trie of a mini-batch's rows.
+
+Rows are sorted by their tokens, so that each one shares with the row before it all that it shares
+with any earlier one. What a row adds to the row before it, row after row, is the trie in
+depth-first order, and how much neighbours share says all about its branches: no token is looked at
+again after the sort.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+
+from rollout_io.prefix import Tokens, common_prefix
+from schemas.ragged import BoolArray, IntArray, Ragged, ranges
+from trainer.forest import Forest, pack
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trie:
+    """R rows in the depth-first order of their trees.
+
+    Attributes:
+        rows: [R] which row of the batch it is.
+        tokens: R arrays, the tokens of the row that are forwarded.
+        lengths: [R] their number; at least one.
+        shared: [R] how many leading ones it shares with the row before it; 0: a tree begins.
+    """
+
+    rows: IntArray
+    tokens: list[Tokens]
+    lengths: IntArray
+    shared: IntArray
+
+    @property
+    def num_tokens(self) -> int:
+        """Distinct tokens: prefixes that differ, over all trees."""
+        return int((self.lengths - self.shared).sum())
+
+    def part(self, index: IntArray) -> Trie:
+        """The trie of some of its rows, at least one.
+
+        Args:
+            index: Which of the R rows, ascending.
+        """
+        shared = np.zeros(len(index), dtype=np.int64)
+        if len(index) > 1:
+            upto = self.shared[: index[-1] + 1]
+            shared[1:] = np.minimum.reduceat(upto, index[:-1] + 1)
+        return Trie(
+            rows=self.rows[index],
+            tokens=[self.tokens[i] for i in index.tolist()],
+            lengths=self.lengths[index],
+            shared=shared,
+        )
+
+
+def make_trie(
+    prompts: Ragged, responses: Ragged, lengths: IntArray, scope: IntArray, rows: IntArray
+) -> Trie:
+    """Sort rows into a trie, by whole tokens lists, never token by token.
+
+    Args:
+        prompts: Prompt tokens of all rows of the batch.
+        responses: Their response tokens.
+        lengths: How many tokens of prompt + response are forwarded; rows of 0 are left out.
+        scope: Only rows with the same number here share tokens.
+        rows: Which rows.
+
+    Example:
+        Prompts [7, 8, 1, 9] and [7, 8], both followed by a response of which nothing is forwarded:
+
+        >>> prompts = Ragged(np.array([7, 8, 1, 9, 7, 8]), np.array([0, 4, 6]), np.ones(2, bool))
+        >>> responses = Ragged(np.array([5, 5]), np.array([0, 1, 2]), np.ones(2, bool))
+        >>> trie = make_trie(prompts, responses, prompts.lengths, np.zeros(2), np.arange(2))
+        >>> trie.rows.tolist(), trie.lengths.tolist(), trie.shared.tolist(), trie.num_tokens
+        ([1, 0], [2, 4], [0, 2], 4)
+    """
+    rows = rows[lengths[rows] > 0]
+    keys = [_tokens(prompts, responses, row, int(lengths[row])) for row in rows.tolist()]
+    order = np.array(sorted(range(len(rows)), key=keys.__getitem__), dtype=np.int64)
+    order = order[np.argsort(scope[rows[order]], kind="stable")]
+    tokens = [np.frombuffer(keys[i], dtype=np.int32) for i in order.tolist()]
+    rows = rows[order]
+    is_related = np.diff(scope[rows]) == 0
+    shared = np.zeros(len(rows), dtype=np.int64)
+    for i in np.flatnonzero(is_related).tolist():
+        shared[i + 1] = common_prefix(tokens[i], tokens[i + 1])
+    return Trie(rows=rows, tokens=tokens, lengths=lengths[rows], shared=shared)
+
+
+def _tokens(prompts: Ragged, responses: Ragged, row: int, length: int) -> bytes:
+    """The first tokens of prompt + response as int32."""
+    prompt = prompts.row(row)
+    response = responses.row(row)[: length - len(prompt)]
+    return b"".join(part.astype(np.int32, copy=False).tobytes() for part in (prompt, response))
+
+
+def trie_forest(trie: Trie, prompts: Ragged, responses: Ragged, is_target: BoolArray) -> Forest:
+    """The forest of a trie: a token that rows share is forwarded once, and is a target of each.
+
+    Args:
+        trie: Rows of the batch.
+        prompts: Prompt tokens of all rows of the batch.
+        responses: Their response tokens, T in all.
+        is_target: [T] bool, which response tokens are targets; the parents of all are in the trie.
+    """
+    new = trie.lengths - trie.shared
+    begin = np.cumsum(new) - new
+    subtree_end, owner_above = _branches(trie, begin)
+
+    slots = responses.lengths[trie.rows]
+    slot = ranges(responses.offsets[trie.rows], slots)
+    owner = np.repeat(np.arange(len(trie.rows)), slots)[is_target[slot]]
+    slot = slot[is_target[slot]]
+    row = trie.rows[owner]
+    depth = prompts.lengths[row] + slot - responses.offsets[row] - 1
+    while len(above := np.flatnonzero(trie.shared[owner] > depth)):
+        owner[above] = owner_above[owner[above]]
+
+    arrays = {
+        "token_ids": np.concatenate([t[n:] for t, n in zip(trie.tokens, trie.shared, strict=True)]),
+        "position_ids": ranges(trie.shared, new),
+        "subtree_end": subtree_end,
+        "target_parent": begin[owner] + depth - trie.shared[owner],
+        "target_token": responses.values[slot],
+        "target_slot": slot,
+    }
+    return Forest(**{k: torch.from_numpy(v.astype(np.int64)) for k, v in arrays.items()})
+
+
+def _branches(trie: Trie, begin: IntArray) -> tuple[IntArray, IntArray]:
+    """[N] `subtree_end` of the forest's tokens, and [R] the row that has the tokens a row adds to.
+
+    Row by row, a stack holds the pieces of the way from the root to the row's end: who added the
+    tokens, and from which depth to which. What a later row does not share ends there.
+    """
+    num_tokens = trie.num_tokens
+    shared, lengths, begins = trie.shared.tolist(), trie.lengths.tolist(), begin.tolist()
+    stack: list[tuple[int, int, int]] = []
+    runs: list[tuple[int, int]] = []
+    above = np.full(len(shared), -1, dtype=np.int64)
+    for row, (level, at) in enumerate(zip([*shared, 0], [*begins, num_tokens], strict=True)):
+        while stack and stack[-1][2] > level:
+            owner, first, _ = stack.pop()
+            runs.append((begins[owner] + max(level, first) - first, at))
+            if first < level:
+                stack.append((owner, first, level))
+        if row < len(shared):
+            above[row] = stack[-1][0] if stack else -1
+            if lengths[row] > level:
+                stack.append((row, level, lengths[row]))
+    starts, ends = np.array(sorted(runs), dtype=np.int64).reshape(-1, 2).T
+    return np.repeat(ends, np.diff(starts, append=num_tokens)), above
+
+
+def tree_forests(
+    trie: Trie,
+    prompts: Ragged,
+    responses: Ragged,
+    is_target: BoolArray,
+    budget: int,
+    num_ranks: int = 1,
+) -> list[Forest]:
+    """Micro-batches of at most `budget` tokens that hold the targets of a trie's rows, each once.
+
+    A tree above the budget is cut between rows where that repeats the fewest tokens in all. The
+    number of micro-batches is a multiple of `num_ranks`, the processes that share them, if there
+    are as many rows.
+    """
+    if not len(trie.rows):
+        return []
+    pieces = cut(trie, budget)
+    first = np.array([piece[0] for piece in pieces], dtype=np.int64)
+    sizes = trie.shared[first] + np.add.reduceat(trie.lengths - trie.shared, first)
+    bins = [np.concatenate([pieces[i] for i in picked]) for picked in pack(sizes, budget)]
+    return [
+        trie_forest(trie.part(index), prompts, responses, is_target)
+        for index in _spread(trie, bins, num_ranks)
+    ]
+
+
+def cut(trie: Trie, budget: int) -> list[IntArray]:
+    """Cut every tree into runs of rows that have at most `budget` distinct tokens each.
+
+    A cut before a row repeats what that row shares with the row before it; the cuts are those that
+    repeat the fewest tokens in all, and of these the fewest.
+
+    Args:
+        trie: R rows, each of at most `budget` tokens.
+        budget: Tokens per run.
+
+    Returns:
+        Which of the R rows are in each run, in order.
+
+    Example:
+        Rows of 4, 6, 5 and 5 tokens of which the later ones share 3, 1 and 4 with the row before:
+
+        >>> rows, lengths, shared = np.arange(4), np.array([4, 6, 5, 5]), np.array([0, 3, 1, 4])
+        >>> trie = Trie(rows=rows, tokens=[], lengths=lengths, shared=shared)
+        >>> [run.tolist() for run in cut(trie, 8)]
+        [[0, 1], [2, 3]]
+    """
+    assert trie.lengths.max(initial=0) <= budget
+    roots = np.flatnonzero(trie.shared == 0).tolist()
+    runs = []
+    for root, end in pairwise([*roots, len(trie.rows)]):
+        lengths, shared = trie.lengths[root:end].tolist(), trie.shared[root:end].tolist()
+        bounds = [root + bound for bound in _cheapest_cuts(lengths, shared, budget)]
+        runs += [np.arange(first, last) for first, last in pairwise(bounds)]
+    return runs
+
+
+def _cheapest_cuts(lengths: list[int], shared: list[int], budget: int) -> list[int]:
+    """Bounds of the runs of a tree's rows: the shortest way from its first row to its end."""
+    upto = np.cumsum(np.array(lengths) - np.array(shared)).tolist()
+    costs: list[tuple[int, int]] = [(0, 0)]  # tokens repeated and runs, up to each row
+    before: list[int] = []  # first row of the last run
+    candidates: deque[tuple[tuple[int, int], int]] = deque()
+    for row in range(len(lengths)):
+        tokens, num_runs = costs[row]
+        cost = tokens + shared[row], num_runs + 1
+        while candidates and candidates[-1][0] > cost:
+            candidates.pop()
+        candidates.append((cost, row))
+        # A run that begins later is never the longer one.
+        while lengths[first := candidates[0][1]] + upto[row] - upto[first] > budget:
+            candidates.popleft()
+        costs.append(candidates[0][0])
+        before.append(first)
+    bounds = [len(lengths)]
+    while bounds[-1]:
+        bounds.append(before[bounds[-1] - 1])
+    return bounds[::-1]
+
+
+def _spread(trie: Trie, bins: list[IntArray], num_ranks: int) -> list[IntArray]:
+    """Halve the largest bins until their number is a multiple of the ranks', if there are rows."""
+    found = sorted((np.sort(rows) for rows in bins), key=lambda rows: int(rows[0]))
+    while len(found) % num_ranks and any(len(rows) > 1 for rows in found):
+        sizes = [trie.part(rows).num_tokens if len(rows) > 1 else 0 for rows in found]
+        rows = found.pop(int(np.argmax(sizes)))
+        part = trie.part(rows)
+        upto = np.cumsum(part.lengths - part.shared)
+        after = part.lengths[1:] + upto[-1] - upto[1:]
+        at = 1 + int(np.argmin(np.maximum(upto[:-1], after)))
+        found += [rows[:at], rows[at:]]
+    return sorted(found, key=lambda rows: int(rows[0]))
