@@ -184,6 +184,19 @@ def test_a_cancelled_call_is_aborted_in_the_engine(vllm_server):
     with_engine(vllm_server, use)
 
 
+def test_a_call_that_the_engine_aborts_is_sampled_again_whole(vllm_server):
+    async def use(engine):
+        long = Sampling(max_tokens=150, extra={"ignore_eos": True})
+        call = asyncio.create_task(engine.sample([1, 2, 3], long))
+        await asyncio.to_thread(until, lambda: num_running(vllm_server) == 1)
+        await engine._servers.call_each("/abort_requests", {})
+        await asyncio.to_thread(until, lambda: num_running(vllm_server) == 0)
+        return await call
+
+    sampled = with_engine(vllm_server, use)
+    assert (len(sampled.response_ids), sampled.stop_reason) == (150, "length")
+
+
 def test_new_weights_speak_at_once(vllm_server, tokenizer, policy, smollm2_dir, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(smollm2_dir, dtype=torch.float32)
     with torch.no_grad():

@@ -16,13 +16,14 @@ from rollout_io.logs.tokens import logprob_array, strict_ids, token_ids
 from schemas.errors import RolloutError
 
 _RESPONSE = msgspec.json.Decoder(Response)
+_ABORTED = "abort"
 _KEPT = ("role", "content", "tool_calls", "reasoning", "reasoning_content")
 
 
 def read_sampled(
     body: bytes, where: str, *, policy_version: int, sent: Sequence[int] | None = None
-) -> Sampled:
-    """The one response of an answer's body.
+) -> Sampled | None:
+    """The one response of an answer's body; None: the engine gave it up before its end.
 
     Args:
         body: JSON of a chat or text completion.
@@ -35,6 +36,8 @@ def read_sampled(
     """
     try:
         response = decode_line(_RESPONSE, body, where)
+        if any(choice.finish_reason == _ABORTED for choice in response.choices):
+            return None
         steps = read_choices(response, Request(), where)
         return _sampled(steps, body, where, policy_version, sent)
     except RolloutError as error:

@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -22,6 +22,8 @@ except ImportError:
     _HINT = 'pip install "rollout-io[generate]"'
     raise RolloutError("extra_installed", "engines", "no `httpx2` package", "", _HINT) from None
 
+Body = Mapping[str, Any] | None
+
 _NO_ROOM = ("context length", "max_tokens must be at least 1")
 _KEEP_ALIVE_S = 4.0
 _EACH_ATTEMPTS = 3
@@ -31,8 +33,8 @@ _EACH_ATTEMPTS = 3
 class Limits:
     """How hard servers are asked, and how patiently.
 
-    A call is repeated after a connection that failed, broke off or timed out, after 408, 429 and
-    5xx, on the next server if there are several: sampling has no side effects, and only one answer
+    A call is repeated after a connection that failed, broke off or timed out, after 408, 429, 5xx
+    and a response that the engine aborted, on the next server if there are several: sampling has no side effects, and only one answer
     is kept. The n-th repetition waits backoff_s * 2^(n-1) seconds, at most max_backoff_s, times a
     random number from 0.5 to 1.5, or as long as the server asks, within the same bound.
 
@@ -93,13 +95,13 @@ class Servers:
         await self._client.aclose()
 
     async def call(
-        self, path: str, body: Mapping[str, Any] | None = None, *, session: str | None = None
+        self, path: str, body: Callable[[], Body] | Body = None, *, session: str | None = None
     ) -> bytes:
         """The body of a good answer (2xx) of one of the servers.
 
         Args:
             path: "/v1/completions".
-            body: Sent as JSON by POST; None: GET.
+            body: Sent as JSON by POST; None: GET. A function is asked at every attempt.
             session: Its calls go to one server, as long as that one answers. None: in turn.
 
         Raises:
@@ -110,7 +112,7 @@ class Servers:
         attempts = self.limits.max_attempts
         return await self._repeat([url + path for url in urls], body, headers, attempts)
 
-    async def call_each(self, path: str, body: Mapping[str, Any] | None = None) -> list[bytes]:
+    async def call_each(self, path: str, body: Body = None) -> list[bytes]:
         """The answers of all servers, as `call` gives them, in the order of `urls`.
 
         Three attempts at most: they are asked for more than samples here.
@@ -129,7 +131,7 @@ class Servers:
     async def _repeat(
         self,
         urls: Sequence[str],
-        body: Mapping[str, Any] | None,
+        body: Callable[[], Body] | Body,
         headers: dict[str, str],
         attempts: int,
     ) -> bytes:
@@ -156,14 +158,15 @@ class Servers:
         raise RolloutError(ENGINE_DOWN, url, got, expected, hint)
 
     async def _once(
-        self, url: str, body: Mapping[str, Any] | None, headers: dict[str, str]
+        self, url: str, body: Callable[[], Body] | Body, headers: dict[str, str]
     ) -> httpx2.Response:
         async with self._slots:
             await self._start()
             async with asyncio.timeout(self.limits.timeout_s):
-                if body is None:
+                asked = body() if callable(body) else body
+                if asked is None:
                     return await self._client.get(url, headers=headers)
-                content = msgspec.json.encode(body)
+                content = msgspec.json.encode(asked)
                 headers = {"Content-Type": "application/json", **headers}
                 return await self._client.post(url, content=content, headers=headers)
 

@@ -10,7 +10,7 @@ from typing import Any, Self
 import msgspec
 
 from pipelines.generation.answers import read_sampled
-from pipelines.generation.engine import Sampled, Sampling
+from pipelines.generation.engine import ENGINE_DOWN, Sampled, Sampling
 from pipelines.generation.servers import Limits, Servers
 from rollout_io.logs.jsonl import decode_line
 from schemas.errors import RolloutError
@@ -148,16 +148,28 @@ class VllmEngine:
         session: str | None,
         sent: Sequence[int] | None = None,
     ) -> Sampled:
-        version = self.policy_version
-        body = fields | _sampling_fields(sampling)
-        # Keys and values of older weights must not be found again.
-        body |= {"model": self._model, "cache_salt": f"policy_version={version}"}
-        clash = sampling.extra.keys() & body.keys()
+        usual = fields | _sampling_fields(sampling) | {"model": self._model}
+        clash = sampling.extra.keys() & (usual.keys() | {"cache_salt"})
         if clash:
             expected = "fields that are not set already"
             raise RolloutError("sampling", "extra", ", ".join(sorted(clash)), expected)
-        answer = await self._servers.call(path, body | dict(sampling.extra), session=session)
-        return read_sampled(answer, path, policy_version=version, sent=sent)
+        version = self.policy_version
+
+        def body() -> dict[str, Any]:
+            """Asked of an attempt's weights: keys and values of older ones are not found again."""
+            nonlocal version
+            version = self.policy_version
+            return {**usual, **sampling.extra, "cache_salt": f"policy_version={version}"}
+
+        limits = self._servers.limits
+        for attempt in range(1, limits.max_attempts + 1):
+            answer = await self._servers.call(path, body, session=session)
+            sampled = read_sampled(answer, path, policy_version=version, sent=sent)
+            if sampled is not None:
+                return sampled
+            await asyncio.sleep(limits.wait_s(attempt))
+        got = f"{limits.max_attempts} responses that the engine aborted"
+        raise RolloutError(ENGINE_DOWN, path, got, "a whole one")
 
     async def _probe(self) -> LogprobsMode:
         """Whether the likeliest token's log-probability changes with the temperature."""
