@@ -26,6 +26,11 @@ def engine(tokenizer):
     return TransformersEngine(tiny_llama(vocab_size=49152), tokenizer, policy_version=3)
 
 
+@pytest.fixture(scope="module")
+def real_engine(smollm2_dir):
+    return TransformersEngine.load(str(smollm2_dir))
+
+
 def sample_all(engine, prompts, samplings):
     async def run():
         async with engine:
@@ -199,20 +204,37 @@ def test_weights_of_another_model_are_refused_and_the_old_ones_stay(engine, tmp_
 
 
 @pytest.mark.model
-def test_a_real_model_answers_a_chat(smollm2_dir):
-    engine = TransformersEngine.load(str(smollm2_dir))
+def test_a_real_model_answers_a_chat(real_engine):
     messages = [{"role": "user", "content": "What is the capital of France?"}]
 
     async def run():
-        async with engine:
+        async with real_engine as engine:
             return await engine.chat(messages, Sampling(temperature=0, max_tokens=20))
 
     sampled = asyncio.run(run())
     assert "Paris" in sampled.text
     assert sampled.message == {"role": "assistant", "content": sampled.text}
     assert sampled.stop_reason == "stop"
-    assert engine.tokenizer.decode(sampled.response_ids).endswith("<|im_end|>")
-    assert differences(engine, [sampled], [1.0]) < 1e-3
+    assert real_engine.tokenizer.decode(sampled.response_ids).endswith("<|im_end|>")
+    assert differences(real_engine, [sampled], [1.0]) < 1e-3
+
+
+@pytest.mark.model
+def test_a_real_model_calls_a_tool(real_engine):
+    shown = '<tool_call>{"name": "get_weather", "arguments": {"city": "Rome"}}</tool_call>'
+    messages = [
+        {"role": "system", "content": f"You call get_weather by answering {shown}"},
+        {"role": "user", "content": "Weather in Rome?"},
+        {"role": "assistant", "content": shown},
+        {"role": "user", "content": "Weather in Oslo?"},
+    ]
+    tool = {"type": "function", "function": {"name": "get_weather", "parameters": {}}}
+    greedy = Sampling(temperature=0, max_tokens=40)
+    sampled = asyncio.run(real_engine.chat(messages, greedy, tools=[tool]))
+    (call,) = sampled.message["tool_calls"]
+    assert call["function"]["name"] == "get_weather"
+    assert sampled.message["content"] is None
+    assert sampled.stop_reason == "tool_calls"
 
 
 def test_tool_calls_in_text_become_a_message():
