@@ -112,6 +112,12 @@ def test_none_in_a_file_is_quoted(tmp_path: Path) -> None:
     assert (config.tis_ratio_type, config.dataset) == (None, "none")
 
 
+def test_a_seed_beyond_numpys_is_refused() -> None:
+    assert load_config(None, [*PATHS, f"seed={2**32 - 1}"]).seed == 2**32 - 1
+    with pytest.raises(RolloutError, match=r"seed: got 4294967296, expected below 2\^32"):
+        load_config(None, [*PATHS, f"seed={2**32}"])
+
+
 def test_conflict_names_both_fields() -> None:
     with pytest.raises(
         RolloutError, match="groups_per_batch and groups_per_mini_batch: got 8 and 3"

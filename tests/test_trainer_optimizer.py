@@ -58,6 +58,7 @@ def lines_of(out: Path) -> list[dict[str, Any]]:
     [
         ("constant", 0, [1, 1, 1, 1, 1, 1]),
         ("constant", 2, [1 / 3, 2 / 3, 1, 1, 1, 1]),
+        ("linear", 6, [1 / 7, 2 / 7, 3 / 7, 4 / 7, 5 / 7, 6 / 7]),
         ("linear", 0, [1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6]),
         ("linear", 2, [1 / 3, 2 / 3, 1, 0.75, 0.5, 0.25]),
         ("cosine", 2, [1 / 3, 2 / 3, 1, 0.5 + 0.5**1.5, 0.5, 0.5 - 0.5**1.5]),
@@ -70,6 +71,13 @@ def test_schedules_are_those_computed_by_hand(
     config = config_of(learning_rate_schedule=schedule, warmup_updates=warmup)
     found = [learning_rate_factor(config, num_planned=6, global_step=s) for s in range(6)]
     assert found == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+def test_a_warmup_as_long_as_the_run_leaves_no_rate_undefined(schedule: str) -> None:
+    config = config_of(learning_rate_schedule=schedule, warmup_updates=6)
+    rates = [learning_rate_factor(config, num_planned=6, global_step=s) for s in range(7)]
+    assert rates[5:] == [6 / 7, 1.0]  # the run asks once more after its last update
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])

@@ -38,7 +38,7 @@ class TrainConfig(LossConfig):
     allow_other_tokenizer: bool = False
     """Train though the model's tokenizer is not the one whose fingerprint the dataset has."""
     seed: int = 0
-    """Seed of torch, NumPy and random; >= 0."""
+    """Seed of torch, NumPy and random; from 0 to 2^32 - 1."""
     outcome: Literal["last", "sum"] = "last"
     """Return of a trajectory: its last step's reward, or the sum over its steps. What is estimated
     token by token takes the rewards of every step, whichever this is."""
@@ -166,6 +166,8 @@ def _breaches(c: TrainConfig) -> Iterator[tuple[str, str, str]]:
         value = getattr(c, key)
         if value is not None and not 0 < value < float("inf"):
             yield key, str(value), "a finite number > 0"
+    if c.seed >= 2**32:
+        yield "seed", str(c.seed), "below 2^32, as NumPy's generator has it"
     if "://" in c.out:
         yield "out", c.out, "a local directory: checkpoints are synced and renamed there"
     yield from loss_breaches(c)

@@ -79,7 +79,7 @@ def learning_rate_factor(config: TrainConfig, *, num_planned: int, global_step: 
         return (global_step + 1) / (warmup + 1)
     if config.learning_rate_schedule == "constant":
         return 1.0
-    done = (global_step - warmup) / (num_planned - warmup)
+    done = (global_step - warmup) / max(num_planned - warmup, 1)
     if config.learning_rate_schedule == "linear":
         return 1 - done
     return (1 + math.cos(math.pi * done)) / 2
