@@ -230,10 +230,22 @@ def test_an_error_of_the_user_ends_every_process_and_is_said_once(
     assert nothing == ""
 
 
+def test_what_the_main_process_cannot_write_ends_every_process_with_one_message(
+    server: Server, paths: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    out = str(tmp_path / "file" / "run")
+    server.start(command=["train", paths["dataset"], "--model", paths["model"], "--out", out])
+    assert server.answer() == [1, 1], server.said()
+    assert f"error: file: {out}: got not a directory" in server.said()[0]
+    assert server.said()[1] == ""
+
+
 @pytest.mark.parametrize(
     ("environment", "said"),
     [
         ({"ACCELERATE_USE_DEEPSPEED": "true"}, "got DeepSpeed, expected data parallelism or FSDP2"),
+        ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, "got gradient_accumulation_steps 4"),
         ({"ACCELERATE_USE_FSDP": "true"}, "got FSDP version 1"),
         (
             {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"},

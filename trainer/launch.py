@@ -87,6 +87,11 @@ def wrap_frozen(accelerator: Accelerator, model: nn.Module) -> Any:
 
 def _check_launch(config: TrainConfig) -> None:
     where, expected = "accelerate launch", "data parallelism or FSDP2"
+    num_accumulated = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
+    if num_accumulated != "1":
+        hint = "groups_per_mini_batch says what a step takes, whatever tokens_per_micro_batch is"
+        got = f"gradient_accumulation_steps {num_accumulated}"
+        raise RolloutError("launch", where, got, "1: it would divide the gradient", hint)
     if _is_on("ACCELERATE_USE_DEEPSPEED"):
         hint = "FSDP2 shards parameters, gradients and optimizer state as ZeRO-3 does"
         raise RolloutError("launch", where, "DeepSpeed", expected, hint)

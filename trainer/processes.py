@@ -66,6 +66,9 @@ def agreed(accelerator: Accelerator, work: Callable[[], T]) -> T:
         result = work()
     except RolloutError as error:
         failure = error
+    except OSError as error:
+        got = (error.strerror or str(error)).lower()
+        failure = RolloutError("file", str(error.filename), got)
     said = json.dumps(failure.args).encode() if failure else b""
     others = [found for found in gather_bytes(accelerator, said) if found]
     if failure:
