@@ -246,7 +246,7 @@ def test_index_counts_what_a_chain_forwards(tmp_path: Path) -> None:
     [
         ({"response_ids": [VOCAB] * 4}, f"token_range: .* got token id {VOCAB}, expected 0 to 60"),
         ({"prompt_token_ids": list(range(61)) * 2}, "row_too_long: .* got 125 tokens to forward"),
-        ({"temperature": 0.0}, "temperature: .* got 0.0, expected above 0"),
+        ({"temperature": 0.0}, "temperature: .* got 0.0, expected finite and above 0"),
         ({"loss_mask": [False] * 4}, "mask_trains_something: d: got no token that trains"),
     ],
 )

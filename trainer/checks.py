@@ -36,9 +36,14 @@ def check_rows(
     """
     masks = plan.trajectories.select("trajectory_id", "trains", "advantage")
     rows = index.join(masks, on="trajectory_id", maintain_order="left")
+    _check_order(rows)
+    _refuse(
+        rows, ~pl.col("complete"), "columns_and_types", pl.lit("null among the tokens"),
+        "none in prompt_token_ids, response_ids and loss_mask", VALIDATE,
+    )  # fmt: skip
     _refuse(
         rows, ~pl.col("aligned"), "lengths_align", pl.lit("lists of different lengths"),
-        "loss_mask and rollout_logprobs with one element per response token", VALIDATE,
+        "loss_mask, rollout_logprobs and rewards with one element per response token", VALIDATE,
     )  # fmt: skip
     if config.advantage_estimator in TOKEN_ESTIMATORS:
         _refuse(
@@ -46,6 +51,10 @@ def check_rows(
             pl.lit("null, neither reward nor rewards"),
             f"what each step earned: {config.advantage_estimator} adds it up",
             "pipelines.place_outcomes gives a trajectory's reward to its last step, 0 to the others",
+        )  # fmt: skip
+        _refuse(
+            rows, pl.col("trains") & ~pl.col("finite_reward"), "reward_finite",
+            pl.lit("a reward that is not finite"), "finite rewards", VALIDATE,
         )  # fmt: skip
     rows = rows.filter(pl.col("trains") & (pl.col("num_trained_tokens") > 0))
     if rows.is_empty():
@@ -68,12 +77,29 @@ def check_rows(
             "train the model whose tokenizer made these ids",
         )  # fmt: skip
     _refuse(
-        rows, ~(pl.col("temperature") > 0), "temperature", pl.format("{}", "temperature"),
-        "above 0: greedy samples have no distribution to train", "filter these rows out",
+        rows, ~pl.col("temperature").is_between(0, float("inf"), closed="none"), "temperature", pl.format("{}", "temperature"),
+        "finite and above 0: greedy samples have no distribution to train", "filter these rows out",
     )  # fmt: skip
     # The last trained token of a merged row is that of its longest step: both forward as many tokens.
     limit.check(rows["num_forwarded_tokens"].to_numpy(), rows["name"].to_list())
     return rows
+
+
+def _check_order(rows: pl.DataFrame) -> None:
+    """What is estimated along a trajectory takes its rows as they lie there."""
+    number = pl.col("step_index")
+    begins = (pl.col("trajectory_id") != pl.col("trajectory_id").shift()).fill_null(value=True)
+    rows = rows.with_columns(
+        again=begins & ~pl.col("trajectory_id").is_first_distinct(),
+        moved=~begins & (pl.col("instance_id") != pl.col("instance_id").shift()),
+        back=~begins & (number <= number.shift()),
+    )
+    for breach, rule, got, expected in (
+        ("again", "contiguous_trajectory", "its rows in several places", "side by side"),
+        ("moved", "unique_trajectory", "another instance_id than the row before", "the same"),
+        ("back", "step_index_sequence", "a step_index not above the one before", "a later step"),
+    ):
+        _refuse(rows, pl.col(breach), rule, pl.lit(got), expected, VALIDATE)
 
 
 def _refuse_zero_advantages(rows: pl.DataFrame, plan: Plan, config: TrainConfig) -> None:
@@ -122,6 +148,11 @@ def corrects_for_sampler(
         rows, ~pl.col("has_logprobs"), "rollout_logprobs", pl.lit("null, though others have them"),
         "log-probabilities in every row that trains, or in none", off,
     )  # fmt: skip
+    for rule, expected in {
+        "logprobs_finite": "finite log-probabilities",
+        "logprobs_nonpositive": "log-probabilities of at most 0",
+    }.items():
+        _refuse(rows, ~pl.col(rule), rule, pl.lit("others"), expected, VALIDATE)
     if config.allow_mismatched_logprobs:
         return config.corrects_for_sampler
     off += "; --set allow_mismatched_logprobs=true corrects all the same"

@@ -66,14 +66,14 @@ def index_rows(rollouts: pl.LazyFrame) -> pl.DataFrame:
     including, its last trained token (less than the prompt where nothing trains).
     """
     rollouts = _with_optional_columns(rollouts)
-    prompt, response, mask, logprobs = (
-        pl.col(name).list
-        for name in ("prompt_token_ids", "response_ids", "loss_mask", "rollout_logprobs")
-    )
+    names = ("prompt_token_ids", "response_ids", "loss_mask", "rollout_logprobs", "rewards")
+    prompt, response, mask, logprobs, rewards = (pl.col(name).list for name in names)
     num_prompt, num_response = prompt.len().cast(pl.Int64), response.len().cast(pl.Int64)
     num_untrained_at_end = mask.reverse().list.eval(pl.element().cast(pl.Int8)).list.arg_max()
     return rollouts.select(
+        "instance_id",
         "trajectory_id",
+        "step_index",
         "temperature",
         "top_p",
         "top_k",
@@ -86,9 +86,23 @@ def index_rows(rollouts: pl.LazyFrame) -> pl.DataFrame:
         highest_token=pl.max_horizontal(prompt.max(), response.max()),
         has_logprobs=pl.col("rollout_logprobs").is_not_null(),
         has_reward=pl.col("reward").is_not_null() | pl.col("rewards").is_not_null(),
-        aligned=(mask.len() == response.len())
-        & (logprobs.len() == response.len()).fill_null(value=True),
+        finite_reward=pl.col("reward").is_finite().fill_null(value=True)
+        & _holds("rewards", pl.element().is_finite()),
+        aligned=pl.all_horizontal(
+            (other.len() == response.len()).fill_null(value=default)
+            for other, default in ((mask, False), (logprobs, True), (rewards, True))
+        ),
+        complete=pl.all_horizontal(_holds(name, pl.element().is_not_null()) for name in names[:3]),
+        token_sum=prompt.sum().cast(pl.Int64) + response.sum().cast(pl.Int64),
+        logprobs_finite=_holds("rollout_logprobs", pl.element().is_finite()),
+        logprobs_nonpositive=_holds("rollout_logprobs", pl.element() <= 0),
     ).collect(engine="streaming")
+
+
+def _holds(name: str, condition: pl.Expr) -> pl.Expr:
+    """Whether every element of a list is so; of no list, yes."""
+    every = pl.col(name).list.eval(condition.fill_null(value=False)).list.all()
+    return every.fill_null(value=True)
 
 
 def load_batch(
