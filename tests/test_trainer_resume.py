@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import polars as pl
 import pytest
 import torch
 
@@ -24,7 +23,7 @@ from tests.trainer_helpers import (
     two_step_trajectory,
     write_dataset,
 )
-from trainer.plan import Plan
+from trainer.resume import alone_in
 from trainer.state import (
     Position,
     Progress,
@@ -205,20 +204,51 @@ def test_a_checkpoint_without_state_is_refused_and_left_alone(
     assert files_of(out) == before
 
 
+@pytest.mark.parametrize("change", [{"response_ids": [7, 7, 7]}, {"prompt_token_ids": [9]}])
+def test_a_dataset_with_other_tokens_is_refused(
+    change: dict[str, list[int]], paths: dict[str, str], out: Path, tmp_path: Path
+) -> None:
+    changed = rows()
+    changed[-1] |= change | {"loss_mask": [True] * len(change.get("response_ids", [0] * 4))}
+    shutil.copytree(paths["dataset"], tmp_path / "kept")
+    shutil.rmtree(paths["dataset"])
+    try:
+        write_dataset(Path(paths["dataset"]), changed)
+        with pytest.raises(RolloutError, match="resume_dataset: dataset: got other trajectories"):
+            run(paths, out)
+    finally:
+        shutil.rmtree(paths["dataset"])
+        shutil.move(tmp_path / "kept", paths["dataset"])
+
+
+def test_checkpoints_without_their_configuration_are_refused(
+    paths: dict[str, str], out: Path
+) -> None:
+    (out / "config.json").unlink()
+    with pytest.raises(RolloutError, match=r"resume_config: .*config.json: got nothing"):
+        run(paths, out, learning_rate=0.1)
+
+
+def test_a_run_that_goes_on_is_left_alone(paths: dict[str, str], out: Path) -> None:
+    before = files_of(out)
+    with alone_in(out), pytest.raises(RolloutError, match=r"run_goes_on: .* a process that trains"):
+        run(paths, out)
+    assert files_of(out) == before
+    assert run(paths, out).num_updates == 4
+
+
 def draws() -> list[float]:
     return [random.random(), np.random.random(), float(torch.rand(1))]  # noqa: NPY002
 
 
 def test_generators_of_random_numbers_go_on_where_they_were(tmp_path: Path) -> None:
-    trajectories = pl.DataFrame({"trajectory_id": ["g0_0"]})
-    plan = Plan(trajectories=trajectories, batches=(), num_groups_without_variance=0)
     learner, progress = learner_of(tiny_policy()), Progress(position=Position(kl_coef=0.1))
-    save_state(tmp_path / "state", optimizer_tensors(learner, None), plan, progress)
+    save_state(tmp_path / "state", optimizer_tensors(learner, None), "digest", progress)
     drawn = draws()
     assert draws() != drawn
     restore(tmp_path / "state", learner, None)
     assert draws() == drawn
-    assert load_progress(tmp_path / "state", plan) == progress
+    assert load_progress(tmp_path / "state", "digest") == progress
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import rollout_io
 from schemas.errors import RolloutError
 from trainer.config import TrainConfig
 from trainer.critic import CriticLearner
+from trainer.data import index_rows
 from trainer.forest import RowLimit
 from trainer.launch import make_accelerator
 from trainer.log import say
@@ -21,7 +22,7 @@ from trainer.prepare import Models, load_models, make_learners
 from trainer.processes import agreed
 from trainer.resume import check_max_updates, find_checkpoint, lines_to_keep
 from trainer.same_tokenizer import check_tokenizers
-from trainer.state import Position, Progress, load_progress, restore
+from trainer.state import Position, Progress, dataset_digest, load_progress, restore
 from trainer.update import Learner
 
 
@@ -35,6 +36,7 @@ class Run:
         rollouts: The dataset.
         plan: One pass over it.
         limit: The longest row that can be forwarded.
+        digest: Of the dataset: see `trainer.state.dataset_digest`.
         progress: Where the run goes on.
         kept_metrics: The lines of `metrics.jsonl` up to there.
     """
@@ -44,6 +46,7 @@ class Run:
     rollouts: pl.LazyFrame
     plan: Plan
     limit: RowLimit
+    digest: str
     progress: Progress
     kept_metrics: bytes
 
@@ -69,6 +72,7 @@ def begin(config: TrainConfig, *, resume: bool) -> Run:
         rollouts=start.rollouts,
         plan=start.plan,
         limit=start.models.limit,
+        digest=start.digest,
         progress=start.progress,
         kept_metrics=start.kept_metrics,
     )
@@ -81,6 +85,7 @@ class Start:
     checkpoint: Path | None
     rollouts: pl.LazyFrame
     plan: Plan
+    digest: str
     progress: Progress
     kept_metrics: bytes
     models: Models
@@ -93,9 +98,11 @@ def _start(config: TrainConfig, *, resume: bool) -> Start:
     checkpoint = find_checkpoint(config) if resume else None
     rollouts = rollout_io.scan(config.dataset)
     plan = make_plan(pipelines.trajectory_returns(rollouts, config.outcome).collect(), config)
+    index = index_rows(rollouts)
+    digest = dataset_digest(plan, index)
     progress = Progress(position=Position(kl_coef=config.kl_reward_coef))
     if checkpoint:
-        progress = load_progress(checkpoint / "state", plan)
+        progress = load_progress(checkpoint / "state", digest)
     check_max_updates(config, progress.global_step)
     kept = lines_to_keep(out / "metrics.jsonl", progress.num_mini_batches) if resume else b""
     for text in check_tokenizers(config):
@@ -104,9 +111,10 @@ def _start(config: TrainConfig, *, resume: bool) -> Start:
         checkpoint=checkpoint,
         rollouts=rollouts,
         plan=plan,
+        digest=digest,
         progress=progress,
         kept_metrics=kept,
-        models=load_models(config, rollouts, plan, checkpoint),
+        models=load_models(config, index, plan, checkpoint),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from trainer.log import RunLog
 from trainer.optimizer import set_learning_rates
 from trainer.plan import num_planned_updates
 from trainer.processes import on_main
-from trainer.resume import cut, stops_when_full
+from trainer.resume import alone_in, cut, stops_when_full
 from trainer.sharding import whole_weights
 from trainer.state import Progress, optimizer_tensors, save_state
 from trainer.update import Learner
@@ -70,12 +70,12 @@ def train(config: TrainConfig, *, resume: bool = False) -> TrainResult:
 
     Raises:
         RolloutError: Dataset, model or configuration cannot be trained as asked; the run to resume
-            had another dataset or configuration; the disk is full.
+            had another dataset or configuration, or goes on; the disk is full.
     """
     run = begin(config, resume=resume)
     plan = run.plan
-    with stops_when_full(Path(config.out)):
-        _write(run.learner, lambda: _open(config, run))
+    with ExitStack() as held, stops_when_full(Path(config.out)):
+        _write(run.learner, lambda: _open(config, run, held))
         progress, metrics = _make_updates(run)
         saved = _save(run, progress)
     return TrainResult(
@@ -91,10 +91,11 @@ def train(config: TrainConfig, *, resume: bool = False) -> TrainResult:
     )
 
 
-def _open(config: TrainConfig, run: Run) -> None:
-    """Leave in the run's directory what the run goes on from."""
+def _open(config: TrainConfig, run: Run, held: ExitStack) -> None:
+    """Have the run's directory for oneself, and leave in it what the run goes on from."""
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
+    held.enter_context(alone_in(out))
     cut(out / "metrics.jsonl", len(run.kept_metrics))
     discard_after(out, run.progress.global_step)
     save_config(config, out / "config.json")
@@ -174,7 +175,7 @@ def _save(run: Run, progress: Progress, log: RunLog | None = None) -> Path:
             out,
             progress.global_step,
             critic_model,
-            save_state=lambda path: save_state(path, optimizers, run.plan, progress),
+            save_state=lambda path: save_state(path, optimizers, run.digest, progress),
             keep=config.keep_checkpoints,
             weights=weights,
             critic_weights=critic_weights,

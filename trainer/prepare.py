@@ -13,7 +13,6 @@ from trainer.advice import warnings_before
 from trainer.checks import check_rows, corrects_for_sampler
 from trainer.config import TrainConfig
 from trainer.critic import Critic, CriticLearner, load_critic
-from trainer.data import index_rows
 from trainer.forest import RowLimit
 from trainer.launch import wrap, wrap_frozen
 from trainer.log import say
@@ -44,11 +43,11 @@ class Models:
 
 
 def load_models(
-    config: TrainConfig, rollouts: pl.LazyFrame, plan: Plan, checkpoint: Path | None
+    config: TrainConfig, index: pl.DataFrame, plan: Plan, checkpoint: Path | None
 ) -> Models:
     """Load the models and check every row against them.
 
-    Policy and critic are those of `checkpoint`, if there is one; the reference never is.
+    `index` is what `trainer.data.index_rows` returns. Policy and critic are those of `checkpoint`, if there is one; the reference never is.
 
     Raises:
         RolloutError: A model or a row cannot be trained as asked.
@@ -59,7 +58,7 @@ def load_models(
     limits = [row_limit(model.config, config.tokens_per_micro_batch) for model in models]
     limit = min(limits, key=lambda limit: limit.num_tokens)
     vocab_size = min(model.get_input_embeddings().weight.shape[0] for model in models)
-    rows = check_rows(index_rows(rollouts), plan, config, vocab_size=vocab_size, limit=limit)
+    rows = check_rows(index, plan, config, vocab_size=vocab_size, limit=limit)
     logprobs_mode = rollout_io.read_metadata(config.dataset).logprobs_mode
     corrects = corrects_for_sampler(rows, config, logprobs_mode)
     if config.corrects_for_sampler and not corrects:

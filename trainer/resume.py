@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import fcntl
 import json
 import os
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ MAY_CHANGE = {
 """Keys that change nothing of the updates a run has made. The first two numbers may only grow, and
 not where the learning rate goes down towards the last update."""
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS}
 
 
 def find_checkpoint(config: TrainConfig) -> Path | None:
@@ -44,7 +46,10 @@ def find_checkpoint(config: TrainConfig) -> Path | None:
             expected = "the configuration of a run"
             raise RolloutError("resume_config", str(file), str(error), expected) from error
         _check_same(saved, config)
-    return latest_checkpoint(Path(config.out))
+    found = latest_checkpoint(Path(config.out))
+    if found and not file.is_file():
+        raise RolloutError("resume_config", str(file), "nothing", "the configuration of the run")
+    return found
 
 
 def _check_same(saved: dict[str, Any], config: TrainConfig) -> None:
@@ -88,6 +93,27 @@ def cut(path: Path, num_bytes: int) -> None:
     """Leave the first bytes of a file, if there is one."""
     if path.exists():
         os.truncate(path, num_bytes)
+
+
+@contextmanager
+def alone_in(out: Path) -> Iterator[None]:
+    """Keep other processes from training into a directory; where its disk knows locks.
+
+    Raises:
+        RolloutError: One does.
+    """
+    with (out / ".lock").open("w", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            hint = "wait for its end, or stop it"
+            raise RolloutError(
+                "run_goes_on", str(out), "a process that trains there", "none", hint
+            ) from None
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+        yield
 
 
 @contextmanager

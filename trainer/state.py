@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import polars as pl
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -86,7 +87,7 @@ def optimizer_tensors(learner: Learner, critic: CriticLearner | None) -> Optimiz
     return found
 
 
-def save_state(path: Path, optimizers: OptimizerTensors, plan: Plan, progress: Progress) -> None:
+def save_state(path: Path, optimizers: OptimizerTensors, digest: str, progress: Progress) -> None:
     """Write the directory `path`: JSON and safetensors, nothing that runs code when it is read."""
     path.mkdir()
     for name, tensors in optimizers.items():
@@ -100,23 +101,34 @@ def save_state(path: Path, optimizers: OptimizerTensors, plan: Plan, progress: P
         "global_step": progress.global_step,
         "num_skipped": progress.num_skipped,
         "trained": sorted(progress.trained),
-        "plan": _digest(plan),
+        "dataset": digest,
     }
     (path / "run.json").write_text(json.dumps(run, indent=2) + "\n", encoding="utf-8")
     (path / "rng.json").write_text(json.dumps(_generators()) + "\n", encoding="utf-8")
 
 
-def load_progress(path: Path, plan: Plan) -> Progress:
+def dataset_digest(plan: Plan, index: pl.DataFrame) -> str:
+    """Of the plan's trajectories, returns and masks, and of every row's lengths and sum of tokens.
+
+    Args:
+        plan: The run's plan.
+        index: What `trainer.data.index_rows` returns.
+    """
+    counted = ("num_prompt_tokens", "num_trained_tokens", "num_forwarded_tokens", "token_sum")
+    tables = plan.trajectories, index.select("trajectory_id", "step_index", *counted)
+    return hashlib.sha256("".join(table.write_csv() for table in tables).encode()).hexdigest()
+
+
+def load_progress(path: Path, digest: str) -> Progress:
     """Where the run was that wrote `path`.
 
     Raises:
-        RolloutError: The state cannot be read, or the dataset's trajectories or returns are not
-            those it was written for.
+        RolloutError: The state cannot be read, or the dataset is not the one it was written for.
     """
     try:
         run = json.loads((path / "run.json").read_text(encoding="utf-8"))
         known = load_file(path / "batch.safetensors")
-        same = run["plan"] == _digest(plan)
+        same = run["dataset"] == digest
         position = Position(
             batch=run["batch"], mini_batch=run["mini_batch"], kl_coef=run["kl_coef"], known=known
         )
@@ -129,7 +141,7 @@ def load_progress(path: Path, plan: Plan) -> Progress:
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise _unreadable(path, error) from error
     if not same:
-        got = "other trajectories or returns than the run began with"
+        got = "other trajectories, returns or tokens than the run began with"
         raise RolloutError("resume_dataset", "dataset", got, "the same", "start another run")
     return progress
 
@@ -222,8 +234,3 @@ def _restore_generators(states: dict[str, Any]) -> None:
         torch.cuda.set_rng_state_all(
             [torch.tensor(state, dtype=torch.uint8) for state in states["cuda"][:num_gpus]]
         )
-
-
-def _digest(plan: Plan) -> str:
-    """Of the plan's trajectories, returns and masks; the tokens are not looked at."""
-    return hashlib.sha256(plan.trajectories.write_csv().encode()).hexdigest()
