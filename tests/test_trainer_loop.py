@@ -114,6 +114,15 @@ def test_run_directory_holds_config_metrics_and_checkpoints(
     assert (tmp_path / "checkpoints" / "latest").read_text() == "global_step_3\n"
 
 
+def test_a_second_epoch_over_one_mini_batch_weighs_by_the_policy_before_the_first(
+    dataset: str, model: str, tmp_path: Path
+) -> None:
+    run(dataset, model, tmp_path, policy_loss_type="importance_sampling", epochs_per_batch=2)
+    first, second = (line["importance_ratio"] for line in metrics_of(tmp_path))
+    assert first == pytest.approx(1.0, abs=1e-6)
+    assert abs(second - 1.0) > 1e-3
+
+
 def test_last_update_is_saved_once(dataset: str, model: str, tmp_path: Path) -> None:
     result = run(dataset, model, tmp_path, save_every_updates=1)
     assert Path(result.checkpoint).name == "global_step_1"

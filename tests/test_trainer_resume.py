@@ -178,6 +178,7 @@ def test_a_dataset_with_other_returns_is_refused(
         ("config.json", "{", "resume_config"),
         ("checkpoints/latest", "global_step_9\n", "checkpoint_latest: .*'global_step_9'"),
         ("checkpoints/latest", "../..\n", "checkpoint_latest"),
+        ("checkpoints/latest", "\xff\xfe", "checkpoint_latest"),
         ("checkpoints/global_step_2/state/run.json", "{}", "checkpoint_state"),
         ("checkpoints/global_step_2/state/rng.json", "[]", "checkpoint_state"),
         ("checkpoints/global_step_2/state/optimizer.safetensors", "", "checkpoint_state"),
@@ -187,7 +188,7 @@ def test_a_dataset_with_other_returns_is_refused(
 def test_a_damaged_run_is_refused_and_left_alone(
     file: str, text: str, rule: str, paths: dict[str, str], out: Path
 ) -> None:
-    (out / file).write_text(text)
+    (out / file).write_text(text, encoding="latin-1")
     before = files_of(out)
     with pytest.raises(RolloutError, match=rule):
         run(paths, out)

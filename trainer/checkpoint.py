@@ -96,7 +96,7 @@ def latest_checkpoint(out: Path) -> Path | None:
     """
     pointer, found = out / "checkpoints" / LATEST, _checkpoints(out)
     if pointer.exists():
-        name = pointer.read_text(encoding="utf-8").strip()
+        name = pointer.read_text(encoding="utf-8", errors="replace").strip()
         found = [path for path in found if path.name == name]
         if not found:
             expected = "the name of a checkpoint beside it"
