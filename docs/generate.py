@@ -72,7 +72,7 @@ with what is there; `partial_groups` masks them or refuses the dataset instead.
 Every check comes before the first update and before anything is written. Refused among others: a model whose
 tokenizer is not the one whose fingerprint the dataset has (another chat template is a warning; a model directory
 without tokenizer files cannot be compared, which a note says), token ids beyond the vocabulary, rows longer than
-the budget or the model's context, `rollout_logprobs` that importance weights cannot use, and a dataset of which
+the budget or the model's context, rows out of the order of their steps, `rollout_logprobs` that importance weights cannot use, and a dataset of which
 nothing can be learned: no token trains, or every advantage is 0 (no group whose returns vary) and neither a KL nor
 an entropy term has a gradient of its own. Of reinforce++ and gae, whose advantages are known once a batch is, the
 update itself warns.
@@ -100,7 +100,7 @@ Memory is that of one process at its peak, in bytes, of P weights of which T tra
 | optimizer | 8 T; adamw_8bit: 2 T |
 | reference | 4 P |
 | activations | what autograd keeps of a forward of the largest micro-batch: measured with 32, 64 and 96 tokens, and a parabola through these |
-| logits | 2 copies x 4 x `logprob_chunk_tokens` x vocabulary |
+| logits | 4 x `logprob_chunk_tokens` x vocabulary |
 
 The sum is an upper bound, for gradients come as activations go. The first update, which has no optimizer state
 yet, takes less. On SmolLM2-135M (float32, on a CPU, 1,000 tokens a micro-batch) it was 3.72 GiB where the
@@ -154,7 +154,7 @@ in `critic/`, its `state/` holds safetensors and JSON, no pickle:
 | file | holds |
 |---|---|
 | `optimizer.safetensors`, `critic_optimizer.safetensors` | the optimizer's moments and step of each parameter, `PARAMETER.NAME` |
-| `run.json` | the position (batches gone through over all epochs, mini-batches of the next one), the KL coefficient, the counts, a digest of the trajectories' returns and masks |
+| `run.json` | the position (batches gone through over all epochs, mini-batches of the next one), the KL coefficient, the counts, a digest of the trajectories' returns and masks, and of each row's lengths and sum of tokens |
 | `batch.safetensors` | within a batch: the old log-probabilities, the reference's and the critic's values, as at its start |
 | `rng.json` | the generators of torch, CUDA, NumPy and Python |
 
@@ -162,7 +162,8 @@ A schedule has no state: the learning rate is a function of `global_step`. The c
 run's own; a key that differs is refused by name. `save_every_updates`, `keep_checkpoints` and `trackers`
 may change, `num_epochs` may grow, and `max_updates` may be anything that is not passed yet; these two stay
 where `learning_rate_schedule` is not constant, for it goes down towards the last planned update. Lines of `metrics.jsonl`
-after the checkpoint are cut off. A disk that is full ends the run with one message; the checkpoints that
+after the checkpoint are cut off. While one process trains into RUN, another is refused. A disk that is full
+ends the run with one message; the checkpoints that
 were there stay.
 
 ## Optimizer and learning rate
