@@ -114,13 +114,15 @@ def test_a_request_that_the_engine_refuses_fails_its_trajectory(engine, tokenize
     assert finished.settled.error.startswith("engine_refused")
 
 
+@pytest.mark.parametrize("history", ["append", "step_wise"])
 def test_a_first_prompt_that_is_too_long_fails_and_a_later_one_ends_the_trajectory(
-    engine, tokenizer
+    engine, tokenizer, history
 ):
-    (finished,), _ = trajectories(engine, tokenizer, tasks_of(1, 1), max_input_tokens=5)
+    short, enough = ({"max_input_tokens": n, "history": history} for n in (5, 40))
+    (finished,), _ = trajectories(engine, tokenizer, tasks_of(1, 1), **short)
     assert finished.settled.error.startswith("context_length")
     assert engine.calls == []
-    (finished,), table = trajectories(engine, tokenizer, tasks_of(1, 1), max_input_tokens=40)
+    (finished,), table = trajectories(engine, tokenizer, tasks_of(1, 1), **enough)
     longest = max(len(ids) for _, ids, _, _ in engine.calls)
     assert longest <= 40
     assert finished.settled.error is None

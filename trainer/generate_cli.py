@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -28,15 +30,18 @@ if TYPE_CHECKING:
     help="Override one key of the configuration; may be repeated.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
-def generate(*, config: str, out: str | None, overrides: tuple[str, ...], as_json: bool) -> None:
+def generate(*, config: str, out: str | None, overrides: tuple[str, ...], as_json: bool) -> int:
     """Sample trajectories of tasks from an engine, into a rollout dataset.
 
     Groups appear in DS as they complete. A second run generates what is missing, and nothing
-    twice. A trajectory whose environment fails stays in the dataset, with its error.
+    twice. A trajectory whose environment fails stays in the dataset, with its error; the exit code
+    is 1 if all of them failed. Environments and agents of your own are looked for in the present
+    directory first.
     """
     from pipelines.generation.config import load_generate_config
     from pipelines.generation.run import generate as run
 
+    sys.path.insert(0, str(Path.cwd()))
     given = () if out is None else (f"out={out}",)
     settings = load_generate_config(config, (*overrides, *given))
     result = asyncio.run(run(settings, open_engine))
@@ -44,6 +49,7 @@ def generate(*, config: str, out: str | None, overrides: tuple[str, ...], as_jso
         note(f"warning: {warning}")
     emit_json(dataclasses.asdict(result)) if as_json else emit(_report(result))
     next_command(f"rollouts validate {result.out}")
+    return int(result.num_failed == result.num_trajectories > 0)
 
 
 def open_engine(config: GenerateConfig) -> Engine:

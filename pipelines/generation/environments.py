@@ -15,6 +15,7 @@ from rollout_io.retokenize.messages import normalize
 from schemas.errors import RolloutError
 
 _RULE = "env"
+_CLOSING_S = 30.0
 Value = TypeVar("Value")
 
 
@@ -108,13 +109,14 @@ class Environment:
         return {str(k): number for k, v in found.items() if (number := as_number(v)) is not None}
 
     async def close(self) -> None:
-        """Close it, if it was made.
+        """Close it, if it was made; 30 s at most: also an interrupted run waits for this.
 
         Raises:
             RolloutError: env_raised, env_timeout.
         """
         if self._own is not None and hasattr(self._own, "close"):
-            await self._call("close", self._own.close)
+            timeout_s = min(self._timeout_s, _CLOSING_S)
+            await in_thread(self._own.close, timeout_s, _RULE, f"{self._where}, close")
 
     async def _call(self, name: str, function: Callable[[], Value]) -> Value:
         return await in_thread(function, self._timeout_s, _RULE, f"{self._where}, {name}")
@@ -144,6 +146,16 @@ class Environment:
         return RolloutError("env_output", f"{self._where}, {name}", got, expected)
 
 
+class EnvConfig(dict[str, Any]):
+    """A dict whose keys are attributes too: skyrl-gym's environments read them so."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self:
+            raise AttributeError(f"env_config has no {name!r}")
+        value = self[name]
+        return EnvConfig(value) if isinstance(value, dict) else value
+
+
 def maker_of(
     name: str | None, env_config: Mapping[str, Any], max_turns: int
 ) -> Callable[[Task], Callable[[], Any]]:
@@ -158,7 +170,7 @@ def maker_of(
     def maker(task: Task) -> Callable[[], Any]:
         make = environment_class(task.env_class or name)
         extras = {**task.extras, "max_turns": max_turns}
-        return partial(make, env_config=dict(env_config), extras=extras)
+        return partial(make, env_config=EnvConfig(env_config), extras=extras)
 
     return maker
 

@@ -84,20 +84,24 @@ class Generator:
         A trajectory that fails comes out with its `error`, whatever its environment or agent did.
 
         Raises:
-            RolloutError: engine_down, engine_answer: no trajectory can go on; those that were under
-                way are given up.
+            RolloutError: engine_down, engine_answer: no other trajectory is begun; raised once those
+                under way have ended, well or by the same error.
         """
+        broken: BaseException | None = None
         waiting, most = iter(tasks), self.config.max_concurrency
         running = {self._start(task) for task in islice(waiting, most)}
         try:
             while running:
                 done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-                failed = [t for t in done if t.exception() is not None]
-                for ended in done - set(failed):
-                    yield ended.result()
-                if failed:
-                    failed[0].result()
-                running |= {self._start(t) for t in islice(waiting, most - len(running))}
+                for ended in done:
+                    if error := ended.exception():
+                        broken = broken or error
+                    else:
+                        yield ended.result()
+                if broken is None:
+                    running |= {self._start(t) for t in islice(waiting, most - len(running))}
+            if broken is not None:
+                raise broken
         finally:
             for task in running:
                 task.cancel()

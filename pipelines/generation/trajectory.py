@@ -133,6 +133,9 @@ class GymTrajectory:
         if len(kept) < len(response):
             step.response_ids = np.array(kept, np.int32)
             step.rollout_logprobs = np.array(sampled.rollout_logprobs[: len(kept)], np.float32)
+            routes = sampled.rollout_expert_indices
+            if routes is not None:
+                step.rollout_expert_indices = routes[: len(sampled.prompt_token_ids) + len(kept)]
 
     def _retokenize(self) -> None:
         """Put the template's rendering of the whole conversation in place of what was sampled."""
