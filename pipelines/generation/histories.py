@@ -112,7 +112,7 @@ class OneMessage(Appended):
     """All turns in one assistant message: observations are plain text in it.
 
     The EOS at the end of a turn after which the message goes on is left out, of the conversation
-    and of the response. A turn that sampled nothing else keeps it, and is not continued.
+    and of the response. A turn that sampled nothing else keeps it in both.
     """
 
     def extend(
@@ -123,10 +123,11 @@ class OneMessage(Appended):
         kept, eos = list(response_ids), self.tokenizer.eos_token_id
         while kept and kept[-1] == eos:
             kept.pop()
+        kept = kept or list(response_ids)
         self.ids += kept if replaced is None else self._encode(replaced)
         for observation in observations:
             self.ids += self._encode(observation["content"])
-        return kept or response_ids
+        return kept
 
 
 def final_rendering(
