@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from pipelines.generation.agents import Client
+from pipelines.generation.environments import maker_of
 from pipelines.generation.interface import GymGenerator, tasks_of, with_sampling_params
 from pipelines.generation.tasks import Task, read_tasks
 from rollout_io.generator_output import from_generator_output
@@ -186,3 +187,12 @@ def test_a_batch_that_is_not_usable_is_refused_by_the_name_of_its_field():
     with pytest.raises(RolloutError, match="n = 2"):
         with_sampling_params(config_of(), {"n": 2})
     assert isinstance(tasks_of({"prompts": ["2+2?"]})[0], Task)
+
+
+def test_environments_get_their_configuration_as_attributes_and_the_most_turns():
+    make = maker_of(f"{HERE}:Echo", {"search": {"url": "u"}, "topk": 3}, 4)
+    made = make(helpers.tasks_of(1, 1, number=7)[0])()
+    assert (made.env_config.search.url, made.env_config["topk"]) == ("u", 3)
+    assert made.extras == {"number": 7, "max_turns": 4}
+    with pytest.raises(AttributeError, match="'top'"):
+        _ = made.env_config.top
