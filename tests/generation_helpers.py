@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 from typing import Any
 
@@ -59,6 +60,7 @@ class Echo:
     """`num_turns` turns; each says something back and earns a quarter more than the one before."""
 
     def __init__(self, env_config: Any = None, extras: Any = None) -> None:
+        self.thread = threading.get_ident()
         self.extras, self.turn, self.env_config = extras or {}, 0, env_config
         self.num_turns = self.extras.get("num_turns", 3)
 
@@ -66,6 +68,7 @@ class Echo:
         return prompt, {}
 
     def step(self, _action):
+        assert self.thread == threading.get_ident()
         self.turn += 1
         said = self.extras.get("say", "Go on.")
         return {
@@ -159,7 +162,8 @@ def not_async(_client, _task):
 
 
 def config_of(**settings: Any) -> GenerateConfig:
-    defaults: dict[str, Any] = {"tasks": "t", "model": "m", "out": "o", "max_response_tokens": 16}
+    defaults: dict[str, Any] = {"tasks": "t", "model": "m", "out": "o"}
+    defaults |= {"max_response_tokens": 16, "seed": 0}
     if "agent" not in settings:
         defaults |= {"environment": f"{HERE}:Echo", "max_turns": 3}
     return GenerateConfig(**defaults | settings)

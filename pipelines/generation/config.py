@@ -78,8 +78,9 @@ class GenerateConfig:
     """In [0, 1)."""
     stop: tuple[str, ...] = ()
     """Strings after which a turn ends; they are part of its response."""
-    seed: int = 0
-    """Of every call's own seed, together with its trajectory and turn."""
+    seed: int | None = None
+    """Of every call's own seed, together with its trajectory and turn. None: the engine's own random
+    numbers; vLLM is quicker with these."""
     sampling_extra: dict[str, Any] = field(default_factory=dict)
     """vllm: further fields of each request."""
 

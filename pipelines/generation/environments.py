@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from pipelines.generation.tasks import Task, conversation
-from pipelines.generation.waiting import in_thread
+from pipelines.generation.waiting import OwnThread
 from rollout_io.retokenize.messages import normalize
 from schemas.errors import RolloutError
 
@@ -38,7 +38,7 @@ class Outcome:
 
 
 class Environment:
-    """One environment of one trajectory; each call is made in a thread of its own.
+    """One environment of one trajectory; its calls are made in a thread of its own.
 
     Args:
         make: Makes the user's environment.
@@ -49,6 +49,7 @@ class Environment:
     def __init__(self, make: Callable[[], Any], where: str, timeout_s: float) -> None:
         self._make, self._where, self._timeout_s = make, where, timeout_s
         self._own: Any = None
+        self._thread = OwnThread(_RULE)
         self._turn = 0
 
     async def init(self, prompt: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -114,12 +115,15 @@ class Environment:
         Raises:
             RolloutError: env_raised, env_timeout.
         """
-        if self._own is not None and hasattr(self._own, "close"):
-            timeout_s = min(self._timeout_s, _CLOSING_S)
-            await in_thread(self._own.close, timeout_s, _RULE, f"{self._where}, close")
+        try:
+            if self._own is not None and hasattr(self._own, "close"):
+                timeout_s = min(self._timeout_s, _CLOSING_S)
+                await self._thread.call(self._own.close, timeout_s, f"{self._where}, close")
+        finally:
+            self._thread.end()
 
     async def _call(self, name: str, function: Callable[[], Value]) -> Value:
-        return await in_thread(function, self._timeout_s, _RULE, f"{self._where}, {name}")
+        return await self._thread.call(function, self._timeout_s, f"{self._where}, {name}")
 
     def _messages(self, name: str, observations: Any) -> list[dict[str, Any]]:
         if observations is None or observations == []:

@@ -27,8 +27,10 @@ ENDS_THE_RUN = frozenset({ENGINE_DOWN, "engine_answer"})
 """Rules of errors that every trajectory would meet: the engine's own, not a request's."""
 
 
-def seed_of(seed: int, trajectory_id: str, call: int) -> int:
+def seed_of(seed: int | None, trajectory_id: str, call: int) -> int | None:
     """The seed of one call: the same whenever it is made, another for every other call."""
+    if seed is None:
+        return None
     text = f"{seed}/{trajectory_id}/{call}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from queue import SimpleQueue
 from typing import TypeVar
 
 from schemas.errors import RolloutError
@@ -12,42 +14,74 @@ from schemas.errors import RolloutError
 Value = TypeVar("Value")
 
 
-async def in_thread(
-    function: Callable[[], Value], timeout_s: float, rule: str, where: str
-) -> Value:
-    """The result of a blocking call, made in a thread of its own.
+class OwnThread:
+    """A thread that makes blocking calls, one after the other: what it opens stays in one thread.
 
-    A thread cannot be ended from outside: one that hangs is left behind, and does not keep the
-    process from its end.
+    A thread cannot be ended from outside: one that hangs is left behind, the next call gets a fresh
+    one, and none keeps the process from its end.
 
-    Raises:
-        RolloutError: {rule}_timeout: no result in time; {rule}_raised: whatever the call raised.
+    Args:
+        rule: First word of the errors' rules.
     """
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Value] = loop.create_future()
 
-    def settle(value: Value | None, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is None:
-            future.set_result(value)  # type: ignore[arg-type]
-        else:
-            future.set_exception(error)
+    def __init__(self, rule: str) -> None:
+        self._rule = rule
+        self._work: SimpleQueue[Callable[[], None] | None] | None = None
 
-    def run() -> None:
-        value: Value | None = None
-        failure: BaseException | None = None
+    async def call(self, function: Callable[[], Value], timeout_s: float, where: str) -> Value:
+        """The result of a call.
+
+        Raises:
+            RolloutError: {rule}_timeout: no result in time; {rule}_raised: whatever the call raised.
+        """
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Value] = loop.create_future()
+
+        def run() -> None:
+            answer = _answer_of(function)
+            with suppress(RuntimeError):  # the loop has been closed: nobody waits
+                loop.call_soon_threadsafe(_settle, future, *answer)
+
+        if self._work is None:
+            self._work = SimpleQueue()
+            threading.Thread(target=_work_off, args=(self._work,), daemon=True, name=where).start()
+        self._work.put(run)
         try:
-            value = function()
-        except StopIteration as error:  # a future takes any other
-            failure = RuntimeError(f"StopIteration: {error}")
-        except BaseException as error:
-            failure = error
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, value, failure)
+            return await in_time(future, timeout_s, self._rule, where)
+        finally:
+            if future.cancelled():
+                self.end()
 
-    threading.Thread(target=run, daemon=True, name=f"{rule} {where}").start()
-    return await in_time(future, timeout_s, rule, where)
+    def end(self) -> None:
+        """Have the thread end after what it is doing."""
+        if self._work is not None:
+            self._work.put(None)
+            self._work = None
+
+
+def _work_off(work: SimpleQueue[Callable[[], None] | None]) -> None:
+    while (call := work.get()) is not None:
+        call()
+
+
+def _answer_of(function: Callable[[], Value]) -> tuple[Value | None, BaseException | None]:
+    try:
+        return function(), None
+    except StopIteration as error:  # a future takes any other
+        return None, RuntimeError(f"StopIteration: {error}")
+    except BaseException as error:
+        return None, error
+
+
+def _settle(
+    future: asyncio.Future[Value], value: Value | None, error: BaseException | None
+) -> None:
+    if future.done():
+        return
+    if error is None:
+        future.set_result(value)  # type: ignore[arg-type]
+    else:
+        future.set_exception(error)
 
 
 async def in_time(awaitable: Awaitable[Value], timeout_s: float, rule: str, where: str) -> Value:
