@@ -248,10 +248,12 @@ def test_rloo_warns_of_groups_of_one(
 ) -> None:
     alone = two_step_trajectory(np.random.default_rng(1), "alone", 0, 1.0)
     dataset = write_dataset(tmp_path / "ds", [*rewarded_rows(1), *alone])
-    result = run(dataset, model, tmp_path / "run", advantage_estimator="rloo")
+    result = run(
+        dataset, model, tmp_path / "run", advantage_estimator="rloo", partial_groups="train"
+    )
     assert "warning: 1 groups of one: rloo" in capsys.readouterr().err
     assert result.num_trained_groups == 1
-    run(dataset, model, tmp_path / "grpo")
+    run(dataset, model, tmp_path / "grpo", partial_groups="train")
     assert "groups of one" not in capsys.readouterr().err
 
 
@@ -274,7 +276,8 @@ def test_plan_takes_the_estimator_that_is_named(estimator: str) -> None:
             "error": pl.Series([None] * 3, dtype=pl.String),
         }
     )
-    config = TrainConfig(dataset="d", model="m", out="o", advantage_estimator=estimator)
+    settings: dict[str, Any] = {"advantage_estimator": estimator, "partial_groups": "train"}
+    config = TrainConfig(dataset="d", model="m", out="o", **settings)
     found = make_plan(returns, config).trajectories["advantage"].to_list()
     expected = {"rloo": [1.0, -1.0, 0.0], "maxrl": [0.5 / 0.500001, -0.5 / 0.500001, 3.0]}
     assert found == pytest.approx(expected[estimator], rel=1e-9)

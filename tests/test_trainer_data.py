@@ -24,7 +24,7 @@ LIMIT = RowLimit(num_tokens=100, reason="tokens_per_micro_batch", hint="raise it
 
 
 def config(**settings: Any) -> TrainConfig:
-    return TrainConfig(dataset="d", model="m", out="o", **settings)
+    return TrainConfig(dataset="d", model="m", out="o", **{"partial_groups": "train"} | settings)
 
 
 def returns(*rows: tuple[str, float | None, str | None]) -> pl.DataFrame:
@@ -186,7 +186,7 @@ def partial_groups() -> pl.DataFrame:
     return pl.concat([returns(*table), rest])
 
 
-def test_partial_groups_train_with_what_is_there_unless_they_are_to_be_masked() -> None:
+def test_partial_groups_are_masked_or_train_with_what_is_there_if_asked() -> None:
     plan = make_plan(partial_groups(), config(failed="trajectory"))
     assert (plan.group_size, plan.num_partial_groups) == (3, 1)
     assert plan.trajectories["trains"].to_list() == [True] * 4 + [False] + [True] * 3
@@ -196,12 +196,28 @@ def test_partial_groups_train_with_what_is_there_unless_they_are_to_be_masked() 
 
 
 def test_partial_groups_are_refused_by_the_size_of_the_largest_or_the_one_given() -> None:
+    assert TrainConfig(dataset="d", model="m", out="o").partial_groups == "refuse"
     with pytest.raises(
         RolloutError, match=r"'b' \(the first of 1\): got 2 traj.*expected 3, as the"
     ):
         make_plan(partial_groups(), config(partial_groups="refuse"))
     with pytest.raises(RolloutError, match=r"'a' \(the first of 3\): got 3 traj.*expected 4"):
         make_plan(partial_groups(), config(partial_groups="refuse", group_size=4))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"advantage_estimator": "reinforce++"},
+        {"advantage_estimator": "gae"},
+        {"policy_loss_type": "cross_entropy"},
+    ],
+)
+def test_groups_without_a_baseline_may_have_any_size(settings: dict[str, Any]) -> None:
+    refuse = config(failed="trajectory", partial_groups="refuse", **settings)
+    plan = make_plan(partial_groups(), refuse)
+    assert plan.num_partial_groups == 0
+    assert plan.trajectories["trains"].sum() == 7
 
 
 def test_masked_trajectories_are_loaded_but_do_not_train(tmp_path: Path) -> None:

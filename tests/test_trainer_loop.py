@@ -50,7 +50,12 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def run(dataset: str, model: str, out: Path, **settings: Any) -> Any:
-    defaults = {"tokens_per_micro_batch": 64, "weight_decay": 0.0, "learning_rate": 1e-3}
+    defaults = {
+        "tokens_per_micro_batch": 64,
+        "weight_decay": 0.0,
+        "learning_rate": 1e-3,
+        "partial_groups": "train",
+    }
     return trainer.train(
         trainer.TrainConfig(dataset=dataset, model=model, out=str(out), **(defaults | settings))
     )

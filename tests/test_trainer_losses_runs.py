@@ -31,7 +31,12 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def run(dataset: str, model: str, out: Path, **settings: Any) -> list[dict[str, Any]]:
-    defaults = {"groups_per_mini_batch": 1, "epochs_per_batch": 2, "learning_rate": 1e-3}
+    defaults = {
+        "groups_per_mini_batch": 1,
+        "epochs_per_batch": 2,
+        "learning_rate": 1e-3,
+        "partial_groups": "train",
+    }
     config = TrainConfig(dataset=dataset, model=model, out=str(out), **defaults | settings)
     trainer.train(config)
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]

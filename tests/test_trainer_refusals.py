@@ -140,7 +140,11 @@ def test_zero_advantages_train_where_another_term_has_a_gradient(
 @pytest.mark.parametrize(
     ("rows", "settings", "warning"),
     [
-        (rows_of()[:-2], "", "warning: 1 groups have another number of trajectories than 2"),
+        (
+            rows_of()[:-2],
+            "partial_groups=train",
+            "warning: 1 groups have another number of trajectories than 2",
+        ),
         (
             rows_of(),
             "policy_loss_type=gspo sequence_layout=step loss_reduction=sequence_mean",
@@ -287,6 +291,7 @@ def test_the_plan_is_what_the_run_then_does(model: str, tmp_path: Path, capfd: A
     dataset = write_dataset(tmp_path / "ds", rows)
     settings = (
         "groups_per_batch=2 groups_per_mini_batch=1 epochs_per_batch=2 tokens_per_micro_batch=20"
+        " partial_groups=train"
     )
     given = [part for text in settings.split() for part in ("--set", text)]
     command = ["train", dataset, "--model", model, "--out", str(tmp_path / "run"), *given, "--json"]

@@ -57,9 +57,10 @@ class TrainConfig(LossConfig):
     """What one failed trajectory masks: its whole group, or only itself."""
     group_size: int | None = None
     """Trajectories that every group should have; >= 1. None: as many as the largest group has."""
-    partial_groups: Literal["train", "mask", "refuse"] = "train"
+    partial_groups: Literal["refuse", "mask", "train"] = "refuse"
     """What becomes of a group with another number of trajectories than `group_size`, failed ones
-    counted: it trains with those it has, after a warning; it is masked; or the run is refused."""
+    counted, where groups have baselines (grpo, rloo, maxrl): the run is refused; the group is
+    masked; or it trains with those it has, after a warning."""
     drop_zero_variance_groups: bool = False
     """Leave out groups of two or more whose returns are all equal, before batches are planned."""
 

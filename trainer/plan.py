@@ -32,7 +32,7 @@ class Plan:
         num_groups_without_variance: Groups of two or more that train and whose returns are all
             equal; `drop_zero_variance_groups` leaves them out.
         group_size: Trajectories that a group should have.
-        num_partial_groups: Groups that have another number.
+        num_partial_groups: Groups that have another number; 0 where groups have no baseline.
     """
 
     trajectories: pl.DataFrame
@@ -104,7 +104,7 @@ def _partial_groups(returns: pl.DataFrame, config: TrainConfig) -> tuple[int, li
     """Trajectories that a group should have, and the groups that have another number."""
     sizes = returns.group_by("instance_id", maintain_order=True).len()
     size = config.group_size or int(sizes.select(pl.col("len").max().fill_null(1)).item())
-    partial = sizes.filter(pl.col("len") != size)
+    partial = sizes.filter((pl.col("len") != size) & _compares_groups(config))
     if len(partial) and config.partial_groups == "refuse":
         raise RolloutError(
             "partial_groups",
@@ -114,6 +114,12 @@ def _partial_groups(returns: pl.DataFrame, config: TrainConfig) -> tuple[int, li
             "--set partial_groups=mask leaves such groups out of the loss, train takes them as they are",
         )
     return size, partial["instance_id"].to_list()
+
+
+def _compares_groups(config: TrainConfig) -> bool:
+    """Whether advantages come from the returns of a trajectory's group."""
+    supervised = config.policy_loss_type == "cross_entropy"
+    return not supervised and config.advantage_estimator not in TOKEN_ESTIMATORS
 
 
 def _check_outcomes(returns: pl.DataFrame) -> None:
@@ -148,8 +154,7 @@ def trajectory_advantages(trajectories: pl.DataFrame, config: TrainConfig) -> pl
     group = trajectories["instance_id"].rank("dense").to_numpy()[trains]
     returns = trajectories["return"].to_numpy()[trains].astype(np.float64)
     advantages = np.zeros(len(trajectories))
-    supervised = config.policy_loss_type == "cross_entropy"
-    if not supervised and config.advantage_estimator not in TOKEN_ESTIMATORS:
+    if _compares_groups(config):
         _, group_index = np.unique(group, return_inverse=True)
         advantages[trains] = _outcome_advantages(returns, group_index, config)
     return pl.Series("advantage", advantages)
