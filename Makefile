@@ -39,6 +39,7 @@ bench: $(READY) $(MODEL)/model.safetensors  ## Benchmarks: ratios measured side 
 	$(BIN)/python -m benchmarks.merging --scaling
 	$(BIN)/python -m benchmarks.conversion
 	$(BIN)/python -m benchmarks.training
+	$(BIN)/python -m benchmarks.trees
 
 docs: $(READY) $(MODEL)/model.safetensors  ## Write the generated pages of docs/ and examples/
 	$(BIN)/python docs/generate.py

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import pkgutil
+import runpy
 import tomllib
 from itertools import pairwise
 from pathlib import Path
@@ -272,11 +273,22 @@ def _with_table(name: str, lines: list[str]) -> str:
     return f"{before}{begin}{table}\n{end}{after}"
 
 
+def tree_page() -> str:
+    """The page on trees, its picture of a forest drawn from examples/."""
+    page = (DOCS / "tree.md").read_text()
+    before, begin, rest = page.partition("<!-- begin generated: make docs -->\n")
+    _, end, after = rest.partition("<!-- end generated -->\n")
+    assert end, "docs/tree.md has lost its marks"
+    picture = runpy.run_path(str(DOCS / "tree_picture.py"))["picture"]()
+    return f"{before}{begin}{picture}{end}{after}"
+
+
 PAGES = {
     "formats.md": formats_page,
     "generation.md": generation_page,
     "table.md": table_page,
     "training.md": training_page,
+    "tree.md": tree_page,
 }
 
 if __name__ == "__main__":

@@ -1,0 +1,80 @@
+"""A forest of real rollouts and its mask, in characters: what docs/tree.md shows."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import tempfile
+from pathlib import Path
+
+import torch
+
+import pipelines
+import rollout_io
+from rollout_io.cli.main import run
+from trainer.config import TrainConfig
+from trainer.data import load_batch
+from trainer.forest import Forest, attention_mask
+from trainer.packing import cut_batch
+from trainer.plan import make_plan
+from trainer.tree_attention import pieces
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+CALLS = (f"{EXAMPLES}/shop.calls.jsonl", "--rewards", f"{EXAMPLES}/shop.rewards.jsonl")
+GROUP, TOKENS_PER_CHARACTER, PIECES = "shop-7", 10, 14
+
+
+def picture() -> str:
+    """Pieces of the forest of a group, indented by the pieces above them, and the mask of all."""
+    forest, num_steps = _forest()
+    found = pieces(_tree(forest))
+    lines, depth = [], list[int]()
+    begin = 0
+    for number, piece in enumerate(found):
+        depth.append(0 if piece.above is None else depth[piece.above] + 1)
+        targets = forest.target_parent
+        inside = int(((targets >= begin) & (targets < begin + piece.size)).sum())
+        bar = f"{'  ' * depth[-1]}{begin}-{begin + piece.size - 1}"
+        if number < PIECES:
+            lines.append(f"{bar:32}depth {piece.depth:3}  predicts {inside:3}")
+        begin += piece.size
+    lines.append(f"... and {len(found) - PIECES} more pieces")
+    return (
+        f"The group {GROUP} of examples/shop.calls.jsonl: {num_steps} steps, {forest.num_tokens} tokens"
+        f" to forward.\nPieces without a branch, positions of their tokens:\n\n```\n"
+        + "\n".join(lines)
+        + f"\n```\n\nWho attends to whom, queries downwards, a character for {TOKENS_PER_CHARACTER} x"
+        f" {TOKENS_PER_CHARACTER} tokens (`#` all,\n`+` some, `.` none):\n\n```\n"
+        + "\n".join(_mask(forest))
+        + "\n```\n"
+    )
+
+
+def _forest() -> tuple[Forest, int]:
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
+        assert run(["convert", *CALLS, "--format", "calls", "--out", f"{folder}/ds"]) == 0
+        rollouts = rollout_io.scan(f"{folder}/ds")
+        config = TrainConfig(dataset=folder, model="-", out="-", sequence_layout="tree")
+        plan = make_plan(pipelines.trajectory_returns(rollouts).collect(), config)
+        batch = load_batch(rollouts, plan, [GROUP], "tree")
+    ((forest,),) = [part.forests for part in cut_batch(batch, config) if part.forests]
+    return forest, len(batch.names)
+
+
+def _tree(forest: Forest) -> torch.Tensor:
+    return torch.stack([forest.position_ids, forest.subtree_end])[None, None]
+
+
+def _mask(forest: Forest) -> list[str]:
+    mask = attention_mask(forest.subtree_end)[0, 0].numpy()
+    size = TOKENS_PER_CHARACTER
+    rows = [mask[start : start + size] for start in range(0, len(mask), size)]
+    lines = []
+    for number, row in enumerate(rows):
+        shares = [row[:, start : start + size].mean() for start in range(0, len(mask), size)]
+        lines.append("".join("#" if s == 1 else "+" if s else "." for s in shares[: number + 1]))
+    return lines
+
+
+if __name__ == "__main__":
+    print(picture())  # noqa: T201
