@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rollout_io
@@ -64,6 +64,7 @@ def test_a_response_that_forks_has_two_subtrees() -> None:
     assert forest.subtree_end.tolist() == [5, 5, 3, 5, 5]
 
 
+@settings(max_examples=60, deadline=None)
 @given(families(), st.integers(24, 60), st.sampled_from(["trajectory", "group"]), st.integers(1, 3))
 def test_micro_batches_hold_every_target_once_after_its_own_row_within_the_budget(
     family: Family, budget: int, scope: str, num_ranks: int
@@ -95,6 +96,7 @@ def rows_in(batch: Any, forest: Any) -> set[int]:
     return set(batch.responses.row_of(forest.target_slot.numpy()).tolist())
 
 
+@settings(max_examples=60, deadline=None)
 @given(families(), st.sampled_from(["trajectory", "group"]))
 def test_without_a_budget_each_distinct_prefix_of_a_scope_is_forwarded_once(
     family: Family, scope: str
@@ -124,6 +126,7 @@ def test_documented_cuts() -> None:
     assert [run.tolist() for run in cut(trie, 8)] == [[0, 1], [2, 3]]
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), max_size=7), st.integers(8, 16)
 )
