@@ -57,7 +57,8 @@ def families(draw: st.DrawFn, max_trajectories: int = 3) -> tuple[list[Row], Tra
 
 
 def config_of(**settings: Any) -> TrainConfig:
-    return TrainConfig(dataset="d", model="m", out="o", **{"sequence_layout": "tree", **settings})
+    given = {"sequence_layout": "tree", "partial_groups": "train", **settings}
+    return TrainConfig(dataset="d", model="m", out="o", **given)
 
 
 def batch_of(family: tuple[list[Row], TrajectoryIds], **values: Any) -> Batch:
