@@ -199,7 +199,7 @@ def test_documented_metrics_are_those_written(model: str, tmp_path: Path) -> Non
     settings = (
         {"advantage_estimator": "gae", "kl_loss_coef": 0.1} | masks,
         others,
-        {"policy_loss_type": "importance_sampling"},
+        {"policy_loss_type": "importance_sampling", "sequence_layout": "tree"},
     )
     written = set()
     for number, changes in enumerate(settings):

@@ -153,7 +153,7 @@ def test_clip_cov_leaves_out_tokens_however_many_there_are() -> None:
 
 
 def batch_of(rows: list[dict[str, Any]], path: Path, layout: str) -> Batch:
-    config = TrainConfig(dataset="d", model="m", out="o")
+    config = TrainConfig(dataset="d", model="m", out="o", partial_groups="train")
     dataset = rollout_io.scan(write_dataset(path / layout, rows))
     plan = make_plan(pipelines.trajectory_returns(dataset, "last").collect(), config)
     return load_batch(dataset, plan, plan.batches[0], layout)

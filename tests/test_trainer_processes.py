@@ -38,6 +38,7 @@ COMMON = {
     "learning_rate": 3e-4,
     "tokens_per_micro_batch": 45,
     "save_every_updates": 4,
+    "partial_groups": "train",
 }
 GAE = {
     "advantage_estimator": "gae",
@@ -235,7 +236,8 @@ def test_what_the_main_process_cannot_write_ends_every_process_with_one_message(
 ) -> None:
     (tmp_path / "file").touch()
     out = str(tmp_path / "file" / "run")
-    server.start(command=["train", paths["dataset"], "--model", paths["model"], "--out", out])
+    given = ["--model", paths["model"], "--out", out, "--set", "partial_groups=train"]
+    server.start(command=["train", paths["dataset"], *given])
     assert server.answer() == [1, 1], server.said()
     assert f"error: file: {out}: got not a directory" in server.said()[0]
     assert server.said()[1] == ""
@@ -256,7 +258,8 @@ def test_what_the_main_process_cannot_write_ends_every_process_with_one_message(
 def test_a_launch_that_cannot_be_had_is_refused(
     environment: dict[str, str], said: str, server: Server, paths: dict[str, str], tmp_path: Path
 ) -> None:
-    command = ["train", paths["dataset"], "--model", paths["model"], "--out", str(tmp_path / "run")]
+    given = ["--out", str(tmp_path / "run"), "--set", "partial_groups=train"]
+    command = ["train", paths["dataset"], "--model", paths["model"], *given]
     server.start(command=command, environment=environment)
     assert server.answer() == [1, 1], server.said()
     assert said in server.said()[0]
