@@ -67,8 +67,8 @@ changes the gradient.
 
 A group that has another number of trajectories than `group_size` (by default that of the largest group;
 failed ones count) is partial. Trajectories that infrastructure lost are missing from baselines, and bias them
-where the loss is not by chance: long ones run out of time more often. So a run warns of partial groups and trains
-with what is there; `partial_groups` masks them or refuses the dataset instead.
+where the loss is not by chance: long ones run out of time more often. So a dataset with partial groups is refused
+where groups have baselines (grpo, rloo, maxrl); `partial_groups` masks them, or trains with what is there.
 
 Every check comes before the first update and before anything is written. Refused among others: a model whose
 tokenizer is not the one whose fingerprint the dataset has (another chat template is a warning; a model directory
@@ -160,7 +160,7 @@ in `critic/`, its `state/` holds safetensors and JSON, no pickle:
 | `rng.json` | the generators of torch, CUDA, NumPy and Python |
 
 A schedule has no state: the learning rate is a function of `global_step`. The configuration must be the
-run's own; a key that differs is refused by name. `save_every_updates`, `keep_checkpoints` and `trackers`
+run's own; a key that differs is refused by name, so give the same `--config` and `--set` again. `save_every_updates`, `keep_checkpoints` and `trackers`
 may change, `num_epochs` may grow, and `max_updates` may be anything that is not passed yet; these two stay
 where `learning_rate_schedule` is not constant, for it goes down towards the last planned update. Lines of `metrics.jsonl`
 after the checkpoint are cut off. While one process trains into RUN, another is refused. A disk that is full

@@ -76,7 +76,7 @@ def find_shards(path: str | os.PathLike[str]) -> list[Location]:
     else:
         paths = sorted(location.fs.glob(location.path))
     if not paths:
-        hint = "check the path; `rollouts convert LOGS --out DS` makes a dataset"
+        hint = "check the path; `rollouts convert` or `rollouts generate` makes a dataset"
         if location.fs.exists(location.join(STAGING).path):
             hint = "a conversion to it was stopped: give its command again, and it goes on"
         got = (

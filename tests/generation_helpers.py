@@ -122,6 +122,14 @@ class Broken(Echo):
         self._act("close")
 
 
+class Stepless:
+    def __init__(self, env_config, extras):
+        pass
+
+    def init(self, prompt):
+        return prompt, {}
+
+
 class Cutting(Echo):
     """Takes the first word of what was said."""
 

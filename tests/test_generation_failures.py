@@ -1,6 +1,7 @@
 import pyarrow.compute as pc
 import pytest
 
+from pipelines.generation.environments import environment_class
 from pipelines.generation.generator import Generator
 from rollout_io.retokenize.tokenizer import load_tokenizer
 from schemas.checker import validate
@@ -148,10 +149,39 @@ def test_stop_rules_are_about_the_trajectory_as_a_whole(engine, tokenizer, rule)
     assert ends == {True, False}
 
 
+@pytest.mark.parametrize(
+    ("source", "got"),
+    [
+        ("class Env(", "SyntaxError"),
+        ("import numppy", "ModuleNotFoundError: No module named 'numppy'"),
+    ],
+)
+def test_a_module_that_does_not_import_is_refused_with_its_own_error(
+    tmp_path, monkeypatch, source, got
+):
+    name = f"broken_{len(source)}"
+    (tmp_path / f"{name}.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(RolloutError, match=f"environment: {name}:Env: got {got}") as error:
+        environment_class(f"{name}:Env")
+    assert error.value.hint == ""
+
+
+def test_an_environment_without_step_fails_its_trajectory_by_name(engine, tokenizer):
+    settings = {"environment": f"{HERE}:Stepless"}
+    (finished,), _ = trajectories(engine, tokenizer, tasks_of(1, 1), **settings)
+    error = "env_raised: trajectory 't0_0', step 0: got AttributeError: 'Stepless' object has no"
+    assert finished.settled.error.startswith(error)
+
+
 def test_an_unknown_environment_or_agent_is_refused_before_anything_is_sampled(engine, tokenizer):
     for settings, got in (
         ({"environment": "gsm9k"}, "environment: skyrl-gym: got 'gsm9k'"),
         ({"environment": "tests.generation_helpers:Nothing"}, "environment: tests"),
+        (
+            {"environment": "tests.nowhere:Env"},
+            "environment: tests.nowhere:Env: got ModuleNotFound",
+        ),
         ({"environment": None}, "environment: task: got no environment"),
     ):
         generator = Generator(engine, tokenizer, config_of(**settings))

@@ -177,6 +177,18 @@ def test_the_command_makes_a_dataset_that_validates_and_trains(tmp_path, model_d
     assert metrics["return_mean"] == 1.5
 
 
+def test_a_run_whose_trajectories_fail_says_why_and_the_next_that_they_are_not_tried_again(
+    tmp_path, model_dir, capsys
+):
+    arguments = [*command(tmp_path, model_dir, 1), "--set", f"environment={HERE}:Stepless"]
+    assert run(arguments) == 1
+    said = capsys.readouterr().err
+    assert "first error: env_raised: trajectory '0_" in said
+    assert '--where "error is not null"' in said
+    assert run(arguments) == 0
+    assert "nothing was missing; failed trajectories are tried" in capsys.readouterr().err
+
+
 @pytest.mark.nightly
 def test_a_run_that_was_killed_goes_on_and_counts_no_trajectory_twice(tmp_path, model_dir):
     arguments = command(tmp_path, model_dir, 12)

@@ -143,6 +143,7 @@ def test_only_the_newest_checkpoints_are_kept_and_nothing_half_removed(
         ({"betas": (0.8, 0.9)}, r"betas: got \[0\.8, 0\.9\], expected \[0\.9, 0\.999\]"),
         ({"kl_loss_coef": 0.1}, r"kl_loss_coef: got 0\.1, expected 0\.0"),
         ({"max_updates": 1}, "max_updates: got 1, expected at least 2"),
+        ({"seed": 7, "gamma": 0.9}, r"seed: got 7, expected 0(.|\n)*also different: gamma"),
     ],
 )
 def test_another_configuration_is_refused_by_the_name_of_its_key(

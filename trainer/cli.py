@@ -33,7 +33,7 @@ EXAMPLE = "rollouts train shop/ --model smollm2/ --out run/ --set learning_rate=
     "overrides",
     multiple=True,
     metavar="KEY=VALUE",
-    help="Override one key of the configuration; may be repeated.",
+    help="Override one key of the configuration (docs/training.md); may be repeated.",
 )
 @click.option("--resume", is_flag=True, help="Go on from RUN's latest checkpoint.")
 @click.option(

@@ -27,16 +27,17 @@ if TYPE_CHECKING:
     "overrides",
     multiple=True,
     metavar="KEY=VALUE",
-    help="Override one key of the configuration; may be repeated.",
+    help="Override one key of the configuration (docs/generation.md); may be repeated.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def generate(*, config: str, out: str | None, overrides: tuple[str, ...], as_json: bool) -> int:
     """Sample trajectories of tasks from an engine, into a rollout dataset.
 
-    Groups appear in DS as they complete. A second run generates what is missing, and nothing
-    twice. A trajectory whose environment fails stays in the dataset, with its error; the exit code
-    is 1 if all of them failed. Environments and agents of your own are looked for in the present
-    directory first.
+    CONFIG.toml names tasks, model and environment (docs/generation.md has all keys); paths in it,
+    and environments and agents of your own, are looked for from the present directory. Groups
+    appear in DS as they complete. A second run generates what is missing, and nothing twice. A
+    trajectory whose environment fails stays in the dataset, with its error, and is not tried again;
+    the exit code is 1 if all that were generated failed.
     """
     from pipelines.generation.config import load_generate_config
     from pipelines.generation.run import generate as run
@@ -48,7 +49,13 @@ def generate(*, config: str, out: str | None, overrides: tuple[str, ...], as_jso
     for warning in result.warnings:
         note(f"warning: {warning}")
     emit_json(dataclasses.asdict(result)) if as_json else emit(_report(result))
-    next_command(f"rollouts validate {result.out}")
+    if result.first_error:
+        note(f"first error: {result.first_error}")
+        next_command(f'rollouts inspect {result.out} --where "error is not null"')
+    else:
+        next_command(f"rollouts validate {result.out}")
+    if result.num_held and not result.num_trajectories:
+        note("note: nothing was missing; failed trajectories are tried again in another --out only")
     return int(result.num_failed == result.num_trajectories > 0)
 
 

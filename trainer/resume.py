@@ -55,10 +55,14 @@ def find_checkpoint(config: TrainConfig) -> Path | None:
 def _check_same(saved: dict[str, Any], config: TrainConfig) -> None:
     hint = "resume with the configuration of the run, or start another one"
     fixed = {"max_updates", "num_epochs"} if config.learning_rate_schedule != "constant" else set()
-    for key, value in json.loads(json.dumps(dataclasses.asdict(config))).items():
-        if (key in fixed or key not in MAY_CHANGE) and saved.get(key) != value:
-            expected = f"{json.dumps(saved.get(key))}, as in {config.out}/config.json"
-            raise RolloutError("resume_config", key, json.dumps(value), expected, hint)
+    given = json.loads(json.dumps(dataclasses.asdict(config)))
+    kept = [key for key in given if key in fixed or key not in MAY_CHANGE]
+    different = [key for key in kept if saved.get(key) != given[key]]
+    if different:
+        key, *others = different
+        expected = f"{json.dumps(saved.get(key))}, as in {config.out}/config.json"
+        also = f" (also different: {', '.join(others)})" if others else ""
+        raise RolloutError("resume_config", key, json.dumps(given[key]), expected, hint + also)
     if config.num_epochs < saved.get("num_epochs", 1):
         expected = f"at least {saved['num_epochs']}"
         raise RolloutError("resume_config", "num_epochs", str(config.num_epochs), expected, hint)

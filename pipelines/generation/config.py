@@ -152,7 +152,7 @@ def load_generate_config(
     Raises:
         RolloutError: config_file, config_key, config_value, sampling.
     """
-    required = {"tasks": "a file", "model": "a model directory", "out": "a directory"}
+    required = {"tasks": "a file", "model": "a model directory", "out": "a directory (--out DS)"}
     examples = {"stop": '["</answer>"]', "urls": '["http://127.0.0.1:8000"]'}
     return load_record(
         GenerateConfig, toml_path, overrides, required=required, list_examples=examples

@@ -62,8 +62,8 @@ class Environment:
             RolloutError: env_raised, env_timeout, env_output.
         """
         self._own = await self._call("__init__", self._make)
-        init = partial(self._own.init, [dict(message) for message in prompt])
-        made = await self._call("init", init)
+        messages = [dict(message) for message in prompt]
+        made = await self._call("init", lambda: self._own.init(messages))
         if not isinstance(made, tuple) or len(made) != 2:
             raise self._nonsense("init", f"{made!r:.60}", "(conversation, metadata)")
         try:
@@ -80,7 +80,7 @@ class Environment:
         """
         name = f"step {self._turn}"
         self._turn += 1
-        made = await self._call(name, partial(self._own.step, action))
+        made = await self._call(name, lambda: self._own.step(action))
         if not isinstance(made, Mapping):
             raise self._nonsense(name, f"{made!r:.60}", "a dict")
         missing = [key for key in ("observations", "reward", "done") if key not in made]
@@ -207,13 +207,19 @@ def resolve(name: str, rule: str) -> Callable[..., Any]:
     """The class or function that `module:name` names.
 
     Raises:
-        RolloutError: {rule}: it is not there, or nothing that can be called.
+        RolloutError: {rule}: it is not there, its module does not import, or it is nothing that can
+            be called.
     """
     try:
         found = pkgutil.resolve_name(name)
-    except (ImportError, AttributeError, ValueError) as error:
-        hint = "is its directory on PYTHONPATH?"
-        raise RolloutError(rule, name, str(error), "module:name", hint) from None
+    except Exception as error:  # a module may raise anything
+        absent = f"{error.name}." if isinstance(error, ModuleNotFoundError) else "."
+        is_own = f"{name.partition(':')[0]}.".startswith(absent)
+        hint = "is its directory the present one, or on PYTHONPATH?" if is_own else ""
+        got = f"{type(error).__name__}: {error}"
+        raise RolloutError(
+            rule, name, got, "module:name, and a module that imports", hint
+        ) from None
     if not callable(found):
         raise RolloutError(rule, name, f"a {type(found).__name__}", "a class or function")
     make: Callable[..., Any] = found

@@ -37,6 +37,7 @@ class GenerateResult:
         duration_s: Of the run.
         mean_return: Mean over trajectories that did not fail of the last step's reward; None: none.
         errors: Rules of the errors, and how often.
+        first_error: The first of them, whole; None: none.
         warnings: What went wrong and does not matter to the dataset: one of each text.
     """
 
@@ -49,6 +50,7 @@ class GenerateResult:
     duration_s: float = 0.0
     mean_return: float | None = None
     errors: dict[str, int] = field(default_factory=dict)
+    first_error: str | None = None
     warnings: list[str] = field(default_factory=list)
 
     def count(self, finished: Finished) -> None:
@@ -60,6 +62,7 @@ class GenerateResult:
         self.warnings += [w for w in finished.warnings if w not in self.warnings]
         if error is not None:
             self.num_failed += 1
+            self.first_error = self.first_error or error
             rule = error.partition(":")[0]
             self.errors[rule] = self.errors.get(rule, 0) + 1
             return
