@@ -74,7 +74,7 @@ def test_three_updates_have_finite_metrics_and_rewarded_trajectories_gain(
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     for line in map(json.loads, lines):
         assert all(value is not None and math.isfinite(value) for value in line.values()), line
-    rows = rollout_io.scan(dataset)
+    rows = pipelines.merge(rollout_io.scan(dataset))
     gains = compare_policies.compare(rows, str(smollm2_dir), result.checkpoint, list(GROUPS))
     assert set(gains["instance_id"]) == set(GROUPS)
     assert (gains["relative_gain"] > 0).all(), gains
