@@ -81,7 +81,7 @@ def make_trie(
         ([1, 0], [2, 4], [0, 2], 4)
     """
     rows = rows[lengths[rows] > 0]
-    keys = [_tokens(prompts, responses, row, int(lengths[row])) for row in rows.tolist()]
+    keys = _keys(prompts, responses, lengths, rows)
     order = np.array(sorted(range(len(rows)), key=keys.__getitem__), dtype=np.int64)
     order = order[np.argsort(scope[rows[order]], kind="stable")]
     tokens = [np.frombuffer(keys[i], dtype=np.int32) for i in order.tolist()]
@@ -93,11 +93,16 @@ def make_trie(
     return Trie(rows=rows, tokens=tokens, lengths=lengths[rows], shared=shared)
 
 
-def _tokens(prompts: Ragged, responses: Ragged, row: int, length: int) -> bytes:
-    """The first tokens of prompt + response as int32."""
-    prompt = prompts.row(row)
-    response = responses.row(row)[: length - len(prompt)]
-    return b"".join(part.astype(np.int32, copy=False).tobytes() for part in (prompt, response))
+def _keys(prompts: Ragged, responses: Ragged, lengths: IntArray, rows: IntArray) -> list[bytes]:
+    """[R] of each row the tokens of prompt + response that are forwarded, as int32."""
+    prompt, response = (
+        part.values.astype(np.int32, copy=False).view(np.uint8).data
+        for part in (prompts, responses)
+    )
+    begin, num_prompt = prompts.offsets[rows], prompts.lengths[rows]
+    first, num_response = responses.offsets[rows], lengths[rows] - num_prompt
+    bounds = 4 * np.stack([begin, begin + num_prompt, first, first + num_response], axis=1)
+    return [b"".join((prompt[a:b], response[c:d])) for a, b, c, d in bounds.tolist()]
 
 
 def trie_forest(trie: Trie, prompts: Ragged, responses: Ragged, is_target: BoolArray) -> Forest:
@@ -142,20 +147,24 @@ def _branches(trie: Trie, begin: IntArray) -> tuple[IntArray, IntArray]:
     num_tokens = trie.num_tokens
     shared, lengths, begins = trie.shared.tolist(), trie.lengths.tolist(), begin.tolist()
     stack: list[tuple[int, int, int]] = []
-    runs: list[tuple[int, int]] = []
+    run_starts: list[int] = []
+    run_ends: list[int] = []
     above = np.full(len(shared), -1, dtype=np.int64)
     for row, (level, at) in enumerate(zip([*shared, 0], [*begins, num_tokens], strict=True)):
         while stack and stack[-1][2] > level:
             owner, first, _ = stack.pop()
-            runs.append((begins[owner] + max(level, first) - first, at))
+            run_starts.append(begins[owner] + max(level, first) - first)
+            run_ends.append(at)
             if first < level:
                 stack.append((owner, first, level))
         if row < len(shared):
             above[row] = stack[-1][0] if stack else -1
             if lengths[row] > level:
                 stack.append((row, level, lengths[row]))
-    starts, ends = np.array(sorted(runs), dtype=np.int64).reshape(-1, 2).T
-    return np.repeat(ends, np.diff(starts, append=num_tokens)), above
+    starts = np.array(run_starts, dtype=np.int64)
+    order = np.argsort(starts)
+    ends = np.array(run_ends, dtype=np.int64)[order]
+    return np.repeat(ends, np.diff(starts[order], append=num_tokens)), above
 
 
 def tree_forests(
@@ -218,6 +227,8 @@ def cut(trie: Trie, budget: int) -> list[IntArray]:
 def _cheapest_cuts(lengths: list[int], shared: list[int], budget: int) -> list[int]:
     """Bounds of the runs of a tree's rows: the shortest way from its first row to its end."""
     upto = np.cumsum(np.array(lengths) - np.array(shared)).tolist()
+    if upto[-1] <= budget:
+        return [0, len(lengths)]
     costs: list[tuple[int, int]] = [(0, 0)]  # tokens repeated and runs, up to each row
     before: list[int] = []  # first row of the last run
     candidates: deque[tuple[tuple[int, int], int]] = deque()
