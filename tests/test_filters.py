@@ -358,7 +358,12 @@ def test_the_trainer_masks_and_leaves_out_the_same(rows, masks):
     assume(verdicts["reason"].null_count())
     known = keep(rows, judge(rows, [unknown_return()])).collect()
     config = TrainConfig(
-        dataset="ds", model="m", out="run", failed=masks, drop_zero_variance_groups=True
+        dataset="ds",
+        model="m",
+        out="run",
+        failed=masks,
+        drop_zero_variance_groups=True,
+        partial_groups="train",
     )
     plan = make_plan(trajectory_returns(known).collect(), config).trajectories
     verdicts = judge(known, [failed(masks), zero_variance()])

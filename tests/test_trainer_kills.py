@@ -87,6 +87,7 @@ COMMON = {
     "num_epochs": 2,
     "save_every_updates": 3,
     "keep_checkpoints": 2,
+    "partial_groups": "train",
     "tokens_per_micro_batch": 64,
 }
 TIMES = {"seconds", "tokens_per_s"}

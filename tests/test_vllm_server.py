@@ -21,7 +21,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
 """
-ENDS = "print('starting'); raise SystemExit('no such model')"
+ENDS = "print('starting', flush=True); raise SystemExit('no such model')"
 HOLDS = """
 import sys, pathlib, time
 from pipelines.generation.server import VllmServer
