@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.losses_helpers import CORRECTIONS, POLICY_LOSSES, REDUCTIONS, TERMS, named
@@ -59,13 +59,17 @@ def check_layouts_agree(
         forests = mini_batch_of(batch, **how).forests
         learner, critic = learner_of(POLICY, **config), critic_learner_of(CRITIC)
         values = critic_values(critic, batch, forests)
-        advantages = estimate(batch, learner.config, values).advantages
-        given = dataclasses.replace(batch, advantages=advantages)
+        estimates = estimate(batch, learner.config, values)
+        if estimates.value_targets is not None:
+            errors = (estimates.value_targets - values)[torch.from_numpy(batch.trains)]
+            assume(errors.std(correction=0) > 0.1)  # whitening equal ones would show rounding
+        given = dataclasses.replace(batch, advantages=estimates.advantages)
         old = policy_logprobs(learner, batch, forests) + moved
         ref = policy_logprobs(learner, batch, forests, REFERENCE)
         ref_given = ref if config.get("kl_loss_coef") else None
         found.append(updated(POLICY, given, forests, old, ref_given, corrects=True, **config))
-    check_same(found[1], found[0])
+    whitens = config.get("advantage_estimator") == "gae"
+    check_same(found[1], found[0], tolerance=1e-4 if whitens else 1e-5)
 
 
 @pytest.mark.parametrize("loss", POLICY_LOSSES, ids=named)
