@@ -85,6 +85,11 @@ RUN holds `config.json` (the resolved configuration), `metrics.jsonl` (a line pe
 `checkpoints/global_step_N/` (model directories that Transformers loads). Progress goes to stderr: a bar
 on a terminal, elsewhere a line per update, with a warning, once a run, where the numbers look wrong.
 
+**Does the sampler say what the trainer says?** Every line of `metrics.jsonl` compares the policy's log-probabilities
+with `rollout_logprobs`: mean, spread and percentiles of the differences, their sign (`rollout_logprobs_diff_mean`:
+noise has none), and the effective sample size of the ratios. An average above 0.3 nats is no rounding: the warning
+names the likely cause, found by asking the policy again at other temperatures and for the tokens beside.
+
 ## The plan: `--dry-run`
 
 `rollouts train ... --dry-run` makes every check of a real run, models loaded, prints what it would do (`--json`:

@@ -46,12 +46,20 @@ def warnings_before(rows: pl.DataFrame, plan: Plan, config: TrainConfig) -> dict
     return found
 
 
-def warnings_about(metrics: Mapping[str, Any], config: TrainConfig) -> dict[str, str]:
+def differs_from_sampler(metrics: Mapping[str, Any]) -> bool:
+    """Whether the policy's log-probabilities are far from the sampler's."""
+    return bool(metrics.get("rollout_logprobs_abs_diff_mean", 0.0) > LARGE_DIFFERENCE_NATS)
+
+
+def warnings_about(
+    metrics: Mapping[str, Any], config: TrainConfig, cause: str | None = None
+) -> dict[str, str]:
     """What a person should know about an update.
 
     Args:
         metrics: The update's metrics.
         config: The run's configuration.
+        cause: What `trainer.causes.likely_cause` found, if it was asked.
 
     Returns:
         Text for people by the name of its subject; a run says each name once.
@@ -62,12 +70,11 @@ def warnings_about(metrics: Mapping[str, Any], config: TrainConfig) -> dict[str,
         ['zero_gradient']
     """
     found = {}
-    difference = metrics.get("rollout_logprobs_abs_diff_mean", 0.0)
-    if difference > LARGE_DIFFERENCE_NATS:
+    if differs_from_sampler(metrics):
         found["rollout_logprobs"] = (
-            f"rollout_logprobs differ from the policy's own by {difference:.2g} nats on average;"
-            " likely causes: other weights than the sampler's, another tokenizer,"
-            " log-probabilities at another temperature, rollout_logprobs off by one"
+            "rollout_logprobs differ from the policy's own by"
+            f" {metrics['rollout_logprobs_abs_diff_mean']:.2g} nats on average"
+            + (f"\nlikely cause: {cause}" if cause else "")
         )
     if metrics["num_trained_tokens"] and not metrics["num_trained_groups"]:
         leave_out = "\nhint: --set drop_zero_variance_groups=true leaves such groups out"

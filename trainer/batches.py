@@ -13,8 +13,10 @@ import polars as pl
 import torch
 from torch import Tensor
 
+from trainer.advice import differs_from_sampler
 from trainer.batch_metrics import batch_metrics
 from trainer.begin import Run
+from trainer.causes import likely_cause
 from trainer.critic import critic_values, update_critic
 from trainer.data import Batch, groups_with_gradient, read_rows, to_batch
 from trainer.estimate import estimate
@@ -36,11 +38,13 @@ class Made:
         moving: Groups of the mini-batch that give it a gradient.
         position: Where the run is after it.
         metrics: What it did.
+        cause: Why the log-probabilities are not the sampler's, once they are far apart.
     """
 
     moving: frozenset[str]
     position: Position
     metrics: dict[str, Any]
+    cause: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +74,7 @@ def mini_batch_updates(run: Run, position: Position) -> Iterator[Made]:
     """Train mini-batch after mini-batch from a position on."""
     config = run.learner.config
     batches = (run.plan.batches * config.num_epochs)[position.batch :]
-    start = time.perf_counter()
+    start, cause = time.perf_counter(), None
     tables = one_ahead(partial(_read_share, run), batches)
     for groups in batches:
         batch, mini_batches = _load(run, tables)
@@ -81,6 +85,8 @@ def mini_batch_updates(run: Run, position: Position) -> Iterator[Made]:
         order = list(range(len(mini_batches))) * config.epochs_per_batch
         for done, number in enumerate(order[position.mini_batch :], position.mini_batch + 1):
             metrics = _update(run, ready, number)
+            if cause is None and differs_from_sampler(metrics):
+                cause = likely_cause(run.learner, ready.batch, ready.mini_batches[number].forests)
             seconds = time.perf_counter() - start
             speed = {
                 "seconds": seconds,
@@ -91,6 +97,7 @@ def mini_batch_updates(run: Run, position: Position) -> Iterator[Made]:
                 moving=moving.intersection(groups_of[number]),
                 position=after if done == len(order) else between,
                 metrics=metrics | speed,
+                cause=cause,
             )
             start = time.perf_counter()
         position = after

@@ -57,7 +57,7 @@ class RunLog:
         for tracker in self.accelerator.trackers:
             tracker.finish()
 
-    def write(self, metrics: dict[str, Any]) -> None:
+    def write(self, metrics: dict[str, Any], cause: str | None = None) -> None:
         """JSON has no NaN: a number that is not finite is null there."""
         assert metrics.keys() <= METRICS.keys()
         finite = {k: v if v is None or math.isfinite(v) else None for k, v in metrics.items()}
@@ -66,7 +66,7 @@ class RunLog:
         known = {k: v for k, v in metrics.items() if v is not None}
         self.accelerator.log(known, step=metrics["global_step"])
         self._show(metrics)
-        for name, text in warnings_about(metrics, self.config).items():
+        for name, text in warnings_about(metrics, self.config, cause).items():
             if name not in self.warned:
                 self.warned.add(name)
                 say(f"warning: update {metrics['global_step']}: {text}")

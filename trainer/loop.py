@@ -128,7 +128,7 @@ def _make_updates(run: Run) -> tuple[Progress, dict[str, Any]]:
             _set_rates(run, step, num_planned)
             counts = {"global_step": step, "num_trained_groups": len(made.moving)}
             metrics = counts | made.metrics
-            _write(learner, partial(log.write, metrics) if log else None)
+            _write(learner, partial(log.write, metrics, made.cause) if log else None)
             if every and stepped and step % every == 0:
                 _save(run, progress, log)
             if step == config.max_updates:

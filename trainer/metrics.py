@@ -93,6 +93,17 @@ METRICS = {
     "rollout_logprobs_abs_diff_std": Metric("nats", "Sample standard deviation of them."),
     "rollout_logprobs_abs_diff_max": Metric("nats", "The largest such difference."),
     "rollout_logprobs_abs_diff_min": Metric("nats", "The smallest."),
+    "rollout_logprobs_abs_diff_p50": Metric("nats", "Their median."),
+    "rollout_logprobs_abs_diff_p90": Metric("nats", "What nine of ten are at most."),
+    "rollout_logprobs_abs_diff_p99": Metric("nats", "What 99 of a hundred are at most."),
+    "rollout_logprobs_diff_mean": Metric(
+        "nats", "Mean of `old_logprobs` - `rollout_logprobs`: what is left of noise is near 0."
+    ),
+    "is_effective_share": Metric(
+        "fraction",
+        "Effective sample size of the ratios exp(`old_logprobs` - `rollout_logprobs`) over the"
+        " number of trained tokens: 1 where all are equal.",
+    ),
     "num_groups": Metric("groups", "Groups in the mini-batch."),
     "num_trained_groups": Metric(
         "groups", "Those with a trained token whose advantage is not 0: they make the gradient."

@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from schemas.ragged import IntArray
+from trainer.agreement import agreement
 from trainer.config import TrainConfig
 from trainer.data import Batch
 from trainer.deal import own_forests
@@ -28,7 +29,6 @@ from trainer.processes import combine, gather_parts
 from trainer.sharding import clip_gradient, without_reduction
 
 SPREADS = {
-    "rollout_logprobs_abs_diff": "std max min",
     "is_ratio": "std max min",
     "cispo/ratio": "max min",
 }
@@ -216,8 +216,8 @@ def _micro_batch(
         total = total + c.kl_loss_coef * terms["policy_kl"]
     if c.entropy_loss_coef:
         total = total - c.entropy_loss_coef * weights * entropy
-    difference = (targets.old_logprobs - targets.rollout_logprobs).abs()
-    found |= terms | {"loss": total, "rollout_logprobs_abs_diff": difference}
+    difference = targets.old_logprobs - targets.rollout_logprobs
+    found |= terms | {"loss": total, "rollout_logprobs_diff": difference}
     return total.sum(), {name: value.detach().double().cpu() for name, value in found.items()}
 
 
@@ -245,6 +245,7 @@ def _metrics(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
     for name in ("loss", "policy_loss", "policy_kl"):
         if name in found:
             metrics[name] = float(found.pop(name).sum())
+    metrics |= agreement(found.pop("rollout_logprobs_diff", torch.zeros(0)))
     for name, subject in SPREADS.items():
         values = found.get(name, torch.zeros(0))
         if len(values) and not values.isnan().any():
