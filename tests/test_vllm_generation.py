@@ -1,5 +1,7 @@
 import asyncio
 import json
+import threading
+import time
 from itertools import pairwise
 
 import numpy as np
@@ -129,3 +131,37 @@ def test_drift_finds_every_break_of_a_real_conversation(made, settings):
     assert found == breaks_of(path)
     if "agent" not in settings:  # whose calls differ in temperature, and are not joined
         assert merge_table(rollout_io.read(path)).num_rows == 8 + found
+
+
+def test_a_server_killed_in_the_middle_and_started_again_costs_no_trajectory(
+    start_vllm, smollm2_dir, tmp_path
+):
+    with start_vllm() as server:
+        config = GenerateConfig(
+            tasks=write_tasks(tmp_path / "tasks.jsonl", num_tasks=12),
+            model=str(smollm2_dir),
+            out=str(tmp_path / "ds"),
+            engine="vllm",
+            urls=(server.url,),
+            environment="gsm8k_multi_turn",
+            history="step_wise",
+            max_turns=3,
+            max_concurrency=6,
+            groups_per_shard=1,
+        )
+        results = []
+        work = threading.Thread(
+            target=lambda: results.append(asyncio.run(generate(config, open_engine)))
+        )
+        work.start()
+        while work.is_alive() and not list((tmp_path / "ds").glob("*.parquet")):
+            time.sleep(0.05)
+        server.stop(kill=True)
+        finished_before = len(list((tmp_path / "ds").glob("*.parquet")))
+        server.start()
+        work.join(timeout=240)
+    assert 1 <= finished_before < 12
+    assert (results[0].num_trajectories, results[0].num_failed) == (12, 0)
+    firsts = pl.from_arrow(rollout_io.read(config.out)).filter(pl.col("step_index") == 0)
+    assert sorted(firsts["trajectory_id"]) == sorted(f"{i}_0" for i in range(12))
+    assert run(["validate", config.out]) == 0
