@@ -25,7 +25,7 @@ from pipelines.generation.config import GenerateConfig
 from pipelines.generation.run import generate
 from pipelines.generation.server import VllmServer
 from rollout_io.reader import read
-from trainer.generate_cli import open_engine
+from trainer.engines import open_engine
 
 
 class Patient:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from schemas import RULES, documentation_table
 from schemas.columns import PREFIX_FIELDS
-from trainer.metrics import METRICS
+from trainer.metrics import LOOP_METRICS, METRICS
+from trainer.rl.config import OWN_KEYS
 
 DOCS = Path(__file__).parent
 
@@ -269,6 +270,23 @@ def generation_page() -> str:
     )
 
 
+def rl_page() -> str:
+    """The page on the loop, with the keys of `RlConfig`, and the metrics it adds."""
+    fields = config_fields("trainer/rl/config.py", "RlConfig")
+    rows = [f"| `{n}` | {k} | {d} | {doc} |" for n, k, d, doc in fields]
+    own = [
+        f"| `[{table}]` | {', '.join(f'`{key}`' for key in keys)} |"
+        for table, keys in OWN_KEYS.items()
+    ]
+    metrics = [f"| `{n}` | {m.unit} | {m.meaning} |" for n, m in LOOP_METRICS.items()]
+    lines = ["| key | type | default | meaning |", "|---|---|---|---|", *rows]
+    lines += ["", "The loop sets these keys of the tables itself, so they are refused there:", ""]
+    lines += ["| table | keys |", "|---|---|", *own, "", "## metrics.jsonl", ""]
+    lines += ["Besides the keys of [training.md](training.md#metricsjsonl):", ""]
+    lines += ["| key | unit | meaning |", "|---|---|---|", *metrics]
+    return _with_table("rl.md", lines)
+
+
 def _with_table(name: str, lines: list[str]) -> str:
     """A page, whose table between the marks is made of these lines."""
     page = (DOCS / name).read_text()
@@ -292,6 +310,7 @@ def tree_page() -> str:
 PAGES = {
     "formats.md": formats_page,
     "generation.md": generation_page,
+    "rl.md": rl_page,
     "table.md": table_page,
     "training.md": training_page,
     "tree.md": tree_page,

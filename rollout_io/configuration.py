@@ -51,24 +51,64 @@ def load_record(
         RolloutError: config_file: not readable, or no TOML; config_key: unknown (the nearest name is
             the hint), or missing; config_value: of the wrong type, and as `kind` raises.
     """
-    types = typing.get_type_hints(kind)
-    examples = list_examples or {}
-    values = {}
-    for key, value in _read_toml(toml_path).items():
-        values[key] = _typed(types, examples, key, value, f"{toml_path}, key {key}")
-    for override in overrides:
-        key, equals, text = (part.strip() for part in override.partition("="))
-        if not equals:
-            raise RolloutError("config_key", f"--set {override}", "no `=`", "key=value")
-        value = text if types.get(key) is str else _from_text(text)
-        values[key] = _typed(types, examples, key, value, f"--set {override}")
-    for key, what in required.items():
-        if not values.get(key):
-            raise RolloutError("config_key", "configuration", f"no `{key}`", what)
+    given = read_toml(toml_path)
+    values = checked_values(kind, given, overrides, str(toml_path), list_examples=list_examples)
+    check_required(values, required)
     return kind(**values)
 
 
-def _read_toml(path: str | Path | None) -> dict[str, Any]:
+def checked_values(
+    kind: type[Any],
+    given: Mapping[str, Any],
+    overrides: Sequence[str],
+    where: str,
+    *,
+    table: str = "",
+    list_examples: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """The values of a record's keys, each of its type: `load_record` without the record.
+
+    Args:
+        kind: Its dataclass.
+        given: Of a file.
+        overrides: As of `load_record`, without the name of the table.
+        where: The file.
+        table: "NAME." of a table of another record, for messages.
+        list_examples: As of `load_record`.
+
+    Raises:
+        RolloutError: config_key, config_value.
+    """
+    types, examples = typing.get_type_hints(kind), list_examples or {}
+    values = {}
+    for key, value in given.items():
+        values[key] = _typed(types, examples, key, value, f"{where}, key {table}{key}")
+    for override in overrides:
+        key, equals, text = (part.strip() for part in override.partition("="))
+        if not equals:
+            raise RolloutError("config_key", f"--set {table}{override}", "no `=`", "key=value")
+        value = text if types.get(key) is str else _from_text(text)
+        values[key] = _typed(types, examples, key, value, f"--set {table}{override}")
+    return values
+
+
+def check_required(values: Mapping[str, Any], required: Mapping[str, str]) -> None:
+    """Refuse a record without the keys that must be there.
+
+    Raises:
+        RolloutError: config_key.
+    """
+    for key, what in required.items():
+        if not values.get(key):
+            raise RolloutError("config_key", "configuration", f"no `{key}`", what)
+
+
+def read_toml(path: str | Path | None) -> dict[str, Any]:
+    """A TOML file; of None, nothing.
+
+    Raises:
+        RolloutError: config_file.
+    """
     if path is None:
         return {}
     try:

@@ -60,10 +60,11 @@ class Location:
 
 
 def find_shards(path: str | os.PathLike[str]) -> list[Location]:
-    """The Parquet files of a dataset, sorted by name.
+    """The Parquet files of a dataset, sorted by name; those of several directories by directory.
 
     Args:
-        path: A directory of shards, a glob, or one Parquet file; local or an fsspec URL.
+        path: A directory of shards, a glob of files or such directories, or one Parquet file; local
+            or an fsspec URL.
 
     Raises:
         RolloutError: Nothing is there.
@@ -74,7 +75,8 @@ def find_shards(path: str | os.PathLike[str]) -> list[Location]:
     elif location.fs.exists(location.path):
         paths = [location.path]
     else:
-        paths = sorted(location.fs.glob(location.path))
+        found = [Location(location.fs, p) for p in sorted(location.fs.glob(location.path))]
+        paths = [p for f in found for p in (f.shards() if f.fs.isdir(f.path) else [f.path])]
     if not paths:
         hint = "check the path; `rollouts convert` or `rollouts generate` makes a dataset"
         if location.fs.exists(location.join(STAGING).path):

@@ -18,7 +18,7 @@ from rollout_io.cli.main import run
 from rollout_io.retokenize.tokenizer import load_tokenizer
 from tests.generation_helpers import EOS, HERE
 from tests.trainer_helpers import forests_of, make_batch
-from trainer.generate_cli import open_engine
+from trainer.engines import open_engine
 from trainer.policy import load_policy
 
 pytestmark = pytest.mark.vllm

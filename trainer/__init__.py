@@ -29,7 +29,7 @@ def train(config: TrainConfig, *, resume: bool = False) -> TrainResult:
         RolloutError: Dataset, model or configuration cannot be trained as asked, or torch is not
             installed.
     """
-    with _torch_is_needed():
+    with torch_is_needed("rollouts train"):
         from trainer import loop
     return loop.train(config, resume=resume)
 
@@ -40,13 +40,18 @@ def dry_run(config: TrainConfig, *, resume: bool = False) -> DryRun:
     Raises:
         RolloutError: As `train`.
     """
-    with _torch_is_needed():
+    with torch_is_needed("rollouts train"):
         from trainer.preview import dry_run as plan_run
     return plan_run(config, resume=resume)
 
 
 @contextmanager
-def _torch_is_needed() -> Iterator[None]:
+def torch_is_needed(verb: str) -> Iterator[None]:
+    """Say what to install where the trainer's libraries are missing.
+
+    Raises:
+        RolloutError: extra_installed.
+    """
     try:
         yield
     except ModuleNotFoundError as error:
@@ -55,4 +60,4 @@ def _torch_is_needed() -> Iterator[None]:
         hint = 'pip install "rollout-io[train]"'
         got = f"no package {error.name!r}"
         expected = "torch, transformers and accelerate"
-        raise RolloutError("extra_installed", "rollouts train", got, expected, hint) from None
+        raise RolloutError("extra_installed", verb, got, expected, hint) from None

@@ -18,7 +18,7 @@ from trainer.forest import RowLimit
 from trainer.launch import make_accelerator
 from trainer.log import say
 from trainer.plan import Plan, make_plan
-from trainer.prepare import Models, load_models, make_learners
+from trainer.prepare import Models, check_dataset, load_models, make_learners
 from trainer.processes import agreed
 from trainer.resume import check_max_updates, find_checkpoint, lines_to_keep
 from trainer.same_tokenizer import check_tokenizers
@@ -62,7 +62,7 @@ def begin(config: TrainConfig, *, resume: bool) -> Run:
     start = agreed(accelerator, lambda: _start(config, resume=resume))
     if accelerator.num_processes > 1:
         say(f"{accelerator.num_processes} processes")
-    learner, critic = make_learners(accelerator, config, start.models)
+    learner, critic = make_learners(accelerator, config, start.models, corrects=start.corrects)
     if start.checkpoint:
         restore(start.checkpoint / "state", learner, critic)
         say(f"resuming from {start.checkpoint}")
@@ -89,12 +89,13 @@ class Start:
     progress: Progress
     kept_metrics: bytes
     models: Models
+    corrects: bool
 
 
 def _start(config: TrainConfig, *, resume: bool) -> Start:
     out = Path(config.out)
     if not resume:
-        _refuse_existing_run(out)
+        refuse_existing_run(out)
     checkpoint = find_checkpoint(config) if resume else None
     rollouts = rollout_io.scan(config.dataset)
     plan = make_plan(pipelines.trajectory_returns(rollouts, config.outcome).collect(), config)
@@ -105,7 +106,11 @@ def _start(config: TrainConfig, *, resume: bool) -> Start:
         progress = load_progress(checkpoint / "state", digest)
     check_max_updates(config, progress.global_step)
     kept = lines_to_keep(out / "metrics.jsonl", progress.num_mini_batches) if resume else b""
-    for text in check_tokenizers(config):
+    for text in check_tokenizers(config, rollout_io.read_metadata(config.dataset)):
+        say(text)
+    models = load_models(config, checkpoint)
+    checked = check_dataset(config, models, index, plan)
+    for text in checked.remarks.values():
         say(text)
     return Start(
         checkpoint=checkpoint,
@@ -114,11 +119,17 @@ def _start(config: TrainConfig, *, resume: bool) -> Start:
         digest=digest,
         progress=progress,
         kept_metrics=kept,
-        models=load_models(config, index, plan, checkpoint),
+        models=models,
+        corrects=checked.corrects,
     )
 
 
-def _refuse_existing_run(out: Path) -> None:
+def refuse_existing_run(out: Path) -> None:
+    """Refuse a directory that holds a run.
+
+    Raises:
+        RolloutError: existing_run.
+    """
     for name in ("config.json", "metrics.jsonl", "checkpoints"):
         if (out / name).exists():
             hint = "go on with it by --resume, choose another --out, or remove that run"

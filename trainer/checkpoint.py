@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from torch import Tensor
@@ -63,24 +64,32 @@ def save_checkpoint(
     """
     final = checkpoint_path(out, global_step)
     if not final.exists():
-        partial = final.with_name(f".{final.name}.partial")
-        try:
-            _write(partial, model, source, weights)
+        with whole_or_not(final) as partial:
+            write_model(partial, model, source, weights)
             if critic is not None:
                 critic.save(partial / "critic", critic_weights)
             if save_state is not None:
                 save_state(partial / "state")
-            for file in (*partial.rglob("*"), partial):
-                sync(file)
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
-        partial.rename(final)
-        sync(final.parent)
     replace_text(final.parent / LATEST, f"{final.name}\n")
     for path in _checkpoints(out)[: -keep if keep else 0]:
-        _remove(path)
+        remove_directory(path)
     return final
+
+
+@contextmanager
+def whole_or_not(final: Path) -> Iterator[Path]:
+    """A directory to be filled, which is synced and given its name at the end; or removed."""
+    partial = final.with_name(f".{final.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        yield partial
+        for file in (*partial.rglob("*"), partial):
+            sync(file)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    partial.rename(final)
+    sync(final.parent)
 
 
 def checkpoint_path(out: Path, global_step: int) -> Path:
@@ -113,18 +122,18 @@ def discard_after(out: Path, global_step: int) -> None:
         shutil.rmtree(path)
     for path in _checkpoints(out):
         if _step(path) > global_step:
-            _remove(path)
+            remove_directory(path)
 
 
-def _write(
-    partial: Path, model: PreTrainedModel, source: Path, weights: Mapping[str, Tensor] | None
+def write_model(
+    path: Path, model: PreTrainedModel, source: Path, weights: Mapping[str, Tensor] | None = None
 ) -> None:
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    save_model(model, partial, weights or model.state_dict())
+    """Write a model directory with the tokenizer files of `source`; see `save_checkpoint`."""
+    path.mkdir(parents=True)
+    save_model(model, path, weights or model.state_dict())
     for pattern in COPIED:
         for file in source.glob(pattern):
-            shutil.copyfile(file, partial / file.name)
+            shutil.copyfile(file, path / file.name)
 
 
 def _checkpoints(out: Path) -> list[Path]:
@@ -137,7 +146,7 @@ def _step(path: Path) -> int:
     return int(path.name[len(PREFIX) :])
 
 
-def _remove(path: Path) -> None:
+def remove_directory(path: Path) -> None:
     """Under another name: a checkpoint is never half removed."""
     removed = path.with_name(f".{path.name}.removed")
     shutil.rmtree(removed, ignore_errors=True)

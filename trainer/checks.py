@@ -17,7 +17,13 @@ VALIDATE = "`rollouts validate DATASET` lists every such row"
 
 
 def check_rows(
-    index: pl.DataFrame, plan: Plan, config: TrainConfig, *, vocab_size: int, limit: RowLimit
+    index: pl.DataFrame,
+    plan: Plan,
+    config: TrainConfig,
+    *,
+    vocab_size: int,
+    limit: RowLimit,
+    must_learn: bool = True,
 ) -> pl.DataFrame:
     """Check the rows of an index against the model and the configuration.
 
@@ -27,6 +33,7 @@ def check_rows(
         config: The run's configuration.
         vocab_size: The model's token ids are 0 to vocab_size - 1.
         limit: The longest row that can be forwarded.
+        must_learn: Refuse rows of which nothing can be learned.
 
     Returns:
         The rows of `index` that train.
@@ -57,12 +64,8 @@ def check_rows(
             pl.lit("a reward that is not finite"), "finite rewards", VALIDATE,
         )  # fmt: skip
     rows = rows.filter(pl.col("trains") & (pl.col("num_trained_tokens") > 0))
-    if rows.is_empty():
-        raise RolloutError(
-            "mask_trains_something", config.dataset, "no token that trains", "at least one",
-            "every loss_mask is false, every group failed, or no group has variance",
-        )  # fmt: skip
-    _refuse_zero_advantages(rows, plan, config)
+    if must_learn:
+        _refuse_nothing_to_learn(rows, plan, config)
     _refuse(
         rows, pl.col("num_prompt_tokens") == 0, "nonempty_prompt", pl.lit("0 prompt tokens"),
         "at least one", VALIDATE,
@@ -102,8 +105,13 @@ def _check_order(rows: pl.DataFrame) -> None:
         _refuse(rows, pl.col(breach), rule, pl.lit(got), expected, VALIDATE)
 
 
-def _refuse_zero_advantages(rows: pl.DataFrame, plan: Plan, config: TrainConfig) -> None:
+def _refuse_nothing_to_learn(rows: pl.DataFrame, plan: Plan, config: TrainConfig) -> None:
     """A run of which no update would have a gradient; what has one of its own is let through."""
+    if rows.is_empty():
+        raise RolloutError(
+            "mask_trains_something", config.dataset, "no token that trains", "at least one",
+            "every loss_mask is false, every group failed, or no group has variance",
+        )  # fmt: skip
     others = config.needs_reference or config.entropy_loss_coef > 0
     per_token = config.advantage_estimator in TOKEN_ESTIMATORS
     if others or per_token or config.policy_loss_type == "cross_entropy":

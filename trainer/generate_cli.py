@@ -11,11 +11,8 @@ from typing import TYPE_CHECKING
 import click
 
 from rollout_io.cli.output import emit, emit_json, example, next_command, note
-from schemas.errors import RolloutError
 
 if TYPE_CHECKING:
-    from pipelines.generation.config import GenerateConfig
-    from pipelines.generation.engine import Engine
     from pipelines.generation.run import GenerateResult
 
 
@@ -41,6 +38,7 @@ def generate(*, config: str, out: str | None, overrides: tuple[str, ...], as_jso
     """
     from pipelines.generation.config import load_generate_config
     from pipelines.generation.run import generate as run
+    from trainer.engines import open_engine
 
     sys.path.insert(0, str(Path.cwd()))
     given = () if out is None else (f"out={out}",)
@@ -57,42 +55,6 @@ def generate(*, config: str, out: str | None, overrides: tuple[str, ...], as_jso
     if result.num_held and not result.num_trajectories:
         note("note: nothing was missing; failed trajectories are tried again in another --out only")
     return int(result.num_failed == result.num_trajectories > 0)
-
-
-def open_engine(config: GenerateConfig) -> Engine:
-    """The engine of a configuration.
-
-    Raises:
-        RolloutError: As the engine's own constructor; extra_installed: its libraries are missing.
-    """
-    extra = "train" if config.engine == "transformers" else "generate"
-    try:
-        return _embedded(config) if config.engine == "transformers" else _served(config)
-    except ModuleNotFoundError as error:
-        hint, got = f'pip install "rollout-io[{extra}]"', f"no package {error.name!r}"
-        raise RolloutError("extra_installed", f"engine {config.engine}", got, "", hint) from None
-
-
-def _served(config: GenerateConfig) -> Engine:
-    from pipelines.generation.servers import Limits
-    from pipelines.generation.vllm_engine import VllmEngine
-
-    limits = Limits(max_concurrent=config.max_concurrency, requests_per_s=config.requests_per_s)
-    return VllmEngine(config.urls, limits=limits, policy_version=config.policy_version)
-
-
-def _embedded(config: GenerateConfig) -> Engine:
-    import torch
-
-    from trainer.engine import TransformersEngine
-
-    return TransformersEngine.load(
-        config.model,
-        dtype=getattr(torch, config.dtype),
-        device="cuda" if torch.cuda.is_available() else "cpu",
-        policy_version=config.policy_version,
-        max_batch_size=config.max_concurrency,
-    )
 
 
 def _report(result: GenerateResult) -> str:

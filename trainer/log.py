@@ -13,7 +13,7 @@ from typing import Any, Self
 from tqdm import tqdm
 
 from trainer.advice import warnings_about
-from trainer.metrics import METRICS
+from trainer.metrics import LOOP_METRICS, METRICS
 from trainer.processes import is_main
 from trainer.update import Learner
 
@@ -35,16 +35,29 @@ class RunLog:
         out: Directory of the run.
         num_planned: Most updates the run can make.
         num_made: Updates it has made before.
+        shows: Whether people see every mini-batch.
     """
 
-    def __init__(self, learner: Learner, out: Path, *, num_planned: int, num_made: int = 0) -> None:
+    def __init__(
+        self,
+        learner: Learner,
+        out: Path,
+        *,
+        num_planned: int,
+        num_made: int = 0,
+        shows: bool = True,
+    ) -> None:
         self.accelerator, self.config = learner.accelerator, learner.config
         settings = {k: str(v) for k, v in dataclasses.asdict(self.config).items()}
         self.accelerator.init_trackers("rollouts", config=settings)
         self.file = (out / "metrics.jsonl").open("a", encoding="utf-8")
         self.num_planned = num_planned
+        self.shows = shows
         self.bar = tqdm(
-            total=num_planned, initial=num_made, unit="update", disable=not sys.stderr.isatty()
+            total=num_planned,
+            initial=num_made,
+            unit="update",
+            disable=not (shows and sys.stderr.isatty()),
         )
         self.warned: set[str] = set()
 
@@ -58,18 +71,23 @@ class RunLog:
             tracker.finish()
 
     def write(self, metrics: dict[str, Any], cause: str | None = None) -> None:
-        """JSON has no NaN: a number that is not finite is null there."""
-        assert metrics.keys() <= METRICS.keys()
-        finite = {k: v if v is None or math.isfinite(v) else None for k, v in metrics.items()}
-        self.file.write(json.dumps(finite) + "\n")
-        self.file.flush()
-        known = {k: v for k, v in metrics.items() if v is not None}
-        self.accelerator.log(known, step=metrics["global_step"])
-        self._show(metrics)
+        """The metrics of a mini-batch."""
+        assert metrics.keys() <= METRICS.keys() | LOOP_METRICS.keys()
+        self.write_line(metrics)
+        if self.shows:
+            self._show(metrics)
         for name, text in warnings_about(metrics, self.config, cause).items():
             if name not in self.warned:
                 self.warned.add(name)
                 say(f"warning: update {metrics['global_step']}: {text}")
+
+    def write_line(self, metrics: dict[str, Any]) -> None:
+        """JSON has no NaN: a number that is not finite is null there."""
+        finite = {k: None if _is_not_finite(v) else v for k, v in metrics.items()}
+        self.file.write(json.dumps(finite) + "\n")
+        self.file.flush()
+        known = {k: v for k, v in metrics.items() if isinstance(v, int | float)}
+        self.accelerator.log(known, step=metrics["global_step"])
 
     def sync(self) -> None:
         """Have the lines reach the disk: a checkpoint counts on those before it."""
@@ -81,6 +99,10 @@ class RunLog:
         else:
             self.bar.set_postfix_str(numbers_of(metrics), refresh=False)
             self.bar.update(1 - metrics["skipped"])
+
+
+def _is_not_finite(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 def progress_line(metrics: dict[str, Any], num_planned: int) -> str:

@@ -10,10 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trainer.batches import mini_batch_updates
+from trainer.batches import Made, mini_batch_updates
 from trainer.begin import Run, begin
 from trainer.checkpoint import checkpoint_path, discard_after, save_checkpoint
 from trainer.config import TrainConfig, save_config
+from trainer.critic import CriticLearner
 from trainer.log import RunLog
 from trainer.optimizer import set_learning_rates
 from trainer.plan import num_planned_updates
@@ -77,7 +78,7 @@ def train(config: TrainConfig, *, resume: bool = False) -> TrainResult:
     with ExitStack() as held, stops_when_full(Path(config.out)):
         _write(run.learner, lambda: _open(config, run, held))
         progress, metrics = _make_updates(run)
-        saved = _save(run, progress)
+        saved = save(run.learner, run.critic, progress, run.digest)
     return TrainResult(
         out=config.out,
         checkpoint=str(saved),
@@ -120,22 +121,28 @@ def _make_updates(run: Run) -> tuple[Progress, dict[str, Any]]:
     with _open_log(run, num_planned) as log:
         if progress.global_step == config.max_updates:
             return progress, metrics
-        _set_rates(run, progress.global_step, num_planned)
+        set_rates(run, progress.global_step, num_planned)
         for made in mini_batch_updates(run, progress.position):
-            stepped = not made.metrics["skipped"]
-            progress = progress.after(made.position, made.moving, stepped=stepped)
+            progress, metrics = counted(run, progress, made, num_planned)
             step = progress.global_step
-            _set_rates(run, step, num_planned)
-            counts = {"global_step": step, "num_trained_groups": len(made.moving)}
-            metrics = counts | made.metrics
             _write(learner, partial(log.write, metrics, made.cause) if log else None)
-            if every and stepped and step % every == 0:
-                _save(run, progress, log)
+            if every and not metrics["skipped"] and step % every == 0:
+                save(learner, run.critic, progress, run.digest, log)
             if step == config.max_updates:
                 break
         if log:
             log.sync()
     return progress, metrics
+
+
+def counted(
+    run: Run, progress: Progress, made: Made, num_planned: int
+) -> tuple[Progress, dict[str, Any]]:
+    """Count a mini-batch and set the learning rates of the next; the progress, and its metrics."""
+    progress = progress.after(made.position, made.moving, stepped=not made.metrics["skipped"])
+    set_rates(run, progress.global_step, num_planned)
+    counts = {"global_step": progress.global_step, "num_trained_groups": len(made.moving)}
+    return progress, counts | made.metrics
 
 
 def _open_log(run: Run, num_planned: int) -> AbstractContextManager[RunLog | None]:
@@ -146,7 +153,8 @@ def _open_log(run: Run, num_planned: int) -> AbstractContextManager[RunLog | Non
     return RunLog(run.learner, out, num_planned=num_planned, num_made=num_made)
 
 
-def _set_rates(run: Run, global_step: int, num_planned: int) -> None:
+def set_rates(run: Run, global_step: int, num_planned: int) -> None:
+    """Give the optimizers the learning rates of the update after `global_step` others."""
     set_learning_rates(
         run.learner.config,
         run.learner.optimizer,
@@ -156,9 +164,14 @@ def _set_rates(run: Run, global_step: int, num_planned: int) -> None:
     )
 
 
-def _save(run: Run, progress: Progress, log: RunLog | None = None) -> Path:
+def save(
+    learner: Learner,
+    critic: CriticLearner | None,
+    progress: Progress,
+    digest: str,
+    log: RunLog | None = None,
+) -> Path:
     """Save a checkpoint, which counts on the lines of `log` before it."""
-    learner, critic = run.learner, run.critic
     unwrap, config = learner.accelerator.unwrap_model, learner.config
     keep, out = learner.accelerator.is_main_process, Path(config.out)
     policy, critic_model = unwrap(learner.policy), unwrap(critic.critic) if critic else None
@@ -175,7 +188,7 @@ def _save(run: Run, progress: Progress, log: RunLog | None = None) -> Path:
             out,
             progress.global_step,
             critic_model,
-            save_state=lambda path: save_state(path, optimizers, run.digest, progress),
+            save_state=lambda path: save_state(path, optimizers, digest, progress),
             keep=config.keep_checkpoints,
             weights=weights,
             critic_weights=critic_weights,

@@ -148,3 +148,30 @@ METRICS = {
     ),
     "tokens_per_s": Metric("tokens/s", "`num_forwarded_tokens` over `seconds`."),
 }
+
+LOOP_METRICS = {
+    "iteration": Metric(
+        "iterations", "Of the update, from 0; of an evaluation: iterations trained before it."
+    ),
+    "staleness_mean": Metric(
+        "iterations",
+        "Mean over the iteration's rows of `iteration` - `policy_version`; it and what follows is"
+        " on the first line of an iteration.",
+    ),
+    "staleness_max": Metric("iterations", "The greatest."),
+    "staleness_histogram": Metric("rows", 'Rows by staleness: an object, `{"0": 28, "1": 4}`.'),
+    "response_tokens_mean": Metric("tokens", "Mean over trajectories of the tokens sampled."),
+    "steps_mean": Metric("rows", "Mean over trajectories of their calls."),
+    "wait_seconds": Metric("s", "Time the trainer waited for the iteration's groups."),
+    "sync_seconds": Metric(
+        "s", "Time to write the weights that the iteration began with, and to load them."
+    ),
+    "evaluation/return_mean": Metric(
+        "reward",
+        "Mean return of an evaluation's trajectories that did not fail; it and what follows is on"
+        " lines of their own.",
+    ),
+    "evaluation/num_trajectories": Metric("trajectories", "All of them."),
+    "evaluation/num_failed": Metric("trajectories", "Those that failed."),
+}
+"""What `rollouts rl` adds."""

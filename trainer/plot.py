@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from schemas.errors import RolloutError
-from trainer.metrics import METRICS
+from trainer.metrics import LOOP_METRICS, METRICS
 
 DEFAULT = (
     "return_mean",
+    "evaluation/return_mean",
+    "response_tokens_mean",
+    "staleness_mean",
     "loss",
     "policy_kl",
     "loss/avg_kl",
@@ -57,7 +60,8 @@ def plot_runs(runs: Sequence[Path], out: Path, metrics: Sequence[str] = ()) -> l
     for panel, metric in zip(panels, chosen, strict=False):
         for number, (name, records) in enumerate(lines.items()):
             _draw(panel, curve(records, metric), f"C{number % 10}", name)
-        unit = METRICS[metric].unit if metric in METRICS else ""
+        known = METRICS | LOOP_METRICS
+        unit = known[metric].unit if metric in known else ""
         panel.set_title(metric, fontsize=10, loc="left")
         panel.set_ylabel("" if unit == "1" else unit, fontsize=9)
         panel.xaxis.set_major_locator(ticks.MaxNLocator(integer=True, nbins=6))

@@ -32,46 +32,83 @@ class Models:
         reference: What the KL divergence is from, if one is asked for.
         critic: What gae takes values from.
         limit: The longest row that can be forwarded.
-        corrects: Whether importance weights and masks apply.
+        vocab_size: All of them know the token ids 0 to vocab_size - 1.
     """
 
     policy: Policy
     reference: Policy | None
     critic: Critic | None
     limit: RowLimit
-    corrects: bool
+    vocab_size: int
 
 
-def load_models(
-    config: TrainConfig, index: pl.DataFrame, plan: Plan, checkpoint: Path | None
-) -> Models:
-    """Load the models and check every row against them.
-
-    `index` is what `trainer.data.index_rows` returns. Policy and critic are those of `checkpoint`, if there is one; the reference never is.
+def load_models(config: TrainConfig, checkpoint: Path | None) -> Models:
+    """Load the models; policy and critic are those of `checkpoint`, if there is one.
 
     Raises:
-        RolloutError: A model or a row cannot be trained as asked.
+        RolloutError: A model cannot be trained as asked.
     """
     policy = _policy(config, checkpoint)
     reference, critic = _reference(config), _critic(config, checkpoint)
     models = [found.model for found in (policy, reference, critic) if found]
     limits = [row_limit(model.config, config.tokens_per_micro_batch) for model in models]
-    limit = min(limits, key=lambda limit: limit.num_tokens)
-    vocab_size = min(model.get_input_embeddings().weight.shape[0] for model in models)
-    rows = check_rows(index, plan, config, vocab_size=vocab_size, limit=limit)
-    logprobs_mode = rollout_io.read_metadata(config.dataset).logprobs_mode
-    corrects = corrects_for_sampler(rows, config, logprobs_mode)
-    if config.corrects_for_sampler and not corrects:
-        say("note: no rollout_logprobs: importance correction (tis_ratio_type) is off")
-    for text in warnings_before(rows, plan, config).values():
-        say(f"warning: {text}")
     if config.gradient_checkpointing:
         policy.checkpoint_layers()
-    return Models(policy=policy, reference=reference, critic=critic, limit=limit, corrects=corrects)
+    return Models(
+        policy=policy,
+        reference=reference,
+        critic=critic,
+        limit=min(limits, key=lambda limit: limit.num_tokens),
+        vocab_size=min(model.get_input_embeddings().weight.shape[0] for model in models),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checked:
+    """What the check of a dataset comes to, if nothing is refused.
+
+    Attributes:
+        corrects: Whether importance weights and masks apply.
+        remarks: Text for people by the name of its subject.
+    """
+
+    corrects: bool
+    remarks: dict[str, str]
+
+
+def check_dataset(
+    config: TrainConfig, models: Models, index: pl.DataFrame, plan: Plan, *, must_learn: bool = True
+) -> Checked:
+    """Check every row of `config.dataset` against the models and the configuration.
+
+    Args:
+        config: The run's configuration.
+        models: The run's models.
+        index: What `trainer.data.index_rows` returns.
+        plan: The plan of the dataset.
+        must_learn: Refuse a dataset of which nothing can be learned.
+
+    Raises:
+        RolloutError: A row cannot be trained as asked.
+    """
+    size, limit = models.vocab_size, models.limit
+    rows = check_rows(index, plan, config, vocab_size=size, limit=limit, must_learn=must_learn)
+    if rows.is_empty():
+        return Checked(corrects=config.corrects_for_sampler, remarks={})
+    logprobs_mode = rollout_io.read_metadata(config.dataset).logprobs_mode
+    corrects = corrects_for_sampler(rows, config, logprobs_mode)
+    found = {}
+    if config.corrects_for_sampler and not corrects:
+        found["corrects"] = (
+            "note: no rollout_logprobs: importance correction (tis_ratio_type) is off"
+        )
+    texts = warnings_before(rows, plan, config)
+    found |= {name: f"warning: {text}" for name, text in texts.items()}
+    return Checked(corrects=corrects, remarks=found)
 
 
 def make_learners(
-    accelerator: Accelerator, config: TrainConfig, models: Models
+    accelerator: Accelerator, config: TrainConfig, models: Models, *, corrects: bool
 ) -> tuple[Learner, CriticLearner | None]:
     """Give the models optimizers, and all of them to the processes and devices of the run.
 
@@ -98,7 +135,7 @@ def make_learners(
         policy=policy,
         optimizer=optimizer,
         config=config,
-        corrects=models.corrects,
+        corrects=corrects,
         reference=reference,
     )
     return learner, critic

@@ -7,7 +7,7 @@ import errno
 import fcntl
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ MAY_CHANGE = {
 }
 """Keys that change nothing of the updates a run has made. The first two numbers may only grow, and
 not where the learning rate goes down towards the last update."""
+_HINT = "resume with the configuration of the run, or start another one"
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS}
 
@@ -38,34 +39,65 @@ def find_checkpoint(config: TrainConfig) -> Path | None:
     Raises:
         RolloutError: The configuration is not that of the run; the pointer names nothing.
     """
-    file = Path(config.out) / "config.json"
-    if file.is_file():
-        try:
-            saved = dict(json.loads(file.read_text(encoding="utf-8")))
-        except (ValueError, TypeError) as error:
-            expected = "the configuration of a run"
-            raise RolloutError("resume_config", str(file), str(error), expected) from error
+    saved = saved_config(Path(config.out))
+    if saved is not None:
         _check_same(saved, config)
     found = latest_checkpoint(Path(config.out))
-    if found and not file.is_file():
-        raise RolloutError("resume_config", str(file), "nothing", "the configuration of the run")
+    if found and saved is None:
+        file = f"{config.out}/config.json"
+        raise RolloutError("resume_config", file, "nothing", "the configuration of the run")
     return found
 
 
+def saved_config(out: Path) -> dict[str, Any] | None:
+    """The configuration that a run has left in its directory, if there is one.
+
+    Raises:
+        RolloutError: It cannot be read.
+    """
+    file = out / "config.json"
+    if not file.is_file():
+        return None
+    try:
+        return dict(json.loads(file.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        expected = "the configuration of a run"
+        raise RolloutError("resume_config", str(file), str(error), expected) from error
+
+
 def _check_same(saved: dict[str, Any], config: TrainConfig) -> None:
-    hint = "resume with the configuration of the run, or start another one"
     fixed = {"max_updates", "num_epochs"} if config.learning_rate_schedule != "constant" else set()
-    given = json.loads(json.dumps(dataclasses.asdict(config)))
-    kept = [key for key in given if key in fixed or key not in MAY_CHANGE]
-    different = [key for key in kept if saved.get(key) != given[key]]
+    check_same(saved, dataclasses.asdict(config), MAY_CHANGE - fixed, Path(config.out))
+    check_not_fewer(saved, "num_epochs", config.num_epochs)
+
+
+def check_same(
+    saved: Mapping[str, Any], given: Mapping[str, Any], may_change: Collection[str], out: Path
+) -> None:
+    """Refuse another configuration than a run began with.
+
+    Raises:
+        RolloutError: Names the first key that differs and may not.
+    """
+    now = json.loads(json.dumps(given))
+    kept = [key for key in now if key not in may_change]
+    different = [key for key in kept if saved.get(key) != now[key]]
     if different:
         key, *others = different
-        expected = f"{json.dumps(saved.get(key))}, as in {config.out}/config.json"
+        expected = f"{json.dumps(saved.get(key))}, as in {out}/config.json"
         also = f" (also different: {', '.join(others)})" if others else ""
-        raise RolloutError("resume_config", key, json.dumps(given[key]), expected, hint + also)
-    if config.num_epochs < saved.get("num_epochs", 1):
-        expected = f"at least {saved['num_epochs']}"
-        raise RolloutError("resume_config", "num_epochs", str(config.num_epochs), expected, hint)
+        raise RolloutError("resume_config", key, json.dumps(now[key]), expected, _HINT + also)
+
+
+def check_not_fewer(saved: Mapping[str, Any], key: str, number: int) -> None:
+    """Refuse a number that went down.
+
+    Raises:
+        RolloutError: It did.
+    """
+    if number < saved.get(key, 1):
+        expected = f"at least {saved[key]}"
+        raise RolloutError("resume_config", key, str(number), expected, _HINT)
 
 
 def check_max_updates(config: TrainConfig, global_step: int) -> None:

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import rollout_io
 from rollout_io.retokenize.tokenizer import load_tokenizer
 from schemas.errors import RolloutError
+from schemas.metadata import DatasetMetadata
 from trainer.config import TrainConfig
 
 FILES = ("tokenizer*", "vocab.*", "*.model", "*.tiktoken")
 
 
-def check_tokenizers(config: TrainConfig) -> list[str]:
+def check_tokenizers(config: TrainConfig, metadata: DatasetMetadata) -> list[str]:
     """Compare the tokenizers of all models of a run with what the dataset says of its own.
 
     Datasets without a fingerprint, such as those an engine's token ids were recorded in, say
     nothing. A model directory without tokenizer files cannot be compared. Another chat template
     changes no token id of the dataset.
+
+    Args:
+        config: The run's configuration.
+        metadata: Of its dataset.
 
     Returns:
         Warnings and notes for people.
@@ -25,7 +29,6 @@ def check_tokenizers(config: TrainConfig) -> list[str]:
     Raises:
         RolloutError: A model has another tokenizer, unless `allow_other_tokenizer`.
     """
-    metadata = rollout_io.read_metadata(config.dataset)
     if metadata.tokenizer_fingerprint is None:
         return []
     said = []

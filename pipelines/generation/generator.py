@@ -119,9 +119,14 @@ class Generator:
         return sorted(ended, key=lambda f: order[f.task.trajectory_id])
 
     def _start(self, task: Task) -> asyncio.Task[Finished]:
-        return asyncio.create_task(self._finish(task), name=task.trajectory_id)
+        return asyncio.create_task(self.finish(task), name=task.trajectory_id)
 
-    async def _finish(self, task: Task) -> Finished:
+    async def finish(self, task: Task) -> Finished:
+        """One trajectory, to its end, well or not.
+
+        Raises:
+            RolloutError: engine_down, engine_answer.
+        """
         trajectory, failure = self._trajectory(task), None
         try:
             await trajectory.run()

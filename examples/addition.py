@@ -1,0 +1,57 @@
+"""One-digit addition: tasks, and an environment that looks for the sum.
+
+python examples/addition.py tasks/          # tasks/train.jsonl and tasks/held_out.jsonl
+rollouts rl examples/addition.toml --out run/
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+NUM_HELD_OUT = 20
+
+
+class Addition:
+    """One turn, whose reward is 1 where the first number of the answer is the sum."""
+
+    def __init__(self, env_config: Any, extras: dict[str, Any]) -> None:
+        del env_config
+        self.sum = extras["sum"]
+
+    def init(self, prompt: Any) -> tuple[Any, dict[str, Any]]:
+        """The model sees the task as it is."""
+        return prompt, {}
+
+    def step(self, action: str) -> dict[str, Any]:
+        """The trajectory is over after one answer."""
+        found = re.search(r"\d+", action)
+        right = found is not None and int(found[0]) == self.sum
+        return {"observations": [], "reward": float(right), "done": True}
+
+
+def main(folder: Path) -> None:
+    """Write all pairs of digits, shuffled, as two files of tasks."""
+    pairs = list(itertools.product(range(10), repeat=2))
+    random.Random(0).shuffle(pairs)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, part in (("held_out", pairs[:NUM_HELD_OUT]), ("train", pairs[NUM_HELD_OUT:])):
+        lines = [
+            {
+                "instance_id": f"{a}+{b}",
+                "prompt": f"What is {a}+{b}? Answer with the number only.",
+                "sum": a + b,
+            }
+            for a, b in part
+        ]
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

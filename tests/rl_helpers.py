@@ -1,0 +1,99 @@
+"""A tiny policy, tasks and environments for the tests of the loop."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+import rollout_io
+import trainer
+from trainer import rl
+from trainer.config import TrainConfig
+
+HERE = "tests.rl_helpers"
+TIMES = {"seconds", "tokens_per_s"}
+
+
+class Length:
+    """One turn; the reward is in how long the action is."""
+
+    def __init__(self, env_config: Any, extras: Any) -> None:
+        self.env_config, self.extras = env_config, extras
+
+    def init(self, prompt):
+        return prompt, {}
+
+    def step(self, action):
+        return {"observations": [], "reward": len(action) % 7 / 6, "done": True}
+
+
+class Slow(Length):
+    """Takes up to 60 ms, one in five 300 ms."""
+
+    def step(self, action):
+        time.sleep(random.choice([0.0, 0.0, 0.03, 0.06, 0.3]))
+        return super().step(action)
+
+
+class Failing(Length):
+    """Fails where `fails` says, or always."""
+
+    def step(self, action):
+        if self.extras.get("fails", True):
+            raise OSError("no sandbox")
+        return super().step(action)
+
+
+def write_tasks(path: Path, num_tasks: int, **extras: Any) -> str:
+    lines = [{"prompt": f"Say {i}.", "instance_id": f"t{i}", **extras} for i in range(num_tasks)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return str(path)
+
+
+def config_of(folder: Path, model: str, **settings: Any) -> rl.RlConfig:
+    """Two groups of three trajectories an iteration, two updates of it; six tokens each."""
+    generate = {
+        "environment": f"{HERE}:Length",
+        "group_size": 3,
+        "max_response_tokens": 6,
+    } | settings.pop("generate", {})
+    train = {
+        "groups_per_batch": 2,
+        "groups_per_mini_batch": 1,
+        "learning_rate": 1e-3,
+        "failed": "trajectory",
+    } | settings.pop("train", {})
+    own = {
+        "model": model,
+        "tasks": write_tasks(folder / "tasks.jsonl", settings.pop("num_tasks", 4)),
+        "out": str(folder / "run"),
+        "num_iterations": 3,
+    }
+    return rl.RlConfig(**own | settings, generate=generate, train=train)
+
+
+def lines_of(path: Path | str) -> list[dict[str, Any]]:
+    """The lines of updates, without times."""
+    lines = [json.loads(line) for line in (Path(path) / "metrics.jsonl").read_text().splitlines()]
+    kept = [line for line in lines if "loss" in line]
+    return [{k: v for k, v in line.items() if k not in TIMES} for line in kept]
+
+
+def replay(config: rl.RlConfig, out: Path) -> trainer.loop.TrainResult:
+    """`rollouts train` on what the loop has sampled."""
+    settings = config.train | {"group_size": config.generation.group_size, "seed": config.seed}
+    dataset = f"{config.out}/rollouts/*"
+    return trainer.train(TrainConfig(dataset=dataset, model=config.model, out=str(out), **settings))
+
+
+def weights_of(checkpoint: str) -> bytes:
+    return (Path(checkpoint) / "model.safetensors").read_bytes()
+
+
+def rows_of(config: rl.RlConfig, iteration: int) -> pl.DataFrame:
+    return rollout_io.scan(f"{config.out}/rollouts/iteration_{iteration:05d}").collect()

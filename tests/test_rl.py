@@ -1,0 +1,179 @@
+"""The loop with the embedded engine, and the replay of what it sampled."""
+
+import json
+import shutil
+
+import pytest
+
+import rollout_io
+from rollout_io.cli.main import run as command
+from rollout_io.retokenize.tokenizer import load_tokenizer
+from schemas.errors import RolloutError
+from tests.generation_helpers import SpyEngine
+from tests.rl_helpers import HERE, config_of, lines_of, replay, rows_of, weights_of, write_tasks
+from tests.trainer_helpers import tiny_llama
+from trainer import rl
+from trainer.plot import read_metrics
+from trainer.rl.collector import Collector
+
+LOOP_ONLY = {"iteration", "staleness_mean", "staleness_max", "staleness_histogram"}
+LOOP_ONLY |= {"response_tokens_mean", "steps_mean", "wait_seconds", "sync_seconds"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(smollm2_dir):
+    return load_tokenizer(smollm2_dir)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory, tokenizer):
+    """A tiny model with SmolLM2's tokenizer."""
+    path = tmp_path_factory.mktemp("model")
+    tiny_llama(vocab_size=49152, max_position_embeddings=256).save_pretrained(path)
+    tokenizer.backend.save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(autouse=True)
+def _one_loading(monkeypatch, tokenizer):
+    """Loading SmolLM2's tokenizer takes longer than most of these runs."""
+    for module in ("trainer.rl.loop", "trainer.engine", "trainer.same_tokenizer"):
+        monkeypatch.setattr(f"{module}.load_tokenizer", lambda *_, **__: tokenizer)
+
+
+def check_replay(config, result, out):
+    """Training on what was sampled makes the same updates, bit for bit."""
+    again = replay(config, out)
+    assert weights_of(again.checkpoint) == weights_of(result.checkpoint)
+    kept = [{k: v for k, v in x.items() if k not in LOOP_ONLY} for x in lines_of(config.out)]
+    assert kept == lines_of(out)
+
+
+def versions_of(config):
+    return [set(rows_of(config, k)["policy_version"]) for k in range(config.num_iterations)]
+
+
+def ids_in(config):
+    rows = rollout_io.scan(f"{config.out}/rollouts/*").filter("is_last_step").collect()
+    return rows["trajectory_id"].to_list()
+
+
+def test_each_iteration_trains_what_its_own_weights_sampled_and_train_replays_the_run(
+    tmp_path, model, capsys
+):
+    config = config_of(tmp_path, model, num_tasks=3, train={"epochs_per_batch": 2})
+    result = rl.run(config)
+    assert versions_of(config) == [{0}, {1}, {2}]
+    assert (result.num_iterations, result.num_updates, result.num_trained_groups) == (3, 12, 6)
+    groups = [name for k in range(3) for name in rows_of(config, k)["instance_id"].unique()]
+    assert sorted(groups) == ["t0", "t0@2", "t1", "t1@2", "t2", "t2@2"]
+    check_replay(config, result, tmp_path / "again")
+    lines = read_metrics(tmp_path / "run")
+    assert [line["iteration"] for line in lines] == [0] * 4 + [1] * 4 + [2] * 4
+    assert [line.get("staleness_histogram") for line in lines] == [{"0": 6}, None, None, None] * 3
+    assert sorted(p.name for p in (tmp_path / "run" / "weights").iterdir()) == [
+        "version_2",
+        "version_3",
+    ]
+    assert "iteration 3 of 3: reward 0." in capsys.readouterr().err
+    assert command(["validate", f"{config.out}/rollouts/*"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("seed", "max_staleness"),
+    [(0, 2), *(pytest.param(s, 1 + s % 3, marks=pytest.mark.nightly) for s in range(1, 9))],
+)
+def test_sampling_ahead_keeps_to_its_bound_and_replays_too(
+    tmp_path, model, monkeypatch, seed, max_staleness
+):
+    begun, begin = [], Collector._begin_group
+
+    def spied(self):
+        may = begin(self)
+        most = (max_staleness + self.iteration + 1) * 2
+        assert self.num_begun <= min(most, 10)
+        assert len(self._running) <= 4
+        begun.append((self.iteration, self.num_begun, may))
+        return may
+
+    monkeypatch.setattr(Collector, "_begin_group", spied)
+    sampling = {"environment": f"{HERE}:Slow", "max_concurrency": 4}
+    settings = {"max_staleness": max_staleness, "seed": seed, "num_iterations": 5}
+    config = config_of(tmp_path, model, generate=sampling, **settings)
+    result = rl.run(config)
+    ages = {k - v for k, found in enumerate(versions_of(config)) for v in found}
+    assert 0 < max(ages) <= max_staleness
+    assert {k: max(n for i, n, _ in begun if i == k) for k in range(5)} == {
+        k: min((max_staleness + k + 1) * 2, 10) for k in range(5)
+    }
+    check_replay(config, result, tmp_path / "again")
+
+
+def test_a_dead_engine_ends_the_run_and_a_resumed_one_loses_and_repeats_nothing(tmp_path, model):
+    config = config_of(tmp_path, model, num_iterations=4, save_every_iterations=2)
+    engines = []
+
+    def dying(num_calls):
+        def make(sampling):
+            engine = SpyEngine.load(sampling.model, max_batch_size=4, num_calls=num_calls)
+            engines.append(engine)
+            return engine
+
+        return make
+
+    with pytest.raises(RolloutError, match="engine_down") as error:
+        rl.run(config, open_engine=dying(16))
+    assert "go on with --resume" in error.value.hint
+    held = ids_in(config)
+    assert len(held) in {12, 15}
+    with pytest.raises(RolloutError, match="existing_run"):
+        rl.run(config)
+    other = config_of(tmp_path, model, num_iterations=4, train={"learning_rate": 1e-4})
+    with pytest.raises(RolloutError, match=r"train\.learning_rate: got 0\.0001, expected 0\.001"):
+        rl.run(other, resume=True)
+    result = rl.run(config, resume=True, open_engine=dying(None))
+    sessions = [call[0] for call in engines[1].calls]
+    assert len(sessions) == len(set(sessions)) == 24 - len(held)
+    assert {*sessions, *held} == set(ids_in(config))
+    assert versions_of(config) == [{0}, {1}, {2}, {3}]
+    check_replay(config, result, tmp_path / "again")
+
+
+def test_evaluations_are_datasets_of_their_own_and_are_not_sampled_again(tmp_path, model):
+    tasks = write_tasks(tmp_path / "held_out.jsonl", 2)
+    evaluate = {"tasks": tasks, "every_iterations": 2, "temperature": 0.0, "group_size": 2}
+    config = config_of(tmp_path, model, evaluate=evaluate)
+    result = rl.run(config)
+    folder = tmp_path / "run" / "evaluations"
+    shards = {path.parent.name: path.read_bytes() for path in folder.rglob("*.parquet")}
+    assert sorted(shards) == ["iteration_00000", "iteration_00002", "iteration_00003"]
+    for name in shards:
+        rows = rollout_io.scan(folder / name).collect()
+        assert len(rows) == 4
+        assert set(rows["temperature"]) == {0.0}
+        assert set(rows["policy_version"]) == {int(name[-1])}
+    lines = [x for x in read_metrics(tmp_path / "run") if "evaluation/return_mean" in x]
+    assert [(x["iteration"], x["global_step"]) for x in lines] == [(0, 0), (2, 4), (3, 6)]
+    assert lines[-1]["evaluation/return_mean"] == result.evaluation
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    again = rl.run(config, resume=True)
+    assert again == result
+    assert {p.parent.name: p.read_bytes() for p in folder.rglob("*.parquet")} == shards
+    assert [x for x in read_metrics(tmp_path / "run") if "evaluation/return_mean" in x] == lines
+
+
+def test_failed_trajectories_stay_and_an_iteration_of_nothing_else_ends_the_run(tmp_path, model):
+    failing = {"environment": f"{HERE}:Failing"}
+    config = config_of(tmp_path, model, generate=failing, num_tasks=2)
+    lines = (tmp_path / "tasks.jsonl").read_text().splitlines()
+    tasks = [json.loads(line) | {"fails": number == 0} for number, line in enumerate(lines)]
+    (tmp_path / "tasks.jsonl").write_text("\n".join(map(json.dumps, tasks)))
+    result = rl.run(config)
+    assert (result.num_updates, result.num_skipped_updates) == (3, 3)
+    assert rows_of(config, 0)["error"].null_count() == 3
+    check_replay(config, result, tmp_path / "again")
+    (tmp_path / "b").mkdir()
+    with pytest.raises(RolloutError, match="6 failed trajectories, the first by env_raised") as e:
+        rl.run(config_of(tmp_path / "b", model, generate=failing))
+    assert "remove" in e.value.hint
+    assert rows_of(config_of(tmp_path / "b", model), 0)["error"].null_count() == 0

@@ -1,0 +1,33 @@
+"""The whole loop: generate, train, give the engine the new weights, repeat. Imports no torch.
+
+Example:
+    >>> from trainer import rl
+    >>> config = rl.load_rl_config("addition.toml", ["out=run"])  # doctest: +SKIP
+    >>> result = rl.run(config)  # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trainer import torch_is_needed
+from trainer.rl.config import RlConfig, load_rl_config
+
+if TYPE_CHECKING:
+    from pipelines.generation.run import OpenEngine
+    from trainer.rl.loop import RlResult
+
+__all__ = ["RlConfig", "load_rl_config", "run"]
+
+
+def run(
+    config: RlConfig, *, resume: bool = False, open_engine: OpenEngine | None = None
+) -> RlResult:
+    """Train a policy on what it samples itself, or go on with it: see `trainer.rl.loop.run`.
+
+    Raises:
+        RolloutError: As `trainer.rl.loop.run`; torch is not installed.
+    """
+    with torch_is_needed("rollouts rl"):
+        from trainer.rl import loop
+    return loop.run(config, resume=resume, open_engine=open_engine)

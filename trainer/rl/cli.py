@@ -1,0 +1,72 @@
+"""The verb `rl`."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from rollout_io.cli.output import emit, emit_json, example, next_command
+
+if TYPE_CHECKING:
+    from trainer.rl.loop import RlResult
+
+
+@click.command(
+    epilog=example("rollouts rl addition.toml --out run/ --set train.learning_rate=5e-6")
+)
+@click.argument("config", metavar="CONFIG.toml")
+@click.option("--out", metavar="RUN", help="Directory for the run; must be new, unless resumed.")
+@click.option("--resume", is_flag=True, help="Go on from RUN's latest checkpoint and rollouts.")
+@click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Override one key, TABLE.KEY of a table (docs/rl.md); may be repeated.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+def rl(
+    *, config: str, out: str | None, resume: bool, overrides: tuple[str, ...], as_json: bool
+) -> int:
+    """Train a policy on what it samples itself: sample groups, update, new weights, repeat.
+
+    CONFIG.toml has model, tasks and num_iterations, a table [generate] with keys of `rollouts
+    generate`, a table [train] with keys of `rollouts train`, and maybe [evaluate] (docs/rl.md). An
+    iteration samples train.groups_per_batch groups of generate.group_size trajectories, trains
+    them, and gives the engine the new weights. With max_staleness above 0 sampling goes on
+    meanwhile.
+
+    RUN/rollouts/ holds all that was sampled, a directory an iteration: `rollouts train
+    'RUN/rollouts/*'` makes the same updates again. RUN/metrics.jsonl is for `rollouts plot`,
+    RUN/checkpoints/ for Transformers and for --resume, which loses no finished group.
+    """
+    from trainer.rl import load_rl_config, run
+
+    sys.path.insert(0, str(Path.cwd()))
+    given = () if out is None else (f"out={out}",)
+    result = run(load_rl_config(config, (*overrides, *given)), resume=resume)
+    emit_json(dataclasses.asdict(result)) if as_json else emit(_report(result))
+    next_command(f"rollouts plot {result.out}")
+    return 0
+
+
+def _report(result: RlResult) -> str:
+    skipped = f", {result.num_skipped_updates} skipped" if result.num_skipped_updates else ""
+    lines = [
+        f"iterations   {result.num_iterations}",
+        f"updates      {result.num_updates}{skipped}",
+        f"reward       {_number(result.return_mean)} in the last iteration",
+        f"evaluation   {_number(result.evaluation)}",
+        f"rollouts     {result.out}/rollouts",
+        f"metrics      {result.out}/metrics.jsonl",
+        f"checkpoint   {result.checkpoint}",
+    ]
+    return "\n".join(line for line in lines if not line.endswith(" none"))
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:.4f}"

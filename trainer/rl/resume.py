@@ -1,0 +1,110 @@
+"""What of a run's directory the loop goes on with."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pipelines.generation.config import HOW_IT_RUNS
+from schemas.errors import RolloutError
+from trainer.begin import refuse_existing_run
+from trainer.checkpoint import discard_after, latest_checkpoint
+from trainer.files import replace_text
+from trainer.resume import check_not_fewer, check_same, saved_config
+from trainer.rl.config import RlConfig
+from trainer.state import Progress
+
+MAY_CHANGE = {
+    *("out", "num_iterations", "weight_sync", "save_every_iterations"),
+    *("train.out", "train.dataset", "train.keep_checkpoints", "train.trackers"),
+    *(f"generate.{key}" for key in HOW_IT_RUNS - {"group_size"}),
+}
+"""Keys that change nothing of what was made, and all of `[evaluate]`. `num_iterations` may only grow,
+and not where the learning rate goes down towards the last update."""
+
+
+_EVALUATED = "evaluation/return_mean"
+
+
+def find_checkpoint(config: RlConfig, *, resume: bool) -> Path | None:
+    """The checkpoint that a run goes on from; None: its start.
+
+    Raises:
+        RolloutError: A run is there, and is not to be resumed; it had another configuration.
+    """
+    out = Path(config.out)
+    if not resume:
+        refuse_existing_run(out)
+        return None
+    saved = saved_config(out)
+    if saved is not None:
+        now, before = flat(config.resolved()), flat(saved)
+        is_fixed = config.training.learning_rate_schedule != "constant"
+        may_change = MAY_CHANGE - ({"num_iterations"} if is_fixed else set())
+        may_change |= {key for key in now if key.partition(".")[0] == "evaluate"}
+        check_same(before, now, may_change, out)
+        check_not_fewer(before, "num_iterations", config.num_iterations)
+    found = latest_checkpoint(out)
+    if found and saved is None:
+        file = f"{out}/config.json"
+        raise RolloutError("resume_config", file, "nothing", "the configuration of the run")
+    return found
+
+
+def flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of tables as `table.key`.
+
+    Example:
+        >>> flat({"seed": 0, "train": {"gamma": 1.0}, "evaluate": None})
+        {'seed': 0, 'train.gamma': 1.0, 'evaluate': None}
+    """
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        of_table = isinstance(value, Mapping)
+        found |= {f"{name}.{k}": v for k, v in value.items()} if of_table else {name: value}
+    return found
+
+
+def prepare(config: RlConfig, progress: Progress) -> dict[int, float | None]:
+    """Leave in a run's directory what it goes on from, and its configuration.
+
+    Returns:
+        Mean returns of the evaluations that are made, by version.
+
+    Raises:
+        RolloutError: `metrics.jsonl` lacks updates of the checkpoint.
+    """
+    out = Path(config.out)
+    metrics, kept = out / "metrics.jsonl", dict[str, dict[str, Any]]()
+    if metrics.exists():
+        kept = lines_before(metrics, progress)
+        replace_text(metrics, "".join(kept))
+    discard_after(out, progress.global_step)
+    for unfinished in (out / "weights").glob(".version_*"):
+        shutil.rmtree(unfinished)
+    replace_text(out / "config.json", json.dumps(config.resolved(), indent=2) + "\n")
+    return {x["iteration"]: x[_EVALUATED] for x in kept.values() if _EVALUATED in x}
+
+
+def lines_before(path: Path, progress: Progress) -> dict[str, dict[str, Any]]:
+    """The lines up to a checkpoint, the evaluation of its own weights included, and what they say."""
+    kept: dict[str, dict[str, Any]] = {}
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        if not line.endswith("\n"):
+            break
+        try:
+            record = json.loads(line)
+            if record["iteration"] < progress.position.batch + (_EVALUATED in record):
+                kept[line] = record
+        except (ValueError, TypeError, KeyError) as error:
+            expected = "a line that a run wrote"
+            raise RolloutError("resume_metrics", str(path), repr(line[:60]), expected) from error
+    num_updates = sum(_EVALUATED not in record for record in kept.values())
+    if num_updates != progress.num_mini_batches:
+        got = f"{num_updates} lines of updates"
+        expected = f"{progress.num_mini_batches}, one a mini-batch of the checkpoint"
+        raise RolloutError("resume_metrics", str(path), got, expected)
+    return kept
