@@ -122,11 +122,10 @@ class Servers:
         return list(await asyncio.gather(*calls))
 
     def _order(self, session: str | None) -> list[str]:
-        """Servers by preference; one that is added or gone moves only its own sessions."""
         if session is None:
             first = next(self._turn) % len(self.urls)
             return [*self.urls[first:], *self.urls[:first]]
-        return sorted(self.urls, key=lambda u: hashlib.sha256(f"{session} {u}".encode()).digest())
+        return by_preference(self.urls, session)
 
     async def _repeat(
         self,
@@ -177,6 +176,11 @@ class Servers:
             start = max(now, self._next_start_s)
             self._next_start_s = start + 1 / self.limits.requests_per_s
             await asyncio.sleep(start - now)
+
+
+def by_preference(urls: Sequence[str], session: str) -> list[str]:
+    """Servers in a session's order; one that is added or gone moves only its own sessions."""
+    return sorted(urls, key=lambda url: hashlib.sha256(f"{session} {url}".encode()).digest())
 
 
 def _refused(url: str, answer: httpx2.Response) -> RolloutError:

@@ -52,7 +52,7 @@ def read_rewards(path: str | Path) -> dict[Key, Outcome]:
     """Outcomes by (instance_id, repetition_id), in file order.
 
     A line has `session` ("instance/repetition") or `instance_id` and `repetition_id`; `reward` (a
-    number) or `error` (a text), or both; further numbers and booleans become metrics, texts become
+    number, or null where it is unknown) or `error` (a text), or both; further numbers and booleans become metrics, texts become
     columns of the user's.
 
     Raises:
@@ -70,7 +70,7 @@ def read_rewards(path: str | Path) -> dict[Key, Outcome]:
         for line in read_lines(file):
             where = f"{path}:{line.number}"
             try:
-                key, outcome = _parse(decode_line(decoder, line.content, where), where)
+                key, outcome = parse_outcome(decode_line(decoder, line.content, where), where)
                 if key in outcomes:
                     raise _twice(key, outcomes[key].where, where)
                 outcomes[key] = outcome
@@ -81,14 +81,23 @@ def read_rewards(path: str | Path) -> dict[Key, Outcome]:
     return outcomes
 
 
-def _parse(record: dict[str, Any], where: str) -> tuple[Key, Outcome]:
+def parse_outcome(record: dict[str, Any], where: str) -> tuple[Key, Outcome]:
+    """The outcome that one line gives to one trajectory.
+
+    Args:
+        record: The line; a `reward` that is null is unknown.
+        where: Its place.
+
+    Raises:
+        RolloutError: reward_line, record_type, session_name.
+    """
     names = _Fields.__struct_fields__
     known = {name: record[name] for name in names if name in record}
     try:
         fields = msgspec.convert(known, _Fields)
     except msgspec.ValidationError as error:
         raise type_error(error, where) from None
-    if fields.reward is None and fields.error is None:
+    if fields.reward is None and fields.error is None and "reward" not in record:
         hint = "leave the line out if the reward is unknown; set `error` if the run failed"
         near = difflib.get_close_matches("reward", record, 1)
         hint = f"did you mean `reward`, not `{near[0]}`?" if near else hint

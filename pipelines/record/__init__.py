@@ -1,0 +1,1 @@
+"""A proxy between a harness and its engine that records every call's exact tokens."""

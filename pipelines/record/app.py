@@ -1,0 +1,257 @@
+"""The recorder's API: the engines' own for models and completions, and a small one for sessions."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Annotated
+
+import msgspec
+
+from pipelines.record.calls import Call
+from pipelines.record.metrics import CONTENT_TYPE
+from pipelines.record.openapi import DESCRIPTION
+from pipelines.record.recorder import Recorder
+from pipelines.record.requests import Kind, read_request
+from pipelines.record.targets import Target, api_key_of, is_session_key, key_of, path_of, target_of
+from pipelines.record.upstreams import BROKEN, Upstreams, passed_on
+from pipelines.record.wire import Exchange, Message, Receive, Send, unless_left
+from rollout_io.logs.jsonl import decode_line
+from rollout_io.logs.naming import split_session
+from schemas.errors import RolloutError
+
+_CALLS: dict[str, Kind] = {"/v1/chat/completions": "chat", "/v1/completions": "text"}
+_MODELS = "/v1/models"
+_SMALL_BYTES = 1 << 20
+
+Handler = Callable[[Exchange, Target], Awaitable[None]]
+
+
+class _Opened(msgspec.Struct, forbid_unknown_fields=True):
+    instance_id: Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
+    repetition_id: Annotated[int, msgspec.Meta(ge=0, lt=10**9)] | None = None
+
+
+class _Ended(msgspec.Struct, forbid_unknown_fields=True):
+    reward: float | None = None
+    error: Annotated[str, msgspec.Meta(min_length=1)] | None = None
+    metrics: dict[str, float] = {}
+
+
+class _Version(msgspec.Struct, forbid_unknown_fields=True):
+    policy_version: Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+
+
+_OPENED, _ENDED = msgspec.json.Decoder(_Opened), msgspec.json.Decoder(_Ended)
+_VERSION = msgspec.json.Decoder(_Version)
+
+
+class App:
+    """An ASGI application.
+
+    Args:
+        recorder: Entered.
+        upstreams: Entered.
+        url: Where clients find it: "http://127.0.0.1:8100".
+    """
+
+    def __init__(self, recorder: Recorder, upstreams: Upstreams, url: str) -> None:
+        self.recorder, self.upstreams, self.url = recorder, upstreams, url
+        self._slots = asyncio.Semaphore(recorder.settings.max_concurrency)
+        self._model: str | None = None
+        self._routes: dict[str, tuple[str, Handler]] = {
+            "/health": ("GET", self._health),
+            "/metrics": ("GET", self._metrics),
+            "/openapi.json": ("GET", self._openapi),
+            "/sessions": ("POST", self._open),
+            "/policy_version": ("POST", self._version),
+        }
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] != "http":
+            return
+        exchange = Exchange(scope, receive, send)
+        with suppress(ConnectionError):
+            try:
+                await self._route(exchange)
+            except RolloutError as error:
+                self.recorder.metrics.refused.inc()
+                await exchange.refuse(error)
+
+    async def _route(self, exchange: Exchange) -> None:
+        if exchange.raw_path in self._routes:
+            method, handler = self._routes[exchange.raw_path]
+            _allow(exchange, method)
+            return await handler(exchange, Target(None, None, None, exchange.raw_path))
+        target = target_of(exchange.raw_path, exchange.headers)
+        self._check_key(target, exchange)
+        if target.rest in _CALLS:
+            _allow(exchange, "POST")
+            return await self._call(exchange, target)
+        if target.rest == _MODELS or target.rest.startswith(f"{_MODELS}/"):
+            _allow(exchange, "GET")
+            return await self._models(exchange, target)
+        if target.session is not None and target.rest == "/end":
+            _allow(exchange, "POST")
+            return await self._end(exchange, target)
+        if target.session is not None and target.rest == "":
+            _allow(exchange, "GET")
+            return await self._state(exchange, target)
+        expected = ", ".join([*_CALLS, _MODELS, "/s/INSTANCE/REPETITION/v1/..."])
+        hint = "calls that are not recorded go to the engine itself"
+        raise RolloutError("no_such_path", exchange.raw_path, "no such path", expected, hint)
+
+    def _check_key(self, target: Target, exchange: Exchange) -> None:
+        admin = self.recorder.settings.admin_key
+        if admin is None or _is_same(api_key_of(exchange.headers), admin):
+            return
+        session, key = target.session, target.key or ""
+        if session is None and target.rest.startswith(_MODELS):
+            return
+        if session is None or not _is_same(key, key_of(admin, session)):
+            hint = "use the base_url that POST /sessions gave"
+            where = session or exchange.raw_path
+            raise RolloutError("session_key", where, "no key of a session", "its own", hint)
+
+    def _check_admin(self, exchange: Exchange) -> None:
+        admin = self.recorder.settings.admin_key
+        if admin is not None and not _is_same(api_key_of(exchange.headers), admin):
+            hint = "Authorization: Bearer ADMIN_KEY"
+            raise RolloutError("admin_key", exchange.raw_path, "another key", "the admin's", hint)
+
+    def _without_own_keys(self, exchange: Exchange) -> None:
+        """Keys that are for the recorder are not for the engine."""
+        admin = self.recorder.settings.admin_key
+        is_admin = admin is not None and _is_same(api_key_of(exchange.headers), admin)
+        if is_session_key(exchange.headers) or is_admin:
+            exchange.headers.pop("authorization", None)
+
+    async def _call(self, exchange: Exchange, target: Target) -> None:
+        settings = self.recorder.settings
+        if target.session is None and settings.unassigned == "refuse":
+            hint = f"base URL {self.url}/s/INSTANCE/REPETITION/v1"
+            raise RolloutError("no_session", target.rest, "a call of no session", "one", hint)
+        body = await exchange.body(settings.max_request_bytes)
+        self._without_own_keys(exchange)
+        asked = read_request(_CALLS[target.rest], body, await self._models_named())
+        session = self.recorder.session_for(target.session)
+        call = Call(
+            recorder=self.recorder,
+            upstreams=self.upstreams,
+            exchange=exchange,
+            path=target.rest,
+            asked=asked,
+            body=body,
+            session=session,
+            agent=target.agent,
+        )
+        self.recorder.metrics.under_way.inc()
+        try:
+            await unless_left(exchange, self._in_turn(call))
+        finally:
+            self.recorder.metrics.under_way.dec()
+            if target.session is None:
+                await self.recorder.end_unassigned(session)
+
+    async def _in_turn(self, call: Call) -> None:
+        async with self._slots:
+            await call.run()
+
+    async def _models_named(self) -> tuple[str, str] | None:
+        """The model's name for clients, and the engines'; None: it is the same."""
+        name = self.recorder.settings.served_model_name
+        if name is None:
+            return None
+        if self._model is None:
+            async with self.upstreams.answer("GET", _MODELS, None, {}, None) as response:
+                try:
+                    self._model = str(msgspec.json.decode(await response.aread())["data"][0]["id"])
+                except (*BROKEN, msgspec.MsgspecError, LookupError, TypeError):
+                    got = "no list of models"
+                    raise RolloutError("engine_down", _MODELS, got, "its name") from None
+        return name, self._model
+
+    async def _models(self, exchange: Exchange, target: Target) -> None:
+        self._without_own_keys(exchange)
+        names = await self._models_named()
+        path = target.rest
+        if names is not None and path == f"{_MODELS}/{names[0]}":
+            path = f"{_MODELS}/{names[1]}"
+        opened = self.upstreams.answer("GET", path, None, exchange.headers, target.session)
+        async with opened as response:
+            try:
+                content = await response.aread()
+            except BROKEN:
+                raise RolloutError("engine_down", path, "an answer that broke off") from None
+            if names is not None:
+                ours, theirs = (msgspec.json.encode({"id": name})[1:-1] for name in names)
+                content = content.replace(theirs, ours)
+            await exchange.answer(response.status_code, content, passed_on(response.headers))
+
+    async def _open(self, exchange: Exchange, _: Target) -> None:
+        self._check_admin(exchange)
+        given = decode_line(_OPENED, await exchange.body(_SMALL_BYTES), "POST /sessions")
+        split_session(f"{given.instance_id}/0", "POST /sessions")
+        session = self.recorder.open(given.instance_id, given.repetition_id)
+        admin = self.recorder.settings.admin_key
+        key = None if admin is None else key_of(admin, session.name)
+        url = self.url + path_of(session.name, key)
+        opened = {"session": session.name, "base_url": f"{url}/v1", "url": url}
+        await exchange.say(201, opened)
+
+    async def _end(self, exchange: Exchange, target: Target) -> None:
+        assert target.session is not None
+        where = f"POST {target.rest}"
+        given = decode_line(_ENDED, await exchange.body(_SMALL_BYTES) or b"{}", where)
+        said = {**given.metrics, "reward": given.reward, "error": given.error}
+        clash = sorted({"session", "reward", "error"} & given.metrics.keys())
+        if clash:
+            raise RolloutError("reward_line", where, f"a metric {clash[0]!r}", "another name")
+        session = await self.recorder.end(target.session, said)
+        await exchange.say(200, session.state())
+
+    async def _state(self, exchange: Exchange, target: Target) -> None:
+        assert target.session is not None
+        session = self.recorder.sessions.find(target.session)
+        if session is not None:
+            return await exchange.say(200, session.state())
+        if self.recorder.sessions.is_written(target.session):
+            return await exchange.say(200, {"session": target.session, "state": "written"})
+        raise RolloutError("unknown_session", target.session, "no such session", "one with a call")
+
+    async def _version(self, exchange: Exchange, _: Target) -> None:
+        self._check_admin(exchange)
+        content = await exchange.body(_SMALL_BYTES)
+        given = decode_line(_VERSION, content, "POST /policy_version")
+        await self.recorder.set_version(given.policy_version)
+        await exchange.say(200, {"policy_version": given.policy_version})
+
+    async def _health(self, exchange: Exchange, _: Target) -> None:
+        problem = self.recorder.journal.problem
+        state = {
+            "status": "ok" if problem is None else "not recording",
+            "problem": problem,
+            "open_sessions": self.recorder.sessions.num_open,
+            "policy_version": self.recorder.policy_version,
+        }
+        await exchange.say(200 if problem is None else 507, state)
+
+    async def _metrics(self, exchange: Exchange, _: Target) -> None:
+        self.recorder.update_gauges()
+        kind = (b"content-type", CONTENT_TYPE.encode())
+        await exchange.answer(200, self.recorder.metrics.text(), [kind])
+
+    async def _openapi(self, exchange: Exchange, _: Target) -> None:
+        await exchange.say(200, DESCRIPTION)
+
+
+def _allow(exchange: Exchange, method: str) -> None:
+    if exchange.method != method:
+        raise RolloutError("method", exchange.raw_path, exchange.method, method)
+
+
+def _is_same(given: str, expected: str) -> bool:
+    return hmac.compare_digest(given.encode(), expected.encode())

@@ -1,0 +1,271 @@
+"""What a recorder must not lose: calls and outcomes, appended to logs that `convert` reads too.
+
+    DS/.recording/lock                  held by the recorder at work
+    DS/.recording/00000/calls.jsonl     one call a line: the `calls` format
+    DS/.recording/00000/rewards.jsonl   one ended session a line: the rewards file
+    DS/.recording/00000/written.jsonl   which sessions are in which shard
+
+A session's lines are in one numbered folder. Once all of a folder's sessions are in shards, it is
+removed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from rollout_io.adapters import Input, Place, Rejected
+from rollout_io.adapters.calls import find_sessions
+from rollout_io.conversion.rewards import Outcome, parse_outcome
+from rollout_io.logs.jsonl import decode_line, read_lines
+from schemas.errors import RolloutError
+
+FOLDER = ".recording"
+FOLDER_BYTES = 256 << 20
+
+File = Literal["calls", "rewards", "written"]
+_FILES: tuple[File, ...] = ("calls", "rewards", "written")
+_RECORD = msgspec.json.Decoder(dict[str, Any])
+_TIME = re.compile(rb'"time":([0-9.]+)')
+
+
+@dataclass(kw_only=True, slots=True)
+class Recovered:
+    """What an earlier recorder left of a session.
+
+    Attributes:
+        folder: Number of its folder.
+        places: Of its calls.
+        outcome: How it ended; None: it is open.
+    """
+
+    folder: int
+    places: list[Place] = field(default_factory=list)
+    outcome: Outcome | None = None
+
+
+class _Entry(NamedTuple):
+    path: Path
+    content: bytes
+    done: asyncio.Future[Place]
+
+
+class Journal:
+    """The logs of one dataset's recorder.
+
+    Lines that wait at the same time are written together, with one sync for all.
+
+    Args:
+        out: The dataset's directory, local.
+
+    Attributes:
+        problem: Why nothing could be written the last time; None: it could.
+        last_time_s: Of the latest call that was found.
+        folder: Number of the folder that new sessions go to.
+    """
+
+    def __init__(self, out: str | os.PathLike[str]) -> None:
+        self._root = Path(out) / FOLDER
+        self._waiting: list[_Entry] = []
+        self._sizes: dict[Path, int] = {}
+        self._task: asyncio.Task[None] | None = None
+        self.problem: str | None = None
+        self.last_time_s = 0.0
+        self.folder = 0
+
+    def recover(self) -> dict[str, Recovered]:
+        """The sessions of an earlier recorder that are in no shard that it knows of.
+
+        A last line that was cut off is removed: nobody was told that it is there.
+        """
+        found: dict[str, Recovered] = {}
+        for number in self.folders():
+            for path in (self._path(number, file) for file in _FILES):
+                self._sizes[path] = _cut_to_lines(path)
+            self.last_time_s = max(self.last_time_s, _last_time(self._path(number, "calls")))
+            written = {n for r in self._records(number, "written") for n in r["sessions"]}
+            found |= {n: s for n, s in self._sessions(number) if n not in written}
+            self.folder = number + 1
+        return found
+
+    def _sessions(self, number: int) -> Iterator[tuple[str, Recovered]]:
+        sessions: dict[str, Recovered] = {}
+        path = self._path(number, "calls")
+        inputs = [Input(str(path), path)] if path.exists() else []
+        for run in find_sessions(inputs, lambda _: None):
+            if isinstance(run, Rejected):
+                raise run.error
+            assert not isinstance(run, tuple)
+            name = f"{run.instance_id}/{run.repetition_id}"
+            sessions[name] = Recovered(folder=number, places=list(run.places))
+        for record in self._records(number, "rewards"):
+            (instance, repetition), outcome = parse_outcome(record, str(path))
+            name = f"{instance}/{repetition}"
+            sessions.setdefault(name, Recovered(folder=number)).outcome = outcome
+        yield from sessions.items()
+
+    def _records(self, number: int, name: File) -> Iterator[dict[str, Any]]:
+        path = self._path(number, name)
+        if path.exists():
+            with path.open("rb") as file:
+                for line in read_lines(file):
+                    yield decode_line(_RECORD, line.content, f"{path}:{line.number}")
+
+    async def append(self, folder: int, name: File, record: Mapping[str, Any]) -> Place:
+        """Write one line; it is on the disk when this returns.
+
+        Raises:
+            RolloutError: journal: it could not be written, and is not there.
+        """
+        content = msgspec.json.encode(record).replace(b"\n", b" ").replace(b"\r", b" ")
+        return await self._write(self._path(folder, name), content + b"\n")
+
+    async def probe(self) -> None:
+        """Try to write, after a time when that failed; blank lines are nothing to a reader.
+
+        Raises:
+            RolloutError: As `append`.
+        """
+        if self.problem is not None:
+            await self._write(self._path(self.folder, "calls"), b"\n" * 4096)
+
+    def next_folder(self) -> int:
+        """The folder for a new session."""
+        if self._sizes.get(self._path(self.folder, "calls"), 0) > FOLDER_BYTES:
+            self.folder += 1
+        return self.folder
+
+    async def remove(self, folder: int) -> None:
+        """Remove a folder whose sessions are all in shards."""
+        await asyncio.to_thread(shutil.rmtree, self._root / f"{folder:05d}", ignore_errors=True)
+        for name in _FILES:
+            self._sizes.pop(self._path(folder, name), None)
+
+    async def _write(self, path: Path, content: bytes) -> Place:
+        done: asyncio.Future[Place] = asyncio.get_running_loop().create_future()
+        self._waiting.append(_Entry(path, content, done))
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._commit())
+        return await asyncio.shield(done)
+
+    async def _commit(self) -> None:
+        while self._waiting:
+            entries, self._waiting = self._waiting, []
+            try:
+                places = await asyncio.to_thread(self._write_all, entries)
+            except OSError as error:
+                self.problem = (error.strerror or str(error)).lower()
+                for entry in entries:
+                    _fail(entry, self.problem)
+            else:
+                self.problem = None
+                for entry, place in zip(entries, places, strict=True):
+                    if not entry.done.done():
+                        entry.done.set_result(place)
+
+    def _write_all(self, entries: Sequence[_Entry]) -> list[Place]:
+        """Append the lines, file by file; all of them are there, or none."""
+        places: dict[int, Place] = {}
+        before: dict[Path, int] = {}
+        try:
+            for path in dict.fromkeys(entry.path for entry in entries):
+                before[path] = offset = self._sizes.get(path, 0)
+                chosen = [(i, e.content) for i, e in enumerate(entries) if e.path == path]
+                _append(path, offset, b"".join(content for _, content in chosen))
+                for i, content in chosen:
+                    places[i] = Place(path, f"{path.name}@{offset}", offset, len(content))
+                    offset += len(content)
+                self._sizes[path] = offset
+        except OSError:
+            for path, size in before.items():
+                self._sizes[path] = size
+                _truncate(path, size)
+            raise
+        return [places[i] for i in range(len(entries))]
+
+    def folders(self) -> list[int]:
+        """Numbers of the folders that are there."""
+        if not self._root.is_dir():
+            return []
+        return sorted(int(path.name) for path in self._root.iterdir() if path.name.isdigit())
+
+    def _path(self, folder: int, name: File) -> Path:
+        return self._root / f"{folder:05d}" / f"{name}.jsonl"
+
+
+def _append(path: Path, offset: int, content: bytes) -> None:
+    is_new = not path.exists()
+    if is_new:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+    try:
+        while content:
+            num_bytes = os.pwrite(handle, content, offset)
+            content, offset = content[num_bytes:], offset + num_bytes
+        os.fdatasync(handle)
+    finally:
+        os.close(handle)
+    if is_new:
+        for folder in (path.parent, path.parent.parent):
+            _sync_folder(folder)
+
+
+def _sync_folder(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _truncate(path: Path, size: int) -> None:
+    if path.exists():
+        os.truncate(path, size)
+
+
+def _cut_to_lines(path: Path) -> int:
+    """Remove what follows the last line's end; the size."""
+    if not path.exists():
+        return 0
+    with path.open("rb+") as file:
+        size = file.seek(0, os.SEEK_END)
+        end = _last_end(file, size)
+        if end < size:
+            file.truncate(end)
+    return end
+
+
+def _last_end(file: Any, size: int) -> int:
+    end = size
+    while end > 0:
+        start = max(end - (1 << 20), 0)
+        file.seek(start)
+        found = file.read(end - start).rfind(b"\n")
+        if found >= 0:
+            return int(start + found + 1)
+        end = start
+    return 0
+
+
+def _last_time(path: Path) -> float:
+    times: Iterable[bytes] = ()
+    if path.exists():
+        with path.open("rb") as file:
+            times = [found[1] for line in file if (found := _TIME.search(line[:4096]))]
+    return max(map(float, times), default=0.0)
+
+
+def _fail(entry: _Entry, problem: str) -> None:
+    if not entry.done.done():
+        hint = "free some space there"
+        error = RolloutError("journal", str(entry.path), problem, "a call that is written", hint)
+        entry.done.set_exception(error)
+        entry.done.exception()

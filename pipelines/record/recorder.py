@@ -1,0 +1,312 @@
+"""A recorder's book-keeping: calls into the journal, ended sessions into shards."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Self
+
+import msgspec
+import numpy as np
+
+from pipelines.record.journal import Journal, Recovered
+from pipelines.record.lock import Lock
+from pipelines.record.metrics import Metrics
+from pipelines.record.requests import Fields
+from pipelines.record.sessions import ABANDONED, UNASSIGNED, Session, Sessions
+from pipelines.record.settings import RecordSettings
+from pipelines.record.shards import Shards, ended_of
+from rollout_io.conversion.rewards import parse_outcome
+from rollout_io.logs.completions import Answer as LoggedAnswer
+from rollout_io.logs.completions import Request, read_choices
+from rollout_io.logs.tokens import strict_ids
+from schemas.errors import RolloutError
+from schemas.metadata import DatasetMetadata
+
+MOST_A_SHARD = 1024
+_ANSWER = msgspec.json.Decoder(LoggedAnswer)
+_TICK_S = 0.25
+
+
+class Recorder:
+    """The sessions of one dataset; enter it before the first call.
+
+    Args:
+        settings: How.
+        metadata: What the dataset says about itself.
+        tell: Told what people should know.
+
+    Attributes:
+        metrics: What happened so far.
+        policy_version: Of the engines' weights.
+    """
+
+    def __init__(
+        self,
+        settings: RecordSettings,
+        metadata: DatasetMetadata | None = None,
+        tell: Callable[[str], object] = sys.stderr.write,
+    ) -> None:
+        self.settings, self.metrics = settings, Metrics()
+        self.journal = Journal(settings.out)
+        self._shards = Shards(settings.out, metadata or DatasetMetadata())
+        self._tell = tell
+        self._lock = Lock(settings.out)
+        self._flushing = asyncio.Lock()
+        self.policy_version = settings.policy_version
+        self._last_time_s = 0.0
+        self._said: set[str] = set()
+
+    async def __aenter__(self) -> Self:
+        await asyncio.to_thread(self._lock.take)
+        try:
+            await self._recover()
+        except BaseException:
+            self._lock.release()
+            raise
+        self._stop = asyncio.Event()
+        self._ticking = asyncio.create_task(self._tick())
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self._stop.set()
+        await self._ticking
+        try:
+            if self.settings.end_open:
+                for session in [s for s in self.sessions if s.outcome is None]:
+                    await self.end(session.name, {"reward": None})
+            await self.flush()
+            self.journal.folder += 1
+            await self._remove_folders(self.journal.folders())
+        except RolloutError as failed:
+            self.warn(str(failed), "what is not in shards is in the journal, for the next start")
+        finally:
+            self._lock.release()
+
+    @property
+    def num_waiting(self) -> int:
+        """Ended sessions that are in no shard yet."""
+        return sum(s.outcome is not None for s in self.sessions)
+
+    def update_gauges(self) -> None:
+        """Bring what is counted on demand up to date."""
+        self.metrics.open.set(self.sessions.num_open)
+        self.metrics.waiting.set(self.num_waiting)
+
+    def warn(self, what: str, text: str) -> None:
+        """Say what happened, once for all that is alike."""
+        if what not in self._said:
+            self._said.add(what)
+            self._tell(f"warning: {what}: {text}\n")
+
+    async def _recover(self) -> None:
+        found, written = await asyncio.to_thread(
+            lambda: (self.journal.recover(), self._shards.trajectory_ids())
+        )
+        self.sessions = Sessions(written)
+        self._last_time_s = self.journal.last_time_s
+        for name, left in found.items():
+            if not self.sessions.is_written(name):
+                self.sessions.add(_session_of(name, left))
+        if self.policy_version is None:
+            self.policy_version = _read_version(self._version_path)
+        for session in list(self.sessions):
+            if session.name.startswith(f"{UNASSIGNED}/") and session.outcome is None:
+                await self.end(session.name, {})
+        await self._remove_folders(self.journal.folders())
+
+    def session_for(self, name: str | None) -> Session:
+        """The session of a call; without a name, one of its own.
+
+        Raises:
+            RolloutError: session_ended.
+        """
+        folder = self.journal.next_folder()
+        if name is None:
+            name = f"{UNASSIGNED}/{self.sessions.free_repetition(UNASSIGNED)}"
+        return self.sessions.called(name, folder)
+
+    def open(self, instance_id: str, repetition_id: int | None) -> Session:
+        """A new session; without a repetition, the first that is free.
+
+        Raises:
+            RolloutError: session_open, session_ended, session_name.
+        """
+        if repetition_id is None:
+            repetition_id = self.sessions.free_repetition(instance_id)
+        return self.sessions.open(f"{instance_id}/{repetition_id}", self.journal.next_folder())
+
+    def now_s(self) -> float:
+        """Seconds since 1970: later than any call before."""
+        self._last_time_s = max(time.time(), self._last_time_s + 1e-6)
+        return self._last_time_s
+
+    async def record(
+        self,
+        session: Session,
+        request: Fields,
+        response: msgspec.Raw,
+        **about: Any,
+    ) -> None:
+        """Write a call; it is on the disk when this returns.
+
+        Args:
+            session: Whose call it is.
+            request: Fields that the client sent.
+            response: As the engine gave it: an object, or a list of chunks.
+            about: `time`, and where they are known `agent` and `policy_version`.
+
+        Raises:
+            RolloutError: journal: it is not written.
+        """
+        known = {name: value for name, value in about.items() if value is not None}
+        record = {"session": session.name, **known, "request": request, "response": response}
+        place = await self.journal.append(session.folder, "calls", record)
+        session.places.append(place)
+        self.metrics.calls.inc()
+
+    def count(self, session: Session, agent: str | None, response: msgspec.Raw) -> None:
+        """Look at the tokens of a recorded call: how many, and whether they continue those before."""
+        try:
+            steps = read_choices(_ANSWER.decode(response), Request(), f"session {session.name}")
+            prompt = _ids(steps[0].prompt_token_ids)
+            responses = [_ids(step.response_ids) for step in steps]
+        except (RolloutError, msgspec.MsgspecError) as error:
+            self.warn("a call without usable tokens", f"its session will have failed: {error}")
+            return
+        self.metrics.tokens.inc(sum(map(len, responses)))
+        if session.count(agent, prompt, responses):
+            self.metrics.drifts.inc()
+
+    async def end(self, name: str, said: Mapping[str, Any]) -> Session:
+        """End a session; saying the same again changes nothing.
+
+        Args:
+            name: Of the session; one that made no call may end with an error.
+            said: `reward`, `error`, and numbers and texts by name.
+
+        Raises:
+            RolloutError: session_ended: otherwise before; reward_line; journal: it is not ended.
+        """
+        session = self.sessions.find(name)
+        if session is None and not said.get("error") and not self.sessions.is_written(name):
+            hint = "one that made no call may end with an error"
+            raise RolloutError("unknown_session", name, "no such session", "one with a call", hint)
+        record = {"session": name, "reward": None, **said, **_losses(session, said)}
+        outcome = parse_outcome(record, f"session {name}")[1]
+        if session is not None and session.outcome is not None:
+            if session.outcome == outcome:
+                return session
+            raise RolloutError("session_ended", name, "another end of a session", "the same again")
+        session = session or self.sessions.open(name, self.journal.next_folder())
+        session.outcome = outcome
+        with session.calling():  # it is not written to a shard before it is durable
+            try:
+                await self.journal.append(session.folder, "rewards", record)
+            except RolloutError:
+                session.outcome = None
+                raise
+        session.ends.clear()
+        return session
+
+    async def end_unassigned(self, session: Session) -> None:
+        """End a session that was one call's; of a call that was not recorded nothing is left."""
+        if not session.places:
+            self.sessions.drop(session)
+            return
+        with suppress(RolloutError):  # it is ended by the next start
+            await self.end(session.name, {})
+
+    async def flush(self) -> None:
+        """Write ended sessions to shards.
+
+        Raises:
+            RolloutError: output_file: they stay where they are.
+        """
+        async with self._flushing:
+            ended = [s for s in self.sessions if s.outcome is not None and not s.num_under_way]
+            for start in range(0, len(ended), MOST_A_SHARD):
+                await self._write(ended[start : start + MOST_A_SHARD])
+
+    async def _write(self, sessions: Sequence[Session]) -> None:
+        await asyncio.to_thread(self._shards.write, [ended_of(s) for s in sessions])
+        self.metrics.written.inc(len(sessions))
+        self.sessions.wrote(sessions)
+        by_folder: defaultdict[int, list[str]] = defaultdict(list)
+        for session in sessions:
+            by_folder[session.folder].append(session.name)
+        for folder, names in by_folder.items():
+            await self.journal.append(folder, "written", {"sessions": names})
+        await self._remove_folders(by_folder)
+
+    async def _remove_folders(self, folders: Sequence[int] | Mapping[int, Any]) -> None:
+        used = {session.folder for session in self.sessions} | {self.journal.folder}
+        for folder in set(folders) - used:
+            await self.journal.remove(folder)
+
+    async def _tick(self) -> None:
+        last = time.monotonic()
+        while not self._stop.is_set():
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._stop.wait(), min(_TICK_S, self.settings.flush_s))
+            try:
+                for session in self.sessions.idle(self.settings.idle_timeout_s):
+                    await self.end(session.name, {"error": self._abandoned()})
+                if (
+                    self.num_waiting >= MOST_A_SHARD
+                    or time.monotonic() - last > self.settings.flush_s
+                ):
+                    last = time.monotonic()
+                    await self.flush()
+            except RolloutError as error:
+                self.warn(error.rule, f"{error}; it is tried again")
+
+    def _abandoned(self) -> str:
+        return f"{ABANDONED}: no call for {self.settings.idle_timeout_s:g} s"
+
+    @property
+    def _version_path(self) -> Path:
+        return Path(self.settings.out) / ".recording" / "policy_version.json"
+
+    async def set_version(self, version: int) -> None:
+        """Calls from here on are of these weights."""
+        self.policy_version = version
+        await asyncio.to_thread(_write_version, self._version_path, version)
+
+
+def _losses(session: Session | None, said: Mapping[str, Any]) -> dict[str, Any]:
+    """What the outcome of a session says of calls that are not in it."""
+    found: dict[str, Any] = {}
+    if session is not None and session.num_unrecorded:
+        found["unrecorded_calls"] = session.num_unrecorded
+    if session is not None and session.num_lost and not said.get("error"):
+        found["error"] = f"calls_lost: {session.num_lost} calls could not be written"
+    return found
+
+
+def _ids(ids: Any) -> Any:
+    return strict_ids(ids, "call", "call") if isinstance(ids, bytes) else np.asarray(ids)
+
+
+def _session_of(name: str, left: Recovered) -> Session:
+    return Session(name=name, folder=left.folder, places=left.places, outcome=left.outcome)
+
+
+def _read_version(path: Path) -> int | None:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, int) else None
+
+
+def _write_version(path: Path, version: int) -> None:
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(version))
+    temporary.replace(path)

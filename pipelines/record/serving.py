@@ -1,0 +1,208 @@
+"""Serves a recorder until it is told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from pipelines.record.recorder import Recorder
+from pipelines.record.settings import RecordSettings
+from schemas.errors import RolloutError
+from schemas.metadata import DatasetMetadata
+
+try:
+    import uvicorn
+
+    from pipelines.record.app import App
+    from pipelines.record.metrics import number
+    from pipelines.record.upstreams import Upstreams
+except ImportError as error:
+    _HINT = 'pip install "rollout-io[record]"'
+    _GOT = f"no package {error.name!r}"
+    raise RolloutError("extra_installed", "rollouts record", _GOT, "", _HINT) from None
+
+from pipelines.generation.servers import Limits
+
+_ATTEMPTS, _TIMEOUT_S, _BACKOFF_S, _STOP_S = 5, 3600.0, 0.2, 600
+_LINE_S = 1.0
+
+
+class _Server(uvicorn.Server):
+    """One that leaves signals alone."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Nothing."""
+        yield
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Serving:
+    """A recorder that answers.
+
+    Attributes:
+        url: Its root.
+        recorder: Its book-keeping.
+        server: Set its `should_exit` to stop.
+    """
+
+    url: str
+    recorder: Recorder
+    server: uvicorn.Server
+
+
+@asynccontextmanager
+async def serving(
+    settings: RecordSettings,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    metadata: DatasetMetadata | None = None,
+    tell: Callable[[str], object] = sys.stderr.write,
+) -> AsyncIterator[Serving]:
+    """Serve for as long as the block lasts; at its end calls under way are finished.
+
+    Args:
+        settings: How.
+        host: Address to listen on.
+        port: 0: a free one.
+        metadata: What the dataset says about itself.
+        tell: Told what people should know.
+
+    Raises:
+        RolloutError: address: it cannot be listened on; out_is_free, output_file.
+    """
+    with _listen(host, port) as listener:
+        async with _serving(settings, listener, host, metadata, tell) as served:
+            yield served
+
+
+@asynccontextmanager
+async def _serving(
+    settings: RecordSettings,
+    listener: socket.socket,
+    host: str,
+    metadata: DatasetMetadata | None,
+    tell: Callable[[str], object],
+) -> AsyncIterator[Serving]:
+    shown = f"[{host}]" if ":" in host else host
+    url = f"http://{shown}:{listener.getsockname()[1]}"
+    recorder = Recorder(settings, metadata, tell)
+    limits = Limits(timeout_s=_TIMEOUT_S, max_attempts=_ATTEMPTS, backoff_s=_BACKOFF_S)
+    upstreams = Upstreams(
+        settings.upstreams,
+        limits,
+        api_key=settings.upstream_api_key,
+        retried=recorder.metrics.retries.inc,
+    )
+    async with recorder, upstreams:
+        config = uvicorn.Config(
+            App(recorder, upstreams, url),
+            lifespan="off",
+            log_level="critical",
+            access_log=False,
+            server_header=False,
+            date_header=False,
+            timeout_graceful_shutdown=_STOP_S,
+        )
+        server = _Server(config)
+        task = asyncio.create_task(server.serve(sockets=[listener]))
+        while not server.started and not task.done():
+            await asyncio.sleep(0.01)
+        try:
+            yield Serving(url=url, recorder=recorder, server=server)
+        finally:
+            server.should_exit = True
+            await task
+
+
+async def serve(
+    settings: RecordSettings,
+    *,
+    host: str,
+    port: int,
+    metadata: DatasetMetadata,
+    announce: Callable[[str], object],
+) -> None:
+    """Serve until a signal; a second one does not wait for calls under way.
+
+    Raises:
+        RolloutError: As `serving`.
+    """
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    async with serving(settings, host=host, port=port, metadata=metadata) as served:
+
+        def stopped() -> None:
+            served.server.force_exit = stop.is_set()
+            stop.set()
+
+        for number_ in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number_, stopped)
+        announce(served.url)
+        line = Line(served.recorder)
+        while not stop.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stop.wait(), _LINE_S)
+            line.show()
+        line.close()
+
+
+class Line:
+    """What goes on, on a terminal's last line; elsewhere nothing.
+
+    Args:
+        recorder: Whose numbers.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder, self._is_shown = recorder, sys.stderr.isatty()
+        self._last = (time.monotonic(), 0.0, 0.0)
+
+    def show(self) -> None:
+        """Write it anew."""
+        if self._is_shown:
+            sys.stderr.write(f"\r\x1b[K{self.text()}")
+            sys.stderr.flush()
+
+    def text(self) -> str:
+        """The line, with rates since the last one."""
+        metrics = self._recorder.metrics
+        now_s, calls, tokens = time.monotonic(), number(metrics.calls), number(metrics.tokens)
+        before_s, before_calls, before_tokens = self._last
+        self._last = (now_s, calls, tokens)
+        elapsed_s = max(now_s - before_s, 1e-9)
+        parts = [
+            f"{self._recorder.sessions.num_open} sessions open",
+            f"{(calls - before_calls) / elapsed_s:,.1f} calls/s",
+            f"{(tokens - before_tokens) / elapsed_s:,.0f} tokens/s",
+            f"{number(metrics.drifts):,.0f} drifts",
+            f"{self._recorder.sessions.num_written:,} trajectories",
+        ]
+        if unrecorded := number(metrics.unrecorded):
+            parts.append(f"{unrecorded:,.0f} UNRECORDED")
+        return ", ".join(parts)
+
+    def close(self) -> None:
+        """Leave the line."""
+        if self._is_shown:
+            sys.stderr.write("\n")
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        got = (error.strerror or str(error)).lower()
+        raise RolloutError("address", f"{host}:{port}", got, "a free one", "--port 0") from None
+    return listener

@@ -1,0 +1,108 @@
+"""Whose call it is: session, agent and API path, from a URL, a header or an API key.
+
+    /s/INSTANCE/REPETITION[/AGENT]/v1/...         base URL of a session
+    /k/KEY/INSTANCE/REPETITION[/AGENT]/v1/...     the same, with the key it was opened with
+    X-Rollouts-Session: INSTANCE/REPETITION[/AGENT]
+    Authorization: Bearer sk-rollouts-INSTANCE/REPETITION[/AGENT]
+
+Parts are percent-encoded: an instance "math/12" is "math%2F12".
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+from urllib.parse import quote, unquote
+
+from rollout_io.logs.naming import split_session
+from schemas.errors import RolloutError
+
+KEY_PREFIX = "sk-rollouts-"
+SESSION_HEADER = "x-rollouts-session"
+_API = "v1"
+
+
+class Target(NamedTuple):
+    """What a request is about.
+
+    Attributes:
+        session: "instance/repetition"; None: none is named.
+        agent: Whose call, within the session.
+        key: What the URL says to be the session's key.
+        rest: The path without the session: "/v1/chat/completions", "/end", "".
+    """
+
+    session: str | None
+    agent: str | None
+    key: str | None
+    rest: str
+
+
+def target_of(raw_path: str, headers: Mapping[str, str]) -> Target:
+    """Read a request's target.
+
+    Args:
+        raw_path: As it came, percent-encoded, without the query.
+        headers: By lower-case name.
+
+    Raises:
+        RolloutError: session_name: no instance, no repetition, or no UTF-8.
+
+    Example:
+        >>> target_of("/s/math%2F12/3/checker/v1/models", {})
+        Target(session='math/12/3', agent='checker', key=None, rest='/v1/models')
+    """
+    parts = raw_path.split("/")
+    kind = parts[1] if len(parts) > 1 else ""
+    if kind in {"s", "k"}:
+        key = None
+        if kind == "k":
+            key, parts = (parts[2] if len(parts) > 2 else ""), [*parts[:2], *parts[3:]]
+        has_agent = len(parts) > 5 and parts[5] == _API
+        named, rest = parts[2 : 5 if has_agent else 4], parts[5 if has_agent else 4 :]
+        session, agent = _names(named, raw_path)
+        return Target(session, agent, key, "/".join(["", *rest]))
+    named = headers.get(SESSION_HEADER, "").split("/")
+    if named == [""]:
+        named = api_key_of(headers).removeprefix(KEY_PREFIX).split("/")
+        if not is_session_key(headers):
+            return Target(None, None, None, raw_path)
+    session, agent = _names(named, "the session header or API key")
+    return Target(session, agent, None, raw_path)
+
+
+def is_session_key(headers: Mapping[str, str]) -> bool:
+    """Whether the client's API key names a session, and is no credential."""
+    return api_key_of(headers).startswith(KEY_PREFIX)
+
+
+def api_key_of(headers: Mapping[str, str]) -> str:
+    """The bearer token, or ""."""
+    kind, _, token = headers.get("authorization", "").partition(" ")
+    return token.strip() if kind.lower() == "bearer" else ""
+
+
+def path_of(session: str, key: str | None = None) -> str:
+    """The URL path of a session, without "/v1"."""
+    instance, repetition = split_session(session, "session")
+    head = "/s" if key is None else f"/k/{key}"
+    return f"{head}/{quote(instance, safe='')}/{repetition}"
+
+
+def key_of(admin_key: str, session: str) -> str:
+    """The key of a session: whoever has it can write to that session, and to no other."""
+    return hmac.new(admin_key.encode(), session.encode(), hashlib.sha256).hexdigest()[:32]
+
+
+def _names(parts: Sequence[str], where: str) -> tuple[str, str | None]:
+    try:
+        plain = [unquote(part, errors="strict") for part in parts]
+    except UnicodeDecodeError:
+        raise RolloutError("session_name", where, "bytes that are no UTF-8", "UTF-8") from None
+    if not 2 <= len(plain) <= 3 or not all(plain):
+        hint = "/s/INSTANCE/REPETITION[/AGENT]/v1, each part percent-encoded"
+        raise RolloutError("session_name", where, repr("/".join(plain)), "a session", hint)
+    instance, repetition = split_session(f"{plain[0]}/{plain[1]}", where)
+    return f"{instance}/{repetition}", plain[2] if len(plain) == 3 else None
