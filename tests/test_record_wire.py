@@ -171,7 +171,11 @@ def test_a_body_beyond_the_bound_is_refused_and_goes_nowhere(engine, tmp_path):
     asyncio.run(main())
 
 
-def test_the_engines_errors_pass_as_they_are_and_an_engine_that_is_away_is_a_502(tmp_path):
+def test_the_engines_errors_pass_as_they_are_and_an_engine_that_is_away_is_a_502(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr("pipelines.record.serving._BACKOFF_S", 0.01)
+
     async def main():
         app = FakeEngine()
         app.status = 429
