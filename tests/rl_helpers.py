@@ -32,6 +32,13 @@ class Length:
         return {"observations": [], "reward": len(action) % 7 / 6, "done": True}
 
 
+class SomeConstant(Length):
+    """Earns nothing where `constant` says so."""
+
+    def step(self, action):
+        return super().step(action) | ({"reward": 0.0} if self.extras["constant"] else {})
+
+
 class Slow(Length):
     """Takes up to 60 ms, one in five 300 ms."""
 

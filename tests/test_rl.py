@@ -1,11 +1,13 @@
 """The loop with the embedded engine, and the replay of what it sampled."""
 
+import asyncio
 import json
 import shutil
 
 import pytest
 
 import rollout_io
+from pipelines.generation import Sampling
 from rollout_io.cli.main import run as command
 from rollout_io.retokenize.tokenizer import load_tokenizer
 from schemas.errors import RolloutError
@@ -13,11 +15,19 @@ from tests.generation_helpers import SpyEngine
 from tests.rl_helpers import HERE, config_of, lines_of, replay, rows_of, weights_of, write_tasks
 from tests.trainer_helpers import tiny_llama
 from trainer import rl
+from trainer.engine import TransformersEngine
 from trainer.plot import read_metrics
 from trainer.rl.collector import Collector
+from trainer.rl.gate import Gate
 
 LOOP_ONLY = {"iteration", "staleness_mean", "staleness_max", "staleness_histogram"}
-LOOP_ONLY |= {"response_tokens_mean", "steps_mean", "wait_seconds", "sync_seconds"}
+LOOP_ONLY |= {
+    "num_dropped_groups",
+    "response_tokens_mean",
+    "steps_mean",
+    "wait_seconds",
+    "sync_seconds",
+}
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +63,8 @@ def versions_of(config):
     return [set(rows_of(config, k)["policy_version"]) for k in range(config.num_iterations)]
 
 
-def ids_in(config):
-    rows = rollout_io.scan(f"{config.out}/rollouts/*").filter("is_last_step").collect()
+def ids_in(config, part="rollouts"):
+    rows = rollout_io.scan(f"{config.out}/{part}/**/*.parquet").filter("is_last_step").collect()
     return rows["trajectory_id"].to_list()
 
 
@@ -124,8 +134,8 @@ def test_a_dead_engine_ends_the_run_and_a_resumed_one_loses_and_repeats_nothing(
     with pytest.raises(RolloutError, match="engine_down") as error:
         rl.run(config, open_engine=dying(16))
     assert "go on with --resume" in error.value.hint
-    held = ids_in(config)
-    assert len(held) in {12, 15}
+    held = [*ids_in(config), *ids_in(config, "unfinished")]
+    assert len(held) == len(set(held)) == 16
     with pytest.raises(RolloutError, match="existing_run"):
         rl.run(config)
     other = config_of(tmp_path, model, num_iterations=4, train={"learning_rate": 1e-4})
@@ -133,8 +143,9 @@ def test_a_dead_engine_ends_the_run_and_a_resumed_one_loses_and_repeats_nothing(
         rl.run(other, resume=True)
     result = rl.run(config, resume=True, open_engine=dying(None))
     sessions = [call[0] for call in engines[1].calls]
-    assert len(sessions) == len(set(sessions)) == 24 - len(held)
+    assert len(sessions) == len(set(sessions)) == 24 - 16
     assert {*sessions, *held} == set(ids_in(config))
+    assert not list((tmp_path / "run" / "unfinished").glob("*.parquet"))
     assert versions_of(config) == [{0}, {1}, {2}, {3}]
     check_replay(config, result, tmp_path / "again")
 
@@ -177,3 +188,65 @@ def test_failed_trajectories_stay_and_an_iteration_of_nothing_else_ends_the_run(
         rl.run(config_of(tmp_path / "b", model, generate=failing))
     assert "remove" in e.value.hint
     assert rows_of(config_of(tmp_path / "b", model), 0)["error"].null_count() == 0
+
+
+def test_groups_without_variance_are_dropped_and_others_sampled_in_their_place(
+    tmp_path, model, monkeypatch
+):
+    monkeypatch.setattr("trainer.rl.collector.DROPPED_IN_A_ROW", 3)
+    tasks = tmp_path / "tasks.jsonl"
+    lines = [{"prompt": "Go.", "instance_id": f"t{i}", "constant": i < 3} for i in range(6)]
+    drops = {"drop_zero_variance_groups": True}
+    sampling = {"environment": f"{HERE}:SomeConstant"}
+    config = config_of(tmp_path, model, train=drops, generate=sampling)
+    tasks.write_text("\n".join(map(json.dumps, lines)))
+    result = rl.run(config)
+    dropped = {name.partition("@")[0].partition("_")[0] for name in ids_in(config, "dropped")}
+    assert dropped <= {"t0", "t1", "t2"}
+    assert {name[:2] for name in ids_in(config)} == {"t3", "t4", "t5"}
+    assert versions_of(config) == [{0}, {1}, {2}]
+    counts = [line.get("num_dropped_groups", 0) for line in lines_of(config.out)]
+    assert sum(counts) * 3 == len(ids_in(config, "dropped")) > 0
+    check_replay(config, result, tmp_path / "again")
+    tasks.write_text("\n".join(map(json.dumps, lines[:3])))
+    longer = config_of(tmp_path, model, train=drops, generate=sampling, num_iterations=4)
+    tasks.write_text("\n".join(map(json.dumps, lines[:3])))
+    with pytest.raises(RolloutError, match="6 groups in a row, each with equal returns"):
+        rl.run(longer, resume=True)
+
+
+class Told(TransformersEngine):
+    """Keeps what happens, in order."""
+
+    async def sample(self, prompt_token_ids, sampling, *, session=None):
+        self.told.append(f"{session} begins")
+        sampled = await super().sample(prompt_token_ids, sampling, session=session)
+        self.told.append(f"{session} ends, of version {sampled.policy_version}")
+        return sampled
+
+    async def load_weights(self, path, *, policy_version):
+        self.told.append("load")
+        await super().load_weights(path, policy_version=policy_version)
+
+
+@pytest.mark.parametrize(
+    ("waits", "expected"),
+    [
+        (True, ["a begins", "a ends, of version 0", "load", "b begins", "b ends, of version 1"]),
+        (False, ["a begins", "load", "b begins", "a ends, of version 0", "b ends, of version 1"]),
+    ],
+)
+def test_calls_under_way_end_before_new_weights_if_they_are_waited_for(model, waits, expected):
+    async def play(engine):
+        async with Gate(engine, waits=waits) as gate:
+            a = asyncio.create_task(gate.sample([5], Sampling(max_tokens=30), session="a"))
+            await asyncio.sleep(0.02)
+            load = asyncio.create_task(gate.load_weights(model, policy_version=1))
+            await asyncio.sleep(0)
+            b = asyncio.create_task(gate.sample([5], Sampling(max_tokens=1), session="b"))
+            await asyncio.gather(a, load, b)
+
+    engine = Told.load(model)
+    engine.told = []
+    asyncio.run(play(engine))
+    assert engine.told == expected

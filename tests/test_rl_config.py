@@ -58,7 +58,6 @@ def test_tables_and_dotted_overrides_make_one_configuration(tmp_path):
         ("generate.out=x", "[generate]: got `out`", "top of the file"),
         ("evaluate.urls=['a']", "[evaluate]: got `urls`", "[generate]"),
         ("evaluate.group_size=2", "no `tasks`", None),
-        ("train.drop_zero_variance_groups=true", "drop_zero_variance_groups", None),
         ("num_iterations=0", "num_iterations: got 0", None),
         ("max_staleness=-1", "max_staleness: got -1", None),
         ("weight_sync=never", "one of wait, now", None),

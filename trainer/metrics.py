@@ -162,6 +162,11 @@ LOOP_METRICS = {
     "staleness_histogram": Metric("rows", 'Rows by staleness: an object, `{"0": 28, "1": 4}`.'),
     "response_tokens_mean": Metric("tokens", "Mean over trajectories of the tokens sampled."),
     "steps_mean": Metric("rows", "Mean over trajectories of their calls."),
+    "num_dropped_groups": Metric(
+        "groups",
+        "Groups without variance that were sampled since the iteration before and do not count;"
+        " with `drop_zero_variance_groups`.",
+    ),
     "wait_seconds": Metric("s", "Time the trainer waited for the iteration's groups."),
     "sync_seconds": Metric(
         "s", "Time to write the weights that the iteration began with, and to load them."

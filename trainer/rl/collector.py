@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Self
 
+import polars as pl
 import pyarrow as pa
 
+import pipelines
 from pipelines.generation.config import identity
 from pipelines.generation.generator import Finished, Generator
 from pipelines.generation.tasks import Task, attempts
 from rollout_io.conversion.rows import table_of
-from trainer.rl.config import RlConfig
+from schemas.errors import RolloutError
+from trainer.data import UNUSED_COLUMNS
+from trainer.plan import make_plan
+from trainer.rl.config import DROPPED, RlConfig
 from trainer.rl.groups import Groups
 from trainer.rl.rules import num_allowed
+
+DROPPED_IN_A_ROW = 30
+"""Iterations' worth of groups without variance, none with any between, after which a run ends."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -29,14 +38,15 @@ class UnderWay:
     """
 
     deadline: int
-    tables: dict[int, pa.Table] = field(default_factory=dict)
+    tables: dict[int, pa.Table]
 
 
 class Collector:
     """Begins groups while the rule of `num_allowed` lets it, and adds each to `groups` as it ends.
 
     At most `max_concurrency` trajectories are under way at once; a group begins when one of its
-    trajectories does. Leaving the `async with` block cancels those under way.
+    trajectories does. Leaving the `async with` block cancels those under way; finished ones of groups
+    that are not complete are put aside, for another process to go on with.
 
     Args:
         generator: Runs trajectories.
@@ -62,6 +72,7 @@ class Collector:
         self._waiting: deque[Task] = deque()
         self._running: set[asyncio.Task[Finished]] = set()
         self._failure: BaseException | None = None
+        self._num_dropped = self._num_dropped_said = self._num_in_a_row = 0
         self._changed = asyncio.Event()
 
     async def __aenter__(self) -> Self:
@@ -73,11 +84,19 @@ class Collector:
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
+        begun = [group.tables for group in self._under_way.values()]
+        self._groups.put_aside([*begun, *self._groups.unfinished.values()], self._metadata)
 
     @property
     def num_begun(self) -> int:
-        """Groups that have finished or are under way."""
-        return len(self._groups.names) + len(self._under_way)
+        """Groups that count: those of the iterations, and those under way."""
+        return self._groups.num_kept + len(self._under_way)
+
+    def num_newly_dropped(self) -> int:
+        """Groups without variance since the last call."""
+        found = self._num_dropped - self._num_dropped_said
+        self._num_dropped_said = self._num_dropped
+        return found
 
     def new_warnings(self) -> list[str]:
         """What went wrong since the last call and does not matter to the dataset; each text once."""
@@ -106,8 +125,10 @@ class Collector:
     def _start_all(self) -> None:
         most = self._sampling.max_concurrency
         while self._failure is None and len(self._running) < most:
-            if not self._waiting and not self._begin_group():
-                return
+            if not self._waiting:
+                if not self._begin_group():
+                    return
+                continue
             task = self._waiting.popleft()
             started = asyncio.create_task(self._generator.finish(task), name=task.trajectory_id)
             self._running.add(started)
@@ -125,29 +146,75 @@ class Collector:
         if self.num_begun >= allowed:
             return False
         task = next(t for t in self._draws if t.instance_id not in self._groups.names)
-        last = min(self.iteration + config.max_staleness, num_iterations - 1)
-        self._under_way[task.instance_id] = UnderWay(deadline=last)
-        self._waiting.extend(attempts(task, self._sampling.group_size))
+        tables = self._groups.unfinished.pop(task.instance_id, {})
+        oldest = min([self.iteration, *_versions(tables.values())])
+        last = min(oldest + config.max_staleness, num_iterations - 1)
+        self._under_way[task.instance_id] = UnderWay(deadline=last, tables=tables)
+        left = attempts(task, self._sampling.group_size)
+        self._waiting.extend(t for t in left if t.repetition_id not in tables)
+        self._end_group(task.instance_id)
         return True
 
     def _ended(self, task: asyncio.Task[Finished]) -> None:
         self._running.discard(task)
-        if not task.cancelled():
-            try:
+        try:
+            if not task.cancelled():
                 self._take(task.result())
-            except Exception as error:
-                self._failure = self._failure or error
-        self._start_all()
+            self._start_all()
+        except Exception as error:
+            self._failure = self._failure or error
         self._changed.set()
 
     def _take(self, finished: Finished) -> None:
         name = finished.task.instance_id
-        group = self._under_way[name]
-        group.tables[finished.task.repetition_id] = table_of([finished.settled])
+        table = table_of([finished.settled])
+        self._under_way[name].tables[finished.task.repetition_id] = table
         self._warnings += [w for w in finished.warnings if w not in self._warnings]
+        self._end_group(name)
+
+    def _end_group(self, name: str) -> None:
+        """Write a group, if all its trajectories have ended."""
+        group = self._under_way[name]
         if len(group.tables) < self._sampling.group_size:
             return
-        tables = [group.tables[number] for number in sorted(group.tables)]
+        if self._is_dropped(group.tables):
+            self._groups.drop(name, group.tables, self._metadata)
+            self._num_dropped += 1
+            self._num_in_a_row += 1
+        else:
+            self._num_in_a_row = 0
+            others = [other.deadline for n, other in self._under_way.items() if n != name]
+            settings = (name, group.tables, self._metadata)
+            self._groups.add(*settings, deadline=group.deadline, others=others)
         del self._under_way[name]
-        others = [other.deadline for other in self._under_way.values()]
-        self._groups.add(name, tables, self._metadata, deadline=group.deadline, others=others)
+        self._check_some_vary()
+
+    def _is_dropped(self, tables: Mapping[int, pa.Table]) -> bool:
+        """Whether `drop_zero_variance_groups` leaves out the group."""
+        training = self._config.training
+        if not training.drop_zero_variance_groups:
+            return False
+        rows = pl.concat(map(_outcomes, tables.values()), how="diagonal_relaxed")
+        returns = pipelines.trajectory_returns(rows.lazy(), training.outcome).collect()
+        kept = dataclasses.replace(training, drop_zero_variance_groups=False)
+        return make_plan(returns, kept).num_groups_without_variance > 0
+
+    def _check_some_vary(self) -> None:
+        if self._num_in_a_row >= DROPPED_IN_A_ROW * self._groups.size:
+            got = f"{self._num_in_a_row} groups in a row, each with equal returns"
+            hint = f"rollouts stats {self._config.out}/{DROPPED}"
+            raise RolloutError("zero_advantages", "tasks", got, "some whose returns vary", hint)
+
+
+def _outcomes(table: pa.Table) -> pl.DataFrame:
+    """What returns are made of."""
+    unused = [name for name in UNUSED_COLUMNS if name in table.column_names]
+    return pl.DataFrame(table.drop_columns(unused))
+
+
+def _versions(tables: Iterable[pa.Table]) -> list[int]:
+    """Policy versions of rows that were sampled."""
+    columns = [
+        table["policy_version"] for table in tables if "policy_version" in table.column_names
+    ]
+    return [version for column in columns for version in column.drop_null().to_pylist()]

@@ -15,7 +15,8 @@ from trainer.config import TrainConfig
 
 Table = TypeVar("Table")
 MOST_ITERATIONS = 100_000
-ROLLOUTS, EVALUATIONS = "rollouts", "evaluations"
+ROLLOUTS, DROPPED, UNFINISHED = "rollouts", "dropped", "unfinished"
+EVALUATIONS = "evaluations"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -228,8 +229,5 @@ def _breaches(c: RlConfig) -> Iterator[tuple[str, str, str]]:
         yield "max_staleness", str(c.max_staleness), "a whole number >= 0"
     if c.save_every_iterations is not None and c.save_every_iterations < 1:
         yield "save_every_iterations", str(c.save_every_iterations), "a whole number >= 1"
-    if c.train.get("drop_zero_variance_groups"):
-        expected = "false: an iteration trains every group that it sampled"
-        yield "[train] drop_zero_variance_groups", "true", expected
     if c.evaluate is not None and c.evaluate.get("every_iterations", 1) < 1:
         yield "[evaluate] every_iterations", str(c.evaluate["every_iterations"]), ">= 1"

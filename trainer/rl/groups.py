@@ -1,45 +1,54 @@
-"""The finished groups of a run: a dataset that grows, a directory an iteration, a shard a group."""
+"""The groups of a run on disk: a dataset that grows, a directory an iteration, a shard a group."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+import polars as pl
 import pyarrow as pa
+import pyarrow.compute as pc
 
 import rollout_io
 from rollout_io.storage import Location
 from rollout_io.writer import RolloutWriter
 from schemas.errors import RolloutError
 from schemas.metadata import DatasetMetadata
+from trainer.rl.config import DROPPED, ROLLOUTS, UNFINISHED, RlConfig
 from trainer.rl.rules import place
+
+Tables = Mapping[int, pa.Table]
+"""Rows of a group's trajectories, by repetition."""
 
 
 class Groups:
-    """What was sampled for each iteration, on disk; begun with what is there.
+    """What was sampled for each iteration; begun with what is there.
 
     Args:
-        folder: Holds `iteration_00000/`, ...
-        size: Groups of an iteration.
-        num_iterations: Of the run.
+        config: The run's configuration.
 
     Attributes:
-        names: Instance ids of all groups.
+        size: Groups of an iteration.
+        names: Instance ids of all groups that finished, those that were dropped among them.
+        num_kept: Groups of the iterations.
+        unfinished: Trajectories of groups that an earlier process did not finish, by group.
 
     Raises:
         RolloutError: resume_rollouts: an iteration has too many groups, or one that is not its own.
     """
 
-    def __init__(self, folder: Path, *, size: int, num_iterations: int) -> None:
-        self.folder, self.size = folder, size
-        self.names: set[str] = set()
-        self._room = [size] * num_iterations
-        for iteration in range(num_iterations):
+    def __init__(self, config: RlConfig) -> None:
+        self._out, self.size = Path(config.out), config.training.groups_per_batch
+        self._room = [self.size] * config.num_iterations
+        self.names = _names_in(self._out / DROPPED)
+        self.num_kept = 0
+        for iteration in range(config.num_iterations):
             self._read(iteration)
+        self.unfinished = self._read_unfinished()
 
     def path(self, iteration: int) -> Path:
         """The dataset of an iteration."""
-        return self.folder / f"iteration_{iteration:05d}"
+        return self._out / ROLLOUTS / f"iteration_{iteration:05d}"
 
     def is_whole(self, iteration: int) -> bool:
         """Whether all groups of an iteration are there."""
@@ -48,7 +57,7 @@ class Groups:
     def add(
         self,
         name: str,
-        tables: Sequence[pa.Table],
+        tables: Tables,
         metadata: DatasetMetadata,
         *,
         deadline: int,
@@ -58,7 +67,7 @@ class Groups:
 
         Args:
             name: Its instance id.
-            tables: Rows of its trajectories.
+            tables: Its rows.
             metadata: Of the dataset.
             deadline: The last iteration that it may train.
             others: Those of the groups still under way.
@@ -69,23 +78,71 @@ class Groups:
         first = next(number for number, free in enumerate(self._room) if free)
         room = self._room[first : max(deadline, *others, first) + 1]
         iteration = first + place(room, [other - first for other in others])
-        with RolloutWriter(self.path(iteration), metadata=metadata, append=True) as writer:
-            for table in tables:
-                writer.write(table)
+        _write(self.path(iteration), [tables], metadata)
         self.names.add(name)
+        self.num_kept += 1
         self._room[iteration] -= 1
         return iteration
 
+    def drop(self, name: str, tables: Tables, metadata: DatasetMetadata) -> None:
+        """Write a finished group that no iteration trains.
+
+        Raises:
+            RolloutError: As `add`.
+        """
+        _write(self._out / DROPPED, [tables], metadata)
+        self.names.add(name)
+
+    def put_aside(self, groups: Sequence[Tables], metadata: DatasetMetadata) -> None:
+        """Keep the finished trajectories of groups that are not complete, for another process.
+
+        Raises:
+            RolloutError: As `add`.
+        """
+        before = Location.of(self._out / UNFINISHED).shards()
+        if any(groups):
+            _write(self._out / UNFINISHED, [tables for tables in groups if tables], metadata)
+        for path in before:
+            Path(path).unlink()
+
     def _read(self, iteration: int) -> None:
         path = self.path(iteration)
-        if not Location.of(path).shards():
-            return
-        rows = rollout_io.scan(path).select("instance_id").unique().collect()
-        found = set(rows["instance_id"])
-        if len(found) > self.size or found & self.names:
-            got = f"{len(found)} groups, {len(found & self.names)} of them in other iterations too"
+        found = _names_in(path)
+        again = found & self.names
+        if len(found) > self.size or again:
+            got = f"{len(found)} groups, {len(again)} of them elsewhere too"
             expected = f"at most {self.size}, each once"
             hint = "remove that directory, and its groups are sampled again"
             raise RolloutError("resume_rollouts", str(path), got, expected, hint)
         self.names |= found
+        self.num_kept += len(found)
         self._room[iteration] -= len(found)
+
+    def _read_unfinished(self) -> dict[str, dict[int, pa.Table]]:
+        path = self._out / UNFINISHED
+        if not Location.of(path).shards():
+            return {}
+        table, found = rollout_io.read(path), dict[str, dict[int, pa.Table]]()
+        ids = pl.DataFrame(table.select(["instance_id", "repetition_id"])).unique()
+        for name, repetition in ids.iter_rows():
+            if name not in self.names:
+                is_its = pc.and_(
+                    pc.equal(table["instance_id"], name),
+                    pc.equal(table["repetition_id"], repetition),
+                )
+                found.setdefault(name, {})[repetition] = table.filter(is_its)
+        return found
+
+
+def _names_in(path: Path) -> set[str]:
+    if not Location.of(path).shards():
+        return set()
+    return set(rollout_io.scan(path).select("instance_id").unique().collect()["instance_id"])
+
+
+def _write(path: Path, groups: Iterable[Tables], metadata: DatasetMetadata) -> None:
+    """One more shard."""
+    with RolloutWriter(path, metadata=metadata, append=True) as writer:
+        for tables in groups:
+            for number in sorted(tables):
+                writer.write(tables[number])

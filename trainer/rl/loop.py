@@ -144,9 +144,7 @@ class Loop:
 
     async def run(self) -> None:
         """All iterations that are left."""
-        config, learning = self.config, self.learning
-        folder, size = Path(config.out) / ROLLOUTS, config.training.groups_per_batch
-        groups = Groups(folder, size=size, num_iterations=config.num_iterations)
+        config, learning, groups = self.config, self.learning, Groups(self.config)
         with _says_how_to_go_on(config):
             async with self.engine:
                 generator = Generator(self.engine, self.tokenizer, config.generation)
@@ -168,7 +166,8 @@ class Loop:
         await collector.whole(iteration)
         times = {"wait_seconds": time.perf_counter() - begun, "sync_seconds": self.sync_s}
         path = groups.path(iteration)
-        figures = rollout_figures(path, iteration) | times
+        dropped = {"num_dropped_groups": collector.num_newly_dropped()}
+        figures = rollout_figures(path, iteration) | dropped | times
         lines = await self._in_thread(lambda: learning.update(path, figures, self.log))
         every, last = self.config.save_every_iterations, self.config.num_iterations
         if learning.iteration == last or (every and learning.iteration % every == 0):
