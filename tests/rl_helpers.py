@@ -39,6 +39,17 @@ class SomeConstant(Length):
         return super().step(action) | ({"reward": 0.0} if self.extras["constant"] else {})
 
 
+class TwoTurns(Length):
+    """Asks again, once; both answers earn something."""
+
+    turn = 0
+
+    def step(self, action):
+        self.turn += 1
+        said = [{"role": "user", "content": "More."}]
+        return super().step(action) | {"observations": said, "done": self.turn == 2}
+
+
 class Slow(Length):
     """Takes up to 60 ms, one in five 300 ms."""
 

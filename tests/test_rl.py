@@ -215,6 +215,50 @@ def test_groups_without_variance_are_dropped_and_others_sampled_in_their_place(
         rl.run(longer, resume=True)
 
 
+VARIANTS = {
+    "gae": {
+        "advantage_estimator": "gae",
+        "critic_learning_rate": 1e-3,
+        "kl_reward_coef": 0.1,
+        "kl_ctrl_type": "adaptive",
+        "kl_target": 0.01,
+        "kl_horizon": 20,
+    },
+    "lora": {
+        "lora_rank": 4,
+        "kl_loss_coef": 0.1,
+        "learning_rate_schedule": "cosine",
+        "warmup_updates": 2,
+    },
+    "kl_cov": {"policy_loss_type": "kl_cov", "outcome": "sum"},
+    "tree": {"sequence_layout": "tree", "advantage_estimator": "reinforce++"},
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", VARIANTS)
+def test_whatever_trains_a_run_that_is_resumed_is_replayed_by_train(tmp_path, model, name):
+    config = config_of(
+        tmp_path,
+        model,
+        num_iterations=5,
+        max_staleness=1,
+        save_every_iterations=1,
+        generate={"environment": f"{HERE}:TwoTurns", "max_turns": 2},
+        train=VARIANTS[name] | {"epochs_per_batch": 2, "keep_checkpoints": 1},
+    )
+
+    def dying(sampling):
+        return SpyEngine.load(sampling.model, max_batch_size=4, num_calls=40)
+
+    with pytest.raises(RolloutError, match="engine_down"):
+        rl.run(config, open_engine=dying)
+    check_replay(config, rl.run(config, resume=True), tmp_path / "again")
+    rates = {line["learning_rate"] for line in lines_of(config.out)}
+    assert (len(rates) > 1) == (name == "lora")
+    assert [line["iteration"] for line in lines_of(config.out)] == [k // 4 for k in range(20)]
+
+
 class Told(TransformersEngine):
     """Keeps what happens, in order."""
 
