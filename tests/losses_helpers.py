@@ -11,7 +11,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.trainer_helpers import two_step_trajectory
+from tests.trainer_helpers import one_group
 from trainer.losses.covariance import clip_cov_selection, covariances, kl_cov_selection
 from trainer.losses.policy import regular
 from trainer.objective import Targets
@@ -115,12 +115,7 @@ def reference_targets(name: str = "regular") -> tuple[Targets, Tensor]:
 
 def some_trajectories(**values: Any) -> list[dict[str, Any]]:
     rng = np.random.default_rng(3)
-    rewards = {"a": (1.0, 0.0, 0.5), "b": (0.0, 1.0)}
-    rows = [
-        row
-        for name, group in rewards.items()
-        for number, reward in enumerate(group)
-        for row in two_step_trajectory(rng, name, number, reward, **values)
-    ]
+    rows = one_group(rng, "a", (1.0, 0.0, 0.5), **values)
+    rows += one_group(rng, "b", (0.0, 1.0), **values)
     rows[0]["loss_mask"] = [True, False, False, False]
     return rows

@@ -15,6 +15,7 @@ import rollout_io
 import trainer
 from schemas.errors import RolloutError
 from tests.trainer_helpers import (
+    group_rows,
     save_tiny_model,
     step,
     tiny_llama,
@@ -46,13 +47,9 @@ def critic_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def rewarded_rows(num_groups: int = 3, **values: Any) -> list[dict[str, Any]]:
     """Groups of four trajectories of two steps, of which the first earns too."""
-    rng = np.random.default_rng(0)
-    rows = []
-    for group in range(num_groups):
-        for repetition, reward in enumerate((1.0, 0.0, 0.0, 1.0)):
-            steps = two_step_trajectory(rng, f"g{group}", repetition, reward, **values)
-            steps[0]["reward"] = 0.25 * repetition
-            rows += steps
+    rows = group_rows(num_groups, (1.0, 0.0, 0.0, 1.0), **values)
+    for first in rows[::2]:
+        first["reward"] = 0.25 * first["repetition_id"]
     return rows
 
 

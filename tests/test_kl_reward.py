@@ -11,7 +11,7 @@ import torch
 import pipelines
 import rollout_io
 import trainer
-from tests.trainer_helpers import save_tiny_model, two_step_trajectory, write_dataset
+from tests.trainer_helpers import group_rows, save_tiny_model, write_dataset
 from trainer.advantages.outcome import grpo
 from trainer.config import TrainConfig
 from trainer.data import load_batch
@@ -24,13 +24,7 @@ REWARDS = (1.0, 0.0, 0.5)
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> str:
-    rng = np.random.default_rng(0)
-    rows = [
-        row
-        for group in ("a", "b")
-        for number, reward in enumerate(REWARDS)
-        for row in two_step_trajectory(rng, group, number, reward)
-    ]
+    rows = group_rows(2, REWARDS)
     rows[0]["loss_mask"] = [True, False, False, False]
     return write_dataset(tmp_path_factory.mktemp("data") / "ds", rows)
 

@@ -10,12 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from safetensors.torch import load_file
 
 from tests.conftest import ROOT
-from tests.trainer_helpers import save_tiny_model, step, two_step_trajectory, write_dataset
+from tests.trainer_helpers import group_rows, save_tiny_model, step, write_dataset
 
 SERVER = """
 import json, os, signal, sys, time, traceback
@@ -121,13 +120,8 @@ def server() -> Iterator[Server]:
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Four groups, in one of which all trajectories failed."""
-    folder, rng = tmp_path_factory.mktemp("start"), np.random.default_rng(0)
-    rows = [
-        row
-        for group in range(3)
-        for repetition, reward in enumerate((1.0, 0.0, 0.5))
-        for row in two_step_trajectory(rng, f"g{group}", repetition, reward)
-    ]
+    folder = tmp_path_factory.mktemp("start")
+    rows = group_rows(3, (1.0, 0.0, 0.5))
     rows.append(step("g1x", 0, 0, [1], [2], error="timeout", is_last_step=True))
     model = save_tiny_model(folder / "model")
     return {"dataset": write_dataset(folder / "ds", rows), "model": model}

@@ -15,10 +15,10 @@ import pytest
 import trainer
 from tests.trainer_helpers import (
     learner_of,
+    one_group,
     save_tiny_model,
     step,
     tiny_policy,
-    two_step_trajectory,
     write_dataset,
 )
 from trainer.advice import warnings_about
@@ -36,9 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def group(name: str, rewards: tuple[float, ...], **values: Any) -> list[dict[str, Any]]:
-    rng = np.random.default_rng(0)
-    trajectories = [two_step_trajectory(rng, name, i, r, **values) for i, r in enumerate(rewards)]
-    return [row for rows in trajectories for row in rows]
+    return one_group(np.random.default_rng(0), name, rewards, **values)
 
 
 def run(path: Path, model: str, rows: list[dict[str, Any]], **settings: Any) -> None:

@@ -14,6 +14,7 @@ import trainer
 from rollout_io.cli.main import run as main
 from schemas.errors import RolloutError
 from tests.trainer_helpers import (
+    group_rows,
     plain_logprobs,
     relative_difference,
     save_tiny_model,
@@ -27,18 +28,6 @@ from trainer.cli import train as train_verb
 REWARDS = (1.0, 0.0, 0.0, 1.0)
 
 
-def group_rows(
-    num_groups: int, rewards: tuple[float, ...] = REWARDS, **values: Any
-) -> list[dict[str, Any]]:
-    rng = np.random.default_rng(0)
-    return [
-        row
-        for group in range(num_groups)
-        for repetition, reward in enumerate(rewards)
-        for row in two_step_trajectory(rng, f"g{group}", repetition, reward, **values)
-    ]
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_tiny_model(tmp_path_factory.mktemp("model"))
@@ -46,7 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_dataset(tmp_path_factory.mktemp("data") / "ds", group_rows(3))
+    return write_dataset(tmp_path_factory.mktemp("data") / "ds", group_rows(3, REWARDS))
 
 
 def run(dataset: str, model: str, out: Path, **settings: Any) -> Any:
@@ -91,7 +80,7 @@ def test_rewarded_trajectories_gain_on_the_others_in_every_group(
 ) -> None:
     result = run(dataset, model, tmp_path, groups_per_batch=1, groups_per_mini_batch=1)
     assert result.num_updates == 3
-    rows = group_rows(3)
+    rows = group_rows(3, REWARDS)
     gains = {
         reward: {
             group: after - mean_logprob(model, rows, reward)[group]
@@ -144,7 +133,7 @@ def test_same_seed_same_weights(dataset: str, model: str, tmp_path: Path) -> Non
 def test_layout_changes_nothing_also_when_inner_steps_earn(
     outcome: str, model: str, tmp_path: Path
 ) -> None:
-    rows = group_rows(2)
+    rows = group_rows(2, REWARDS)
     for number, row in enumerate(rows):
         if not row["is_last_step"]:
             row["reward"] = float(number % 3)
@@ -168,7 +157,7 @@ def test_number_of_updates_does_not_depend_on_turns(model: str, tmp_path: Path) 
         for r in range(2)
         for i in range(10)
     ]
-    dataset = write_dataset(tmp_path / "ds", [*long, *group_rows(2)[8:]])
+    dataset = write_dataset(tmp_path / "ds", [*long, *group_rows(2, REWARDS)[8:]])
     settings = {"groups_per_batch": 1, "groups_per_mini_batch": 1, "epochs_per_batch": 2}
     result = run(dataset, model, tmp_path / "run", **settings, num_epochs=2)
     assert result.num_updates == 2 * 2 * 2
@@ -177,7 +166,7 @@ def test_number_of_updates_does_not_depend_on_turns(model: str, tmp_path: Path) 
 def test_failed_group_makes_no_update_and_is_counted(model: str, tmp_path: Path) -> None:
     failed = step("g9", 1, 0, [], [], error="timeout", is_last_step=True)
     rng = np.random.default_rng(5)
-    rows = [*group_rows(1), *two_step_trajectory(rng, "g9", 0, 1.0), failed]
+    rows = [*group_rows(1, REWARDS), *two_step_trajectory(rng, "g9", 0, 1.0), failed]
     dataset = write_dataset(tmp_path / "ds", rows)
     result = run(dataset, model, tmp_path / "run", groups_per_batch=1, groups_per_mini_batch=1)
     assert (result.num_updates, result.num_skipped_updates, result.num_failed) == (1, 1, 1)
@@ -186,7 +175,7 @@ def test_failed_group_makes_no_update_and_is_counted(model: str, tmp_path: Path)
 
 
 def test_sampler_correction_is_applied_and_reported(model: str, tmp_path: Path) -> None:
-    rows = group_rows(1, rollout_logprobs=[-1.0] * 4)
+    rows = group_rows(1, REWARDS, rollout_logprobs=[-1.0] * 4)
     dataset = write_dataset(tmp_path / "ds", rows, logprobs_mode="raw")
     corrected = run(dataset, model, tmp_path / "a").metrics
     plain = run(dataset, model, tmp_path / "b", tis_ratio_type=None).metrics
@@ -303,7 +292,7 @@ def test_verb_reports_to_people(dataset: str, model: str, tmp_path: Path) -> Non
 def test_report_counts_the_groups_that_made_a_gradient(
     settings: dict[str, Any], reported: str, model: str, tmp_path: Path
 ) -> None:
-    rows = group_rows(3)
+    rows = group_rows(3, REWARDS)
     for row in rows:
         if row["is_last_step"] and row["instance_id"] != "g1":
             row["reward"] = 1.0

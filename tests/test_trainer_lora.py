@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import peft
 import pytest
 import torch
@@ -18,6 +17,7 @@ import trainer
 from schemas.errors import RolloutError
 from tests.trainer_helpers import (
     forests_of,
+    group_rows,
     learner_of,
     make_batch,
     plain_logprobs,
@@ -25,7 +25,6 @@ from tests.trainer_helpers import (
     save_tiny_model,
     tiny_llama,
     tiny_policy,
-    two_step_trajectory,
     write_dataset,
 )
 from trainer.config import TrainConfig
@@ -61,13 +60,8 @@ def adapted_policy(*, checkpointed: bool = False, chunk: int = 1024, **settings:
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    folder, rng = tmp_path_factory.mktemp("start"), np.random.default_rng(0)
-    rows = [
-        row
-        for group in range(2)
-        for repetition, reward in enumerate((1.0, 0.0, 0.5))
-        for row in two_step_trajectory(rng, f"g{group}", repetition, reward)
-    ]
+    folder = tmp_path_factory.mktemp("start")
+    rows = group_rows(2, (1.0, 0.0, 0.5))
     dataset = write_dataset(folder / "ds", rows)
     return {"dataset": dataset, "model": save_tiny_model(folder / "model")}
 

@@ -3,11 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from tests.trainer_helpers import VOCAB, save_tiny_model, two_step_trajectory, write_dataset
+from tests.trainer_helpers import VOCAB, group_rows, save_tiny_model, write_dataset
 from trainer.begin import Run, begin
 from trainer.config import TrainConfig
 from trainer.memory import Memory, _kept_by_a_forward, estimate_memory
@@ -15,13 +14,9 @@ from trainer.memory import Memory, _kept_by_a_forward, estimate_memory
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    folder, rng = tmp_path_factory.mktemp("start"), np.random.default_rng(0)
-    rows = [
-        row
-        for repetition in range(2)
-        for row in two_step_trajectory(rng, "a", repetition, float(repetition))
-    ]
-    return {"dataset": write_dataset(folder / "ds", rows), "model": save_tiny_model(folder / "m")}
+    folder = tmp_path_factory.mktemp("start")
+    dataset = write_dataset(folder / "ds", group_rows(1, (0.0, 1.0)))
+    return {"dataset": dataset, "model": save_tiny_model(folder / "m")}
 
 
 def begun(paths: dict[str, str], tmp_path: Path, **settings: Any) -> Run:

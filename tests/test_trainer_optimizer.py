@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -14,7 +13,7 @@ from transformers import get_scheduler
 
 import trainer
 from schemas.errors import RolloutError
-from tests.trainer_helpers import save_tiny_model, two_step_trajectory, write_dataset
+from tests.trainer_helpers import group_rows, save_tiny_model, write_dataset
 from trainer.config import TrainConfig
 from trainer.optimizer import learning_rate_factor, make_optimizer
 
@@ -28,13 +27,8 @@ def config_of(**settings: Any) -> TrainConfig:
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Three groups, of which the second trains nothing, and a model with 8 kB matrices."""
-    folder, rng = tmp_path_factory.mktemp("start"), np.random.default_rng(0)
-    rows = [
-        row
-        for group in range(3)
-        for repetition, reward in enumerate((1.0, 0.0))
-        for row in two_step_trajectory(rng, f"g{group}", repetition, reward)
-    ]
+    folder = tmp_path_factory.mktemp("start")
+    rows = group_rows(3, (1.0, 0.0))
     for row in rows[4:8]:
         row["loss_mask"] = [False] * len(row["loss_mask"])
     model = save_tiny_model(folder / "model", hidden_size=64, intermediate_size=64)

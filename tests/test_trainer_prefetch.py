@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
-import numpy as np
 import pytest
 
 import trainer
 from schemas.errors import RolloutError
 from tests.conftest import ROOT
-from tests.trainer_helpers import save_tiny_model, two_step_trajectory, write_dataset
+from tests.trainer_helpers import group_rows, save_tiny_model, write_dataset
 from trainer.prefetch import one_ahead
 
 ENDS_WHILE_IT_READS = """
@@ -86,13 +85,8 @@ def lines_of(out: Path) -> list[dict[str, Any]]:
 def test_a_dataset_in_an_object_store_trains_as_a_local_one_does(
     tmp_path: Path, bucket: str
 ) -> None:
-    rng, model = np.random.default_rng(0), save_tiny_model(tmp_path / "model")
-    rows = [
-        row
-        for group in range(3)
-        for repetition, reward in enumerate((1.0, 0.0))
-        for row in two_step_trajectory(rng, f"g{group}", repetition, reward)
-    ]
+    model = save_tiny_model(tmp_path / "model")
+    rows = group_rows(3, (1.0, 0.0))
     local = write_dataset(tmp_path / "ds", rows)
     remote = f"{bucket}/ds"
     fsspec.filesystem("memory").put(local, "/bucket/ds", recursive=True)

@@ -20,6 +20,7 @@ from schemas.errors import RolloutError
 from tests.conftest import ROOT
 from tests.trainer_helpers import (
     gradient_of_update,
+    group_rows,
     make_batch,
     relative_difference,
     save_tiny_model,
@@ -104,14 +105,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Five scattered groups: three equal, one with a long row, one row alone; and a failed one."""
-    folder, rng = tmp_path_factory.mktemp("start"), np.random.default_rng(0)
+    folder, rng = tmp_path_factory.mktemp("start"), np.random.default_rng(1)
     sampled = {"rollout_logprobs": [-3.0] * 4}
-    rows = [
-        row
-        for repetition, reward in enumerate((1.0, 0.0, 0.5))
-        for group in range(3)
-        for row in two_step_trajectory(rng, f"g{group}", repetition, reward, **sampled)
-    ]
+    rows = group_rows(3, (1.0, 0.0, 0.5), **sampled)
+    rows.sort(key=lambda row: row["repetition_id"])
     tokens = rng.integers(0, 61, 40).tolist()
     for repetition, (start, reward) in enumerate([(30, 1.0), (2, 0.0)]):
         response = tokens[start : start + 5]

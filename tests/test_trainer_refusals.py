@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -16,20 +15,14 @@ import rollout_io
 from rollout_io.cli.main import run as main
 from rollout_io.retokenize.tokenizer import load_tokenizer
 from schemas.metadata import DatasetMetadata
-from tests.trainer_helpers import VOCAB, save_tiny_model, two_step_trajectory, write_dataset
+from tests.trainer_helpers import VOCAB, group_rows, save_tiny_model, write_dataset
 
 Rows = list[dict[str, Any]]
 DRY_RUN = pytest.mark.parametrize("dry_run", [False, True], ids=["train", "dry_run"])
 
 
 def rows_of(num_groups: int = 2, rewards: tuple[float, ...] = (1.0, 0.0), **values: Any) -> Rows:
-    rng = np.random.default_rng(0)
-    return [
-        row
-        for group in range(num_groups)
-        for repetition, reward in enumerate(rewards)
-        for row in two_step_trajectory(rng, f"g{group}", repetition, reward, **values)
-    ]
+    return group_rows(num_groups, rewards, **values)
 
 
 @pytest.fixture(scope="module")

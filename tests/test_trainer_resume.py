@@ -17,10 +17,10 @@ import trainer
 from rollout_io.cli.main import run as main
 from schemas.errors import RolloutError
 from tests.trainer_helpers import (
+    group_rows,
     learner_of,
     save_tiny_model,
     tiny_policy,
-    two_step_trajectory,
     write_dataset,
 )
 from trainer.resume import alone_in
@@ -37,13 +37,7 @@ TIMES = {"seconds", "tokens_per_s"}
 
 
 def rows(last_reward: float = 0.5) -> list[dict[str, Any]]:
-    rng = np.random.default_rng(0)
-    return [
-        row
-        for group in range(2)
-        for repetition, reward in enumerate((1.0, 0.0, last_reward))
-        for row in two_step_trajectory(rng, f"g{group}", repetition, reward)
-    ]
+    return group_rows(2, (1.0, 0.0, last_reward))
 
 
 @pytest.fixture(scope="module")

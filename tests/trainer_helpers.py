@@ -186,6 +186,24 @@ def two_step_trajectory(
     ]
 
 
+def one_group(
+    rng: np.random.Generator, instance: str, rewards: Sequence[float], **values: Any
+) -> list[dict[str, Any]]:
+    """A trajectory of two steps for each reward."""
+    trajectories = (
+        two_step_trajectory(rng, instance, repetition, reward, **values)
+        for repetition, reward in enumerate(rewards)
+    )
+    return [row for rows in trajectories for row in rows]
+
+
+def group_rows(num_groups: int, rewards: Sequence[float], **values: Any) -> list[dict[str, Any]]:
+    """Groups g0, g1, ... of the same rewards."""
+    rng = np.random.default_rng(0)
+    groups = (one_group(rng, f"g{group}", rewards, **values) for group in range(num_groups))
+    return [row for rows in groups for row in rows]
+
+
 def write_dataset(path: Path, rows: Sequence[dict[str, Any]], logprobs_mode: Any = None) -> str:
     from schemas.columns import arrow_schema
 
