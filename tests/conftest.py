@@ -21,6 +21,30 @@ def smollm2_dir():
 
 
 @pytest.fixture(scope="session")
+def tokenizer(smollm2_dir):
+    """SmolLM2's."""
+    from rollout_io.retokenize.tokenizer import load_tokenizer
+
+    return load_tokenizer(smollm2_dir)
+
+
+@pytest.fixture(scope="module")
+def model():
+    """A tiny one with SmolLM2's tokens, which ends its messages."""
+    from tests.generation_helpers import chatty_model
+
+    return chatty_model()
+
+
+@pytest.fixture
+def engine(model, tokenizer):
+    """Keeps what that model was sent and what it answered."""
+    from tests.generation_helpers import SpyEngine
+
+    return SpyEngine(model, tokenizer, policy_version=5)
+
+
+@pytest.fixture(scope="session")
 def start_vllm(smollm2_dir, tmp_path_factory):
     """Makes servers of SmolLM2 under the name "smollm2", to be entered."""
     from pipelines.generation.server import VllmServer

@@ -6,7 +6,6 @@ import torch
 
 from pipelines.generation import Sampled, Sampling
 from pipelines.generation.tool_calls import assistant_message
-from rollout_io.retokenize.tokenizer import load_tokenizer
 from schemas.errors import RolloutError
 from tests.trainer_helpers import plain_logprobs, tiny_llama
 from trainer.engine import TransformersEngine
@@ -14,11 +13,6 @@ from trainer.sampling import sample_token, sampled_distribution
 
 P = torch.tensor([0.5, 0.3, 0.2])
 PROMPTS = [[5, 9, 3], [7], [2, 2, 8, 11, 30, 4, 4], [17, 40, 21, 3, 9]]
-
-
-@pytest.fixture(scope="module")
-def tokenizer(smollm2_dir):
-    return load_tokenizer(smollm2_dir)
 
 
 @pytest.fixture

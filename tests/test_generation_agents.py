@@ -9,26 +9,10 @@ from pipelines.generation.environments import maker_of
 from pipelines.generation.interface import GymGenerator, tasks_of, with_sampling_params
 from pipelines.generation.tasks import Task, read_tasks
 from rollout_io.generator_output import from_generator_output
-from rollout_io.retokenize.tokenizer import load_tokenizer
 from schemas.checker import validate
 from schemas.errors import RolloutError
 from tests import generation_helpers as helpers
-from tests.generation_helpers import ASK, HERE, SpyEngine, chatty_model, config_of, trajectories
-
-
-@pytest.fixture(scope="module")
-def model():
-    return chatty_model()
-
-
-@pytest.fixture(scope="module")
-def tokenizer(smollm2_dir):
-    return load_tokenizer(smollm2_dir)
-
-
-@pytest.fixture
-def engine(model, tokenizer):
-    return SpyEngine(model, tokenizer, policy_version=2)
+from tests.generation_helpers import ASK, HERE, config_of, trajectories
 
 
 def test_every_call_of_an_agent_is_a_step_with_its_exact_tokens(engine, tokenizer):

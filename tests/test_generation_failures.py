@@ -3,33 +3,15 @@ import pytest
 
 from pipelines.generation.environments import environment_class
 from pipelines.generation.generator import Generator
-from rollout_io.retokenize.tokenizer import load_tokenizer
 from schemas.checker import validate
 from schemas.errors import RolloutError
 from tests.generation_helpers import (
     HERE,
     SpyEngine,
-    chatty_model,
     config_of,
     tasks_of,
     trajectories,
 )
-
-
-@pytest.fixture(scope="module")
-def model():
-    return chatty_model()
-
-
-@pytest.fixture(scope="module")
-def tokenizer(smollm2_dir):
-    return load_tokenizer(smollm2_dir)
-
-
-@pytest.fixture
-def engine(model, tokenizer):
-    return SpyEngine(model, tokenizer)
-
 
 BROKEN = f"{HERE}:Broken"
 NONSENSE = ("none", "no reward", "nan", "text reward", "maybe", "image", "text")

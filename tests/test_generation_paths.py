@@ -24,21 +24,6 @@ from tests.trainer_helpers import plain_logprobs
 OBSERVED = "\n<|im_start|>user\nGo on.<|im_end|>\n<|im_start|>assistant\n"
 
 
-@pytest.fixture(scope="module")
-def model():
-    return chatty_model()
-
-
-@pytest.fixture(scope="module")
-def tokenizer(smollm2_dir):
-    return load_tokenizer(smollm2_dir)
-
-
-@pytest.fixture
-def engine(model, tokenizer):
-    return SpyEngine(model, tokenizer, policy_version=5)
-
-
 def encode(tokenizer, text):
     return tokenizer.encode([text], ["test"])[0]
 

@@ -12,27 +12,15 @@ import rollout_io
 from pipelines.generation.config import load_generate_config
 from pipelines.generation.run import generate
 from rollout_io.cli.main import run
-from rollout_io.retokenize.tokenizer import load_tokenizer
 from schemas.errors import RolloutError
 from tests.conftest import ROOT
 from tests.generation_helpers import (
     HERE,
     SpyEngine,
-    chatty_model,
     config_of,
     generate_with,
     write_tasks,
 )
-
-
-@pytest.fixture(scope="module")
-def model():
-    return chatty_model()
-
-
-@pytest.fixture(scope="module")
-def tokenizer(smollm2_dir):
-    return load_tokenizer(smollm2_dir)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM
 from pipelines.generation import Sampling
 from pipelines.generation.servers import Limits
 from pipelines.generation.vllm_engine import VllmEngine
-from rollout_io.retokenize.tokenizer import load_tokenizer
 from schemas.errors import RolloutError
 from tests.trainer_helpers import forests_of, make_batch
 from trainer.policy import load_policy
@@ -28,11 +27,6 @@ TOOL = {
     },
 }
 SHOWN = '<tool_call>{"name": "get_weather", "arguments": {"city": "Rome"}}</tool_call>'
-
-
-@pytest.fixture(scope="module")
-def tokenizer(smollm2_dir):
-    return load_tokenizer(smollm2_dir)
 
 
 @pytest.fixture(scope="module")
