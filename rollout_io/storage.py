@@ -95,7 +95,7 @@ def temporary(final: Location) -> Location:
 
 
 def publish(written: Location, final: Location) -> None:
-    """Give a complete file its final name; on a local disk it is synced first, then renamed.
+    """Give a complete file its final name; on a local disk it is synced, renamed, the name synced.
 
     Raises:
         RolloutError: Another writer was there first.
@@ -106,10 +106,14 @@ def publish(written: Location, final: Location) -> None:
     if not written.is_local:
         written.fs.mv(written.path, final.path)
         return
-    for path in (written.path, posixpath.dirname(final.path)):
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+    _sync(written.path)
     os.replace(written.path, final.path)  # noqa: PTH105
+    _sync(posixpath.dirname(final.path))
+
+
+def _sync(path: str) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
