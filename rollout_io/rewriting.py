@@ -14,10 +14,9 @@ import pyarrow.compute as pc
 from rollout_io.conversion.staging import Staging
 from rollout_io.parallel import Workers
 from rollout_io.reader import iter_tables, pieces
-from rollout_io.storage import Location, find_shards
+from rollout_io.storage import Location, find_shards, occupied
 from rollout_io.writer import RolloutWriter
 from schemas.checker import ValidationError
-from schemas.errors import RolloutError
 from schemas.metadata import DatasetMetadata
 from schemas.ragged import list_lengths
 
@@ -72,10 +71,9 @@ def rewrite(
     made = {key.decode(): value.decode() for key, value in metadata.encode("prefix").items()}
     identity = {"made": made, "shards": _states(dataset)}
     with staging.resumable():
-        if staging.out.shards() and not staging.is_publishing(identity):
-            hint = "choose another --out, or remove the old dataset"
-            got = f"{len(staging.out.shards())} shards"
-            raise RolloutError("out_is_free", out, got, "no dataset yet", hint)
+        shards = staging.out.shards()
+        if shards and not staging.is_publishing(identity):
+            raise occupied(staging.where, len(shards))
         staging.begin(identity)
         sources = pieces(dataset)
         done = _earlier(staging, len(sources))

@@ -88,6 +88,13 @@ def find_shards(path: str | os.PathLike[str]) -> list[Location]:
     return [Location(location.fs, p) for p in paths]
 
 
+def occupied(where: str, num_shards: int) -> RolloutError:
+    """The refusal to write a dataset where there is another."""
+    got = f"{num_shards} shard{'s' * (num_shards != 1)}"
+    hint = "choose another --out, or remove the old dataset"
+    return RolloutError("out_is_free", where, got, "no dataset yet", hint)
+
+
 def temporary(final: Location) -> Location:
     """A name beside `final` that no reader takes for a shard."""
     folder, name = posixpath.split(final.path)
@@ -95,7 +102,7 @@ def temporary(final: Location) -> Location:
 
 
 def publish(written: Location, final: Location) -> None:
-    """Give a complete file its final name; on a local disk it is synced, renamed, the name synced.
+    """Give a complete file its final name; on a local disk both reach the disk, in this order.
 
     Raises:
         RolloutError: Another writer was there first.

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rollout_io.prefix import encode_prefixes, trajectory_starts
-from rollout_io.storage import SHARD_PREFIX, SHARD_SUFFIX, Location, publish, temporary
+from rollout_io.storage import SHARD_PREFIX, SHARD_SUFFIX, Location, occupied, publish, temporary
 from schemas.checker import Checker, misnamed_columns, raise_errors
 from schemas.columns import arrow_schema
 from schemas.errors import RolloutError
@@ -84,11 +84,10 @@ class RolloutWriter:
         location = self._location
         shards = location.shards()
         if not location.fs.isdir(location.path):
-            got, hint = "a file", "choose a directory for --out"
-        else:
-            got, hint = f"{len(shards)} shards", "choose another --out, or remove the old dataset"
-        if got == "a file" or (shards and not append):
-            raise RolloutError("out_is_free", self._where, got, "no dataset yet", hint)
+            hint = "choose a directory for --out"
+            raise RolloutError("out_is_free", self._where, "a file", "no dataset yet", hint)
+        if shards and not append:
+            raise occupied(self._where, len(shards))
         return shards
 
     def __enter__(self) -> Self:

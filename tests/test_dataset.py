@@ -1,3 +1,4 @@
+import os
 import tempfile
 from array import array
 from itertools import pairwise
@@ -224,7 +225,7 @@ def test_metadata_is_kept_and_a_second_dataset_in_the_same_place_is_refused(tmp_
     with RolloutWriter(tmp_path / "copy") as writer:
         writer.write(read(tmp_path / "ds"))
     assert read_metadata(tmp_path / "copy") == metadata
-    with pytest.raises(RolloutError, match="out_is_free"):
+    with pytest.raises(RolloutError, match=r"out_is_free: .*: got 1 shard,"):
         RolloutWriter(tmp_path / "ds")
 
 
@@ -360,3 +361,21 @@ def test_an_empty_path_is_not_the_current_directory(use):
 def test_no_rows_of_a_scan_are_an_empty_frame_with_all_columns(shop_dataset):
     none = scan(shop_dataset).head(0).collect()
     assert (none.height, none.columns) == (0, scan(shop_dataset).collect_schema().names())
+
+
+def test_a_shard_reaches_the_disk_before_its_name_and_its_name_after(tmp_path, monkeypatch):
+    happened = []
+    fsync, replace = os.fsync, os.replace
+
+    def spied_fsync(handle):
+        happened.append(os.fstat(handle).st_ino)
+        fsync(handle)
+
+    def spied_replace(source, target):
+        happened.append("renamed")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", spied_fsync)
+    monkeypatch.setattr(os, "replace", spied_replace)
+    shard = write_example(tmp_path)
+    assert happened == [shard.stat().st_ino, "renamed", shard.parent.stat().st_ino]

@@ -74,6 +74,7 @@ def test_tasks_of_a_parquet_file_are_those_of_json_lines(tmp_path):
         ("{", "t.jsonl:2"),
         ("[]", "got list, expected an object"),
         ('{"prompt": []}', "got prompt []"),
+        ("{}", "got no `prompt`"),
         ('{"prompt": [{"content": "a"}]}', "without a role"),
         ('{"prompt": "a", "instance_id": 0}', "'0' again"),
         ('{"prompt": "a", "env_class": 3}', "env_class 3"),

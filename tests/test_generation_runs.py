@@ -102,8 +102,9 @@ def test_another_configuration_does_not_go_on_with_a_dataset(
 ):
     config = config_in(tmp_path, model_dir, num_tasks=1)
     generate_with(SpyEngine(model, tokenizer), config)
-    other = config_in(tmp_path, model_dir, num_tasks=1, temperature=0.5)
-    with pytest.raises(RolloutError, match=r"`temperature` was 1\.0 and is 0\.5"):
+    other = config_in(tmp_path, model_dir, num_tasks=1, temperature=0.5, seed=1)
+    named = r"`temperature` was 1\.0 and is 0\.5, `seed` was 0 and is 1"
+    with pytest.raises(RolloutError, match=named):
         generate_with(SpyEngine(model, tokenizer), other)
     more = config_in(tmp_path, model_dir, num_tasks=2, max_concurrency=1)
     assert generate_with(SpyEngine(model, tokenizer), more).num_trajectories == 2

@@ -123,7 +123,8 @@ def _refuse_nothing_to_learn(rows: pl.DataFrame, plan: Plan, config: TrainConfig
             config.dataset,
             f"advantages of 0 alone in {num_groups} groups",
             "a group whose trained trajectories have different returns",
-            "rollouts stats DS shows the rewards; place_outcomes or more attempts may help",
+            "rollouts stats DS shows the rewards; other ones (convert --rewards) or more attempts"
+            " (generate with a larger group_size) may help",
         )
 
 

@@ -46,9 +46,9 @@ def _check_same(config: GenerateConfig) -> None:
         raise RolloutError("resume", config.out, got, "one to go on with, or none", hint)
     before: dict[str, Any] = made.get("config", {})
     now = identity(config)
-    other = next((k for k in now if before.get(k) != now[k]), None)
-    if other is not None:
-        got = f"`{other}` was {before.get(other)!r} and is {now[other]!r}"
+    different = [key for key in now if before.get(key) != now[key]]
+    if different:
+        got = ", ".join(f"`{k}` was {before.get(k)!r} and is {now[k]!r}" for k in different)
         hint = "choose another --out, or the configuration of before"
         raise RolloutError("resume", config.out, got, "the same", hint)
 

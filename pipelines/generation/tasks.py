@@ -144,6 +144,6 @@ def conversation(prompt: Any, where: str) -> list[dict[str, Any]]:
     if isinstance(prompt, str) and prompt:
         return [{"role": "user", "content": prompt}]
     if not isinstance(prompt, Sequence) or isinstance(prompt, str) or not prompt:
-        got = f"prompt {prompt!r:.60}"
+        got = "no `prompt`" if prompt is None else f"prompt {prompt!r:.60}"
         raise RolloutError("tasks", where, got, "a list of messages, or a text, not empty")
     return [normalize(message, f"{where}, message {i}") for i, message in enumerate(prompt)]

@@ -24,6 +24,7 @@ from rollout_io.conversion.rewards import Key, Outcome, read_rewards
 from rollout_io.conversion.staging import REJECTED, Staging, spool_path
 from rollout_io.conversion.summary import Summary
 from rollout_io.parallel import Workers
+from rollout_io.storage import occupied
 from schemas.errors import RolloutError, raise_first
 
 Progress = Callable[[int, int], object]
@@ -117,9 +118,7 @@ class _Job:
                 summary=summary, format=self.log.format, about=done["about"], was_done=True
             )
         if shards and not self.staging.is_publishing(self.identity):
-            hint = "choose another --out, or remove the old dataset"
-            got = f"{len(shards)} shards"
-            raise RolloutError("out_is_free", self.staging.where, got, "no dataset yet", hint)
+            raise occupied(self.staging.where, len(shards))
         return None
 
     def run(self) -> Conversion:
