@@ -15,6 +15,7 @@ from pipelines.tables import Frame, as_lazy
 from schemas.errors import RolloutError
 
 _POSITION = "position in the mixture"
+_COUNTS = ("dataset", "num_groups_before", "num_groups", "num_trajectories")
 
 
 def mix(
@@ -64,15 +65,9 @@ def mix(
     sizes = {name: data["instance_id"].n_unique() for name, data in ids.items()}
     quotas = group_quotas(sizes, shares, num_groups)
     drawn = {name: _draw(data, quotas[name], seed) for name, data in ids.items()}
-    schema = _common_schema(lazy)
-    parts = [
-        _place(lazy[name], places, schema, f"{name}/" if prefix_names else "")
-        for name, places in _positions(drawn).items()
-    ]
-    mixed = reduce(lambda a, b: a.merge_sorted(b, key=_POSITION), parts)
+    mixed = _interleaved(lazy, drawn, prefix_names=prefix_names)
     counts = [(name, sizes[name], quotas[name], len(data)) for name, data in drawn.items()]
-    columns = ("dataset", "num_groups_before", "num_groups", "num_trajectories")
-    return mixed.drop(_POSITION), pl.DataFrame(counts, schema=columns, orient="row")
+    return mixed, pl.DataFrame(counts, schema=_COUNTS, orient="row")
 
 
 def group_quotas(
@@ -150,6 +145,17 @@ def _refuse_shared(ids: Mapping[str, pl.DataFrame]) -> None:
 def _draw(ids: pl.DataFrame, num_groups: int, seed: int) -> pl.DataFrame:
     groups = sorted(ids["instance_id"].unique().to_list(), key=lambda group: lot(group, seed))
     return ids.filter(pl.col("instance_id").is_in(groups[:num_groups]))
+
+
+def _interleaved(
+    frames: Mapping[str, pl.LazyFrame], drawn: Mapping[str, pl.DataFrame], *, prefix_names: bool
+) -> pl.LazyFrame:
+    schema = _common_schema(frames)
+    parts = [
+        _place(frames[name], places, schema, f"{name}/" if prefix_names else "")
+        for name, places in _positions(drawn).items()
+    ]
+    return reduce(lambda a, b: a.merge_sorted(b, key=_POSITION), parts).drop(_POSITION)
 
 
 def _positions(drawn: Mapping[str, pl.DataFrame]) -> dict[str, pl.DataFrame]:

@@ -44,45 +44,13 @@ def check_rows(
     masks = plan.trajectories.select("trajectory_id", "trains", "advantage")
     rows = index.join(masks, on="trajectory_id", maintain_order="left")
     _check_order(rows)
-    _refuse(
-        rows, ~pl.col("complete"), "columns_and_types", pl.lit("null among the tokens"),
-        "none in prompt_token_ids, response_ids and loss_mask", VALIDATE,
-    )  # fmt: skip
-    _refuse(
-        rows, ~pl.col("aligned"), "lengths_align", pl.lit("lists of different lengths"),
-        "loss_mask, rollout_logprobs and rewards with one element per response token", VALIDATE,
-    )  # fmt: skip
+    _check_lists(rows)
     if config.advantage_estimator in TOKEN_ESTIMATORS:
-        _refuse(
-            rows, pl.col("trains") & ~pl.col("has_reward"), "unknown_reward",
-            pl.lit("null, neither reward nor rewards"),
-            f"what each step earned: {config.advantage_estimator} adds it up",
-            "pipelines.place_outcomes gives a trajectory's reward to its last step, 0 to the others",
-        )  # fmt: skip
-        _refuse(
-            rows, pl.col("trains") & ~pl.col("finite_reward"), "reward_finite",
-            pl.lit("a reward that is not finite"), "finite rewards", VALIDATE,
-        )  # fmt: skip
+        _check_step_rewards(rows, config.advantage_estimator)
     rows = rows.filter(pl.col("trains") & (pl.col("num_trained_tokens") > 0))
     if must_learn:
         _refuse_nothing_to_learn(rows, plan, config)
-    _refuse(
-        rows, pl.col("num_prompt_tokens") == 0, "nonempty_prompt", pl.lit("0 prompt tokens"),
-        "at least one", VALIDATE,
-    )  # fmt: skip
-    for name, breach in {
-        "lowest_token": pl.col("lowest_token") < 0,
-        "highest_token": pl.col("highest_token") >= vocab_size,
-    }.items():
-        _refuse(
-            rows, breach, "token_range", pl.format("token id {}", name),
-            f"0 to {vocab_size - 1}, the model's vocabulary",
-            "train the model whose tokenizer made these ids",
-        )  # fmt: skip
-    _refuse(
-        rows, ~pl.col("temperature").is_between(0, float("inf"), closed="none"), "temperature", pl.format("{}", "temperature"),
-        "finite and above 0: greedy samples have no distribution to train", "filter these rows out",
-    )  # fmt: skip
+    _check_tokens(rows, vocab_size)
     # The last trained token of a merged row is that of its longest step: both forward as many tokens.
     limit.check(rows["num_forwarded_tokens"].to_numpy(), rows["name"].to_list())
     return rows
@@ -103,6 +71,52 @@ def _check_order(rows: pl.DataFrame) -> None:
         ("back", "step_index_sequence", "a step_index not above the one before", "a later step"),
     ):
         _refuse(rows, pl.col(breach), rule, pl.lit(got), expected, VALIDATE)
+
+
+def _check_lists(rows: pl.DataFrame) -> None:
+    _refuse(
+        rows, ~pl.col("complete"), "columns_and_types", pl.lit("null among the tokens"),
+        "none in prompt_token_ids, response_ids and loss_mask", VALIDATE,
+    )  # fmt: skip
+    _refuse(
+        rows, ~pl.col("aligned"), "lengths_align", pl.lit("lists of different lengths"),
+        "loss_mask, rollout_logprobs and rewards with one element per response token", VALIDATE,
+    )  # fmt: skip
+
+
+def _check_step_rewards(rows: pl.DataFrame, estimator: str) -> None:
+    """What is estimated token by token adds up what each step earned."""
+    _refuse(
+        rows, pl.col("trains") & ~pl.col("has_reward"), "unknown_reward",
+        pl.lit("null, neither reward nor rewards"),
+        f"what each step earned: {estimator} adds it up",
+        "pipelines.place_outcomes gives a trajectory's reward to its last step, 0 to the others",
+    )  # fmt: skip
+    _refuse(
+        rows, pl.col("trains") & ~pl.col("finite_reward"), "reward_finite",
+        pl.lit("a reward that is not finite"), "finite rewards", VALIDATE,
+    )  # fmt: skip
+
+
+def _check_tokens(rows: pl.DataFrame, vocab_size: int) -> None:
+    """They follow a prompt, are of the model's vocabulary, and were drawn from a distribution."""
+    _refuse(
+        rows, pl.col("num_prompt_tokens") == 0, "nonempty_prompt", pl.lit("0 prompt tokens"),
+        "at least one", VALIDATE,
+    )  # fmt: skip
+    for name, breach in {
+        "lowest_token": pl.col("lowest_token") < 0,
+        "highest_token": pl.col("highest_token") >= vocab_size,
+    }.items():
+        _refuse(
+            rows, breach, "token_range", pl.format("token id {}", name),
+            f"0 to {vocab_size - 1}, the model's vocabulary",
+            "train the model whose tokenizer made these ids",
+        )  # fmt: skip
+    _refuse(
+        rows, ~pl.col("temperature").is_between(0, float("inf"), closed="none"), "temperature", pl.format("{}", "temperature"),
+        "finite and above 0: greedy samples have no distribution to train", "filter these rows out",
+    )  # fmt: skip
 
 
 def _refuse_nothing_to_learn(rows: pl.DataFrame, plan: Plan, config: TrainConfig) -> None:
@@ -162,9 +176,14 @@ def corrects_for_sampler(
         "logprobs_nonpositive": "log-probabilities of at most 0",
     }.items():
         _refuse(rows, ~pl.col(rule), rule, pl.lit("others"), expected, VALIDATE)
-    if config.allow_mismatched_logprobs:
-        return config.corrects_for_sampler
-    off += "; --set allow_mismatched_logprobs=true corrects all the same"
+    if not config.allow_mismatched_logprobs:
+        off += "; --set allow_mismatched_logprobs=true corrects all the same"
+        _refuse_mismatched_logprobs(rows, logprobs_mode, off)
+    return config.corrects_for_sampler
+
+
+def _refuse_mismatched_logprobs(rows: pl.DataFrame, logprobs_mode: str | None, off: str) -> None:
+    """Log-probabilities that are not those of the distribution that was sampled."""
     _refuse(
         rows, pl.col("token_source") == "retokenized", "rollout_logprobs",
         pl.lit("log-probabilities of re-tokenized text"), "those of the engine's own tokens", off,
@@ -185,7 +204,6 @@ def corrects_for_sampler(
             "log-probabilities of the distribution that was sampled",
             off,
         )  # fmt: skip
-    return config.corrects_for_sampler
 
 
 def _refuse_without_logprobs(config: TrainConfig) -> None:

@@ -141,29 +141,32 @@ _LIST_EXAMPLES = {
 }
 
 
+_AT_LEAST = {
+    "seed": 0,
+    "groups_per_batch": 1,
+    "groups_per_mini_batch": 1,
+    "epochs_per_batch": 1,
+    "num_epochs": 1,
+    "max_updates": 1,
+    "group_size": 1,
+    "tokens_per_micro_batch": 1,
+    "logprob_chunk_tokens": 1,
+    "save_every_updates": 1,
+    "keep_checkpoints": 1,
+    "weight_decay": 0,
+    "warmup_updates": 0,
+    "lora_rank": 1,
+    "lora_alpha": 1,
+}
+_ABOVE_0 = ("learning_rate", "max_grad_norm", "critic_learning_rate", "value_clip")
+
+
 def _breaches(c: TrainConfig) -> Iterator[tuple[str, str, str]]:
-    at_least = {
-        "seed": 0,
-        "groups_per_batch": 1,
-        "groups_per_mini_batch": 1,
-        "epochs_per_batch": 1,
-        "num_epochs": 1,
-        "max_updates": 1,
-        "group_size": 1,
-        "tokens_per_micro_batch": 1,
-        "logprob_chunk_tokens": 1,
-        "save_every_updates": 1,
-        "keep_checkpoints": 1,
-        "weight_decay": 0,
-        "warmup_updates": 0,
-        "lora_rank": 1,
-        "lora_alpha": 1,
-    }
-    for key, least in at_least.items():
+    for key, least in _AT_LEAST.items():
         value = getattr(c, key)
         if value is not None and not least <= value < float("inf"):
             yield key, str(value), f"a finite number >= {least}"
-    for key in ("learning_rate", "max_grad_norm", "critic_learning_rate", "value_clip"):
+    for key in _ABOVE_0:
         value = getattr(c, key)
         if value is not None and not 0 < value < float("inf"):
             yield key, str(value), "a finite number > 0"
@@ -175,6 +178,12 @@ def _breaches(c: TrainConfig) -> Iterator[tuple[str, str, str]]:
     for key in ("gamma", "gae_lambda"):
         if not 0 <= getattr(c, key) <= 1:
             yield key, str(getattr(c, key)), "a number in [0, 1]"
+    if not all(0 <= beta < 1 for beta in c.betas):
+        yield "betas", str(c.betas), "two numbers in [0, 1)"
+    yield from _contradictions(c)
+
+
+def _contradictions(c: TrainConfig) -> Iterator[tuple[str, str, str]]:
     if c.critic_model is not None and c.advantage_estimator != "gae":
         expected = "advantage_estimator to be gae, which alone has a critic"
         yield "critic_model and advantage_estimator", c.advantage_estimator, expected
@@ -184,14 +193,10 @@ def _breaches(c: TrainConfig) -> Iterator[tuple[str, str, str]]:
     if c.lora_target_modules is not None and not (c.lora_rank and c.lora_target_modules):
         got, expected = f"{c.lora_target_modules} and {c.lora_rank}", "names, and a rank"
         yield "lora_target_modules and lora_rank", got, expected
-    if not all(0 <= beta < 1 for beta in c.betas):
-        yield "betas", str(c.betas), "two numbers in [0, 1)"
     if c.groups_per_batch % c.groups_per_mini_batch:
-        yield (
-            "groups_per_batch and groups_per_mini_batch",
-            f"{c.groups_per_batch} and {c.groups_per_mini_batch}",
-            "groups_per_batch to be a multiple of groups_per_mini_batch",
-        )
+        keys = "groups_per_batch and groups_per_mini_batch"
+        got = f"{c.groups_per_batch} and {c.groups_per_mini_batch}"
+        yield keys, got, "groups_per_batch to be a multiple of groups_per_mini_batch"
 
 
 def load_config(toml_path: str | Path | None, overrides: Sequence[str]) -> TrainConfig:

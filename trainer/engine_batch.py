@@ -78,11 +78,7 @@ def continue_batch(
         decode: Ids to text.
         finished: Called with each request as it ends.
     """
-    width = max(len(r.prompt) for r in requests)
-    padded = [[0] * (width - len(r.prompt)) + list(r.prompt) for r in requests]
-    real = [[0] * (width - len(r.prompt)) + [1] * len(r.prompt) for r in requests]
-    ids = torch.tensor(padded, device=model.device)
-    mask = torch.tensor(real, device=model.device)
+    ids, mask = (part.to(model.device) for part in _padded([r.prompt for r in requests]))
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     cache = DynamicCache(config=model.config)
     rows = list(requests)
@@ -110,3 +106,11 @@ def continue_batch(
         ids = torch.tensor([[row.response[-1]] for row in rows], device=model.device)
         mask = torch.cat([mask, mask.new_ones(len(rows), 1)], -1)
         positions = positions[:, -1:] + 1
+
+
+def _padded(prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """[N, longest] ids, padded on the left, and 1 where they are real."""
+    missing = [max(map(len, prompts)) - len(prompt) for prompt in prompts]
+    ids = [[0] * num + list(prompt) for num, prompt in zip(missing, prompts, strict=True)]
+    real = [[0] * num + [1] * len(prompt) for num, prompt in zip(missing, prompts, strict=True)]
+    return torch.tensor(ids), torch.tensor(real)

@@ -41,8 +41,7 @@ def observation_ids(
         RolloutError: fixed_base, chat_template, message: as `encode_messages`.
 
     Example:
-        With SmolLM2's ("<|im_start|>" is 1, "<|im_end|>" 2, newline 198), after a response that
-        ended with its EOS:
+        With SmolLM2's ("<|im_start|>" is 1, "<|im_end|>" 2, newline 198), after a closed response:
 
         >>> observation_ids([36, 2], [{"role": "user", "content": "3+3?"}], tokenizer)
         [198, 1, 4093, 198, 35, 27, 35, 47, 2, 198, 1, 520, 9531, 198]

@@ -1,4 +1,12 @@
-"""Tokens of single messages: the fixed-base encoding."""
+"""Tokens of single messages: the fixed-base encoding.
+
+Rendering the messages alone would add a default system prompt. Rendering them inside their own
+conversation would not give what the model generated either: templates like Qwen3's look at the
+position. They strip <think>...</think> from assistant messages that a user message follows, and put
+an empty think block into the last one that has none, so a message's text changes when another is
+appended. After the base every assistant message is the last one, and answers the last user message:
+the position it was generated in, with its thinking.
+"""
 
 from __future__ import annotations
 
@@ -63,12 +71,7 @@ def encode_messages(
 
         encode(messages) = ids(template(base + messages)) minus its prefix ids(template(base))
 
-    Rendering the messages alone would add a default system prompt. Rendering them inside their
-    own conversation would not give what the model generated either: templates like Qwen3's look
-    at the position. They strip <think>...</think> from assistant messages that a user message
-    follows, and put an empty think block into the last one that has none, so a message's text
-    changes when another is appended. After the base every assistant message is the last one, and
-    answers the last user message: the position it was generated in, with its thinking.
+    Nothing simpler does: this module's docstring says why.
 
     Consecutive tool messages belong in one call: Qwen3 renders them as one user block.
 

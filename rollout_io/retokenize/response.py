@@ -1,4 +1,9 @@
-"""Prompt, response and loss mask of a logged conversation."""
+r"""Prompt, response and loss mask of a logged conversation.
+
+Where the first answer begins with whitespace that fuses with the end of the generation prompt
+("\n" + "\n" is one token), the fused token is the response's first, and the prompt ends before it,
+so that prompt + response still is the conversation's text.
+"""
 
 from __future__ import annotations
 
@@ -71,14 +76,8 @@ def retokenize(
         response = the first answer after its header, then all later messages,
                    each encoded after a fixed base (`encode_messages`)
 
-    The first answer is the first assistant message that was not given.
-
     The ids can differ from those the model sampled (text does not say how it was cut into
     tokens): mark such rows `token_source = "retokenized"`.
-
-    Where the first assistant message begins with whitespace that fuses with the end of the
-    generation prompt ("\n" + "\n" is one token), the fused token is the response's first, and the
-    prompt ends before it, so that prompt + response still is the conversation's text.
 
     Args:
         messages: The conversation: any roles up to the first assistant message, then assistant,
@@ -87,42 +86,26 @@ def retokenize(
         tools: Tool schemas, as given to the template.
         logprobs: One list per assistant message, as long as its span, nats; None: none known.
         num_given: Leading messages that were given to the model, whoever wrote them (examples,
-            what a shortened history kept): assistant messages among them are part of the prompt.
+            what a shortened history kept): the first answer is the first assistant message after.
         where: Place of the conversation, for errors.
 
     Raises:
-        RolloutError: retokenize: no assistant message, or none before it; and as
-            `encode_response`.
+        RolloutError: retokenize: no answer, or nothing before it; and as `encode_response`.
 
     Example:
         With SmolLM2's tokenizer and template ("<|im_start|>" is 1, "<|im_end|>" 2, newline 198):
 
-        >>> chat = [
-        ...     {"role": "system", "content": "Be brief."},
-        ...     {"role": "user", "content": "2+2?"},
-        ...     {"role": "assistant", "content": "4"},
-        ...     {"role": "user", "content": "3+3?"},
-        ...     {"role": "assistant", "content": "6"},
-        ... ]
-        >>> tokens = retokenize(chat, tokenizer)
-        >>> tokenizer.decode(tokens.prompt_token_ids)
+        >>> said = {"system": "Be brief.", "user": "2+2?", "assistant": "4"}
+        >>> chat = [{"role": role, "content": text} for role, text in said.items()]
+        >>> tokenizer.decode(retokenize(chat, tokenizer).prompt_token_ids)
         '<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n'
     """
     plain = _normalized(messages, where)
-    answers = (i for i, m in enumerate(plain) if m["role"] == "assistant" and i >= num_given)
-    first = next(answers, None)
-    if not first:
-        got = "no assistant message" if first is None else "an assistant message first"
-        expected, hint = "a prompt, then an answer", "leave out what the model did not answer"
-        raise RolloutError("retokenize", where, got, expected, hint)
+    first = _first_answer(plain, num_given, where)
     response = _response(plain, first, tokenizer, tools, logprobs, where)
-    header = int(response.spans[0, 0])
-    base = fixed_base(tokenizer, tools, where)
-    text = tokenizer.render(plain[:first], tools, generation_prompt=True, where=where)
-    prompt = tokenizer.encode([text], [where])[0]
-    given = response.logprobs
+    header, given = int(response.spans[0, 0]), response.logprobs
     return Retokenized(
-        prompt_token_ids=np.array(_without_fused(prompt, base, header, where), np.int32),
+        prompt_token_ids=_prompt(plain[:first], header, tokenizer, tools, where),
         response_ids=response.response_ids[header:],
         loss_mask=response.loss_mask[header:],
         logprobs=None if given is None else given[header:],
@@ -175,6 +158,16 @@ def encode_response(
 
 def _normalized(messages: Sequence[Message], where: str) -> list[dict[str, Any]]:
     return [normalize(message, f"{where}, message {i}") for i, message in enumerate(messages)]
+
+
+def _first_answer(messages: list[dict[str, Any]], num_given: int, where: str) -> int:
+    answers = (i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= num_given)
+    first = next(answers, None)
+    if not first:
+        got = "no assistant message" if first is None else "an assistant message first"
+        expected, hint = "a prompt, then an answer", "leave out what the model did not answer"
+        raise RolloutError("retokenize", where, got, expected, hint)
+    return first
 
 
 def _response(
@@ -270,10 +263,27 @@ def _aligned(
     return result
 
 
-def _without_fused(prompt: list[int], base: FixedBase, header: int, where: str) -> list[int]:
-    """The prompt without the end of its generation prompt that the first message takes over."""
-    expected = base.generation_prompt_ids
-    if prompt[len(prompt) - len(expected) :] != expected:
+def _prompt(
+    messages: list[dict[str, Any]],
+    num_kept: int,
+    tokenizer: ChatTokenizer,
+    tools: Tools | None,
+    where: str,
+) -> npt.NDArray[np.int32]:
+    """Ids of what stands before an answer, whose first token takes over the generation prompt's end.
+
+    Args:
+        messages: Those before it.
+        num_kept: Tokens of the generation prompt that stay.
+        tokenizer: From `load_tokenizer`.
+        tools: Tool schemas.
+        where: For errors.
+    """
+    base = fixed_base(tokenizer, tools, where)
+    text = tokenizer.render(messages, tools, generation_prompt=True, where=where)
+    ids, header = tokenizer.encode([text], [where])[0], base.generation_prompt_ids
+    start = len(ids) - len(header)
+    if ids[start:] != header:
         got = "a generation prompt that depends on the conversation"
         raise RolloutError("generation_prompt", where, got, repr(base.generation_prompt))
-    return prompt[: len(prompt) - len(expected) + header]
+    return np.array(ids[: start + num_kept], np.int32)

@@ -46,10 +46,9 @@ def reduction_weights(
     Example:
         Three targets, of which two are the first row's, the first of two:
 
-        >>> counts = {"num_rows": 2, "num_trajectories": 2, "num_groups": 1}
-        >>> ids = {"row": [0, 0, 1], "trajectory": [0, 0, 1], "group": [0, 0, 0]}
-        >>> arrays = {name: np.array(values) for name, values in ids.items()}
-        >>> reduction_weights("sequence_mean", **arrays, **counts).tolist()
+        >>> ids = dict.fromkeys(("row", "trajectory", "group"), np.array([0, 0, 1]))
+        >>> counts = dict.fromkeys(("num_rows", "num_trajectories", "num_groups"), 2)
+        >>> reduction_weights("sequence_mean", **ids, **counts).tolist()
         [0.25, 0.25, 0.5]
     """
     if reduction == "seq_mean_token_sum_norm":
@@ -61,5 +60,4 @@ def reduction_weights(
         "prompt_mean": (group, num_groups),
         "trajectory_mean": (trajectory, num_trajectories),
     }[reduction]
-    num_targets = np.bincount(index)[index]
-    return np.asarray(1 / (number * num_targets.astype(np.float64)))
+    return np.asarray(1 / (number * np.bincount(index)[index].astype(np.float64)))
