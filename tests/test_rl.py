@@ -9,7 +9,6 @@ import pytest
 import rollout_io
 from pipelines.generation import Sampling
 from rollout_io.cli.main import run as command
-from rollout_io.retokenize.tokenizer import load_tokenizer
 from schemas.errors import RolloutError
 from tests.generation_helpers import SpyEngine
 from tests.rl_helpers import HERE, config_of, lines_of, replay, rows_of, weights_of, write_tasks
@@ -28,11 +27,6 @@ LOOP_ONLY |= {
     "wait_seconds",
     "sync_seconds",
 }
-
-
-@pytest.fixture(scope="module")
-def tokenizer(smollm2_dir):
-    return load_tokenizer(smollm2_dir)
 
 
 @pytest.fixture(scope="module")
