@@ -352,3 +352,21 @@ def test_a_further_field_cannot_change_what_is_set():
             ask(server, sampling=Sampling(extra={"logprobs": 5}))
         ask(server, sampling=Sampling(extra={"min_tokens": 2}))
     assert [body["min_tokens"] for _, body, _ in server.requests] == [2]
+
+
+def test_a_server_that_was_lost_gets_the_weights_again_before_it_is_asked(tmp_path):
+    (tmp_path / "model.safetensors").touch()
+    broken = [completion, completion, RESET, RESET, status(503)]
+
+    async def run(server):
+        async with VllmEngine(server.url, model="m", limits=FAST, logprobs_mode="raw") as engine:
+            await engine.load_weights(str(tmp_path), policy_version=3)
+            await asyncio.gather(*(engine.sample([1], SAMPLING) for _ in range(2)))
+
+    with serving(Server(broken)) as server:
+        asyncio.run(run(server))
+    paths = [path for path, _, _ in server.requests]
+    load = ["/collective_rpc", "/reset_prefix_cache"]
+    ask_it = ["/v1/completions"] * 2
+    assert paths == [*load, *ask_it, "/collective_rpc", *load, *ask_it]
+    assert server.requests[4][1] == server.requests[0][1]

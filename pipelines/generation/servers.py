@@ -69,6 +69,10 @@ class Servers:
         urls: Their roots, "http://127.0.0.1:8000"; a trailing "/v1" is left out.
         limits: Shared by all of them.
         api_key: Sent as the bearer token.
+
+    Attributes:
+        when_returned: What a server is asked first, path and body, that a connection to has failed
+            since: it may have been started anew.
     """
 
     def __init__(self, urls: Sequence[str], limits: Limits, *, api_key: str | None = None) -> None:
@@ -78,6 +82,9 @@ class Servers:
         self._slots = asyncio.Semaphore(limits.max_concurrent)
         self._next_start_s = 0.0
         self._turn = itertools.count()
+        self.when_returned: Sequence[tuple[str, Body]] = ()
+        self._lost: set[str] = set()
+        self._returning = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
         self._client = httpx2.AsyncClient(
@@ -110,7 +117,7 @@ class Servers:
         urls = self._order(session)
         headers = {} if session is None else {"X-Session-ID": session}
         attempts = self.limits.max_attempts
-        return await self._repeat([url + path for url in urls], body, headers, attempts)
+        return await self._repeat(urls, path, body, headers, attempts)
 
     async def call_each(self, path: str, body: Body = None) -> list[bytes]:
         """The answers of all servers, as `call` gives them, in the order of `urls`.
@@ -118,7 +125,7 @@ class Servers:
         Three attempts at most: they are asked for more than samples here.
         """
         attempts = min(self.limits.max_attempts, _EACH_ATTEMPTS)
-        calls = (self._repeat([url + path], body, {}, attempts) for url in self.urls)
+        calls = (self._repeat([url], path, body, {}, attempts) for url in self.urls)
         return list(await asyncio.gather(*calls))
 
     def _order(self, session: str | None) -> list[str]:
@@ -130,17 +137,21 @@ class Servers:
     async def _repeat(
         self,
         urls: Sequence[str],
+        path: str,
         body: Callable[[], Body] | Body,
         headers: dict[str, str],
         attempts: int,
     ) -> bytes:
         for attempt in itertools.count(1):
-            url, asked_s = urls[(attempt - 1) % len(urls)], 0.0
+            root, asked_s = urls[(attempt - 1) % len(urls)], 0.0
+            url = root + path
             try:
+                await self._welcome_back(root)
                 answer = await self._once(url, body, headers)
             except TimeoutError:
                 got = f"no answer within {self.limits.timeout_s:g} s"
             except httpx2.TransportError as error:
+                self._lost.add(root)
                 got = f"{type(error).__name__} {error}".strip()
             else:
                 if answer.is_success:
@@ -155,6 +166,19 @@ class Servers:
         hint = f"is the server up? {url.partition('/v1')[0]}/health"
         expected = f"an answer in one of {attempts} attempts"
         raise RolloutError(ENGINE_DOWN, url, got, expected, hint)
+
+    async def _welcome_back(self, root: str) -> None:
+        """Ask a server that was lost what `when_returned` says, once, before anything else."""
+        if root not in self._lost:
+            return
+        async with self._returning:
+            if root not in self._lost:
+                return
+            for path, body in self.when_returned:
+                answer = await self._once(root + path, body, {})
+                if not answer.is_success:
+                    raise httpx2.ReadError(f"status {answer.status_code} of {path}")
+            self._lost.discard(root)
 
     async def _once(
         self, url: str, body: Callable[[], Body] | Body, headers: dict[str, str]

@@ -124,7 +124,8 @@ class VllmEngine:
     async def load_weights(self, path: str, *, policy_version: int) -> None:
         """As `Engine.load_weights`; the servers see the same files under the same path.
 
-        What is no model directory is refused here: vLLM ends when it is asked to load one.
+        A server that breaks off and comes back later is given them again: it may be another, with
+        those it was started with. What is no model directory is refused here: vLLM ends when it is asked to load one.
         """
         if not any(Path(path).glob("*.safetensors")):
             got, expected = "no *.safetensors", "a Hugging Face model directory"
@@ -138,6 +139,7 @@ class VllmEngine:
             expected, hint = "weights that vLLM loads", "the path must be one that the server reads"
             raise RolloutError("engine_refused", path, error.got, expected, hint) from None
         await self._servers.call_each("/reset_prefix_cache", {})
+        self._servers.when_returned = [("/collective_rpc", body), ("/reset_prefix_cache", {})]
         self.policy_version = policy_version
 
     async def _call(
