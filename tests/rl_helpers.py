@@ -115,3 +115,13 @@ def weights_of(checkpoint: str) -> bytes:
 
 def rows_of(config: rl.RlConfig, iteration: int) -> pl.DataFrame:
     return rollout_io.scan(f"{config.out}/rollouts/iteration_{iteration:05d}").collect()
+
+
+def as_toml(config: rl.RlConfig) -> str:
+    """The file that makes it, but for `out`."""
+    lines = [f"{key} = {json.dumps(getattr(config, key))}" for key in ("model", "tasks")]
+    lines.append(f"num_iterations = {config.num_iterations}")
+    for table in ("generate", "train", "evaluate"):
+        values = getattr(config, table) or {}
+        lines += [f"[{table}]", *(f"{key} = {json.dumps(v)}" for key, v in values.items())]
+    return "\n".join(lines)

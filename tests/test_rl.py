@@ -1,6 +1,7 @@
 """The loop with the embedded engine, and the replay of what it sampled."""
 
 import asyncio
+import dataclasses
 import json
 import shutil
 
@@ -11,7 +12,16 @@ from pipelines.generation import Sampling
 from rollout_io.cli.main import run as command
 from schemas.errors import RolloutError
 from tests.generation_helpers import SpyEngine
-from tests.rl_helpers import HERE, config_of, lines_of, replay, rows_of, weights_of, write_tasks
+from tests.rl_helpers import (
+    HERE,
+    as_toml,
+    config_of,
+    lines_of,
+    replay,
+    rows_of,
+    weights_of,
+    write_tasks,
+)
 from tests.trainer_helpers import tiny_llama
 from trainer import rl
 from trainer.engine import TransformersEngine
@@ -144,7 +154,7 @@ def test_a_dead_engine_ends_the_run_and_a_resumed_one_loses_and_repeats_nothing(
     check_replay(config, result, tmp_path / "again")
 
 
-def test_evaluations_are_datasets_of_their_own_and_are_not_sampled_again(tmp_path, model):
+def test_evaluations_are_datasets_of_their_own_and_are_not_sampled_again(tmp_path, model, capsys):
     tasks = write_tasks(tmp_path / "held_out.jsonl", 2)
     evaluate = {"tasks": tasks, "every_iterations": 2, "temperature": 0.0, "group_size": 2}
     config = config_of(tmp_path, model, evaluate=evaluate)
@@ -161,8 +171,10 @@ def test_evaluations_are_datasets_of_their_own_and_are_not_sampled_again(tmp_pat
     assert [(x["iteration"], x["global_step"]) for x in lines] == [(0, 0), (2, 4), (3, 6)]
     assert lines[-1]["evaluation/return_mean"] == result.evaluation
     shutil.rmtree(tmp_path / "run" / "checkpoints")
-    again = rl.run(config, resume=True)
-    assert again == result
+    file = tmp_path / "c.toml"
+    file.write_text(as_toml(config))
+    assert command(["rl", str(file), "--out", config.out, "--resume", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == dataclasses.asdict(result)
     assert {p.parent.name: p.read_bytes() for p in folder.rglob("*.parquet")} == shards
     assert [x for x in read_metrics(tmp_path / "run") if "evaluation/return_mean" in x] == lines
 
@@ -251,6 +263,12 @@ def test_whatever_trains_a_run_that_is_resumed_is_replayed_by_train(tmp_path, mo
     rates = {line["learning_rate"] for line in lines_of(config.out)}
     assert (len(rates) > 1) == (name == "lora")
     assert [line["iteration"] for line in lines_of(config.out)] == [k // 4 for k in range(20)]
+
+
+def test_several_processes_are_refused(tmp_path, model, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RolloutError, match="got 2 processes, expected one"):
+        rl.run(config_of(tmp_path, model))
 
 
 class Told(TransformersEngine):

@@ -27,7 +27,7 @@ from trainer.log import RunLog, progress_line
 from trainer.metrics import METRICS
 
 NOTE = "note: no rollout_logprobs: importance correction (tis_ratio_type) is off\n"
-HINT = "hint: --set drop_zero_variance_groups=true"
+HINT = "hint: drop_zero_variance_groups = true"
 
 
 @pytest.fixture(scope="module")

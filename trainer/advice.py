@@ -77,7 +77,7 @@ def warnings_about(
             + (f"\nlikely cause: {cause}" if cause else "")
         )
     if metrics["num_trained_tokens"] and not metrics["num_trained_groups"]:
-        leave_out = "\nhint: --set drop_zero_variance_groups=true leaves such groups out"
+        leave_out = "\nhint: drop_zero_variance_groups = true leaves such groups out"
         found["zero_gradient"] = (
             "every advantage of a mini-batch is 0 (no group whose rewards vary),"
             " so its update has a gradient of zero"
