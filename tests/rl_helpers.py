@@ -121,7 +121,8 @@ def as_toml(config: rl.RlConfig) -> str:
     """The file that makes it, but for `out`."""
     lines = [f"{key} = {json.dumps(getattr(config, key))}" for key in ("model", "tasks")]
     lines.append(f"num_iterations = {config.num_iterations}")
-    for table in ("generate", "train", "evaluate"):
-        values = getattr(config, table) or {}
-        lines += [f"[{table}]", *(f"{key} = {json.dumps(v)}" for key, v in values.items())]
+    tables = {name: getattr(config, name) for name in ("generate", "train", "evaluate")}
+    for name, values in tables.items():
+        if values is not None:
+            lines += [f"[{name}]", *(f"{key} = {json.dumps(v)}" for key, v in values.items())]
     return "\n".join(lines)

@@ -69,8 +69,9 @@ class RlConfig:
     train: dict[str, Any] = field(default_factory=dict)
     """Table: keys of `rollouts train`; `groups_per_batch` is what an iteration takes."""
     evaluate: dict[str, Any] | None = None
-    """Table: `tasks`, `every_iterations`, and keys of `rollouts generate` that are other than in
-    `[generate]`; `group_size` is 1 unless it is here. None: no evaluation."""
+    """Table: `tasks`, `every_iterations` (10), and keys of `rollouts generate` that are other than in
+    `[generate]`; `group_size` is 1 unless it is here. There is an evaluation before the first update
+    and at the end too. None: no evaluation."""
 
     def __post_init__(self) -> None:
         for key, got, expected in _breaches(self):
