@@ -12,6 +12,8 @@ import polars as pl
 
 import rollout_io
 import trainer
+from rollout_io.retokenize.tokenizer import ChatTokenizer
+from tests.trainer_helpers import tiny_llama
 from trainer import rl
 from trainer.config import TrainConfig
 
@@ -65,6 +67,14 @@ class Failing(Length):
         if self.extras.get("fails", True):
             raise OSError("no sandbox")
         return super().step(action)
+
+
+def save_model(path: Path, tokenizer: ChatTokenizer) -> str:
+    """A model of few weights, with SmolLM2's tokenizer."""
+    settings = {"hidden_size": 16, "tie_word_embeddings": True, "max_position_embeddings": 256}
+    tiny_llama(vocab_size=49152, **settings).save_pretrained(path)
+    tokenizer.backend.save_pretrained(path)
+    return str(path)
 
 
 def write_tasks(path: Path, num_tasks: int, **extras: Any) -> str:

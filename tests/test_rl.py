@@ -19,10 +19,10 @@ from tests.rl_helpers import (
     lines_of,
     replay,
     rows_of,
+    save_model,
     weights_of,
     write_tasks,
 )
-from tests.trainer_helpers import tiny_llama
 from trainer import rl
 from trainer.engine import TransformersEngine
 from trainer.plot import read_metrics
@@ -42,10 +42,7 @@ LOOP_ONLY |= {
 @pytest.fixture(scope="module")
 def model(tmp_path_factory, tokenizer):
     """A tiny model with SmolLM2's tokenizer."""
-    path = tmp_path_factory.mktemp("model")
-    tiny_llama(vocab_size=49152, max_position_embeddings=256).save_pretrained(path)
-    tokenizer.backend.save_pretrained(path)
-    return str(path)
+    return save_model(tmp_path_factory.mktemp("model"), tokenizer)
 
 
 @pytest.fixture(autouse=True)

@@ -15,8 +15,7 @@ import pytest
 import rollout_io
 from rollout_io.retokenize.tokenizer import load_tokenizer
 from tests.conftest import ROOT
-from tests.rl_helpers import HERE, config_of, lines_of, weights_of
-from tests.trainer_helpers import tiny_llama
+from tests.rl_helpers import HERE, config_of, lines_of, save_model, weights_of
 from trainer import rl
 
 SERVER = """
@@ -128,10 +127,7 @@ def server(smollm2_dir):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory, smollm2_dir):
-    path = tmp_path_factory.mktemp("model")
-    tiny_llama(vocab_size=49152, max_position_embeddings=256).save_pretrained(path)
-    load_tokenizer(smollm2_dir).backend.save_pretrained(path)
-    return str(path)
+    return save_model(tmp_path_factory.mktemp("model"), load_tokenizer(smollm2_dir))
 
 
 def finished_groups(config: rl.RlConfig) -> dict[str, bytes]:
