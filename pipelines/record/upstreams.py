@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import itertools
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Self
 
-import httpx2
+import aiohttp
+import msgspec
+from yarl import URL
 
 from pipelines.generation.engine import ENGINE_DOWN
 from pipelines.generation.servers import Limits, by_preference
 from schemas.errors import RolloutError
 
 _KEEP_ALIVE_S = 4.0
+_LARGE_BYTES = 1 << 20
 _AWAY = frozenset({502, 503})
 _NOT_PASSED_ON = frozenset(
     {
@@ -24,7 +28,24 @@ _NOT_PASSED_ON = frozenset(
     }
 )
 
-BROKEN = (httpx2.TransportError, httpx2.StreamError)
+BROKEN = (aiohttp.ClientError, TimeoutError, ConnectionError)
+
+Answered = aiohttp.ClientResponse
+MODELS = "/v1/models"
+
+
+class Model(msgspec.Struct):
+    """A model that is served."""
+
+    id: str
+    max_model_len: int | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[Model]
+
+
+_MODELS = msgspec.json.Decoder(_Models)
 
 
 class Upstreams:
@@ -50,23 +71,25 @@ class Upstreams:
     ) -> None:
         self.urls = tuple(url.rstrip("/").removesuffix("/v1") for url in urls)
         self._limits, self._api_key, self._retried = limits, api_key, retried
+        self._model: Model | None = None
 
     async def __aenter__(self) -> Self:
-        limits = self._limits
-        self._client = httpx2.AsyncClient(
-            timeout=httpx2.Timeout(limits.timeout_s, connect=limits.connect_timeout_s, pool=None),
-            limits=httpx2.Limits(
-                max_connections=None,
-                max_keepalive_connections=None,
-                keepalive_expiry=_KEEP_ALIVE_S,
+        self._client = aiohttp.ClientSession(
+            timeout=aiohttp.ClientTimeout(
+                total=None,
+                sock_connect=self._limits.connect_timeout_s,
+                sock_read=self._limits.timeout_s,
             ),
-            headers={"accept-encoding": "identity"},
-            trust_env=False,
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
+            auto_decompress=False,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            headers={"Accept-Encoding": "identity"},
+            skip_auto_headers=("User-Agent", "Content-Type"),
         )
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        await self._client.aclose()
+        await self._client.close()
 
     @asynccontextmanager
     async def answer(
@@ -76,7 +99,7 @@ class Upstreams:
         body: bytes | None,
         headers: Mapping[str, str],
         session: str | None,
-    ) -> AsyncIterator[httpx2.Response]:
+    ) -> AsyncIterator[Answered]:
         """An answer whose head is here, and whose body is not read yet.
 
         Args:
@@ -93,7 +116,22 @@ class Upstreams:
         try:
             yield response
         finally:
-            await response.aclose()
+            response.close()
+
+    async def model(self) -> Model:
+        """The model of the engines, as the first of them names it.
+
+        Raises:
+            RolloutError: engine_down: none answered, or with no list of models.
+        """
+        if self._model is None:
+            async with self.answer("GET", MODELS, None, {}, None) as response:
+                try:
+                    self._model = _MODELS.decode(await response.read()).data[0]
+                except (*BROKEN, msgspec.MsgspecError, IndexError):
+                    got, expected = f"status {response.status}", "a list of models"
+                    raise RolloutError(ENGINE_DOWN, MODELS, got, expected) from None
+        return self._model
 
     async def _open(
         self,
@@ -102,22 +140,27 @@ class Upstreams:
         body: bytes | None,
         headers: dict[str, str],
         session: str | None,
-    ) -> httpx2.Response:
+    ) -> Answered:
         urls = by_preference(self.urls, session or "")
         attempts = max(self._limits.max_attempts, len(urls))
         for attempt in itertools.count(1):
             url = urls[(attempt - 1) % len(urls)]
-            request = self._client.build_request(method, url + path, content=body, headers=headers)
             try:
-                response = await self._client.send(request, stream=True)
-            except httpx2.TransportError as error:
+                response = await self._client.request(
+                    method,
+                    URL(url + path, encoded=True),
+                    data=_payload(body),
+                    headers=headers,
+                    allow_redirects=False,
+                )
+            except BROKEN as error:
                 got = f"{type(error).__name__} {error}".strip()
             else:
                 is_last = attempt >= attempts or len(urls) == 1
-                if response.status_code not in _AWAY or is_last:
+                if response.status not in _AWAY or is_last:
                     return response
-                got = f"status {response.status_code}"
-                await response.aclose()
+                got = f"status {response.status}"
+                response.close()
             if attempt >= attempts:
                 break
             self._retried()
@@ -137,10 +180,15 @@ class Upstreams:
         return kept
 
 
-def passed_on(headers: httpx2.Headers) -> list[tuple[bytes, bytes]]:
+def passed_on(response: Answered) -> list[tuple[bytes, bytes]]:
     """The headers of an answer that the client gets."""
     return [
         (name.lower(), value)
-        for name, value in headers.raw
+        for name, value in response.raw_headers
         if name.lower().decode("latin-1") not in _NOT_PASSED_ON
     ]
+
+
+def _payload(body: bytes | None) -> bytes | io.BytesIO | None:
+    """Large bodies are sent in parts."""
+    return body if body is None or len(body) < _LARGE_BYTES else io.BytesIO(body)

@@ -125,7 +125,7 @@ def read_choices(
         RolloutError: no_token_ids, no_response, nonempty_prompt, nonempty_response, routing_shape.
             What the named invariants say of the numbers is checked with the whole table.
     """
-    response = answer if isinstance(answer, Response) else _joined(answer, where)
+    response = whole_response(answer, where)
     choices = response.choices
     if len(choices) > 1:
         choices = sorted(choices, key=lambda choice: choice.index)
@@ -138,6 +138,15 @@ def read_choices(
         prompt = _ids(own, "prompt", where, failed=failed)
         steps.append(_step(choice, prompt, request, where, failed=failed))
     return steps
+
+
+def whole_response(answer: Answer, where: str) -> Response:
+    """A response as it would have come in one piece.
+
+    Raises:
+        RolloutError: no_response; json_line, record_type, routing_shape: of a chunk.
+    """
+    return answer if isinstance(answer, Response) else _joined(answer, where)
 
 
 def holds_tokens(answer: Answer) -> bool:
@@ -220,7 +229,6 @@ def _json_text(raw: msgspec.Raw) -> str | None:
 
 
 def _joined(answer: list[Response | str] | str | None, where: str) -> Response:
-    """A response as it would have come in one piece."""
     if answer is None:
         hint = "a call that failed: delete its line, or give its session an `error` in --rewards"
         raise RolloutError("no_response", where, "a call without a response", "its body", hint)

@@ -1,0 +1,254 @@
+"""Chats that only grow, continued token by token: tokens in, tokens out, for clients that know only chat.
+
+The first call of a conversation is sent as it is. A later one that repeats its messages, then the answer
+as it was given, then new messages, is sent as token ids:
+
+    prompt = the last prompt + the tokens sampled for it + the ids of the new messages
+
+The engine's text completion is given to the client as a chat completion. Where anything is not certain
+(tools, reasoning, an answer that was edited, a template that changes earlier messages, a field that only
+chat has) the call is sent as it is, and counted with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import msgspec
+
+from pipelines.generation.observations import observation_ids
+from pipelines.record.answers import Answer
+from pipelines.record.requests import NULL, Asked, Fields, value_of
+from pipelines.record.sessions import Seen, Session
+from rollout_io.logs.completions import NO_JSON
+from rollout_io.retokenize.messages import normalize
+from rollout_io.retokenize.tokenizer import ChatTokenizer
+from schemas.errors import RolloutError
+
+PATH = "/v1/completions"
+MOST_CONVERSATIONS = 8
+FIRST = "first"
+
+_CARRIED = frozenset(
+    {
+        *("model", "stream", "stream_options", "user", "priority", "cache_salt", "seed", "stop"),
+        *("temperature", "top_p", "top_k", "min_p", "min_tokens", "max_tokens", "ignore_eos"),
+        *("stop_token_ids", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+        *(
+            "structured_outputs",
+            "logit_bias",
+            "include_stop_str_in_output",
+            "skip_special_tokens",
+            "request_id",
+        ),
+    }
+)
+_DROPPED = frozenset({"messages", "max_completion_tokens"})
+_OPTIONAL = (b"null", b"false", b"[]", b"{}", b"0")
+_ONCE = frozenset({"n"})
+_EMPTY: tuple[object, ...] = (None, [], {}, "")
+_ENDED = frozenset({"stop", "length"})
+_MESSAGE = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "reasoning"))
+
+
+class Conversation(NamedTuple):
+    """What was said so far.
+
+    Attributes:
+        messages: The last one is the engine's.
+        ids: Prompt and response of the last call.
+        num_sampled: How many of them are the response.
+    """
+
+    messages: list[dict[str, Any]]
+    ids: list[int]
+    num_sampled: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unsure:
+    """Why a call is sent as it is.
+
+    Attributes:
+        reason: In a word or two; `FIRST`: there is nothing to continue.
+    """
+
+    reason: str
+
+
+class ExactPrefix:
+    """The conversations of a recorder.
+
+    Args:
+        tokenizer: The engines', with their chat template.
+    """
+
+    def __init__(self, tokenizer: ChatTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[str, dict[str | None, list[Conversation]]] = {}
+
+    def body(
+        self, session: Session, agent: str | None, asked: Asked, room: int | None
+    ) -> bytes | Unsure:
+        """The request for a text completion that continues a conversation.
+
+        Args:
+            session: Whose call it is.
+            agent: Within the session.
+            asked: A chat.
+            room: Tokens of the engines' context; None: unknown.
+        """
+        known = self._known.get(session.name, {}).get(agent, [])
+        if not known:
+            return Unsure(FIRST)
+        if (field := _chat_only(asked.fields)) is not None:
+            return Unsure(f"field {field}")
+        try:
+            messages = _plain(value_of(asked.fields, "messages"))
+            found = _longest(known, messages)
+            if found is None:
+                return Unsure("another history")
+            ids = self._continued(found, messages[len(found.messages) :])
+        except RolloutError as error:
+            return Unsure(error.rule)
+        most = _limit(asked.fields, None if room is None else room - len(ids))
+        if most is None:
+            return Unsure("no room")
+        carried = {k: v for k, v in asked.sent.items() if k in _CARRIED}
+        exact = {"prompt": ids, "max_tokens": most, "logprobs": 0, "return_token_ids": True}
+        return msgspec.json.encode(carried | exact)
+
+    def _continued(self, so_far: Conversation, new: Sequence[dict[str, Any]]) -> list[int]:
+        if not new or any(message["role"] not in {"user", "system"} for message in new):
+            raise RolloutError("new messages", "chat", "none, or of other roles", "a user's")
+        response = so_far.ids[len(so_far.ids) - so_far.num_sampled :]
+        return so_far.ids + observation_ids(response, new, self._tokenizer)
+
+    def remember(self, session: Session, agent: str | None, asked: Asked, seen: Seen) -> None:
+        """Take a call that was answered, if it can be continued."""
+        text = _answer_text(seen)
+        if asked.kind != "chat" or text is None:
+            return
+        try:
+            messages = _plain(value_of(asked.fields, "messages"))
+            known = self._known.setdefault(session.name, {}).setdefault(agent, [])
+            so_far = _longest(known, messages)
+            if so_far is None and not self._renders(messages, seen):
+                return
+        except RolloutError:
+            return
+        said = {"role": "assistant", "content": text}
+        ids = [*seen.prompt.tolist(), *seen.responses[0].tolist()]
+        if so_far is not None:
+            known.remove(so_far)
+        known.append(Conversation([*messages, said], ids, len(seen.responses[0])))
+        del known[:-MOST_CONVERSATIONS]
+
+    def _renders(self, messages: Sequence[dict[str, Any]], seen: Seen) -> bool:
+        """Whether the engine's prompt is what the tokenizer here makes of the messages."""
+        text = self._tokenizer.render(messages, generation_prompt=True)
+        return bool(self._tokenizer.encode([text], ["chat"])[0] == seen.prompt.tolist())
+
+    def forget(self, session: Session) -> None:
+        """A session has ended."""
+        self._known.pop(session.name, None)
+
+
+class ChatShown:
+    """Shows a text completion as a chat completion.
+
+    Args:
+        asked: The chat.
+    """
+
+    def __init__(self, asked: Asked) -> None:
+        self._model, self._has_begun = asked.model, False
+
+    def whole(self, answer: Answer) -> bytes:
+        """A whole answer."""
+        (choice,) = answer.choices
+        message = {"role": "assistant", "content": choice["text"], **_MESSAGE}
+        made = {"message": message, **_without(choice, "text")}
+        top = {"object": "chat.completion", "choices": [made], "prompt_token_ids": None}
+        return msgspec.json.encode(self._named(answer.fields) | top)
+
+    def chunk(self, answer: Answer) -> bytes:
+        """A chunk; before the first one another, which says whose message it is."""
+        top = self._named(answer.fields) | {"object": "chat.completion.chunk"}
+        choices = [
+            {"delta": {"content": choice["text"]}, **_without(choice, "text")}
+            for choice in answer.choices
+        ]
+        shown = msgspec.json.encode(top | {"choices": choices})
+        if self._has_begun:
+            return shown
+        self._has_begun = True
+        first = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+        head = {"choices": [first | {"logprobs": None}], "prompt_token_ids": None}
+        return msgspec.json.encode(_without_usage(top) | head) + b"\n\ndata: " + shown
+
+    def _named(self, fields: Fields) -> dict[str, Any]:
+        name = str(value_of(fields, "id")).replace("cmpl-", "chatcmpl-", 1)
+        model = {} if self._model is None else {"model": self._model}
+        return {**fields, "id": name, **model}
+
+
+def _without_usage(fields: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in fields.items() if k != "usage"}
+
+
+def _without(choice: Fields, name: str) -> dict[str, Any]:
+    gone = {name, "prompt_token_ids", "prompt_logprobs"}
+    kept = {k: v for k, v in choice.items() if k not in gone}
+    return kept | {"logprobs": NULL, "token_ids": NULL}
+
+
+def _chat_only(fields: Fields) -> str | None:
+    """A field that a text completion cannot have, or not in the same way."""
+    for name, value in fields.items():
+        if name in _CARRIED | _DROPPED or bytes(value) in _OPTIONAL:
+            continue
+        if name in _ONCE and bytes(value) == b"1":
+            continue
+        return name
+    return None
+
+
+def _limit(fields: Fields, room: int | None) -> int | None:
+    """`max_tokens`: as the client asks, else what the context leaves, as for a chat."""
+    for name in ("max_completion_tokens", "max_tokens"):
+        most = value_of(fields, name)
+        if most is not None:
+            return most if isinstance(most, int) and most > 0 else None
+    return room if room is not None and room > 0 else None
+
+
+def _plain(messages: object) -> list[dict[str, Any]]:
+    if not isinstance(messages, list):
+        raise RolloutError("messages", "chat", type(messages).__name__, "a list")
+    plain = [normalize(message, f"message {i}") for i, message in enumerate(messages)]
+    return [
+        {k: v for k, v in message.items() if k == "content" or v not in _EMPTY} for message in plain
+    ]
+
+
+def _longest(known: Sequence[Conversation], messages: list[dict[str, Any]]) -> Conversation | None:
+    """The longest conversation that the messages begin with."""
+    fits = [c for c in known if messages[: len(c.messages)] == c.messages]
+    return max(fits, key=lambda c: len(c.messages), default=None)
+
+
+def _answer_text(seen: Seen) -> str | None:
+    """What the client was told, if it is text alone that came to its end."""
+    choices = seen.answer.choices
+    if len(choices) != 1 or choices[0].finish_reason not in _ENDED:
+        return None
+    message = choices[0].message
+    if message is None:
+        return choices[0].text
+    calls = NO_JSON if bytes(message.tool_calls) == b"[]" else message.tool_calls
+    if calls != NO_JSON or message.reasoning or message.reasoning_content:
+        return None
+    return message.content
