@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -205,7 +206,7 @@ def check_types(table: pa.Table, row_offset: int = 0) -> tuple[pl.DataFrame, fro
 
 def misnamed_columns(table: pa.Table) -> pl.DataFrame:
     """columns_and_types: names that several columns have, and the empty name."""
-    counts = {n: table.column_names.count(n) for n in dict.fromkeys(table.column_names)}
+    counts = Counter(table.column_names)
     found = [_wrong(n, f"{count} columns", "one") for n, count in counts.items() if count > 1]
     found += [_wrong("", "a column without a name", "a name")] if "" in counts else []
     return joined(found)

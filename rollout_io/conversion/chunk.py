@@ -103,7 +103,7 @@ def convert_chunk(
     reader = Reader(settings, chunk.outcomes)
     broken: list[Rejected] = []
     with without_collector(), _writer(settings, out) as writer:
-        for runs in _batches(chunk.runs):
+        for runs, num_bytes in _batches(chunk.runs):
             for part in reader.parts(runs):
                 if settings.adapter.is_table:
                     report.take_names(part.table, part.runs[0].places[0].where)
@@ -112,7 +112,7 @@ def convert_chunk(
                     report.summary.add(table)
                     writer.write(table)
                 tell(0, table.num_rows)
-            tell(sum(run.num_bytes for run in runs), 0)
+            tell(num_bytes, 0)
     report.rejected, report.routing = reader.rejected + broken, reader.routing
     return report
 
@@ -121,17 +121,18 @@ def _writer(settings: Settings, out: str) -> RolloutWriter:
     return RolloutWriter(out, layout=settings.layout, metadata=settings.metadata, checked=True)
 
 
-def _batches(runs: Sequence[Run]) -> Iterator[list[Run]]:
+def _batches(runs: Sequence[Run]) -> Iterator[tuple[list[Run], int]]:
+    """Runs in a row, and the bytes of their records."""
     batch: list[Run] = []
     num_bytes = 0
     for run in runs:
         batch.append(run)
         num_bytes += run.num_bytes
         if num_bytes >= BATCH_BYTES:
-            yield batch
+            yield batch, num_bytes
             batch, num_bytes = [], 0
     if batch:
-        yield batch
+        yield batch, num_bytes
 
 
 @contextmanager

@@ -12,9 +12,9 @@ import pyarrow as pa
 
 from rollout_io.adapters import Ids, Step
 from rollout_io.arrays import ragged_array, routing_array
-from rollout_io.logs.tokens import num_ids, parse_ids
-from schemas.columns import COLUMN_BY_NAME, COLUMNS, SEGMENT_FIELDS
-from schemas.ragged import Ragged, offsets_of
+from rollout_io.logs.tokens import parse_ids
+from schemas.columns import COLUMN_BY_NAME, COLUMNS, SEGMENT_FIELDS, Column
+from schemas.ragged import IntArray, Ragged, list_lengths, offsets_of, ranges
 
 _OF_RUN = frozenset({"instance_id", "repetition_id", "trajectory_id", "error"})
 _NOT_READ = frozenset({"rewards"})
@@ -36,18 +36,46 @@ class Settled:
         return f"{self.instance_id}_{self.repetition_id}"
 
 
+@dataclass(slots=True)
+class _Rows:
+    """Trajectories as rows.
+
+    Attributes:
+        trajectories: T.
+        steps: N, all of theirs, one a row.
+        lengths: [T] steps of each.
+        responses: [N] the column `response_ids`.
+    """
+
+    trajectories: Sequence[Settled]
+    steps: Sequence[Step]
+    lengths: IntArray
+    responses: pa.Array
+
+    @classmethod
+    def of(cls, batch: Sequence[Settled]) -> _Rows:
+        steps = [step for t in batch for step in t.steps]
+        lengths = np.array([len(t.steps) for t in batch], np.int64)
+        kind = COLUMN_BY_NAME["response_ids"].type
+        return cls(batch, steps, lengths, _ids([s.response_ids for s in steps], kind))
+
+    def repeated(self, values: Sequence[Any], kind: pa.DataType) -> pa.Array:
+        """A column from one value per trajectory."""
+        index = np.repeat(np.arange(len(self.lengths)), self.lengths)
+        return pa.array(values, kind).take(pa.array(index))
+
+
 def table_of(batch: Sequence[Settled]) -> pa.Table:
     """One row per step; optional columns, and the user's, where any step has a value.
 
     Raises:
         ArithmeticError, ValueError: A value that its column cannot hold, or routes of several models.
     """
-    steps = [step for t in batch for step in t.steps]
-    made = {c.name: _column(c.name, batch, steps) for c in COLUMNS if c.name not in _NOT_READ}
+    rows = _Rows.of(batch)
+    made = {c.name: _column(c, rows) for c in COLUMNS if c.name not in _NOT_READ}
     columns: dict[str, pa.Array] = {n: array for n, array in made.items() if array is not None}
     for name in sorted({name for t in batch for name in t.user_values}):
-        values = [t.user_values.get(name) for t in batch for _ in t.steps]
-        columns[name] = pa.array(values, pa.string())
+        columns[name] = rows.repeated([t.user_values.get(name) for t in batch], pa.string())
     fields = [
         pa.field(n, a.type, n not in COLUMN_BY_NAME or COLUMN_BY_NAME[n].nullable)
         for n, a in columns.items()
@@ -55,18 +83,16 @@ def table_of(batch: Sequence[Settled]) -> pa.Table:
     return pa.Table.from_arrays(list(columns.values()), schema=pa.schema(fields))
 
 
-def _column(name: str, batch: Sequence[Settled], steps: Sequence[Step]) -> pa.Array | None:
+def _column(column: Column, rows: _Rows) -> pa.Array | None:
     """A column; None where it is optional and no step has a value."""
-    column = COLUMN_BY_NAME[name]
-    if name in _MADE:
-        return _MADE[name](batch, steps, column.type)
-    if name in _OF_RUN:
-        values = [value for t in batch for value in [getattr(t, name)] * len(t.steps)]
+    if column.name in _MADE:
+        return _MADE[column.name](rows, column.type)
+    value = attrgetter(column.name)
+    if column.name in _OF_RUN:
+        found = rows.repeated(list(map(value, rows.trajectories)), column.type)
     else:
-        values = list(map(attrgetter(name), steps))
-    if column.nullable and values.count(None) == len(values):
-        return None
-    return pa.array(values, column.type)
+        found = pa.array(list(map(value, rows.steps)), column.type)
+    return None if column.nullable and found.null_count == len(found) else found
 
 
 def _ids(rows: Sequence[Ids], kind: pa.DataType) -> pa.Array:
@@ -81,67 +107,69 @@ def _ids(rows: Sequence[Ids], kind: pa.DataType) -> pa.Array:
     return ragged_array([next(parsed) if isinstance(r, bytes) else r for r in rows], kind)
 
 
-def _prompts(_: Sequence[Settled], steps: Sequence[Step], kind: pa.DataType) -> pa.Array:
-    return _ids([s.prompt_token_ids for s in steps], kind)
+def _prompts(rows: _Rows, kind: pa.DataType) -> pa.Array:
+    return _ids([s.prompt_token_ids for s in rows.steps], kind)
 
 
-def _responses(_: Sequence[Settled], steps: Sequence[Step], kind: pa.DataType) -> pa.Array:
-    return _ids([s.response_ids for s in steps], kind)
+def _responses(rows: _Rows, _: pa.DataType) -> pa.Array:
+    return rows.responses
 
 
-def _logprobs(_: Sequence[Settled], steps: Sequence[Step], kind: pa.DataType) -> pa.Array | None:
-    rows = [s.rollout_logprobs for s in steps]
-    return None if all(row is None for row in rows) else ragged_array(rows, kind)
+def _logprobs(rows: _Rows, kind: pa.DataType) -> pa.Array | None:
+    given = [s.rollout_logprobs for s in rows.steps]
+    return None if all(row is None for row in given) else ragged_array(given, kind)
 
 
-def _loss_masks(_: Sequence[Settled], steps: Sequence[Step], kind: pa.DataType) -> pa.Array:
-    lengths = np.array([num_ids(s.response_ids) for s in steps], np.int64)
+def _loss_masks(rows: _Rows, kind: pa.DataType) -> pa.Array:
+    lengths, steps = list_lengths(rows.responses), rows.steps
     if all(s.loss_mask is None for s in steps):
         trains = np.repeat(np.array([s.trains for s in steps], np.bool_), lengths)
         valid = np.ones(len(steps), np.bool_)
         return Ragged(trains, offsets_of(lengths), valid).to_arrow(kind.value_type)
-    rows = [
+    masks = [
         np.full(n, s.trains) if s.loss_mask is None else s.loss_mask & s.trains
         for s, n in zip(steps, lengths.tolist(), strict=True)
     ]
-    return ragged_array(rows, kind)
+    return ragged_array(masks, kind)
 
 
-def _rewards(batch: Sequence[Settled], steps: Sequence[Step], kind: pa.DataType) -> pa.Array | None:
+def _rewards(rows: _Rows, kind: pa.DataType) -> pa.Array | None:
     """Null throughout where a run failed: a failed run has a reward, which is unknown."""
-    values = [s.reward for s in steps]
-    is_absent = values.count(None) == len(values) and all(t.error is None for t in batch)
-    return None if is_absent else pa.array(values, kind)
+    found = pa.array([s.reward for s in rows.steps], kind)
+    is_unknown = found.null_count == len(found)
+    return None if is_unknown and all(t.error is None for t in rows.trajectories) else found
 
 
-def _metrics(_: Sequence[Settled], steps: Sequence[Step], kind: pa.DataType) -> pa.Array | None:
-    values = [s.metrics and list(s.metrics.items()) for s in steps]
+def _metrics(rows: _Rows, kind: pa.DataType) -> pa.Array | None:
+    values = [s.metrics and list(s.metrics.items()) for s in rows.steps]
     return pa.array(values, kind) if any(values) else None
 
 
-def _step_indices(batch: Sequence[Settled], _: Sequence[Step], kind: pa.DataType) -> pa.Array:
-    return pa.array([i for t in batch for i in range(len(t.steps))], kind)
+def _step_indices(rows: _Rows, kind: pa.DataType) -> pa.Array:
+    return pa.array(ranges(np.zeros_like(rows.lengths), rows.lengths), kind)
 
 
-def _last_flags(batch: Sequence[Settled], _: Sequence[Step], kind: pa.DataType) -> pa.Array:
-    return pa.array([i == len(t.steps) - 1 for t in batch for i in range(len(t.steps))], kind)
+def _last_flags(rows: _Rows, kind: pa.DataType) -> pa.Array:
+    is_last = np.zeros(len(rows.steps), np.bool_)
+    is_last[np.cumsum(rows.lengths) - 1] = True
+    return pa.array(is_last, kind)
 
 
-def _segments(_: Sequence[Settled], steps: Sequence[Step], kind: pa.DataType) -> pa.Array | None:
-    if all(s.spans is None for s in steps):
+def _segments(rows: _Rows, kind: pa.DataType) -> pa.Array | None:
+    if all(s.spans is None for s in rows.steps):
         return None
     names = [f.name for f in SEGMENT_FIELDS]
-    rows: list[list[dict[str, Any]] | None] = [
+    found: list[list[dict[str, Any]] | None] = [
         None
         if s.spans is None
         else [dict(zip(names, (*span, i), strict=True)) for i, span in enumerate(s.spans)]
-        for s in steps
+        for s in rows.steps
     ]
-    return pa.array(rows, kind)
+    return pa.array(found, kind)
 
 
-def _routes(_: Sequence[Settled], steps: Sequence[Step], __: pa.DataType) -> pa.Array | None:
-    routes = [step.rollout_expert_indices for step in steps]
+def _routes(rows: _Rows, _: pa.DataType) -> pa.Array | None:
+    routes = [step.rollout_expert_indices for step in rows.steps]
     shapes = {route.shape[1:] for route in routes if route is not None}
     if len(shapes) > 1:
         raise ValueError(f"routing of several models: {sorted(shapes)} (layers, experts a token)")
