@@ -18,7 +18,7 @@ NUM_HELD_OUT = 20
 
 
 class Addition:
-    """One turn, whose reward is 1 where the first number of the answer is the sum."""
+    """One turn, whose reward is 1 where the last number of the answer is the sum."""
 
     def __init__(self, env_config: Any, extras: dict[str, Any]) -> None:
         del env_config
@@ -30,9 +30,12 @@ class Addition:
 
     def step(self, action: str) -> dict[str, Any]:
         """The trajectory is over after one answer."""
-        found = re.search(r"\d+", action)
-        right = found is not None and int(found[0]) == self.sum
-        return {"observations": [], "reward": float(right), "done": True}
+        return {"observations": [], "reward": is_right(action, self.sum), "done": True}
+
+
+def is_right(answer: str, number: int) -> float:
+    """1 where the last number of the answer is the one that is wanted, else 0."""
+    return float(re.findall(r"\d+", answer)[-1:] == [str(number)])
 
 
 def main(folder: Path) -> None:
@@ -44,7 +47,7 @@ def main(folder: Path) -> None:
         lines = [
             {
                 "instance_id": f"{a}+{b}",
-                "prompt": f"What is {a}+{b}? Answer with the number only.",
+                "prompt": f"What is {a}+{b}? Answer with a number.",
                 "sum": a + b,
             }
             for a, b in part
