@@ -1,0 +1,183 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import rollout_io
+from examples.addition import main as write_tasks
+from pipelines.generation.vllm_engine import VllmEngine
+from tests.conftest import ROOT
+from tests.test_vllm_generation import differences
+from trainer import rl
+from trainer.config import TrainConfig
+from trainer.loop import train
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture
+def config_of(smollm2_dir, tmp_path):
+    """Loops over one-digit additions into tmp_path/run; a learning rate that shows at once."""
+    write_tasks(tmp_path / "tasks")
+    usual = {
+        "model": smollm2_dir,
+        "tasks": tmp_path / "tasks/train.jsonl",
+        "out": tmp_path / "run",
+        "num_iterations": 2,
+        "generate.engine": "vllm",
+        "generate.group_size": 2,
+        "generate.seed": 0,
+        "train.groups_per_batch": 4,
+        "train.groups_per_mini_batch": 4,
+        "train.learning_rate": 1e-4,
+        "train.advantage_estimator": "reinforce++",
+        "evaluate.tasks": tmp_path / "tasks/held_out.jsonl",
+        "evaluate.group_size": 1,
+        "evaluate.every_iterations": 2,
+    }
+
+    def make(url, **settings):
+        named = {name.replace("__", "."): value for name, value in settings.items()}
+        given = usual | {"generate.urls": f'["{url}"]'} | named
+        return rl.load_rl_config(
+            ROOT / "examples/addition.toml", [f"{key}={value}" for key, value in given.items()]
+        )
+
+    return make
+
+
+@pytest.fixture
+def server(vllm_server, smollm2_dir):
+    """The shared server, which has the model's own weights again afterwards."""
+    import asyncio
+
+    yield vllm_server
+
+    async def put_back():
+        async with VllmEngine(vllm_server.url) as engine:
+            await engine.load_weights(str(smollm2_dir), policy_version=0)
+
+    asyncio.run(put_back())
+
+
+def updates_of(run):
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "loss" in line]
+
+
+def rows_of(run):
+    return pl.from_arrow(rollout_io.read(f"{run}/rollouts/*"))
+
+
+def check_the_engine_spoke_for_the_policy(run, smollm2_dir):
+    """Not for the model it was started with: a bfloat16 engine rounds the weights it is given."""
+    first, *others = updates_of(run)
+    assert first["rollout_logprobs_abs_diff_mean"] < 0.05
+    assert abs(first["rollout_logprobs_diff_mean"]) < 0.01
+    rows = rows_of(run)
+    for line in others:
+        of_update = rows.filter(pl.col("policy_version") == line["iteration"])
+        at_start = np.abs(differences(of_update.rows(named=True), smollm2_dir)).mean()
+        print(line["rollout_logprobs_abs_diff_mean"], at_start)
+        assert line["rollout_logprobs_abs_diff_mean"] < at_start / 2
+
+
+def check_each_once(run, num_trajectories):
+    ids = rows_of(run)["trajectory_id"].to_list()
+    assert len(ids) == len(set(ids)) == num_trajectories
+
+
+def check_replay(config, run, tmp_path):
+    """`rollouts train` on what is on disk comes to the same weights."""
+    settings = config.train | {"group_size": config.generation.group_size, "seed": config.seed}
+    again = train(
+        TrainConfig(
+            dataset=f"{run}/rollouts/*", model=config.model, out=str(tmp_path / "again"), **settings
+        )
+    )
+    (ours,) = run.glob(f"checkpoints/global_step_{again.num_updates}/model.safetensors")
+    theirs = load_file(f"{again.checkpoint}/model.safetensors")
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in load_file(ours).items())
+
+
+@pytest.mark.parametrize("settings", [{}, {"train__lora_rank": 4, "train__learning_rate": 2e-3}])
+def test_two_updates_of_the_loop_each_on_what_the_new_weights_said(
+    settings, config_of, server, smollm2_dir, tmp_path
+):
+    config = config_of(server.url, **settings)
+    result = rl.run(config)
+    assert (result.num_iterations, result.num_updates) == (2, 2)
+    rows, run = rows_of(tmp_path / "run"), tmp_path / "run"
+    assert rows["policy_version"].to_list() == [0] * 8 + [1] * 8
+    check_each_once(run, 16)
+    check_the_engine_spoke_for_the_policy(run, smollm2_dir)
+    before, after = (
+        pl.from_arrow(rollout_io.read(str(run / f"evaluations/iteration_0000{i}"))) for i in (0, 2)
+    )
+    assert set(before["policy_version"]) == {0}
+    assert set(after["policy_version"]) == {2}
+    if not settings:
+        check_replay(config, run, tmp_path)
+
+
+def test_ahead_of_the_trainer_no_row_is_staler_than_allowed(config_of, server, tmp_path):
+    settings = {"max_staleness": 2, "weight_sync": "now", "num_iterations": 4}
+    rl.run(config_of(server.url, **settings, generate__max_concurrency=4))
+    lines = updates_of(tmp_path / "run")
+    assert max(line["staleness_max"] for line in lines) in {1, 2}
+    check_each_once(tmp_path / "run", 4 * 8)
+
+
+def test_a_server_killed_in_the_middle_comes_back_with_the_policys_weights(
+    config_of, start_vllm, smollm2_dir, tmp_path
+):
+    run, results = tmp_path / "run", []
+    with start_vllm() as server:
+        config = config_of(server.url, num_iterations=3, generate__max_concurrency=2)
+        work = threading.Thread(target=lambda: results.append(rl.run(config)))
+        work.start()
+        while work.is_alive() and not list(run.glob("rollouts/iteration_00001/*.parquet")):
+            time.sleep(0.02)
+        server.stop(kill=True)
+        assert len(list(run.glob("rollouts/iteration_00001/*.parquet"))) < 4
+        server.start()
+        work.join(timeout=400)
+    assert results[0].num_iterations == 3
+    check_each_once(run, 3 * 8)
+    check_the_engine_spoke_for_the_policy(run, smollm2_dir)
+
+
+def test_a_trainer_killed_between_update_and_sync_goes_on_where_it_was(
+    config_of, server, smollm2_dir, tmp_path
+):
+    run, config = tmp_path / "run", config_of(server.url)
+    flat = {f"generate.{k}": v for k, v in config.generate.items()}
+    flat |= {f"train.{k}": v for k, v in config.train.items()}
+    flat |= {"model": config.model, "tasks": config.tasks, "num_iterations": 2}
+    (tmp_path / "empty.toml").touch()
+    overrides = [f"--set={key}={json.dumps(value)}" for key, value in flat.items()]
+    command = [sys.executable, "-m", "rollout_io", "rl", str(tmp_path / "empty.toml")]
+    trainer = subprocess.Popen([*command, "--out", str(run), *overrides], cwd=ROOT)
+    while trainer.poll() is None and not (
+        (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").read_text().count("\n") == 1
+    ):
+        time.sleep(0.005)
+    os.kill(trainer.pid, signal.SIGKILL)
+    trainer.wait()
+    assert not (run / "weights/version_1").exists()
+    first = rows_of(run)
+    rl.run(config_of(server.url, evaluate__every_iterations=2), resume=True)
+    check_each_once(run, 16)
+    kept = rows_of(run).head(len(first)).drop("metrics", strict=False)
+    assert kept.equals(first.drop("metrics", strict=False))
+    check_the_engine_spoke_for_the_policy(run, smollm2_dir)
+    check_replay(config, run, tmp_path)
