@@ -42,6 +42,7 @@ bench: $(READY) $(MODEL)/model.safetensors  ## Benchmarks: ratios measured side 
 	$(BIN)/python -m benchmarks.conversion
 	$(BIN)/python -m benchmarks.training
 	$(BIN)/python -m benchmarks.trees
+	$(BIN)/python -m benchmarks.record
 
 docs: $(READY) $(MODEL)/model.safetensors  ## Write the generated pages of docs/ and examples/
 	$(BIN)/python docs/generate.py
@@ -76,7 +77,7 @@ $(VLLM)/.ready: constraints-vllm.txt | $(READY)
 # Harnesses that are recorded, as their users have them.
 $(CLIENTS)/.ready: constraints-clients.txt | $(READY)
 	test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
-	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-clients.txt litellm mcp mini-swe-agent
+	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-clients.txt litellm mcp mini-swe-agent schemathesis
 	@touch $@
 
 $(MODEL)/model.safetensors: examples/fetch_smollm2.py | $(READY)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from pathlib import Path
 
 import rollout_io
 
+_FIRST = re.compile(rb'"content":"[^"]')
 _TEXT = {"model": "fake", "messages": [{"role": "user", "content": "hello"}], "stream": True}
 
 
@@ -95,13 +97,13 @@ async def ask(root: str, path: str) -> float:
     try:
         began = time.perf_counter()
         await send(writer, path, json.dumps(_TEXT).encode())
-        first_s = None
-        while line := await reader.readline():
-            if first_s is None and b'"content":"' in line and b'"content":""' not in line:
+        first_s, tail = 0.0, b""
+        while b"[DONE]" not in tail:
+            content = await reader.read(1 << 16)
+            assert content, tail
+            tail = tail[-64:] + content
+            if not first_s and _FIRST.search(tail):
                 first_s = time.perf_counter() - began
-            if b"[DONE]" in line:
-                break
-        assert first_s is not None, line
         return first_s
     finally:
         writer.close()

@@ -33,7 +33,7 @@ class FakeEngine:
         self.num_tokens, self.gap_s, self.dies_after = num_tokens, gap_s, dies_after
         self.first_s = first_s
         self.requests, self.headers, self.num_left = [], [], 0
-        self.status = 200
+        self.status, self._made = 200, {}
 
     async def __call__(self, scope, receive, send):
         if scope["type"] != "http":
@@ -51,20 +51,14 @@ class FakeEngine:
         try:
             body = json.loads(b"".join(parts))
             is_chat = "chat" in scope["path"]
-            texts = (
-                ["".join(m.get("content") or "" for m in body["messages"])]
-                if is_chat
-                else [body["prompt"]]
-            )
-            assert isinstance(texts[0], str)
-        except (ValueError, KeyError, TypeError, AttributeError, AssertionError):
+            made = Made(body, text_of(body, is_chat), is_chat, self.num_tokens)
+        except (ValueError, KeyError, TypeError, AttributeError):
             await answer(send, {"error": {"message": "no such request", "code": 400}}, 400)
             return
         self.requests.append(body)
         if self.status != 200:
             await answer(send, {"error": {"message": "busy", "code": self.status}}, self.status)
             return
-        made = Made(body, texts[0], is_chat, self.num_tokens)
         if self.first_s:
             await asyncio.sleep(self.first_s)
         if body.get("stream"):
@@ -73,22 +67,38 @@ class FakeEngine:
             await asyncio.sleep(self.gap_s * self.num_tokens)
             await answer(send, made.whole())
 
+    def _events(self, made):
+        """Of one request always the same, and made once."""
+        key = json.dumps(made.body)
+        if key not in self._made:
+            self._made[key] = [event(chunk) for chunk in made.chunks()]
+        return self._made[key]
+
     async def _stream(self, made, receive, send):
         leaving = asyncio.ensure_future(receive())
         head = [(b"content-type", b"text/event-stream; charset=utf-8")]
         await send({"type": "http.response.start", "status": 200, "headers": head})
-        for number, chunk in enumerate(made.chunks()):
+        began = time.monotonic()
+        for number, content in enumerate(self._events(made)):
             if leaving.done():
                 self.num_left += 1
                 return
             if number == self.dies_after:
                 leaving.cancel()
                 raise ConnectionError
-            await send({"type": "http.response.body", "body": event(chunk), "more_body": True})
-            if self.gap_s:
-                await asyncio.sleep(self.gap_s)
+            await send({"type": "http.response.body", "body": content, "more_body": True})
+            if self.gap_s:  # by the clock: what is late catches up
+                await asyncio.sleep(began + self.gap_s * (number + 1) - time.monotonic())
         leaving.cancel()
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+
+
+def text_of(body, is_chat):
+    if is_chat:
+        return "".join(message.get("content") or "" for message in body["messages"])
+    if not isinstance(body["prompt"], str):
+        raise TypeError
+    return body["prompt"]
 
 
 class Made:
@@ -98,6 +108,8 @@ class Made:
         self.body, self.is_chat, self.prompt = body, is_chat, tokens_of(text)
         seed = zlib.crc32(text.encode())
         n = body.get("n") or 1
+        if not 1 <= n <= 8:
+            raise ValueError
         letters = "abcdefghijklmnopqrstuvwxyz"
         self.texts = [
             "".join(letters[(seed + 7 * i + 3 * j) % 26] for j in range(num_tokens))

@@ -4,7 +4,7 @@ import time
 from itertools import pairwise
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from pipelines.record.answers import Answer
@@ -135,7 +135,12 @@ FIELDS = st.dictionaries(
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_no_request_gets_a_traceback_or_another_answer_than_the_engines(engine, tmp_path, path):
+@pytest.mark.parametrize(
+    "num_lists", [1, pytest.param(20, marks=pytest.mark.nightly)], ids=["few", "many"]
+)
+def test_no_request_gets_a_traceback_or_another_answer_than_the_engines(
+    engine, tmp_path, path, num_lists
+):
     async def ask(out, bodies):
         async with recording(out, engine.url) as client:
             for body in bodies:
@@ -143,7 +148,12 @@ def test_no_request_gets_a_traceback_or_another_answer_than_the_engines(engine, 
                 ours = await client.post(f"/s/a/0/v1/{path}", content=body)
                 assert (ours.status_code, ours.content) == (plain.status_code, plain.content), body
 
-    @settings(max_examples=2, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    @settings(
+        max_examples=num_lists,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        phases=(Phase.reuse, Phase.generate),  # a body that fails is small as it is
+    )
     @given(
         st.lists(
             st.binary(max_size=20)

@@ -9,7 +9,6 @@ from pipelines.record.requests import NULL, Asked, Fields
 _ANSWER = msgspec.json.Decoder(Fields)
 _CHOICES = msgspec.json.Decoder(list[Fields] | None)
 _EMPTY_DELTA = b"{}"
-_TOKENS = {"token_ids", "logprobs"}
 
 
 class Unread(ValueError):
@@ -46,8 +45,7 @@ class Answer:
         shown = _hide(self.fields, asked.hidden)
         if asked.model is not None and "model" in shown:
             shown["model"] = msgspec.Raw(msgspec.json.encode(asked.model))
-        hides_all = asked.hidden >= _TOKENS
-        if hides_all and self.choices and all(map(_is_for_tokens, self.choices)):
+        if asked.is_text and self.choices and all(map(_is_for_tokens, self.choices)):
             return None
         choices = [_hide(choice, asked.hidden) for choice in self.choices]
         return msgspec.json.encode(shown | {"choices": choices})

@@ -6,7 +6,10 @@ from typing import Any
 
 _TEXT, _NUMBER = {"type": "string"}, {"type": "number"}
 _WHOLE = {"type": "integer", "minimum": 0, "maximum": 999_999_999}
-_ERROR = {"description": "Refused: {error: {message, type, code}}."}
+_ERROR = {
+    "description": "Refused, by the recorder or the engine: {error: {message, type, code}}.",
+    "content": {"application/json": {"schema": {"type": "object"}}},
+}
 
 
 def _json(schema: dict[str, Any], description: str = "JSON.") -> dict[str, Any]:
@@ -79,10 +82,15 @@ _VERSION = _object(
     {"policy_version": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}}, ["policy_version"]
 )
 _ANY: dict[str, Any] = {"type": "object"}
-_CALLS = {
-    "chat/completions": _operation("A chat completion, recorded.", {"200": _json(_ANY)}, _CHAT),
-    "completions": _operation("A text completion, recorded.", {"200": _json(_ANY)}, _COMPLETION),
+_ANSWER = {
+    "description": "As the engine answers, streamed or not.",
+    "content": {"application/json": {"schema": _ANY}, "text/event-stream": {"schema": _ANY}},
 }
+_CALLS = {
+    "chat/completions": _operation("A chat completion, recorded.", {"200": _ANSWER}, _CHAT),
+    "completions": _operation("A text completion, recorded.", {"200": _ANSWER}, _COMPLETION),
+}
+_METRICS = {"description": "Text.", "content": {"text/plain": {"schema": _TEXT}}}
 _OF_SESSION = "/s/{instance}/{repetition}"
 
 DESCRIPTION: dict[str, Any] = {
@@ -110,6 +118,6 @@ DESCRIPTION: dict[str, Any] = {
                 "Whether calls are written.", {"200": _json(_ANY), "507": _json(_ANY)}
             )
         },
-        "/metrics": {"get": _operation("For Prometheus.", {"200": {"description": "Text."}})},
+        "/metrics": {"get": _operation("For Prometheus.", {"200": _METRICS})},
     },
 }

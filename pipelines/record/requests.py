@@ -27,6 +27,7 @@ class Asked:
         fields: Of its body, as the client sent them.
         sent: For the engine: the same, and exact tokens asked for.
         hidden: Fields of the answer that the client did not ask for.
+        is_text: Whether the client asked for text alone: no ids, no log-probabilities.
         num_choices: Answers that are expected.
         is_exact: Whether tokens that were sampled one by one come back: not of an echo, or of a
             beam search.
@@ -37,6 +38,7 @@ class Asked:
     fields: Fields
     sent: Fields
     hidden: frozenset[str]
+    is_text: bool
     num_choices: int
     is_exact: bool
     model: str | None = None
@@ -87,6 +89,7 @@ def read_request(kind: Kind, body: bytes, models: tuple[str, str] | None = None)
         fields=fields,
         sent=changed,
         hidden=frozenset(hidden),
+        is_text=hidden >= _IDS and _is_absent(fields, "logprobs"),
         num_choices=_whole(fields, "n") * _num_prompts(fields),
         is_exact=is_exact,
         model=models[0] if models is not None and renamed else None,

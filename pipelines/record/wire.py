@@ -119,7 +119,8 @@ class Exchange:
         if self.has_begun:
             await self.finish(b"data: " + content + b"\n\n")
         else:
-            await self.answer(status_of(error), content)
+            allow = [(b"allow", error.expected.encode())] if error.rule == "method" else []
+            await self.answer(status_of(error), content, [JSON, *allow])
 
 
 def status_of(error: RolloutError) -> int:
