@@ -10,6 +10,8 @@ def test_the_verb_says_what_is_missing_or_wrong(capsys, tmp_path):
     (tmp_path / "f").write_text("")
     assert run(["record", *given]) == 1
     assert "output_file" in capsys.readouterr().err
+    assert run(["record", "--upstream", "http://127.0.0.1:9", "--out", "memory://ds"]) == 1
+    assert "a local one" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("host", ["256.0.0.1", "192.0.2.1"])

@@ -1,5 +1,6 @@
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -98,6 +99,21 @@ def test_a_shard_that_was_written_before_a_crash_is_not_written_again(tmp_path):
 
         asyncio.run(again())
     assert outcomes(tmp_path / "ds") == {"a_0": (1.0, None)}
+
+
+def test_long_sessions_are_written_few_at_a_time(tmp_path, monkeypatch):
+    monkeypatch.setattr("pipelines.record.recorder.SHARD_BYTES", 5000)
+
+    async def main(url):
+        async with recording(tmp_path / "ds", url, flush_s=60) as client:
+            for i in range(6):
+                await client.post(f"/s/a/{i}/v1/completions", json=TEXT)
+                await client.post(f"/s/a/{i}/end", json={"reward": i})
+
+    with running(FakeEngine(num_tokens=20)) as url:
+        asyncio.run(main(url))
+    assert outcomes(tmp_path / "ds") == {f"a_{i}": (float(i), None) for i in range(6)}
+    assert 2 <= len(list((tmp_path / "ds").glob("part-*"))) <= 6
 
 
 def test_one_recorder_at_a_time(tmp_path, monkeypatch):
@@ -315,6 +331,34 @@ def recover(out):
             pass
 
     asyncio.run(main())
+
+
+def no_room(_):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("on_full", ["refuse", "serve"])
+def test_once_there_is_room_again_calls_are_recorded_and_what_was_lost_is_said(tmp_path, on_full):
+    async def main(url):
+        async with recording(tmp_path / "ds", url, on_full=on_full) as client:
+            path = "/s/a/0/v1/completions"
+            assert (await client.post(path, json=TEXT)).status_code == 200
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(client.recorder.journal, "_write_all", no_room)
+                full = await client.post(path, json=TEXT)
+                assert full.status_code == (507 if on_full == "refuse" else 200)
+                ending = await client.post("/s/a/0/end", json={"reward": 1.0})
+                assert ending.status_code == 507
+            assert (await client.post(path, json=TEXT)).status_code == 200
+            assert (await client.get("/health")).status_code == 200
+            assert (await client.post("/s/a/0/end", json={"reward": 1.0})).status_code == 200
+
+    with running(FakeEngine()) as url:
+        asyncio.run(main(url))
+    lost = "calls_lost: 1 calls could not be written"
+    expected = (1.0, None) if on_full == "refuse" else (None, lost)
+    assert outcomes(tmp_path / "ds") == {"a_0": expected}
+    assert len(rows(tmp_path / "ds", "response_ids")) == 2
 
 
 def ask(client, *, stream):

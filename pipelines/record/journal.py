@@ -12,6 +12,7 @@ removed.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import shutil
@@ -87,6 +88,8 @@ class Journal:
         A last line that was cut off is removed: nobody was told that it is there.
         """
         found: dict[str, Recovered] = {}
+        for gone in self._root.glob("*.done"):
+            shutil.rmtree(gone, ignore_errors=True)
         for number in self.folders():
             for path in (self._path(number, file) for file in _FILES):
                 self._sizes[path] = _cut_to_lines(path)
@@ -145,9 +148,16 @@ class Journal:
 
     async def remove(self, folder: int) -> None:
         """Remove a folder whose sessions are all in shards."""
-        await asyncio.to_thread(shutil.rmtree, self._root / f"{folder:05d}", ignore_errors=True)
+        await asyncio.to_thread(self._remove, folder)
         for name in _FILES:
             self._sizes.pop(self._path(folder, name), None)
+
+    def _remove(self, folder: int) -> None:
+        """By another name first, so that what is there by its own is whole."""
+        gone = self._root / f"{folder:05d}.done"
+        with contextlib.suppress(OSError):
+            self._path(folder, "calls").parent.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)
 
     async def _write(self, path: Path, content: bytes) -> Place:
         done: asyncio.Future[Place] = asyncio.get_running_loop().create_future()

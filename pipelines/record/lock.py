@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from pipelines.record.journal import FOLDER
+from rollout_io.storage import Location
 from schemas.errors import RolloutError
 
 _WAIT_S = 5.0
@@ -29,8 +30,12 @@ class Lock:
         """Hold it.
 
         Raises:
-            RolloutError: out_is_free: another recorder holds it; output_file.
+            RolloutError: out_is_free: another recorder holds it; output_file: it is no local place,
+                or cannot be written.
         """
+        if not Location.of(self._where).is_local:
+            hint = "record to a disk, and copy the shards"
+            raise RolloutError("output_file", self._where, "a remote place", "a local one", hint)
         deadline = time.monotonic() + _WAIT_S
         while not self._try():
             if time.monotonic() > deadline:

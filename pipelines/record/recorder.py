@@ -7,7 +7,7 @@ import json
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
@@ -29,7 +29,7 @@ from rollout_io.logs.tokens import strict_ids
 from schemas.errors import RolloutError
 from schemas.metadata import DatasetMetadata
 
-MOST_A_SHARD = 1024
+MOST_A_SHARD, SHARD_BYTES = 1024, 64 << 20
 _ANSWER = msgspec.json.Decoder(LoggedAnswer)
 _TICK_S = 0.25
 
@@ -237,8 +237,8 @@ class Recorder:
         """
         async with self._flushing:
             ended = [s for s in self.sessions if s.outcome is not None and not s.num_under_way]
-            for start in range(0, len(ended), MOST_A_SHARD):
-                await self._write(ended[start : start + MOST_A_SHARD])
+            for together in _cut(ended):
+                await self._write(together)
 
     async def _write(self, sessions: Sequence[Session]) -> None:
         await asyncio.to_thread(self._shards.write, [ended_of(s) for s in sessions])
@@ -284,6 +284,21 @@ class Recorder:
         """Calls from here on are of these weights."""
         self.policy_version = version
         await asyncio.to_thread(_write_version, self._version_path, version)
+
+
+def _cut(sessions: Sequence[Session]) -> Iterator[list[Session]]:
+    """Sessions that are read and written together: not too many, and not too long."""
+    together: list[Session] = []
+    num_bytes = 0
+    for session in sessions:
+        own = sum(place.num_bytes for place in session.places)
+        if together and (len(together) >= MOST_A_SHARD or num_bytes + own > SHARD_BYTES):
+            yield together
+            together, num_bytes = [], 0
+        together.append(session)
+        num_bytes += own
+    if together:
+        yield together
 
 
 def _losses(session: Session | None, said: Mapping[str, Any]) -> dict[str, Any]:
