@@ -217,6 +217,27 @@ def test_a_client_that_leaves_a_call_that_is_not_streamed_leaves_nothing_behind(
     asyncio.run(main())
 
 
+def test_a_client_that_leaves_while_its_call_is_written_does_not_keep_it_from_the_dataset(tmp_path):
+    async def main(url):
+        async with recording(tmp_path / "ds", url) as client:
+            journal = client.recorder.journal
+            write = journal._write_all
+            journal._write_all = lambda entries: (time.sleep(0.5), write(entries))[1]
+            for i, stream in enumerate((False, True)):
+                path, body = f"/s/a/{i}/v1/completions", TEXT | {"stream": stream}
+                with pytest.raises(httpx2.ReadTimeout):
+                    await client.post(path, json=body, timeout=0.25)
+            journal._write_all = write
+            await asyncio.sleep(0.6)
+            for i in range(2):
+                assert (await client.get(f"/s/a/{i}")).json()["calls"] == 1
+                await client.post(f"/s/a/{i}/end", json={"reward": 1})
+
+    with running(FakeEngine()) as url:
+        asyncio.run(main(url))
+    assert outcomes(tmp_path / "ds") == {"a_0": (1.0, None), "a_1": (1.0, None)}
+
+
 def test_a_session_stays_with_one_engine_and_moves_when_that_is_away(tmp_path):
     async def main():
         apps = [FakeEngine(), FakeEngine()]

@@ -169,8 +169,13 @@ class Recorder:
         """
         known = {name: value for name, value in about.items() if value is not None}
         record = {"session": session.name, **known, "request": request, "response": response}
-        place = await self.journal.append(session.folder, "calls", record)
-        session.places.append(place)
+        writing = asyncio.ensure_future(self._append(session, record))
+        writing.add_done_callback(lambda done: done.exception())  # if nobody waits any more
+        await asyncio.shield(writing)  # a client that leaves does not end it
+
+    async def _append(self, session: Session, record: Mapping[str, Any]) -> None:
+        with session.calling():
+            session.places.append(await self.journal.append(session.folder, "calls", record))
         self.metrics.calls.inc()
 
     def count(self, session: Session, agent: str | None, response: msgspec.Raw) -> Seen | None:
