@@ -152,3 +152,4 @@ def test_mini_swe_agent_with_only_its_base_url_changed(
     breaks = sum(len(part.breaks) for part in diagnose_dataset(tmp_path / "ds"))
     if exact:
         assert breaks == 0
+        assert not any(row.get("metrics") for row in rows(tmp_path / "ds", "metrics"))

@@ -230,8 +230,14 @@ def _plain(messages: object) -> list[dict[str, Any]]:
         raise RolloutError("messages", "chat", type(messages).__name__, "a list")
     plain = [normalize(message, f"message {i}") for i, message in enumerate(messages)]
     return [
-        {k: v for k, v in message.items() if k == "content" or v not in _EMPTY} for message in plain
+        {k: v for k, v in message.items() if k == "content" or not _is_empty(v)}
+        for message in plain
     ]
+
+
+def _is_empty(value: object) -> bool:
+    """Whether a field says nothing, as those that clients add to an answer they send back."""
+    return value in _EMPTY or (isinstance(value, dict) and all(map(_is_empty, value.values())))
 
 
 def _longest(known: Sequence[Conversation], messages: list[dict[str, Any]]) -> Conversation | None:
