@@ -1,12 +1,12 @@
 """Does it learn, and no slower than the loop that everybody writes first? One command, side by side.
 
-    python -m benchmarks.learning addition [--iterations 25] [--out docs/learning]
+    python -m benchmarks.learning addition [--runs plain 0 2] [--iterations 25] [--out docs/learning]
     python -m benchmarks.learning running_sum
 
 `addition`: SmolLM2 on one-digit sums, by a plain Transformers loop (`benchmarks.naive_rl`), by
 `rollouts rl` on a real vLLM, and by the same with `max_staleness` 2. All have as many prompts and
 samples an update, the same learning rate, and are evaluated on the same held-out sums, sampled at
-temperature 1. `running_sum`: two turns a trajectory, rows step by step, merged; `rollouts rl` alone.
+temperature 1. `running_sum`: two turns a trajectory, rows step by step, merged; `--runs 0`, for the plain loop has one turn.
 Seconds are those of sampling, training and giving the engine its weights; evaluations, which take
 turns with them, and starting the server are not counted. Curves go to OUT as JSON Lines and an image.
 """
@@ -16,9 +16,11 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import multiprocessing
 import random
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from trainer import rl
 
 Curve = list[dict[str, Any]]
 """A line an update: `update`, `seconds` so far, `return_mean`, `held_out` where it was evaluated."""
+NAMES = {"plain": "plain loop", "0": "synchronous", "2": "staleness 2"}
 SEED = 0
 
 
@@ -39,17 +42,28 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         importlib.import_module(f"examples.{task}").main(folder / "tasks")
-        curves: dict[str, Curve] = {}
-        if task == "addition":
-            curves["plain loop"] = list(naive_curve(folder, arguments))
-            _write(out / f"{task}_plain_loop.jsonl", curves["plain loop"])
-        with _server(folder, arguments) as server:
-            for staleness in (0, 2) if task == "addition" else (0,):
-                label = f"staleness {staleness}" if staleness else "synchronous"
-                curves[label] = our_curve(folder, server.url, staleness, arguments)
-                _write(out / f"{task}_{label.replace(' ', '_')}.jsonl", curves[label])
+        for run in arguments.runs:
+            # In a process of its own: nobody trains beside what another run left in memory.
+            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+                curve = process.submit(_curve, run, folder, arguments).result()
+            lines = "".join(json.dumps(entry) + "\n" for entry in curve)
+            (out / f"{task}_{run}.jsonl").write_text(lines, encoding="utf-8")
+    curves = {name: _read(out / f"{task}_{run}.jsonl") for run, name in NAMES.items()}
+    curves = {name: curve for name, curve in curves.items() if curve}
     print(table(curves))
     draw(curves, out / f"{task}.png")
+
+
+def _curve(run: str, folder: Path, arguments: argparse.Namespace) -> Curve:
+    if run == "plain":
+        return list(naive_curve(folder, arguments))
+    with _server(folder, arguments) as server:
+        return our_curve(folder, server.url, int(run), arguments)
+
+
+def _read(path: Path) -> Curve:
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines]
 
 
 def naive_curve(folder: Path, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -178,10 +192,6 @@ def _tasks(path: Path) -> list[tuple[str, int]]:
     return [(line["prompt"], line["sum"]) for line in lines]
 
 
-def _write(path: Path, curve: Curve) -> None:
-    path.write_text("".join(json.dumps(entry) + "\n" for entry in curve), encoding="utf-8")
-
-
 def _server(folder: Path, arguments: argparse.Namespace) -> VllmServer:
     return VllmServer(
         arguments.model,
@@ -197,6 +207,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("task", choices=["addition", "running_sum"])
     parser.add_argument("--model", default=".cache/smollm2")
     parser.add_argument("--python", default=".venv-vllm/bin/python")
+    parser.add_argument("--runs", nargs="+", choices=list(NAMES), default=list(NAMES))
     parser.add_argument("--iterations", type=int, default=25)
     parser.add_argument("--every", type=int, default=5)
     parser.add_argument("--out", default="docs/learning")
