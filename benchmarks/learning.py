@@ -178,7 +178,7 @@ def draw(curves: dict[str, Curve], path: Path) -> None:
         if ages:
             width, places = 0.4, [age + 0.4 * (number - 1) for age in sorted(ages)]
             panels[2].bar(places, [ages[age] for age in sorted(ages)], width, color=color)
-    panels[2].set(xlabel="staleness", ylabel="rows trained")
+    panels[2].set(xlabel="staleness", ylabel="rows trained", xticks=range(3))
     panels[0].legend(frameon=False)
     figure.savefig(path, dpi=120)
 
