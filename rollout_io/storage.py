@@ -6,11 +6,13 @@ import os
 import posixpath
 import uuid
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
+from rollout_io.files import sync
 from schemas.errors import RolloutError
 
 SHARD_PREFIX = "part-"
@@ -113,14 +115,6 @@ def publish(written: Location, final: Location) -> None:
     if not written.is_local:
         written.fs.mv(written.path, final.path)
         return
-    _sync(written.path)
+    sync(Path(written.path))
     os.replace(written.path, final.path)  # noqa: PTH105
-    _sync(posixpath.dirname(final.path))
-
-
-def _sync(path: str) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    sync(Path(final.path).parent)

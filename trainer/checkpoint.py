@@ -10,9 +10,9 @@ from pathlib import Path
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from rollout_io.files import replace_text, sync
 from schemas.errors import RolloutError
 from trainer.critic import Critic
-from trainer.files import replace_text, sync
 from trainer.lora import save_model
 
 COPIED = (

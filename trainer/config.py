@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Literal
 
 from rollout_io.configuration import load_record
+from rollout_io.files import replace_text
 from schemas.errors import RolloutError
-from trainer.files import replace_text
 from trainer.loss_config import LossConfig, loss_breaches
 
 

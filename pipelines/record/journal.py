@@ -26,6 +26,7 @@ import msgspec
 from rollout_io.adapters import Input, Place, Rejected
 from rollout_io.adapters.calls import find_sessions
 from rollout_io.conversion.rewards import Outcome, parse_outcome
+from rollout_io.files import sync
 from rollout_io.logs.jsonl import decode_line, read_lines
 from schemas.errors import RolloutError
 
@@ -225,15 +226,7 @@ def _append(path: Path, offset: int, content: bytes) -> None:
         os.close(handle)
     if is_new:
         for folder in (path.parent, path.parent.parent):
-            _sync_folder(folder)
-
-
-def _sync_folder(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+            sync(folder)
 
 
 def _truncate(path: Path, size: int) -> None:

@@ -23,6 +23,7 @@ from pipelines.record.sessions import ABANDONED, UNASSIGNED, Seen, Session, Sess
 from pipelines.record.settings import RecordSettings
 from pipelines.record.shards import Shards, ended_of
 from rollout_io.conversion.rewards import parse_outcome
+from rollout_io.files import replace_text
 from rollout_io.logs.completions import Answer as LoggedAnswer
 from rollout_io.logs.completions import Request, read_choices, whole_response
 from rollout_io.logs.tokens import strict_ids
@@ -288,7 +289,7 @@ class Recorder:
     async def set_version(self, version: int) -> None:
         """Calls from here on are of these weights."""
         self.policy_version = version
-        await asyncio.to_thread(_write_version, self._version_path, version)
+        await asyncio.to_thread(replace_text, self._version_path, json.dumps(version))
 
 
 def _cut(sessions: Sequence[Session]) -> Iterator[list[Session]]:
@@ -332,9 +333,3 @@ def _read_version(path: Path) -> int | None:
     except (OSError, ValueError):
         return None
     return found if isinstance(found, int) else None
-
-
-def _write_version(path: Path, version: int) -> None:
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(version))
-    temporary.replace(path)

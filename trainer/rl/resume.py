@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from pipelines.generation.config import HOW_IT_RUNS
+from rollout_io.files import replace_text
 from schemas.errors import RolloutError
 from trainer.begin import refuse_existing_run
 from trainer.checkpoint import discard_after, latest_checkpoint
-from trainer.files import replace_text
 from trainer.resume import check_not_fewer, check_same, saved_config
 from trainer.rl.config import RlConfig
 from trainer.state import Progress

@@ -1,4 +1,4 @@
-"""Small files that are there whole or not at all."""
+"""Local files that reach the disk; small ones are there whole or not at all."""
 
 from __future__ import annotations
 
