@@ -266,6 +266,25 @@ def test_several_processes_are_refused(tmp_path, model, monkeypatch):
         rl.run(config_of(tmp_path, model))
 
 
+class Shifted(TransformersEngine):
+    """Says that each token was less likely than it was."""
+
+    async def sample(self, prompt_token_ids, sampling, *, session=None):
+        sampled = await super().sample(prompt_token_ids, sampling, session=session)
+        low = tuple(value - 1 for value in sampled.rollout_logprobs)
+        return dataclasses.replace(sampled, rollout_logprobs=low)
+
+
+def test_why_the_sampler_disagrees_is_asked_once_a_run(tmp_path, model, monkeypatch, capsys):
+    asked = []
+    monkeypatch.setattr("trainer.batches.likely_cause", lambda *_: asked.append(1) or "of a test")
+    engine = Shifted.load(model)
+    rl.run(config_of(tmp_path, model, num_iterations=3), open_engine=lambda _: engine)
+    lines = lines_of(tmp_path / "run")
+    assert all(line["rollout_logprobs_abs_diff_mean"] > 0.9 for line in lines)
+    assert len(asked) == capsys.readouterr().err.count("likely cause: of a test") == 1
+
+
 class Told(TransformersEngine):
     """Keeps what happens, in order."""
 

@@ -70,8 +70,14 @@ class Ready:
     metrics: list[dict[str, Any]]
 
 
-def mini_batch_updates(run: Run, position: Position) -> Iterator[Made]:
-    """Train mini-batch after mini-batch from a position on."""
+def mini_batch_updates(run: Run, position: Position, *, explains: bool = True) -> Iterator[Made]:
+    """Train mini-batch after mini-batch from a position on.
+
+    Args:
+        run: The run.
+        position: What is done of it.
+        explains: Ask once, where log-probabilities are far from the sampler's, for the cause.
+    """
     config = run.learner.config
     batches = (run.plan.batches * config.num_epochs)[position.batch :]
     start, cause = time.perf_counter(), None
@@ -85,7 +91,7 @@ def mini_batch_updates(run: Run, position: Position) -> Iterator[Made]:
         order = list(range(len(mini_batches))) * config.epochs_per_batch
         for done, number in enumerate(order[position.mini_batch :], position.mini_batch + 1):
             metrics = _update(run, ready, number)
-            if cause is None and differs_from_sampler(metrics):
+            if explains and cause is None and differs_from_sampler(metrics):
                 cause = likely_cause(run.learner, ready.batch, ready.mini_batches[number].forests)
             seconds = time.perf_counter() - start
             speed = {

@@ -56,6 +56,7 @@ class Learning:
             restore(checkpoint / "state", self._learner, self._critic)
             say(f"resuming from {checkpoint}")
         self._said: set[str] = set()
+        self._explained = False
 
     @property
     def iteration(self) -> int:
@@ -92,7 +93,8 @@ class Learning:
         set_rates(run, self.progress.global_step, self.num_planned)
         lines = []
         position = dataclasses.replace(self.progress.position, batch=0)
-        for made in mini_batch_updates(run, position):
+        for made in mini_batch_updates(run, position, explains=not self._explained):
+            self._explained |= made.cause is not None
             after = dataclasses.replace(made.position, batch=iteration + made.position.batch)
             there = dataclasses.replace(made, position=after)
             self.progress, metrics = counted(run, self.progress, there, self.num_planned)
