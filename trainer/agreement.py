@@ -30,7 +30,9 @@ def agreement(difference: Tensor) -> dict[str, float]:
     if not len(difference) or difference.isnan().any():
         return {}
     distance, ratio = difference.abs(), bounded_exp(difference)
-    named = {f"p{p}": np.percentile(distance.numpy(), p) for p in (50, 90, 99)}
+    percentiles = (50, 90, 99)
+    found = np.percentile(distance.numpy(), percentiles)
+    named = {f"p{p}": value for p, value in zip(percentiles, found, strict=True)}
     spread = distance.std() if len(distance) > 1 else 0.0
     named |= {"mean": distance.mean(), "std": spread, "max": distance.max(), "min": distance.min()}
     return {
