@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import tomllib
 
 import pytest
 from hypothesis import given
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from pipelines.generation.tasks import Task
 from schemas.errors import RolloutError
+from tests.conftest import ROOT
 from trainer.rl import RlConfig, load_rl_config
 from trainer.rl.draws import check_names, draw
 from trainer.rl.rules import num_allowed, place
@@ -29,6 +31,14 @@ def load(tmp_path, text=TOML, *overrides):
     file = tmp_path / "c.toml"
     file.write_text(text)
     return load_rl_config(file, ["out=run", *overrides])
+
+
+def test_the_page_shows_the_example():
+    page = (ROOT / "docs" / "rl.md").read_text()
+    lines = page.split("`python examples/addition.py")[0].splitlines()
+    shown = "\n".join(line.strip() for line in lines if line.startswith("    "))
+    example = (ROOT / "examples" / "addition.toml").read_text()
+    assert tomllib.loads(shown) == tomllib.loads(example)
 
 
 def test_tables_and_dotted_overrides_make_one_configuration(tmp_path):
