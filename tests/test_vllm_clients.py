@@ -31,7 +31,7 @@ LITELLM = """
 import litellm
 messages = [{"role": "user", "content": "Name a colour."}]
 for turn in range(3):
-    asked = {"model": "openai/smollm2", "messages": messages, "max_tokens": 16, "temperature": 0.7}
+    asked = {"model": "openai/smollm2", "messages": messages, "max_tokens": 16, "seed": turn}
     if turn == 1:
         parts = list(litellm.completion(**asked, stream=True))
         text = "".join(part.choices[0].delta.content or "" for part in parts)
@@ -99,9 +99,10 @@ def test_the_openai_package_streams_calls_tools_and_asks_for_two(vllm_server, tm
         async with openai.AsyncOpenAI(base_url=base_url, api_key="none") as api:
             assert [model.id async for model in await api.models.list()] == ["smollm2"]
             messages = [{"role": "user", "content": "What is 2 + 3?"}]
-            asked = {"model": "smollm2", "messages": messages, "max_tokens": 40}
-            forced = {"tools": [TOOL], "tool_choice": "required", "max_tokens": 200}
+            asked = {"model": "smollm2", "messages": messages, "max_tokens": 40, "seed": 0}
+            forced = {"tools": [TOOL], "tool_choice": "required", "max_tokens": 200, "temperature": 0}
             called = await api.chat.completions.create(**asked | forced)
+            assert called.choices[0].message.tool_calls
             for call in called.choices[0].message.tool_calls:
                 assert call.function.name == "add"
                 assert json.loads(call.function.arguments)
@@ -110,9 +111,14 @@ def test_the_openai_package_streams_calls_tools_and_asks_for_two(vllm_server, tm
                 {"role": "tool", "tool_call_id": call.id, "content": "5"}
                 for call in called.choices[0].message.tool_calls
             ]
-            async with api.chat.completions.stream(**asked) as stream:
+            # A whole answer: the helper refuses one that the limit cut.
+            whole = {"extra_body": {"structured_outputs": {"regex": "The sum is [0-9]\\."}}}
+            async with api.chat.completions.stream(**asked, **whole) as stream:
+                events = [event.type async for event in stream]
                 final = await stream.get_final_completion()
-            assert final.choices[0].finish_reason in {"stop", "length"}
+            assert events.count("content.delta") > 2
+            assert final.choices[0].message.content.startswith("The sum is ")
+            assert final.choices[0].finish_reason == "stop"
             both = await api.chat.completions.create(**asked | {"n": 2, "logprobs": True})
             assert [len(choice.logprobs.content) > 0 for choice in both.choices] == [True, True]
             plain = await api.completions.create(model="smollm2", prompt="One, two,", max_tokens=4)

@@ -1,3 +1,4 @@
+import asyncio
 import json
 import os
 import signal
@@ -73,8 +74,6 @@ def config_of(overrides_of):
 @pytest.fixture
 def server(vllm_server, smollm2_dir):
     """The shared server, which has the model's own weights again afterwards."""
-    import asyncio
-
     yield vllm_server
 
     async def put_back():
