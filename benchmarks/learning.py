@@ -197,7 +197,7 @@ def _server(folder: Path, arguments: argparse.Namespace) -> VllmServer:
         arguments.model,
         python=arguments.python,
         log=folder / "server.log",
-        arguments=["--max-model-len", "1024", "--dtype", "bfloat16", "--enforce-eager"],
+        arguments=["--max-model-len", "1024", "--dtype", "float32", "--enforce-eager"],
         environment={"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_SERVER_DEV_MODE": "1"},
     )
 

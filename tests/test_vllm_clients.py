@@ -100,8 +100,8 @@ def test_the_openai_package_streams_calls_tools_and_asks_for_two(vllm_server, tm
             assert [model.id async for model in await api.models.list()] == ["smollm2"]
             messages = [{"role": "user", "content": "What is 2 + 3?"}]
             asked = {"model": "smollm2", "messages": messages, "max_tokens": 40, "seed": 0}
-            forced = {"tools": [TOOL], "tool_choice": "required", "max_tokens": 200, "temperature": 0}
-            called = await api.chat.completions.create(**asked | forced)
+            forced = {"tools": [TOOL], "tool_choice": "required", "max_tokens": 200}
+            called = await api.chat.completions.create(**asked | forced, temperature=0)
             assert called.choices[0].message.tool_calls
             for call in called.choices[0].message.tool_calls:
                 assert call.function.name == "add"
