@@ -283,9 +283,14 @@ def _writable(final: Location) -> Iterator[None]:
 
 
 def _encodings(schema: pa.Schema) -> tuple[list[str], dict[str, str]]:
-    """Dictionary pages for all but floats, whose bytes compress better split by significance."""
+    """Dictionary pages where values recur.
+
+    Tokens that are there once compress better, and faster, as they are; floats, whose bytes are
+    split by significance.
+    """
     split = [f.name for f in schema if f.name == "rollout_logprobs"]
-    dictionary = [path for f in schema if f.name not in split for path in _leaves(f.name, f.type)]
+    plain = {"prompt_suffix_ids", "response_ids", *split}
+    dictionary = [path for f in schema if f.name not in plain for path in _leaves(f.name, f.type)]
     return dictionary, {f"{name}.list.element": "BYTE_STREAM_SPLIT" for name in split}
 
 
