@@ -96,6 +96,10 @@ class Broken(Echo):
             raise KeyError("no such tool")
         if how == "exit":
             raise SystemExit(3)
+        if how == "panic":
+            raise GeneratorExit("no Exception")
+        if how == "surrogate":
+            raise ValueError("\ud83d")
         if how == "hang":
             time.sleep(30)
         return how
@@ -111,6 +115,7 @@ class Broken(Echo):
             "none": None,
             "no reward": {"observations": [], "done": True},
             "nan": {"observations": [], "reward": float("nan"), "done": True},
+            "huge reward": {"observations": [], "reward": 10**400, "done": True},
             "text reward": {"observations": [], "reward": "1", "done": True},
             "maybe": {"observations": [], "reward": 0.0, "done": "maybe"},
             "image": {"observations": [{"role": "user", "content": 7}], "reward": 0, "done": False},
@@ -120,6 +125,35 @@ class Broken(Echo):
 
     def close(self):
         self._act("close")
+
+
+class Unreadable:
+    """Nobody can look at it."""
+
+    def __repr__(self):
+        raise TypeError("no text of it")
+
+
+class Secretive(Echo):
+    """Answers with what cannot be looked at, and names numbers by half a character."""
+
+    def step(self, action):
+        return super().step(action) if self.extras.get("tells") else Unreadable()
+
+    def get_metrics(self):
+        return {"num_\ud83d": 1}
+
+
+class Meddling(Echo):
+    """Changes what it is given; earns how much of it was there before."""
+
+    def init(self, prompt):
+        self.found = len(self.extras["items"])
+        self.extras["items"].append("mine")
+        return super().init(prompt)
+
+    def step(self, action):
+        return super().step(action) | {"reward": self.found}
 
 
 class Stepless:
@@ -151,9 +185,19 @@ async def failing(client, task):
         await client.chat(task.prompt)
     if how == "raise":
         raise OSError("no sandbox")
+    if how == "exit":
+        raise SystemExit(3)
     if how == "hang":
         await asyncio.sleep(30)
-    return {"nonsense": "good", "nan": float("nan")}.get(how, 1.0)
+    return {"nonsense": "good", "nan": float("nan"), "huge": 10**400}.get(how, 1.0)
+
+
+async def meddling(client, task):
+    """Goes on in the prompt it was given; earns the messages that were there before."""
+    found = len(task.prompt)
+    answer = await client.chat(task.prompt)
+    task.prompt.append(answer.message)
+    return found
 
 
 async def stubborn(client, task):

@@ -14,7 +14,7 @@ from tests.generation_helpers import (
 )
 
 BROKEN = f"{HERE}:Broken"
-NONSENSE = ("none", "no reward", "nan", "text reward", "maybe", "image", "text")
+NONSENSE = ("none", "no reward", "nan", "huge reward", "text reward", "maybe", "image", "text")
 
 
 @pytest.mark.parametrize(
@@ -22,6 +22,11 @@ NONSENSE = ("none", "no reward", "nan", "text reward", "maybe", "image", "text")
     [
         ({"how": "raise"}, "env_raised: trajectory 't0_0', step 1: got KeyError: 'no such tool'"),
         ({"how": "exit"}, "env_raised: trajectory 't0_0', step 1: got SystemExit: 3"),
+        ({"how": "panic"}, "env_raised: trajectory 't0_0', step 1: got GeneratorExit: no Exc"),
+        (
+            {"how": "surrogate"},
+            "env_raised: trajectory 't0_0', step 1: got ValueError: \\ud83d",
+        ),
         ({"how": "hang"}, "env_timeout: trajectory 't0_0', step 1: got nothing after 0.3 s"),
         ({"how": "raise", "at": "init"}, "env_raised: trajectory 't0_0', init: got KeyError"),
         ({"how": "hang", "at": "init"}, "env_timeout: trajectory 't0_0', init"),
@@ -41,6 +46,24 @@ def test_a_broken_environment_fails_its_trajectory_by_name_and_its_steps_stay(
     assert len(engine.calls) == num_steps
     assert set(table["error"].to_pylist()) == {finished.settled.error}
     assert set(table["reward"].to_pylist()) == {None}
+
+
+def test_what_cannot_be_looked_at_or_written_down_fails_its_trajectory_alone(engine, tokenizer):
+    tasks = [tasks_of(1, 1)[0], tasks_of(2, 1, tells=True)[1]]
+    found, table = trajectories(engine, tokenizer, tasks, environment=f"{HERE}:Secretive")
+    validate(table)
+    errors = [finished.settled.error for finished in found]
+    assert errors == ["env_raised: trajectory 't0_0', step 0: got TypeError: no text of it", None]
+    assert table["metrics"].to_pylist()[-1] == [("num_\\ud83d", 1.0)]
+
+
+@pytest.mark.parametrize(
+    ("who", "expected"),
+    [({"agent": f"{HERE}:meddling"}, 1.0), ({"environment": f"{HERE}:Meddling"}, 0.0)],
+)
+def test_what_an_attempt_does_to_its_task_no_other_one_sees(engine, tokenizer, who, expected):
+    found, _ = trajectories(engine, tokenizer, tasks_of(1, 3, items=[]), **who)
+    assert [finished.settled.steps[-1].reward for finished in found] == [expected] * 3
 
 
 def test_the_others_of_its_group_go_on(engine, tokenizer):
@@ -67,6 +90,8 @@ def test_an_environment_that_does_not_close_costs_a_warning_alone(engine, tokeni
     ("how", "error", "num_steps"),
     [
         ("raise", "agent_raised: trajectory 't0_0': got OSError: no sandbox", 1),
+        ("exit", "agent_raised: trajectory 't0_0': got RuntimeError: SystemExit: 3", 1),
+        ("huge", "agent_reward: trajectory 't0_0': got 1000", 1),
         ("hang", "agent_timeout: trajectory 't0_0': got nothing after 1 s", 1),
         ("nonsense", "agent_reward: trajectory 't0_0': got 'good'", 1),
         ("nan", "agent_reward: trajectory 't0_0': got nan", 1),

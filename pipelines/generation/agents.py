@@ -12,6 +12,7 @@ from pipelines.generation.engine import Engine, Sampled, Sampling
 from pipelines.generation.environments import as_number, resolve
 from pipelines.generation.histories import as_json
 from pipelines.generation.tasks import Task
+from pipelines.generation.texts import encodable
 from pipelines.generation.trajectory import ENDS_THE_RUN, seed_of, step_of
 from pipelines.generation.waiting import in_time
 from rollout_io.adapters import Step
@@ -115,7 +116,7 @@ class Client:
     ) -> Sampled:
         if self._is_open:
             step = step_of(answer, sampling, messages, self._task.source)
-            step.agent = agent
+            step.agent = None if agent is None else encodable(agent)
             self.steps.append(step)
         return answer
 
@@ -142,8 +143,7 @@ class AgentTrajectory:
                 not one call; and as the engine does.
         """
         try:
-            made = self._agent(self._client, self._task)
-            reward = await in_time(made, self._timeout_s, "agent", self.where)
+            reward = await in_time(self._reward(), self._timeout_s, "agent", self.where)
         finally:
             self._client.close()
             if self._client.failure is not None:
@@ -156,6 +156,12 @@ class AgentTrajectory:
         for step in self.steps:
             step.reward = 0.0
         self.steps[-1].reward = number
+
+    async def _reward(self) -> float:
+        try:
+            return await self._agent(self._client, self._task)
+        except SystemExit as error:  # out of a task it would end the process
+            raise RuntimeError(f"SystemExit: {error}") from error
 
 
 def find_agent(name: str) -> Agent:

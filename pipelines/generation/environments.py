@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from pipelines.generation.tasks import Task, conversation
+from pipelines.generation.texts import encodable
 from pipelines.generation.waiting import OwnThread
 from rollout_io.retokenize.messages import normalize
 from schemas.errors import RolloutError
@@ -40,6 +41,8 @@ class Outcome:
 class Environment:
     """One environment of one trajectory; its calls are made in a thread of its own.
 
+    What it answers is looked at there too: a value of its own class may do anything.
+
     Args:
         make: Makes the user's environment.
         where: The trajectory, for errors.
@@ -63,7 +66,9 @@ class Environment:
         """
         self._own = await self._call("__init__", self._make)
         messages = [dict(message) for message in prompt]
-        made = await self._call("init", lambda: self._own.init(messages))
+        return await self._call("init", lambda: self._conversation(self._own.init(messages)))
+
+    def _conversation(self, made: Any) -> list[dict[str, Any]]:
         if not isinstance(made, tuple) or len(made) != 2:
             raise self._nonsense("init", f"{made!r:.60}", "(conversation, metadata)")
         try:
@@ -80,7 +85,9 @@ class Environment:
         """
         name = f"step {self._turn}"
         self._turn += 1
-        made = await self._call(name, lambda: self._own.step(action))
+        return await self._call(name, lambda: self._outcome(name, action, self._own.step(action)))
+
+    def _outcome(self, name: str, action: str, made: Any) -> Outcome:
         if not isinstance(made, Mapping):
             raise self._nonsense(name, f"{made!r:.60}", "a dict")
         missing = [key for key in ("observations", "reward", "done") if key not in made]
@@ -104,10 +111,13 @@ class Environment:
         """
         if not hasattr(self._own, "get_metrics"):
             return {}
-        found = await self._call("get_metrics", self._own.get_metrics)
+        return await self._call("get_metrics", lambda: self._numbers(self._own.get_metrics()))
+
+    def _numbers(self, found: Any) -> dict[str, float]:
         if not isinstance(found, Mapping):
             raise self._nonsense("get_metrics", f"{found!r:.60}", "a dict")
-        return {str(k): number for k, v in found.items() if (number := as_number(v)) is not None}
+        numbers = {encodable(str(k)): as_number(v) for k, v in found.items()}
+        return {name: number for name, number in numbers.items() if number is not None}
 
     async def close(self) -> None:
         """Close it, if it was made; 30 s at most: also an interrupted run waits for this.
@@ -232,6 +242,6 @@ def as_number(value: Any) -> float | None:
         return None
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except Exception:  # a class of somebody's own may raise anything
         return None
     return number if math.isfinite(number) else None

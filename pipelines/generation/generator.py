@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from pipelines.generation.config import GenerateConfig
 from pipelines.generation.engine import Engine
 from pipelines.generation.environments import environment_class, maker_of
 from pipelines.generation.tasks import Task
+from pipelines.generation.texts import encodable
 from pipelines.generation.trajectory import (
     ENDS_THE_RUN,
     GymTrajectory,
@@ -133,7 +135,8 @@ class Generator:
         except RolloutError as error:
             if error.rule in ENDS_THE_RUN:
                 raise
-            steps, failure = without_outcome(trajectory.steps, task.source), str(error)
+            steps = without_outcome(trajectory.steps, task.source)
+            failure = encodable(str(error))
         else:
             steps = trajectory.steps
             apply_stop_rules(steps, self.config)
@@ -146,6 +149,7 @@ class Generator:
         return Finished(task=task, settled=settled, warnings=trajectory.warnings)
 
     def _trajectory(self, task: Task) -> GymTrajectory | AgentTrajectory:
+        task = copy.deepcopy(task)  # its own: other attempts at it see nothing of what is changed
         if self._agent is None:
             make = self._maker(task)
             return GymTrajectory(task, make, self.engine, self.tokenizer, self.config)

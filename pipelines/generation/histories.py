@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from pipelines.generation.config import History
 from pipelines.generation.observations import observation_ids
+from pipelines.generation.texts import encodable
 from rollout_io.retokenize.tokenizer import ChatTokenizer
 from schemas.errors import RolloutError
 
@@ -160,4 +161,4 @@ def final_rendering(
 
 def as_json(messages: Messages) -> str:
     """For the column `messages`."""
-    return json.dumps(list(messages), ensure_ascii=False)
+    return encodable(json.dumps(list(messages), ensure_ascii=False))

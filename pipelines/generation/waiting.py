@@ -102,9 +102,9 @@ async def in_time(awaitable: Awaitable[Value], timeout_s: float, rule: str, wher
         raise RolloutError(f"{rule}_timeout", where, f"nothing after {timeout_s:g} s")
     try:
         return task.result()
-    except RolloutError:
+    except (RolloutError, KeyboardInterrupt):
         raise
-    except (Exception, SystemExit, asyncio.CancelledError) as error:
+    except BaseException as error:  # pytest's outcomes and panics of Rust are no Exceptions
         raise _raised(rule, where, error) from error
 
 
