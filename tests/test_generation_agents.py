@@ -68,6 +68,14 @@ def test_tasks_of_a_parquet_file_are_those_of_json_lines(tmp_path):
     assert [t.trajectory_id for t in tasks[0]] == ["0_0", "0_1", "1_0", "1_1"]
 
 
+def test_a_line_of_tasks_ends_at_its_newline_whatever_else_is_in_it(tmp_path):
+    prompts = ["a\u2028b", "c\u0085d", "e"]
+    lines = [json.dumps({"prompt": prompt}, ensure_ascii=False) for prompt in prompts]
+    (tmp_path / "tasks.jsonl").write_text("\r\n".join(lines), encoding="utf-8")
+    tasks = read_tasks(str(tmp_path / "tasks.jsonl"), 1)
+    assert [task.prompt[0]["content"] for task in tasks] == prompts
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

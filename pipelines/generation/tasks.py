@@ -88,7 +88,7 @@ def _records(path: Path) -> Iterator[tuple[str, Any]]:
         yield from _rows(path)
         return
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # in a text others may be there
     except (OSError, UnicodeDecodeError) as error:
         raise _unreadable(path, error, "a JSON Lines file") from None
     for number, line in enumerate(lines, 1):
