@@ -161,7 +161,7 @@ class Collector:
             if not task.cancelled():
                 self._take(task.result())
             self._start_all()
-        except Exception as error:
+        except BaseException as error:
             self._failure = self._failure or error
         self._changed.set()
 
