@@ -370,8 +370,8 @@ def test_once_there_is_room_again_calls_are_recorded_and_what_was_lost_is_said(t
                 assert full.status_code == (507 if on_full == "refuse" else 200)
                 ending = await client.post("/s/a/0/end", json={"reward": 1.0})
                 assert ending.status_code == 507
-            assert (await client.post(path, json=TEXT)).status_code == 200
             assert (await client.get("/health")).status_code == 200
+            assert (await client.post(path, json=TEXT)).status_code == 200
             assert (await client.post("/s/a/0/end", json={"reward": 1.0})).status_code == 200
 
     with running(FakeEngine()) as url:

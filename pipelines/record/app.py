@@ -7,6 +7,7 @@ import hmac
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Annotated
+from urllib.parse import unquote
 
 import msgspec
 
@@ -99,7 +100,7 @@ class App:
         if target.rest in _CALLS:
             _allow(exchange, "POST")
             return await self._call(exchange, target)
-        if target.rest == MODELS or target.rest.startswith(f"{MODELS}/"):
+        if target.rest == MODELS or _is_model(target.rest):
             _allow(exchange, "GET")
             return await self._models(exchange, target)
         if target.session is not None and target.rest == "/end":
@@ -232,6 +233,10 @@ class App:
         await exchange.say(200, {"policy_version": given.policy_version})
 
     async def _health(self, exchange: Exchange, _: Target) -> None:
+        with suppress(
+            RolloutError
+        ):  # whoever sends no calls before this is well is not kept waiting
+            await self.recorder.journal.probe()
         problem = self.recorder.journal.problem
         state = {
             "status": "ok" if problem is None else "not recording",
@@ -253,6 +258,12 @@ class App:
 def _allow(exchange: Exchange, method: str) -> None:
     if exchange.method != method:
         raise RolloutError("method", exchange.raw_path, exchange.method, method)
+
+
+def _is_model(path: str) -> bool:
+    """Whether it is the path of one model, and does not lead out of theirs where dots are followed."""
+    named = path.startswith(f"{MODELS}/")
+    return named and not {".", ".."} & set(unquote(path).split("/"))
 
 
 def _is_same(given: str, expected: str) -> bool:
