@@ -1,5 +1,6 @@
 import asyncio
 import json
+import re
 import time
 from itertools import pairwise
 
@@ -11,7 +12,7 @@ from pipelines.record.answers import Answer
 from pipelines.record.requests import read_request
 from pipelines.record.streams import Events
 from tests.fake_engine import FakeEngine, running
-from tests.recorder_helpers import CHAT, TEXT, recording, rows
+from tests.recorder_helpers import CHAT, TEXT, outcomes, recording, rows
 
 PATHS = {"chat/completions": CHAT, "completions": TEXT}
 EXTRAS = [
@@ -99,7 +100,7 @@ def test_exact_tokens_are_asked_for_where_the_answer_can_have_them(kind, body, e
 
 @given(st.binary(max_size=60), st.lists(st.integers(0, 60)))
 def test_events_are_the_same_however_the_stream_is_cut(content, cuts):
-    content = content.replace(b"a", b"\n\n").replace(b"b", b"\r\n\r\n")
+    content = content.replace(b"a", b"\n\n").replace(b"b", b"\r\n\r\n").replace(b"c", b"\r")
     bounds = sorted({0, len(content), *(cut for cut in cuts if cut <= len(content))})
     events = Events()
     pieces = [content[a:b] for a, b in pairwise(bounds)]
@@ -107,6 +108,70 @@ def test_events_are_the_same_however_the_stream_is_cut(content, cuts):
     assert b"".join([*found, events.rest()]) == content
     whole = Events()
     assert found == list(whole.feed(content))
+
+
+class Writing(FakeEngine):
+    """Writes its streams another way."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.write = write
+
+    async def _stream(self, made, _, send):
+        body = self.write(b"".join([*self._events(made), b"data: [DONE]\n\n"]))
+        head = [(b"content-type", b"text/event-stream")]
+        await send({"type": "http.response.start", "status": 200, "headers": head})
+        await send({"type": "http.response.body", "body": body})
+
+
+def record_stream(out, write):
+    """What a client sees of a stream that is written so."""
+
+    async def main(url):
+        async with recording(out, url) as client:
+            body = CHAT | {"stream": True}
+            answer = await client.post("/s/a/0/v1/chat/completions", json=body)
+            await client.post("/s/a/0/end", json={"reward": 1.0})
+            return answer.content
+
+    with running(Writing(write)) as url:
+        return asyncio.run(main(url))
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        pytest.param(lambda text: text.replace(b"data:", b": ping\ndata:"), id="comments"),
+        pytest.param(lambda text: text.replace(b"data:", b"event: m\nid: 1\ndata:"), id="fields"),
+        pytest.param(lambda text: text.replace(b"\n\n", b"\nretry: 9\n\n"), id="fields after"),
+        pytest.param(lambda text: text.replace(b"\n", b"\r"), id="cr"),
+        pytest.param(lambda text: text.replace(b"\n\n", b"\n\n\n"), id="three ends"),
+        pytest.param(lambda text: text.replace(b',"obj', b',\ndata: "obj'), id="lines"),
+        pytest.param(lambda text: text.partition(b"\n\ndata: [DONE]")[0], id="no end"),
+    ],
+)
+def test_a_stream_is_recorded_and_hidden_however_its_events_are_written(tmp_path, write):
+    shown = record_stream(tmp_path / "ds", write)
+    assert b'"token_ids":[' not in shown
+    assert b'"logprob"' not in shown
+    (row,) = rows(tmp_path / "ds", "response_ids", "stop_reason", "reward", "error")
+    assert (len(row["response_ids"]), row["stop_reason"], row["reward"]) == (6, "length", 1.0)
+
+
+def test_a_stream_without_token_ids_fails_its_session_as_a_whole_answer_does(tmp_path):
+    record_stream(tmp_path / "ds", lambda text: re.sub(rb'"token_ids":\[\d+\]', b'"a":0', text))
+    ((reward, error),) = outcomes(tmp_path / "ds").values()
+    assert reward is None
+    assert error.startswith("no_token_ids")
+
+
+def test_a_long_event_is_not_read_again_for_every_piece_of_it():
+    events, began_s = Events(), time.monotonic()
+    for _ in range(20_000):
+        assert events.feed(b"x" * 1000) == []
+    (event,) = events.feed(b"\n\n")
+    assert len(event) == 20_000_002
+    assert time.monotonic() - began_s < 2
 
 
 JSON = st.recursive(
@@ -212,6 +277,19 @@ def test_the_model_may_have_another_name_for_clients(engine, tmp_path):
                 assert engine.requests[-1]["model"] == "fake"
                 assert b'"model":"ours"' in answer.content
                 assert b"fake" not in answer.content
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("path", ["/v1/models/../../x", "/v1/models/a/%2e%2E/%2e%2e/x"])
+def test_no_path_leads_out_of_the_models(engine, tmp_path, path):
+    async def main():
+        async with recording(tmp_path / "ds", engine.url) as client:
+            host, port = client.root.removeprefix("http://").split(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(f"GET {path} HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n".encode())
+            assert b"no_such_path" in await reader.read()
+            writer.close()
 
     asyncio.run(main())
 

@@ -12,11 +12,11 @@ from pipelines.record.requests import Asked
 
 DONE = b"[DONE]"
 _DATA = b"data:"
-_END = re.compile(rb"(\n\n|\r\n\r\n)")
+_END = re.compile(rb"((?:\r\n?+|\n)(?:\r\n|\n|\r(?!\Z)))")
 
 
 class Events:
-    r"""Cuts a stream of bytes into events.
+    r"""Cuts a stream of bytes into events: at blank lines, which end as they like.
 
     Example:
         >>> events = Events()
@@ -25,17 +25,21 @@ class Events:
     """
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._parts = [b""]
 
     def feed(self, content: bytes) -> list[bytes]:
         """The events that are whole now, each with its end."""
-        text = self._rest + content if self._rest else content
-        *events, self._rest = _END.split(text)
+        may_end = b"\n" in content or b"\r" in content or self._parts[-1].endswith(b"\r")
+        self._parts.append(content)
+        if not may_end:
+            return []
+        *events, rest = _END.split(self.rest())
+        self._parts = [rest]
         return [b"".join(pair) for pair in zip(events[::2], events[1::2], strict=True)]
 
     def rest(self) -> bytes:
         """What was no whole event."""
-        return self._rest
+        return b"".join(self._parts)
 
 
 class StreamedCall:
@@ -63,9 +67,9 @@ class StreamedCall:
 
     def take(self, event: bytes) -> bytes | None:
         """Record an event; what the client is shown of it, or None."""
-        if not event.startswith(_DATA):
-            return event
-        content = event[len(_DATA) :].strip()
+        lines = event.splitlines()
+        data = [line[len(_DATA) :] for line in lines if line.startswith(_DATA)]
+        content = b"\n".join(data).strip()
         if content == DONE:
             self.is_done = True
             return event
@@ -79,15 +83,18 @@ class StreamedCall:
         shown = self._show(answer)
         if shown is content:
             return event
-        return None if shown is None else b"data: " + shown + b"\n\n"
+        if shown is None:
+            return None
+        others = [line for line in lines if line and not line.startswith(_DATA)]
+        return b"\n".join([*others, b"data: " + shown]) + b"\n\n"
 
     def recorded(self, reason: str) -> msgspec.Raw | None:
-        """The chunks as one JSON list; None: no token was sampled.
+        """The chunks as one JSON list; None: it was cut off, and no token had been sampled.
 
         Args:
             reason: The finish reason of choices that were cut off.
         """
-        if not self._sampled:
+        if not self._sampled and not self.is_whole:
             return None
         kept = [content for indices, content in self._chunks if self._is_kept(indices)]
         cut = sorted(self._sampled - self._finished)
