@@ -3,7 +3,9 @@
 import asyncio
 import dataclasses
 import json
+import os
 import shutil
+import signal
 
 import pytest
 
@@ -137,6 +139,8 @@ def test_a_dead_engine_ends_the_run_and_a_resumed_one_loses_and_repeats_nothing(
     assert len(held) == len(set(held)) == 16
     with pytest.raises(RolloutError, match="existing_run"):
         rl.run(config)
+    (shard,) = (tmp_path / "run" / "unfinished").glob("*.parquet")
+    shutil.copy(shard, shard.with_name("part-00001-again.parquet"))  # as a kill leaves it
     other = config_of(tmp_path, model, num_iterations=4, train={"learning_rate": 1e-4})
     with pytest.raises(RolloutError, match=r"train\.learning_rate: got 0\.0001, expected 0\.001"):
         rl.run(other, resume=True)
@@ -147,6 +151,25 @@ def test_a_dead_engine_ends_the_run_and_a_resumed_one_loses_and_repeats_nothing(
     assert not list((tmp_path / "run" / "unfinished").glob("*.parquet"))
     assert versions_of(config) == [{0}, {1}, {2}, {3}]
     check_replay(config, result, tmp_path / "again")
+
+
+class Terminated(SpyEngine):
+    """The process is told to end at the second call."""
+
+    async def sample(self, *args, **settings):
+        if self.calls:
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.sleep(60)
+        return await super().sample(*args, **settings)
+
+
+def test_a_run_that_is_told_to_end_keeps_what_had_finished_as_an_interrupted_one_does(
+    tmp_path, model
+):
+    config = config_of(tmp_path, model, generate={"max_concurrency": 1})
+    with pytest.raises(KeyboardInterrupt):
+        rl.run(config, open_engine=lambda sampling: Terminated.load(sampling.model))
+    assert len(ids_in(config, "unfinished")) == 1
 
 
 def test_evaluations_are_datasets_of_their_own_and_are_not_sampled_again(tmp_path, model, capsys):

@@ -119,19 +119,18 @@ class Groups:
         self._room[iteration] -= len(found)
 
     def _read_unfinished(self) -> dict[str, dict[int, pa.Table]]:
-        path = self._out / UNFINISHED
-        if not Location.of(path).shards():
-            return {}
-        table, found = rollout_io.read(path), dict[str, dict[int, pa.Table]]()
-        ids = pl.DataFrame(table.select(["instance_id", "repetition_id"])).unique()
-        for name, repetition in ids.iter_rows():
-            if name not in self.names:
+        """A process killed in `put_aside` leaves trajectories twice, in two shards: one is taken."""
+        found: dict[str, dict[int, pa.Table]] = {}
+        for path in Location.of(self._out / UNFINISHED).shards():
+            table = rollout_io.read(path)
+            ids = pl.DataFrame(table.select(["instance_id", "repetition_id"])).unique()
+            for name, repetition in ids.iter_rows():
                 is_its = pc.and_(
                     pc.equal(table["instance_id"], name),
                     pc.equal(table["repetition_id"], repetition),
                 )
                 found.setdefault(name, {})[repetition] = table.filter(is_its)
-        return found
+        return {name: tables for name, tables in found.items() if name not in self.names}
 
 
 def _names_in(path: Path) -> set[str]:

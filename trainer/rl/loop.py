@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -145,6 +148,11 @@ class Loop:
     async def run(self) -> None:
         """All iterations that are left."""
         config, learning, groups = self.config, self.learning, Groups(self.config)
+        if (
+            threading.current_thread() is threading.main_thread()
+        ):  # ended kindly, it is an interrupt
+            interrupt = partial(signal.raise_signal, signal.SIGINT)
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, interrupt)
         with _says_how_to_go_on(config):
             async with self.engine:
                 generator = Generator(self.engine, self.tokenizer, config.generation)
