@@ -1,7 +1,7 @@
 """Does it learn, and no slower than the loop that everybody writes first? One command, side by side.
 
-    python -m benchmarks.learning addition [--runs plain 0 2] [--iterations 25] [--out docs/learning]
-    python -m benchmarks.learning running_sum
+    python -m benchmarks.learning addition [--runs plain 0 2] [--iterations 40] [--out docs/learning]
+    python -m benchmarks.learning running_sum --runs 0 --iterations 20
 
 `addition`: SmolLM2 on one-digit sums, by a plain Transformers loop (`benchmarks.naive_rl`), by
 `rollouts rl` on a real vLLM, and by the same with `max_staleness` 2. All have as many prompts and
@@ -208,7 +208,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--model", default=".cache/smollm2")
     parser.add_argument("--python", default=".venv-vllm/bin/python")
     parser.add_argument("--runs", nargs="+", choices=list(NAMES), default=list(NAMES))
-    parser.add_argument("--iterations", type=int, default=25)
+    parser.add_argument("--iterations", type=int, default=40)
     parser.add_argument("--every", type=int, default=5)
     parser.add_argument("--out", default="docs/learning")
     return parser.parse_args()
