@@ -16,10 +16,6 @@ _TOLD_BYTES = 1 << 20
 """Progress is told by the megabyte: a call a line would take as long as finding its end."""
 
 
-_TOLD_BYTES = 1 << 20
-"""Progress is told by the megabyte: a call a line would take as long as finding its end."""
-
-
 class Record(NamedTuple):
     """A line and where it is."""
 
