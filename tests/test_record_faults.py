@@ -382,6 +382,24 @@ def test_once_there_is_room_again_calls_are_recorded_and_what_was_lost_is_said(t
     assert len(rows(tmp_path / "ds", "response_ids")) == 2
 
 
+def test_what_was_lost_is_said_by_the_next_recorder_too(tmp_path):
+    async def main(url):
+        path = "/s/a/0/v1/completions"
+        async with recording(tmp_path / "ds", url, on_full="serve") as client:
+            assert (await client.post(path, json=TEXT)).status_code == 200
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(client.recorder.journal, "_write_all", no_room)
+                assert (await client.post(path, json=TEXT)).status_code == 200
+        async with recording(tmp_path / "ds", url, on_full="serve") as client:
+            assert (await client.get("/s/a/0")).json()["unrecorded_calls"] == 1
+            await client.post("/s/a/0/end", json={"reward": 1.0})
+
+    with running(FakeEngine()) as url:
+        asyncio.run(main(url))
+    lost = "calls_lost: 1 calls could not be written"
+    assert outcomes(tmp_path / "ds") == {"a_0": (None, lost)}
+
+
 def ask(client, *, stream):
     answer = client.post("/s/a/0/v1/completions", json=TEXT | {"stream": stream})
     if answer.status_code == 200 and (not stream or b"[DONE]" in answer.content):

@@ -3,6 +3,7 @@
     DS/.recording/lock                  held by the recorder at work
     DS/.recording/00000/calls.jsonl     one call a line: the `calls` format
     DS/.recording/00000/rewards.jsonl   one ended session a line: the rewards file
+    DS/.recording/00000/lost.jsonl      open sessions with calls that are not in the log
     DS/.recording/00000/written.jsonl   which sessions are in which shard
 
 A session's lines are in one numbered folder. Once all of a folder's sessions are in shards, it is
@@ -33,8 +34,8 @@ from schemas.errors import RolloutError
 FOLDER = ".recording"
 FOLDER_BYTES = 256 << 20
 
-File = Literal["calls", "rewards", "written"]
-_FILES: tuple[File, ...] = ("calls", "rewards", "written")
+File = Literal["calls", "rewards", "lost", "written"]
+_FILES: tuple[File, ...] = ("calls", "rewards", "lost", "written")
 _RECORD = msgspec.json.Decoder(dict[str, Any])
 _TIME = re.compile(rb'"time":([0-9.]+)')
 
@@ -47,11 +48,15 @@ class Recovered:
         folder: Number of its folder.
         places: Of its calls.
         outcome: How it ended; None: it is open.
+        num_unrecorded: Calls that are not among them.
+        num_lost: Of these, calls that could not be written.
     """
 
     folder: int
     places: list[Place] = field(default_factory=list)
     outcome: Outcome | None = None
+    num_unrecorded: int = 0
+    num_lost: int = 0
 
 
 class _Entry(NamedTuple):
@@ -114,6 +119,9 @@ class Journal:
             (instance, repetition), outcome = parse_outcome(record, str(path))
             name = f"{instance}/{repetition}"
             sessions.setdefault(name, Recovered(folder=number)).outcome = outcome
+        for record in self._records(number, "lost"):
+            left = sessions.setdefault(record["session"], Recovered(folder=number))
+            left.num_unrecorded, left.num_lost = record["unrecorded"], record["lost"]
         yield from sessions.items()
 
     def _records(self, number: int, name: File) -> Iterator[dict[str, Any]]:

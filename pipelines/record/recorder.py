@@ -84,6 +84,7 @@ class Recorder:
             if self.settings.end_open:
                 for session in [s for s in self.sessions if s.outcome is None]:
                     await self.end(session.name, {"reward": None})
+            await self._keep_losses()
             await self.flush()
             self.journal.folder += 1
             await self._remove_folders(self.journal.folders())
@@ -270,6 +271,7 @@ class Recorder:
             try:
                 for session in self.sessions.idle(self.settings.idle_timeout_s):
                     await self.end(session.name, {"error": self._abandoned()})
+                await self._keep_losses()
                 if (
                     self.num_waiting >= MOST_A_SHARD
                     or time.monotonic() - last > self.settings.flush_s
@@ -278,6 +280,16 @@ class Recorder:
                     await self.flush()
             except RolloutError as error:
                 self.warn(error.rule, f"{error}; it is tried again")
+
+    async def _keep_losses(self) -> None:
+        """Write down, once there is room, which open sessions lack calls: a later start ends them."""
+        for session in [s for s in self.sessions if s.outcome is None and s.places]:
+            losses = session.num_unrecorded, session.num_lost
+            if losses != session.losses_kept:
+                record = {"session": session.name, "unrecorded": losses[0], "lost": losses[1]}
+                with session.calling():
+                    await self.journal.append(session.folder, "lost", record)
+                session.losses_kept = losses
 
     def _abandoned(self) -> str:
         return f"{ABANDONED}: no call for {self.settings.idle_timeout_s:g} s"
@@ -324,7 +336,15 @@ def _ids(ids: Any) -> Any:
 
 
 def _session_of(name: str, left: Recovered) -> Session:
-    return Session(name=name, folder=left.folder, places=left.places, outcome=left.outcome)
+    return Session(
+        name=name,
+        folder=left.folder,
+        places=left.places,
+        outcome=left.outcome,
+        num_unrecorded=left.num_unrecorded,
+        num_lost=left.num_lost,
+        losses_kept=(left.num_unrecorded, left.num_lost),
+    )
 
 
 def _read_version(path: Path) -> int | None:

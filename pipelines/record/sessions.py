@@ -49,6 +49,7 @@ class Session:
         num_drifts: Calls that did not continue the tokens of the agent's call before.
         num_unrecorded: Calls that were answered and not recorded.
         num_lost: Of them, those that could not be written.
+        losses_kept: Both numbers as the journal has them.
         num_fallbacks: Chats that could not be continued token by token, where that is asked for.
         ends: Of each agent's last call, [prompt + response] ids of each of its choices.
         active_s: Of the last call's beginning or end, by the monotonic clock.
@@ -63,6 +64,7 @@ class Session:
     num_drifts: int = 0
     num_unrecorded: int = 0
     num_lost: int = 0
+    losses_kept: tuple[int, int] = (0, 0)
     num_fallbacks: int = 0
     ends: dict[str | None, list[npt.NDArray[np.int32]]] = field(default_factory=dict)
     active_s: float = field(default_factory=time.monotonic)
