@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -66,6 +68,14 @@ class Failing(Length):
     def step(self, action):
         if self.extras.get("fails", True):
             raise OSError("no sandbox")
+        return super().step(action)
+
+
+class Interrupting(Length):
+    """Its first step is when somebody presses Ctrl-C."""
+
+    def step(self, action):
+        os.kill(os.getpid(), signal.SIGINT)
         return super().step(action)
 
 

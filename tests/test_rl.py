@@ -195,6 +195,27 @@ def test_evaluations_are_datasets_of_their_own_and_are_not_sampled_again(tmp_pat
     assert json.loads(capsys.readouterr().out) == dataclasses.asdict(result)
     assert {p.parent.name: p.read_bytes() for p in folder.rglob("*.parquet")} == shards
     assert [x for x in read_metrics(tmp_path / "run") if "evaluation/return_mean" in x] == lines
+    assert command(["rl", str(file), "--out", config.out, "--resume"]) == 0
+    said = capsys.readouterr()
+    assert "reward " not in said.out
+    assert "nothing was left to train" in said.err
+
+
+@pytest.mark.parametrize(
+    ("verb", "how"), [("rl", "with --resume"), ("generate", "the same command")]
+)
+def test_an_interrupted_run_says_how_to_go_on(tmp_path, model, capsys, verb, how):
+    config = config_of(tmp_path, model, generate={"environment": f"{HERE}:Interrupting"})
+    file = tmp_path / "c.toml"
+    file.write_text(as_toml(config))
+    if verb == "generate":
+        environment = json.dumps(f"{HERE}:Interrupting")
+        given = f"model = {json.dumps(model)}\ntasks = {json.dumps(config.tasks)}\n"
+        file.write_text(f"{given}environment = {environment}\nmax_response_tokens = 4\n")
+    assert command([verb, str(file), "--out", str(tmp_path / "out")]) == 130
+    said = capsys.readouterr().err
+    assert "stopped: " in said
+    assert how in said
 
 
 def test_failed_trajectories_stay_and_an_iteration_of_nothing_else_ends_the_run(tmp_path, model):

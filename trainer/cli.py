@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rollout_io.cli.output import emit, emit_json, example, note
+from rollout_io.cli.output import emit, emit_json, example, going_on, note
 from schemas.errors import RolloutError
 from trainer.plan_report import plan_numbers, plan_text
 
@@ -66,7 +66,8 @@ def train(
         if dry_run:
             planned = trainer.dry_run(settings, resume=resume)
         else:
-            result = trainer.train(settings, resume=resume)
+            with going_on(f"--resume goes on from the latest checkpoint in {out}"):
+                result = trainer.train(settings, resume=resume)
     except RolloutError:
         if is_main():
             raise

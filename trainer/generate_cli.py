@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rollout_io.cli.output import emit, emit_json, example, next_command, note
+from rollout_io.cli.output import emit, emit_json, example, going_on, next_command, note
 
 if TYPE_CHECKING:
     from pipelines.generation.run import GenerateResult
@@ -43,7 +43,8 @@ def generate(*, config: str, out: str | None, overrides: tuple[str, ...], as_jso
     sys.path.insert(0, str(Path.cwd()))
     given = () if out is None else (f"out={out}",)
     settings = load_generate_config(config, (*overrides, *given))
-    result = asyncio.run(run(settings, open_engine))
+    with going_on("complete groups are kept, and the same command generates what is missing"):
+        result = asyncio.run(run(settings, open_engine))
     for warning in result.warnings:
         note(f"warning: {warning}")
     emit_json(dataclasses.asdict(result)) if as_json else emit(_report(result))

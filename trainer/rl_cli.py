@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rollout_io.cli.output import emit, emit_json, example, next_command
+from rollout_io.cli.output import emit, emit_json, example, going_on, next_command, note
 
 if TYPE_CHECKING:
     from trainer.rl.loop import RlResult
@@ -48,9 +48,13 @@ def rl(
 
     sys.path.insert(0, str(Path.cwd()))
     given = () if out is None else (f"out={out}",)
-    result = run(load_rl_config(config, (*overrides, *given)), resume=resume)
+    settings = load_rl_config(config, (*overrides, *given))
+    with going_on("what finished is kept, and the same command with --resume goes on from there"):
+        result = run(settings, resume=resume)
     emit_json(dataclasses.asdict(result)) if as_json else emit(_report(result))
     next_command(f"rollouts plot {result.out}")
+    if result.return_mean is None:
+        note("note: nothing was left to train; a larger num_iterations goes on")
     return 0
 
 
@@ -59,7 +63,7 @@ def _report(result: RlResult) -> str:
     lines = [
         f"iterations   {result.num_iterations}",
         f"updates      {result.num_updates}{skipped}",
-        f"reward       {_number(result.return_mean)} in the last iteration",
+        f"reward       {_number(result.return_mean)}",
         f"evaluation   {_number(result.evaluation)}",
         f"rollouts     {result.out}/rollouts",
         f"metrics      {result.out}/metrics.jsonl",

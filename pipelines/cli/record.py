@@ -94,6 +94,9 @@ def record(*, host: str, port: int, max_request_mb: int, **given: Any) -> None:
     URL/s/INSTANCE/REPETITION/end and the session becomes a trajectory of DS. What is not in DS yet is
     in DS/.recording, and the next start goes on from there. docs/record.md has more.
     """
+    for url in given["upstreams"]:
+        if not url.startswith(("http://", "https://")):
+            raise RolloutError("config_value", "--upstream", url, "http://HOST:PORT/v1")
     from pipelines.record.settings import RecordSettings
     from schemas.metadata import DatasetMetadata
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from rollout_io.cli.formats import note_failures
-from rollout_io.cli.output import emit_json, example, next_command, note, progress_bar
+from rollout_io.cli.output import emit_json, example, going_on, next_command, note, progress_bar
 from rollout_io.cli.workers import engine_option
 
 if TYPE_CHECKING:
@@ -143,16 +143,15 @@ def convert(
 def _converted(inputs: tuple[str, ...], out: str, choices: Choices, workers: Workers) -> Conversion:
     from rollout_io.conversion.driver import convert
 
-    try:
-        with progress_bar(_num_bytes(inputs), "B", "convert", counts="rows") as advance:
+    with (
+        going_on("what is done is kept, and the same command goes on from there"),
+        progress_bar(_num_bytes(inputs), "B", "convert", counts="rows") as advance,
+    ):
 
-            def progress(num_bytes: int, num_rows: int) -> None:
-                advance(num_bytes / _READS, num_rows)
+        def progress(num_bytes: int, num_rows: int) -> None:
+            advance(num_bytes / _READS, num_rows)
 
-            return convert(inputs, out, choices, workers=workers, progress=progress)
-    except KeyboardInterrupt:
-        note("stopped: what is done is kept, and the same command goes on from there")
-        raise
+        return convert(inputs, out, choices, workers=workers, progress=progress)
 
 
 def _note_formats(format_name: str) -> None:

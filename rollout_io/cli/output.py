@@ -37,6 +37,16 @@ def next_command(command: str) -> None:
     note(f"next: {command}")
 
 
+@contextmanager
+def going_on(how: str) -> Iterator[None]:
+    """Say how to go on after an interrupt or a polite kill, which end the verb all the same."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        note(f"stopped: {how}")
+        raise
+
+
 def wants_color(stream: IO[str]) -> bool:
     """Whether to colour: a terminal, and `NO_COLOR` is not set."""
     return stream.isatty() and not os.environ.get("NO_COLOR")
