@@ -112,5 +112,10 @@ def record(*, host: str, port: int, max_request_mb: int, **given: Any) -> None:
     settings = RecordSettings(max_request_bytes=max_request_mb << 20, **given)
     metadata = DatasetMetadata(logprobs_mode=settings.logprobs_mode)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(settings, host=host, port=port, metadata=metadata, announce=emit))
+        runner.run(serve(settings, host=host, port=port, metadata=metadata, announce=_announce))
     next_command(f"rollouts validate {settings.out}")
+
+
+def _announce(url: str) -> None:
+    emit(url)
+    note(f"base URL of a harness: {url}/s/INSTANCE/REPETITION/v1; its outcome: POST to .../end")
