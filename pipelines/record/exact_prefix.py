@@ -129,7 +129,7 @@ class ExactPrefix:
     def remember(self, session: Session, agent: str | None, asked: Asked, seen: Seen) -> None:
         """Take a call that was answered, if it can be continued."""
         text = _answer_text(seen)
-        if asked.kind != "chat" or text is None:
+        if asked.kind != "chat" or text is None or session.outcome is not None:
             return
         try:
             messages = _plain(value_of(asked.fields, "messages"))
