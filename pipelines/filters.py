@@ -41,7 +41,8 @@ _ROWS = {"any": "any row", "all": "all rows"}
 def where(condition: str | pl.Expr, rows: Literal["any", "all"] = "any") -> Filter:
     """Keep the trajectories with a row, or all of whose rows, for which a condition holds.
 
-    Null counts as false. A merged row is one row, with the last step's values.
+    Null counts as false, and an optional column of the table that is not there is null. A merged row
+    is one row, with the last step's values.
 
     Args:
         condition: A Polars expression over any columns, or SQL.
@@ -54,7 +55,11 @@ def where(condition: str | pl.Expr, rows: Literal["any", "all"] = "any") -> Filt
     name = condition if isinstance(condition, str) else str(condition)
     fold = pl.Expr.any if rows == "any" else pl.Expr.all
     return Filter(
-        name=f"{_ROWS[rows]}: {name}", row=holds(condition), fold=fold, drops=~pl.col("value")
+        name=f"{_ROWS[rows]}: {name}",
+        row=holds(condition),
+        fold=fold,
+        drops=~pl.col("value"),
+        absent_is_null=True,
     )
 
 

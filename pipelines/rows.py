@@ -8,6 +8,7 @@ from pipelines.rewards import Outcome, place_outcomes, trajectory_returns
 from pipelines.tables import Frame, as_lazy
 from pipelines.verdicts import check_expression, collect, holds
 from schemas.errors import RolloutError
+from schemas.types import with_absent
 
 _ROW = ("trajectory_id", "step_index")
 _NEW_INDEX, _NEW_LAST = "__step_index_anew__", "__is_last_step_anew__"
@@ -70,6 +71,7 @@ def index_rows(frame: pl.LazyFrame, condition: str | pl.Expr) -> pl.DataFrame:
         false.
     """
     test, kept = holds(condition), pl.col("kept")
+    frame = with_absent(frame, test.meta.root_names())
     check_expression(frame, test, str(condition))
     rows = collect(frame.select("instance_id", *_ROW, kept=test), str(condition))
     _refuse_repeated(rows)

@@ -17,6 +17,7 @@ import polars as pl
 from pipelines.rewards import Fold, Outcome, fold_trajectories, joined_steps
 from pipelines.tables import Frame, as_lazy
 from schemas.errors import RolloutError
+from schemas.types import with_absent
 
 STEPS = "joined steps"
 """A column that filters' rows may use beside the table's own: see `joined_steps`."""
@@ -34,12 +35,15 @@ class Filter:
         row: What `value` is made of: an expression over the columns of one row, merged or not, and
             `pl.col(STEPS)`.
         fold: How the rows' values become the trajectory's.
+        absent_is_null: Whether optional columns that the table lacks are null in `row`; else they
+            are refused.
     """
 
     name: str
     drops: pl.Expr
     row: pl.Expr | None = None
     fold: Fold = pl.Expr.max
+    absent_is_null: bool = False
 
 
 def judge(frame: Frame, filters: Sequence[Filter], outcome: Outcome = "last") -> pl.DataFrame:
@@ -70,6 +74,8 @@ def judge(frame: Frame, filters: Sequence[Filter], outcome: Outcome = "last") ->
     features = {}
     for number, rule in enumerate(filters):
         if rule.row is not None:
+            if rule.absent_is_null:
+                frame = with_absent(frame, rule.row.meta.root_names())
             check_expression(frame, rule.row, rule.name)
             features[f"value_{number}"] = (rule.row, rule.fold)
     left = collect(fold_trajectories(frame, outcome, features), ", ".join(names))

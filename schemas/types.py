@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import polars as pl
@@ -34,6 +35,25 @@ def as_table(data: Any) -> pa.Table:
     if isinstance(data, pl.DataFrame):
         return _to_arrow(data)
     return pa.table(data)
+
+
+def with_absent(frame: pl.LazyFrame, names: Iterable[str]) -> pl.LazyFrame:
+    """The frame with those of the optional columns, of a rollout table, that it lacks: null.
+
+    Example:
+        A dataset of which no trajectory failed has no column `error`.
+
+        >>> with_absent(frame, ["reward", "error"]).select("error").unique().collect().rows()
+        [(None,)]
+    """
+    there = frame.collect_schema()
+    absent = {
+        name: pa.nulls(0, column.type)
+        for name in names
+        if name not in there and (column := COLUMN_BY_NAME.get(name)) and column.nullable
+    }
+    kinds = pl.DataFrame(pa.table(absent)).schema
+    return frame.with_columns(**{name: pl.lit(None, kind) for name, kind in kinds.items()})
 
 
 def _to_arrow(data: pl.DataFrame) -> pa.Table:

@@ -281,6 +281,11 @@ def test_inspect_explains_what_it_cannot_do(
     assert printed.out == ""
 
 
+def test_where_nothing_failed_no_trajectory_has_an_error(dataset: str, capsys: Capture) -> None:
+    assert run(["inspect", dataset, "--where", "error is not null"]) == 0
+    assert "no trajectory matches: error is not null" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("verb", ["inspect", "validate", "export"])
 def test_a_path_without_a_dataset_is_a_clean_error(
     verb: str, tmp_path: Path, capsys: Capture

@@ -21,6 +21,7 @@ from pipelines.filters import (
     where,
     zero_variance,
 )
+from pipelines.rows import keep_rows
 from pipelines.verdicts import apply_filters, judge, keep, report
 from schemas import RolloutError, validate
 from schemas.strategies import rollout_tables
@@ -235,6 +236,14 @@ def test_a_condition_holds_for_any_or_for_all_rows():
 def test_null_does_not_match():
     rows = table(*one_step(None, 1.0))
     assert kept(rows, where("reward < 2")) == ["a_1"]
+
+
+def test_an_optional_column_that_is_not_there_is_null_in_a_condition():
+    rows = table(*one_step(0.0, 1.0)).drop_columns(["error"])
+    assert kept(rows, where("error IS NULL AND reward > 0")) == ["a_1"]
+    assert kept(rows, where("reward > 0 OR error IS NOT NULL")) == ["a_1"]
+    left, _ = keep_rows(rows, "error IS NULL")
+    assert left.collect().columns == rows.column_names
 
 
 @pytest.mark.parametrize(

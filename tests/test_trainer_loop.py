@@ -221,6 +221,11 @@ def test_existing_run_is_refused_and_left_alone(dataset: str, model: str, tmp_pa
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
+def test_a_run_is_not_written_into_a_dataset(dataset: str, model: str) -> None:
+    with pytest.raises(RolloutError, match=r"out_is_free: .* got 1 shard"):
+        run(dataset, model, Path(dataset))
+
+
 def test_refusal_leaves_nothing_behind(dataset: str, model: str, tmp_path: Path) -> None:
     with pytest.raises(RolloutError, match="row_too_long"):
         run(dataset, model, tmp_path / "run", tokens_per_micro_batch=8)

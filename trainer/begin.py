@@ -10,6 +10,7 @@ from accelerate.utils import set_seed
 
 import pipelines
 import rollout_io
+from rollout_io.storage import Location, occupied
 from schemas.errors import RolloutError
 from trainer.config import TrainConfig
 from trainer.critic import CriticLearner
@@ -125,11 +126,13 @@ def _start(config: TrainConfig, *, resume: bool) -> Start:
 
 
 def refuse_existing_run(out: Path) -> None:
-    """Refuse a directory that holds a run.
+    """Refuse a directory that holds a run, or a dataset.
 
     Raises:
-        RolloutError: existing_run.
+        RolloutError: existing_run, out_is_free.
     """
+    if out.is_dir() and (shards := Location.of(out).shards()):
+        raise occupied(str(out), len(shards))
     for name in ("config.json", "metrics.jsonl", "checkpoints"):
         if (out / name).exists():
             hint = "go on with it by --resume, choose another --out, or remove that run"

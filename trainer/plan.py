@@ -131,7 +131,8 @@ def _check_outcomes(returns: pl.DataFrame) -> None:
             f"trajectory {unknown['trajectory_id'][0]!r} (the first of {len(unknown)})",
             f"return {unknown['return'][0]} without an error",
             "a finite reward, or `error` on the trajectory",
-            "convert with --rewards FILE, or filter these trajectories out",
+            "convert with --rewards FILE, or leave these out:"
+            ' rollouts filter DS --where "reward is not null or error is not null" --out KNOWN',
         )
 
 

@@ -81,11 +81,13 @@ def matching(frame: pl.LazyFrame, where: str | None) -> list[str]:
     """
     import polars as pl
 
-    names = frame.collect_schema().names()
+    from schemas.types import with_absent
+
     if where is not None:
         with _sql_errors(where):
             condition = pl.sql_expr(where)
-            _check_columns(condition.meta.root_names(), names, where)
+            frame = with_absent(frame, condition.meta.root_names())
+            _check_columns(condition.meta.root_names(), frame.collect_schema().names(), where)
             frame = frame.filter(condition)
     with _sql_errors(where):
         ids = frame.select("trajectory_id").unique(maintain_order=True).collect()
