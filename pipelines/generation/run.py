@@ -97,8 +97,8 @@ async def generate(config: GenerateConfig, open_engine: OpenEngine) -> GenerateR
 
 
 async def _run(generator: Generator, tasks: Sequence[Task], result: GenerateResult) -> None:
-    began = time.monotonic()
     metadata, config = generator.metadata, generator.config
+    began = time.monotonic()
     with GroupWriter(config.out, tasks, metadata, config) as writer, Progress(len(tasks)) as told:
         async with aclosing(generator.run(tasks)) as ended:
             async for finished in ended:
