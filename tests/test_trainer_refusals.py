@@ -109,6 +109,24 @@ def test_a_dataset_that_cannot_train_is_refused_before_anything_is_written(
     )
 
 
+@DRY_RUN
+@pytest.mark.parametrize("mode", ["raw", "processed", None])
+def test_raw_log_probabilities_of_what_min_p_cut_are_refused(
+    mode: Any, model: str, tmp_path: Path, capfd: Any, *, dry_run: bool
+) -> None:
+    rows = rows_of(**SAMPLED)
+    metadata = DatasetMetadata(logprobs_mode=mode).made("generate", config={"min_p": 0.1})
+    path = write_dataset(tmp_path / "plain", rows)
+    with rollout_io.RolloutWriter(tmp_path / "ds", metadata=metadata) as writer:
+        writer.write(rollout_io.read(path))
+    ours = (str(tmp_path / "ds"), model)
+    if mode == "processed":
+        assert train(*ours, tmp_path / "run", dry_run=dry_run) == 0
+        return
+    said = ("error: rollout_logprobs: ", f"got logprobs_mode {mode or 'unknown'} at min_p 0.1")
+    refused(lambda out: train(*ours, out, dry_run=dry_run), tmp_path, capfd, said)
+
+
 def refused(run: Callable[[Path], int], folder: Path, capfd: Any, parts: tuple[str, ...]) -> None:
     before = sorted(folder.rglob("*"))
     assert run(folder / "run") == 1

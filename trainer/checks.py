@@ -5,6 +5,7 @@ from __future__ import annotations
 import polars as pl
 
 from schemas.errors import RolloutError
+from schemas.metadata import DatasetMetadata
 from trainer.config import TrainConfig
 from trainer.forest import RowLimit
 from trainer.plan import TOKEN_ESTIMATORS, Plan
@@ -204,6 +205,28 @@ def _refuse_mismatched_logprobs(rows: pl.DataFrame, logprobs_mode: str | None, o
             "log-probabilities of the distribution that was sampled",
             off,
         )  # fmt: skip
+
+
+def refuse_unseen_truncation(metadata: DatasetMetadata, config: TrainConfig) -> None:
+    """Refuse raw log-probabilities of what was generated with `min_p`, which no column says.
+
+    Args:
+        metadata: The dataset's; its history holds the configuration that it was generated with.
+        config: The run's configuration, which corrects for the sampler.
+
+    Raises:
+        RolloutError: rollout_logprobs.
+    """
+    if metadata.logprobs_mode == "processed" or config.allow_mismatched_logprobs:
+        return
+    for made in metadata.made_by:
+        generated = made.get("config")
+        min_p = generated.get("min_p") if isinstance(generated, dict) else None
+        if min_p:
+            got = f"logprobs_mode {metadata.logprobs_mode or 'unknown'} at min_p {min_p}"
+            hint = "start vLLM with --logprobs-mode processed_logprobs, or generate without min_p"
+            expected = "log-probabilities of the distribution that was sampled"
+            raise RolloutError("rollout_logprobs", config.dataset, got, expected, hint)
 
 
 def _refuse_without_logprobs(config: TrainConfig) -> None:

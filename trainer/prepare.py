@@ -10,7 +10,7 @@ from accelerate import Accelerator
 
 import rollout_io
 from trainer.advice import warnings_before
-from trainer.checks import check_rows, corrects_for_sampler
+from trainer.checks import check_rows, corrects_for_sampler, refuse_unseen_truncation
 from trainer.config import TrainConfig
 from trainer.critic import Critic, CriticLearner, load_critic
 from trainer.forest import RowLimit
@@ -95,8 +95,10 @@ def check_dataset(
     rows = check_rows(index, plan, config, vocab_size=size, limit=limit, must_learn=must_learn)
     if rows.is_empty():
         return Checked(corrects=config.corrects_for_sampler, remarks={})
-    logprobs_mode = rollout_io.read_metadata(config.dataset).logprobs_mode
-    corrects = corrects_for_sampler(rows, config, logprobs_mode)
+    metadata = rollout_io.read_metadata(config.dataset)
+    corrects = corrects_for_sampler(rows, config, metadata.logprobs_mode)
+    if corrects:
+        refuse_unseen_truncation(metadata, config)
     found = {}
     if config.corrects_for_sampler and not corrects:
         found["corrects"] = (
