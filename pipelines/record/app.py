@@ -6,7 +6,7 @@ import asyncio
 import hmac
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Annotated
+from typing import Annotated, TypeVar
 from urllib.parse import unquote
 
 import msgspec
@@ -27,6 +27,7 @@ from schemas.errors import RolloutError
 _CALLS: dict[str, Kind] = {"/v1/chat/completions": "chat", "/v1/completions": "text"}
 _SMALL_BYTES = 1 << 20
 
+T = TypeVar("T")
 Handler = Callable[[Exchange, Target], Awaitable[None]]
 
 
@@ -196,7 +197,7 @@ class App:
 
     async def _open(self, exchange: Exchange, _: Target) -> None:
         self._check_admin(exchange)
-        given = decode_line(_OPENED, await exchange.body(_SMALL_BYTES), "POST /sessions")
+        given = await _given(exchange, _OPENED, "POST /sessions")
         split_session(f"{given.instance_id}/0", "POST /sessions")
         session = self.recorder.open(given.instance_id, given.repetition_id)
         admin = self.recorder.settings.admin_key
@@ -208,7 +209,7 @@ class App:
     async def _end(self, exchange: Exchange, target: Target) -> None:
         assert target.session is not None
         where = f"POST {target.rest}"
-        given = decode_line(_ENDED, await exchange.body(_SMALL_BYTES) or b"{}", where)
+        given = await _given(exchange, _ENDED, where)
         said = {**given.metrics, "reward": given.reward, "error": given.error}
         clash = sorted({"session", "reward", "error"} & given.metrics.keys())
         if clash:
@@ -227,15 +228,12 @@ class App:
 
     async def _version(self, exchange: Exchange, _: Target) -> None:
         self._check_admin(exchange)
-        content = await exchange.body(_SMALL_BYTES)
-        given = decode_line(_VERSION, content, "POST /policy_version")
+        given = await _given(exchange, _VERSION, "POST /policy_version")
         await self.recorder.set_version(given.policy_version)
         await exchange.say(200, {"policy_version": given.policy_version})
 
     async def _health(self, exchange: Exchange, _: Target) -> None:
-        with suppress(
-            RolloutError
-        ):  # whoever sends no calls before this is well is not kept waiting
+        with suppress(RolloutError):  # else whoever waits for this to be well would never call
             await self.recorder.journal.probe()
         problem = self.recorder.journal.problem
         state = {
@@ -258,6 +256,15 @@ class App:
 def _allow(exchange: Exchange, method: str) -> None:
     if exchange.method != method:
         raise RolloutError("method", exchange.raw_path, exchange.method, method)
+
+
+async def _given(exchange: Exchange, decoder: msgspec.json.Decoder[T], where: str) -> T:
+    """The body of a request to the recorder itself; an empty one is an object without fields."""
+    try:
+        return decode_line(decoder, await exchange.body(_SMALL_BYTES) or b"{}", where)
+    except RolloutError as error:
+        hint = "see docs/record.md for the fields"
+        raise RolloutError(error.rule, error.where, error.got, error.expected, hint) from None
 
 
 def _is_model(path: str) -> bool:
