@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import threading
 
 import pytest
 
@@ -16,6 +17,7 @@ from schemas.errors import RolloutError
 from tests.generation_helpers import SpyEngine
 from tests.rl_helpers import (
     HERE,
+    Interrupting,
     as_toml,
     config_of,
     lines_of,
@@ -204,7 +206,8 @@ def test_evaluations_are_datasets_of_their_own_and_are_not_sampled_again(tmp_pat
 @pytest.mark.parametrize(
     ("verb", "how"), [("rl", "with --resume"), ("generate", "the same command")]
 )
-def test_an_interrupted_run_says_how_to_go_on(tmp_path, model, capsys, verb, how):
+def test_an_interrupted_run_says_how_to_go_on(tmp_path, model, monkeypatch, capsys, verb, how):
+    monkeypatch.setattr(Interrupting, "first", threading.Lock())
     config = config_of(tmp_path, model, generate={"environment": f"{HERE}:Interrupting"})
     file = tmp_path / "c.toml"
     file.write_text(as_toml(config))
