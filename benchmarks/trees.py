@@ -56,6 +56,8 @@ def main() -> None:
     policy = load_policy(arguments.model, logprob_chunk_tokens=1024, trees=True)
     accelerator = Accelerator(mixed_precision="bf16" if arguments.dtype == "bfloat16" else "no")
     policy.to(accelerator.device)
+    if arguments.dtype == "bfloat16":
+        policy = accelerator.prepare_model(policy)
     if arguments.layers:
         del policy.model.base_model.layers[arguments.layers :]
     if arguments.dtype == "bfloat16" or arguments.recompute:
