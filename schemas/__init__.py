@@ -1,4 +1,4 @@
-"""What a rollout table is: its columns, its named invariants, its metadata."""
+"""Definition of a rollout table: columns, named invariants, metadata."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""How to break one named invariant of a valid table while all others still hold."""
+"""Functions that break one named invariant of a valid table and leave all others intact."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pyarrow as pa
 from hypothesis import strategies as st
 
 from schemas.columns import COLUMN_BY_NAME, REQUIRED_COLUMNS
+from schemas.row_checks import MIN_ANSWER_TOKENS
 
 Row = dict[str, Any]
 Draw = st.DrawFn
@@ -20,8 +21,8 @@ class Breaker:
     """One way to break a rule.
 
     Attributes:
-        apply: Changes the rows in place. May return the nullable columns of the result.
-        columns: Nullable columns the table must have for it.
+        apply: Changes the rows in place. May return the nullable columns of the resulting table.
+        columns: Nullable columns that the table must have.
     """
 
     apply: Callable[[Draw, list[Row]], tuple[str, ...] | None]
@@ -29,13 +30,21 @@ class Breaker:
 
 
 def break_types(draw: Draw, table: pa.Table) -> pa.Table:
-    """Drop a required column, change its type, or put a null where none may be."""
+    """Drop, repeat or retype a required column, or put a null where none is allowed."""
     name = draw(st.sampled_from(REQUIRED_COLUMNS))
     index = table.column_names.index(name)
-    way = draw(st.sampled_from(["drop", "retype", "null"]))
+    way = draw(st.sampled_from(["drop", "repeat", "retype", "null", "null element"]))
     if way == "drop":
         return table.remove_column(index)
+    if way == "repeat":
+        return table.append_column(table.schema.field(name), table.column(name))
     values = table.column(name).to_pylist()
+    if way == "null element":
+        name = draw(st.sampled_from(["prompt_token_ids", "response_ids", "loss_mask"]))
+        index, values = table.column_names.index(name), table.column(name).to_pylist()
+        row = draw(st.sampled_from([row for row, found in enumerate(values) if found]))
+        values[row][draw(st.integers(0, len(values[row]) - 1))] = None
+        return table.set_column(index, name, pa.array(values, COLUMN_BY_NAME[name].type))
     if way == "retype":
         return table.set_column(index, name, pa.array([str(v) for v in values], pa.binary()))
     values[draw(st.integers(0, len(values) - 1))] = None
@@ -52,7 +61,7 @@ def _position(draw: Draw, values: list[Any]) -> int:
 
 
 def _duplicate(draw: Draw, rows: list[Row]) -> None:
-    """The first trajectory once more at the end, or under an id that is not its name."""
+    """Repeat the first trajectory at the end, or give it an id that does not match its columns."""
     first = [dict(r) for r in rows if r["trajectory_id"] == rows[0]["trajectory_id"]]
     if draw(st.booleans()):
         rows.extend(first)
@@ -62,7 +71,7 @@ def _duplicate(draw: Draw, rows: list[Row]) -> None:
 
 
 def _split(draw: Draw, rows: list[Row]) -> None:
-    """A further row of the first trajectory after those of the last."""
+    """Append another row of the first trajectory after the last trajectory."""
     del draw
     length = sum(r["trajectory_id"] == rows[0]["trajectory_id"] for r in rows)
     rows.append(dict(rows[length - 1]) | {"step_index": length})
@@ -75,7 +84,7 @@ def _renumber(draw: Draw, rows: list[Row]) -> None:
 def _flip_boundary(draw: Draw, rows: list[Row]) -> None:
     row = draw(st.sampled_from(rows[:-1]))
     row["is_last_step"] = not row["is_last_step"]
-    if row["is_last_step"]:  # the row after it must not look like a restart of the trajectory
+    if row["is_last_step"]:  # the next row must not look like a restart of the trajectory
         assert row["step_index"] >= 0
 
 
@@ -90,6 +99,7 @@ def _empty_prompt(draw: Draw, rows: list[Row]) -> None:
 
 def _empty_response(draw: Draw, rows: list[Row]) -> None:
     _any(draw, rows).update({"response_ids": [], "loss_mask": []})
+    # mask_trains_something must still hold: let the first and last row train
     rows[0]["loss_mask"] = [True] * len(rows[0]["response_ids"])
     rows[-1]["loss_mask"] = [True] * len(rows[-1]["response_ids"])
 
@@ -115,6 +125,14 @@ def _mask_all(draw: Draw, rows: list[Row]) -> None:
         row["loss_mask"] = [False] * len(row["loss_mask"])
 
 
+def _answer_in_prompt(draw: Draw, rows: list[Row]) -> None:
+    """Put a row's response into its own prompt, as logs do that record messages after the call."""
+    row = _any(draw, rows)
+    header, answer = [1, 2], [3] * draw(st.integers(MIN_ANSWER_TOKENS, MIN_ANSWER_TOKENS + 3))
+    row["prompt_token_ids"] = [*header, *answer, *header]
+    row.update({"response_ids": answer, "loss_mask": [True] * len(answer)})
+
+
 def _set_logprob(values: list[float]) -> Callable[[Draw, list[Row]], None]:
     def apply(draw: Draw, rows: list[Row]) -> None:
         row = _any(draw, rows)
@@ -133,6 +151,7 @@ def _other_sum(draw: Draw, rows: list[Row]) -> None:
     row = _any(draw, rows)
     row["rewards"] = [1.0] * len(row["response_ids"])
     row["reward"] = len(row["rewards"]) + draw(st.sampled_from([0.5, -0.5]))
+    # outcome_on_last_step must still hold: every other trajectory ends with a reward
     rows[-1 if rows[-1] is not row else 0].update({"rewards": None, "reward": 1.0})
     for end in rows:
         if end["is_last_step"] and end is not row:
@@ -195,6 +214,7 @@ BREAKERS: dict[str, Breaker] = {
     "lengths_align": Breaker(_shift_logprobs, ("rollout_logprobs",)),
     "token_range": Breaker(_negative_token),
     "mask_trains_something": Breaker(_mask_all),
+    "response_in_prompt": Breaker(_answer_in_prompt),
     "logprobs_finite": Breaker(
         _set_logprob([float("nan"), float("-inf"), float("inf"), -9999.0]), ("rollout_logprobs",)
     ),

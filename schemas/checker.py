@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,10 +11,11 @@ import polars as pl
 import pyarrow as pa
 
 from schemas.columns import COLUMN_BY_NAME, REQUIRED_COLUMNS, TOKEN_SOURCES
-from schemas.errors import RolloutError
+from schemas.errors import InvariantError, count
 from schemas.row_checks import ROW_CHECKS, check_token_range
 from schemas.rules import RULES
 from schemas.structure_checks import (
+    MISPLACED_END,
     STRUCTURE_COLUMNS,
     Runs,
     check_outcome,
@@ -26,51 +27,55 @@ from schemas.types import PREFIX_TYPES, accepts, accepts_column, as_table, is_li
 from schemas.view import View, breach_frame, joined
 
 DECODE_COLUMNS = (*PREFIX_TYPES, "response_ids", "trajectory_id", "step_index")
-"""What the prompts of the `prefix` layout are decoded from."""
+"""Columns that are needed to decode the prompts of the `prefix` layout."""
 
 
-class ValidationError(RolloutError):
-    """A table breaks named invariants; `.breaches` holds all of them (see `BREACH_SCHEMA`)."""
+class ValidationError(InvariantError):
+    """A table breaks named invariants.
 
-    def __init__(self, breaches: pl.DataFrame, where: str = "table") -> None:
-        self.breaches, self._source = breaches, where
-        first = breaches.row(0, named=True)
-        super().__init__(
+    Attributes:
+        breaches: All breaches (see `BREACH_SCHEMA`).
+        source: Path of the dataset, or "table".
+    """
+
+    breaches: pl.DataFrame
+    source: str
+
+    @classmethod
+    def of(cls, breaches: pl.DataFrame, source: str = "table") -> ValidationError:
+        """The error of at least one breach, built from the first breach."""
+        first, more = breaches.row(0, named=True), len(breaches) - 1
+        where = f"{source}, {row_place(first)}" if first["row"] is not None else source
+        others = f" (and {count(more, 'more breach', 'es')})" if more else ""
+        error = cls(
             first["rule"],
-            _place(first, where),
+            where,
             first["got"],
-            first["expected"] + _others(breaches),
+            first["expected"],
             RULES[first["rule"]].hint,
+            message=f"{where}: {first['message']}{others}",
         )
-
-    def __reduce__(self) -> tuple[type[ValidationError], tuple[pl.DataFrame, str]]:
-        """Rebuild it in another process."""
-        return ValidationError, (self.breaches, self._source)
+        error.breaches, error.source = breaches, source
+        return error
 
 
-def _place(breach: dict[str, Any], where: str) -> str:
-    parts = [where]
-    if breach["row"] is not None:
-        parts.append(f"row {breach['row']}")
+def row_place(breach: Mapping[str, Any]) -> str:
+    """The row of a breach: `row 3 (trajectory shop-1_0, step 2)`."""
+    parts = []
     if breach["trajectory_id"] is not None:
-        parts.append(f"trajectory {breach['trajectory_id']!r}")
-    if breach["column"] is not None:
-        parts.append(f"column {breach['column']!r}")
-    return ", ".join(parts)
-
-
-def _others(breaches: pl.DataFrame) -> str:
-    count = len(breaches) - 1
-    return f" (and {count} more breaches)" if count else ""
+        parts.append(f"trajectory {breach['trajectory_id']}")
+    if breach["step_index"] is not None:
+        parts.append(f"step {breach['step_index']}")
+    return f"row {breach['row']}" + (f" ({', '.join(parts)})" if parts else "")
 
 
 class Checker:
-    """Checks a dataset table by table, each cut at trajectory boundaries.
+    """Checks a dataset table by table; every table is cut at trajectory boundaries.
 
     Attributes:
         num_rows: Rows seen so far.
         trajectory_ids: Trajectories seen so far.
-        open_end: The trajectory whose rows ended without one that is marked last, if any.
+        open_end: The last trajectory, if its final row is not marked last.
 
     Example:
         >>> checker = Checker()
@@ -84,25 +89,27 @@ class Checker:
         self.trajectory_ids: set[str] = set()
         self.num_rows = 0
         self.open_end: str | None = None
+        self._open_step: int | None = None
         self._trains = False
         self._has_healthy_rows = False
 
     @classmethod
     def after(cls, parts: Sequence[Checker]) -> Checker:
-        """The checker that has seen what these have, one after the other."""
+        """Return the checker that has seen everything that `parts` saw, in that order."""
         whole = cls()
         whole.num_rows = sum(part.num_rows for part in parts)
         whole.trajectory_ids = set().union(*(part.trajectory_ids for part in parts))
         whole.open_end = parts[-1].open_end if parts else None
+        whole._open_step = parts[-1]._open_step if parts else None
         whole._trains = any(part._trains for part in parts)
         whole._has_healthy_rows = any(part._has_healthy_rows for part in parts)
         return whole
 
     def check(self, data: Any) -> pl.DataFrame:
-        """Breaches of the next table; rows are counted over all tables so far.
+        """Return the breaches of the next table; row numbers count from the first table.
 
         Args:
-            data: Anything that speaks Arrow, with `prompt_token_ids` or the prefix columns.
+            data: Any Arrow-compatible table, with `prompt_token_ids` or the prefix columns.
         """
         table = as_table(data)
         found = [misnamed_columns(table)]
@@ -121,13 +128,15 @@ class Checker:
         return joined(found)
 
     def finish(self) -> pl.DataFrame:
-        """Breaches that only the end of the dataset shows."""
+        """Return the breaches that can only be found at the end of the dataset."""
         found = []
         if self.open_end is not None:
             found.append(self._unfinished("final_row_is_last"))
         if self._has_healthy_rows and not self._trains:
-            name, expected = "mask_trains_something", "some true"
-            found.append(breach_frame(name, [None], [None], "loss_mask", ["all false"], [expected]))
+            rule, sentence = "mask_trains_something", "loss_mask is false for every token"
+            found.append(
+                breach_frame(rule, [None], "loss_mask", ["all false"], ["some true"], sentence)
+            )
         return joined(found)
 
     def _structure(self, view: View) -> Iterator[pl.DataFrame]:
@@ -138,10 +147,13 @@ class Checker:
         yield from check_structure(view, runs, self.trajectory_ids)
         yield from check_outcome(view, runs)
         self.open_end = None if last[-1] else view.table.column("trajectory_id")[-1].as_py()
+        self._open_step = int(view.array("step_index")[-1])
 
     def _unfinished(self, rule: str) -> pl.DataFrame:
-        row = self.num_rows - 1
-        return breach_frame(rule, [row], [self.open_end], "is_last_step", ["false"], ["true"])
+        row, column = self.num_rows - 1, "is_last_step"
+        sentence, trajectory = MISPLACED_END, self.open_end
+        found = breach_frame(rule, [row], column, ["false"], ["true"], sentence, trajectory)
+        return found.with_columns(step_index=pl.lit(self._open_step, pl.Int64))
 
     def _note_training(self, view: View) -> None:
         if view.has("loss_mask"):
@@ -150,11 +162,11 @@ class Checker:
 
 
 def check(data: Any, *, vocab_size: int | None = None) -> pl.DataFrame:
-    """Every breach of the named invariants in a whole table.
+    """Return every breach of the named invariants in a whole table.
 
     Args:
-        data: Anything that speaks Arrow.
-        vocab_size: Upper bound (exclusive) of token ids; None: unknown.
+        data: Any Arrow-compatible table.
+        vocab_size: Exclusive upper bound of token ids; None if unknown.
 
     Returns:
         One row per breach: rule, severity, row, trajectory_id, column, got, expected.
@@ -180,11 +192,11 @@ def raise_errors(breaches: pl.DataFrame, where: str = "table") -> None:
     """Raise a `ValidationError` if any breach is of severity `error`."""
     errors = breaches.filter(pl.col("severity") == "error")
     if len(errors):
-        raise ValidationError(errors, where)
+        raise ValidationError.of(errors, where)
 
 
 def check_types(table: pa.Table, row_offset: int = 0) -> tuple[pl.DataFrame, frozenset[str]]:
-    """columns_and_types, and the columns that later checks must leave alone.
+    """Check columns_and_types, and name the columns that later checks must skip.
 
     Returns:
         Breaches, and the names of the columns at fault.
@@ -193,7 +205,9 @@ def check_types(table: pa.Table, row_offset: int = 0) -> tuple[pl.DataFrame, fro
     encoded = PREFIX_TYPES.keys() <= set(table.column_names)
     stands_in = {"prompt_token_ids"} if encoded else set()
     missing = set(REQUIRED_COLUMNS) - stands_in - set(table.column_names)
-    found += [_wrong(name, "no such column", "a required column") for name in sorted(missing)]
+    sentence = "the column {column} is missing"
+    got, expected = "no such column", "a required column"
+    found += [_wrong(name, got, expected, sentence) for name in sorted(missing)]
     declared = [n for n in table.column_names if n in COLUMN_BY_NAME or n in PREFIX_TYPES]
     misfits = [frame for name in declared for frame in _check_type(table, name)]
     unfit = frozenset(frame["column"].item() for frame in misfits)
@@ -205,11 +219,29 @@ def check_types(table: pa.Table, row_offset: int = 0) -> tuple[pl.DataFrame, fro
 
 
 def misnamed_columns(table: pa.Table) -> pl.DataFrame:
-    """columns_and_types: names that several columns have, and the empty name."""
+    """Check columns_and_types: column and struct field names are unique and not empty."""
     counts = Counter(table.column_names)
-    found = [_wrong(n, f"{count} columns", "one") for n, count in counts.items() if count > 1]
-    found += [_wrong("", "a column without a name", "a name")] if "" in counts else []
+    sentence = "{got} have the name {column!r}"
+    found = [_wrong(n, f"{num} columns", "one", sentence) for n, num in counts.items() if num > 1]
+    if "" in counts:
+        found.append(_wrong("", "a column without a name", "a name", "a column has no name"))
+    sentence = "the column {column} has {got}; names of fields must be unique"
+    found += [
+        _wrong(column.name, f"{num} fields {name!r}", "one", sentence)
+        for column in table.schema
+        for name, num in _repeated_fields(column.type)
+    ]
     return joined(found)
+
+
+def _repeated_fields(kind: pa.DataType) -> Iterator[tuple[str, int]]:
+    """Yield the duplicate field names of every struct inside a type, with their counts."""
+    if pa.types.is_nested(kind):
+        fields = [kind.field(i) for i in range(kind.num_fields)]
+        counts = Counter(field.name for field in fields)
+        yield from ((name, num) for name, num in counts.items() if num > 1)
+        for field in fields:
+            yield from _repeated_fields(field.type)
 
 
 def _first_of_each_name(table: pa.Table) -> pa.Table:
@@ -218,7 +250,7 @@ def _first_of_each_name(table: pa.Table) -> pa.Table:
 
 
 def check_references(table: pa.Table) -> pl.DataFrame:
-    """Breaches of all that decoding relies on, in a row group of the `prefix` layout."""
+    """Return the breaches that would make decoding a `prefix` row group fail."""
     needs = frozenset(DECODE_COLUMNS)
     known = table.select([name for name in table.column_names if name in needs])
     types, unusable = check_types(known)
@@ -235,7 +267,8 @@ def _check_type(table: pa.Table, name: str) -> list[pl.DataFrame]:
     else:
         fits, expected = accepts_column(column, actual), column.type
     routing = "list<fixed list<fixed list<int16>>>"
-    return [] if fits else [_wrong(name, str(actual), str(expected or routing))]
+    sentence = "the column {column} has type {got}; expected {expected}"
+    return [] if fits else [_wrong(name, str(actual), str(expected or routing), sentence)]
 
 
 def _check_nulls(view: View, name: str) -> list[pl.DataFrame]:
@@ -244,10 +277,13 @@ def _check_nulls(view: View, name: str) -> list[pl.DataFrame]:
     rule, found = "columns_and_types", []
     if not nullable and values.null_count:
         rows = np.flatnonzero(np.asarray(values.is_null()))
-        found.append(view.breaches(rule, rows, name, ["null"] * len(rows), "a value"))
+        found.append(
+            view.breaches(rule, rows, name, ["null"] * len(rows), "a value", "{column} is null")
+        )
     rows = _rows_with_null_elements(values)
     if len(rows):
-        found.append(view.breaches(rule, rows, name, ["a null element"] * len(rows), "no null"))
+        got, sentence = ["a null element"] * len(rows), "{column} holds a null element"
+        found.append(view.breaches(rule, rows, name, got, "no null", sentence))
     if name == "token_source":
         known = pa.compute.is_in(
             values.cast(pa.large_string()), pa.array(TOKEN_SOURCES, pa.large_string())
@@ -272,5 +308,5 @@ def _rows_with_null_elements(values: pa.ChunkedArray) -> np.ndarray[Any, np.dtyp
     return np.zeros(0, np.int64)
 
 
-def _wrong(name: str, got: str, expected: str) -> pl.DataFrame:
-    return breach_frame("columns_and_types", [None], [None], name, [got], [expected])
+def _wrong(name: str, got: str, expected: str, sentence: str) -> pl.DataFrame:
+    return breach_frame("columns_and_types", [None], name, [got], [expected], sentence)

@@ -1,8 +1,8 @@
 """The rollout table, declared once.
 
-`COLUMNS` is the only place where a column's name, Arrow type, nullability, length rule and
-meaning are written; the Arrow schema, the documentation table, the Hypothesis strategies and the
-checks are derived from it. One row is one sequence: a step of a trajectory, or several merged ones.
+`COLUMNS` is the only place that declares a column's name, Arrow type, nullability, length rule and
+meaning. The Arrow schema, the documentation table, the Hypothesis strategies and the checks derive
+from it. One row is one sequence: one step of a trajectory, or several merged steps.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pyarrow as pa
 
 
 class Length(Enum):
-    """What the length of a list column follows in every row."""
+    """Length rule of a list column, the same for every row."""
 
     FREE = "free"
     RESPONSE = "response"  # one element per token of `response_ids`
@@ -26,11 +26,11 @@ class Column:
 
     Attributes:
         name: Column name.
-        type: Declared Arrow type, what the writer casts to; None where it depends on the data
-            (routing, whose layer count and top-k are the model's).
-        nullable: A nullable column may hold nulls and may be absent altogether.
+        type: Arrow type that the writer casts to; None if it depends on the data (routing: the
+            number of layers and top-k depend on the model).
+        nullable: True if the column may hold nulls and may be absent altogether.
         length: Length rule of a list column.
-        meaning: One line for the documentation.
+        meaning: One-line description for the documentation.
     """
 
     name: str
@@ -47,14 +47,14 @@ SEGMENT_FIELDS: tuple[pa.Field, ...] = (
     pa.field("length", pa.int32()),
     pa.field("step_index", pa.int32()),
 )
-"""Fields every segment has. Per-step values (reward, stop_reason, the user's own) follow them."""
+"""Fields of every segment. Per-step values (reward, stop_reason, user columns) follow them."""
 
 JOINED = "joined"
-"""Field of `segments`: true where a merge made them, one of each step. Others tell which ranges of
-one row were sampled: they are no steps to take apart."""
+"""Field of `segments`: true if a merge created the segment, which is then one step. Other segments
+only mark the sampled ranges of a row; `unmerge` does not split them."""
 
 NUM_ROUTED = "num_routed_tokens"
-"""Field of `segments`: how many leading tokens of its prompt + response a step had routes for."""
+"""Field of `segments`: number of leading tokens of the step's prompt + response with routing."""
 
 COLUMNS: tuple[Column, ...] = (
     Column(name="instance_id", type=pa.string(), meaning="the task or prompt; names the group"),
@@ -112,21 +112,21 @@ COLUMNS: tuple[Column, ...] = (
         nullable=True,
         meaning=(
             "the ranges of `response_ids` that were sampled, in order, with the original step "
-            "index; where a merge made them (`joined`) each is a step, with every value that it had "
-            "of its own; null: the whole response is one step's"
+            "index; a segment that a merge created (`joined`) is one step and keeps its per-step "
+            "values; null: the whole response is one step"
         ),
     ),
     Column(
         name="stop_reason",
         type=pa.string(),
         nullable=True,
-        meaning="the engine's or harness's word for why sampling ended",
+        meaning="why sampling ended, as the engine or harness reported it",
     ),
     Column(
         name="policy_version",
         type=pa.int32(),
         nullable=True,
-        meaning="weights that sampled the row; of a merged row: the oldest",
+        meaning="version of the weights that sampled the row; of a merged row: the oldest",
     ),
     Column(name="temperature", type=pa.float32(), nullable=True, meaning="sampling temperature"),
     Column(name="top_p", type=pa.float32(), nullable=True, meaning="nucleus truncation; 1 is off"),
@@ -134,19 +134,28 @@ COLUMNS: tuple[Column, ...] = (
         name="top_k", type=pa.int32(), nullable=True, meaning="top-k truncation; 0 or less is off"
     ),
     Column(
+        name="sampling_extra",
+        type=pa.string(),
+        nullable=True,
+        meaning=(
+            "JSON of any other setting that changed the sampled distribution (`min_p`, penalties, "
+            "`logit_bias`, a grammar, ...); null: unknown"
+        ),
+    ),
+    Column(
         name="rollout_expert_indices",
         type=None,
         nullable=True,
         meaning=(
-            "list<fixed list<fixed list<int16, topk>, layers>>: experts chosen for a leading "
-            "part of prompt + response, 1 to p+r tokens"
+            "list<fixed list<fixed list<int16, topk>, layers>>: experts chosen for the leading "
+            "1 to p+r tokens of prompt + response"
         ),
     ),
     Column(
         name="agent",
         type=pa.string(),
         nullable=True,
-        meaning="whose call it was, where the harness says (`main`, `checker`)",
+        meaning="which agent made the call, if the harness records it (`main`, `checker`)",
     ),
     Column(
         name="token_source",
@@ -157,7 +166,7 @@ COLUMNS: tuple[Column, ...] = (
         name="error",
         type=pa.string(),
         nullable=True,
-        meaning="why a failed trajectory failed; null for the others",
+        meaning="why a failed trajectory failed; null otherwise",
     ),
     Column(
         name="messages",
@@ -169,7 +178,7 @@ COLUMNS: tuple[Column, ...] = (
         name="response_text",
         type=pa.string(),
         nullable=True,
-        meaning="text of what came back, for people to read",
+        meaning="text of the response, for people to read",
     ),
     Column(name="metrics", type=METRICS_TYPE, nullable=True, meaning="environment metrics"),
     Column(
@@ -190,19 +199,20 @@ PREFIX_FIELDS: tuple[pa.Field, ...] = (
     pa.field("prefix_length", pa.int32(), nullable=False),
     pa.field("prompt_suffix_ids", pa.list_(pa.int32()), nullable=False),
 )
-"""Physical columns of the `prefix` layout, which stand in for `prompt_token_ids` on disk."""
+"""Physical columns of the `prefix` layout; they replace `prompt_token_ids` on disk."""
 
 
 def routing_type(num_layers: int, topk: int) -> pa.DataType:
-    """Arrow type of `rollout_expert_indices` for a model with `num_layers` layers."""
+    """Return the Arrow type of `rollout_expert_indices` for a model with `num_layers` layers."""
     return pa.list_(pa.list_(pa.list_(pa.int16(), topk), num_layers))
 
 
 def arrow_schema(optional: tuple[str, ...] | None = None) -> pa.Schema:
-    """Arrow schema of the declared columns.
+    """Return the Arrow schema of the declared columns.
 
     Args:
-        optional: Nullable columns to include; None includes each one whose type is fixed.
+        optional: Nullable columns to include; None includes all of them except routing, whose type
+            depends on the model.
     """
     return pa.schema(
         [
@@ -214,7 +224,7 @@ def arrow_schema(optional: tuple[str, ...] | None = None) -> pa.Schema:
 
 
 def documentation_table() -> str:
-    """The declared columns as a Markdown table (docs/table.md is this text)."""
+    """Return the declared columns as a Markdown table (part of docs/table.md)."""
     lines = ["| column | type | null | length | meaning |", "|---|---|---|---|---|"]
     for c in COLUMNS:
         kind = "list<fixed list<fixed list<int16>>>" if c.type is None else _type_name(c.type)

@@ -1,46 +1,142 @@
-"""Errors that speak to a user: which rule, where, what was found, what was expected, what to do."""
+"""Errors that a person can act on: a sentence, the id of the rule, and how to fix it.
+
+    RolloutError
+        InvariantError   rollout data breaks a named invariant
+        InputError       a file, dataset, request or piece of user code cannot be used
+        ConfigError      a setting is unknown, out of bounds, or contradicts another
+        EngineError      an inference engine is down, refuses a request, or returns an invalid
+                         response
+        MissingExtra     an optional package is not installed
+
+Every error is printed as its sentence and its id, `calls.jsonl:3: ... [json_line]`. Code compares
+`rule`, never the sentence.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Mapping, Sequence
+from copy import copy
+from typing import Any, NoReturn, Self
+
+_FIELDS = ("rule", "where", "got", "expected", "hint")
 
 
 class RolloutError(ValueError):
-    """A user's input breaks a rule; the message is complete without a traceback.
+    """The user's data, settings or environment break a rule; no traceback is needed to fix it.
 
     Args:
-        rule: Name of the rule, as reports print it ("lengths_align", "json_line", ...).
-        where: Place of the breach: "file.jsonl:12", "part-00000.parquet, row 7, column 'reward'".
+        rule: Id of the rule ("lengths_align", "json_line", ...).
+        where: Place of the breach: "file.jsonl:12", "part-00000.parquet, row 7", "--format".
         got: What was found there.
         expected: What the rule asks for.
         hint: The next command or action.
+        message: The whole sentence, with its place. None: it is made of `where`, `got` and
+            `expected`.
 
     Example:
         >>> print(
-        ...     RolloutError(
-        ...         "json_line", "a.jsonl:3", "an unfinished object", "one JSON object a line"
-        ...     )
+        ...     RolloutError("json_line", "a.jsonl:3", "an open bracket", "one whole JSON object")
         ... )
-        json_line: a.jsonl:3: got an unfinished object, expected one JSON object a line
+        a.jsonl:3: found an open bracket; expected one whole JSON object. [json_line]
+        >>> text = "a.jsonl:4: the line is cut off."
+        >>> print(RolloutError("json_line", "a.jsonl:4", "a line cut off", message=text))
+        a.jsonl:4: the line is cut off. [json_line]
     """
 
     def __init__(
-        self, rule: str, where: str, got: str, expected: str = "", hint: str | None = None
+        self,
+        rule: str,
+        where: str,
+        got: str = "",
+        expected: str = "",
+        hint: str | None = None,
+        *,
+        message: str | None = None,
     ) -> None:
         self.rule, self.where, self.got, self.expected, self.hint = rule, where, got, expected, hint
+        self.message = message
         super().__init__(rule, where, got, expected, hint)
         if hint:
-            self.add_note(f"hint: {hint}")
+            self.add_note(f"Hint: {hint}")
 
     def __str__(self) -> str:
-        expected = f", expected {self.expected}" if self.expected else ""
-        return f"{self.rule}: {self.where}: got {self.got}{expected}"
+        return f"{self.sentence} [{self.rule}]"
+
+    @property
+    def sentence(self) -> str:
+        """The sentence without the rule's id."""
+        found = f"found {self.got}; expected {self.expected}" if self.expected else self.got
+        text = self.message or f"{self.where}: {found}"
+        return text if text.endswith((".", "!", "?")) else f"{text}."
+
+    @property
+    def failure(self) -> str:
+        """The text of a failed trajectory's `error` column: the rule's id first, to count by."""
+        return f"{self.rule}: {self.sentence.removesuffix('.')}"
+
+    def at(self, where: str, hint: str | None = None) -> Self:
+        """The same error with a more precise place, and another hint if one is given."""
+        error = copy(self)
+        error.where, error.hint = where, hint or self.hint
+        if self.message is not None:
+            named = self.where and self.where in self.message
+            told = self.message.replace(self.where, where, 1) if named else ""
+            error.message = told or f"{where}: {self.message}"
+        error.args = (self.rule, where, self.got, self.expected, error.hint)
+        error.__notes__ = [f"Hint: {error.hint}"] if error.hint else []
+        return error
+
+    def fields(self) -> dict[str, str | None]:
+        """The structured fields and the sentence, for JSON."""
+        return {name: getattr(self, name) for name in _FIELDS} | {"message": self.sentence}
+
+
+class InvariantError(RolloutError):
+    """Rollout data breaks a named invariant (`schemas.RULES`)."""
+
+
+class InputError(RolloutError):
+    """A file, a dataset, a request or a piece of user code cannot be used."""
+
+
+class ConfigError(RolloutError):
+    """A setting is unknown, out of bounds, or contradicts another one."""
+
+
+class EngineError(RolloutError):
+    """An inference engine is down, refuses a request, or answers something unusable."""
+
+
+class MissingExtra(RolloutError):
+    """An optional package is not installed; the hint is the command that installs it."""
+
+
+_KINDS = {
+    kind.__name__: kind
+    for kind in (InvariantError, InputError, ConfigError, EngineError, MissingExtra, RolloutError)
+}
+
+
+def encode(error: RolloutError) -> dict[str, str | None]:
+    """An error as JSON, for another process: `decode` reads it."""
+    kinds = [kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _KINDS]
+    return {"kind": kinds[0], **error.fields()}
+
+
+def decode(encoded: Mapping[str, Any]) -> RolloutError:
+    """Rebuild the error that `encode` serialised."""
+    given = [encoded[name] for name in _FIELDS]
+    return _KINDS[encoded["kind"]](*given, message=encoded["message"])
 
 
 def raise_first(errors: Sequence[RolloutError]) -> NoReturn:
-    """Raise the first error, saying how many more records are bad."""
-    e = errors[0]
-    others = f" (and {len(errors) - 1} more records rejected)" if len(errors) > 1 else ""
-    got, expected = (e.got, e.expected + others) if e.expected else (e.got + others, "")
-    raise RolloutError(e.rule, e.where, got, expected, e.hint)
+    """Raise the first error, saying how many more records were rejected."""
+    first, more = copy(errors[0]), len(errors) - 1
+    if more:
+        first.message = f"{first.sentence[:-1]} (and {count(more, 'more record')} rejected)."
+    raise first
+
+
+def count(number: int, noun: str, ending: str = "s") -> str:
+    """The number with its noun, in the plural unless there is one: `1 row`, `2 rows`."""
+    return f"{number:,} {noun}{'' if number == 1 else ending}"

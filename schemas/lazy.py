@@ -8,7 +8,7 @@ from typing import Any
 
 
 def exports(package: str, names: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
-    """A module `__getattr__` (PEP 562): `names[module]` are the names that `module` defines."""
+    """Return a module `__getattr__` (PEP 562); `names[module]` lists what `module` defines."""
     module_of = {name: module for module, defined in names.items() for name in defined}
 
     def load(name: str) -> Any:

@@ -1,12 +1,12 @@
-"""What a rollout file says about itself, and how older files are brought up to date."""
+"""Metadata of a rollout file, and upgrades from older schema versions."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import pyarrow as pa
 
@@ -21,8 +21,12 @@ UPGRADES: Mapping[int, Upgrade] = {}
 
 Layout = Literal["prefix", "full"]
 LogprobsMode = Literal["raw", "processed"]
+Outcome = Literal["last", "sum"]
 
 _KEY = "rollout_io."
+DIGEST, PLACE = b"rollout_io.digest", b"rollout_io.place"
+"""Keys of a shard's digest and place in its dataset: see `rollout_io.dataset.footer`."""
+_LISTS = frozenset({"models", "made_by"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,55 +36,74 @@ class DatasetMetadata:
     Attributes:
         tokenizer: Name or path of the tokenizer whose ids the table holds.
         tokenizer_fingerprint: Digest of that tokenizer.
+        vocab_size: Exclusive upper bound of that tokenizer's ids, added tokens included.
+        models: Names of the models that were sampled, according to the log; sorted.
         chat_template_fingerprint: Digest of the chat template that rendered the prompts.
         logprobs_mode: `raw` (before temperature and truncation; vLLM's default) or `processed`
-            (of the distribution that was sampled); None: unknown.
-        made_by: How the table was made, oldest first: tool version, verb, parents, parameters.
+            (of the distribution that was sampled); None if unknown.
+        outcome: Return of a trajectory: the `last` step's reward, or the `sum` over its steps; None
+            if unknown, which is treated as `last`.
+        made_by: History of the table, oldest first: tool version, verb, parents, parameters.
     """
 
     tokenizer: str | None = None
     tokenizer_fingerprint: str | None = None
+    vocab_size: int | None = None
+    models: tuple[str, ...] = ()
     chat_template_fingerprint: str | None = None
     logprobs_mode: LogprobsMode | None = None
+    outcome: Outcome | None = None
     made_by: tuple[dict[str, Any], ...] = ()
 
     def replace(self, **changes: Any) -> DatasetMetadata:
-        """A copy with some fields changed."""
+        """Return a copy with some fields changed."""
         return dataclasses.replace(self, **changes)
 
     def made(self, verb: str, **parameters: Any) -> DatasetMetadata:
-        """A copy whose history ends with `verb` and its parameters."""
+        """Return a copy with `verb` and its parameters appended to the history."""
         return self.replace(made_by=(*self.made_by, {"verb": verb, **parameters}))
 
     def encode(self, layout: Layout) -> dict[bytes, bytes]:
-        """Parquet key-value pairs; fields that are None are left out."""
+        """Return Parquet key-value pairs; fields that are None are omitted."""
         pairs: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "layout": layout}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if value is not None:
+            if value is not None and value != ():
                 pairs[field.name] = value
         return {(_KEY + k).encode(): json.dumps(v).encode() for k, v in pairs.items()}
 
     @classmethod
     def decode(cls, pairs: Mapping[bytes, bytes] | None) -> DatasetMetadata:
-        """Read what `encode` wrote; pairs of others are ignored."""
+        """Read what `encode` wrote; keys of other programs are ignored."""
         found = _ours(pairs)
         names = {field.name for field in dataclasses.fields(cls)} & found.keys()
         values = {name: found[name] for name in names}
-        made_by = values.get("made_by", [])
-        if not isinstance(made_by, list):
-            raise _unreadable("made_by", made_by, "a list")
-        return cls(**values | {"made_by": tuple(made_by)})
+        for name in _LISTS & values.keys():
+            if not isinstance(values[name], list):
+                raise _unreadable(name, values[name], "a list")
+            values[name] = tuple(values[name])
+        size = values.get("vocab_size", 1)
+        if type(size) is not int or size < 1:
+            raise _unreadable("vocab_size", size, "a positive whole number")
+        outcome = values.get("outcome", "last")
+        if outcome not in get_args(Outcome):
+            raise _unreadable("outcome", outcome, "last or sum")
+        return cls(**values)
+
+
+def is_ours(keys: Iterable[bytes]) -> bool:
+    """True if this library writes at least one of these keys."""
+    return any(key.startswith(_KEY.encode()) for key in keys)
 
 
 def layout_of(pairs: Mapping[bytes, bytes] | None) -> Layout | None:
-    """Layout a file declares; None for a file that this library did not write."""
+    """Return the layout that a file declares; None if this library did not write the file."""
     layout: Layout | None = _ours(pairs).get("layout")
     return layout
 
 
 def version_of(pairs: Mapping[bytes, bytes] | None) -> int:
-    """Schema version a file declares; files of others count as current."""
+    """Return the schema version that a file declares; other programs' files count as current."""
     version = _ours(pairs).get("schema_version", SCHEMA_VERSION)
     if not isinstance(version, int):
         raise _unreadable("schema_version", version, "a whole number")
@@ -97,7 +120,7 @@ def upgrade(
     """Bring a table of an older schema version up to `current`, one version at a time.
 
     Raises:
-        RolloutError: The table is newer than this library, or no path leads up from its version.
+        RolloutError: The table is newer than this library, or an upgrade function is missing.
     """
     where = f"schema version {version}"
     if version > current:

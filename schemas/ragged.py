@@ -1,4 +1,4 @@
-"""A list column as two flat NumPy arrays: what every vectorised transform and check works on."""
+"""A list column as two flat NumPy arrays, the form that vectorised transforms and checks use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import pyarrow.compute as pc
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
-_LONG = 64  # elements a range, from which copying ranges is quicker than indexing elements
+# Above this mean range length, concatenating slices is faster than fancy indexing by element.
+_LONG = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +22,7 @@ class Ragged:
     """A list column of N rows.
 
     Attributes:
-        values: All elements, one after the other.
+        values: Elements of all rows, concatenated.
         offsets: [N + 1] int64; row i is `values[offsets[i]:offsets[i + 1]]`.
         valid: [N] bool; false where the list itself is null (its length is then 0).
 
@@ -39,26 +40,26 @@ class Ragged:
     def from_arrow(cls, column: pa.Array | pa.ChunkedArray) -> Ragged:
         """View a list, large-list or list-view column; copies only to join several chunks.
 
-        Elements must not be null. 64-bit offsets, so no limit at 2^31 elements.
+        Elements must not be null. Offsets have 64 bits, so 2^31 elements are no limit.
         """
         lengths = list_lengths(column)
         return cls(_flat_values(column), offsets_of(lengths), np.asarray(pc.is_valid(column)))
 
     @property
     def lengths(self) -> IntArray:
-        """[N] elements per row."""
+        """[N] number of elements of each row."""
         return np.diff(self.offsets)
 
     def row(self, index: int) -> npt.NDArray[Any]:
-        """Elements of one row, without a copy."""
+        """Return the elements of one row, without a copy."""
         return self.values[self.offsets[index] : self.offsets[index + 1]]
 
     def row_of(self, positions: IntArray) -> IntArray:
-        """Row that holds each flat position."""
+        """Return the row that holds each flat position."""
         return np.searchsorted(self.offsets, positions, side="right") - 1
 
     def to_arrow(self, element_type: pa.DataType) -> pa.Array:
-        """Back to an Arrow list array (large where 32-bit offsets do not suffice)."""
+        """Convert to an Arrow list array (large if 32-bit offsets do not suffice)."""
         mask = None if self.valid.all() else pa.array(~self.valid)
         values = pa.array(self.values, element_type)
         if self.offsets[-1] > np.iinfo(np.int32).max:
@@ -79,17 +80,17 @@ def _flat_values(column: pa.Array | pa.ChunkedArray) -> npt.NDArray[Any]:
 
 
 def list_lengths(column: pa.Array | pa.ChunkedArray) -> IntArray:
-    """[N] elements of each list of a column; 0 for null."""
+    """[N] number of elements of each list; 0 for a null list."""
     return np.asarray(pc.fill_null(pc.list_value_length(column), 0), np.int64)
 
 
 def offsets_of(lengths: IntArray) -> IntArray:
-    """[N + 1] offsets of rows with these lengths."""
+    """[N + 1] offsets of rows of these lengths."""
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
 
 
 def ranges(starts: IntArray, lengths: IntArray) -> IntArray:
-    """The integers of each range start..start + length, one range after the other.
+    """Concatenate the integer ranges start..start + length.
 
     Example:
         >>> ranges(np.array([2, 0]), np.array([2, 1])).tolist()

@@ -1,8 +1,8 @@
-"""Checks that look at one row at a time, vectorised over the flat arrays of a table."""
+"""Checks of single rows, vectorised over the flat arrays of a table."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,28 +14,37 @@ import pyarrow.compute as pc
 
 from schemas.columns import COLUMNS, JOINED, Length
 from schemas.ragged import BoolArray, IntArray, Ragged, list_lengths
+from schemas.structure_checks import changes
 from schemas.view import View
 
+# A prompt's last two tokens identify the header of the answer ("<|im_start|>assistant\n").
+HEADER_TOKENS = 2
+# Shorter answers ("OK") recur in a conversation by chance.
+MIN_ANSWER_TOKENS = 16
+# vLLM clamps -inf log-probabilities to this value before it serialises them as JSON.
 LOGPROB_SENTINEL = -9999.0
+# Relative above 1, absolute below: sums of float64 rewards differ in their last digits.
 REWARD_TOLERANCE = 1e-6
 
 ALIGNED_COLUMNS = tuple(c.name for c in COLUMNS if c.length is Length.RESPONSE)
 
 
 def check_nonempty(view: View) -> Iterator[pl.DataFrame]:
-    """nonempty_prompt, nonempty_response: where `error` is null."""
+    """Check nonempty_prompt and nonempty_response on rows whose `error` is null."""
     healthy = view.is_null("error")
-    for rule, name in (
-        ("nonempty_prompt", "prompt_token_ids"),
-        ("nonempty_response", "response_ids"),
+    responses = view.ragged("response_ids").lengths if view.has("response_ids") else None
+    for rule, name, lengths in (
+        ("nonempty_prompt", "prompt_token_ids", view.prompt_lengths()),
+        ("nonempty_response", "response_ids", responses),
     ):
-        if view.has(name):
-            rows = np.flatnonzero((view.ragged(name).lengths == 0) & healthy)
-            yield view.breaches(rule, rows, name, ["0 tokens"] * len(rows), "at least 1 token")
+        if lengths is not None:
+            rows = np.flatnonzero((lengths == 0) & healthy)
+            got = ["0 tokens"] * len(rows)
+            yield view.breaches(rule, rows, name, got, "at least 1 token", "{column} is empty")
 
 
 def check_lengths_align(view: View) -> Iterator[pl.DataFrame]:
-    """lengths_align: every per-token column has one element per response token."""
+    """Check lengths_align: every per-token column has one element per response token."""
     if not view.has("response_ids"):
         return
     expected = view.ragged("response_ids").lengths
@@ -43,13 +52,13 @@ def check_lengths_align(view: View) -> Iterator[pl.DataFrame]:
         if view.has(name):
             column = view.ragged(name)
             rows = np.flatnonzero(column.valid & (column.lengths != expected))
-            got = [f"{n} elements" for n in column.lengths[rows]]
-            wanted = [f"{n}, as in response_ids" for n in expected[rows]]
-            yield view.breaches("lengths_align", rows, name, got, wanted)
+            got, wanted = [f"{n} values" for n in column.lengths[rows]], expected[rows].astype(str)
+            sentence = "{column} has {got} but response_ids has {expected}"
+            yield view.breaches("lengths_align", rows, name, got, list(wanted), sentence)
 
 
 def check_token_range(view: View, vocab_size: int | None) -> Iterator[pl.DataFrame]:
-    """token_range: ids >= 0, and below `vocab_size` where that is known."""
+    """Check token_range: ids are >= 0, and below `vocab_size` if it is known."""
     top = np.iinfo(np.int32).max if vocab_size is None else vocab_size - 1
     expected = "ids >= 0" if vocab_size is None else f"ids in 0..{top}"
     for name in ("prompt_token_ids", "prompt_suffix_ids", "response_ids"):
@@ -58,11 +67,12 @@ def check_token_range(view: View, vocab_size: int | None) -> Iterator[pl.DataFra
 
 
 def check_logprobs(view: View) -> Iterator[pl.DataFrame]:
-    """logprobs_finite and logprobs_nonpositive."""
+    """Check logprobs_finite and logprobs_nonpositive."""
     if not view.has("rollout_logprobs"):
         return
     column = view.ragged("rollout_logprobs")
     values = column.values
+    # The usual case, without temporary arrays. A NaN makes the comparisons false.
     if len(values) == 0 or LOGPROB_SENTINEL < values.min() <= values.max() <= 0.0:
         return
     with np.errstate(invalid="ignore"):
@@ -74,14 +84,15 @@ def check_logprobs(view: View) -> Iterator[pl.DataFrame]:
 
 
 def check_rewards(view: View) -> Iterator[pl.DataFrame]:
-    """reward_finite and reward_matches_rewards."""
+    """Check reward_finite and reward_matches_rewards."""
     has_scalar, has_tokens = view.has("reward"), view.has("rewards")
     scalar = view.table.column("reward").to_numpy() if has_scalar else None
     known = ~view.is_null("reward")
     if scalar is not None:
         rows = np.flatnonzero(known & ~np.isfinite(scalar))
         got = [str(x) for x in scalar[rows]]
-        yield view.breaches("reward_finite", rows, "reward", got, "a finite number or null")
+        expected, sentence = "a finite number or null", "reward is {got}; it must be finite or null"
+        yield view.breaches("reward_finite", rows, "reward", got, expected, sentence)
     if scalar is not None and view.has("segments"):
         yield _step_rewards(view, np.where(known, scalar, np.nan))
     if not has_tokens:
@@ -94,7 +105,7 @@ def check_rewards(view: View) -> Iterator[pl.DataFrame]:
 
 
 def _step_rewards(view: View, scalar: npt.NDArray[np.float64]) -> pl.DataFrame:
-    """The rewards of the steps that a merge joined, beside the row's."""
+    """Compare a merged row's reward with the sum of its steps' rewards."""
     flat = pc.list_flatten(view.table.column("segments"))
     if any(flat.type.get_field_index(name) < 0 for name in (JOINED, "reward")):
         return view.breaches("reward_matches_rewards", np.zeros(0, np.int64), "reward", [], "")
@@ -107,8 +118,9 @@ def _step_rewards(view: View, scalar: npt.NDArray[np.float64]) -> pl.DataFrame:
     tolerance = REWARD_TOLERANCE * np.maximum(1.0, np.abs(np.nan_to_num(scalar)))
     differs = merged & np.isfinite(scalar) & np.isfinite(sums)
     rows = np.flatnonzero(differs & (np.abs(sums - np.nan_to_num(scalar)) > tolerance))
-    got = [f"reward {scalar[r]:g} of steps that earned {sums[r]:g}" for r in rows]
-    return view.breaches("reward_matches_rewards", rows, "reward", got, "their sum")
+    got, expected = [f"{scalar[r]:g}" for r in rows], [f"{sums[r]:g}" for r in rows]
+    sentence = "reward is {got} but the rewards of the row's steps sum to {expected}"
+    return view.breaches("reward_matches_rewards", rows, "reward", got, expected, sentence)
 
 
 def _reward_sums(view: View, column: Ragged, scalar: npt.NDArray[np.float64]) -> pl.DataFrame:
@@ -119,13 +131,14 @@ def _reward_sums(view: View, column: Ragged, scalar: npt.NDArray[np.float64]) ->
     unknown = view.is_null("reward")
     differs = (np.isfinite(sums) & np.isfinite(scalar) & differs) | (unknown & column.valid)
     rows = np.flatnonzero(differs & column.valid)
-    got = [f"a sum of {x:g}" for x in sums[rows]]
-    expected = ["null rewards" if unknown[r] else f"reward {scalar[r]:g}" for r in rows]
-    return view.breaches("reward_matches_rewards", rows, "rewards", got, expected)
+    got = [f"{x:g}" for x in sums[rows]]
+    expected = ["null" if unknown[r] else f"{scalar[r]:g}" for r in rows]
+    sentence = "rewards sum to {got} but reward is {expected}"
+    return view.breaches("reward_matches_rewards", rows, "rewards", got, expected, sentence)
 
 
 def check_segments(view: View) -> Iterator[pl.DataFrame]:
-    """segments_in_range: inside the response, at least one token, ordered, no overlap."""
+    """Check segments_in_range: ordered, disjoint, at least one token, inside the response."""
     if not view.has("segments", "response_ids"):
         return
     spans = SegmentSpans.of(view)
@@ -140,12 +153,13 @@ def check_segments(view: View) -> Iterator[pl.DataFrame]:
     index, rows = _first_per_row(spans.row, bad)
     got = [f"{start[i]}..{end[i]} of step {spans.step_index[i]}" for i in index]
     expected = [f"ordered ranges inside 0..{limit[i]}" for i in index]
-    yield view.breaches("segments_in_range", rows, "segments", got, expected)
+    sentence = "a segment is {got}; segments must be {expected}"
+    yield view.breaches("segments_in_range", rows, "segments", got, expected, sentence)
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentSpans:
-    """All segments of a table, one after the other: [S] int64 each; nulls read as -1."""
+    """All segments of a table, concatenated: [S] int64 each; nulls are read as -1."""
 
     row: IntArray
     start: IntArray
@@ -154,7 +168,7 @@ class SegmentSpans:
 
     @classmethod
     def of(cls, view: View) -> SegmentSpans:
-        """Unpack the `segments` column."""
+        """Unpack the `segments` column of a table."""
         column = view.table.column("segments")
         lengths = list_lengths(column)
         flat = pc.list_flatten(column)
@@ -168,18 +182,20 @@ class SegmentSpans:
 
 
 def check_routing(view: View) -> Iterator[pl.DataFrame]:
-    """routing_shape: 1 to p+r rows of routes, each expert >= 0."""
+    """Check routing_shape: routing of 1 to p+r tokens, each expert >= 0."""
     name = "rollout_expert_indices"
-    if not view.has(name, "prompt_token_ids", "response_ids"):
+    prompts = view.prompt_lengths()
+    if prompts is None or not view.has(name, "response_ids"):
         return
     column = view.table.column(name)
     lengths = list_lengths(column)
-    limit = view.ragged("prompt_token_ids").lengths + view.ragged("response_ids").lengths
-    outside = ~view.is_null(name) & ((lengths < 1) | (lengths > limit))
+    limit = prompts + view.ragged("response_ids").lengths
+    # A negative length was reported by prefix_reference already.
+    outside = ~view.is_null(name) & ((lengths < 1) | (lengths > limit)) & (prompts >= 0)
     rows = np.flatnonzero(outside)
-    got = [f"routes of {n} tokens" for n in lengths[rows]]
-    expected = [f"1 to {n} tokens" for n in limit[rows]]
-    yield view.breaches("routing_shape", rows, name, got, expected)
+    got, expected = [f"{n}" for n in lengths[rows]], [f"1 to {n}" for n in limit[rows]]
+    sentence = "{column} covers {got} tokens; it must cover {expected} (prompt + response)"
+    yield view.breaches("routing_shape", rows, name, got, expected, sentence)
 
     tokens = pc.list_flatten(column)
     experts = pc.list_flatten(pc.list_flatten(tokens)).to_numpy()
@@ -187,7 +203,147 @@ def check_routing(view: View) -> Iterator[pl.DataFrame]:
         per_token = len(experts) // len(tokens)
         token = np.flatnonzero((experts < 0).reshape(-1, per_token).any(axis=1))
         rows = np.unique(np.repeat(np.arange(len(lengths)), lengths)[token])
-        yield view.breaches("routing_shape", rows, name, ["an expert below 0"] * len(rows), ">= 0")
+        got, sentence = ["an expert below 0"] * len(rows), "{column} holds a negative expert index"
+        yield view.breaches("routing_shape", rows, name, got, ">= 0", sentence)
+
+
+def check_prompts(view: View) -> Iterator[pl.DataFrame]:
+    """Check response_in_prompt: no row's answer is the last assistant message of its own prompt.
+
+    The answer is the row's first sampled range. A prompt ends with the header of the answer, and
+    its last two tokens identify that header: the prompt's last assistant message is what follows
+    the last earlier occurrence of this pair. A row breaks the rule if its answer trains, has at
+    least `MIN_ANSWER_TOKENS` tokens and begins that message. A row is exempt if an earlier row of
+    its trajectory sampled the same tokens: the model repeated itself.
+    """
+    if not view.has("prompt_token_ids", "response_ids", "loss_mask", "trajectory_id"):
+        return
+    prompt, ranges = view.ragged("prompt_token_ids"), _SampledRanges.of(view)
+    answer = np.full(len(prompt.lengths), -1)
+    first = np.flatnonzero(np.diff(ranges.row, prepend=-1))
+    row, length = ranges.row[first], ranges.length[first]
+    fits = (length >= MIN_ANSWER_TOKENS) & (prompt.lengths[row] >= length + 2 * HEADER_TOKENS)
+    answer[row[fits]] = first[fits]
+    rows, message = _last_messages(prompt, answer >= 0)
+    answer = answer[rows]
+    inside = message + ranges.length[answer] <= prompt.offsets[rows + 1] - HEADER_TOKENS
+    answer, message = answer[inside], message[inside]
+    begins = prompt.values[message] == ranges.response.values[ranges.start[answer]]
+    answer, message = answer[begins], message[begins]
+    leading = np.arange(MIN_ANSWER_TOKENS)
+    said = ranges.response.values[ranges.start[answer][:, None] + leading]
+    alike = (prompt.values[message[:, None] + leading] == said).all(axis=1)
+    repeated = [
+        index
+        for index, at in zip(answer[alike].tolist(), message[alike].tolist(), strict=True)
+        if ranges.trains(index) and ranges.begins(index, prompt.values[at:])
+    ]
+    found = list(_unexplained(ranges, repeated, _first_rows(view)))
+    got = [f"its {ranges.length[i]} sampled tokens as the last assistant message" for i in found]
+    expected = "a prompt that ends before its response"
+    rows = ranges.row[np.array(found, np.int64)]
+    sentence = "the last assistant message of the prompt is the response itself"
+    yield view.breaches("response_in_prompt", rows, "prompt_token_ids", got, expected, sentence)
+
+
+@dataclass(frozen=True, slots=True)
+class _SampledRanges:
+    """The sampled ranges of all responses, ordered by row, without those that exceed the response.
+
+    Attributes:
+        row, start, length: [S] int64 each; `start` is a position in the flat response.
+    """
+
+    row: IntArray
+    start: IntArray
+    length: IntArray
+    response: Ragged
+    mask: Ragged
+
+    @classmethod
+    def of(cls, view: View) -> _SampledRanges:
+        """Collect the ranges; a row without segments has one range, its whole response."""
+        response = view.ragged("response_ids")
+        length = response.lengths
+        row, start = np.arange(len(length)), np.zeros(len(length), np.int64)
+        if view.has("segments"):
+            spans = SegmentSpans.of(view)
+            whole = np.setdiff1d(row, spans.row)
+            row = np.concatenate([whole, spans.row])
+            start = np.concatenate([np.zeros_like(whole), spans.start])
+            length = np.concatenate([length[whole], spans.length])
+            order = np.argsort(row, kind="stable")
+            row, start, length = row[order], start[order], length[order]
+        inside = (start >= 0) & (length > 0) & (start + length <= response.lengths[row])
+        start = (start + response.offsets[row])[inside]
+        return cls(row[inside], start, length[inside], response, view.ragged("loss_mask"))
+
+    def tokens(self, index: int) -> npt.NDArray[Any]:
+        """Return the ids of a range."""
+        return self.response.values[self.start[index] : self.start[index] + self.length[index]]
+
+    def begins(self, index: int, values: npt.NDArray[Any]) -> bool:
+        """True if `values` begin with the ids of the range."""
+        return bool(np.array_equal(values[: self.length[index]], self.tokens(index)))
+
+    def trains(self, index: int) -> bool:
+        """True if a token of the range trains; false if the mask has another length."""
+        row = self.row[index]
+        mask, start = self.mask.row(row), self.start[index] - self.response.offsets[row]
+        is_aligned = len(mask) == len(self.response.row(row))
+        return bool(is_aligned and mask[start : start + self.length[index]].any())
+
+
+def _first_rows(view: View) -> IntArray:
+    """[N] first row of each row's trajectory, by adjacent ids."""
+    is_first = changes(view.strings("trajectory_id"))
+    first: IntArray = np.maximum.accumulate(np.where(is_first, np.arange(len(is_first)), 0))
+    return first
+
+
+def _last_messages(prompt: Ragged, wanted: BoolArray) -> tuple[IntArray, IntArray]:
+    """Find the rows whose prompts contain an assistant message, and where the last one begins.
+
+    Args:
+        prompt: All prompts.
+        wanted: [N] rows to look at; their prompts must have at least two headers' tokens.
+
+    Returns:
+        The rows in order, and the flat position after each message's header.
+    """
+    rows = np.flatnonzero(wanted)
+    if not len(rows):
+        return rows, rows
+    header = prompt.values[prompt.offsets[rows + 1][:, None] - [HEADER_TOKENS, 1]]
+    first, second = header[0]
+    # Nearly always all prompts end with the same header, and one scalar comparison is faster.
+    if (header != header[0]).any():
+        pairs = np.full((len(wanted), HEADER_TOKENS), -1, header.dtype)
+        pairs[rows] = header
+        first, second = np.repeat(pairs, prompt.lengths, axis=0)[1:].T
+    at = np.flatnonzero(prompt.values[1:] == second)
+    at = at[prompt.values[at] == np.broadcast_to(first, len(prompt.values) - 1)[at]]
+    row = prompt.row_of(at)
+    is_earlier = wanted[row] & (at + 2 * HEADER_TOKENS <= prompt.offsets[row + 1])
+    at, row = at[is_earlier], row[is_earlier]
+    is_last = np.diff(row, append=-1) != 0
+    return row[is_last], at[is_last] + HEADER_TOKENS
+
+
+def _unexplained(
+    ranges: _SampledRanges, answers: Sequence[int], first_rows: IntArray
+) -> Iterator[int]:
+    """Yield the answers that no earlier row of their trajectory sampled; reads each range once."""
+    sampled: set[bytes] = set()
+    trajectory, end = -1, 0
+    for index in answers:
+        first = int(first_rows[ranges.row[index]])
+        if first != trajectory:
+            trajectory, end, sampled = first, int(np.searchsorted(ranges.row, first)), set()
+        sampled |= {ranges.tokens(i).tobytes() for i in range(end, index)}
+        end = index
+        if ranges.tokens(index).tobytes() not in sampled:
+            yield index
 
 
 RowCheck = Callable[[View], Iterator[pl.DataFrame]]
@@ -199,13 +355,15 @@ ROW_CHECKS: tuple[RowCheck, ...] = (
     check_rewards,
     check_segments,
     check_routing,
+    check_prompts,
 )
 
 
 def row_sums(column: Ragged) -> npt.NDArray[np.float64]:
-    """[N] sum of each row; 0 for an empty one."""
+    """[N] sum of each row; 0 for an empty row."""
     sums = np.zeros(len(column.lengths), np.float64)
     filled = np.flatnonzero(column.lengths)
+    # reduceat returns the next row's first element for an empty row, hence only the filled ones.
     if len(filled):
         sums[filled] = np.add.reduceat(column.values, column.offsets[filled])
     return sums
@@ -221,7 +379,7 @@ def _outside(view: View, rule: str, name: str, low: int, high: int, expected: st
 def _first_elements(
     view: View, rule: str, name: str, bad: BoolArray, expected: str
 ) -> pl.DataFrame:
-    """One breach per row: its first bad element, and how many more there are."""
+    """Report one breach per row: its first bad element and the number of further ones."""
     column: Ragged = view.ragged(name)
     positions = np.flatnonzero(bad)
     rows, first, counts = np.unique(column.row_of(positions), return_index=True, return_counts=True)
@@ -229,7 +387,8 @@ def _first_elements(
         _element(column, int(positions[i]), int(row), int(count))
         for row, i, count in zip(rows, first, counts, strict=True)
     ]
-    return view.breaches(rule, rows, name, got, expected)
+    sentence = "{column} holds {got}; expected {expected}"
+    return view.breaches(rule, rows, name, got, expected, sentence)
 
 
 def _element(column: Ragged, position: int, row: int, count: int) -> str:

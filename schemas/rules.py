@@ -1,4 +1,4 @@
-"""The named invariants of a rollout table: the ids that errors and reports print."""
+"""Named invariants of a rollout table; errors and reports print these ids."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Rule:
 _RULES = (
     Rule(
         name="columns_and_types",
-        meaning="required columns are there, types are the declared ones, no null where none may be",
+        meaning="required columns are present, types are as declared, nulls only where allowed",
         hint="cast the column to the declared type (docs/table.md), or drop it if it is optional",
     ),
     Rule(
@@ -79,6 +79,12 @@ _RULES = (
         severity="warning",
     ),
     Rule(
+        name="response_in_prompt",
+        meaning="a trained response is not the last assistant message of its own prompt",
+        hint="the log recorded its messages after the call: end each prompt before its response",
+        severity="warning",
+    ),
+    Rule(
         name="logprobs_finite",
         meaning="rollout_logprobs are finite and above the engines' sentinel -9999",
         hint="ask the engine for the sampled token's log-probability, or drop the column",
@@ -106,12 +112,12 @@ _RULES = (
     ),
     Rule(
         name="segments_in_range",
-        meaning="segments lie inside the response, in order, without overlap",
+        meaning="segments are inside the response, in order, without overlap",
         hint="leave `segments` null for a row that is one step's",
     ),
     Rule(
         name="prefix_reference",
-        meaning="a row's prefix is no longer than the earlier step of its trajectory it points to",
+        meaning="a row's prefix is no longer than the earlier step that it refers to",
         hint="the file was edited by hand: write it again from its source",
     ),
     Rule(

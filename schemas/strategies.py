@@ -1,6 +1,6 @@
 """Hypothesis strategies: whole valid rollout tables, and tables that break exactly one invariant.
 
-For property tests of your own pipeline (`pip install "rollout-io[testing]"`):
+For property tests of your own code (`pip install "rollout-io[testing]"`):
 
     @given(rollout_tables())
     def test_my_filter_keeps_trajectories_whole(table):
@@ -30,11 +30,11 @@ USER_FIELD = pa.field("difficulty", pa.float64())
 _HALVES = st.integers(-4, 4).map(lambda n: n / 2)
 _TOKENS = st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=LONGEST_PART)
 _LOGPROBS = st.floats(-50.0, 0.0, width=32)
-_PER_TRAJECTORY = ("temperature", "top_p", "top_k", "agent")
+_PER_TRAJECTORY = ("temperature", "top_p", "top_k", "sampling_extra", "agent")
 
 
 def values_of(kind: pa.DataType) -> st.SearchStrategy[Any]:
-    """Values of a declared Arrow type, drawn from few so that equal neighbours are common."""
+    """Draw values of a declared Arrow type, from few so that neighbours are often equal."""
     if pa.types.is_map(kind):
         return st.dictionaries(st.sampled_from(["score", "turns"]), _HALVES, max_size=2).map(
             lambda d: list(d.items())
@@ -60,19 +60,19 @@ def rollout_tables(
     errors: bool = True,
     user_column: bool = True,
 ) -> pa.Table:
-    """Valid rollout tables, one row per step, without any breach (warnings included).
+    """Draw valid rollout tables, one row per step, without any breach (warnings included).
 
-    Prompts often extend, cut or repeat the tokens of earlier steps of their trajectory, so that
-    prefix encoding and merging have something to do.
+    Prompts often extend, cut or repeat the tokens of earlier steps of their trajectory, to exercise
+    prefix encoding and merging.
 
     Args:
-        draw: Given by Hypothesis.
-        min_trajectories: At least so many trajectories.
-        max_trajectories: At most so many.
-        max_steps: Longest trajectory, in steps.
-        optional: Nullable columns of every table; None draws a subset.
-        errors: Whether some trajectories may have failed.
-        user_column: Whether a column of the user's own may be there.
+        draw: Supplied by Hypothesis.
+        min_trajectories: Minimum number of trajectories.
+        max_trajectories: Maximum number of trajectories.
+        max_steps: Maximum number of steps of a trajectory.
+        optional: Nullable columns of every table; None draws a random subset.
+        errors: If true, some trajectories may have failed.
+        user_column: If true, some tables have an additional user column.
     """
     if optional is None:
         optional = tuple(n for n in OPTIONAL_COLUMNS if draw(st.booleans()))
@@ -95,15 +95,16 @@ def rollout_tables(
 
 @st.composite
 def broken_tables(draw: Draw, rule: str) -> pa.Table:
-    """Tables that break the named invariant, and no other.
+    """Draw tables that break the named invariant and no other.
 
     Args:
-        draw: Given by Hypothesis.
-        rule: A name in `schemas.RULES`.
+        draw: Supplied by Hypothesis.
+        rule: A key of `schemas.RULES`.
     """
     assert rule in RULES, rule
     if rule == "columns_and_types":
         return break_types(draw, draw(rollout_tables(min_trajectories=1)))
+    assert rule in BREAKERS, f"{rule} has no entry in BREAKERS of schemas/breakers.py"
     breaker = BREAKERS[rule]
     table = draw(
         rollout_tables(
@@ -119,7 +120,7 @@ def broken_tables(draw: Draw, rule: str) -> pa.Table:
 
 
 def table_of(rows: list[Row], optional: tuple[str, ...], *, user_column: bool = False) -> pa.Table:
-    """Rows as a table of the declared types, with the nullable columns in `optional`."""
+    """Return rows as a table of the declared types, with the nullable columns in `optional`."""
     fields = list(arrow_schema(optional))
     if "rollout_expert_indices" in optional:
         fields.append(pa.field("rollout_expert_indices", routing_type(NUM_LAYERS, TOPK)))
@@ -238,7 +239,7 @@ def _nullable_value(draw: Draw, name: str) -> Any:
 
 
 def _carry_outcome(rows: list[Row]) -> None:
-    """Where inner rows carry reward, the last row must carry some: see outcome_on_last_step."""
+    """Zero the inner rewards where the last row has none, as outcome_on_last_step requires."""
     last = rows[-1]
     if any(row.get("reward") for row in rows[:-1]) and not last["reward"] and not last["error"]:
         for row in rows[:-1]:

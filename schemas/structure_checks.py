@@ -1,4 +1,4 @@
-"""Checks on how rows form trajectories: ids, order, boundaries, prefix references."""
+"""Checks on how rows form trajectories: ids, order, boundaries and prefix references."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from schemas.columns import PREFIX_FIELDS
 from schemas.ragged import BoolArray, IntArray
 from schemas.view import View
 
+MISPLACED_END = "is_last_step is {got}; it must be true exactly where a trajectory ends"
+
 STRUCTURE_COLUMNS = (
     "instance_id",
     "repetition_id",
@@ -25,14 +27,14 @@ STRUCTURE_COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """Maximal runs of adjacent rows of one trajectory.
+    """Maximal runs of adjacent rows of the same trajectory.
 
     A run starts where the id changes, or where the same id restarts at step 0 after a row that is
     marked last.
 
     Attributes:
         start: [R] first row of each run.
-        run: [N] the run each row belongs to.
+        run: [N] run that each row belongs to.
         restarted: [R] true for a run that restarts the id of the run before it.
     """
 
@@ -59,7 +61,7 @@ class Runs:
 
 
 def changes(column: pa.ChunkedArray) -> BoolArray:
-    """[N] true where a value differs from the row before (and on the first row)."""
+    """[N] true where a value differs from that of the previous row, and on the first row."""
     changed = np.ones(len(column), np.bool_)
     if len(column) > 1:
         changed[1:] = np.asarray(pc.not_equal(column.slice(1), column.slice(0, len(column) - 1)))
@@ -67,12 +69,12 @@ def changes(column: pa.ChunkedArray) -> BoolArray:
 
 
 def check_structure(view: View, runs: Runs, seen: set[str]) -> Iterator[pl.DataFrame]:
-    """Ids, contiguity, step order and inner boundaries of a table of whole trajectories.
+    """Check ids, contiguity, step order and inner boundaries of a table of whole trajectories.
 
     Args:
         view: The table.
-        runs: Its runs.
-        seen: Trajectory ids of earlier tables; this table's are added.
+        runs: The runs of the table.
+        seen: Trajectory ids of earlier tables; updated with the ids of this one.
     """
     returning = _returning(view, runs, seen)
     steps = view.array("step_index")
@@ -81,13 +83,15 @@ def check_structure(view: View, runs: Runs, seen: set[str]) -> Iterator[pl.DataF
     yield _misnamed(view)
 
     rows = runs.start[returning & at_zero]
-    got = [f"step 0 of it again at row {row + view.row_offset}" for row in rows]
-    yield view.breaches("unique_trajectory", rows, "trajectory_id", got, "each trajectory once")
+    got, expected = ["step 0 again"] * len(rows), "each trajectory once"
+    sentence = "the trajectory starts again: its id occurred before"
+    yield view.breaches("unique_trajectory", rows, "trajectory_id", got, expected, sentence)
 
     rows = runs.start[split]
     got = ["a trajectory that goes on after rows of another"] * len(rows)
     expected = "all rows of a trajectory side by side"
-    yield view.breaches("contiguous_trajectory", rows, "trajectory_id", got, expected)
+    sentence = "the trajectory continues after rows of another one"
+    yield view.breaches("contiguous_trajectory", rows, "trajectory_id", got, expected, sentence)
 
     wanted = np.arange(len(steps)) - runs.start[runs.run]
     rows = np.flatnonzero((steps != wanted) & ~split[runs.run])
@@ -113,7 +117,8 @@ def _misnamed(view: View) -> pl.DataFrame:
     rows = np.flatnonzero(np.asarray(pc.not_equal(actual, wanted)))
     index = pa.array(rows)
     got, expected = actual.take(index).to_pylist(), wanted.take(index).to_pylist()
-    return view.breaches("unique_trajectory", rows, "trajectory_id", got, expected)
+    sentence = "trajectory_id is {got} but instance_id and repetition_id make {expected}"
+    return view.breaches("unique_trajectory", rows, "trajectory_id", got, expected, sentence)
 
 
 def _boundaries(view: View, runs: Runs) -> pl.DataFrame:
@@ -121,14 +126,14 @@ def _boundaries(view: View, runs: Runs) -> pl.DataFrame:
     is_end = np.zeros(len(last), np.bool_)
     is_end[runs.end] = True
     differs = last != is_end
-    differs[-1:] = False  # the table's last row: a later table, or final_row_is_last, tells
+    differs[-1:] = False  # decided by the next table, or by final_row_is_last
     rows = np.flatnonzero(differs)
     got, expected = [str(v).lower() for v in last[rows]], [str(v).lower() for v in is_end[rows]]
-    return view.breaches("boundary_alignment", rows, "is_last_step", got, expected)
+    return view.breaches("boundary_alignment", rows, "is_last_step", got, expected, MISPLACED_END)
 
 
 def check_outcome(view: View, runs: Runs) -> Iterator[pl.DataFrame]:
-    """outcome_on_last_step: inner rows carry reward, the last row none (errors aside)."""
+    """Check outcome_on_last_step: if inner rows have a reward, so has the last (errors aside)."""
     if not view.has("reward"):
         return
     reward = view.table.column("reward").to_numpy()
@@ -139,12 +144,13 @@ def check_outcome(view: View, runs: Runs) -> Iterator[pl.DataFrame]:
     without = ~known[runs.end] | (reward[runs.end] == 0)
     without &= view.is_null("segments")[runs.end]  # a merged row's reward is a sum
     rows = runs.end[inner & without & view.is_null("error")[runs.end]]
-    got = ["reward on earlier rows only"] * len(rows)
-    yield view.breaches("outcome_on_last_step", rows, "reward", got, "reward on the last row")
+    got, expected = ["reward on earlier rows only"] * len(rows), "reward on the last row"
+    sentence = "earlier rows of the trajectory carry a reward but its last row has none"
+    yield view.breaches("outcome_on_last_step", rows, "reward", got, expected, sentence)
 
 
 def check_prefix(view: View) -> Iterator[pl.DataFrame]:
-    """prefix_reference: each row points to an earlier row of its trajectory, within its length."""
+    """Check prefix_reference: each row refers to an earlier row, and to no more than its length."""
     names = [field.name for field in PREFIX_FIELDS]
     if not view.has(*names, "response_ids", "trajectory_id"):
         return
@@ -163,21 +169,23 @@ def check_prefix(view: View) -> Iterator[pl.DataFrame]:
     rows = np.flatnonzero(bad)
     got = [f"{prefix[r]} tokens of step {None if rooted[r] else parent[r]}" for r in rows]
     expected = [f"0..{limit[r]} tokens of an earlier step" for r in rows]
-    yield view.breaches("prefix_reference", rows, "prefix_length", got, expected)
+    sentence = "the prompt begins with {got}; expected {expected}"
+    yield view.breaches("prefix_reference", rows, "prefix_length", got, expected, sentence)
 
 
 def check_whole(view: View) -> pl.DataFrame:
-    """prefix_reference: parents are counted from a trajectory's first row, so all rows are there."""
+    """Check prefix_reference: no row is missing, as parents are counted from the first row."""
     steps = view.array("step_index")
     index = np.arange(len(steps)) - _first_rows(view)
     rows = np.flatnonzero(steps != index)
     got = [f"step {steps[r]} as row {index[r]} of its trajectory" for r in rows]
     expected = "all rows of a trajectory in one row group, in order"
-    return view.breaches("prefix_reference", rows, "step_index", got, expected)
+    sentence = "{got}; expected {expected}"
+    return view.breaches("prefix_reference", rows, "step_index", got, expected, sentence)
 
 
 def _first_rows(view: View) -> IntArray:
-    """[N] the first row of the trajectory that each row is in, by adjacent ids."""
+    """[N] first row of each row's trajectory, by adjacent ids."""
     changed = changes(view.strings("trajectory_id"))
     first: IntArray = np.flatnonzero(changed)[np.cumsum(changed) - 1]
     return first

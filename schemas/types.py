@@ -1,4 +1,4 @@
-"""Which Arrow types count as the declared one, and the cast to it."""
+"""Compatibility of Arrow types with the declared ones, and casts to them."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ PREFIX_TYPES: dict[str, pa.DataType] = {field.name: field.type for field in PREF
 
 
 def as_table(data: Any) -> pa.Table:
-    """Take anything that speaks Arrow: a Table, a RecordBatch, a Polars frame, a stream.
+    """Convert any Arrow-compatible data: a Table, a RecordBatch, a Polars frame, a stream.
 
     Raises:
-        RolloutError: A column of a type that Arrow lacks.
+        RolloutError: Arrow has no type for one of the columns.
     """
     if isinstance(data, pa.Table):
         return data
@@ -38,10 +38,10 @@ def as_table(data: Any) -> pa.Table:
 
 
 def with_absent(frame: pl.LazyFrame, names: Iterable[str]) -> pl.LazyFrame:
-    """The frame with those of the optional columns, of a rollout table, that it lacks: null.
+    """Add the named optional columns that the frame lacks, filled with nulls.
 
     Example:
-        A dataset of which no trajectory failed has no column `error`.
+        A dataset without failed trajectories has no column `error`.
 
         >>> with_absent(frame, ["reward", "error"]).select("error").unique().collect().rows()
         [(None,)]
@@ -65,7 +65,7 @@ def _to_arrow(data: pl.DataFrame) -> pa.Table:
 
 
 def is_list(kind: pa.DataType) -> bool:
-    """Whether this is any list type whose lengths may vary."""
+    """True for any list type of variable length."""
     t = pa.types
     return bool(
         t.is_list(kind)
@@ -76,16 +76,15 @@ def is_list(kind: pa.DataType) -> bool:
 
 
 def is_string(kind: pa.DataType) -> bool:
-    """Whether this is any string type."""
+    """True for any string type."""
     t = pa.types
     return bool(t.is_string(kind) or t.is_large_string(kind) or t.is_string_view(kind))
 
 
 def accepts(declared: pa.DataType, actual: pa.DataType) -> bool:
-    """Whether `actual` is `declared` up to large and view variants.
+    """True if `actual` equals `declared` up to large and view variants.
 
-    A map may also be a list of {key, value} structs, and a struct may hold
-    fields beyond the declared ones.
+    A list of {key, value} structs is accepted for a map, and a struct may have additional fields.
 
     Example:
         >>> accepts(pa.list_(pa.int32()), pa.large_list(pa.int32()))
@@ -109,7 +108,7 @@ def accepts(declared: pa.DataType, actual: pa.DataType) -> bool:
 
 
 def is_routing(kind: pa.DataType) -> bool:
-    """Whether this is list<fixed list<fixed list<int16>>>."""
+    """True for list<fixed list<fixed list<int16>>>."""
     if not is_list(kind) or not pa.types.is_fixed_size_list(kind.value_type):
         return False
     inner = kind.value_type.value_type
@@ -117,18 +116,18 @@ def is_routing(kind: pa.DataType) -> bool:
 
 
 def accepts_column(column: Column, actual: pa.DataType) -> bool:
-    """Whether `actual` may stand for the declared column."""
+    """True if `actual` is an acceptable type for the declared column."""
     return is_routing(actual) if column.type is None else accepts(column.type, actual)
 
 
 def cast_table(table: pa.Table) -> pa.Table:
-    """Cast declared columns to their declared types; the user's own lose large and view variants.
+    """Cast declared columns to their declared types; replace large and view types in user columns.
 
     The table must have passed `columns_and_types`. Slice a table of more than 2^31 list elements
     first: the declared lists have 32-bit offsets.
     """
     names = table.column_names
-    columns = [cast_column(table.column(name), _target(name, table)) for name in names]
+    columns = [cast_column(table.column(f.name), _target(f.name, f.type)) for f in table.schema]
     fields = [
         pa.field(n, c.type, _nullable(n), table.schema.field(n).metadata)
         for n, c in zip(names, columns, strict=True)
@@ -136,10 +135,10 @@ def cast_table(table: pa.Table) -> pa.Table:
     return pa.Table.from_arrays(columns, schema=pa.schema(fields, table.schema.metadata))
 
 
-def _target(name: str, table: pa.Table) -> pa.DataType:
+def _target(name: str, actual: pa.DataType) -> pa.DataType:
     if name in PREFIX_TYPES:
         return PREFIX_TYPES[name]
-    column, actual = COLUMN_BY_NAME.get(name), table.schema.field(name).type
+    column = COLUMN_BY_NAME.get(name)
     if column is None:
         return _plain(actual)
     if column.type is None:
@@ -154,7 +153,7 @@ def _segments_type(actual: pa.DataType) -> pa.DataType:
 
 
 def _plain(kind: pa.DataType) -> pa.DataType:
-    """The type without large and view variants, which Parquet readers give back as plain ones."""
+    """Replace large and view variants, which Parquet readers return as plain types."""
     if is_string(kind):
         return pa.string()
     if pa.types.is_binary_view(kind):
@@ -169,11 +168,29 @@ def _plain(kind: pa.DataType) -> pa.DataType:
 
 
 def without_views(table: pa.Table) -> pa.Table:
-    """The table with plain types for view ones, which few Arrow kernels take."""
+    """Return the table with plain types instead of views, which few Arrow kernels support."""
     for index, field in enumerate(table.schema):
         if _has_view(field.type):
             column = cast_column(table.column(index), _plain(field.type))
             table = table.set_column(index, field.with_type(column.type), column)
+    return table
+
+
+def plain_table(table: pa.Table) -> pa.Table:
+    """Cast variants to the declared types, and the views in user columns to plain types.
+
+    Columns of an unacceptable type are left unchanged: `columns_and_types` reports them.
+    """
+    for index, field in enumerate(table.schema):
+        target = _plain(field.type) if _has_view(field.type) else field.type
+        column = COLUMN_BY_NAME.get(field.name)
+        if column is not None and accepts_column(column, field.type):
+            target = _target(field.name, field.type)
+        elif field.name in PREFIX_TYPES and accepts(PREFIX_TYPES[field.name], field.type):
+            target = PREFIX_TYPES[field.name]
+        if target != field.type:
+            values = cast_column(table.column(index), target)
+            table = table.set_column(index, field.with_type(target), values)
     return table
 
 
@@ -198,7 +215,7 @@ def _nullable(name: str) -> bool:
 def cast_column(
     column: pa.Array | pa.ChunkedArray, target: pa.DataType
 ) -> pa.Array | pa.ChunkedArray:
-    """Cast a column, also from list views and from a list of {key, value} structs to a map."""
+    """Cast a column, including list views, and lists of {key, value} structs to a map."""
     if column.type == target:
         return column
     if isinstance(column, pa.ChunkedArray):
@@ -211,7 +228,7 @@ def cast_column(
 
 
 def _without_view(lists: pa.Array) -> pa.Array:
-    """Arrow's own cast of list views makes invalid arrays."""
+    """Convert list views by hand: Arrow's cast produces invalid arrays."""
     values = pc.list_flatten(lists)
     if _has_view(values.type):
         values = cast_column(values, _plain(values.type))

@@ -1,4 +1,4 @@
-"""A table as the checks see it: flat arrays, made once, and breaches as data."""
+"""A table as the checks see it: flat arrays, cached, and breaches as data."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ BREACH_SCHEMA: dict[str, Any] = {
     "severity": pl.String,
     "row": pl.Int64,
     "trajectory_id": pl.String,
+    "step_index": pl.Int64,
     "column": pl.String,
     "got": pl.String,
     "expected": pl.String,
+    "message": pl.String,
 }
-"""A breach: which rule, which row of the dataset (null: the whole table), what was found."""
+"""One breach: its rule, its place in the dataset (null: the whole table), and what was found."""
 
 _NONE = pl.DataFrame(schema=BREACH_SCHEMA)
 
@@ -33,9 +35,9 @@ class View:
     """Columns of one table, unpacked on demand.
 
     Attributes:
-        table: The table, at most one of `prompt_token_ids` and the prefix columns in it.
-        row_offset: Rows of the dataset before this table.
-        unusable: Columns that are missing, of a wrong type or with forbidden nulls.
+        table: The table, with `prompt_token_ids` or the prefix columns.
+        row_offset: Number of rows of the dataset before this table.
+        unusable: Columns that are missing, have a wrong type or forbidden nulls.
     """
 
     table: pa.Table
@@ -44,26 +46,38 @@ class View:
     _ragged: dict[str, Ragged] = field(default_factory=dict)
 
     def has(self, *names: str) -> bool:
-        """Whether all these columns are there and usable."""
+        """True if all these columns are present and usable."""
         return all(n in self.table.column_names and n not in self.unusable for n in names)
 
     def ragged(self, name: str) -> Ragged:
-        """A list column."""
+        """Return a list column, unpacked once."""
         if name not in self._ragged:
             self._ragged[name] = Ragged.from_arrow(self.table.column(name))
         return self._ragged[name]
 
+    def prompt_lengths(self) -> IntArray | None:
+        """[N] prompt lengths in either layout; None if the columns are unusable.
+
+        -1 where `prefix_length` is negative, which prefix_reference reports.
+        """
+        if self.has("prompt_token_ids"):
+            return self.ragged("prompt_token_ids").lengths
+        if self.has("prefix_length", "prompt_suffix_ids"):
+            prefix, suffix = self.array("prefix_length"), self.ragged("prompt_suffix_ids").lengths
+            return np.where(prefix < 0, -1, prefix + suffix)
+        return None
+
     def array(self, name: str) -> npt.NDArray[Any]:
-        """A column of scalars without nulls."""
+        """Return a scalar column that has no nulls."""
         values: npt.NDArray[Any] = self.table.column(name).to_numpy()
         return values
 
     def strings(self, name: str) -> pa.ChunkedArray:
-        """A string column, whatever variant it comes in."""
+        """Return a string column of any string type."""
         return self.table.column(name).cast(pa.large_string())
 
     def is_null(self, name: str) -> BoolArray:
-        """Where a column is null; all true for a column that is absent."""
+        """[N] true where a column is null; all true for an absent column."""
         if not self.has(name):
             return np.ones(self.table.num_rows, np.bool_)
         return np.asarray(self.table.column(name).is_null())
@@ -75,40 +89,55 @@ class View:
         column: str | None,
         got: Sequence[str],
         expected: str | Sequence[str],
+        sentence: str = "{column} is {got}; expected {expected}",
     ) -> pl.DataFrame:
-        """One breach per row of `rows` (rows of this table; reported as rows of the dataset)."""
+        """Report one breach per row in `rows`, which are indices into this table.
+
+        `sentence` is a format string with the fields `column`, `got` and `expected`.
+        """
         if not len(rows):
             return _NONE
-        ids = [None] * len(rows)
-        if self.has("trajectory_id"):
-            ids = self.strings("trajectory_id").take(pa.array(rows)).to_pylist()
         wanted = [expected] * len(rows) if isinstance(expected, str) else list(expected)
-        return breach_frame(rule, (rows + self.row_offset).tolist(), ids, column, got, wanted)
+        found = breach_frame(rule, (rows + self.row_offset).tolist(), column, got, wanted, sentence)
+        index = pa.array(rows)
+        if self.has("trajectory_id"):
+            ids = self.strings("trajectory_id").take(index).to_pylist()
+            found = found.with_columns(trajectory_id=pl.Series(ids, dtype=pl.String))
+        if self.has("step_index"):
+            steps = self.table.column("step_index").take(index).to_pylist()
+            found = found.with_columns(step_index=pl.Series(steps, dtype=pl.Int64))
+        return found
 
 
 def joined(breaches: Iterable[pl.DataFrame]) -> pl.DataFrame:
-    """All breaches, one frame after the other."""
+    """Concatenate breaches into one frame."""
     return pl.concat([_NONE, *(found for found in breaches if len(found))])
 
 
 def breach_frame(
     rule: str,
     rows: Sequence[int | None],
-    trajectory_ids: Sequence[str | None],
     column: str | None,
     got: Sequence[str],
     expected: Sequence[str],
+    sentence: str,
+    trajectory_id: str | None = None,
 ) -> pl.DataFrame:
-    """Breaches of one rule as a frame of `BREACH_SCHEMA`."""
+    """Return breaches of one rule as a frame of `BREACH_SCHEMA` (see `View.breaches`)."""
     return pl.DataFrame(
         {
             "rule": [rule] * len(rows),
             "severity": [RULES[rule].severity] * len(rows),
             "row": list(rows),
-            "trajectory_id": list(trajectory_ids),
+            "trajectory_id": [trajectory_id] * len(rows),
+            "step_index": [None] * len(rows),
             "column": [column] * len(rows),
             "got": list(got),
             "expected": list(expected),
+            "message": [
+                sentence.format(column=column, got=found, expected=wanted)
+                for found, wanted in zip(got, expected, strict=True)
+            ],
         },
         schema=BREACH_SCHEMA,
     )
