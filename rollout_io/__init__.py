@@ -1,29 +1,39 @@
-"""Bytes to rollout tables and back: writer, reader, harness adapters, exporters, the command."""
+"""Convert harness logs to rollout tables and back: reader, writer, formats, command line."""
 
 from typing import TYPE_CHECKING
 
-from schemas.lazy import exports
+from rollout_io.name_clashes import require_ours
+
+require_ours("schemas")
+
+from schemas.lazy import exports  # noqa: E402
 
 if TYPE_CHECKING:
-    from rollout_io.adapters import Options
-    from rollout_io.checking import check_dataset
     from rollout_io.conversion.choices import Choices
     from rollout_io.conversion.driver import convert
     from rollout_io.conversion.reading import read_log
-    from rollout_io.generator_output import (
+    from rollout_io.dataset.checking import check_dataset, checked_tables, require_valid
+    from rollout_io.dataset.reader import iter_tables, read, read_metadata, scan, to_hf
+    from rollout_io.dataset.writer import RolloutWriter
+    from rollout_io.formats.base import Options
+    from rollout_io.formats.skyrl_generator_output import (
         from_generator_output,
         read_generator_output,
         to_generator_output,
         write_generator_output,
     )
-    from rollout_io.reader import iter_tables, read, read_metadata, scan, to_hf
-    from rollout_io.writer import RolloutWriter
+    from rollout_io.formats.skyrl_generator_types import GeneratorOutput, TrajectoryID
+
+__version__ = "0.1.0"
 
 __all__ = [
     "Choices",
+    "GeneratorOutput",
     "Options",
     "RolloutWriter",
+    "TrajectoryID",
     "check_dataset",
+    "checked_tables",
     "convert",
     "from_generator_output",
     "iter_tables",
@@ -31,6 +41,7 @@ __all__ = [
     "read_generator_output",
     "read_log",
     "read_metadata",
+    "require_valid",
     "scan",
     "to_generator_output",
     "to_hf",
@@ -38,19 +49,20 @@ __all__ = [
 ]
 
 _MODULES = {
-    "rollout_io.adapters": ("Options",),
+    "rollout_io.formats.base": ("Options",),
     "rollout_io.conversion.choices": ("Choices",),
     "rollout_io.conversion.driver": ("convert",),
     "rollout_io.conversion.reading": ("read_log",),
-    "rollout_io.generator_output": (
+    "rollout_io.formats.skyrl_generator_output": (
         "from_generator_output",
         "read_generator_output",
         "to_generator_output",
         "write_generator_output",
     ),
-    "rollout_io.checking": ("check_dataset",),
-    "rollout_io.reader": ("iter_tables", "read", "read_metadata", "scan", "to_hf"),
-    "rollout_io.writer": ("RolloutWriter",),
+    "rollout_io.formats.skyrl_generator_types": ("GeneratorOutput", "TrajectoryID"),
+    "rollout_io.dataset.checking": ("check_dataset", "checked_tables", "require_valid"),
+    "rollout_io.dataset.reader": ("iter_tables", "read", "read_metadata", "scan", "to_hf"),
+    "rollout_io.dataset.writer": ("RolloutWriter",),
 }
 __getattr__ = exports(__name__, _MODULES)
 

@@ -1,21 +1,33 @@
-"""Configuration records: a dataclass from a TOML file, then from `key=value`, checked key by key."""
+"""Configuration records: dataclasses filled from a TOML file and `key=value` overrides."""
 
 from __future__ import annotations
 
 import difflib
 import json
+import math
 import tomllib
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from types import NoneType
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
+from msgspec import Meta
 
+from rollout_io.dataset.opening import read_input
 from schemas.errors import RolloutError
 
 Record = TypeVar("Record")
+
+Count = Annotated[int, Meta(ge=1)]
+CountOrZero = Annotated[int, Meta(ge=0)]
+Positive = Annotated[float, Meta(gt=0)]
+NonNegative = Annotated[float, Meta(ge=0)]
+Fraction = Annotated[float, Meta(ge=0, le=1)]
+
+MAX_CONFIG_BYTES = 1 << 24
 
 _IN_WORDS: dict[Any, str] = {
     bool: "true or false",
@@ -32,26 +44,28 @@ def load_record(
     kind: type[Record],
     toml_path: str | Path | None,
     overrides: Sequence[str],
+    options: Mapping[str, Any] | None = None,
     *,
     required: Mapping[str, str],
     list_examples: Mapping[str, str] | None = None,
 ) -> Record:
-    """Read a configuration record.
+    """Read a configuration record: a TOML file, then command-line options, then `--set`.
 
     Args:
-        kind: Its dataclass.
-        toml_path: TOML file of top-level keys, or None.
-        overrides: `key=value` strings, which win over the file; the last one of a key wins. Values
-            are written as in TOML, but text needs no quotes. `none` is None, and so is `"none"` in
-            a file.
-        required: Keys that must be there, and in a word what they are.
-        list_examples: How a key that holds a list is written, for the hint.
+        kind: Dataclass of the record.
+        toml_path: TOML file with top-level keys, or None.
+        overrides: `key=value` strings, which take precedence over file and options; the last one
+            for a key wins. Values are TOML, but strings need no quotes. `none` is None, and so is
+            `"none"` in a file. `key.name=value` sets one entry of a key that is a table.
+        options: Typed values by key, which take precedence over the file; None if not given.
+        required: Required keys, each with a short description of its value.
+        list_examples: Example value of each list-valued key, for hints.
 
     Raises:
-        RolloutError: config_file: not readable, or no TOML; config_key: unknown (the nearest name is
-            the hint), or missing; config_value: of the wrong type, and as `kind` raises.
+        RolloutError: config_file: unreadable, or not TOML; config_key: unknown (the hint names the
+            nearest key), or missing; config_value: wrong type, or refused by `kind`.
     """
-    given = read_toml(toml_path)
+    given = read_toml(toml_path) | given_options(options)
     values = checked_values(kind, given, overrides, str(toml_path), list_examples=list_examples)
     check_required(values, required)
     return kind(**values)
@@ -66,34 +80,126 @@ def checked_values(
     table: str = "",
     list_examples: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """The values of a record's keys, each of its type: `load_record` without the record.
+    """Return the values of a record, each converted to its type, without building the record.
 
     Args:
-        kind: Its dataclass.
-        given: Of a file.
-        overrides: As of `load_record`, without the name of the table.
-        where: The file.
-        table: "NAME." of a table of another record, for messages.
-        list_examples: As of `load_record`.
+        kind: Dataclass of the record.
+        given: Values from the file.
+        overrides: As for `load_record`, without the name of the table.
+        where: Path of the file, for messages.
+        table: "NAME." of the enclosing table, for messages.
+        list_examples: As for `load_record`.
 
     Raises:
         RolloutError: config_key, config_value.
     """
     types, examples = typing.get_type_hints(kind), list_examples or {}
-    values = {}
+    values: dict[str, Any] = {}
     for key, value in given.items():
         values[key] = _typed(types, examples, key, value, f"{where}, key {table}{key}")
     for override in overrides:
-        key, equals, text = (part.strip() for part in override.partition("="))
+        where = f"--set {table}{override}"
+        dotted, equals, text = (part.strip() for part in override.partition("="))
         if not equals:
-            raise RolloutError("config_key", f"--set {table}{override}", "no `=`", "key=value")
+            raise RolloutError("config_key", where, "no `=`", "key=value")
+        key, *names = _names(dotted, types, where)
         value = text if types.get(key) is str else _from_text(text)
-        values[key] = _typed(types, examples, key, value, f"--set {table}{override}")
+        if names:
+            value = _with_entry(values.get(key), names, value)
+        values[key] = _typed(types, examples, key, value, where)
     return values
 
 
+def given_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the command-line options that were given, which are not None."""
+    return {key: value for key, value in (options or {}).items() if value is not None}
+
+
+def _names(dotted: str, types: Mapping[str, Any], where: str) -> list[str]:
+    """Split a dotted key into names, if its first name is a key that holds a table."""
+    if typing.get_origin(types.get(dotted.partition(".")[0])) is not dict:
+        return [dotted]
+    try:
+        found: Any = tomllib.loads(f"{dotted} = 0")
+    except tomllib.TOMLDecodeError as error:
+        hint = 'quote a name with other characters than letters, digits, _ and -: table."my.name"'
+        raise RolloutError("config_key", where, f"`{dotted}`", "a TOML key", hint) from error
+    names = []
+    while isinstance(found, dict):
+        ((name, found),) = found.items()
+        names.append(name)
+    return names
+
+
+def _with_entry(table: Any, names: Sequence[str], value: Any) -> dict[str, Any]:
+    """Return a copy of a table with an entry set at any depth; other values become tables.
+
+    Example:
+        >>> _with_entry({"a": {"x": 1}, "b": 2}, ["a", "y"], 3)
+        {'a': {'x': 1, 'y': 3}, 'b': 2}
+    """
+    first, *rest = names
+    table = table if isinstance(table, dict) else {}
+    return {**table, first: _with_entry(table.get(first), rest, value) if rest else value}
+
+
+def out_of_bounds(record: Any) -> Iterator[tuple[str, str, str]]:
+    """Yield (key, value, expectation) for each value outside the bounds of its annotation.
+
+    Args:
+        record: A dataclass whose fields bound their numbers, `Annotated[int, msgspec.Meta(ge=1)]`.
+            None is in bounds; NaN and infinity never are.
+
+    Example:
+        >>> @dataclass
+        ... class Settings:
+        ...     rate: Positive | None = 0.5
+        >>> list(out_of_bounds(Settings(rate=0.0)))
+        [('rate', '0.0', 'a finite number > 0')]
+    """
+    kind: Any = type(record)
+    for key, bound, expected in _bounds(kind):
+        value = getattr(record, key)
+        if value is not None and not _is_within(value, bound):
+            yield key, str(value), expected
+
+
+@lru_cache
+def _bounds(kind: Any) -> tuple[tuple[str, Meta, str], ...]:
+    """The key of each bounded number of a record, its bounds, and these in words."""
+    hints = typing.get_type_hints(kind, include_extras=True)
+    return tuple(
+        (key, bound, _bounds_in_words(typing.get_args(part)[0], bound))
+        for key, hint in hints.items()
+        for part in (hint, *typing.get_args(hint))
+        for bound in getattr(part, "__metadata__", ())
+    )
+
+
+def _is_within(value: float, bound: Meta) -> bool:
+    above = (bound.ge is None or value >= bound.ge) and (bound.gt is None or value > bound.gt)
+    is_finite = isinstance(value, int) or math.isfinite(value)
+    return is_finite and above and (bound.le is None or value <= bound.le)
+
+
+def _bounds_in_words(number: type[Any], bound: Meta) -> str:
+    """Bounds in words.
+
+    Example:
+        >>> _bounds_in_words(int, Meta(ge=1, le=9)), _bounds_in_words(float, Meta(gt=0))
+        ('a whole number from 1 to 9', 'a finite number > 0')
+    """
+    if bound.le is not None:
+        is_whole, low, high = number is int, bound.ge, bound.le
+        return (
+            f"a whole number from {low} to {high}" if is_whole else f"a number in [{low}, {high}]"
+        )
+    noun = "a whole number" if number is int else "a finite number"
+    return f"{noun} > {bound.gt}" if bound.ge is None else f"{noun} >= {bound.ge}"
+
+
 def check_required(values: Mapping[str, Any], required: Mapping[str, str]) -> None:
-    """Refuse a record without the keys that must be there.
+    """Raise an error if a required key is missing.
 
     Raises:
         RolloutError: config_key.
@@ -104,17 +210,15 @@ def check_required(values: Mapping[str, Any], required: Mapping[str, str]) -> No
 
 
 def read_toml(path: str | Path | None) -> dict[str, Any]:
-    """A TOML file; of None, nothing.
+    """Read a TOML file; None gives an empty table.
 
     Raises:
-        RolloutError: config_file.
+        RolloutError: `config_file`: not TOML; `input_file`: unreadable.
     """
     if path is None:
         return {}
     try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise RolloutError("config_file", str(path), error.strerror or "an error") from error
+        return tomllib.loads(read_input(path, MAX_CONFIG_BYTES).decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise RolloutError("config_file", str(path), str(error), "TOML") from error
 
@@ -139,7 +243,7 @@ def _typed(
 
 
 def _expected(kind: Any) -> str:
-    """A type in words.
+    """Describe a type in words.
 
     Example:
         >>> _expected(Literal["last", "sum"]), _expected(float | None), _expected(tuple[str, ...])

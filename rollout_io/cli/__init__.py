@@ -1,1 +1,1 @@
-"""The `rollouts` command: a thin shell over the library, verbs from entry points."""
+"""The `rollouts` command: a thin layer over the library; verbs are entry points."""

@@ -1,4 +1,4 @@
-"""`rollouts convert`: harness logs to a rollout dataset."""
+"""`rollouts convert`: convert harness logs to a rollout dataset."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from rollout_io.cli.output import emit_json, example, going_on, next_command, no
 from rollout_io.cli.workers import engine_option
 
 if TYPE_CHECKING:
-    from rollout_io.conversion.choices import Choices
     from rollout_io.conversion.driver import Conversion
-    from rollout_io.parallel import Engine, Workers
+    from rollout_io.dataset.parallel import Engine
 
-_READS = 2  # every log is looked through to find its runs, then each run is read
+_READS = 2  # every log is read twice: to find its runs, then to convert them
 
 
 @click.command(
@@ -28,54 +27,61 @@ _READS = 2  # every log is looked through to find its runs, then each run is rea
     "format_name",
     default="auto",
     show_default=True,
-    help="Format of the logs (`rollouts formats` lists them); auto: by their content.",
+    help="Log format (see `rollouts formats`); auto detects it from the content.",
 )
-@click.option("--out", required=True, metavar="DS", help="Dataset directory to write.")
+@click.option("--out", required=True, metavar="DS", help="Directory of the new dataset.")
 @click.option(
     "--rewards",
     type=click.Path(),
     metavar="FILE",
-    help="JSONL of outcomes; they win over the log's.",
+    help="JSONL file of outcomes, which replace the rewards in the logs.",
 )
-@click.option("--reward", metavar="KEY", help="Which of the log's rewards is the outcome.")
+@click.option("--reward", metavar="KEY", help="Reward of the log to use as the outcome.")
 @click.option(
     "--group-by",
     metavar="LABEL[,LABEL...]",
-    help="What names the group, instead of the format's rule.",
+    help="Labels that identify a group, instead of the format's default.",
 )
 @click.option(
     "--tokenizer",
     metavar="DIR",
-    help="Local tokenizer: re-tokenises text logs; for exact ones its name is noted.",
+    help="Local tokenizer, to re-tokenise text and to verify exact ids.",
 )
 @click.option(
     "--chat-template",
     metavar="NAME|FILE",
-    help="Template to re-tokenise with (the tokenizer's own).",
+    help="Template for re-tokenisation.  [default: the tokenizer's own]",
 )
 @click.option(
     "--on-error",
     type=click.Choice(["fail", "skip"]),
     default="fail",
     show_default=True,
-    help="A bad record: write nothing, or put it aside in DS/rejected.jsonl.",
+    help="Bad records: write nothing, or skip them and list them in DS/rejected.jsonl.",
 )
 @click.option(
     "--timeouts",
     type=click.Choice(["fail", "keep"]),
     default="fail",
     show_default=True,
-    help="Runs that ran out of time: failed, or used as they are.",
+    help="Runs that timed out: mark as failed, or use as they are.",
+)
+@click.option(
+    "--other-fields",
+    type=click.Choice(["refuse", "keep", "drop"]),
+    default="refuse",
+    show_default=True,
+    help="skyrl: fields that match no column.",
 )
 @click.option(
     "--overflows",
     type=click.Choice(["zero", "fail", "keep"]),
     default="zero",
     show_default=True,
-    help="Runs that ran out of context: reward 0, failed, or used as they are.",
+    help="Runs that exceeded the context: reward 0, mark as failed, or use as they are.",
 )
 @click.option(
-    "--workers", type=click.IntRange(1), default=1, show_default=True, help="Processes to use."
+    "--workers", type=click.IntRange(1), default=1, show_default=True, help="Number of processes."
 )
 @engine_option
 @click.option(
@@ -83,14 +89,14 @@ _READS = 2  # every log is looked through to find its runs, then each run is rea
     type=click.Choice(["prefix", "full"]),
     default="prefix",
     show_default=True,
-    help="Prompts as references to earlier steps, or in full.",
+    help="Store prompts as references to earlier steps, or in full.",
 )
 @click.option(
     "--logprobs-mode",
     type=click.Choice(["raw", "processed"]),
-    help="Log-probabilities before or after temperature and truncation (vLLM: raw).",
+    help="Log-probabilities before (raw) or after temperature and truncation; vLLM's are raw.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Summary as JSON on stdout.")
+@click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
 def convert(
     inputs: tuple[str, ...],
     format_name: str,
@@ -103,6 +109,7 @@ def convert(
     on_error: Literal["fail", "skip"],
     timeouts: str,
     overflows: str,
+    other_fields: Literal["refuse", "keep", "drop"],
     workers: int,
     engine: Engine,
     layout: Literal["prefix", "full"],
@@ -112,18 +119,21 @@ def convert(
 ) -> None:
     """Convert agent logs to a rollout dataset.
 
-    INPUT is a file, a directory, or - for standard input; .gz and .zst are unpacked. A conversion
-    that was stopped goes on when the same command is given again.
+    INPUT is a file, a directory, or - for standard input; .gz and .zst files are decompressed. To
+    resume an interrupted conversion, run the same command again.
     """
-    from rollout_io.adapters import Options
+    from rollout_io.conversion import driver
     from rollout_io.conversion.choices import Choices
-    from rollout_io.parallel import Workers
+    from rollout_io.dataset.parallel import Workers
+    from rollout_io.formats.base import Options
 
     choices = Choices(
         format=format_name,
         rewards=rewards,
         group_by=tuple(group_by.split(",")) if group_by else (),
-        options=Options(reward=reward, timeouts=timeouts, overflows=overflows),
+        options=Options(
+            reward=reward, timeouts=timeouts, overflows=overflows, other_fields=other_fields
+        ),
         tokenizer=tokenizer,
         chat_template=chat_template,
         layout=layout,
@@ -132,17 +142,6 @@ def convert(
     )
     _note_formats(format_name)
     start_s = time.monotonic()
-    done = _converted(inputs, out, choices, Workers(workers, engine))
-    if as_json:
-        state = {"was_done": done.was_done, "num_resumed_chunks": done.num_resumed}
-        emit_json({"format": done.format, **done.summary.to_dict(), **state})
-    else:
-        _report(done, out, time.monotonic() - start_s, _num_bytes(inputs))
-
-
-def _converted(inputs: tuple[str, ...], out: str, choices: Choices, workers: Workers) -> Conversion:
-    from rollout_io.conversion.driver import convert
-
     with (
         going_on("what is done is kept, and the same command goes on from there"),
         progress_bar(_num_bytes(inputs), "B", "convert", counts="rows") as advance,
@@ -151,18 +150,27 @@ def _converted(inputs: tuple[str, ...], out: str, choices: Choices, workers: Wor
         def progress(num_bytes: int, num_rows: int) -> None:
             advance(num_bytes / _READS, num_rows)
 
-        return convert(inputs, out, choices, workers=workers, progress=progress)
+        done = driver.convert(
+            inputs, out, choices, workers=Workers(workers, engine), progress=progress
+        )
+    if as_json:
+        state = {"was_done": done.was_done, "num_resumed_chunks": done.num_resumed}
+        emit_json({"format": done.format, **done.summary.to_dict(), **state})
+    else:
+        _report(done, out, time.monotonic() - start_s, _num_bytes(inputs))
 
 
 def _note_formats(format_name: str) -> None:
-    from rollout_io.adapters.detect import load_formats
     from rollout_io.conversion.log import AUTO
+    from rollout_io.formats.detect import load_formats
 
     if format_name == AUTO:
         note_failures(load_formats())
 
 
 def _report(done: Conversion, out: str, elapsed_s: float, num_bytes: int) -> None:
+    from rollout_io.formats.parsing.model_names import MODELS
+
     note(f"format: {done.format}")
     if done.was_done:
         note(f"{out} is what these logs convert to already: nothing to do")
@@ -170,6 +178,7 @@ def _report(done: Conversion, out: str, elapsed_s: float, num_bytes: int) -> Non
         note(f"went on after {done.num_resumed} chunks that an earlier run had done")
     for name, value in done.about.items():
         text = value if isinstance(value, str) else "in the history of the dataset (`made_by`)"
+        text = ", ".join(value) if name == MODELS else text
         note(f"{name}: {text}")
     note(done.summary.text(out))
     if not done.was_done:

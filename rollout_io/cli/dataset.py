@@ -1,4 +1,4 @@
-"""A dataset as a verb opens it: anything that is not one is a clean error."""
+"""Opening a dataset for a verb, with a clear error for anything that is not a dataset."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from schemas.errors import RolloutError
 if TYPE_CHECKING:
     import polars as pl
 
+    from rollout_io.dataset.parallel import Workers
+
 
 def open_dataset(path: str) -> pl.LazyFrame:
-    """Scan a dataset that has all the required columns, each of its declared type.
+    """Scan a dataset, after checking that the required columns exist with their declared types.
 
     Raises:
-        RolloutError: Nothing is there, or it is not a rollout table.
+        RolloutError: There is no dataset, or it is not a rollout table.
     """
     import polars as pl
 
-    from rollout_io.reader import scan
+    from rollout_io.dataset.reader import scan
     from schemas.checker import check_types
 
     frame = scan(path)
@@ -30,4 +32,18 @@ def open_dataset(path: str) -> pl.LazyFrame:
         if first["got"] != "no such column":
             got = f"column {first['column']!r} of type {first['got']}"
         raise RolloutError("columns_and_types", path, got, "a rollout table", hint)
+    return frame
+
+
+def open_valid(path: str, workers: Workers | None = None) -> pl.LazyFrame:
+    """Scan a dataset, after checking every row against the named invariants.
+
+    Raises:
+        RolloutError: There is no dataset, it is not a rollout table, or it breaks an invariant.
+    """
+    from rollout_io.cli.workers import workers_of
+    from rollout_io.dataset.checking import require_valid
+
+    frame = open_dataset(path)
+    require_valid(path, workers or workers_of(None, "local", path))
     return frame

@@ -1,4 +1,4 @@
-"""`rollouts export`: a dataset in another project's format."""
+"""`rollouts export`: write a dataset in another project's format."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rollout_io.cli.dataset import open_dataset
+from rollout_io.cli.dataset import open_valid
 from rollout_io.cli.output import emit_json, example, note
 from schemas.errors import RolloutError
 
 if TYPE_CHECKING:
-    from rollout_io.exporters.rows import Exported, Failed
+    from rollout_io.formats.exporting.export_rows import Exported, Failed
 
 FORMATS = {
     "skyrl": "a GeneratorOutput as JSON",
@@ -22,7 +22,7 @@ FORMATS = {
     "slime": "a .pt for --load-debug-rollout-data",
     "hf": "a Hugging Face dataset folder",
 }
-"""Modules of `rollout_io.exporters`, and what each writes."""
+"""Output of `rollout_io.formats.NAME_export`, by NAME."""
 
 
 @click.command(epilog=example("rollouts export shop/ --format skyrl --out shop.json"))
@@ -35,15 +35,15 @@ FORMATS = {
     metavar="NAME",
     help="; ".join(f"{name}: {what}" for name, what in FORMATS.items()) + ".",
 )
-@click.option("--out", required=True, type=click.Path(), metavar="PATH", help="What to write.")
+@click.option("--out", required=True, type=click.Path(), metavar="PATH", help="Output path.")
 @click.option(
     "--failed",
     type=click.Choice(["group", "trajectory"]),
     default="group",
     show_default=True,
-    help="What a failed trajectory masks (hf keeps all rows).",
+    help="What to mask for a failed trajectory (hf keeps all rows).",
 )
-@click.option("--json", "as_json", is_flag=True, help="Summary as JSON on stdout.")
+@click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
 def export(dataset: str, format_name: str, out: str, failed: Failed, *, as_json: bool) -> None:
     """Export a dataset in another project's format."""
     if format_name not in FORMATS:
@@ -51,8 +51,8 @@ def export(dataset: str, format_name: str, out: str, failed: Failed, *, as_json:
         hint = f"did you mean --format {near[0]}?" if near else "rollouts export --help"
         expected = "one of " + ", ".join(FORMATS)
         raise RolloutError("known_format", "--format", repr(format_name), expected, hint)
-    open_dataset(dataset)
-    write = import_module(f"rollout_io.exporters.{format_name}").write
+    open_valid(dataset)
+    write = import_module(f"rollout_io.formats.{format_name}_export").write
     done: Exported = write(dataset, out, failed)
     if as_json:
         counts = {"num_rows_read": done.num_rows_read, "num_rows_written": done.num_rows_written}

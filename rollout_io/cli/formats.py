@@ -1,4 +1,4 @@
-"""`rollouts formats`: the log formats there are, and which of them a log is of."""
+"""`rollouts formats`: list the log formats, or detect the format of a log."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import click
 from rollout_io.cli.output import emit, emit_json, example, next_command, note
 
 if TYPE_CHECKING:
-    from rollout_io.adapters.detect import Formats
+    from rollout_io.formats.detect import Formats
 
 
 @click.command(epilog=example("rollouts formats examples/shop.calls.jsonl"))
 @click.argument("inputs", nargs=-1, metavar="[FILE...]", type=click.Path())
-@click.option("--json", "as_json", is_flag=True, help="As JSON on stdout.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
 def formats(ctx: click.Context, inputs: tuple[str, ...], *, as_json: bool) -> None:
-    """List the log formats, or say of which each FILE is.
+    """List the log formats, or detect the format of each FILE.
 
-    A FILE may be a directory. Exit code 1 if one of them is of no format, or of several.
+    A FILE may be a directory. Exit code 1 if a FILE matches no format, or several.
     """
-    from rollout_io.adapters.detect import load_formats
+    from rollout_io.formats.detect import load_formats
 
     known = load_formats()
     if not inputs:
@@ -34,7 +34,7 @@ def formats(ctx: click.Context, inputs: tuple[str, ...], *, as_json: bool) -> No
 
 
 def note_failures(known: Formats) -> None:
-    """Name the formats that did not load, on stderr."""
+    """Print to stderr which formats failed to load."""
     for name, why in known.failures.items():
         note(f"format {name} is not available: {why}")
 
@@ -55,9 +55,9 @@ def _list(known: Formats, *, as_json: bool) -> None:
 
 
 def _identify(inputs: tuple[str, ...], known: Formats, *, as_json: bool) -> bool:
-    """Print the formats of each input; whether each is of exactly one."""
-    from rollout_io.adapters.detect import recognize
+    """Print the formats of each input; true if each matches exactly one."""
     from rollout_io.conversion.inputs import open_inputs
+    from rollout_io.formats.detect import recognize
 
     with tempfile.TemporaryDirectory() as spool:
         opened = open_inputs(inputs, Path(spool), lambda _: True)

@@ -1,4 +1,4 @@
-"""`rollouts inspect`: trajectories for people to read."""
+"""`rollouts inspect`: print trajectories."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from schemas.errors import RolloutError
 if TYPE_CHECKING:
     import polars as pl
 
-    from rollout_io.trajectory_view import TrajectoryView
+    from rollout_io.cli.trajectory_text import TrajectoryView
+    from schemas.checker import ValidationError
 
 EXAMPLE = example('rollouts inspect shop/ --where "reward > 0" --limit 2')
 
@@ -34,13 +35,15 @@ EXAMPLE = example('rollouts inspect shop/ --where "reward > 0" --limit 2')
     default=5,
     show_default=True,
     metavar="N",
-    help="Trajectories to show.",
+    help="Maximum number of trajectories to show.",
 )
 @click.option(
     "--tokenizer", type=click.Path(), metavar="DIR", help="Decode ids with DIR/tokenizer.json."
 )
-@click.option("--json", "as_json", is_flag=True, help="The same view as JSON on stdout.")
+@click.option("--json", "as_json", is_flag=True, help="Print the same view as JSON.")
+@click.pass_context
 def inspect(
+    ctx: click.Context,
     dataset: str,
     where: str | None,
     trajectory: str | None,
@@ -49,21 +52,33 @@ def inspect(
     *,
     as_json: bool,
 ) -> None:
-    """Show trajectories: prompts, responses and what trains.
+    """Show prompts, responses and trained tokens of trajectories.
 
-    Trajectories with a row for which the condition holds are shown whole.
+    A trajectory is shown whole if the condition holds for at least one of its rows. Exit code 1 if
+    a row shown breaks a named invariant.
     """
-    from rollout_io.trajectory_view import legend, render
+    from rollout_io.cli.trajectory_text import legend, render
+    from rollout_io.dataset.checking import require_valid
 
     decode = None if tokenizer is None else load_decoder(tokenizer)
     frame = open_dataset(dataset)
     ids = matching(frame, where)
     if trajectory is not None:
         ids = [known(trajectory, ids)]
-    views = view_all(frame, ids[:limit], decode)
+    try:
+        shown = rows_of(frame, ids[:limit])
+    except RolloutError:
+        require_valid(dataset)  # report the invalid rows instead of the prompt that fails to decode
+        raise
+    problem = problem_of(shown, dataset)
+    views = view_all(shown if problem is None else sound_rows(shown, problem), decode)
+    if problem is not None:
+        note(f"error: {problem}")
+        note("Trajectories with errors are not shown.")
+        note(f"Hint: rollouts validate {dataset} lists every error")
     if as_json:
         emit_json([dataclasses.asdict(view) for view in views])
-        return
+        ctx.exit(int(problem is not None))
     color = wants_color(sys.stdout)
     if views:
         note(legend(color=color) + "\n")
@@ -71,21 +86,21 @@ def inspect(
         emit(render(view, color=color) + "\n")
     found = f"{len(views)} of {len(ids)} trajectories shown"
     note(found if ids else f"no trajectory matches: {where}" if where else "an empty dataset")
+    ctx.exit(int(problem is not None))
 
 
 def matching(frame: pl.LazyFrame, where: str | None) -> list[str]:
-    """Ids of the trajectories with a row for which the condition holds, in order.
+    """Return the ids of trajectories with a row that satisfies the condition, in order.
 
     Raises:
-        RolloutError: The condition is not SQL, names no column of the table, or does not apply.
+        RolloutError: The condition is not SQL, names an unknown column, or does not fit its type.
     """
-    import polars as pl
-
+    from rollout_io.dataset.conditions import condition_of
     from schemas.types import with_absent
 
     if where is not None:
+        condition = condition_of(where)
         with _sql_errors(where):
-            condition = pl.sql_expr(where)
             frame = with_absent(frame, condition.meta.root_names())
             _check_columns(condition.meta.root_names(), frame.collect_schema().names(), where)
             frame = frame.filter(condition)
@@ -96,7 +111,7 @@ def matching(frame: pl.LazyFrame, where: str | None) -> list[str]:
 
 
 def known(trajectory_id: str, ids: Sequence[str]) -> str:
-    """The id, if it is among those that match."""
+    """Return the id if it is one of `ids`, else raise an error that names the nearest one."""
     if trajectory_id not in ids:
         near = difflib.get_close_matches(trajectory_id, ids, 1)
         hint = f"did you mean {near[0]}?" if near else None
@@ -105,22 +120,47 @@ def known(trajectory_id: str, ids: Sequence[str]) -> str:
     return trajectory_id
 
 
-def view_all(
-    frame: pl.LazyFrame, ids: Sequence[str], decode: Callable[[Sequence[int]], str] | None
-) -> list[TrajectoryView]:
-    """Views of these trajectories, in order."""
+def rows_of(frame: pl.LazyFrame, ids: Sequence[str]) -> pl.DataFrame:
+    """Return all rows of these trajectories, in order."""
     import polars as pl
 
-    from rollout_io.trajectory_view import COLUMNS, view_trajectory
+    return frame.filter(pl.col("trajectory_id").is_in(ids, nulls_equal=True)).collect()
 
-    names = [name for name in frame.collect_schema().names() if name in COLUMNS]
-    rows = frame.select(names).filter(pl.col("trajectory_id").is_in(ids)).collect()
-    parts = rows.partition_by("trajectory_id", maintain_order=True)
+
+def problem_of(rows: pl.DataFrame, where: str) -> ValidationError | None:
+    """Return the error of the invariants that these rows break; None if they are valid."""
+    from schemas.checker import ValidationError, validate
+
+    try:
+        validate(rows)
+    except ValidationError as error:
+        return ValidationError.of(error.breaches, f"{where}, of the rows shown")
+    return None
+
+
+def sound_rows(rows: pl.DataFrame, problem: ValidationError) -> pl.DataFrame:
+    """Return the rows of trajectories without errors; none if an error concerns the whole table."""
+    import polars as pl
+
+    broken = problem.breaches["trajectory_id"]
+    if broken.null_count():
+        return rows.clear()
+    return rows.filter(~pl.col("trajectory_id").is_in(broken.implode()))
+
+
+def view_all(
+    rows: pl.DataFrame, decode: Callable[[Sequence[int]], str] | None
+) -> list[TrajectoryView]:
+    """Return the views of trajectories, in order."""
+    from rollout_io.cli.trajectory_text import COLUMNS, view_trajectory
+
+    names = [name for name in rows.columns if name in COLUMNS]
+    parts = rows.select(names).partition_by("trajectory_id", maintain_order=True)
     return [view_trajectory(part.to_dicts(), decode) for part in parts]
 
 
 def load_decoder(path: str) -> Callable[[Sequence[int]], str]:
-    """A decoder from a local `tokenizer.json` (or the directory that holds it)."""
+    """Load a decoder from a local `tokenizer.json`, or from its directory."""
     try:
         from tokenizers import Tokenizer
     except ImportError:
@@ -157,11 +197,11 @@ def _check_columns(used: Sequence[str], names: Sequence[str], where: str) -> Non
 def _sql_errors(where: str | None) -> Iterator[None]:
     import polars as pl
 
+    from rollout_io.dataset.conditions import refused
+
     try:
         yield
     except pl.exceptions.PolarsError as error:
         if where is None:
             raise
-        got = str(error).strip().split("\n")[0]
-        hint = "a condition as after WHERE: reward > 0 AND agent = 'main'"
-        raise RolloutError("sql", f"--where {where!r}", got, "a condition", hint) from None
+        raise refused(error, repr(where)) from None

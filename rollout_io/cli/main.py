@@ -1,8 +1,8 @@
-"""Finds the verbs, runs one, and turns whatever goes wrong into a message and an exit code.
+"""The `rollouts` command: finds the verbs, runs one, and maps errors to messages and exit codes.
 
-Exit codes: 0 ok, 1 findings or a user's error, 2 wrong usage or an unexpected error, 130
-interrupted, 143 terminated. Verbs are click commands registered as entry points of the group
-`rollout_io.verbs`; one is imported when it is called or when `--help` lists it, so their modules
+Exit codes: 0 success, 1 findings or invalid input, 2 wrong usage or an unexpected error, 130
+interrupted, 143 terminated. Verbs are click commands, registered as entry points of the group
+`rollout_io.verbs`. A verb is imported when it is called or listed by `--help`; verbs therefore
 import heavy libraries inside functions.
 """
 
@@ -19,12 +19,15 @@ from typing import NoReturn
 
 import click
 
+from rollout_io import __version__
+from rollout_io.name_clashes import HiddenPackageError, require_ours
 from schemas.errors import RolloutError
 
 GROUP = "rollout_io.verbs"
 ORDER = (
     *(
         "formats",
+        "templates",
         "convert",
         "validate",
         "inspect",
@@ -40,21 +43,22 @@ ORDER = (
 
 
 class Verbs(click.Group):
-    """The verbs of all installed packages, in the order of the data path."""
+    """The verbs of all installed packages, ordered by data flow."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Names of the verbs."""
+        """Return the names of the verbs."""
         del ctx
         known = {name: index for index, name in enumerate(ORDER)}
         return sorted(_registered(), key=lambda name: (known.get(name, len(ORDER)), name))
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Load a verb; one whose libraries are missing says so when it is called."""
+        """Load a verb; return a stub that reports the missing library if the import fails."""
         del ctx
         entry = _registered().get(cmd_name)
         if entry is None:
             return None
         try:
+            require_ours(entry.module.partition(".")[0])
             command: click.Command = entry.load()
         except ImportError as error:
             return _unavailable(cmd_name, error)
@@ -63,7 +67,7 @@ class Verbs(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the verb, or name the nearest one."""
+        """Find the verb, or suggest the nearest one."""
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError:
@@ -80,6 +84,8 @@ def _registered() -> dict[str, EntryPoint]:
 
 def _unavailable(name: str, error: ImportError) -> click.Command:
     def fail(*_: object) -> NoReturn:
+        if isinstance(error, HiddenPackageError):
+            raise error
         hint = 'pip install "rollout-io[train]"'
         raise RolloutError("extra_installed", f"rollouts {name}", str(error), "", hint)
 
@@ -97,23 +103,23 @@ Examples:
 
 
 @click.group(cls=Verbs, epilog=EXAMPLE, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="rollout-io", prog_name="rollouts")
+@click.version_option(__version__, prog_name="rollouts")
 def rollouts() -> None:
-    """From agent logs to a policy update: exact-token rollouts as Parquet.
+    """Turn agent logs into exact-token rollout datasets, and train on them.
 
-    Data goes to stdout, everything else to stderr. Exit code 0: ok; 1: findings or an error of
-    yours; 2: wrong usage or an unexpected error.
+    Data is written to stdout, everything else to stderr. Exit code 0: success; 1: problems were
+    found, or the input is invalid; 2: wrong usage or an unexpected error.
     """
 
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
-    """Run the command line and exit; a polite kill cleans up as an interrupt does."""
+    """Run the command line and exit; SIGTERM cleans up like an interrupt."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     sys.exit(run(args))
 
 
 def run(args: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit code."""
+    """Run the command line and return the exit code."""
     try:
         result = rollouts.main(args, prog_name="rollouts", standalone_mode=False)
         sys.stdout.flush()
@@ -124,29 +130,38 @@ def run(args: Sequence[str] | None = None) -> int:
         return 2
     except RolloutError as error:
         return _report(error)
+    except HiddenPackageError as error:
+        click.echo(f"error: {error}", err=True)
+        return 1
     except BrokenPipeError:
         return _close_stdout()
     except OSError as error:
-        return _report(_file_error(error)) if error.filename else _unexpected(error)
+        told = _file_error(error)
+        return _report(told) if told else _unexpected(error)
     except Exception as error:
         return _unexpected(error)
     return result if isinstance(result, int) else 0
 
 
 def _report(error: RolloutError) -> int:
-    from rollout_io.trajectory_view import printable
+    from rollout_io.cli.trajectory_text import printable
 
     if _is_debugging():
         traceback.print_exc()
-    click.echo(printable(f"error: {error}"), err=True)
+    click.echo(printable(f"Error: {error}"), err=True)
     if error.hint:
-        click.echo(printable(f"\nhint: {error.hint}"), err=True)
+        click.echo(printable(f"Hint: {error.hint}"), err=True)
     return 1
 
 
-def _file_error(error: OSError) -> RolloutError:
+def _file_error(error: OSError) -> RolloutError | None:
+    """Convert an error about a file or the limit on open files; None for any other error."""
+    from rollout_io.dataset.opening import too_many_open_files
+
+    if limit := too_many_open_files(error, str(error.filename or "this process")):
+        return limit
     got = (error.strerror or str(error)).lower()
-    return RolloutError("file", str(error.filename), got)
+    return RolloutError("file", str(error.filename), got) if error.filename else None
 
 
 def _unexpected(error: Exception) -> int:
@@ -154,13 +169,13 @@ def _unexpected(error: Exception) -> int:
         traceback.print_exc()
         return 2
     text = " ".join(str(error).split())
-    click.echo(f"error: unexpected {type(error).__name__}: {text}", err=True)
-    click.echo("\nhint: ROLLOUTS_DEBUG=1 rollouts ... shows the traceback", err=True)
+    click.echo(f"Error: unexpected {type(error).__name__}: {text}", err=True)
+    click.echo("Hint: ROLLOUTS_DEBUG=1 rollouts ... shows the traceback.", err=True)
     return 2
 
 
 def _close_stdout() -> int:
-    """The reader of stdout has gone: say nothing, and give the interpreter nothing to flush."""
+    """Redirect stdout to /dev/null: its reader is gone, and the interpreter flushes it at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 1
 

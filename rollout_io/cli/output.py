@@ -1,45 +1,46 @@
-"""What a verb says, and where: data on stdout, everything else on stderr."""
+"""Output of verbs: data on stdout, everything else on stderr."""
 
 from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import IO, Any
 
 import click
 
+from rollout_io.terminal import Bar
+
 
 def example(command: str) -> str:
-    """The epilog of a verb's help: one command that works."""
+    """Return the epilog of a verb's help: a command that works."""
     return f"\b\nExample:\n  {command}"
 
 
 def emit(text: str) -> None:
-    """Data, to stdout."""
+    """Print data to stdout."""
     click.echo(text)
 
 
 def emit_json(value: Any) -> None:
-    """Data for machines: one JSON document to stdout (NaN and infinity become null)."""
+    """Print one JSON document to stdout (NaN and infinity become null)."""
     click.echo(json.dumps(_plain(value), indent=2, allow_nan=False))
 
 
 def note(text: str) -> None:
-    """A remark for people, to stderr."""
+    """Print a remark to stderr."""
     click.echo(text, err=True)
 
 
 def next_command(command: str) -> None:
-    """What to do next, to stderr."""
+    """Suggest the next command on stderr."""
     note(f"next: {command}")
 
 
 @contextmanager
 def going_on(how: str) -> Iterator[None]:
-    """Say how to go on after an interrupt or a polite kill, which end the verb all the same."""
+    """Print how to resume after an interrupt or SIGTERM, and let it end the verb."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit):
@@ -48,7 +49,7 @@ def going_on(how: str) -> Iterator[None]:
 
 
 def wants_color(stream: IO[str]) -> bool:
-    """Whether to colour: a terminal, and `NO_COLOR` is not set."""
+    """True for a terminal, unless `NO_COLOR` is set."""
     return stream.isatty() and not os.environ.get("NO_COLOR")
 
 
@@ -56,30 +57,26 @@ def wants_color(stream: IO[str]) -> bool:
 def progress_bar(
     total: int, unit: str, label: str, counts: str | None = None
 ) -> Iterator[Callable[..., object]]:
-    """A bar on stderr, on a terminal only.
+    """Show a progress bar on stderr, if that is a terminal.
 
     Args:
-        total: When the bar is full.
-        unit: What is counted ("B" scales to kB, MB).
-        label: What is being done.
-        counts: What else is counted, shown beside the bar.
+        total: Value at which the bar is full.
+        unit: Unit of `total` ("B" scales to kB, MB).
+        label: Description of the work.
+        counts: Unit of a second counter, shown next to the bar.
 
     Yields:
-        A function to call with each increment, and with that of `counts`.
+        A function that takes the increment of the bar, and optionally of the second counter.
     """
-    from tqdm import tqdm
-
-    off = not sys.stderr.isatty()
-    with tqdm(total=total, unit=unit, unit_scale=True, desc=label, disable=off, leave=False) as bar:
+    with Bar(total, unit.strip(), label) as bar:
         counted = 0
 
         def update(increment: int, also: int = 0) -> None:
             nonlocal counted
-            if also:
-                counted += also
-                rate = counted / max(bar.format_dict["elapsed"], 1e-3)
-                bar.set_postfix_str(f"{counted} {counts}, {rate:,.0f} {counts}/s", refresh=False)
-            bar.update(increment)
+            counted += also
+            rate = counted / max(bar.elapsed_s, 1e-3)
+            text = f"{counted} {counts}, {rate:,.0f} {counts}/s" if counted else None
+            bar.update(increment, text)
 
         yield update
 

@@ -1,4 +1,4 @@
-"""`rollouts validate`: every breach of the named invariants, by rule."""
+"""`rollouts validate`: list every breach of the named invariants, by rule."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from rollout_io.cli.workers import workers_of, workers_options
 if TYPE_CHECKING:
     import polars as pl
 
-    from rollout_io.parallel import Engine
+    from rollout_io.dataset.parallel import Engine
 
-FIRST_ROWS = 5
+FIRST_ROWS = 5  # breaches shown per rule
 
 
 @click.command(epilog=example("rollouts validate shop/"))
 @click.argument("dataset", metavar="DS")
 @workers_options
-@click.option("--json", "as_json", is_flag=True, help="Every breach as JSON on stdout.")
+@click.option("--json", "as_json", is_flag=True, help="Print every breach as JSON.")
 @click.pass_context
 def validate(
     ctx: click.Context, dataset: str, workers: int | None, engine: Engine, *, as_json: bool
 ) -> None:
-    """Check a dataset: page checksums, types and all named invariants.
+    """Check page checksums, types and all named invariants of a dataset.
 
-    Exit code 1 if a rule of severity `error` is broken; warnings alone leave it 0.
+    Exit code 1 if a rule of severity `error` is broken; warnings alone exit with 0.
     """
     import polars as pl
 
-    from rollout_io.checking import check_dataset
-    from rollout_io.trajectory_view import printable
+    from rollout_io.cli.trajectory_text import printable
+    from rollout_io.dataset.checking import check_dataset
 
     chosen = workers_of(workers, engine, dataset)
     breaches = pl.concat(list(check_dataset(dataset, chosen)))
@@ -49,7 +49,7 @@ def validate(
 
 
 def by_rule(breaches: pl.DataFrame) -> list[dict[str, Any]]:
-    """One record per broken rule: severity, count, meaning, hint; errors first."""
+    """Return one record per broken rule: severity, count, meaning, hint; errors first."""
     from schemas.rules import RULES
 
     counts = breaches.group_by("rule", maintain_order=True).len("num_breaches").to_dicts()
@@ -67,15 +67,15 @@ def by_rule(breaches: pl.DataFrame) -> list[dict[str, Any]]:
 
 
 def _text(rule: dict[str, Any], breaches: pl.DataFrame) -> str:
+    from schemas.checker import row_place
+
     lines = [f"{rule['severity']}: {rule['rule']} ({rule['num_breaches']}x): {rule['meaning']}"]
     for breach in breaches.head(FIRST_ROWS).to_dicts():
-        place = ["table"] if breach["row"] is None else [f"row {breach['row']}"]
-        place += [breach["trajectory_id"]] if breach["trajectory_id"] is not None else []
-        place += [breach["column"]] if breach["column"] is not None else []
-        lines.append(f"  {', '.join(place)}: got {breach['got']}, expected {breach['expected']}")
+        place = "table" if breach["row"] is None else row_place(breach)
+        lines.append(f"  {place}: {breach['message']}")
     if len(breaches) > FIRST_ROWS:
         lines.append(f"  ... {len(breaches) - FIRST_ROWS} more (--json lists all)")
-    return "\n".join([*lines, f"  hint: {rule['hint']}", ""])
+    return "\n".join([*lines, f"  Hint: {rule['hint']}", ""])
 
 
 def _verdict(dataset: str, breaches: pl.DataFrame) -> str:

@@ -1,4 +1,4 @@
-"""`--workers` and `--engine`, of the verbs that work shard by shard."""
+"""The options `--workers` and `--engine` of verbs that process shards in parallel."""
 
 from __future__ import annotations
 
@@ -8,40 +8,40 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 if TYPE_CHECKING:
-    from rollout_io.parallel import Engine, Workers
+    from rollout_io.dataset.parallel import Engine, Workers
 
-_BYTES_PER_PROCESS = 64 << 20
+_BYTES_PER_PROCESS = 64 << 20  # starting a process takes as long as reading some tens of MB
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def engine_option(command: F) -> F:
-    """Add `--engine`."""
+    """Add the option `--engine`."""
     return click.option(
         "--engine",
         type=click.Choice(["local", "ray"]),
         default="local",
         show_default=True,
-        help="local: processes of this machine. ray: Ray Data, on the cluster that RAY_ADDRESS "
-        "names, or on one started here (its ports are open to the network).",
+        help="local: processes on this machine. ray: Ray Data, on the cluster in RAY_ADDRESS or on "
+        "one started here (its ports are open to the network).",
     )(command)
 
 
 def workers_options(command: F) -> F:
-    """Add `--workers` and `--engine`."""
+    """Add the options `--workers` and `--engine`."""
     option = click.option(
         "--workers",
         type=click.IntRange(1),
         metavar="N",
-        help="Processes to use, at most one per shard.  [default: all cores, where it is worth it]",
+        help="Number of processes, at most one per shard.  [default: by the size of the dataset]",
     )
     return option(engine_option(command))
 
 
 def workers_of(num: int | None, engine: Engine, dataset: str) -> Workers:
-    """The choice made: a process costs as much to start as some tens of megabytes to read."""
-    from rollout_io.parallel import Workers, num_cores
-    from rollout_io.storage import find_shards
+    """Return the chosen workers; by default as many as pay off for the size of the dataset."""
+    from rollout_io.dataset.parallel import Workers, num_cores
+    from rollout_io.dataset.storage import find_shards
 
     shards = find_shards(dataset)
     if num is None:

@@ -1,1 +1,1 @@
-"""From the logs of a harness to a rollout dataset: plan, chunks, outcomes, staging."""
+"""Conversion of harness logs to a rollout dataset: plan, chunks, outcomes, staging."""

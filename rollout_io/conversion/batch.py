@@ -1,4 +1,4 @@
-"""Runs to tables: read, settled, checked; what cannot be used is rejected, a run as a whole."""
+"""Reading of runs into checked tables; a run that cannot be used is rejected as a whole."""
 
 from __future__ import annotations
 
@@ -13,34 +13,43 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rollout_io.adapters import Adapter, Input, Options, Place, Rejected, Run, Trajectory
+from rollout_io.conversion.decoding import check_decoded
 from rollout_io.conversion.outcomes import settle
 from rollout_io.conversion.rewards import Key, Outcome
 from rollout_io.conversion.rows import Settled, table_of
 from rollout_io.conversion.text import Retokenizer, with_tokens
-from rollout_io.logs.naming import natural_key
-from rollout_io.logs.tokens import strict_ids
+from rollout_io.formats.base import Adapter, Input, Options, Place, Rejected, Run, Trajectory
+from rollout_io.formats.parsing.jsonl import contained
+from rollout_io.formats.parsing.naming import natural_key
+from rollout_io.formats.parsing.records import INCOMPLETE
+from rollout_io.formats.parsing.tokens import strict_ids
 from schemas.checker import Checker
-from schemas.errors import RolloutError
+from schemas.errors import InvariantError, RolloutError
 from schemas.metadata import DatasetMetadata
 from schemas.rules import RULES
-
-INCOMPLETE = "incomplete_trajectory"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What all chunks of a conversion share."""
+    """Settings that all chunks of a conversion share.
+
+    Attributes:
+        tokenizer: Directory of the tokenizer against which exact ids are checked; None if unknown.
+        about: Facts about the logs as a whole, by name.
+        others: As in `Choices`.
+    """
 
     adapter: Adapter
     options: Options
     retokenizer: Retokenizer | None
+    tokenizer: str | None = None
     layout: Literal["prefix", "full"]
     metadata: DatasetMetadata
+    about: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Part(NamedTuple):
-    """Runs, and their rows."""
+    """Runs with their rows."""
 
     runs: Sequence[Run]
     table: pa.Table
@@ -48,13 +57,13 @@ class Part(NamedTuple):
 
 @dataclass(slots=True)
 class Reader:
-    """Reads runs of a log in order.
+    """Reads the runs of a log in order.
 
     Attributes:
-        settings: How.
-        outcomes: What the rewards file says of the runs.
-        rejected: Records of runs that cannot be read.
-        routing: (layers, experts a token) of the log, once a run has routes.
+        settings: Settings of the conversion.
+        outcomes: Outcomes from the rewards file.
+        rejected: Records of runs that could not be read.
+        routing: (layers, experts per token) of the log, from the first run with routing.
     """
 
     settings: Settings
@@ -63,33 +72,45 @@ class Reader:
     routing: tuple[int, int] | None = None
 
     def parts(self, runs: Sequence[Run]) -> Iterator[Part]:
-        """The rows of runs, in order, as yet unchecked."""
+        """Yield the rows of runs, in order; `sound` checks them."""
         if self.settings.adapter.is_table:
             yield from self._tables(runs)
-        elif batch := self._settle(runs):
-            yield from _tabulated(batch, self.rejected)
+        elif batch := self.settle(runs):
+            yield from tabulated(batch, self.rejected)
 
     def _tables(self, runs: Sequence[Run]) -> Iterator[Part]:
         for run in runs:
             try:
-                table = self.settings.adapter.read(run, self.settings.options)
+                with contained(run.places[0].where):
+                    table = self.settings.adapter.read(run, self.settings.options)
                 self._take_routing([_routing_of(table)], run)
             except RolloutError as error:
-                self.rejected += _of_run(run, error)
+                self.rejected += of_run(run, error)
             else:
                 yield Part([run], table)
 
-    def _settle(self, runs: Sequence[Run]) -> list[tuple[Run, Settled]]:
+    def settle(self, runs: Sequence[Run]) -> list[tuple[Run, Settled]]:
+        """Read the runs, and return those that are readable with their trajectories."""
         batch: list[tuple[Run, Settled]] = []
-        with np.errstate(over="ignore"):  # a float too large is infinite, which the checks refuse
+        options = self.settings.options
+        with np.errstate(over="ignore"):  # the checks refuse infinity
             for run in runs:
                 try:
-                    settled = _settled(run, self.outcomes, self.settings)
+                    with contained(run.places[0].where if run.places else run.instance_id):
+                        assert run.repetition_id is not None
+                        logged = Trajectory(steps=[])
+                        if run.places:
+                            logged = self.settings.adapter.read(run, options)
+                        steps = with_tokens(logged, self.settings.retokenizer)
+                        given = self.outcomes.get((run.instance_id, run.repetition_id))
+                        settled = settle(run, logged, steps, given, options.reward)
+                    if self.settings.tokenizer is not None:
+                        check_decoded(settled.steps, self.settings.tokenizer)
                     routes = [step.rollout_expert_indices for step in settled.steps]
                     self._take_routing([r.shape[1:] for r in routes if r is not None], run)
                     batch.append((run, settled))
                 except RolloutError as error:
-                    self.rejected += _of_run(run, error)
+                    self.rejected += of_run(run, error)
         return batch
 
     def _take_routing(self, shapes: Iterable[tuple[int, ...] | None], run: Run) -> None:
@@ -103,7 +124,7 @@ class Reader:
 def other_routing(
     where: str, shape: tuple[int, ...], known: tuple[int, ...] | None
 ) -> RolloutError:
-    """The error of routes of a second model."""
+    """Return the error for routing of a second model."""
     got, hint = f"{shape[0]} layers, top {shape[1]}", "convert the logs of each model by themselves"
     return RolloutError("routing_shape", where, got, f"{known}, as in earlier calls", hint)
 
@@ -115,31 +136,23 @@ def _routing_of(table: pa.Table) -> tuple[int, ...] | None:
     return (kind.list_size, kind.value_type.list_size)
 
 
-def _settled(run: Run, outcomes: Mapping[Key, Outcome], settings: Settings) -> Settled:
-    assert run.repetition_id is not None
-    logged = Trajectory(steps=[])
-    if run.places:
-        logged = settings.adapter.read(run, settings.options)
-    steps = with_tokens(logged, settings.retokenizer)
-    given = outcomes.get((run.instance_id, run.repetition_id))
-    return settle(run, logged, steps, given, settings.options.reward)
-
-
-def _tabulated(batch: Sequence[tuple[Run, Settled]], rejected: list[Rejected]) -> Iterator[Part]:
-    """One table; or, where it cannot be made, those of each half, down to the run at fault."""
+def tabulated(batch: Sequence[tuple[Run, Settled]], rejected: list[Rejected]) -> Iterator[Part]:
+    """Yield one table; if that fails, halve the batch until the run at fault is found."""
     try:
         yield Part([run for run, _ in batch], table_of([settled for _, settled in batch]))
     except (ArithmeticError, ValueError) as error:
         if len(batch) == 1:
-            rejected += _of_run(batch[0][0], _fault(*batch[0], error))
+            rejected += of_run(batch[0][0], _fault(*batch[0], error))
             return
         middle = len(batch) // 2
-        yield from _tabulated(batch[:middle], rejected)
-        yield from _tabulated(batch[middle:], rejected)
+        yield from tabulated(batch[:middle], rejected)
+        yield from tabulated(batch[middle:], rejected)
 
 
 def _fault(run: Run, settled: Settled, error: Exception) -> RolloutError:
-    """What is wrong with the first ids that are no ids, or else with some value."""
+    """Find out why a run makes no table: invalid token ids, or else some other value."""
+    if isinstance(error, RolloutError):
+        return error
     try:
         for step in settled.steps:
             for what, ids in (("prompt", step.prompt_token_ids), ("response", step.response_ids)):
@@ -152,15 +165,16 @@ def _fault(run: Run, settled: Settled, error: Exception) -> RolloutError:
     return RolloutError("columns_and_types", where, got, "", hint)
 
 
-def sound(part: Part, rejected: list[Rejected]) -> pa.Table:
-    """The rows without the trajectories that break a named invariant.
+def sound(part: Part, rejected: list[Rejected], vocab_size: int | None) -> pa.Table:
+    """Return the rows without the trajectories that break a named invariant.
 
     Args:
-        part: Runs and rows.
-        rejected: Records of the runs that do are added to it.
+        part: Runs and their rows.
+        rejected: Receives the records of the runs that are removed.
+        vocab_size: Exclusive upper bound of token ids; None if unknown.
     """
     runs, table = part
-    found = Checker().check(table)
+    found = Checker(vocab_size).check(table)
     breaches = found.filter(pl.col("severity") == "error") if len(found) else found
     if not len(breaches):
         return table
@@ -169,18 +183,19 @@ def sound(part: Part, rejected: list[Rejected]) -> pa.Table:
     faults: dict[str, RolloutError] = {}
     for breach in breaches.iter_rows(named=True):
         row = breach["row"]
+        # A breach of the whole table, or of an unknown trajectory, rejects all runs of the part.
         if row is None or names[row].as_py() not in by_name:
             error = _breach(breach, runs[0].places[0].where)
-            rejected += [r for run in runs for r in _of_run(run, error)]
+            rejected += [r for run in runs for r in of_run(run, error)]
             return table.slice(0, 0)
         where = table.column("source")[row].as_py()
         faults.setdefault(names[row].as_py(), _breach(breach, where))
-    rejected += [r for name, error in faults.items() for r in _of_run(by_name[name], error)]
+    rejected += [r for name, error in faults.items() for r in of_run(by_name[name], error)]
     return table.filter(pc.invert(pc.is_in(names, pa.array(list(faults), names.type))))
 
 
 def in_order(rejected: Iterable[Rejected], inputs: Sequence[Input]) -> list[Rejected]:
-    """As the records are in the logs, and the logs as they were given."""
+    """Order records as in the logs, and the logs as on the command line."""
     ranks = {given.path: rank for rank, given in enumerate(inputs)}
 
     @lru_cache
@@ -192,7 +207,7 @@ def in_order(rejected: Iterable[Rejected], inputs: Sequence[Input]) -> list[Reje
 
 
 def errors_of(rejected: Iterable[Rejected], inputs: Sequence[Input]) -> list[RolloutError]:
-    """The errors as they are in the logs; those that follow from another one last."""
+    """Return the errors in the order of the logs; consequential errors come last."""
     errors = [r.error for r in in_order(rejected, inputs)]
     return sorted(errors, key=lambda error: error.rule == INCOMPLETE)
 
@@ -200,11 +215,12 @@ def errors_of(rejected: Iterable[Rejected], inputs: Sequence[Input]) -> list[Rol
 def _breach(breach: dict[str, Any], where: str) -> RolloutError:
     rule, column = breach["rule"], breach["column"]
     got = f"{column}: {breach['got']}" if column else breach["got"]
-    return RolloutError(rule, where, got, breach["expected"], RULES[rule].hint)
+    message = f"{where}: {breach['message']}"
+    return InvariantError(rule, where, got, breach["expected"], RULES[rule].hint, message=message)
 
 
-def _of_run(run: Run, error: RolloutError) -> Iterator[Rejected]:
-    """All records of a run: the one at fault with its reason, the others since a run is whole."""
+def of_run(run: Run, error: RolloutError) -> Iterator[Rejected]:
+    """Yield all records of a run: the one at fault with its error, the others as incomplete."""
     guilty = {place for place in run.places if _is_at(error.where, place)}
     for place in run.places:
         if guilty and place not in guilty:

@@ -1,16 +1,17 @@
-"""What a user chooses about a conversion, and what follows from it."""
+"""The user's choices about a conversion, and the settings derived from them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from typing import Any, Literal
 
-from rollout_io.adapters import Options
+from rollout_io import __version__
 from rollout_io.conversion.batch import Settings
 from rollout_io.conversion.log import AUTO, Log
-from rollout_io.conversion.text import retokenizer_of
+from rollout_io.conversion.text import about_template, retokenizer_of
+from rollout_io.formats.base import Options
+from rollout_io.formats.parsing.model_names import MODELS
 from schemas.errors import RolloutError
 
 _KNOWN = {
@@ -22,19 +23,19 @@ _KNOWN = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choices:
-    """What a user chooses about a conversion.
+    """The user's choices about a conversion.
 
     Attributes:
-        format: Of the logs; `auto`: by their content.
-        rewards: JSONL of outcomes, which win over those of the logs.
-        group_by: Labels that name the instance (the group) instead of the format's own rule.
-        options: About the reading of runs.
-        tokenizer: Local directory of a tokenizer, with which text alone is re-tokenised; for exact
-            tokens its name is noted.
-        chat_template: Name or file of the template to re-tokenise with; None: the tokenizer's own.
-        layout: Prompts as references to earlier steps (`prefix`), or in full.
-        logprobs_mode: What the log-probabilities are of.
-        on_error: A bad record stops the conversion (`fail`), or is put aside (`skip`).
+        format: Format of the logs; `auto` detects it from their content.
+        rewards: JSONL file of outcomes, which replace those of the logs.
+        group_by: Labels that identify the instance (the group) instead of the format's own rule.
+        options: Options for reading runs.
+        tokenizer: Local directory of a tokenizer, to re-tokenise text and to check exact tokens.
+            With exact tokens any other name is only recorded.
+        chat_template: Name or file of the template for re-tokenisation; None: the tokenizer's own.
+        layout: Store prompts as references to earlier steps (`prefix`), or in full (`full`).
+        logprobs_mode: Distribution of the log-probabilities: `raw` or `processed`; None if unknown.
+        on_error: Bad records stop the conversion (`fail`), or are rejected (`skip`).
     """
 
     format: str = AUTO
@@ -60,39 +61,46 @@ class Choices:
 
 
 def settings_of(choices: Choices, log: Log, about: Mapping[str, Any]) -> Settings:
-    """How the runs of a log are read and written.
+    """Return the settings for reading and writing the runs of a log.
 
     Args:
-        choices: The user's.
-        log: What is read.
-        about: What is known of it as a whole.
+        choices: Choices of the user.
+        log: The log to read.
+        about: Facts about the log as a whole.
 
     Raises:
-        RolloutError: `choices`, `tokenizer`, `chat_template`: a choice that cannot be followed.
+        RolloutError: `choices`, `tokenizer`, `chat_template`: a choice is impossible.
     """
     refuse_misfits(choices, log)
     retokenizer, tokenizer = retokenizer_of(
         choices.tokenizer, choices.chat_template, is_needed=log.adapter.is_text
     )
-    metadata = tokenizer.replace(logprobs_mode=choices.logprobs_mode).made(
+    models = tuple(about.get(MODELS, ()))
+    if (
+        not log.adapter.is_table and "text" not in about
+    ):  # "text": plain text, rendered by no template
+        about = {**about, **about_template(retokenizer)}
+    metadata = tokenizer.replace(logprobs_mode=choices.logprobs_mode, models=models).made(
         "convert",
         tool=tool_name(),
         format=log.format,
         inputs=[given.name for given in log.inputs],
         rewards=choices.rewards,
-        **about,
+        **{name: value for name, value in about.items() if name != MODELS},
     )
     return Settings(
         adapter=log.adapter,
         options=choices.options,
         retokenizer=retokenizer,
+        tokenizer=tokenizer.tokenizer if tokenizer.tokenizer_fingerprint else None,
         layout=choices.layout,
         metadata=metadata,
+        about=about,
     )
 
 
 def refuse_misfits(choices: Choices, log: Log) -> None:
-    """Refuse choices that do not fit the format.
+    """Raise an error for choices that do not apply to the format.
 
     Raises:
         RolloutError: `choices`.
@@ -104,5 +112,5 @@ def refuse_misfits(choices: Choices, log: Log) -> None:
 
 
 def tool_name() -> str:
-    """Name and version of this library."""
-    return f"rollout-io {version('rollout-io')}"
+    """Return name and version of this library."""
+    return f"rollout-io {__version__}"

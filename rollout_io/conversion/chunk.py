@@ -1,4 +1,4 @@
-"""One chunk of runs to shards of its own: read, settled, checked; what breaks a rule is rejected."""
+"""Conversion of one chunk of runs to its own shards; runs that break a rule are rejected."""
 
 from __future__ import annotations
 
@@ -10,33 +10,41 @@ from typing import Any, Self
 
 import pyarrow as pa
 
-from rollout_io.adapters import Rejected, Run
 from rollout_io.conversion import rejections
-from rollout_io.conversion.batch import Reader, Settings, sound
+from rollout_io.conversion.batch import Reader, Settings, of_run, sound
 from rollout_io.conversion.rewards import Key, Outcome
 from rollout_io.conversion.summary import Summary
-from rollout_io.writer import RolloutWriter
+from rollout_io.dataset.footer import Part
+from rollout_io.dataset.writer import RolloutWriter
+from rollout_io.formats.base import Rejected, Run
 from schemas.errors import RolloutError
 
-BATCH_BYTES = 32 << 20
+BATCH_BYTES = 32 << 20  # of log records per table
 
 
 @dataclass(kw_only=True, slots=True)
 class Chunk:
-    """Runs, and what the rewards file says of them."""
+    """Runs with their outcomes from the rewards file, and the directory to write them to."""
 
-    index: int
+    part: Part
     runs: Sequence[Run]
+    out: str
     outcomes: Mapping[Key, Outcome] = field(default_factory=dict)
+
+    @property
+    def index(self) -> int:
+        """Index of the chunk in the conversion."""
+        return self.part.index
 
 
 @dataclass(kw_only=True, slots=True)
 class Report:
-    """What became of a chunk.
+    """Result of a chunk.
 
     Attributes:
-        trajectory_ids: Of documents of tables, whose names the plan does not know: and the document.
-        routing: (layers, experts a token), where there are routes.
+        trajectory_ids: Document of each trajectory, for formats of tables: the plan does not know
+            their trajectories.
+        routing: (layers, experts per token), if there is routing.
     """
 
     summary: Summary = field(default_factory=Summary)
@@ -45,7 +53,7 @@ class Report:
     routing: tuple[int, int] | None = None
 
     def encode(self) -> dict[str, Any]:
-        """As JSON; `decode` reads it."""
+        """Return a JSON-serialisable dict; `decode` reads it."""
         rejected = [rejections.encode(r) for r in self.rejected]
         return {
             "summary": self.summary.encode(),
@@ -56,7 +64,7 @@ class Report:
 
     @classmethod
     def decode(cls, values: dict[str, Any]) -> Self:
-        """What `encode` wrote."""
+        """Read what `encode` wrote."""
         rejected = [rejections.decode(r) for r in values["rejected"]]
         return cls(
             summary=Summary.decode(values["summary"]),
@@ -66,10 +74,10 @@ class Report:
         )
 
     def take_names(self, table: pa.Table, where: str) -> None:
-        """Note the trajectories of a document.
+        """Record the trajectories of a document.
 
         Raises:
-            RolloutError: `unique_trajectory`: one that another document has.
+            RolloutError: `unique_trajectory`: another document has one of them.
         """
         names = dict.fromkeys(table.column("trajectory_id").to_pylist(), where)
         for name in names:
@@ -79,7 +87,7 @@ class Report:
 
 
 def repeated(name: str, first: str, second: str) -> RolloutError:
-    """The error of a trajectory that two documents have."""
+    """Return the error for a trajectory that two documents contain."""
     hint = "outputs of several training steps: make each a dataset of its own"
     got = f"trajectory {name!r}, which {first} has too"
     return RolloutError("unique_trajectory", second, got, "each trajectory once", hint)
@@ -88,26 +96,28 @@ def repeated(name: str, first: str, second: str) -> RolloutError:
 def convert_chunk(
     chunk: Chunk,
     settings: Settings,
-    out: str,
     progress: Callable[[int, int], object] | None = None,
 ) -> Report:
-    """Write the rows of a chunk to a directory of its own.
+    """Write the rows of a chunk to its own directory.
 
     Args:
-        chunk: The runs.
-        settings: How they are read and written.
-        out: Directory to write.
-        progress: Told the bytes and rows that are done.
+        chunk: The runs to convert.
+        settings: Settings for reading and writing.
+        progress: Called with the numbers of bytes and rows since the last call.
     """
     report, tell = Report(), progress or (lambda _num_bytes, _num_rows: None)
     reader = Reader(settings, chunk.outcomes)
     broken: list[Rejected] = []
-    with without_collector(), _writer(settings, out) as writer:
+    with without_collector(), _writer(settings, chunk.out, chunk.part) as writer:
         for runs, num_bytes in _batches(chunk.runs):
             for part in reader.parts(runs):
                 if settings.adapter.is_table:
-                    report.take_names(part.table, part.runs[0].places[0].where)
-                table = sound(part, broken)
+                    try:
+                        report.take_names(part.table, part.runs[0].places[0].where)
+                    except RolloutError as error:
+                        broken += of_run(part.runs[0], error)
+                        continue
+                table = sound(part, broken, settings.metadata.vocab_size)
                 if table.num_rows:
                     report.summary.add(table)
                     writer.write(table)
@@ -117,12 +127,13 @@ def convert_chunk(
     return report
 
 
-def _writer(settings: Settings, out: str) -> RolloutWriter:
-    return RolloutWriter(out, layout=settings.layout, metadata=settings.metadata, checked=True)
+def _writer(settings: Settings, out: str, part: Part) -> RolloutWriter:
+    layout, metadata = settings.layout, settings.metadata
+    return RolloutWriter(out, layout=layout, metadata=metadata, checked=True, part=part)
 
 
 def _batches(runs: Sequence[Run]) -> Iterator[tuple[list[Run], int]]:
-    """Runs in a row, and the bytes of their records."""
+    """Yield consecutive runs and the number of bytes of their records."""
     batch: list[Run] = []
     num_bytes = 0
     for run in runs:
@@ -137,7 +148,7 @@ def _batches(runs: Sequence[Run]) -> Iterator[tuple[list[Run], int]]:
 
 @contextmanager
 def without_collector() -> Iterator[None]:
-    """Millions of short-lived numbers and no cycles: the cycle collector only costs time."""
+    """Disable the cycle collector: parsing allocates millions of objects but no cycles."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,25 +1,26 @@
-"""What was given to convert, as files that can be read twice: unpacked, and directories opened."""
+"""Inputs of a conversion: directories are searched, compressed files and pipes are saved."""
 
 from __future__ import annotations
 
 import gzip
 import os
-import sys
+import stat
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
 import pyarrow as pa
 
-from rollout_io.adapters import Input
-from rollout_io.conversion.staging import writable
-from rollout_io.logs.jsonl import open_input
-from rollout_io.logs.naming import natural_key
+from rollout_io.dataset.atomic_files import writable
+from rollout_io.dataset.opening import digest_of, open_input, standard_input
+from rollout_io.formats.base import Input
+from rollout_io.formats.parsing.naming import natural_key
 from schemas.errors import RolloutError
 
 STDIN = "-"
+DUPLICATE_INPUT = "duplicate_input"
 PathLike = str | os.PathLike[str]
 _GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 _COPY_BYTES = 4 << 20
@@ -28,23 +29,23 @@ _COPY_BYTES = 4 << 20
 def open_inputs(
     paths: Iterable[str], spool: Path, is_log: Callable[[Path], bool], out: Path | None = None
 ) -> list[Input]:
-    """The files and directories to read.
+    """Return the files and directories to read.
 
-    A directory that is no log itself stands for the files in it, at any depth, in natural order;
-    hidden ones are passed over. Gzip and Zstandard, told by their first bytes, are unpacked;
-    standard input (`-`) and pipes are saved.
+    A directory that is not itself a log is replaced by its files, at any depth and in natural
+    order, except hidden ones. Gzip and Zstandard files, recognised by their first bytes, are
+    decompressed; standard input (`-`) and pipes are saved to files.
 
     Args:
-        paths: As they were given.
-        spool: Directory for what is unpacked or saved.
-        is_log: Whether a directory is one log.
-        out: A directory whose files are no input, wherever it lies.
+        paths: Paths as given by the user.
+        spool: Directory for decompressed and saved files.
+        is_log: Predicate: the directory is one log.
+        out: Output directory; files inside it are not inputs.
 
     Raises:
-        RolloutError: `input_file`: something cannot be read; `duplicate_input`: one log twice.
+        RolloutError: `input_file`: unreadable; `duplicate_input`: a log is given twice.
     """
     found: list[Input] = []
-    for left in spool.glob("*"):  # by a conversion that was killed
+    for left in spool.glob("*"):  # left by a conversion that was killed
         left.unlink()
     for path in paths:
         given = Path(path)
@@ -53,15 +54,17 @@ def open_inputs(
             inside = [file for file in _files_below(given) if not _is_below(file, out)]
             if not inside:
                 raise RolloutError("input_file", path, "a directory without files", "logs")
-            found += [_readable(str(file), file, spool) for file in inside]
+            found += [open_file(str(file), spool) for file in inside]
+        elif path != STDIN and given.is_dir():
+            found.append(Input(path, given))
         else:
-            found.append(_readable(path, given, spool))
+            found.append(open_file(path, spool))
     _refuse_repeated(found)
     return found
 
 
 def _refuse_odd_names(path: Path) -> None:
-    """Refuse names that are not UTF-8: each row says where it is from, and a table holds text."""
+    """Refuse names that are not UTF-8: they go into the column `source`, which is text."""
     for file in (path, *(path.rglob("*") if path.is_dir() else ())):
         name = str(file)
         if name != name.encode(errors="replace").decode():
@@ -79,36 +82,52 @@ def _files_below(directory: Path) -> list[Path]:
     return sorted(shown, key=lambda path: natural_key(str(path)))
 
 
-def _readable(name: str, path: Path, spool: Path) -> Input:
+def open_file(name: str, spool: Path) -> Input:
+    """Return a file that can be read twice; pipes and compressed files are saved first.
+
+    Args:
+        name: Path of the file, or "-" for standard input.
+        spool: Directory for decompressed and saved files.
+
+    Raises:
+        RolloutError: `input_file`: unreadable.
+    """
     if name == STDIN:
-        return Input(name, _save(sys.stdin.buffer, name, spool))
-    if path.is_dir():
-        return Input(name, path)
-    if path.is_fifo() and not path.is_relative_to("/dev"):
-        got, hint = "a pipe, which may never be written", f"cat {name} | rollouts convert - ..."
-        raise RolloutError("input_file", name, got, "a file, or - for standard input", hint)
-    with open_input(path) as file:
-        if not path.is_file():
+        return Input(name, _save(standard_input(), name, spool))
+    with open_input(name) as file:
+        is_packed = _start_of(file).startswith((_GZIP, _ZSTD))
+        if is_packed or not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             return Input(name, _save(file, name, spool))
-        start = file.read(4)
-    if start.startswith((_GZIP, _ZSTD)):
-        with path.open("rb") as file:
-            return Input(name, _save(file, name, spool))
-    return Input(name, path)
+    return Input(name, Path(name))
 
 
-def _save(stream: BinaryIO, name: str, spool: Path) -> Path:
-    """Copy a stream to a file of its own, unpacked."""
+def digests_of(given: Input) -> list[list[str]]:
+    """Return name and content digest of each file of an input, which identify its content."""
+    files = sorted(given.path.rglob("*")) if given.path.is_dir() else [given.path]
+    return [[str(f.relative_to(given.path)), digest_of(f)] for f in files if f.is_file()]
+
+
+def _save(stream: BufferedReader, name: str, spool: Path) -> Path:
+    """Copy a stream to a new file, decompressed; remove the file if the copy fails."""
     suffixes = [s for s in Path(name).suffixes if s not in {".gz", ".zst"}]
     with writable(str(spool)):
         spool.mkdir(parents=True, exist_ok=True)
         saved = spool / f"{len(list(spool.iterdir()))}{''.join(suffixes[-1:])}"
-        with saved.open("wb") as file:
-            file.writelines(_blocks(stream, name))
+        try:
+            with saved.open("wb") as file:
+                file.writelines(_blocks(stream, name))
+        except BaseException:
+            saved.unlink(missing_ok=True)
+            raise
     return saved
 
 
-def _blocks(stream: BinaryIO, name: str) -> Iterator[bytes]:
+def _start_of(stream: BufferedReader) -> bytes:
+    """Return the first bytes without consuming them."""
+    return stream.peek(4)[:4]
+
+
+def _blocks(stream: BufferedReader, name: str) -> Iterator[bytes]:
     try:
         yield from _unpacked(stream)
     except (EOFError, zlib.error, OSError, pa.ArrowException) as error:
@@ -117,9 +136,8 @@ def _blocks(stream: BinaryIO, name: str) -> Iterator[bytes]:
         raise RolloutError("input_file", name, got, "a whole file", hint) from None
 
 
-def _unpacked(stream: BinaryIO) -> Iterator[bytes]:
-    assert isinstance(stream, BufferedReader)
-    start = stream.peek(4)[:4]
+def _unpacked(stream: BufferedReader) -> Iterator[bytes]:
+    start = _start_of(stream)
     if start.startswith(_GZIP):
         with gzip.GzipFile(fileobj=stream) as file:
             yield from iter(lambda: file.read(_COPY_BYTES), b"")
@@ -130,21 +148,36 @@ def _unpacked(stream: BinaryIO) -> Iterator[bytes]:
         yield from iter(lambda: stream.read(_COPY_BYTES), b"")
 
 
+def copies_in(inputs: Iterable[Input]) -> Iterator[tuple[Input, RolloutError]]:
+    """Yield the files with the content of an earlier one, each with a `duplicate_input` error."""
+    by_size: defaultdict[int, list[Input]] = defaultdict(list)
+    for given in inputs:
+        if given.path.is_file() and (num_bytes := given.path.stat().st_size):
+            by_size[num_bytes].append(given)
+    first: dict[str, str] = {}
+    # Only files of equal size are read: a digest of every log would cost a pass over all of them.
+    for given in (given for twins in by_size.values() if len(twins) > 1 for given in twins):
+        other = first.setdefault(digest_of(given.path), given.name)
+        if other != given.name:
+            got, hint = f"a copy of {other}", "give one of the two, or --on-error skip"
+            yield given, RolloutError(DUPLICATE_INPUT, given.name, got, "each log once", hint)
+
+
 def _refuse_repeated(inputs: Iterable[Input]) -> None:
     known: set[Path] = set()
     for given in inputs:
         resolved = given.path.resolve()
         if resolved in known:
             got, hint = "one log given twice", "give each file once"
-            raise RolloutError("duplicate_input", given.name, got, "each call once", hint)
+            raise RolloutError(DUPLICATE_INPUT, given.name, got, "each call once", hint)
         known.add(resolved)
 
 
 def paths_of(inputs: PathLike | Sequence[PathLike]) -> list[str]:
-    """One path or several, as text.
+    """Return one or several paths as text.
 
     Raises:
-        RolloutError: `input_file`: there is none.
+        RolloutError: `input_file`: no path is given.
     """
     paths = [inputs] if isinstance(inputs, str | os.PathLike) else list(inputs)
     if not paths:

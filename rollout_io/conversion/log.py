@@ -1,4 +1,4 @@
-"""The log that was given: its format, its adapter, its files."""
+"""A log: its format, adapter and files."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from rollout_io.adapters import Adapter, Input, Place, Rejected
-from rollout_io.adapters.detect import HINT, RULE, detect, find_adapter, load_formats, recognize
-from rollout_io.conversion.inputs import open_inputs
+from rollout_io.conversion.inputs import copies_in, open_inputs
+from rollout_io.formats.base import Adapter, Input, Place, Rejected
+from rollout_io.formats.detect import HINT, RULE, detect, find_adapter, load_formats, recognize
 from schemas.errors import RolloutError
 
 AUTO = "auto"
@@ -18,13 +18,13 @@ class Log(NamedTuple):
     """Files of one format.
 
     Attributes:
-        foreign: Files of directories that are of no format.
+        unused: Copies of other files, and files of no known format inside directories.
     """
 
     format: str
     adapter: Adapter
     inputs: list[Input]
-    foreign: Sequence[Rejected] = ()
+    unused: Sequence[Rejected] = ()
 
 
 def open_log(
@@ -33,16 +33,16 @@ def open_log(
     spool: Path,
     out: Path | None = None,
     *,
-    skip_foreign: bool = False,
+    skips: bool = False,
 ) -> Log:
-    """Open what was given, and find out its format where none is named.
+    """Open the inputs, and detect their format unless one is named.
 
     Args:
-        paths: Files and directories, "-" for standard input.
-        format_name: Of a registered format, or `auto`.
-        spool: Directory for what has to be unpacked or saved.
-        out: A directory whose files are no input.
-        skip_foreign: Set files of directories aside that are of no format.
+        paths: Files and directories, or "-" for standard input.
+        format_name: Name of a registered format, or `auto`.
+        spool: Directory for decompressed and saved files.
+        out: Output directory; files inside it are not inputs.
+        skips: If true, set aside copies, and files of no known format inside directories.
 
     Raises:
         RolloutError: `known_format`, `input_file`, `duplicate_input`, `lfs_pointer`.
@@ -53,24 +53,32 @@ def open_log(
         known = {format_name: find_adapter(format_name)}
     adapters = known.values()
     inputs = open_inputs(paths, spool, lambda path: any(a.recognizes(path) for a in adapters), out)
-    foreign: list[Rejected] = []
-    if skip_foreign:
+    unused: list[Rejected] = []
+    for copy, error in copies_in(inputs):
+        if not skips:
+            raise error
+        unused.append(Rejected(_whole(copy), error))
+        inputs.remove(copy)
+    if skips:
         own = [g for g in inputs if g.name in paths or _is_log(g.path, known)]
-        foreign = [_foreign(given) for given in inputs if own and given not in own]
+        unused += [_foreign(given) for given in inputs if own and given not in own]
         inputs = own or inputs
     if format_name == AUTO:
         format_name = detect({given.name: given.path for given in inputs}, known)
-    return Log(format_name, known[format_name], inputs, foreign)
+    return Log(format_name, known[format_name], inputs, unused)
 
 
 def _is_log(path: Path, known: Mapping[str, Adapter]) -> bool:
     try:
         return bool(recognize(path, known))
     except RolloutError:
-        return True  # a damaged log, which is refused for its own reason
+        return True  # a damaged log: keep it, so that its own error is reported
 
 
 def _foreign(given: Input) -> Rejected:
-    place = Place(given.path, given.name, 0, given.path.stat().st_size)
     error = RolloutError(RULE, given.name, "content of no known format", "a log", HINT)
-    return Rejected(place, error)
+    return Rejected(_whole(given), error)
+
+
+def _whole(given: Input) -> Place:
+    return Place(given.path, given.name, 0, given.path.stat().st_size)

@@ -1,4 +1,4 @@
-"""Rewards of a trajectory: what the log says, what the user says, and on which steps they lie."""
+"""Outcomes of trajectories: merging the log's rewards with those of the rewards file."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import difflib
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
-from rollout_io.adapters import Place, Rejected, Run, Step, Trajectory
 from rollout_io.conversion.rewards import Key, Outcome
 from rollout_io.conversion.rows import Settled
+from rollout_io.formats.base import Place, Rejected, Run, Step, Trajectory
 from schemas.errors import RolloutError
 
 LOGGED_REWARD, LOGGED_ERROR = "logged_reward", "logged_error"
@@ -21,24 +21,24 @@ def settle(
     given: Outcome | None,
     reward_key: str | None = None,
 ) -> Settled:
-    """A trajectory with its outcome in its steps.
+    """Return a trajectory with its outcome in its steps.
 
-    The outcome is that of the rewards file; else the reward that `reward_key` names; else the log's
-    own. A rewards file wins wholly: what the log said otherwise is kept, as the metric
-    `logged_reward` (unless it is a metric already) and the text `logged_error`. The last step gets the outcome and the metrics.
-    Where the outcome is known, earlier steps without a reward of their own get 0.0. Rewards of a
-    failed trajectory become null; the numbers are kept as `metrics["reward"]`. One without steps
-    becomes a single row of empty lists.
+    The outcome is that of the rewards file, else the reward named `reward_key`, else the log's own.
+    The rewards file overrides the log completely: differing values of the log are kept as the
+    metric `logged_reward` (unless a metric holds it already) and the text `logged_error`. The last
+    step gets the outcome and the metrics. If the outcome is known, earlier steps without a reward
+    get 0.0. The rewards of a failed trajectory become null, and their values are kept as
+    `metrics["reward"]`. A trajectory without steps becomes a single row of empty lists.
 
     Args:
-        run: What names it.
-        logged: As the adapter read it.
-        steps: Its steps, with their tokens; changed in place.
-        given: From the rewards file, or None.
-        reward_key: One of the log's own rewards, or None.
+        run: Identifies the trajectory.
+        logged: The trajectory as the adapter read it.
+        steps: Its steps with their tokens; modified in place.
+        given: Outcome from the rewards file, or None.
+        reward_key: Name of one of the log's rewards, or None.
 
     Raises:
-        RolloutError: `reward_key`: the run has no reward of that name.
+        RolloutError: `reward_key`: the run has no reward of this name.
     """
     where = run.places[0].where if run.places else given.where if given else run.instance_id
     steps = steps or [Step(source=where)]
@@ -91,9 +91,9 @@ def _texts(logged: Trajectory, given: Outcome | None) -> dict[str, str]:
 
 
 def unknown(keys: Collection[Key], outcomes: Mapping[Key, Outcome]) -> Iterator[Rejected]:
-    """Outcomes of trajectories that are not among `keys`: `unknown_session`.
+    """Yield outcomes of trajectories that are not in `keys`, as `unknown_session` errors.
 
-    A failed one may be missing there: it made no call.
+    A failed trajectory may be missing from the log: it made no call.
     """
     found = {k: o for k, o in outcomes.items() if o.error is None and k not in keys}
     known = [_session(k) for k in keys] if found else []

@@ -1,4 +1,4 @@
-"""What a conversion will do: its runs, named and in order, cut into chunks."""
+"""Plan of a conversion: its runs, named, ordered and cut into chunks."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollout_io.adapters import About, Found, Rejected, Run
 from rollout_io.conversion.log import Log
 from rollout_io.conversion.outcomes import unknown
 from rollout_io.conversion.rewards import Key, Outcome
+from rollout_io.formats.base import About, Found, Rejected, Run
 from schemas.errors import RolloutError
 
-CHUNK_BYTES = 128 << 20
+CHUNK_BYTES = 128 << 20  # of log records; an interruption loses at most one chunk per worker
 
 
 @dataclass(slots=True)
 class Plan:
-    """What was found in the logs.
+    """Runs and rejected records found in the logs.
 
     Attributes:
-        runs: In the order of the dataset, each with its repetition.
-        rejected: Records that are in none of them.
-        about: What is known of the logs as a whole, by name.
+        runs: Runs in the order of the dataset, each with its repetition.
+        rejected: Records that belong to no run.
+        about: Facts about the logs as a whole, by name.
     """
 
     runs: list[Run] = field(default_factory=list)
@@ -32,22 +32,22 @@ class Plan:
 
     @property
     def num_records(self) -> int:
-        """Records found, used or not."""
+        """Number of records found, used or not."""
         return len(self.rejected) + sum(len(run.places) for run in self.runs)
 
 
 def plan(
     found: Iterable[Found], outcomes: Mapping[Key, Outcome], group_by: Sequence[str] = ()
 ) -> Plan:
-    """Sort what an adapter found, and name the runs.
+    """Collect the findings of an adapter, and name the runs.
 
-    Runs without a repetition are numbered in their order within the instance; with `group_by` all
-    are. A second run of one name is rejected, and so is an outcome of no run.
+    Runs without a repetition are numbered in order within their instance; with `group_by` all runs
+    are. A second run of the same name is rejected, and so is an outcome without a run.
 
     Args:
-        found: By `Adapter.find`.
-        outcomes: From the rewards file.
-        group_by: Labels whose values, joined by "/", name the instance instead.
+        found: Findings of `Adapter.find`.
+        outcomes: Outcomes from the rewards file.
+        group_by: Labels whose values, joined by "/", identify the instance instead.
     """
     made, runs = Plan(), []
     for item in found:
@@ -75,7 +75,7 @@ def plan(
 
 
 def refuse_nothing(planned: Plan, log: Log) -> None:
-    """Refuse a log without any record.
+    """Raise an error if a log has no records.
 
     Raises:
         RolloutError: `no_calls`.
@@ -87,7 +87,7 @@ def refuse_nothing(planned: Plan, log: Log) -> None:
 
 
 def chunks(runs: Sequence[Run], chunk_bytes: int = CHUNK_BYTES) -> Iterator[list[Run]]:
-    """Runs in a row, cut so that each chunk has about `chunk_bytes` of records; none is empty."""
+    """Cut consecutive runs into non-empty chunks of about `chunk_bytes` of records."""
     chunk: list[Run] = []
     num_bytes = 0
     for run in runs:
@@ -118,7 +118,7 @@ def _regrouped(
 
 
 def _number(runs: Iterable[Run]) -> None:
-    """Give repetitions to the runs that have none: the numbers that are free, in order."""
+    """Number the runs that have no repetition, in order, with the free numbers."""
     runs = list(runs)
     taken: defaultdict[str, set[int]] = defaultdict(set)
     for run in runs:

@@ -1,4 +1,4 @@
-"""`read_log`: logs as one table in memory, for a look at small ones."""
+"""`read_log`: read small logs into one table in memory."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from rollout_io.adapters import Rejected
 from rollout_io.conversion.batch import Reader, errors_of, sound
 from rollout_io.conversion.choices import Choices, refuse_misfits, settings_of
-from rollout_io.conversion.inputs import PathLike, paths_of
+from rollout_io.conversion.inputs import PathLike, open_file, paths_of
 from rollout_io.conversion.log import open_log
 from rollout_io.conversion.plan import plan, refuse_nothing
 from rollout_io.conversion.rewards import read_rewards
+from rollout_io.formats.base import Rejected
 from schemas.errors import raise_first
 
 
 def read_log(inputs: PathLike | Sequence[PathLike], choices: Choices | None = None) -> pa.Table:
-    """Read logs as `convert` does, into one rollout table.
+    """Read logs into one rollout table, as `convert` does.
 
     Args:
-        inputs: As `convert` takes them.
+        inputs: As for `convert`.
         choices: See `Choices`; a bad record is always an error.
 
     Raises:
-        RolloutError: A bad record: the first one, and how many more there are; bad arguments.
+        RolloutError: Bad records (the error names the first one), or invalid arguments.
 
     Example:
         >>> read_log(["shop.calls.jsonl"], Choices(rewards="shop.rewards.jsonl")).num_rows
@@ -36,13 +36,17 @@ def read_log(inputs: PathLike | Sequence[PathLike], choices: Choices | None = No
     with tempfile.TemporaryDirectory() as spool:
         log = open_log(paths_of(inputs), choices.format, Path(spool))
         refuse_misfits(choices, log)
-        outcomes = {} if choices.rewards is None else read_rewards(choices.rewards)
+        rewards = open_file(choices.rewards, Path(spool)) if choices.rewards else None
+        outcomes = {} if rewards is None else read_rewards(*rewards)
         planned = plan(log.adapter.find(log.inputs, _ignore), outcomes, choices.group_by)
         refuse_nothing(planned, log)
         rejected: list[Rejected] = list(planned.rejected)
         settings = settings_of(choices, log, planned.about)
         reader = Reader(settings, outcomes, rejected)
-        tables = [sound(part, rejected) for part in reader.parts(planned.runs)]
+        tables = [
+            sound(part, rejected, settings.metadata.vocab_size)
+            for part in reader.parts(planned.runs)
+        ]
     if rejected:
         raise_first(errors_of(rejected, log.inputs))
     table = pa.concat_tables(tables, promote_options="permissive")
@@ -50,4 +54,4 @@ def read_log(inputs: PathLike | Sequence[PathLike], choices: Choices | None = No
 
 
 def _ignore(_: int) -> None:
-    """Nobody watches."""
+    """Ignore progress."""

@@ -1,4 +1,4 @@
-"""Rejected records: a line of `rejected.jsonl` each, with where they were, why, and what they are."""
+"""Rejected records: one line of `rejected.jsonl` each, with place, error and content."""
 
 from __future__ import annotations
 
@@ -8,41 +8,43 @@ from typing import Any
 
 import msgspec
 
-from rollout_io.adapters import Place, Rejected
-from schemas.errors import RolloutError
+from rollout_io.dataset.opening import open_input
+from rollout_io.formats.base import Place, Rejected
+from schemas import errors
 
-_ERROR = ("rule", "where", "got", "expected", "hint")
+_TOLD_BYTES = 64 << 20  # longer records are not copied
 
 
 def encode(rejected: Rejected) -> dict[str, Any]:
-    """As JSON; `decode` reads it."""
+    """Return a JSON-serialisable dict; `decode` reads it."""
     place, error = rejected
-    found = {name: getattr(error, name) for name in _ERROR}
-    return {"place": [str(place.path), place.where, place.offset, place.num_bytes], "error": found}
+    at = [str(place.path), place.where, place.offset, place.num_bytes]
+    return {"place": at, "error": errors.encode(error)}
 
 
 def decode(values: dict[str, Any]) -> Rejected:
-    """What `encode` wrote."""
+    """Read what `encode` wrote."""
     path, where, offset, num_bytes = values["place"]
-    error = RolloutError(*(values["error"][name] for name in _ERROR))
-    return Rejected(Place(Path(path), where, offset, num_bytes), error)
+    place = Place(Path(path), where, offset, num_bytes)
+    return Rejected(place, errors.decode(values["error"]))
 
 
 def lines(rejections: Iterable[Rejected]) -> Iterator[bytes]:
-    r"""The lines of `rejected.jsonl`.
+    r"""Yield the lines of `rejected.jsonl`.
 
-    `source` is the record's place, `where` that of the fault; `record` is its text, bytes that are
-    not UTF-8 written as `\xNN`; null where the record is no range of bytes (a directory, a part
-    of a document).
+    `source` is the place of the record, `where` that of the fault, and `record` its text, in which
+    bytes that are not UTF-8 are written as `\xNN`. `record` is null if the record is not a range of
+    bytes (a directory, or part of a document), or is longer than 64 MiB.
     """
     for place, error in rejections:
-        record = None if place.offset is None else _bytes_of(place)
+        is_told = place.offset is not None and place.num_bytes <= _TOLD_BYTES
+        record = _bytes_of(place) if is_told else None
         text = None if record is None else record.decode(errors="backslashreplace")
-        found = {name: getattr(error, name) for name in _ERROR}
-        yield msgspec.json.encode({"source": place.where, **found, "record": text}) + b"\n"
+        told = {"source": place.where, **error.fields(), "record": text}
+        yield msgspec.json.encode(told) + b"\n"
 
 
 def _bytes_of(place: Place) -> bytes:
-    with place.path.open("rb") as file:
+    with open_input(place.path) as file:
         file.seek(place.offset or 0)
         return file.read(place.num_bytes)

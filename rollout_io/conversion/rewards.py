@@ -1,4 +1,4 @@
-"""The rewards file: one JSON line per trajectory with its outcome, or why it failed."""
+"""The rewards file: one JSON line per trajectory, with its outcome or error."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 
 import msgspec
 
-from rollout_io.logs.jsonl import decode_line, open_input, read_lines, type_error
-from rollout_io.logs.naming import split_session
+from rollout_io.dataset.opening import open_input
+from rollout_io.formats.parsing.jsonl import decode_line, read_lines, type_error
+from rollout_io.formats.parsing.naming import split_session
 from schemas.columns import COLUMN_BY_NAME, PREFIX_FIELDS
 from schemas.errors import RolloutError, raise_first
 
@@ -28,14 +29,14 @@ class _Fields(msgspec.Struct):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What a rewards file says of one trajectory.
+    """A line of the rewards file: the outcome of one trajectory.
 
     Attributes:
         where: File and line.
         reward: The outcome; None for a failed trajectory without one.
         error: Why the trajectory failed, or None.
-        metrics: The line's other numbers.
-        user_values: The line's other texts, and JSON of its lists and objects.
+        metrics: The other numbers of the line.
+        user_values: The other strings of the line, and its lists and objects as JSON.
     """
 
     where: str
@@ -48,15 +49,19 @@ class Outcome:
 Key = tuple[str, int]
 
 
-def read_rewards(path: str | Path) -> dict[Key, Outcome]:
-    """Outcomes by (instance_id, repetition_id), in file order.
+def read_rewards(name: str | Path, path: Path | None = None) -> dict[Key, Outcome]:
+    """Read outcomes by (instance_id, repetition_id), in file order.
 
-    A line has `session` ("instance/repetition") or `instance_id` and `repetition_id`; `reward` (a
-    number, or null where it is unknown) or `error` (a text), or both; further numbers and booleans become metrics, texts become
-    columns of the user's.
+    A line has `session` ("instance/repetition") or `instance_id` and `repetition_id`, and `reward`
+    (a number, or null if unknown) or `error` (a string) or both. Other numbers and booleans become
+    metrics, other strings become user columns.
+
+    Args:
+        name: Name of the file in messages.
+        path: Path to read; None: `name` is the path.
 
     Raises:
-        RolloutError: A bad line, or a second line for a trajectory.
+        RolloutError: A bad line, or a second line for the same trajectory.
 
     Example:
         >>> # {"session": "shop-1/0", "reward": 1.0, "style": "append", "truth": 6}
@@ -66,9 +71,9 @@ def read_rewards(path: str | Path) -> dict[Key, Outcome]:
     outcomes: dict[Key, Outcome] = {}
     errors: list[RolloutError] = []
     decoder = msgspec.json.Decoder(dict[str, Any])
-    with open_input(Path(path)) as file:
+    with open_input(path or name) as file:
         for line in read_lines(file):
-            where = f"{path}:{line.number}"
+            where = f"{name}:{line.number}"
             try:
                 key, outcome = parse_outcome(decode_line(decoder, line.content, where), where)
                 if key in outcomes:
@@ -82,11 +87,11 @@ def read_rewards(path: str | Path) -> dict[Key, Outcome]:
 
 
 def parse_outcome(record: dict[str, Any], where: str) -> tuple[Key, Outcome]:
-    """The outcome that one line gives to one trajectory.
+    """Parse the outcome of one trajectory from one line.
 
     Args:
-        record: The line; a `reward` that is null is unknown.
-        where: Its place.
+        record: The line as an object; a null `reward` is unknown.
+        where: File and line, for errors.
 
     Raises:
         RolloutError: reward_line, record_type, session_name.

@@ -1,4 +1,4 @@
-"""Rows of the rollout table from the steps of trajectories."""
+"""Conversion of trajectories' steps to rows of the rollout table."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from rollout_io.adapters import Ids, Step
-from rollout_io.arrays import ragged_array, routing_array
-from rollout_io.logs.tokens import parse_ids
+from rollout_io.dataset.arrays import ragged_array, routing_array
+from rollout_io.formats.base import Ids, Step
+from rollout_io.formats.parsing.tokens import parse_ids, usage_differs
 from schemas.columns import COLUMN_BY_NAME, COLUMNS, SEGMENT_FIELDS, Column
 from schemas.ragged import IntArray, Ragged, list_lengths, offsets_of, ranges
 
@@ -22,7 +22,7 @@ _NOT_READ = frozenset({"rewards"})
 
 @dataclass(kw_only=True, slots=True)
 class Settled:
-    """A trajectory as it is written: named, its outcome in its steps."""
+    """A trajectory ready to be written: named, with its outcome in its steps."""
 
     instance_id: str
     repetition_id: int
@@ -41,10 +41,10 @@ class _Rows:
     """Trajectories as rows.
 
     Attributes:
-        trajectories: T.
-        steps: N, all of theirs, one a row.
-        lengths: [T] steps of each.
-        responses: [N] the column `response_ids`.
+        trajectories: T trajectories.
+        steps: N steps of all trajectories, one per row.
+        lengths: [T] number of steps of each trajectory.
+        responses: [N] column `response_ids`.
     """
 
     trajectories: Sequence[Settled]
@@ -60,19 +60,23 @@ class _Rows:
         return cls(batch, steps, lengths, _ids([s.response_ids for s in steps], kind))
 
     def repeated(self, values: Sequence[Any], kind: pa.DataType) -> pa.Array:
-        """A column from one value per trajectory."""
+        """Return a column from one value per trajectory."""
         index = np.repeat(np.arange(len(self.lengths)), self.lengths)
         return pa.array(values, kind).take(pa.array(index))
 
 
 def table_of(batch: Sequence[Settled]) -> pa.Table:
-    """One row per step; optional columns, and the user's, where any step has a value.
+    """Build one row per step; optional and user columns exist if any step has a value.
 
     Raises:
-        ArithmeticError, ValueError: A value that its column cannot hold, or routes of several models.
+        ArithmeticError, ValueError: A value does not fit its column, or several models have
+            routing.
+        RolloutError: usage_counts.
     """
     rows = _Rows.of(batch)
     made = {c.name: _column(c, rows) for c in COLUMNS if c.name not in _NOT_READ}
+    _check_counts(rows.steps, 0, made["prompt_token_ids"])
+    _check_counts(rows.steps, 1, rows.responses)
     columns: dict[str, pa.Array] = {n: array for n, array in made.items() if array is not None}
     for name in sorted({name for t in batch for name in t.user_values}):
         columns[name] = rows.repeated([t.user_values.get(name) for t in batch], pa.string())
@@ -83,8 +87,21 @@ def table_of(batch: Sequence[Settled]) -> pa.Table:
     return pa.Table.from_arrays(list(columns.values()), schema=pa.schema(fields))
 
 
+def _check_counts(steps: Sequence[Step], which: int, ids: pa.Array | None) -> None:
+    """Compare the numbers of ids with the engine's own counts, if it reports them."""
+    counted = [step.num_counted[which] for step in steps]
+    if ids is None or not any(counted):
+        return
+    found = list_lengths(ids)
+    told = np.array([-1 if number is None else number for number in counted])
+    differs = np.flatnonzero((told != found) & (told >= 0) & (found > 0))
+    if len(differs):
+        at, what = int(differs[0]), ("prompt", "response")[which]
+        raise usage_differs(what, int(found[at]), int(told[at]), steps[at].source)
+
+
 def _column(column: Column, rows: _Rows) -> pa.Array | None:
-    """A column; None where it is optional and no step has a value."""
+    """Build a column; None if it is optional and no step has a value."""
     if column.name in _MADE:
         return _MADE[column.name](rows, column.type)
     value = attrgetter(column.name)
@@ -134,7 +151,7 @@ def _loss_masks(rows: _Rows, kind: pa.DataType) -> pa.Array:
 
 
 def _rewards(rows: _Rows, kind: pa.DataType) -> pa.Array | None:
-    """Null throughout where a run failed: a failed run has a reward, which is unknown."""
+    """Build the rewards; a failed run keeps an all-null column, as its reward is unknown."""
     found = pa.array([s.reward for s in rows.steps], kind)
     is_unknown = found.null_count == len(found)
     return None if is_unknown and all(t.error is None for t in rows.trajectories) else found

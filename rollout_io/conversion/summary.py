@@ -5,17 +5,24 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Self
 
+import numpy as np
 import polars as pl
 import pyarrow as pa
+
+from schemas.ragged import Ragged
 
 
 @dataclass(slots=True)
 class Summary:
-    """Counts of what was converted; `num_records` = `num_written` + `num_rejected`."""
+    """Counts of a conversion; `num_records` = `num_written` + `num_rejected`.
+
+    `num_rejected` includes the copies of records that `num_duplicates` counts.
+    """
 
     num_records: int = 0
     num_written: int = 0
     num_rejected: int = 0
+    num_duplicates: int = 0
     num_calls: int = 0
     num_rows: int = 0
     num_trajectories: int = 0
@@ -23,18 +30,20 @@ class Summary:
     num_without_reward: int = 0
     num_without_logprobs: int = 0
     num_retokenized: int = 0
+    num_restarted: int = 0
     reward_sum: float = 0.0
     instances: set[str] = field(default_factory=set)
     numbers: set[str] = field(default_factory=set)
 
     def add(self, table: pa.Table) -> None:
-        """Count a table of whole trajectories."""
+        """Add the counts of a table of whole trajectories."""
         frame = pl.DataFrame(pl.from_arrow(table.select(_known(table))))
         absent = {n: pl.lit(None, kind) for n, kind in _ABSENT.items() if n not in frame.columns}
         counts = frame.with_columns(**absent).select(**_COUNTS).row(0, named=True)
         for name, count in counts.items():
             setattr(self, name, getattr(self, name) + count)
         self.num_rows += len(frame)
+        self.num_restarted += _num_restarted(table)
         self.numbers |= _numbers(table)
         self.instances |= set(frame["instance_id"].unique())
 
@@ -46,27 +55,28 @@ class Summary:
 
     @property
     def reward_mean(self) -> float | None:
-        """Mean outcome of the trajectories that have one; None if there is none."""
+        """Mean outcome of the trajectories with a known outcome; None if there is none."""
         count = self.num_trajectories - self.num_failed - self.num_without_reward
         return self.reward_sum / count if count else None
 
     def encode(self) -> dict[str, Any]:
-        """As JSON; `decode` reads it."""
+        """Return a JSON-serialisable dict; `decode` reads it."""
         sets = {"instances": sorted(self.instances), "numbers": sorted(self.numbers)}
         return asdict(self) | sets
 
     @classmethod
     def decode(cls, values: dict[str, Any]) -> Self:
-        """What `encode` wrote."""
+        """Read what `encode` wrote."""
         sets = {name: set(values[name]) for name in ("instances", "numbers")}
         return cls(**values | sets)
 
     def to_dict(self) -> dict[str, int | float | None]:
-        """For `--json`."""
+        """Return the counts for `--json`."""
         return {
             "num_records": self.num_records,
             "num_written": self.num_written,
             "num_rejected": self.num_rejected,
+            "num_duplicates": self.num_duplicates,
             "num_calls": self.num_calls,
             "num_rows": self.num_rows,
             "num_trajectories": self.num_trajectories,
@@ -76,10 +86,11 @@ class Summary:
             "num_failed": self.num_failed,
             "num_without_logprobs": self.num_without_logprobs,
             "num_retokenized": self.num_retokenized,
+            "num_restarted": self.num_restarted,
         }
 
     def text(self, out: str) -> str:
-        """For people, a few lines."""
+        """Return the counts as a few lines of text."""
         mean = "no rewards" if self.reward_mean is None else f"mean reward {self.reward_mean:g}"
         lines = [
             f"{self.num_records} records read = {self.num_written} written + "
@@ -87,6 +98,8 @@ class Summary:
             f"{self.num_calls} calls -> {out}: {self.num_rows} rows, {self.num_trajectories} "
             f"trajectories, {len(self.instances)} groups, {mean}",
         ]
+        if self.num_duplicates:
+            lines.append(f"{self.num_duplicates} of the rejected are copies of other records")
         if self.num_without_reward:
             lines.append(f"{self.num_without_reward} trajectories without a reward (null)")
             if self.numbers and self.reward_mean is None:
@@ -94,6 +107,11 @@ class Summary:
                 lines.append(f"the log has numbers that may be one: --reward KEY ({names})")
         if self.num_retokenized:
             lines.append(f"{self.num_retokenized} rows re-tokenised from text: near, not exact")
+        if self.num_restarted:
+            lines.append(
+                f"{self.num_restarted} trajectories return to their first prompt: several attempts "
+                "under one name train as one; name each attempt by itself (calls: `session`)"
+            )
         if self.num_without_logprobs:
             lines.append(
                 f"{self.num_without_logprobs} rows without log-probabilities: no importance "
@@ -130,8 +148,23 @@ _COUNTS = {
 }
 
 
+def _num_restarted(table: pa.Table) -> int:
+    """Count trajectories that return to the prompt of their first step after a different one.
+
+    Several samples of one prompt (`n` of a request) are adjacent and do not count.
+    """
+    prompt = Ragged.from_arrow(table.column("prompt_token_ids"))
+    index = np.asarray(table.column("step_index"), np.int64)
+    first = np.arange(len(index)) - index
+    alike = (prompt.lengths == prompt.lengths[first]) & (prompt.lengths > 0)
+    for row in np.flatnonzero(alike & (index > 0)).tolist():
+        alike[row] = np.array_equal(prompt.row(row), prompt.row(int(first[row])))
+    again = np.flatnonzero(alike[1:] & ~alike[:-1] & (index[1:] > 0)) + 1
+    return len(np.unique(first[again]))
+
+
 def _numbers(table: pa.Table) -> set[str]:
-    """The names of all metrics."""
+    """Return the names of all metrics."""
     if "metrics" not in table.column_names:
         return set()
     metrics = table.column("metrics").combine_chunks()

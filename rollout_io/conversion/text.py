@@ -1,4 +1,4 @@
-"""What a log holds as text alone, to steps with tokens: by re-tokenisation, or refused."""
+"""Conversion of logged text to steps with tokens, by re-tokenisation."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 
-from rollout_io.adapters import Completion, Conversation, Step, Trajectory
-from rollout_io.logs.messages import text_of
-from rollout_io.logs.tokens import token_ids
+from rollout_io.conversion.answers import is_answer, with_answers
+from rollout_io.formats.base import Completion, Conversation, Step, Trajectory
+from rollout_io.formats.parsing.messages import text_of
+from rollout_io.formats.parsing.tokens import token_ids
 from schemas.errors import RolloutError
 from schemas.metadata import DatasetMetadata
 
@@ -25,43 +27,51 @@ RETOKENIZED = "retokenized"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Retokenizer:
-    """The tokenizer and chat template that text is to be encoded with.
+    """Tokenizer and chat template for re-tokenisation.
 
     Attributes:
-        directory: Of the tokenizer, local.
+        directory: Local directory of the tokenizer.
         chat_template: Name or file of the template; None: the tokenizer's own.
     """
 
     directory: str
     chat_template: str | None = None
 
-    def conversation(self, conversation: Conversation) -> Step:
-        """A conversation as one row: the first prompt, then all that follows.
+    @property
+    def tokenizer(self) -> ChatTokenizer:
+        """The tokenizer, loaded once per process."""
+        return cached_tokenizer(self.directory, self.chat_template)
 
-        The loss mask is true, and `spans` name, what the model wrote.
+    def conversation(self, conversation: Conversation) -> Step:
+        """Encode a conversation as one row: the first prompt, then everything after it.
+
+        The loss mask is true on the model's messages, and `spans` lists them. An assistant message
+        that is not an answer (`is_answer`) does not train.
         """
         from rollout_io.retokenize import retokenize
 
-        tokenizer = _tokenizer(self.directory, self.chat_template)
         encoded = retokenize(
             conversation.messages,
-            tokenizer,
+            self.tokenizer,
             tools=conversation.tools,
             logprobs=conversation.logprobs,
             num_given=conversation.num_given,
             where=conversation.source,
         )
-        given = conversation.num_given
-        answers = enumerate(conversation.messages[given:], given)
-        first = next(i for i, message in answers if message["role"] == "assistant")
+        first = conversation.num_given
+        spoken = [m for m in conversation.messages[first:] if m["role"] == "assistant"]
+        answers = encoded.spans[[is_answer(message) for message in spoken]]
+        loss_mask = np.zeros_like(encoded.loss_mask)
+        for start, length in answers:
+            loss_mask[start : start + length] = True
         return Step(
             source=conversation.source,
             prompt_token_ids=encoded.prompt_token_ids,
             response_ids=encoded.response_ids,
             rollout_logprobs=encoded.logprobs,
-            loss_mask=encoded.loss_mask,
+            loss_mask=loss_mask,
             trains=conversation.trains,
-            spans=[(int(start), int(length)) for start, length in encoded.spans],
+            spans=[(int(start), int(length)) for start, length in answers],
             token_source=RETOKENIZED,
             reward=conversation.reward,
             stop_reason=conversation.stop_reason,
@@ -74,13 +84,12 @@ class Retokenizer:
         )
 
     def completion(self, text: Completion) -> Step:
-        """Text without roles as one row: both parts as they stand, no template.
+        """Encode text without roles as one row; both parts verbatim, without a template.
 
         Raises:
-            RolloutError: `nonempty_prompt`, `nonempty_response`: one of them has no text.
+            RolloutError: `nonempty_prompt`, `nonempty_response`: one of the texts is empty.
         """
-        tokenizer = _tokenizer(self.directory, self.chat_template)
-        prompt, response = tokenizer.encode([text.prompt, text.response], [text.source] * 2)
+        prompt, response = self.tokenizer.encode([text.prompt, text.response], [text.source] * 2)
         return Step(
             source=text.source,
             prompt_token_ids=token_ids(prompt, "prompt", text.source),
@@ -98,14 +107,14 @@ class Retokenizer:
         )
 
 
-def _tokenizer(directory: str, chat_template: str | None) -> ChatTokenizer:
-    """Loaded once in each process, and again where its files have changed."""
+def cached_tokenizer(directory: str, chat_template: str | None) -> ChatTokenizer:
+    """Load a tokenizer once per process, and again if its files have changed."""
     files = [*sorted(Path(directory).glob("*")), Path(chat_template or directory)]
     versions = tuple(file.stat().st_mtime_ns for file in files if file.is_file())
     return _loaded(directory, chat_template, versions)
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=2)  # the chosen template, and the tokenizer's own to decode exact ids
 def _loaded(directory: str, chat_template: str | None, _: tuple[int, ...]) -> ChatTokenizer:
     from rollout_io.retokenize import load_tokenizer
 
@@ -115,43 +124,56 @@ def _loaded(directory: str, chat_template: str | None, _: tuple[int, ...]) -> Ch
 def retokenizer_of(
     tokenizer: str | None, chat_template: str | None, *, is_needed: bool
 ) -> tuple[Retokenizer | None, DatasetMetadata]:
-    """The re-tokeniser that was asked for, and what the dataset says of the tokenizer.
+    """Return the re-tokeniser, and the tokenizer's metadata for the dataset.
 
     Args:
-        tokenizer: Directory; or, where text need not be encoded, any name.
+        tokenizer: Directory; any other name is only recorded, if no text has to be encoded.
         chat_template: See `Retokenizer`.
-        is_needed: Whether the log is text.
+        is_needed: True if the log is text.
 
     Raises:
-        RolloutError: `tokenizer`, `chat_template`: there is none, or it cannot be used.
+        RolloutError: `tokenizer`, `chat_template`: missing or unusable.
     """
     if tokenizer is None:
         if chat_template is not None:
             got, hint = "a chat template without a tokenizer", "--tokenizer DIR"
             raise RolloutError("tokenizer", "--chat-template", got, "both", hint)
         return None, DatasetMetadata()
-    if not is_needed:
-        return None, DatasetMetadata(tokenizer=tokenizer)
-    made = Retokenizer(directory=tokenizer, chat_template=chat_template)
-    if not Path(tokenizer).is_dir():  # a name will do where all tokens turn out to be exact
+    made = Retokenizer(directory=tokenizer, chat_template=chat_template) if is_needed else None
+    if not Path(tokenizer).is_dir():  # a name suffices if all tokens turn out to be exact
         return made, DatasetMetadata(tokenizer=tokenizer)
-    loaded = _tokenizer(tokenizer, chat_template)
+    loaded = cached_tokenizer(tokenizer, chat_template if is_needed else None)
     metadata = DatasetMetadata(
         tokenizer=tokenizer,
         tokenizer_fingerprint=loaded.fingerprint,
-        chat_template_fingerprint=loaded.template_fingerprint,
+        vocab_size=loaded.vocab_size,
+        chat_template_fingerprint=loaded.template_fingerprint if is_needed else None,
     )
     return made, metadata
 
 
+def about_template(retokenizer: Retokenizer | None) -> dict[str, str]:
+    """Describe the text that a chat template adds to prompts, for the dataset's history."""
+    if retokenizer is None or not Path(retokenizer.directory).is_dir():
+        return {}
+    always, alone = (retokenizer.tokenizer.added_text(system=system) for system in (True, False))
+    if always:
+        return {"template_text": f"the chat template adds to every prompt: {always!r}"}
+    if alone:
+        return {
+            "template_text": f"the chat template adds to prompts without a system message: {alone!r}"
+        }
+    return {}
+
+
 def with_tokens(trajectory: Trajectory, retokenizer: Retokenizer | None) -> list[Step]:
-    """The steps of a trajectory, each conversation and completion re-tokenised.
+    """Return the steps of a trajectory; conversations and completions are re-tokenised.
 
     Raises:
-        RolloutError: `no_token_ids`: text, and no re-tokeniser.
+        RolloutError: `no_token_ids`: there is text but no re-tokeniser; or as for `with_answers`.
     """
     steps = []
-    for step in trajectory.steps:
+    for step in with_answers(trajectory):
         if isinstance(step, Step):
             steps.append(step)
         elif retokenizer is None:
@@ -164,7 +186,7 @@ def with_tokens(trajectory: Trajectory, retokenizer: Retokenizer | None) -> list
 
 
 def text_alone(where: str, got: str = "text alone") -> RolloutError:
-    """The error of a log that has no tokens, where there is no re-tokeniser."""
+    """Return the error for a log without tokens, if there is no re-tokeniser."""
     hint = "--tokenizer DIR (a local one) re-tokenises it: near, not exact; exact tokens come from "
     hint += "the engine (return_token_ids)"
     return RolloutError(NO_TOKENS, where, got, "the ids the engine saw and sampled", hint)
@@ -175,9 +197,9 @@ def _json(sent: Sequence[dict[str, Any]] | str) -> str:
 
 
 def _readable(messages: Sequence[dict[str, Any]]) -> str:
-    """Text of the messages, one after the other; those of others with their role.
+    """Join the texts of messages; all but assistant messages are prefixed with their role.
 
-    What is no text (tool calls, parts) is JSON.
+    Tool calls and other parts that are not text are written as JSON.
     """
     return "\n".join(_text(message) for message in messages)
 

@@ -1,4 +1,4 @@
-"""Tokens from text: conversations that were logged without token ids, by a chat template."""
+"""Tokenise text with a chat template, for conversations that were logged without token ids."""
 
 from typing import TYPE_CHECKING
 

@@ -1,45 +1,68 @@
-"""Chat templates by name or from a file."""
+"""Chat templates, by name or from a file."""
 
 from __future__ import annotations
 
 import difflib
-from importlib.resources import files
 from pathlib import Path
 
+from rollout_io.dataset.opening import open_input
 from schemas.errors import RolloutError
 
 MAX_TEMPLATE_BYTES = 1_000_000
 
-TEMPLATE_NAMES = ("qwen3_acc_thinking", "qwen3_with_thinking", "qwen3_without_thinking")
-"""Templates that come with the package, for Qwen3 and other ChatML models with <think> tags.
+KEEPS_ALL = "chatml_tools_thinking"
+TEMPLATES = {
+    KEEPS_ALL: "everything in a conversation: all roles, tools, tool calls, thinking",
+    "qwen3_acc_thinking": "tools and tool calls; keeps the thinking in every message's content",
+    "qwen3_with_thinking": "system, user and assistant; content unchanged",
+    "qwen3_without_thinking": "the same, but only the last assistant message keeps its thinking",
+}
+"""Templates in the package, for ChatML tokenizers (`<|im_start|>`, `<|im_end|>`), with a summary.
 
+- chatml_tools_thinking: everything in a conversation: all roles, tools, tool calls, reasoning in
+  <think> tags before the content, consecutive tool messages in one user block. It adds no text
+  besides these markers and the tool definitions. A conversation only ever grows at its end.
 - qwen3_acc_thinking: tools, tool calls, consecutive tool messages in one user block; assistant
   content verbatim, thinking kept in every message ("accumulated"), so that a conversation only
-  ever grows at its end. `reasoning_content` is not rendered: thinking belongs in the content.
+  ever grows at its end. `reasoning_content` is not rendered: put thinking into the content.
 - qwen3_with_thinking: plain ChatML (system, user, assistant), content verbatim. No tools.
-- qwen3_without_thinking: the same, but an assistant message that is not the conversation's last
-  one loses all up to its last </think>. Re-tokenisation renders each message as the last one
-  (see `encode_messages`), so there it equals qwen3_with_thinking.
+- qwen3_without_thinking: the same, but every assistant message except the conversation's last
+  loses everything up to its last </think>. Re-tokenisation renders each message as the last one
+  (see `encode_messages`), so the result equals that of qwen3_with_thinking.
 """
 
 
-def find_template(name_or_path: str) -> str:
-    """The text of a chat template.
-
-    Args:
-        name_or_path: One of `TEMPLATE_NAMES`, else a file (UTF-8, at most 1 MB).
+def template_path(name: str) -> Path:
+    """Return the file of a template in the package.
 
     Raises:
-        RolloutError: chat_template: no such name or file, not a regular file, too large, not text.
+        RolloutError: chat_template: there is no template of this name.
+
+    Example:
+        >>> template_path("chatml_tools_thinking").name
+        'chatml_tools_thinking.jinja'
     """
-    if name_or_path in TEMPLATE_NAMES:
-        template = files("rollout_io.retokenize") / "templates" / f"{name_or_path}.jinja"
-        return template.read_text(encoding="utf-8")
+    if name not in TEMPLATES:
+        raise _refused(name, "no such template", "a template's name", _names_near(name))
+    return Path(__file__).with_name("templates") / f"{name}.jinja"
+
+
+def find_template(name_or_path: str) -> str:
+    """Return the text of a chat template.
+
+    Args:
+        name_or_path: A key of `TEMPLATES`, or a file (UTF-8, at most 1 MB).
+
+    Raises:
+        RolloutError: chat_template: unknown name or file, not a regular file, too large, not UTF-8.
+    """
+    if name_or_path in TEMPLATES:
+        return template_path(name_or_path).read_text(encoding="utf-8")
     path = Path(name_or_path)
     if not path.is_file():
         raise _unknown(name_or_path, path)
     try:
-        with path.open("rb") as file:
+        with open_input(path) as file:
             content = file.read(MAX_TEMPLATE_BYTES + 1)
         text = content.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -51,9 +74,12 @@ def find_template(name_or_path: str) -> str:
 
 def _unknown(name: str, path: Path) -> RolloutError:
     got = "not a regular file" if path.exists() else "no such file"
-    near = difflib.get_close_matches(name, TEMPLATE_NAMES, 1)
-    hint = f"did you mean {near[0]}?" if near else "names: " + ", ".join(TEMPLATE_NAMES)
-    return _refused(name, got, "a template's name or file", hint)
+    return _refused(name, got, "a template's name or file", _names_near(name))
+
+
+def _names_near(name: str) -> str:
+    near = difflib.get_close_matches(name, TEMPLATES, 1)
+    return f"did you mean {near[0]}?" if near else "names: " + ", ".join(TEMPLATES)
 
 
 def _refused(name: str, got: str, expected: str, hint: str | None = None) -> RolloutError:

@@ -1,11 +1,11 @@
-"""Tokens of single messages: the fixed-base encoding.
+"""The fixed-base encoding of messages: their tokens after a constant base conversation.
 
-Rendering the messages alone would add a default system prompt. Rendering them inside their own
-conversation would not give what the model generated either: templates like Qwen3's look at the
-position. They strip <think>...</think> from assistant messages that a user message follows, and put
-an empty think block into the last one that has none, so a message's text changes when another is
-appended. After the base every assistant message is the last one, and answers the last user message:
-the position it was generated in, with its thinking.
+Rendering messages alone would add a default system prompt. Rendering them in their own conversation
+would not reproduce what the model generated either: templates like Qwen3's depend on the position.
+They strip <think>...</think> from assistant messages before the last user message, and put an empty
+think block into the last assistant message if it has none, so a message's text changes when another
+is appended. After the base, every assistant message is the last one and follows the last user
+message: the position in which it was generated, with its thinking.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ BASE: tuple[Message, ...] = (
     {"role": "system", "content": "You are a helpful assistant."},
     {"role": "user", "content": "I am a user."},
 )
-"""The conversation that messages are rendered after; it never changes."""
+"""Conversation before the messages when they are rendered; it never changes."""
 
 
 @dataclass(frozen=True, slots=True)
 class FixedBase:
-    """What the base conversation renders to, once per tokenizer and tools.
+    """The rendering of the base conversation, computed once per tokenizer and tools.
 
     Attributes:
         text: The rendered base.
-        anchor: The end of `text` from its last EOS token on (all of it, where there is none).
-            Tokenizers cut texts at special tokens, so encoding what follows the base needs no
-            more of it than this.
+        anchor: Tail of `text` from its last EOS token (the whole text if there is none). Tokenizers
+            split texts at special tokens, so this tail suffices as context to encode what follows
+            the base.
         anchor_ids: Ids of `anchor`.
-        generation_prompt: Header of an assistant message that follows the base.
-        generation_prompt_ids: Its ids.
+        generation_prompt: Header of an assistant message after the base.
+        generation_prompt_ids: Ids of that header.
     """
 
     text: str
@@ -52,7 +52,7 @@ class FixedBase:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Text and ids of some messages, without the base."""
+    """Text and ids of messages, without the base."""
 
     text: str
     ids: list[int]
@@ -65,34 +65,35 @@ def encode_messages(
     *,
     where: str = "messages",
 ) -> npt.NDArray[np.int32]:
-    r"""Ids of some messages as they stand in a conversation, whatever stands before them.
+    r"""Return the ids of messages, independent of the conversation around them.
 
-    The fixed-base encoding, with ids() the tokenizer and `base` a system and a user message:
+    This is the fixed-base encoding, with ids() the tokenizer and `base` a system and a user
+    message:
 
         encode(messages) = ids(template(base + messages)) minus its prefix ids(template(base))
 
-    Nothing simpler does: this module's docstring says why.
+    See this module's docstring for why nothing simpler works.
 
-    Consecutive tool messages belong in one call: Qwen3 renders them as one user block.
+    Pass consecutive tool messages in one call: Qwen3 renders them as one user block.
 
     Source: https://jybsuper.github.io/posts/multiturn_tokenization/
 
     Args:
         messages: OpenAI-style messages (`rollout_io.retokenize.messages.normalize`).
         tokenizer: From `load_tokenizer`.
-        tools: Tool schemas, as given to the template.
-        where: Place of the conversation, for errors.
+        tools: Tool schemas for the template.
+        where: Name of the conversation, for errors.
 
     Returns:
         [tokens] int32; empty for no messages.
 
     Raises:
-        RolloutError: chat_template: the template raised on the base or the messages; fixed_base:
-            the base is no prefix of base + messages; generation_prompt: the template has none
-            where it needs one; message; tool_arguments; tokenizer.
+        RolloutError: chat_template: the template raised an error; fixed_base: the base is not a
+            prefix of base + messages; generation_prompt: the template has none where it needs
+            one; message; tool_arguments; tokenizer.
 
     Example:
-        With Qwen3's tokenizer and its own template, and the same for a question after an answer:
+        With Qwen3's tokenizer and template:
 
         >>> encode_messages([{"role": "user", "content": "Hi"}], tokenizer).tolist()
         [151644, 872, 198, 13048, 151645, 198]
@@ -114,16 +115,16 @@ def encode_pieces(
     tools: Tools | None,
     places: Sequence[str],
 ) -> list[Piece]:
-    """Text and ids of each run of messages after the fixed base; linear in their number.
+    """Encode each run of messages after the fixed base, in linear time.
 
     Args:
-        runs: Normalised messages, at least one each.
+        runs: Normalised messages, at least one per run.
         tokenizer: From `load_tokenizer`.
         tools: Tool schemas.
-        places: Place of each run, for errors.
+        places: Name of each run, for errors.
 
     Raises:
-        RolloutError: As `encode_messages`.
+        RolloutError: As for `encode_messages`.
     """
     if not runs:
         return []
@@ -143,12 +144,12 @@ def encode_pieces(
 
 
 def fixed_base(tokenizer: ChatTokenizer, tools: Tools | None, where: str) -> FixedBase:
-    """The rendered base conversation; made once per tokenizer and tools.
+    """Return the rendered base conversation, cached per tokenizer and tools.
 
     Raises:
-        RolloutError: tools: not JSON; chat_template: the template does not take the base;
-            fixed_base: its generation prompt is not at the end; generation_prompt: it has none,
-            and writes a header before assistant messages all the same.
+        RolloutError: tools: not JSON; chat_template: the template fails on the base; fixed_base:
+            its generation prompt is not at the end; generation_prompt: it has none, yet writes a
+            header before assistant messages.
     """
     try:
         key = json.dumps(list(tools) if tools else None)
@@ -169,13 +170,14 @@ def _fixed_base(tokenizer: ChatTokenizer, tools_json: str) -> FixedBase:
     anchor = text[max(start, 0) :]
     ids, anchor_ids, both = tokenizer.encode([text, anchor, anchor + header], [where] * 3)
     if ids[len(ids) - len(anchor_ids) :] != anchor_ids:
+        # The tail alone merges differently here: use the whole base as context.
         anchor, anchor_ids = text, ids
         (both,) = tokenizer.encode([prompted], [where])
     return FixedBase(text, anchor, anchor_ids, header, both[len(anchor_ids) :])
 
 
 def _check_headless(tokenizer: ChatTokenizer, text: str, tools: Tools | None, where: str) -> None:
-    """Without a generation prompt, what stands before an answer would pass for generated."""
+    """Refuse a template whose headers would count as generated, as it has no generation prompt."""
     answer = {"role": "assistant", "content": "answer"}
     shown = _after(text, tokenizer.render([*BASE, answer], tools, where=where), where)
     if not shown.lstrip().startswith("answer"):

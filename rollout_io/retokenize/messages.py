@@ -1,9 +1,8 @@
-"""Chat messages as harnesses log them, brought to the one form that chat templates take."""
+"""Conversion of logged chat messages to the form that chat templates expect."""
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,18 +13,18 @@ TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 
 
 def normalize(message: object, where: str) -> dict[str, Any]:
-    """A copy of a message as chat templates take it; the message itself stays as it is.
+    """Return a copy of a message in the form that chat templates expect.
 
-    - `content`: None or absent becomes "", a list of text parts their text joined by newlines
-      (as vLLM does for templates that take strings).
-    - `tool_calls`: arguments that are a JSON string (OpenAI's form) become an object, as
-      Transformers asks and vLLM does before it renders; no arguments become {}.
-    - reasoning under any name in use (`reasoning_content`, `reasoning`, `thinking`) is
+    - `content`: None or absent becomes ""; text parts are joined by newlines, as vLLM does for
+      templates that expect strings.
+    - `tool_calls`: arguments in a JSON string (OpenAI's form) become an object, which Transformers
+      requires and vLLM converts to; missing arguments become {}.
+    - Reasoning under any common name (`reasoning_content`, `reasoning`, `thinking`) becomes
       `reasoning_content`.
 
     Raises:
-        RolloutError: message: not an object with a role, content that is no text (an image is
-            refused by the name of its part); tool_arguments: arguments that are no JSON object.
+        RolloutError: message: not an object with a role, or content that is not text (the error
+            names an image part); tool_arguments: arguments that are not a JSON object.
 
     Example:
         >>> call = {"function": {"name": "add", "arguments": '{"a": 1}'}}
@@ -42,17 +41,6 @@ def normalize(message: object, where: str) -> dict[str, Any]:
     if "tool_calls" in result:
         result["tool_calls"] = _tool_calls(result["tool_calls"], where)
     return result
-
-
-def texts_of(message: Mapping[str, Any]) -> list[str]:
-    """What a rendering of a normalised assistant message must hold, whatever its layout.
-
-    Its reasoning, its content between think tags, the names of the tools it calls.
-    """
-    names = [_function_of(call)["name"] for call in message.get("tool_calls", [])]
-    contents = re.split(r"</?think>", message["content"])
-    texts = [message.get("reasoning_content", ""), *contents, *names]
-    return [stripped for text in texts if (stripped := text.strip())]
 
 
 def _text(content: object, where: str) -> str:
@@ -88,7 +76,7 @@ def _tool_call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _function_of(call: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part of a call that names the tool: OpenAI's `function`, or the call itself."""
+    """Return the part of a call that names the tool: OpenAI's `function`, or the call itself."""
     function = call.get("function")
     return function if isinstance(function, Mapping) else call
 

@@ -1,8 +1,8 @@
 r"""Prompt, response and loss mask of a logged conversation.
 
-Where the first answer begins with whitespace that fuses with the end of the generation prompt
-("\n" + "\n" is one token), the fused token is the response's first, and the prompt ends before it,
-so that prompt + response still is the conversation's text.
+If the first answer begins with whitespace that fuses with the end of the generation prompt ("\n" +
+"\n" is one token), the fused token becomes the first token of the response, and the prompt ends
+before it. Prompt + response is then still the text of the conversation.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rollout_io.retokenize.fixed_base import FixedBase, Piece, encode_pieces, fixed_base
-from rollout_io.retokenize.messages import normalize, texts_of
+from rollout_io.retokenize.fixed_base import BASE, FixedBase, Piece, encode_pieces, fixed_base
+from rollout_io.retokenize.kept import dropped, refuse_dropped, refuse_dropped_texts
+from rollout_io.retokenize.messages import normalize
 from rollout_io.retokenize.tokenizer import ChatTokenizer, Message, Tools
 from schemas.errors import RolloutError
 
@@ -25,14 +26,14 @@ Logprobs = Sequence[Sequence[float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseTokens:
-    """Tokens of the messages of a response.
+    """Tokens of the messages in a response.
 
     Attributes:
         response_ids: [tokens] int32.
-        loss_mask: [tokens] bool; true exactly on what the model generates.
-        logprobs: [tokens] float32 nats, 0.0 where `loss_mask` is false; None: not given.
-        spans: [assistant messages, 2] int32: start and length of each one's generated tokens, in
-            order (`start` and `length` of the table's `segments`).
+        loss_mask: [tokens] bool; true exactly on the tokens that the model generates.
+        logprobs: [tokens] float32 nats, 0.0 where `loss_mask` is false; None if unknown.
+        spans: [assistant messages, 2] int32: start and length of each message's generated tokens,
+            in order (`start` and `length` of the table's `segments`).
     """
 
     response_ids: npt.NDArray[np.int32]
@@ -43,10 +44,10 @@ class ResponseTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retokenized(ResponseTokens):
-    """Tokens of a conversation: a prompt and a response.
+    """Tokens of a conversation: prompt and response.
 
     Attributes:
-        prompt_token_ids: [tokens] int32: all before the first generated token.
+        prompt_token_ids: [tokens] int32: everything before the first generated token.
     """
 
     prompt_token_ids: npt.NDArray[np.int32]
@@ -54,7 +55,7 @@ class Retokenized(ResponseTokens):
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """An assistant message, or the run of other messages between two of them."""
+    """An assistant message, or a run of other messages between two of them."""
 
     is_assistant: bool
     messages: list[dict[str, Any]]
@@ -70,27 +71,27 @@ def retokenize(
     num_given: int = 0,
     where: str = "messages",
 ) -> Retokenized:
-    r"""Turn a logged conversation into prompt, response and loss mask.
+    r"""Convert a logged conversation to prompt, response and loss mask.
 
         prompt   = ids(template(messages before the first answer, generation prompt))
         response = the first answer after its header, then all later messages,
                    each encoded after a fixed base (`encode_messages`)
 
-    The ids can differ from those the model sampled (text does not say how it was cut into
-    tokens): mark such rows `token_source = "retokenized"`.
+    The ids may differ from those that were sampled, as text does not determine its tokenisation:
+    mark such rows `token_source = "retokenized"`.
 
     Args:
         messages: The conversation: any roles up to the first assistant message, then assistant,
             user and tool.
         tokenizer: From `load_tokenizer`.
-        tools: Tool schemas, as given to the template.
-        logprobs: One list per assistant message, as long as its span, nats; None: none known.
-        num_given: Leading messages that were given to the model, whoever wrote them (examples,
-            what a shortened history kept): the first answer is the first assistant message after.
-        where: Place of the conversation, for errors.
+        tools: Tool schemas for the template.
+        logprobs: Log-probabilities of each assistant message's span, nats; None if unknown.
+        num_given: Number of leading messages that are part of the prompt whoever wrote them, such
+            as few-shot examples or a shortened history; the first answer comes after these.
+        where: Name of the conversation, for errors.
 
     Raises:
-        RolloutError: retokenize: no answer, or nothing before it; and as `encode_response`.
+        RolloutError: retokenize: no answer, or nothing before it; otherwise as `encode_response`.
 
     Example:
         With SmolLM2's tokenizer and template ("<|im_start|>" is 1, "<|im_end|>" 2, newline 198):
@@ -121,26 +122,26 @@ def encode_response(
     logprobs: Logprobs | None = None,
     where: str = "messages",
 ) -> ResponseTokens:
-    r"""Ids, loss mask and log-probabilities of the messages that follow a prompt.
+    r"""Encode the messages after a prompt: ids, loss mask and log-probabilities.
 
     Each assistant message, and each run of other messages between two of them, is encoded after a
-    fixed base (`encode_messages`) and appended. Of an assistant message, the header (the
-    generation prompt) and what follows the last EOS token are false in the mask; where no EOS
-    token is found, all after the header is true. A token in which the header's end is fused with
-    the message's leading whitespace is true. User and tool messages are false.
+    fixed base (`encode_messages`) and appended. In an assistant message, the mask is false on the
+    header (the generation prompt) and after the last EOS token; without an EOS token, everything
+    after the header is true. A token that fuses the header's end with leading whitespace of the
+    message is true. User and tool messages are false.
 
     Args:
-        messages: assistant, user and tool messages.
+        messages: Assistant, user and tool messages.
         tokenizer: From `load_tokenizer`.
-        tools: Tool schemas, as given to the template.
-        logprobs: One list per assistant message (none for no such message), as long as its span.
-        where: Place of the conversation, for errors.
+        tools: Tool schemas for the template.
+        logprobs: Log-probabilities of each assistant message's span.
+        where: Name of the conversation, for errors.
 
     Raises:
         RolloutError: message_role: another role; generation_prompt: an assistant message that
             does not begin with the generation prompt, or renders to nothing after it; text_kept:
-            the template leaves out what a message says; lengths_align: a wrong number of lists or
-            values; and as `encode_messages`.
+            the template drops a part of a message; lengths_align: a wrong number of lists or
+            values; otherwise as `encode_messages`.
 
     Example:
         With SmolLM2's tokenizer and template:
@@ -185,7 +186,9 @@ def _response(
     ids: list[int] = []
     spans: list[tuple[int, int]] = []
     for turn, piece in zip(turns, pieces, strict=True):
-        _check_kept(turn, piece)
+        refuse_dropped(turn.messages, piece.text, tokenizer, tools, turn.where)
+        if not piece.ids:
+            raise dropped(f"the {turn.messages[0]['role']} message", tokenizer, turn.where)
         if turn.is_assistant:
             start, end = _generated(piece, base, tokenizer.eos_token_id, turn.where)
             spans.append((len(ids) + start, end - start))
@@ -220,18 +223,8 @@ def _check_role(role: str, where: str) -> None:
         raise RolloutError("message_role", where, f"role {role!r}", expected, hint)
 
 
-def _check_kept(turn: _Turn, piece: Piece) -> None:
-    wanted = texts_of(turn.messages[0]) if turn.is_assistant else []
-    lost = [text for text in wanted if text not in piece.text]
-    if lost or not piece.ids:
-        what = f"{lost[0]!r:.60}" if lost else f"the {turn.messages[0]['role']} message"
-        got, expected = f"a chat template that leaves out {what}", "all of the message"
-        hint = "another template (--chat-template), or put the text into the message's content"
-        raise RolloutError("text_kept", turn.where, got, expected, hint)
-
-
 def _generated(piece: Piece, base: FixedBase, eos: int | None, where: str) -> tuple[int, int]:
-    """Start and end of an assistant message's generated tokens."""
+    """Return start and end of an assistant message's generated tokens."""
     pairs = enumerate(zip(piece.ids, base.generation_prompt_ids, strict=False))
     shorter = min(len(piece.ids), len(base.generation_prompt_ids))
     start = next((i for i, (ours, header) in pairs if ours != header), shorter)
@@ -270,20 +263,37 @@ def _prompt(
     tools: Tools | None,
     where: str,
 ) -> npt.NDArray[np.int32]:
-    """Ids of what stands before an answer, whose first token takes over the generation prompt's end.
+    """Return the ids of the prompt, without the tokens that fuse with the answer's first text.
 
     Args:
-        messages: Those before it.
-        num_kept: Tokens of the generation prompt that stay.
+        messages: Messages before the answer.
+        num_kept: Number of generation-prompt tokens that belong to the prompt.
         tokenizer: From `load_tokenizer`.
         tools: Tool schemas.
-        where: For errors.
+        where: Name of the conversation, for errors.
     """
     base = fixed_base(tokenizer, tools, where)
+    if tools and base.text == fixed_base(tokenizer, None, where).text:
+        raise dropped("the definitions of the tools", tokenizer, where)
     text = tokenizer.render(messages, tools, generation_prompt=True, where=where)
+    refuse_dropped_texts(messages, text, tokenizer, where)
+    _check_given_calls(messages, tokenizer, tools, where)
     ids, header = tokenizer.encode([text], [where])[0], base.generation_prompt_ids
     start = len(ids) - len(header)
     if ids[start:] != header:
         got = "a generation prompt that depends on the conversation"
         raise RolloutError("generation_prompt", where, got, repr(base.generation_prompt))
     return np.array(ids[: start + num_kept], np.int32)
+
+
+def _check_given_calls(
+    messages: Sequence[dict[str, Any]], tokenizer: ChatTokenizer, tools: Tools | None, where: str
+) -> None:
+    """Check the tool calls of answers in a prompt; `refuse_dropped_texts` checks their content."""
+    base = fixed_base(tokenizer, tools, where).text
+    for index, message in enumerate(messages):
+        if message.get("tool_calls"):
+            place = f"{where}, message {index}"
+            said = {k: v for k, v in message.items() if k != "reasoning_content"}
+            text = tokenizer.render([*BASE, said], tools, where=place).removeprefix(base)
+            refuse_dropped([said], text, tokenizer, tools, place)

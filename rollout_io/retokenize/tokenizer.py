@@ -1,4 +1,4 @@
-"""A local tokenizer together with a chat template: text in, ids out, errors for people."""
+"""A local tokenizer with a chat template: text to ids, with errors that name the text."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from rollout_io.dataset.opening import refuse_irregular
 from rollout_io.retokenize.chat_template import find_template
 from schemas.errors import RolloutError
 
@@ -24,15 +25,17 @@ _LONE = re.compile("[\ud800-\udfff]")
 
 @dataclass(frozen=True, eq=False)
 class ChatTokenizer:
-    """A tokenizer whose chat template is fixed; `load_tokenizer` makes one.
+    """A tokenizer with a fixed chat template; create it with `load_tokenizer`.
 
     Attributes:
-        name: The directory it was loaded from.
-        backend: The Transformers tokenizer; its `chat_template` is the one in use.
+        name: Directory that it was loaded from.
+        backend: The Transformers tokenizer; `chat_template` is the template in use.
+        template_kwargs: Arguments of every template call, such as `enable_thinking`.
     """
 
     name: str
     backend: Any
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
 
     @property
     def eos_token(self) -> str | None:
@@ -48,28 +51,48 @@ class ChatTokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 (hex) of vocabulary, merges, normalisation and added tokens.
+        """SHA-256 (hex) of the mapping from ids to tokens, including added tokens.
 
-        The same for every copy of a tokenizer, however its files are formatted.
+        It is equal for all copies of a tokenizer, whatever the format of their files and their text
+        processing (normalisation, added special tokens, padding, templates).
         """
-        fast = getattr(self.backend, "backend_tokenizer", None)
-        if fast is None:
-            return _digest(json.dumps(self.backend.get_vocab(), sort_keys=True))
-        parts = json.loads(fast.to_str())
-        content = {k: v for k, v in parts.items() if k not in {"truncation", "padding", "version"}}
-        return _digest(json.dumps(content, sort_keys=True))
+        return _digest(json.dumps(self.backend.get_vocab(), sort_keys=True))
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """Exclusive upper bound of the ids, including those of added tokens."""
+        return 1 + int(max(self.backend.get_vocab().values()))
 
     @cached_property
     def template_fingerprint(self) -> str | None:
-        """SHA-256 (hex) of the chat template's text (of named templates: of all, as JSON).
+        """SHA-256 (hex) of the chat template's text; of several named templates, of all as JSON.
 
-        None: there is no template.
+        With `template_kwargs`, of both as JSON. None if there is no template.
         """
         template = self.backend.chat_template
         if not template:
             return None
-        is_text = isinstance(template, str)
+        is_text = isinstance(template, str) and not self.template_kwargs
+        if self.template_kwargs:
+            template = [template, dict(self.template_kwargs)]
         return _digest(template if is_text else json.dumps(template, sort_keys=True))
+
+    def added_text(self, *, system: bool) -> str:
+        """Return text that the chat template adds to a user message, alone or after a system message.
+
+        Special tokens and role names are omitted. Empty if nothing is added or there is no
+        template.
+        """
+        roles = ("system", "user") if system else ("user",)
+        messages = [{"role": role, "content": f"the-{role}-text"} for role in roles]
+        try:
+            text = self.render(messages)
+        except RolloutError:
+            return ""
+        marks = sorted(map(str, self.backend.get_added_vocab()), key=len, reverse=True)
+        marks += [message["content"] for message in messages]
+        pieces = re.split("|".join(map(re.escape, marks)), text)
+        return "\n".join(added for piece in pieces if (added := _without_role(piece)))
 
     def render(
         self,
@@ -79,10 +102,10 @@ class ChatTokenizer:
         generation_prompt: bool = False,
         where: str = "messages",
     ) -> str:
-        """The text of a conversation, with the header of the next assistant message if asked.
+        """Render a conversation as text, optionally with the header of the next assistant message.
 
         Raises:
-            RolloutError: chat_template: the template raised, or there is none.
+            RolloutError: chat_template: the template raised an error, or there is none.
         """
         if not self.backend.chat_template:
             raise _without_template(self.name)
@@ -90,10 +113,10 @@ class ChatTokenizer:
             text = self.backend.apply_chat_template(
                 [dict(message) for message in messages],
                 tools=list(tools) if tools else None,
-                add_generation_prompt=generation_prompt,
-                tokenize=False,
+                **self.template_kwargs
+                | {"add_generation_prompt": generation_prompt, "tokenize": False},
             )
-        except Exception as error:  # a template may raise anything
+        except Exception as error:  # a template is a program and may raise anything
             got = f"an error in the chat template: {_one_line(error)}"
             hint = f"it was given {_roles(messages)}; another template: --chat-template"
             raise RolloutError(
@@ -104,11 +127,11 @@ class ChatTokenizer:
     def render_marked(
         self, messages: Sequence[Message], *, where: str = "messages"
     ) -> tuple[list[int], list[bool]]:
-        """Ids of a conversation, and which of them its template marks with {% generation %}.
+        """Return the ids of a conversation, and true for those inside {% generation %} blocks.
 
         Raises:
-            RolloutError: chat_template: the template raised, or there is none; assistant_masks: it
-                has no such marks.
+            RolloutError: chat_template: the template raised an error, or there is none;
+                assistant_masks: it has no such blocks.
         """
         if not _MARK.search(str(self.backend.chat_template or "")):
             hint = "chat_template = qwen3_without_thinking, or a file with such marks"
@@ -117,21 +140,20 @@ class ChatTokenizer:
         self.render(messages, where=where)
         made = self.backend.apply_chat_template(
             [dict(message) for message in messages],
-            tokenize=True,
-            return_dict=True,
-            return_assistant_tokens_mask=True,
+            **self.template_kwargs
+            | {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True},
         )
         return list(made["input_ids"]), [bool(mark) for mark in made["assistant_masks"]]
 
     def encode(self, texts: Sequence[str], places: Sequence[str]) -> list[list[int]]:
-        """Ids of each text, with no special tokens added; those in the text are recognised.
+        """Return the ids of each text; adds no special tokens but recognises those in the text.
 
         Args:
-            texts: Any number.
-            places: Place of each text, for errors.
+            texts: Any number of texts.
+            places: Name of each text, for errors.
 
         Raises:
-            RolloutError: tokenizer: a text that is no Unicode (lone surrogates).
+            RolloutError: tokenizer: a text is invalid Unicode (lone surrogates).
         """
         if not texts:
             return []
@@ -147,32 +169,48 @@ class ChatTokenizer:
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of the ids, special tokens included, nothing cleaned up."""
+        """Return the text of the ids, with special tokens and without clean-up."""
         plain = [int(token) for token in ids]
         text = self.backend.decode(
             plain, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         return str(text)
 
+    def decode_each(self, ids: Sequence[int]) -> str:
+        """Decode each id separately, as engines do next to log-probabilities, and join the texts."""
+        known = self._token_texts
+        for token in {*ids} - known.keys():
+            known[token] = self.decode([token])
+        return "".join([known[token] for token in ids])
+
+    @cached_property
+    def _token_texts(self) -> dict[int, str]:
+        return {}
+
 
 def load_tokenizer(
     path: str | os.PathLike[str], chat_template: str | None = None, *, needs_template: bool = True
 ) -> ChatTokenizer:
-    """Load a tokenizer from a local directory; nothing is downloaded, no code of it is run.
+    """Load a tokenizer from a local directory, without downloads and without running its code.
 
     Args:
         path: Directory of a downloaded model.
-        chat_template: Name or file of a template (`find_template`); None: the tokenizer's own.
-        needs_template: Whether a tokenizer without a template is refused: text alone needs none.
+        chat_template: Name or file of a template (`find_template`); None: that of the tokenizer.
+        needs_template: If true, refuse a tokenizer without a template; encoding text needs none.
 
     Raises:
-        RolloutError: tokenizer: not a directory, or none that loads there; chat_template: no such
-            template, or the tokenizer has none; extra_installed: no `transformers`.
+        RolloutError: input_file: one of its files is not a regular file; tokenizer: not a
+            directory, or it cannot be loaded; chat_template: unknown template, or the tokenizer has
+            none;
+            extra_installed: `transformers` is missing.
     """
     where = os.fspath(path)
     if not Path(where).is_dir():
         hint = "give the directory of a downloaded model"
         raise RolloutError("tokenizer", where, "no such directory", "a local directory", hint)
+    for file in Path(where).iterdir():
+        if not file.is_dir():
+            refuse_irregular(file)  # Transformers would block on a pipe
     template = None if chat_template is None else find_template(chat_template)
     backend = _load(where)
     if template is not None:
@@ -201,11 +239,16 @@ def _load(where: str) -> Any:
             where, local_files_only=True, trust_remote_code=False
         )
         is_empty = not backend.encode("user", add_special_tokens=False)
-    except Exception as error:  # transformers raises what its files make it raise
+    except Exception as error:  # Transformers lets any error of its parsers through
         raise RolloutError("tokenizer", where, _one_line(error), "a tokenizer", hint) from None
     if is_empty:
         raise RolloutError("tokenizer", where, "no vocabulary", "a tokenizer", hint)
     return backend
+
+
+def _without_role(text: str) -> str:
+    first, _, rest = text.strip().partition("\n")
+    return rest.strip() if first.strip() in {"system", "user"} else text.strip()
 
 
 def _digest(text: str) -> str:

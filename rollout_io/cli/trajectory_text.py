@@ -1,0 +1,255 @@
+"""A trajectory as text: the prompt, the sampled tokens and the trained tokens of each step."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from rollout_io.dataset.prefix_layout import common_prefix
+
+Decode = Callable[[Sequence[int]], str]
+Kind = Literal["trained", "masked", "observed"]
+
+COLUMNS = (
+    *("trajectory_id", "step_index", "prompt_token_ids", "response_ids", "loss_mask", "segments"),
+    *("reward", "stop_reason", "agent", "error", "messages", "response_text"),
+)
+"""Columns that a view uses; nullable ones may be absent."""
+
+MARKS: dict[Kind, tuple[str, str]] = {
+    "trained": ("[+ ", " +]"),
+    "masked": ("[- ", " -]"),
+    "observed": ("[. ", " .]"),
+}
+STYLES: dict[Kind, str] = {"trained": "32", "masked": "33", "observed": "2"}
+LEGEND: dict[Kind, str] = {
+    "trained": "trains",
+    "masked": "sampled, does not train",
+    "observed": "not sampled",
+}
+
+SHOWN_CHARS = 400  # of a prompt's text
+SHOWN_IDS = 24  # of a span without text
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Span:
+    """Adjacent response tokens of one kind.
+
+    Attributes:
+        kind: `trained`; `masked` (sampled, loss_mask false); `observed` (in no segment).
+        num_tokens: Number of tokens.
+        text: Decoded text, or the ids if there is neither a tokenizer nor recorded text.
+    """
+
+    kind: Kind
+    num_tokens: int
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepView:
+    """One row of a trajectory.
+
+    Attributes:
+        num_shared_tokens: Number of leading prompt tokens that the previous row also holds.
+        num_new_tokens: Number of the remaining prompt tokens.
+        prompt: Text of the new part, or of the last message sent; None if unknown.
+        num_steps: Number of steps in the row; more than one if it is merged.
+        others: The columns of the same names.
+    """
+
+    step_index: int
+    num_steps: int
+    agent: str | None
+    stop_reason: str | None
+    reward: float | None
+    num_shared_tokens: int
+    num_new_tokens: int
+    prompt: str | None
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrajectoryView:
+    """A trajectory; `reward` is that of its last row."""
+
+    trajectory_id: str
+    reward: float | None
+    error: str | None
+    steps: tuple[StepView, ...]
+
+
+def view_trajectory(rows: Sequence[dict[str, Any]], decode: Decode | None = None) -> TrajectoryView:
+    """Build the view of one trajectory.
+
+    Args:
+        rows: The rows in order, each a dict of the columns `COLUMNS`.
+        decode: Converts ids to text; None shows the `response_text` of each step, or the ids.
+
+    Example:
+        >>> row = {"trajectory_id": "a_0", "step_index": 0, "prompt_token_ids": [1, 2]}
+        >>> row |= {"response_ids": [3, 4], "loss_mask": [True, False]}
+        >>> [(s.kind, s.text) for s in view_trajectory([row]).steps[0].spans]
+        [('trained', '3'), ('masked', '4')]
+    """
+    before = np.zeros(0, np.int32)
+    steps = []
+    for row in rows:
+        prompt = np.asarray(row["prompt_token_ids"], np.int32)
+        steps.append(_step(row, prompt, common_prefix(before, prompt), decode))
+        before = np.concatenate([prompt, np.asarray(row["response_ids"], np.int32)])
+    errors = (row.get("error") for row in rows)
+    return TrajectoryView(
+        trajectory_id=rows[0]["trajectory_id"],
+        reward=rows[-1].get("reward"),
+        error=next((error for error in errors if error is not None), None),
+        steps=tuple(steps),
+    )
+
+
+def _step(
+    row: dict[str, Any], prompt: npt.NDArray[np.int32], shared: int, decode: Decode | None
+) -> StepView:
+    new = prompt[shared:].tolist()
+    return StepView(
+        step_index=row["step_index"],
+        num_steps=_num_steps(row),
+        agent=row.get("agent"),
+        stop_reason=row.get("stop_reason"),
+        reward=row.get("reward"),
+        num_shared_tokens=shared,
+        num_new_tokens=len(new),
+        prompt=_last_message(_messages(row)) if decode is None else decode(new),
+        spans=_spans(row, decode),
+    )
+
+
+def _spans(row: dict[str, Any], decode: Decode | None) -> tuple[Span, ...]:
+    ids, kinds, texts = row["response_ids"], _kinds(row), _texts(row)
+    starts = {start for start, _ in texts}
+    cuts = [i for i in range(1, len(kinds)) if kinds[i] != kinds[i - 1] or i in starts]
+    bounds = [0, *cuts, len(kinds)] if kinds else []
+    spans = []
+    for a, b in itertools.pairwise(bounds):
+        text = decode(ids[a:b]) if decode is not None else texts.get((a, b - a))
+        shown = _ids_text(ids[a:b]) if text is None else text
+        spans.append(Span(kind=kinds[a], num_tokens=b - a, text=shown))
+    return tuple(spans)
+
+
+def _texts(row: dict[str, Any]) -> dict[tuple[int, int], str | None]:
+    """Return the recorded text of each step in the row, by (start, length)."""
+    segments = row.get("segments")
+    if segments is None:
+        return {(0, len(row["response_ids"])): row.get("response_text")}
+    return {(s["start"], s["length"]): s.get("response_text") for s in segments}
+
+
+def _kinds(row: dict[str, Any]) -> list[Kind]:
+    """[R] kind of each response token."""
+    segments = row.get("segments")
+    sampled = [segments is None] * len(row["response_ids"])
+    for segment in segments or ():
+        start, length = segment["start"], segment["length"]
+        sampled[start : start + length] = [True] * length
+    return [
+        "trained" if trains else "masked" if was_sampled else "observed"
+        for trains, was_sampled in zip(row["loss_mask"], sampled, strict=True)
+    ]
+
+
+def _ids_text(ids: Sequence[int]) -> str:
+    more = f" ... {len(ids) - SHOWN_IDS} more" if len(ids) > SHOWN_IDS else ""
+    return " ".join(str(i) for i in ids[:SHOWN_IDS]) + more
+
+
+def _num_steps(row: dict[str, Any]) -> int:
+    return len({segment["step_index"] for segment in row.get("segments") or ()}) or 1
+
+
+def _messages(row: dict[str, Any]) -> str | None:
+    """Return the messages of the row's prompt; a merged row has those of its first step."""
+    first = (row.get("segments") or [{}])[0]
+    sent: str | None = first.get("messages") or row.get("messages")
+    return sent
+
+
+def _last_message(messages: str | None) -> str | None:
+    try:
+        last = json.loads(messages or "")[-1]
+        return f"{last['role']}: {last['content']}"
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return None
+
+
+def render(view: TrajectoryView, *, color: bool) -> str:
+    """Render the view as text, with colours on a terminal and brackets elsewhere (see `legend`)."""
+    outcome = f"reward {_number(view.reward)}" if view.error is None else f"error: {view.error}"
+    num_rows, num_steps = len(view.steps), sum(step.num_steps for step in view.steps)
+    count = _count(num_steps, "step")
+    count += f" merged into {_count(num_rows, 'row')}" if num_steps > num_rows else ""
+    header = printable(f"{view.trajectory_id}  {count}  {outcome}")
+    lines = [_styled(header, "1", color=color)]
+    for step in view.steps:
+        lines += ["  " + line for line in _render_step(step, color=color)]
+    return "\n".join(lines)
+
+
+def legend(*, color: bool) -> str:
+    """Explain the colours or brackets."""
+    return "   ".join(_marked(text, kind, color=color) for kind, text in LEGEND.items())
+
+
+def _render_step(step: StepView, *, color: bool) -> list[str]:
+    num_prompt = step.num_shared_tokens + step.num_new_tokens
+    num_trained = sum(span.num_tokens for span in step.spans if span.kind == "trained")
+    facts = [
+        f"step {step.step_index}" if step.num_steps == 1 else f"{step.num_steps} steps",
+        *([step.agent] if step.agent is not None else []),
+        f"prompt {num_prompt} = {step.num_shared_tokens} shared + {step.num_new_tokens} new",
+        f"response {sum(s.num_tokens for s in step.spans)}, {num_trained} train",
+        *([step.stop_reason] if step.stop_reason is not None else []),
+        *([f"reward {_number(step.reward)}"] if step.reward is not None else []),
+    ]
+    body = "".join(_marked(printable(s.text), s.kind, color=color) for s in step.spans)
+    lines = [printable("  ".join(facts))]
+    if step.prompt:
+        prompt = printable(_shortened(step.prompt))
+        lines += [_styled("  > " + line, "2", color=color) for line in prompt.split("\n")]
+    return [*lines, *("    " + line for line in body.split("\n") if body)]
+
+
+def _marked(text: str, kind: Kind, *, color: bool) -> str:
+    if color:
+        return "\n".join(_styled(line, STYLES[kind], color=True) for line in text.split("\n"))
+    left, right = MARKS[kind]
+    return f"{left}{text}{right}"
+
+
+def _styled(text: str, code: str, *, color: bool) -> str:
+    return f"\x1b[{code}m{text}\x1b[0m" if color and text else text
+
+
+def _shortened(text: str) -> str:
+    more = len(text) - SHOWN_CHARS
+    return text if more <= 0 else f"{text[:SHOWN_CHARS]}... {more} more characters"
+
+
+def printable(text: str) -> str:
+    """Escape control characters: a log must not be able to control the terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def _number(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:g}"

@@ -1,0 +1,96 @@
+"""The answers of a conversation: the messages that train, each of them once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from rollout_io.formats.base import Conversation, Logged, Trajectory
+from schemas.errors import RolloutError
+
+MIN_CHARS = 64
+"""Shorter answers without tool calls may equal an example in the prompt by chance."""
+
+_SAID = ("content", "reasoning_content", "tool_calls")
+
+
+def is_answer(message: Mapping[str, Any]) -> bool:
+    """True if the message is output of the model.
+
+    An assistant message without text, reasoning and tool calls is a failed call, or one whose
+    output was not logged: the sampled tokens are unknown.
+    """
+    return message["role"] == "assistant" and any(message.get(name) for name in _SAID)
+
+
+def with_answers(trajectory: Trajectory) -> list[Logged]:
+    """Return the steps of a trajectory, with each conversation cut after its last answer.
+
+    Messages after the last answer are omitted, since no call saw them, and so are conversations
+    without an answer. Everything before the first answer becomes the prompt (`num_given`).
+
+    Raises:
+        RolloutError: `no_calls`: a run that did not fail has no answer; `response_in_prompt`: see
+            `_refuse_repeated`.
+    """
+    if not any(isinstance(step, Conversation) for step in trajectory.steps):
+        return list(trajectory.steps)
+    steps = [cut for step in trajectory.steps if (cut := _cut(step)) is not None]
+    if trajectory.steps and not steps and trajectory.error is None:
+        got = "answers without text, reasoning or tool calls"
+        hint = "did every call of the model fail? give the run an `error` in --rewards"
+        raise RolloutError("no_calls", trajectory.steps[0].source, got, "an answer", hint)
+    _refuse_repeated(step for step in steps if isinstance(step, Conversation))
+    return steps
+
+
+def _cut(step: Logged) -> Logged | None:
+    if not isinstance(step, Conversation):
+        return step
+    numbered = enumerate(step.messages)
+    answers = [i for i, m in numbered if i >= step.num_given and is_answer(m)]
+    if not answers:
+        return None
+    return replace(step, messages=step.messages[: answers[-1] + 1], num_given=answers[0])
+
+
+def _refuse_repeated(conversations: Iterable[Conversation]) -> None:
+    """Refuse a first answer that is the last assistant message of its own prompt.
+
+    If the prompt contains the answer more often than earlier conversations of the trajectory
+    produced it, the log recorded the prompt after the call. Short answers are exempt, see
+    `MIN_CHARS`.
+
+    Raises:
+        RolloutError: `response_in_prompt`.
+    """
+    answered: Counter[bytes] = Counter()
+    for conversation in conversations:
+        spoken = [
+            (i, msgspec.json.encode(message))
+            for i, message in enumerate(conversation.messages)
+            if message["role"] == "assistant"
+        ]
+        given = [text for i, text in spoken if i < conversation.num_given]
+        own = [text for i, text in spoken if i >= conversation.num_given]
+        is_long = _is_long(conversation.messages[conversation.num_given])
+        if is_long and given[-1:] == own[:1] and given.count(own[0]) > answered[own[0]]:
+            got = "the answer as the last assistant message of its own prompt"
+            hint = "the log recorded its messages after the call, which its format does not say"
+            raise RolloutError(
+                "response_in_prompt",
+                conversation.source,
+                got,
+                "a prompt that ends before its answer",
+                hint,
+            )
+        answered.update(own)
+
+
+def _is_long(answer: Mapping[str, Any]) -> bool:
+    texts = (str(answer.get(name) or "") for name in _SAID)
+    return bool(answer.get("tool_calls")) or sum(map(len, texts)) >= MIN_CHARS

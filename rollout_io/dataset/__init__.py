@@ -1,0 +1,1 @@
+"""Rollout datasets as files: reading, writing, prefix layout, footers, checks, atomic writes."""

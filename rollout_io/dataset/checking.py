@@ -1,0 +1,152 @@
+"""Checks of a dataset against the named invariants, shard by shard.
+
+Code that reads a dataset to write or to train reads it through `checked_tables`, or piece by piece
+through `checked` and `refuse_split`, or calls `require_valid` first.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import polars as pl
+import pyarrow as pa
+
+from rollout_io.dataset.parallel import Workers
+from rollout_io.dataset.reader import (
+    PathLike,
+    iter_tables,
+    read_metadata,
+    shard_paths,
+    stored_tables,
+)
+from schemas.checker import Checker, raise_errors
+from schemas.structure_checks import STRUCTURE_COLUMNS
+
+
+def check_dataset(path: PathLike, workers: Workers | None = None) -> Iterator[pl.DataFrame]:
+    """Yield the breaches of the named invariants, piece by piece (see `schemas.check`).
+
+    Args:
+        path: Directory, glob or file, local or an fsspec URL.
+        workers: Processes that check the shards; None: this process.
+    """
+    workers, vocab_size = workers or Workers(), read_metadata(path).vocab_size
+    if workers != Workers():
+        shards = shard_paths(path)
+        parts = list(workers.map_in_order(partial(_check_shard, vocab_size), shards))
+        if _are_apart([part.checker for part in parts]):
+            yield from _together(parts)
+            return
+    checker = Checker(vocab_size)
+    for table in stored_tables(path):
+        yield checker.check(table)
+    yield checker.finish()
+
+
+def require_valid(path: PathLike, workers: Workers | None = None) -> None:
+    """Raise an error if `check_dataset` finds errors (warnings are ignored).
+
+    Raises:
+        ValidationError: The dataset breaks a named invariant.
+    """
+    for breaches in check_dataset(path, workers):
+        raise_errors(breaches, os.fspath(path))
+
+
+def checked_tables(
+    path: PathLike, columns: Sequence[str] | None = None, *, decode: bool = True
+) -> Iterator[pa.Table]:
+    """Iterate over a dataset like `iter_tables`, and check every named invariant in the same pass.
+
+    All columns are read and checked, whatever `columns` selects. The last table is yielded only
+    after the whole dataset has been checked, so a dataset of one table yields nothing before that.
+
+    Raises:
+        ValidationError: The dataset breaks a named invariant.
+    """
+    checker, held = checker_of(path), None
+    for table in checked(checker, path, decode=decode):
+        if held is not None:
+            yield held
+        held = table if columns is None else table.select(columns)
+    raise_errors(checker.finish(), os.fspath(path))
+    if held is not None:
+        yield held
+
+
+def checker_of(path: PathLike) -> Checker:
+    """Return a checker with the dataset's vocabulary size, if its metadata records one."""
+    return Checker(read_metadata(path).vocab_size)
+
+
+def checked(checker: Checker, piece: PathLike, *, decode: bool = True) -> Iterator[pa.Table]:
+    """Yield the tables of one piece of a dataset (see `pieces`), each checked first.
+
+    `refuse_split` checks what only the whole dataset can show.
+
+    Args:
+        checker: Checks the tables; `refuse_split` needs it afterwards.
+        piece: A dataset, or one of its `pieces`.
+        decode: See `iter_tables`.
+
+    Raises:
+        ValidationError: The piece breaks a named invariant.
+    """
+    for table in iter_tables(piece, decode=decode):
+        raise_errors(checker.check(table), os.fspath(piece))
+        yield table
+
+
+def structure_of(piece: PathLike) -> Checker:
+    """Rebuild the checker of a piece that is known to be valid, from its ids alone."""
+    checker = Checker()
+    for table in iter_tables(piece, STRUCTURE_COLUMNS):
+        checker.check(table)
+    return checker
+
+
+def refuse_split(path: PathLike, checkers: Sequence[Checker]) -> None:
+    """Check the invariants that span the pieces of a dataset.
+
+    Args:
+        path: The dataset.
+        checkers: The checker of each of its `pieces`, in order.
+
+    Raises:
+        ValidationError: A trajectory spans two pieces, or the last one is cut off.
+    """
+    if not _are_apart(checkers):
+        require_valid(path)
+    raise_errors(Checker.after(checkers).finish(), os.fspath(path))
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Breaches of one shard, and the checker after it."""
+
+    breaches: pl.DataFrame
+    checker: Checker
+
+
+def _check_shard(vocab_size: int | None, path: str) -> _Part:
+    checker = Checker(vocab_size)
+    breaches = pl.concat([checker.check(table) for table in stored_tables(path)])
+    return _Part(breaches, checker)
+
+
+def _are_apart(checkers: Sequence[Checker]) -> bool:
+    """True if no trajectory is in two pieces or unfinished at the end of an inner piece."""
+    ids = [checker.trajectory_ids for checker in checkers]
+    is_distinct = len(set().union(*ids)) == sum(len(names) for names in ids)
+    return is_distinct and all(checker.open_end is None for checker in checkers[:-1])
+
+
+def _together(parts: list[_Part]) -> Iterator[pl.DataFrame]:
+    num_rows = 0
+    for part in parts:
+        yield part.breaches.with_columns(pl.col("row") + num_rows)
+        num_rows += part.checker.num_rows
+    yield Checker.after([part.checker for part in parts]).finish()

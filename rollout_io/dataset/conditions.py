@@ -1,0 +1,167 @@
+"""Conditions on rows in SQL: expressions over the columns of one row, and nothing more.
+
+Polars reads the files of a subquery (`reward IN (SELECT x FROM read_csv('...'))`) while it parses
+the condition. The tokens of a condition are therefore checked first: without SELECT, FROM, WITH,
+TABLE and VALUES there is no subquery, and string literals, quoted names and numbers are accepted
+only in the one form that every SQL tokenizer reads alike. The syntax tree that Polars builds then
+decides whether the rest is a condition on a row.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import polars as pl
+
+from schemas.errors import RolloutError
+
+MOST_OPERATORS = 500
+"""Limit on names and operators per condition; thousands overflow the stack of Polars' parser."""
+
+_TOKEN = re.compile(
+    r"""\s+
+    | (?P<text>'(?:[^'\\]|''|\\(?!'))*'(?!'))
+    | (?P<name>"(?:[^"\\]|"")*"(?!"))
+    | (?P<number>\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)(?![\w'"])
+    | (?P<word>[^\W\d]\w*)(?!['"])
+    | (?P<comment>--|/\*)
+    | (?P<comma>,)
+    | [-+*/%<>=!~|&^().\[\]:]""",
+    re.VERBOSE,
+)
+_QUERY_WORDS = frozenset({"select", "from", "with", "table", "values"})
+_HINT = "a condition as after WHERE: reward > 0 AND agent = 'main'"
+_VALUES = frozenset({"Column", "Literal", "FieldByName"})
+_WINDOWS = frozenset({"Over", "Window"})
+_LIST_SCOPE = "Eval"
+_ACROSS_ROWS = {
+    "Agg": "an aggregate",
+    "Len": "an aggregate",
+    "Rank": "a rank",
+    "IntRange": "a row number",
+    "Shift": "another row's value",
+}
+_NOT_ROWWISE = {
+    "SubPlan": "a subquery",
+    "Selector": "a pattern of column names",
+    "Explode": "a list spread over rows",
+}
+
+
+def condition_of(condition: str | pl.Expr) -> pl.Expr:
+    """Parse a condition without opening a file or evaluating a row.
+
+    Args:
+        condition: A Polars expression over any columns, or SQL such as `reward > 0 AND agent = 'main'`.
+            An aggregate needs a window: `max(step_index) OVER (PARTITION BY trajectory_id)`.
+
+    Raises:
+        RolloutError: condition: it is not SQL, or not a condition on each row.
+
+    Example:
+        >>> str(condition_of("reward > 0"))
+        '[(col("reward")) > (dyn int: 0)]'
+    """
+    where = repr(condition if isinstance(condition, str) else str(condition))
+    if isinstance(condition, str):
+        _check_words(condition, where)
+        try:
+            condition = pl.sql_expr(condition)
+        except (pl.exceptions.PolarsError, OSError) as error:
+            raise refused(error, where) from None
+    try:
+        tree = _as_json(condition)
+    except RecursionError:
+        raise _too_long(where) from None
+    if (found := _first(tree, _NOT_ROWWISE)) is not None:
+        raise RolloutError("condition", where, found, "a condition on each row", _HINT)
+    if (found := _first(tree, _ACROSS_ROWS)) is not None:
+        got, expected = f"{found} over the whole dataset", "a condition on each row"
+        hint = "say over what: max(step_index) OVER (PARTITION BY trajectory_id)"
+        raise RolloutError("condition", where, got, expected, hint)
+    return condition
+
+
+def refused(error: Exception, where: str) -> RolloutError:
+    """Convert a Polars error to a user error."""
+    got = (str(error).strip() or type(error).__name__).split("\n")[0]
+    return RolloutError("condition", where, got, "a condition in SQL", _HINT)
+
+
+def _check_words(text: str, where: str) -> None:
+    """Refuse tokens that could form more than an expression over columns.
+
+    Raises:
+        RolloutError: condition.
+    """
+    expected, position, before = "an expression over the columns of a row", 0, ""
+    num_operators = 0
+    while position < len(text):
+        token = _TOKEN.match(text, position)
+        if token is None or token["comment"]:
+            got = f"{text[position : position + 12]!r} in column {position + 1}"
+            raise RolloutError("condition", where, got, expected, _HINT)
+        word = (token["word"] or "").lower()
+        if word in _QUERY_WORDS and (before, word) != ("distinct", "from"):
+            # `IS DISTINCT FROM` is the only use of FROM inside an expression.
+            hint = f"a text is written '{word}', a column of that name \"{word}\""
+            got = f"{token[0]}, a word of queries"
+            raise RolloutError("condition", where, got, expected, hint)
+        num_operators += token.lastgroup in {None, "name", "word"} and not token[0].isspace()
+        before = before if token[0].isspace() else word
+        position = token.end()
+    if num_operators > MOST_OPERATORS:
+        raise _too_long(where)
+
+
+def _too_long(where: str) -> RolloutError:
+    got, most = "too many names and operators", f"at most {MOST_OPERATORS}"
+    hint = "a list of values is written trajectory_id IN ('a_0', 'a_1')"
+    return RolloutError("condition", f"{where[:60]}...", got, most, hint)
+
+
+def _as_json(expression: pl.Expr) -> Any:
+    try:
+        return json.loads(expression.meta.serialize(format="json"))
+    except pl.exceptions.PolarsError:
+        return None  # the expression contains a Python function, which Polars cannot serialise
+
+
+def _first(tree: Any, kinds: dict[str, str]) -> str | None:
+    """Find a node of the given kinds in a syntax tree, outside of windows and list operations."""
+    nodes, bounded = [tree], kinds is _ACROSS_ROWS
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, dict):
+            for key, value in node.items():
+                if key in kinds:
+                    return kinds[key]
+                if key not in _VALUES and not (bounded and _is_bounded(key, value)):
+                    nodes.append(value)
+        elif isinstance(node, list):
+            nodes += node
+        elif isinstance(node, str) and node in kinds:
+            return kinds[node]
+    return None
+
+
+def _is_bounded(key: str, value: Any) -> bool:
+    """True if a node sees only the rows of a group, or the items of one row's list."""
+    if key in _WINDOWS:
+        return _has_column(value.get("partition_by"))
+    return key == _LIST_SCOPE
+
+
+def _has_column(tree: Any) -> bool:
+    nodes = [tree]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, dict):
+            if "Column" in node:
+                return True
+            nodes += node.values()
+        elif isinstance(node, list):
+            nodes += node
+    return False

@@ -1,0 +1,244 @@
+"""Footer metadata of a shard: its place in the dataset, and a digest of the footer.
+
+Parquet has checksums for pages but none for the footer. A flipped bit there can change a column's
+type or the dataset's metadata without an error. And if a shard is missing, or replaced by another
+dataset's shard of the same name, every remaining file is still valid.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from schemas.errors import RolloutError
+from schemas.metadata import DIGEST, PLACE, is_ours
+from schemas.ragged import list_lengths
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """One writer's part of a dataset.
+
+    Attributes:
+        writing: Digest that identifies the write; equal for all its parts.
+        index: Index of the part, from 0.
+        num_parts: Number of parts of the write.
+    """
+
+    writing: str
+    index: int = 0
+    num_parts: int = 1
+
+    @classmethod
+    def of(cls, facts: Any, index: int = 0, num_parts: int = 1) -> Part:
+        """Return a part whose `writing` is the digest of JSON-serialisable `facts`."""
+        digest = hashlib.blake2b(json.dumps(facts).encode(), digest_size=8).hexdigest()
+        return cls(writing=digest, index=index, num_parts=num_parts)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """A shard's place in its dataset.
+
+    Attributes:
+        writing: See `Part`.
+        part: See `Part.index`.
+        num_parts: See `Part`.
+        index: Index of the shard in its part, from 0.
+        is_last: True for the part's last shard.
+        before: Digest of the ids and lengths of the part's rows before this shard.
+        after: Digest of the same, including this shard's rows.
+    """
+
+    writing: str
+    part: int
+    num_parts: int
+    index: int
+    is_last: bool
+    before: str
+    after: str
+
+    def encode(self) -> dict[bytes, bytes]:
+        """Return the place as a Parquet key-value pair."""
+        return {PLACE: json.dumps(asdict(self)).encode()}
+
+    @classmethod
+    def decode(cls, pairs: Mapping[bytes, bytes]) -> Place | None:
+        """Read what `encode` wrote; None for an appended shard, which has no place."""
+        return cls(**json.loads(pairs[PLACE])) if PLACE in pairs else None
+
+    def precedes(self, other: Place) -> bool:
+        """True if `other` is the next shard of the dataset."""
+        if self.writing != other.writing or self.num_parts != other.num_parts:
+            return False
+        if self.is_last:
+            return (other.part, other.index) == (self.part + 1, 0)
+        return (other.part, other.index, other.before) == (self.part, self.index + 1, self.after)
+
+
+@dataclass(slots=True)
+class Places:
+    """Assigns places to the shards of one part, in order.
+
+    Attributes:
+        part: The part that is written.
+    """
+
+    part: Part
+    _index: int = 0
+    _before: str = ""
+    _rows: Any = field(default_factory=lambda: hashlib.blake2b(digest_size=8))
+
+    @classmethod
+    def of_whole(cls, metadata: Mapping[bytes, bytes], table: pa.Table) -> Places:
+        """Number the shards of a single writer, identified by its metadata and first rows."""
+        facts = {key.decode(): value.decode() for key, value in metadata.items()}
+        first = cls(Part(writing=""))
+        first.add(table)
+        return cls(Part.of([facts, first.next(is_last=True).after]))
+
+    def add(self, table: pa.Table) -> None:
+        """Add the rows of a table, in either layout, to the next shard."""
+        self._rows.update("\n".join(table.column("trajectory_id").to_pylist()).encode())
+        for name in ("response_ids", "prompt_token_ids", "prompt_suffix_ids"):
+            if name in table.column_names:
+                self._rows.update(list_lengths(table.column(name)).tobytes())
+
+    def next(self, *, is_last: bool) -> Place:
+        """Return the place of the next shard, after `add` has seen its rows."""
+        place = Place(
+            writing=self.part.writing,
+            part=self.part.index,
+            num_parts=self.part.num_parts,
+            index=self._index,
+            is_last=is_last,
+            before=self._before,
+            after=self._rows.hexdigest(),
+        )
+        self._index, self._before = self._index + 1, place.after
+        return place
+
+
+def refuse_incomplete(where: str, places: Sequence[Place | None], names: Sequence[str]) -> None:
+    """Raise an error if a directory lacks a shard of a dataset, or holds one in the wrong place.
+
+    A directory may hold several complete datasets. Shards that were appended one by one have no
+    place and are not checked.
+
+    Args:
+        where: The directory.
+        places: Place of each shard, ordered by file name; None if it was appended.
+        names: File names of the shards.
+
+    Raises:
+        RolloutError: `shards_complete`.
+    """
+    writings: dict[str, list[tuple[Place, str]]] = {}
+    for place, name in zip(places, names, strict=True):
+        if place is not None:
+            writings.setdefault(place.writing, []).append((place, name))
+    for found in writings.values():
+        _refuse_gaps(where, found)
+
+
+def _refuse_gaps(where: str, found: Sequence[tuple[Place, str]]) -> None:
+    (first, name), (last, last_name) = found[0], found[-1]
+    if (first.part, first.index) != (0, 0):
+        raise _incomplete(where, f"{name} as the first shard, which is number {_number(first)}")
+    for (before, _), (place, name) in pairwise(found):
+        if not before.precedes(place):
+            raise _incomplete(where, f"{name}, which does not follow the shard before it")
+    if not last.is_last or last.part != last.num_parts - 1:
+        raise _incomplete(where, f"no shard after {last_name}, which is not the last one")
+
+
+def _number(place: Place) -> str:
+    return f"{place.index}" if place.num_parts == 1 else f"{place.index} of part {place.part}"
+
+
+def _incomplete(where: str, got: str) -> RolloutError:
+    expected = "the shards as they were written: none missing, renamed or from another dataset"
+    hint = "restore the missing shard from a copy, or write the dataset again from its source"
+    return RolloutError("shards_complete", where, got, expected, hint)
+
+
+def seal(
+    schema: pa.Schema, pairs: Mapping[bytes, bytes], num_rows: Iterable[int]
+) -> dict[bytes, bytes]:
+    """Return the digest of a footer that is about to be written, as a key-value pair.
+
+    Args:
+        schema: The schema that is passed to the Parquet writer.
+        pairs: All key-value pairs that this library writes.
+        num_rows: Number of rows of each row group.
+    """
+    return {DIGEST: _digest(_as_read(schema), pairs, num_rows)}
+
+
+def verify(file: pq.ParquetFile, source: Any) -> None:
+    """Compare a footer with its digest, if it has one; other programs write none.
+
+    Args:
+        file: The Parquet file.
+        source: The open file: a flipped bit can hide the digest from Parquet's parser.
+
+    Raises:
+        pa.ArrowInvalid: The footer is damaged.
+    """
+    pairs: Mapping[bytes, bytes] = file.metadata.metadata or {}
+    if DIGEST not in pairs:
+        if DIGEST in _footer_bytes(source):
+            raise pa.ArrowInvalid("a footer whose digest cannot be read")
+        return
+    groups = range(file.metadata.num_row_groups)
+    num_rows = [file.metadata.row_group(index).num_rows for index in groups]
+    if pairs.get(DIGEST) != _digest(file.schema_arrow, pairs, num_rows):
+        raise pa.ArrowInvalid("a footer that differs from its digest")
+
+
+def _footer_bytes(source: Any) -> bytes:
+    source.seek(-8, os.SEEK_END)
+    num_bytes = int.from_bytes(source.read(4), "little")
+    source.seek(-8 - num_bytes, os.SEEK_END)
+    content: bytes = source.read(num_bytes)
+    return content
+
+
+def _digest(schema: pa.Schema, pairs: Mapping[bytes, bytes], num_rows: Iterable[int]) -> bytes:
+    fields = [[f.name, f.nullable, _type_text(f.type)] for f in schema]
+    ours = sorted(
+        (k.decode(), v.decode()) for k, v in pairs.items() if k != DIGEST and is_ours([k])
+    )
+    content = json.dumps([fields, ours, list(num_rows)]).encode()
+    return json.dumps(hashlib.blake2b(content, digest_size=16).hexdigest()).encode()
+
+
+def _type_text(kind: pa.DataType) -> Any:
+    """Return a type as text, without the names that Parquet gives to list elements."""
+    if pa.types.is_struct(kind):
+        return ["struct", *([f.name, f.nullable, _type_text(f.type)] for f in kind)]
+    if pa.types.is_nested(kind):
+        children = [kind.field(i) for i in range(kind.num_fields)]
+        size = kind.list_size if pa.types.is_fixed_size_list(kind) else None
+        return [
+            str(kind).partition("<")[0],
+            size,
+            *([f.nullable, _type_text(f.type)] for f in children),
+        ]
+    return str(kind)
+
+
+def _as_read(schema: pa.Schema) -> pa.Schema:
+    """Return the schema that a reader of the file will see: Parquet coerces some types."""
+    file = io.BytesIO()
+    pq.write_table(schema.empty_table(), file)
+    return pq.ParquetFile(file).schema_arrow

@@ -1,0 +1,114 @@
+"""Opening of inputs: only regular files and pipes of our own, which cannot block or never end."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import re
+import stat
+import sys
+from io import BufferedReader, FileIO
+from pathlib import Path
+
+from schemas.errors import RolloutError
+
+MAX_DOCUMENT_BYTES = 4 << 30
+"""Size limit of an input that is read into memory as a whole."""
+
+_BUFFER_BYTES = 1 << 20
+_OPEN_DESCRIPTOR = re.compile(r"/(?:dev|proc/self)/fd/(\d+)|/dev/stdin")
+_KINDS = {
+    stat.S_IFDIR: "a directory",
+    stat.S_IFIFO: "a pipe, which may never be written",
+    stat.S_IFCHR: "a character device, which may never end",
+    stat.S_IFBLK: "a block device",
+    stat.S_IFSOCK: "a socket",
+}
+
+
+def open_input(path: str | os.PathLike[str]) -> BufferedReader:
+    """Open a regular file, or an open pipe of this process (`<(...)`, `/dev/fd/63`).
+
+    Raises:
+        RolloutError: `input_file`: it is unreadable, or neither a file nor such a pipe.
+    """
+    where = os.fspath(path)
+    try:
+        descriptor = os.open(where, os.O_RDONLY | os.O_NONBLOCK)  # opening a pipe would block
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISREG(mode):
+            return BufferedReader(FileIO(descriptor), _BUFFER_BYTES)
+        os.close(descriptor)
+        is_given = _OPEN_DESCRIPTOR.fullmatch(where)
+        if is_given and stat.S_ISFIFO(mode):
+            return BufferedReader(FileIO(os.dup(int(is_given[1] or 0))), _BUFFER_BYTES)
+    except (OSError, ValueError) as error:  # ValueError: a NUL byte in the name
+        got = (getattr(error, "strerror", None) or str(error)).lower()
+        hint = f"ls {Path(where).parent}"
+        raise RolloutError("input_file", where, got, "a readable file", hint) from None
+    raise _irregular(where, mode)
+
+
+def too_many_open_files(error: OSError, where: str) -> RolloutError | None:
+    """Convert an error about the limit on open files; None for any other error."""
+    if error.errno not in {errno.EMFILE, errno.ENFILE}:
+        return None
+    got, hint = "too many open files", "raise the limit: ulimit -n 1024"
+    return RolloutError("open_files", where, got, "", hint)
+
+
+def standard_input() -> BufferedReader:
+    """Return standard input, unless it is a device.
+
+    Raises:
+        RolloutError: input_file.
+    """
+    mode = os.fstat(sys.stdin.fileno()).st_mode
+    if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
+        raise _irregular("-", mode)
+    assert isinstance(sys.stdin.buffer, BufferedReader)
+    return sys.stdin.buffer
+
+
+def refuse_irregular(path: str | os.PathLike[str]) -> None:
+    """Refuse anything but a regular file, for libraries that open a path themselves.
+
+    Raises:
+        RolloutError: `input_file`: see `open_input`.
+    """
+    with open_input(path) as file:
+        mode = os.fstat(file.fileno()).st_mode
+    if not stat.S_ISREG(mode):
+        raise _irregular(os.fspath(path), mode)
+
+
+def read_input(path: str | os.PathLike[str], max_bytes: int = MAX_DOCUMENT_BYTES) -> bytes:
+    """Read a whole input.
+
+    Raises:
+        RolloutError: `input_file`: see `open_input`; or it is larger than `max_bytes`.
+    """
+    with open_input(path) as file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        got, expected = f"more than {max_bytes:,} bytes", "a smaller file"
+        raise RolloutError("input_file", os.fspath(path), got, expected, "is it the right file?")
+    return content
+
+
+def digest_of(path: str | os.PathLike[str]) -> str:
+    """Return the SHA-256 of a file's content as hexadecimal.
+
+    Size and modification time do not identify content: a copy can keep both.
+
+    Raises:
+        RolloutError: `input_file`: see `open_input`.
+    """
+    with open_input(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _irregular(where: str, mode: int) -> RolloutError:
+    got, hint = _KINDS.get(stat.S_IFMT(mode), "no regular file"), "save its content to a file first"
+    return RolloutError("input_file", where, got, "a file", hint)

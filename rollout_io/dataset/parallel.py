@@ -1,0 +1,144 @@
+"""Map a function over tasks: in this process, in several local processes, or on Ray."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import warnings
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, TypeVar
+
+from rollout_io.dataset.worker_processes import map_in_processes
+from schemas.errors import RolloutError
+
+Engine = Literal["local", "ray"]
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class Workers:
+    """Where tasks run.
+
+    Attributes:
+        num: Number of processes; 1 is this process. With `ray`: CPUs of the cluster that is
+            started, unless RAY_ADDRESS names a running one.
+        engine: `local`, or `ray` (Ray Data; tasks and results must be visible to all its nodes).
+
+    Example:
+        >>> dict(Workers().map(len, ["a", "bcd"]))
+        {0: 1, 1: 3}
+    """
+
+    num: int = 1
+    engine: Engine = "local"
+
+    def __post_init__(self) -> None:
+        if self.num < 1:
+            raise RolloutError("choices", "workers", str(self.num), "at least 1")
+
+    def map(
+        self, function: Callable[[T], R], tasks: Iterable[T]
+    ) -> Generator[tuple[int, R], None, None]:
+        """Yield the index and result of each task, as they finish.
+
+        Args:
+            function: A module-level function (or `functools.partial` of one), which can be pickled.
+            tasks: Arguments of the calls.
+
+        Raises:
+            RolloutError: The error of a task; `worker`: a process died.
+        """
+        if self.engine == "ray" and (given := list(tasks)):
+            yield from _on_ray(function, given, self.num)
+        elif self.num == 1:
+            for index, task in enumerate(tasks):
+                yield index, function(task)
+        else:
+            yield from map_in_processes(function, tasks, self.num)
+
+    def map_in_order(self, function: Callable[[T], R], tasks: Iterable[T]) -> Iterator[R]:
+        """Yield the result of each task, in the order of the tasks (see `map`)."""
+        waiting: dict[int, R] = {}
+        following = 0
+        for index, result in self.map(function, tasks):
+            waiting[index] = result
+            while following in waiting:
+                yield waiting.pop(following)
+                following += 1
+
+
+def num_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _on_ray(function: Callable[[T], R], tasks: Sequence[T], num: int) -> Iterator[tuple[int, R]]:
+    with _cluster(num) as data, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Ray warns about its own settings
+        rows = data.from_items(list(range(len(tasks))), override_num_blocks=len(tasks))
+        for row in rows.map(partial(_ray_task, function, tasks)).iter_rows():
+            if row["error"] is not None:
+                raise row["error"]
+            yield row["index"], row["result"]
+
+
+def _ray_task(
+    function: Callable[[T], R], tasks: Sequence[T], row: dict[str, Any]
+) -> dict[str, Any]:
+    """Run one task; return a user error as a result, as Ray would wrap an exception."""
+    index = row["item"]
+    try:
+        return {"index": index, "result": function(tasks[index]), "error": None}
+    except RolloutError as error:
+        return {"index": index, "result": None, "error": error}
+
+
+@contextmanager
+def _cluster(num: int) -> Iterator[Any]:
+    """Yield `ray.data`, connected; shut down the cluster afterwards if this call started it."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            import ray
+            import ray.data
+    except ImportError:
+        hint = 'pip install "rollout-io[ray]"'
+        raise RolloutError("extra_installed", "--engine ray", "no `ray`", "", hint) from None
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    starts = not ray.is_initialized()
+    if starts and "RAY_ADDRESS" in os.environ:
+        _refuse_silent(os.environ["RAY_ADDRESS"])
+        ray.init(log_to_driver=False, logging_level=logging.ERROR)
+    elif starts:
+        ray.init(
+            num_cpus=num, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR,
+            _node_ip_address="127.0.0.1",
+        )  # fmt: skip
+    ray.data.DataContext.get_current().enable_progress_bars = False
+    try:
+        yield ray.data
+    finally:
+        if starts:
+            ray.shutdown()
+
+
+def _refuse_silent(address: str) -> None:
+    """Check that a cluster answers: Ray waits for minutes if none does.
+
+    Raises:
+        RolloutError: `ray_address`.
+    """
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not port.isdigit():  # "auto", "local"
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=10).close()
+    except OSError as error:
+        got = (error.strerror or str(error)).lower()
+        hint = "ray status; or unset RAY_ADDRESS, and a cluster is started here"
+        raise RolloutError("ray_address", address, got, "a running Ray", hint) from None

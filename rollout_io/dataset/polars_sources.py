@@ -1,0 +1,88 @@
+"""Python generators as sources of Polars queries.
+
+Polars runs a source in its own threads, and continues for a moment after a query is abandoned
+(`head`, an exception, an interrupt). If Python shuts down meanwhile, the process aborts. At exit,
+sources therefore stop at their next frame, and the exit waits for them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import polars as pl
+
+Pieces = Callable[[list[str], pl.Expr | None], Iterator[pl.DataFrame]]
+LONGEST_WAIT_S = 60.0
+_SETTLES_S = 0.02  # lets Polars' threads finish with the last frame
+
+
+class _Work:
+    """Counts running sources, and tells them when to stop."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._num_running = 0
+        self._ends = self._was_used = False
+
+    @contextmanager
+    def step(self) -> Iterator[bool]:
+        """Run one step of a source; yields false if the source should stop."""
+        with self._changed:
+            goes_on = not self._ends
+            self._num_running += 1
+            self._was_used = True
+        try:
+            yield goes_on
+        finally:
+            with self._changed:
+                self._num_running -= 1
+                self._changed.notify_all()
+
+    def end(self) -> None:
+        """Stop all sources and wait for them."""
+        with self._changed:
+            self._ends = True
+            self._changed.wait_for(lambda: not self._num_running, LONGEST_WAIT_S)
+        if self._was_used:
+            time.sleep(_SETTLES_S)
+
+
+_work = _Work()
+atexit.register(_work.end)
+
+
+def lazy_frame(pieces: Pieces, schema: pl.Schema) -> pl.LazyFrame:
+    """Return a LazyFrame over the frames of a generator function.
+
+    Args:
+        pieces: Receives the columns that a query uses and its predicate; it may skip frames of
+            which the predicate keeps no row (None: every row counts). Frames may have more columns.
+        schema: Schema of all columns.
+    """
+
+    def source(
+        with_columns: list[str] | None,
+        predicate: pl.Expr | None,
+        n_rows: int | None,
+        batch_size: int | None,
+    ) -> Iterator[pl.DataFrame]:
+        del batch_size
+        wanted = schema.names() if with_columns is None else with_columns
+        used = [] if predicate is None else predicate.meta.root_names()
+        names = list(dict.fromkeys([*wanted, *used]))
+        frames = pieces(names, predicate if n_rows is None else None)
+        while n_rows != 0:
+            with _work.step() as goes_on:
+                frame = next(frames, None) if goes_on else None
+                if frame is None:
+                    return
+                if n_rows is not None:  # the first rows are taken before the predicate is applied
+                    frame, n_rows = frame.head(n_rows), max(0, n_rows - len(frame))
+                kept = (frame if predicate is None else frame.filter(predicate))[wanted]
+            yield kept
+
+    return pl.io.plugins.register_io_source(source, schema=schema)

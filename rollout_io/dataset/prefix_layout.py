@@ -1,0 +1,232 @@
+"""The prefix tree of a trajectory as columns: a prompt is (earlier step, shared tokens, rest)."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from itertools import pairwise
+from operator import itemgetter
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from schemas.columns import PREFIX_FIELDS
+from schemas.ragged import IntArray, Ragged, gather, offsets_of
+from schemas.structure_checks import changes
+from schemas.types import PREFIX_TYPES
+
+Tokens = npt.NDArray[np.int32]
+
+_TOKEN_BYTES = 4
+_ROOT = (-1, 0)
+
+
+def encode_prefixes(table: pa.Table) -> pa.Table:
+    """Replace `prompt_token_ids` by the prefix columns.
+
+    A row's parent is the earlier row of its trajectory whose prompt + response shares the longest
+    prefix with this prompt; the latest one if there are several. A row without shared tokens is a
+    root.
+
+    Args:
+        table: Whole trajectories, rows in order.
+
+    Example:
+        Steps with prompts [1, 2] and [1, 2, 3, 9] and responses [3] and [4]:
+
+        >>> encode_prefixes(table).select(["parent_step_index", "prefix_length"]).to_pylist()
+        [{'parent_step_index': None, 'prefix_length': 0},
+         {'parent_step_index': 0, 'prefix_length': 3}]
+        >>> encode_prefixes(table)["prompt_suffix_ids"].to_pylist()
+        [[1, 2], [9]]
+    """
+    prompts = Ragged.from_arrow(table.column("prompt_token_ids"))
+    responses = Ragged.from_arrow(table.column("response_ids"))
+    parent, shared = find_parents(prompts, responses, trajectory_starts(table))
+    lengths = prompts.lengths - shared
+    suffix = gather(prompts.values, prompts.offsets[:-1] + shared, lengths)
+    columns = [
+        pa.array(parent, pa.int32(), mask=parent < 0),
+        pa.array(shared, pa.int32()),
+        Ragged(suffix, offsets_of(lengths), np.ones(len(lengths), np.bool_)).to_arrow(pa.int32()),
+    ]
+    index = table.column_names.index("prompt_token_ids")
+    table = table.remove_column(index)
+    for field, column in zip(reversed(PREFIX_FIELDS), reversed(columns), strict=True):
+        table = table.add_column(index, field, pa.chunked_array([column]))
+    return table
+
+
+def decode_prefixes(table: pa.Table) -> pa.Table:
+    """Replace the prefix columns by `prompt_token_ids`: the inverse of `encode_prefixes`.
+
+    The table must have passed `prefix_reference`.
+    """
+    suffix = Ragged.from_arrow(table.column("prompt_suffix_ids"))
+    responses = Ragged.from_arrow(table.column("response_ids"))
+    shared = table.column("prefix_length").to_numpy().astype(np.int64)
+    prompts = _decode(suffix, responses, shared, _parent_rows(table))
+    index = table.column_names.index(PREFIX_FIELDS[0].name)
+    table = table.drop_columns([field.name for field in PREFIX_FIELDS])
+    column = pa.chunked_array([prompts.to_arrow(pa.int32())])
+    return table.add_column(index, pa.field("prompt_token_ids", column.type, False), column)
+
+
+def is_encoded(table: pa.Table) -> bool:
+    """True if the table holds the prefix columns instead of full prompts."""
+    return PREFIX_TYPES.keys() <= set(table.column_names)
+
+
+def trajectory_starts(table: pa.Table) -> IntArray:
+    """[T] first row of each trajectory of a valid table."""
+    return np.flatnonzero(changes(table.column("trajectory_id").cast(pa.large_string())))
+
+
+def find_parents(prompts: Ragged, responses: Ragged, starts: IntArray) -> tuple[IntArray, IntArray]:
+    """Find the parent of each row within its trajectory, and the number of shared tokens.
+
+    Args:
+        prompts: Prompts of N rows.
+        responses: Responses of N rows.
+        starts: [T] first row of each trajectory.
+
+    Returns:
+        parent: [N] index of the parent within the trajectory, -1 for a root.
+        shared: [N] number of leading tokens of the parent's prompt + response in this prompt.
+    """
+    is_first = np.zeros(len(prompts.lengths), np.bool_)
+    is_first[starts] = True
+    tree = _Tree()
+    found: list[tuple[int, int]] = []
+    rows = zip(is_first.tolist(), _rows(prompts), _rows(responses), strict=True)
+    for begins, prompt, response in rows:
+        if begins:
+            tree = _Tree()
+        found.append(tree.add(prompt + response, len(prompt)))
+    parent, shared = np.array(found, np.int64).reshape(-1, 2).T
+    return parent, shared // _TOKEN_BYTES
+
+
+def _rows(column: Ragged) -> Iterator[bytes]:
+    """Return the bytes of each row, which compare and slice faster than arrays."""
+    bounds = pairwise((column.offsets * _TOKEN_BYTES).tolist())
+    values = np.ascontiguousarray(column.values).data.cast("B")
+    return (values[begin:end].tobytes() for begin, end in bounds)
+
+
+class _TokenRange:
+    """A range of a step's tokens that no later step shares. Positions and lengths are in bytes.
+
+    Attributes:
+        step: Index of the step in its trajectory.
+        tokens: Bytes of the tokens from the range's start to the step's end.
+        exits: Where other steps branch off, as ascending positions from the step's start, each with
+            the ranges that begin there, keyed by first token.
+    """
+
+    __slots__ = ("exits", "step", "tokens")
+
+    def __init__(self, step: int, tokens: bytes, exits: list[_Exit]) -> None:
+        self.step, self.tokens, self.exits = step, tokens, exits
+
+
+_Exit: TypeAlias = tuple[int, dict[bytes, _TokenRange]]
+_POSITION = itemgetter(0)
+
+
+class _Tree:
+    """The tokens of a trajectory's steps as a tree of runs; each token belongs to its latest step.
+
+    A new step descends from the root along its own tokens and takes over the runs on its way, so
+    the run where it leaves the tree names the latest step with that common prefix. A run keeps only
+    the tokens behind that point. A step visits O(log steps) runs on average, for any shape of tree
+    (runs are the preferred paths of a link-cut tree).
+    """
+
+    def __init__(self) -> None:
+        self._latest: _TokenRange | None = None
+        self._num_steps = 0
+
+    def add(self, tokens: bytes, num_prompt: int) -> tuple[int, int]:
+        """Add the next step.
+
+        Args:
+            tokens: Bytes of its prompt + response.
+            num_prompt: Number of these bytes that belong to the prompt.
+
+        Returns:
+            The latest of the steps that share the longest prefix with the prompt, and the number of
+            shared bytes; -1 and 0 if no token is shared.
+        """
+        parent, shared = _ROOT
+        exits: list[_Exit] = []
+        run, at = self._latest, 0
+        while run is not None:
+            num_held = _num_held(run.tokens, tokens, at)
+            at += num_held
+            common = at if at < num_prompt else num_prompt
+            if shared < common:
+                parent, shared = run.step, common
+            cut = bisect_left(run.exits, at, key=_POSITION)
+            exits += run.exits[:cut]
+            branch: dict[bytes, _TokenRange] = {}
+            if cut < len(run.exits) and run.exits[cut][0] == at:
+                branch = run.exits[cut][1]
+                cut += 1
+            following = branch.pop(tokens[at : at + _TOKEN_BYTES], None)
+            if num_held < len(run.tokens):
+                run.tokens, run.exits = run.tokens[num_held:], run.exits[cut:]
+                branch[run.tokens[:_TOKEN_BYTES]] = run
+            if branch:
+                exits.append((at, branch))
+            run = following
+        self._latest = _TokenRange(self._num_steps, tokens, exits)
+        self._num_steps += 1
+        return parent, shared
+
+
+def _num_held(run: bytes, tokens: bytes, at: int) -> int:
+    """Return how many bytes of a run equal the tokens at a position."""
+    if tokens.startswith(run, at):
+        return len(run)
+    rest = np.frombuffer(tokens, np.int32, offset=at)
+    return common_prefix(np.frombuffer(run, np.int32), rest) * _TOKEN_BYTES
+
+
+def common_prefix(a: Tokens, b: Tokens) -> int:
+    """Return the length of the longest common prefix.
+
+    Example:
+        >>> common_prefix(np.array([1, 2, 3]), np.array([1, 2, 9, 9]))
+        2
+    """
+    length = min(len(a), len(b))
+    differs = a[:length] != b[:length]
+    first = int(differs.argmax()) if length else 0
+    return first if length and differs[first] else length
+
+
+def _parent_rows(table: pa.Table) -> IntArray:
+    starts = trajectory_starts(table)
+    own_start = np.repeat(starts, np.diff(np.append(starts, table.num_rows)))
+    parent = np.asarray(pc.fill_null(table.column("parent_step_index"), 0), np.int64)
+    return own_start + parent
+
+
+def _decode(suffix: Ragged, responses: Ragged, shared: IntArray, parent_row: IntArray) -> Ragged:
+    lengths = shared + suffix.lengths
+    offsets = offsets_of(lengths)
+    out = np.empty(int(offsets[-1]), np.int32)
+    for row, (begin, kept, parent) in enumerate(
+        zip(offsets[:-1].tolist(), shared.tolist(), parent_row.tolist(), strict=True)
+    ):
+        source = int(offsets[parent])
+        from_prompt = min(kept, int(lengths[parent]))
+        out[begin : begin + from_prompt] = out[source : source + from_prompt]
+        rest = kept - from_prompt
+        out[begin + from_prompt : begin + kept] = responses.row(parent)[:rest]
+        out[begin + kept : offsets[row + 1]] = suffix.row(row)
+    return Ragged(out, offsets, np.ones(len(lengths), np.bool_))

@@ -1,0 +1,355 @@
+"""Readers of rollout datasets: tables of whole trajectories, Polars, Hugging Face."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import os
+import posixpath
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rollout_io.dataset.footer import Place, refuse_incomplete, verify
+from rollout_io.dataset.opening import refuse_irregular, too_many_open_files
+from rollout_io.dataset.polars_sources import lazy_frame
+from rollout_io.dataset.prefix_layout import decode_prefixes, trajectory_starts
+from rollout_io.dataset.storage import Location, find_shards
+from schemas.checker import DECODE_COLUMNS, check_references, misnamed_columns, raise_errors
+from schemas.columns import COLUMN_BY_NAME, METRICS_TYPE, PREFIX_FIELDS
+from schemas.errors import RolloutError
+from schemas.metadata import DatasetMetadata, layout_of, upgrade, version_of
+from schemas.types import PREFIX_TYPES, plain_table
+
+PathLike = str | os.PathLike[str]
+
+
+def scan(path: PathLike) -> pl.LazyFrame:
+    """Return the logical rollout table of a dataset as a LazyFrame.
+
+    Only the columns that a query uses are read. Prompts are decoded only if the query uses
+    `prompt_token_ids`, and only in row groups with a row that the predicate keeps. Rows are ordered
+    by shard name, then by position.
+
+    Args:
+        path: Directory, glob or file, local or an fsspec URL.
+
+    Example:
+        >>> scan("rollouts/").group_by("instance_id").agg(pl.col("reward").mean()).collect()
+    """
+    shards = _open_shards(path)
+    schema = _schema_of(shards)
+
+    def frames(names: list[str], predicate: pl.Expr | None) -> Iterator[pl.DataFrame]:
+        return map(_frame, _tables(shards, schema, names, predicate))
+
+    return lazy_frame(frames, _frame(schema.empty_table()).schema)
+
+
+def iter_tables(
+    path: PathLike, columns: Sequence[str] | None = None, *, decode: bool = True
+) -> Iterator[pa.Table]:
+    """Yield the logical table in pieces of whole trajectories, in order.
+
+    Args:
+        path: Directory, glob or file, local or an fsspec URL.
+        columns: Columns to read; None reads all.
+        decode: If false, pieces that are stored in `prefix` layout keep its three columns instead
+            of `prompt_token_ids`.
+
+    Raises:
+        RolloutError: A column does not exist, or a file is unreadable.
+    """
+    shards = _open_shards(path)
+    schema = _schema_of(shards)
+    yield from _tables(shards, schema, list(columns or schema.names), decode=decode)
+
+
+def pieces(path: PathLike) -> list[str]:
+    """Return paths that can be read separately, in order.
+
+    These are the shards, or the whole dataset if trajectories span shards.
+
+
+    Example:
+        >>> [table for piece in pieces("rollouts/") for table in iter_tables(piece)]
+    """
+    shards = _open_shards(path)
+    if not all(shard.aligned for shard in shards):
+        return [os.fspath(path)]
+    return [shard.url for shard in shards]
+
+
+def shard_paths(path: PathLike) -> list[str]:
+    """Return the paths of the shards, in order."""
+    return [shard.url for shard in _open_shards(path)]
+
+
+def read(path: PathLike, columns: Sequence[str] | None = None) -> pa.Table:
+    """Read the whole logical table (see `iter_tables`), with its metadata in the Arrow schema."""
+    table = pa.concat_tables(iter_tables(path, columns))
+    return table.replace_schema_metadata(read_metadata(path).encode("full"))
+
+
+def read_metadata(path: PathLike) -> DatasetMetadata:
+    """Return the metadata of a dataset, from its first shard."""
+    return DatasetMetadata.decode(_Shard.open(find_shards(path)[0]).pairs)
+
+
+def to_hf(path: PathLike) -> Any:
+    """Return the logical table as an in-memory `datasets.Dataset`.
+
+    Maps become lists of {key, value}, because `datasets` has no maps.
+
+    Raises:
+        RolloutError: The `datasets` package is not installed.
+    """
+    try:
+        from datasets import Dataset
+        from datasets.table import InMemoryTable
+    except ImportError:
+        hint = 'pip install "rollout-io[hf]"'
+        raise RolloutError("extra_installed", "to_hf", "no `datasets` package", "", hint) from None
+    return Dataset(InMemoryTable(_without_maps(read(path))))
+
+
+def stored_tables(path: PathLike) -> Iterator[pa.Table]:
+    """Yield the tables as stored, including invalid ones, cut between trajectories if possible.
+
+    A `prefix` row group is decoded unless its references are broken.
+    """
+    for shard in _open_shards(path):
+        is_named = len(set(shard.names)) == len(shard.names) and "trajectory_id" in shard.names
+        cut = is_named and not shard.aligned
+        whole = (table for _, table in shard.row_groups(shard.names))
+        for stored in _align([shard], shard.names) if cut else whole:
+            decodes = shard.encoded and not len(check_references(stored))
+            yield decode_prefixes(stored) if decodes else stored
+
+
+class _Shard:
+    """One Parquet file, which is open only while it is read."""
+
+    def __init__(self, location: Location, file: pq.ParquetFile) -> None:
+        self.location, self._footer = location, file.metadata
+        self.pairs = file.metadata.metadata or {}
+        self.names: list[str] = file.schema_arrow.names
+        self.encoded = _is_encoded(self.names)
+        self.aligned = self.encoded or layout_of(self.pairs) is not None
+        empty = file.schema_arrow.empty_table().replace_schema_metadata(None)
+        self.schema = _logical_schema(plain_table(upgraded(empty, self.pairs)).schema)
+
+    @property
+    def url(self) -> str:
+        """Return a URL that another process can open."""
+        return str(self.location.fs.unstrip_protocol(self.location.path))
+
+    @classmethod
+    def open(cls, location: Location) -> _Shard:
+        with _readable(location), _source(location) as source:
+            file = pq.ParquetFile(source, page_checksum_verification=True)
+            _refuse_renamed(file)
+            verify(file, source)
+            return cls(location, file)
+
+    def row_groups(
+        self, names: Sequence[str], predicate: pl.Expr | None = None
+    ) -> Iterator[tuple[int, pa.Table]]:
+        """Yield row groups as stored, upgraded, except those where `predicate` keeps no row.
+
+        List and string columns have plain types, even if the file has large or view types.
+        """
+        with ExitStack() as stack:
+            with _readable(self.location):
+                source = stack.enter_context(_source(self.location))
+                file = pq.ParquetFile(
+                    source, metadata=self._footer, page_checksum_verification=True
+                )
+            for index in range(self._footer.num_row_groups):
+                if predicate is None or self._keeps_some(file, index, predicate):
+                    yield index, self._row_group(file, index, names)
+
+    def _row_group(self, file: pq.ParquetFile, index: int, names: Sequence[str]) -> pa.Table:
+        with _readable(self.location, index):
+            # Threads that read through a Python file object can outlive the interpreter.
+            table = file.read_row_group(
+                index, columns=list(names), use_threads=self.location.is_local
+            )
+            return plain_table(upgraded(table, self.pairs))
+
+    def _keeps_some(self, file: pq.ParquetFile, index: int, predicate: pl.Expr) -> bool:
+        names = predicate.meta.root_names()
+        if not names or not set(names) <= set(self.names):
+            return True  # the predicate needs decoded prompts, or a column that this shard lacks
+        return not _frame(self._row_group(file, index, names)).filter(predicate).is_empty()
+
+    def tables(
+        self, names: Sequence[str], predicate: pl.Expr | None = None, *, decode: bool = True
+    ) -> Iterator[pa.Table]:
+        """Yield the logical columns `names`, row group by row group (see `row_groups`)."""
+        has_prompts = self.encoded and "prompt_token_ids" in names
+        stored = list(dict.fromkeys([*names, *(DECODE_COLUMNS if has_prompts else ())]))
+        wanted = names if decode or not has_prompts else _physical(names)
+        for index, table in self.row_groups([n for n in stored if n in self.names], predicate):
+            if has_prompts:
+                raise_errors(check_references(table), f"{self.location.path}, row group {index}")
+                table = decode_prefixes(table) if decode else table
+            yield table.select([n for n in wanted if n in table.column_names])
+
+
+def _open_shards(path: PathLike) -> list[_Shard]:
+    """Open all shards of a dataset; those of a directory must be complete.
+
+    Raises:
+        RolloutError: There is no dataset; `readable_file`; `shards_complete`.
+    """
+    shards = [_Shard.open(location) for location in find_shards(path)]
+    if Location.of(path).fs.isdir(Location.of(path).path):
+        names = [posixpath.basename(shard.location.path) for shard in shards]
+        refuse_incomplete(os.fspath(path), [Place.decode(shard.pairs) for shard in shards], names)
+    return shards
+
+
+def upgraded(table: pa.Table, pairs: dict[bytes, bytes]) -> pa.Table:
+    """Upgrade a table to the current schema version."""
+    return upgrade(table, version_of(pairs))
+
+
+@contextmanager
+def _source(location: Location) -> Iterator[Any]:
+    """Open the bytes of a Parquet file."""
+    local = location.is_local
+    if local:
+        refuse_irregular(location.path)
+    with pa.OSFile(location.path) if local else location.fs.open(location.path, "rb") as source:
+        yield source
+
+
+@contextmanager
+def _readable(location: Location, row_group: int | None = None) -> Iterator[None]:
+    """Convert the errors of Parquet readers on a damaged file to one error with its place."""
+    try:
+        yield
+    except (pa.ArrowException, OSError, EOFError, UnicodeError, binascii.Error) as error:
+        if isinstance(error, OSError) and (limit := too_many_open_files(error, location.path)):
+            raise limit from None
+        where = location.path + ("" if row_group is None else f", row group {row_group}")
+        hint = "the file is damaged or not Parquet: convert it again, or restore it from a copy"
+        if location.path.endswith((".jsonl", ".json")):
+            hint = f"this looks like a log: rollouts convert {location.path} --out DS"
+        got = " ".join(str(error).split())
+        raise RolloutError("readable_file", where, got, "an intact Parquet file", hint) from None
+
+
+def _refuse_renamed(file: pq.ParquetFile) -> None:
+    """Compare column names with Arrow's copy of them, as the footer has no checksum."""
+    copy = (file.metadata.metadata or {}).get(b"ARROW:schema")
+    if copy is not None:
+        names = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(copy))).names
+        if names != file.schema_arrow.names:
+            raise pa.ArrowInvalid("column names that differ from their copy in the footer")
+
+
+def _is_encoded(names: Sequence[str]) -> bool:
+    return PREFIX_TYPES.keys() <= set(names) and "prompt_token_ids" not in names
+
+
+def _logical_schema(stored: pa.Schema) -> pa.Schema:
+    if not _is_encoded(stored.names):
+        return stored.remove_metadata()
+    index = stored.names.index(PREFIX_FIELDS[0].name)
+    fields = [f for f in stored if f.name not in PREFIX_TYPES]
+    prompt = pa.field("prompt_token_ids", COLUMN_BY_NAME["prompt_token_ids"].type, nullable=False)
+    return pa.schema([*fields[:index], prompt, *fields[index:]])
+
+
+def _schema_of(shards: Sequence[_Shard]) -> pa.Schema:
+    """Return all columns of all shards."""
+    for shard in shards:
+        raise_errors(misnamed_columns(shard.schema.empty_table()), shard.location.path)
+    try:
+        return pa.unify_schemas([s.schema for s in shards], promote_options="permissive")
+    except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+        where = os.path.dirname(shards[0].location.path)  # noqa: PTH120
+        raise RolloutError("columns_and_types", where, str(error), "one type a column") from None
+
+
+def _tables(
+    shards: Sequence[_Shard],
+    schema: pa.Schema,
+    names: Sequence[str],
+    predicate: pl.Expr | None = None,
+    *,
+    decode: bool = True,
+) -> Iterator[pa.Table]:
+    unknown = [n for n in names if n not in schema.names]
+    if unknown:
+        where = shards[0].location.path
+        expected = "one of " + ", ".join(schema.names)
+        raise RolloutError("known_column", where, f"column {unknown[0]!r}", expected)
+    target = pa.schema([schema.field(n) for n in names])
+    aligned = all(shard.aligned for shard in shards)
+    whole = (table for shard in shards for table in shard.tables(names, predicate, decode=decode))
+    pieces = whole if aligned else _align(shards, names)
+    empty, found = target.empty_table(), False
+    for table in pieces:
+        found = True
+        encoded = "prompt_token_ids" in names and "prompt_token_ids" not in table.column_names
+        kept = _physical(names) if encoded else names
+        like = empty.drop_columns(["prompt_token_ids"]) if encoded else empty
+        yield pa.concat_tables([like, table], promote_options="permissive").select(kept)
+    if not found:
+        yield empty
+
+
+def _align(shards: Sequence[_Shard], names: Sequence[str]) -> Iterator[pa.Table]:
+    """Re-cut the tables of other programs' files, so that no trajectory spans two."""
+    keyed = list(dict.fromkeys([*names, "trajectory_id"]))
+    for shard in shards:
+        if "trajectory_id" not in shard.names:
+            got = "no column 'trajectory_id'"
+            hint = f"rollouts validate {shard.location.path}"
+            raise RolloutError(
+                "columns_and_types", shard.location.path, got, "a rollout table", hint
+            )
+    rest: pa.Table | None = None
+    for shard in shards:
+        for table in shard.tables(keyed):
+            whole = (
+                table
+                if rest is None
+                else pa.concat_tables([rest, table], promote_options="permissive")
+            )
+            starts = trajectory_starts(whole)
+            cut = int(starts[-1]) if len(starts) else 0
+            if cut:
+                yield whole.slice(0, cut).select(names)
+            rest = whole.slice(cut)
+    if rest is not None and rest.num_rows:
+        yield rest.select(names)
+
+
+def _physical(names: Sequence[str]) -> list[str]:
+    """Return the names with the prefix columns in place of the prompts."""
+    prefix = [field.name for field in PREFIX_FIELDS]
+    at = names.index("prompt_token_ids")
+    return [*names[:at], *prefix, *names[at + 1 :]]
+
+
+def _frame(table: pa.Table) -> pl.DataFrame:
+    frame = pl.from_arrow(table)
+    assert isinstance(frame, pl.DataFrame)
+    return frame
+
+
+def _without_maps(table: pa.Table) -> pa.Table:
+    for index, field in enumerate(table.schema):
+        if field.type == METRICS_TYPE:
+            entry = pa.struct([("key", pa.string()), ("value", pa.float64())])
+            column = table.column(index).cast(pa.list_(entry))
+            table = table.set_column(index, field.name, column)
+    return table

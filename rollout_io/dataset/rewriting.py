@@ -1,0 +1,188 @@
+"""Rewrite a dataset shard by shard; finished shards survive an interruption."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rollout_io.conversion.staging import Staging
+from rollout_io.dataset.checking import (
+    checked,
+    checker_of,
+    refuse_split,
+    require_valid,
+    structure_of,
+)
+from rollout_io.dataset.footer import Part
+from rollout_io.dataset.opening import digest_of
+from rollout_io.dataset.parallel import Workers
+from rollout_io.dataset.reader import pieces
+from rollout_io.dataset.storage import Location, find_shards, occupied
+from rollout_io.dataset.writer import RolloutWriter
+from schemas.checker import Checker, ValidationError
+from schemas.metadata import DatasetMetadata
+from schemas.ragged import list_lengths
+
+Transform = Callable[[pa.Table], pa.Table]
+Progress = Callable[[int], object]
+_Task = tuple[str, str, Part]
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Number of rows and tokens (prompt + response) before and after."""
+
+    num_rows_before: int = 0
+    num_tokens_before: int = 0
+    num_rows_after: int = 0
+    num_tokens_after: int = 0
+
+    def __add__(self, other: Counts) -> Counts:
+        """Add two counts."""
+        mine, others = asdict(self), asdict(other)
+        return Counts(**{name: mine[name] + others[name] for name in mine})
+
+
+def rewrite(
+    dataset: str,
+    out: str,
+    transform: Transform,
+    metadata: DatasetMetadata,
+    *,
+    decode: bool = True,
+    workers: Workers | None = None,
+    progress: Progress | None = None,
+) -> Counts:
+    """Write the result of `transform` on each row group of a dataset as a new dataset.
+
+    Input and output are checked against the named invariants in the same pass. An interrupted run
+    leaves its finished shards in a hidden directory inside `out`; the same call resumes from them.
+
+    Args:
+        dataset: Path of a dataset.
+        out: Directory to write, local or an fsspec URL.
+        transform: Maps whole trajectories to whole trajectories; a module-level function.
+        metadata: Metadata of the new files.
+        decode: If true, the transform receives full prompts (see `iter_tables`).
+        workers: Processes that do the work; None: this process.
+        progress: Called with the number of rows read since the last call.
+
+    Raises:
+        ValidationError: The dataset breaks a named invariant; nothing is written.
+        RolloutError: `out_is_free`: `out` already holds a dataset.
+    """
+    staging, workers = Staging(out), workers or Workers()
+    report = progress or (lambda _num_rows: None)
+    made = {key.decode(): value.decode() for key, value in metadata.encode("prefix").items()}
+    identity = {"made": made, "shards": _states(dataset)}
+    with staging.resumable():
+        shards = staging.out.shards()
+        if shards and not staging.is_publishing(identity):
+            raise occupied(staging.where, len(shards))
+        staging.begin(identity)
+        sources = pieces(dataset)
+        done = _earlier(staging, len(sources))
+        checkers = {i: structure_of(sources[i]) for i in done}
+        for counts in done.values():
+            report(counts.num_rows_before)
+        job = partial(_rewrite_piece, transform, metadata, decode)
+        missing = [i for i in range(len(sources)) if i not in done]
+        facts = [made, [state for _, state in identity["shards"]]]
+        tasks = [
+            (sources[i], staging.chunk_path(i), Part.of(facts, i, len(sources))) for i in missing
+        ]
+        with (
+            _named_by_the_whole(dataset),
+            closing(_run(job, tasks, workers, report)) as results,
+        ):
+            for index, (counts, checker) in results:
+                staging.finish_chunk(missing[index], asdict(counts))
+                done[missing[index]], checkers[missing[index]] = counts, checker
+        refuse_split(dataset, [checkers[i] for i in range(len(sources))])
+        staging.publish(len(sources))
+    return sum(done.values(), Counts())
+
+
+@contextmanager
+def _named_by_the_whole(dataset: str) -> Iterator[None]:
+    """Report a breach for the whole dataset: a trajectory that spans shards looks invalid in one."""
+    try:
+        yield
+    except ValidationError:
+        require_valid(dataset)
+        raise
+
+
+def _run(job: Any, tasks: Sequence[_Task], workers: Workers, report: Progress) -> Any:
+    if workers == Workers():
+        for index, task in enumerate(tasks):
+            yield index, job(task, report)
+        return
+    with closing(workers.map(job, tasks)) as results:
+        for index, result in results:
+            report(result[0].num_rows_before)
+            yield index, result
+
+
+def _rewrite_piece(
+    transform: Transform,
+    metadata: DatasetMetadata,
+    decode: bool,  # noqa: FBT001
+    task: _Task,
+    progress: Progress | None = None,
+) -> tuple[Counts, Checker]:
+    """Rewrite one piece; return the checker of its input as well."""
+    source, out, part = task
+    counts, checker = Counts(), checker_of(source)
+    try:
+        with RolloutWriter(out, metadata=metadata, part=part) as writer:
+            for table in checked(checker, source, decode=decode):
+                made = transform(table)
+                writer.write(made)
+                sizes = (table.num_rows, _num_tokens(table), made.num_rows, _num_tokens(made))
+                counts += Counts(*sizes)
+                if progress is not None:
+                    progress(table.num_rows)
+    except ValidationError as error:
+        if error.source == source:
+            raise
+        raise ValidationError.of(error.breaches, f"the result for {source}") from None
+    return counts, checker
+
+
+def _earlier(staging: Staging, num: int) -> dict[int, Counts]:
+    """Return the counts of the pieces that an interrupted run finished."""
+    found = {i: staging.report(i) for i in range(num)}
+    return {i: Counts(**report) for i, report in found.items() if report is not None}
+
+
+def _states(dataset: str) -> list[Any]:
+    """Return a fingerprint of the dataset's shards, to detect changes between runs."""
+    return [[shard.path, _state(shard)] for shard in find_shards(dataset)]
+
+
+def _state(shard: Location) -> str:
+    """Return the digest of a shard's content, or the version that an object store gives it."""
+    if shard.is_local:
+        return digest_of(shard.path)
+    info = shard.fs.info(shard.path)
+    version = info.get("etag") or info.get("ETag")
+    if version:
+        return str(version)
+    with shard.fs.open(shard.path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _num_tokens(table: pa.Table) -> int:
+    """Count the tokens of prompts and responses, in either layout."""
+    lists = {"prompt_token_ids", "prompt_suffix_ids", "response_ids"} & set(table.column_names)
+    num = sum(int(list_lengths(table.column(name)).sum()) for name in lists)
+    shares = "prefix_length" in table.column_names
+    return num + (pc.sum(table.column("prefix_length")).as_py() or 0 if shares else 0)

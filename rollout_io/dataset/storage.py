@@ -1,0 +1,123 @@
+"""Locations of dataset files: a directory, a glob or a file, local or on any fsspec filesystem."""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
+from rollout_io.dataset.atomic_files import settle
+from schemas.errors import RolloutError
+
+SHARD_PREFIX = "part-"
+SHARD_SUFFIX = ".parquet"
+STAGING = ".converting"  # directory of an unfinished conversion; readers skip names with a dot
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """A path on a filesystem."""
+
+    fs: Any
+    path: str
+
+    @classmethod
+    def of(cls, path: str | os.PathLike[str]) -> Location:
+        """Resolve a local path or a URL that fsspec knows ("s3://...", "memory://...").
+
+        Raises:
+            RolloutError: The filesystem is unknown, its package is missing, or the path is empty.
+        """
+        if not os.fspath(path):
+            hint = "a variable of the shell that is not set?"
+            raise RolloutError("path", "''", "an empty path", "a path", hint)
+        try:
+            fs, inner = fsspec.core.url_to_fs(os.fspath(path))
+        except (ImportError, ValueError) as error:
+            hint = "pip install the fsspec package of that filesystem, or check the URL"
+            expected = "a path or URL that fsspec knows"
+            raise RolloutError("filesystem", os.fspath(path), str(error), expected, hint) from None
+        return cls(fs, inner)
+
+    @property
+    def is_local(self) -> bool:
+        """True for the local filesystem."""
+        return isinstance(self.fs, LocalFileSystem)
+
+    def join(self, name: str) -> Location:
+        """Return the location of a file inside this directory."""
+        return Location(self.fs, posixpath.join(self.path, name))
+
+    def shards(self) -> list[str]:
+        """Return the shard paths inside this directory, sorted by name."""
+        names = self.fs.ls(self.path, detail=False) if self.fs.isdir(self.path) else []
+        shards = [p for p in names if p.endswith(SHARD_SUFFIX)]
+        return sorted(p for p in shards if not posixpath.basename(p).startswith((".", "_")))
+
+
+def find_shards(path: str | os.PathLike[str]) -> list[Location]:
+    """Return the Parquet files of a dataset, sorted by directory, then by name.
+
+    Args:
+        path: A directory of shards, a glob of files or such directories, or one Parquet file; local
+            or an fsspec URL.
+
+    Raises:
+        RolloutError: No file was found.
+    """
+    location = Location.of(path)
+    if location.fs.isdir(location.path):
+        paths = location.shards()
+    elif location.fs.exists(location.path):
+        paths = [location.path]
+    else:
+        found = [Location(location.fs, p) for p in sorted(location.fs.glob(location.path))]
+        paths = [p for f in found for p in (f.shards() if f.fs.isdir(f.path) else [f.path])]
+    if not paths:
+        hint = "check the path; `rollouts convert` or `rollouts generate` makes a dataset"
+        if location.fs.exists(location.join(STAGING).path):
+            hint = "a conversion to it was stopped: give its command again, and it goes on"
+        got = (
+            "a directory without .parquet files" if location.fs.exists(location.path) else "nothing"
+        )
+        raise RolloutError("dataset_exists", os.fspath(path), got, "a rollout dataset", hint)
+    return [Location(location.fs, p) for p in paths]
+
+
+def occupied(where: str, num_shards: int) -> RolloutError:
+    """Return the error for an output directory that already holds a dataset."""
+    got = f"{num_shards} shard{'s' * (num_shards != 1)}"
+    hint = "choose another --out, or remove the old dataset"
+    return RolloutError("out_is_free", where, got, "no dataset yet", hint)
+
+
+def temporary(final: Location) -> Location:
+    """Return a name beside `final` that no reader takes for a shard."""
+    folder, name = posixpath.split(final.path)
+    return Location(final.fs, posixpath.join(folder, f".{name}.{uuid.uuid4().hex[:8]}.tmp"))
+
+
+def publish(written: Location, final: Location) -> None:
+    """Rename a complete file to its final name; a local file is synced before and after.
+
+    Raises:
+        RolloutError: Another writer published a file of this name first.
+    """
+    if final.fs.exists(final.path):
+        got, hint = "a shard of another writer", "writers that share a directory need append=True"
+        raise RolloutError("out_is_free", final.path, got, "no such file yet", hint)
+    move(written, final)
+
+
+def move(written: Location, final: Location) -> None:
+    """Rename a complete file to its final name, replacing an existing file; see `publish`."""
+    if written.is_local:
+        settle(Path(written.path), Path(final.path))
+    else:
+        written.fs.mv(written.path, final.path)

@@ -1,0 +1,154 @@
+"""Worker processes, each with a pipe that no other process holds open.
+
+A message to a dead process therefore fails at once, and a partial answer of one is an error. A
+queue shared by several processes blocks in both cases, as its other end remains open.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import traceback
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import islice
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from typing import Any, NamedTuple, TypeVar
+
+from schemas.errors import RolloutError
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class _Worker(NamedTuple):
+    process: SpawnProcess
+    connection: Connection
+
+
+def map_in_processes(
+    function: Callable[[T], R], tasks: Iterable[T], num: int
+) -> Generator[tuple[int, R], None, None]:
+    """Yield the index and result of each task, as they finish.
+
+    The processes end with this generator, however it ends, and with this process if it is killed.
+
+    Args:
+        function: A module-level function (or `functools.partial` of one), which can be pickled.
+        tasks: Arguments of the calls; consumed as processes become idle.
+        num: Maximum number of processes.
+
+    Raises:
+        RolloutError: The error of a task; `worker`: a process died.
+    """
+    numbered = enumerate(tasks)
+    first = list(islice(numbered, num))
+    with _started(len(first)) as workers:
+        busy: dict[Connection, tuple[_Worker, int]] = {}
+
+        def give(worker: _Worker, index: int, message: Any) -> None:
+            with _alive(worker):
+                worker.connection.send(message)
+            busy[worker.connection] = worker, index
+
+        for worker, (index, task) in zip(workers, first, strict=True):
+            give(worker, index, (function, task))
+        while busy:
+            worker, done = busy.pop(_any_ready(busy))
+            with _alive(worker):
+                result, error = worker.connection.recv()
+            if error is not None:
+                raise error
+            for index, task in islice(numbered, 1):
+                give(worker, index, task)
+            yield done, result
+
+
+def _any_ready(connections: Iterable[Connection]) -> Connection:
+    ready = wait(list(connections))[0]
+    assert isinstance(ready, Connection)
+    return ready
+
+
+@contextmanager
+def _started(num: int) -> Iterator[list[_Worker]]:
+    workers: list[_Worker] = []
+    try:
+        with _uninterrupted():
+            workers.extend(_start() for _ in range(num))
+        yield workers
+    finally:
+        for process, connection in workers:
+            process.kill()
+            process.join()
+            connection.close()
+
+
+def _start() -> _Worker:
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    process = spawn.Process(target=_work, args=(theirs,), daemon=True)
+    with theirs:
+        process.start()
+    return _Worker(process, ours)
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Block SIGINT in processes that are started here, so that only this one handles Ctrl-C."""
+    resource_tracker.ensure_running()  # started lazily with the first process, it would unblock SIGINT
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def _alive(worker: _Worker) -> Iterator[None]:
+    """Convert a broken pipe to an error that names the process's exit code.
+
+    Raises:
+        RolloutError: worker.
+    """
+    try:
+        yield
+    except (EOFError, OSError):
+        worker.process.join(1)
+        code = worker.process.exitcode
+        got = f"a process that ended with exit code {code}"
+        if code is not None and code < 0:
+            got = f"a process that was killed by {signal.Signals(-code).name} (out of memory?)"
+        hint = "run the same command again, or use --workers 1"
+        raise RolloutError("worker", "--workers", got, "processes that live", hint) from None
+
+
+def _work(connection: Connection) -> None:
+    """Run a worker: receive the function and a task, then send results and receive tasks."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    with suppress(EOFError, OSError):
+        function, task = connection.recv()
+        while True:
+            connection.send(_answer(function, task))
+            task = connection.recv()
+
+
+def _answer(function: Callable[[T], R], task: T) -> tuple[R | None, Exception | None]:
+    try:
+        return function(task), None
+    except RolloutError as error:
+        return None, error
+    except Exception as error:
+        error.add_note(traceback.format_exc())  # a traceback itself cannot be sent
+        return None, error
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)

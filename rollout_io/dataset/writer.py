@@ -1,0 +1,376 @@
+"""Writer of rollout datasets: checks trajectories and publishes each shard whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import pairwise
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rollout_io.dataset.atomic_files import writable
+from rollout_io.dataset.footer import Part, Place, Places, seal
+from rollout_io.dataset.prefix_layout import encode_prefixes, trajectory_starts
+from rollout_io.dataset.storage import (
+    SHARD_PREFIX,
+    SHARD_SUFFIX,
+    Location,
+    occupied,
+    publish,
+    temporary,
+)
+from schemas.checker import Checker, misnamed_columns, raise_errors
+from schemas.columns import arrow_schema
+from schemas.errors import RolloutError
+from schemas.metadata import DatasetMetadata
+from schemas.types import PREFIX_TYPES, as_table, cast_column, cast_table
+
+ROW_GROUP_ROWS = 4096
+ROW_GROUP_BYTES = 128 << 20  # bounds memory: readers and transforms hold one row group
+SHARD_BYTES = 512 << 20
+
+
+class RolloutWriter:
+    """Streaming writer of a rollout dataset directory.
+
+    Rows may arrive in any batches; a trajectory is kept together in one row group. A table that
+    breaks a named invariant is refused. An exception in the `with` block removes everything
+    written.
+
+    Args:
+        path: Directory, local or an fsspec URL.
+        layout: `prefix` (prompts refer to earlier steps) or `full`.
+        metadata: Metadata of the files; None takes it from the first table, if that came from
+            `read`.
+        append: Add shards to an existing directory; several writers may share it.
+        row_group_rows: Maximum rows of a row group; a longer trajectory gets a longer one.
+        shard_bytes: Size after which a new shard begins: encoded, uncompressed bytes.
+        checked: Skip the checks; the caller has checked the tables.
+        part: Part of the dataset that this writer writes; None: all of it. Ignored with `append`,
+            whose shards are independent of each other.
+
+    Raises:
+        RolloutError: The path already holds a dataset, and `append` is false.
+        ValidationError: From `write` or `close`; everything written is removed.
+
+    Example:
+        >>> with RolloutWriter("rollouts/") as writer:
+        ...     for table in tables:
+        ...         writer.write(table)
+        >>> writer.num_rows, writer.num_trajectories
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        layout: Literal["prefix", "full"] = "prefix",
+        metadata: DatasetMetadata | None = None,
+        append: bool = False,
+        row_group_rows: int = ROW_GROUP_ROWS,
+        shard_bytes: int = SHARD_BYTES,
+        checked: bool = False,
+        part: Part | None = None,
+    ) -> None:
+        self.num_rows = self.num_trajectories = 0
+        self._is_open = True
+        self._where, self._location, self._layout = os.fspath(path), Location.of(path), layout
+        self._metadata = metadata
+        self._row_group_rows, self._shard_bytes = row_group_rows, shard_bytes
+        self._is_checked = checked
+        self._checker: Checker | None = None
+        self._pending: list[pa.Table] = []
+        self._empty = arrow_schema(optional=()).empty_table()
+        self._pending_rows = self._pending_bytes = 0
+        self._shard: _Shard | None = None
+        self._part, self._stands_alone = part, append
+        self._places: Places | None = None
+        self._published: list[Location] = []
+        self._made_folder = not self._location.fs.exists(self._location.path)
+        existing = [] if self._made_folder else self._existing(append=append)
+        self._next_index = 1 + max((_index_of(p) for p in existing), default=-1)
+        self._tag = f"-{os.urandom(4).hex()}" if append else ""
+
+    def _existing(self, *, append: bool) -> list[str]:
+        location = self._location
+        shards = location.shards()
+        if not location.fs.isdir(location.path):
+            hint = "choose a directory for --out"
+            raise RolloutError("out_is_free", self._where, "a file", "no dataset yet", hint)
+        if shards and not append:
+            raise occupied(self._where, len(shards))
+        return shards
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abort()
+
+    def write(self, data: Any) -> None:
+        """Add rows: a Table, RecordBatch or Polars frame; it may end inside a trajectory."""
+        self._refuse_if_closed()
+        try:
+            self._add(as_table(data))
+        except BaseException:
+            self.abort()
+            raise
+
+    def _add(self, given: pa.Table) -> None:
+        raise_errors(misnamed_columns(given), self._where)
+        table = _logical(given)
+        if self.num_rows == 0 and not self._pending:
+            self._empty = table.slice(0, 0)
+        if self._metadata is None:
+            self._metadata = DatasetMetadata.decode(given.schema.metadata)
+        if table.num_rows == 0:
+            return
+        self._pending.append(table)
+        self._pending_rows += table.num_rows
+        self._pending_bytes += table.nbytes
+        if self._pending_rows > self._row_group_rows or self._pending_bytes > ROW_GROUP_BYTES:
+            self._flush(final=False)
+
+    def close(self) -> None:
+        """Write the remaining rows and publish the last shard."""
+        self._refuse_if_closed()
+        try:
+            self._flush(final=True)
+            if self._checker is not None:
+                raise_errors(self._checker.finish(), self._where)
+            if self._shard is None and not self._published:
+                raise_errors(Checker().check(self._empty), self._where)
+                self._write_row_group(self._empty)
+            self._publish(is_last=True)
+        except BaseException:
+            self.abort()
+            raise
+        self._is_open = False
+
+    def _refuse_if_closed(self) -> None:
+        if not self._is_open:
+            got, hint = "a writer that was closed, or failed before", "begin again with a new one"
+            raise RolloutError("writer_is_open", self._where, got, "an open writer", hint)
+
+    def abort(self) -> None:
+        """Remove everything that this writer wrote."""
+        self._is_open = False
+        if self._shard is not None:
+            self._shard.discard()
+            self._shard = None
+        for location in self._published:
+            location.fs.rm_file(location.path)
+        self._published, self._pending = [], []
+        folder = self._location
+        if self._made_folder and folder.fs.isdir(folder.path) and not folder.fs.ls(folder.path):
+            folder.fs.rmdir(folder.path)
+
+    def _flush(self, *, final: bool) -> None:
+        if not self._pending:
+            return
+        table = _concat(self._pending)
+        complete = table.num_rows if final else _complete_rows(table)
+        head, tail = table.slice(0, complete), table.slice(complete)
+        self._pending = [tail] if tail.num_rows else []
+        # `tail` may be a slice of a large table, but `nbytes` counts only the slice.
+        self._pending_rows, self._pending_bytes = tail.num_rows, tail.nbytes
+        if head.num_rows == 0:
+            return
+        if not self._is_checked:
+            metadata = self._metadata or DatasetMetadata()
+            self._checker = self._checker or Checker(metadata.vocab_size)
+            raise_errors(self._checker.check(head), self._where)
+        for group in _row_groups(head, self._row_group_rows):
+            self._write_row_group(group)
+
+    def _write_row_group(self, table: pa.Table) -> None:
+        table = cast_table(table)
+        self.num_rows += table.num_rows
+        self.num_trajectories += len(trajectory_starts(table))
+        table = encode_prefixes(table) if self._layout == "prefix" else table
+        if self._shard is not None and self._shard.num_bytes >= self._shard_bytes:
+            self._publish(is_last=False)
+        if self._shard is not None and not self._shard.holds(table):
+            table = _concat([self._shard.schema.empty_table(), table])
+            self._publish(is_last=False)
+        if self._shard is None:
+            pairs = (self._metadata or DatasetMetadata()).encode(self._layout)
+            if self._places is None and not self._stands_alone:
+                given = self._part
+                self._places = Places(given) if given else Places.of_whole(pairs, table)
+            schema = table.schema.with_metadata(pairs)
+            name = f"{SHARD_PREFIX}{self._next_index:05d}{self._tag}{SHARD_SUFFIX}"
+            self._shard = _Shard(self._location, self._location.join(name), schema)
+            self._next_index += 1
+        self._shard.write(table)
+        if self._places is not None:
+            self._places.add(table)
+
+    def _publish(self, *, is_last: bool) -> None:
+        if self._shard is not None:
+            place = None if self._places is None else self._places.next(is_last=is_last)
+            self._published.append(self._shard.publish(place))
+            self._shard = None
+
+
+class _Shard:
+    """One shard under its temporary name."""
+
+    def __init__(self, folder: Location, final: Location, schema: pa.Schema) -> None:
+        self.schema, self.num_bytes = schema, 0
+        self._num_rows: list[int] = []
+        self._final, self._temporary = final, temporary(final)
+        self._writer: pq.ParquetWriter | None = None
+        with _writable(final):
+            folder.fs.makedirs(folder.path, exist_ok=True)
+            self._file = folder.fs.open(self._temporary.path, "wb")
+        try:
+            self._writer = self._open(schema)
+        except BaseException:
+            self.discard()
+            raise
+
+    def _open(self, schema: pa.Schema) -> pq.ParquetWriter:
+        dictionary, encodings = _encodings(schema)
+        with _writable(self._final):
+            return pq.ParquetWriter(
+                self._file,
+                schema,
+                compression="zstd",
+                write_page_checksum=True,
+                use_dictionary=dictionary,
+                column_encoding=encodings,
+                write_statistics=[f.name for f in schema if not pa.types.is_nested(f.type)],
+            )
+
+    def holds(self, table: pa.Table) -> bool:
+        """True if this shard has every column of the table, with the same type."""
+        names = self.schema.names
+        return all(
+            f.name in names and f.type == self.schema.field(f.name).type for f in table.schema
+        )
+
+    def write(self, table: pa.Table) -> None:
+        assert self._writer is not None
+        whole = _concat([self.schema.empty_table(), table]).select(self.schema.names)
+        self.num_bytes += whole.nbytes
+        columns = [cast_column(whole.column(f.name), f.type) for f in self.schema]
+        whole = pa.Table.from_arrays(columns, schema=self.schema)
+        with _writable(self._final):
+            self._writer.write_table(whole, row_group_size=max(1, whole.num_rows))
+        self._num_rows.append(whole.num_rows)
+
+    def publish(self, place: Place | None) -> Location:
+        """Write the footer and rename the file.
+
+        Args:
+            place: The shard's place in its dataset; None if it is appended.
+        """
+        assert self._writer is not None
+        placed = {} if place is None else place.encode()
+        digest = seal(self.schema, self.schema.metadata | placed, self._num_rows)
+        with _writable(self._final):
+            self._writer.add_key_value_metadata(placed | digest)
+            self._writer.close()
+            self._file.close()
+            publish(self._temporary, self._final)
+        return self._final
+
+    def discard(self) -> None:
+        with ExitStack() as stack:
+            stack.callback(self._temporary.fs.rm_file, self._temporary.path)
+            stack.callback(_close, self._file)
+            stack.callback(_close, self._writer)
+
+
+def _close(file: Any) -> None:
+    """Close a file that will be deleted, ignoring errors such as a full disk."""
+    with suppress(OSError, pa.ArrowException):
+        if file is not None:
+            file.close()
+
+
+@contextmanager
+def _writable(final: Location) -> Iterator[None]:
+    """Convert a full disk, or a type that Parquet lacks, to an error with its place."""
+    try:
+        with writable(final.path):
+            yield
+    except pa.ArrowNotImplementedError as error:
+        hint = "cast the column to a type that Parquet has, or drop it"
+        raise RolloutError("columns_and_types", final.path, str(error), "", hint) from None
+
+
+def _encodings(schema: pa.Schema) -> tuple[list[str], dict[str, str]]:
+    """Choose dictionary encoding for columns whose values recur.
+
+    Token ids of the `prefix` layout hardly recur: without a dictionary they compress better and
+    faster. Log-probabilities are split by byte significance.
+    """
+    split = [f.name for f in schema if f.name == "rollout_logprobs"]
+    plain = {"prompt_suffix_ids", "response_ids", *split}
+    dictionary = [path for f in schema if f.name not in plain for path in _leaves(f.name, f.type)]
+    return dictionary, {f"{name}.list.element": "BYTE_STREAM_SPLIT" for name in split}
+
+
+def _leaves(path: str, kind: pa.DataType) -> list[str]:
+    if pa.types.is_struct(kind):
+        return [leaf for f in kind for leaf in _leaves(f"{path}.{f.name}", f.type)]
+    if pa.types.is_map(kind):
+        entry = f"{path}.key_value"
+        return _leaves(f"{entry}.key", kind.key_type) + _leaves(f"{entry}.value", kind.item_type)
+    if pa.types.is_nested(kind):
+        return _leaves(f"{path}.list.element", kind.value_type)
+    return [path]
+
+
+def _logical(table: pa.Table) -> pa.Table:
+    """Drop the physical columns of an earlier write: every write computes them again."""
+    return table.drop_columns([n for n in table.column_names if n in PREFIX_TYPES])
+
+
+def _concat(tables: list[pa.Table]) -> pa.Table:
+    """Concatenate tables; a column that some tables lack is null there."""
+    try:
+        return pa.concat_tables(tables, promote_options="permissive").replace_schema_metadata(None)
+    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
+        hint = "give the column one type in all the tables that are written"
+        raise RolloutError("columns_and_types", "write", str(error), "one type", hint) from None
+
+
+def _complete_rows(table: pa.Table) -> int:
+    """Return the number of rows up to the last row that ends a trajectory."""
+    name = "is_last_step"
+    if name not in table.column_names or not pa.types.is_boolean(table.schema.field(name).type):
+        return int(table.num_rows)
+    ends = np.flatnonzero(table.column("is_last_step").to_numpy())
+    return int(ends[-1]) + 1 if len(ends) else 0
+
+
+def _row_groups(table: pa.Table, num_rows: int) -> list[pa.Table]:
+    """Cut at trajectory starts, with as many whole trajectories per group as `num_rows` allows."""
+    bounds = [*trajectory_starts(table).tolist(), table.num_rows]
+    cuts = [0]
+    for here, following in pairwise(bounds):
+        if following - cuts[-1] > num_rows and here > cuts[-1]:
+            cuts.append(here)
+    cuts.append(table.num_rows)
+    return [table.slice(a, b - a) for a, b in pairwise(cuts)]
+
+
+def _index_of(path: str) -> int:
+    digits = path.rsplit("/", 1)[-1].removeprefix(SHARD_PREFIX)[:5]
+    return int(digits) if digits.isdigit() else -1

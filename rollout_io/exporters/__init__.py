@@ -1,1 +1,0 @@
-"""A dataset in other projects' formats: one module each, with one function `write`."""

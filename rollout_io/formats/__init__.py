@@ -1,0 +1,1 @@
+"""Log formats in both directions; `base` is the contract, `parsing` is shared code."""

@@ -1,0 +1,470 @@
+"""The `agent_lightning` format: events of Agent Lightning's API, as JSONL or one JSON list.
+
+    {"event_type": "model_request", "rollout_id": "r1", "attempt_id": "0", "timestamp": 1795.2,
+     "data": {"request": {...}, "response": {...}, "model_version": 3, "http_status": 200,
+              "status": "ok", "routed_experts": null}}
+    {"event_type": "reward", "rollout_id": "r1", "attempt_id": "0", "timestamp": 1796.0,
+     "data": {"value": 1.0, "source": "agent", "reason": "solved"}}
+
+The events of one attempt at one rollout are a run. Its calls are ordered by time, and all of them
+are kept (the API's `format=triplet` keeps one per prompt). Events of other types are ignored.
+Events name no task, so each rollout is its own group, unless the rollouts are given as well (`GET
+/api/rollouts`: `rollout_id`, `input`, `status`); rollouts of equal inputs are then one group.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import io
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import starmap
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from rollout_io.dataset.opening import open_input, read_input
+from rollout_io.formats.base import (
+    About,
+    Adapter,
+    Found,
+    Input,
+    Options,
+    Place,
+    Progress,
+    Rejected,
+    Run,
+    Step,
+    Trajectory,
+)
+from rollout_io.formats.detect import has_record
+from rollout_io.formats.parsing.bodies import Answer, Int32, Request, Usage
+from rollout_io.formats.parsing.completions import read_choices
+from rollout_io.formats.parsing.documents import decode_document, is_document
+from rollout_io.formats.parsing.fields import label
+from rollout_io.formats.parsing.jsonl import decode_line, refuse_lfs_pointer, refuse_not_utf8
+from rollout_io.formats.parsing.model_names import ModelNames
+from rollout_io.formats.parsing.records import (
+    DUPLICATE,
+    Record,
+    incomplete,
+    lines_of,
+    named_in,
+    read_record,
+    refuse_repeated,
+)
+from rollout_io.formats.parsing.tokens import (
+    broken,
+    logprob_array,
+    num_ids,
+    route_array,
+    same_ids,
+    strict_ids,
+)
+from schemas.errors import RolloutError
+
+_ROLLOUTS = (
+    "inferred: events name no task; each rollout is an instance (--group-by prompt joins them)"
+)
+_INPUTS = "inferred: the rollouts of one `data_id`, or else of equal inputs"
+_NO_JSON = msgspec.Raw(b"null")
+_BLANK = b" \t\r\n,["
+_MARKS = (b'"event_type"', b'"rollout_id"')
+_ENDED = "succeeded"
+_ALONE = {DUPLICATE, "unique_trajectory"}
+"""Rules that reject a single record instead of its attempt."""
+
+
+class _Asked(msgspec.Struct, gc=False):
+    messages: msgspec.Raw = _NO_JSON
+    prompt: msgspec.Raw = _NO_JSON
+
+
+class _DataHead(msgspec.Struct, gc=False):
+    request: _Asked | None = None
+
+
+class _Status(msgspec.Struct, gc=False):
+    state: str | None = None
+    last_attempt_id: str | None = None
+    error_message: str | None = None
+
+
+class _Head(msgspec.Struct, gc=False):
+    """An event or a rollout."""
+
+    rollout_id: str
+    event_type: str | None = None
+    attempt_id: str | None = None
+    timestamp: float | None = None
+    data: msgspec.Raw = _NO_JSON
+    input: msgspec.Raw = _NO_JSON
+    status: _Status | None = None
+
+
+class _Server(msgspec.Struct, gc=False):
+    version: Int32 | None = None
+
+
+class _Outcome(msgspec.Struct, gc=False):
+    http_status: int | None = None
+    status: str | None = None
+
+    @property
+    def is_failed(self) -> bool:
+        return (self.http_status or 200) >= 400 or self.status not in {"ok", None}
+
+
+class _Call(msgspec.Struct, gc=False):
+    request: Request = msgspec.field(default_factory=Request)
+    response: Answer = None
+    model_version: Int32 | None = None
+    server: _Server | None = None
+    routed_experts: msgspec.Raw = _NO_JSON
+    prompt_token_ids: msgspec.Raw = _NO_JSON
+    response_token_ids: msgspec.Raw = _NO_JSON
+    response_log_probs: list[float] | None = None
+    usage: Usage | None = None
+
+
+class _Reward(msgspec.Struct, gc=False):
+    value: float | bool | None = None
+    source: str | None = None
+    reason: str | None = None
+
+
+class _EventShape(msgspec.Struct, gc=False):
+    event_type: str
+    rollout_id: str
+    attempt_id: str
+    data: dict[str, Any]
+
+
+class _RolloutShape(msgspec.Struct, gc=False):
+    rollout_id: str
+    is_train: bool
+    status: dict[str, Any]
+    config: dict[str, Any]
+
+
+_HEAD = msgspec.json.Decoder(_Head)
+_DATA_HEAD = msgspec.json.Decoder(_DataHead)
+_OUTCOME = msgspec.json.Decoder(_Outcome)
+_CALL = msgspec.json.Decoder(_Call)
+_REWARD = msgspec.json.Decoder(_Reward)
+_LIST = msgspec.json.Decoder(list[msgspec.Raw])
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_TEXT = msgspec.json.Decoder(str)
+_EVENT_SHAPE = msgspec.json.Decoder(_EventShape)
+_ROLLOUT_SHAPE = msgspec.json.Decoder(_RolloutShape)
+_EVENTS_SHAPE = msgspec.json.Decoder(list[_EventShape])
+_ROLLOUTS_SHAPE = msgspec.json.Decoder(list[_RolloutShape])
+
+
+@dataclass(slots=True)
+class _Rollout:
+    """The records of a rollout.
+
+    Attributes:
+        attempts: Times and places of the events of each attempt.
+        damaged: Errors of damaged records by attempt; None: the whole rollout is affected.
+        record: Place of the rollout's own record.
+    """
+
+    attempts: dict[str, list[tuple[float, Place]]] = field(default_factory=dict)
+    damaged: dict[str | None, RolloutError] = field(default_factory=dict)
+    record: Place | None = None
+    labels: dict[str, str] = field(default_factory=dict)
+    last: str | None = None
+
+
+def find_attempts(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
+    """Yield attempts in the order of their rollouts; the last one includes the rollout's record.
+
+    A damaged event rejects its attempt, if the attempt is still readable; a damaged record of a
+    rollout rejects all its attempts.
+    """
+    rollouts: dict[str, _Rollout] = {}
+    first: dict[bytes, str] = {}
+    models = ModelNames()
+    for given in inputs:
+        try:
+            yield from _note_all(_records(given, progress), rollouts, first, models)
+        except RolloutError as error:
+            if error.rule == "input_file":
+                raise
+            yield Rejected(Place(given.path, given.name, 0, given.path.stat().st_size), error)
+    yield from models.about()
+    if rollouts:
+        yield About(
+            "groups", _ROLLOUTS if any(not r.record for r in rollouts.values()) else _INPUTS
+        )
+    for name, rollout in rollouts.items():
+        yield from _runs(name, rollout)
+
+
+def _note_all(
+    records: Iterable[Record],
+    rollouts: dict[str, _Rollout],
+    first: dict[bytes, str],
+    models: ModelNames,
+) -> Iterator[Rejected]:
+    for place, content in records:
+        try:
+            refuse_not_utf8(content, place.where)
+            refuse_repeated(content.strip(), place.where, first)
+            _note(place, decode_line(_HEAD, content, place.where), rollouts)
+            models.see(content)
+        except RolloutError as error:
+            yield Rejected(place, error)
+            name = named_in(content, "rollout_id")
+            if name is not None and error.rule not in _ALONE:
+                _note_damage(rollouts.setdefault(name, _Rollout()), content, error)
+
+
+def _note_damage(rollout: _Rollout, content: bytes, error: RolloutError) -> None:
+    attempt = named_in(content, "attempt_id")
+    rollout.damaged.setdefault(attempt, error)
+    if attempt is not None:
+        rollout.attempts.setdefault(attempt, [])
+
+
+def _records(given: Input, progress: Progress) -> Iterator[Record]:
+    with open_input(given.path) as file:
+        start = file.read(1 << 12)
+        if not start.lstrip().startswith(b"["):
+            yield from starmap(Record, lines_of([given], progress))
+            return
+    content = read_input(given.path)
+    refuse_lfs_pointer(content, given.name)
+    raws, offset = decode_document(_LIST, content, given.name), 0
+    for i, raw in enumerate(raws):
+        text = bytes(raw)
+        while content[offset] in _BLANK:
+            offset += 1
+        progress(len(text))
+        yield Record(Place(given.path, f"{given.name}[{i}]", offset, len(text)), text)
+        offset += len(text)
+
+
+def _note(place: Place, head: _Head, rollouts: dict[str, _Rollout]) -> None:
+    if head.event_type is None and (head.status is None or bytes(head.data) != b"null"):
+        got = "an object that is neither an event nor a rollout"
+        raise RolloutError("record_type", place.where, got, "`event_type`, or `input` and `status`")
+    if head.event_type is None:
+        rollout = rollouts.setdefault(head.rollout_id, _Rollout())
+        if rollout.record is not None:
+            hint = "are these logs of several collections? make each a dataset of its own"
+            got = f"rollout {head.rollout_id!r} again: {rollout.record.where} has it"
+            raise RolloutError("unique_trajectory", place.where, got, "each rollout once", hint)
+        rollout.record = place
+        rollout.labels |= _of_input(head.input, place.where)
+        rollout.last = None if head.status is None else head.status.last_attempt_id
+        return
+    if head.attempt_id is None:
+        got = "an event without `attempt_id`"
+        raise RolloutError("record_type", place.where, got, "the attempt it is of")
+    digest = None
+    if head.event_type == "model_request":
+        digest = _digest_of_prompt(head.data, place.where)
+    rollout = rollouts.setdefault(head.rollout_id, _Rollout())
+    events = rollout.attempts.setdefault(head.attempt_id, [])
+    events.append(
+        (events[-1][0] if head.timestamp is None and events else head.timestamp or 0.0, place)
+    )
+    if digest is not None:
+        rollout.labels.setdefault("prompt", digest)
+
+
+def _of_input(raw: msgspec.Raw, where: str) -> dict[str, str]:
+    text = bytes(raw)
+    found = {"input": f"input-{hashlib.blake2b(text, digest_size=6).hexdigest()}"}
+    fields = decode_line(_FIELDS, text, f"{where}, input") if text.startswith(b"{") else {}
+    name = label(fields.get("data_id"), where)
+    return found if name is None else found | {"data_id": name}
+
+
+def _digest_of_prompt(data: msgspec.Raw, where: str) -> str | None:
+    asked = decode_line(_DATA_HEAD, bytes(data), f"{where}, data").request
+    if asked is None:
+        return None
+    text = bytes(asked.prompt) if bytes(asked.messages) == b"null" else bytes(asked.messages)
+    return f"prompt-{hashlib.blake2b(text, digest_size=6).hexdigest()}"
+
+
+def _runs(name: str, rollout: _Rollout) -> Iterator[Run | Rejected]:
+    labels = rollout.labels
+    instance = labels.get("data_id") or labels.get("input") or name
+    last = rollout.last if rollout.last in rollout.attempts else None
+    last = last or next(reversed(rollout.attempts), None)
+    for attempt, events in (rollout.attempts or {"": []}).items():
+        places = [place for _, place in sorted(events, key=lambda event: event[0])]
+        if rollout.record is not None and attempt == (last or ""):
+            places.append(rollout.record)
+        damage = rollout.damaged.get(attempt) or rollout.damaged.get(None)
+        if damage is not None:
+            yield from incomplete(places, damage)
+            continue
+        own = {"rollout_id": name, "attempt_id": attempt}
+        if last is not None and attempt != last:
+            own["superseded_by"] = last
+        own |= {key: value for key, value in labels.items() if value}
+        yield Run(instance_id=instance, repetition_id=None, places=places, labels=own)
+
+
+def read_attempt(run: Run, _: Options) -> Trajectory:
+    """Read the calls of an attempt, one step per sampled choice; its last reward is the outcome.
+
+    Failed calls (HTTP status 400 and above) are counted in the metric `num_failed_requests`. A run
+    has failed if its rollout failed, if none of its calls succeeded, or if it was retried and has
+    no reward.
+
+    Raises:
+        RolloutError: no_token_ids, nonempty_response, routing_shape, no_calls, ...
+    """
+    heads = [(p.where, decode_line(_HEAD, read_record(p), p.where)) for p in run.places]
+    rewards = [_reward(h, where) for where, h in heads if h.event_type == "reward"]
+    known = [reward for reward in rewards if reward.value is not None]
+    requests = [(where, h) for where, h in heads if h.event_type == "model_request"]
+    refused = [outcome for where, h in requests if (outcome := _outcome(h, where)).is_failed]
+    error = _error(run, [h for _, h in heads if h.event_type is None], has_reward=bool(known))
+    if error is None and requests and len(refused) == len(requests):
+        error = f"all {len(refused)} model requests failed (HTTP {refused[-1].http_status})"
+    failed = run.failed or error is not None
+    steps = [
+        step
+        for where, head in requests
+        if not _outcome(head, where).is_failed
+        for step in _steps(head, where, failed=failed)
+    ]
+    if not steps and not failed:
+        where = run.places[0].where
+        raise RolloutError("no_calls", where, "an attempt without model requests", "at least one")
+    metrics = {f"reward[{i}]": float(r.value or 0) for i, r in enumerate(known[:-1])}
+    if known:
+        metrics["reward"] = float(known[-1].value or 0)
+    if refused:
+        metrics["num_failed_requests"] = float(len(refused))
+    return Trajectory(
+        steps=steps,
+        reward=metrics.get("reward"),
+        error=error,
+        metrics=metrics,
+        user_values=_texts(run, known),
+    )
+
+
+def _reward(head: _Head, where: str) -> _Reward:
+    return decode_line(_REWARD, bytes(head.data), f"{where}, data")
+
+
+def _outcome(head: _Head, where: str) -> _Outcome:
+    return decode_line(_OUTCOME, bytes(head.data), f"{where}, data")
+
+
+def _error(run: Run, records: Sequence[_Head], *, has_reward: bool) -> str | None:
+    status = (records[0].status if records else None) or _Status(state=_ENDED)
+    if status.state != _ENDED:
+        return f"rollout {status.state}" + (
+            f": {status.error_message}" if status.error_message else ""
+        )
+    if "superseded_by" in run.labels and not has_reward:
+        return f"tried again: attempt {run.labels['superseded_by']}"
+    return None
+
+
+def _texts(run: Run, rewards: Sequence[_Reward]) -> dict[str, str]:
+    last = rewards[-1] if rewards else _Reward()
+    texts = {name: run.labels.get(name) for name in ("rollout_id", "attempt_id")}
+    texts |= {"reward_source": last.source, "reward_reason": last.reason}
+    return {name: text for name, text in texts.items() if text}
+
+
+def _steps(head: _Head, where: str, *, failed: bool) -> list[Step]:
+    call = decode_line(_CALL, bytes(head.data), f"{where}, data")
+    if call.response is None and bytes(call.response_token_ids) != b"null":
+        steps = [_triplet(call, where)]
+    else:
+        with np.errstate(over="ignore"):  # an overflow to infinity is refused by logprobs_finite
+            steps = read_choices(call.response, call.request, where, failed=failed)
+        _refuse_difference(call, steps, where)
+    version = call.model_version
+    if version is None and call.server is not None:
+        version = call.server.version
+    for step in steps:
+        step.policy_version = version
+    if bytes(call.routed_experts) != b"null":
+        first = steps[0]
+        num_tokens = num_ids(first.prompt_token_ids) + num_ids(first.response_ids)
+        place = f"{where}, data.routed_experts"
+        first.rollout_expert_indices = _routes(call.routed_experts, num_tokens, place)
+    return steps
+
+
+def _refuse_difference(call: _Call, steps: Sequence[Step], where: str) -> None:
+    """Compare the only choice of a response with the triplet beside it, if the event has both."""
+    if len(steps) > 1:
+        return
+    for name, ids in (
+        ("prompt_token_ids", steps[0].prompt_token_ids),
+        ("response_token_ids", steps[0].response_ids),
+    ):
+        other = bytes(getattr(call, name))
+        if other != b"null" and isinstance(ids, bytes):
+            same_ids(ids, other, name, f"{where}, data")
+
+
+def _triplet(call: _Call, where: str) -> Step:
+    """Read a call in the form of the API's `format=triplet`."""
+    prompt = strict_ids(bytes(call.prompt_token_ids), "prompt", where)
+    response = strict_ids(bytes(call.response_token_ids), "response", where)
+    given, usage = call.response_log_probs, call.usage or Usage()
+    return Step(
+        source=where,
+        prompt_token_ids=prompt,
+        response_ids=response,
+        rollout_logprobs=None if given is None else logprob_array(given, len(response), where),
+        num_counted=(usage.prompt_tokens or None, usage.completion_tokens or None),
+    )
+
+
+def _routes(raw: msgspec.Raw, num_tokens: int, place: str) -> npt.NDArray[np.int16] | None:
+    """Read nested lists, or a NumPy file in base64, which is how vLLM sends routing."""
+    text = bytes(raw)
+    if not text.startswith(b'"'):
+        return route_array(raw, num_tokens, place)
+    expected = f"a NumPy file of [1..{num_tokens} tokens][layers][topk] in base64"
+    try:
+        packed = base64.b64decode(decode_line(_TEXT, text, place), validate=True)
+        routes = np.load(io.BytesIO(packed), allow_pickle=False)
+    except (binascii.Error, ValueError, EOFError, OSError, MemoryError, OverflowError) as error:
+        raise broken("routing_shape", place, " ".join(str(error).split())[:200], expected) from None
+    if not isinstance(routes, np.ndarray) or routes.dtype.kind not in "iu" or routes.ndim != 3:
+        raise broken("routing_shape", place, "another array", expected)
+    if (
+        0 in routes.shape
+        or len(routes) > num_tokens
+        or not 0 <= routes.min() <= routes.max() < 2**15
+    ):
+        raise broken("routing_shape", place, f"shape {routes.shape}", expected)
+    return routes.astype(np.int16)
+
+
+def recognizes(path: Path) -> bool:
+    """True if a file has events or rollouts of Agent Lightning."""
+    lines = has_record(path, _EVENT_SHAPE) or has_record(path, _ROLLOUT_SHAPE)
+    lists = (_EVENTS_SHAPE, _ROLLOUTS_SHAPE)
+    return lines or any(is_document(path, shape, _MARKS) for shape in lists)
+
+
+ADAPTER = Adapter(
+    summary="Agent Lightning: events (model requests, rewards) and rollouts, JSONL or a JSON list",
+    recognizes=recognizes,
+    find=find_attempts,
+    read=read_attempt,
+)

@@ -1,0 +1,376 @@
+"""ATIF, the agent trajectory interchange format (1.0 to 1.8), which Harbor's agents write.
+
+An agent step is one model call: its `metrics` have `prompt_token_ids` (since 1.4),
+`completion_token_ids` (since 1.3) and `logprobs`. A run is spread over documents: sub-agents in
+their own files (`trajectory_path`) or embedded (`trajectory_id`), and continuations after a
+compaction (`continued_trajectory_ref`). Steps marked `is_copied_context` are recorded elsewhere and
+skipped here. ATIF does not contain rewards, outcomes, or the messages that were sent.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from rollout_io.formats.base import Step
+from rollout_io.formats.parsing.jsonl import read_document
+from rollout_io.formats.parsing.tokens import logprob_array, token_ids
+from schemas.errors import RolloutError
+
+NO_TOKENS = "no_token_ids"
+VERSIONS = tuple(f"ATIF-v1.{minor}" for minor in range(9))
+MAIN = "main"
+
+_IDS_SINCE = 4  # minor version that introduced prompt_token_ids
+ASK = "let the agent keep them: collect_rollout_details: true (terminus-2, engine vLLM)"
+_NO_JSON = msgspec.Raw(b"null")
+
+
+class _Metrics(msgspec.Struct, gc=False):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_token_ids: list[int] | None = None
+    completion_token_ids: list[int] | None = None
+    logprobs: list[float] | None = None
+
+
+class _Ref(msgspec.Struct, gc=False):
+    trajectory_id: str | None = None
+    trajectory_path: str | None = None
+    session_id: str | None = None
+
+
+class _Result(msgspec.Struct, gc=False):
+    subagent_trajectory_ref: list[_Ref] | None = None
+
+
+class _Observation(msgspec.Struct, gc=False):
+    results: list[_Result] | None = None
+
+
+class _Step(msgspec.Struct, gc=False):
+    step_id: int
+    source: Literal["system", "user", "agent"]
+    message: msgspec.Raw = _NO_JSON
+    reasoning_content: str | None = None
+    tool_calls: msgspec.Raw = _NO_JSON
+    observation: _Observation | None = None
+    metrics: _Metrics | None = None
+    llm_call_count: int | None = None
+    is_copied_context: bool | None = None
+
+    @property
+    def is_call(self) -> bool:
+        return self.source == "agent" and not self.is_copied_context and self.llm_call_count != 0
+
+    @property
+    def refs(self) -> list[_Ref]:
+        results = self.observation.results if self.observation else None
+        return [ref for result in results or () for ref in result.subagent_trajectory_ref or ()]
+
+
+class _Agent(msgspec.Struct, gc=False):
+    name: str
+    extra: dict[str, Any] | None = None
+
+
+class Document(msgspec.Struct, gc=False):
+    """One ATIF trajectory as written."""
+
+    schema_version: str
+    agent: _Agent
+    steps: list[_Step]
+    session_id: str | None = None
+    trajectory_id: str | None = None
+    continued_trajectory_ref: str | None = None
+    subagent_trajectories: list[Document] | None = None
+
+
+_DECODER = msgspec.json.Decoder(Document)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Scope:
+    """A document that is being walked: its place, agent, lineage and enclosing document."""
+
+    document: Document
+    path: Path
+    json: str = "$"
+    agent: str
+    lineage: int
+    outer: _Scope | None = None
+
+    def place(self, index: int) -> str:
+        return f"{self.path}, {self.json}.steps[{index}]"
+
+    @property
+    def embedded(self) -> list[Document]:
+        return self.document.subagent_trajectories or []
+
+
+@dataclass(slots=True)
+class LoggedRun:
+    """The calls of one run.
+
+    Attributes:
+        progress: Called with the numbers of bytes read.
+        steps: Steps in order; a sub-agent's steps follow the step that refers to it.
+        lineages: Lineage of each step: 0 for the main agent, n for the nth sub-agent.
+        paths: Resolved paths of the files of the run.
+    """
+
+    progress: Callable[[int], object]
+    steps: list[Step] = field(default_factory=list)
+    lineages: list[int] = field(default_factory=list)
+    paths: set[Path] = field(default_factory=set)
+    num_subagents: int = 0
+    entered: set[tuple[Path, str]] = field(default_factory=set)
+
+
+def read_trajectory(path: Path, progress: Callable[[int], object]) -> Document:
+    """Read one ATIF file, whose version must be known and whose steps must count 1..n.
+
+    Raises:
+        RolloutError: `atif_version`, `atif_step_id`, `atif_duplicate_id`, or as for
+            `read_document`.
+    """
+    document, num_bytes = read_document(_DECODER, path)
+    progress(num_bytes)
+    _check(document, path, "$")
+    return document
+
+
+def has_tokens(document: Document) -> bool:
+    """True if a document has the ids of single calls; a step can also sum up several calls."""
+    calls = [step for step in document.steps if step.is_call]
+    known = any(step.metrics and step.metrics.completion_token_ids for step in calls)
+    return known and all((step.llm_call_count or 1) == 1 for step in calls)
+
+
+def read_run(path: Path, document: Document, progress: Callable[[int], object]) -> LoggedRun:
+    """Read all calls of the run that begins in an ATIF file, with sub-agents and continuations.
+
+    Args:
+        path: First file of the main agent.
+        document: Content of that file.
+        progress: Called with the numbers of bytes read from the other files.
+
+    Raises:
+        RolloutError: `no_token_ids` (a call without ids; the error names what is missing),
+            `dangling_reference` (the target of a reference does not exist), a broken invariant of
+            the tokens, or as for `read_trajectory`.
+    """
+    _refuse_tokenless(document, path)
+    run = LoggedRun(progress)
+    run.paths.add(path.resolve())
+    run.entered.add((path.resolve(), "$"))
+    is_subagent = "parent_session_id" in (document.agent.extra or {})
+    agent = document.agent.name if is_subagent else MAIN
+    _walk(run, _Scope(document=document, path=path, agent=agent, lineage=0))
+    return run
+
+
+def _check(document: Document, path: Path, json: str) -> None:
+    if document.schema_version not in VERSIONS:
+        got, expected = repr(document.schema_version), f"{VERSIONS[0]} to {VERSIONS[-1]}"
+        hint = "an unknown version may record calls in another way"
+        raise RolloutError("atif_version", f"{path}, {json}.schema_version", got, expected, hint)
+    for index, step in enumerate(document.steps):
+        if step.step_id != index + 1:
+            got, expected = f"step_id {step.step_id}", f"step_id {index + 1}: 1..n without a gap"
+            hint = "steps are missing or out of order: copy the file again from its source"
+            raise RolloutError(
+                "atif_step_id", f"{path}, {json}.steps[{index}]", got, expected, hint
+            )
+    children = document.subagent_trajectories or []
+    counts = Counter(child.trajectory_id for child in children)
+    if counts and counts.most_common(1)[0][1] > 1:
+        got = f"two embedded trajectories with the id {counts.most_common(1)[0][0]!r}"
+        where = f"{path}, {json}.subagent_trajectories"
+        hint = "references to them cannot be told apart: number them"
+        raise RolloutError("atif_duplicate_id", where, got, "an id of its own for each", hint)
+    for index, child in enumerate(children):
+        _check(child, path, f"{json}.subagent_trajectories[{index}]")
+
+
+def _refuse_tokenless(document: Document, path: Path) -> None:
+    calls = [step for step in document.steps if step.is_call]
+    if any(step.metrics and step.metrics.completion_token_ids for step in calls):
+        return
+    if not calls and (document.subagent_trajectories or document.continued_trajectory_ref):
+        return
+    got = f"{len(calls)} calls, none with token ids"
+    if calls:
+        got += f" (the first has {_missing(calls[0].metrics)})"
+    if document.schema_version in VERSIONS[:_IDS_SINCE]:
+        got += f"; {document.schema_version} has no place for those of the prompt"
+    raise _tokenless(str(path), got)
+
+
+def _missing(metrics: _Metrics | None) -> str:
+    if metrics is None:
+        return "no metrics"
+    for name in ("completion_token_ids", "prompt_token_ids"):
+        ids = getattr(metrics, name)
+        if not ids:
+            return f"metrics without {name}" if ids is None else f"an empty list of {name}"
+    return "all ids"
+
+
+def _tokenless(where: str, got: str) -> RolloutError:
+    return RolloutError(NO_TOKENS, where, got, "the ids the engine saw and sampled", ASK)
+
+
+def _walk(run: LoggedRun, scope: _Scope) -> None:
+    referred = set(_referred(scope.document))
+    for index, child in enumerate(scope.embedded):
+        if scope.outer is None and child.trajectory_id not in referred:
+            _enter_embedded(run, scope, index)
+    for index, step in enumerate(scope.document.steps):
+        if step.is_copied_context:
+            continue
+        if step.source == "agent":
+            found = _calls(step, scope, scope.place(index))
+            run.steps += found
+            run.lineages += [scope.lineage] * len(found)
+        for ref in step.refs:
+            _enter(run, scope, ref, scope.place(index))
+    ref_path = scope.document.continued_trajectory_ref
+    if ref_path is not None:
+        path = _resolve(ref_path, scope.path)
+        if path is None:
+            where = f"{scope.path}, {scope.json}.continued_trajectory_ref"
+            raise _dangling(ref_path, where)
+        _enter_file(run, path, scope)
+
+
+def _referred(document: Document) -> Iterator[str | None]:
+    for step in document.steps:
+        yield from (ref.trajectory_id for ref in step.refs)
+    for child in document.subagent_trajectories or ():
+        yield from _referred(child)
+
+
+def _enter(run: LoggedRun, scope: _Scope, ref: _Ref, where: str) -> None:
+    """Walk the sub-agent that a step refers to: embedded in this or an outer document, or a file."""
+    holder: _Scope | None = scope
+    while holder is not None and ref.trajectory_id is not None:
+        for index, child in enumerate(holder.embedded):
+            if child.trajectory_id == ref.trajectory_id:
+                _enter_embedded(run, holder, index)
+                return
+        holder = holder.outer
+    path = _resolve(ref.trajectory_path, scope.path) if ref.trajectory_path else None
+    if path is None:
+        raise _dangling(
+            ref.trajectory_path or ref.trajectory_id or f"session {ref.session_id}", where
+        )
+    _enter_file(run, path, None)
+
+
+def _enter_embedded(run: LoggedRun, holder: _Scope, index: int) -> None:
+    json, child = f"{holder.json}.subagent_trajectories[{index}]", holder.embedded[index]
+    if (holder.path.resolve(), json) not in run.entered:
+        run.entered.add((holder.path.resolve(), json))
+        run.num_subagents += 1
+        agent, lineage = child.agent.name, run.num_subagents
+        inner = _Scope(
+            document=child, path=holder.path, json=json, agent=agent, lineage=lineage, outer=holder
+        )
+        _walk(run, inner)
+
+
+def _enter_file(run: LoggedRun, path: Path, continued: _Scope | None) -> None:
+    """Walk a file at most once: the continuation of a document, or a sub-agent."""
+    if (path.resolve(), "$") in run.entered:
+        return
+    run.entered.add((path.resolve(), "$"))
+    run.paths.add(path.resolve())
+    document = read_trajectory(path, run.progress)
+    if continued is None:
+        run.num_subagents += 1
+        agent, lineage = document.agent.name, run.num_subagents
+    else:
+        agent, lineage = continued.agent, continued.lineage
+    _walk(run, _Scope(document=document, path=path, agent=agent, lineage=lineage))
+
+
+def _resolve(reference: str, base: Path) -> Path | None:
+    """Resolve a reference to a file beside `base`.
+
+    If the files of a run were renamed with a common prefix before `trajectory`, the name with the
+    prefix of `base` is tried as well.
+    """
+    prefix = base.name[: max(base.name.rfind("trajectory"), 0)]
+    names = [reference, *([prefix + Path(reference).name] if prefix else ())]
+    return next((base.parent / name for name in names if is_file(base.parent / name)), None)
+
+
+def is_file(path: Path) -> bool:
+    """True if the file exists; false for a name that the file system does not allow."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def _dangling(name: str, where: str) -> RolloutError:
+    got = f"a reference to {name!r}, which is not there"
+    hint = "copy the whole agent directory; result.json alone may hold the tokens (rollout_details)"
+    return RolloutError("dangling_reference", where, got, "a trajectory beside the file", hint)
+
+
+def _calls(step: _Step, scope: _Scope, where: str) -> list[Step]:
+    """Return the call of an agent step; none if the step declares that it made no call."""
+    metrics = step.metrics or _Metrics()
+    if step.llm_call_count == 0:
+        if metrics.completion_token_ids:
+            got = "token ids in a step of no call (llm_call_count 0)"
+            hint = "the two contradict each other: correct the step at its source"
+            raise RolloutError("atif_call_count", where, got, "one call, or no ids", hint)
+        return []
+    if step.llm_call_count is not None and step.llm_call_count > 1:
+        got = f"metrics summed up over {step.llm_call_count} calls (llm_call_count)"
+        raise _tokenless(where, got)
+    if not metrics.completion_token_ids or not metrics.prompt_token_ids:
+        got = f"a call with {_missing(step.metrics)} (one cut off at max_tokens is left so)"
+        raise _tokenless(where, got)
+    response = token_ids(metrics.completion_token_ids, "response", where)
+    logprobs = metrics.logprobs
+    return [
+        Step(
+            source=where,
+            prompt_token_ids=token_ids(metrics.prompt_token_ids, "prompt", where),
+            response_ids=response,
+            rollout_logprobs=logprob_array(logprobs, len(response), where) if logprobs else None,
+            temperature=temperature_of(scope.document.agent.extra),
+            agent=scope.agent,
+            response_text=_text(step),
+            num_counted=(metrics.prompt_tokens or None, metrics.completion_tokens or None),
+        )
+    ]
+
+
+def temperature_of(settings: dict[str, Any] | None) -> float | None:
+    """Return the sampling temperature in an agent's settings, if it is a valid number."""
+    value = (settings or {}).get("temperature")
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if 0 <= value <= 1e38 else None
+
+
+def _text(step: _Step) -> str | None:
+    parts = (step.reasoning_content, _plain(step.message), _plain(step.tool_calls))
+    known = [part for part in parts if part is not None]
+    return "\n".join(known) if known else None
+
+
+def _plain(raw: msgspec.Raw) -> str | None:
+    """Return a string unchanged, any other JSON as text, and null as None."""
+    value = msgspec.json.decode(raw)
+    return value if value is None or isinstance(value, str) else bytes(raw).decode()

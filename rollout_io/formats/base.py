@@ -1,0 +1,298 @@
+"""Adapters find the runs in a harness's logs and read them one by one.
+
+An `Adapter` is registered as an entry point of the group `rollout_io.formats`, under the name for
+`rollouts convert --format`. It locates the runs of a log in a quick pass (`find`) and reads one of
+them at a time (`read`). The conversion does the rest: order, groups, rewards, re-tokenisation,
+checks, rejected records, files, processes, resuming.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from schemas.errors import RolloutError
+
+
+class Input(NamedTuple):
+    """A log that was given to a conversion.
+
+    Attributes:
+        name: Name of the log in messages.
+        path: File or directory to read: the log itself, or a decompressed copy.
+    """
+
+    name: str
+    path: Path
+
+
+class Place(msgspec.Struct, frozen=True, gc=False):
+    """Place of one record: a line of a file, part of a document, or a document.
+
+    Attributes:
+        path: File that holds its bytes.
+        where: Name of the place in messages: "shop.jsonl:12".
+        offset: Offset of its first byte; None if the record is not a range of bytes.
+        num_bytes: Size of the record.
+    """
+
+    path: Path
+    where: str
+    offset: int | None = None
+    num_bytes: int = 0
+
+
+@dataclass(kw_only=True, slots=True)
+class Run:
+    """One run of one task, found but not yet read.
+
+    Attributes:
+        instance_id: Task of the run; the runs of one instance form the group.
+        repetition_id: Index of the attempt; None: the conversion numbers it in the order of the
+            log.
+        places: Places of its records, in order.
+        labels: Other identifiers of the run, for `--group-by`.
+        index: Index of the run within its document.
+        failed: True if the rewards file reports a failure; the run may then lack tokens.
+        rewarded: True if the rewards file has its outcome; the log's may then be ambiguous.
+    """
+
+    instance_id: str
+    repetition_id: int | None
+    places: Sequence[Place]
+    labels: Mapping[str, str] = field(default_factory=dict)
+    index: int = 0
+    failed: bool = False
+    rewarded: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the run's records."""
+        return sum([place.num_bytes for place in self.places])
+
+
+class Rejected(NamedTuple):
+    """A record that cannot be used, with the reason."""
+
+    place: Place
+    error: RolloutError
+
+
+class About(NamedTuple):
+    """A fact about a log as a whole, which is added to the history of the dataset."""
+
+    name: str
+    value: Any
+
+
+Found = Run | Rejected | About
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """The user's choices about reading runs.
+
+    Attributes:
+        reward: Name of the run's reward that is its outcome; None: the format's default.
+        timeouts: A run that timed out counts as failed (`fail`) or is used (`keep`).
+        overflows: A run that exceeded the context gets reward 0 (`zero`), counts as failed (`fail`)
+            or is used unchanged (`keep`).
+        other_fields: Handling of fields of a GeneratorOutput that match no column: `refuse`,
+            `keep` as columns, or `drop`.
+    """
+
+    reward: str | None = None
+    timeouts: str = "fail"
+    overflows: str = "zero"
+    other_fields: Literal["refuse", "keep", "drop"] = "refuse"
+
+    def __post_init__(self) -> None:
+        for name, known in (
+            ("timeouts", ("fail", "keep")),
+            ("overflows", ("zero", "fail", "keep")),
+            ("other_fields", ("refuse", "keep", "drop")),
+        ):
+            if getattr(self, name) not in known:
+                expected = "one of " + ", ".join(map(repr, known))
+                raise RolloutError("choices", name, repr(getattr(self, name)), expected)
+
+
+Ids = npt.NDArray[np.int32] | bytes
+"""Token ids, [n] int32; or a JSON list of them as bytes, so that a batch is parsed at once."""
+
+_NO_TOKENS = np.zeros(0, np.int32)
+
+
+class Step(msgspec.Struct, kw_only=True, gc=False):
+    """One LLM call, or one of its choices.
+
+    Attributes:
+        source: File and position that it was read from.
+        prompt_token_ids: [P] ids.
+        response_ids: [R] ids.
+        rollout_logprobs: [R] float32 nats, or None; an `array("f")` is fastest.
+        rollout_expert_indices: [tokens, layers, topk] int16, or None.
+        loss_mask: [R] bool, or None: all tokens as in `trains`.
+        trains: False if the harness excludes the response from training.
+        spans: (start, length) of each sampled range of the response; None: the whole response.
+        token_source: `engine` or `retokenized`.
+        num_counted: Numbers of prompt and response tokens that the engine reported, each or None.
+        texts: Verbatim texts of the response, without special tokens, tool calls and the like.
+        token_text: Concatenation of the separately decoded tokens of the response, or None.
+        others: The columns of the same names.
+    """
+
+    source: str
+    prompt_token_ids: Ids = msgspec.field(default_factory=lambda: _NO_TOKENS)
+    response_ids: Ids = msgspec.field(default_factory=lambda: _NO_TOKENS)
+    rollout_logprobs: npt.NDArray[np.float32] | array[float] | None = None
+    rollout_expert_indices: npt.NDArray[np.int16] | None = None
+    loss_mask: npt.NDArray[np.bool_] | None = None
+    trains: bool = True
+    spans: Sequence[tuple[int, int]] | None = None
+    token_source: str = "engine"
+    num_counted: tuple[int | None, int | None] = (None, None)
+    texts: Sequence[str] = ()
+    token_text: str | None = None
+    reward: float | None = None
+    stop_reason: str | None = None
+    policy_version: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    sampling_extra: str | None = None
+    agent: str | None = None
+    messages: str | None = None
+    response_text: str | None = None
+    metrics: dict[str, float] | None = None
+
+
+@dataclass(kw_only=True, slots=True)
+class Conversation:
+    """One context of an agent as text; its tokens can only be approximated by re-tokenisation.
+
+    Attributes:
+        source: File and position that it was read from.
+        messages: OpenAI-style messages in order: `role`, `content`, and if known
+            `reasoning_content`, `tool_calls`, `tool_call_id`, `name`.
+        tools: OpenAI-style tool definitions, if the log has them.
+        num_given: Number of leading messages that are part of the prompt, whoever wrote them, such
+            as examples or a compacted history; they do not train.
+        logprobs: Log-probabilities of each assistant message after these, nats; or None.
+        others: As in `Step`.
+    """
+
+    source: str
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    num_given: int = 0
+    logprobs: list[list[float]] | None = None
+    trains: bool = True
+    reward: float | None = None
+    stop_reason: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    agent: str | None = None
+    metrics: dict[str, float] | None = None
+
+
+@dataclass(kw_only=True, slots=True)
+class Completion:
+    """A prompt and its continuation as decoded by a tokenizer: text without roles.
+
+    It is re-tokenised verbatim, without a template; the whole response trains.
+
+    Attributes:
+        source: File and position that it was read from.
+        prompt: Text of the prompt; not empty.
+        response: Text of the response; not empty.
+        others: As in `Step`.
+    """
+
+    source: str
+    prompt: str
+    response: str
+    trains: bool = True
+    reward: float | None = None
+    stop_reason: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    agent: str | None = None
+    metrics: dict[str, float] | None = None
+
+
+Logged = Step | Conversation | Completion
+"""The record of one call, or of one context."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Trajectory:
+    """All steps of one run, as logged.
+
+    Attributes:
+        steps: Steps in order; several conversations are several contexts (sub-agents, compactions).
+        reward: Outcome of the run; None if unknown.
+        error: Reason of the failure, or None. A failed run may have no steps.
+        metrics: All numbers about the run, including each reward under its own name.
+        user_values: Texts about the run, which become user columns.
+    """
+
+    steps: Sequence[Logged]
+    reward: float | None = None
+    error: str | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    user_values: Mapping[str, str] = field(default_factory=dict)
+
+
+Progress = Callable[[int], object]
+"""Called with the number of bytes scanned since the last call."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Adapter:
+    """One log format.
+
+    Attributes:
+        summary: One-line description of the format.
+        recognizes: Predicate: a file or directory is of this format, judging by its content. It is
+            called with any existing file or directory (no pipe), must be fast and must not raise.
+        find: `find(inputs, progress)` yields, in the order of the dataset, every run, every record
+            that cannot be used, and facts about the log as a whole. Every record is part of exactly
+            one run or rejection.
+        read: `read(run, options)` returns the `Trajectory` of a run; if `is_table`, the rows of a
+            document as a table. Raises `RolloutError` if the run cannot be used.
+        is_text: True if its runs are text, at least mostly.
+        is_table: True if `read` returns rows that have ids and rewards already.
+    """
+
+    summary: str
+    recognizes: Callable[[Path], bool]
+    find: Callable[[Sequence[Input], Progress], Iterable[Found]]
+    read: Callable[[Run, Options], Any]
+    is_text: bool = False
+    is_table: bool = False
+
+
+def one_run_a_document(
+    inputs: Iterable[Input], progress: Progress, name: Callable[[Input], tuple[str, int | None]]
+) -> Iterator[Run]:
+    """Yield one run per document, for `Adapter.find`.
+
+    Args:
+        inputs: Files, one document each.
+        progress: Called with the size of each file.
+        name: Returns instance and repetition of a document.
+    """
+    for given in inputs:
+        num_bytes = given.path.stat().st_size
+        progress(num_bytes)
+        instance_id, repetition_id = name(given)
+        place = Place(given.path, given.name, 0, num_bytes)
+        yield Run(instance_id=instance_id, repetition_id=repetition_id, places=[place])

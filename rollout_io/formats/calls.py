@@ -1,0 +1,210 @@
+"""The `calls` format: JSONL, one LLM call per line, in any order, with the engine's exact tokens.
+
+    {"session": "shop-1/0", "agent": "main", "time": 1795251821.16, "final": true,
+     "request": {"messages": [...], "temperature": 1.0, ...},
+     "response": {"prompt_token_ids": [...], "choices": [{"token_ids": [...], ...}], ...}}
+
+`request` and `response` are those of an OpenAI-compatible server, with `return_token_ids` and
+`logprobs` requested. `final`, `reward`, `policy_version`, `agent` and `time` are optional; without
+`time`, the calls of a session are ordered by line.
+
+A first pass records the places of each session's calls; then the sessions are read one by one.
+Memory use is a few words per call, however long the contexts are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from operator import attrgetter
+from pathlib import Path
+
+import msgspec
+
+from rollout_io.formats.base import (
+    Adapter,
+    Found,
+    Input,
+    Options,
+    Place,
+    Progress,
+    Rejected,
+    Run,
+    Step,
+    Trajectory,
+)
+from rollout_io.formats.detect import has_record
+from rollout_io.formats.parsing.bodies import Answer, Int32, Request
+from rollout_io.formats.parsing.completions import read_choices
+from rollout_io.formats.parsing.jsonl import decode_line, refuse_not_utf8
+from rollout_io.formats.parsing.model_names import ModelNames
+from rollout_io.formats.parsing.naming import natural_key, split_session
+from rollout_io.formats.parsing.records import lines_of, named_in, read_record, without_copies
+from rollout_io.formats.parsing.tokens import num_ids
+from schemas.errors import RolloutError
+
+Key = tuple[str, int]
+_SESSION_FIRST = re.compile(rb'\s*\{\s*"session"\s*:\s*"([^"\\\x00-\x1f]+)"')
+
+
+class _Call(msgspec.Struct, gc=False):
+    session: str
+    request: Request
+    response: Answer
+    agent: str | None = None
+    time: float | None = None
+    final: bool = False
+    reward: float | None = None
+    policy_version: Int32 | None = None
+
+
+class _Head(msgspec.Struct, gc=False):
+    session: str
+
+
+class _Shape(msgspec.Struct, gc=False):
+    session: str
+    request: dict[str, msgspec.Raw]
+    response: dict[str, msgspec.Raw] | list[msgspec.Raw] | str | None
+
+
+class _Entry(msgspec.Struct, gc=False):
+    """A call with its place and text."""
+
+    place: Place
+    content: bytes
+    call: _Call
+
+
+_RANK = attrgetter("call.time", "call.final")
+_SHAPE_DECODER = msgspec.json.Decoder(_Shape)
+_HEAD_DECODER = msgspec.json.Decoder(_Head)
+_DECODER = msgspec.json.Decoder(_Call)
+
+
+def find_sessions(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
+    """Yield sessions in natural order (shop-2 before shop-10), repetitions ascending.
+
+    A damaged call rejects its session, if the line still names it. A copy of a call is rejected
+    alone.
+    """
+    sessions: defaultdict[bytes, list[Place]] = defaultdict(list)
+    models = ModelNames()
+    for place, content in lines_of(inputs, progress):
+        models.see(content)
+        match = _SESSION_FIRST.match(content)
+        # The regular expression spares parsing long lines; anything unusual is parsed.
+        try:
+            name = match[1] if match else b""
+            name = name if name and name.isascii() else _session(content, place.where)
+            sessions[name].append(place)
+        except RolloutError as error:
+            yield Rejected(place, error)
+    yield from models.about()
+    runs: list[Run] = []
+    for name, places in sessions.items():
+        try:
+            key = split_session(name.decode(), places[0].where)
+            kept, copies = without_copies(places)
+            yield from copies
+            runs.append(Run(instance_id=key[0], repetition_id=key[1], places=kept))
+        except RolloutError as error:
+            yield from (Rejected(place, error) for place in places)
+    keys = {name: natural_key(name) for name in {run.instance_id for run in runs}}
+    yield from sorted(runs, key=lambda run: (keys[run.instance_id], run.repetition_id))
+
+
+def _session(content: bytes, where: str) -> bytes:
+    """Parse the session of a line where it is not the first key, or of a damaged line."""
+    try:
+        refuse_not_utf8(content, where)
+        return decode_line(_HEAD_DECODER, content, where).session.encode()
+    except RolloutError:
+        name = named_in(content, "session")
+        if name is None:
+            raise
+        return name.encode()
+
+
+def read_session(run: Run, _: Options) -> Trajectory:
+    """Read the calls of a session in order, one step per sampled choice.
+
+    Lines that carry `time` give the same steps in any order. A call's reward goes to its last
+    choice; that of the last call is the outcome.
+
+    Raises:
+        RolloutError: A call cannot be used, or the order of the calls is ambiguous.
+    """
+    session = f"{run.instance_id}/{run.repetition_id}"
+    entries = [_read(place, session) for place in run.places]
+    _order(f"session {session}", entries)
+    steps: list[Step] = []
+    for entry in entries:
+        call, where = entry.call, entry.place.where
+        choices = read_choices(call.response, call.request, where, failed=run.failed)
+        for step in choices:
+            step.agent, step.policy_version = call.agent, call.policy_version
+        choices[-1].reward = call.reward
+        steps += choices
+    return Trajectory(steps=steps, reward=steps[-1].reward)
+
+
+def _read(place: Place, session: str) -> _Entry:
+    content = read_record(place)
+    refuse_not_utf8(content, place.where)
+    call = decode_line(_DECODER, content, place.where)
+    if call.session != session:
+        got, expected = f"session {call.session!r} too", f"{session} alone"
+        raise RolloutError("session_name", place.where, got, expected, "a key twice in one object")
+    return _Entry(place, content, call)
+
+
+def _order(session: str, entries: list[_Entry]) -> None:
+    untimed = [entry for entry in entries if entry.call.time is None]
+    if 0 < len(untimed) < len(entries):
+        timed = next(entry for entry in entries if entry.call.time is not None)
+        expected = f"a `time`, as in {timed.place.where}"
+        hint = "give every call of a session its time, or none"
+        got = f"a call of {session} without `time`"
+        raise RolloutError("mixed_time", untimed[0].place.where, got, expected, hint)
+    if not untimed:
+        entries.sort(key=_RANK)
+        if len(set(map(_RANK, entries))) < len(entries):
+            _order_ties(entries)
+    finals = [entry for entry in entries if entry.call.final]
+    if len(finals) > 1:
+        places = " and ".join(sorted(entry.place.where for entry in finals[:2]))
+        got = f"{session} with {len(finals)} last steps (`final`): {places}"
+        hint = "two runs under one session name? number them instance/0, instance/1, ..."
+        raise RolloutError("boundary_alignment", finals[1].place.where, got, "one last step", hint)
+    if finals and finals[0] is not entries[-1]:
+        where = finals[0].place.where
+        got = f"{session} going on after its `final` call, in {entries[-1].place.where}"
+        hint = "correct the `time` of the two calls, or take `final` off the earlier one"
+        raise RolloutError("boundary_alignment", where, got, "`final` to be last", hint)
+
+
+def _order_ties(entries: list[_Entry]) -> None:
+    """Order calls of equal time by the length of their prompts."""
+    entries.sort(key=lambda e: (e.call.time, e.call.final, _prompt_size(e.call), e.content))
+
+
+def _prompt_size(call: _Call) -> int:
+    try:
+        return num_ids(read_choices(call.response, call.request, "")[0].prompt_token_ids)
+    except RolloutError:
+        return 0
+
+
+def recognizes(path: Path) -> bool:
+    """True if a file has lines with a `session`, a `request` and a `response`."""
+    return has_record(path, _SHAPE_DECODER)
+
+
+ADAPTER = Adapter(
+    summary="calls of an OpenAI-compatible engine (vLLM), as they went over the wire: JSONL",
+    recognizes=recognizes,
+    find=find_sessions,
+    read=read_session,
+)

@@ -1,0 +1,182 @@
+"""The `codex_cli` format: rollout files of Codex CLI (rollout-*.jsonl), one session per file.
+
+    {"timestamp": "...", "type": "session_meta", "payload": {"id": "...", ...}}
+    {"timestamp": "...", "type": "response_item", "payload": {"type": "message", ...}}
+
+A file is a run; its `response_item` lines are the conversation, and `compacted` begins a new
+context (see `codex_cli_items`). `event_msg` lines repeat the conversation for display; only
+rollbacks are read from them. The log has no reward, no token ids and no tool definitions; encrypted
+reasoning is not readable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from rollout_io.formats.base import (
+    About,
+    Adapter,
+    Conversation,
+    Found,
+    Input,
+    Options,
+    Place,
+    Progress,
+    Rejected,
+    Run,
+    Trajectory,
+)
+from rollout_io.formats.codex_cli_items import Thread
+from rollout_io.formats.detect import has_record
+from rollout_io.formats.parsing.content import NO_JSON
+from rollout_io.formats.parsing.items import Item
+from rollout_io.formats.parsing.jsonl import decode_line, refuse_not_utf8
+from rollout_io.formats.parsing.parts import decode_record
+from rollout_io.formats.parsing.records import incomplete, lines_of
+from schemas.errors import RolloutError
+
+_Kind = Literal["session_meta", "turn_context", "response_item", "event_msg", "compacted"]
+_GROUPS = "inferred: each session is an instance of its own"
+_ROLLED_BACK = "thread_rolled_back"
+
+
+class _Head(msgspec.Struct, gc=False):
+    type: str
+    payload: msgspec.Raw = NO_JSON
+
+
+class _Shape(msgspec.Struct, gc=False):
+    type: _Kind
+    payload: dict[str, msgspec.Raw]
+    timestamp: str
+
+
+class _Instructions(msgspec.Struct, gc=False):
+    text: str | None = None
+
+
+class _Meta(msgspec.Struct, gc=False):
+    id: str | None = None
+    cwd: str | None = None
+    originator: str | None = None
+    cli_version: str | None = None
+    base_instructions: _Instructions | str | None = None
+
+
+class _Turn(msgspec.Struct, gc=False):
+    model: str | None = None
+
+
+class _Compacted(msgspec.Struct, gc=False):
+    message: str | None = None
+    replacement_history: list[Item] | None = None
+
+
+class _Event(msgspec.Struct, gc=False):
+    type: str | None = None
+    num_turns: int | None = None
+
+
+_SHAPE_DECODER = msgspec.json.Decoder(_Shape)
+_HEAD_DECODER = msgspec.json.Decoder(_Head)
+_META_DECODER = msgspec.json.Decoder(_Meta)
+_ITEM_DECODER = msgspec.json.Decoder(Item)
+_TURN_DECODER = msgspec.json.Decoder(_Turn)
+_COMPACTED_DECODER = msgspec.json.Decoder(_Compacted)
+_EVENT_DECODER = msgspec.json.Decoder(_Event)
+
+
+def find_sessions(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
+    """Yield one run per file; a damaged line rejects its file."""
+    yield About("groups", _GROUPS)
+    for given in inputs:
+        yield from _find_session(given, progress)
+
+
+def _find_session(given: Input, progress: Progress) -> Iterator[Found]:
+    places: list[Place] = []
+    labels: dict[str, str] = {}
+    damage: RolloutError | None = None
+    for place, content in lines_of([given], progress):
+        try:
+            refuse_not_utf8(content, place.where)
+            head = decode_line(_HEAD_DECODER, content, place.where)
+            if head.type == "session_meta" and not labels:
+                labels = _labels(decode_line(_META_DECODER, bytes(head.payload), place.where))
+            places.append(place)
+        except RolloutError as error:
+            damage = damage or error
+            yield Rejected(place, error)
+    if damage is not None:
+        yield from incomplete(places, damage)
+    elif places:
+        name = labels.get("session", given.name)
+        yield Run(instance_id=name, repetition_id=0, places=places, labels=labels)
+
+
+def _labels(meta: _Meta) -> dict[str, str]:
+    found = {
+        "session": meta.id,
+        "cwd": meta.cwd,
+        "originator": meta.originator,
+        "version": meta.cli_version,
+    }
+    return {name: value for name, value in found.items() if value}
+
+
+def read_session(run: Run, _: Options) -> Trajectory:
+    """Read the contexts of a session as text; the `source` of each is its last item.
+
+    Raises:
+        RolloutError: `record_type`: a line is damaged; `message`: an item of an unknown type;
+            `no_calls`: the model wrote nothing.
+    """
+    thread, texts = Thread(), dict[str, str]()
+    for place in run.places:
+        line = decode_record(_HEAD_DECODER, place)
+        payload, where = bytes(line.payload), f"{place.where}, payload"
+        if line.type == "response_item":
+            thread.add(decode_line(_ITEM_DECODER, payload, where), where)
+        elif line.type == "compacted":
+            compacted = decode_line(_COMPACTED_DECODER, payload, where)
+            thread.compact(compacted.message, compacted.replacement_history, where)
+        elif line.type == "session_meta":
+            thread.instruct(_instructions(decode_line(_META_DECODER, payload, where)))
+        elif line.type == "turn_context":
+            model = decode_line(_TURN_DECODER, payload, where).model
+            texts |= {"model": model} if model else {}
+        elif line.type == "event_msg":
+            event = decode_line(_EVENT_DECODER, payload, where)
+            if event.type == _ROLLED_BACK:
+                thread.roll_back(event.num_turns or 0)
+    contexts = thread.answered()
+    if not contexts:
+        got, expected = "a session without an answer of the model", "at least one answer"
+        raise RolloutError("no_calls", run.places[0].where, got, expected)
+    steps = [
+        Conversation(source=c.where, messages=c.messages, num_given=c.num_given) for c in contexts
+    ]
+    return Trajectory(steps=steps, user_values=texts)
+
+
+def _instructions(meta: _Meta) -> str | None:
+    found = meta.base_instructions
+    return found.text if isinstance(found, _Instructions) else found
+
+
+def recognizes(path: Path) -> bool:
+    """True if a file has lines of a Codex rollout."""
+    return has_record(path, _SHAPE_DECODER)
+
+
+ADAPTER = Adapter(
+    summary="sessions of Codex CLI (rollout-*.jsonl); text alone",
+    recognizes=recognizes,
+    find=find_sessions,
+    read=read_session,
+    is_text=True,
+)

@@ -1,0 +1,184 @@
+"""Registered formats, and detection of a log's format from its content.
+
+Formats are entry points of the group `rollout_io.formats`, each an `Adapter`. If one fails to load,
+the others are still available, and the error is reported. Formats that are detected only so that
+the error can suggest an alternative are in `rollout_io.formats.refused`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from rollout_io.dataset.opening import open_input, refuse_irregular
+from rollout_io.formats.base import Adapter
+from rollout_io.formats.parsing.jsonl import refuse_lfs_pointer
+from rollout_io.formats.refused import REFUSED
+from schemas.errors import RolloutError
+
+GROUP = "rollout_io.formats"
+RULE = "known_format"
+HINT = "rollouts formats lists them; --format NAME reads the log as one, and says what is wrong"
+
+_NUM_LINES = 8  # a damaged first line must not hide the format
+_LINE_BYTES = 64 << 20
+_LFS_BYTES = 1024  # maximum length of a pointer, by its specification
+
+
+class Formats(NamedTuple):
+    """The installed formats.
+
+    Attributes:
+        adapters: Adapters by name, in alphabetical order.
+        failures: Error of each format that failed to load, by name.
+    """
+
+    adapters: dict[str, Adapter]
+    failures: dict[str, str]
+
+
+def adapters() -> dict[str, EntryPoint]:
+    """Return the registered formats by name, in alphabetical order, without importing them."""
+    found = sorted(entry_points(group=GROUP), key=lambda entry: entry.name)
+    return {entry.name: entry for entry in found if entry.name not in REFUSED}
+
+
+def load_formats(entries: Mapping[str, EntryPoint] | None = None) -> Formats:
+    """Import all formats.
+
+    Args:
+        entries: Entry points by name; None: `adapters()`, plus the formats that are recognised only
+            to be rejected.
+    """
+    formats = Formats({} if entries is not None else dict(REFUSED), {})
+    for name, entry in (adapters() if entries is None else entries).items():
+        try:
+            formats.adapters[name] = load_adapter(entry)
+        except RolloutError as error:
+            formats.failures[name] = error.got
+    return formats._replace(adapters=dict(sorted(formats.adapters.items())))
+
+
+def load_adapter(entry: EntryPoint) -> Adapter:
+    """Import one format.
+
+    Raises:
+        RolloutError: `format_loads`: the import fails, or yields no `Adapter`.
+    """
+    where, hint = f"format {entry.name} ({entry.value})", "install its package again, or remove it"
+    try:
+        found = entry.load()
+    except Exception as error:
+        got = " ".join(f"{type(error).__name__}: {error}".split())
+        raise RolloutError("format_loads", where, got, "an Adapter", hint) from error
+    if not isinstance(found, Adapter):
+        got = f"an object of type {type(found).__name__}"
+        raise RolloutError("format_loads", where, got, "an Adapter", hint)
+    return found
+
+
+def find_adapter(name: str) -> Adapter:
+    """Return the adapter that is registered under a name.
+
+    Raises:
+        RolloutError: `known_format`: the name is unknown; `format_loads`: the import fails.
+    """
+    entries = adapters()
+    if name in REFUSED:
+        return REFUSED[name]
+    if name not in entries:
+        names = sorted({*entries, *REFUSED})
+        expected = "one of " + ", ".join(names)
+        near = difflib.get_close_matches(name, names, 1)
+        hint = f"did you mean --format {near[0]}?" if near else "rollouts formats"
+        raise RolloutError(RULE, "--format", repr(name), expected, hint)
+    return load_adapter(entries[name])
+
+
+def recognize(path: str | Path, formats: Mapping[str, Adapter]) -> list[str]:
+    """Return the names of all formats that a file or directory matches.
+
+    Raises:
+        RolloutError: `input_file`: unreadable, or a pipe; `lfs_pointer`.
+    """
+    _refuse_unreadable(Path(path))
+    return [name for name, adapter in formats.items() if adapter.recognizes(Path(path))]
+
+
+def detect(paths: Mapping[str, Path], formats: Mapping[str, Adapter]) -> str:
+    """Return the name of the one format that all inputs match.
+
+    Args:
+        paths: Paths by their names in messages.
+        formats: Adapters by name.
+
+    Raises:
+        RolloutError: `known_format`: an input matches no format, all match several, or the inputs
+            differ; `input_file`; `lfs_pointer`.
+    """
+    found = {name: recognize(path, formats) for name, path in paths.items()}
+    common = [name for name in formats if all(name in names for names in found.values())]
+    if len(common) == 1:
+        return common[0]
+    unknown = next((path for path, names in found.items() if not names), None)
+    if unknown is not None:
+        expected = "content of one of " + ", ".join(formats)
+        raise RolloutError(RULE, unknown, "content of no known format", expected, HINT)
+    first, names = next(iter(found.items()))
+    if common:
+        got = f"content of {len(common)} formats: " + ", ".join(common)
+        hint = f"say which: --format {common[0]}; rollouts formats describes them"
+        raise RolloutError(RULE, first, got, "one format", hint)
+    other = min(found, key=lambda path: len(set(found[path]) & set(names)))
+    got = f"format {' or '.join(found[other])}, and {first} of format {' or '.join(names)}"
+    hint = "convert each format by itself; rollouts formats FILE... says which is which"
+    raise RolloutError(RULE, other, got, "one format for all inputs", hint)
+
+
+def first_lines(path: Path) -> Iterator[bytes]:
+    """Yield those of the first 8 lines that are not blank; none if the file is unreadable.
+
+    A line of more than 64 MiB is cut there and ends the sequence.
+    """
+    try:
+        if not path.is_file():
+            return
+        with open_input(path) as file:
+            for _ in range(_NUM_LINES):
+                line = file.readline(_LINE_BYTES)
+                if line.strip():
+                    yield line
+                if not line.endswith(b"\n"):
+                    return
+    except (OSError, RolloutError):
+        return
+
+
+def has_record(path: Path, decoder: msgspec.json.Decoder[Any]) -> bool:
+    """True if a decoder accepts one of the first lines of a file; for `Adapter.recognizes`.
+
+    A damaged line must not hide the format of a log: the reader reports it.
+    """
+    return any(_decodes(line, decoder) for line in first_lines(path))
+
+
+def _decodes(line: bytes, decoder: msgspec.json.Decoder[Any]) -> bool:
+    try:
+        decoder.decode(line)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return False
+    return True
+
+
+def _refuse_unreadable(path: Path) -> None:
+    """Raise an error for anything but a directory or a readable file."""
+    if path.is_dir():
+        return
+    refuse_irregular(path)
+    with open_input(path) as file:
+        refuse_lfs_pointer(file.read(_LFS_BYTES), str(path))

@@ -1,0 +1,1 @@
+"""Export of a dataset to other projects' formats; `formats.NAME_export` has a function `write`."""

@@ -1,0 +1,161 @@
+"""The dataset card (README.md) of a Hugging Face dataset folder."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from schemas.columns import COLUMN_BY_NAME
+from schemas.metadata import DatasetMetadata
+from schemas.rules import RULES
+
+DATA_FILES = "data/*.parquet"
+
+SIZES = {
+    10**3: "n<1K",
+    10**4: "1K<n<10K",
+    10**5: "10K<n<100K",
+    10**6: "100K<n<1M",
+    10**7: "1M<n<10M",
+    10**8: "10M<n<100M",
+    10**9: "100M<n<1B",
+}
+DTYPES = {"double": "float64", "float": "float32", "halffloat": "float16"}
+
+ROW = """\
+A row is one sequence: one call of a language model, its prompt and the response sampled for it, as
+exact token ids; or several calls merged into one. The rows of one trajectory (one run of one task)
+are adjacent and in order, its `reward` is on its last row, and the trajectories of one `instance_id`
+form a group."""
+
+
+@dataclass(slots=True)
+class Statistics:
+    """Counts of the rows written."""
+
+    num_rows: int = 0
+    num_trained_tokens: int = 0
+    num_tokens: int = 0
+    num_failed: int = 0
+    rewards: list[float] = field(default_factory=list)
+    group_sizes: dict[str, int] = field(default_factory=dict)
+
+    def add(self, table: pa.Table) -> None:
+        """Add the counts of a table of whole trajectories."""
+        self.num_rows += table.num_rows
+        for name in ("prompt_token_ids", "response_ids"):
+            self.num_tokens += pc.sum(pc.list_value_length(table.column(name))).as_py() or 0
+        self.num_trained_tokens += pc.sum(pc.list_flatten(table.column("loss_mask"))).as_py() or 0
+        last = table.filter(table.column("is_last_step"))
+        for name in last.column("instance_id").to_pylist():
+            self.group_sizes[name] = self.group_sizes.get(name, 0) + 1
+        if "error" in last.column_names:
+            healthy = pc.is_null(last.column("error"))
+            self.num_failed += last.column("error").length() - (pc.sum(healthy).as_py() or 0)
+            last = last.filter(healthy)
+        if "reward" in last.column_names:
+            self.rewards += pc.drop_null(last.column("reward")).to_pylist()
+
+    def lines(self) -> Iterator[str]:
+        """Yield the counts as lines of text."""
+        num = sum(self.group_sizes.values())
+        sizes = self.group_sizes.values() or [0]
+        yield f"{self.num_rows} rows, {num} trajectories ({self.num_failed} failed, kept with `error`)"
+        yield f"{len(self.group_sizes)} groups of {min(sizes)} to {max(sizes)} trajectories"
+        yield f"{self.num_tokens} tokens, {self.num_trained_tokens} of them train"
+        found = self.rewards
+        unknown = num - self.num_failed - len(found)
+        if found:
+            mean = sum(found) / len(found)
+            yield f"outcome rewards: mean {mean:g}, from {min(found):g} to {max(found):g}"
+        if unknown:
+            yield f"{unknown} trajectories without a reward (null: unknown)"
+
+
+def card(
+    schema: pa.Schema, statistics: Statistics, num_bytes: int, metadata: DatasetMetadata
+) -> str:
+    """Return the text of README.md.
+
+    Args:
+        schema: Schema of the Parquet files.
+        statistics: Counts of all rows.
+        num_bytes: Size of all rows in memory.
+        metadata: Metadata of the dataset.
+    """
+    front = "\n".join(_front(schema, statistics.num_rows, num_bytes))
+    parts = [f"---\n{front}\n---", "# Rollouts", ROW]
+    parts += ["## Numbers", "\n".join(f"- {line}" for line in statistics.lines())]
+    parts += ["## Columns", "\n".join(_columns(schema))]
+    rules = [f"- `{rule.name}`: {rule.meaning}" for rule in RULES.values()]
+    parts += ["## Invariants", "`rollouts validate data/` checks them.", "\n".join(rules)]
+    parts += ["## How it was made", "\n".join(_made(metadata))]
+    return "\n\n".join(parts) + "\n"
+
+
+def _front(schema: pa.Schema, num_rows: int, num_bytes: int) -> Iterator[str]:
+    size = next((name for limit, name in SIZES.items() if num_rows < limit), "1B<n<10B")
+    yield from ("configs:", "- config_name: default", "  data_files:", "  - split: train")
+    yield from (f"    path: {DATA_FILES}", "dataset_info:", "  features:")
+    for f in schema:
+        yield from _feature(f, "  ")
+    yield from ("  splits:", "  - name: train", f"    num_bytes: {num_bytes}")
+    yield f"    num_examples: {num_rows}"
+    yield from (f"  dataset_size: {num_bytes}", "size_categories:", f"- {size}")
+    yield from ("tags:", "- reinforcement-learning", "- rollouts")
+
+
+def _feature(f: pa.Field, indent: str) -> Iterator[str]:
+    yield f"{indent}- name: {_scalar(f.name)}"
+    yield from _type(f.type, indent + "  ", "dtype", "struct")
+
+
+def _type(kind: pa.DataType, indent: str, leaf: str, struct: str) -> Iterator[str]:
+    """Yield a feature in the YAML of `datasets`: lists and structs are keys, others a dtype."""
+    if pa.types.is_list(kind) or pa.types.is_fixed_size_list(kind):
+        if leaf == "list":
+            yield f"{indent}list:"
+            indent += "  "
+        yield from _type(kind.value_type, indent, "list", "list")
+        if pa.types.is_fixed_size_list(kind):
+            yield f"{indent}length: {kind.list_size}"
+    elif pa.types.is_struct(kind):
+        yield f"{indent}{struct}:"
+        for index in range(kind.num_fields):
+            yield from _feature(kind.field(index), indent)
+    else:
+        yield f"{indent}{leaf}: {_scalar(DTYPES.get(str(kind), str(kind)))}"
+
+
+def _scalar(text: str) -> str:
+    """Return a YAML scalar that every reader takes for text."""
+    plain = re.fullmatch(r"[a-z_]*[a-z_][a-z0-9_]*", text) and text not in _YAML_WORDS
+    return text if plain else json.dumps(text)
+
+
+_YAML_WORDS = {"null", "true", "false", "yes", "no", "on", "off", "y", "n"}
+
+
+def _columns(schema: pa.Schema) -> Iterator[str]:
+    yield from ("| column | type | meaning |", "|---|---|---|")
+    for f in schema:
+        known = COLUMN_BY_NAME.get(f.name)
+        meaning = "a column of the dataset's maker" if known is None else known.meaning
+        kind = re.sub(r"\b(item|element|child): ", "", str(f.type)).replace(" not null", "")
+        yield f"| {f.name} | {kind} | {meaning} |"
+
+
+def _made(metadata: DatasetMetadata) -> Iterator[str]:
+    facts: dict[str, Any] = {
+        "tokenizer": metadata.tokenizer,
+        "log-probabilities": metadata.logprobs_mode,
+    }
+    yield from (f"- {name}: {value or 'not stated'}" for name, value in facts.items())
+    for step in metadata.made_by:
+        yield f"- `{json.dumps(step)}`"

@@ -1,0 +1,130 @@
+"""Files written whole or not at all, and Parquet that any reader accepts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Self
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rollout_io.dataset.atomic_files import whole, writable
+from rollout_io.dataset.footer import seal
+from schemas.errors import RolloutError
+from schemas.types import cast_column
+
+
+@contextmanager
+def new_export(out: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yield a temporary path for a file or folder, which is renamed to `out` at the end.
+
+    Raises:
+        RolloutError: `out_is_free`: `out` exists; `output_file`: it cannot be written.
+    """
+    refuse_taken(out)
+    with replaced_export(out) as path:
+        yield path
+
+
+@contextmanager
+def replaced_export(out: str | os.PathLike[str]) -> Iterator[Path]:
+    """Like `new_export`, but replace an existing file."""
+    target = Path(out)
+    hint = f"ls -ld {target.parent}"
+    with writable(os.fspath(out), hint), whole(target, f"{os.getpid()}.tmp") as path:
+        yield path
+
+
+def refuse_taken(out: str | os.PathLike[str]) -> None:
+    """Raise `out_is_free` if the path of an export exists."""
+    if Path(out).exists() or Path(out).is_symlink():
+        expected, hint = "nothing there yet", "choose another --out, or remove the old one"
+        raise RolloutError("out_is_free", os.fspath(out), "something is there", expected, hint)
+
+
+class ParquetFile:
+    """One Parquet file, written table by table; the first table determines the columns.
+
+    Args:
+        path: Path of the file.
+        metadata: Key-value pairs of a rollout file, to which a digest is added (see
+            `rollout_io.dataset.footer`).
+    """
+
+    def __init__(self, path: Path, metadata: Mapping[bytes, bytes] | None = None) -> None:
+        self._path, self._metadata = path, metadata
+        self._writer: pq.ParquetWriter | None = None
+        self._num_rows: list[int] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._writer is not None:
+            if self._metadata is not None:
+                digest = seal(self._writer.schema, self._metadata, self._num_rows)
+                self._writer.add_key_value_metadata(digest)
+            self._writer.close()
+
+    def write(self, table: pa.Table) -> None:
+        """Add a row group; an empty table adds nothing."""
+        if table.num_rows == 0:
+            return
+        if self._writer is None:
+            schema = table.schema.with_metadata(self._metadata)
+            self._writer = pq.ParquetWriter(
+                self._path, schema, compression="zstd", write_page_checksum=True
+            )
+        table = table.replace_schema_metadata(self._metadata)
+        self._writer.write_table(table, row_group_size=table.num_rows)
+        self._num_rows.append(table.num_rows)
+
+
+def renamed(table: pa.Table, names: Mapping[str, str], added: Mapping[str, pa.Array]) -> pa.Table:
+    """Rename columns to another project's names, make masks integers, and add columns.
+
+    Args:
+        table: Rows without an error; the column `error` is dropped.
+        names: The project's name of each column.
+        added: Additional arrays by name.
+
+    Raises:
+        RolloutError: `free_name`: a user column has a name that the project reads.
+    """
+    mask = table.column("loss_mask").cast(pa.list_(pa.int8()))
+    table = table.set_column(table.column_names.index("loss_mask"), "loss_mask", mask)
+    table = table.drop_columns([n for n in table.column_names if n == "error"])
+    table = without_maps(table)
+    taken = {*names.values(), *added} & set(table.column_names)
+    if taken:
+        got, hint = f"a column {min(taken)!r} beside the one of the format", "rename the column"
+        raise RolloutError("free_name", "dataset", got, "no such column", hint)
+    table = table.rename_columns([names.get(n, n) for n in table.column_names])
+    for name, values in added.items():
+        table = table.append_column(name, values)
+    return table
+
+
+def without_maps(table: pa.Table) -> pa.Table:
+    """Convert maps at any depth to lists of {key, value}, which `datasets` can represent."""
+    for index, f in enumerate(table.schema):
+        kind = _without_maps(f.type)
+        if kind != f.type:
+            table = table.set_column(
+                index, f.with_type(kind), cast_column(table.column(index), kind)
+            )
+    return table
+
+
+def _without_maps(kind: pa.DataType) -> pa.DataType:
+    if pa.types.is_map(kind):
+        fields = [("key", _without_maps(kind.key_type)), ("value", _without_maps(kind.item_type))]
+        return pa.list_(pa.struct(fields))
+    if pa.types.is_list(kind):
+        return pa.list_(_without_maps(kind.value_type))
+    if pa.types.is_struct(kind):
+        return pa.struct([f.with_type(_without_maps(f.type)) for f in kind])
+    return kind

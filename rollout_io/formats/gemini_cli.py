@@ -1,0 +1,187 @@
+"""The `gemini_cli` format: sessions of Gemini CLI, one JSON document per file.
+
+    {"sessionId": "...", "projectHash": "...", "messages": [
+        {"type": "user", "content": "..."},
+        {"type": "gemini", "content": "...", "thoughts": [...], "toolCalls": [...], "model": "..."}]}
+
+A session is a run and one conversation. Tool calls contain their results; thoughts are Gemini's
+summaries of its reasoning (a subject and a description). Messages of other types (info, warning,
+error) are for display. The log has no reward, no token ids, no system prompt and no tool
+definitions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from rollout_io.formats.base import (
+    About,
+    Adapter,
+    Conversation,
+    Found,
+    Input,
+    Options,
+    Place,
+    Progress,
+    Run,
+    Trajectory,
+)
+from rollout_io.formats.parsing.content import NO_JSON, Message, joined, json_text, tool_call
+from rollout_io.formats.parsing.documents import decode_document, find_documents, is_document
+from rollout_io.formats.parsing.records import read_record
+from schemas.errors import RolloutError
+
+_GROUPS = "inferred: each session is an instance of its own"
+_MARKS = (b'"sessionId"',)
+
+
+class _Answer(msgspec.Struct, gc=False):
+    output: msgspec.Raw = NO_JSON
+    error: msgspec.Raw = NO_JSON
+
+
+class _Response(msgspec.Struct, gc=False):
+    response: msgspec.Raw = NO_JSON
+
+
+class _Part(msgspec.Struct, gc=False):
+    text: str | None = None
+    function_response: _Response | None = msgspec.field(name="functionResponse", default=None)
+
+
+_Parts = str | _Part | list[_Part | str] | None
+
+
+class _Thought(msgspec.Struct, gc=False):
+    subject: str | None = None
+    description: str | None = None
+
+
+class _ToolCall(msgspec.Struct, gc=False):
+    name: str
+    id: str | None = None
+    args: msgspec.Raw = NO_JSON
+    result: _Parts = None
+
+
+class _Message(msgspec.Struct, gc=False):
+    type: Literal["user", "gemini", "info", "warning", "error"]
+    content: _Parts = None
+    thoughts: list[_Thought] | None = None
+    tool_calls: list[_ToolCall] | None = msgspec.field(name="toolCalls", default=None)
+    model: str | None = None
+
+
+class _Session(msgspec.Struct, gc=False):
+    session: str = msgspec.field(name="sessionId")
+    messages: list[_Message]
+    project: str | None = msgspec.field(name="projectHash", default=None)
+
+
+class _Spoken(msgspec.Struct, gc=False):
+    type: str
+
+
+class _Shape(msgspec.Struct, gc=False):
+    session: str = msgspec.field(name="sessionId")
+    messages: list[_Spoken]
+    project: str | None = msgspec.field(name="projectHash", default=None)
+
+
+_DECODER = msgspec.json.Decoder(_Session)
+_SHAPE_DECODER = msgspec.json.Decoder(_Shape)
+_ANSWER_DECODER = msgspec.json.Decoder(_Answer)
+
+
+def find_sessions(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
+    """Yield one run per file."""
+    yield About("groups", _GROUPS)
+    yield from find_documents(inputs, progress, _find_session)
+
+
+def _find_session(place: Place, document: bytes) -> Iterator[Run]:
+    head = decode_document(_SHAPE_DECODER, document, place.where)
+    labels = {"session": head.session} | ({"project": head.project} if head.project else {})
+    yield Run(instance_id=head.session, repetition_id=0, places=[place], labels=labels)
+
+
+def read_session(run: Run, _: Options) -> Trajectory:
+    """Read the conversation of a session.
+
+    Raises:
+        RolloutError: `record_type`; `no_calls`: the model wrote nothing.
+    """
+    (place,) = run.places
+    session = decode_document(_DECODER, read_record(place), place.where)
+    messages: list[Message] = []
+    for i, logged in enumerate(session.messages):
+        messages += _messages(logged, f"{place.where}, messages[{i}]")
+    if all(message["role"] != "assistant" for message in messages):
+        got, expected = "a session without an answer of the model", "at least one answer"
+        raise RolloutError("no_calls", place.where, got, expected)
+    models = [m.model for m in session.messages if m.model]
+    step = Conversation(source=place.where, messages=messages)
+    return Trajectory(steps=[step], user_values={"model": models[-1]} if models else {})
+
+
+def _messages(logged: _Message, where: str) -> Iterator[Message]:
+    if logged.type == "user":
+        yield {"role": "user", "content": _text(logged.content, where)}
+    if logged.type != "gemini":
+        return
+    made: Message = {"role": "assistant", "content": _text(logged.content, where)}
+    thoughts = [joined(t.subject or "", t.description or "") for t in logged.thoughts or ()]
+    if any(thoughts):
+        made["reasoning_content"] = "\n".join(thoughts)
+    calls = logged.tool_calls or []
+    ids = [call.id or f"call_{i}" for i, call in enumerate(calls)]
+    if calls:
+        named = zip(ids, calls, strict=True)
+        made["tool_calls"] = [tool_call(i, c.name, json_text(c.args, where)) for i, c in named]
+    yield made
+    for call_id, call in zip(ids, calls, strict=True):
+        if call.result is not None:
+            text = _text(call.result, where)
+            yield {"role": "tool", "tool_call_id": call_id, "content": text}
+
+
+def _text(parts: _Parts, where: str) -> str | list[Message]:
+    """Return the text of parts; a list of parts if one is neither text nor a tool result."""
+    if parts is None or isinstance(parts, str):
+        return parts or ""
+    listed = parts if isinstance(parts, list) else [parts]
+    texts = [part if isinstance(part, str) else _part_text(part, where) for part in listed]
+    known = [text for text in texts if text is not None]
+    if len(known) == len(texts):
+        return "\n".join(known)
+    return [{"type": "data"} if t is None else {"type": "text", "text": t} for t in texts]
+
+
+def _part_text(part: _Part, where: str) -> str | None:
+    if part.function_response is None:
+        return part.text
+    raw = part.function_response.response
+    try:
+        answer = _ANSWER_DECODER.decode(raw)
+    except (msgspec.MsgspecError, ValueError):
+        return json_text(raw, where)
+    known = [found for found in (answer.output, answer.error) if bytes(found) != b"null"]
+    return json_text(known[0] if known else raw, where)
+
+
+def recognizes(path: Path) -> bool:
+    """True if a file is a session, with `sessionId` and typed `messages`."""
+    return is_document(path, _SHAPE_DECODER, _MARKS)
+
+
+ADAPTER = Adapter(
+    summary="sessions of Gemini CLI, one JSON document each; text alone",
+    recognizes=recognizes,
+    find=find_sessions,
+    read=read_session,
+    is_text=True,
+)

@@ -1,0 +1,150 @@
+"""The `harbor` format: job and trial directories, `result.json`, and single ATIF trajectories.
+
+A trial is one trajectory: its model calls are the steps, in order, including compactions and
+sub-agents. Harbor does not number attempts: the trials of one task (name and checksum) in one job
+form a group, numbered in the order of their names. This is inferred, and recorded in the history of
+the dataset. A single ATIF file is its own instance, as ATIF contains no task and no reward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from rollout_io.formats.atif import NO_TOKENS, is_file, read_run, read_trajectory
+from rollout_io.formats.base import (
+    About,
+    Adapter,
+    Found,
+    Input,
+    Options,
+    Place,
+    Progress,
+    Rejected,
+    Run,
+    Trajectory,
+)
+from rollout_io.formats.harbor_inputs import Source, find_runs, keyed, recognizes
+from rollout_io.formats.harbor_trial import CONTEXT_OVERFLOW, Trial, outcome_of, read_steps
+from rollout_io.formats.parsing.jsonl import read_document
+from schemas.errors import RolloutError
+
+_GROUPS = "inferred: the trials of one task (name and checksum) in one job, by trial name"
+_FILES_ALONE = "inferred: each trajectory file is an instance of its own"
+_TRIAL = msgspec.json.Decoder(Trial)
+
+
+def find_trials(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
+    """Yield trials, group by group in order of first appearance, and single trajectory files.
+
+    An ATIF file to which another one refers is part of that one.
+    """
+    sources: list[Source] = []
+    for given in inputs:
+        errors: list[RolloutError] = []
+        sources += find_runs(given.path, errors)
+        for error in errors:
+            yield Rejected(Place(given.path, error.where), error)
+    runs = keyed(sources)
+    inner = _inner_files(runs.values())
+    runs = {key: source for key, source in runs.items() if source.path.resolve() not in inner}
+    rules = {_FILES_ALONE if source.head.is_atif else _GROUPS for source in runs.values()}
+    if rules:
+        yield About("groups", "; ".join(sorted(rules)))
+    for key, source in runs.items():
+        progress(_num_bytes(source))
+        yield Run(
+            instance_id=key[0],
+            repetition_id=key[1],
+            places=[_place(source)],
+            labels=_labels(source),
+        )
+
+
+def _inner_files(sources: Iterable[Source]) -> set[Path]:
+    """Return the trajectory files to which others refer."""
+    inner: set[Path] = set()
+    for source in sources:
+        path = source.path
+        if source.directory is not None:
+            path = source.directory / "agent" / "trajectory.json"
+        if source.head.is_atif or (is_file(path) and source.directory is not None):
+            try:
+                run = read_run(path, read_trajectory(path, _ignore), _ignore)
+            except (RolloutError, RecursionError):
+                continue  # reported when the run is read
+            inner |= run.paths - {source.path.resolve()}
+    return inner
+
+
+def _place(source: Source) -> Place:
+    offset = None if source.directory else 0
+    return Place(source.path, str(source.path), offset, _num_bytes(source))
+
+
+def _num_bytes(source: Source) -> int:
+    return source.path.stat().st_size
+
+
+def _labels(source: Source) -> dict[str, str]:
+    head = source.head
+    found = {
+        "task_name": head.task_name,
+        "task_checksum": head.task_checksum,
+        "trial_name": head.trial_name,
+        "job": source.job if head.is_trial else None,
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def read_trial(run: Run, options: Options) -> Trajectory:
+    """Read the calls of a trial, or of a trajectory file.
+
+    A failed trial is kept with its `error`; if its tokens are missing, it has no steps, and the
+    error mentions it. A trial without an exception must have its tokens. All keys of the verifier's
+    rewards become metrics.
+
+    Raises:
+        RolloutError: `no_token_ids`, `tokens_disagree`, `dangling_reference`, `reward_key`, ...
+    """
+    path = run.places[0].path
+    try:
+        if run.places[0].offset is None or "trial_name" in run.labels:
+            directory = path.parent if run.places[0].offset is None else None
+            return _read_trial(run, path, directory, options)
+        found = read_run(path, read_trajectory(path, _ignore), _ignore)
+    except RecursionError:
+        got = "lists or objects nested too deeply"
+        raise RolloutError("json_document", str(path), got, "a log") from None
+    if not found.steps:
+        raise RolloutError("no_calls", str(path), "no calls at all", "at least one call")
+    return Trajectory(steps=found.steps)
+
+
+def _read_trial(run: Run, path: Path, directory: Path | None, options: Options) -> Trajectory:
+    trial, _ = read_document(_TRIAL, path)
+    logged = outcome_of(trial, str(path), options, is_needed=not run.rewarded)
+    try:
+        steps = read_steps(trial, path, directory, _ignore)
+    except RolloutError as error:
+        is_failed = run.failed or logged.error is not None or trial.is_overflow
+        if error.rule != NO_TOKENS or not is_failed:
+            raise
+        why = logged.error or CONTEXT_OVERFLOW
+        return replace(logged, steps=[], reward=None, error=f"{why}; no tokens: {error.got}")
+    return replace(logged, steps=steps)
+
+
+def _ignore(_: int) -> None:
+    """Ignore progress: the bytes were counted when the run was found."""
+
+
+ADAPTER = Adapter(
+    summary="Harbor: job and trial directories, result.json, ATIF trajectories",
+    recognizes=recognizes,
+    find=find_trials,
+    read=read_trial,
+)

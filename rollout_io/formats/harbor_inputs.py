@@ -1,0 +1,227 @@
+"""Search of Harbor's inputs for runs: job and trial directories, results and trajectory files."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import msgspec
+
+from rollout_io.dataset.opening import open_input
+from rollout_io.formats.atif import NO_TOKENS, is_file
+from rollout_io.formats.parsing.jsonl import read_document
+from schemas.errors import RolloutError
+
+Key = tuple[str, int]
+
+_NUM_TRIES, _START_BYTES = 8, 1 << 16
+_KEYS = (b'"trial_name"', b'"n_total_trials"', b'"schema_version"', b'"conversations"')
+
+
+class _JobConfig(msgspec.Struct, gc=False):
+    job_id: str | None = None
+
+
+class Head(msgspec.Struct, gc=False):
+    """The fields that identify a document's kind, and the trial."""
+
+    trial_name: str | None = None
+    task_name: str | None = None
+    task_checksum: str | None = None
+    id: str | None = None
+    config: _JobConfig | None = None
+    n_total_trials: int | None = None
+    schema_version: str | None = None
+
+    @property
+    def is_trial(self) -> bool:
+        """True if the document is a trial's result."""
+        return self.trial_name is not None and self.task_name is not None
+
+    @property
+    def is_atif(self) -> bool:
+        """True if the document is an ATIF trajectory."""
+        return self.schema_version is not None and self.schema_version.startswith("ATIF-")
+
+
+class _Exported(msgspec.Struct, gc=False):
+    conversations: list[msgspec.Raw]
+    episode: msgspec.Raw
+    trial_name: msgspec.Raw
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """One run to read: a trial's `result.json`, or a single trajectory file."""
+
+    path: Path
+    head: Head
+    directory: Path | None = None
+
+    @property
+    def job(self) -> str:
+        """The job's id, or the name of its directory."""
+        config = self.head.config
+        return (config and config.job_id) or self.path.resolve().parent.parent.name
+
+
+_HEAD = msgspec.json.Decoder(Head)
+_EXPORT = msgspec.json.Decoder(list[_Exported])
+
+
+def find_runs(path: Path, errors: list[RolloutError]) -> list[Source]:
+    """Return the runs of an input, and append its errors to `errors`."""
+    try:
+        return _expand_directory(path, errors) if path.is_dir() else _expand_file(path, errors)
+    except RolloutError as error:
+        errors.append(error)
+        return []
+
+
+def _expand_file(path: Path, errors: list[RolloutError]) -> list[Source]:
+    result = path.parent.parent / "result.json"
+    if path.name == "trajectory.json" and path.parent.name == "agent" and is_file(result):
+        head = _read_head(result)
+        if head.is_trial:
+            return [Source(path=result, head=head, directory=result.parent)]
+    head = _read_head(path)
+    if head.is_trial or head.is_atif:
+        return [Source(path=path, head=head)]
+    if head.n_total_trials is not None:
+        return _expand_directory(path.parent, errors)
+    raise _unknown(path, "neither a trial, nor a job, nor an ATIF trajectory")
+
+
+def _expand_directory(path: Path, errors: list[RolloutError]) -> list[Source]:
+    """Return a trial, or the trials of a job or of a directory of jobs, ordered by name.
+
+    The error of one trial is appended to `errors`; the others are returned.
+    """
+    result, config = path / "result.json", path / "config.json"
+    try:
+        head = _read_head(result) if is_file(result) else Head()
+    except RolloutError as error:
+        errors.append(error)
+        return _expand_children(path, errors)
+    if head.is_trial:
+        return [Source(path=result, head=head, directory=path)]
+    if is_file(config) and _read_head(config).trial_name is not None:
+        hint = "the trial was stopped: resume its job, or move the directory away"
+        got, expected = "no result.json of the trial", "a trial with its result"
+        raise RolloutError("no_trial_result", str(path), got, expected, hint)
+    num_errors = len(errors)
+    found = _expand_children(path, errors)
+    num_trials = len(found) + len(errors) - num_errors
+    if not num_trials:
+        raise _unknown(path, "no trial in this directory (no result.json of one)")
+    if head.n_total_trials is not None and num_trials < head.n_total_trials:
+        got = f"{num_trials} trials of the {head.n_total_trials} that {result.name} counts"
+        hint = "the job was stopped, or not all was copied: resume it, or give its trials by name"
+        errors.append(RolloutError("missing_trials", str(path), got, "all trials of the job", hint))
+    return found
+
+
+def _expand_children(path: Path, errors: list[RolloutError]) -> list[Source]:
+    return [source for child in _children(path) for source in find_runs(child, errors)]
+
+
+def _children(path: Path) -> list[Path]:
+    """Return subdirectories that may hold trials or jobs; skip links that lead back up."""
+    names = ("result.json", "config.json", "agent/trajectory.json")
+    try:
+        below = sorted(path.iterdir())
+    except OSError as error:
+        got = (error.strerror or str(error)).lower()
+        raise RolloutError("input_file", str(path), got, "a readable directory") from None
+    below = [child for child in below if not path.resolve().is_relative_to(child.resolve())]
+    return [
+        child
+        for child in below
+        if any(is_file(child / name) for name in names) or any(child.glob("*/result.json"))
+    ]
+
+
+def _read_head(path: Path) -> Head:
+    try:
+        return read_document(_HEAD, path)[0]
+    except RolloutError as error:
+        if _is_export(path):
+            got = "Harbor's traces export, which holds text alone"
+            hint = "give the trial directory, or the trajectory it is from"
+            raise RolloutError(NO_TOKENS, str(path), got, "exact tokens", hint) from None
+        if error.got.startswith("trailing characters"):
+            raise _unknown(path, "several JSON documents (JSON Lines)") from None
+        if error.rule == "record_type":
+            raise _unknown(path, f"another document ({error.got}, not {error.expected})") from None
+        raise
+
+
+def _is_export(path: Path) -> bool:
+    try:
+        return bool(read_document(_EXPORT, path)[0])
+    except RolloutError:
+        return False
+
+
+def _unknown(path: Path, got: str) -> RolloutError:
+    expected = "a job or trial directory, a result.json, or an ATIF trajectory"
+    hint = "rollouts formats FILE says of which format it is"
+    return RolloutError("harbor_input", str(path), got, expected, hint)
+
+
+def keyed(sources: Sequence[Source]) -> dict[Key, Source]:
+    """Return runs by instance and repetition, groups in order of first appearance.
+
+    Trials with the same task name but another checksum or job become separate instances:
+    `task@job@checksum`.
+    """
+    _refuse_repeated(sources)
+    groups: dict[tuple[str, str, str], list[Source]] = {}
+    for source in sources:
+        head = source.head
+        task = (head.task_name or "", source.job, head.task_checksum or "")
+        groups.setdefault(task if head.is_trial else (str(source.path), "", ""), []).append(source)
+    counts = Counter(name for name, _, _ in groups)
+    runs: dict[Key, Source] = {}
+    for (name, job, checksum), members in groups.items():
+        instance = name if counts[name] == 1 else f"{name}@{job}@{checksum}"
+        members.sort(key=lambda source: source.head.trial_name or "")
+        runs |= {(instance, i): source for i, source in enumerate(members)}
+    return runs
+
+
+def _refuse_repeated(sources: Iterable[Source]) -> None:
+    known: dict[str, Source] = {}
+    for source in sources:
+        identity = (source.head.is_trial and source.head.id) or str(source.path.resolve())
+        if identity in known:
+            got, hint = f"the run of {known[identity].path} again", "give each run once"
+            raise RolloutError("duplicate_input", str(source.path), got, "each run once", hint)
+        known[identity] = source
+
+
+def recognizes(path: Path) -> bool:
+    """True for a trial, a job, an ATIF trajectory, Harbor's text export, or a directory of those."""
+    try:
+        if path.is_dir():
+            names = ("result.json", "agent/trajectory.json", "*/result.json", "*/*/result.json")
+            found = (file for name in names for file in path.glob(name))
+            return any(_is_harbor(file) for file in islice(found, _NUM_TRIES))
+        return is_file(path) and _is_harbor(path)
+    except (OSError, RolloutError):
+        return False
+
+
+def _is_harbor(path: Path) -> bool:
+    with open_input(path) as file:
+        start = file.read(_START_BYTES)
+    if not any(key in start for key in _KEYS):
+        return False
+    try:
+        head = read_document(_HEAD, path)[0]
+    except RolloutError:
+        return _is_export(path)
+    return head.is_trial or head.is_atif or head.n_total_trials is not None

@@ -1,0 +1,343 @@
+"""One Harbor trial: steps and outcome from its `result.json` (TrialResult).
+
+Exact tokens are in `agent_result.rollout_details`: the main agent, then its sub-agents, each with
+one inner list per call. If they are missing, the calls of `agent/trajectory.json` (ATIF) may have
+them; if both have tokens, they must agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from rollout_io.formats.atif import (
+    ASK,
+    MAIN,
+    NO_TOKENS,
+    LoggedRun,
+    has_tokens,
+    is_file,
+    read_run,
+    read_trajectory,
+    temperature_of,
+)
+from rollout_io.formats.base import Options, Step, Trajectory
+from rollout_io.formats.parsing.tokens import logprob_array, route_array, token_ids
+from schemas.errors import RolloutError
+
+CONTEXT_OVERFLOW = "ContextLengthExceededError"
+TIMEOUT = "AgentTimeoutError"
+
+_VALID_AFTER = frozenset(
+    {
+        *(TIMEOUT, CONTEXT_OVERFLOW, "ContextWindowExceededError", "OutputTokenExceededError"),
+        *("OutputLengthExceededError", "AgentSafetyRefusalError", "ContentPolicyViolationError"),
+    }
+)
+_ROUTES = "routed_experts"
+
+
+class _Detail(msgspec.Struct, gc=False):
+    prompt_token_ids: list[list[int]] | None = None
+    completion_token_ids: list[list[int]] | None = None
+    logprobs: list[list[float]] | None = None
+    extra: dict[str, list[msgspec.Raw] | None] | None = None
+
+
+class _AgentResult(msgspec.Struct, gc=False):
+    rollout_details: list[_Detail] | None = None
+
+
+class _VerifierResult(msgspec.Struct, gc=False):
+    rewards: dict[str, float] | None = None
+
+
+class _Exception(msgspec.Struct, gc=False):
+    exception_type: str
+    exception_message: str = ""
+
+
+class _Part(msgspec.Struct, gc=False):
+    agent_result: _AgentResult | None = None
+    verifier_result: _VerifierResult | None = None
+    exception_info: _Exception | None = None
+    step_name: str | None = None
+
+    @property
+    def rewards(self) -> dict[str, float]:
+        return (self.verifier_result and self.verifier_result.rewards) or {}
+
+
+class _AgentConfig(msgspec.Struct, gc=False):
+    model_name: str | None = None
+    kwargs: dict[str, Any] | None = None
+
+
+class _Config(msgspec.Struct, gc=False):
+    agent: _AgentConfig = msgspec.field(default_factory=_AgentConfig)
+
+
+class Trial(_Part, gc=False):
+    """The relevant fields of a TrialResult; a multi-step trial has a part per step."""
+
+    trial_name: str = ""
+    config: _Config = msgspec.field(default_factory=_Config)
+    step_results: list[_Part] | None = None
+
+    @property
+    def failure(self) -> _Exception | None:
+        """The exception of the trial, or of the first of its steps that failed."""
+        found = [part.exception_info for part in (self, *(self.step_results or ()))]
+        return next((e for e in found if e is not None), None)
+
+    @property
+    def is_overflow(self) -> bool:
+        """True if the agent exceeded the model's context."""
+        return self.failure is not None and self.failure.exception_type == CONTEXT_OVERFLOW
+
+
+def user_values(trial: Trial) -> dict[str, str]:
+    """Return the trial's texts: its name, model, exception, and Harbor's verdict on the reward.
+
+    `reward_valid` follows Harbor 0.25: a reward is valid without an exception, or if the agent
+    spent its budget or refused the task.
+    """
+    exception = trial.failure
+    valid = exception is None or exception.exception_type in _VALID_AFTER
+    values = {
+        "trial_name": trial.trial_name,
+        "model_name": trial.config.agent.model_name,
+        "exception_type": exception.exception_type if exception else None,
+        "reward_valid": "true" if valid and _last_rewards(trial) else "false",
+    }
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def outcome_of(trial: Trial, where: str, options: Options, *, is_needed: bool = True) -> Trajectory:
+    """Return the outcome without steps, by the rules of SkyRL's Harbor generator by default.
+
+    Without an exception, the reward is the verifier's `reward`, or its only number; null if there
+    is none. After `ContextLengthExceededError` it is 0.0, whatever the verifier reports
+    (`overflows`: zero, fail, keep). After `AgentTimeoutError` the trial has failed (`timeouts`:
+    fail, keep), and after any other exception. `keep` uses the verifier's number.
+
+    Raises:
+        RolloutError: `reward_key`: several numbers, none of them named `reward`.
+    """
+    rewards, exception = _last_rewards(trial), trial.failure
+    reward: float | None = None
+    error: str | None = None
+    policy = "fail"
+    if trial.is_overflow:
+        policy = options.overflows
+    elif exception is not None and exception.exception_type == TIMEOUT:
+        policy = options.timeouts
+    if exception is None or policy == "keep":
+        reward = _reward(rewards, where, options.reward) if is_needed else rewards.get("reward")
+    elif policy == "zero":
+        reward = 0.0
+    else:
+        error = f"{exception.exception_type}: {exception.exception_message}".rstrip(": \n")
+    metrics = _part_metrics(trial) | rewards
+    return Trajectory(
+        steps=[], reward=reward, error=error, metrics=metrics, user_values=user_values(trial)
+    )
+
+
+def _part_metrics(trial: Trial) -> dict[str, float]:
+    """Return all numbers of a trial's steps as `{step_name}.{key}`."""
+    parts = enumerate(trial.step_results or ())
+    return {
+        f"{p.step_name or i}.{key}": value for i, p in parts for key, value in p.rewards.items()
+    }
+
+
+def _last_rewards(trial: Trial) -> dict[str, float]:
+    if trial.verifier_result is None and trial.step_results:
+        return trial.step_results[-1].rewards
+    return trial.rewards
+
+
+def _reward(rewards: dict[str, float], where: str, key: str | None = None) -> float | None:
+    if key is not None:
+        return rewards.get(key)
+    if "reward" in rewards or not rewards:
+        return rewards.get("reward")
+    if len(rewards) > 1:
+        got = "rewards " + ", ".join(map(repr, sorted(rewards)))
+        hint = "say which: --reward KEY; all of them become metrics"
+        raise RolloutError("reward_key", where, got, "`reward`, or a single one", hint)
+    return next(iter(rewards.values()))
+
+
+def read_steps(
+    trial: Trial, result: Path, directory: Path | None, progress: Callable[[int], object]
+) -> list[Step]:
+    """Return all calls of a trial, in order; in a multi-step trial with each step's reward.
+
+    Args:
+        trial: Content of `result`.
+        result: Path of `result.json`.
+        directory: Directory of the trial, whose trajectories are read as well; None: only `result`.
+        progress: Called with the numbers of bytes read from other files.
+
+    Raises:
+        RolloutError: `no_token_ids`, with the missing part; `tokens_disagree`: the two records of a
+            call differ; or a broken invariant of the tokens.
+    """
+    if not trial.step_results:
+        steps = _part_steps(trial, trial, result, "$", directory, progress)
+    else:
+        steps = []
+        for index, part in enumerate(trial.step_results):
+            if part.agent_result is None and trial.failure is not None:
+                continue
+            inner = directory / "steps" / (part.step_name or str(index)) if directory else None
+            place = f"$.step_results[{index}]"
+            found = _part_steps(trial, part, result, place, inner, progress)
+            if not found:
+                continue
+            found[-1].reward = _reward(part.rewards, f"{result}, {place}.verifier_result")
+            found[-1].metrics = part.rewards or None
+            steps += found
+    if not steps:
+        raise _no_tokens(str(result), "no call of the agent")
+    temperature = temperature_of(trial.config.agent.kwargs)
+    for step in steps:
+        step.stop_reason = _stop_reason(trial)
+        step.temperature = step.temperature if temperature is None else temperature
+    return steps
+
+
+def _stop_reason(trial: Trial) -> str:
+    if trial.failure is None:
+        return "complete"
+    if trial.is_overflow:
+        return "context_length"
+    return "agent_timeout" if trial.failure.exception_type == TIMEOUT else "error"
+
+
+def _part_steps(
+    trial: Trial,
+    part: _Part,
+    result: Path,
+    json: str,
+    directory: Path | None,
+    progress: Callable[[int], object],
+) -> list[Step]:
+    details = (part.agent_result and part.agent_result.rollout_details) or []
+    place = f"{result}, {json}.agent_result.rollout_details"
+    elements = [_element(detail, i, f"{place}[{i}]") for i, detail in enumerate(details)]
+    if not any(elements):
+        elements = []
+    elif not all(elements):
+        index = next(i for i, element in enumerate(elements) if not element)
+        raise _no_tokens(f"{place}[{index}]", "an agent without calls beside one with calls")
+    path = directory / "agent" / "trajectory.json" if directory else None
+    document = read_trajectory(path, progress) if path is not None and is_file(path) else None
+    if document is None or path is None or (elements and not has_tokens(document)):
+        if not elements:
+            raise _no_tokens(place, _reason(trial, part))
+        main, *others = elements
+        return [*main[:-1], *(step for element in others for step in element), main[-1]]
+    try:
+        run = read_run(path, document, progress)
+    except RolloutError as error:
+        if error.rule == NO_TOKENS and not elements:
+            got = f"{_reason(trial, part)}; {path}: {error.got}"
+            raise _no_tokens(place, got) from None
+        raise
+    return _agreed(elements, run, place) if elements else run.steps
+
+
+def _element(detail: _Detail, index: int, place: str) -> list[Step]:
+    """Read the calls of one agent: the main agent at index 0, sub-agents after it."""
+    prompts, responses = detail.prompt_token_ids or [], detail.completion_token_ids or []
+    logprobs, routes = detail.logprobs or [], (detail.extra or {}).get(_ROUTES) or []
+    lists: dict[str, Sequence[object]] = {
+        "prompt_token_ids": prompts,
+        "completion_token_ids": responses,
+    }
+    optional: dict[str, Sequence[object]] = {"logprobs": logprobs, f"extra.{_ROUTES}": routes}
+    lists |= {name: values for name, values in optional.items() if values}
+    if len({len(values) for values in lists.values()}) > 1:
+        lengths = ", ".join(f"{len(values)} {name}" for name, values in lists.items())
+        raise _no_tokens(place, f"lists of unequal lengths ({lengths}): which belong together?")
+    steps = []
+    for turn, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+        where = f"{place}.completion_token_ids[{turn}]"
+        step = Step(
+            source=where,
+            prompt_token_ids=token_ids(prompt, "prompt", where),
+            response_ids=token_ids(response, "response", where),
+            agent=f"subagent-{index}" if index else MAIN,
+        )
+        if logprobs:
+            step.rollout_logprobs = logprob_array(logprobs[turn], len(response), where)
+        if routes:
+            num_tokens = len(prompt) + len(response)
+            step.rollout_expert_indices = route_array(routes[turn], num_tokens, where)
+        steps.append(step)
+    return steps
+
+
+def _agreed(elements: Sequence[Sequence[Step]], run: LoggedRun, place: str) -> list[Step]:
+    """Merge both records of the calls: tokens of the first, order and text of the second."""
+    lineages: list[list[Step]] = [[] for _ in range(run.num_subagents + 1)]
+    for step, lineage in zip(run.steps, run.lineages, strict=True):
+        lineages[lineage].append(step)
+    lineages = [steps for steps in lineages if steps]
+    for index, (ours, theirs) in enumerate(zip_longest(elements, lineages, fillvalue=())):
+        if len(ours) != len(theirs):
+            where = theirs[0].source.partition(",")[0] if theirs else "the trajectory"
+            got = f"{len(ours)} calls, but {len(theirs)} in {where}"
+            raise _disagree(f"{place}[{index}]", got)
+        for a, b in zip(ours, theirs, strict=True):
+            _refuse_difference(a, b)
+    calls = [iter(element) for element in elements]
+    lineage_of = {id(s): index for index, steps in enumerate(lineages) for s in steps}
+    return [_joined(next(calls[lineage_of[id(step)]]), step) for step in run.steps]
+
+
+def _joined(tokens: Step, told: Step) -> Step:
+    logprobs = told.rollout_logprobs if tokens.rollout_logprobs is None else tokens.rollout_logprobs
+    return msgspec.structs.replace(
+        tokens,
+        rollout_logprobs=logprobs,
+        agent=told.agent,
+        temperature=told.temperature,
+        response_text=told.response_text,
+        num_counted=told.num_counted,
+    )
+
+
+def _refuse_difference(ours: Step, theirs: Step) -> None:
+    for name in ("prompt_token_ids", "response_ids", "rollout_logprobs"):
+        a, b = getattr(ours, name), getattr(theirs, name)
+        if a is not None and b is not None and not np.array_equal(a, b):
+            raise _disagree(ours.source, f"other {name} than {theirs.source}")
+
+
+def _disagree(where: str, got: str) -> RolloutError:
+    hint = "one of the two was written wrong; result.json given alone is read by itself"
+    return RolloutError("tokens_disagree", where, got, "the same calls in both", hint)
+
+
+def _no_tokens(where: str, got: str) -> RolloutError:
+    return RolloutError(NO_TOKENS, where, got, "the ids the engine saw and sampled", ASK)
+
+
+def _reason(trial: Trial, part: _Part) -> str:
+    """Explain why a part has no rollout details."""
+    if part.agent_result is None:
+        return "no agent result at all"
+    asked = (trial.config.agent.kwargs or {}).get("collect_rollout_details") is True
+    details = part.agent_result.rollout_details
+    found = "null" if details is None else "an empty list" if not details else "empty elements"
+    why = "though collect_rollout_details was true" if asked else "not asked for"
+    return f"{found}, {why}" + ("" if asked else " (collect_rollout_details is not true)")

@@ -1,0 +1,206 @@
+"""The `inspect_ai` format: Inspect's eval logs, one JSON document (.json) or a zip archive (.eval).
+
+    .json    {"version": 2, "status": "success", "eval": {"task": ...}, "samples": [sample, ...]}
+    .eval    header.json (as above, without samples), samples/ID_epoch_N.json
+    sample   {"id": 1, "epoch": 1, "messages": [...], "scores": {NAME: {"value": "C"}},
+              "events": [{"event": "model", "input": [...], "output": {...}, "call": {...}}, ...],
+              "attachments": {HASH: text}, "error": {...}, "limit": {...}}
+
+A sample is a run: its id is the instance, its epoch the repetition. The calls are the `model`
+events outside scorers; their raw responses may hold the engine's tokens. Without events, the
+messages of the sample are one context.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from rollout_io.dataset.opening import open_input, read_input
+from rollout_io.formats.base import (
+    About,
+    Adapter,
+    Found,
+    Input,
+    Options,
+    Place,
+    Progress,
+    Rejected,
+    Run,
+    Trajectory,
+)
+from rollout_io.formats.inspect_ai_samples import Sample, calls_of, outcome_of, plain_json
+from rollout_io.formats.parsing.archives import is_zip, members_of, read_member
+from rollout_io.formats.parsing.documents import decode_document
+from rollout_io.formats.parsing.jsonl import refuse_lfs_pointer
+from rollout_io.formats.parsing.model_calls import steps_of
+from rollout_io.formats.parsing.parts import parts_of
+from rollout_io.formats.parsing.records import read_record
+from rollout_io.formats.parsing.tokens import INT32_MAX
+from schemas.errors import RolloutError
+
+_START = re.compile(rb'\s*\{\s*"version"\s*:\s*\d+\s*,\s*"status"\s*:\s*"[a-z]+"\s*,\s*"')
+_START_BYTES = 1 << 16
+_HEADERS, _SAMPLES = ("header.json", "_journal/start.json"), "samples/"
+_SUCCESS = "success"
+
+
+class _Error(msgspec.Struct, gc=False):
+    message: str = ""
+
+
+class _Eval(msgspec.Struct, gc=False):
+    task: str
+    model: str | None = None
+
+
+class _Log(msgspec.Struct, gc=False):
+    eval: _Eval
+    status: str = "started"
+    error: _Error | None = None
+    samples: list[msgspec.Raw] | None = None
+
+
+class _Names(msgspec.Struct, gc=False):
+    id: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] | str
+    epoch: Annotated[int, msgspec.Meta(ge=0, le=INT32_MAX)]
+
+
+_LOG_DECODER = msgspec.json.Decoder(_Log)
+_NAMES_DECODER = msgspec.json.Decoder(_Names)
+_SAMPLE_DECODER = msgspec.json.Decoder(Sample)
+
+
+def find_samples(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
+    """Yield samples in the order of the logs.
+
+    Instance and repetition are sample id and epoch; with logs of several tasks, the instance is
+    "task/id". `log_status` lists the logs that did not end successfully.
+    """
+    found: list[Found] = []
+    statuses: dict[str, str] = {}
+    for given in inputs:
+        progress(given.path.stat().st_size)
+        try:
+            found += _find(given, statuses)
+        except RolloutError as error:
+            found.append(Rejected(_whole(given), error))
+    if statuses:
+        yield About("log_status", statuses)
+    runs = [item for item in found if isinstance(item, Run)]
+    if len({run.labels["task"] for run in runs}) > 1:
+        for run in runs:
+            run.instance_id = f"{run.labels['task']}/{run.instance_id}"
+    yield from found
+
+
+def _whole(given: Input) -> Place:
+    return Place(given.path, given.name, 0, given.path.stat().st_size)
+
+
+def _find(given: Input, statuses: dict[str, str]) -> Iterator[Found]:
+    log, places = _open_archive(given) if is_zip(given.path) else _open_document(given)
+    if log.status != _SUCCESS:
+        said = log.error.message if log.error else ""
+        statuses[given.name] = f"{log.status}: {said}".rstrip(": ")
+    for place in places:
+        try:
+            yield _run(place, log)
+        except RolloutError as error:
+            yield Rejected(place, error)
+    if not places:
+        got = f"a log with the status {log.status!r} and no samples"
+        hint = "was it written without them (--no-log-samples), or stopped at once?"
+        raise RolloutError("no_samples", given.name, got, "at least one sample", hint)
+
+
+def _open_document(given: Input) -> tuple[_Log, list[Place]]:
+    content = read_input(given.path)
+    refuse_lfs_pointer(content, given.name)
+    content = plain_json(content)
+    log = decode_document(_LOG_DECODER, content, given.name)
+    return log, list(parts_of(_whole(given), content, "samples", log.samples or []))
+
+
+def _open_archive(given: Input) -> tuple[_Log, list[Place]]:
+    members = members_of(given.path, given.name)
+    header = next((name for name in _HEADERS if name in members), None)
+    if header is None:
+        got, expected = "a zip archive without header.json", "an .eval log of Inspect"
+        raise RolloutError("inspect_archive", given.name, got, expected)
+    where = f"{given.name}, {header}"
+    log = decode_document(_LOG_DECODER, plain_json(read_member(given.path, header, where)), where)
+    samples = [members[name] for name in members if name.startswith(_SAMPLES)]
+    return log, [
+        Place(given.path, f"{given.name}, {member.filename}", None, member.file_size)
+        for member in samples
+        if not member.is_dir()
+    ]
+
+
+def _run(place: Place, log: _Log) -> Run:
+    names = decode_document(_NAMES_DECODER, _content(place), place.where)
+    instance = str(names.id)
+    labels = {"sample": instance, "epoch": str(names.epoch), "task": log.eval.task}
+    labels |= {"status": log.status, "model": log.eval.model or "unknown"}
+    return Run(instance_id=instance, repetition_id=names.epoch, places=[place], labels=labels)
+
+
+def _content(place: Place) -> bytes:
+    """Read a sample: a range of bytes of a document, or a member of an archive."""
+    if place.offset is not None:
+        return plain_json(read_record(place))
+    name = place.where[place.where.rindex(f", {_SAMPLES}") + 2 :]
+    return plain_json(read_member(place.path, name, place.where))
+
+
+def read_sample(run: Run, options: Options) -> Trajectory:
+    """Read the calls of a sample, and its scores.
+
+    Every score is a metric (letters as in Inspect: C 1, P 0.5, I and N 0; dictionaries key by key).
+    A single score is the reward; with several, choose one with `--reward`. A sample with an
+    `error`, or one that an operator stopped, has failed; see `Options` for limits of time and
+    context.
+
+    Raises:
+        RolloutError: no_calls, no_token_ids, dangling_reference, record_type, ...
+    """
+    (place,) = run.places
+    sample = decode_document(_SAMPLE_DECODER, _content(place), place.where)
+    logged = outcome_of(sample, place.where, options)
+    failed = run.failed or logged.error is not None
+    logged.steps = steps_of(list(calls_of(sample, place.where)), place.where, failed=failed)
+    texts: Mapping[str, str] = {"model": run.labels["model"]}
+    if run.labels["status"] != _SUCCESS:
+        texts = {**texts, "log_status": run.labels["status"]}
+    logged.user_values = {**logged.user_values, **texts}
+    return logged
+
+
+def recognizes(path: Path) -> bool:
+    """True if a file is an Inspect log: a document with its first keys, or an archive."""
+    try:
+        if is_zip(path):
+            names = members_of(path, str(path))
+            is_inspect = _HEADERS[1] in names or any(name.startswith(_SAMPLES) for name in names)
+            return is_inspect and any(name in names for name in _HEADERS)
+        if not path.is_file():
+            return False
+        with open_input(path) as file:
+            start = file.read(_START_BYTES)
+    except (OSError, RolloutError):
+        return False
+    return _START.match(start) is not None and b'"eval"' in start
+
+
+ADAPTER = Adapter(
+    summary="Inspect's eval logs: .eval archives, .json",
+    recognizes=recognizes,
+    find=find_samples,
+    read=read_sample,
+    is_text=True,
+)

@@ -1,0 +1,304 @@
+"""Samples of Inspect's logs: calls from their events, and scores."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from rollout_io.formats.base import Options, Trajectory
+from rollout_io.formats.parsing.bodies import NO_JSON, Int32, Share
+from rollout_io.formats.parsing.content import Message
+from rollout_io.formats.parsing.jsonl import decode_line
+from rollout_io.formats.parsing.messages import read_message
+from rollout_io.formats.parsing.model_calls import Call
+from rollout_io.formats.parsing.sampling import SamplingFields, sampling_extra
+from schemas.errors import RolloutError
+
+_LETTERS = {
+    "C": 1.0,
+    "P": 0.5,
+    "I": 0.0,
+    "N": 0.0,
+    "yes": 1.0,
+    "true": 1.0,
+    "no": 0.0,
+    "false": 0.0,
+}
+_TIMES = frozenset({"time", "working"})
+_SCORERS = frozenset({"scorer", "scorers"})
+_ATTACHMENT = re.compile(rb'"attachment://([0-9a-f]{32})"')
+_NOT_JSON = re.compile(rb'"(?:[^"\\]|\\.)*"|NaN|-?Infinity')
+
+
+class _Failure(msgspec.Struct, gc=False):
+    message: str = ""
+
+
+class _Limit(msgspec.Struct, gc=False):
+    type: str
+    limit: float | None = None
+
+
+class _Score(msgspec.Struct, gc=False):
+    value: msgspec.Raw = NO_JSON
+
+
+class _Pools(msgspec.Struct, gc=False):
+    messages: list[msgspec.Raw] = []
+
+
+class Sample(msgspec.Struct, gc=False):
+    """One sample in one epoch."""
+
+    messages: list[msgspec.Raw] = []
+    scores: dict[str, _Score] | None = None
+    score: _Score | None = None
+    events: list[msgspec.Raw] = []
+    attachments: dict[str, str] = {}
+    error: _Failure | None = None
+    limit: _Limit | None = None
+    events_data: _Pools | None = None
+    message_pool: list[msgspec.Raw] | None = None
+
+    @property
+    def pool(self) -> Sequence[msgspec.Raw]:
+        """Messages to which events refer by index."""
+        if self.events_data is not None:
+            return self.events_data.messages
+        return self.message_pool or []
+
+
+class _Kind(msgspec.Struct, gc=False):
+    event: str
+
+
+class _Span(msgspec.Struct, gc=False):
+    """The beginning of a span; in older logs, the beginning or end of a step."""
+
+    id: str | None = None
+    parent_id: str | None = None
+    type: str | None = None
+    action: str | None = None
+
+
+class _Config(SamplingFields, gc=False):
+    temperature: Share | None = None
+    top_p: Share | None = None
+    top_k: Int32 | None = None
+
+
+class _Choice(msgspec.Struct, gc=False):
+    message: msgspec.Raw
+    stop_reason: str | None = None
+
+
+class _Output(msgspec.Struct, gc=False):
+    choices: list[_Choice] = []
+    error: str | None = None
+
+
+class _Wire(msgspec.Struct, gc=False):
+    response: msgspec.Raw = NO_JSON
+
+
+class _Model(msgspec.Struct, gc=False):
+    input: list[msgspec.Raw] = []
+    input_refs: list[tuple[int, int]] | None = None
+    output: _Output = msgspec.field(default_factory=_Output)
+    tools: list[dict[str, Any]] = []
+    config: _Config = msgspec.field(default_factory=_Config)
+    call: _Wire | None = None
+    role: str | None = None
+    span_id: str | None = None
+    error: str | None = None
+
+    @property
+    def failed(self) -> bool:
+        """True if the call has no answer; Inspect then writes an empty one."""
+        return bool(self.error or self.output.error) or not self.output.choices
+
+
+class _Result(msgspec.Struct, gc=False):
+    """The fields that tell how a message came about."""
+
+    role: str | None = None
+    source: str | None = None
+    error: _Failure | None = None
+
+
+_KIND_DECODER = msgspec.json.Decoder(_Kind)
+_SPAN_DECODER = msgspec.json.Decoder(_Span)
+_MODEL_DECODER = msgspec.json.Decoder(_Model)
+_RESULT_DECODER = msgspec.json.Decoder(_Result)
+_SCALAR_DECODER = msgspec.json.Decoder(float | bool | str | None)
+_DICT_DECODER = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_LIST_DECODER = msgspec.json.Decoder(list[msgspec.Raw])
+
+
+def plain_json(content: bytes) -> bytes:
+    """Replace the bare NaN and Infinity that Inspect writes, which are not JSON.
+
+    Each becomes an empty string padded to the same length, so that byte offsets stay valid.
+    """
+    if b"NaN" not in content and b"Infinity" not in content:
+        return content
+    return _NOT_JSON.sub(_without_number, content)
+
+
+def _without_number(match: re.Match[bytes]) -> bytes:
+    found = match[0]
+    return found if found.startswith(b'"') else b'""'.ljust(len(found))
+
+
+def calls_of(sample: Sample, where: str) -> Iterator[Call]:
+    """Yield the calls of a sample in order, except failed ones and those of scorers.
+
+    Raises:
+        RolloutError: record_type, dangling_reference.
+    """
+    events = list(_model_events(sample, where))
+    if not events:
+        yield from _calls_of_messages(sample, where)
+        return
+    for here, event in events:
+        if event.failed:
+            continue
+        prompt = event.input or list(_referred(event, sample, here))
+        choice = event.output.choices[0]
+        yield Call(
+            where=here,
+            prompt=[_message(m, sample, f"{here}.input[{i}]") for i, m in enumerate(prompt)],
+            reply=_message(choice.message, sample, f"{here}.output"),
+            answer=_resolved(event.call.response, sample, here) if event.call else None,
+            agent=event.role,
+            tools=[{"type": "function", "function": tool} for tool in event.tools] or None,
+            stop_reason=choice.stop_reason,
+            temperature=event.config.temperature,
+            top_p=event.config.top_p,
+            top_k=event.config.top_k,
+            sampling_extra=sampling_extra(event.config),
+        )
+
+
+def _model_events(sample: Sample, where: str) -> Iterator[tuple[str, _Model]]:
+    scoring: set[str] = set()
+    depth = 0
+    for index, raw in enumerate(sample.events):
+        here, content = f"{where}, events[{index}]", bytes(raw)
+        kind = decode_line(_KIND_DECODER, content, here).event
+        if kind in {"span_begin", "step"}:
+            span = decode_line(_SPAN_DECODER, content, here)
+            is_scorer = span.type in _SCORERS
+            if kind == "step":
+                depth += is_scorer * (1 if span.action == "begin" else -1)
+            elif span.id is not None and (is_scorer or span.parent_id in scoring):
+                scoring.add(span.id)
+        elif kind == "model":
+            model = decode_line(_MODEL_DECODER, content, here)
+            if depth <= 0 and model.span_id not in scoring:
+                yield here, model
+
+
+def _referred(event: _Model, sample: Sample, where: str) -> Iterator[msgspec.Raw]:
+    """Yield messages of the pool, from ranges of indices."""
+    size = len(sample.pool)
+    for start, end in event.input_refs or ():
+        if not 0 <= start <= end <= size:
+            got = f"messages {start} to {end} of a pool of {size}"
+            hint = "the log is damaged: read it with Inspect, and write it again"
+            raise RolloutError("dangling_reference", where, got, "messages that are there", hint)
+        yield from sample.pool[start:end]
+
+
+def _calls_of_messages(sample: Sample, where: str) -> Iterator[Call]:
+    """Yield the messages as one context; those of the sample's input were not generated."""
+    given = [decode_line(_RESULT_DECODER, bytes(raw), where) for raw in sample.messages]
+    is_marked = any(message.source == "generate" for message in given)
+    messages: list[Message] = []
+    for index, (raw, result) in enumerate(zip(sample.messages, given, strict=True)):
+        here = f"{where}, messages[{index}]"
+        message = _message(raw, sample, here)
+        if message["role"] == "assistant" and (not is_marked or result.source == "generate"):
+            yield Call(where=here, prompt=list(messages), reply=message)
+        messages.append(message)
+
+
+def _message(raw: msgspec.Raw, sample: Sample, where: str) -> Message:
+    """Read a message as Inspect sends it: the error of a failed tool replaces its result."""
+    resolved = _resolved(raw, sample, where)
+    message = read_message(resolved, where)
+    if message["role"] == "tool":
+        failure = decode_line(_RESULT_DECODER, bytes(resolved), where).error
+        if failure is not None:
+            message["content"] = f"Error: {failure.message}"
+    return message
+
+
+def _resolved(raw: msgspec.Raw, sample: Sample, where: str) -> msgspec.Raw:
+    """Insert the texts that Inspect moved to the attachments back into the JSON."""
+    if b"attachment://" not in bytes(raw):
+        return raw
+
+    def text(match: re.Match[bytes]) -> bytes:
+        name = match[1].decode()
+        if name not in sample.attachments:
+            got, hint = f"attachment {name}, which is not there", "the sample is not whole"
+            raise RolloutError("dangling_reference", where, got, "its text", hint)
+        return msgspec.json.encode(sample.attachments[name])
+
+    return msgspec.Raw(_ATTACHMENT.sub(text, bytes(raw)))
+
+
+def outcome_of(sample: Sample, where: str, options: Options) -> Trajectory:
+    """Return the scores and failure of a sample, without steps."""
+    scores = {**(sample.scores or {})}
+    if sample.score is not None:
+        scores["score"] = sample.score
+    metrics = _numbers(scores, f"{where}, scores")
+    reward = next(iter(metrics.values())) if len(metrics) == 1 else None
+    error = None if sample.error is None else sample.error.message or "error"
+    kind = sample.limit.type if sample.limit else None
+    if error is None and kind is not None:
+        is_zero = kind == "context" and options.overflows == "zero"
+        reward = 0.0 if is_zero else reward
+        is_failed = (
+            kind == "operator"
+            or (kind in _TIMES and options.timeouts == "fail")
+            or (kind == "context" and options.overflows == "fail")
+        )
+        error = f"{kind} limit" if is_failed else None
+    texts = {} if kind is None else {"limit": kind}
+    return Trajectory(steps=[], reward=reward, error=error, metrics=metrics, user_values=texts)
+
+
+def _numbers(scores: Mapping[str, _Score], where: str) -> dict[str, float]:
+    """Return all numbers in scores: "scorer.key" in a dictionary, "scorer[0]" in a list."""
+    found: dict[str, float | None] = {}
+    for name, score in scores.items():
+        text, here = bytes(score.value), f"{where}.{name}"
+        if text.startswith(b"{"):
+            parts = decode_line(_DICT_DECODER, text, here)
+            found |= {f"{name}.{key}": _number(raw, here) for key, raw in parts.items()}
+        elif text.startswith(b"["):
+            items = decode_line(_LIST_DECODER, text, here)
+            found |= {f"{name}[{i}]": _number(raw, here) for i, raw in enumerate(items)}
+        else:
+            found[name] = _number(score.value, here)
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _number(raw: msgspec.Raw, where: str) -> float | None:
+    """Convert a score as Inspect does; None if it has no numeric value."""
+    value = decode_line(_SCALAR_DECODER, bytes(raw), where)
+    if not isinstance(value, str):
+        return None if value is None else float(value)
+    if value in _LETTERS or value.lower() in _LETTERS:
+        return _LETTERS.get(value, _LETTERS.get(value.lower()))
+    try:
+        number = float(value)
+    except ValueError:
+        return None
+    return number if abs(number) < float("inf") else None

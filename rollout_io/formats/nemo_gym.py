@@ -1,0 +1,321 @@
+"""The `nemo_gym` format: NeMo Gym's rollouts, JSONL, one run per line.
+
+    {"responses_create_params": {"input": [...]}, "reward": 1.0, "_ng_task_index": 0,
+     "_ng_rollout_index": 3, "response": {"output": [item, ...], "usage": {...}}, ...}
+
+`response` is a Responses object whose output holds all calls of the run (see `parsing.responses`).
+Such an object alone, or as the `input` of an object, is accepted too: a run without a reward and,
+as no task is given, in its own group. So is a pretty-printed document of one run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+
+from rollout_io.dataset.opening import open_input
+from rollout_io.formats.base import (
+    About,
+    Adapter,
+    Found,
+    Input,
+    Options,
+    Place,
+    Progress,
+    Rejected,
+    Run,
+    Step,
+    Trajectory,
+)
+from rollout_io.formats.detect import has_record
+from rollout_io.formats.parsing.jsonl import decode_line, read_document
+from rollout_io.formats.parsing.model_names import ModelNames
+from rollout_io.formats.parsing.naming import natural_key
+from rollout_io.formats.parsing.records import Record, find_lines, read_record
+from rollout_io.formats.parsing.responses import Response, Share, read_steps
+from rollout_io.formats.parsing.sampling import SamplingFields, sampling_extra
+from rollout_io.formats.parsing.tokens import INT32_MAX
+from schemas.errors import RolloutError
+
+_OTHER_FIELDS = {"responses_create_params", "response", "agent_ref"}
+_FRAMEWORK = "_ng_"
+_NO_JSON = msgspec.Raw(b"null")
+_Index = Annotated[int, msgspec.Meta(ge=0, le=INT32_MAX)]
+
+
+class _Params(SamplingFields, gc=False):
+    input: str | list[msgspec.Raw] | None = None
+    instructions: str | None = None
+    temperature: Share | None = None
+    top_p: Share | None = None
+
+
+class _Agent(msgspec.Struct, gc=False):
+    name: str | None = None
+
+
+class _Rollout(msgspec.Struct, gc=False):
+    response: Response
+    responses_create_params: _Params = msgspec.field(default_factory=_Params)
+    reward: float | None = None
+    mask_sample: bool | None = None
+    agent_ref: _Agent | None = None
+    task: _Index | None = msgspec.field(name="_ng_task_index", default=None)
+    rollout: _Index | None = msgspec.field(name="_ng_rollout_index", default=None)
+
+
+class _Head(msgspec.Struct, gc=False):
+    responses_create_params: dict[str, msgspec.Raw] | None = None
+    response: dict[str, msgspec.Raw] | None = None
+    input: dict[str, msgspec.Raw] | None = None
+    object: str | None = None
+    output: list[msgspec.Raw] | None = None
+
+    def __post_init__(self) -> None:
+        alone = self.object == "response" and self.output is not None
+        inner = self.response if self.responses_create_params is not None else self.input
+        if not alone and not (inner and {"object", "output"} <= inner.keys()):
+            raise ValueError("no rollout")
+
+
+class _Record(NamedTuple):
+    run: _Rollout
+    prefix: str
+    metrics: dict[str, float]
+
+
+class _Names(msgspec.Struct, gc=False):
+    """The fields that identify a run."""
+
+    response: dict[str, msgspec.Raw] | None = None
+    responses_create_params: dict[str, msgspec.Raw] | None = None
+    input: msgspec.Raw = _NO_JSON
+    id: msgspec.Raw = _NO_JSON
+    output: msgspec.Raw = _NO_JSON
+    agent_ref: _Agent | None = None
+    task: _Index | None = msgspec.field(name="_ng_task_index", default=None)
+    rollout: _Index | None = msgspec.field(name="_ng_rollout_index", default=None)
+
+
+_HEAD_DECODER = msgspec.json.Decoder(_Head)
+_NAMES_DECODER = msgspec.json.Decoder(_Names)
+_TEXT_DECODER = msgspec.json.Decoder(str | None)
+_OBJECT_DECODER = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_RAW_DECODER = msgspec.json.Decoder(msgspec.Raw)
+_RUN_DECODER = msgspec.json.Decoder(_Rollout)
+_RESPONSE_DECODER = msgspec.json.Decoder(Response)
+_NUMBER_DECODER = msgspec.json.Decoder(float | bool)
+_NUMBERS_DECODER = msgspec.json.Decoder(dict[str, float | bool])
+
+
+def find_rollouts(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
+    """Yield runs in the order of their tasks.
+
+    Instance and repetition are `_ng_task_index` and `_ng_rollout_index`. Without these, each
+    response is its own group, which is recorded in the history of the dataset.
+    """
+    documents = [given for given in inputs if _is_document(given.path)]
+    lines = [given for given in inputs if given not in documents]
+    models = ModelNames()
+
+    def find(record: Record) -> Run:
+        models.see(record.content)
+        return _find(record)
+
+    found = [*_find_documents(documents, progress, find), *find_lines(lines, progress, find)]
+    yield from models.about()
+    runs = [item for item in found if isinstance(item, Run)]
+    if _part_tasks(runs):
+        rule = "inferred: tasks of one index whose inputs differ are groups of their own"
+        yield About("tasks", rule)
+    yield from (item for item in found if not isinstance(item, Run))
+    if any("task" not in run.labels for run in runs):
+        rule = "inferred: where the log states no task, each response is a group of its own"
+        yield About("groups", rule)
+    yield from sorted(runs, key=lambda run: (natural_key(run.instance_id), run.repetition_id))
+
+
+def _part_tasks(runs: Sequence[Run]) -> bool:
+    """Rename tasks of several collections that share an index; true if there are any."""
+    inputs: dict[str, set[str]] = {}
+    for run in runs:
+        inputs.setdefault(run.instance_id, set()).add(run.labels.get("input", ""))
+    for run in runs:
+        if len(inputs[run.instance_id]) > 1:
+            run.instance_id = f"{run.instance_id}@{run.labels.get('input', '')}"
+    return any(len(found) > 1 for found in inputs.values())
+
+
+def _is_document(path: Path) -> bool:
+    """True if a file is one JSON document, possibly over several lines."""
+    if path.suffix == ".json":
+        return True
+    with open_input(path) as file:
+        return file.readline(1 << 16).strip() == b"{"
+
+
+def _find_documents(
+    inputs: Sequence[Input], progress: Progress, find: Callable[[Record], Run]
+) -> Iterator[Found]:
+    for name, path in inputs:
+        place = Place(path, name, 0, path.stat().st_size)
+        progress(place.num_bytes)
+        try:
+            yield find(Record(place, bytes(read_document(_RAW_DECODER, path)[0])))
+        except RolloutError as error:
+            yield Rejected(place, error)
+
+
+def _find(record: Record) -> Run:
+    where = record.place.where
+    names = decode_line(_NAMES_DECODER, record.content, where)
+    response_id = _response_id(names, record.content, where)
+    labels = {} if response_id is None else {"response_id": response_id}
+    if names.agent_ref is not None and names.agent_ref.name is not None:
+        labels["agent"] = names.agent_ref.name
+    if names.responses_create_params is not None:
+        sent = bytes(names.responses_create_params.get("input", _NO_JSON))
+        labels["input"] = hashlib.blake2b(sent, digest_size=4).hexdigest()
+    if names.task is not None and names.rollout is not None:
+        instance, repetition = str(names.task), names.rollout
+        labels["task"] = instance
+    elif names.task is not None or names.rollout is not None or not response_id:
+        expected = "`_ng_task_index` and `_ng_rollout_index`, or neither and a response with an id"
+        got = f"task {names.task}, rollout {names.rollout}, response id {response_id!r}"
+        hint = "take the lines as NeMo Gym wrote them: the indices name the group"
+        raise RolloutError("group", where, got, expected, hint)
+    else:
+        instance, repetition = response_id, 0
+    return Run(instance_id=instance, repetition_id=repetition, places=[record.place], labels=labels)
+
+
+def _response_id(names: _Names, content: bytes, where: str) -> str | None:
+    response = names.response
+    if response is None and bytes(names.input).startswith(b"{"):
+        response = decode_line(_OBJECT_DECODER, bytes(names.input), f"{where}, input")
+    if response is None and bytes(names.output) != b"null":
+        response = {"id": names.id}
+    if response is None:
+        keys = decode_line(_OBJECT_DECODER, content, where)
+        got = "an object without a response (its keys: " + ", ".join(list(keys)[:8]) + ")"
+        expected = "`response`, a Responses object with the items of the run"
+        hint = "give the rollouts that NeMo Gym collects, not its tasks nor a trainer's data"
+        raise RolloutError("no_response", where, got, expected, hint)
+    raw = response.get("id", _NO_JSON)
+    found: str | None = decode_line(_TEXT_DECODER, bytes(raw), f"{where}, response.id")
+    return found
+
+
+def read_rollout(run: Run, _: Options) -> Trajectory:
+    """Read all calls of a run, in order; a prompt need not extend the one before it.
+
+    All numbers of the line become metrics, including its reward, and so do numbers in objects that
+    contain only numbers (`scores.style`). With `mask_sample`, no token of the run trains. With
+    `response.error`, the trajectory has failed.
+
+    Raises:
+        RolloutError: no_token_ids, no_response, ...
+    """
+    (place,) = run.places
+    record = _decode(read_record(place), place.where)
+    logged, response = record.run, record.run.response
+    failed = run.failed or response.error is not None
+    sent = _sent(logged.responses_create_params)
+    steps = read_steps(response, sent, record.prefix, failed=failed)
+    for step in steps:
+        _complete(step, logged)
+    return Trajectory(
+        steps=steps,
+        reward=logged.reward,
+        error=None if response.error is None else response.error.message,
+        metrics=record.metrics,
+    )
+
+
+def _decode(content: bytes, where: str) -> _Record:
+    fields = decode_line(_OBJECT_DECODER, content, where)
+    if "response" in fields:
+        run = decode_line(_RUN_DECODER, content, where)
+        record = _Record(run, f"{where}, response.", _metrics(fields, where))
+    elif "output" in fields:
+        response = decode_line(_RESPONSE_DECODER, content, where)
+        record = _Record(_Rollout(response=response), f"{where}, ", {})
+    elif bytes(fields.get("input", b"")).startswith(b"{"):
+        response = decode_line(_RESPONSE_DECODER, bytes(fields["input"]), f"{where}, input")
+        record = _Record(_Rollout(response=response), f"{where}, input.", {})
+    else:
+        got = "an object without a response (its keys: " + ", ".join(list(fields)[:8]) + ")"
+        expected = "`response`, a Responses object with the items of the run"
+        hint = "give the rollouts that NeMo Gym collects, not its tasks nor a trainer's data"
+        raise RolloutError("no_response", where, got, expected, hint)
+    return record
+
+
+def _complete(step: Step, run: _Rollout) -> None:
+    params, response = run.responses_create_params, run.response
+    step.temperature = response.temperature if params.temperature is None else params.temperature
+    step.top_p = response.top_p if params.top_p is None else params.top_p
+    step.sampling_extra = sampling_extra(params)
+    step.agent = None if run.agent_ref is None else run.agent_ref.name
+    step.trains = not run.mask_sample
+
+
+def _sent(params: _Params) -> list[Any] | None:
+    """Return the messages at the start of a run; None if the log lacks them."""
+    if params.input is None:
+        return None
+    system = [{"role": "system", "content": params.instructions}] if params.instructions else []
+    if isinstance(params.input, str):
+        return [*system, {"role": "user", "content": params.input}]
+    return [*system, *params.input]
+
+
+def _metrics(fields: Mapping[str, msgspec.Raw], where: str) -> dict[str, float]:
+    """Return all numbers of a line and of its objects of numbers, except NeMo Gym's indices."""
+    metrics: dict[str, float] = {}
+    for name, raw in fields.items():
+        if name in _OTHER_FIELDS or name.startswith(_FRAMEWORK):
+            continue
+        text = bytes(raw)
+        if text.startswith(b"{"):
+            metrics |= {f"{name}.{k}": v for k, v in _numbers(text).items()}
+        elif not text.startswith((b'"', b"[", b"null")):
+            metrics[name] = float(decode_line(_NUMBER_DECODER, text, f"{where}, {name}"))
+    return metrics
+
+
+def _numbers(text: bytes) -> dict[str, float]:
+    try:
+        return {name: float(value) for name, value in _NUMBERS_DECODER.decode(text).items()}
+    except (msgspec.ValidationError, msgspec.DecodeError):
+        return {}
+
+
+def recognizes(path: Path) -> bool:
+    """True if a file has lines with a task's `responses_create_params` and a Responses object."""
+    if has_record(path, _HEAD_DECODER):
+        return True
+    try:
+        return path.is_file() and _is_document(path) and _is_run(path)
+    except OSError:
+        return False
+
+
+def _is_run(path: Path) -> bool:
+    try:
+        read_document(_HEAD_DECODER, path)
+    except (RolloutError, ValueError, RecursionError):
+        return False
+    return True
+
+
+ADAPTER = Adapter(
+    summary="NeMo Gym's rollouts with the engine's tokens on their items: JSONL",
+    recognizes=recognizes,
+    find=find_rollouts,
+    read=read_rollout,
+)

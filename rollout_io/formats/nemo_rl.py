@@ -1,0 +1,172 @@
+"""The `nemo_rl` format: NeMo RL's message logs of NeMo Gym runs, one JSON document.
+
+    {"expected_output": [{"message_log": [
+        {"role": "user", "content": "", "token_ids": [...]},
+        {"role": "assistant", "content": "", "token_ids": [...], "generation_logprobs": [...]}]}]}
+
+Each element of `expected_output` (or of a list document) is a run. A message's `token_ids` are the
+tokens that it adds to the context, so the prompt of a call consists of all ids before its answer;
+log-probabilities are part of the answer. The document states no group: each run is its own
+instance. A document with `seen_token_ids` and `output_prompt_token_ids`, a prompt as seen and as
+rendered again, has no run: it is recognised and refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from rollout_io.formats.base import (
+    About,
+    Adapter,
+    Found,
+    Input,
+    Options,
+    Place,
+    Progress,
+    Run,
+    Step,
+    Trajectory,
+)
+from rollout_io.formats.parsing.content import NO_JSON
+from rollout_io.formats.parsing.documents import decode_document, find_documents, is_document
+from rollout_io.formats.parsing.parts import decode_record, parts_of
+from rollout_io.formats.parsing.tokens import logprob_array, token_ids
+from schemas.errors import RolloutError
+
+_GROUPS = "inferred: each run is an instance of its own"
+_MARKS = (b'"message_log"', b'"seen_token_ids"')
+_EXPECTED = "the ids of every message, and an answer among them"
+_HINT = "NeMo RL's test data are cut like this; NeMo Gym's own rollouts hold the ids (nemo_gym)"
+
+
+_Logprob = Annotated[float, msgspec.Meta(ge=-1e38, le=1e38)]
+
+
+class _Message(msgspec.Struct, gc=False):
+    role: str
+    token_ids: list[int] | None = None
+    generation_logprobs: list[_Logprob] | None = None
+
+
+class _Result(msgspec.Struct, gc=False):
+    reward: float | None = None
+
+
+class _Logged(msgspec.Struct, gc=False):
+    message_log: list[_Message]
+    full_result: _Result | None = None
+
+
+class _Runs(msgspec.Struct, gc=False):
+    expected_output: list[msgspec.Raw]
+
+
+class _Spoken(msgspec.Struct, gc=False):
+    role: str
+
+
+class _LoggedShape(msgspec.Struct, gc=False):
+    message_log: list[_Spoken]
+
+
+class _RunsShape(msgspec.Struct, gc=False):
+    expected_output: list[_LoggedShape]
+
+
+class _PairShape(msgspec.Struct, gc=False):
+    seen_token_ids: list[int]
+    output_prompt_token_ids: list[int]
+
+
+class _Keys(msgspec.Struct, gc=False):
+    seen_token_ids: msgspec.Raw = NO_JSON
+
+
+_RUN_DECODER = msgspec.json.Decoder(_Logged)
+_DOCUMENT_DECODER = msgspec.json.Decoder(_Runs | list[msgspec.Raw])
+_RUNS_SHAPE_DECODER = msgspec.json.Decoder(_RunsShape | list[_LoggedShape])
+_PAIR_SHAPE_DECODER = msgspec.json.Decoder(_PairShape)
+_KEYS_DECODER = msgspec.json.Decoder(_Keys | list[msgspec.Raw])
+
+
+def find_runs(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
+    """Yield one run per element, in the order of the documents."""
+    yield About("groups", _GROUPS)
+    yield from find_documents(inputs, progress, _find)
+
+
+def _find(place: Place, document: bytes) -> Iterator[Run]:
+    keys = decode_document(_KEYS_DECODER, document, place.where)
+    if isinstance(keys, _Keys) and bytes(keys.seen_token_ids) != b"null":
+        got = "two renderings of a prompt, and no response"
+        raise RolloutError("no_calls", place.where, got, "runs with what the model sampled")
+    found = decode_document(_DOCUMENT_DECODER, document, place.where)
+    name, parts = "[]", found
+    if isinstance(found, _Runs):
+        name, parts = "expected_output", found.expected_output
+    for part in parts_of(place, document, name, parts):
+        labels = {"file": place.where}
+        yield Run(instance_id=part.where, repetition_id=0, places=[part], labels=labels)
+
+
+def read_run(run: Run, _: Options) -> Trajectory:
+    """Read the calls of a run, one per answer.
+
+    Raises:
+        RolloutError: `no_token_ids`: a message without ids; `lengths_align`, ...
+    """
+    (place,) = run.places
+    logged = decode_record(_RUN_DECODER, place)
+    ids = [_ids(m, f"{place.where}, message_log[{i}]") for i, m in enumerate(logged.message_log)]
+    answers = [i for i, m in enumerate(logged.message_log) if m.role == "assistant"]
+    if not answers:
+        raise RolloutError("no_calls", place.where, "a run without an answer", _EXPECTED)
+    reward = None if logged.full_result is None else logged.full_result.reward
+    return Trajectory(
+        steps=[
+            _step(logged.message_log[i], ids[: i + 1], f"{place.where}, message_log[{i}]")
+            for i in answers
+        ],
+        reward=reward,
+        metrics={} if reward is None else {"reward": reward},
+    )
+
+
+def _ids(message: _Message, where: str) -> list[int]:
+    if message.token_ids:
+        return message.token_ids
+    how = "no token ids" if message.token_ids is None else "an empty list of token ids"
+    got = f"a message of role {message.role!r} with {how}"
+    raise RolloutError("no_token_ids", where, got, _EXPECTED, _HINT)
+
+
+def _step(message: _Message, ids: Sequence[list[int]], where: str) -> Step:
+    response = token_ids(ids[-1], "response", where)
+    logprobs = None
+    if message.generation_logprobs is not None:
+        logprobs = logprob_array(message.generation_logprobs, len(response), where)
+    return Step(
+        source=where,
+        prompt_token_ids=token_ids([*chain.from_iterable(ids[:-1])], "prompt", where),
+        response_ids=response,
+        rollout_logprobs=logprobs,
+    )
+
+
+def recognizes(path: Path) -> bool:
+    """True if a file is a document of message logs, or of two renderings of a prompt."""
+    is_runs = is_document(path, _RUNS_SHAPE_DECODER, _MARKS)
+    return is_runs or is_document(path, _PAIR_SHAPE_DECODER, _MARKS)
+
+
+ADAPTER = Adapter(
+    summary="NeMo RL's message logs with the engine's tokens: one JSON document",
+    recognizes=recognizes,
+    find=find_runs,
+    read=read_run,
+)

@@ -1,0 +1,168 @@
+"""The `openai_messages` format: JSONL, one conversation of OpenAI-style messages per line.
+
+    {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}],
+     "instance_id": "shop-1", "reward": 1.0, "tools": [...]}
+    [{"role": "user", ...}, {"role": "assistant", ...}]
+
+A line is a run. Its group is `instance_id`, else `id`; lines with neither are grouped by the
+messages before the first answer, which is recorded in the history of the dataset. The outcome is
+`reward`, else `score`; numbers in `rewards`, `scores` and `metrics` are kept as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+
+from rollout_io.formats.base import (
+    About,
+    Adapter,
+    Conversation,
+    Found,
+    Input,
+    Options,
+    Progress,
+    Run,
+    Trajectory,
+)
+from rollout_io.formats.detect import first_lines
+from rollout_io.formats.parsing.content import NO_JSON
+from rollout_io.formats.parsing.fields import label, numbers
+from rollout_io.formats.parsing.jsonl import decode_line
+from rollout_io.formats.parsing.messages import openai_tools, prompt_key, read_messages
+from rollout_io.formats.parsing.records import Record, find_lines, read_record
+from rollout_io.formats.parsing.tokens import INT32_MAX
+from schemas.errors import RolloutError
+
+_GROUPS = "inferred: where a line has no id, lines with the same messages before the first answer"
+_ANOTHER = frozenset(
+    {"response", "trajectory_format", "info", "message_log", "sessionId", "events"}
+)
+_OF_NAMES = frozenset({"id", "instance_id", "repetition_id"})
+_NAMES = ("instance_id", "id")
+_GROUPS_OF_NUMBERS = frozenset({"metrics", "rewards", "scores"})
+
+
+class _Role(msgspec.Struct, gc=False):
+    role: str
+
+
+_Roles = Annotated[list[_Role], msgspec.Meta(min_length=1)]
+
+
+class _Line(msgspec.Struct, gc=False):
+    messages: list[msgspec.Raw]
+    tools: list[Any] | None = None
+    reward: float | None = None
+    score: float | None = None
+
+
+class _Names(msgspec.Struct, gc=False):
+    id: msgspec.Raw = NO_JSON
+    instance_id: msgspec.Raw = NO_JSON
+    repetition_id: Annotated[int, msgspec.Meta(ge=0, le=INT32_MAX)] | None = None
+
+
+class _Shape(msgspec.Struct, gc=False):
+    messages: _Roles
+
+
+_LINE_DECODER = msgspec.json.Decoder(_Line)
+_BARE_DECODER = msgspec.json.Decoder(list[msgspec.Raw])
+_NAMES_DECODER = msgspec.json.Decoder(_Names)
+_SHAPE_DECODER = msgspec.json.Decoder(_Shape | _Roles)
+_FIELDS_DECODER = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+def find_conversations(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
+    """Yield one run per line, in the order of the lines."""
+    is_inferred = False
+    for found in find_lines(inputs, progress, _find):
+        is_inferred |= isinstance(found, Run) and not found.labels.keys() & {*_NAMES}
+        yield found
+    if is_inferred:
+        yield About("groups", _GROUPS)
+
+
+def _find(record: Record) -> Run:
+    place = record.place
+    names, labels = _Names(), dict[str, str]()
+    if not _is_bare(record.content):
+        names = decode_line(_NAMES_DECODER, record.content, place.where)
+        found = {name: label(getattr(names, name), place.where) for name in _NAMES}
+        labels = {name: value for name, value in found.items() if value is not None}
+    instance = next((labels[name] for name in _NAMES if name in labels), None)
+    if instance is None:
+        line = _decode(record.content, place.where)
+        instance = prompt_key(read_messages(line.messages, f"{place.where}, messages"))
+    return Run(
+        instance_id=instance,
+        repetition_id=names.repetition_id,
+        places=[place],
+        labels=labels or {"prompt": instance},
+    )
+
+
+def _is_bare(content: bytes) -> bool:
+    return content.lstrip().startswith(b"[")
+
+
+def _decode(content: bytes, where: str) -> _Line:
+    if _is_bare(content):
+        return _Line(messages=decode_line(_BARE_DECODER, content, where))
+    return decode_line(_LINE_DECODER, content, where)
+
+
+def read_conversation(run: Run, _: Options) -> Trajectory:
+    """Read the conversation of a line; all its numbers are metrics.
+
+    Raises:
+        RolloutError: `record_type`; `no_calls`: no assistant message.
+    """
+    (place,) = run.places
+    content = read_record(place)
+    line = _decode(content, place.where)
+    messages = read_messages(line.messages, f"{place.where}, messages")
+    if all(message["role"] != "assistant" for message in messages):
+        got, expected = "messages without an assistant's", "at least one answer of the model"
+        raise RolloutError("no_calls", place.where, got, expected)
+    step = Conversation(source=place.where, messages=messages, tools=openai_tools(line.tools))
+    reward = line.score if line.reward is None else line.reward
+    return Trajectory(steps=[step], reward=reward, metrics=_metrics(content, place.where))
+
+
+def _metrics(content: bytes, where: str) -> dict[str, float]:
+    if _is_bare(content):
+        return {}
+    fields = decode_line(_FIELDS_DECODER, content, where)
+    known = {name: raw for name, raw in fields.items() if name not in _OF_NAMES}
+    found = numbers(known, where)
+    for name in _GROUPS_OF_NUMBERS & known.keys():
+        inner = decode_line(_FIELDS_DECODER, bytes(known[name]), f"{where}, {name}")
+        found |= {f"{name}.{key}": v for key, v in numbers(inner, f"{where}, {name}").items()}
+    return found
+
+
+def recognizes(path: Path) -> bool:
+    """True if a file has lines of messages with roles, and no field of another format."""
+    return any(_is_line(line) for line in first_lines(path))
+
+
+def _is_line(content: bytes) -> bool:
+    try:
+        _SHAPE_DECODER.decode(content)
+        return _is_bare(content) or not _ANOTHER & _FIELDS_DECODER.decode(content).keys()
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return False
+
+
+ADAPTER = Adapter(
+    summary="OpenAI-style messages, JSONL, one conversation a line; text alone",
+    recognizes=recognizes,
+    find=find_conversations,
+    read=read_conversation,
+    is_text=True,
+)

@@ -1,0 +1,242 @@
+r"""Conversion of OpenHands events to the calls of its agents.
+
+    action with tool_call_metadata    a tool call in the response that it contains; all events with
+                                      the same `model_response` are one assistant message
+    observation with it               the tool message of that call
+    message                           an assistant message if from the agent, else a user message
+    system                            the system message, and the tools
+    other actions of the agent        older agents, which wrote actions as text: the thought, then
+                                      the action in its tags (<execute_bash> ... </execute_bash>)
+    other observations                a user message
+    condensation                      the agent's view from here: the events that are not forgotten,
+                                      and the summary as a user message
+    delegate                          start of a sub-agent with a separate context, up to the
+                                      observation of this action
+
+Events for the program only are ignored: recall, state changes, null. The workspace description that
+OpenHands renders from a recall is therefore missing from the messages: the log does not contain it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from rollout_io.formats.parsing.bodies import NO_JSON
+from rollout_io.formats.parsing.content import Message, same_json
+from rollout_io.formats.parsing.jsonl import decode_line
+from rollout_io.formats.parsing.messages import read_message
+from rollout_io.formats.parsing.model_calls import Call
+from schemas.errors import RolloutError
+
+_TAGS = {
+    "run": "execute_bash",
+    "run_ipython": "execute_ipython",
+    "browse": "execute_browse",
+    "browse_interactive": "execute_browse",
+}
+_SAYS = frozenset({"finish", "think", "reject"})
+_ACTS = frozenset({"delegate", "read", "write", "edit", "call_tool_mcp"})
+_SILENT = frozenset({"recall", "agent_state_changed", "null", "change_agent_state", "success"})
+
+
+class _Args(msgspec.Struct, gc=False):
+    """Arguments of an action; in the oldest events they are fields of the event itself."""
+
+    content: str | None = None
+    thought: str | None = None
+    final_thought: str | None = None
+    command: str | None = None
+    code: str | None = None
+    browser_actions: str | None = None
+    path: str | None = None
+    agent: str | None = None
+    inputs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    forgotten_event_ids: list[int] | None = None
+    forgotten_events_start_id: int | None = None
+    forgotten_events_end_id: int | None = None
+    summary: str | None = None
+    summary_offset: int | None = None
+
+
+class _Choice(msgspec.Struct, gc=False):
+    message: msgspec.Raw
+    finish_reason: str | None = None
+
+
+class _Response(msgspec.Struct, gc=False):
+    choices: list[_Choice]
+
+
+class _ToolCall(msgspec.Struct, gc=False):
+    tool_call_id: str | None = None
+    function_name: str | None = None
+    model_response: msgspec.Raw = NO_JSON
+
+
+class _Event(msgspec.Struct, gc=False):
+    id: int | None = None
+    source: str | None = None
+    action: str | None = None
+    observation: str | None = None
+    args: _Args | None = None
+    content: msgspec.Raw = NO_JSON
+    tool_call_metadata: _ToolCall | None = None
+
+
+@dataclass(slots=True)
+class _Agent:
+    """The view of an agent: the messages of each event, by event id."""
+
+    name: str | None = None
+    view: list[tuple[int, list[Message]]] = field(default_factory=list)
+    tools: list[dict[str, Any]] | None = None
+    response: bytes | None = None
+
+    @property
+    def messages(self) -> list[Message]:
+        return [message for _, messages in self.view for message in messages]
+
+
+_EVENT_DECODER = msgspec.json.Decoder(_Event)
+_ARGS_DECODER = msgspec.json.Decoder(_Args)
+_PAIR_DECODER = msgspec.json.Decoder(list[msgspec.Raw])
+_RESPONSE_DECODER = msgspec.json.Decoder(_Response)
+_CONTENT_DECODER = msgspec.json.Decoder(str | None)
+
+
+def read_calls(history: Sequence[msgspec.Raw], where: str) -> Iterator[Call]:
+    """Yield the calls of a history in order, including those of sub-agents.
+
+    Args:
+        history: Events; in old logs, pairs of an action and its observation.
+        where: Place of the history, for errors.
+
+    Raises:
+        RolloutError: record_type, message.
+    """
+    agents = [_Agent()]
+    for number, (here, raw) in enumerate(_events(history, where)):
+        event = decode_line(_EVENT_DECODER, bytes(raw), here)
+        args = event.args or decode_line(_ARGS_DECODER, bytes(raw), here)
+        identity = number if event.id is None else event.id
+        if event.action == "delegate":
+            yield from _act(agents[-1], event, args, identity, here)
+            agents.append(_delegate(args, identity))
+            continue
+        if event.observation == "delegate" and len(agents) > 1:
+            agents.pop()
+        agent = agents[-1]
+        if event.action == "condensation":
+            _condense(agent, args, identity)
+        elif event.observation is not None:
+            agent.view.append((identity, _observed(event, here)))
+        elif event.action == "system":
+            agent.tools = args.tools or agent.tools
+            agent.view.append((identity, [{"role": "system", "content": args.content or ""}]))
+        elif event.action == "message" and event.source != "agent":
+            agent.view.append((identity, [{"role": "user", "content": args.content or ""}]))
+        else:
+            yield from _act(agent, event, args, identity, here)
+
+
+def is_reconstructed(history: Sequence[msgspec.Raw]) -> bool:
+    """True if no response was logged: the model's text is then reconstructed from its actions."""
+    return bool(history) and not any(b'"tool_call_metadata"' in bytes(raw) for raw in history)
+
+
+def _events(history: Sequence[msgspec.Raw], where: str) -> Iterator[tuple[str, msgspec.Raw]]:
+    for index, raw in enumerate(history):
+        here = f"{where}[{index}]"
+        if bytes(raw).startswith(b"["):
+            pair: list[msgspec.Raw] = decode_line(_PAIR_DECODER, bytes(raw), here)
+            for part, event in enumerate(pair):
+                yield f"{here}[{part}]", event
+        else:
+            yield here, raw
+
+
+def _act(agent: _Agent, event: _Event, args: _Args, identity: int, where: str) -> Iterator[Call]:
+    """Yield the LLM call that produced an action, unless an earlier action already yielded it."""
+    logged = event.tool_call_metadata
+    raw = logged.model_response if logged else NO_JSON
+    if bytes(raw) != b"null":
+        if agent.response is not None and same_json(bytes(raw), agent.response):
+            agent.view.append((identity, []))
+            return
+        agent.response = bytes(raw)
+        response = decode_line(_RESPONSE_DECODER, bytes(raw), f"{where}, model_response")
+        if not response.choices:
+            hint = "the log is damaged: write it again"
+            raise RolloutError("message", where, "a response without choices", "one choice", hint)
+        choice = response.choices[0]
+        reply = read_message(choice.message, f"{where}, model_response.choices[0].message")
+        reason, answer = choice.finish_reason, raw
+    else:
+        text = _text_of(event, args)
+        if text is None:
+            agent.view.append((identity, []))
+            return
+        reply, reason, answer = {"role": "assistant", "content": text}, None, None
+    yield Call(
+        where=where,
+        prompt=agent.messages,
+        reply=reply,
+        answer=answer,
+        agent=agent.name,
+        tools=agent.tools,
+        stop_reason=reason,
+    )
+    agent.view.append((identity, [reply]))
+
+
+def _text_of(event: _Event, args: _Args) -> str | None:
+    """Return the text that an older agent wrote for an action; None if it wrote none."""
+    if event.action == "message":
+        return args.content or ""
+    thought = args.thought or ""
+    if event.action in _TAGS:
+        tag, inner = _TAGS[event.action], args.command or args.code or args.browser_actions or ""
+        return f"{thought}\n<{tag}>\n{inner}\n</{tag}>".lstrip("\n")
+    if event.action in _SAYS:
+        return args.final_thought or thought
+    if event.action in _ACTS:
+        task = (args.inputs or {}).get("task", args.path)
+        return f"{thought}\n{task or ''}".strip("\n")
+    return None
+
+
+def _observed(event: _Event, where: str) -> list[Message]:
+    if event.observation in _SILENT:
+        return []
+    text = decode_line(_CONTENT_DECODER, bytes(event.content), f"{where}, content") or ""
+    call = event.tool_call_metadata
+    if call is None or call.tool_call_id is None:
+        return [{"role": "user", "content": text}]
+    message = {"role": "tool", "content": text, "tool_call_id": call.tool_call_id}
+    return [message | ({"name": call.function_name} if call.function_name else {})]
+
+
+def _delegate(args: _Args, identity: int) -> _Agent:
+    task = str((args.inputs or {}).get("task", args.thought or ""))
+    return _Agent(name=args.agent, view=[(identity, [{"role": "user", "content": task}])])
+
+
+def _condense(agent: _Agent, args: _Args, identity: int) -> None:
+    """Forget events, and insert the summary in their place."""
+    first, last = args.forgotten_events_start_id, args.forgotten_events_end_id
+    forgotten = set(args.forgotten_event_ids or ())
+    kept = [
+        entry
+        for entry in agent.view
+        if entry[0] not in forgotten
+        and not (first is not None and last is not None and first <= entry[0] <= last)
+    ]
+    if args.summary is not None:
+        at = len(kept) if args.summary_offset is None else max(args.summary_offset, 0)
+        kept.insert(at, (identity, [{"role": "user", "content": args.summary}]))
+    agent.view = kept

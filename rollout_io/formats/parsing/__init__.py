@@ -1,0 +1,1 @@
+"""Code shared by adapters: records and documents, messages and responses, ids, names."""

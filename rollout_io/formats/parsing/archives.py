@@ -1,0 +1,123 @@
+"""Members of zip archives, read within limits; nothing is extracted to disk or executed.
+
+pyarrow decompresses Zstandard members (method 93): `zipfile` supports them only since Python 3.14.
+"""
+
+from __future__ import annotations
+
+import lzma
+import os
+import struct
+import zipfile
+import zlib
+from functools import lru_cache
+from pathlib import Path
+
+import pyarrow as pa
+
+from rollout_io.dataset.opening import open_input
+from schemas.errors import RolloutError
+
+MAX_MEMBER_BYTES = 1 << 30
+"""Larger members, by their uncompressed size, are refused."""
+
+_START = b"PK\x03\x04"
+_ZSTANDARD = 93  # compression method in the zip specification
+_ENCRYPTED = 1  # bit 0 of the flags
+_LOCAL_HEADER = struct.Struct("<4s22xHH")
+_DAMAGE = (
+    zipfile.BadZipFile,
+    zlib.error,
+    lzma.LZMAError,
+    struct.error,
+    EOFError,
+    OSError,
+    OverflowError,
+    ValueError,
+)
+
+
+def is_zip(path: Path) -> bool:
+    """True if a file begins like a zip archive."""
+    try:
+        if not path.is_file():
+            return False
+        with open_input(path) as file:
+            return file.read(len(_START)) == _START
+    except (OSError, RolloutError):
+        return False
+
+
+def members_of(path: Path, where: str) -> dict[str, zipfile.ZipInfo]:
+    """Return the members of an archive by name, in order; the last one of a name is the valid one.
+
+    Raises:
+        RolloutError: zip_archive.
+    """
+    return {member.filename: member for member in _opened(path, where).infolist()}
+
+
+def read_member(path: Path, name: str, where: str) -> bytes:
+    """Read the bytes of a member.
+
+    Raises:
+        RolloutError: zip_archive: the member is missing, damaged, encrypted, of an unknown
+            compression, or larger than `MAX_MEMBER_BYTES`.
+    """
+    archive = _opened(path, where)
+    try:
+        member = archive.getinfo(name)
+        if member.file_size > MAX_MEMBER_BYTES:
+            got, expected = f"{member.file_size} bytes unpacked", f"at most {MAX_MEMBER_BYTES}"
+            hint = "is it what it claims to be? the program that wrote it can read it"
+            raise RolloutError("zip_archive", where, got, expected, hint)
+        if member.compress_type == _ZSTANDARD and not member.flag_bits & _ENCRYPTED:
+            return _unpacked(path, member)
+        with archive.open(member) as file:
+            return file.read(MAX_MEMBER_BYTES)
+    except KeyError:
+        got, hint = "an archive without this member", "convert a log that nobody writes"
+        raise RolloutError("zip_archive", where, got, "an unchanged file", hint) from None
+    except NotImplementedError:
+        got, hint = "an unknown compression", "unpack it, and pack it again with a zip program"
+        raise RolloutError("zip_archive", where, got, "deflate, Zstandard or none", hint) from None
+    except RuntimeError as error:
+        got = " ".join(str(error).split())
+        raise RolloutError("zip_archive", where, got, "an archive without a password") from None
+    except _DAMAGE as error:
+        raise _damaged(where, error) from None
+
+
+def _unpacked(path: Path, member: zipfile.ZipInfo) -> bytes:
+    """Decompress a Zstandard member; its size and checksum must match the directory entry."""
+    with open_input(path) as file:
+        file.seek(member.header_offset)
+        start, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
+        file.seek(name_bytes + extra_bytes, os.SEEK_CUR)
+        packed = file.read(member.compress_size)
+    with pa.CompressedInputStream(pa.BufferReader(packed), "zstd") as stream:
+        content: bytes = stream.read(member.file_size + 1)
+    is_whole = start == _START and len(content) == member.file_size
+    if not is_whole or zlib.crc32(content) != member.CRC:
+        raise zipfile.BadZipFile(f"bad size or checksum of {member.filename!r}")
+    return content
+
+
+def _opened(path: Path, where: str) -> zipfile.ZipFile:
+    try:
+        stat = path.stat()
+        return _archive(path, stat.st_mtime_ns, stat.st_size)
+    except (*_DAMAGE, NotImplementedError) as error:
+        raise _damaged(where, error) from None
+
+
+@lru_cache(maxsize=1)
+def _archive(path: Path, _mtime_ns: int, _num_bytes: int) -> zipfile.ZipFile:
+    """Open an archive; its directory is read once, and again if the file has changed."""
+    return zipfile.ZipFile(path)
+
+
+def _damaged(where: str, error: Exception) -> RolloutError:
+    got = f"what cannot be unpacked ({' '.join(str(error).split()) or type(error).__name__})"
+    hint = "the file is damaged or cut off: copy it again"
+    return RolloutError("zip_archive", where, got, "a whole zip archive", hint)

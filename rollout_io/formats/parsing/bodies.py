@@ -1,0 +1,146 @@
+"""Bodies of OpenAI-compatible engines (chat and text completions) with exact tokens.
+
+Source of the fields: vLLM's OpenAI-compatible server with `return_token_ids` and `logprobs`.
+
+    chat         {"prompt_token_ids": [...], "choices": [{"index": 0, "token_ids": [...],
+                  "logprobs": {"content": [{"logprob": -0.1}, ...]}, "finish_reason": "stop",
+                  "message": {"content": ..., "reasoning": ..., "tool_calls": ...}}, ...]}
+    completions  {"choices": [{"prompt_token_ids": [...], "token_ids": [...],
+                  "logprobs": {"token_logprobs": [...]}, "text": ...}, ...]}
+    streamed     a list of chunks (objects, or server-sent lines "data: {...}"): prompt ids in the
+                 first, pieces of all else in each (`delta` instead of `message`)
+    LiteLLM      `choices[i].provider_specific_fields.token_ids`
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from rollout_io.formats.parsing.sampling import SamplingFields
+from rollout_io.formats.parsing.tokens import INT32_MAX, same_ids
+
+NO_JSON = msgspec.Raw(b"null")
+
+Int32 = Annotated[int, msgspec.Meta(ge=-INT32_MAX - 1, le=INT32_MAX)]
+Share = Annotated[float, msgspec.Meta(ge=0, le=1e38)]
+
+
+class Request(SamplingFields, gc=False):
+    """The body of a request."""
+
+    messages: msgspec.Raw = NO_JSON
+    prompt: msgspec.Raw = NO_JSON
+    echo: bool | None = None
+    temperature: Share | None = None
+    top_p: Share | None = None
+    top_k: Int32 | None = None
+
+
+class Token(msgspec.Struct, gc=False):
+    """The log-probability of a token, with its text or `token_id:N`."""
+
+    logprob: float
+    token: str | None = None
+
+
+class Logprobs(msgspec.Struct, gc=False):
+    """Log-probabilities of a response: `content` for chats, the others for text completions."""
+
+    content: list[Token] | None = None
+    token_logprobs: list[float] | None = None
+    tokens: list[str | None] | None = None
+    text_offset: list[int] | None = None
+
+
+class Function(msgspec.Struct, gc=False):
+    """Function of a tool call, or a piece of it."""
+
+    name: str | None = None
+    arguments: str | None = None
+
+
+class ToolCall(msgspec.Struct, gc=False):
+    """A piece of a tool call."""
+
+    index: int = 0
+    id: str | None = None
+    function: Function | None = None
+
+
+class Message(msgspec.Struct, gc=False):
+    """An answer of the model."""
+
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    content: str | None = None
+    tool_calls: msgspec.Raw = NO_JSON
+
+
+class Delta(msgspec.Struct, gc=False):
+    """A piece of a message."""
+
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    content: str | None = None
+    tool_calls: list[ToolCall] | None = None
+
+
+class Provider(msgspec.Struct, gc=False):
+    """LiteLLM's container for fields that OpenAI's API lacks."""
+
+    token_ids: msgspec.Raw = NO_JSON
+
+
+class Choice(msgspec.Struct, gc=False):
+    """One of the n answers, or a piece of one."""
+
+    index: int = 0
+    message: Message | None = None
+    delta: Delta | None = None
+    text: str | None = None
+    prompt_token_ids: msgspec.Raw = NO_JSON
+    token_ids: msgspec.Raw = NO_JSON
+    provider_specific_fields: Provider | None = None
+    logprobs: Logprobs | None = None
+    finish_reason: str | None = None
+    routed_experts: msgspec.Raw = NO_JSON
+
+
+class Usage(msgspec.Struct, gc=False):
+    """Token counts of the engine; 0 if it did not count."""
+
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+
+class Response(msgspec.Struct, gc=False):
+    """The body of a response, or a chunk of it."""
+
+    choices: list[Choice] = []
+    prompt_token_ids: msgspec.Raw = NO_JSON
+    usage: Usage | None = None
+    error: msgspec.Raw = NO_JSON
+    object: str | None = None
+
+
+Answer = Response | list[Response | str] | str | None
+"""A response: complete; streamed as objects or server-sent lines; or the stream as one text."""
+
+
+def ids_of(choice: Choice, where: str) -> bytes:
+    """Return the ids of a response as JSON; `null` if there are none.
+
+    Raises:
+        RolloutError: conflicting_ids: LiteLLM's ids differ from the engine's.
+    """
+    text, provider = bytes(choice.token_ids), choice.provider_specific_fields
+    if provider is None:
+        return text
+    other = bytes(provider.token_ids)
+    if text == b"null":
+        return other
+    if other != b"null":
+        same_ids(text, other, "token_ids", where)
+    return text

@@ -1,0 +1,40 @@
+"""Search of a directory that is one log for its files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from rollout_io.formats.parsing.naming import natural_key
+
+_DEPTH, _MOST_FILES = 5, 20_000  # detection must be fast: it may be pointed at any directory
+_RECORDS = (".jsonl", ".json", ".gz", ".zst", ".pt", ".eval", ".parquet", ".traj", ".pkl")
+
+
+def logs_below(
+    directory: Path, is_log: Callable[[str], bool], is_beside: Callable[[str], bool]
+) -> list[Path]:
+    """Return the logs in a directory, in natural order; none if it may hold other records too.
+
+    Hidden directories and files are ignored. A directory of more than 20,000 files, or of more than
+    five levels, is not searched: its logs have to be given by name.
+
+    Args:
+        directory: Directory to search.
+        is_log: Predicate: a file of this name is a log.
+        is_beside: Predicate: a file of this name accompanies the logs and is not a record.
+    """
+    found: list[Path] = []
+    num_files = 0
+    for folder, folders, names in os.walk(directory):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        shown = [name for name in names if not name.startswith(".")]
+        logs = [name for name in shown if is_log(name)]
+        others = [name for name in shown if name.endswith(_RECORDS) and name not in logs]
+        depth = len(Path(folder).relative_to(directory).parts)
+        num_files += len(names)
+        if num_files > _MOST_FILES or depth > _DEPTH or not all(map(is_beside, others)):
+            return []
+        found += [Path(folder) / name for name in logs]
+    return sorted(found, key=lambda path: natural_key(str(path)))

@@ -1,0 +1,236 @@
+"""Conversion of logged messages of any API to OpenAI's chat form; no other module knows the APIs.
+
+`read_messages` understands the names of every API that harnesses use:
+
+    content            a string, or parts of type text, input_text, output_text
+    reasoning          `reasoning_content`, `reasoning`, `thinking`, `thinking_blocks`, or parts
+                       of type thinking or reasoning
+    tool calls         {"id", "function": {"name", "arguments"}}, {"id", "function", "arguments"},
+                       {"id", "name", "arguments"}, or each as a JSON string; or parts of type
+                       tool_use
+    tool results       `tool_call_id`, or `tool_call_ids` with one id; or parts of type tool_result,
+                       each of which becomes a message before the rest of the content
+    Responses objects  `output` of items (message, reasoning, tool calls); and single items that are
+                       the output of a tool
+
+The results have `role`, `content`, and if known `reasoning_content`, `tool_calls`, `tool_call_id`,
+`name`. Tool arguments are canonical JSON text: their numbers keep all digits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from rollout_io.formats.parsing.content import (
+    NO_JSON,
+    THOUGHTS,
+    Content,
+    Message,
+    Part,
+    Parts,
+    all_text,
+    bad_message,
+    json_text,
+    known,
+    parts_in,
+    shown,
+    tool_call,
+)
+from rollout_io.formats.parsing.items import OUTPUTS, Item, read_item, reply_of
+from rollout_io.formats.parsing.jsonl import decode_line
+
+_SAID = ("reasoning_content", "reasoning", "content", "tool_calls")
+
+
+class _Function(msgspec.Struct, gc=False):
+    name: str | None = None
+    arguments: msgspec.Raw = NO_JSON
+
+
+class _ToolCall(_Function, gc=False):
+    function: str | _Function | None = None
+    id: str | None = None
+
+
+class _Chat(msgspec.Struct, gc=False):
+    role: str
+    content: Content = None
+    reasoning_content: str | None = None
+    reasoning: Content = None
+    thinking: Content = None
+    thinking_blocks: list[Part] | None = None
+    tool_calls: list[_ToolCall | str] | None = None
+    tool_call_id: str | None = None
+    tool_call_ids: list[str] | None = None
+    name: str | None = None
+
+    @property
+    def thought(self) -> str | None:
+        """The reasoning beside the content."""
+        named = (self.reasoning, self.thinking, self.thinking_blocks)
+        texts = (self.reasoning_content, *map(all_text, named))
+        return next((text for text in texts if text), None)
+
+
+class _Items(msgspec.Struct, gc=False):
+    output: list[Item]
+
+
+class _Kind(msgspec.Struct, gc=False):
+    type: str | None = None
+    object: str | None = None
+
+
+_KIND_DECODER = msgspec.json.Decoder(_Kind)
+_CHAT_DECODER = msgspec.json.Decoder(_Chat)
+_CALL_DECODER = msgspec.json.Decoder(_ToolCall)
+_ITEM_DECODER = msgspec.json.Decoder(Item)
+_ITEMS_DECODER = msgspec.json.Decoder(_Items)
+_CONTENT_DECODER = msgspec.json.Decoder(Content)
+
+
+def read_messages(raws: Iterable[msgspec.Raw], where: str) -> list[Message]:
+    """Convert logged messages to OpenAI's form; a message with tool results becomes several.
+
+    Args:
+        raws: JSON of each message.
+        where: Place of the list, for errors.
+
+    Raises:
+        RolloutError: `record_type`: not an object with a role, or a field of the wrong type;
+            `message`: a call without a name, an item of an unknown type; `json_line`: a call that
+            is a string but not JSON.
+
+    Example:
+        >>> call = msgspec.Raw(b'{"role": "assistant", "tool_calls": [{"id": "c", "name": "ls"}]}')
+        >>> read_messages([call], "a.jsonl:1")[0]["tool_calls"]
+        [{'id': 'c', 'type': 'function', 'function': {'name': 'ls', 'arguments': '{}'}}]
+    """
+    return [message for i, raw in enumerate(raws) for message in _read(raw, f"{where}[{i}]")]
+
+
+def read_message(raw: msgspec.Raw, where: str) -> Message:
+    """Convert a logged message that corresponds to exactly one message in OpenAI's form.
+
+    Args:
+        raw: JSON of the message.
+        where: Place of the message, for errors.
+
+    Raises:
+        RolloutError: As for `read_messages`; `message`: it becomes several.
+    """
+    found = _read(raw, where)
+    if len(found) > 1:
+        raise bad_message(where, "results of several tools, or of a tool and more", "one message")
+    return found[0]
+
+
+def _read(raw: msgspec.Raw, where: str) -> list[Message]:
+    content = bytes(raw)
+    kind = decode_line(_KIND_DECODER, content, where)
+    if kind.object == "response":
+        return [reply_of(decode_line(_ITEMS_DECODER, content, where).output, where)]
+    if kind.type in OUTPUTS:
+        output = read_item(decode_line(_ITEM_DECODER, content, where), where)
+        assert output is not None
+        return [output]
+    return _of_chat(decode_line(_CHAT_DECODER, content, where), where)
+
+
+def _of_chat(chat: _Chat, where: str) -> list[Message]:
+    *results, message = messages_of(chat.role, chat.content, where)
+    calls = [_tool_call(call, where) for call in chat.tool_calls or ()]
+    beside = {
+        "reasoning_content": chat.thought,
+        "tool_calls": [*calls, *message.get("tool_calls", ())] or None,
+        "tool_call_id": chat.tool_call_id or next(iter(chat.tool_call_ids or ()), None),
+        "name": chat.name,
+    }
+    return [*results, message | known(beside)]
+
+
+def messages_of(role: str, content: Parts, where: str) -> list[Message]:
+    """Convert a content to messages: one per tool result, and one for the rest if there is any.
+
+    Args:
+        role: Role of the message.
+        content: A string, or parts.
+        where: Place of the message, for errors.
+
+    Raises:
+        RolloutError: As for `read_messages`.
+    """
+    results: list[Message] = []
+    calls: list[Message] = []
+    thoughts: list[str] = []
+    rest: list[Part] = []
+    for part in parts_in(content):
+        if part.type == "tool_result":
+            results.append(_result(part, where))
+        elif part.type == "tool_use" and part.name and bytes(part.input) != b"null":
+            calls.append(tool_call(part.id, part.name, json_text(part.input, where)))
+        elif part.type in THOUGHTS:
+            thoughts += [part.said] if part.said else []
+        else:
+            rest.append(part)
+    if results and not (calls or thoughts or rest):
+        return results
+    message = {
+        "role": role,
+        "content": shown(rest),
+        "reasoning_content": "\n".join(thoughts) or None,
+        "tool_calls": calls or None,
+    }
+    return [*results, known(message)]
+
+
+def _result(part: Part, where: str) -> Message:
+    content = decode_line(_CONTENT_DECODER, bytes(part.content), where)
+    fields = {"role": "tool", "content": shown(parts_in(content))}
+    return known({**fields, "tool_call_id": part.tool_use_id})
+
+
+def _tool_call(call: _ToolCall | str, where: str) -> Message:
+    if isinstance(call, str):
+        call = decode_line(_CALL_DECODER, call.encode(), where)
+    function = call.function
+    if not isinstance(function, _Function):
+        function = _Function(function or call.name, call.arguments)
+    if function.name is None:
+        raise bad_message(where, "a tool call without a name", "the name of a function")
+    return tool_call(call.id, function.name, json_text(function.arguments, where))
+
+
+def openai_tools(tools: Any) -> list[Message] | None:
+    """Return tool definitions in OpenAI's form; None if there are none."""
+    if not isinstance(tools, list):
+        return None
+    objects = [tool for tool in tools if isinstance(tool, Mapping)]
+    return [
+        dict(tool) if "function" in tool else {"type": "function", "function": dict(tool)}
+        for tool in objects
+    ] or None
+
+
+def prompt_key(prompt: Sequence[Message] | str) -> str:
+    """Return a digest of a prompt; of messages, only those before the first answer count."""
+    if not isinstance(prompt, str):
+        answers = (i for i, message in enumerate(prompt) if message["role"] == "assistant")
+        prompt = prompt[: next(answers, len(prompt))]
+    digest = hashlib.blake2b(msgspec.json.encode(prompt), digest_size=6)
+    return f"prompt-{digest.hexdigest()}"
+
+
+def text_of(message: Any) -> str | None:
+    """Return the reasoning, content and tool calls of a message as text."""
+    if isinstance(message, str):
+        return message
+    if not isinstance(message, Mapping):
+        return None
+    parts = [message[name] for name in _SAID if message.get(name)]
+    texts = [p if isinstance(p, str) else msgspec.json.encode(p).decode() for p in parts]
+    return "\n".join(texts) if texts else None

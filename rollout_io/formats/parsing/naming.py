@@ -1,0 +1,58 @@
+"""Names of runs: sessions, and natural order."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from schemas.errors import RolloutError
+
+_NUMBER = re.compile(r"([0-9]+)")
+_REPETITION = re.compile(r"0|[1-9][0-9]{0,8}")
+
+
+def split_session(session: str, where: str) -> tuple[str, int]:
+    """Split "instance/repetition"; the instance may contain slashes.
+
+    Example:
+        >>> split_session("math/train/12/3", "a.jsonl:1")
+        ('math/train/12', 3)
+    """
+    instance_id, _, repetition = session.rpartition("/")
+    if not instance_id or not _REPETITION.fullmatch(repetition):
+        expected = "'instance/repetition', the repetition a number from 0"
+        hint = "number the attempts at each instance: shop-1/0, shop-1/1, ..."
+        raise RolloutError("session_name", where, repr(session), expected, hint)
+    return instance_id, int(repetition)
+
+
+def natural_key(name: str) -> tuple[list[str | tuple[int, str]], str]:
+    """Return a sort key for which shop-2 comes before shop-10; numbers may have any length."""
+    parts = _NUMBER.split(name)
+    parts[1::2] = map(_number_key, parts[1::2])
+    return parts, name
+
+
+def _number_key(digits: str) -> tuple[int, str]:
+    significant = digits.lstrip("0")
+    return len(significant), significant
+
+
+@dataclass(slots=True)
+class FilesApart:
+    """Distinct names for files that state the same name.
+
+    Example:
+        >>> apart = FilesApart()
+        >>> [apart.name("step-3", Path(file)) for file in ("a/3.jsonl", "b/3.jsonl", "a/3.jsonl")]
+        ['step-3', 'step-3/file-1', 'step-3']
+    """
+
+    _numbers: dict[str, dict[Path, int]] = field(default_factory=dict)
+
+    def name(self, stated: str, path: Path) -> str:
+        """Return the stated name, with a number if another file stated it before."""
+        numbers = self._numbers.setdefault(stated, {})
+        number = numbers.setdefault(path, len(numbers))
+        return f"{stated}/file-{number}" if number else stated

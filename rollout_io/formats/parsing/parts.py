@@ -1,0 +1,43 @@
+"""Records that are lines, or parts of a document."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+import msgspec
+
+from rollout_io.formats.base import Place
+from rollout_io.formats.parsing.jsonl import decode_line, refuse_not_utf8
+from rollout_io.formats.parsing.records import read_record
+
+T = TypeVar("T")
+
+
+def parts_of(
+    place: Place, document: bytes, name: str, parts: Sequence[msgspec.Raw]
+) -> Iterator[Place]:
+    """Yield the places of a list's elements in a document; each element is a record.
+
+    Args:
+        place: Place of the document.
+        document: Content of the document.
+        name: Name of the list.
+        parts: Raw elements of the list, in order.
+    """
+    end = 0
+    for i, part in enumerate(parts):
+        start = document.index(bytes(part), end)
+        end = start + len(bytes(part))
+        yield Place(place.path, f"{place.where}, {name}[{i}]", start, end - start)
+
+
+def decode_record(decoder: msgspec.json.Decoder[T], place: Place) -> T:
+    """Decode a line, or part of a document.
+
+    Raises:
+        RolloutError: `json_line`, `record_type`, `input_file`.
+    """
+    record = read_record(place)
+    refuse_not_utf8(record, place.where)
+    return decode_line(decoder, record, place.where)

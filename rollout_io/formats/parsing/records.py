@@ -1,0 +1,168 @@
+"""Records of line logs: reading them again, and finding copies and damage."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from rollout_io.dataset.opening import open_input
+from rollout_io.formats.base import Found, Input, Place, Progress, Rejected
+from rollout_io.formats.parsing.jsonl import (
+    contained,
+    read_lines,
+    refuse_lfs_pointer,
+    refuse_not_utf8,
+)
+from schemas.errors import RolloutError
+
+DUPLICATE = "duplicate_record"
+INCOMPLETE = "incomplete_trajectory"
+_BLANK_BYTES = 2  # a line end, which the last line may lack
+_TOLD_BYTES = 1 << 20
+"""Progress is reported per megabyte: a call per line would take as long as finding its end."""
+
+_TEXT_DECODER = msgspec.json.Decoder(str)
+
+
+class Record(NamedTuple):
+    """A line with its place."""
+
+    place: Place
+    content: bytes
+
+
+def read_record(place: Place) -> bytes:
+    """Read the bytes of a record.
+
+    Raises:
+        RolloutError: `input_file`: the file was shortened or removed.
+    """
+    assert place.offset is not None
+    file = _descriptor(place.path)  # keeps the file open: another thread may clear the cache
+    content = os.pread(file.number, place.num_bytes, place.offset)
+    if len(content) != place.num_bytes:
+        got, hint = "fewer bytes than a moment ago", "convert a log that nobody writes"
+        raise RolloutError("input_file", place.where, got, "an unchanged file", hint)
+    return content
+
+
+class _Descriptor:
+    """A file that is closed when the last reference is gone."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = open_input(path)
+        self.number = self._file.fileno()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_file"):
+            self._file.close()
+
+
+@lru_cache(maxsize=16)
+def _descriptor(path: Path) -> _Descriptor:
+    return _Descriptor(path)
+
+
+def lines_of(inputs: Sequence[Input], progress: Progress) -> Iterator[tuple[Place, bytes]]:
+    """Yield the lines of all inputs that are not blank, each with its place.
+
+    Raises:
+        RolloutError: `input_file`, `lfs_pointer`.
+    """
+    _descriptor.cache_clear()  # the file at a path may have been replaced since
+    for name, path in inputs:
+        told = 0
+        with open_input(path) as file:
+            for number, offset, content in read_lines(file):
+                if number == 1:
+                    refuse_lfs_pointer(content, name)
+                yield Place(path, f"{name}:{number}", offset, len(content)), content
+                if offset - told >= _TOLD_BYTES:
+                    progress(offset - told)
+                    told = offset
+            progress(file.tell() - told)
+
+
+def without_copies(places: Sequence[Place]) -> tuple[list[Place], list[Rejected]]:
+    """Separate lines from copies of an earlier line, which get a `duplicate_record` error.
+
+    Only lines of similar size are read again; trailing blanks make no difference.
+
+    Args:
+        places: Lines in the order of the log.
+    """
+    sizes = sorted(place.num_bytes for place in places)
+    twins = {size for pair in pairwise(sizes) if pair[1] - pair[0] <= _BLANK_BYTES for size in pair}
+    first: dict[bytes, str] = {}
+    kept: list[Place] = []
+    copies: list[Rejected] = []
+    for place in places:
+        try:
+            if place.num_bytes in twins:
+                refuse_repeated(read_record(place).rstrip(), place.where, first)
+            kept.append(place)
+        except RolloutError as error:
+            copies.append(Rejected(place, error))
+    return kept, copies
+
+
+def refuse_repeated(content: bytes, where: str, first: dict[bytes, str]) -> None:
+    """Raise an error for a record that occurred before, byte for byte.
+
+    Args:
+        content: Content of the record.
+        where: Place of the record.
+        first: Places of earlier records by digest; updated with this one.
+
+    Raises:
+        RolloutError: duplicate_record.
+    """
+    other = first.setdefault(hashlib.blake2b(content, digest_size=16).digest(), where)
+    if other != where:
+        hint = "was a file copied, or appended to itself?"
+        raise RolloutError(DUPLICATE, where, f"a copy of {other}", "each record once", hint)
+
+
+def named_in(content: bytes, key: str) -> str | None:
+    """Return the string under a key of a damaged record, if it is still readable."""
+    match = re.search(rb'"%s"\s*:\s*("(?:[^"\\]|\\.)*")' % key.encode(), content)
+    try:
+        return match and _TEXT_DECODER.decode(match[1])
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+
+
+def incomplete(places: Iterable[Place], damage: RolloutError) -> Iterator[Rejected]:
+    """Reject the other records of a run with a damaged one, as runs are used as a whole."""
+    got = f"a record of a run with a damaged one ({damage.rule}: {damage.where})"
+    hint = "leave the damaged record out if the run is whole without it"
+    for place in places:
+        yield Rejected(place, RolloutError(INCOMPLETE, place.where, got, "a whole run", hint))
+
+
+def find_lines(
+    inputs: Sequence[Input], progress: Progress, find: Callable[[Record], Found]
+) -> Iterator[Found]:
+    """Find the run in each line, for `Adapter.find`; a line that cannot be used is rejected.
+
+    Args:
+        inputs: JSON Lines files.
+        progress: Called with the numbers of bytes read.
+        find: Returns the finding in a line; raises `RolloutError` if it is unusable.
+    """
+    for place, content in lines_of(inputs, progress):
+        try:
+            refuse_not_utf8(content, place.where)
+            with contained(place.where):
+                found = find(Record(place, content))
+            yield found
+        except RolloutError as error:
+            yield Rejected(place, error)

@@ -1,0 +1,232 @@
+"""Responses objects (OpenAI's Responses API) whose items have the engine's exact tokens.
+
+The output contains the model's items (messages, reasoning, function calls) and the answers to them.
+The last item of each model call has `prompt_token_ids`, `generation_token_ids` and
+`generation_log_probs` (and `routed_experts`), which cover all items of the call.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+
+from rollout_io.formats.base import Step
+from rollout_io.formats.parsing.jsonl import decode_line
+from rollout_io.formats.parsing.tokens import logprob_array, route_array, token_ids
+from schemas.errors import RolloutError
+
+TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
+Share = Annotated[float, msgspec.Meta(ge=0, le=1e38)]
+RawItem = dict[str, msgspec.Raw]
+
+_NO_JSON = msgspec.Raw(b"null")
+_ASK = "let the model server give them (vllm_model: return_token_id_information: true), and use "
+_ASK += "an agent that passes its items on"
+_ENVELOPE = re.compile(r"nrlre1:(int8|int16|int32):(\d{1,9})x(\d{1,9})x(\d{1,9}):([A-Za-z0-9+/=]*)")
+_Ids = list[int] | msgspec.UnsetType | None
+
+
+class Usage(msgspec.Struct, gc=False):
+    """Token counts of the server."""
+
+    input_tokens: int
+    output_tokens: int
+
+
+class Incomplete(msgspec.Struct, gc=False):
+    """Reason why a response is incomplete."""
+
+    reason: str | None = None
+
+
+class Failure(msgspec.Struct, gc=False):
+    """Reason why there is no response."""
+
+    message: str
+
+
+class Response(msgspec.Struct, gc=False):
+    """The relevant fields of a Responses object."""
+
+    output: list[msgspec.Raw]
+    id: str | None = None
+    usage: Usage | None = None
+    error: Failure | None = None
+    incomplete_details: Incomplete | None = None
+    temperature: Share | None = None
+    top_p: Share | None = None
+
+
+class _Item(msgspec.Struct, gc=False):
+    type: str = "message"
+    role: str | None = None
+    prompt_token_ids: _Ids = msgspec.UNSET
+    generation_token_ids: _Ids = msgspec.UNSET
+    generation_log_probs: list[float] | msgspec.UnsetType | None = msgspec.UNSET
+    routed_experts: msgspec.Raw = _NO_JSON
+
+    @property
+    def is_answer(self) -> bool:
+        """True if the item is input to the model, in answer to its output."""
+        others = {"user", "system", "developer", "tool"}
+        return self.type.endswith(("_output", "_response")) or self.role in others
+
+    @property
+    def has_tokens(self) -> bool:
+        """True if the item ends a model call."""
+        return any(getattr(self, name) for name in TOKEN_FIELDS)
+
+
+_ITEM_DECODER = msgspec.json.Decoder(_Item)
+_RAW_ITEM_DECODER = msgspec.json.Decoder(RawItem)
+_ANY_ITEM_DECODER = msgspec.json.Decoder(dict[str, Any])
+
+
+def read_steps(
+    response: Response, sent: Sequence[Any] | None, where: str, *, failed: bool = False
+) -> list[Step]:
+    """Return the model calls of a run, in order, one step each.
+
+    Args:
+        response: Response whose output holds the whole run.
+        sent: Messages before the output; None if unknown.
+        where: Prefix of places within the response, such as `a.jsonl:3, response.`.
+        failed: If true, calls without tokens are left out, even if no call remains.
+
+    Raises:
+        RolloutError: `no_calls`, `no_token_ids` (the message explains what the log has instead),
+            `token_fields` (only some of the three), `sampled_item`, `usage_counts`, or a broken
+            invariant of ids, log-probabilities and routing.
+    """
+    items = [
+        decode_line(_ITEM_DECODER, bytes(raw), f"{where}output[{i}]")
+        for i, raw in enumerate(response.output)
+    ]
+    calls = list(_calls(items, where))
+    if failed:
+        calls = [call for call in calls if items[call[-1]].has_tokens]
+    elif not calls:
+        hint = "drop the line, or give the run an `error` in a rewards file"
+        raise RolloutError("no_calls", f"{where}output", "no model call", "at least one", hint)
+    _refuse_missing(items, calls, where)
+    raw_items = [_without_tokens(raw) for raw in response.output]
+    steps = [_step(items[call[-1]], f"{where}output[{call[-1]}]") for call in calls]
+    for step, call in zip(steps, calls, strict=True):
+        if sent is not None:
+            step.messages = msgspec.json.encode([*sent, *raw_items[: call[0]]]).decode()
+        said = [_said(raw_items[i], f"{where}output[{i}]") for i in call]
+        step.texts = [text for texts in said for text in texts]
+        shown = zip(call, said, strict=True)
+        step.response_text = "\n".join(
+            "\n".join(texts) or msgspec.json.encode(raw_items[i]).decode() for i, texts in shown
+        )
+    if steps and response.incomplete_details is not None:
+        steps[-1].stop_reason = response.incomplete_details.reason
+    if not failed:
+        _check_usage(response.usage, steps, f"{where}usage")
+    return steps
+
+
+def _calls(items: Sequence[_Item], where: str) -> Iterator[range]:
+    """Yield the items of each model call: up to the item with tokens, or up to an answer."""
+    start = 0
+    for i, item in enumerate(items):
+        if item.is_answer and item.has_tokens:
+            got, expected = "token ids on an item the model was given", "them on what it wrote"
+            hint = "whose tokens are they? a model server gives them with what it sampled"
+            raise RolloutError("sampled_item", f"{where}output[{i}]", got, expected, hint)
+        if item.has_tokens:
+            yield range(start, i + 1)
+        elif item.is_answer and start < i:
+            yield range(start, i)
+        if item.is_answer or item.has_tokens:
+            start = i + 1
+    if start < len(items):
+        yield range(start, len(items))
+
+
+def _refuse_missing(items: Sequence[_Item], calls: Sequence[range], where: str) -> None:
+    missing = [(n, call) for n, call in enumerate(calls, 1) if not items[call[-1]].has_tokens]
+    if not missing:
+        return
+    number, call = missing[0]
+    values = [getattr(items[i], name) for i in call for name in TOKEN_FIELDS]
+    why = "its items have no token fields: they were not asked for"
+    if any(value is None for value in values):
+        why = "its token fields are null"
+    if any(value == [] for value in values):
+        why = "its token fields are empty lists"
+    got = f"call {number} of {len(calls)} without token ids: {why}"
+    expected = "the ids the engine saw and sampled"
+    raise RolloutError("no_token_ids", f"{where}output[{call[0]}]", got, expected, _ASK)
+
+
+def _step(item: _Item, place: str) -> Step:
+    prompt, response, logprobs = (getattr(item, name) for name in TOKEN_FIELDS)
+    missing = [name for name in TOKEN_FIELDS if not isinstance(getattr(item, name), list)]
+    if missing:
+        got = "an item without " + " and ".join(missing)
+        raise RolloutError("token_fields", place, got, "all three token fields, or none", _ASK)
+    prompt_ids = token_ids(prompt, "prompt", place)
+    response_ids = token_ids(response, "response", place)
+    num_tokens = len(prompt_ids) + len(response_ids)
+    routes = route_array(_routes(item.routed_experts), num_tokens, f"{place}.routed_experts")
+    return Step(
+        source=place,
+        prompt_token_ids=prompt_ids,
+        response_ids=response_ids,
+        rollout_logprobs=logprob_array(logprobs, len(response_ids), place),
+        rollout_expert_indices=routes,
+    )
+
+
+def _routes(raw: msgspec.Raw) -> msgspec.Raw:
+    """Return routing as nested lists; converts NeMo RL's text form (dtype, shape, base64)."""
+    match = _ENVELOPE.fullmatch(bytes(raw).decode().strip('"').replace("\\/", "/"))
+    if match is None:
+        return raw
+    try:
+        flat = np.frombuffer(base64.b64decode(match[5]), np.dtype(match[1]).newbyteorder("<"))
+        nested = flat.reshape([int(size) for size in match.group(2, 3, 4)]).tolist()
+    except ValueError:
+        return raw
+    return msgspec.Raw(msgspec.json.encode(nested))
+
+
+def _check_usage(usage: Usage | None, steps: Sequence[Step], where: str) -> None:
+    """Compare with the server's counts, which cover all calls or, for some agents, the last."""
+    if usage is None:
+        return
+    counts = [(len(step.prompt_token_ids), len(step.response_ids)) for step in steps]
+    last, total = counts[-1], (sum(p for p, _ in counts), sum(r for _, r in counts))
+    if (usage.input_tokens, usage.output_tokens) not in {total, last}:
+        got = f"{usage.input_tokens} + {usage.output_tokens} tokens"
+        expected = f"{total[0]} + {total[1]}, as there are ids"
+        expected += f", or {last[0]} + {last[1]}, as in the last call" if len(steps) > 1 else ""
+        hint = "ids are missing, or of another call: collect the run again"
+        raise RolloutError("usage_counts", where, got, expected, hint)
+
+
+def _without_tokens(raw: msgspec.Raw) -> RawItem:
+    dropped = {*TOKEN_FIELDS, "routed_experts"}
+    return {k: v for k, v in _RAW_ITEM_DECODER.decode(raw).items() if k not in dropped}
+
+
+def _said(raw_item: RawItem, place: str) -> list[str]:
+    """Return the texts of a message or of reasoning; other items have none."""
+    item = decode_line(_ANY_ITEM_DECODER, msgspec.json.encode(raw_item), place)
+    if item.get("type", "message") not in {"message", "reasoning"}:
+        return []
+    return [part for name in ("summary", "content") for part in _parts(item.get(name))]
+
+
+def _parts(content: Any) -> list[str]:
+    if isinstance(content, str):
+        return [content]
+    parts = content if isinstance(content, list) else []
+    return [p["text"] for p in parts if isinstance(p, dict) and isinstance(p.get("text"), str)]

@@ -1,0 +1,108 @@
+"""Request fields besides temperature, top_p and top_k that change the sampled distribution."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from operator import attrgetter
+from typing import Any
+
+import msgspec
+
+
+class SamplingFields(msgspec.Struct, gc=False):
+    """Fields of a request that change the distribution, unless null or equal to these defaults.
+
+    Source: vLLM's SamplingParams and OpenAI-compatible server, the OpenAI API, SGLang, llama.cpp.
+    Fields that only end a response (`stop`, `ignore_eos`) or seed it are not included.
+    """
+
+    min_p: Any = 0
+    typical_p: Any = 1
+    min_tokens: Any = 0
+    min_new_tokens: Any = 0
+    presence_penalty: Any = 0
+    frequency_penalty: Any = 0
+    repetition_penalty: Any = 1
+    no_repeat_ngram_size: Any = 0
+    mirostat: Any = 0
+    logit_bias: Any = None
+    allowed_token_ids: Any = None
+    bad_words: Any = None
+    logits_processors: Any = None
+    custom_logit_processor: Any = None
+    vllm_xargs: Any = None
+    extra_args: Any = None
+    thinking_token_budget: Any = -1
+    trace_decode_token_ids: Any = None
+    structured_outputs: Any = None
+    structural_tag: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    json_schema: Any = None
+    regex: Any = None
+    ebnf: Any = None
+    grammar: Any = None
+    response_format: Any = None
+    tool_choice: Any = "auto"
+    function_call: Any = "auto"
+    use_beam_search: Any = False
+    best_of: Any = 1
+    extra_body: Any = None
+    """Fields that the OpenAI client merges into the body: any of these again, and `top_k`."""
+
+
+_VALUES = attrgetter(*SamplingFields.__struct_fields__)
+_DEFAULTS = _VALUES(SamplingFields())
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    **{f.name: (f.default, None, [], {}, "") for f in msgspec.structs.fields(SamplingFields)},
+    "tool_choice": ("auto", "none", None),
+    "function_call": ("auto", "none", None),
+    "response_format": ({"type": "text"}, None),
+    "allowed_token_ids": (None,),
+    "top_k": (0, -1, None),
+}
+
+
+def sampling_extra(fields: SamplingFields | Mapping[str, Any]) -> str | None:
+    """Return the fields that change the distribution, as JSON for the `sampling_extra` column.
+
+    None if there are none.
+
+    Args:
+        fields: Fields of a request, possibly with others. `top_k` counts here, but it is not in
+            `SamplingFields`, since it has its own column.
+
+    Example:
+        >>> sampling_extra({"repetition_penalty": 1.0, "min_p": 0.1, "seed": 7})
+        '{"min_p":0.1}'
+    """
+    if isinstance(fields, SamplingFields):
+        values = _VALUES(fields)
+        if values == _DEFAULTS:  # the usual case
+            return None
+        given = dict(zip(SamplingFields.__struct_fields__, values, strict=True))
+    else:
+        given = dict(fields)
+    body = given.pop("extra_body", None)
+    if isinstance(body, dict):
+        given |= body
+    found = {n: v for n, v in given.items() if n in _NEUTRAL and v not in _NEUTRAL[n]}
+    return json.dumps(found, sort_keys=True, separators=(",", ":")) if found else None
+
+
+def sampling_extra_of(history: Iterable[Mapping[str, Any]]) -> str | None:
+    """Return `sampling_extra` of a dataset that was generated before this column existed.
+
+    Args:
+        history: `made_by` of the dataset, with the configuration of its generation.
+    """
+    configs = [config for made in history if isinstance(config := made.get("config"), dict)]
+    extras = [config.get("sampling_extra") for config in configs]
+    found = [
+        sampling_extra({**(extra if isinstance(extra, dict) else {}), "min_p": config.get("min_p")})
+        for config, extra in zip(configs, extras, strict=True)
+    ]
+    return next((text for text in found if text), None)

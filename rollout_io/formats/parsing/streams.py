@@ -1,0 +1,180 @@
+"""Assembly of streamed answers into complete responses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from rollout_io.formats.parsing.bodies import (
+    NO_JSON,
+    Answer,
+    Choice,
+    Delta,
+    Logprobs,
+    Message,
+    Response,
+    Usage,
+    ids_of,
+)
+from rollout_io.formats.parsing.jsonl import decode_line
+from rollout_io.formats.parsing.tokens import broken, num_ids, same_ids
+from schemas.errors import RolloutError
+
+T = TypeVar("T")
+
+_CHUNK = msgspec.json.Decoder(Response)
+_AS_IT_CAME = "keep the chunks as the engine sent them"
+
+
+def whole_response(answer: Answer, where: str) -> Response:
+    """Return a response, assembled if it was streamed.
+
+    Raises:
+        RolloutError: no_response: there is none, or it is the engine's error; json_line,
+            record_type,
+            prompt_conflict, lengths_align, routing_shape: a chunk is invalid.
+    """
+    response = answer if isinstance(answer, Response) else _joined(answer, where)
+    _refuse_error(response, where)
+    return response
+
+
+def _refuse_error(response: Response, where: str) -> None:
+    error = response.error
+    if (error is NO_JSON or bytes(error) == b"null") and response.object != "error":
+        return
+    got = f"an error of the engine: {str(response.error, 'utf-8')[:200]}"
+    hint = "a call that failed: delete its line, or give its session an `error` in --rewards"
+    raise RolloutError("no_response", where, got, "an answer", hint)
+
+
+def _joined(answer: list[Response | str] | str | None, where: str) -> Response:
+    if answer is None:
+        hint = "a call that failed: delete its line, or give its session an `error` in --rewards"
+        raise RolloutError("no_response", where, "a call without a response", "its body", hint)
+    pieces = answer.splitlines() if isinstance(answer, str) else answer
+    chunks = list(_chunks(pieces, where))
+    by_index: dict[int, list[Choice]] = {}
+    for number, chunk in enumerate(chunks, 1):
+        place = f"{where}, streamed chunk {number}"
+        _refuse_error(chunk, place)
+        for choice in chunk.choices:
+            _check_piece(choice, place)
+            by_index.setdefault(choice.index, []).append(choice)
+    choices = [_join_choice(index, pieces, where) for index, pieces in by_index.items()]
+    prompts = [chunk.prompt_token_ids for chunk in chunks]
+    return Response(
+        choices=choices, prompt_token_ids=_one_prompt(prompts, where), usage=_usage_of(chunks)
+    )
+
+
+def _chunks(pieces: Iterable[Response | str], where: str) -> Iterable[Response]:
+    for piece in pieces:
+        if isinstance(piece, Response):
+            yield piece
+            continue
+        data = piece.strip().removeprefix("data:").strip()
+        if data and data != "[DONE]" and not data.startswith((":", "event:", "id:", "retry:")):
+            yield decode_line(_CHUNK, data.encode(), f"{where}, streamed chunk")
+
+
+def _check_piece(choice: Choice, place: str) -> None:
+    """Refuse ids that are not a list, and a wrong number of log-probabilities."""
+    text, logprobs = ids_of(choice, place), choice.logprobs
+    if text == b"null":
+        return
+    if text[:1] != b"[":
+        got = f"token_ids {text.decode()[:40]}"
+        raise RolloutError("record_type", place, got, "a list of whole numbers", _AS_IT_CAME)
+    if logprobs is None:
+        return
+    values = logprobs.token_logprobs if logprobs.content is None else logprobs.content
+    if values is not None and len(values) != num_ids(text):
+        got = f"{len(values)} log-probabilities for {num_ids(text)} tokens"
+        raise broken("lengths_align", place, got, "one per token")
+
+
+def _usage_of(chunks: Sequence[Response]) -> Usage | None:
+    """Return the counts of the whole answer, if the last usage covers all choices."""
+    told = [chunk for chunk in chunks if chunk.usage is not None]
+    if not told:
+        return None
+    is_total = (
+        not told[-1].choices or len({c.index for chunk in chunks for c in chunk.choices}) == 1
+    )
+    return told[-1].usage if is_total else None
+
+
+def _one_prompt(prompts: Iterable[msgspec.Raw], where: str) -> msgspec.Raw:
+    """Return the prompt of a streamed answer, whose chunks may repeat or omit it."""
+    told = [raw for raw in prompts if bytes(raw) != b"null"]
+    for other in told[1:]:
+        same_ids(bytes(told[0]), bytes(other), "prompt_token_ids", where)
+    return told[0] if told else NO_JSON
+
+
+def _join_choice(index: int, pieces: Sequence[Choice], where: str) -> Choice:
+    ids = [text for piece in pieces if (text := ids_of(piece, where)) != b"null"]
+    routes = [p.routed_experts for p in pieces if bytes(p.routed_experts) != b"null"]
+    reasons = [p.finish_reason for p in pieces if p.finish_reason is not None]
+    texts = [p.text for p in pieces if p.text is not None]
+    if len(routes) > 1:
+        raise broken("routing_shape", where, f"routes in {len(routes)} chunks", "in one chunk")
+    return Choice(
+        index=index,
+        message=_join_deltas([p.delta for p in pieces if p.delta is not None]),
+        text="".join(texts) if texts else None,
+        prompt_token_ids=_one_prompt([p.prompt_token_ids for p in pieces], where),
+        token_ids=_join_lists(ids),
+        logprobs=_join_logprobs([p.logprobs for p in pieces if p.logprobs is not None]),
+        finish_reason=reasons[-1] if reasons else None,
+        routed_experts=routes[0] if routes else NO_JSON,
+    )
+
+
+def _join_lists(lists: Sequence[bytes]) -> msgspec.Raw:
+    if not lists:
+        return NO_JSON
+    inner = [text[1:-1].strip() for text in lists]
+    return msgspec.Raw(b"[" + b",".join(part for part in inner if part) + b"]")
+
+
+def _join_logprobs(pieces: Sequence[Logprobs]) -> Logprobs | None:
+    if not pieces:
+        return None
+    return Logprobs(
+        content=_concatenated([p.content for p in pieces]),
+        token_logprobs=_concatenated([p.token_logprobs for p in pieces]),
+        tokens=_concatenated([p.tokens for p in pieces]),
+    )
+
+
+def _concatenated(lists: Iterable[list[T] | None]) -> list[T] | None:
+    told = [values for values in lists if values is not None]
+    return [value for values in told for value in values] if told else None
+
+
+def _join_deltas(deltas: Sequence[Delta]) -> Message | None:
+    if not deltas:
+        return None
+
+    def joined(name: str) -> str | None:
+        texts = [getattr(d, name) for d in deltas if getattr(d, name) is not None]
+        return "".join(texts) if texts else None
+
+    calls: dict[int, dict[str, Any]] = {}
+    for call in (c for d in deltas for c in d.tool_calls or ()):
+        known = calls.setdefault(call.index, {"id": None, "type": "function", "function": {}})
+        known["id"] = known["id"] or call.id
+        for name in ("name", "arguments"):
+            text = getattr(call.function, name, None)
+            if text is not None:
+                known["function"][name] = known["function"].get(name, "") + text
+    return Message(
+        reasoning=joined("reasoning"),
+        reasoning_content=joined("reasoning_content"),
+        content=joined("content"),
+        tool_calls=msgspec.Raw(msgspec.json.encode(list(calls.values()))) if calls else NO_JSON,
+    )

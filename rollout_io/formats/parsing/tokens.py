@@ -1,0 +1,249 @@
+"""Token ids, log-probabilities and routing of logs, checked and converted to arrays."""
+
+from __future__ import annotations
+
+import io
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from rollout_io.formats.base import Ids
+from rollout_io.formats.parsing.jsonl import decode_line
+from schemas.errors import RolloutError
+from schemas.ragged import IntArray
+from schemas.row_checks import LOGPROB_SENTINEL
+from schemas.rules import RULES
+
+INT32_MAX = 2**31 - 1
+
+_END = b"%d" % (INT32_MAX + 1)
+"""Separator between lists: the smallest number that cannot be an id."""
+
+_HEADERS = {
+    (1, 0): np.lib.format.read_array_header_1_0,
+    (2, 0): np.lib.format.read_array_header_2_0,
+}
+_Expert = Annotated[int, msgspec.Meta(ge=0, le=2**15 - 1)]
+_INTEGERS_DECODER = msgspec.json.Decoder(list[int])
+_ROUTES_DECODER = msgspec.json.Decoder(list[list[list[_Expert]]] | None)
+
+
+def broken(rule: str, where: str, got: str, expected: str) -> RolloutError:
+    """Return the error of a named invariant, with its hint."""
+    return RolloutError(rule, where, got, expected, RULES[rule].hint)
+
+
+def token_ids(ids: Sequence[int], what: str, where: str) -> npt.NDArray[np.int32]:
+    """Return the ids of a prompt or response, [tokens] int32.
+
+    Args:
+        ids: Ids as logged.
+        what: `prompt` or `response`.
+        where: Place of the call, for errors.
+
+    Raises:
+        RolloutError: nonempty_prompt, nonempty_response, token_range.
+    """
+    if not ids:
+        raise broken(f"nonempty_{what}", where, f"a {what} of 0 tokens", "at least 1 token")
+    if not 0 <= min(ids) <= max(ids) <= INT32_MAX:
+        bad = next(i for i in ids if not 0 <= i <= INT32_MAX)
+        raise broken("token_range", where, f"id {bad} in the {what}", f"ids in 0..{INT32_MAX}")
+    return np.array(ids, np.int32)
+
+
+def parse_ids(texts: Sequence[bytes]) -> tuple[npt.NDArray[np.int32], IntArray]:
+    """Parse many JSON lists of integers at once; return all numbers, and the length of each list.
+
+    A list that extends the previous one (the prompts of a growing chat) is parsed only from where
+    that one ends, so that T turns cost as much as their distinct tokens.
+
+    Args:
+        texts: Valid JSON texts.
+
+    Raises:
+        ValueError: One is not a list of integers, or has a number beyond 32 bits; `strict_ids`
+            finds out which.
+
+    Example:
+        >>> ids, lengths = parse_ids([b"[1, 33]", b"[1, 33, 37]", b"[]"])
+        >>> ids.tolist(), lengths.tolist()
+        ([1, 33, 1, 33, 37], [2, 3, 0])
+    """
+    if not texts:
+        return np.zeros(0, np.int32), np.zeros(0, np.int64)
+    parts: list[bytes] = []
+    extends: list[bool] = []
+    before = b"[]"
+    for text in texts:
+        if text[:1] != b"[":
+            raise ValueError("not a list")
+        size = len(before)
+        goes_on = text[size - 1 : size] == b"," and text.startswith(before[:-1])
+        part = text[size if goes_on else 1 : -1]
+        if part and not part.isspace():
+            parts.append(part)
+        parts.append(_END)
+        extends.append(goes_on)
+        before = text
+    found = _parse_numbers(b",".join(parts))
+    ends = np.flatnonzero(found == INT32_MAX + 1)
+    if len(ends) != len(texts) or found.max() > INT32_MAX + 1 or found.min() < -INT32_MAX - 1:
+        raise ValueError("a number beyond 32 bits")
+    return _with_shared(found, ends, np.array(extends, np.bool_))
+
+
+def _with_shared(
+    found: npt.NDArray[np.int64], ends: IntArray, extends: npt.NDArray[np.bool_]
+) -> tuple[npt.NDArray[np.int32], IntArray]:
+    """Rebuild the lists, some of which extend the previous one, from their new numbers and ends."""
+    new = found[found <= INT32_MAX].astype(np.int32)
+    stops = ends - np.arange(len(ends))
+    starts = np.maximum.accumulate(np.where(extends, 0, np.append(0, stops[:-1])))
+    if not extends.any():
+        return new, stops - starts
+    rows = [new[a:b] for a, b in zip(starts.tolist(), stops.tolist(), strict=True)]
+    return np.concatenate(rows), stops - starts
+
+
+def _parse_numbers(text: bytes) -> npt.NDArray[np.int64]:
+    with warnings.catch_warnings():  # NumPy only warns if it stops before the end of the text
+        warnings.simplefilter("error", DeprecationWarning)
+        try:
+            return np.fromstring(text, np.int64, sep=",")
+        except DeprecationWarning as error:
+            raise ValueError("not a list of whole numbers") from error
+
+
+def num_ids(ids: Ids) -> int:
+    """Return the number of ids."""
+    return _num_numbers(ids) if isinstance(ids, bytes) else len(ids)
+
+
+def _num_numbers(text: bytes) -> int:
+    commas = text.count(b",")
+    return commas + 1 if commas or text[1:-1].strip() else 0
+
+
+def strict_ids(text: bytes, what: str, where: str) -> npt.NDArray[np.int32]:
+    """Parse a JSON list of token ids, [n] int32.
+
+    Args:
+        text: Valid JSON.
+        what: Name of the list in errors: "prompt".
+        where: Place of the call, for errors.
+
+    Raises:
+        RolloutError: record_type, token_range.
+    """
+    found = decode_line(_INTEGERS_DECODER, text, f"{where}, {what} ids")
+    bad = next((i for i in found if not 0 <= i <= INT32_MAX), None)
+    if bad is not None:
+        digits = str(bad) if abs(bad) < 1 << 70 else "of many digits"
+        expected = f"ids in 0..{INT32_MAX}"
+        raise broken("token_range", where, f"id {digits} in the {what}", expected)
+    return np.array(found, np.int32)
+
+
+def same_ids(ids: bytes, others: bytes, what: str, where: str) -> None:
+    """Raise an error unless two JSON lists of ids are equal.
+
+    Raises:
+        RolloutError: conflicting_ids; record_type, token_range.
+    """
+    if ids == others:
+        return
+    first, second = strict_ids(ids, what, where), strict_ids(others, what, where)
+    if not np.array_equal(first, second):
+        got = f"two lists of {what}, of {len(first)} and {len(second)} ids, that differ"
+        hint = "whose are they? keep the response as the engine gave it"
+        raise RolloutError("conflicting_ids", where, got, "the same ids twice", hint)
+
+
+def usage_differs(what: str, num_tokens: int, counted: int, where: str) -> RolloutError:
+    """Return the error for a token count of the engine that differs from the number of ids."""
+    got, expected = (
+        f"{counted} {what} tokens in the log's counts",
+        f"{num_tokens}, as there are ids",
+    )
+    hint = "ids are missing, or of another call: collect the call again"
+    return RolloutError("usage_counts", where, got, expected, hint)
+
+
+def logprob_array(values: Sequence[float], num_tokens: int, where: str) -> npt.NDArray[np.float32]:
+    """Return log-probabilities of a response, [tokens] float32 nats; 0.0 is a valid value.
+
+    Raises:
+        RolloutError: lengths_align, logprobs_finite, logprobs_nonpositive.
+    """
+    if len(values) != num_tokens:
+        got = f"{len(values)} log-probabilities for {num_tokens} response tokens"
+        raise broken("lengths_align", where, got, "one per token")
+    with np.errstate(over="ignore"):  # an overflow to infinity is refused below
+        found = np.array(values, np.float32)
+    if len(found) and not found.min() > LOGPROB_SENTINEL:
+        raise broken("logprobs_finite", where, f"logprob {min(values)}", "values above -9999")
+    if len(found) and found.max() > 0:
+        raise broken("logprobs_nonpositive", where, f"logprob {max(values)}", "at most 0")
+    return found
+
+
+def route_array(raw: msgspec.Raw, num_tokens: int, place: str) -> npt.NDArray[np.int16] | None:
+    """Return the routed experts of leading tokens, [tokens, layers, topk] int16.
+
+    Args:
+        raw: Nested lists as JSON, or a string with a NumPy file in base64 (vLLM), or null.
+        num_tokens: Number of tokens of prompt + response.
+        place: Place of the field, for errors.
+
+    Raises:
+        RolloutError: routing_shape.
+    """
+    expected = "nested lists [tokens][layers][topk] of experts 0..32767"
+    try:
+        routes = _routes(raw)
+    except msgspec.ValidationError as error:
+        raise broken("routing_shape", place, str(error), expected) from None
+    except ValueError:
+        raise broken("routing_shape", place, "no such array", expected) from None
+    if routes is None:
+        return None
+    if routes.ndim != 3 or 0 in routes.shape or len(routes) > num_tokens:
+        got, expected = f"shape {routes.shape}", f"[1..{num_tokens} tokens][layers][topk]"
+        raise broken("routing_shape", place, got, expected)
+    return routes
+
+
+def _numpy_file(file: bytes) -> npt.NDArray[Any]:
+    """Read the array of an .npy file, without trusting its header.
+
+    Raises:
+        ValueError: It is not an array of numbers, or its size differs from the header.
+    """
+    stream = io.BytesIO(file)
+    try:
+        version = np.lib.format.read_magic(stream)
+        shape, is_fortran, dtype = _HEADERS[version](stream)
+    except Exception as error:  # NumPy evaluates the header as Python literals
+        raise ValueError("not a NumPy file") from error
+    if dtype.hasobject or any(type(size) is not int or size < 0 for size in shape):
+        raise ValueError("not an array of numbers")
+    if math.prod(shape) * dtype.itemsize != len(file) - stream.tell():
+        raise ValueError(f"{len(file)} bytes for an array of shape {shape}")
+    flat = np.frombuffer(file, dtype, offset=stream.tell())
+    return flat.reshape(shape, order="F" if is_fortran else "C")
+
+
+def _routes(raw: msgspec.Raw) -> npt.NDArray[np.int16] | None:
+    if not bytes(raw).startswith(b'"'):
+        nested = _ROUTES_DECODER.decode(raw)
+        return None if nested is None else np.array(nested, np.int16)
+    found = _numpy_file(msgspec.json.decode(raw, type=bytes))
+    if found.dtype.kind not in "iu" or (found.size and not 0 <= found.min() <= found.max() < 2**15):
+        raise ValueError("not the indices of experts")
+    return found.astype(np.int16)

@@ -1,0 +1,100 @@
+"""Facts that a log states twice; if they differ, one is shifted or from another call."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rollout_io.formats.base import Ids
+from rollout_io.formats.parsing.bodies import Logprobs
+from rollout_io.formats.parsing.tokens import parse_ids
+from schemas.errors import RolloutError
+
+_NAMED = "token_id:"
+_UNDECODED = re.compile(r"[\ufffd\u0120\u010a\u2581\u00c3]|\\x|bytes:")
+"""Fragments of characters, and tokens in the vocabulary's own spelling."""
+
+_HINT = (
+    "log-probabilities of another response, or shifted, mistrain silently: collect the call again"
+)
+
+
+def check_tokens(logprobs: Logprobs, ids: Ids, texts: Iterable[str], where: str) -> str | None:
+    """Compare the tokens of log-probabilities with the ids and the text of a response.
+
+    Args:
+        logprobs: Log-probabilities as logged.
+        ids: Ids of the response.
+        texts: Verbatim parts of its text.
+        where: Place of the call, for errors.
+
+    Returns:
+        The text of all tokens, if the log has it.
+
+    Raises:
+        RolloutError: logprob_tokens.
+    """
+    content = logprobs.content
+    tokens: Sequence[Any] = (
+        _plain_tokens(logprobs, where) if content is None else [t.token for t in content]
+    )
+    try:
+        whole = "".join(tokens)
+    except TypeError:  # null: no text
+        return None
+    if whole.startswith(_NAMED):
+        _check_names(tokens, ids, where)
+        return None
+    if not whole:
+        return None
+    for text in texts:
+        if text not in whole and not holds(whole, text):
+            got, expected = f"log-probabilities of the tokens {shortened(whole)}", shortened(text)
+            raise RolloutError("logprob_tokens", where, got, f"of {expected}", _HINT)
+    return whole
+
+
+def _plain_tokens(logprobs: Logprobs, where: str) -> Sequence[Any]:
+    """Return the tokens of text completions."""
+    values, others = logprobs.token_logprobs, (logprobs.tokens, logprobs.text_offset)
+    for found in others:
+        if found is not None and values is not None and len(found) != len(values):
+            got = f"{len(values)} log-probabilities of {len(found)} tokens"
+            raise RolloutError("logprob_tokens", where, got, "one per token", _HINT)
+    return logprobs.tokens or ()
+
+
+def _check_names(names: Sequence[str], ids: Ids, where: str) -> None:
+    """Compare `token_id:N` with the ids; invalid ids are reported when the table is built."""
+    try:
+        found = parse_ids([ids])[0].tolist() if isinstance(ids, bytes) else ids.tolist()
+    except ValueError:
+        return
+    expected = [f"{_NAMED}{i}" for i in found]
+    if names == expected or len(names) != len(expected):
+        return  # a different length: lengths_align reports it
+    at = next(i for i, name in enumerate(names) if name != expected[i])
+    got = f"log-probability {at} is of {names[at]!r}"
+    raise RolloutError("logprob_tokens", where, got, f"of id {found[at]}, as in token_ids", _HINT)
+
+
+def holds(whole: str, part: str) -> bool:
+    """True if the decoded tokens contain a part of the response's text.
+
+    Engines omit special tokens, reasoning and tool calls from a text, strip it, and decode tokens
+    one by one, without the preceding space and with fragments of characters. If the part does not
+    occur verbatim, its letters must occur in order.
+    """
+    if part in whole:
+        return True
+    whole, part = "".join(whole.split()), "".join(part.split())
+    if _UNDECODED.search(whole):
+        whole, part = (text.encode("ascii", "ignore").decode() for text in (whole, part))
+    letters = iter(whole)
+    return all(letter in letters for letter in part)
+
+
+def shortened(text: str) -> str:
+    """Shorten a text for errors."""
+    return repr(text if len(text) <= 60 else f"{text[:40]}...{text[-15:]}")

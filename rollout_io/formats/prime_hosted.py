@@ -1,0 +1,302 @@
+"""The `prime_hosted` format: rollouts of Prime Intellect's hosted RL runs, from its API.
+
+    results.jsonl       one rollout per line; `prompt`, `completion`, `metrics` are JSON in a string
+    rollouts_raw.json   one page of the API: {"samples": [...], "total": 32, "page": 1, ...}
+    metadata.json       {"run": {"id": ..., "rollouts_per_example": 8, ...}}
+
+A directory with these files is one log, with the rollouts of `results.jsonl` (else of the page); a
+single file of rollouts is a log as well.
+
+The group is not stated: several groups share a `problem_id`. Within a group, the advantage is the
+reward minus one baseline, so rows of a step with the same problem, prompt and `reward - advantage`
+form a group; if there are more of them than `rollouts_per_example`, they form several, in order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from rollout_io.dataset.opening import read_input
+from rollout_io.formats.base import (
+    About,
+    Adapter,
+    Conversation,
+    Found,
+    Input,
+    Options,
+    Place,
+    Progress,
+    Rejected,
+    Run,
+    Trajectory,
+)
+from rollout_io.formats.detect import has_record
+from rollout_io.formats.parsing.documents import decode_document, is_document
+from rollout_io.formats.parsing.fields import numbers
+from rollout_io.formats.parsing.jsonl import decode_line, read_document
+from rollout_io.formats.parsing.messages import read_messages
+from rollout_io.formats.parsing.parts import decode_record, parts_of
+from rollout_io.formats.parsing.records import DUPLICATE, lines_of, read_record
+from schemas.errors import RolloutError
+
+RESULTS, PAGE, METADATA = "results.jsonl", "rollouts_raw.json", "metadata.json"
+_TOLERANCE = 1e-5  # reward - advantage differs by rounding within a group
+_GROUPS = "inferred: rows of one step, problem and prompt with one reward - advantage"
+_MARKS = (b'"samples"',)
+
+
+class _Row(msgspec.Struct, gc=False):
+    """A rollout; the fields that only this format has are required."""
+
+    run_id: str
+    sample_id: int
+    problem_id: int | str
+    step: int
+    prompt: str
+    completion: str
+    reward: float | None = None
+    advantage: float | None = None
+    metrics: str | None = None
+    env_name: str | None = None
+    task: str | None = None
+    tag: str | None = None
+
+
+class _Page(msgspec.Struct, gc=False):
+    samples: list[msgspec.Raw]
+
+
+class _Count(msgspec.Struct, gc=False):
+    total: int
+    page: int | None = None
+    total_pages: int | None = None
+
+
+class _Sample(msgspec.Struct, gc=False):
+    run_id: str
+    sample_id: int
+
+
+class _PageShape(msgspec.Struct, gc=False):
+    samples: list[_Sample]
+    total_pages: int
+
+
+class _RunConfig(msgspec.Struct, gc=False):
+    rollouts_per_example: int | None = None
+
+
+class _Metadata(msgspec.Struct, gc=False):
+    run: _RunConfig
+
+
+_ROW_DECODER = msgspec.json.Decoder(_Row)
+_PAGE_DECODER = msgspec.json.Decoder(_Page)
+_COUNT_DECODER = msgspec.json.Decoder(_Count)
+_PAGE_SHAPE_DECODER = msgspec.json.Decoder(_PageShape)
+_METADATA_DECODER = msgspec.json.Decoder(_Metadata)
+_MESSAGES_DECODER = msgspec.json.Decoder(list[msgspec.Raw])
+_METRICS_DECODER = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+@dataclass(slots=True)
+class _Group:
+    """Rows of one baseline; None if their advantage is unknown."""
+
+    name: str
+    baseline: float | None
+    num_rows: int = 0
+
+
+@dataclass(slots=True)
+class _Groups:
+    """The groups found so far, by the fields that their rows share besides the baseline."""
+
+    by_key: dict[tuple[str, ...], list[_Group]] = field(default_factory=dict)
+    num_of_problem: dict[str, int] = field(default_factory=dict)
+    first: dict[tuple[str, int, int], Place] = field(default_factory=dict)
+
+    def refuse_repeated(self, row: _Row, place: Place) -> None:
+        """Raise an error for a sample that occurred before.
+
+        Raises:
+            RolloutError: `duplicate_record`; `unique_trajectory`: its content differs.
+        """
+        other = self.first.setdefault((row.run_id, row.step, row.sample_id), place)
+        if other != place:
+            is_copy = read_record(other).rstrip() == read_record(place).rstrip()
+            rule, hint = DUPLICATE if is_copy else "unique_trajectory", "give each page once"
+            got = f"sample {row.sample_id} of step {row.step}, which {other.where} has"
+            raise RolloutError(rule, place.where, got, "each sample once", hint)
+
+    def of(self, row: _Row, size: int | None) -> str:
+        """Return the name of a row's group; a group of `size` rows is full."""
+        problem = f"{row.run_id}/step-{row.step}/problem-{row.problem_id}"
+        groups = self.by_key.setdefault((problem, row.prompt), [])
+        baseline = _baseline(row)
+        fitting = (g for g in groups if _is_near(g.baseline, baseline) and g.num_rows != size)
+        group = next(fitting, None)
+        if group is None:
+            number = self.num_of_problem.get(problem, 0)
+            self.num_of_problem[problem] = number + 1
+            group = _Group(f"{problem}/group-{number}", baseline)
+            groups.append(group)
+        group.num_rows += 1
+        return group.name
+
+
+def _baseline(row: _Row) -> float | None:
+    if row.reward is None or row.advantage is None:
+        return None
+    return row.reward - row.advantage
+
+
+def _is_near(one: float | None, other: float | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return math.isclose(one, other, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
+
+
+def find_rollouts(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
+    """Yield rows in the order of the log; `partial` lists the files with missing rows."""
+    yield About("groups", _GROUPS)
+    groups, partial = _Groups(), dict[str, str]()
+    for given in inputs:
+        log = _log(given)
+        num_rows = 0
+        for place in _places(log.rows, progress):
+            num_rows += 1
+            yield place if isinstance(place, Rejected) else _found(place, groups, log.group_size)
+        count = log.page and _count(log.page)
+        if count and count.total > num_rows:
+            pages = f"page {count.page} of {count.total_pages}"
+            partial[given.name] = f"{num_rows} of {count.total} rows ({pages}): groups may be cut"
+    if partial:
+        yield About("partial", partial)
+
+
+class _Log(NamedTuple):
+    """The file with a log's rows, the page that counts them, and the size of a group."""
+
+    rows: Input
+    page: Path | None
+    group_size: int | None = None
+
+
+def _log(given: Input) -> _Log:
+    if not given.path.is_dir():
+        return _Log(given, given.path if _is_page(given.path) else None)
+    page = given.path / PAGE
+    name = RESULTS if (given.path / RESULTS).is_file() else PAGE
+    rows = Input(f"{given.name}/{name}", given.path / name)
+    return _Log(rows, page if page.is_file() else None, _group_size(given.path / METADATA))
+
+
+def _group_size(path: Path) -> int | None:
+    try:
+        return read_document(_METADATA_DECODER, path)[0].run.rollouts_per_example
+    except RolloutError:
+        return None
+
+
+def _count(page: Path) -> _Count | None:
+    try:
+        return read_document(_COUNT_DECODER, page)[0]
+    except RolloutError:
+        return None
+
+
+def _places(file: Input, progress: Progress) -> Iterator[Place | Rejected]:
+    """Yield the places of a file's rows."""
+    if not _is_page(file.path):
+        yield from (place for place, _ in lines_of([file], progress))
+        return
+    document = read_input(file.path)
+    progress(len(document))
+    place = Place(file.path, file.name, 0, len(document))
+    try:
+        page = decode_document(_PAGE_DECODER, document, file.name)
+    except RolloutError as error:
+        yield Rejected(place, error)
+        return
+    yield from parts_of(place, document, "samples", page.samples)
+
+
+def _found(place: Place, groups: _Groups, group_size: int | None) -> Found:
+    try:
+        row = decode_record(_ROW_DECODER, place)
+        groups.refuse_repeated(row, place)
+        return _run(place, row, groups.of(row, group_size))
+    except RolloutError as error:
+        return Rejected(place, error)
+
+
+def _run(place: Place, row: _Row, group: str) -> Run:
+    found = {
+        "run": row.run_id,
+        "step": str(row.step),
+        "problem": str(row.problem_id),
+        "sample": str(row.sample_id),
+        "env": row.env_name,
+        "task": row.task,
+    }
+    return Run(
+        instance_id=group,
+        repetition_id=None,
+        places=[place],
+        labels={name: value for name, value in found.items() if value},
+    )
+
+
+def read_rollout(run: Run, _: Options) -> Trajectory:
+    """Read the conversation of a row; all its numbers are metrics.
+
+    Raises:
+        RolloutError: `record_type`, `message`: a field has an invalid value.
+    """
+    (place,) = run.places
+    row = decode_record(_ROW_DECODER, place)
+    messages = [*_messages(row.prompt, f"{place.where}, prompt")]
+    messages += _messages(row.completion, f"{place.where}, completion")
+    where = f"{place.where}, metrics"
+    metrics = decode_line(_METRICS_DECODER, (row.metrics or "{}").encode(), where)
+    known = {"reward": row.reward, "advantage": row.advantage}
+    stated = {name: value for name, value in known.items() if value is not None}
+    texts = {"env": row.env_name, "task": row.task, "tag": row.tag, "step": str(row.step)}
+    return Trajectory(
+        steps=[Conversation(source=place.where, messages=messages)],
+        reward=row.reward,
+        metrics=numbers(metrics, where) | stated,
+        user_values={name: text for name, text in texts.items() if text},
+    )
+
+
+def _messages(text: str, where: str) -> list[dict[str, Any]]:
+    messages = decode_line(_MESSAGES_DECODER, text.encode(), where)
+    return read_messages(messages, where)
+
+
+def _is_page(path: Path) -> bool:
+    return is_document(path, _PAGE_SHAPE_DECODER, _MARKS)
+
+
+def recognizes(path: Path) -> bool:
+    """True if a file has rows of a hosted run, or a directory has such a file."""
+    if path.is_dir():
+        return recognizes(path / RESULTS) or recognizes(path / PAGE)
+    return has_record(path, _ROW_DECODER) or _is_page(path)
+
+
+ADAPTER = Adapter(
+    summary="rollouts of Prime Intellect's hosted RL runs; text alone",
+    recognizes=recognizes,
+    find=find_rollouts,
+    read=read_rollout,
+    is_text=True,
+)

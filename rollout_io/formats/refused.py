@@ -1,0 +1,89 @@
+"""Formats that are recognised but refused, with a hint what to convert instead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Generic, NoReturn, TypeVar
+
+import msgspec
+
+from rollout_io.formats.base import Adapter, Found, Input, Options, Place, Progress, Rejected, Run
+from rollout_io.formats.parsing.documents import decode_document, find_documents, is_document
+from rollout_io.formats.parsing.parts import parts_of
+from schemas.errors import RolloutError
+
+T = TypeVar("T")
+
+
+class _TerminalBench(msgspec.Struct, gc=False):
+    trial_name: str
+    task_id: str
+    is_resolved: bool | None
+    failure_mode: str | None = None
+
+    def __str__(self) -> str:
+        resolved = {True: "true", False: "false", None: "null"}[self.is_resolved]
+        mode = " ".join((self.failure_mode or "unset").split())[:80]
+        state = f"(is_resolved {resolved}, failure_mode {mode})"
+        return f"the result of trial {self.trial_name!r} without its conversation {state}"
+
+
+class _Results(msgspec.Struct, Generic[T], gc=False):
+    results: Annotated[list[T], msgspec.Meta(min_length=1)]
+
+
+_PARTS: msgspec.json.Decoder[_Results[msgspec.Raw]] = msgspec.json.Decoder(_Results[msgspec.Raw])
+
+
+def _refused(
+    summary: str, record: type[msgspec.Struct], marks: Sequence[bytes], hint: str
+) -> Adapter:
+    """Return an adapter that rejects every record of its logs, alone or in a list `results`.
+
+    Args:
+        summary: One-line description of the format.
+        record: Type of a record; `str` describes a record in errors.
+        marks: Byte strings, one of which occurs in the first 64 KiB of every log.
+        hint: Advice on the log to convert instead.
+    """
+    decoder = msgspec.json.Decoder(record)
+    list_decoder = msgspec.json.Decoder(_Results[record])  # type: ignore[valid-type]
+
+    def recognizes(path: Path) -> bool:
+        return any(is_document(path, known, marks) for known in (decoder, list_decoder))
+
+    def reject(place: Place, content: bytes) -> Rejected:
+        try:
+            got = str(decode_document(decoder, content, place.where))
+        except RolloutError as error:
+            return Rejected(place, error)
+        expected = "the messages of the run"
+        return Rejected(place, RolloutError("no_conversation", place.where, got, expected, hint))
+
+    def find_in(place: Place, document: bytes) -> Iterator[Rejected]:
+        try:
+            records = _PARTS.decode(document).results
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            yield reject(place, document)
+            return
+        parts = parts_of(place, document, "results", records)
+        yield from (reject(part, bytes(raw)) for part, raw in zip(parts, records, strict=True))
+
+    def find(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
+        yield from find_documents(inputs, progress, find_in)
+
+    def read(run: Run, _: Options) -> NoReturn:
+        raise AssertionError(f"{run.places[0].where}: every record is rejected when it is found")
+
+    return Adapter(summary=summary, recognizes=recognizes, find=find, read=read, is_text=True)
+
+
+REFUSED = {
+    "terminal_bench": _refused(
+        "Terminal-Bench 1 results: named, and refused (they hold no conversation)",
+        _TerminalBench,
+        (b'"is_resolved"', b'"recording_path"'),
+        "convert what the agent logged (the trial's sessions/ and agent-logs/), with --rewards",
+    ),
+}

@@ -1,0 +1,410 @@
+"""The `rllm` format: rLLM's episodes, one JSON document each, or the directories that hold them.
+
+    {"id": "task-7:2", "task": {...}, "termination_reason": "env_done", "is_correct": true,
+     "metrics": {...}, "trajectories": [
+        {"name": "solver", "reward": 1.0, "steps": [
+            {"prompt_ids": [...], "response_ids": [...], "logprobs": [...], "weight_version": 3,
+             "chat_completions": [...], "reward": 0.0}, ...]}, ...]}
+
+An episode is a run, and its trajectories are its agents. Its group is the part of its id before the
+colon, else its task. Episodes of an evaluation have empty id lists; their text is read instead.
+`episode_schema` 2 stores each message once, in `message_nodes`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+
+from rollout_io.formats.base import (
+    About,
+    Adapter,
+    Conversation,
+    Found,
+    Input,
+    Options,
+    Place,
+    Progress,
+    Run,
+    Step,
+    Trajectory,
+)
+from rollout_io.formats.parsing.directories import logs_below
+from rollout_io.formats.parsing.documents import decode_document, find_documents, is_document
+from rollout_io.formats.parsing.fields import label, numbers
+from rollout_io.formats.parsing.jsonl import decode_line
+from rollout_io.formats.parsing.messages import read_messages, text_of
+from rollout_io.formats.parsing.model_calls import Call, contexts_of
+from rollout_io.formats.parsing.records import read_record
+from rollout_io.formats.parsing.tokens import INT32_MAX, logprob_array, same_ids, strict_ids
+from schemas.errors import RolloutError
+
+_GROUPS = "inferred: where an episode's id does not begin with its task, equal tasks are one group"
+_EXPECTED = "the ids the engine saw and sampled"
+_NO_JSON = msgspec.Raw(b"null")
+_NO_IDS = frozenset({b"null", b"[]"})
+_Version = Annotated[int, msgspec.Meta(ge=-INT32_MAX - 1, le=INT32_MAX)]
+_MARKS = (b'"trajectories"', b'"is_correct"', b'"termination_reason"')
+_BESIDE = {"meta.json", "batch_summary.json"}
+_TASK_NAMES = ("id", "task_id", "uid", "instance_id")
+
+
+class _Output(msgspec.Struct, gc=False):
+    prompt_ids: msgspec.Raw = _NO_JSON
+    completion_ids: msgspec.Raw = _NO_JSON
+    logprobs: list[float] | None = None
+    finish_reason: str | None = None
+    weight_version: _Version | None = None
+
+
+class _Step(msgspec.Struct, gc=False):
+    prompt_ids: msgspec.Raw = _NO_JSON
+    response_ids: msgspec.Raw = _NO_JSON
+    logprobs: list[float] | None = None
+    chat_completions: list[msgspec.Raw] | None = None
+    chat_completions_ref: tuple[str | None, int] | None = None
+    model_output: msgspec.Raw = _NO_JSON
+    model_response: msgspec.Raw = _NO_JSON
+    reward: float | None = None
+    weight_version: _Version | None = None
+
+
+class _Node(msgspec.Struct, gc=False):
+    m: msgspec.Raw
+    p: str | None = None
+
+
+class _Trajectory(msgspec.Struct, gc=False):
+    name: str | None = None
+    reward: float | None = None
+    steps: list[_Step] = []
+    signals: dict[str, msgspec.Raw] | None = None
+    message_nodes: dict[str, _Node] | None = None
+
+
+class _Head(msgspec.Struct, gc=False):
+    id: str | None = None
+    episode_id: str | None = None
+    task: msgspec.Raw = _NO_JSON
+    training_step: msgspec.Raw = _NO_JSON
+    session_id: msgspec.Raw = _NO_JSON
+
+
+class _Episode(_Head, gc=False):
+    trajectories: list[_Trajectory] = []
+    termination_reason: msgspec.Raw = _NO_JSON
+    is_correct: bool | None = None
+    metrics: dict[str, msgspec.Raw] | None = None
+    metadata: dict[str, msgspec.Raw] | None = None
+
+
+class _TrajectoryShape(msgspec.Struct, gc=False):
+    steps: list[dict[str, Any]]
+
+
+class _Shape(msgspec.Struct, gc=False):
+    trajectories: list[_TrajectoryShape]
+    termination_reason: str | msgspec.UnsetType | None = msgspec.UNSET
+    is_correct: bool | msgspec.UnsetType | None = msgspec.UNSET
+    id: str | None = None
+    episode_id: str | None = None
+
+    def __post_init__(self) -> None:
+        ended = msgspec.UNSET not in (self.termination_reason, self.is_correct)
+        if not ended or not (self.id or self.episode_id):
+            raise ValueError("no episode")
+
+
+_HEAD = msgspec.json.Decoder(_Head)
+_SHAPE = msgspec.json.Decoder(_Shape)
+_EPISODE = msgspec.json.Decoder(_Episode)
+_OUTPUT = msgspec.json.Decoder(_Output)
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_ANY = msgspec.json.Decoder(Any)
+
+
+def find_episodes(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
+    """Yield episodes in the order of their files."""
+    files = [file for given in inputs for file in _files_of(given)]
+    is_inferred = False
+    for item in find_documents(files, progress, _find):
+        is_inferred |= isinstance(item, Run) and "task" not in item.labels
+        yield item
+    if is_inferred:
+        yield About("groups", _GROUPS)
+
+
+def _files_of(given: Input) -> list[Input]:
+    if not given.path.is_dir():
+        return [given]
+    return [Input(str(path), path) for path in _logs_below(given.path)]
+
+
+def _find(place: Place, content: bytes) -> Iterator[Found]:
+    head = decode_document(_HEAD, content, place.where)
+    episode = head.id or head.episode_id
+    if not episode:
+        raise RolloutError("group", place.where, "an episode without an id", "`id`")
+    task, colon, rollout = episode.partition(":")
+    found = {
+        "episode": episode,
+        "task": task if colon else None,
+        "rollout": rollout,
+        "task_id": _task_id(head.task, place.where),
+        "training_step": label(head.training_step, place.where),
+        "session": label(head.session_id, place.where),
+    }
+    labels = {name: value for name, value in found.items() if value}
+    instance = labels.get("task") or labels.get("task_id") or _digest(head.task) or episode
+    yield Run(instance_id=instance, repetition_id=None, places=[place], labels=labels)
+
+
+def _task_id(task: msgspec.Raw, where: str) -> str | None:
+    if not bytes(task).startswith(b"{"):
+        return label(task, where)
+    fields = decode_line(_FIELDS, bytes(task), f"{where}, task")
+    names = (label(fields.get(name), where) for name in _TASK_NAMES)
+    return next((name for name in names if name), None)
+
+
+def _digest(task: msgspec.Raw) -> str | None:
+    if bytes(task) == b"null":
+        return None
+    return f"task-{hashlib.blake2b(bytes(task), digest_size=6).hexdigest()}"
+
+
+def read_episode(run: Run, options: Options) -> Trajectory:
+    """Read the calls of an episode, agent by agent in the order of its trajectories.
+
+    The outcome is the reward of the first trajectory, as in rLLM's results; all rewards are metrics
+    (`solver.reward`). The step rewards of a single trajectory are kept if any differs from 0, the
+    default. The episode's metrics, `is_correct` and signals become metrics too.
+
+    Raises:
+        RolloutError: no_token_ids, with the missing part; no_calls; lengths_align; ...
+    """
+    (place,) = run.places
+    episode = decode_document(_EPISODE, read_record(place), place.where)
+    error = _error(episode, options, place.where)
+    failed = run.failed or error is not None
+    names = _names(episode.trajectories)
+    steps: list[Step | Conversation] = []
+    has_tokens = any(_has_tokens(s) for t in episode.trajectories for s in t.steps)
+    for i, (name, trajectory) in enumerate(zip(names, episode.trajectories, strict=True)):
+        where = f"{place.where}, trajectories[{i}]"
+        agent = trajectory.name or name
+        if has_tokens or failed:
+            own: list[Step | Conversation] = list(_steps(trajectory, agent, where, failed=failed))
+        else:
+            contexts = contexts_of(_calls(trajectory, agent, where))
+            own = [context.conversation() for context in contexts]
+        if len(names) == 1:
+            _place_rewards(trajectory, own)
+        steps += own
+    if not steps and not failed:
+        raise RolloutError("no_calls", place.where, "an episode without steps", "at least one call")
+    return Trajectory(
+        steps=steps,
+        reward=_outcome(episode),
+        error=error,
+        metrics=_metrics(episode, names, place.where),
+        user_values=_texts(episode, place.where),
+    )
+
+
+def _names(trajectories: Sequence[_Trajectory]) -> list[str]:
+    """Return a name for each trajectory, numbered if several share one."""
+    names = [trajectory.name or "agent" for trajectory in trajectories]
+    return [n if names.count(n) == 1 else f"{n}{names[:i].count(n)}" for i, n in enumerate(names)]
+
+
+def _has_tokens(step: _Step) -> bool:
+    return any(bytes(ids) not in _NO_IDS for ids in _ids(step))
+
+
+def _ids(step: _Step) -> tuple[msgspec.Raw, msgspec.Raw]:
+    own = (step.prompt_ids, step.response_ids)
+    if all(bytes(ids) in _NO_IDS for ids in own) and _is_object(step.model_output):
+        output = _output(step, "model_output")
+        return output.prompt_ids, output.completion_ids
+    return own
+
+
+def _is_object(raw: msgspec.Raw) -> bool:
+    return bytes(raw).startswith(b"{")
+
+
+def _output(step: _Step, where: str) -> _Output:
+    """Return the engine's output, if the log kept it as an object."""
+    if not _is_object(step.model_output):
+        return _Output()
+    return decode_line(_OUTPUT, bytes(step.model_output), where)
+
+
+def _steps(trajectory: _Trajectory, agent: str, where: str, *, failed: bool) -> Iterator[Step]:
+    for i, step in enumerate(trajectory.steps):
+        place = f"{where}.steps[{i}]"
+        if _has_tokens(step):
+            yield _step(step, _chat(step, trajectory, place), agent, place)
+        elif not failed:
+            got = "a step with empty id lists, where others have them"
+            hint = "save the episodes of training: those of an evaluation have no ids"
+            raise RolloutError("no_token_ids", place, got, _EXPECTED, hint)
+
+
+def _step(step: _Step, chat: Sequence[bytes], agent: str, where: str) -> Step:
+    output = _output(step, f"{where}.model_output")
+    prompt, response = (
+        np.zeros(0, np.int32) if bytes(raw) == b"null" else strict_ids(bytes(raw), what, where)
+        for raw, what in zip(_ids(step), ("prompt", "response"), strict=True)
+    )
+    for name, own, other in zip(
+        ("prompt_ids", "response_ids"),
+        (step.prompt_ids, step.response_ids),
+        (output.prompt_ids, output.completion_ids),
+        strict=True,
+    ):
+        if not {bytes(own), bytes(other)} & _NO_IDS:
+            same_ids(bytes(own), bytes(other), name, f"{where} and its model_output")
+    if step.logprobs and output.logprobs and step.logprobs != output.logprobs:
+        got, hint = "other logprobs than its model_output has", "save the episode again"
+        raise RolloutError("conflicting_ids", where, got, "the same values twice", hint)
+    given = step.logprobs or output.logprobs
+    last = decode_line(_ANY, chat[-1], where) if chat else None
+    sent = chat[:-1] if _is_assistant(last) else chat
+    text = label(step.model_response, where) or (text_of(last) if _is_assistant(last) else None)
+    version = output.weight_version if step.weight_version is None else step.weight_version
+    return Step(
+        source=where,
+        prompt_token_ids=prompt,
+        response_ids=response,
+        rollout_logprobs=logprob_array(given, len(response), where) if given else None,
+        stop_reason=output.finish_reason,
+        policy_version=version,
+        agent=agent,
+        messages=_json_list(sent),
+        response_text=text,
+        texts=(text,) if text else (),
+    )
+
+
+def _is_assistant(message: Any) -> bool:
+    return isinstance(message, Mapping) and message.get("role") == "assistant"
+
+
+def _chat(step: _Step, trajectory: _Trajectory, where: str) -> list[bytes]:
+    """Return the messages of a step as JSON, the answer last."""
+    if step.chat_completions_ref is None:
+        return [bytes(message) for message in step.chat_completions or ()]
+    (name, length), nodes = step.chat_completions_ref, trajectory.message_nodes or {}
+    found: list[bytes] = []
+    while name is not None and name in nodes and len(found) < length:
+        found.append(bytes(nodes[name].m))
+        name = nodes[name].p
+    if name is not None or len(found) != length:
+        got, expected = f"a chain of other than its {length} messages", "all of `message_nodes`"
+        raise RolloutError("dangling_reference", f"{where}.chat_completions_ref", got, expected)
+    return found[::-1]
+
+
+def _json_list(messages: Sequence[bytes]) -> str | None:
+    """Return messages as a list on one line; None if there are none."""
+    if not messages:
+        return None
+    return f"[{b','.join(msgspec.json.format(m, indent=-1) for m in messages).decode()}]"
+
+
+def _calls(trajectory: _Trajectory, agent: str, where: str) -> Iterator[Call]:
+    """Yield the steps as calls: a chat's last assistant message answers the messages before it."""
+    for i, step in enumerate(trajectory.steps):
+        place = f"{where}.steps[{i}]"
+        chat = _chat(step, trajectory, place)
+        if not chat:
+            got = "empty id lists, and no `chat_completions`"
+            hint = "save the episodes of training: those of an evaluation have no ids"
+            raise RolloutError("no_token_ids", place, got, _EXPECTED, hint)
+        messages = read_messages(map(msgspec.Raw, chat), place)
+        spoken = [at for at, message in enumerate(messages) if _is_assistant(message)]
+        if spoken:
+            last = spoken[-1]
+            yield Call(where=place, prompt=messages[:last], reply=messages[last], agent=agent)
+
+
+def _place_rewards(trajectory: _Trajectory, own: Sequence[Step | Conversation]) -> None:
+    given = [step.reward for step in trajectory.steps]
+    if any(given) and len(given) == len(own):
+        for step, reward in zip(own, given, strict=True):
+            step.reward = reward
+
+
+def _outcome(episode: _Episode) -> float | None:
+    return episode.trajectories[0].reward if episode.trajectories else None
+
+
+def _metrics(episode: _Episode, names: Iterable[str], where: str) -> dict[str, float]:
+    found = numbers(episode.metrics or {}, f"{where}, metrics")
+    if episode.is_correct is not None:
+        found["is_correct"] = float(episode.is_correct)
+    is_alone = len(episode.trajectories) == 1
+    for name, trajectory in zip(names, episode.trajectories, strict=True):
+        prefix = "" if is_alone else f"{name}."
+        signals = numbers(trajectory.signals or {}, f"{where}, signals")
+        found |= {f"{prefix}{key}": value for key, value in signals.items()}
+        if trajectory.reward is not None:
+            found[f"{prefix}reward"] = trajectory.reward
+    return found
+
+
+def _error(episode: _Episode, options: Options, where: str) -> str | None:
+    reason = label(episode.termination_reason, where) or ""
+    if reason == "timeout":
+        return reason if options.timeouts == "fail" else None
+    if not reason.endswith("error"):
+        return None
+    raw = (episode.metadata or {}).get("error", _NO_JSON)
+    fields = decode_line(_FIELDS, bytes(raw), where) if _is_object(raw) else {"message": raw}
+    message = label(fields.get("message"), where)
+    return f"{reason}: {message[:500]}" if message else reason
+
+
+def _texts(episode: _Episode, where: str) -> dict[str, str]:
+    reason = label(episode.termination_reason, where)
+    texts = {"episode": episode.id or episode.episode_id, "termination_reason": reason}
+    return {name: text for name, text in texts.items() if text}
+
+
+def recognizes(path: Path) -> bool:
+    """True if a file is an episode, or a directory holds episodes and no other records."""
+    try:
+        if path.is_dir():
+            logs = _logs_below(path)
+            return bool(logs) and is_document(logs[0], _SHAPE, _MARKS)
+        return is_document(path, _SHAPE, _MARKS)
+    except OSError:
+        return False
+
+
+def _logs_below(directory: Path) -> list[Path]:
+    return logs_below(directory, _is_log, _is_beside)
+
+
+def _is_log(name: str) -> bool:
+    return name.startswith("episode_") and name.endswith(".json")
+
+
+def _is_beside(name: str) -> bool:
+    return name in _BESIDE or name.startswith("item_")
+
+
+ADAPTER = Adapter(
+    summary="rLLM: episodes, one JSON document each, and run directories of them",
+    recognizes=recognizes,
+    find=find_episodes,
+    read=read_episode,
+    is_text=True,
+)

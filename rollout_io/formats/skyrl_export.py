@@ -1,0 +1,73 @@
+"""Export to SkyRL's GeneratorOutput, as one JSON object.
+
+Fields as in `skyrl.train.generators.base.GeneratorOutput`, SkyRL 0.3.0: prompt_token_ids,
+response_ids, rewards, loss_masks, stop_reasons, rollout_metrics, rollout_logprobs, trajectory_ids,
+rollout_expert_indices, is_last_step, env_metrics, trajectory_generation_times.
+"""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pyarrow as pa
+
+from rollout_io.dataset.reader import read, read_metadata
+from rollout_io.formats.exporting.export_files import refuse_taken
+from rollout_io.formats.exporting.export_rows import (
+    FAILED,
+    IN_FAILED_GROUP,
+    Exported,
+    Failed,
+    Failures,
+    PathLike,
+)
+from rollout_io.formats.skyrl_generator_output import write_generator_output
+from rollout_io.formats.skyrl_output_columns import METRICS_KEY, TIMES
+
+METRICS = "rollout_metrics"
+HELD = {
+    *("instance_id", "repetition_id", "trajectory_id", "step_index", "is_last_step"),
+    *("prompt_token_ids", "response_ids", "loss_mask", "rollout_logprobs", "reward", "rewards"),
+    *("stop_reason", "rollout_expert_indices", "metrics", "segments", "error", TIMES),
+}
+
+
+def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exported:
+    """Write the dataset as a GeneratorOutput; see `to_generator_output` for rewards and failures.
+
+    Rewards depend on the `outcome` in the dataset's metadata.
+
+    The whole table is held in memory, as the output is one document. A masked trajectory becomes
+    one placeholder row, in the place of its last row. `rollout_metrics` of a converted
+    GeneratorOutput are restored if the dataset consists of that one file, unchanged.
+
+    Raises:
+        RolloutError: As for `to_generator_output`, or `out` exists.
+    """
+    refuse_taken(out)
+    table = read(dataset)
+    outcome = read_metadata(dataset).outcome or "last"
+    write_generator_output(_with_metrics(table, dataset), out, failed, outcome)
+    found = Failures.of(dataset, failed)
+    masked, last = found.masked(table), np.asarray(table.column("is_last_step"))
+    done = Exported(num_rows_read=table.num_rows)
+    done.num_rows_written = int((~masked | last).sum())
+    done.leave_out(FAILED, int((found.failed(table) & ~last).sum()))
+    done.leave_out(IN_FAILED_GROUP, int((masked & ~found.failed(table) & ~last).sum()))
+    if masked.any():
+        num = int((masked & last).sum())
+        done.remarks.append(f"{num} of the rows written are placeholders of masked trajectories")
+    others = [name for name in table.column_names if name not in HELD]
+    if others:
+        done.remarks.append(f"a GeneratorOutput has no place for {', '.join(others)}")
+    return done.close(dataset)
+
+
+def _with_metrics(table: pa.Table, dataset: PathLike) -> pa.Table:
+    history = read_metadata(dataset).made_by
+    by_file = history[0].get(METRICS) if len(history) == 1 else None
+    if not isinstance(by_file, dict) or len(by_file) != 1 or len(history[0]["inputs"]) != 1:
+        return table
+    (metrics,) = by_file.values()
+    return table.replace_schema_metadata({METRICS_KEY: json.dumps(metrics)})

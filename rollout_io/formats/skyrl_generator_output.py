@@ -1,0 +1,335 @@
+"""Conversion between rollout tables and SkyRL's `GeneratorOutput`, in memory and as JSON.
+
+A GeneratorOutput is a dict of lists, one entry per row. In it, a failed trajectory is one
+placeholder row: prompt [0], response [0], mask [0], log-probability [0.0], reward 0.0, stop reason
+"error".
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rollout_io.dataset.opening import read_input
+from rollout_io.formats.exporting.export_files import replaced_export
+from rollout_io.formats.skyrl_generator_types import GeneratorOutput, TrajectoryID
+from rollout_io.formats.skyrl_output_columns import (
+    METRICS_KEY,
+    TIMES,
+    OtherFields,
+    table_of,
+    unknown_fields,
+)
+from schemas.checker import validate
+from schemas.columns import JOINED
+from schemas.errors import RolloutError
+from schemas.metadata import Outcome
+from schemas.ragged import BoolArray, IntArray, Ragged, list_lengths
+from schemas.types import as_table, cast_table
+
+Failed = Literal["group", "trajectory"]
+
+
+def to_generator_output(
+    table: Any, failed: Failed = "group", outcome: Outcome = "last"
+) -> GeneratorOutput:
+    """Convert a table to a GeneratorOutput with every field; None for absent columns.
+
+    Rewards are per token if the column `rewards` has a value on every row, else scalars. The scalar
+    of a merged row (one with `segments`) is its last step's reward, because SkyRL's trainer reads
+    the outcome there; `reward` of such a row is the sum over its steps. SkyRL takes the return of a
+    trajectory from its last row alone. With `outcome` sum, the last row of a trajectory of several
+    rows therefore gets the sum of all rewards, as a scalar, and the other rows get 0.
+
+    Args:
+        table: A valid rollout table, in any Arrow-compatible form.
+        failed: Rows that become placeholders if a trajectory has an `error`: its whole `group`, as
+            in SkyRL, or only the `trajectory`.
+        outcome: Return of a trajectory: the last step's reward, or the sum over its steps.
+
+    Raises:
+        ValidationError: The table breaks an invariant.
+        RolloutError: No rows; a null reward without an `error` (`reward_known`); a column that is
+            null on some rows only (`reward_kind`, `logprobs_kind`).
+
+    Example:
+        >>> output = to_generator_output(rollout_io.read("rollouts/"))
+        >>> output["trajectory_ids"][0]
+        TrajectoryID(instance_id='shop-0', repetition_id=0)
+    """
+    data = as_table(table)
+    validate(data)
+    if data.num_rows == 0:
+        hint = "a GeneratorOutput cannot be empty: was everything filtered away?"
+        raise RolloutError("some_rows", "table", "no rows", "at least one trajectory", hint)
+    data, masked = _with_placeholders(cast_table(data), failed)
+    return {
+        "prompt_token_ids": _filled(_lists(data, "prompt_token_ids"), masked, lambda: [0]),
+        "response_ids": _filled(_lists(data, "response_ids"), masked, lambda: [0]),
+        "rewards": _rewards(data, masked, outcome),
+        "loss_masks": _filled(_lists(data, "loss_mask"), masked, lambda: [0]),
+        "stop_reasons": _stop_reasons(data, masked),
+        "rollout_metrics": _rollout_metrics(data),
+        "rollout_logprobs": _logprobs(data, masked),
+        "trajectory_ids": [
+            TrajectoryID(*of_row)
+            for of_row in zip(
+                *(_values(data, n) for n in ("instance_id", "repetition_id")), strict=True
+            )
+        ],
+        "rollout_expert_indices": _routes(data, masked),
+        "is_last_step": _values(data, "is_last_step"),
+        "env_metrics": _env_metrics(data),
+        "trajectory_generation_times": _values(data, TIMES) if TIMES in data.column_names else None,
+    }
+
+
+def from_generator_output(
+    output: Mapping[str, Any],
+    group_size: int | None = None,
+    other_fields: OtherFields = "refuse",
+) -> pa.Table:
+    """Convert a GeneratorOutput to a rollout table; applies SkyRL's checks and all invariants.
+
+    Args:
+        output: Lists or NumPy arrays; `trajectory_ids` as objects with `instance_id` and
+            `repetition_id`, or as dicts. Without `is_last_step`, each row is a trajectory.
+        group_size: Attempts per prompt, for outputs without `trajectory_ids`: row i is then attempt
+            i % group_size at instance i // group_size.
+        other_fields: Handling of fields that match no column: refuse them, keep them as columns of
+            the same names (a mapping of lists as structs), or drop them; the latter two warn.
+
+    Returns: The table, with `rollout_metrics` in its schema metadata. A placeholder row becomes a
+    row with an `error`, empty lists and a null reward.
+
+    Raises:
+        RolloutError: A field is missing or has the wrong length or type; ids are missing.
+        ValidationError: The rows break an invariant.
+
+    Example:
+        >>> from_generator_output(
+        ...     {
+        ...         "prompt_token_ids": [[1, 2]],
+        ...         "response_ids": [[3]],
+        ...         "rewards": [1.0],
+        ...         "loss_masks": [[1]],
+        ...     },
+        ...     group_size=1,
+        ... )["trajectory_id"].to_pylist()
+        ['0_0']
+    """
+    return _checked(output, group_size, other_fields, stacklevel=3)
+
+
+def _checked(
+    output: Mapping[str, Any], group_size: int | None, other_fields: OtherFields, stacklevel: int
+) -> pa.Table:
+    table = table_of(output, group_size, other_fields)
+    validate(table)
+    if others := unknown_fields(output):
+        done = "kept as columns" if other_fields == "keep" else "dropped"
+        warnings.warn(f"GeneratorOutput: {', '.join(others)} {done}", stacklevel=stacklevel)
+    return table
+
+
+def write_generator_output(
+    table: Any,
+    file: str | os.PathLike[str],
+    failed: Failed = "group",
+    outcome: Outcome = "last",
+) -> None:
+    """Write a table as a GeneratorOutput in JSON; the file is written whole or not at all."""
+    output = to_generator_output(table, failed, outcome)
+    try:
+        text = json.dumps(output, allow_nan=False, separators=(",", ":"), default=asdict)
+    except ValueError:
+        hint = "drop the metric, or replace NaN and infinity"
+        got = "a number that JSON lacks (NaN or infinite)"
+        raise RolloutError("json_number", os.fspath(file), got, "finite numbers", hint) from None
+    with replaced_export(file) as path:
+        path.write_text(text + "\n", encoding="utf-8")
+
+
+def read_generator_output(
+    file: str | os.PathLike[str],
+    group_size: int | None = None,
+    other_fields: OtherFields = "refuse",
+) -> pa.Table:
+    """Read a GeneratorOutput from JSON, such as `write_generator_output` writes.
+
+    Args:
+        file: Path of the JSON file.
+        group_size: As for `from_generator_output`.
+        other_fields: As for `from_generator_output`.
+
+    Raises:
+        RolloutError: `json_file`: not one JSON object; otherwise as `from_generator_output`.
+    """
+    where = os.fspath(file)
+    hint = "rollouts export DS --format skyrl --out " + where
+    content = read_input(file)
+    try:
+        output = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise RolloutError("json_file", where, str(error), "one JSON object", hint) from None
+    if not isinstance(output, dict):
+        raise RolloutError("json_file", where, type(output).__name__, "one JSON object", hint)
+    return _checked(output, group_size, other_fields, stacklevel=3)
+
+
+def _with_placeholders(table: pa.Table, failed: Failed) -> tuple[pa.Table, BoolArray]:
+    """Return the rows to export, and true for placeholders: one per failed trajectory."""
+    if "error" not in table.column_names:
+        return table, np.zeros(table.num_rows, np.bool_)
+    unit = table.column("instance_id" if failed == "group" else "trajectory_id")
+    bad = pc.unique(unit.filter(pc.is_valid(table.column("error"))))
+    masked = np.asarray(pc.is_in(unit, bad))
+    keep = ~masked | np.asarray(table.column("is_last_step"))
+    return table.filter(pa.array(keep)), masked[keep]
+
+
+def _filled(rows: list[Any], masked: BoolArray, placeholder: Callable[[], Any]) -> list[Any]:
+    return [placeholder() if m else row for row, m in zip(rows, masked.tolist(), strict=True)]
+
+
+def _values(table: pa.Table, name: str) -> list[Any]:
+    values: list[Any] = table.column(name).to_pylist()
+    return values
+
+
+def _lists(table: pa.Table, name: str) -> list[Any]:
+    column = Ragged.from_arrow(table.column(name))
+    values = column.values.astype(np.int64) if column.values.dtype == np.bool_ else column.values
+    return _cut(values.tolist(), column)
+
+
+def _cut(flat: list[Any], column: Ragged) -> list[Any]:
+    bounds = zip(column.offsets[:-1].tolist(), column.offsets[1:].tolist(), strict=True)
+    return [
+        flat[a:b] if valid else None
+        for (a, b), valid in zip(bounds, column.valid.tolist(), strict=True)
+    ]
+
+
+def _is_filled(table: pa.Table, name: str, masked: BoolArray, rule: str) -> bool:
+    """True if a column has a value on all rows (placeholders aside), false if on none."""
+    if name not in table.column_names:
+        return False
+    valid = np.asarray(pc.is_valid(table.column(name)))
+    alive = valid[~masked]
+    if len(alive) and alive.any() != alive.all():
+        row = int(np.flatnonzero(~valid & ~masked)[0])
+        hint = f"drop the column, or keep the rows of one kind (`{name}` IS NOT NULL)"
+        expected = "a value on every row, or on none: a GeneratorOutput never mixes the two"
+        raise RolloutError(rule, _place(table, row, name), "null", expected, hint)
+    return bool(alive.all() if len(alive) else valid.any() or name == "rewards")
+
+
+def _place(table: pa.Table, row: int, name: str) -> str:
+    trajectory_id = table.column("trajectory_id")[row].as_py()
+    return f"exported row {row}, trajectory {trajectory_id!r}, column {name!r}"
+
+
+def _rewards(table: pa.Table, masked: BoolArray, outcome: Outcome) -> list[Any]:
+    in_last_row = outcome == "sum" and not pc.all(table.column("is_last_step")).as_py()
+    if not in_last_row and _is_filled(table, "rewards", masked, "reward_kind"):
+        return _filled(_lists(table, "rewards"), masked, lambda: [0.0])
+    sums = outcome == "sum" and "reward" in table.column_names
+    known = _values(table, "reward") if sums else _of_last_step(table, "reward")
+    rewards = _filled(known, masked, lambda: 0.0)
+    if None in rewards:
+        where = _place(table, rewards.index(None), "reward")
+        hint = "convert with --rewards FILE, filter these trajectories, or set their `error`"
+        raise RolloutError("reward_known", where, "null", "a reward on every row", hint)
+    return _in_last_rows(rewards, _values(table, "is_last_step")) if in_last_row else rewards
+
+
+def _in_last_rows(rewards: Sequence[float], last: Sequence[bool]) -> list[float]:
+    """Put the sum of each trajectory's rewards on its last row, and 0 on the others.
+
+    Example:
+        >>> _in_last_rows([0.5, 0.25, 1.0], [False, True, True])
+        [0.0, 0.75, 1.0]
+    """
+    placed, total = [], 0.0
+    for reward, ends in zip(rewards, last, strict=True):
+        total += reward
+        placed.append(total if ends else 0.0)
+        total = 0.0 if ends else total
+    return placed
+
+
+def _of_last_step(table: pa.Table, name: str) -> list[Any]:
+    """Return a scalar column; a row that merges several steps has the last step's value."""
+    known = name in table.column_names
+    values = _values(table, name) if known else [None] * table.num_rows
+    if "segments" not in table.column_names:
+        return values
+    segments = table.column("segments")
+    fields = segments.type.value_type
+    if fields.get_field_index(name) < 0 or fields.get_field_index(JOINED) < 0:
+        return values
+    lengths = list_lengths(segments)
+    rows: IntArray = np.flatnonzero(lengths)
+    ends = pa.array(np.cumsum(lengths)[rows] - 1)
+    flat = pc.list_flatten(segments)
+    last, joined = (pc.struct_field(flat, n).take(ends).to_pylist() for n in (name, JOINED))
+    for row, value, is_step in zip(rows.tolist(), last, joined, strict=True):
+        values[row] = value if is_step else values[row]
+    return values
+
+
+def _stop_reasons(table: pa.Table, masked: BoolArray) -> list[str | None] | None:
+    if "stop_reason" not in table.column_names and not masked.any():
+        return None
+    return _filled(_of_last_step(table, "stop_reason"), masked, lambda: "error")
+
+
+def _logprobs(table: pa.Table, masked: BoolArray) -> list[Any] | None:
+    if not _is_filled(table, "rollout_logprobs", masked, "logprobs_kind"):
+        return None
+    return _filled(_lists(table, "rollout_logprobs"), masked, lambda: [0.0])
+
+
+def _routes(table: pa.Table, masked: BoolArray) -> list[Any] | None:
+    """Return the routing; a placeholder's token gets the first experts, like SkyRL's padding."""
+    name = "rollout_expert_indices"
+    if name not in table.column_names:
+        return None
+    column = table.column(name)
+    num_layers, topk = column.type.value_type.list_size, column.type.value_type.value_type.list_size
+    shape = (-1, num_layers, topk)
+    flat = pc.list_flatten(pc.list_flatten(pc.list_flatten(column)))
+    lengths = list_lengths(column)
+    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+    routes = np.asarray(flat).reshape(shape)
+    rows = _cut(routes.tolist(), Ragged(routes, offsets, np.asarray(pc.is_valid(column))))
+    return _filled(rows, masked, lambda: [[list(range(topk)) for _ in range(num_layers)]])
+
+
+def _env_metrics(table: pa.Table) -> list[dict[str, float] | None] | None:
+    if "metrics" not in table.column_names:
+        return None
+    return [None if entries is None else dict(entries) for entries in _values(table, "metrics")]
+
+
+def _rollout_metrics(table: pa.Table) -> Mapping[str, Any] | None:
+    found = (table.schema.metadata or {}).get(METRICS_KEY)
+    metrics: Mapping[str, Any] | None = None if found is None else json.loads(found)
+    return metrics
+
+
+__all__: Sequence[str] = (
+    "from_generator_output",
+    "read_generator_output",
+    "to_generator_output",
+    "write_generator_output",
+)

@@ -1,0 +1,68 @@
+"""Types of SkyRL's GeneratorOutput, as this package accepts and returns them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, TypedDict
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TrajectoryID:
+    """Trajectory of a GeneratorOutput row; equals any object with the same ids, as in SkyRL.
+
+    Attributes:
+        instance_id: The task; its trajectories form a group.
+        repetition_id: Index of the attempt, from 0.
+
+    Example:
+        >>> TrajectoryID("shop-1", 0).to_string()
+        'shop-1_0'
+    """
+
+    instance_id: str
+    repetition_id: int
+
+    def to_string(self) -> str:
+        """`{instance_id}_{repetition_id}`."""
+        return f"{self.instance_id}_{self.repetition_id}"
+
+    def __eq__(self, other: object) -> bool:
+        own = self.instance_id, self.repetition_id
+        return own == tuple(getattr(other, f.name, None) for f in fields(self))
+
+    def __hash__(self) -> int:
+        return hash((self.instance_id, self.repetition_id))
+
+
+class GeneratorOutput(TypedDict, total=False):
+    """Output of a SkyRL generator: a list per field, one entry per row with P + R tokens.
+
+    The first four fields are required. A row is a trajectory, or one step of it with
+    `is_last_step`.
+    """
+
+    prompt_token_ids: Sequence[Sequence[int]]
+    """[N][P]."""
+    response_ids: Sequence[Sequence[int]]
+    """[N][R]."""
+    rewards: Sequence[float] | Sequence[Sequence[float]]
+    """[N], or [N][R]; never mixed."""
+    loss_masks: Sequence[Sequence[int]]
+    """[N][R] 1 where the token trains, else 0."""
+    stop_reasons: Sequence[str | None] | None
+    """[N]."""
+    rollout_metrics: Mapping[str, Any] | None
+    """Metrics of the whole output."""
+    rollout_logprobs: Sequence[Sequence[float]] | None
+    """[N][R] nats, 0 at tokens that were not sampled."""
+    trajectory_ids: Sequence[TrajectoryID] | None
+    """[N]; objects or mappings with `instance_id` and `repetition_id`."""
+    trajectory_generation_times: Sequence[float | None] | None
+    """[N] s."""
+    rollout_expert_indices: Sequence[Any] | None
+    """[N][tokens][layers][topk] experts of the leading tokens of prompt and response."""
+    is_last_step: Sequence[bool] | None
+    """[N]; only in step-wise outputs."""
+    env_metrics: Sequence[Mapping[str, float] | None] | None
+    """[N]."""

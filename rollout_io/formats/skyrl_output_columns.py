@@ -1,0 +1,361 @@
+"""Conversion of the fields of a `GeneratorOutput` to columns of a rollout table."""
+
+from __future__ import annotations
+
+import json
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from rollout_io.dataset.arrays import ragged_array, routing_array
+from rollout_io.formats.skyrl_generator_types import TrajectoryID
+from schemas.columns import COLUMN_BY_NAME, COLUMNS
+from schemas.errors import RolloutError
+
+METRICS_KEY = b"rollout_io.rollout_metrics"
+TIMES = "trajectory_generation_times"
+_ROUTES = "rollout_expert_indices"
+ERROR = "failed: a placeholder row in the GeneratorOutput"
+
+REQUIRED = ("prompt_token_ids", "response_ids", "rewards", "loss_masks")
+OPTIONAL = (
+    *("stop_reasons", "rollout_logprobs", "trajectory_ids", "rollout_expert_indices"),
+    *("is_last_step", "env_metrics", TIMES),
+)
+
+
+OtherFields = Literal["refuse", "keep", "drop"]
+"""Handling of fields that match no column of a rollout table."""
+
+
+def table_of(
+    output: Mapping[str, Any], group_size: int | None, other_fields: OtherFields = "refuse"
+) -> pa.Table:
+    """Return the columns; checks types and lengths of the fields, but not the invariants."""
+    others = unknown_fields(output)
+    _check_fields(output, others if other_fields == "refuse" else [])
+    identities = _identities(output, group_size)
+    last = _flags(output, identities)
+    lists = {
+        "prompt_token_ids": _integers(output, "prompt_token_ids"),
+        "response_ids": _integers(output, "response_ids"),
+        "loss_mask": _masks(output),
+    }
+    if output.get("rollout_logprobs") is not None:
+        lists["rollout_logprobs"] = _floats(output, "rollout_logprobs", np.float32)
+    rewards = _rewards(output)
+    stops = _texts(output, "stop_reasons")
+    failed = _placeholders([*lists.values(), rewards], stops, identities, last)
+    arrays: dict[str, Any] = {
+        "instance_id": [i.instance_id for i in identities],
+        "repetition_id": [i.repetition_id for i in identities],
+        "trajectory_id": [i.to_string() for i in identities],
+        "step_index": _step_indices(identities, last),
+        "is_last_step": last,
+        "token_source": ["engine"] * len(failed),
+        "metrics": _metrics(output),
+        "stop_reason": stops,
+        "error": [ERROR if f else None for f in failed] if any(failed) else None,
+        "rollout_expert_indices": _routes(output, failed),
+    }
+    for name, rows in lists.items():
+        arrays[name] = [row[:0] if f else row for row, f in zip(rows, failed, strict=True)]
+    table = _assemble(arrays | _reward_columns(rewards, failed))
+    if output.get(TIMES) is not None:
+        times = [
+            None if t is None else _number(t, TIMES, row) for row, t in enumerate(output[TIMES])
+        ]
+        table = table.append_column(TIMES, pa.array(times, pa.float64()))
+    for name in others if other_fields == "keep" else []:
+        table = table.append_column(name, _kept(output, name))
+    metrics = output.get("rollout_metrics")
+    return table.replace_schema_metadata(None if metrics is None else {METRICS_KEY: _json(metrics)})
+
+
+def unknown_fields(output: Mapping[str, Any]) -> list[str]:
+    """Return the names of fields that have a value but no column."""
+    known = {*REQUIRED, *OPTIONAL, "rollout_metrics"}
+    return [name for name, value in output.items() if value is not None and name not in known]
+
+
+def _kept(output: Mapping[str, Any], name: str) -> pa.Array:
+    """Return a field as a column; a mapping of lists, one entry per row each, becomes structs."""
+    field, num_rows = output[name], len(output["response_ids"])
+    columns = dict(field) if isinstance(field, Mapping) else {name: field}
+    for value in columns.values():
+        length = len(value) if isinstance(value, list | tuple | np.ndarray) else None
+        if length != num_rows:
+            got = type(value).__name__ if length is None else f"{length} entries"
+            hint = 'drop it: other_fields="drop" (--other-fields drop)'
+            raise _error("fields_align", name, got, f"{num_rows}, as response_ids has", hint)
+    try:
+        arrays = {
+            str(key): pa.array([v.tolist() if isinstance(v, np.ndarray) else v for v in value])
+            for key, value in columns.items()
+        }
+    except (pa.ArrowException, TypeError, ValueError):
+        hint = 'drop it: other_fields="drop" (--other-fields drop)'
+        raise _error("field_kind", name, "values of several kinds", "one kind", hint) from None
+    if isinstance(field, Mapping) and arrays:
+        return pa.StructArray.from_arrays(list(arrays.values()), names=list(arrays))
+    return arrays.get(name, pa.nulls(num_rows))
+
+
+def _check_fields(output: Mapping[str, Any], unknown: Sequence[str]) -> None:
+    missing = [name for name in REQUIRED if output.get(name) is None]
+    if missing:
+        raise _error("fields", missing[0], "no such field", "a required field")
+    if unknown:
+        hint = 'other_fields="keep" or "drop" (--other-fields keep|drop) takes the others'
+        raise _error("fields", unknown[0], "an unknown field", "fields of GeneratorOutput", hint)
+    num_rows = _length(output, "response_ids")
+    if num_rows == 0:
+        raise _error("some_rows", "response_ids", "no rows", "at least one")
+    for name in (*REQUIRED, *OPTIONAL):
+        length = num_rows if output.get(name) is None else _length(output, name)
+        if length != num_rows:
+            got, expected = f"{length} entries", f"{num_rows}, as response_ids has"
+            raise _error("fields_align", name, got, expected)
+
+
+def _length(output: Mapping[str, Any], name: str) -> int:
+    field = output[name]
+    if not isinstance(field, list | tuple | np.ndarray):
+        raise _error("field_kind", name, type(field).__name__, "a list with one entry per row")
+    return len(field)
+
+
+def _identities(output: Mapping[str, Any], group_size: int | None) -> list[TrajectoryID]:
+    ids = output.get("trajectory_ids")
+    if ids is not None:
+        return [trajectory_identity(value, row) for row, value in enumerate(ids)]
+    if output.get("is_last_step") is not None:
+        raise _error("fields", "trajectory_ids", "none", "ids, as is_last_step is given")
+    num_rows = len(output["response_ids"])
+    if group_size is None or group_size < 1 or num_rows % group_size:
+        got = f"no ids, and group_size {group_size} for {num_rows} rows"
+        hint = "pass group_size=n, the number of attempts per prompt"
+        raise _error("fields", "trajectory_ids", got, "ids, or a group_size that divides", hint)
+    return [TrajectoryID(str(row // group_size), row % group_size) for row in range(num_rows)]
+
+
+def trajectory_identity(value: Any, row: int) -> TrajectoryID:
+    """Convert an object or mapping with `instance_id` and `repetition_id`.
+
+    Raises:
+        RolloutError: trajectory_id.
+    """
+    try:
+        if isinstance(value, Mapping):
+            found = TrajectoryID(str(value["instance_id"]), operator.index(value["repetition_id"]))
+        else:
+            found = TrajectoryID(str(value.instance_id), operator.index(value.repetition_id))
+    except (AttributeError, KeyError, TypeError):
+        found = None
+    if found is None or not _is_text(found.instance_id) or abs(found.repetition_id) >= 2**31:
+        expected = "an instance_id and a whole repetition_id below 2147483648"
+        raise _error("trajectory_id", "trajectory_ids", repr(value), expected, row=row)
+    return found
+
+
+def _is_text(value: Any) -> bool:
+    """True if Arrow can store the string: JSON can contain half of a surrogate pair."""
+    return isinstance(value, str) and not any("\ud800" <= c <= "\udfff" for c in value)
+
+
+def _flags(output: Mapping[str, Any], identities: Sequence[TrajectoryID]) -> list[bool]:
+    flags = output.get("is_last_step")
+    if flags is None:
+        return [True] * len(identities)
+    for row, flag in enumerate(flags):
+        if not isinstance(flag, bool | np.bool_):
+            raise _error("last_flag", "is_last_step", repr(flag), "true or false", row=row)
+    return [bool(flag) for flag in flags]
+
+
+def _step_indices(identities: Sequence[TrajectoryID], last: Sequence[bool]) -> list[int]:
+    """Number the rows of each trajectory 0..n-1.
+
+    A trajectory ends at the first row with its id that is marked last.
+    """
+    following: dict[TrajectoryID, int] = {}
+    indices = []
+    for identity, is_last in zip(identities, last, strict=True):
+        indices.append(following.get(identity, 0))
+        following[identity] = 0 if is_last else indices[-1] + 1
+    return indices
+
+
+def _placeholders(
+    fields: Sequence[Sequence[Any]],
+    stops: Sequence[str | None] | None,
+    identities: Sequence[TrajectoryID],
+    last: Sequence[bool],
+) -> list[bool]:
+    """Find the rows that are the placeholder of a failed trajectory: alone, each field 0 or [0]."""
+    if stops is None:
+        return [False] * len(last)
+
+    def is_placeholder(row: int) -> bool:
+        alone = last[row] and (row == 0 or identities[row - 1] != identities[row])
+        values = [np.atleast_1d(field[row]) for field in fields]
+        return stops[row] == "error" and alone and all(len(v) == 1 and v[0] == 0 for v in values)
+
+    return [is_placeholder(row) for row in range(len(last))]
+
+
+def _array(output: Mapping[str, Any], name: str, row: int, kinds: str) -> npt.NDArray[Any]:
+    """Return one row of a field as a 1-D array whose NumPy kind is in `kinds`."""
+    value = output[name][row]
+    if "b" not in kinds and isinstance(value, list | tuple) and bool in set(map(type, value)):
+        raise _error("field_kind", name, "truth values", "a flat list of numbers", row=row)
+    try:
+        array = np.asarray(value)
+    except ValueError:
+        array = np.asarray(None)
+    if array.ndim != 1 or (len(array) and array.dtype.kind not in kinds):
+        got = "null" if output[name][row] is None else f"{array.dtype} of shape {array.shape}"
+        raise _error("field_kind", name, got, "a flat list of numbers", row=row)
+    return array
+
+
+def _integers(output: Mapping[str, Any], name: str) -> list[npt.NDArray[Any]]:
+    rows = [_array(output, name, row, "iu") for row in range(len(output[name]))]
+    for row, ids in enumerate(rows):
+        if len(ids) and not 0 <= ids.min() <= ids.max() < 2**31:
+            got, expected = f"ids in {ids.min()}..{ids.max()}", "ids in 0..2147483647"
+            raise _error("token_range", name, got, expected, row=row)
+    return [ids.astype(np.int32) for ids in rows]
+
+
+def _floats(output: Mapping[str, Any], name: str, dtype: Any) -> list[npt.NDArray[Any]]:
+    rows = [_array(output, name, r, "fiu") for r in range(len(output[name]))]
+    with np.errstate(over="ignore"):  # overflow gives infinity, which the invariants refuse
+        return [row.astype(dtype) for row in rows]
+
+
+def _masks(output: Mapping[str, Any]) -> list[npt.NDArray[np.bool_]]:
+    rows = [_array(output, "loss_masks", r, "biuf") for r in range(len(output["loss_masks"]))]
+    for row, mask in enumerate(rows):
+        if not np.isin(mask, (0, 1)).all():
+            got = f"the value {mask[~np.isin(mask, (0, 1))][0]}"
+            raise _error("mask_kind", "loss_masks", got, "0 or 1", row=row)
+    return [mask.astype(np.bool_) for mask in rows]
+
+
+def _rewards(output: Mapping[str, Any]) -> Sequence[Any]:
+    """Return a number per row, or an array per row."""
+    values = output["rewards"]
+    is_list = [isinstance(value, list | tuple) or np.ndim(value) > 0 for value in values]
+    if any(is_list) != all(is_list):
+        row = is_list.index(not is_list[0])
+        expected = "all numbers, or all lists with one number per token"
+        raise _error("reward_kind", "rewards", "numbers and lists mixed", expected, row=row)
+    if is_list[0]:
+        return _floats(output, "rewards", np.float64)
+    return [_number(value, "rewards", row) for row, value in enumerate(values)]
+
+
+def _reward_columns(rewards: Sequence[Any], failed: Sequence[bool]) -> dict[str, Any]:
+    alive = [None if f else value for value, f in zip(rewards, failed, strict=True)]
+    if not isinstance(rewards[0], np.ndarray):
+        return {"reward": alive}
+    return {"reward": [None if r is None else float(r.sum()) for r in alive], "rewards": alive}
+
+
+def _number(value: Any, name: str, row: int) -> float:
+    try:
+        array = np.asarray(value)
+    except ValueError:
+        array = np.asarray(None)
+    if array.ndim != 0 or array.dtype.kind not in "fiub":
+        raise _error("field_kind", name, repr(value), "a number", row=row)
+    return float(array)
+
+
+def _texts(output: Mapping[str, Any], name: str) -> list[str | None] | None:
+    values = output.get(name)
+    if values is None:
+        return None
+    for row, value in enumerate(values):
+        if value is not None and not _is_text(value):
+            raise _error("field_kind", name, repr(value), "a text or null", row=row)
+    return [None if value is None else str(value) for value in values]
+
+
+def _metrics(output: Mapping[str, Any]) -> list[list[tuple[str, float]] | None] | None:
+    rows = output.get("env_metrics")
+    return None if rows is None else [_metric(metrics, row) for row, metrics in enumerate(rows)]
+
+
+def _metric(metrics: Any, row: int) -> list[tuple[str, float]] | None:
+    if metrics is None:
+        return None
+    if not isinstance(metrics, Mapping) or not all(_is_text(str(name)) for name in metrics):
+        raise _error("field_kind", "env_metrics", repr(metrics), "an object or null", row=row)
+    return [(str(name), _number(value, "env_metrics", row)) for name, value in metrics.items()]
+
+
+def _routes(output: Mapping[str, Any], failed: Sequence[bool]) -> pa.Array | None:
+    """Return the routing of the rows; a placeholder gets none, as its token was not sampled."""
+    rows = output.get(_ROUTES)
+    if rows is None:
+        return None
+    given = [None if routes is None else _route(routes, row) for row, routes in enumerate(rows)]
+    arrays = [None if f else routes for routes, f in zip(given, failed, strict=True)]
+    shapes = {a.shape[1:] for a in arrays if a is not None}
+    if not shapes:
+        return None
+    if len(shapes) > 1:
+        got = f"shapes [tokens, *{sorted(shapes)}]"
+        raise _error("routing_shape", _ROUTES, got, "one number of layers and one topk")
+    return routing_array(arrays, *shapes.pop())
+
+
+def _route(routes: Any, row: int) -> npt.NDArray[Any]:
+    try:
+        array = np.asarray(routes)
+    except ValueError:
+        array = np.asarray(None)
+    if array.ndim != 3 or array.dtype.kind not in "iu" or 0 in array.shape:
+        got, expected = f"{array.dtype} of shape {array.shape}", "integers [tokens, layers, topk]"
+        raise _error("routing_shape", _ROUTES, got, expected, row=row)
+    if not 0 <= array.min() <= array.max() < 2**15:
+        got = f"experts {array.min()}..{array.max()}"
+        raise _error("routing_shape", _ROUTES, got, "experts in 0..32767", row=row)
+    return array
+
+
+def _assemble(arrays: Mapping[str, Any]) -> pa.Table:
+    columns = [c for c in COLUMNS if arrays.get(c.name) is not None]
+    made = [_to_arrow(arrays[c.name], c.type) for c in columns]
+    fields = [
+        pa.field(c.name, a.type, COLUMN_BY_NAME[c.name].nullable)
+        for c, a in zip(columns, made, strict=True)
+    ]
+    return pa.Table.from_arrays(made, schema=pa.schema(fields))
+
+
+def _to_arrow(values: Any, kind: pa.DataType | None) -> pa.Array:
+    if kind is None:
+        return values
+    return ragged_array(values, kind) if pa.types.is_list(kind) else pa.array(values, kind)
+
+
+def _json(metrics: Any) -> bytes:
+    try:
+        return json.dumps(metrics, default=lambda value: value.item()).encode()
+    except (AttributeError, TypeError, ValueError):
+        got = "values that JSON cannot hold"
+        raise _error("fields", "rollout_metrics", got, "numbers and texts") from None
+
+
+def _error(
+    rule: str, name: str, got: str, expected: str, hint: str | None = None, row: int | None = None
+) -> RolloutError:
+    where = f"GeneratorOutput, {name}" + ("" if row is None else f"[{row}]")
+    return RolloutError(rule, where, got, expected, hint)

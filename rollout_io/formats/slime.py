@@ -1,0 +1,430 @@
+"""The `slime` format: debug rollout data, written by `--save-debug-rollout-data` with torch.save.
+
+    {"rollout_id": 3, "samples": [
+        {"group_index": 0, "index": 1, "rollout_id": 1, "tokens": [...], "response_length": 24,
+         "loss_mask": [1, ...] or None, "rollout_log_probs": [...] or None, "reward": 1.0 or {...},
+         "status": "completed", "weight_versions": ["3"], "remove_sample": False, ...}, ...]}
+
+A sample is a sequence: its response may contain several turns, and `loss_mask` is 0 between them.
+Samples with the same `rollout_id` (or `index`, if that is null) are one run. The file is a pickle;
+torch's loader for plain data reads it and runs none of its code.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from rollout_io.dataset.opening import open_input
+from rollout_io.formats.base import (
+    About,
+    Adapter,
+    Found,
+    Input,
+    Options,
+    Place,
+    Progress,
+    Rejected,
+    Run,
+    Step,
+    Trajectory,
+)
+from rollout_io.formats.parsing.jsonl import refuse_lfs_pointer
+from rollout_io.formats.parsing.records import incomplete
+from rollout_io.formats.parsing.tokens import INT32_MAX, broken, logprob_array
+from rollout_io.formats.verifiers_traces import runs
+from schemas.errors import RolloutError
+
+_ALONE = "inferred: where a sample names no group, its run is one"
+_PICKLE = "data.pkl"
+_FIELDS = (b"rollout_id", b"samples")
+_SAMPLE_FIELDS = (b"response_length", b"group_index")
+_REASONS = {"completed": "stop", "truncated": "length", "aborted": "abort"}
+_LFS_BYTES = 1024
+_MOST_VERSION_DIGITS = 10  # of a 32-bit integer
+
+_Index = Annotated[int, msgspec.Meta(ge=-INT32_MAX - 1, le=INT32_MAX)]
+
+
+class _Named(msgspec.Struct, gc=False):
+    group_index: _Index | None = None
+    index: _Index | None = None
+    rollout_id: _Index | None = None
+
+    @property
+    def own(self) -> int | None:
+        """Id that the sample shares with the other samples of its run."""
+        return self.index if self.rollout_id is None else self.rollout_id
+
+
+class _Sample(_Named, kw_only=True, gc=False):
+    tokens: Any
+    response_length: Annotated[int, msgspec.Meta(ge=0, le=INT32_MAX)]
+    prompt: Any = None
+    response: str | None = None
+    label: Any = None
+    reward: Any = None
+    loss_mask: Any = None
+    rollout_log_probs: Any = None
+    rollout_routed_experts: Any = None
+    weight_versions: list[Any] | None = None
+    remove_sample: bool = False
+    status: str | None = None
+    metadata: dict[Any, Any] | None = None
+    session_id: str | None = None
+
+
+def recognizes(path: Path) -> bool:
+    """True if a file is a torch.save archive whose pickle names slime's samples."""
+    try:
+        if not path.is_file() or not zipfile.is_zipfile(path):
+            return False
+        with zipfile.ZipFile(path) as archive:
+            name = next((n for n in archive.namelist() if n.rpartition("/")[2] == _PICKLE), None)
+            if name is None:
+                return False
+            with archive.open(name) as file:
+                start = file.read(1 << 20)
+    except (OSError, zipfile.BadZipFile, NotImplementedError, RuntimeError, ValueError, EOFError):
+        return False
+    return all(field in start for field in (*_FIELDS, *_SAMPLE_FIELDS))
+
+
+def find_samples(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
+    """Yield runs, file by file, in the order of their first samples.
+
+    The instance is `FILE/GROUP`: the file name without its extension (the whole path, if two files
+    share a name), and `group_index`.
+    """
+    names = [Path(given.name).name.split(".")[0] or given.name for given in inputs]
+    is_inferred = False
+    for given, name in zip(inputs, names, strict=True):
+        num_bytes = given.path.stat().st_size
+        progress(num_bytes)
+        try:
+            samples = _load(given.path, given.path.stat().st_mtime_ns, given.name)
+        except RolloutError as error:
+            yield Rejected(Place(given.path, given.name, None, num_bytes), error)
+            continue
+        file = name if names.count(name) == 1 else given.name
+        for item in _find(given, file, samples, num_bytes // len(samples)):
+            is_inferred |= isinstance(item, Run) and "group_index" not in item.labels
+            yield item
+    if is_inferred:
+        yield About("groups", _ALONE)
+
+
+def _find(given: Input, file: str, samples: Sequence[Any], num_bytes: int) -> Iterator[Found]:
+    found: dict[str, Run] = {}
+    damaged: dict[str, RolloutError] = {}
+    for number, sample in enumerate(samples):
+        place = Place(given.path, f"{given.name}, samples[{number}]", None, num_bytes)
+        try:
+            key, run = _run_of(_sample(sample, place.where), file, number, place)
+        except RolloutError as error:
+            yield Rejected(place, error)
+            damaged.setdefault(_key_of_damaged(sample, number), error)
+            continue
+        first = found.setdefault(key, run)
+        if first is not run:
+            first.places = [*first.places, place]
+    for key, run in found.items():
+        if key in damaged:
+            yield from incomplete(run.places, damaged[key])
+        else:
+            yield run
+
+
+def _key_of_damaged(sample: Any, number: int) -> str:
+    """Return the key of a damaged sample, in order to reject the other samples of its run."""
+    try:
+        named = msgspec.convert(sample, _Named, strict=True)
+    except (msgspec.ValidationError, RecursionError):
+        named = _Named()
+    return _key(named, number)
+
+
+def _key(named: _Named, number: int) -> str:
+    own = f"sample-{number}" if named.own is None else str(named.own)
+    return f"{named.group_index}/{own}"
+
+
+def _run_of(sample: _Sample, file: str, number: int, place: Place) -> tuple[str, Run]:
+    """Return the key that the samples of a run share, and a run for the sample."""
+    key = _key(sample, number)
+    group = None if sample.group_index is None else str(sample.group_index)
+    found = {
+        "group_index": group,
+        "index": None if sample.index is None else str(sample.index),
+        "rollout_id": None if sample.rollout_id is None else str(sample.rollout_id),
+        "session": sample.session_id,
+        "file": file,
+        "label": sample.label if isinstance(sample.label, str) else None,
+    }
+    labels = {name: value for name, value in found.items() if value}
+    instance = f"{file}/{key.partition('/')[2]}" if group is None else f"{file}/{group}"
+    run = Run(instance_id=instance, repetition_id=None, places=[place], labels=labels, index=number)
+    return key, run
+
+
+def read_samples(run: Run, _options: Options) -> Trajectory:
+    """Read the sequences of a run, in order.
+
+    The outcome is the reward of the last sequence; slime gives all of them the same one. If a
+    reward is an object, `reward` or its only number is the outcome, and all numbers are metrics.
+    The run has failed if its status is failed, or neither completed nor truncated and there is no
+    reward.
+
+    Raises:
+        RolloutError: lengths_align, token_range, logprobs_*, routing_shape, record_type.
+    """
+    path = run.places[0].path
+    samples = _load(path, path.stat().st_mtime_ns, str(path))
+    siblings = [
+        (_sample(samples[_number_of(place)], place.where), place.where) for place in run.places
+    ]
+    rewards = [_reward(sample, where) for sample, where in siblings]
+    outcome, metrics = rewards[-1]
+    error = _error([sample for sample, _ in siblings], outcome)
+    failed = run.failed or error is not None
+    steps = [_step(sample, where, failed=failed) for sample, where in siblings]
+    given = [reward for reward, _ in rewards]
+    if len(set(given)) > 1:
+        for step, reward in zip(steps, given, strict=True):
+            step.reward = reward
+    last = siblings[-1][0]
+    for sample, where in siblings:
+        metrics = {**_numbers(sample.metadata or {}, f"{where}, metadata"), **metrics}
+    texts = {"label": run.labels.get("label"), "status": last.status}
+    versions = [str(version) for sample, _ in siblings for version in sample.weight_versions or ()]
+    if versions and _oldest(versions) is None:
+        texts["weight_versions"] = ",".join(dict.fromkeys(versions))
+    return Trajectory(
+        steps=[step for step in steps if not failed or len(step.prompt_token_ids)],
+        reward=outcome,
+        error=error,
+        metrics=metrics,
+        user_values={name: text for name, text in texts.items() if text},
+    )
+
+
+def _number_of(place: Place) -> int:
+    return int(place.where.rpartition("[")[2].removesuffix("]"))
+
+
+def _sample(value: Any, where: str) -> _Sample:
+    try:
+        return msgspec.convert(value, _Sample, strict=True)
+    except (msgspec.ValidationError, RecursionError) as error:
+        hint = "give what slime's --save-debug-rollout-data wrote"
+        raise RolloutError("record_type", where, str(error), "a sample of slime", hint) from None
+
+
+def _step(sample: _Sample, where: str, *, failed: bool) -> Step:
+    tokens = _integers(sample.tokens, f"{where}, tokens")
+    num = sample.response_length
+    if num > len(tokens):
+        got = f"a response of {num} tokens, of {len(tokens)} in all"
+        raise broken("lengths_align", where, got, "`tokens` of prompt and response")
+    if not failed and not 0 < num < len(tokens):
+        part = "response" if num == 0 else "prompt"
+        raise broken(f"nonempty_{part}", where, f"a {part} of 0 tokens", "at least 1 token")
+    mask = _mask(sample, where)
+    sent = sample.prompt if isinstance(sample.prompt, (str, list)) and sample.prompt else None
+    return Step(
+        source=where,
+        prompt_token_ids=tokens[: len(tokens) - num],
+        response_ids=tokens[len(tokens) - num :],
+        rollout_logprobs=_logprobs(sample, where),
+        rollout_expert_indices=_routes(sample.rollout_routed_experts, len(tokens), where),
+        loss_mask=mask,
+        trains=not sample.remove_sample,
+        spans=runs(mask) if mask is not None and mask.any() else None,
+        stop_reason=_REASONS.get(sample.status or "", sample.status),
+        policy_version=_oldest([str(version) for version in sample.weight_versions or ()]),
+        messages=_json(sent),
+        response_text=sample.response or None,
+        texts=(sample.response,) if sample.response else (),
+    )
+
+
+def _mask(sample: _Sample, where: str) -> npt.NDArray[np.bool_] | None:
+    if sample.loss_mask is None:
+        return None
+    given = _array(sample.loss_mask, f"{where}, loss_mask", "biuf")
+    if not np.isin(given, (0, 1)).all():
+        got = f"a loss_mask with {given[~np.isin(given, (0, 1))][0]}"
+        raise RolloutError("record_type", where, got, "0 and 1")
+    mask = given != 0
+    if len(mask) != sample.response_length:
+        got = f"a loss_mask of {len(mask)} for {sample.response_length} response tokens"
+        raise broken("lengths_align", where, got, "one per token")
+    return None if mask.all() else mask
+
+
+def _logprobs(sample: _Sample, where: str) -> npt.NDArray[np.float32] | None:
+    if sample.rollout_log_probs is None:
+        return None
+    values = _array(sample.rollout_log_probs, f"{where}, rollout_log_probs", "iuf")
+    return logprob_array(values.tolist(), sample.response_length, where)
+
+
+def _integers(value: Any, where: str) -> npt.NDArray[np.int32]:
+    found = _array(value, where, "iu")
+    if len(found) and not 0 <= int(found.min()) <= int(found.max()) <= INT32_MAX:
+        raise broken("token_range", where, "a number out of range", f"0..{INT32_MAX}")
+    return found.astype(np.int32)
+
+
+def _array(value: Any, where: str, kinds: str) -> npt.NDArray[Any]:
+    """Convert a flat list, array or tensor of numbers."""
+    found = _numpy(value, where)
+    if "b" not in kinds and isinstance(value, list) and bool in set(map(type, value)):
+        raise RolloutError("record_type", where, "a list with truth values", "numbers alone")
+    if found.ndim != 1 or (len(found) and found.dtype.kind not in kinds):
+        got = f"a {type(value).__name__} of {found.ndim} dimensions of {found.dtype}"
+        raise RolloutError("record_type", where, got, "a flat list of numbers")
+    return found
+
+
+def _numpy(value: Any, where: str) -> npt.NDArray[Any]:
+    try:
+        if hasattr(value, "detach"):
+            value = value.detach().cpu().numpy()
+        return np.asarray(value)
+    except (ValueError, TypeError, OverflowError, RuntimeError, RecursionError) as error:
+        got = " ".join(str(error).split())[:200]
+        raise RolloutError("record_type", where, got, "a list of numbers") from None
+
+
+def _routes(value: Any, num_tokens: int, where: str) -> npt.NDArray[np.int16] | None:
+    if value is None:
+        return None
+    place, expected = f"{where}, rollout_routed_experts", f"[1..{num_tokens} tokens][layers][topk]"
+    found = _numpy(value, place)
+    is_known = found.ndim == 3 and found.dtype.kind in "iu" and 0 not in found.shape
+    if not is_known or len(found) > num_tokens or not 0 <= found.min() <= found.max() < 2**15:
+        raise broken("routing_shape", place, f"shape {found.shape}", expected)
+    return found.astype(np.int16)
+
+
+def _reward(sample: _Sample, where: str) -> tuple[float | None, dict[str, float]]:
+    """Return the outcome, and all rewards by name."""
+    if not isinstance(sample.reward, Mapping):
+        found = _numbers({"reward": sample.reward}, where)
+        if sample.reward is not None and not found:
+            got = f"a reward of type {type(sample.reward).__name__}"
+            raise RolloutError("record_type", where, got, "a number, or an object of numbers")
+        return found.get("reward"), found
+    found = _numbers(sample.reward, f"{where}, reward")
+    if "reward" in sample.reward:
+        if sample.reward["reward"] is not None and "reward" not in found:
+            got = f"a reward of type {type(sample.reward['reward']).__name__}"
+            raise RolloutError("record_type", f"{where}, reward", got, "a number, or null")
+        return found.get("reward"), found
+    alone = next(iter(found.values())) if len(found) == 1 else None
+    return alone, found
+
+
+def _numbers(values: Mapping[Any, Any], where: str) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for name, value in values.items():
+        plain = value.item() if hasattr(value, "item") and getattr(value, "size", 2) == 1 else value
+        if isinstance(name, str) and isinstance(plain, (int, float)):
+            try:
+                found[name] = float(plain)
+            except OverflowError:
+                got, expected = "a number of many digits", "a number that a 64-bit float holds"
+                raise RolloutError("record_type", f"{where}, {name}", got, expected) from None
+    return found
+
+
+def _error(samples: Sequence[_Sample], outcome: float | None) -> str | None:
+    """Return the reason of a failure, from the statuses of the sequences."""
+    statuses = [sample.status for sample in samples]
+    if "failed" in statuses:
+        return "status: failed"
+    odd = next((s for s in statuses if s is not None and s not in {"completed", "truncated"}), None)
+    return f"status: {odd}" if odd is not None and outcome is None else None
+
+
+def _oldest(versions: Sequence[str]) -> int | None:
+    """Return the smallest version; None if there is none, or one is not a number."""
+    is_known = versions and all(v.isdecimal() and len(v) <= _MOST_VERSION_DIGITS for v in versions)
+    oldest = min(map(int, versions)) if is_known else None
+    return oldest if oldest is not None and oldest <= INT32_MAX else None
+
+
+def _json(value: Any) -> str | None:
+    if value is None:
+        return None
+    try:
+        return msgspec.json.encode(value).decode()
+    except (TypeError, ValueError, RecursionError, OverflowError):
+        return None
+
+
+@lru_cache(maxsize=2)
+def _load(path: Path, _modified: int, where: str) -> list[Any]:
+    """Load the samples of a file; caches two files, as runs are read one by one."""
+    expected, hint = "a debug rollout of slime: plain data, numbers, tensors", "save it again"
+    with open_input(path) as file:
+        refuse_lfs_pointer(file.read(_LFS_BYTES), where)
+    if not _is_zip(path):
+        got = "a file that torch.save did not write, or that is cut off"
+        raise RolloutError("torch_file", where, got, expected, hint)
+    found = _load_plain(path, where, expected)
+    samples = found.get("samples") if isinstance(found, dict) else None
+    if not isinstance(samples, list) or not samples:
+        got = "an object without samples"
+        raise RolloutError("no_calls", where, got, expected, hint)
+    return samples
+
+
+def _is_zip(path: Path) -> bool:
+    try:
+        return zipfile.is_zipfile(path)
+    except (zipfile.BadZipFile, ValueError):
+        return False
+
+
+def _load_plain(path: Path, where: str, expected: str) -> Any:
+    try:
+        import torch
+    except ImportError:
+        hint = 'pip install "rollout-io[train]"'
+        raise RolloutError(
+            "extra_installed", where, "no torch", "torch, to read it", hint
+        ) from None
+    try:
+        with torch.serialization.safe_globals(_numpy_globals()):
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # a damaged or hostile file can make the loader raise anything
+        got = " ".join(str(error).split())[:300] or type(error).__name__
+        hint = "a file with objects of other classes is not loaded: that would run its code"
+        raise RolloutError("torch_file", where, got, expected, hint) from None
+
+
+def _numpy_globals() -> list[Any]:
+    """Return the globals that rebuild NumPy arrays and scalars, as NumPy 1 and 2 name them."""
+    core = np.zeros(0).__reduce__()[0]
+    scalar = np.float64(0).__reduce__()[0]
+    kinds = "?bhilqBHILQefd"
+    named = [(core, f"numpy.{c}.multiarray._reconstruct") for c in ("core", "_core")]
+    named += [(scalar, f"numpy.{c}.multiarray.scalar") for c in ("core", "_core")]
+    return [*named, np.ndarray, np.dtype, *dict.fromkeys(type(np.dtype(k)) for k in kinds)]
+
+
+ADAPTER = Adapter(
+    summary="slime: debug rollout data (.pt), loaded without running code",
+    recognizes=recognizes,
+    find=find_samples,
+    read=read_samples,
+)

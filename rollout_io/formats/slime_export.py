@@ -1,0 +1,167 @@
+"""Export to slime: a `.pt` file from which `--load-debug-rollout-data` trains without an engine.
+
+`slime.observability.rollout_data_utils.load_debug_rollout_data` (slime at 4c4adbbf) reads
+`{"rollout_id": ..., "samples": [...]}`, in which a sample has the form of
+`slime.utils.types.Sample.to_dict`; missing fields get Sample's defaults. All values are plain data
+or tensors, so that `torch.load(..., weights_only=True)` can read the file too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pyarrow as pa
+
+from rollout_io.formats.exporting.export_files import new_export
+from rollout_io.formats.exporting.export_rows import (
+    Exported,
+    Failed,
+    Failures,
+    Groups,
+    PathLike,
+    Uniform,
+    declared_tables,
+    rewards_of,
+)
+from schemas.errors import RolloutError
+
+ROUTES = "rollout_expert_indices"
+STATUS = {"length": "truncated", "abort": "aborted"}
+FIELDS = {
+    *("prompt_token_ids", "response_ids", "loss_mask", "rollout_logprobs", "reward", ROUTES),
+    *("messages", "response_text", "policy_version"),
+}
+"""Columns with a field of their own; all others go to the sample's `metadata`."""
+
+ROLLOUT_ID = 0
+
+
+def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exported:
+    """Write one sample per row. The output is one document: all samples are held in memory.
+
+    `tokens` holds prompt + response; `response_length`, `loss_mask` and `rollout_log_probs`
+    describe the response; `reward` is the column's. `group_index` numbers the instances, `index`
+    and `rollout_id` the trajectories, from 0 by first appearance. `status` is completed, truncated
+    (stop_reason length), aborted (abort) or failed; `weight_versions` holds the policy version.
+
+    Masked trajectories are kept with `remove_sample`, for which slime clears the loss mask. A
+    failed one has the status failed and reward 0.0, which slime's baseline includes if its group is
+    kept. A row without tokens becomes [0, 0], of which one is the response.
+
+    Raises:
+        ValidationError: The dataset breaks an invariant.
+        RolloutError: A null reward without an error; log-probabilities or routing on some rows only;
+            routing that lacks more than the last token; torch is missing; `out` exists.
+    """
+    torch = _torch()
+    failures, done, groups = Failures.of(dataset, failed), Exported(), Groups()
+    uniform = Uniform(dataset, ["rollout_logprobs", ROUTES])
+    samples: list[dict[str, Any]] = []
+    num_removed = 0
+    with new_export(out) as path:
+        for piece in declared_tables(dataset):
+            is_failed, masked = failures.failed(piece), failures.masked(piece)
+            healthy = piece.filter(pa.array(~masked))
+            uniform.check(healthy)
+            rewards_of(dataset, piece.filter(pa.array(~is_failed)))
+            numbers = zip(*groups.add(piece), strict=True)
+            for row, number, removed in zip(_rows(piece), numbers, masked.tolist(), strict=True):
+                samples.append(_sample(row, *number, removed=removed))
+            num_removed += int(masked.sum())
+        done.num_rows_read = done.num_rows_written = len(samples)
+        done.close(dataset)
+        _complete(samples, uniform, torch)
+        with path.open("wb") as file:
+            torch.save({"rollout_id": ROLLOUT_ID, "samples": samples}, file)
+    if num_removed:
+        done.remarks.append(
+            f"{num_removed} of the samples have remove_sample set, and do not train"
+        )
+    done.remarks += groups.remarks("slime", "n_samples_per_prompt")
+    return done
+
+
+def _torch() -> Any:
+    try:
+        import torch
+    except ImportError:
+        hint = 'pip install "rollout-io[train]"'
+        raise RolloutError("extra_installed", "--format slime", "no torch", "", hint) from None
+    return torch
+
+
+def _rows(table: pa.Table) -> Iterator[dict[str, Any]]:
+    for batch in table.to_batches(max_chunksize=256):
+        yield from batch.to_pylist()
+
+
+def _sample(row: dict[str, Any], group: int, trajectory: int, *, removed: bool) -> dict[str, Any]:
+    prompt, response = row["prompt_token_ids"], row["response_ids"]
+    version, routes = row.get("policy_version"), row.get(ROUTES)
+    failed = row.get("error") is not None
+    return {
+        "group_index": group,
+        "index": trajectory,
+        "rollout_id": trajectory,
+        "prompt": _messages(row.get("messages")),
+        "tokens": (prompt + response) if response else [*(prompt or [0]), 0],
+        "response": row.get("response_text") or "",
+        "response_length": len(response) or 1,
+        "reward": 0.0 if failed else row["reward"],
+        "loss_mask": [int(trains) for trains in row["loss_mask"]] or [0],
+        "rollout_log_probs": row.get("rollout_logprobs"),
+        "rollout_routed_experts": routes,
+        "weight_versions": [] if version is None else [str(version)],
+        "remove_sample": removed,
+        "status": "failed" if failed else STATUS.get(row.get("stop_reason") or "", "completed"),
+        "metadata": _plain({n: v for n, v in row.items() if n not in FIELDS}),
+    }
+
+
+def _messages(text: str | None) -> Any:
+    """Parse the messages that were sent; keep any other text unchanged."""
+    try:
+        messages = json.loads(text or '""')
+    except ValueError:
+        return text
+    return messages if isinstance(messages, list) else text or ""
+
+
+def _plain(metadata: dict[str, Any]) -> Any:
+    """Restrict values to JSON types, so that loading the file runs no code."""
+    if metadata.get("metrics") is not None:
+        metadata["metrics"] = dict(metadata["metrics"])
+    return json.loads(json.dumps(metadata, default=str))
+
+
+def _complete(samples: list[dict[str, Any]], uniform: Uniform, torch: Any) -> None:
+    """Give removed samples the same fields as the others: slime looks at the first sample only."""
+    shape = next((_shape(s) for s in samples if s["rollout_routed_experts"]), ())
+    for sample in samples:
+        num = sample["response_length"]
+        known = sample["rollout_log_probs"] or [0.0] * num
+        sample["rollout_log_probs"] = known if uniform.has_values("rollout_logprobs") else None
+        routes = sample["rollout_routed_experts"]
+        sample["rollout_routed_experts"] = None
+        if uniform.has_values(ROUTES):
+            sample["rollout_routed_experts"] = _routes(sample, routes or [], shape, torch)
+
+
+def _shape(sample: dict[str, Any]) -> tuple[int, int]:
+    first = sample["rollout_routed_experts"][0]
+    return len(first), len(first[0])
+
+
+def _routes(sample: dict[str, Any], routes: list[Any], shape: tuple[int, ...], torch: Any) -> Any:
+    """[tokens - 1, layers, topk] int32 routing of a sample."""
+    wanted = len(sample["tokens"]) - 1
+    if len(routes) < wanted and not sample["remove_sample"]:
+        where, got = sample["metadata"]["trajectory_id"], f"routing of {len(routes)} tokens"
+        expected, hint = f"of {wanted}: all but the last", f"drop the column {ROUTES}"
+        raise RolloutError("routing_whole", f"trajectory {where!r}", got, expected, hint)
+    found = torch.zeros((wanted, *shape), dtype=torch.int32)
+    if routes:
+        found[: len(routes)] = torch.tensor(routes[:wanted], dtype=torch.int32)
+    return found

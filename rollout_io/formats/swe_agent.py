@@ -1,0 +1,233 @@
+"""The `swe_agent` format: trajectories of SWE-agent (.traj), one JSON document per run.
+
+    {"trajectory": [{"response": ..., "query": [message, ...], "action": ..., ...}, ...],
+     "history": [{"role": ..., "content": ..., "agent": "main", "message_type": "action"}, ...],
+     "info": {"exit_status": "submitted", "model_stats": {...}}, "replay_config": ...}
+
+`query` (or `messages`) of a step is the prompt of its call. Some versions record it after the call:
+if every step's last assistant message is its own response, each prompt is cut before it. History
+processors shorten prompts, so a run can have several contexts. If no step has a prompt, the history
+of each agent serves as its context. Demonstrations, which only have a history, are accepted too.
+The file has no reward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from rollout_io.formats.base import (
+    Adapter,
+    Found,
+    Input,
+    Options,
+    Place,
+    Progress,
+    Run,
+    Trajectory,
+)
+from rollout_io.formats.parsing.content import Message
+from rollout_io.formats.parsing.documents import (
+    decode_document,
+    find_documents,
+    is_document,
+    run_of_file,
+    with_group_rule,
+)
+from rollout_io.formats.parsing.jsonl import decode_line
+from rollout_io.formats.parsing.messages import read_message, read_messages
+from rollout_io.formats.parsing.model_calls import Call, steps_of
+from rollout_io.formats.parsing.records import read_record
+from schemas.errors import RolloutError
+
+_SUFFIXES = (".traj", ".json")
+_MARKS = (b'"trajectory"', b'"history"')
+_CRASHES = frozenset({"exit_error", "exit_environment_error", "exit_api"})
+
+
+class _Info(msgspec.Struct, gc=False):
+    exit_status: str | None = None
+    model_stats: dict[str, float | None] | None = None
+
+
+class _Step(msgspec.Struct, gc=False):
+    response: str | None = None
+    query: list[msgspec.Raw] | None = None
+    messages: list[msgspec.Raw] | None = None
+
+    @property
+    def prompt(self) -> list[msgspec.Raw]:
+        """The prompt of the step; SWE-agent writes `[{}]` for a step without a model call."""
+        found = self.messages if self.query is None else self.query
+        return [raw for raw in found or () if bytes(raw).strip() != b"{}"]
+
+
+class _TrajectoryFile(msgspec.Struct, gc=False):
+    history: list[msgspec.Raw]
+    trajectory: list[_Step] = []
+    info: _Info = msgspec.field(default_factory=_Info)
+    replay_config: msgspec.Raw = msgspec.Raw(b"null")
+
+
+class _Marks(msgspec.Struct, gc=False):
+    """The fields that SWE-agent adds to a message."""
+
+    role: str
+    agent: str | None = None
+    is_demo: bool | None = None
+
+
+class _Problem(msgspec.Struct, gc=False):
+    id: str | None = None
+
+
+class _Replay(msgspec.Struct, gc=False):
+    problem_statement: _Problem | None = None
+
+
+class _HeadMessage(msgspec.Struct, gc=False):
+    role: str
+    agent: str
+
+
+class _Head(msgspec.Struct, gc=False):
+    history: list[_HeadMessage]
+
+
+_RUN_DECODER = msgspec.json.Decoder(_TrajectoryFile)
+_MARKS_DECODER = msgspec.json.Decoder(_Marks)
+_REPLAY_DECODER = msgspec.json.Decoder(_Replay | str | None)
+_REPLAY_TEXT_DECODER = msgspec.json.Decoder(_Replay)
+_HEAD_DECODER = msgspec.json.Decoder(_Head)
+
+
+def find_runs(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
+    """Yield one run per file; the instance is the problem's id, or inferred from the file name."""
+    yield from with_group_rule(find_documents(inputs, progress, _find))
+
+
+def _find(place: Place, content: bytes) -> Iterator[Run]:
+    run = decode_document(_RUN_DECODER, content, place.where)
+    yield run_of_file(place, _problem(run.replay_config), _SUFFIXES)
+
+
+def _problem(config: msgspec.Raw) -> str | None:
+    """Return the problem's id from a replay configuration, an object or its JSON in a string."""
+    try:
+        found = _REPLAY_DECODER.decode(config)
+        replay = _REPLAY_TEXT_DECODER.decode(found) if isinstance(found, str) else found
+    except (msgspec.MsgspecError, RecursionError):
+        return None
+    return replay.problem_statement.id if replay and replay.problem_statement else None
+
+
+def read_run(run: Run, _: Options) -> Trajectory:
+    """Read the calls of a run.
+
+    The exit status becomes the `stop_reason` of the last call and the text `exit_status`. A run has
+    failed if the environment or the model's server ended it (exit_environment_error, exit_error,
+    exit_api), but not if it spent its budget or submitted nothing.
+
+    Raises:
+        RolloutError: no_calls, no_prompt, record_type, ...
+    """
+    (place,) = run.places
+    logged = decode_document(_RUN_DECODER, read_record(place), place.where)
+    status, stats = logged.info.exit_status, logged.info.model_stats or {}
+    failed = run.failed or status in _CRASHES
+    steps = steps_of(list(_calls(logged, place.where)), place.where, failed=failed)
+    for step in steps[-1:]:
+        step.stop_reason = status
+    return Trajectory(
+        steps=steps,
+        error=status if status in _CRASHES else None,
+        metrics={name: value for name, value in stats.items() if value is not None},
+        user_values={} if status is None else {"exit_status": status},
+    )
+
+
+def _calls(logged: _TrajectoryFile, where: str) -> Iterator[Call]:
+    if any(step.prompt for step in logged.trajectory):
+        yield from _calls_of_steps(logged, where)
+    else:
+        yield from _calls_of_history(logged, f"{where}, history")
+
+
+def _calls_of_steps(logged: _TrajectoryFile, where: str) -> Iterator[Call]:
+    replies = _replies(logged, f"{where}, history")
+    calls = []
+    for index, step in enumerate(logged.trajectory):
+        here = f"{where}, trajectory[{index}]"
+        if not step.prompt:
+            if step.response:
+                got, hint = "a response without the prompt of its call", "write the file again"
+                raise RolloutError("no_prompt", here, got, "`query` with its messages", hint)
+            continue
+        agent, reply = _match(step.response or "", replies)
+        prompt = read_messages(step.prompt, f"{here}.query")
+        calls.append(Call(where=here, prompt=prompt, reply=reply, agent=agent))
+    ends = [_end_of_prompt(call) for call in calls]
+    for call, end in zip(calls, ends, strict=True):
+        yield call if None in ends else replace(call, prompt=call.prompt[:end])
+
+
+def _end_of_prompt(call: Call) -> int | None:
+    """Return the index of the reply in its own prompt, if it is its last assistant message."""
+    spoken = (i for i, message in enumerate(call.prompt) if message["role"] == "assistant")
+    last = max(spoken, default=None)
+    return None if last is None or call.prompt[last] != call.reply else last
+
+
+def _match(response: str, replies: list[tuple[str | None, Message]]) -> tuple[str | None, Message]:
+    """Return the next reply in the history with a step's text; it includes the tool calls.
+
+    A response that is not in the history (the model was asked again) has only its text.
+    """
+    for index, (agent, reply) in enumerate(replies):
+        if reply["content"] == response:
+            del replies[: index + 1]
+            return agent, reply
+    agent = replies[0][0] if replies else None
+    return agent, {"role": "assistant", "content": response}
+
+
+def _replies(logged: _TrajectoryFile, where: str) -> list[tuple[str | None, Message]]:
+    return [
+        (marks.agent, message)
+        for _, marks, message in _history(logged, where)
+        if message["role"] == "assistant" and not marks.is_demo
+    ]
+
+
+def _calls_of_history(logged: _TrajectoryFile, where: str) -> Iterator[Call]:
+    """Yield calls with each agent's messages as one context; demonstrations are not calls."""
+    seen: dict[str | None, list[Message]] = {}
+    for here, marks, message in _history(logged, where):
+        before = seen.setdefault(marks.agent, [])
+        if message["role"] == "assistant" and not marks.is_demo:
+            yield Call(where=here, prompt=list(before), reply=message, agent=marks.agent)
+        before.append(message)
+
+
+def _history(logged: _TrajectoryFile, where: str) -> Iterator[tuple[str, _Marks, Message]]:
+    for index, raw in enumerate(logged.history):
+        here = f"{where}[{index}]"
+        marks = decode_line(_MARKS_DECODER, bytes(raw), here)
+        yield here, marks, read_message(raw, here)
+
+
+def recognizes(path: Path) -> bool:
+    """True if a file is a document with a history whose messages name their agent."""
+    return is_document(path, _HEAD_DECODER, _MARKS)
+
+
+ADAPTER = Adapter(
+    summary="SWE-agent's trajectories (.traj), and its demonstrations",
+    recognizes=recognizes,
+    find=find_runs,
+    read=read_run,
+    is_text=True,
+)

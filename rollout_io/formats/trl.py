@@ -1,0 +1,188 @@
+"""The `trl` format: TRL's logs with `log_completions`, completions_{step}.parquet.
+
+Columns: `step`, `prompt` and `completion` (lists of messages, or text), one numeric column per
+reward function, user columns, `advantage`. A row is a run. Completions were decoded without special
+tokens; if they are text, the history of the dataset records that. The file does not state TRL's
+groups: rows of one step with the same prompt form a group, which is recorded as well. Nor does it
+state the weights of the reward functions: a single numeric column is the outcome; with several,
+`--reward` chooses one.
+
+The arguments of tools are a struct of all names used in the file: null ones are dropped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rollout_io.dataset.opening import open_input
+from rollout_io.formats.base import (
+    About,
+    Adapter,
+    Completion,
+    Conversation,
+    Found,
+    Input,
+    Options,
+    Place,
+    Progress,
+    Rejected,
+    Run,
+    Trajectory,
+)
+from rollout_io.formats.parsing.content import Message
+from rollout_io.formats.parsing.messages import prompt_key, read_messages
+from schemas.errors import RolloutError
+
+_REQUIRED = frozenset({"step", "prompt", "completion"})
+_ADVANTAGE = "advantage"
+_GROUPS = "inferred: rows of one step with the same prompt"
+_TEXT = "completions decoded without special tokens: ids are near, not exact"
+_MAGIC = b"PAR1"
+_ERRORS = (pa.ArrowException, OSError, ValueError, ArithmeticError, NotImplementedError)
+
+
+def find_rows(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
+    """Yield one run per row, in the order of the files."""
+    yield About("groups", _GROUPS)
+    has_text = False
+    for given in inputs:
+        num_bytes = given.path.stat().st_size
+        progress(num_bytes)
+        try:
+            rows = _heads(given.path)
+        except _ERRORS as error:
+            yield Rejected(Place(given.path, given.name, 0, num_bytes), _damaged(given.name, error))
+            continue
+        for i, row in enumerate(rows):
+            place = Place(given.path, f"{given.name}, row {i}", None, num_bytes // len(rows))
+            has_text |= _is_text(row)
+            try:
+                yield _run(place, i, row)
+            except RolloutError as refused:
+                yield Rejected(place, refused)
+    if has_text:
+        yield About("text", _TEXT)
+
+
+def _heads(path: Path) -> list[dict[str, Any]]:
+    """Return the columns that identify each row."""
+    with pq.ParquetFile(path) as file:
+        missing = sorted(_REQUIRED - set(file.schema_arrow.names))
+        if missing:
+            raise ValueError(f"no column {missing[0]!r}")
+        rows: list[dict[str, Any]] = file.read(sorted(_REQUIRED)).to_pylist()
+    return rows
+
+
+def _damaged(where: str, error: Exception) -> RolloutError:
+    got = " ".join(str(error).split()) or type(error).__name__
+    hint = "the file is damaged or cut off: copy it again"
+    return RolloutError("parquet_file", where, got, "a whole Parquet file of TRL's", hint)
+
+
+def _run(place: Place, index: int, row: Mapping[str, Any]) -> Run:
+    prompt = row["prompt"] if _is_text(row) else _messages(row, "prompt", place.where)
+    key, step = prompt_key(prompt), str(row["step"])
+    return Run(
+        instance_id=f"step-{step}/{key}",
+        repetition_id=None,
+        places=[place],
+        labels={"step": step, "prompt": key},
+        index=index,
+    )
+
+
+def read_row(run: Run, _: Options) -> Trajectory:
+    """Read the conversation or text of a row; all its numbers are metrics.
+
+    Raises:
+        RolloutError: `parquet_file`, `message`, `no_calls`.
+    """
+    (place,) = run.places
+    try:
+        table = _table(place.path, place.path.stat().st_mtime_ns)
+        row = table.slice(run.index, 1).to_pylist()[0]
+    except _ERRORS as error:
+        raise _damaged(place.where, error) from None
+    fields = [field for field in table.schema if field.name != "step"]
+    known = {field.name: row[field.name] for field in fields if _is_number(field.type)}
+    metrics = {name: float(v) for name, v in known.items() if v is not None and not math.isnan(v)}
+    rewards = known.keys() - {_ADVANTAGE}
+    reward = metrics.get(next(iter(rewards))) if len(rewards) == 1 else None
+    step = _said(row, place.where)
+    return Trajectory(
+        steps=[step], reward=reward, metrics=metrics, user_values={"step": str(row["step"])}
+    )
+
+
+def _said(row: Mapping[str, Any], where: str) -> Conversation | Completion:
+    if _is_text(row):
+        return Completion(source=where, prompt=row["prompt"], response=row["completion"])
+    messages = _messages(row, "prompt", where) + _messages(row, "completion", where)
+    if all(message["role"] != "assistant" for message in messages):
+        got, expected = "a completion without an assistant's message", "at least one"
+        raise RolloutError("no_calls", where, got, expected)
+    return Conversation(source=where, messages=messages)
+
+
+def _is_text(row: Mapping[str, Any]) -> bool:
+    return isinstance(row["prompt"], str) and isinstance(row["completion"], str)
+
+
+def _messages(row: Mapping[str, Any], name: str, where: str) -> list[Message]:
+    if not isinstance(row[name], list):
+        got, expected = f"a {type(row[name]).__name__}", "messages in both columns, or text in both"
+        raise RolloutError("message", f"{where}, {name}", got, expected)
+    raws = [msgspec.Raw(msgspec.json.encode(_shown(message))) for message in row[name]]
+    return read_messages(raws, f"{where}, {name}")
+
+
+@lru_cache(maxsize=2)
+def _table(path: Path, _modified_ns: int) -> pa.Table:
+    """Read a file: all completions of one step, which TRL held in memory too."""
+    with pq.ParquetFile(path) as file:
+        return file.read()
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    is_whole = pa.types.is_integer(kind) or pa.types.is_boolean(kind)
+    return bool(is_whole or pa.types.is_floating(kind))
+
+
+def _shown(value: Any) -> Any:
+    """Drop the nulls that Arrow adds to structs."""
+    if isinstance(value, list):
+        return [_shown(element) for element in value]
+    if isinstance(value, dict):
+        return {name: _shown(v) for name, v in value.items() if v is not None}
+    return value
+
+
+def recognizes(path: Path) -> bool:
+    """True if a file is Parquet with TRL's columns."""
+    try:
+        if not path.is_file():
+            return False
+        with open_input(path) as file:
+            if file.read(len(_MAGIC)) != _MAGIC:
+                return False
+        return set(pq.read_schema(path).names) >= _REQUIRED
+    except _ERRORS:
+        return False
+
+
+ADAPTER = Adapter(
+    summary="TRL's logged completions (completions_*.parquet): messages, or text without roles",
+    recognizes=recognizes,
+    find=find_rows,
+    read=read_row,
+    is_text=True,
+)

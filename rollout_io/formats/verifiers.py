@@ -1,0 +1,392 @@
+"""The `verifiers` format: episodes (`traces.jsonl`), rows (`results.jsonl`), or directories.
+
+    outputs/evals/<env>--<model>/<hash>/{results.jsonl, metadata.json}
+    <run>/traces.jsonl
+    rollouts/step_<N>/<train|eval>/<all|effective>/traces.jsonl
+
+An episode is a run; one that occurs in several subsets is one run with several records. Its group
+is the one that its trainer named, else its task. A row is a run; its group is its example.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from rollout_io.formats.base import (
+    About,
+    Adapter,
+    Conversation,
+    Found,
+    Input,
+    Logged,
+    Options,
+    Place,
+    Progress,
+    Rejected,
+    Run,
+    Step,
+    Trajectory,
+)
+from rollout_io.formats.detect import has_record
+from rollout_io.formats.parsing.directories import logs_below
+from rollout_io.formats.parsing.fields import label
+from rollout_io.formats.parsing.jsonl import decode_line, refuse_not_utf8
+from rollout_io.formats.parsing.records import lines_of, read_record, refuse_repeated
+from rollout_io.formats.verifiers_rows import METADATA, metadata_beside, read_row
+from rollout_io.formats.verifiers_traces import Failure, Graph, Trace, Version, metrics_of
+from schemas.errors import RolloutError
+
+_LOGS = {"results.jsonl", "traces.jsonl"}
+_BESIDE = {METADATA, "config.json"}
+_TASKS = "inferred: where no group is named, the episodes of one task (its key) are one"
+_EXAMPLES = "inferred: where no environment is named, the rows of one example in one file are one"
+_NO_JSON = msgspec.Raw(b"null")
+
+
+class _Data(msgspec.Struct, gc=False):
+    name: msgspec.Raw = _NO_JSON
+
+
+class _Task(msgspec.Struct, gc=False):
+    key: str | None = None
+    hash: str | None = None
+    data: _Data | None = None
+
+
+class _Group(msgspec.Struct, gc=False):
+    id: str | None = None
+
+
+class _Policy(msgspec.Struct, gc=False):
+    start: Version | None = None
+    end: Version | None = None
+
+
+class _Work(msgspec.Struct, gc=False):
+    type: str | None = None
+    step: Version | None = None
+    policy: _Policy | None = None
+
+
+class _RunInfo(msgspec.Struct, gc=False):
+    type: str | None = None
+    id: str | None = None
+    work: _Work | None = None
+
+
+class _Env(msgspec.Struct, gc=False):
+    id: str | None = None
+    name: str | None = None
+
+
+class _Named(msgspec.Struct, gc=False):
+    id: str
+    task: _Task
+    group: _Group | None = None
+    run: _RunInfo | None = None
+    env: _Env | None = None
+
+
+class _EpisodeHead(_Named, gc=False):
+    traces: list[dict[str, msgspec.Raw]] | None = None
+
+    def __post_init__(self) -> None:
+        if self.traces is None:
+            raise ValueError("no episode")
+
+
+class _Episode(_Named, gc=False):
+    traces: list[Trace] = []
+    ok: bool = True
+    is_timeout: bool = False
+    errors: list[Failure] | None = None
+
+
+class _RowHead(msgspec.Struct, gc=False):
+    prompt: str | list[msgspec.Raw] | None
+    completion: str | list[msgspec.Raw] | None
+    reward: float | None
+    id: msgspec.Raw = _NO_JSON
+    example_id: msgspec.Raw = _NO_JSON
+    task: msgspec.Raw = _NO_JSON
+
+
+class _Kind(msgspec.Struct, gc=False):
+    traces: msgspec.Raw = _NO_JSON
+
+
+class _Shape(_RowHead, gc=False):
+    """The fields of a row that no other format has."""
+
+    traces: msgspec.Raw = _NO_JSON
+    metrics: dict[str, msgspec.Raw] | None = None
+    timing: dict[str, msgspec.Raw] | None = None
+    generation_ms: float | None = None
+
+    def __post_init__(self) -> None:
+        new = bytes(self.example_id) != b"null" and None not in (self.metrics, self.timing)
+        old = bytes(self.id) != b"null" and self.generation_ms is not None
+        if not new and not old:
+            raise ValueError("no row of verifiers")
+
+
+_KIND = msgspec.json.Decoder(_Kind)
+_EPISODE_HEAD = msgspec.json.Decoder(_EpisodeHead)
+_EPISODE = msgspec.json.Decoder(_Episode)
+_ROW_HEAD = msgspec.json.Decoder(_RowHead)
+_SHAPE = msgspec.json.Decoder(_Shape)
+
+
+def find_rollouts(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
+    """Yield episodes and rows in the order of the logs, and how their groups were inferred.
+
+    An episode with a known id is another record of the first one's run.
+    """
+    files = [file for given in inputs for file in _files_of(given)]
+    episodes: dict[str, Run] = {}
+    rows: dict[bytes, str] = {}
+    rules: dict[str, str] = {}
+    for file in files:
+        for item in _find_in(file, progress, None if len(files) == 1 else file.name, rows):
+            if not isinstance(item, Run):
+                yield item
+                continue
+            episode = item.labels.get("episode")
+            first = item if episode is None else episodes.setdefault(episode, item)
+            if first is not item:
+                first.places = [*first.places, *item.places]
+                continue
+            if episode is not None and "group" not in item.labels:
+                rules["groups"] = _TASKS
+            if episode is None and "env" not in item.labels and len(files) > 1:
+                rules["groups"] = _EXAMPLES
+            if episode is None:
+                yield item
+    repeated = sum(len(run.places) > 1 for run in episodes.values())
+    if repeated:
+        text = f"{repeated} episodes are in several files (subsets of one step): one run each"
+        rules["repeated_episodes"] = text
+    yield from episodes.values()
+    yield from (About(name, rule) for name, rule in rules.items())
+
+
+def _files_of(given: Input) -> list[Input]:
+    if not given.path.is_dir():
+        return [given]
+    return [Input(str(path), path) for path in _logs_below(given.path)]
+
+
+def _find_in(
+    file: Input, progress: Progress, owner: str | None, rows: dict[bytes, str]
+) -> Iterator[Found]:
+    try:
+        for place, content in lines_of([file], progress):
+            try:
+                refuse_not_utf8(content, place.where)
+                yield _find(place, content, owner, rows)
+            except RolloutError as error:
+                yield Rejected(place, error)
+    except RolloutError as error:
+        if error.rule != "lfs_pointer":
+            raise
+        yield Rejected(Place(file.path, file.name, 0, file.path.stat().st_size), error)
+
+
+def _find(place: Place, content: bytes, owner: str | None, rows: dict[bytes, str]) -> Run:
+    kind = decode_line(_KIND, content, place.where)
+    if bytes(kind.traces) != b"null":
+        return _find_episode(place, decode_line(_EPISODE_HEAD, content, place.where))
+    refuse_repeated(content.strip(), place.where, rows)
+    return _find_row(place, decode_line(_ROW_HEAD, content, place.where), owner)
+
+
+def _find_episode(place: Place, head: _EpisodeHead) -> Run:
+    run, data, env = head.run or _RunInfo(), head.task.data or _Data(), head.env or _Env()
+    work = run.work or _Work()
+    step = None if work.step is None else str(work.step)
+    task = head.task.key or head.task.hash
+    group = None if head.group is None else head.group.id
+    found = {"episode": head.id, "group": group, "task": task, "run": run.id, "step": step}
+    found |= {"name": label(data.name, place.where), "env": env.name or env.id, "kind": work.type}
+    if not head.id or not (group or task):
+        got, hint = "an episode that names neither group nor task, or has no id", None
+        raise RolloutError("group", place.where, got, "`group.id`, `task.key` or `task.hash`", hint)
+    labels = {name: value for name, value in found.items() if value}
+    instance = group or task or ""
+    return Run(instance_id=instance, repetition_id=None, places=[place], labels=labels)
+
+
+def _find_row(place: Place, head: _RowHead, owner: str | None) -> Run:
+    example = label(head.example_id, place.where) or label(head.id, place.where)
+    if example is None:
+        hint = "take the rows as verifiers saved them"
+        got = "a row that names no example"
+        raise RolloutError("group", place.where, got, "`example_id` or `id`", hint)
+    metadata = metadata_beside(place.path)
+    env = metadata.env or metadata.env_id
+    found = {"example": example, "env": env, "model": metadata.model, "file": owner}
+    found["task"] = label(head.task, place.where)
+    labels = {name: value for name, value in found.items() if value}
+    instance = f"{env or owner}/{example}" if env or owner else example
+    return Run(instance_id=instance, repetition_id=None, places=[place], labels=labels)
+
+
+def read_rollout(run: Run, options: Options) -> Trajectory:
+    """Read the calls of an episode or a row.
+
+    Raises:
+        RolloutError: no_token_ids, tokens_disagree, dangling_reference, no_calls, ...
+    """
+    place = run.places[0]
+    if "episode" not in run.labels:
+        metadata = metadata_beside(place.path)
+        return read_row(read_record(place), place.where, metadata, options)
+    first = _read_episode(place, options, failed=run.failed)
+    for other in run.places[1:]:
+        _refuse_other_tokens(first, _read_episode(other, options, failed=run.failed), place, other)
+    return first
+
+
+def _refuse_other_tokens(first: Trajectory, second: Trajectory, at: Place, other: Place) -> None:
+    if len(first.steps) == len(second.steps) and all(map(_same, first.steps, second.steps)):
+        return
+    got, hint = f"another episode than {at.where} has under its id", "convert each run by itself"
+    raise RolloutError("tokens_disagree", other.where, got, "the same tokens", hint)
+
+
+def _same(first: Logged, second: Logged) -> bool:
+    if isinstance(first, Step) and isinstance(second, Step):
+        names = ("prompt_token_ids", "response_ids")
+        return all(np.array_equal(getattr(first, n), getattr(second, n)) for n in names)
+    if isinstance(first, Conversation) and isinstance(second, Conversation):
+        return first.messages == second.messages
+    return False
+
+
+def _read_episode(place: Place, options: Options, *, failed: bool) -> Trajectory:
+    """Read an episode; the agents that do not train come first, so that the policy's call is last.
+
+    The outcome is the reward (scores times weights) of the last trained trace that has one; all
+    rewards are metrics. The calls of untrained traces without tokens (judges, users) are counted,
+    and left out.
+    """
+    episode = decode_line(_EPISODE, read_record(place), place.where)
+    error = _error(episode, options)
+    failed = failed or error is not None
+    numbered = sorted(enumerate(episode.traces), key=lambda item: item[1].agent.trainable)
+    graphs = [(Graph(t, f"{place.where}, traces[{i}]"), t) for i, t in numbered]
+    steps, num_left_out = _steps([graph for graph, _ in graphs], failed=failed)
+    main = numbered[-1][1] if numbered else Trace()
+    if not steps and error is None and not failed:
+        raise RolloutError("no_calls", place.where, "no calls at all", "at least one call")
+    metrics = metrics_of(_prefixes([trace for _, trace in numbered]))
+    known = [t.reward for _, t in numbered if t.agent.trainable and t.reward is not None]
+    if known:
+        metrics.setdefault("reward", known[-1])
+    if num_left_out:
+        metrics["num_calls_without_tokens"] = float(num_left_out)
+    _add_versions(steps, graphs, _policy(episode))
+    return Trajectory(
+        steps=steps,
+        reward=known[-1] if known else None,
+        error=error,
+        metrics=metrics,
+        user_values=_texts(episode, main),
+    )
+
+
+def _steps(graphs: Sequence[Graph], *, failed: bool) -> tuple[list[Step | Conversation], int]:
+    """Return the calls of all traces, and the number of calls left out."""
+    has_tokens = any(len(g.sampled) > len(g.without_tokens) for g in graphs)
+    steps: list[Step | Conversation] = []
+    num_left_out = 0
+    for graph in graphs:
+        missing = graph.without_tokens
+        if not has_tokens and not failed:
+            own: list[Step | Conversation] = list(graph.conversations())
+        else:
+            trains = graph.trace.agent.trainable or len(missing) < len(graph.sampled)
+            if missing and trains and not failed:
+                raise graph.missing()
+            num_left_out += len(missing)
+            own = list(graph.steps(failed=failed))
+        steps += own
+    return steps, num_left_out
+
+
+def _add_versions(
+    steps: Sequence[Step | Conversation], graphs: Sequence[tuple[Graph, Trace]], policy: _Policy
+) -> None:
+    trained = tuple(f"{graph.where}." for graph, trace in graphs if trace.agent.trainable)
+    for step in steps:
+        if isinstance(step, Step) and step.source.startswith(trained):
+            step.policy_version = policy.start
+
+
+def _policy(episode: _Named) -> _Policy:
+    run = episode.run or _RunInfo()
+    return (run.work or _Work()).policy or _Policy()
+
+
+def _prefixes(traces: Sequence[Trace]) -> list[tuple[str, Trace]]:
+    """Return a prefix of metric names per trace: none for the last trace, else its agent's name."""
+    names = [trace.agent.name for trace in traces]
+    shared = [n if names.count(n) == 1 else f"{n}{names[:i].count(n)}" for i, n in enumerate(names)]
+    return [
+        ("" if i == len(traces) - 1 else f"{shared[i]}.", trace) for i, trace in enumerate(traces)
+    ]
+
+
+def _error(episode: _Episode, options: Options) -> str | None:
+    trained = [trace for trace in episode.traces if trace.agent.trainable]
+    errors = [error for t in trained if not t.ok for error in t.errors or ()]
+    errors += [] if episode.ok else episode.errors or []
+    if not episode.ok or not all(trace.ok for trace in trained):
+        last = errors[-1] if errors else Failure(type="not ok")
+        return ": ".join(text[:500] for text in (last.type, last.message) if text) or "not ok"
+    is_timeout = episode.is_timeout or any(trace.is_timeout for trace in trained)
+    return "timeout" if is_timeout and options.timeouts == "fail" else None
+
+
+def _texts(episode: _Episode, main: Trace) -> dict[str, str]:
+    policy, env = _policy(episode), episode.env or _Env()
+    texts = {
+        "episode": episode.id,
+        "env": env.name or env.id,
+        "stop_condition": main.stop_condition,
+        "policy_start": None if policy.start is None else str(policy.start),
+        "policy_end": None if policy.end is None else str(policy.end),
+    }
+    return {name: text for name, text in texts.items() if text}
+
+
+def recognizes(path: Path) -> bool:
+    """True if a file has episodes or rows, or a directory holds such files and no other records."""
+    try:
+        if path.is_dir():
+            logs = _logs_below(path)
+            return bool(logs) and _is_log(logs[0])
+        return _is_log(path)
+    except OSError:
+        return False
+
+
+def _is_log(path: Path) -> bool:
+    return has_record(path, _EPISODE_HEAD) or has_record(path, _SHAPE)
+
+
+def _logs_below(directory: Path) -> list[Path]:
+    return logs_below(directory, _LOGS.__contains__, _BESIDE.__contains__)
+
+
+ADAPTER = Adapter(
+    summary="verifiers and prime-rl: traces.jsonl (v1), results.jsonl (v0, legacy), run directories",
+    recognizes=recognizes,
+    find=find_rollouts,
+    read=read_rollout,
+    is_text=True,
+)

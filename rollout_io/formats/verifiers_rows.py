@@ -1,0 +1,277 @@
+"""Rows of verifiers v0 and its legacy environments: lines of `results.jsonl`.
+
+    {"example_id": 0, "prompt": [message, ...], "completion": [message, ...], "reward": 0.25,
+     "metrics": {"correct": 0.0, "brief": 1.0}, "error": null, "stop_condition": "max_turns_reached",
+     "trajectory": [{"tokens": {"prompt_ids": [...], "completion_ids": [...],
+                                "completion_mask": [...], "completion_logprobs": [...]}, ...}]}
+
+v0 has `id` instead of `example_id`, and metrics as columns. With `trajectory` (on request,
+`state_columns`) the row has the engine's tokens, otherwise only text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from rollout_io.formats.base import Conversation, Options, Step, Trajectory
+from rollout_io.formats.parsing.bodies import Int32, Usage
+from rollout_io.formats.parsing.fields import label, numbers
+from rollout_io.formats.parsing.jsonl import decode_line, read_document
+from rollout_io.formats.parsing.messages import openai_tools, read_messages, text_of
+from rollout_io.formats.parsing.sampling import SamplingFields, sampling_extra
+from rollout_io.formats.parsing.tokens import broken, logprob_array, same_ids, strict_ids
+from rollout_io.formats.verifiers_traces import Share
+from schemas.errors import RolloutError
+
+METADATA = "metadata.json"
+_EXPECTED = "the ids the engine saw and sampled"
+_NO_JSON = msgspec.Raw(b"null")
+_NAMES = {"id", "example_id", "reward", "metrics", "is_completed"}
+_Flag = Annotated[int, msgspec.Meta(ge=0, le=1)]
+Text = str | list[msgspec.Raw] | None
+
+
+class _Tokens(msgspec.Struct, gc=False):
+    prompt_ids: msgspec.Raw = _NO_JSON
+    completion_ids: msgspec.Raw = _NO_JSON
+    completion_mask: list[_Flag | bool] | None = None
+    completion_logprobs: list[float] | None = None
+    overlong_prompt: bool = False
+    is_truncated: bool = False
+
+
+class _Message(msgspec.Struct, gc=False):
+    finish_reason: str | None = None
+    tokens: _Tokens | None = None
+
+
+class _Response(msgspec.Struct, gc=False):
+    message: _Message | None = None
+    usage: Usage | None = None
+
+
+class _Step(msgspec.Struct, gc=False):
+    prompt: msgspec.Raw = _NO_JSON
+    completion: Text = None
+    tokens: _Tokens | None = None
+    response: _Response | None = None
+    reward: float | None = None
+    is_truncated: bool | None = None
+    trajectory_id: str | None = None
+
+
+class _Row(msgspec.Struct, gc=False):
+    prompt: Text = None
+    completion: Text = None
+    reward: float | None = None
+    metrics: dict[str, msgspec.Raw] | None = None
+    info: Any = None
+    tool_defs: Any = None
+    error: Any = None
+    stop_condition: str | None = None
+    trajectory: list[_Step] | None = None
+
+
+class _Sampling(SamplingFields, gc=False):
+    temperature: Share | None = None
+    top_p: Share | None = None
+    top_k: Int32 | None = None
+
+
+class Metadata(msgspec.Struct, gc=False):
+    """Facts about all rows, from `metadata.json` beside them."""
+
+    env: str | None = None
+    env_id: str | None = None
+    model: str | None = None
+    sampling_args: _Sampling | None = None
+
+
+_ROW = msgspec.json.Decoder(_Row)
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_ANY = msgspec.json.Decoder(Any)
+_METADATA = msgspec.json.Decoder(Metadata)
+
+
+@lru_cache(maxsize=64)
+def metadata_beside(path: Path) -> Metadata:
+    """Read `metadata.json` in a file's directory; all fields are None without it.
+
+    Raises:
+        RolloutError: The file is unreadable.
+    """
+    beside = path.parent / METADATA
+    return read_document(_METADATA, beside)[0] if beside.is_file() else Metadata()
+
+
+def read_row(content: bytes, where: str, metadata: Metadata, options: Options) -> Trajectory:
+    """Read the run of a row: its calls with their tokens, or else its text.
+
+    Metrics are the reward, `metrics` and all other numbers of the row. Step rewards are left out if
+    each of them copies the row's.
+
+    Raises:
+        RolloutError: no_token_ids: only some calls have tokens; no_calls; ...
+    """
+    row = decode_line(_ROW, content, where)
+    fields = decode_line(_FIELDS, content, where)
+    error = _error(row.error)
+    if error is None and options.timeouts == "fail" and "timeout" in (row.stop_condition or ""):
+        error = row.stop_condition
+    known = {"reward": row.reward} if row.reward is not None else {}
+    others = {name: value for name, value in fields.items() if name not in _NAMES}
+    texts = {"stop_condition": row.stop_condition, "task": label(fields.get("task"), where)}
+    return Trajectory(
+        steps=_steps(row, where, metadata, failed=error is not None),
+        reward=row.reward,
+        error=error,
+        metrics={**known, **numbers(others, where), **numbers(row.metrics or {}, where)},
+        user_values={name: text for name, text in texts.items() if text},
+    )
+
+
+def _error(error: Any) -> str | None:
+    if isinstance(error, dict):
+        parts = [error.get(name) for name in ("error", "message")]
+        return ": ".join(str(p)[:500] for p in parts if isinstance(p, str) and p) or "an error"
+    return str(error)[:500] if error else None
+
+
+def _steps(
+    row: _Row, where: str, metadata: Metadata, *, failed: bool
+) -> Sequence[Step | Conversation]:
+    calls = row.trajectory or []
+    missing = [i for i, call in enumerate(calls) if call.tokens is None]
+    if not calls or len(missing) == len(calls):
+        return _conversation(row, where, metadata, failed=failed)
+    if missing and not failed:
+        place = f"{where}, trajectory[{missing[0]}].tokens"
+        hint = "a call by a client that gives no tokens: sample all with one that does"
+        got = f"null, in {len(missing)} of {len(calls)} calls"
+        raise RolloutError("no_token_ids", place, got, _EXPECTED, hint)
+    agents = {call.trajectory_id for call in calls}
+    copies = all(call.reward == row.reward for call in calls)
+    steps: list[Step] = []
+    for i, call in enumerate(calls):
+        if call.tokens is None:
+            continue
+        step = _step(call, call.tokens, f"{where}, trajectory[{i}]", metadata)
+        step.reward = None if copies else call.reward
+        step.agent = call.trajectory_id if len(agents) > 1 else None
+        steps.append(step)
+    return steps
+
+
+def _step(call: _Step, tokens: _Tokens, where: str, metadata: Metadata) -> Step:
+    if tokens.overlong_prompt:
+        hint = "the prompt was longer than the model's context, and its tokens were cut off"
+        raise RolloutError("no_token_ids", f"{where}.tokens", "overlong_prompt", _EXPECTED, hint)
+    prompt = _ids(tokens.prompt_ids, "prompt", where)
+    response = _ids(tokens.completion_ids, "completion", where)
+    sampling = metadata.sampling_args or _Sampling()
+    answer = call.response or _Response()
+    reason = answer.message.finish_reason if answer.message else None
+    usage = Usage()
+    if not tokens.is_truncated:  # truncated to the trainer's context, so the originals differ
+        _refuse_difference(tokens, answer.message.tokens if answer.message else None, where)
+        usage = answer.usage or usage
+    given = bytes(call.prompt)
+    said = _messages(call.completion, "assistant")
+    texts = [text for m in said if (text := text_of(decode_line(_ANY, bytes(m), where)))]
+    return Step(
+        source=where,
+        prompt_token_ids=prompt,
+        response_ids=response,
+        rollout_logprobs=_logprobs(tokens, len(response), where),
+        loss_mask=_mask(tokens, len(response), where),
+        stop_reason=reason or ("length" if call.is_truncated else None),
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        sampling_extra=sampling_extra(sampling),
+        messages=None if given == b"null" else given.decode(),
+        response_text="\n".join(texts) or None,
+        texts=texts if len(said) == 1 else (),
+        num_counted=(usage.prompt_tokens or None, usage.completion_tokens or None),
+    )
+
+
+def _refuse_difference(tokens: _Tokens, others: _Tokens | None, where: str) -> None:
+    """Compare the tokens of a call with those of its response, if the row has both."""
+    if others is None:
+        return
+    for name in ("prompt_ids", "completion_ids"):
+        ids, own = bytes(getattr(tokens, name)), bytes(getattr(others, name))
+        if own != b"null":
+            same_ids(ids, own, name, where)
+    if others.completion_logprobs and others.completion_logprobs != tokens.completion_logprobs:
+        got, hint = (
+            "two lists of completion_logprobs that differ",
+            "take the rows as they were saved",
+        )
+        raise RolloutError("conflicting_ids", where, got, "the same values twice", hint)
+
+
+def _ids(raw: msgspec.Raw, what: str, where: str) -> npt.NDArray[np.int32]:
+    text = bytes(raw)
+    if text == b"null":
+        place, got = f"{where}.tokens", f"a call without {what}_ids"
+        raise RolloutError(
+            "no_token_ids", place, got, _EXPECTED, "take the rows as they were saved"
+        )
+    return strict_ids(text, what, f"{where}.tokens")
+
+
+def _mask(tokens: _Tokens, num: int, where: str) -> npt.NDArray[np.bool_] | None:
+    if tokens.completion_mask is None:
+        return None
+    mask = np.array([bool(value) for value in tokens.completion_mask], np.bool_)
+    if len(mask) != num:
+        got = f"a completion_mask of {len(mask)} for {num} tokens"
+        raise broken("lengths_align", f"{where}.tokens", got, "one per token")
+    return None if mask.all() else mask
+
+
+def _logprobs(tokens: _Tokens, num: int, where: str) -> npt.NDArray[np.float32] | None:
+    if not tokens.completion_logprobs:
+        return None
+    return logprob_array(tokens.completion_logprobs, num, f"{where}.tokens")
+
+
+def _conversation(
+    row: _Row, where: str, metadata: Metadata, *, failed: bool
+) -> Sequence[Conversation]:
+    messages = [
+        *read_messages(_messages(row.prompt, "user"), f"{where}, prompt"),
+        *read_messages(_messages(row.completion, "assistant"), f"{where}, completion"),
+    ]
+    if not any(message["role"] == "assistant" for message in messages):
+        if failed:
+            return []
+        raise RolloutError("no_calls", where, "a row in which the model says nothing", "an answer")
+    tools = row.tool_defs
+    if not tools and isinstance(row.info, dict):
+        tools = row.info.get("oai_tools")
+    sampling = metadata.sampling_args or _Sampling()
+    conversation = Conversation(
+        source=where,
+        messages=messages,
+        tools=openai_tools(tools),
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+    )
+    return [conversation]
+
+
+def _messages(text: Text, role: str) -> list[msgspec.Raw]:
+    """Return messages unchanged; plain text of completion environments becomes one message."""
+    if isinstance(text, str):
+        return [msgspec.Raw(msgspec.json.encode({"role": role, "content": text}))]
+    return text or []

@@ -1,0 +1,330 @@
+"""Episodes of verifiers v1, from its evaluations and prime-rl: lines of `traces.jsonl`.
+
+    {"id": "0d19", "task": {"key": "c8e2", ...}, "group": {"id": "g0"}, "ok": true, "errors": [],
+     "run": {"type": "train", "work": {"step": 3, "policy": {"start": 2, "end": 3}}},
+     "traces": [{"agent": {"name": "agent", "trainable": true},
+                 "nodes": [{"parent": 0, "message": {...}, "sampled": true, "semantic_parents": [],
+                            "token_ids": [...], "mask": [...], "logprobs": [...]}, ...],
+                 "calls": [{"node": 2, "finish_reason": "stop", "sampling": {...}}],
+                 "rewards": {"correct": {"score": 1.0, "weight": 1.0}}, "metrics": {...}}]}
+
+A node holds the tokens that its message adds; the model saw the tokens of a path from the root.
+`mask` is true on sampled tokens, and `logprobs` covers only these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, pairwise
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from rollout_io.formats.base import Conversation, Step
+from rollout_io.formats.parsing.bodies import Int32, Usage
+from rollout_io.formats.parsing.jsonl import decode_line
+from rollout_io.formats.parsing.messages import openai_tools, read_messages, text_of
+from rollout_io.formats.parsing.sampling import SamplingFields, sampling_extra
+from rollout_io.formats.parsing.tokens import INT32_MAX, broken, logprob_array, strict_ids
+from schemas.errors import RolloutError
+
+_ASK = "sample with the train client of verifiers: its nodes hold the engine's tokens"
+_NO_JSON = msgspec.Raw(b"null")
+Version = Annotated[int, msgspec.Meta(ge=-INT32_MAX - 1, le=INT32_MAX)]
+Share = Annotated[float, msgspec.Meta(ge=0, le=1e38)]
+
+
+class Failure(msgspec.Struct, gc=False):
+    """An error of an episode or a trace."""
+
+    type: str | None = None
+    message: str | None = None
+
+
+class _Link(msgspec.Struct, gc=False):
+    node: int
+    type: str
+
+
+class _Node(msgspec.Struct, gc=False):
+    message: msgspec.Raw
+    parent: int | None = None
+    sampled: bool = False
+    semantic_parents: list[_Link] | None = None
+    tools: msgspec.Raw = _NO_JSON
+    token_ids: msgspec.Raw = _NO_JSON
+    mask: list[bool] | None = None
+    logprobs: list[float] | None = None
+
+
+class _Sampling(SamplingFields, gc=False):
+    temperature: Share | None = None
+    top_p: Share | None = None
+    top_k: Int32 | None = None
+
+
+class _Call(msgspec.Struct, gc=False):
+    node: int | None = None
+    finish_reason: str | None = None
+    sampling: _Sampling | None = None
+    usage: Usage | None = None
+
+
+class _Agent(msgspec.Struct, gc=False):
+    name: str = "agent"
+    trainable: bool = True
+
+
+class _Reward(msgspec.Struct, gc=False):
+    score: float
+    weight: float = 1.0
+
+
+class Trace(msgspec.Struct, gc=False):
+    """The actions of one agent in an episode."""
+
+    agent: _Agent = msgspec.field(default_factory=_Agent)
+    nodes: list[_Node] = []
+    calls: list[_Call] = []
+    tools: msgspec.Raw = _NO_JSON
+    rewards: dict[str, _Reward | None] | None = None
+    metrics: dict[str, float | bool | None] | None = None
+    ok: bool = True
+    is_timeout: bool = False
+    stop_condition: str | None = None
+    errors: list[Failure] | None = None
+
+    @property
+    def reward(self) -> float | None:
+        """Sum of scores times weights; None if there is no score."""
+        known = [r.score * r.weight for r in (self.rewards or {}).values() if r is not None]
+        return sum(known) if known else None
+
+
+_ANY = msgspec.json.Decoder(Any)
+
+
+class Graph:
+    """The nodes of a trace with their tokens.
+
+    Raises:
+        RolloutError: dangling_reference: a parent is not an earlier node; lengths_align,
+            logprobs_*,
+            token_range: unusable tokens.
+    """
+
+    def __init__(self, trace: Trace, where: str) -> None:
+        self.trace, self.where = trace, where
+        self.calls = {call.node: call for call in trace.calls if call.node is not None}
+        places = [self._place(i) for i in range(len(trace.nodes))]
+        for i, node in enumerate(trace.nodes):
+            if node.parent is not None and not 0 <= node.parent < i:
+                expected = f"one of the {i} nodes before"
+                raise RolloutError("dangling_reference", places[i], "a parent not there", expected)
+            if not bytes(node.message).startswith(b"{"):
+                raise RolloutError(
+                    "record_type", places[i], "a message of another type", "an object"
+                )
+        nodes = list(zip(trace.nodes, places, strict=True))
+        self.tokens = [_tokens(node, place) for node, place in nodes]
+        self.masks = [_mask(n, t, p) for (n, p), t in zip(nodes, self.tokens, strict=True)]
+        parents = {node.parent for node in trace.nodes}
+        self.leaves = [i for i in range(len(trace.nodes)) if i not in parents]
+        self.trained = self._trained()
+
+    @property
+    def sampled(self) -> list[int]:
+        """Indices of the nodes that the model wrote."""
+        nodes = self.trace.nodes
+        return [i for i, n in enumerate(nodes) if n.sampled or self.masks[i].any()]
+
+    @property
+    def without_tokens(self) -> list[int]:
+        """Indices of the nodes that the model wrote but that have no tokens."""
+        return [i for i in self.sampled if not len(self.tokens[i])]
+
+    def steps(self, *, failed: bool) -> Iterator[Step]:
+        """Yield one step per model call; a shared node is in several prompts but sampled once.
+
+        Args:
+            failed: If true, calls may lack tokens, since the run does not train.
+        """
+        for index in self.sampled:
+            if len(self.tokens[index]):
+                yield self._step(index, failed=failed)
+
+    def conversations(self) -> Iterator[Conversation]:
+        """Yield the text of each path from the root to a leaf with new output of the model.
+
+        A node that several paths share counts as sampled in the first one that trains, and is part
+        of the prompt in the others. An assistant message from elsewhere between two sampled ones
+        ends a context.
+        """
+        sampled = set(self.sampled)
+        for path, num_shared in self._branches():
+            said = [read_messages([self._message(i)], self._place(i)) for i in path]
+            spoken = [i for i in range(num_shared, len(path)) if _is_spoken(said[i])]
+            is_sampled = np.array([path[i] in sampled for i in spoken], np.bool_)
+            for start, length in runs(is_sampled):
+                first, last = spoken[start], spoken[start + length - 1]
+                yield self._conversation(path[: last + 1], said[: last + 1], first)
+
+    def _branches(self) -> list[tuple[list[int], int]]:
+        """Return the path to each leaf, and the number of leading nodes that another path owns."""
+        known: set[int] = set()
+        found = []
+        for leaf in sorted(self.leaves, key=lambda leaf: leaf not in self.trained):
+            path = self._path(leaf)
+            found.append((path, sum(i in known for i in path)))
+            known.update(path)
+        return sorted(found, key=lambda branch: branch[0][-1])
+
+    def _conversation(
+        self, path: Sequence[int], said: Sequence[list[dict[str, Any]]], first: int
+    ) -> Conversation:
+        place, call = self._place(path[-1]), self.calls.get(path[-1], _Call())
+        sampling = call.sampling or _Sampling()
+        tools = self.trace.nodes[path[0]].tools
+        tools = self.trace.tools if bytes(tools) in {b"null", b"[]"} else tools
+        return Conversation(
+            source=place,
+            messages=list(chain.from_iterable(said)),
+            tools=openai_tools(decode_line(_ANY, bytes(tools), place)),
+            num_given=sum(map(len, said[:first])),
+            trains=self.trace.agent.trainable and path[-1] in self.trained,
+            stop_reason=call.finish_reason,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            agent=self.trace.agent.name,
+        )
+
+    def missing(self) -> RolloutError:
+        """Return the error for a run in which only some calls have tokens."""
+        index = self.without_tokens[0]
+        expected = "the ids the engine saw and sampled"
+        got = "a message of the model without `token_ids`, where others have them"
+        return RolloutError("no_token_ids", self._place(index), got, expected, _ASK)
+
+    def _step(self, index: int, *, failed: bool) -> Step:
+        node, place, path = self.trace.nodes[index], self._place(index), self._path(index)
+        mask, tokens = self.masks[index], self.tokens[index]
+        where = np.flatnonzero(mask)
+        if not len(where) and not failed:
+            got = "a message of the model, none of whose tokens was sampled"
+            raise broken("nonempty_response", place, got, "at least 1 token")
+        start, stop = (int(where[0]), int(where[-1]) + 1) if len(where) else (len(mask),) * 2
+        mask = mask[start:stop]
+        call = self.calls.get(index, _Call())
+        sampling = call.sampling or _Sampling()
+        trained = self.trace.agent.trainable and index in self.trained
+        messages = b",".join(bytes(self._message(i)) for i in path[:-1])
+        text = text_of(decode_line(_ANY, bytes(node.message), place))
+        usage = call.usage or Usage()
+        num_sampled = usage.completion_tokens or None
+        return Step(
+            source=place,
+            prompt_token_ids=np.concatenate([*(self.tokens[i] for i in path[:-1]), tokens[:start]]),
+            response_ids=tokens[start:stop],
+            rollout_logprobs=_logprobs(node, mask, place),
+            loss_mask=None if mask.all() else mask,
+            spans=None if mask.all() else runs(mask),
+            trains=trained,
+            stop_reason=call.finish_reason,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            sampling_extra=sampling_extra(sampling),
+            agent=self.trace.agent.name,
+            messages=f"[{messages.decode()}]",
+            response_text=text,
+            texts=(text,) if text else (),
+            num_counted=(usage.prompt_tokens or None, num_sampled if mask.all() else None),
+        )
+
+    def _trained(self) -> set[int]:
+        """Return the nodes of branches that train: all but abandoned attempts at a compaction."""
+        nodes = self.trace.nodes
+        links = [(i, link) for i, node in enumerate(nodes) for link in node.semantic_parents or ()]
+        accepted = {link.node for _, link in links if link.type == "compaction"}
+        attempts = {i for i, link in links if link.type == "compaction_attempt"}
+        trained: set[int] = set()
+        for leaf in self.leaves:
+            index: int | None = None if leaf in attempts - accepted else leaf
+            while index is not None and index not in trained:
+                trained.add(index)
+                index = nodes[index].parent
+        return trained
+
+    def _path(self, index: int) -> list[int]:
+        path: list[int] = []
+        at: int | None = index
+        while at is not None:
+            path.append(at)
+            at = self.trace.nodes[at].parent
+        return path[::-1]
+
+    def _message(self, index: int) -> msgspec.Raw:
+        return self.trace.nodes[index].message
+
+    def _place(self, index: int) -> str:
+        return f"{self.where}.nodes[{index}]"
+
+
+def _is_spoken(messages: Sequence[Mapping[str, Any]]) -> bool:
+    return any(message["role"] == "assistant" for message in messages)
+
+
+def _tokens(node: _Node, where: str) -> npt.NDArray[np.int32]:
+    text = bytes(node.token_ids)
+    return np.zeros(0, np.int32) if text == b"null" else strict_ids(text, "message", where)
+
+
+def _mask(node: _Node, tokens: npt.NDArray[np.int32], where: str) -> npt.NDArray[np.bool_]:
+    mask = np.array(node.mask or [], np.bool_)
+    if len(mask) != len(tokens):
+        got = f"a mask of {len(mask)} for {len(tokens)} tokens"
+        raise broken("lengths_align", where, got, "one per token")
+    return mask
+
+
+def _logprobs(
+    node: _Node, mask: npt.NDArray[np.bool_], where: str
+) -> npt.NDArray[np.float32] | None:
+    """Spread the log-probabilities of the sampled tokens over all tokens."""
+    if not node.logprobs:
+        return None
+    given = logprob_array(node.logprobs, int(mask.sum()), where)
+    spread = np.zeros(len(mask), np.float32)
+    spread[mask] = given
+    return spread
+
+
+def runs(mask: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
+    """Return start and length of each run of true values.
+
+    Example:
+        >>> runs(np.array([True, True, False, True]))
+        [(0, 2), (3, 1)]
+    """
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]])))
+    return [(int(a), int(b - a)) for a, b in list(pairwise(edges))[::2]]
+
+
+def metrics_of(traces: Sequence[tuple[str, Trace]]) -> dict[str, float]:
+    """Return rewards, weights other than 1 and metrics of traces, with a prefix per trace."""
+    found: dict[str, float] = {}
+    for prefix, trace in traces:
+        for name, reward in (trace.rewards or {}).items():
+            if reward is not None:
+                found[f"{prefix}{name}"] = reward.score
+                if reward.weight != 1:
+                    found[f"{prefix}{name}.weight"] = reward.weight
+        rest = {f"{prefix}{k}": v for k, v in (trace.metrics or {}).items() if v is not None}
+        found |= {_free(name, found): float(value) for name, value in rest.items()}
+    return found
+
+
+def _free(name: str, taken: Mapping[str, float]) -> str:
+    return f"{name}.metric" if name in taken else name

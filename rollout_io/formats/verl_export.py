@@ -1,0 +1,107 @@
+"""Export to verl: agent-loop outputs, unpadded, in Parquet.
+
+`verl.experimental.agent_loop.agent_loop.AgentLoopOutput.as_dict` (verl 0.9.1) defines these fields,
+and `verl.trainer.ppo.v1.agent_loop_tq` adds `uid`, `session_id` and the index of an output in its
+session:
+
+- `prompts`, `responses`, `response_mask` (1 where the token trains), `rollout_log_probs`;
+- `rm_scores`: a reward per response token, the trainer's `token_level_scores`;
+- `routed_experts`: all tokens of prompt + response, zeros where the engine recorded none;
+- `min_global_steps`: version of the weights that sampled.
+
+`verl.utils.tensordict_utils.list_of_dict_to_tensordict` accepts rows with such fields as tensors.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rollout_io.formats.exporting.export_files import ParquetFile, new_export, renamed
+from rollout_io.formats.exporting.export_rows import (
+    Exported,
+    Failed,
+    Failures,
+    PathLike,
+    Uniform,
+    declared_tables,
+    rewards_of,
+)
+from schemas.ragged import Ragged, list_lengths, offsets_of, ranges
+
+NAMES = {
+    "instance_id": "uid",
+    "repetition_id": "session_id",
+    "step_index": "index",
+    "prompt_token_ids": "prompts",
+    "response_ids": "responses",
+    "loss_mask": "response_mask",
+    "rollout_logprobs": "rollout_log_probs",
+    "reward": "reward_score",
+    "policy_version": "min_global_steps",
+}
+ROUTES = "rollout_expert_indices"
+
+
+def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exported:
+    """Stream the dataset as one row per sequence; memory holds one row group.
+
+    `rm_scores` list<float32> holds the `rewards`, or else zeros and the `reward` on the last token;
+    `reward_score` float64 is the reward unchanged. All other columns follow under their own names.
+    verl drops the group of a failed session, so masked trajectories are left out.
+
+    Raises:
+        ValidationError: The dataset breaks an invariant.
+        RolloutError: A null reward; log-probabilities or routing on some rows only; `out` or a name
+            is taken.
+
+    Example:
+        >>> # response_ids [7, 8, 9], reward 0.5, rewards null
+        >>> # rm_scores [0.0, 0.0, 0.5]
+    """
+    failures, done = Failures.of(dataset, failed), Exported()
+    uniform = Uniform(dataset, ["rollout_logprobs", ROUTES])
+    with new_export(out) as path, ParquetFile(path) as file:
+        for piece in declared_tables(dataset):
+            table = failures.leave_out(piece, done)
+            uniform.check(table)
+            added = {"rm_scores": _scores(table, rewards_of(dataset, table))}
+            if ROUTES in table.column_names:
+                added["routed_experts"] = _routes(table)
+            table = table.drop_columns([n for n in ("rewards", ROUTES) if n in table.column_names])
+            file.write(renamed(table, NAMES, added))
+        done.close(dataset)
+    return done
+
+
+def _scores(table: pa.Table, rewards: list[float]) -> pa.Array:
+    """[tokens] of each row: its `rewards`, or else zeros and its reward on the last token."""
+    responses = Ragged.from_arrow(table.column("response_ids"))
+    scores = np.zeros(responses.offsets[-1])
+    scores[responses.offsets[1:] - 1] = rewards
+    if "rewards" in table.column_names:
+        known = Ragged.from_arrow(table.column("rewards"))
+        scores[ranges(responses.offsets[:-1], known.lengths)] = known.values
+    return Ragged(scores.astype(np.float32), responses.offsets, responses.valid).to_arrow(
+        pa.float32()
+    )
+
+
+def _routes(table: pa.Table) -> pa.Array:
+    """[prompt + response, layers, topk] of each row, padded with zeros."""
+    column = table.column(ROUTES)
+    kind = column.type
+    lengths = list_lengths(column)
+    shape = (kind.value_type.list_size, kind.value_type.value_type.list_size)
+    flat = pc.list_flatten(pc.list_flatten(pc.list_flatten(column)))
+    prompts, responses = (
+        Ragged.from_arrow(table.column(n)) for n in ("prompt_token_ids", "response_ids")
+    )
+    offsets = offsets_of(prompts.lengths + responses.lengths)
+    routes = np.zeros((int(offsets[-1]), *shape), np.int16)
+    routes[ranges(offsets[:-1], lengths)] = np.asarray(flat).reshape(-1, *shape)
+    values = pa.array(routes.reshape(-1))
+    for size in reversed(shape):
+        values = pa.FixedSizeListArray.from_arrays(values, size)
+    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), values, type=kind)

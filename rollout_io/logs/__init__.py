@@ -1,1 +1,0 @@
-"""What adapters share: records and documents, messages and responses, ids, names."""

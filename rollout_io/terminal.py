@@ -1,0 +1,118 @@
+"""What people see on a terminal: progress bars, and aligned columns."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+if TYPE_CHECKING:
+    from rich.progress import ProgressColumn
+
+
+class Bar:
+    """A progress bar on stderr. It is not shown, and costs nothing, unless stderr is a terminal.
+
+    Text that is printed to `sys.stderr` meanwhile appears above the bar.
+
+    Args:
+        total: Value at which the bar is full.
+        unit: Unit of `total`; "B" is shown as kB, MB and so on.
+        label: Description of the work.
+        done: Value to start from.
+        shows: False to show no bar on a terminal either.
+        stays: True to leave the bar on the screen in the end.
+
+    Attributes:
+        is_shown: True if there is a bar.
+    """
+
+    def __init__(
+        self,
+        total: int,
+        unit: str,
+        label: str = "",
+        *,
+        done: int = 0,
+        shows: bool = True,
+        stays: bool = False,
+    ) -> None:
+        self.is_shown = shows and sys.stderr.isatty()
+        if not self.is_shown:
+            return
+        # Imported only for a terminal: rich takes 0.1 s.
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
+
+        count: ProgressColumn = DownloadColumn() if unit == "B" else MofNCompleteColumn()
+        self._progress = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=12),
+            count,
+            TextColumn("" if unit == "B" else unit, markup=False),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[text]}", markup=False),
+            console=Console(stderr=True),
+            transient=not stays,
+        )
+        self._task = self._progress.add_task(label, total=total, completed=done, text="")
+        self._progress.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the bar was made; 0 if it is not shown."""
+        return (self._progress.tasks[0].elapsed or 0.0) if self.is_shown else 0.0
+
+    def update(self, increment: int = 1, text: str | None = None) -> None:
+        """Move the bar.
+
+        Args:
+            increment: Added to its value.
+            text: Shown after the bar from now on; None keeps the last one.
+        """
+        if not self.is_shown:
+            return
+        if text is None:
+            self._progress.advance(self._task, increment)
+        else:
+            self._progress.update(self._task, advance=increment, text=text)
+
+    def close(self) -> None:
+        """Stop drawing."""
+        if self.is_shown:
+            self._progress.stop()
+
+
+def columns(table: Sequence[Sequence[str]]) -> list[str]:
+    """Align columns: the first to the left, the others to the right.
+
+    Example:
+        >>> columns([["layout", "tokens"], ["step", "8"]])
+        ['layout  tokens', 'step         8']
+    """
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return [
+        "  ".join([row[0].ljust(widths[0]), *(map(str.rjust, row[1:], widths[1:]))])
+        for row in table
+    ]
