@@ -1,14 +1,25 @@
-"""Polars in, Polars out: rewards, filters, masks, merging, metrics, diagnosis."""
+"""Transforms of rollout tables (Polars in, Polars out), and the servers that produce them."""
 
 from typing import TYPE_CHECKING
 
+import rollout_io  # noqa: F401  (checks that no user's file hides `schemas`)
 from schemas.lazy import exports
 
 if TYPE_CHECKING:
-    from pipelines.diagnosis.table import drift
-    from pipelines.masks import apply_masks
-    from pipelines.merging import merge
-    from pipelines.metrics import dataset_metrics, pass_at_k
+    from pipelines.drift_diagnosis.table import drift
+    from pipelines.filtering.masks import apply_masks
+    from pipelines.filtering.row_removal import keep_rows
+    from pipelines.filtering.verdicts import Filter, apply_filters, judge
+    from pipelines.generation.generator_interface import (
+        BatchMetadata,
+        GeneratorInput,
+        GeneratorInterface,
+        GeneratorOutput,
+        TrajectoryID,
+    )
+    from pipelines.generation.gym_generator import GymGenerator
+    from pipelines.merging.merge import merge, part_by_routes
+    from pipelines.merging.unmerge import unmerge
     from pipelines.mixing import mix
     from pipelines.rewards import (
         place_outcomes,
@@ -16,14 +27,18 @@ if TYPE_CHECKING:
         place_token_rewards,
         trajectory_returns,
     )
-    from pipelines.rows import keep_rows
-    from pipelines.savings import dataset_savings
-    from pipelines.statistics import dataset_statistics
-    from pipelines.unmerging import unmerge
-    from pipelines.verdicts import Filter, apply_filters, judge
+    from pipelines.statistics.metrics import dataset_metrics, pass_at_k
+    from pipelines.statistics.savings import dataset_savings
+    from pipelines.statistics.summary import dataset_statistics
 
 __all__ = [
+    "BatchMetadata",
     "Filter",
+    "GeneratorInput",
+    "GeneratorInterface",
+    "GeneratorOutput",
+    "GymGenerator",
+    "TrajectoryID",
     "apply_filters",
     "apply_masks",
     "dataset_metrics",
@@ -34,6 +49,7 @@ __all__ = [
     "keep_rows",
     "merge",
     "mix",
+    "part_by_routes",
     "pass_at_k",
     "place_outcomes",
     "place_rewards",
@@ -43,10 +59,18 @@ __all__ = [
 ]
 
 _MODULES = {
-    "pipelines.diagnosis.table": ("drift",),
-    "pipelines.masks": ("apply_masks",),
-    "pipelines.merging": ("merge",),
-    "pipelines.metrics": ("dataset_metrics", "pass_at_k"),
+    "pipelines.drift_diagnosis.table": ("drift",),
+    "pipelines.generation.generator_interface": (
+        "BatchMetadata",
+        "GeneratorInput",
+        "GeneratorInterface",
+        "GeneratorOutput",
+        "TrajectoryID",
+    ),
+    "pipelines.generation.gym_generator": ("GymGenerator",),
+    "pipelines.filtering.masks": ("apply_masks",),
+    "pipelines.merging.merge": ("merge", "part_by_routes"),
+    "pipelines.statistics.metrics": ("dataset_metrics", "pass_at_k"),
     "pipelines.mixing": ("mix",),
     "pipelines.rewards": (
         "place_outcomes",
@@ -54,11 +78,11 @@ _MODULES = {
         "place_token_rewards",
         "trajectory_returns",
     ),
-    "pipelines.rows": ("keep_rows",),
-    "pipelines.savings": ("dataset_savings",),
-    "pipelines.statistics": ("dataset_statistics",),
-    "pipelines.unmerging": ("unmerge",),
-    "pipelines.verdicts": ("Filter", "apply_filters", "judge"),
+    "pipelines.filtering.row_removal": ("keep_rows",),
+    "pipelines.statistics.savings": ("dataset_savings",),
+    "pipelines.statistics.summary": ("dataset_statistics",),
+    "pipelines.merging.unmerge": ("unmerge",),
+    "pipelines.filtering.verdicts": ("Filter", "apply_filters", "judge"),
 }
 __getattr__ = exports(__name__, _MODULES)
 

@@ -1,4 +1,4 @@
-"""Mixing datasets: whole groups of each, in given shares, spread evenly over the result."""
+"""Mix datasets: draw whole groups of each in given shares and interleave them evenly."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import combinations
 import numpy as np
 import polars as pl
 
-from pipelines.filters import lot
+from pipelines.filtering.filters import lot
 from pipelines.rewards import place_token_rewards
 from pipelines.tables import Frame, as_lazy
 from schemas.errors import RolloutError
@@ -28,30 +28,31 @@ def mix(
 ) -> tuple[pl.LazyFrame, pl.DataFrame]:
     """Mix whole groups of several datasets.
 
-    Which groups are drawn depends on the seed and their ids alone (see `sample_groups`). Each
-    dataset keeps its order, and its trajectories are spread evenly: trajectory i of the n that are
-    drawn from it has place (i + 1/2) / n; of equal places the earlier dataset's comes first. A
-    column that one dataset lacks is null there.
+    Which groups are drawn depends only on the seed and the group ids (see `sample_groups`). Each
+    dataset keeps its order, and its trajectories are spread evenly: trajectory i of the n drawn
+    from it gets position (i + 1/2) / n. Ties go to the earlier dataset. A column that a dataset
+    lacks is null in its rows.
 
-    A group is one task of one dataset: an instance_id that two datasets have is refused, or, with
-    `prefix_names`, every instance_id becomes "NAME/instance_id" (trajectory_id alike).
+    A group is one task of one dataset: an instance_id that occurs in two datasets is rejected. With
+    `prefix_names`, every instance_id becomes "NAME/instance_id" instead (trajectory_id too).
 
     Args:
-        frames: Rows of whole trajectories of each dataset, by name.
-        shares: Shares of the groups, above 0, in any unit; None: in proportion to their groups.
-        num_groups: Groups in all; None: as many as the shares allow (without shares: all).
-        seed: Draws the groups.
-        prefix_names: Tell the groups of different datasets apart by their names.
+        frames: Rows of whole trajectories of each dataset, by dataset name.
+        shares: Share of groups per dataset, above 0, in any unit; None: proportional to the number
+            of groups in each dataset.
+        num_groups: Total number of groups; None: as many as the shares allow (all, without shares).
+        seed: Seed for drawing the groups.
+        prefix_names: Prefix ids with the dataset name to keep groups apart.
 
     Returns:
-        The rows; and dataset, num_groups_before, num_groups, num_trajectories of each dataset.
+        The mixed rows; and per dataset: dataset, num_groups_before, num_groups, num_trajectories.
 
     Raises:
         RolloutError: `unique_group`, `enough_groups`, `shares`, `nothing_left`, or
-            `columns_and_types` where a column's types differ.
+            `columns_and_types` if a column has different types.
 
     Example:
-        Groups m1, m2 of "math" and c1 of "code", a trajectory each:
+        Groups m1, m2 of "math" and c1 of "code", one trajectory each:
 
         >>> rows, counts = mix({"math": math, "code": code})
         >>> rows.select("instance_id").collect().to_series().to_list()
@@ -73,11 +74,12 @@ def mix(
 def group_quotas(
     sizes: Mapping[str, int], shares: Mapping[str, float] | None, num_groups: int | None
 ) -> dict[str, int]:
-    """How many groups of each dataset: the shares of the total, by the largest remainders.
+    """Split the total number of groups by shares, with the largest-remainder method.
 
     Raises:
-        RolloutError: `enough_groups`: a dataset has fewer than its share asks for; `shares`: they
-            are not one number above 0 per dataset; `nothing_left`: the total is 0.
+        RolloutError: `enough_groups` if a dataset has fewer groups than its share requires;
+            `shares` unless there is one number above 0 per dataset; `nothing_left` if the total
+            is 0.
 
     Example:
         >>> group_quotas({"math": 60, "code": 100}, {"math": 0.75, "code": 0.25}, None)
@@ -89,6 +91,7 @@ def group_quotas(
     _check_shares(sizes, wanted)
     total = num_groups
     if total is None:
+        # 1e-9 absorbs rounding: a quotient of 99.9999999999 means 100 groups.
         total = int(min(sizes[name] / share for name, share in _unit(wanted).items()) + 1e-9)
     exact = {name: share * total for name, share in _unit(wanted).items()}
     quotas = {name: int(value) for name, value in exact.items()}
@@ -119,7 +122,7 @@ def _unit(shares: Mapping[str, float]) -> dict[str, float]:
 
 
 def _with_reward(frame: pl.LazyFrame) -> pl.LazyFrame:
-    """Where there are `rewards` alone, `reward` too: null beside them would contradict them."""
+    """Add `reward` if only `rewards` exists: mixing would add nulls that contradict them."""
     names = frame.collect_schema()
     alone = "rewards" in names and "reward" not in names
     return place_token_rewards(frame) if alone else frame
@@ -159,7 +162,7 @@ def _interleaved(
 
 
 def _positions(drawn: Mapping[str, pl.DataFrame]) -> dict[str, pl.DataFrame]:
-    """trajectory_id and place of all that are drawn, of each dataset."""
+    """Assign each drawn trajectory its position in the mixture, as trajectory_id -> row index."""
     places = [
         data.select(
             "trajectory_id",
@@ -183,6 +186,7 @@ def _common_schema(frames: Mapping[str, pl.LazyFrame]) -> pl.Schema:
     for name, data in zip(frames, empty, strict=True):
         for column, kind in data.schema.items():
             known = kinds.setdefault(column, kind)
+            # Nested types may have a common supertype (structs with more fields): concat decides.
             if known != kind and not (known.is_nested() and kind.is_nested()):
                 where, got = f"{name}, column {column!r}", f"{kind} here, {known} before"
                 raise RolloutError("columns_and_types", where, got, "one type a column")
@@ -197,7 +201,7 @@ def _common_schema(frames: Mapping[str, pl.LazyFrame]) -> pl.Schema:
 def _place(
     frame: pl.LazyFrame, places: pl.DataFrame, schema: pl.Schema, prefix: str
 ) -> pl.LazyFrame:
-    """The drawn rows of one dataset, with their positions, in the common schema."""
+    """Select the drawn rows of one dataset, with positions, cast to the common schema."""
     present = frame.collect_schema()
     columns = [
         (pl.col(name) if name in present else pl.lit(None)).cast(kind).alias(name)

@@ -1,10 +1,9 @@
-"""Rewards: where they are placed, and the return of a trajectory."""
+"""Reward placement and trajectory returns."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -12,29 +11,37 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipelines.segments import has_segment, is_joined, joined, segment_rewards
+from pipelines.merging.segments import has_segment, is_joined, joined, segment_rewards
 from pipelines.tables import Frame, as_lazy, set_column
+from rollout_io.dataset.reader import PathLike, read_metadata
 from schemas.errors import RolloutError
+from schemas.metadata import Outcome as Outcome
 from schemas.ragged import BoolArray, IntArray, Ragged, gather, list_lengths, offsets_of
 from schemas.types import as_table, without_views
 
 FloatArray = npt.NDArray[np.float64]
-Outcome = Literal["last", "sum"]
 
 _RELATIVE_SPREAD, _LEAST_SPREAD = 1e-6, 1e-12
+# Relative and absolute tolerance for equal returns, see `are_equal`: far above the rounding of a
+# sum of float64 rewards, far below any difference between rewards that someone designed.
 Fold = Callable[[pl.Expr], pl.Expr]
 
 
-def place_outcomes(frame: Frame, outcomes: Frame) -> pl.LazyFrame:
-    """Give each trajectory its outcome on the last step, and 0.0 on the steps before.
+def dataset_outcome(path: PathLike, given: Outcome | None = None) -> Outcome:
+    """Choose how returns are computed: `given`, else the dataset's metadata, else `last`."""
+    return given or read_metadata(path).outcome or "last"
 
-    A `rewards` column, which would be that of other rewards, is left out; `place_rewards` makes it
-    anew. In a merged row the step that ends it has the row's reward.
+
+def place_outcomes(frame: Frame, outcomes: Frame) -> pl.LazyFrame:
+    """Set each trajectory's outcome as the reward of its last step, and 0.0 for earlier steps.
+
+    Drops an existing `rewards` column, which would belong to other rewards; `place_rewards`
+    recreates it. In a merged row, the step that ends the row gets the row's reward.
 
     Args:
         frame: Rows of steps, merged or not.
-        outcomes: Columns `trajectory_id` (each once) and `reward`. A trajectory without a row
-            there, and one that failed, gets null: unknown is not 0. Read when this is called.
+        outcomes: Columns `trajectory_id` (unique) and `reward`. A trajectory that is missing here
+            or failed gets null, because unknown is not 0. Collected immediately.
 
     Raises:
         RolloutError: `unique_outcome`.
@@ -52,6 +59,7 @@ def place_outcomes(frame: Frame, outcomes: Frame) -> pl.LazyFrame:
         got = f"{repeated['trajectory_id'][0]!r} twice (the first of {len(repeated)} rows)"
         raise RolloutError("unique_outcome", "outcomes", got, "each trajectory_id once")
     failed = pl.col("error").is_not_null() if _has(frame, "error") else pl.lit(value=False)
+    # reward * 0.0, not 0.0: earlier steps of a trajectory without an outcome stay null.
     value = pl.when("is_last_step").then("reward").otherwise(pl.col("reward") * 0.0)
     joined = frame.drop("reward", "rewards", strict=False).join(
         outcome.lazy(), on="trajectory_id", how="left", maintain_order="left"
@@ -63,10 +71,10 @@ def place_outcomes(frame: Frame, outcomes: Frame) -> pl.LazyFrame:
 
 
 def place_rewards(frame: Frame) -> pl.LazyFrame:
-    """Spread each scalar `reward` over `rewards`: on the last token of the step that earned it.
+    """Spread each scalar `reward` over `rewards`: all of it on the last token of its step.
 
-    A merged row puts each step's reward at the end of that step's segment. A null reward gives null
-    `rewards`.
+    In a merged row, each step's reward is placed at the end of that step's segment. A null reward
+    gives null `rewards`.
 
     Example:
         A merged row with response [3, 9, 4], whose two steps earned 0.5 and 1.0:
@@ -87,7 +95,7 @@ def place_rewards(frame: Frame) -> pl.LazyFrame:
 
 
 def place_rewards_table(table: pa.Table) -> pa.Table:
-    """`place_rewards` for an Arrow table with a `reward` column."""
+    """Apply `place_rewards` to an Arrow table that has a `reward` column."""
     responses = Ragged.from_arrow(table.column("response_ids"))
     reward = table.column("reward")
     known = np.asarray(reward.is_valid()) & (responses.lengths > 0)
@@ -107,14 +115,14 @@ def place_rewards_table(table: pa.Table) -> pa.Table:
 
 
 def place_token_rewards(frame: Frame, column: str = "rewards") -> pl.LazyFrame:
-    """Take rewards that were given per token: `rewards`, and `reward` their sum.
+    """Use per-token rewards: sets `rewards`, and `reward` to their sum.
 
-    A step of a merged row earns what lies between the end of the step before and its own; the last
-    one also what follows. A null list makes both columns null.
+    A step of a merged row earns the rewards after the previous step's end up to its own end; the
+    last step also earns those that follow. A null list makes both columns null.
 
     Args:
         frame: Rows of steps, merged or not.
-        column: List of numbers, one per response token.
+        column: Column with a list of numbers, one per response token.
 
     Example:
         >>> rows = place_token_rewards(row.with_columns(rewards=pl.lit([0.5, 0.0, 1.0])))
@@ -135,13 +143,13 @@ def place_token_rewards(frame: Frame, column: str = "rewards") -> pl.LazyFrame:
 
 
 def trajectory_returns(frame: Frame, outcome: Outcome = "last") -> pl.LazyFrame:
-    """The return of each trajectory, in order of appearance.
+    """Compute the return of each trajectory, in order of appearance.
 
-    Defined on steps, so that merging changes nothing: `last` is the last step's reward, also where
-    that step ends a merged row; `sum` is the sum over all steps.
+    Returns are defined on steps, so merging does not change them: `last` is the last step's
+    reward, even if that step ends a merged row; `sum` is the sum over all steps.
 
     Returns:
-        Columns instance_id, trajectory_id, return (null where unknown or failed), error.
+        Columns instance_id, trajectory_id, return (null if unknown or failed), error.
 
     Example:
         A merged row whose steps earned 0.5 and 1.0 (its `reward` is 1.5):
@@ -157,13 +165,13 @@ def trajectory_returns(frame: Frame, outcome: Outcome = "last") -> pl.LazyFrame:
 def fold_trajectories(
     frame: Frame, outcome: Outcome, features: Mapping[str, tuple[pl.Expr, Fold]]
 ) -> pl.LazyFrame:
-    """`trajectory_returns` with more columns, in the same pass over the rows.
+    """Compute `trajectory_returns` and further columns in one pass over the rows.
 
     Args:
         frame: Rows of whole trajectories.
-        outcome: Which return.
-        features: Name of each further column, its value in a row, and how a trajectory's values
-            become one.
+        outcome: How the return is computed.
+        features: Further columns by name: the value in a row, and an aggregation over the rows of
+            a trajectory.
     """
     frame = as_lazy(frame)
     reward = pl.col("reward") if _has(frame, "reward") else pl.lit(None, pl.Float64)
@@ -184,9 +192,9 @@ def fold_trajectories(
 
 
 def are_equal(returns: pl.Expr) -> pl.Expr:
-    """Whether two or more known values differ by rounding at most: then there is nothing to learn.
+    """True if two or more known values differ by rounding at most, so that no signal is left.
 
-    Sums of rewards are rounded: values are equal where they differ by less than one part in a
+    Sums of rewards are rounded: values count as equal if they differ by less than one part in a
     million, or by less than 1e-12. Null and NaN are unknown.
 
     Example:
@@ -200,7 +208,7 @@ def are_equal(returns: pl.Expr) -> pl.Expr:
 
 
 def joined_steps(frame: pl.LazyFrame) -> pl.Expr:
-    """[{start, length}] of the steps that a merge joined in a row; null where the row is one step."""
+    """[{start, length}] of the steps that a merge joined in a row; null if it is one step."""
     spans = pl.List(pl.Struct({"start": pl.Int32(), "length": pl.Int32()}))
     if not has_segment(frame, "start"):
         return pl.lit(None, dtype=spans)
@@ -218,7 +226,10 @@ def _over_rows(
     transform: Callable[[pa.Table], pa.Array | pa.ChunkedArray],
     out: str,
 ) -> pl.Expr:
-    """A column made of others, row by row, by a function of Arrow tables; it streams."""
+    """Compute a column from others with a row-wise function on Arrow tables.
+
+    Compatible with streaming.
+    """
 
     def apply(rows: pl.Series) -> pl.Series:
         column = pl.Series(out, transform(as_table(rows.struct.unnest())))
@@ -231,7 +242,7 @@ def _over_rows(
 
 
 def _end_rewards(table: pa.Table) -> pa.ListArray:
-    """`segments` where the last step of a merged row has the row's reward, the others 0."""
+    """`segments` where the last step of a merged row gets the row's reward and the others 0."""
     segments = _flat_segments(table)
     reward = pc.fill_null(table.column("reward"), 0.0).to_numpy()
     values = np.where(segments.ends_row, reward[segments.row], 0.0)
@@ -239,12 +250,13 @@ def _end_rewards(table: pa.Table) -> pa.ListArray:
 
 
 def _summed_rewards(table: pa.Table) -> pa.ListArray:
-    """`segments` whose rewards are the sums of the row's `rewards` up to each step's end."""
+    """`segments` whose rewards sum the row's `rewards` from the previous step's end to each end."""
     segments = _flat_segments(table)
     rewards = Ragged.from_arrow(table.column("rewards"))
     end = np.where(segments.ends_row, rewards.lengths[segments.row], segments.end)
     end = rewards.offsets[segments.row] + np.minimum(end, rewards.lengths[segments.row])
     token = np.arange(len(rewards.values))
+    # Rows without segments own no tokens here: drop theirs, or searchsorted would give them away.
     row_has_some = np.bincount(segments.row, minlength=table.num_rows) > 0
     token = token[row_has_some[rewards.row_of(token)]]
     owner = np.searchsorted(end, token, side="right")
@@ -254,7 +266,13 @@ def _summed_rewards(table: pa.Table) -> pa.ListArray:
 
 @dataclass(frozen=True, slots=True)
 class _Segments:
-    """All segments: [S] the row each is in, where it ends there, whether it is the row's last."""
+    """All S segments of a table, flattened.
+
+    Attributes:
+        row: [S] row of each segment.
+        end: [S] end of each segment in its row's response.
+        ends_row: [S] true for the last segment of a row.
+    """
 
     row: IntArray
     end: IntArray
@@ -273,7 +291,7 @@ def _flat_segments(table: pa.Table) -> _Segments:
 def _with_rewards(
     table: pa.Table, segments: _Segments, values: FloatArray, *, known: pa.Array
 ) -> pa.ListArray:
-    """`segments` with other rewards in merged rows; null where the row's is not known."""
+    """`segments` with new rewards in merged rows; null where the row's reward is unknown."""
     column = without_views(table.select(["segments"])).column(0).combine_chunks()
     flat = pc.list_flatten(column)
     merged = pa.array(is_joined(table)[segments.row])

@@ -1,4 +1,4 @@
-"""Arrow transforms as Polars ones."""
+"""Run Arrow transforms of whole trajectories inside Polars queries."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 
-from rollout_io.prefix import trajectory_starts
-from rollout_io.sources import lazy_frame
+from rollout_io.dataset.polars_sources import lazy_frame
+from rollout_io.dataset.prefix_layout import trajectory_starts
+from schemas.checker import Checker, raise_errors
 from schemas.columns import COLUMNS, Length
 from schemas.ragged import IntArray, ranges
 from schemas.types import as_table
@@ -22,12 +23,13 @@ PER_TOKEN: dict[str, pa.DataType] = {
 
 ROUTING = "rollout_expert_indices"
 
+Transform: TypeAlias = Callable[[pa.Table], pa.Table]
 Frame: TypeAlias = pl.LazyFrame | pl.DataFrame | pa.Table
-"""What the transforms of this package take; they give back a LazyFrame."""
+"""Input types of the transforms in this package; they return a LazyFrame."""
 
 
 def as_lazy(frame: Frame) -> pl.LazyFrame:
-    """A LazyFrame of a LazyFrame, DataFrame or Arrow table."""
+    """Convert a LazyFrame, DataFrame or Arrow table to a LazyFrame."""
     if isinstance(frame, pl.LazyFrame):
         return frame
     data = frame if isinstance(frame, pl.DataFrame) else pl.from_arrow(frame)
@@ -35,29 +37,56 @@ def as_lazy(frame: Frame) -> pl.LazyFrame:
     return data.lazy()
 
 
-def over_tables(frame: Frame, transform: Callable[[pa.Table], pa.Table]) -> pl.LazyFrame:
-    """Apply a transform of Arrow tables of whole trajectories inside a lazy query.
+def over_tables(frame: Frame, transform: Transform) -> pl.LazyFrame:
+    """Apply a transform of Arrow tables inside a lazy query.
 
-    The rows stream through it piece by piece: memory use does not grow with the table.
+    Each table holds whole trajectories. Rows stream through: memory use does not grow with the
+    frame.
     """
-    frame = as_lazy(frame)
+    return _streamed(as_lazy(frame), transform, lambda tables: tables)
 
-    def apply(data: pl.DataFrame) -> pl.DataFrame:
-        result = pl.from_arrow(transform(as_table(data)))
+
+def over_valid_tables(frame: Frame, transform: Transform) -> pl.LazyFrame:
+    """Apply `over_tables`, and check the rows against the named invariants on the way in.
+
+    Raises:
+        ValidationError: On collection, if the frame breaks a named invariant.
+    """
+    return _streamed(as_lazy(frame), transform, _valid)
+
+
+def _streamed(
+    frame: pl.LazyFrame,
+    transform: Transform,
+    check: Callable[[Iterator[pa.Table]], Iterator[pa.Table]],
+) -> pl.LazyFrame:
+    def apply(table: pa.Table) -> pl.DataFrame:
+        result = pl.from_arrow(transform(table))
         assert isinstance(result, pl.DataFrame)
         return result
 
-    empty = apply(pl.DataFrame(schema=frame.collect_schema()))
+    # The output schema follows from the transform of an empty table.
+    empty = apply(as_table(pl.DataFrame(schema=frame.collect_schema())))
 
     def pieces(names: list[str], predicate: pl.Expr | None) -> Iterator[pl.DataFrame]:
+        # Optional for a source: `lazy_frame` applies both to what this yields.
         del names, predicate
-        return map(apply, _whole_trajectories(frame.collect_batches(maintain_order=True)))
+        batches = frame.collect_batches(maintain_order=True)
+        return map(apply, check(map(as_table, _whole_trajectories(batches))))
 
     return lazy_frame(pieces, empty.schema)
 
 
+def _valid(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
+    checker = Checker()
+    for table in tables:
+        raise_errors(checker.check(table))
+        yield table
+    raise_errors(checker.finish())
+
+
 def _whole_trajectories(batches: Iterable[pl.DataFrame]) -> Iterator[pl.DataFrame]:
-    """The same rows, cut between trajectories."""
+    """Regroup batches so that none of them splits a trajectory."""
     rest: pl.DataFrame | None = None
     for batch in batches:
         whole = batch if rest is None else pl.concat([rest, batch])
@@ -83,7 +112,7 @@ def set_column(table: pa.Table, name: str, column: pa.Array) -> pa.Table:
 
 
 def count_from_zero(table: pa.Table) -> IntArray:
-    """[N] 0..n-1 over the rows of each trajectory."""
+    """[N] Number the rows of each trajectory: 0..n-1."""
     starts = trajectory_starts(table)
     lengths = np.diff(np.append(starts, table.num_rows))
     return ranges(np.zeros(len(starts), np.int64), lengths)

@@ -1,1 +1,1 @@
-"""The verbs of this package."""
+"""Command-line verbs of this package."""

@@ -26,10 +26,10 @@ from schemas.errors import RolloutError
     "--retokenize",
     "compares_text",
     is_flag=True,
-    help="Also count how far ids made from the logged text are off the exact ones.",
+    help="Also measure how far ids recomputed from the logged text differ from the exact ids.",
 )
 @workers_options
-@click.option("--json", "as_json", is_flag=True, help="The report as JSON on stdout.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def drift(
     dataset: str,
     tokenizer: str | None,
@@ -40,19 +40,18 @@ def drift(
     compares_text: bool,
     as_json: bool,
 ) -> None:
-    """Why steps do not continue the step before them.
+    """Explain why steps do not continue the step before them.
 
-    Causes: retokenized, template, edited, reset, new_agent, overlap, unknown. A summary with a
-    hint for each, then the breaks: what was kept | what is lost -> what stands there now.
+    Causes: retokenized, template, edited, reset, new_agent, overlap, unknown. Prints a summary with
+    a hint for each cause, then the breaks: tokens kept | tokens lost -> tokens there now.
     """
-    from pipelines.diagnosis.report import Report, render
-    from pipelines.diagnosis.retokenized import TextReading
-    from pipelines.diagnosis.table import diagnose_dataset
-    from rollout_io.cli.dataset import open_dataset
-    from rollout_io.reader import read_metadata
+    from pipelines.drift_diagnosis.report import Report, render
+    from pipelines.drift_diagnosis.retokenized import TextReading
+    from pipelines.drift_diagnosis.table import diagnose_dataset
+    from rollout_io.cli.dataset import open_valid
+    from rollout_io.dataset.reader import read_metadata
     from rollout_io.retokenize import load_tokenizer
 
-    open_dataset(dataset)
     if compares_text and tokenizer is None:
         hint = "rollouts drift DS --tokenizer DIR --retokenize"
         raise RolloutError("tokenizer", "--retokenize", "no tokenizer", "--tokenizer DIR", hint)
@@ -63,6 +62,7 @@ def drift(
         note(f"{tokenizer} is not the tokenizer that this dataset was made with")
     shown = 20 if limit is None and not as_json else limit
     chosen = workers_of(workers, engine, dataset)
+    open_valid(dataset, chosen)
     report = Report.of(diagnose_dataset(dataset, loaded, chosen), shown)
     texts = TextReading.of_dataset(dataset, loaded) if compares_text and loaded else None
     if as_json:

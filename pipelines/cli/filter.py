@@ -15,8 +15,8 @@ from schemas.errors import RolloutError
 if TYPE_CHECKING:
     import polars as pl
 
-    from pipelines.verdicts import Filter
-    from schemas.metadata import DatasetMetadata
+    from pipelines.filtering.verdicts import Filter
+    from schemas.metadata import DatasetMetadata, Outcome
 
 EXAMPLES = example(
     "rollouts filter shop/ --drop-zero-variance --mask-overlong --out small/"
@@ -26,10 +26,11 @@ EXAMPLES = example(
 SAID_OF_A_MIXTURE = {
     "tokenizer_fingerprint": True,
     "logprobs_mode": True,
+    "vocab_size": False,
     "tokenizer": False,
     "chat_template_fingerprint": False,
 }
-"""Metadata that describe the rows, and whether datasets that differ in them are not mixed."""
+"""Metadata that describe rows, and whether datasets that differ in them cannot be mixed."""
 
 WHOLE = click.IntRange(min=0)
 
@@ -37,59 +38,64 @@ WHOLE = click.IntRange(min=0)
 @click.command("filter", epilog=EXAMPLES)
 @click.argument("dataset", metavar="DS")
 @click.option("--out", metavar="DS2", help="Directory of the new dataset.")
-@click.option("--dry-run", is_flag=True, help="Report only; write nothing.")
-@click.option("--keep-rows", metavar="SQL", help="Drop other rows, and number the steps anew.")
+@click.option("--dry-run", is_flag=True, help="Print the report; write nothing.")
+@click.option("--keep-rows", metavar="SQL", help="Drop all other rows and renumber the steps.")
 @click.option(
     "--move-outcome",
     is_flag=True,
-    help="With --keep-rows: the return moves to the last row left (0 before it).",
+    help="With --keep-rows: move the return to the last kept row.",
 )
-@click.option("--where", multiple=True, metavar="SQL", help="Any row matches, e.g. 'reward > 0'.")
+@click.option("--where", multiple=True, metavar="SQL", help="Any row matches: 'reward > 0'.")
 @click.option("--where-all", multiple=True, metavar="SQL", help="All rows match.")
 @click.option("--drop-failed-groups", is_flag=True, help="Drop groups with a failed trajectory.")
 @click.option("--drop-failed", is_flag=True, help="Drop failed trajectories.")
-@click.option("--drop-unknown", is_flag=True, help="Drop those without return and without error.")
-@click.option("--max-staleness", type=WHOLE, metavar="N", help="Policy versions behind, at most.")
+@click.option("--drop-unknown", is_flag=True, help="Drop trajectories without return or error.")
+@click.option("--max-staleness", type=WHOLE, metavar="N", help="At most N policy versions behind.")
 @click.option("--policy-version", type=WHOLE, metavar="V", help="The current policy version.")
-@click.option("--min-tokens", type=WHOLE, metavar="N", help="Longest prompt + response, from N.")
-@click.option("--max-tokens", type=WHOLE, metavar="N", help="Longest prompt + response, to N.")
-@click.option("--min-steps", type=WHOLE, metavar="N", help="Steps, from N.")
-@click.option("--max-steps", type=WHOLE, metavar="N", help="Steps, to N.")
-@click.option("--min-reward", type=float, metavar="X", help="Return, from X; null is outside.")
-@click.option("--max-reward", type=float, metavar="X", help="Return, to X; null is outside.")
 @click.option(
-    "--dedup", type=click.Choice(["group", "dataset"]), help="Drop exact repeats within these."
+    "--min-tokens", type=WHOLE, metavar="N", help="Longest sequence has N tokens or more."
 )
-@click.option("--drop-overlong", is_flag=True, help="Drop those whose last step was cut off.")
+@click.option(
+    "--max-tokens", type=WHOLE, metavar="N", help="Longest sequence has N tokens or less."
+)
+@click.option("--min-steps", type=WHOLE, metavar="N", help="At least N steps.")
+@click.option("--max-steps", type=WHOLE, metavar="N", help="At most N steps.")
+@click.option("--min-reward", type=float, metavar="X", help="Return of X or more (never null).")
+@click.option("--max-reward", type=float, metavar="X", help="Return of X or less (never null).")
+@click.option(
+    "--dedup", type=click.Choice(["group", "dataset"]), help="Drop exact repeats within a scope."
+)
+@click.option("--drop-overlong", is_flag=True, help="Drop trajectories that were cut off.")
 @click.option("--drop-zero-variance", is_flag=True, help="Drop groups whose returns are equal.")
 @click.option("--sample-groups", type=WHOLE, metavar="N", help="Draw N groups (of the mixture).")
-@click.option("--seed", type=int, default=0, show_default=True, help="Draws the groups.")
-@click.option("--mask-overlong", is_flag=True, help="No loss where the last step was cut off.")
-@click.option("--mask-failed-groups", is_flag=True, help="No loss on groups with a failed one.")
-@click.option("--mask-failed", is_flag=True, help="No loss on failed trajectories.")
-@click.option("--mix", multiple=True, metavar="DS3", help="Mix in another dataset, filtered alike.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed for drawing groups.")
+@click.option("--mask-overlong", is_flag=True, help="Do not train trajectories cut off at the end.")
+@click.option("--mask-failed-groups", is_flag=True, help="Do not train groups with a failure.")
+@click.option("--mask-failed", is_flag=True, help="Do not train failed trajectories.")
+@click.option(
+    "--mix", multiple=True, metavar="DS3", help="Mix in a dataset, with the same filters."
+)
 @click.option(
     "--share",
     multiple=True,
     type=float,
     metavar="X",
-    help="Share of the groups: of DS, then of each --mix.",
+    help="Share of the groups; give one for DS, then one per --mix.",
 )
-@click.option("--prefix-names", is_flag=True, help="Put the dataset's name before instance ids.")
+@click.option("--prefix-names", is_flag=True, help="Prefix instance ids with the dataset's name.")
 @click.option(
     "--outcome",
     type=click.Choice(["last", "sum"]),
-    default="last",
-    show_default=True,
-    help="Return of a trajectory: its last step's reward, or the sum over its steps.",
+    help="Return of a trajectory: its last step's reward, or the sum over its steps.  [default: "
+    "from the dataset, else last]",
 )
-@click.option("--json", "as_json", is_flag=True, help="The report as JSON on stdout.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def filter_(dataset: str, out: str | None, *, dry_run: bool, as_json: bool, **given: Any) -> None:
     """Keep the trajectories that should train; mask or mix others.
 
-    Filters apply in the order below, each to what those before it have left; masks follow, then the
-    mixture. Trajectories go whole, unless --keep-rows is given. The report says how many each one
-    found. Memory use grows with the number of trajectories, not with their tokens.
+    Filters apply in the order below, each to what the earlier ones kept; then masks, then the
+    mixture. Whole trajectories are dropped unless --keep-rows is given. The report counts what each
+    filter found. Memory use grows with the number of trajectories, not of tokens.
     """
     _check_usage(out, dry_run=dry_run, given=given)
     sources = [_Source.decide(path, given) for path in (dataset, *given["mix"])]
@@ -114,7 +120,7 @@ def filter_(dataset: str, out: str | None, *, dry_run: bool, as_json: bool, **gi
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Source:
-    """One dataset and what is decided about it."""
+    """One dataset with its filters and masks applied."""
 
     path: str
     frame: pl.LazyFrame
@@ -124,12 +130,13 @@ class _Source:
 
     @classmethod
     def decide(cls, path: str, given: dict[str, Any]) -> _Source:
-        from pipelines.masks import apply_masks
-        from pipelines.rows import keep_rows
-        from pipelines.verdicts import apply_filters
-        from rollout_io.cli.dataset import open_dataset
+        from pipelines.filtering.masks import apply_masks
+        from pipelines.filtering.row_removal import keep_rows
+        from pipelines.filtering.verdicts import apply_filters
+        from pipelines.rewards import dataset_outcome
+        from rollout_io.cli.dataset import open_valid
 
-        frame, outcome = open_dataset(path), given["outcome"]
+        frame, outcome = open_valid(path), dataset_outcome(path, given["outcome"])
         rows: dict[str, int] = {}
         if given["keep_rows"] is not None:
             move = given["move_outcome"]
@@ -166,7 +173,7 @@ def _check_usage(out: str | None, *, dry_run: bool, given: dict[str, Any]) -> No
 
 
 def _filters(given: dict[str, Any]) -> list[Filter]:
-    from pipelines import filters
+    from pipelines.filtering import filters
 
     found = [filters.where(condition) for condition in given["where"]]
     found += [filters.where(condition, rows="all") for condition in given["where_all"]]
@@ -199,7 +206,7 @@ def _filters(given: dict[str, Any]) -> list[Filter]:
 
 
 def _masks(given: dict[str, Any]) -> list[Filter]:
-    from pipelines import filters
+    from pipelines.filtering import filters
 
     found = [filters.overlong()] if given["mask_overlong"] else []
     if given["mask_failed_groups"]:
@@ -212,7 +219,7 @@ def _masks(given: dict[str, Any]) -> list[Filter]:
 def _combined(
     sources: Sequence[_Source], given: dict[str, Any]
 ) -> tuple[pl.LazyFrame, list[dict[str, Any]]]:
-    """The one frame to write, and the report of the mixture."""
+    """Mix the sources into the frame to write, and report the mixture."""
     from pipelines.mixing import mix
 
     if len(sources) == 1 and not given["prefix_names"]:
@@ -223,7 +230,7 @@ def _combined(
     if len(set(names)) < len(names):
         hint = "give each dataset once"
         raise RolloutError("unique_group", "--mix", "the same dataset twice", "others", hint)
-    frames = {name: source.frame for name, source in zip(names, sources, strict=True)}
+    frames = {name: _with_sampling(source) for name, source in zip(names, sources, strict=True)}
     shares = dict(zip(names, given["share"], strict=True)) if given["share"] else None
     num = given["sample_groups"] if given["mix"] else None
     prefix = given["prefix_names"]
@@ -233,18 +240,31 @@ def _combined(
     return frame, counts.to_dicts()
 
 
+def _with_sampling(source: _Source) -> pl.LazyFrame:
+    """Add the sampling settings of the dataset's history: a mixture keeps only one history."""
+    import polars as pl
+
+    from rollout_io.dataset.reader import read_metadata
+    from rollout_io.formats.parsing.sampling import sampling_extra_of
+
+    if "sampling_extra" in source.frame.collect_schema():
+        return source.frame
+    said = sampling_extra_of(read_metadata(source.path).made_by)
+    return source.frame.with_columns(sampling_extra=pl.lit(said)) if said else source.frame
+
+
 def _write(
     frame: pl.LazyFrame, out: str, sources: Sequence[_Source], given: dict[str, Any]
 ) -> None:
     import polars as pl
 
-    from rollout_io.reader import read_metadata
-    from rollout_io.writer import RolloutWriter
+    from rollout_io.dataset.reader import read_metadata
+    from rollout_io.dataset.writer import RolloutWriter
 
     paths = [source.path for source in sources]
     asked = {name: v for name, v in given.items() if v is not None and v is not False and v != ()}
     found = {path: read_metadata(path) for path in paths}
-    metadata = _common(found).made("filter", parents=paths, **asked)
+    metadata = _common(found, given["outcome"]).made("filter", parents=paths, **asked)
     num_rows = frame.select(pl.len()).collect(engine="streaming").item()
     progress = progress_bar(num_rows, " rows", "filter")
     with RolloutWriter(out, metadata=metadata) as writer, progress as bar:
@@ -253,8 +273,13 @@ def _write(
             bar(len(rows))
 
 
-def _common(found: dict[str, DatasetMetadata]) -> DatasetMetadata:
-    """What all datasets say alike; unknown where they do not, or refused where they must."""
+def _common(found: dict[str, DatasetMetadata], outcome: Outcome | None) -> DatasetMetadata:
+    """Combine metadata: unknown where datasets differ, an error where they must agree."""
+    returns = {path: outcome or metadata.outcome or "last" for path, metadata in found.items()}
+    if len(set(returns.values())) > 1:
+        got = ", ".join(f"outcome {value} in {path}" for path, value in returns.items())
+        hint = "--outcome sum, or last, defines the return of all trajectories"
+        raise RolloutError("file_metadata", "--mix", got, "one return for all", hint)
     first = next(iter(found.values()))
     for name, refused in SAID_OF_A_MIXTURE.items():
         said = {path: getattr(metadata, name) for path, metadata in found.items()}
@@ -266,4 +291,5 @@ def _common(found: dict[str, DatasetMetadata]) -> DatasetMetadata:
             raise RolloutError("file_metadata", where, got, "the same in all", hint)
         if differs or len(known) < len(said):
             first = first.replace(**{name: None})
-    return first
+    models = {name for metadata in found.values() for name in metadata.models}
+    return first.replace(models=tuple(sorted(models)), outcome=outcome or first.outcome)

@@ -12,12 +12,12 @@ from rollout_io.cli.output import emit_json, example, next_command, note, progre
 from rollout_io.cli.workers import workers_of, workers_options
 
 if TYPE_CHECKING:
-    from rollout_io.rewriting import Counts
+    from rollout_io.dataset.rewriting import Counts
     from schemas.metadata import DatasetMetadata
 
 OUT = click.option("--out", required=True, metavar="DS2", help="Directory of the new dataset.")
 JSON = click.option(
-    "--json", "as_json", is_flag=True, help="Counts before and after as JSON on stdout."
+    "--json", "as_json", is_flag=True, help="Print the counts before and after as JSON."
 )
 
 
@@ -29,7 +29,7 @@ JSON = click.option(
     type=click.Choice(["lineage", "consecutive"]),
     default="lineage",
     show_default=True,
-    help="lineage: a step continues the longest earlier one that is still open, so sub-agents and "
+    help="lineage: a step continues the longest earlier step not yet continued, so sub-agents and "
     "resumed contexts merge too. consecutive: only the step right before it, as SkyRL does.",
 )
 @workers_options
@@ -39,12 +39,12 @@ def merge(
 ) -> None:
     """Merge steps that continue each other token for token into one row.
 
-    Nothing is lost: `segments` keeps each step's range and values, `rollouts unmerge` gives the
-    steps back, and training on the merged rows gives the same loss. Memory use does not grow with
-    the dataset.
+    Nothing is lost: `segments` keeps each step's range and values, `rollouts unmerge` restores the
+    steps, and training on merged rows gives the same loss. Memory use does not grow with the
+    dataset.
     """
-    from pipelines.merging import merge_table
-    from rollout_io.reader import read_metadata
+    from pipelines.merging.merge import merge_table
+    from rollout_io.dataset.reader import read_metadata
 
     metadata = read_metadata(dataset).made("merge", parents=[dataset], rule=rule)
     transform = partial(merge_table, rule=rule)
@@ -58,9 +58,9 @@ def merge(
 @workers_options
 @JSON
 def unmerge(dataset: str, out: str, workers: int | None, engine: Any, *, as_json: bool) -> None:
-    """Take merged rows apart into the steps they were made of, exactly."""
-    from pipelines.unmerging import unmerge_table
-    from rollout_io.reader import read_metadata
+    """Split merged rows into exactly the steps that they were made of."""
+    from pipelines.merging.unmerge import unmerge_table
+    from rollout_io.dataset.reader import read_metadata
 
     metadata = read_metadata(dataset).made("unmerge", parents=[dataset])
     counts = _rewritten(dataset, out, unmerge_table, metadata, (workers, engine), "unmerge")
@@ -86,7 +86,7 @@ def _rewritten(
     import polars as pl
 
     from rollout_io.cli.dataset import open_dataset
-    from rollout_io.rewriting import rewrite
+    from rollout_io.dataset.rewriting import rewrite
 
     num_rows = open_dataset(dataset).select(pl.len()).collect().item()
     chosen = workers_of(*workers, dataset)

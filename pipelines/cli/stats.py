@@ -10,12 +10,13 @@ import click
 
 from rollout_io.cli.output import emit, emit_json, example
 from rollout_io.cli.workers import workers_of, workers_options
+from rollout_io.terminal import columns
 
 if TYPE_CHECKING:
-    from pipelines.flops import ModelShape
     from pipelines.rewards import Outcome
-    from pipelines.savings import Cost
-    from rollout_io.parallel import Workers
+    from pipelines.statistics.flops import ModelShape
+    from pipelines.statistics.savings import Cost
+    from rollout_io.dataset.parallel import Workers
 
 _SECTIONS = {
     "trajectories": ("num_trajectories", "num_groups", "num_failed"),
@@ -31,9 +32,8 @@ _SECTIONS = {
 @click.option(
     "--outcome",
     type=click.Choice(["last", "sum"]),
-    default="last",
-    show_default=True,
-    help="Return of a trajectory: its last step's reward, or the sum over its steps.",
+    help="Return of a trajectory: its last step's reward, or the sum over its steps.  [default: "
+    "from the dataset, else last]",
 )
 @click.option(
     "--model",
@@ -45,10 +45,10 @@ _SECTIONS = {
     "--params",
     type=click.FloatRange(min=0, min_open=True),
     metavar="N",
-    help="Parameters of the model, such as 1.5e9; without --model attention is left out.",
+    help="Parameters of the model, such as 1.5e9; without --model, attention is not counted.",
 )
 @workers_options
-@click.option("--json", "as_json", is_flag=True, help="The numbers as JSON on stdout.")
+@click.option("--json", "as_json", is_flag=True, help="Print the numbers as JSON.")
 def stats(
     dataset: str,
     outcome: Any,
@@ -59,10 +59,10 @@ def stats(
     *,
     as_json: bool,
 ) -> None:
-    """Counts, rewards and metrics of a dataset, and what training on it would forward.
+    """Print counts, rewards and metrics of a dataset, and the tokens that training would forward.
 
-    Rewards are per trajectory, metrics per step, per trajectory and per group, and lengths per row.
-    Savings are the tokens that each layout forwards, trajectories that failed left out.
+    Rewards are per trajectory, metrics per step, trajectory and group, lengths per row. Savings are
+    the tokens that each layout forwards, without failed trajectories.
     """
     shape = _model_shape(model, params)
     numbers = dataset_numbers(dataset, outcome, shape, workers_of(workers, engine, dataset))
@@ -74,15 +74,15 @@ def stats(
 
 
 def dataset_numbers(
-    dataset: str, outcome: Outcome, shape: ModelShape | None, workers: Workers | None = None
+    dataset: str, outcome: Outcome | None, shape: ModelShape | None, workers: Workers | None = None
 ) -> dict[str, Any]:
-    """Statistics of a dataset, with `metrics` by unit and name, and `savings` by layout."""
-    from pipelines.metrics import read_metrics
-    from pipelines.savings import dataset_savings
-    from pipelines.statistics import dataset_statistics
-    from rollout_io.cli.dataset import open_dataset
+    """Collect the statistics of a dataset, with `metrics` by unit and name, `savings` by layout."""
+    from pipelines.statistics.metrics import read_metrics
+    from pipelines.statistics.savings import dataset_savings
+    from pipelines.statistics.summary import dataset_statistics
+    from rollout_io.cli.dataset import open_valid
 
-    open_dataset(dataset)
+    open_valid(dataset, workers)
     numbers = dataset_statistics(dataset, outcome, workers)
     found: dict[str, dict[str, Any]] = {}
     for line in read_metrics(dataset, outcome, workers).to_dicts():
@@ -92,7 +92,7 @@ def dataset_numbers(
 
 
 def _model_shape(model: str | None, params: float | None) -> ModelShape | None:
-    from pipelines.flops import ModelShape, read_model_shape
+    from pipelines.statistics.flops import ModelShape, read_model_shape
 
     if model is not None:
         return read_model_shape(model, params)
@@ -114,18 +114,18 @@ def _sections(numbers: Mapping[str, Any]) -> Iterable[tuple[str, Sequence[str]]]
     apart = {name for names in _SECTIONS.values() for name in names}
     rows = [n for n, value in numbers.items() if n not in apart and not isinstance(value, dict)]
     for title, names in {"rows": rows, **_SECTIONS}.items():
-        yield title, _aligned([[name, _number(numbers[name])] for name in names])
+        yield title, columns([[name, _number(numbers[name])] for name in names])
     reasons = numbers["stop_reasons"]
     if reasons:
-        yield "stop reasons of rows", _aligned([[repr(r), _number(n)] for r, n in reasons.items()])
+        yield "stop reasons of rows", columns([[repr(r), _number(n)] for r, n in reasons.items()])
     for per, found in numbers["metrics"].items():
         table = [["metric", "value", "over", "left out"]]
         for name, line in found.items():
             table.append([name, *(_number(line[n]) for n in ("value", "num", "num_left_out"))])
-        yield f"per {per}", _aligned(table)
+        yield f"per {per}", columns(table)
     yield (
         "savings: what each layout would forward",
-        _aligned(_savings_table(numbers["savings"])),
+        columns(_savings_table(numbers["savings"])),
     )
 
 
@@ -140,15 +140,6 @@ def _savings_table(savings: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
             line.append(f"{cost['training_flops']:.3g}")
         table.append(line)
     return table
-
-
-def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of columns, the first to the left and numbers to the right."""
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return [
-        "  ".join([row[0].ljust(widths[0]), *(map(str.rjust, row[1:], widths[1:]))])
-        for row in table
-    ]
 
 
 def _number(value: Any) -> str:

@@ -1,5 +1,5 @@
-"""Rollouts from engines: who samples, how, and what comes back."""
+"""Generate rollouts with an engine, in environments, by agents, harnesses or custom generators."""
 
-from pipelines.generation.engine import Engine, Sampled, Sampling
+from pipelines.generation.engines.base import Engine, Sampled, Sampling
 
 __all__ = ["Engine", "Sampled", "Sampling"]

@@ -1,4 +1,4 @@
-"""Agents: any `async def agent(client, task) -> reward`; its client makes every call a step."""
+"""Agents: any `async def agent(client, task) -> reward`, whose client records calls as steps."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from pipelines.generation.config import GenerateConfig
-from pipelines.generation.engine import Engine, Sampled, Sampling
+from pipelines.generation.engines.base import Engine, Sampled, Sampling
 from pipelines.generation.environments import as_number, resolve
 from pipelines.generation.histories import as_json
 from pipelines.generation.tasks import Task
 from pipelines.generation.texts import encodable
 from pipelines.generation.trajectory import ENDS_THE_RUN, seed_of, step_of
-from pipelines.generation.waiting import in_time
-from rollout_io.adapters import Step
+from pipelines.generation.user_code import in_time, without_exit
+from rollout_io.formats.base import Step
 from rollout_io.retokenize.tokenizer import ChatTokenizer
 from schemas.errors import RolloutError
 
@@ -23,10 +23,10 @@ Agent = Callable[["Client", Task], Awaitable[float]]
 
 
 class Client:
-    """What an agent samples with; every call is recorded as a step, its exact tokens.
+    """Samples for an agent and records every call as a step, with its exact tokens.
 
     Example:
-        An agent of two calls, the second of which sees the answer to the first:
+        An agent that makes two calls; the second sees the answer to the first:
 
         >>> async def agent(client, task):
         ...     first = await client.chat(task.prompt)
@@ -35,9 +35,10 @@ class Client:
         ...     return 1.0 if "yes" in last.text else 0.0
 
     Attributes:
-        tokenizer: The engine's.
-        steps: The calls so far, as they were answered.
-        failure: What ends not this trajectory alone but the run, even if the agent caught it.
+        tokenizer: Tokenizer of the engine.
+        steps: Calls recorded so far.
+        failure: An error that ends the whole run, not only this trajectory; kept even if the agent
+            caught it.
     """
 
     def __init__(
@@ -54,29 +55,39 @@ class Client:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         agent: str | None = None,
+        trains: bool = True,
         **changes: Any,
     ) -> Sampled:
         """Answer a conversation, rendered by the engine's chat template.
 
         Args:
-            messages: OpenAI-style messages; `Sampled.message` is the answer as another one.
-            tools: OpenAI-style definitions of tools.
-            agent: Who calls ("main", "checker"): the column of that name.
-            changes: Fields of `Sampling` that differ from the configuration's.
+            messages: OpenAI-style messages; `Sampled.message` is the answer as one of them.
+            tools: OpenAI-style tool definitions.
+            agent: Name of the caller ("main", "checker"), for the column `agent`.
+            trains: Whether to train on the response; false writes an all-false loss mask.
+            changes: Fields of `Sampling` to override the configuration's.
 
         Raises:
             RolloutError: As `Engine.chat`.
         """
         sampling = self._sampling(changes)
         session = self._task.trajectory_id
-        call = self._engine.chat(messages, sampling, tools=tools, session=session)
+        arguments = self._config.chat_template_kwargs
+        call = self._engine.chat(
+            messages, sampling, tools=tools, chat_template_kwargs=arguments, session=session
+        )
         answer = await self._answer(call)
-        return self._recorded(answer, sampling, as_json(messages), agent)
+        return self._recorded(answer, sampling, as_json(messages), agent, trains=trains)
 
     async def sample(
-        self, prompt_token_ids: Sequence[int], *, agent: str | None = None, **changes: Any
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        agent: str | None = None,
+        trains: bool = True,
+        **changes: Any,
     ) -> Sampled:
-        """Continue exact tokens: as `chat`.
+        """Continue exact tokens; arguments are those of `chat`.
 
         Raises:
             RolloutError: As `Engine.sample`.
@@ -86,10 +97,10 @@ class Client:
         answer = await self._answer(
             self._engine.sample(prompt_token_ids, sampling, session=session)
         )
-        return self._recorded(answer, sampling, None, agent)
+        return self._recorded(answer, sampling, None, agent, trains=trains)
 
     def close(self) -> None:
-        """Take no more calls: the trajectory is over."""
+        """Reject further calls: the trajectory has ended."""
         self._is_open = False
 
     def _sampling(self, changes: Mapping[str, Any]) -> Sampling:
@@ -112,21 +123,28 @@ class Client:
             raise
 
     def _recorded(
-        self, answer: Sampled, sampling: Sampling, messages: str | None, agent: str | None
+        self,
+        answer: Sampled,
+        sampling: Sampling,
+        messages: str | None,
+        agent: str | None,
+        *,
+        trains: bool,
     ) -> Sampled:
         if self._is_open:
             step = step_of(answer, sampling, messages, self._task.source)
             step.agent = None if agent is None else encodable(agent)
+            step.trains = trains
             self.steps.append(step)
         return answer
 
 
 class AgentTrajectory:
-    """A trajectory that an agent makes.
+    """A trajectory made by an agent.
 
     Attributes:
-        steps: The steps so far: those of a trajectory that fails stay.
-        warnings: None.
+        steps: Steps so far; kept if the trajectory fails.
+        warnings: Always empty.
     """
 
     def __init__(self, agent: Agent, client: Client, task: Task, timeout_s: float) -> None:
@@ -136,14 +154,15 @@ class AgentTrajectory:
         self.warnings: list[str] = []
 
     async def run(self) -> None:
-        """The whole run; its reward goes to the last step, 0 to those before.
+        """Run the agent; the last step gets its reward, earlier steps get 0.
 
         Raises:
-            RolloutError: agent_raised, agent_timeout; agent_reward: no finite number; agent_calls:
-                not one call; and as the engine does.
+            RolloutError: agent_raised, agent_timeout; agent_reward if the reward is not a finite
+                number; agent_calls if the agent made no call; and errors of the engine.
         """
         try:
-            reward = await in_time(self._reward(), self._timeout_s, "agent", self.where)
+            call = without_exit(self._agent(self._client, self._task))
+            reward = await in_time(call, self._timeout_s, "agent", self.where)
         finally:
             self._client.close()
             if self._client.failure is not None:
@@ -157,18 +176,12 @@ class AgentTrajectory:
             step.reward = 0.0
         self.steps[-1].reward = number
 
-    async def _reward(self) -> float:
-        try:
-            return await self._agent(self._client, self._task)
-        except SystemExit as error:  # out of a task it would end the process
-            raise RuntimeError(f"SystemExit: {error}") from error
-
 
 def find_agent(name: str) -> Agent:
-    """The agent that `module:function` names.
+    """Import the agent named by `module:function`.
 
     Raises:
-        RolloutError: agent: it is not there, or no `async def`.
+        RolloutError: agent if it cannot be imported or is not an `async def`.
     """
     agent = resolve(name, "agent")
     if not inspect.iscoroutinefunction(agent):

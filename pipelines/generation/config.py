@@ -1,4 +1,4 @@
-"""The one record that configures a generation."""
+"""Configuration of `rollouts generate`."""
 
 from __future__ import annotations
 
@@ -8,19 +8,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from pipelines.generation.engine import Sampling
-from rollout_io.configuration import load_record
+from pipelines.generation.engines.base import Sampling
+from pipelines.harness.commands import shown
+from rollout_io.configuration import Count, CountOrZero, Positive, load_record, out_of_bounds
 from schemas.errors import RolloutError
+from schemas.metadata import Outcome
 
 History = Literal["append", "one_message", "retokenize", "step_wise"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerateConfig:
-    """Everything that decides what `rollouts generate` does.
+    """All settings of `rollouts generate`.
 
     Raises:
-        RolloutError: A value is out of its range, or two values contradict each other.
+        RolloutError: If a value is out of range, or two values contradict each other.
 
     Example:
         >>> GenerateConfig(tasks="t.jsonl", model="smollm2", out="ds", environment="gsm8k").history
@@ -28,46 +30,61 @@ class GenerateConfig:
     """
 
     tasks: str
-    """Tasks: JSON Lines or Parquet, a task a line: `prompt` (messages, or text), and where wanted
-    `instance_id` and `env_class`; every other field goes to the environment as an extra."""
+    """Task file, JSON Lines or Parquet, one task per line or row: `prompt` (messages or text) and
+    optionally `instance_id` and `env_class`; all other fields are passed to the environment as
+    extras."""
     model: str
-    """Hugging Face model directory: tokenizer and chat template, and what `transformers` samples from."""
+    """Hugging Face model directory: tokenizer, chat template, and the model for `transformers`."""
     out: str
-    """Rollout dataset to write, or to go on with: what it holds is not generated again."""
+    """Rollout dataset to write or to resume; existing trajectories are not generated again."""
 
     engine: Literal["transformers", "vllm"] = "transformers"
-    """Who samples: the model in this process, or vLLM servers at `urls`."""
+    """What samples: the model in this process, or vLLM servers at `urls`."""
     urls: tuple[str, ...] = ()
-    """vllm: `http://HOST:PORT` of each server; one trajectory's calls go to one of them."""
+    """vllm: `http://HOST:PORT` of each server; all calls of a trajectory go to the same server."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """transformers: of the weights."""
-    policy_version: int = 0
-    """Of the weights that the engine has: the column of that name; >= 0."""
+    """transformers: data type of the weights."""
+    policy_version: CountOrZero = 0
+    """Version of the engine's weights, for the column `policy_version`; >= 0."""
 
     environment: str | None = None
-    """Of tasks without `env_class`: a name that skyrl-gym knows, or your own `module:Class`."""
+    """Environment of tasks without `env_class`: a skyrl-gym name, or `module:Class`."""
     env_config: dict[str, Any] = field(default_factory=dict)
-    """Given to every environment as `env_config`."""
+    """Passed to every environment as `env_config`."""
+    env_configs: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Per environment name: keys that extend or override `env_config`."""
     agent: str | None = None
-    """In place of an environment: `module:function` of an `async def agent(client, task) -> reward`."""
+    """Instead of an environment: `module:function`, `async def agent(client, task) -> reward`."""
+    harness: str | None = None
+    """Instead of an environment: `module:function` of a `harness(endpoint, task) -> reward`, or a
+    command line; each trajectory calls the model at its own base URL."""
+    generator: str | None = None
+    """Instead of all these: `module:Class` with SkyRL's `async def generate(GeneratorInput) ->
+    GeneratorOutput`; constructed as `Class(engine, tokenizer, config)`, called once per group."""
+    generator_config: dict[str, Any] = field(default_factory=dict)
+    """Settings for your generator, which reads them from `config.generator_config`."""
 
     history: History = "append"
-    """How a conversation goes on. `append`: sampled tokens stay as they are, observations are
-    appended as messages; `one_message`: as plain text in the same assistant message; `step_wise`:
-    the messages are rendered anew for every turn; `retokenize`: so too, and what trains is the
-    rendering of the whole conversation at its end, by the template's generation marks."""
+    """How the prompt of the next turn is built. `append`: sampled tokens are kept, observations are
+    appended as messages; `one_message`: observations are appended as plain text in the same
+    assistant message; `step_wise`: the chat template renders all messages again for every turn;
+    `retokenize`: likewise, and the final rendering of the whole conversation is trained, using the
+    template's generation marks."""
     chat_template: str | None = None
-    """Name or file of a template in place of the tokenizer's own."""
-    group_size: int = 1
-    """Trajectories of each task; >= 1."""
-    max_turns: int = 1
-    """Turns after which a trajectory ends, done or not; >= 1. Environments get it as an extra."""
-    max_input_tokens: int | None = None
-    """Longest prompt of any turn; >= 1. A trajectory ends before a longer one, with stop reason
-    `context_length`. None: the model's context is the limit."""
+    """Name or file of a chat template that replaces the tokenizer's. With agents and harnesses on
+    vLLM: the template that the servers were started with."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the chat template, such as `enable_thinking = false`."""
+    group_size: Count = 1
+    """Trajectories per task; >= 1."""
+    max_turns: Count = 1
+    """Maximum number of turns of a trajectory; >= 1. Environments get it as an extra."""
+    max_input_tokens: Count | None = None
+    """Maximum length of a prompt, in tokens; >= 1. A trajectory ends before a turn that would exceed
+    it, with stop reason `context_length`. None: the model's context is the limit."""
 
-    max_response_tokens: int = 1024
-    """Sampled in one turn, at most; >= 1."""
+    max_response_tokens: Count = 1024
+    """Maximum number of tokens sampled per turn; >= 1."""
     temperature: float = 1.0
     """>= 0; 0 takes the most likely token."""
     top_p: float = 1.0
@@ -77,28 +94,31 @@ class GenerateConfig:
     min_p: float = 0.0
     """In [0, 1)."""
     stop: tuple[str, ...] = ()
-    """Strings after which a turn ends; they are part of its response."""
+    """Strings that end a turn; they are included in its response."""
     seed: int | None = None
-    """Of every call's own seed, together with its trajectory and turn. None: the engine's own random
-    numbers; vLLM is quicker with these."""
+    """Base seed: each call derives its own from it, its trajectory and its turn. None: the engine's
+    random numbers, which are faster on vLLM."""
     sampling_extra: dict[str, Any] = field(default_factory=dict)
     """vllm: further fields of each request."""
 
     zero_reward_on_non_stop: bool = False
-    """All rewards of a trajectory are 0 if its last turn did not end by itself."""
+    """Set all rewards of a trajectory to 0 if its last turn was cut off."""
     mask_overlong: bool = False
-    """Nothing trains of a trajectory whose last turn ran out of tokens; its rewards stay."""
+    """Do not train trajectories whose last turn ran out of tokens; rewards are kept."""
 
-    max_concurrency: int = 64
-    """Trajectories under way at once; >= 1."""
-    requests_per_s: float | None = None
-    """vllm: calls that begin in a second; > 0. None: any number."""
-    env_timeout_s: float = 300.0
-    """One call of an environment; > 0. After it the trajectory has failed."""
-    agent_timeout_s: float = 3600.0
-    """One run of an agent; > 0. After it the trajectory has failed."""
-    groups_per_shard: int = 8
-    """Complete groups that are written together; >= 1. Fewer at the end, and when a run is ended."""
+    max_concurrency: Count = 64
+    """Maximum number of concurrent trajectories; >= 1."""
+    requests_per_s: Positive | None = None
+    """vllm: maximum number of calls started per second; > 0. None: unlimited."""
+    max_retries: CountOrZero = 0
+    """Retries of a failed trajectory; >= 0. Only the last attempt is written."""
+    env_timeout_s: Positive = 300.0
+    """Time limit of one environment call, seconds; > 0. The trajectory fails when it expires."""
+    agent_timeout_s: Positive = 3600.0
+    """Time limit of one run of an agent or harness, or one call of a generator, in seconds; > 0.
+    Trajectories fail when it expires."""
+    groups_per_shard: Count = 8
+    """Number of complete groups per shard; >= 1. The last shard may have fewer."""
 
     def __post_init__(self) -> None:
         for key, got, expected in _breaches(self):
@@ -106,8 +126,18 @@ class GenerateConfig:
         _ = self.sampling
 
     @property
+    def outcome(self) -> Outcome:
+        """Return of a trajectory: environments reward every turn, all else only the last step."""
+        return "sum" if self.uses_environments else "last"
+
+    @property
+    def uses_environments(self) -> bool:
+        """True if tasks run in environments."""
+        return self.agent is None and self.harness is None and self.generator is None
+
+    @property
     def sampling(self) -> Sampling:
-        """How every turn is sampled, its seed aside."""
+        """Sampling settings of every turn, without the seed."""
         return Sampling(
             temperature=self.temperature,
             top_p=self.top_p,
@@ -131,23 +161,31 @@ HOW_IT_RUNS = frozenset(
             "group_size",
             "requests_per_s",
         ),
-        *("max_concurrency", "env_timeout_s", "agent_timeout_s", "groups_per_shard"),
+        *("max_concurrency", "max_retries", "env_timeout_s", "agent_timeout_s", "groups_per_shard"),
     }
 )
-"""Keys that may differ when a dataset is gone on with: the trajectories it holds stay what they are."""
+"""Keys that may change when a dataset is resumed: existing trajectories do not depend on them."""
 
 
 def identity(config: GenerateConfig) -> dict[str, Any]:
-    """What all trajectories of one dataset have in common."""
-    values = dataclasses.asdict(config)
+    """Return the settings that all trajectories of a dataset share."""
+    values = plain_values(config)
     plain = {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
     return {k: v for k, v in plain.items() if k not in HOW_IT_RUNS}
 
 
+def plain_values(config: GenerateConfig) -> dict[str, Any]:
+    """Return the configuration as plain values that may be written: without credentials."""
+    values = dataclasses.asdict(config)
+    if config.harness is not None:
+        values["harness"] = shown(config.harness)
+    return values
+
+
 def load_generate_config(
-    toml_path: str | Path | None, overrides: Sequence[str] = ()
+    toml_path: str | Path | None, overrides: Sequence[str] = (), *, out: str | None = None
 ) -> GenerateConfig:
-    """Read a configuration: `rollout_io.configuration.load_record`.
+    """Read a configuration with `rollout_io.configuration.load_record`; `out` overrides the file.
 
     Raises:
         RolloutError: config_file, config_key, config_value, sampling.
@@ -155,26 +193,31 @@ def load_generate_config(
     required = {"tasks": "a file", "model": "a model directory", "out": "a directory (--out DS)"}
     examples = {"stop": '["</answer>"]', "urls": '["http://127.0.0.1:8000"]'}
     return load_record(
-        GenerateConfig, toml_path, overrides, required=required, list_examples=examples
+        GenerateConfig,
+        toml_path,
+        overrides,
+        {"out": out},
+        required=required,
+        list_examples=examples,
     )
 
 
 def _breaches(c: GenerateConfig) -> Iterator[tuple[str, str, str]]:
-    whole = ("group_size", "max_turns", "max_input_tokens", "max_response_tokens")
-    for key in (*whole, "max_concurrency", "groups_per_shard"):
-        value = getattr(c, key)
-        if value is not None and value < 1:
-            yield key, str(value), "a whole number >= 1"
-    if c.policy_version < 0:
-        yield "policy_version", str(c.policy_version), "a whole number >= 0"
-    for key in ("env_timeout_s", "agent_timeout_s", "requests_per_s"):
-        value = getattr(c, key)
-        if value is not None and not 0 < value < float("inf"):
-            yield key, str(value), "a finite number > 0"
-    if c.agent is not None and c.environment is not None:
-        yield "agent and environment", f"{c.agent} and {c.environment}", "one of them"
-    if c.agent is not None and (c.history != "append" or c.chat_template is not None):
-        got = "a key that is of environments alone"
-        yield "history, chat_template and agent", got, "neither: an agent has its own history"
+    yield from out_of_bounds(c)
+    runs = {"agent": c.agent, "environment": c.environment, "harness": c.harness and "a harness"}
+    given = {name: value for name, value in runs.items() if value is not None}
+    if len(given) > 1:
+        yield " and ".join(given), " and ".join(given.values()), "one of them"
+    for name in given.keys() & {"agent", "harness"}:
+        if c.history != "append":
+            yield f"history and {name}", c.history, "none: it is of environments alone"
+    if c.harness is not None and c.requests_per_s is not None:
+        yield "requests_per_s and harness", str(c.requests_per_s), "none: a harness calls at will"
+    if c.generator is not None and given.keys() & {"agent", "harness"}:
+        expected = "a generator alone; environment may name the environments of its tasks"
+        yield f"{' and '.join(given)} and generator", str(c.generator), expected
+    for key in ("zero_reward_on_non_stop", "mask_overlong"):
+        if c.generator is not None and getattr(c, key):
+            yield f"{key} and generator", "true", "false: a generator sets its rewards and masks"
     if (c.engine == "vllm") != bool(c.urls):
         yield "engine and urls", f"{c.engine} and {list(c.urls)}", "urls with vllm, and only there"

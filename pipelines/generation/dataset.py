@@ -1,4 +1,4 @@
-"""Generated trajectories as a dataset: whole groups as they complete, and what is still missing."""
+"""Write generated trajectories to a dataset in whole groups, and find those still missing."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import os
 from collections.abc import Sequence
 from typing import Any, Self
 
+from pipelines.generation.attempt_rows import Finished, rows_of
 from pipelines.generation.config import GenerateConfig, identity
-from pipelines.generation.generator import Finished
 from pipelines.generation.tasks import Task
-from rollout_io.conversion.rows import table_of
-from rollout_io.reader import read_metadata, scan
-from rollout_io.storage import Location
-from rollout_io.writer import RolloutWriter
+from rollout_io.dataset.checking import require_valid
+from rollout_io.dataset.reader import read_metadata, scan
+from rollout_io.dataset.storage import Location
+from rollout_io.dataset.writer import RolloutWriter
 from schemas.errors import RolloutError
 from schemas.metadata import DatasetMetadata
 
@@ -20,15 +20,16 @@ VERB = "generate"
 
 
 def missing_tasks(tasks: Sequence[Task], config: GenerateConfig) -> list[Task]:
-    """The tasks whose trajectories `config.out` does not hold; failed ones it does hold count.
+    """List the tasks without a trajectory in `config.out`; failed trajectories count as done.
 
     Raises:
-        RolloutError: resume: it was generated with other values of keys that decide what a
-            trajectory is, or is no generated dataset.
+        RolloutError: resume if `config.out` is not a generated dataset, or was generated with
+            settings that lead to other trajectories.
     """
     if not _exists(config.out):
         return list(tasks)
     _check_same(config)
+    require_valid(config.out)
     held = set(scan(config.out).select("trajectory_id").collect().to_series().to_list())
     return [task for task in tasks if task.trajectory_id not in held]
 
@@ -54,17 +55,17 @@ def _check_same(config: GenerateConfig) -> None:
 
 
 class GroupWriter:
-    """Writes groups that are complete, several in a shard; at its end, all that finished.
+    """Writes complete groups, several per shard; on exit, writes everything that finished.
 
-    A shard is there whole or not at all, so a trajectory is never there twice: what a stopped run
-    had not written is still missing. Also where an error ends the `with` block, what finished
-    before is written, groups that are not complete among it.
+    A shard is written whole or not at all, so no trajectory is ever written twice: whatever a
+    stopped run had not written is still missing. If an error ends the `with` block, all finished
+    trajectories are written, including those of incomplete groups.
 
     Args:
         out: Dataset directory.
-        tasks: What is expected: a group is complete when all its tasks here finished.
-        metadata: Of the generator.
-        config: For `groups_per_shard`, and for the history of the dataset.
+        tasks: Expected tasks; a group is complete when all its tasks in this list finished.
+        metadata: Metadata from the generator.
+        config: Provides `groups_per_shard`, and the history of the dataset.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class GroupWriter:
         self._write(list(self._finished))
 
     def add(self, finished: Finished) -> None:
-        """Take a trajectory; its group is written once it and enough others are complete."""
+        """Add a trajectory; writes when enough groups are complete."""
         name = finished.task.instance_id
         self._finished.setdefault(name, []).append(finished)
         self._missing[name] -= 1
@@ -104,5 +105,5 @@ class GroupWriter:
             return
         ended.sort(key=lambda finished: self._order[finished.task.trajectory_id])
         with RolloutWriter(self._out, metadata=self._metadata, append=True) as writer:
-            writer.write(table_of([finished.settled for finished in ended]))
+            writer.write(rows_of(ended))
         self.num_shards += 1

@@ -1,17 +1,22 @@
-"""Environments with the interface of skyrl-gym: init, step, close; checked, and with a time limit."""
+"""Environments with skyrl-gym's interface (init, step, close), with checks and a time limit."""
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
+import inspect
 import math
 import pkgutil
+import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+from pipelines.generation.config import GenerateConfig
 from pipelines.generation.tasks import Task, conversation
 from pipelines.generation.texts import encodable
-from pipelines.generation.waiting import OwnThread
+from pipelines.generation.user_code import OwnThread
 from rollout_io.retokenize.messages import normalize
 from schemas.errors import RolloutError
 
@@ -22,14 +27,14 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What an environment says to an action.
+    """Checked result of an environment step.
 
     Attributes:
         observations: Messages for the model.
-        reward: Of this turn.
+        reward: Reward of this turn.
         is_done: Whether the trajectory ends here.
-        replaced: The action as the environment took it, where that is another text than it was
-            given (`postprocessed_action`).
+        replaced: The environment's version of the action if it differs from the sampled text
+            (`postprocessed_action`).
     """
 
     observations: list[dict[str, Any]]
@@ -39,14 +44,14 @@ class Outcome:
 
 
 class Environment:
-    """One environment of one trajectory; its calls are made in a thread of its own.
+    """One environment of one trajectory, called in its own thread.
 
-    What it answers is looked at there too: a value of its own class may do anything.
+    Results are checked in that thread too, because user-defined values can execute any code.
 
     Args:
-        make: Makes the user's environment.
-        where: The trajectory, for errors.
-        timeout_s: Of each call.
+        make: Constructs the user's environment.
+        where: The trajectory, for error messages.
+        timeout_s: Time limit of each call, in seconds.
     """
 
     def __init__(self, make: Callable[[], Any], where: str, timeout_s: float) -> None:
@@ -56,7 +61,7 @@ class Environment:
         self._turn = 0
 
     async def init(self, prompt: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Make the environment, and have it begin.
+        """Construct and initialise the environment.
 
         Returns:
             The conversation that the model sees first.
@@ -80,8 +85,8 @@ class Environment:
         """Take an action.
 
         Raises:
-            RolloutError: env_raised, env_timeout; env_output: no mapping with `observations`
-                (messages), `reward` (a finite number) and `done` (a truth value).
+            RolloutError: env_raised, env_timeout; env_output unless the result is a mapping with
+                `observations` (messages), `reward` (a finite number) and `done` (a truth value).
         """
         name = f"step {self._turn}"
         self._turn += 1
@@ -104,10 +109,10 @@ class Environment:
         )
 
     async def metrics(self) -> dict[str, float]:
-        """Its own metrics, those that are numbers or truth values.
+        """Return the environment's metrics that are numbers or truth values.
 
         Raises:
-            RolloutError: env_raised, env_timeout; env_output: no mapping.
+            RolloutError: env_raised, env_timeout; env_output if they are not a mapping.
         """
         if not hasattr(self._own, "get_metrics"):
             return {}
@@ -120,7 +125,7 @@ class Environment:
         return {name: number for name, number in numbers.items() if number is not None}
 
     async def close(self) -> None:
-        """Close it, if it was made; 30 s at most: also an interrupted run waits for this.
+        """Close the environment if it was made, within 30 s: interrupted runs wait for this too.
 
         Raises:
             RolloutError: env_raised, env_timeout.
@@ -161,7 +166,7 @@ class Environment:
 
 
 class EnvConfig(dict[str, Any]):
-    """A dict whose keys are attributes too: skyrl-gym's environments read them so."""
+    """A dict whose keys are attributes too, as skyrl-gym's environments expect."""
 
     def __getattr__(self, name: str) -> Any:
         if name not in self:
@@ -170,35 +175,40 @@ class EnvConfig(dict[str, Any]):
         return EnvConfig(value) if isinstance(value, dict) else value
 
 
-def maker_of(
-    name: str | None, env_config: Mapping[str, Any], max_turns: int
-) -> Callable[[Task], Callable[[], Any]]:
-    """How the environment of a task is made: `Class(env_config=..., extras=...)`.
+def environment_of(task: Task, config: GenerateConfig) -> str:
+    """Return the name of a task's environment.
 
-    Args:
-        name: Of tasks without `env_class`: registered with skyrl-gym, or `module:Class`.
-        env_config: Given to each.
-        max_turns: The extra of that name.
+    Raises:
+        RolloutError: environment if neither the task nor the configuration names one.
     """
+    name = task.env_class or config.environment
+    if name is None:
+        hint = "set environment (or agent) in the configuration, or env_class in the task"
+        raise RolloutError("environment", "task", "no environment", "its name", hint)
+    return name
+
+
+def maker_of(config: GenerateConfig) -> Callable[[Task], Callable[[], Any]]:
+    """Return a factory of environments: `Class(env_config=..., extras=...)` for each task."""
 
     def maker(task: Task) -> Callable[[], Any]:
-        make = environment_class(task.env_class or name)
-        extras = {**task.extras, "max_turns": max_turns}
-        return partial(make, env_config=EnvConfig(env_config), extras=extras)
+        name = environment_of(task, config)
+        make = environment_class(name)
+        extras = {**task.extras, "max_turns": config.max_turns}
+        own = config.env_configs.get(name, {})
+        given = EnvConfig({**default_env_config(name), **config.env_config, **own})
+        return partial(make, env_config=given, extras=extras)
 
     return maker
 
 
-def environment_class(name: str | None) -> Callable[..., Any]:
-    """What makes an environment.
+def environment_class(name: str) -> Callable[..., Any]:
+    """Find the class or factory of an environment.
 
     Raises:
-        RolloutError: environment: no name; `module:Class` that is not there; a name that skyrl-gym
-            does not know; extra_installed: no skyrl-gym.
+        RolloutError: environment if `module:Class` does not exist or skyrl-gym does not know the
+            name; extra_installed if skyrl-gym is missing.
     """
-    if name is None:
-        hint = "set environment (or agent) in the configuration, or env_class in the task"
-        raise RolloutError("environment", "task", "no environment", "its name", hint)
     if ":" in name:
         return resolve(name, "environment")
     try:
@@ -213,12 +223,36 @@ def environment_class(name: str | None) -> Callable[..., Any]:
     return partial(skyrl_gym.make, name)
 
 
+def default_env_config(name: str) -> dict[str, Any]:
+    """Return the defaults of the dataclass that a skyrl-gym environment declares for `env_config`.
+
+    Example:
+        >>> default_env_config("search")["topk"], default_env_config("examples.addition:Addition")
+        (3, {})
+    """
+    if ":" in name:
+        return {}
+    import skyrl_gym
+
+    made_by = skyrl_gym.registry[name].entry_point
+    made_by = resolve(made_by, "environment") if isinstance(made_by, str) else made_by
+    parameter = inspect.signature(made_by).parameters.get("env_config")
+    declared = parameter and parameter.annotation
+    records = filter(dataclasses.is_dataclass, (declared, *typing.get_args(declared)))
+    return {
+        field.name: field.default
+        for record in records
+        for field in dataclasses.fields(record)
+        if field.default is not dataclasses.MISSING
+    }
+
+
 def resolve(name: str, rule: str) -> Callable[..., Any]:
-    """The class or function that `module:name` names.
+    """Import the class or function named by `module:name`.
 
     Raises:
-        RolloutError: {rule}: it is not there, its module does not import, or it is nothing that can
-            be called.
+        RolloutError: {rule} if its module cannot be imported, or the name does not exist or is not
+            callable.
     """
     try:
         found = pkgutil.resolve_name(name)
@@ -227,9 +261,13 @@ def resolve(name: str, rule: str) -> Callable[..., Any]:
         is_own = f"{name.partition(':')[0]}.".startswith(absent)
         hint = "is its directory the present one, or on PYTHONPATH?" if is_own else ""
         got = f"{type(error).__name__}: {error}"
-        raise RolloutError(
-            rule, name, got, "module:name, and a module that imports", hint
-        ) from None
+        if ":" not in name:
+            hint = "write module:name, with a colon"
+        elif isinstance(error, AttributeError) and error.obj is not None and error.name:
+            near = difflib.get_close_matches(error.name, dir(error.obj), 1)
+            hint = f"did you mean `{near[0]}`?" if near else hint
+        expected = "the module:name of a class or function that can be imported"
+        raise RolloutError(rule, name, got, expected, hint) from None
     if not callable(found):
         raise RolloutError(rule, name, f"a {type(found).__name__}", "a class or function")
     make: Callable[..., Any] = found
@@ -237,11 +275,11 @@ def resolve(name: str, rule: str) -> Callable[..., Any]:
 
 
 def as_number(value: Any) -> float | None:
-    """A finite number or truth value, of Python, NumPy or torch; None: something else."""
+    """Convert a finite number or truth value of Python, NumPy or torch; None for anything else."""
     if isinstance(value, str | bytes) or value is None:
         return None
     try:
         number = float(value)
-    except Exception:  # a class of somebody's own may raise anything
+    except Exception:  # a user-defined class may raise anything
         return None
     return number if math.isfinite(number) else None

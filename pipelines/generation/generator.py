@@ -1,116 +1,153 @@
-"""Trajectories, many at once: each finished one comes out as it is written."""
+"""Generate many trajectories concurrently, and yield each as it finishes."""
 
 from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass, field
-from itertools import islice
+import importlib
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, nullcontext
+from itertools import groupby
+from operator import attrgetter
+from types import ModuleType
+from typing import TYPE_CHECKING, Protocol
 
 from pipelines.generation.agents import AgentTrajectory, Client, find_agent
+from pipelines.generation.attempt_rows import Finished, finished_of
 from pipelines.generation.config import GenerateConfig
-from pipelines.generation.engine import Engine
-from pipelines.generation.environments import environment_class, maker_of
+from pipelines.generation.engines.base import Engine
+from pipelines.generation.environments import environment_class, environment_of, maker_of
+from pipelines.generation.generator_interface import TrainingPhase
 from pipelines.generation.tasks import Task
-from pipelines.generation.texts import encodable
-from pipelines.generation.trajectory import (
-    ENDS_THE_RUN,
-    GymTrajectory,
-    apply_stop_rules,
-    without_outcome,
-)
-from rollout_io.conversion.rows import Settled
+from pipelines.generation.trajectory import ENDS_THE_RUN, GymTrajectory, apply_stop_rules
+from pipelines.generation.user_generator import OwnGenerator
+from pipelines.harness.launchers import find_harness
+from rollout_io.formats.base import Step
 from rollout_io.retokenize.tokenizer import ChatTokenizer
 from schemas.errors import RolloutError
 from schemas.metadata import DatasetMetadata
 
+if TYPE_CHECKING:
+    from pipelines.harness.recorded_calls import Calls
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Finished:
-    """A trajectory that ended, well or not.
+Unit = Sequence[Task]
+"""Tasks that start together."""
+
+
+class Trajectory(Protocol):
+    """One attempt at a task.
 
     Attributes:
-        task: What it was about.
-        settled: As it is written.
-        warnings: What went wrong and does not matter to it.
+        steps: Steps so far; kept if the trajectory fails.
+        warnings: Problems that do not affect the steps.
     """
 
-    task: Task
-    settled: Settled
-    warnings: list[str] = field(default_factory=list)
+    steps: list[Step]
+    warnings: list[str]
+
+    async def run(self) -> None:
+        """Run the whole attempt.
+
+        Raises:
+            RolloutError: The reason why it failed.
+        """
+        ...
 
 
 class Generator:
-    """Runs tasks against an engine, in environments or by an agent.
+    """Runs tasks against an engine: in environments, or with an agent, a harness or a generator.
 
     Args:
-        engine: Entered already.
-        tokenizer: The engine's, with the chat template of the configuration.
-        config: How. Its `tasks` and `out` are not used.
+        engine: An entered engine.
+        tokenizer: Tokenizer of the engine, with the configured chat template.
+        config: Settings; `tasks` and `out` are not used.
+        calls: Serves the calls of harnesses; see `open_calls`.
+        phase: Purpose of the batches, passed to a custom generator.
 
     Raises:
-        RolloutError: agent, environment, extra_installed: there is no such thing.
+        RolloutError: agent, environment, generator, harness or extra_installed if the configured
+            one does not exist.
     """
 
-    def __init__(self, engine: Engine, tokenizer: ChatTokenizer, config: GenerateConfig) -> None:
-        self.engine, self.tokenizer, self.config = engine, tokenizer, config
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: ChatTokenizer,
+        config: GenerateConfig,
+        calls: Calls | None = None,
+        phase: TrainingPhase = "train",
+    ) -> None:
+        self.engine, self.tokenizer, self.config, self._calls = engine, tokenizer, config, calls
+        self._harness = None if config.harness is None else find_harness(config.harness)
+        is_own = config.generator is not None
+        self._own = OwnGenerator(engine, tokenizer, config, phase) if is_own else None
         self._agent = None if config.agent is None else find_agent(config.agent)
-        self._maker = maker_of(config.environment, config.env_config, config.max_turns)
+        self._maker = maker_of(config)
 
     def check(self, tasks: Sequence[Task]) -> None:
-        """Look whether every environment is there.
+        """Check that all environments exist, or that the harness accepts every task.
 
         Raises:
-            RolloutError: environment, extra_installed.
+            RolloutError: environment, extra_installed, harness.
         """
-        if self._agent is None:
-            for name in {task.env_class or self.config.environment for task in tasks}:
+        if self._harness is not None:
+            _calls_module()
+            self._harness.check(tasks)
+        elif self._agent is None and self._own is None:
+            for name in {environment_of(task, self.config) for task in tasks}:
                 environment_class(name)
 
     @property
     def metadata(self) -> DatasetMetadata:
-        """What a dataset of its trajectories says about itself."""
+        """Metadata for a dataset of these trajectories."""
         tokens = self.config.history != "retokenize"
         return DatasetMetadata(
             tokenizer=self.tokenizer.name,
             tokenizer_fingerprint=self.tokenizer.fingerprint,
+            vocab_size=self.tokenizer.vocab_size,
             chat_template_fingerprint=self.tokenizer.template_fingerprint,
             logprobs_mode=self.engine.logprobs_mode if tokens else None,
+            outcome=self.config.outcome,
         )
 
-    async def run(self, tasks: Sequence[Task]) -> AsyncGenerator[Finished, None]:
-        """Each trajectory as it ends, `max_concurrency` of them under way at once.
+    def units(self, tasks: Sequence[Task]) -> list[Unit]:
+        """Split the tasks into the units that `finish` takes, in order."""
+        if self._own is None:
+            return [[task] for task in tasks]
+        return [list(group) for _, group in groupby(tasks, key=attrgetter("instance_id"))]
 
-        A trajectory that fails comes out with its `error`, whatever its environment or agent did.
+    async def run(self, tasks: Sequence[Task]) -> AsyncGenerator[Finished, None]:
+        """Yield each trajectory as it ends, running `max_concurrency` of them at once.
+
+        A failed trajectory is yielded with its `error`, whatever its environment or agent did.
 
         Raises:
-            RolloutError: engine_down, engine_answer: no other trajectory is begun; raised once those
-                under way have ended, well or by the same error.
+            RolloutError: engine_down, engine_answer: no further trajectory is started; raised once
+                the running ones have ended.
         """
         broken: BaseException | None = None
-        waiting, most = iter(tasks), self.config.max_concurrency
-        running = {self._start(task) for task in islice(waiting, most)}
+        under_way = UnderWay(self, self.units(tasks))
+        under_way.start()
         try:
-            while running:
-                done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            while under_way.running:
+                done, _ = await asyncio.wait(under_way.running, return_when=asyncio.FIRST_COMPLETED)
                 for ended in done:
+                    under_way.running.pop(ended)
                     if error := ended.exception():
                         broken = broken or error
-                    else:
-                        yield ended.result()
+                        continue
+                    for finished in ended.result():
+                        yield finished
                 if broken is None:
-                    running |= {self._start(t) for t in islice(waiting, most - len(running))}
+                    under_way.start()
             if broken is not None:
                 raise broken
         finally:
-            for task in running:
-                task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
+            await under_way.cancel()
 
     async def collect(self, tasks: Sequence[Task]) -> list[Finished]:
-        """All of them, in the order of the tasks.
+        """Run all tasks and return their trajectories in the order of the tasks.
 
         Raises:
             RolloutError: As `run`.
@@ -120,38 +157,127 @@ class Generator:
             ended = [finished async for finished in found]
         return sorted(ended, key=lambda f: order[f.task.trajectory_id])
 
-    def _start(self, task: Task) -> asyncio.Task[Finished]:
-        return asyncio.create_task(self.finish(task), name=task.trajectory_id)
-
-    async def finish(self, task: Task) -> Finished:
-        """One trajectory, to its end, well or not.
+    async def finish(self, unit: Unit) -> list[Finished]:
+        """Run the trajectories of a unit; failed ones are retried up to `max_retries` times.
 
         Raises:
             RolloutError: engine_down, engine_answer.
         """
-        trajectory, failure = self._trajectory(task), None
+        finished = await self._try(unit)
+        for number in range(1, self.config.max_retries + 1):
+            failed = {f.task.trajectory_id: f.error for f in finished if f.error is not None}
+            if not failed:
+                break
+            again = await self._try([f.task for f in finished if f.error is not None])
+            for one in again:
+                name = one.task.trajectory_id
+                one.warnings.append(f"{name}: try {number} failed: {failed[name]}")
+            finished = [f for f in finished if f.error is None] + again
+        return finished
+
+    async def _try(self, unit: Unit) -> list[Finished]:
+        if self._own is not None:
+            return await self._own.finish(unit)
+        return [await self._try_alone(task) for task in unit]
+
+    async def _try_alone(self, task: Task) -> Finished:
+        trajectory = self._trajectory(task)
+        error: RolloutError | None = None
         try:
             await trajectory.run()
-        except RolloutError as error:
-            if error.rule in ENDS_THE_RUN:
+        except RolloutError as raised:
+            if raised.rule in ENDS_THE_RUN:
                 raise
-            steps = without_outcome(trajectory.steps, task.source)
-            failure = encodable(str(error))
+            error = raised
         else:
-            steps = trajectory.steps
-            apply_stop_rules(steps, self.config)
-        settled = Settled(
-            instance_id=task.instance_id,
-            repetition_id=task.repetition_id,
-            steps=steps,
-            error=failure,
-        )
-        return Finished(task=task, settled=settled, warnings=trajectory.warnings)
+            apply_stop_rules(trajectory.steps, self.config)
+        failure = None if error is None else error.failure
+        return finished_of(task, trajectory.steps, failure, trajectory.warnings)
 
-    def _trajectory(self, task: Task) -> GymTrajectory | AgentTrajectory:
-        task = copy.deepcopy(task)  # its own: other attempts at it see nothing of what is changed
+    def _trajectory(self, task: Task) -> Trajectory:
+        task = copy.deepcopy(task)  # user code may change it: other attempts must not see that
+        if self._harness is not None:
+            from pipelines.harness.trajectory import HarnessTrajectory
+
+            if self._calls is None:
+                got, expected = "no server for its calls", "`calls` of `open_calls`"
+                raise RolloutError("harness", "Generator", got, expected)
+            return HarnessTrajectory(self._harness, self._calls, task, self.config)
         if self._agent is None:
             make = self._maker(task)
             return GymTrajectory(task, make, self.engine, self.tokenizer, self.config)
         client = Client(self.engine, self.tokenizer, task, self.config)
         return AgentTrajectory(self._agent, client, task, self.config.agent_timeout_s)
+
+
+@asynccontextmanager
+async def open_calls(
+    config: GenerateConfig,
+    engine: Engine,
+    tokenizer: ChatTokenizer,
+    turn: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
+) -> AsyncIterator[Calls | None]:
+    """Serve the calls of harnesses (`pipelines.harness.recorded_calls.open_calls`), if configured.
+
+    Raises:
+        RolloutError: extra_installed, address.
+    """
+    if config.harness is None:
+        yield None
+        return
+    async with _calls_module().open_calls(config, engine, tokenizer, turn) as opened:
+        yield opened
+
+
+def _calls_module() -> ModuleType:
+    try:
+        return importlib.import_module("pipelines.harness.recorded_calls")
+    except ModuleNotFoundError as error:
+        hint, got = 'pip install "rollout-io[generate,record]"', f"no package {error.name!r}"
+        raise RolloutError("extra_installed", "harness", got, "", hint) from None
+
+
+class UnderWay:
+    """Units of tasks; runs as many at once as `max_concurrency` trajectories allow.
+
+    A unit that is larger than that runs alone.
+
+    Args:
+        generator: Runs the units.
+        waiting: Units to start, in order.
+
+    Attributes:
+        waiting: Units not started yet.
+        running: Running units, with their numbers of trajectories.
+    """
+
+    def __init__(self, generator: Generator, waiting: Sequence[Unit] = ()) -> None:
+        self.waiting = deque(waiting)
+        self.running: dict[asyncio.Task[list[Finished]], int] = {}
+        self._generator = generator
+
+    @property
+    def has_room(self) -> bool:
+        """True if another trajectory may start."""
+        return sum(self.running.values()) < self._generator.config.max_concurrency
+
+    def start(self) -> list[asyncio.Task[list[Finished]]]:
+        """Start the units for which there is room."""
+        started = []
+        while self.waiting and self._fits(self.waiting[0]):
+            unit = self.waiting.popleft()
+            task = asyncio.create_task(self._generator.finish(unit), name=unit[0].trajectory_id)
+            self.running[task] = len(unit)
+            started.append(task)
+        return started
+
+    def _fits(self, unit: Unit) -> bool:
+        under_way = sum(self.running.values())
+        return not under_way or under_way + len(unit) <= self._generator.config.max_concurrency
+
+    async def cancel(self) -> None:
+        """Cancel all running units and wait for them."""
+        running = list(self.running)
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)

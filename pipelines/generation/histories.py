@@ -1,4 +1,4 @@
-"""How a conversation goes on after a turn: as tokens, or as messages that are rendered anew."""
+"""Build the next turn's prompt: by appending tokens, or by rendering the messages again."""
 
 from __future__ import annotations
 
@@ -17,40 +17,40 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class Conversation(Protocol):
-    """The prompts of a trajectory, turn by turn.
+    """Builds the prompts of a trajectory, turn by turn.
 
     Attributes:
-        messages: What was said so far, for people.
+        messages: The conversation so far, for display.
     """
 
     messages: list[dict[str, Any]]
 
     def prompt_ids(self) -> list[int]:
-        """[P] ids that the next call sends."""
+        """[P] Return the ids for the next call."""
         ...
 
     def extend(
         self, response_ids: list[int], text: str, replaced: str | None, observations: Messages
     ) -> list[int]:
-        """Go on to another turn.
+        """Add a turn.
 
         Args:
-            response_ids: [R] ids that were sampled for `prompt_ids()`.
-            text: Their text.
-            replaced: What the environment made of the text; None: nothing.
-            observations: What it answered.
+            response_ids: [R] ids sampled for `prompt_ids()`.
+            text: The response as text.
+            replaced: The environment's replacement of the text; None: unchanged.
+            observations: The environment's messages.
 
         Returns:
-            [1 to R] ids of the response that belong to the conversation.
+            [1 to R] leading ids of the response that belong to the conversation.
         """
         ...
 
 
 def begin(history: History, prompt: Messages, tokenizer: ChatTokenizer, where: str) -> Conversation:
-    """A new conversation.
+    """Start a conversation.
 
     Raises:
-        RolloutError: chat_template: one that does not take the prompt.
+        RolloutError: chat_template if the template does not accept the prompt.
     """
     if history == "append":
         return Appended(prompt, tokenizer, where)
@@ -60,21 +60,21 @@ def begin(history: History, prompt: Messages, tokenizer: ChatTokenizer, where: s
 
 
 class Rendered:
-    """Messages, rendered anew for every turn: its tokens need not continue those before."""
+    """Messages rendered again for every turn: its tokens need not continue the previous ones."""
 
     def __init__(self, prompt: Messages, tokenizer: ChatTokenizer, where: str) -> None:
         self.messages = [dict(message) for message in prompt]
         self.tokenizer, self.where = tokenizer, where
 
     def prompt_ids(self) -> list[int]:
-        """As `Conversation.prompt_ids`."""
+        """Implement `Conversation.prompt_ids`."""
         text = self.tokenizer.render(self.messages, generation_prompt=True, where=self.where)
         return self._encode(text)
 
     def extend(
         self, response_ids: list[int], text: str, replaced: str | None, observations: Messages
     ) -> list[int]:
-        """As `Conversation.extend`."""
+        """Implement `Conversation.extend`."""
         said = text if replaced is None else replaced
         self.messages.append({"role": "assistant", "content": said})
         self.messages += [dict(message) for message in observations]
@@ -85,10 +85,11 @@ class Rendered:
 
 
 class Appended(Rendered):
-    """Tokens in, tokens out: a turn's prompt is the last one, its response, and the observations.
+    """Tokens in, tokens out: the next prompt is the last prompt, its response, and observations.
 
-    So the steps of a trajectory merge into one sequence. Only where the environment replaced the
-    action does the next prompt go on with other tokens than were sampled: those of its text.
+    So the steps of a trajectory merge into one sequence. Only if the environment replaces the
+    action does the next prompt contain tokens that differ from the sampled ones: those of its
+    text.
     """
 
     def __init__(self, prompt: Messages, tokenizer: ChatTokenizer, where: str) -> None:
@@ -96,13 +97,13 @@ class Appended(Rendered):
         self.ids = super().prompt_ids()
 
     def prompt_ids(self) -> list[int]:
-        """As `Conversation.prompt_ids`."""
+        """Implement `Conversation.prompt_ids`."""
         return list(self.ids)
 
     def extend(
         self, response_ids: list[int], text: str, replaced: str | None, observations: Messages
     ) -> list[int]:
-        """As `Conversation.extend`."""
+        """Implement `Conversation.extend`."""
         super().extend(response_ids, text, replaced, observations)
         said = response_ids if replaced is None else self._encode(replaced)
         self.ids += said + observation_ids(said, observations, self.tokenizer, self.where)
@@ -110,16 +111,16 @@ class Appended(Rendered):
 
 
 class OneMessage(Appended):
-    """All turns in one assistant message: observations are plain text in it.
+    """All turns in one assistant message, with observations as plain text inside it.
 
-    The EOS at the end of a turn after which the message goes on is left out, of the conversation
-    and of the response. A turn that sampled nothing else keeps it in both.
+    If the message continues after a turn, the turn's final EOS is removed from the conversation and
+    from the response. A turn that sampled nothing else keeps it in both.
     """
 
     def extend(
         self, response_ids: list[int], text: str, replaced: str | None, observations: Messages
     ) -> list[int]:
-        """As `Conversation.extend`."""
+        """Implement `Conversation.extend`."""
         Rendered.extend(self, response_ids, text, replaced, observations)
         kept, eos = list(response_ids), self.tokenizer.eos_token_id
         while kept and kept[-1] == eos:
@@ -134,19 +135,19 @@ class OneMessage(Appended):
 def final_rendering(
     messages: Messages, num_turns: int, tokenizer: ChatTokenizer, where: str
 ) -> tuple[list[int], list[tuple[int, int]]]:
-    """A whole conversation as its template renders it at the end, and what of it was generated.
+    """Render a whole conversation with its template, and locate what was generated.
 
     Args:
-        messages: The conversation, its last turn's answer last.
-        num_turns: How many of the assistant messages, from the end, the model wrote.
-        tokenizer: With a chat template that marks what is generated: {% generation %}.
-        where: For errors.
+        messages: The conversation, ending with the last turn's answer.
+        num_turns: Number of final assistant messages that the model wrote.
+        tokenizer: Tokenizer whose chat template marks generated text with {% generation %}.
+        where: Place for error messages.
 
     Returns:
-        [N] ids; (start, end) of each turn's in them.
+        [N] ids; (start, end) of each turn in them.
 
     Raises:
-        RolloutError: assistant_masks: the template has no such marks, or not one for each message.
+        RolloutError: assistant_masks unless the template marks every assistant message.
     """
     ids, mask = tokenizer.render_marked(messages, where=where)
     bounds = [0, *(i for i in range(1, len(mask)) if mask[i] != mask[i - 1]), len(mask)]
@@ -160,5 +161,5 @@ def final_rendering(
 
 
 def as_json(messages: Messages) -> str:
-    """For the column `messages`."""
+    """Serialise messages for the column `messages`."""
     return encodable(json.dumps(list(messages), ensure_ascii=False))

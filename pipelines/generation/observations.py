@@ -1,4 +1,4 @@
-"""Observations as tokens: what stands between two responses of one conversation."""
+"""Tokenize observations: the tokens between two responses of a conversation."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ def observation_ids(
     tokenizer: ChatTokenizer,
     where: str = "observations",
 ) -> list[int]:
-    r"""Ids that follow a response when a conversation goes on, up to the next one's first.
+    r"""Return the ids between a response and the first token of the next one.
 
-    The fixed-base encoding, where `base` is a conversation that never changes and ids() is cut
-    after its last end-of-sequence (EOS) token:
+    Uses fixed-base encoding, where `base` is a constant conversation and ids() is cut after its
+    last end-of-sequence (EOS) token:
 
         ids(template(base + observations, generation prompt)) minus ids(template(base))
 
-    The cut leaves what the template writes after a message's EOS, a newline in ChatML, at the
-    beginning: no engine samples it. A response that ended without an EOS (a stop string, or its
-    length) gets one first, so that its message is closed; like all that is returned it is part of
-    the next prompt, not of a response, and never trains.
+    The cut keeps whatever the template writes after a message's EOS (a newline in ChatML), which no
+    engine samples. If the response ended without an EOS (by a stop string, or its length), an EOS
+    comes first and closes its message. All returned ids belong to the next prompt, not to a
+    response, and never train.
 
     Source: https://jybsuper.github.io/posts/multiturn_tokenization/
 
     Args:
         response_ids: [R] ids of the response.
-        observations: Messages; none: the model goes on with another message.
+        observations: Messages; may be empty: the model then writes another message.
         tokenizer: From `load_tokenizer`.
-        where: For errors.
+        where: Place for error messages.
 
     Raises:
         RolloutError: fixed_base, chat_template, message: as `encode_messages`.
 
     Example:
-        With SmolLM2's ("<|im_start|>" is 1, "<|im_end|>" 2, newline 198), after a closed response:
+        With SmolLM2 ("<|im_start|>" is 1, "<|im_end|>" 2, newline 198), after a closed response:
 
         >>> observation_ids([36, 2], [{"role": "user", "content": "3+3?"}], tokenizer)
         [198, 1, 4093, 198, 35, 27, 35, 47, 2, 198, 1, 520, 9531, 198]

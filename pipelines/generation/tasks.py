@@ -1,4 +1,4 @@
-"""Tasks: what an environment or an agent is asked to do."""
+"""Tasks for environments, agents and harnesses."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rollout_io.dataset.opening import read_input, refuse_irregular
 from rollout_io.retokenize.messages import normalize
 from schemas.errors import RolloutError
 
@@ -19,11 +20,11 @@ class Task:
     """One attempt at a task.
 
     Attributes:
-        instance_id: The task's.
-        repetition_id: Which attempt.
+        instance_id: Id of the task.
+        repetition_id: Number of the attempt.
         prompt: OpenAI-style messages.
-        env_class: Its environment; None: the one of the configuration.
-        extras: For the environment.
+        env_class: Environment of the task; None: the configured one.
+        extras: Further fields, for the environment.
         source: File and position.
     """
 
@@ -41,16 +42,16 @@ class Task:
 
 
 def read_tasks(path: str, group_size: int) -> list[Task]:
-    """The attempts at the tasks of a file, those of one task together.
+    """Read tasks from a file and list the attempts at them, grouped by task.
 
     Args:
-        path: JSON Lines, or Parquet if it ends so. `prompt` is a list of messages, or a text, which
-            is a user's message; `instance_id` by default the number of the line, from 0.
-        group_size: Attempts at each.
+        path: JSON Lines, or Parquet by file extension. `prompt` is a list of messages, or a text,
+            which becomes a user message; `instance_id` defaults to the line number, from 0.
+        group_size: Attempts per task.
 
     Raises:
-        RolloutError: tasks: not readable, no JSON object, no prompt, an id twice; message: a prompt
-            that is none.
+        RolloutError: tasks if the file is unreadable or a record is not an object, has no prompt
+            or repeats an id; message if a prompt has an invalid message.
 
     Example:
         >>> Path("t.jsonl").write_text('{"prompt": "2+2?", "answer": 4}')
@@ -71,7 +72,7 @@ def read_tasks(path: str, group_size: int) -> list[Task]:
 
 
 def attempts(task: Task, group_size: int) -> Iterator[Task]:
-    """The attempts 0..group_size-1 at a task."""
+    """Yield the attempts 0..group_size-1 at a task."""
     for repetition_id in range(group_size):
         yield Task(
             instance_id=task.instance_id,
@@ -88,8 +89,8 @@ def _records(path: Path) -> Iterator[tuple[str, Any]]:
         yield from _rows(path)
         return
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # in a text others may be there
-    except (OSError, UnicodeDecodeError) as error:
+        lines = read_input(path).decode().split("\n")  # splitlines() would split inside strings
+    except UnicodeDecodeError as error:
         raise _unreadable(path, error, "a JSON Lines file") from None
     for number, line in enumerate(lines, 1):
         if line.strip():
@@ -104,6 +105,7 @@ def _rows(path: Path) -> Iterator[tuple[str, Any]]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    refuse_irregular(path)
     try:
         rows = pq.read_table(path).to_pylist()
     except (OSError, pa.ArrowException) as error:
@@ -136,10 +138,10 @@ def _task(record: Any, index: int, where: str) -> Task:
 
 
 def conversation(prompt: Any, where: str) -> list[dict[str, Any]]:
-    """The messages of a prompt, which may be one text.
+    """Convert a prompt, a list of messages or a text, to messages.
 
     Raises:
-        RolloutError: tasks: no text, and no list; message: an item that is no message.
+        RolloutError: tasks if it is neither text nor a list; message if an item is not a message.
     """
     if isinstance(prompt, str) and prompt:
         return [{"role": "user", "content": prompt}]

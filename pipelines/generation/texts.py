@@ -1,10 +1,10 @@
-"""Texts of other people's code, as a dataset can hold them."""
+"""Make texts from user code storable in a dataset."""
 
 from __future__ import annotations
 
 
 def encodable(text: str) -> str:
-    r"""The text; a lone surrogate in it, which UTF-8 has no bytes for, is written as an escape.
+    r"""Escape lone surrogates, which UTF-8 cannot encode.
 
     Example:
         >>> encodable("caf\u00e9 \ud83d")

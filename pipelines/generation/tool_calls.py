@@ -1,4 +1,4 @@
-"""Tool calls in the Hermes style, as Qwen and SmolLM2 write them into their text."""
+"""Parse tool calls in the Hermes style, as Qwen and SmolLM2 write them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
 
 def assistant_message(text: str) -> dict[str, Any]:
-    r"""The OpenAI-style assistant message of a response's text.
+    r"""Parse a response's text into an OpenAI-style assistant message.
 
-    Text before the first tool call is the content, null if there is none. Should one of the calls be
-    no JSON object with a name, all of the text is content.
+    Text before the first tool call becomes the content, null if empty. If any call is not a JSON
+    object with a name and an object of arguments, the whole text is content.
 
     Example:
         >>> text = 'Let me see. <tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>'
@@ -38,6 +38,7 @@ def _function(text: str) -> dict[str, str] | None:
         call = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(call.get("name"), str):
+    arguments = call.get("arguments", {})
+    if not isinstance(call.get("name"), str) or not isinstance(arguments, dict):
         return None
-    return {"name": call["name"], "arguments": json.dumps(call.get("arguments", {}))}
+    return {"name": call["name"], "arguments": json.dumps(arguments)}

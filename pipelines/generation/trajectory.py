@@ -9,34 +9,36 @@ from typing import Any
 
 import numpy as np
 
-from pipelines.filters import RAN_OUT_OF_TOKENS
+from pipelines.filtering.filters import RAN_OUT_OF_TOKENS
 from pipelines.generation.config import GenerateConfig
-from pipelines.generation.engine import CONTEXT_LENGTH, ENGINE_DOWN, Engine, Sampled, Sampling
+from pipelines.generation.engines.base import CONTEXT_LENGTH, ENGINE_DOWN, Engine, Sampled, Sampling
 from pipelines.generation.environments import Environment, Outcome
 from pipelines.generation.histories import Conversation, as_json, begin, final_rendering
 from pipelines.generation.tasks import Task
-from rollout_io.adapters import Step
+from rollout_io.formats.base import Step
+from rollout_io.formats.parsing.sampling import sampling_extra
 from rollout_io.retokenize.tokenizer import ChatTokenizer
 from schemas.errors import RolloutError
 
 COMPLETED = frozenset({"stop", "tool_calls", "complete"})
-"""Stop reasons of a turn that ended by itself."""
+"""Stop reasons of a turn that was not cut off."""
 
 
 ENDS_THE_RUN = frozenset({ENGINE_DOWN, "engine_answer"})
-"""Rules of errors that every trajectory would meet: the engine's own, not a request's."""
+"""Rules of errors that every trajectory would hit: faults of the engine, not of a request."""
 
 
 def seed_of(seed: int | None, trajectory_id: str, call: int) -> int | None:
-    """The seed of one call: the same whenever it is made, another for every other call."""
+    """Derive the seed of one call: reproducible, and different for every other call."""
     if seed is None:
         return None
     text = f"{seed}/{trajectory_id}/{call}"
+    # 31 bits: vLLM and torch accept any non-negative int32.
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1
 
 
 def step_of(sampled: Sampled, sampling: Sampling, messages: str | None, source: str) -> Step:
-    """The row of one call."""
+    """Build the row of one call."""
     return Step(
         source=source,
         prompt_token_ids=np.array(sampled.prompt_token_ids, np.int32),
@@ -48,6 +50,7 @@ def step_of(sampled: Sampled, sampling: Sampling, messages: str | None, source: 
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k or 0,
+        sampling_extra=sampling_extra({**sampling.extra, "min_p": sampling.min_p}),
         messages=messages,
         response_text=sampled.text,
     )
@@ -57,15 +60,15 @@ class GymTrajectory:
     """A trajectory in an environment.
 
     Args:
-        task: What to do.
-        make: Makes the environment.
-        engine: Samples.
-        tokenizer: The engine's.
-        config: How.
+        task: The task to attempt.
+        make: Constructs the environment.
+        engine: The engine that samples.
+        tokenizer: Tokenizer of the engine.
+        config: Settings.
 
     Attributes:
-        steps: The steps so far: those of a trajectory that fails stay.
-        warnings: What went wrong and does not matter to them.
+        steps: Steps so far; kept if the trajectory fails.
+        warnings: Problems that do not affect the steps.
     """
 
     def __init__(
@@ -84,11 +87,11 @@ class GymTrajectory:
         self._said: list[dict[str, Any]] = []
 
     async def run(self) -> None:
-        """All turns.
+        """Run all turns.
 
         Raises:
-            RolloutError: env_raised, env_timeout, env_output; context_length, of the first prompt;
-                and as the engine does.
+            RolloutError: env_raised, env_timeout, env_output; context_length if the first prompt is
+                too long; and errors of the engine.
         """
         try:
             prompt = await self._environment.init(self.task.prompt)
@@ -140,7 +143,7 @@ class GymTrajectory:
                 step.rollout_expert_indices = routes[: len(sampled.prompt_token_ids) + len(kept)]
 
     def _retokenize(self) -> None:
-        """Put the template's rendering of the whole conversation in place of what was sampled."""
+        """Replace the sampled tokens with the template's rendering of the whole conversation."""
         num = len(self.steps)
         ids, spans = final_rendering(self._said, num, self.tokenizer, self.where)
         for step, (start, end) in zip(self.steps, spans, strict=True):
@@ -157,7 +160,7 @@ class GymTrajectory:
 
 
 def apply_stop_rules(steps: Sequence[Step], config: GenerateConfig) -> None:
-    """Rewards and masks of a trajectory by why its last step ended; the trajectory as a whole."""
+    """Apply `zero_reward_on_non_stop` and `mask_overlong`, by the last step's stop reason."""
     reason = steps[-1].stop_reason or ""
     if config.zero_reward_on_non_stop and reason not in COMPLETED:
         for step in steps:
@@ -165,10 +168,3 @@ def apply_stop_rules(steps: Sequence[Step], config: GenerateConfig) -> None:
     if config.mask_overlong and reason.lower() in RAN_OUT_OF_TOKENS:
         for step in steps:
             step.trains = False
-
-
-def without_outcome(steps: Sequence[Step], source: str) -> list[Step]:
-    """The steps of a trajectory that failed: no rewards; at least one row."""
-    for step in steps:
-        step.reward = None
-    return list(steps) or [Step(source=source)]

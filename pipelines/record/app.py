@@ -1,4 +1,4 @@
-"""The recorder's API: the engines' own for models and completions, and a small one for sessions."""
+"""HTTP API of the recorder: the engines' models and completions, and sessions."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from urllib.parse import unquote
 
 import msgspec
 
-from pipelines.record.calls import Call
+from pipelines.generation.engines.http_pool import BROKEN
+from pipelines.record.engine_requests import Kind, read_request
 from pipelines.record.exact_prefix import ExactPrefix
-from pipelines.record.metrics import CONTENT_TYPE
+from pipelines.record.model_call import Call
 from pipelines.record.openapi import DESCRIPTION
 from pipelines.record.recorder import Recorder
-from pipelines.record.requests import Kind, read_request
+from pipelines.record.recorder_metrics import CONTENT_TYPE
 from pipelines.record.targets import Target, api_key_of, is_session_key, key_of, path_of, target_of
-from pipelines.record.upstreams import BROKEN, MODELS, Upstreams, passed_on
-from pipelines.record.wire import Exchange, Message, Receive, Send, unless_left
-from rollout_io.logs.jsonl import decode_line
-from rollout_io.logs.naming import split_session
+from pipelines.record.upstreams import MODELS, Upstreams, passed_on
+from pipelines.record.wire import Exchange, Message, Receive, Send, respond, unless_left
+from rollout_io.formats.parsing.jsonl import decode_line
+from rollout_io.formats.parsing.naming import split_session
 from schemas.errors import RolloutError
 
 _CALLS: dict[str, Kind] = {"/v1/chat/completions": "chat", "/v1/completions": "text"}
@@ -51,13 +52,13 @@ _VERSION = msgspec.json.Decoder(_Version)
 
 
 class App:
-    """An ASGI application.
+    """ASGI application of the recorder.
 
     Args:
-        recorder: Entered.
-        upstreams: Entered.
-        url: Where clients find it: "http://127.0.0.1:8100".
-        exact: Conversations that are continued token by token; None: none are.
+        recorder: An entered recorder.
+        upstreams: Entered upstreams.
+        url: Root URL for clients: "http://127.0.0.1:8100".
+        exact: Continues conversations token by token; None: disabled.
     """
 
     def __init__(
@@ -81,15 +82,14 @@ class App:
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Answer one request."""
-        if scope["type"] != "http":
-            return
-        exchange = Exchange(scope, receive, send)
-        with suppress(ConnectionError):
-            try:
-                await self._route(exchange)
-            except RolloutError as error:
-                self.recorder.metrics.refused.inc()
-                await exchange.refuse(error)
+        await respond(scope, receive, send, self._counted)
+
+    async def _counted(self, exchange: Exchange) -> None:
+        try:
+            await self._route(exchange)
+        except RolloutError:
+            self.recorder.metrics.refused.inc()
+            raise
 
     async def _route(self, exchange: Exchange) -> None:
         if exchange.raw_path in self._routes:
@@ -133,7 +133,7 @@ class App:
             raise RolloutError("admin_key", exchange.raw_path, "another key", "the admin's", hint)
 
     def _without_own_keys(self, exchange: Exchange) -> None:
-        """Keys that are for the recorder are not for the engine."""
+        """Remove keys meant for the recorder before the request goes to the engine."""
         admin = self.recorder.settings.admin_key
         is_admin = admin is not None and _is_same(api_key_of(exchange.headers), admin)
         if is_session_key(exchange.headers) or is_admin:
@@ -172,7 +172,7 @@ class App:
             await call.run()
 
     async def _models_named(self) -> tuple[str, str] | None:
-        """The model's name for clients, and the engines'; None: it is the same."""
+        """Return the model's name for clients and for the engines; None if they are the same."""
         name = self.recorder.settings.served_model_name
         if name is None:
             return None
@@ -187,7 +187,7 @@ class App:
         opened = self.upstreams.answer("GET", path, None, exchange.headers, target.session)
         async with opened as response:
             try:
-                content = await response.read()
+                content = await self.upstreams.whole(response)
             except BROKEN:
                 raise RolloutError("engine_down", path, "an answer that broke off") from None
             if names is not None:
@@ -233,7 +233,7 @@ class App:
         await exchange.say(200, {"policy_version": given.policy_version})
 
     async def _health(self, exchange: Exchange, _: Target) -> None:
-        with suppress(RolloutError):  # else whoever waits for this to be well would never call
+        with suppress(RolloutError):  # report the problem in the state below
             await self.recorder.journal.probe()
         problem = self.recorder.journal.problem
         state = {
@@ -259,16 +259,24 @@ def _allow(exchange: Exchange, method: str) -> None:
 
 
 async def _given(exchange: Exchange, decoder: msgspec.json.Decoder[T], where: str) -> T:
-    """The body of a request to the recorder itself; an empty one is an object without fields."""
+    """Decode the body of a request to the recorder itself; an empty body is an empty object.
+
+    Raises:
+        RolloutError: media_type unless it is JSON, because web pages may send some other types to
+            any address; json_line, record_type.
+    """
+    kind = exchange.headers.get("content-type", "")
+    if kind.partition(";")[0].strip().lower() != "application/json":
+        got, hint = f"the content type {kind!r}", "Content-Type: application/json"
+        raise RolloutError("media_type", where, got, "application/json", hint)
     try:
         return decode_line(decoder, await exchange.body(_SMALL_BYTES) or b"{}", where)
     except RolloutError as error:
-        hint = "see docs/record.md for the fields"
-        raise RolloutError(error.rule, error.where, error.got, error.expected, hint) from None
+        raise error.at(error.where, "see docs/record.md for the fields") from None
 
 
 def _is_model(path: str) -> bool:
-    """Whether it is the path of one model, and does not lead out of theirs where dots are followed."""
+    """True if the path is that of one model, and no dots lead out of the models' path."""
     named = path.startswith(f"{MODELS}/")
     return named and not {".", ".."} & set(unquote(path).split("/"))
 

@@ -1,7 +1,8 @@
-"""Sessions of a recorder from Python."""
+"""Python client for the sessions of a recorder."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -9,22 +10,22 @@ from dataclasses import dataclass, field
 from schemas.errors import RolloutError
 
 try:
-    import httpx2
+    import aiohttp
 except ImportError:
     _HINT = 'pip install "rollout-io[record]"'
-    raise RolloutError("extra_installed", "recorder", "no `httpx2` package", "", _HINT) from None
+    raise RolloutError("extra_installed", "recorder", "no `aiohttp` package", "", _HINT) from None
 
 
 @dataclass(kw_only=True, slots=True)
 class RecordedSession:
-    """A session that is open.
+    """An open session.
 
     Attributes:
         name: "instance/repetition".
-        base_url: What a harness is given for the engine's.
-        reward: Its outcome, to be set; None: unknown.
-        error: Why it failed, to be set; None: it did not.
-        metrics: Numbers about it, to be set.
+        base_url: Base URL for the harness, instead of the engine's.
+        reward: Outcome to set; None: unknown.
+        error: Reason to set if the run failed; None: it succeeded.
+        metrics: Numbers to set.
     """
 
     name: str
@@ -35,12 +36,12 @@ class RecordedSession:
 
 
 class RecorderClient:
-    """A recorder that is up.
+    """Client of a running recorder.
 
     Args:
-        url: Its root.
-        admin_key: As it was started with.
-        timeout_s: For one answer.
+        url: Root URL of the recorder.
+        admin_key: Admin key that the recorder was started with.
+        timeout_s: Time limit of each request, in seconds.
 
     Example:
         recorder = RecorderClient("http://127.0.0.1:8100")
@@ -51,20 +52,22 @@ class RecorderClient:
 
     def __init__(self, url: str, *, admin_key: str | None = None, timeout_s: float = 60.0) -> None:
         self._url, self._timeout_s = url.rstrip("/"), timeout_s
-        self._headers = {} if admin_key is None else {"Authorization": f"Bearer {admin_key}"}
+        self._headers = {"Content-Type": "application/json"}
+        if admin_key is not None:
+            self._headers["Authorization"] = f"Bearer {admin_key}"
 
     @asynccontextmanager
     async def session(
         self, instance_id: str, repetition_id: int | None = None
     ) -> AsyncIterator[RecordedSession]:
-        """Open a session; it ends with the block, and has failed if that raised.
+        """Open a session; it ends with the block, and fails if the block raises.
 
         Args:
-            instance_id: Its task.
-            repetition_id: Which attempt; None: the first number that is free.
+            instance_id: Id of the task.
+            repetition_id: Number of the attempt; None: the first unused number.
 
         Raises:
-            RolloutError: recorder: it does not answer, or refuses.
+            RolloutError: recorder if it does not answer, or rejects the request.
         """
         body = {"instance_id": instance_id, "repetition_id": repetition_id}
         opened = await self._post("/sessions", body)
@@ -81,7 +84,7 @@ class RecorderClient:
             await self._post(path, said)
 
     async def set_policy_version(self, version: int) -> None:
-        """Calls from here on are of these weights.
+        """Set the version of the engines' weights for calls from now on.
 
         Raises:
             RolloutError: As `session`.
@@ -90,15 +93,21 @@ class RecorderClient:
 
     async def _post(self, path: str, body: object) -> dict[str, str]:
         url = path if path.startswith("http") else self._url + path
+        timeout = aiohttp.ClientTimeout(total=self._timeout_s)
         try:
-            async with httpx2.AsyncClient(timeout=self._timeout_s, headers=self._headers) as client:
-                answer = await client.post(url, json=body)
-            found: dict[str, str] = answer.json()
-        except (httpx2.TransportError, ValueError) as error:
+            content = json.dumps(body, allow_nan=False).encode()
+            async with (
+                aiohttp.ClientSession(
+                    timeout=timeout, headers=self._headers, trust_env=True
+                ) as client,
+                client.post(url, data=content, allow_redirects=False) as answer,
+            ):
+                found: dict[str, str] = json.loads(await answer.read())
+        except (aiohttp.ClientError, TimeoutError, ConnectionError, ValueError) as error:
             got = f"{type(error).__name__} {error}".strip()
             hint = "is `rollouts record` up?"
             raise RolloutError("recorder", self._url, got, "an answer", hint) from None
-        if not answer.is_success:
+        if not 200 <= answer.status < 300:
             raise RolloutError(
                 "recorder", self._url, str(found.get("error", found)), "an answer of 2xx"
             )

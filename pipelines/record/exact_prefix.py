@@ -1,13 +1,13 @@
-"""Chats that only grow, continued token by token: tokens in, tokens out, for clients that know only chat.
+"""Continue growing chats token by token, for clients that only know the chat API.
 
-The first call of a conversation is sent as it is. A later one that repeats its messages, then the answer
-as it was given, then new messages, is sent as token ids:
+The first call of a conversation is sent unchanged. A later call that repeats its messages and the
+answer unmodified, followed by new messages, is sent as token ids:
 
     prompt = the last prompt + the tokens sampled for it + the ids of the new messages
 
-The engine's text completion is given to the client as a chat completion. Where anything is not certain
-(tools, reasoning, an answer that was edited, a template that changes earlier messages, a field that only
-chat has) the call is sent as it is, and counted with the reason.
+The client receives the engine's text completion as a chat completion. In any case of doubt (tools,
+reasoning, an edited answer, a template that changes earlier messages, a field that only chat has)
+the call is sent unchanged, and counted with the reason.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 import msgspec
 
 from pipelines.generation.observations import observation_ids
-from pipelines.record.answers import Answer
-from pipelines.record.requests import NULL, Asked, Fields, value_of
+from pipelines.record.client_answers import Answer
+from pipelines.record.engine_requests import NULL, Asked, Fields, value_of
 from pipelines.record.sessions import Seen, Session
-from rollout_io.logs.completions import NO_JSON
+from rollout_io.formats.parsing.bodies import NO_JSON
 from rollout_io.retokenize.messages import normalize
 from rollout_io.retokenize.tokenizer import ChatTokenizer
 from schemas.errors import RolloutError
@@ -54,12 +54,12 @@ _MESSAGE = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "r
 
 
 class Conversation(NamedTuple):
-    """What was said so far.
+    """A conversation so far.
 
     Attributes:
-        messages: The last one is the engine's.
+        messages: Messages, ending with the engine's answer.
         ids: Prompt and response of the last call.
-        num_sampled: How many of them are the response.
+        num_sampled: Number of ids at the end that are the response.
     """
 
     messages: list[dict[str, Any]]
@@ -69,20 +69,20 @@ class Conversation(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Unsure:
-    """Why a call is sent as it is.
+    """The reason why a call is sent unchanged.
 
     Attributes:
-        reason: In a word or two; `FIRST`: there is nothing to continue.
+        reason: A word or two; `FIRST`: there is no conversation to continue.
     """
 
     reason: str
 
 
 class ExactPrefix:
-    """The conversations of a recorder.
+    """Conversations of a recorder that can be continued token by token.
 
     Args:
-        tokenizer: The engines', with their chat template.
+        tokenizer: Tokenizer of the engines, with their chat template.
     """
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
@@ -92,13 +92,13 @@ class ExactPrefix:
     def body(
         self, session: Session, agent: str | None, asked: Asked, room: int | None
     ) -> bytes | Unsure:
-        """The request for a text completion that continues a conversation.
+        """Build the text completion request that continues a conversation.
 
         Args:
-            session: Whose call it is.
-            agent: Within the session.
-            asked: A chat.
-            room: Tokens of the engines' context; None: unknown.
+            session: Session of the call.
+            agent: Agent within the session.
+            asked: A chat request.
+            room: Context length of the engines, in tokens; None: unknown.
         """
         known = self._known.get(session.name, {}).get(agent, [])
         if not known:
@@ -127,7 +127,7 @@ class ExactPrefix:
         return so_far.ids + observation_ids(response, new, self._tokenizer)
 
     def remember(self, session: Session, agent: str | None, asked: Asked, seen: Seen) -> None:
-        """Take a call that was answered, if it can be continued."""
+        """Store an answered call if it can be continued."""
         text = _answer_text(seen)
         if asked.kind != "chat" or text is None or session.outcome is not None:
             return
@@ -147,27 +147,27 @@ class ExactPrefix:
         del known[:-MOST_CONVERSATIONS]
 
     def _renders(self, messages: Sequence[dict[str, Any]], seen: Seen) -> bool:
-        """Whether the engine's prompt is what the tokenizer here makes of the messages."""
+        """True if this tokenizer renders the messages to the prompt that the engine reported."""
         text = self._tokenizer.render(messages, generation_prompt=True)
         return bool(self._tokenizer.encode([text], ["chat"])[0] == seen.prompt.tolist())
 
     def forget(self, session: Session) -> None:
-        """A session has ended."""
+        """Forget the conversations of a session that has ended."""
         self._known.pop(session.name, None)
 
 
 class ChatShown:
-    """Shows a text completion as a chat completion.
+    """Converts a text completion to a chat completion.
 
     Args:
-        asked: The chat.
+        asked: The chat request.
     """
 
     def __init__(self, asked: Asked) -> None:
         self._model, self._has_begun = asked.model, False
 
     def whole(self, answer: Answer) -> bytes:
-        """A whole answer."""
+        """Convert a whole answer."""
         (choice,) = answer.choices
         message = {"role": "assistant", "content": choice["text"], **_MESSAGE}
         made = {"message": message, **_without(choice, "text")}
@@ -175,7 +175,7 @@ class ChatShown:
         return msgspec.json.encode(self._named(answer.fields) | top)
 
     def chunk(self, answer: Answer) -> bytes:
-        """A chunk; before the first one another, which says whose message it is."""
+        """Convert a chunk; a chunk with the role precedes the first one."""
         top = self._named(answer.fields) | {"object": "chat.completion.chunk"}
         choices = [
             {"delta": {"content": choice["text"]}, **_without(choice, "text")}
@@ -206,7 +206,7 @@ def _without(choice: Fields, name: str) -> dict[str, Any]:
 
 
 def _chat_only(fields: Fields) -> str | None:
-    """A field that a text completion cannot have, or not in the same way."""
+    """Name a field that a text completion does not have, or treats differently; None if none."""
     for name, value in fields.items():
         if name in _CARRIED | _DROPPED or bytes(value) in _OPTIONAL:
             continue
@@ -217,7 +217,7 @@ def _chat_only(fields: Fields) -> str | None:
 
 
 def _limit(fields: Fields, room: int | None) -> int | None:
-    """`max_tokens`: as the client asks, else what the context leaves, as for a chat."""
+    """Return `max_tokens`: the client's, else all that the context has left, as for a chat."""
     for name in ("max_completion_tokens", "max_tokens"):
         most = value_of(fields, name)
         if most is not None:
@@ -236,18 +236,18 @@ def _plain(messages: object) -> list[dict[str, Any]]:
 
 
 def _is_empty(value: object) -> bool:
-    """Whether a field says nothing, as those that clients add to an answer they send back."""
+    """True if a field is empty, like those that clients add when they send an answer back."""
     return value in _EMPTY or (isinstance(value, dict) and all(map(_is_empty, value.values())))
 
 
 def _longest(known: Sequence[Conversation], messages: list[dict[str, Any]]) -> Conversation | None:
-    """The longest conversation that the messages begin with."""
+    """Find the longest conversation that the messages start with."""
     fits = [c for c in known if messages[: len(c.messages)] == c.messages]
     return max(fits, key=lambda c: len(c.messages), default=None)
 
 
 def _answer_text(seen: Seen) -> str | None:
-    """What the client was told, if it is text alone that came to its end."""
+    """Return the answer's text, if it is only text and was not cut off by an error."""
     choices = seen.answer.choices
     if len(choices) != 1 or choices[0].finish_reason not in _ENDED:
         return None

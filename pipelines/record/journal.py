@@ -1,13 +1,13 @@
-"""What a recorder must not lose: calls and outcomes, appended to logs that `convert` reads too.
+"""Durable logs of calls and outcomes, in a format that `convert` reads too.
 
-    DS/.recording/lock                  held by the recorder at work
-    DS/.recording/00000/calls.jsonl     one call a line: the `calls` format
-    DS/.recording/00000/rewards.jsonl   one ended session a line: the rewards file
+    DS/.recording/lock                  held by the running recorder
+    DS/.recording/00000/calls.jsonl     one call per line: the `calls` format
+    DS/.recording/00000/rewards.jsonl   one ended session per line: the rewards file
     DS/.recording/00000/lost.jsonl      open sessions with calls that are not in the log
-    DS/.recording/00000/written.jsonl   which sessions are in which shard
+    DS/.recording/00000/written.jsonl   which sessions are in shards
 
-A session's lines are in one numbered folder. Once all of a folder's sessions are in shards, it is
-removed.
+All lines of a session are in one numbered folder, which is deleted once all its sessions are in
+shards.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from rollout_io.adapters import Input, Place, Rejected
-from rollout_io.adapters.calls import find_sessions
 from rollout_io.conversion.rewards import Outcome, parse_outcome
-from rollout_io.files import sync
-from rollout_io.logs.jsonl import decode_line, read_lines
+from rollout_io.dataset.atomic_files import sync
+from rollout_io.formats.base import Input, Place, Rejected, Run
+from rollout_io.formats.calls import find_sessions
+from rollout_io.formats.parsing.jsonl import decode_line, read_lines
 from schemas.errors import RolloutError
 
 FOLDER = ".recording"
@@ -42,14 +42,14 @@ _TIME = re.compile(rb'"time":([0-9.]+)')
 
 @dataclass(kw_only=True, slots=True)
 class Recovered:
-    """What an earlier recorder left of a session.
+    """State of a session that an earlier recorder left.
 
     Attributes:
-        folder: Number of its folder.
-        places: Of its calls.
-        outcome: How it ended; None: it is open.
-        num_unrecorded: Calls that are not among them.
-        num_lost: Of these, calls that could not be written.
+        folder: Number of the session's folder.
+        places: Places of its calls.
+        outcome: Its outcome; None: it is open.
+        num_unrecorded: Calls that are not in the log.
+        num_lost: Those of them that could not be written.
     """
 
     folder: int
@@ -66,17 +66,17 @@ class _Entry(NamedTuple):
 
 
 class Journal:
-    """The logs of one dataset's recorder.
+    """Logs of one dataset's recorder.
 
-    Lines that wait at the same time are written together, with one sync for all.
+    Lines that wait at the same time are written together, with a single sync.
 
     Args:
-        out: The dataset's directory, local.
+        out: Directory of the dataset, local.
 
     Attributes:
-        problem: Why nothing could be written the last time; None: it could.
-        last_time_s: Of the latest call that was found.
-        folder: Number of the folder that new sessions go to.
+        problem: Why the last write failed; None: it succeeded.
+        last_time_s: Time of the latest call found.
+        folder: Number of the folder for new sessions.
     """
 
     def __init__(self, out: str | os.PathLike[str]) -> None:
@@ -89,9 +89,9 @@ class Journal:
         self.folder = 0
 
     def recover(self) -> dict[str, Recovered]:
-        """The sessions of an earlier recorder that are in no shard that it knows of.
+        """Load the sessions of an earlier recorder that are not known to be in a shard.
 
-        A last line that was cut off is removed: nobody was told that it is there.
+        An incomplete last line is removed: no client was told that it was recorded.
         """
         found: dict[str, Recovered] = {}
         for gone in self._root.glob("*.done"):
@@ -109,12 +109,12 @@ class Journal:
         sessions: dict[str, Recovered] = {}
         path = self._path(number, "calls")
         inputs = [Input(str(path), path)] if path.exists() else []
-        for run in find_sessions(inputs, lambda _: None):
-            if isinstance(run, Rejected):
-                raise run.error
-            assert not isinstance(run, tuple)
-            name = f"{run.instance_id}/{run.repetition_id}"
-            sessions[name] = Recovered(folder=number, places=list(run.places))
+        for found in find_sessions(inputs, lambda _: None):
+            if isinstance(found, Rejected):
+                raise found.error
+            if isinstance(found, Run):
+                name = f"{found.instance_id}/{found.repetition_id}"
+                sessions[name] = Recovered(folder=number, places=list(found.places))
         for record in self._records(number, "rewards"):
             (instance, repetition), outcome = parse_outcome(record, str(path))
             name = f"{instance}/{repetition}"
@@ -132,16 +132,16 @@ class Journal:
                     yield decode_line(_RECORD, line.content, f"{path}:{line.number}")
 
     async def append(self, folder: int, name: File, record: Mapping[str, Any]) -> Place:
-        """Write one line; it is on the disk when this returns.
+        """Write one line; it is on disk when this returns.
 
         Raises:
-            RolloutError: journal: it could not be written, and is not there.
+            RolloutError: journal if it could not be written; then none of it is in the log.
         """
         content = msgspec.json.encode(record).replace(b"\n", b" ").replace(b"\r", b" ")
         return await self._write(self._path(folder, name), content + b"\n")
 
     async def probe(self) -> None:
-        """Try to write, after a time when that failed; blank lines are nothing to a reader.
+        """Test whether writing works again after a failure; readers skip the blank lines.
 
         Raises:
             RolloutError: As `append`.
@@ -150,19 +150,19 @@ class Journal:
             await self._write(self._path(self.folder, "calls"), b"\n" * 4096)
 
     def next_folder(self) -> int:
-        """The folder for a new session."""
+        """Return the folder for a new session; starts a new one when the current one is full."""
         if self._sizes.get(self._path(self.folder, "calls"), 0) > FOLDER_BYTES:
             self.folder += 1
         return self.folder
 
     async def remove(self, folder: int) -> None:
-        """Remove a folder whose sessions are all in shards."""
+        """Delete a folder whose sessions are all in shards."""
         await asyncio.to_thread(self._remove, folder)
         for name in _FILES:
             self._sizes.pop(self._path(folder, name), None)
 
     def _remove(self, folder: int) -> None:
-        """By another name first, so that what is there by its own is whole."""
+        """Rename before deleting, so that a folder with a number is always complete."""
         gone = self._root / f"{folder:05d}.done"
         with contextlib.suppress(OSError):
             self._path(folder, "calls").parent.rename(gone)
@@ -191,7 +191,7 @@ class Journal:
                         entry.done.set_result(place)
 
     def _write_all(self, entries: Sequence[_Entry]) -> list[Place]:
-        """Append the lines, file by file; all of them are there, or none."""
+        """Append lines, file by file; either all are written or none."""
         places: dict[int, Place] = {}
         before: dict[Path, int] = {}
         try:
@@ -211,7 +211,7 @@ class Journal:
         return [places[i] for i in range(len(entries))]
 
     def folders(self) -> list[int]:
-        """Numbers of the folders that are there."""
+        """List the numbers of the existing folders."""
         if not self._root.is_dir():
             return []
         return sorted(int(path.name) for path in self._root.iterdir() if path.name.isdigit())
@@ -243,7 +243,7 @@ def _truncate(path: Path, size: int) -> None:
 
 
 def _cut_to_lines(path: Path) -> int:
-    """Remove what follows the last line's end; the size."""
+    """Truncate an incomplete last line; returns the size."""
     if not path.exists():
         return 0
     with path.open("rb+") as file:

@@ -1,4 +1,4 @@
-"""The description of the recorder's API, by OpenAPI 3.1."""
+"""OpenAPI 3.1 description of the recorder's API."""
 
 from __future__ import annotations
 

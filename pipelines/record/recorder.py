@@ -1,4 +1,4 @@
-"""A recorder's book-keeping: calls into the journal, ended sessions into shards."""
+"""Bookkeeping of a recorder: calls go to the journal, ended sessions to shards."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ from typing import Any, Self
 import msgspec
 import numpy as np
 
+from pipelines.record.engine_requests import Fields
 from pipelines.record.journal import Journal, Recovered
-from pipelines.record.lock import Lock
-from pipelines.record.metrics import Metrics
-from pipelines.record.requests import Fields
+from pipelines.record.lock import lock_dataset
+from pipelines.record.recorder_metrics import Metrics
 from pipelines.record.sessions import ABANDONED, UNASSIGNED, Seen, Session, Sessions
 from pipelines.record.settings import RecordSettings
 from pipelines.record.shards import Shards, ended_of
 from rollout_io.conversion.rewards import parse_outcome
-from rollout_io.files import replace_text
-from rollout_io.logs.completions import Answer as LoggedAnswer
-from rollout_io.logs.completions import Request, read_choices, whole_response
-from rollout_io.logs.tokens import strict_ids
+from rollout_io.dataset.atomic_files import replace_text
+from rollout_io.formats.parsing.bodies import Answer as LoggedAnswer
+from rollout_io.formats.parsing.bodies import Request
+from rollout_io.formats.parsing.completions import read_choices
+from rollout_io.formats.parsing.streams import whole_response
+from rollout_io.formats.parsing.tokens import strict_ids
 from schemas.errors import RolloutError
 from schemas.metadata import DatasetMetadata
 
@@ -39,14 +41,14 @@ class Recorder:
     """The sessions of one dataset; enter it before the first call.
 
     Args:
-        settings: How.
-        metadata: What the dataset says about itself.
-        tell: Told what people should know.
+        settings: Settings.
+        metadata: Metadata of the dataset.
+        tell: Receives warnings for the user.
 
     Attributes:
-        metrics: What happened so far.
-        policy_version: Of the engines' weights.
-        ended: Told of every session that ended.
+        metrics: Counters.
+        policy_version: Version of the engines' weights.
+        ended: Called with every session that ends.
     """
 
     def __init__(
@@ -59,7 +61,6 @@ class Recorder:
         self.journal = Journal(settings.out)
         self._shards = Shards(settings.out, metadata or DatasetMetadata())
         self._tell = tell
-        self._lock = Lock(settings.out)
         self._flushing = asyncio.Lock()
         self.policy_version = settings.policy_version
         self._last_time_s = 0.0
@@ -67,7 +68,7 @@ class Recorder:
         self.ended: Callable[[Session], object] = lambda _: None
 
     async def __aenter__(self) -> Self:
-        await asyncio.to_thread(self._lock.take)
+        self._lock = await asyncio.to_thread(lock_dataset, self.settings.out)
         try:
             await self._recover()
         except BaseException:
@@ -95,19 +96,24 @@ class Recorder:
 
     @property
     def num_waiting(self) -> int:
-        """Ended sessions that are in no shard yet."""
+        """Ended sessions that are not in a shard yet."""
         return sum(s.outcome is not None for s in self.sessions)
 
     def update_gauges(self) -> None:
-        """Bring what is counted on demand up to date."""
+        """Update the gauges, which are computed on demand."""
         self.metrics.open.set(self.sessions.num_open)
         self.metrics.waiting.set(self.num_waiting)
 
     def warn(self, what: str, text: str) -> None:
-        """Say what happened, once for all that is alike."""
+        """Report a problem once per kind."""
         if what not in self._said:
             self._said.add(what)
             self._tell(f"warning: {what}: {text}\n")
+
+    def refused(self, error: RolloutError) -> None:
+        """Count a rejected request, and report the first of its kind."""
+        self.metrics.refused.inc()
+        self.warn("a request was refused", f"{error} ({error.hint})" if error.hint else str(error))
 
     async def _recover(self) -> None:
         found, written = await asyncio.to_thread(
@@ -126,7 +132,7 @@ class Recorder:
         await self._remove_folders(self.journal.folders())
 
     def session_for(self, name: str | None) -> Session:
-        """The session of a call; without a name, one of its own.
+        """Return the session of a call; without a name, a new session for this call.
 
         Raises:
             RolloutError: session_ended.
@@ -137,7 +143,7 @@ class Recorder:
         return self.sessions.called(name, folder)
 
     def open(self, instance_id: str, repetition_id: int | None) -> Session:
-        """A new session; without a repetition, the first that is free.
+        """Open a session; without a repetition, with the first unused one.
 
         Raises:
             RolloutError: session_open, session_ended, session_name.
@@ -147,7 +153,8 @@ class Recorder:
         return self.sessions.open(f"{instance_id}/{repetition_id}", self.journal.next_folder())
 
     def now_s(self) -> float:
-        """Seconds since 1970: later than any call before."""
+        """Return seconds since 1970, later than any previous call."""
+        # Strictly increasing, because readers order the calls of a session by time.
         self._last_time_s = max(time.time(), self._last_time_s + 1e-6)
         return self._last_time_s
 
@@ -158,22 +165,26 @@ class Recorder:
         response: msgspec.Raw,
         **about: Any,
     ) -> None:
-        """Write a call; it is on the disk when this returns.
+        """Write a call; it is on disk when this returns.
 
         Args:
-            session: Whose call it is.
+            session: Session of the call.
             request: Fields that the client sent.
-            response: As the engine gave it: an object, or a list of chunks.
-            about: `time`, and where they are known `agent` and `policy_version`.
+            response: The engine's answer: an object, or a list of chunks.
+            about: `time`, and `agent` and `policy_version` if known.
 
         Raises:
-            RolloutError: journal: it is not written.
+            RolloutError: journal if it was not written.
         """
         known = {name: value for name, value in about.items() if value is not None}
         record = {"session": session.name, **known, "request": request, "response": response}
-        writing = asyncio.ensure_future(self._append(session, record))
-        writing.add_done_callback(lambda done: done.exception())  # if nobody waits any more
-        await asyncio.shield(writing)  # a client that leaves does not end it
+        writing = asyncio.create_task(self._append(session, record))
+        session.writing.add(writing)
+        writing.add_done_callback(session.writing.discard)
+        writing.add_done_callback(
+            lambda done: done.exception()
+        )  # mark as retrieved if nobody waits
+        await asyncio.shield(writing)  # not cancelled when the client disconnects
 
     async def _append(self, session: Session, record: Mapping[str, Any]) -> None:
         with session.calling():
@@ -181,7 +192,7 @@ class Recorder:
         self.metrics.calls.inc()
 
     def count(self, session: Session, agent: str | None, response: msgspec.Raw) -> Seen | None:
-        """Look at the tokens of a recorded call; None: it has none that are of use."""
+        """Count the tokens of a recorded call; None if it has no usable tokens."""
         where = f"session {session.name}"
         try:
             answer = whole_response(_ANSWER.decode(response), where)
@@ -197,20 +208,21 @@ class Recorder:
         return seen
 
     async def end(self, name: str, said: Mapping[str, Any]) -> Session:
-        """End a session; saying the same again changes nothing.
+        """End a session; repeating the same outcome has no effect.
 
         Args:
-            name: Of the session; one that made no call may end with an error.
+            name: Name of the session; it may be new if it ends with an error.
             said: `reward`, `error`, and numbers and texts by name.
 
         Raises:
-            RolloutError: session_ended: otherwise before; reward_line; journal: it is not ended.
+            RolloutError: session_ended if it ended with another outcome; reward_line; journal if
+                the outcome was not written.
         """
         session = self.sessions.find(name)
         if session is None and not said.get("error") and not self.sessions.is_written(name):
             hint = "one that made no call may end with an error"
             raise RolloutError("unknown_session", name, "no such session", "one with a call", hint)
-        record = {"session": name, "reward": None, **said, **_losses(session, said)}
+        record = {"session": name, "reward": None, **said, **losses_of(session, said)}
         outcome = parse_outcome(record, f"session {name}")[1]
         if session is not None and session.outcome is not None:
             if session.outcome == outcome:
@@ -218,7 +230,7 @@ class Recorder:
             raise RolloutError("session_ended", name, "another end of a session", "the same again")
         session = session or self.sessions.open(name, self.journal.next_folder())
         session.outcome = outcome
-        with session.calling():  # it is not written to a shard before it is durable
+        with session.calling():  # keep it out of shards until the outcome is durable
             try:
                 await self.journal.append(session.folder, "rewards", record)
             except RolloutError:
@@ -229,18 +241,23 @@ class Recorder:
         return session
 
     async def end_unassigned(self, session: Session) -> None:
-        """End a session that was one call's; of a call that was not recorded nothing is left."""
+        """End a session made for a single call; if that was not recorded, drop the session."""
         if not session.places:
             self.sessions.drop(session)
             return
-        with suppress(RolloutError):  # it is ended by the next start
+        with suppress(RolloutError):  # the next start ends it
             await self.end(session.name, {})
+
+    async def forget(self, session: Session) -> None:
+        """Drop an open session with its calls, which the caller has read."""
+        self.sessions.drop(session)
+        await self._remove_folders([session.folder])
 
     async def flush(self) -> None:
         """Write ended sessions to shards.
 
         Raises:
-            RolloutError: output_file: they stay where they are.
+            RolloutError: output_file; the sessions are kept for the next attempt.
         """
         async with self._flushing:
             ended = [s for s in self.sessions if s.outcome is not None and not s.num_under_way]
@@ -282,7 +299,7 @@ class Recorder:
                 self.warn(error.rule, f"{error}; it is tried again")
 
     async def _keep_losses(self) -> None:
-        """Write down, once there is room, which open sessions lack calls: a later start ends them."""
+        """Record which open sessions lack calls, for a later start that ends them."""
         for session in [s for s in self.sessions if s.outcome is None and s.places]:
             losses = session.num_unrecorded, session.num_lost
             if losses != session.losses_kept:
@@ -299,13 +316,13 @@ class Recorder:
         return Path(self.settings.out) / ".recording" / "policy_version.json"
 
     async def set_version(self, version: int) -> None:
-        """Calls from here on are of these weights."""
+        """Set the version of the weights for calls from now on."""
         self.policy_version = version
         await asyncio.to_thread(replace_text, self._version_path, json.dumps(version))
 
 
 def _cut(sessions: Sequence[Session]) -> Iterator[list[Session]]:
-    """Sessions that are read and written together: not too many, and not too long."""
+    """Split sessions into groups for one shard each, bounded in number and size."""
     together: list[Session] = []
     num_bytes = 0
     for session in sessions:
@@ -319,8 +336,8 @@ def _cut(sessions: Sequence[Session]) -> Iterator[list[Session]]:
         yield together
 
 
-def _losses(session: Session | None, said: Mapping[str, Any]) -> dict[str, Any]:
-    """What the outcome of a session says of calls that are not in it."""
+def losses_of(session: Session | None, said: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a session's outcome that report missing calls."""
     found: dict[str, Any] = {}
     if session is not None and session.num_unrecorded:
         found["unrecorded_calls"] = session.num_unrecorded

@@ -1,4 +1,4 @@
-"""Serves a recorder until it is told to stop."""
+"""Serve a recorder until it is stopped."""
 
 from __future__ import annotations
 
@@ -22,37 +22,39 @@ from schemas.metadata import DatasetMetadata
 try:
     import uvicorn
 
+    from pipelines.origin_guard import Guard
     from pipelines.record.app import App
-    from pipelines.record.metrics import number
+    from pipelines.record.protocol import BoundedProtocol
+    from pipelines.record.recorder_metrics import number
     from pipelines.record.upstreams import Upstreams
 except ImportError as error:
     _HINT = 'pip install "rollout-io[record]"'
     _GOT = f"no package {error.name!r}"
     raise RolloutError("extra_installed", "rollouts record", _GOT, "", _HINT) from None
 
-from pipelines.generation.servers import Limits
+from pipelines.generation.engines.http_pool import Limits
 
 _ATTEMPTS, _TIMEOUT_S, _BACKOFF_S, _STOP_S = 5, 3600.0, 0.2, 600
 _LINE_S = 1.0
 
 
 class _Server(uvicorn.Server):
-    """One that leaves signals alone."""
+    """A server that leaves signal handling to its caller."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Nothing."""
+        """Install no signal handlers."""
         yield
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Serving:
-    """A recorder that answers.
+    """A running recorder.
 
     Attributes:
-        url: Its root.
-        recorder: Its book-keeping.
-        server: Set its `should_exit` to stop.
+        url: Root URL.
+        recorder: Its bookkeeping.
+        server: Set `should_exit` on it to stop.
     """
 
     url: str
@@ -69,19 +71,19 @@ async def serving(
     metadata: DatasetMetadata | None = None,
     tell: Callable[[str], object] = sys.stderr.write,
 ) -> AsyncIterator[Serving]:
-    """Serve for as long as the block lasts; at its end calls under way are finished.
+    """Serve for as long as the block lasts; on exit, wait for running calls.
 
     Args:
-        settings: How.
+        settings: Settings.
         host: Address to listen on.
-        port: 0: a free one.
-        metadata: What the dataset says about itself.
-        tell: Told what people should know.
+        port: 0 picks a free one.
+        metadata: Metadata of the dataset.
+        tell: Receives warnings for the user.
 
     Raises:
-        RolloutError: address: it cannot be listened on; out_is_free, output_file.
+        RolloutError: address if it cannot be bound; out_is_free, output_file.
     """
-    with _listen(host, port) as listener:
+    with listen(host, port) as listener:
         async with _serving(settings, listener, host, metadata, tell) as served:
             yield served
 
@@ -104,26 +106,46 @@ async def _serving(
         limits,
         api_key=settings.upstream_api_key,
         retried=recorder.metrics.retries.inc,
+        max_answer_bytes=settings.max_answer_bytes,
     )
     async with recorder, upstreams:
-        config = uvicorn.Config(
-            App(recorder, upstreams, url, exact),
-            lifespan="off",
-            log_level="critical",
-            access_log=False,
-            server_header=False,
-            date_header=False,
-            timeout_graceful_shutdown=_STOP_S,
-        )
-        server = _Server(config)
-        task = asyncio.create_task(server.serve(sockets=[listener]))
-        while not server.started and not task.done():
-            await asyncio.sleep(0.01)
-        try:
+        app = App(recorder, upstreams, url, exact)
+        guarded = Guard(app, host, settings.allowed_hosts, recorder.refused)
+        async with answering(guarded, listener, stop_s=_STOP_S) as server:
             yield Serving(url=url, recorder=recorder, server=server)
-        finally:
-            server.should_exit = True
-            await task
+
+
+@asynccontextmanager
+async def answering(
+    app: Guard, listener: socket.socket, *, stop_s: int
+) -> AsyncIterator[uvicorn.Server]:
+    """Answer requests for as long as the block lasts.
+
+    Args:
+        app: The application.
+        listener: A bound socket.
+        stop_s: Time limit for running requests on exit, in seconds.
+    """
+    config = uvicorn.Config(
+        app,
+        http=BoundedProtocol,
+        ws="none",
+        lifespan="off",
+        log_level="critical",
+        access_log=False,
+        server_header=False,
+        date_header=False,
+        timeout_graceful_shutdown=stop_s,
+    )
+    server = _Server(config)
+    task = asyncio.create_task(server.serve(sockets=[listener]))
+    while not server.started and not task.done():
+        await asyncio.sleep(0.01)
+    try:
+        yield server
+    finally:
+        server.should_exit = True
+        await task
 
 
 async def serve(
@@ -134,7 +156,7 @@ async def serve(
     metadata: DatasetMetadata,
     announce: Callable[[str], object],
 ) -> None:
-    """Serve until a signal; a second one does not wait for calls under way.
+    """Serve until SIGINT or SIGTERM; a second signal does not wait for running calls.
 
     Raises:
         RolloutError: As `serving`.
@@ -158,10 +180,10 @@ async def serve(
 
 
 class Line:
-    """What goes on, on a terminal's last line; elsewhere nothing.
+    """Status line at the bottom of a terminal; without a terminal, prints nothing.
 
     Args:
-        recorder: Whose numbers.
+        recorder: The recorder to show.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -169,13 +191,13 @@ class Line:
         self._last = (time.monotonic(), 0.0, 0.0)
 
     def show(self) -> None:
-        """Write it anew."""
+        """Redraw the line."""
         if self._is_shown:
             sys.stderr.write(f"\r\x1b[K{self.text()}")
             sys.stderr.flush()
 
     def text(self) -> str:
-        """The line, with rates since the last one."""
+        """Return the line, with rates since the previous one."""
         metrics = self._recorder.metrics
         now_s, calls, tokens = time.monotonic(), number(metrics.calls), number(metrics.tokens)
         before_s, before_calls, before_tokens = self._last
@@ -193,7 +215,7 @@ class Line:
         return ", ".join(parts)
 
     def close(self) -> None:
-        """Leave the line."""
+        """Move past the line."""
         if self._is_shown:
             sys.stderr.write("\n")
 
@@ -201,19 +223,25 @@ class Line:
 def _exact_prefix(
     settings: RecordSettings, metadata: DatasetMetadata
 ) -> tuple[ExactPrefix | None, DatasetMetadata]:
-    """The conversations, and what is known of the tokenizer then."""
+    """Set up exact continuation, and add the tokenizer to the metadata."""
     if settings.exact_prefix is None:
         return None, metadata
     tokenizer = load_tokenizer(settings.exact_prefix)
     known = metadata.replace(
         tokenizer=tokenizer.name,
         tokenizer_fingerprint=tokenizer.fingerprint,
+        vocab_size=tokenizer.vocab_size,
         chat_template_fingerprint=tokenizer.template_fingerprint,
     )
     return ExactPrefix(tokenizer), known
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket bound to an address.
+
+    Raises:
+        RolloutError: address if it is in use, or not an address of this machine.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:

@@ -1,7 +1,8 @@
-"""Sessions: who is calling, since when, how far; none is written twice."""
+"""Sessions of a recorder, and the guarantee that none is written twice."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,21 +12,22 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rollout_io.adapters import Place
 from rollout_io.conversion.rewards import Outcome
-from rollout_io.logs.completions import Response
-from rollout_io.logs.naming import split_session
+from rollout_io.formats.base import Place
+from rollout_io.formats.parsing.bodies import Response
+from rollout_io.formats.parsing.naming import split_session
 from schemas.errors import RolloutError
 
 UNASSIGNED = "unassigned"
 ABANDONED = "session_abandoned"
+MOST_SESSIONS = 100_000
 
 
 class Seen(NamedTuple):
-    """The tokens of a recorded call.
+    """Tokens of a recorded call.
 
     Attributes:
-        answer: In one piece.
+        answer: The whole answer, with chunks joined.
         prompt: [P] ids.
         responses: [R] ids of each choice.
     """
@@ -37,22 +39,23 @@ class Seen(NamedTuple):
 
 @dataclass(kw_only=True, slots=True)
 class Session:
-    """One run of one task, while it is not in a shard.
+    """One run of one task, until it is in a shard.
 
     Attributes:
         name: "instance/repetition".
-        folder: Of the journal.
-        places: Of its calls in the journal.
-        outcome: How it ended; None: it is open.
-        num_under_way: Calls that are not answered yet.
-        num_tokens: Sampled so far.
-        num_drifts: Calls that did not continue the tokens of the agent's call before.
-        num_unrecorded: Calls that were answered and not recorded.
-        num_lost: Of them, those that could not be written.
-        losses_kept: Both numbers as the journal has them.
-        num_fallbacks: Chats that could not be continued token by token, where that is asked for.
-        ends: Of each agent's last call, [prompt + response] ids of each of its choices.
-        active_s: Of the last call's beginning or end, by the monotonic clock.
+        folder: Folder of the journal.
+        places: Places of its calls in the journal.
+        outcome: Its outcome; None: it is open.
+        num_under_way: Number of running calls.
+        writing: Writes of running calls; they complete even if nobody waits for them.
+        num_tokens: Tokens sampled so far.
+        num_drifts: Calls that did not continue the tokens of the agent's previous call.
+        num_unrecorded: Calls that were answered but not recorded.
+        num_lost: Those of them that could not be written.
+        losses_kept: Both numbers as last written to the journal.
+        num_fallbacks: Chats that could not be continued token by token although that is enabled.
+        ends: For each agent's last call, the [prompt + response] ids of each choice.
+        active_s: Time of the last start or end of a call, by the monotonic clock.
     """
 
     name: str
@@ -60,6 +63,7 @@ class Session:
     places: list[Place] = field(default_factory=list)
     outcome: Outcome | None = None
     num_under_way: int = 0
+    writing: set[asyncio.Task[None]] = field(default_factory=set)
     num_tokens: int = 0
     num_drifts: int = 0
     num_unrecorded: int = 0
@@ -71,7 +75,7 @@ class Session:
 
     @contextmanager
     def calling(self) -> Iterator[None]:
-        """For as long as a call is under way."""
+        """Mark a call as running for as long as the block lasts."""
         self.num_under_way += 1
         try:
             yield
@@ -80,7 +84,7 @@ class Session:
             self.active_s = time.monotonic()
 
     def count(self, agent: str | None, seen: Seen) -> bool:
-        """Count a call; whether it drifts: continues none of the choices of the one before."""
+        """Count a call; true if it drifts: continues none of the previous call's choices."""
         before = self.ends.get(agent, [])
         drifts = bool(before) and not any(_continues(seen.prompt, end) for end in before)
         self.ends[agent] = [np.concatenate([seen.prompt, r]) for r in seen.responses]
@@ -89,7 +93,7 @@ class Session:
         return drifts
 
     def state(self) -> dict[str, object]:
-        """For people, as JSON."""
+        """Return the session's state for `GET /s/...`."""
         outcome = self.outcome
         return {
             "session": self.name,
@@ -109,10 +113,10 @@ def _continues(prompt: npt.NDArray[np.int32], end: npt.NDArray[np.int32]) -> boo
 
 
 class Sessions:
-    """The sessions of a recorder.
+    """All sessions of a recorder.
 
     Args:
-        written: Trajectory ids that the dataset holds.
+        written: Trajectory ids that the dataset already holds.
     """
 
     def __init__(self, written: set[str]) -> None:
@@ -125,24 +129,24 @@ class Sessions:
 
     @property
     def num_open(self) -> int:
-        """Sessions that have not ended."""
+        """Number of sessions that have not ended."""
         return sum(session.outcome is None for session in self._live.values())
 
     @property
     def num_written(self) -> int:
-        """Trajectories in the dataset."""
+        """Number of trajectories in the dataset."""
         return len(self._written)
 
     def find(self, name: str) -> Session | None:
-        """A session that is not written yet."""
+        """Find a session that is not written yet."""
         return self._live.get(name)
 
     def is_written(self, name: str) -> bool:
-        """Whether a session is in the dataset."""
+        """True if a session is in the dataset."""
         return trajectory_id(name) in self._written
 
     def called(self, name: str, folder: int) -> Session:
-        """The session of a call, opened by its first one.
+        """Return the session of a call, opening it at its first call.
 
         Raises:
             RolloutError: session_ended.
@@ -155,28 +159,32 @@ class Sessions:
         return session
 
     def open(self, name: str, folder: int) -> Session:
-        """A new session.
+        """Open a session.
 
         Raises:
-            RolloutError: session_ended, session_open: there is one of that name.
+            RolloutError: session_ended or session_open if the name is in use; too_many_sessions.
         """
         if name in self._live and self._live[name].outcome is None:
             raise RolloutError("session_open", name, "a session that is open already", "a new one")
         if name in self._live or self.is_written(name):
             raise _ended(name, None)
+        if len(self._live) >= MOST_SESSIONS:
+            got, most = f"{len(self._live):,} sessions that are in no shard", f"{MOST_SESSIONS:,}"
+            hint = "end sessions (POST .../end) that are done"
+            raise RolloutError("too_many_sessions", name, got, f"fewer than {most}", hint)
         session = self._live[name] = Session(name=name, folder=folder)
         return session
 
     def add(self, session: Session) -> None:
-        """Take one that was recovered."""
+        """Add a recovered session."""
         self._live[session.name] = session
 
     def drop(self, session: Session) -> None:
-        """Forget one that has no call."""
+        """Forget a session."""
         del self._live[session.name]
 
     def free_repetition(self, instance_id: str) -> int:
-        """The first number that no session of an instance has."""
+        """Return the first unused repetition of an instance."""
         number = self._next.get(instance_id, 0)
         while (name := f"{instance_id}/{number}") in self._live or self.is_written(name):
             number += 1
@@ -184,13 +192,13 @@ class Sessions:
         return number
 
     def wrote(self, sessions: Sequence[Session]) -> None:
-        """Forget sessions that are in a shard, but for their names."""
+        """Forget sessions that are in a shard, except for their names."""
         for session in sessions:
             self._written.add(trajectory_id(session.name))
             del self._live[session.name]
 
     def idle(self, timeout_s: float) -> list[Session]:
-        """Open sessions in which nothing happened for so long."""
+        """List open sessions without any activity for `timeout_s` seconds."""
         before = time.monotonic() - timeout_s
         return [
             s for s in self if s.outcome is None and not s.num_under_way and s.active_s < before
@@ -198,7 +206,7 @@ class Sessions:
 
 
 def trajectory_id(name: str) -> str:
-    """The trajectory of a session.
+    """Convert a session's name to its trajectory id.
 
     Example:
         >>> trajectory_id("math/12/3")

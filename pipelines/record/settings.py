@@ -1,4 +1,4 @@
-"""What a recorder is told."""
+"""Settings of a recorder."""
 
 from __future__ import annotations
 
@@ -10,25 +10,28 @@ from schemas.metadata import LogprobsMode
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordSettings:
-    """How calls are recorded.
+    """Settings of a recorder.
 
     Attributes:
-        out: Dataset directory, local; shards are added to one that is there.
-        upstreams: Roots of the engines, all with the same model.
-        upstream_api_key: Sent to them; None: the client's own, unless that names a session.
-        served_model_name: Name of the model for clients; None: the engines' own.
-        admin_key: Who has it may open sessions and set the policy version; then every session needs
-            the key it was opened with. None: whoever can connect may.
-        policy_version: Of the engines' weights, until they are said to have others.
-        idle_timeout_s: A session without a call for so long is abandoned.
-        flush_s: An ended session is in a shard after so long.
-        max_request_bytes: Of a body.
-        max_concurrency: Calls under way at once; others wait.
-        on_full: What to do when a call cannot be written: `refuse` it, or `serve` it unrecorded.
-        unassigned: Calls outside of any session: a session each (`keep`), or `refuse`.
-        end_open: Whether sessions that are open at the end are ended, without an outcome.
-        exact_prefix: Directory of the engines' tokenizer: growing chats are continued by token.
-        logprobs_mode: What the engines' log-probabilities are of; None: unknown.
+        out: Local dataset directory; shards are appended to an existing one.
+        upstreams: Root URL of each engine; all serve the same model.
+        upstream_api_key: Key for the engines; None: the client's key, unless that names a session.
+        served_model_name: Name of the model for clients; None: the engines' name.
+        admin_key: Required to open sessions and to set the policy version; each session then needs
+            the key it was opened with. None: no keys.
+        allowed_hosts: Host names of the recorder besides the address it listens on.
+        policy_version: Initial version of the engines' weights.
+        idle_timeout_s: A session without a call for this long is abandoned, in seconds.
+        flush_s: Maximum time until an ended session is written to a shard, in seconds.
+        max_request_bytes: Maximum size of a request body.
+        max_answer_bytes: Maximum size of an engine's answer, streamed or not; a quarter of it for
+            one line or event of a stream.
+        max_concurrency: Maximum number of concurrent calls; more wait.
+        on_full: If a call cannot be written: `refuse` it, or `serve` it unrecorded.
+        unassigned: Calls outside of any session: `keep` each as its own session, or `refuse`.
+        end_open: Whether to end open sessions on exit, without an outcome.
+        exact_prefix: Directory of the engines' tokenizer, to continue growing chats by tokens.
+        logprobs_mode: Distribution of the engines' log-probabilities; None: unknown.
     """
 
     out: str
@@ -36,10 +39,12 @@ class RecordSettings:
     upstream_api_key: str | None = None
     served_model_name: str | None = None
     admin_key: str | None = None
+    allowed_hosts: tuple[str, ...] = ()
     policy_version: int | None = None
     idle_timeout_s: float = 1800.0
     flush_s: float = 2.0
     max_request_bytes: int = 64 << 20
+    max_answer_bytes: int = 64 << 20
     max_concurrency: int = 1024
     on_full: Literal["refuse", "serve"] = "refuse"
     unassigned: Literal["keep", "refuse"] = "keep"

@@ -1,7 +1,8 @@
-"""Ended sessions as shards of the dataset, by the conversion's own reading of `calls` logs."""
+"""Write ended sessions as shards, parsed by the same reader that converts `calls` logs."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,15 +12,19 @@ from typing import NamedTuple
 import pyarrow as pa
 
 from pipelines.record.sessions import Session
-from rollout_io.adapters import Options, Rejected, Run
-from rollout_io.adapters.calls import ADAPTER
 from rollout_io.conversion import rejections
-from rollout_io.conversion.batch import INCOMPLETE, Reader, Settings, sound
+from rollout_io.conversion.batch import Reader, Settings, sound, tabulated
 from rollout_io.conversion.rewards import Key, Outcome
-from rollout_io.logs.naming import split_session
-from rollout_io.reader import scan
-from rollout_io.storage import Location
-from rollout_io.writer import RolloutWriter
+from rollout_io.conversion.rows import Settled
+from rollout_io.dataset.reader import scan
+from rollout_io.dataset.storage import Location
+from rollout_io.dataset.writer import RolloutWriter
+from rollout_io.formats.base import Options, Rejected, Run
+from rollout_io.formats.calls import ADAPTER
+from rollout_io.formats.parsing.model_names import ModelNames
+from rollout_io.formats.parsing.naming import split_session
+from rollout_io.formats.parsing.records import INCOMPLETE, read_record
+from schemas.errors import RolloutError
 from schemas.metadata import DatasetMetadata
 
 VERB = "record"
@@ -27,7 +32,7 @@ REJECTED = "rejected.jsonl"
 
 
 class Ended(NamedTuple):
-    """A session to write, as it is now."""
+    """A session to write, in its current state."""
 
     run: Run
     outcome: Outcome
@@ -37,22 +42,17 @@ class Shards:
     """The dataset of a recorder.
 
     Args:
-        out: Its directory.
-        metadata: What its files say about themselves.
+        out: Directory of the dataset.
+        metadata: Metadata of its files.
     """
 
     def __init__(self, out: str | os.PathLike[str], metadata: DatasetMetadata) -> None:
         self._out = Path(out)
-        self._settings = Settings(
-            adapter=ADAPTER,
-            options=Options(),
-            retokenizer=None,
-            layout="prefix",
-            metadata=metadata.made(VERB),
-        )
+        tokenizer = metadata.tokenizer if metadata.tokenizer_fingerprint else None
+        self._settings = _settings(metadata.made(VERB), tokenizer)
 
     def trajectory_ids(self) -> set[str]:
-        """What the dataset holds."""
+        """Return the trajectory ids that the dataset holds."""
         location = Location.of(self._out)
         if not location.fs.exists(location.path) or not location.shards():
             return set()
@@ -60,15 +60,17 @@ class Shards:
         return set(ids.to_series().to_list())
 
     def write(self, sessions: Sequence[Ended]) -> int:
-        """Write one shard, whole or not at all; how many trajectories it has.
+        """Write one shard, whole or not at all; returns its number of trajectories.
 
-        A session with a call that cannot be used is there all the same: a failed trajectory, whose
-        error says why, with the steps that can be read. Its calls go to `rejected.jsonl`.
+        A session with an unusable call is written as a failed trajectory, with the reason as its
+        error and the steps that can be read. Its calls go to `rejected.jsonl`.
 
         Raises:
-            RolloutError: output_file: nothing was written.
+            RolloutError: output_file; nothing was written.
         """
         left, tables, rejected = self._tables([_with_calls(ended) for ended in sessions])
+        # First try each session as it is, then as failed with its readable steps, then without
+        # steps.
         for again in (_as_failed, _without_steps):
             if left:
                 left, more, _ = self._tables([again(ended, rejected) for ended in left])
@@ -76,8 +78,9 @@ class Shards:
         assert not left, left
         if rejected:
             self._put_aside(rejected)
+        metadata = self._settings.metadata.replace(models=_models(sessions))
         with RolloutWriter(
-            self._out, layout="prefix", metadata=self._settings.metadata, append=True, checked=True
+            self._out, layout="prefix", metadata=metadata, append=True, checked=True
         ) as writer:
             for table in tables:
                 writer.write(table)
@@ -86,15 +89,12 @@ class Shards:
     def _tables(
         self, sessions: Sequence[Ended]
     ) -> tuple[list[Ended], list[pa.Table], list[Rejected]]:
-        """What cannot be used, the rows of the others, and why."""
-        outcomes: dict[Key, Outcome] = {}
-        for run, outcome in sessions:
-            assert run.repetition_id is not None
-            outcomes[run.instance_id, run.repetition_id] = outcome
-        reader = Reader(self._settings, outcomes)
+        """Return the sessions that cannot be used, the rows of the others, and the reasons."""
+        reader = Reader(self._settings, {_key(ended): ended.outcome for ended in sessions})
         broken: list[Rejected] = []
+        vocab_size = self._settings.metadata.vocab_size
         parts = reader.parts([ended.run for ended in sessions])
-        tables = [table for part in parts if (table := sound(part, broken)).num_rows]
+        tables = [table for part in parts if (table := sound(part, broken, vocab_size)).num_rows]
         made = {name for table in tables for name in table["trajectory_id"].to_pylist()}
         left = [e for e in sessions if f"{e.run.instance_id}_{e.run.repetition_id}" not in made]
         return left, tables, reader.rejected + broken
@@ -106,8 +106,63 @@ class Shards:
                 file.write(line)
 
 
+def _settings(metadata: DatasetMetadata, tokenizer: str | None) -> Settings:
+    return Settings(
+        adapter=ADAPTER,
+        options=Options(),
+        retokenizer=None,
+        tokenizer=tokenizer,
+        layout="prefix",
+        metadata=metadata,
+    )
+
+
+def settle(ended: Ended, vocab_size: int) -> tuple[Settled, RolloutError | None]:
+    """Convert one session to a trajectory, as `Shards.write` does.
+
+    Args:
+        ended: The session.
+        vocab_size: All ids must be below it.
+
+    Returns:
+        The trajectory, with the steps that can be read, and the first reason if the session's calls
+        cannot be used as they are.
+    """
+    settings, fault = _settings(DatasetMetadata(), None), None
+    for again in (_as_failed, _without_steps, None):
+        reader = Reader(settings, {_key(ended): ended.outcome})
+        for run, settled in reader.settle([ended.run]):
+            parts = list(tabulated([(run, settled)], reader.rejected))
+            if any(sound(part, reader.rejected, vocab_size).num_rows for part in parts):
+                return settled, fault
+        fault = fault or _first(reader.rejected)
+        assert again is not None, fault
+        ended = again(ended, reader.rejected)
+    raise AssertionError(fault)
+
+
+def _key(ended: Ended) -> Key:
+    assert ended.run.repetition_id is not None
+    return ended.run.instance_id, ended.run.repetition_id
+
+
+def _first(rejected: Sequence[Rejected]) -> RolloutError | None:
+    """Return the first error that is not a consequence of another one."""
+    errors = sorted((error for _, error in rejected), key=lambda error: error.rule == INCOMPLETE)
+    return errors[0] if errors else None
+
+
+def _models(sessions: Sequence[Ended]) -> tuple[str, ...]:
+    """Collect the model names in the calls of sessions."""
+    names = ModelNames()
+    for place in (place for run, _ in sessions for place in run.places):
+        with contextlib.suppress(RolloutError):  # unreadable: its session is written as failed
+            names.see(read_record(place))
+    return tuple(names.names())
+
+
 def ended_of(session: Session) -> Ended:
-    """A session to write."""
+    """Convert a session to one to write."""
     assert session.outcome is not None
     instance_id, repetition_id = split_session(session.name, "session")
     run = Run(
@@ -121,7 +176,7 @@ def ended_of(session: Session) -> Ended:
 
 
 def _with_calls(ended: Ended) -> Ended:
-    """One that ended well without a call has failed."""
+    """Mark a session as failed if it ended successfully without any call."""
     if ended.run.places or ended.outcome.error is not None:
         return ended
     return _failed(ended, "no_calls: the session ended without a recorded call")
@@ -129,9 +184,8 @@ def _with_calls(ended: Ended) -> Ended:
 
 def _as_failed(ended: Ended, rejected: Sequence[Rejected]) -> Ended:
     places = set(ended.run.places)
-    errors = [str(error) for place, error in rejected if place in places]
-    mine = sorted(errors, key=lambda error: error.startswith(INCOMPLETE))
-    return _failed(ended, mine[0] if mine else "session_unusable")
+    first = _first([one for one in rejected if one.place in places])
+    return _failed(ended, "session_unusable" if first is None else str(first))
 
 
 def _without_steps(ended: Ended, _: Sequence[Rejected]) -> Ended:

@@ -1,4 +1,4 @@
-"""Whose call it is: session, agent and API path, from a URL, a header or an API key.
+"""Find the session, agent and API path of a call, in its URL, a header or the API key.
 
     /s/INSTANCE/REPETITION[/AGENT]/v1/...         base URL of a session
     /k/KEY/INSTANCE/REPETITION[/AGENT]/v1/...     the same, with the key it was opened with
@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 from urllib.parse import quote, unquote
 
-from rollout_io.logs.naming import split_session
+from rollout_io.formats.parsing.naming import split_session
 from schemas.errors import RolloutError
 
 KEY_PREFIX = "sk-rollouts-"
@@ -25,13 +25,13 @@ _API = "v1"
 
 
 class Target(NamedTuple):
-    """What a request is about.
+    """Target of a request.
 
     Attributes:
-        session: "instance/repetition"; None: none is named.
-        agent: Whose call, within the session.
-        key: What the URL says to be the session's key.
-        rest: The path without the session: "/v1/chat/completions", "/end", "".
+        session: "instance/repetition"; None if the request names none.
+        agent: Agent within the session.
+        key: Session key in the URL.
+        rest: Path without the session: "/v1/chat/completions", "/end", "".
     """
 
     session: str | None
@@ -41,14 +41,14 @@ class Target(NamedTuple):
 
 
 def target_of(raw_path: str, headers: Mapping[str, str]) -> Target:
-    """Read a request's target.
+    """Parse a request's target.
 
     Args:
-        raw_path: As it came, percent-encoded, without the query.
-        headers: By lower-case name.
+        raw_path: Path as received, percent-encoded, without the query.
+        headers: Headers by lower-case name.
 
     Raises:
-        RolloutError: session_name: no instance, no repetition, or no UTF-8.
+        RolloutError: session_name if there is no instance or repetition, or it is not UTF-8.
 
     Example:
         >>> target_of("/s/math%2F12/3/checker/v1/models", {})
@@ -74,25 +74,25 @@ def target_of(raw_path: str, headers: Mapping[str, str]) -> Target:
 
 
 def is_session_key(headers: Mapping[str, str]) -> bool:
-    """Whether the client's API key names a session, and is no credential."""
+    """True if the client's API key names a session instead of being a credential."""
     return api_key_of(headers).startswith(KEY_PREFIX)
 
 
 def api_key_of(headers: Mapping[str, str]) -> str:
-    """The bearer token, or ""."""
+    """Return the bearer token, or ""."""
     kind, _, token = headers.get("authorization", "").partition(" ")
     return token.strip() if kind.lower() == "bearer" else ""
 
 
 def path_of(session: str, key: str | None = None) -> str:
-    """The URL path of a session, without "/v1"."""
+    """Return the URL path of a session, without "/v1"."""
     instance, repetition = split_session(session, "session")
     head = "/s" if key is None else f"/k/{key}"
     return f"{head}/{quote(instance, safe='')}/{repetition}"
 
 
 def key_of(admin_key: str, session: str) -> str:
-    """The key of a session: whoever has it can write to that session, and to no other."""
+    """Derive the key of a session, which allows writing to that session only."""
     return hmac.new(admin_key.encode(), session.encode(), hashlib.sha256).hexdigest()[:32]
 
 

@@ -1,9 +1,8 @@
-"""The engines behind a recorder: one answer's stream, from one that answers."""
+"""Engines behind a recorder: send a call to one that answers, and stream its answer."""
 
 from __future__ import annotations
 
 import asyncio
-import io
 import itertools
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -13,12 +12,12 @@ import aiohttp
 import msgspec
 from yarl import URL
 
-from pipelines.generation.engine import ENGINE_DOWN
-from pipelines.generation.servers import Limits, by_preference
+from pipelines.generation.engines.base import ENGINE_DOWN
+from pipelines.generation.engines.http_pool import BROKEN, Limits, by_preference, payload
+from pipelines.record.bounds import check_head, too_large
+from pipelines.record.connector import BoundedConnector
 from schemas.errors import RolloutError
 
-_KEEP_ALIVE_S = 4.0
-_LARGE_BYTES = 1 << 20
 _AWAY = frozenset({502, 503})
 _NOT_PASSED_ON = frozenset(
     {
@@ -28,14 +27,14 @@ _NOT_PASSED_ON = frozenset(
     }
 )
 
-BROKEN = (aiohttp.ClientError, TimeoutError, ConnectionError)
-
 Answered = aiohttp.ClientResponse
 MODELS = "/v1/models"
+VERSION_HEADER = "x-rollouts-policy-version"
+"""Header of an engine's answer: version of the weights that sampled it."""
 
 
 class Model(msgspec.Struct):
-    """A model that is served."""
+    """A served model."""
 
     id: str
     max_model_len: int | None = None
@@ -49,17 +48,23 @@ _MODELS = msgspec.json.Decoder(_Models)
 
 
 class Upstreams:
-    """Engines that give the same answers.
+    """Engines that give equivalent answers.
 
-    A call that no byte of an answer came of is repeated, on the next engine if there are several:
-    sampling has no side effects.
+    A call is repeated if no byte of an answer arrived, on the next engine if there are several:
+    that is safe because sampling has no side effects.
 
     Args:
-        urls: Their roots; a trailing "/v1" is left out.
-        api_key: Sent as the bearer token in place of the client's.
-        limits: Attempts, waits, timeouts.
-        retried: Called at every repetition.
+        urls: Root URL of each engine; a trailing "/v1" is removed.
+        limits: Attempts, waits and timeouts.
+        api_key: Sent as the bearer token instead of the client's.
+        retried: Called at every retry.
+        max_answer_bytes: Maximum size of an answer's body.
+
+    Attributes:
+        gone: Type of the error raised when no attempt at a call is answered.
     """
+
+    gone: type[RolloutError] = RolloutError
 
     def __init__(
         self,
@@ -68,9 +73,11 @@ class Upstreams:
         *,
         api_key: str | None = None,
         retried: Callable[[], object] = lambda: None,
+        max_answer_bytes: int = 64 << 20,
     ) -> None:
         self.urls = tuple(url.rstrip("/").removesuffix("/v1") for url in urls)
         self._limits, self._api_key, self._retried = limits, api_key, retried
+        self._max_answer_bytes = max_answer_bytes
         self._model: Model | None = None
 
     async def __aenter__(self) -> Self:
@@ -80,7 +87,7 @@ class Upstreams:
                 sock_connect=self._limits.connect_timeout_s,
                 sock_read=self._limits.timeout_s,
             ),
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
+            connector=BoundedConnector(),
             auto_decompress=False,
             cookie_jar=aiohttp.DummyCookieJar(),
             headers={"Accept-Encoding": "identity"},
@@ -100,34 +107,61 @@ class Upstreams:
         headers: Mapping[str, str],
         session: str | None,
     ) -> AsyncIterator[Answered]:
-        """An answer whose head is here, and whose body is not read yet.
+        """Send a request; yields the answer once its head arrived, with the body unread.
 
         Args:
             method: "POST".
             path: "/v1/chat/completions".
-            body: As it is sent.
-            headers: The client's, by lower-case name.
-            session: Its calls go to one engine, as long as that one answers.
+            body: Body to send.
+            headers: The client's headers, by lower-case name.
+            session: Calls with the same session go to the same engine as long as it answers.
 
         Raises:
-            RolloutError: engine_down: none answered.
+            RolloutError: engine_down if none answered; engine_redirect, answer_encoding.
         """
         response = await self._open(method, path, body, self._headers(headers), session)
         try:
+            check_head(response)
             yield response
         finally:
             response.close()
 
-    async def model(self) -> Model:
-        """The model of the engines, as the first of them names it.
+    async def parts(self, response: Answered) -> AsyncIterator[bytes]:
+        """Yield the body of an answer as it arrives.
 
         Raises:
-            RolloutError: engine_down: none answered, or with no list of models.
+            RolloutError: answer_size.
+        """
+        num_bytes = response.content_length or 0
+        if num_bytes <= self._max_answer_bytes:
+            num_bytes = 0
+            async for content in response.content.iter_any():
+                num_bytes += len(content)
+                if num_bytes > self._max_answer_bytes:
+                    break
+                yield content
+        if num_bytes > self._max_answer_bytes:
+            raise too_large("an answer", self._max_answer_bytes)
+
+    async def whole(self, response: Answered) -> bytes:
+        """Read the whole body of an answer.
+
+        Raises:
+            RolloutError: answer_size.
+        """
+        return b"".join([content async for content in self.parts(response)])
+
+    async def model(self) -> Model:
+        """Return the engines' model, as the first engine that answers names it.
+
+        Raises:
+            RolloutError: engine_down if none answered with a list of models; as `answer` and
+                `whole`.
         """
         if self._model is None:
             async with self.answer("GET", MODELS, None, {}, None) as response:
                 try:
-                    self._model = _MODELS.decode(await response.read()).data[0]
+                    self._model = _MODELS.decode(await self.whole(response)).data[0]
                 except (*BROKEN, msgspec.MsgspecError, IndexError):
                     got, expected = f"status {response.status}", "a list of models"
                     raise RolloutError(ENGINE_DOWN, MODELS, got, expected) from None
@@ -146,13 +180,7 @@ class Upstreams:
         for attempt in itertools.count(1):
             url = urls[(attempt - 1) % len(urls)]
             try:
-                response = await self._client.request(
-                    method,
-                    URL(url + path, encoded=True),
-                    data=_payload(body),
-                    headers=headers,
-                    allow_redirects=False,
-                )
+                response = await self._once(url, method, path, body, headers)
             except BROKEN as error:
                 got = f"{type(error).__name__} {error}".strip()
             else:
@@ -167,7 +195,18 @@ class Upstreams:
             await asyncio.sleep(0 if attempt < len(urls) else self._limits.wait_s(attempt))
         hint = f"is the server up? {url}/health"
         expected = f"an answer in one of {attempts} attempts"
-        raise RolloutError(ENGINE_DOWN, url, got, expected, hint)
+        raise self.gone(ENGINE_DOWN, url, got, expected, hint)
+
+    async def _once(
+        self, url: str, method: str, path: str, body: bytes | None, headers: dict[str, str]
+    ) -> Answered:
+        return await self._client.request(
+            method,
+            URL(url + path, encoded=True),
+            data=None if body is None else payload(body),
+            headers=headers,
+            allow_redirects=False,
+        )
 
     def _headers(self, headers: Mapping[str, str]) -> dict[str, str]:
         kept = {
@@ -180,15 +219,16 @@ class Upstreams:
         return kept
 
 
+def version_of(response: Answered) -> int | None:
+    """Read the version of the weights that answered, if the engine reports it."""
+    text = response.headers.get(VERSION_HEADER, "")
+    return int(text) if text.isdecimal() and int(text) < 2**31 else None
+
+
 def passed_on(response: Answered) -> list[tuple[bytes, bytes]]:
-    """The headers of an answer that the client gets."""
+    """Select the headers of an answer that are forwarded to the client."""
     return [
         (name.lower(), value)
         for name, value in response.raw_headers
         if name.lower().decode("latin-1") not in _NOT_PASSED_ON
     ]
-
-
-def _payload(body: bytes | None) -> bytes | io.BytesIO | None:
-    """Large bodies are sent in parts."""
-    return body if body is None or len(body) < _LARGE_BYTES else io.BytesIO(body)

@@ -1,9 +1,10 @@
-"""One HTTP exchange over ASGI: a bounded body in, an answer out, and whether the client is still there."""
+"""One HTTP exchange over ASGI: reads a bounded body, answers, and notices a disconnected client."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -15,6 +16,8 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Headers = Sequence[tuple[bytes, bytes]]
 
+BODY_TIMEOUT_S = 60.0
+
 JSON = (b"content-type", b"application/json")
 
 STATUS = {
@@ -23,16 +26,28 @@ STATUS = {
     "json_line": 400,
     "reward_line": 400,
     "columns_and_types": 400,
+    "one_host": 400,
     "session_key": 403,
     "admin_key": 403,
     "no_session": 403,
+    "foreign_origin": 403,
     "unknown_session": 404,
     "no_such_path": 404,
     "method": 405,
+    "head_timeout": 408,
+    "body_timeout": 408,
     "session_open": 409,
     "session_ended": 409,
     "request_size": 413,
+    "media_type": 415,
+    "foreign_host": 421,
+    "too_many_sessions": 429,
+    "head_size": 431,
     "engine_down": 502,
+    "engine_answer": 502,
+    "engine_redirect": 502,
+    "answer_encoding": 502,
+    "answer_size": 502,
     "journal": 507,
 }
 
@@ -41,16 +56,16 @@ class Exchange:
     """A request and its answer.
 
     Args:
-        scope: Of ASGI.
-        receive: Of ASGI.
-        send: Of ASGI.
+        scope: ASGI scope.
+        receive: ASGI receive.
+        send: ASGI send.
 
     Attributes:
         method: "GET".
-        raw_path: As it came, percent-encoded.
-        headers: By lower-case name; of one that came twice, the last.
-        has_begun: Whether the head of the answer is sent.
-        status: Of the answer.
+        raw_path: Path as received, percent-encoded.
+        headers: Headers by lower-case name; the last one wins if repeated.
+        has_begun: True once the head of the answer was sent.
+        status: Status of the answer; 0 before.
     """
 
     __slots__ = ("_receive", "_send", "has_begun", "headers", "method", "raw_path", "status")
@@ -64,16 +79,20 @@ class Exchange:
         self.status = 0
 
     async def body(self, most_bytes: int) -> bytes:
-        """The whole body.
+        """Read the whole body.
 
         Raises:
-            RolloutError: request_size.
-            ConnectionError: The client has gone.
+            RolloutError: request_size; body_timeout if nothing arrived for a minute.
+            ConnectionError: If the client disconnected.
         """
         parts: list[bytes] = []
         num_bytes = 0
         while True:
-            message = await self._receive()
+            try:
+                message = await asyncio.wait_for(self._receive(), BODY_TIMEOUT_S)
+            except TimeoutError:
+                got, expected = "no part of its body", f"one every {BODY_TIMEOUT_S:g} s"
+                raise RolloutError("body_timeout", self.raw_path, got, expected) from None
             if message["type"] == "http.disconnect":
                 raise ConnectionError
             parts.append(message.get("body", b""))
@@ -86,7 +105,7 @@ class Exchange:
                 return b"".join(parts)
 
     async def left(self) -> None:
-        """Returns when the client has gone; call it once the body is read."""
+        """Wait until the client disconnects; call it only after the body was read."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
 
@@ -114,7 +133,7 @@ class Exchange:
         await self.answer(status, msgspec.json.encode(value))
 
     async def refuse(self, error: RolloutError) -> None:
-        """Answer with an error; in a stream that has begun, as its last event."""
+        """Answer with an error; in a stream that has started, as its last event."""
         content = error_body(error)
         if self.has_begun:
             await self.finish(b"data: " + content + b"\n\n")
@@ -124,19 +143,19 @@ class Exchange:
 
 
 def status_of(error: RolloutError) -> int:
-    """The HTTP status of an error."""
+    """Return the HTTP status of an error."""
     return STATUS.get(error.rule, 400)
 
 
 def error_body(error: RolloutError) -> bytes:
-    """An error as OpenAI's API writes it."""
-    hint = f" ({error.hint})" if error.hint else ""
+    """Encode an error in the format of OpenAI's API."""
+    hint = f" Hint: {error.hint}" if error.hint else ""
     found = {"message": f"{error}{hint}", "type": error.rule, "code": status_of(error)}
     return msgspec.json.encode({"error": {**found, "param": None}})
 
 
 async def unless_left(exchange: Exchange, work: Awaitable[None]) -> bool:
-    """Do some work, but stop it when the client goes; whether it was done."""
+    """Do some work, but cancel it if the client disconnects; returns whether it was done."""
     doing = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(exchange.left())
     try:
@@ -150,3 +169,17 @@ async def unless_left(exchange: Exchange, work: Awaitable[None]) -> bool:
     if not doing.cancelled():
         doing.result()
     return is_done
+
+
+async def respond(
+    scope: Message, receive: Receive, send: Send, route: Callable[[Exchange], Awaitable[None]]
+) -> None:
+    """Answer one request through a route; errors that the route raises become responses."""
+    if scope["type"] != "http":
+        return
+    exchange = Exchange(scope, receive, send)
+    with suppress(ConnectionError):
+        try:
+            await route(exchange)
+        except RolloutError as error:
+            await exchange.refuse(error)

@@ -1,0 +1,29 @@
+"""Diagnose prefix breaks: which steps continue no earlier one, where they differ, and why."""
+
+from typing import TYPE_CHECKING
+
+from schemas.lazy import exports
+
+if TYPE_CHECKING:
+    from pipelines.drift_diagnosis.causes import HINTS
+    from pipelines.drift_diagnosis.report import Report
+    from pipelines.drift_diagnosis.retokenized import TextReading
+    from pipelines.drift_diagnosis.table import Diagnosis, diagnose, diagnose_dataset, drift
+
+__all__ = [
+    "HINTS",
+    "Diagnosis",
+    "Report",
+    "TextReading",
+    "diagnose",
+    "diagnose_dataset",
+    "drift",
+]
+
+_MODULES = {
+    "pipelines.drift_diagnosis.causes": ("HINTS",),
+    "pipelines.drift_diagnosis.report": ("Report",),
+    "pipelines.drift_diagnosis.retokenized": ("TextReading",),
+    "pipelines.drift_diagnosis.table": ("Diagnosis", "diagnose", "diagnose_dataset", "drift"),
+}
+__getattr__ = exports(__name__, _MODULES)

@@ -1,0 +1,133 @@
+"""Causes of prefix breaks, how each is recognised, and how to fix it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from pipelines.drift_diagnosis.breaks import Break
+from pipelines.drift_diagnosis.tokens import changed, returns
+from pipelines.drift_diagnosis.turns import Change, Reading
+from rollout_io.dataset.prefix_layout import Tokens
+
+Cause = Literal["retokenized", "template", "edited", "reset", "new_agent", "overlap", "unknown"]
+
+Told: TypeAlias = tuple[Cause, str]
+"""A cause, and the evidence for it."""
+
+HINTS: dict[Cause, str] = {
+    "retokenized": (
+        "the harness sends text, which is cut into other tokens than were sampled: send the "
+        "engine's own ids back (prompt token ids in, token ids out)"
+    ),
+    "template": (
+        "the chat template lays earlier messages out anew: use one that keeps them as they were "
+        "generated, thinking included (such as --chat-template qwen3_acc_thinking)"
+    ),
+    "edited": (
+        "the harness changes messages that were sent before: append only, and shorten a message "
+        "before it is first sent"
+    ),
+    "reset": (
+        "the harness begins a new context (a summary, dropped messages): each context is a "
+        "sequence of its own; longer contexts break less often"
+    ),
+    "new_agent": "another agent's conversation; nothing is lost where lineages are merged apart",
+    "overlap": (
+        "branches of one history (parallel calls, retries, several samples): one of them "
+        "continues it, and training as a tree forwards the shared tokens once"
+    ),
+    "unknown": "the ids alone do not tell: give --tokenizer DIR, or convert with messages",
+}
+"""How to fix the harness, by cause."""
+
+KEEPS_TOKENS: frozenset[Cause] = frozenset({"new_agent", "overlap"})
+"""Causes of steps that were never meant to continue the compared step: no tokens are lost."""
+
+_BY_CHANGE: dict[Change, Cause] = {
+    "unchanged": "unknown",
+    "same_text": "retokenized",
+    "layout": "template",
+    "text": "edited",
+    "system": "new_agent",
+    "messages": "reset",
+}
+
+_REPEATS: frozenset[Change] = frozenset({"unchanged", "same_text", "layout"})
+
+
+@dataclass(frozen=True, slots=True)
+class Parting:
+    """The tokens on both sides of a break.
+
+    Attributes:
+        before: Prompt and response of the compared step.
+        num_prompt: Length of its prompt.
+        prompt: The prompt that does not continue it.
+        shared: Number of leading tokens that both hold.
+    """
+
+    before: Tokens
+    num_prompt: int
+    prompt: Tokens
+    shared: int
+
+    @property
+    def lost(self) -> Tokens:
+        """Tokens with which the prompt should have continued."""
+        return self.before[self.shared :]
+
+    @property
+    def now(self) -> Tokens:
+        """Tokens with which the prompt continues instead."""
+        return self.prompt[self.shared :]
+
+    @property
+    def answer_returns(self) -> bool:
+        """True if tokens of the earlier response occur in the rest of the prompt."""
+        lost_answer = self.before[max(self.num_prompt, self.shared) :]
+        return returns(lost_answer, self.now)
+
+
+def tell(found: Break, parting: Parting, read: Callable[[], Reading | None]) -> Told:
+    """Name the cause of a break that resumes no earlier step, and the evidence.
+
+    Evidence is tried in this order: the prefix tree and the agents; text or messages; token ids.
+
+    Args:
+        found: The break.
+        parting: The tokens on both sides.
+        read: Compares the text or the messages of both sides; None if neither is available.
+    """
+    if not len(parting.now):
+        return "overlap", "the prompt ends within that step: asked again, or gone back"
+    if not len(parting.lost):
+        return "overlap", "all of that step is repeated, and another step continues it"
+    reading = read()
+    if found.is_new_agent and (reading is None or reading[0] not in _REPEATS):
+        if found.fork >= 0:
+            return "overlap", "another agent's branch of a history that goes on elsewhere"
+        return "new_agent", "the first step of this agent"
+    if reading is None:
+        return _from_ids(found, parting)
+    change, evidence = reading
+    if change == "messages" and found.fork >= 0 and not parting.answer_returns:
+        return "overlap", "a whole earlier step is repeated, and none of its continuation"
+    if change == "system" and found.is_new_agent is False:
+        return "reset", evidence
+    return _BY_CHANGE[change], evidence
+
+
+def _from_ids(found: Break, parting: Parting) -> Told:
+    """Judge by ids alone: they show that messages were dropped, never why tokens changed."""
+    if parting.shared < parting.num_prompt and not parting.answer_returns:
+        if found.fork >= 0:
+            return "overlap", "a whole earlier step is repeated, and no id of its continuation"
+        if found.is_new_agent is False:
+            return "reset", "the same agent, and no ids of that step's answer return"
+        return "unknown", "no ids of that step's answer return: a new context or another agent"
+    meets = changed(parting.lost, parting.now)
+    if meets is None:
+        return "unknown", "the ids change from there on, and do not return"
+    return "unknown", f"{meets[0]} ids became {meets[1]}, then the same ids follow again"

@@ -1,0 +1,170 @@
+"""Compare a prompt with the step that it should continue, as decoded text or logged messages."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from pipelines.drift_diagnosis.turns import Reading, Turn, compare
+from rollout_io.dataset.prefix_layout import Tokens
+from rollout_io.retokenize import ChatTokenizer
+from schemas.ragged import BoolArray
+
+_LONGEST_HEADER = 16  # tokens before the text of a conversation's first message, at most
+
+Piece: TypeAlias = tuple[str, int | None]
+"""Text between two special tokens, and the id that ends it (None: end of the ids)."""
+
+
+def read_text(
+    before: Tokens, prompt: Tokens, shared: int, tokenizer: ChatTokenizer
+) -> Reading | None:
+    """Decode both sides, starting at the message in which they first differ, and compare them.
+
+    Args:
+        before: Prompt and response of the earlier step.
+        prompt: The later prompt.
+        shared: Number of leading tokens that both hold.
+        tokenizer: The tokenizer of the ids.
+
+    Returns:
+        None if some ids are unknown to the tokenizer, or if the text differs and no special tokens
+        separate its messages.
+    """
+    start, whole = _message_start(prompt[:shared], tokenizer)
+    sides = before[start:], prompt[start:]
+    if any(_is_unknown(ids, tokenizer).any() for ids in sides):
+        return None
+    old, new = (_pieces(ids, tokenizer) for ids in sides)
+    if _is_same(old, new, plain=not _is_mark(prompt, tokenizer).any()):
+        return "same_text", "the same text in other ids"
+    if all(end is None for _, end in (*old, *new)):
+        return None
+    return compare(_turns(old), _turns(new), whole=whole)
+
+
+def read_messages(before: str | None, response: str | None, now: str | None) -> Reading | None:
+    """Compare the columns `messages` (before, now) and `response_text`.
+
+    Returns:
+        None if one of them is missing or is not a list of messages.
+    """
+    old, new = _parsed(before), _parsed(now)
+    if old is None or new is None or response is None:
+        return None
+    old = [*old, Turn("assistant", _spelled(response))]
+    if old == new[: len(old)]:
+        return "unchanged", "the logged messages repeat the earlier ones word for word"
+    return compare(old, new, whole=True)
+
+
+@lru_cache(maxsize=8)
+def special_ids(tokenizer: ChatTokenizer) -> npt.NDArray[np.int64]:
+    """List the special tokens that mark messages, sorted; excludes <think> and <tool_call>."""
+    backend = tokenizer.backend
+    added = (i for i, token in backend.added_tokens_decoder.items() if token.special)
+    return np.array(sorted({*backend.all_special_ids, *added}), np.int64)
+
+
+@lru_cache(maxsize=8)
+def _num_ids(tokenizer: ChatTokenizer) -> int:
+    return int(max(tokenizer.backend.get_vocab().values())) + 1
+
+
+def decode(ids: Tokens, tokenizer: ChatTokenizer) -> str:
+    """Decode ids; an id unknown to the tokenizer, which would drop it, is shown as <id>."""
+    unknown = np.flatnonzero(_is_unknown(ids, tokenizer)).tolist()
+    if not unknown:
+        return tokenizer.decode(ids.tolist())
+    starts, ends = [0, *(at + 1 for at in unknown)], [*unknown, len(ids)]
+    texts = [tokenizer.decode(ids[a:b].tolist()) for a, b in zip(starts, ends, strict=True)]
+    shown = [f"<{ids[at]}>" for at in unknown]
+    return texts[0] + "".join(a + b for a, b in zip(shown, texts[1:], strict=True))
+
+
+def _is_unknown(ids: Tokens, tokenizer: ChatTokenizer) -> BoolArray:
+    return np.asarray((ids < 0) | (ids >= _num_ids(tokenizer)))
+
+
+def _is_mark(ids: Tokens, tokenizer: ChatTokenizer) -> BoolArray:
+    return np.isin(ids, special_ids(tokenizer))
+
+
+def _message_start(kept: Tokens, tokenizer: ChatTokenizer) -> tuple[int, bool]:
+    """Locate the last message among shared tokens; also returns whether it is the first message."""
+    marks = np.flatnonzero(_is_mark(kept, tokenizer))
+    start = int(marks[-1]) if len(marks) else 0
+    whole = start < _LONGEST_HEADER and not any(
+        turn.text for turn in _turns(_pieces(kept[:start], tokenizer))
+    )
+    return (0 if whole else start), whole
+
+
+def _pieces(ids: Tokens, tokenizer: ChatTokenizer) -> list[Piece]:
+    marks = np.flatnonzero(_is_mark(ids, tokenizer))
+    starts, ends = [0, *(marks + 1).tolist()], [*marks.tolist(), len(ids)]
+    texts = [decode(ids[a:b], tokenizer) for a, b in zip(starts, ends, strict=True)]
+    pieces = list(zip(texts, [*ids[marks].tolist(), None], strict=True))
+    return pieces if texts[-1] else pieces[:-1]
+
+
+def _is_same(old: Sequence[Piece], new: Sequence[Piece], *, plain: bool) -> bool:
+    """True if the new pieces begin with the old ones; the last old piece may still be open."""
+    if not old or len(new) < len(old):
+        return not old
+    (text, end), (now, ends) = old[-1], new[len(old) - 1]
+    last = text == now or (plain and now.startswith(text))
+    return last and end in {None, ends} and list(old[:-1]) == list(new[: len(old) - 1])
+
+
+def _turns(pieces: Sequence[Piece]) -> list[Turn]:
+    """Parse pieces into messages; a role alone between special tokens joins the text after it."""
+    turns: list[Turn] = []
+    for turn in (Turn.parse(text) for text, _ in pieces if text.strip()):
+        if turns and not turn.role and turns[-1].role and not turns[-1].text:
+            turns[-1] = Turn(turns[-1].role, turn.text)
+        else:
+            turns.append(turn)
+    return turns
+
+
+def _parsed(messages: str | None) -> list[Turn] | None:
+    try:
+        found: Any = json.loads(messages or "null")
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(found, list) or not all(isinstance(m, dict) for m in found):
+        return None
+    return [Turn(str(m.get("role", "")), _said(m)) for m in found]
+
+
+def _said(message: dict[str, Any]) -> str:
+    """Join reasoning, content and tool calls of a message as `response_text` does."""
+    content, calls = message.get("content"), message.get("tool_calls")
+    if isinstance(content, list):
+        content = "\n".join(_part(part) for part in content)
+    thought = message.get("reasoning_content") or message.get("reasoning")
+    called = json.dumps(calls, sort_keys=True) if calls else None
+    return "\n".join(str(part) for part in (thought, content, called) if part)
+
+
+def _part(part: object) -> str:
+    text = part.get("text") if isinstance(part, dict) else part
+    return text if isinstance(text, str) else json.dumps(part)
+
+
+def _spelled(response: str) -> str:
+    """Rewrite the tool calls at the end of a response the way `_said` writes them."""
+    text, _, calls = response.rpartition("\n")
+    try:
+        called = json.loads(calls) if calls.startswith("[{") else None
+    except (ValueError, RecursionError):
+        called = None
+    if called is None:
+        return response
+    return "\n".join(part for part in (text, json.dumps(called, sort_keys=True)) if part)

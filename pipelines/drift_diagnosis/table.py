@@ -1,0 +1,240 @@
+"""`drift`: one row per step that does not continue the step before it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pyarrow as pa
+
+from pipelines.drift_diagnosis.breaks import Break, find_breaks
+from pipelines.drift_diagnosis.causes import KEEPS_TOKENS, Cause, Parting, Told, tell
+from pipelines.drift_diagnosis.readers import decode, read_messages, read_text, special_ids
+from pipelines.drift_diagnosis.tokens import Steps, changed
+from pipelines.drift_diagnosis.turns import Reading
+from pipelines.merging.lineage import continued_rows
+from pipelines.merging.prefix_tree import PrefixTree, prefix_tree
+from pipelines.merging.segments import is_joined
+from pipelines.merging.unmerge import unmerge_table
+from pipelines.tables import Frame, as_lazy, over_tables
+from rollout_io.dataset.parallel import Workers
+from rollout_io.dataset.prefix_layout import Tokens, decode_prefixes, is_encoded
+from rollout_io.dataset.reader import PathLike, iter_tables, pieces, scan
+from rollout_io.retokenize import ChatTokenizer, load_tokenizer
+from schemas.ragged import IntArray
+from schemas.types import PREFIX_TYPES
+
+# Ids shown before and after a break: enough to recognise the place in a terminal.
+NUM_KEPT, NUM_SHOWN = 12, 48
+
+SCHEMA: dict[str, Any] = {
+    "trajectory_id": pl.String,
+    "step_index": pl.Int32,
+    "agent": pl.String,
+    "cause": pl.String,
+    "continues_lineage": pl.Boolean,
+    "from_step_index": pl.Int32,
+    "token_index": pl.Int64,
+    "num_lost_tokens": pl.Int64,
+    "kept_ids": pl.List(pl.Int32),
+    "lost_ids": pl.List(pl.Int32),
+    "now_ids": pl.List(pl.Int32),
+    "kept_text": pl.String,
+    "lost_text": pl.String,
+    "now_text": pl.String,
+    "evidence": pl.String,
+}
+"""Columns of the table of breaks (see `drift`)."""
+
+_TOKENS = ("trajectory_id", "step_index", "prompt_token_ids", "response_ids", "agent")
+_TEXTS = ("messages", "response_text")
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """Breaks of a table of whole trajectories.
+
+    Attributes:
+        breaks: One row per break (`SCHEMA`).
+        num_steps: Number of steps in the table.
+        num_following: Number of steps that follow another step of their trajectory.
+    """
+
+    breaks: pl.DataFrame
+    num_steps: int
+    num_following: int
+
+
+def drift(frame: Frame, tokenizer: ChatTokenizer | PathLike | None = None) -> pl.LazyFrame:
+    """Explain why steps do not continue the step before them: one row per break, in row order.
+
+    A step is compared with its parent in the prefix tree (the earlier step that shares the longest
+    prefix with its prompt); if the parent belongs to another agent, with its own agent's latest
+    step; without a parent, with the step before. Merged rows are split first (`unmerge`).
+
+    Args:
+        frame: Whole trajectories. `agent`, `messages` and `response_text` improve the diagnosis.
+        tokenizer: The tokenizer of the ids, or its directory; None: judge by messages, or by ids
+            alone.
+
+    Returns:
+        trajectory_id, step_index, agent of the step; cause (`HINTS`); continues_lineage: true if
+        it continues an earlier step, though not the one before it, so that nothing is lost;
+        from_step_index: the compared step; token_index: first token of the prompt that differs;
+        num_lost_tokens: tokens of the compared step from there on (0 if the step was not meant to
+        repeat them: `new_agent`, `overlap`, continues_lineage); kept_ids: up to 12 ids before the
+        break; lost_ids, now_ids: up to 48 ids after it, of the compared step and of the prompt,
+        until both agree again; kept_text, lost_text, now_text: the same as text, null without a
+        tokenizer; evidence.
+
+    Example:
+        Prompts [69622, 11397] and [69622, 11397, 94224, 198, 12, 41151]; the first response is
+        [26951, 3834, 198, 12], the same text as 94224, 198, 12:
+
+        >>> drift(steps).select("token_index", "lost_ids", "now_ids").collect().rows()
+        [(2, [26951, 3834], [94224])]
+    """
+    frame = as_lazy(frame)
+    if isinstance(tokenizer, str | os.PathLike):
+        loaded: ChatTokenizer | None = load_tokenizer(tokenizer, needs_template=False)
+    else:
+        loaded = tokenizer
+    names = _names(frame.collect_schema().names(), loaded)
+    return over_tables(frame.select(names), lambda table: diagnose(table, loaded).breaks.to_arrow())
+
+
+def diagnose_dataset(
+    path: PathLike, tokenizer: ChatTokenizer | None = None, workers: Workers | None = None
+) -> Iterator[Diagnosis]:
+    """Diagnose a dataset piece by piece; tokens of steps that continue are not read."""
+    names = _names(scan(path).collect_schema().names(), tokenizer)
+    if workers is None or workers == Workers():
+        yield from _diagnoses(names, tokenizer, path)
+        return
+    for part in workers.map_in_order(partial(_all_diagnoses, names, tokenizer), pieces(path)):
+        yield from part
+
+
+def _diagnoses(
+    names: list[str], tokenizer: ChatTokenizer | None, path: PathLike
+) -> Iterator[Diagnosis]:
+    for table in iter_tables(path, names, decode=False):
+        yield diagnose(table, tokenizer)
+
+
+def _all_diagnoses(
+    names: list[str], tokenizer: ChatTokenizer | None, path: PathLike
+) -> list[Diagnosis]:
+    return list(_diagnoses(names, tokenizer, path))
+
+
+def diagnose(table: pa.Table, tokenizer: ChatTokenizer | None = None) -> Diagnosis:
+    """Apply `drift` to an Arrow table of whole trajectories, in either layout."""
+    if is_joined(table).any():
+        table = unmerge_table(decode_prefixes(table) if is_encoded(table) else table)
+    tree = prefix_tree(table)
+    steps = Steps.of(table, tree)
+    agents = _agents(table)
+    causes: dict[int, Told] = {}
+    rows = []
+    for one in find_breaks(tree, steps, _continued(table, tree), agents):
+        parting = _parting(one, tree, steps)
+        if one.resumes:
+            told = _left_for(one.row, causes, agents)
+        else:
+            told = tell(one, parting, partial(_read, table, one, parting, tokenizer))
+        causes[one.row] = told
+        rows.append(_row(table, one, parting, told, tokenizer))
+    has_prompt = tree.prompt > 0
+    follows = has_prompt & (np.arange(table.num_rows) != tree.start)
+    breaks = pl.DataFrame(rows, SCHEMA, orient="row")
+    return Diagnosis(breaks, int(has_prompt.sum()), int(follows.sum()))
+
+
+def _agents(table: pa.Table) -> list[str | None]:
+    is_told = "agent" in table.column_names
+    return table.column("agent").to_pylist() if is_told else [None] * table.num_rows
+
+
+def _continued(table: pa.Table, tree: PrefixTree) -> IntArray:
+    """[N] Find the row that each row continues by tokens alone, whatever the other columns are."""
+    names = [n for n in table.column_names if n in _TOKENS or n in PREFIX_TYPES]
+    return continued_rows(table.select(names), "lineage", tree)
+
+
+def _names(present: list[str], tokenizer: ChatTokenizer | None) -> list[str]:
+    if "segments" in present:
+        return [name for name in present if name != "rollout_expert_indices"]
+    reads_text = tokenizer is not None and len(special_ids(tokenizer)) > 0
+    wanted = _TOKENS if reads_text else _TOKENS + _TEXTS
+    return [name for name in wanted if name in present]
+
+
+def _parting(found: Break, tree: PrefixTree, steps: Steps) -> Parting:
+    before, prompt = steps.content(found.origin), steps.prompt(found.row)
+    return Parting(before, int(tree.prompt[found.origin]), prompt, found.shared)
+
+
+def _left_for(row: int, causes: dict[int, Told], agents: list[str | None]) -> Told:
+    """Explain why the step before a resuming step does not belong to the resumed chain."""
+    first = row - 1
+    while first not in causes and first > 0:
+        first -= 1
+    names = {agents[row], agents[row - 1]}
+    cause, _ = causes.get(first, ("overlap", ""))
+    is_other = len(names) > 1 if None not in names else cause == "new_agent"
+    told: Cause = "new_agent" if is_other else "overlap"
+    return told, "continues that step; others stand between them"
+
+
+def _read(
+    table: pa.Table, found: Break, parting: Parting, tokenizer: ChatTokenizer | None
+) -> Reading | None:
+    reading = None
+    if tokenizer is not None:
+        reading = read_text(parting.before, parting.prompt, parting.shared, tokenizer)
+    if reading is not None or not set(_TEXTS) <= set(table.column_names):
+        return reading
+    messages, responses = (table.column(name) for name in _TEXTS)
+    before, now = messages[found.origin].as_py(), messages[found.row].as_py()
+    return read_messages(before, responses[found.origin].as_py(), now)
+
+
+def _row(
+    table: pa.Table,
+    found: Break,
+    parting: Parting,
+    told: Told,
+    tokenizer: ChatTokenizer | None,
+) -> list[Any]:
+    cause, evidence = told
+    meets = changed(parting.lost, parting.now) if len(parting.lost) else None
+    num_lost, num_now = meets or (len(parting.lost), len(parting.now))
+    keeps = found.resumes or cause in KEEPS_TOKENS
+    shown = (
+        parting.prompt[max(0, parting.shared - NUM_KEPT) : parting.shared],
+        parting.lost[:num_lost][:NUM_SHOWN],
+        parting.now[:num_now][:NUM_SHOWN],
+    )
+    return [
+        table.column("trajectory_id")[found.row].as_py(),
+        table.column("step_index")[found.row].as_py(),
+        table.column("agent")[found.row].as_py() if "agent" in table.column_names else None,
+        cause,
+        found.resumes,
+        table.column("step_index")[found.origin].as_py(),
+        found.shared,
+        0 if keeps else len(parting.lost),
+        *(ids.tolist() for ids in shown),
+        *(_text(ids, tokenizer) for ids in shown),
+        evidence,
+    ]
+
+
+def _text(ids: Tokens, tokenizer: ChatTokenizer | None) -> str | None:
+    return None if tokenizer is None else decode(ids, tokenizer)

@@ -1,0 +1,126 @@
+"""Decode tokens of single rows on demand, and find where two token lists agree again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from pipelines.merging.prefix_tree import Ancestry, PrefixTree
+from rollout_io.dataset.prefix_layout import Tokens, is_encoded
+from schemas.ragged import IntArray, Ragged
+
+# 8 tokens in a row rarely recur by chance; the multiplier is 2**64 / golden ratio, made odd.
+_GRAM = 8
+_BASE = np.uint64(0x9E3779B97F4A7C15)
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """The N rows of a table, decoded one at a time.
+
+    Attributes:
+        holder: [N] the row that holds the tokens before `begin` (see `Ancestry`).
+        begin: [N] leading tokens that the row takes from its parent; 0 if it stores its prompt.
+        prompt_lengths: [N] tokens of each prompt.
+        own: The part of each prompt that the row stores.
+        responses: The responses.
+    """
+
+    holder: IntArray
+    begin: IntArray
+    prompt_lengths: IntArray
+    own: Ragged
+    responses: Ragged
+
+    @classmethod
+    def of(cls, table: pa.Table, tree: PrefixTree) -> Steps:
+        """Wrap the rows of a table in either layout."""
+        encoded = is_encoded(table)
+        name = "prompt_suffix_ids" if encoded else "prompt_token_ids"
+        own = Ragged.from_arrow(table.column(name))
+        responses = Ragged.from_arrow(table.column("response_ids"))
+        begin = tree.shared if encoded else np.zeros(table.num_rows, np.int64)
+        return cls(Ancestry(tree).holder, begin, tree.prompt, own, responses)
+
+    def prompt(self, row: int) -> Tokens:
+        """[tokens] int32: Decode the prompt of a row."""
+        return self._leading(row, int(self.prompt_lengths[row]))
+
+    def content(self, row: int) -> Tokens:
+        """[tokens] int32: Decode prompt and response of a row."""
+        return np.concatenate([self.prompt(row), self.responses.row(row)]).astype(np.int32)
+
+    def _leading(self, row: int, stop: int) -> Tokens:
+        parts: list[Tokens] = []
+        while stop > 0:
+            begin = int(self.begin[row])
+            if stop > begin:
+                from_prompt = self.own.row(row)[: stop - begin]
+                rest = stop - begin - len(from_prompt)
+                parts += [self.responses.row(row)[:rest], from_prompt]
+                stop = begin
+            row = int(self.holder[row])
+        return np.concatenate([np.zeros(0, np.int32), *reversed(parts)]).astype(np.int32)
+
+
+def changed(lost: Tokens, now: Tokens) -> tuple[int, int] | None:
+    """Count the leading tokens of each list that differ before both agree again.
+
+    They agree where the next 8 tokens are equal, or all that is left of `lost` if that is less. If
+    there are several such places, the one with the fewest changed tokens wins; None if there is
+    none.
+
+    Example:
+        >>> changed(np.array([26951, 3834, 198, 12]), np.array([94224, 198, 12, 41151]))
+        (2, 1)
+    """
+    size = min(_GRAM, len(lost))
+    if len(lost) > size <= len(now):
+        grams, first = np.unique(_grams(now, size), return_index=True)
+        wanted = _grams(lost, size)
+        at = np.minimum(np.searchsorted(grams, wanted), len(grams) - 1)
+        places = np.flatnonzero(grams[at] == wanted)
+        if len(places):
+            best = int(places[(places + first[at[places]]).argmin()])
+            return best, int(first[at[best]])
+    return _meets_at_the_end(lost, now)
+
+
+def returns(response: Tokens, now: Tokens) -> bool:
+    """True if any 8 consecutive tokens of a response (all, if it has fewer) occur in a prompt.
+
+    False for an empty response.
+    """
+    size = min(_GRAM, len(response))
+    if not size or len(now) < size:
+        return False
+    return bool(np.isin(_grams(response, size), _grams(now, size)).any())
+
+
+def _meets_at_the_end(lost: Tokens, now: Tokens) -> tuple[int, int] | None:
+    near = now[: 2 * len(lost) + _GRAM].astype(np.int32).tobytes()
+    starts = range(max(0, len(lost) - _GRAM), len(lost))
+    places = ((start, _find(lost[start:].astype(np.int32).tobytes(), near)) for start in starts)
+    return min(((a, b) for a, b in places if b >= 0), key=sum, default=None)
+
+
+def _find(tokens: bytes, among: bytes) -> int:
+    """Find int32 tokens among others; returns the token index of the first match, -1 for none."""
+    at = among.find(tokens)
+    # A match that does not start at a multiple of 4 bytes straddles two tokens.
+    while at % 4 and at >= 0:
+        at = among.find(tokens, at + 1)
+    return at // 4
+
+
+def _grams(tokens: Tokens, size: int) -> npt.NDArray[np.uint64]:
+    """[tokens - size + 1] Hash the `size` tokens starting at each position."""
+    values = tokens.astype(np.uint64)
+    count = len(tokens) - size + 1
+    result = np.zeros(count, np.uint64)
+    for offset in range(size):
+        result = result * _BASE + values[offset : offset + count]
+    return result

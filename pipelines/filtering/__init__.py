@@ -1,0 +1,1 @@
+"""Drop or mask trajectories and rows."""

@@ -1,0 +1,228 @@
+"""Built-in filters for `judge`, `apply_filters` and `apply_masks`.
+
+Edge cases:
+
+    failed trajectory (`error` set)   has no return. `where`, the ranges and `stale` treat it like
+                                      any other; `zero_variance` and `duplicates` ignore it
+    null return, no error             unknown, never 0: outside every reward range, and no evidence
+                                      of variance
+    group of one                      kept by `zero_variance`: its variance is undefined
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from hashlib import blake2b
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+
+from pipelines.filtering.verdicts import STEPS, Filter, holds
+from pipelines.rewards import Fold, are_equal
+from schemas.ragged import Ragged
+from schemas.types import as_table
+
+RAN_OUT_OF_TOKENS = (
+    *("length", "max_tokens", "max_output_tokens", "model_length", "truncated"),
+    *("context_length", "context_length_exceeded", "model_context_window_exceeded"),
+)
+"""Lower-case stop reasons of a trajectory that was cut off."""
+
+Tokens = npt.NDArray[np.int32]
+
+_HEALTHY = pl.col("error").is_null()
+_GROUP = "instance_id"
+
+
+_ROWS = {"any": "any row", "all": "all rows"}
+
+
+def where(condition: str | pl.Expr, rows: Literal["any", "all"] = "any") -> Filter:
+    """Keep trajectories of which any row, or every row, matches a condition.
+
+    Null counts as false. An optional column that the table lacks counts as null. A merged row is
+    one row, with the last step's values.
+
+    Args:
+        condition: A Polars expression over any columns, or SQL.
+        rows: Whether any or all of a trajectory's rows must match.
+
+    Example:
+        >>> where("agent = 'main' AND reward > 0")
+        >>> where(pl.col("temperature") == 1, rows="all")
+    """
+    name = condition if isinstance(condition, str) else str(condition)
+    fold = pl.Expr.any if rows == "any" else pl.Expr.all
+    return Filter(
+        name=f"{_ROWS[rows]}: {name}",
+        row=holds(condition),
+        fold=fold,
+        drops=~pl.col("value"),
+        absent_is_null=True,
+    )
+
+
+def failed(masks: Literal["group", "trajectory"] = "trajectory") -> Filter:
+    """Drop failed trajectories, alone or with their whole group.
+
+    As a mask, `group` is the trainer's default (see `trainer.batches.plan`).
+    """
+    bad = ~_HEALTHY
+    if masks == "trajectory":
+        return Filter(name="failed", drops=bad)
+    return Filter(name="failed group", drops=bad.any().over(_GROUP))
+
+
+def unknown_return() -> Filter:
+    """Drop trajectories without a return that did not fail: training rejects them."""
+    return Filter(name="unknown return", drops=_HEALTHY & pl.col("return").is_null())
+
+
+def zero_variance() -> Filter:
+    """Drop groups whose returns are all equal (to one part in a million): they carry no signal.
+
+    Variance is over trajectories, never over rows. Failed trajectories and unknown returns are
+    ignored; a group with fewer than two known returns is kept, because its variance is undefined.
+    DAPO's dynamic sampling (arXiv:2503.14476, section 3.2) drops groups of accuracy 0 and 1.
+
+    Example:
+        Returns [1, 1] in group a and [1, 0] in group b: drops a, keeps b.
+    """
+    constant = are_equal(pl.col("return"))
+    return Filter(name="zero variance", drops=constant.over(_GROUP))
+
+
+def dynamic_sampling(num_groups: int | None = None) -> list[Filter]:
+    """Build the filters of dynamic sampling: groups with reward variance, at most `num_groups`.
+
+    `apply_filters` raises if nothing is left.
+    """
+    return [zero_variance()] + ([] if num_groups is None else [first_groups(num_groups)])
+
+
+def reward_range(minimum: float | None = None, maximum: float | None = None) -> Filter:
+    """Keep trajectories whose return is in a range, ends included; null is outside."""
+    return _in_range("reward", pl.col("return"), minimum, maximum)
+
+
+def token_range(minimum: int | None = None, maximum: int | None = None) -> Filter:
+    """Keep trajectories whose longest sequence (prompt + response) has a length in a range."""
+    tokens = [pl.col(n).list.len().cast(pl.Int64) for n in ("prompt_token_ids", "response_ids")]
+    return _in_range("tokens", pl.col("value"), minimum, maximum, tokens[0] + tokens[1])
+
+
+def step_range(minimum: int | None = None, maximum: int | None = None) -> Filter:
+    """Keep trajectories with a number of steps in a range; a merged row counts all its steps."""
+    steps = pl.col(STEPS).list.len().cast(pl.Int64).fill_null(1)
+    return _in_range("steps", pl.col("value"), minimum, maximum, steps, pl.Expr.sum)
+
+
+def stale(policy_version: int, max_staleness: int) -> Filter:
+    """Drop trajectories that have a row sampled by weights older than allowed.
+
+        staleness = policy_version - the row's policy_version
+
+    Only known versions count. A trajectory without any known version is dropped unless it failed.
+    """
+    oldest = pl.col("value")
+    too_old = (oldest < policy_version - max_staleness).fill_null(_HEALTHY)
+    name = f"staleness <= {max_staleness}"
+    return Filter(name=name, row=pl.col("policy_version"), fold=pl.Expr.min, drops=too_old)
+
+
+def duplicates(within: Literal["group", "dataset"] = "group") -> Filter:
+    """Drop trajectories that repeat an earlier one token for token, whatever their rewards.
+
+    Duplicates have the same steps with the same prompts and responses. A failed trajectory is
+    neither dropped nor counted as the earlier one. Trajectories are compared by 96-bit digests:
+    among ten million of them, the odds of a false match are 1 in 10^15.
+
+    Args:
+        within: Compare trajectories of the same group, or all of the dataset.
+    """
+    names = ("prompt_token_ids", "response_ids", STEPS)
+    row = pl.struct(names).map_batches(_digests, return_dtype=pl.Int128, is_elementwise=True)
+    first = pl.struct(_HEALTHY, "value").is_first_distinct()
+    first = first.over(_GROUP) if within == "group" else first
+    name = f"duplicate in {within}"
+    return Filter(name=name, row=row, fold=pl.Expr.sum, drops=_HEALTHY & ~first)
+
+
+def overlong(stop_reasons: Collection[str] = RAN_OUT_OF_TOKENS) -> Filter:
+    """Drop trajectories whose last step was cut off; used as a mask more often than as a filter.
+
+    This is DAPO's overlong filtering (arXiv:2503.14476, section 3.4). A step that was cut off
+    inside a trajectory does not count.
+    """
+    cut = pl.col("stop_reason").str.to_lowercase().is_in(list(stop_reasons))
+    row = (pl.col("is_last_step") & cut).fill_null(value=False)
+    return Filter(name="overlong", row=row, fold=pl.Expr.any, drops=pl.col("value"))
+
+
+def first_groups(num_groups: int) -> Filter:
+    """Keep the first `num_groups` groups in order of appearance, or all if there are fewer."""
+    appears = pl.col("position").min().over(_GROUP)
+    return Filter(name=f"first {num_groups} groups", drops=appears.rank("dense") > num_groups)
+
+
+def sample_groups(num_groups: int, seed: int = 0) -> Filter:
+    """Keep `num_groups` groups drawn at random, or all if there are fewer.
+
+    The draw depends only on a group's id and the seed: it is the same in every subset and version
+    of a dataset, and a smaller sample is contained in a larger one.
+    """
+
+    def lots(ids: pl.Series) -> pl.Series:
+        return pl.Series(ids.name, [lot(text, seed) for text in ids], dtype=pl.UInt64)
+
+    drawn = pl.col(_GROUP).map_batches(lots, return_dtype=pl.UInt64, is_elementwise=True)
+    name = f"sample of {num_groups} groups"
+    return Filter(name=name, drops=drawn.rank("dense") > num_groups)
+
+
+def lot(instance_id: str, seed: int) -> int:
+    """Hash a group id to a number in 0..2^64-1, reproducible across machines and versions."""
+    digest = blake2b(f"{seed} {instance_id}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big")
+
+
+def _in_range(
+    name: str,
+    value: pl.Expr,
+    minimum: float | None,
+    maximum: float | None,
+    row: pl.Expr | None = None,
+    fold: Fold = pl.Expr.max,
+) -> Filter:
+    limits = [
+        *([] if minimum is None else [(f"{name} >= {minimum}", value >= minimum)]),
+        *([] if maximum is None else [(f"{name} <= {maximum}", value <= maximum)]),
+    ]
+    assert limits, "a range needs an end"
+    inside = pl.all_horizontal(test for _, test in limits).fill_null(value=False)
+    joined = ", ".join(text for text, _ in limits)
+    return Filter(name=joined, row=row, fold=fold, drops=~inside)
+
+
+def _digests(rows: pl.Series) -> pl.Series:
+    """Sum the digests of each row's steps: independent of the order of steps and of merging."""
+    table = as_table(rows.struct.unnest().select("prompt_token_ids", "response_ids"))
+    prompts = Ragged.from_arrow(table.column("prompt_token_ids"))
+    responses = Ragged.from_arrow(table.column("response_ids"))
+    totals = []
+    for i, steps in enumerate(rows.struct.field(STEPS).to_list()):
+        whole = {"start": 0, "length": len(responses.row(i))}
+        spans = ((step["start"], step["length"]) for step in steps or [whole])
+        totals.append(sum(_digest(prompts.row(i), responses.row(i), *span) for span in spans))
+    return pl.Series(rows.name, totals, dtype=pl.Int128)
+
+
+def _digest(prompt: Tokens, response: Tokens, start: int, length: int) -> int:
+    """Hash one step: the tokens before `start` in prompt + response are its prompt."""
+    # The prompt's length is hashed too: the same tokens split elsewhere are another step.
+    digest = blake2b((len(prompt) + start).to_bytes(8, "big"), digest_size=12)
+    for tokens in (prompt, response[: start + length]):
+        digest.update(tokens.astype(np.int32).tobytes())
+    return int.from_bytes(digest.digest(), "big")

@@ -1,0 +1,132 @@
+"""Drop rows from inside trajectories so that the table stays valid."""
+
+from __future__ import annotations
+
+import polars as pl
+
+from pipelines.filtering.verdicts import check_expression, collect, holds
+from pipelines.rewards import Outcome, place_outcomes, trajectory_returns
+from pipelines.tables import Frame, as_lazy
+from schemas.errors import RolloutError
+from schemas.types import with_absent
+
+_ROW = ("trajectory_id", "step_index")
+_NEW_INDEX, _NEW_LAST = "__step_index_anew__", "__is_last_step_anew__"
+
+
+def keep_rows(
+    frame: Frame,
+    condition: str | pl.Expr,
+    *,
+    outcome: Outcome = "last",
+    move_outcome: bool = False,
+) -> tuple[pl.LazyFrame, dict[str, int]]:
+    """Keep the rows that match a condition, and renumber the steps of each trajectory.
+
+    `step_index` counts the kept rows from 0, and the last of them is marked last. A trajectory
+    without a kept row is dropped. No reward is lost silently: if dropping rows would change a
+    trajectory's return (because its last step is dropped, say), this raises, unless `move_outcome`
+    places the original return on the last kept row and 0.0 on the rows before it. Null stays null,
+    and failed trajectories stay failed. `segments` keep the step indices of the trajectory as it
+    was sampled.
+
+    Args:
+        frame: Rows of whole trajectories; a merged row is kept or dropped as a whole.
+        condition: A Polars expression over any columns, or SQL; null counts as false.
+        outcome: The return that must not change (see `trajectory_returns`).
+        move_outcome: Move the return of every trajectory to its last kept row.
+
+    Returns:
+        The kept rows, in order; and {num_rows,num_trajectories,num_groups}_{before,dropped}.
+
+    Raises:
+        RolloutError: `return_unchanged` if a trajectory's return would change; `nothing_left`;
+            `step_index_sequence` if a step occurs twice.
+
+    Example:
+        Steps of one trajectory, by agents main, checker and main, the last with reward 1.0:
+
+        >>> rows, counts = keep_rows(steps, "agent = 'main'")
+        >>> rows.select("step_index", "is_last_step", "reward").collect().rows()
+        [(0, False, 0.0), (1, True, 1.0)]
+    """
+    frame = as_lazy(frame)
+    kept = index_rows(frame, condition)
+    counts = count_rows(kept)
+    if counts["num_rows_before"] and counts["num_rows_before"] == counts["num_rows_dropped"]:
+        got = f"0 of {counts['num_rows_before']} rows"
+        raise RolloutError("nothing_left", str(condition), got, "at least one")
+    rows = renumber(frame, kept)
+    returns = trajectory_returns(frame, outcome).collect(engine="streaming")
+    if move_outcome:
+        return place_outcomes(rows, returns.rename({"return": "reward"})), counts
+    _refuse_changed(returns, trajectory_returns(rows, outcome).collect(engine="streaming"))
+    return rows, counts
+
+
+def index_rows(frame: pl.LazyFrame, condition: str | pl.Expr) -> pl.DataFrame:
+    """Evaluate the condition on every row, and compute the new step numbers.
+
+    Returns:
+        One line per row: instance_id, trajectory_id, step_index, kept, and the new step_index
+        (int32) and is_last_step (bool), which are meaningless where `kept` is false.
+    """
+    test, kept = holds(condition), pl.col("kept")
+    frame = with_absent(frame, test.meta.root_names())
+    check_expression(frame, test, str(condition))
+    rows = collect(frame.select("instance_id", *_ROW, kept=test), str(condition))
+    _refuse_repeated(rows)
+    count = kept.cast(pl.Int32).cum_sum()
+    return rows.with_columns(
+        (count - 1).over("trajectory_id").alias(_NEW_INDEX),
+        (count == kept.sum()).over("trajectory_id").alias(_NEW_LAST),
+    )
+
+
+def _refuse_repeated(rows: pl.DataFrame) -> None:
+    repeated = rows.filter(pl.struct(_ROW).is_duplicated())
+    if len(repeated):
+        first = repeated.row(0, named=True)
+        where, got = f"trajectory {first['trajectory_id']!r}", f"step {first['step_index']} twice"
+        hint = "rollouts validate DS"
+        raise RolloutError("step_index_sequence", where, got, "each step once", hint)
+
+
+def renumber(frame: Frame, kept: pl.DataFrame) -> pl.LazyFrame:
+    """Select the rows that `index_rows` keeps, with their new numbers.
+
+    Runs in the streaming engine.
+    """
+    frame = as_lazy(frame)
+    names = frame.collect_schema().names()
+    numbers = kept.filter("kept").select(*_ROW, _NEW_INDEX, _NEW_LAST).lazy()
+    joined = frame.join(numbers, on=_ROW, how="inner", maintain_order="left")
+    return joined.with_columns(
+        step_index=pl.col(_NEW_INDEX).cast(pl.Int32), is_last_step=_NEW_LAST
+    ).select(names)
+
+
+def count_rows(kept: pl.DataFrame) -> dict[str, int]:
+    """Count rows, trajectories and groups before, and how many were dropped."""
+    counts, left = {}, kept.filter("kept")
+    for name, column in {"trajectories": "trajectory_id", "groups": "instance_id"}.items():
+        before = kept[column].n_unique()
+        counts[f"num_{name}_before"] = before
+        counts[f"num_{name}_dropped"] = before - left[column].n_unique()
+    rows = {"num_rows_before": len(kept), "num_rows_dropped": len(kept) - len(left)}
+    return rows | counts
+
+
+def _refuse_changed(before: pl.DataFrame, after: pl.DataFrame) -> None:
+    joined = after.join(before, on="trajectory_id", suffix="_before", maintain_order="left")
+    changed = joined.filter(pl.col("return").ne_missing(pl.col("return_before")))
+    if changed.is_empty():
+        return
+    first = changed.row(0, named=True)
+    raise RolloutError(
+        "return_unchanged",
+        f"trajectory {first['trajectory_id']!r} (the first of {len(changed)})",
+        f"return {first['return']} instead of {first['return_before']}",
+        "the return that it had: the row that holds it would be dropped",
+        "move_outcome (--move-outcome) places it on the last row that is left",
+    )

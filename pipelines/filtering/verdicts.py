@@ -1,0 +1,205 @@
+"""Verdicts: decide in one pass over the rows which filter drops (or masks) which trajectory.
+
+`judge` reads only ids, rewards and the columns that filters use, and keeps one line per trajectory
+in memory. `apply_filters` then drops trajectories; `pipelines.filtering.masks.apply_masks` excludes
+them from the loss. The filters are in `pipelines.filtering.filters`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import polars as pl
+
+from pipelines.rewards import Fold, Outcome, fold_trajectories, joined_steps
+from pipelines.tables import Frame, as_lazy
+from rollout_io.dataset.conditions import condition_of
+from schemas.errors import RolloutError
+from schemas.types import with_absent
+
+STEPS = "joined steps"
+"""Extra column that a filter's `row` expression may use: see `joined_steps`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Filter:
+    """A rule that drops trajectories.
+
+    Attributes:
+        name: Name in reports; unique among the filters of one pass.
+        drops: True where a trajectory is dropped (null: kept). May use position (in the table),
+            instance_id, trajectory_id, return (null: failed or unknown), error and value. Sees only
+            trajectories that no earlier filter dropped.
+        row: Expression over the columns of one row (merged or not) and `pl.col(STEPS)`, from which
+            `value` is computed.
+        fold: Aggregates the rows' values to the trajectory's `value`.
+        absent_is_null: Treat optional columns that the table lacks as null in `row`; otherwise they
+            are an error.
+    """
+
+    name: str
+    drops: pl.Expr
+    row: pl.Expr | None = None
+    fold: Fold = pl.Expr.max
+    absent_is_null: bool = False
+
+
+def judge(frame: Frame, filters: Sequence[Filter], outcome: Outcome = "last") -> pl.DataFrame:
+    """Apply filters in order; each sees only what the earlier ones kept.
+
+    Args:
+        frame: Rows of whole trajectories. Merging does not change the verdicts.
+        filters: The filters, in order.
+        outcome: How returns are computed (see `trajectory_returns`).
+
+    Returns:
+        One line per trajectory, in order of appearance: instance_id, trajectory_id, return, error,
+        reason (name of the filter that drops it; null: kept).
+
+    Raises:
+        RolloutError: `known_column` if a filter uses an unknown column; `condition` if it cannot be
+            computed; `unique_filter` if two filters have the same name.
+
+    Example:
+        >>> judge(frame, [reward_range(minimum=0.5)]).select("trajectory_id", "reason").rows()
+        [('a_0', None), ('a_1', 'reward >= 0.5')]
+    """
+    names = [f.name for f in filters]
+    if len(set(names)) < len(names):
+        raise RolloutError("unique_filter", "filters", ", ".join(names), "each name once")
+    frame = as_lazy(frame)
+    frame = frame.with_columns(joined_steps(frame).alias(STEPS))
+    features = {}
+    for number, rule in enumerate(filters):
+        if rule.row is not None:
+            if rule.absent_is_null:
+                frame = with_absent(frame, rule.row.meta.root_names())
+            check_expression(frame, rule.row, rule.name)
+            features[f"value_{number}"] = (rule.row, rule.fold)
+    left = collect(fold_trajectories(frame, outcome, features), ", ".join(names))
+    left = left.with_row_index("position")
+    parts = []
+    for number, rule in enumerate(filters):
+        value = pl.col(f"value_{number}") if rule.row is not None else pl.lit(None)
+        goes = left.with_columns(value=value).select(rule.drops.fill_null(value=False)).to_series()
+        parts.append(left.filter(goes).with_columns(reason=pl.lit(rule.name)))
+        left = left.filter(~goes)
+    parts.append(left.with_columns(reason=pl.lit(None, pl.String)))
+    columns = ("instance_id", "trajectory_id", "return", "error", "reason")
+    return pl.concat(parts).sort("position").select(columns)
+
+
+def keep(frame: Frame, verdicts: pl.DataFrame) -> pl.LazyFrame:
+    """Keep the rows of trajectories that the verdicts give no reason for, in order.
+
+    Runs in the streaming engine.
+    """
+    frame = as_lazy(frame)
+    dropped = verdicts.filter(pl.col("reason").is_not_null())
+    if dropped.is_empty():
+        return frame
+    kept = verdicts.filter(pl.col("reason").is_null())
+    return frame.filter(pl.col("trajectory_id").is_in(kept["trajectory_id"].implode()))
+
+
+def report(verdicts: pl.DataFrame, filters: Sequence[Filter]) -> pl.DataFrame:
+    """Count what each filter saw and dropped: one line per filter, with `REPORT_COLUMNS`.
+
+    A group counts as dropped when its last trajectory is dropped.
+    """
+    lines = []
+    left = verdicts.select("instance_id", "reason")
+    for rule in filters:
+        after = left.filter(pl.col("reason").ne_missing(rule.name))
+        groups = (left["instance_id"].n_unique(), after["instance_id"].n_unique())
+        counts = (len(left), len(left) - len(after), groups[0], groups[0] - groups[1])
+        lines.append((rule.name, *counts))
+        left = after
+    return pl.DataFrame(lines, schema=REPORT_COLUMNS, orient="row")
+
+
+REPORT_COLUMNS = {
+    "filter": pl.String,
+    "num_trajectories_before": pl.Int64,
+    "num_trajectories_dropped": pl.Int64,
+    "num_groups_before": pl.Int64,
+    "num_groups_dropped": pl.Int64,
+}
+
+
+def apply_filters(
+    frame: Frame, filters: Sequence[Filter], outcome: Outcome = "last"
+) -> tuple[pl.LazyFrame, pl.DataFrame]:
+    """Drop trajectories. Verdicts are computed now; the rows stream when the result is used.
+
+    A single filter is idempotent, but a list may not be: `zero_variance` finds more groups after a
+    later filter thins them, so put it last.
+
+    Returns:
+        The kept rows, in order; and the report.
+
+    Raises:
+        RolloutError: `nothing_left` if the filters drop every trajectory of a non-empty frame.
+
+    Example:
+        >>> rows, counts = apply_filters(scan("rollouts/"), [zero_variance()])
+    """
+    if not filters:
+        return as_lazy(frame), pl.DataFrame(schema=REPORT_COLUMNS)
+    verdicts = judge(frame, filters, outcome)
+    counts = report(verdicts, filters)
+    refuse_nothing(verdicts, counts, "filters")
+    return keep(frame, verdicts), counts
+
+
+def refuse_nothing(verdicts: pl.DataFrame, counts: pl.DataFrame, where: str) -> None:
+    """Raise `nothing_left` if every trajectory was dropped and there was at least one."""
+    if verdicts.is_empty() or verdicts["reason"].null_count():
+        return
+    lines = counts.filter(pl.col("num_trajectories_dropped") > 0)
+    found = lines.select("filter", "num_trajectories_dropped").rows()
+    why = "; ".join(f"{name}: {number} dropped" for name, number in found)
+    got = f"0 of {len(verdicts)} trajectories ({why})"
+    hint = "loosen the filter that dropped most, or look at the data: rollouts stats DS"
+    raise RolloutError("nothing_left", where, got, "at least one", hint)
+
+
+def check_expression(frame: pl.LazyFrame, expression: pl.Expr, name: str) -> None:
+    """Raise if an expression cannot be computed from the frame's columns, before reading any row.
+
+    Raises:
+        RolloutError: `known_column` or `condition`.
+    """
+    schema = frame.collect_schema()
+    for column in expression.meta.root_names():
+        if column not in schema:
+            names = ", ".join(name for name in schema if name != STEPS)
+            hint = f"columns: {names} (a text is written in quotes: '{column}')"
+            got = f"column {column!r}"
+            raise RolloutError("known_column", name, got, "a column of the dataset", hint)
+    # Running it on zero rows finds type errors without touching data.
+    collect(pl.DataFrame(schema=schema).lazy().select(expression), name)
+
+
+def collect(query: pl.LazyFrame, name: str) -> pl.DataFrame:
+    """Run a query in the streaming engine; report a failing expression as invalid input."""
+    try:
+        return query.collect(engine="streaming")
+    except pl.exceptions.PolarsError as error:
+        got = str(error).strip().split("\n")[0]
+        expected = "what applies to the columns' types"
+        raise RolloutError("condition", name, got, expected, "rollouts inspect DS") from None
+
+
+def holds(condition: str | pl.Expr) -> pl.Expr:
+    """Turn a condition on a row into a Boolean expression; null counts as false.
+
+    Args:
+        condition: A Polars expression, or SQL such as `reward > 0 AND agent = 'main'`. An aggregate
+            needs its window: `max(step_index) OVER (PARTITION BY trajectory_id)`.
+
+    Raises:
+        RolloutError: `condition` if it is not SQL, or not a condition on single rows.
+    """
+    return pl.when(condition_of(condition)).then(statement=True).otherwise(statement=False)

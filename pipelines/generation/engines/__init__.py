@@ -1,0 +1,1 @@
+"""Engines: token prompts in, sampled tokens and their log-probabilities out."""

@@ -1,0 +1,185 @@
+"""Interface of engines: exact tokens in, exact tokens and their log-probabilities out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from schemas.errors import RolloutError
+from schemas.metadata import LogprobsMode
+
+ENGINE_DOWN = "engine_down"
+"""Rule of the error when an engine does not answer after all retries, whatever the request."""
+
+CONTEXT_LENGTH = "context_length"
+"""Rule of the error when a prompt leaves no room for a response in the model's context."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """Sampling settings.
+
+    Attributes:
+        temperature: Divisor of the logits; 0 takes the most likely token.
+        top_p: Sample from the smallest set of tokens whose probabilities sum to this; 1: all.
+        top_k: Sample from this number of most likely tokens; None: all.
+        min_p: Minimum probability of a token relative to the most likely one; 0: all.
+        max_tokens: Maximum length of the response; shorter if the model's context ends before.
+        stop: Strings that end the response. `Sampled.text` includes the matched string,
+            `Sampled.response_ids` the token that completed it.
+        seed: None: the engine's. Requests with the same seed and prompt get the same answer, so the
+            repetitions of a group need different seeds.
+        extra: Further fields of the request, with the engine's names.
+
+    Raises:
+        RolloutError: sampling if an engine cannot sample with a value.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int | None = None
+    min_p: float = 0.0
+    max_tokens: int = 1024
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        top_k = self.top_k is None or self.top_k >= 1
+        for name, holds, expected in (
+            ("temperature", 0 <= self.temperature < float("inf"), "a finite number of at least 0"),
+            ("top_p", 0 < self.top_p <= 1, "above 0, at most 1"),
+            ("top_k", top_k, "at least 1; leave it out to sample from all tokens"),
+            ("min_p", 0 <= self.min_p < 1, "at least 0, below 1"),
+            ("max_tokens", self.max_tokens >= 1, "at least 1"),
+            ("stop", all(self.stop), "no empty string"),
+        ):
+            if not holds:
+                raise RolloutError("sampling", name, repr(getattr(self, name)), expected)
+
+    @property
+    def truncates(self) -> bool:
+        """True if some tokens cannot be sampled; their probability goes to the others."""
+        return self.top_p < 1 or self.top_k is not None or self.min_p > 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampled:
+    """One response, exact.
+
+    Attributes:
+        prompt_token_ids: [P] ids that the engine saw; after `chat`, those of its template.
+        response_ids: [R >= 1] sampled ids, including the end-of-sequence token.
+        rollout_logprobs: [R] nats, of the distribution given by the engine's `logprobs_mode`.
+        stop_reason: `stop` (end of sequence, or a stop string), `length`, `tool_calls`, or another
+            word of the engine.
+        text: The response without special tokens.
+        policy_version: Version of the weights that started the response.
+        message: The assistant message parsed by the engine (content, tool_calls, reasoning), to
+            append for the next `chat`; None after `sample`.
+        rollout_expert_indices: [1 to P + R tokens, layers, topk] int16, if the engine returns them.
+    """
+
+    prompt_token_ids: list[int]
+    response_ids: list[int]
+    rollout_logprobs: list[float]
+    stop_reason: str
+    text: str
+    policy_version: int
+    message: dict[str, Any] | None = None
+    rollout_expert_indices: npt.NDArray[np.int16] | None = None
+
+
+class Engine(Protocol):
+    """Samples responses. Any number of calls may run concurrently, and each can be cancelled.
+
+    An engine is an asynchronous context manager that closes what it opened.
+    """
+
+    @property
+    def logprobs_mode(self) -> LogprobsMode:
+        """Distribution of its log-probabilities, known once the engine was entered.
+
+        `raw`: the model's distribution at temperature 1; `processed`: the sampled distribution,
+        after temperature and truncation.
+        """
+        ...
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the current weights."""
+        ...
+
+    @property
+    def context_tokens(self) -> int | None:
+        """Maximum length of a prompt and its response together, known once the engine was entered.
+
+        None if the engine does not report it.
+        """
+        ...
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(self, *error: object) -> None: ...
+
+    async def sample(
+        self, prompt_token_ids: Sequence[int], sampling: Sampling, *, session: str | None = None
+    ) -> Sampled:
+        """Continue exact tokens.
+
+        Args:
+            prompt_token_ids: [P >= 1] ids; equal to `Sampled.prompt_token_ids`.
+            sampling: Sampling settings.
+            session: Calls with the same session go to the same server, which has cached their
+                prefix.
+
+        Raises:
+            RolloutError: engine_down if there is no answer after all retries; context_length if the
+                prompt leaves no room for a response; engine_refused if the request is invalid;
+                engine_answer if the answer lacks something, with what it lacks.
+        """
+        ...
+
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling: Sampling,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        session: str | None = None,
+    ) -> Sampled:
+        """Answer a conversation, rendered by the engine's own chat template.
+
+        Args:
+            messages: OpenAI-style messages.
+            sampling: Sampling settings.
+            tools: OpenAI-style tool definitions.
+            chat_template_kwargs: Arguments of the chat template, such as `enable_thinking`.
+            session: As in `sample`.
+
+        Raises:
+            RolloutError: As in `sample`; chat_template if the template does not accept the
+                messages.
+        """
+        ...
+
+    async def load_weights(self, path: str, *, policy_version: int) -> None:
+        """Load other weights and sample with them from now on.
+
+        Running calls may continue with the new weights; their `policy_version` is still that of
+        their start.
+
+        Args:
+            path: A Hugging Face model directory that the engine can read.
+            policy_version: Version number of the new weights.
+
+        Raises:
+            RolloutError: engine_down; model_directory; engine_refused or model_load if the engine
+                cannot load the weights.
+        """
+        ...

@@ -1,0 +1,99 @@
+"""Check answers of OpenAI-compatible servers, so that no training data is guessed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from pipelines.generation.engines.base import Sampled
+from rollout_io.formats.base import Step
+from rollout_io.formats.parsing.bodies import Request, Response
+from rollout_io.formats.parsing.completions import read_choices
+from rollout_io.formats.parsing.jsonl import decode_line
+from rollout_io.formats.parsing.tokens import logprob_array, strict_ids, token_ids, usage_differs
+from schemas.errors import RolloutError
+
+_RESPONSE = msgspec.json.Decoder(Response)
+_ABORTED = "abort"
+_KEPT = ("role", "content", "tool_calls", "reasoning", "reasoning_content")
+
+
+def read_sampled(
+    body: bytes, where: str, *, policy_version: int, sent: Sequence[int] | None = None
+) -> Sampled | None:
+    """Parse the single response of an answer; None if the engine aborted it.
+
+    Args:
+        body: JSON of a chat or text completion.
+        where: Place of the call, for error messages.
+        policy_version: Version of the weights that started the response.
+        sent: Ids of the prompt, if ids were sent: the answer must report the same.
+
+    Raises:
+        RolloutError: engine_answer, with what is missing or inconsistent.
+    """
+    try:
+        response = decode_line(_RESPONSE, body, where)
+        if any(choice.finish_reason == _ABORTED for choice in response.choices):
+            return None
+        steps = read_choices(response, Request(), where)
+        return _sampled(steps, body, where, policy_version, sent)
+    except RolloutError as error:
+        if error.rule == "engine_answer":
+            raise
+        got = f"{error.got} ({error.rule})"
+        hint = error.hint if error.rule == "no_token_ids" else None
+        raise RolloutError("engine_answer", where, got, error.expected, hint) from None
+
+
+def _sampled(
+    steps: Sequence[Step], body: bytes, where: str, policy_version: int, sent: Sequence[int] | None
+) -> Sampled:
+    if len(steps) != 1:
+        raise RolloutError("engine_answer", where, f"{len(steps)} choices", "1")
+    step = steps[0]
+    prompt, response = (
+        _ids(step.prompt_token_ids, "prompt", where),
+        _ids(step.response_ids, "response", where),
+    )
+    if sent is not None and prompt != list(sent):
+        got = f"a prompt of {len(prompt)} tokens that are not the {len(sent)} that were sent"
+        raise RolloutError("engine_answer", where, got, "the ids that were sent")
+    for what, ids, number in zip(
+        ("prompt", "response"), (prompt, response), step.num_counted, strict=True
+    ):
+        if number not in {None, len(ids)}:
+            raise usage_differs(what, len(ids), number or 0, where)
+    if step.rollout_logprobs is None:
+        hint = "the server must honour `logprobs`"
+        raise RolloutError("engine_answer", where, "no log-probabilities", "one per token", hint)
+    if step.stop_reason is None:
+        raise RolloutError("engine_answer", where, "no finish_reason", "why the response ended")
+    logprobs = logprob_array(step.rollout_logprobs.tolist(), len(response), where)
+    return Sampled(
+        prompt_token_ids=prompt,
+        response_ids=response,
+        rollout_logprobs=logprobs.tolist(),
+        stop_reason=step.stop_reason,
+        text=step.response_text or "",
+        policy_version=policy_version,
+        message=_message(body),
+        rollout_expert_indices=step.rollout_expert_indices,
+    )
+
+
+def _ids(ids: Any, what: str, where: str) -> list[int]:
+    found = strict_ids(ids, what, where) if isinstance(ids, bytes) else np.asarray(ids)
+    checked: list[int] = token_ids(found.tolist(), what, where).tolist()
+    return checked
+
+
+def _message(body: bytes) -> dict[str, Any] | None:
+    message = msgspec.json.decode(body)["choices"][0].get("message")
+    if message is None:
+        return None
+    kept = {name: message[name] for name in _KEPT if message.get(name)}
+    return {"role": "assistant", "content": message.get("content")} | kept

@@ -1,0 +1,270 @@
+"""HTTP calls to one or several equivalent servers: bounded, retried, cancelled with the caller."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import io
+import itertools
+import json
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
+
+import msgspec
+
+from pipelines.generation.engines.base import CONTEXT_LENGTH, ENGINE_DOWN
+from schemas.errors import RolloutError
+
+try:
+    import aiohttp
+except ImportError:
+    _HINT = 'pip install "rollout-io[generate]"'
+    raise RolloutError("extra_installed", "engines", "no `aiohttp` package", "", _HINT) from None
+
+Body = Mapping[str, Any] | None
+
+_NO_ROOM = ("context length", "max_tokens must be at least 1")
+# Shorter than uvicorn's 5 s: a connection that the server is about to close is never reused.
+_KEEP_ALIVE_S = 4.0
+_EACH_ATTEMPTS = 3
+_LARGE_BYTES = 1 << 20
+
+BROKEN = (aiohttp.ClientError, TimeoutError, ConnectionError)
+"""Errors of a failed, broken or timed-out connection."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """Limits on concurrency, rate and time of calls, and on retries.
+
+    A call is retried after a failed, broken or timed-out connection, after status 408, 429 or 5xx,
+    and after a response that the engine aborted; on the next server if there are several. That is
+    safe because sampling has no side effects and only one answer is kept. Retry n waits
+    backoff_s * 2^(n-1) seconds, at most max_backoff_s, times a random factor from 0.5 to 1.5, or as
+    long as the server asks, within the same bound.
+
+    Attributes:
+        max_concurrent: Maximum number of concurrent calls.
+        requests_per_s: Maximum number of calls started per second; None: unlimited.
+        timeout_s: Time limit of one answer in full, in seconds.
+        connect_timeout_s: Time limit for connecting, in seconds.
+        max_attempts: Attempts per call. The default waits about three minutes for a server.
+        backoff_s: Wait before the first retry, in seconds.
+        max_backoff_s: Maximum wait between attempts, before the random factor.
+    """
+
+    max_concurrent: int = 64
+    requests_per_s: float | None = None
+    timeout_s: float = 600.0
+    connect_timeout_s: float = 10.0
+    max_attempts: int = 12
+    backoff_s: float = 0.5
+    max_backoff_s: float = 30.0
+
+    def wait_s(self, attempt: int, asked_s: float = 0.0) -> float:
+        """Compute the wait after attempt number `attempt` (from 1), in seconds."""
+        backoff_s: float = self.backoff_s * 2 ** min(attempt - 1, 60)
+        return min(max(backoff_s, asked_s), self.max_backoff_s) * random.uniform(0.5, 1.5)
+
+
+class _Answer(NamedTuple):
+    status: int
+    reason: str
+    retry_after: str
+    content: bytes
+
+    @property
+    def is_success(self) -> bool:
+        return 200 <= self.status < 300
+
+
+class Servers:
+    """Servers that give equivalent answers.
+
+    Args:
+        urls: Root of each server, "http://127.0.0.1:8000"; a trailing "/v1" is removed.
+        limits: Limits shared by all of them.
+        api_key: Sent as the bearer token.
+
+    Attributes:
+        when_returned: Requests (path and body) that a server gets first after a failed connection:
+            it may have been restarted.
+    """
+
+    def __init__(self, urls: Sequence[str], limits: Limits, *, api_key: str | None = None) -> None:
+        self.urls = tuple(url.rstrip("/").removesuffix("/v1") for url in urls)
+        self.limits = limits
+        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._slots = asyncio.Semaphore(limits.max_concurrent)
+        self._next_start_s = 0.0
+        self._turn = itertools.count()
+        self.when_returned: Sequence[tuple[str, Body]] = ()
+        self._lost: set[str] = set()
+        self._returning = asyncio.Lock()
+
+    async def __aenter__(self) -> Self:
+        self._client = aiohttp.ClientSession(
+            headers=self._headers,
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=self.limits.connect_timeout_s),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
+            trust_env=True,
+        )
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._client.close()
+
+    async def call(
+        self, path: str, body: Callable[[], Body] | Body = None, *, session: str | None = None
+    ) -> bytes:
+        """Call one of the servers and return the body of a successful answer (2xx).
+
+        Args:
+            path: "/v1/completions".
+            body: Sent as JSON by POST; None: GET. A function is called again for every attempt.
+            session: Calls with the same session go to the same server as long as it answers. None:
+                servers take turns.
+
+        Raises:
+            RolloutError: engine_down, context_length, engine_refused.
+        """
+        urls = self._order(session)
+        headers = {} if session is None else {"X-Session-ID": session}
+        attempts = self.limits.max_attempts
+        return await self._repeat(urls, path, body, headers, attempts)
+
+    async def call_each(self, path: str, body: Body = None) -> list[bytes]:
+        """Call every server, as `call` does; answers are in the order of `urls`.
+
+        At most three attempts: these requests are more than sampling.
+        """
+        attempts = min(self.limits.max_attempts, _EACH_ATTEMPTS)
+        calls = (self._repeat([url], path, body, {}, attempts) for url in self.urls)
+        return list(await asyncio.gather(*calls))
+
+    def _order(self, session: str | None) -> list[str]:
+        if session is None:
+            first = next(self._turn) % len(self.urls)
+            return [*self.urls[first:], *self.urls[:first]]
+        return by_preference(self.urls, session)
+
+    async def _repeat(
+        self,
+        urls: Sequence[str],
+        path: str,
+        body: Callable[[], Body] | Body,
+        headers: dict[str, str],
+        attempts: int,
+    ) -> bytes:
+        for attempt in itertools.count(1):
+            root, asked_s = urls[(attempt - 1) % len(urls)], 0.0
+            url = root + path
+            try:
+                await self.welcome_back(root)
+                answer = await self._once(url, body, headers)
+            except (aiohttp.ClientError, ConnectionError) as error:
+                self.lose(root)
+                got = f"{type(error).__name__} {error}".strip()
+            except TimeoutError:
+                got = f"no answer within {self.limits.timeout_s:g} s"
+            else:
+                if answer.is_success:
+                    return answer.content
+                if answer.status < 500 and answer.status not in {408, 429}:
+                    raise _refused(url, answer)
+                got = f"status {answer.status}: {_message(answer)}"
+                asked_s = _seconds(answer.retry_after)
+            if attempt >= attempts:
+                break
+            await asyncio.sleep(self.limits.wait_s(attempt, asked_s))
+        hint = f"is the server up? {url.partition('/v1')[0]}/health"
+        expected = f"an answer in one of {attempts} attempts"
+        raise RolloutError(ENGINE_DOWN, url, got, expected, hint)
+
+    def lose(self, *roots: str) -> None:
+        """Mark servers whose connections failed."""
+        self._lost.update(roots)
+
+    async def welcome_back(self, root: str) -> None:
+        """Send a lost server its `when_returned` requests, once, before anything else.
+
+        Raises:
+            aiohttp.ClientError: If it is still down.
+        """
+        if root not in self._lost:
+            return
+        async with self._returning:
+            if root not in self._lost:
+                return
+            for path, body in self.when_returned:
+                answer = await self._once(root + path, body, {})
+                if not answer.is_success:
+                    raise aiohttp.ClientConnectionError(f"status {answer.status} of {path}")
+            self._lost.discard(root)
+
+    async def _once(
+        self, url: str, body: Callable[[], Body] | Body, headers: dict[str, str]
+    ) -> _Answer:
+        async with self._slots:
+            await self._start()
+            async with asyncio.timeout(self.limits.timeout_s):
+                asked, method, data = body() if callable(body) else body, "GET", None
+                if asked is not None:
+                    method, data = "POST", payload(msgspec.json.encode(asked))
+                    headers = {"Content-Type": "application/json", **headers}
+                async with self._client.request(
+                    method, url, data=data, headers=headers, allow_redirects=False
+                ) as response:
+                    content = await response.read()
+                retry_after = response.headers.get("Retry-After", "")
+                return _Answer(response.status, response.reason or "", retry_after, content)
+
+    async def _start(self) -> None:
+        """Wait until the rate limit allows another call."""
+        if self.limits.requests_per_s is not None:
+            now = time.monotonic()
+            start = max(now, self._next_start_s)
+            self._next_start_s = start + 1 / self.limits.requests_per_s
+            await asyncio.sleep(start - now)
+
+
+def by_preference(urls: Sequence[str], session: str) -> list[str]:
+    """Order servers by rendezvous hashing: adding or removing one moves only its own sessions."""
+    return sorted(urls, key=lambda url: hashlib.sha256(f"{session} {url}".encode()).digest())
+
+
+def payload(body: bytes) -> bytes | io.BytesIO:
+    """Wrap large bodies so that they are sent in parts, between which other calls can run."""
+    return body if len(body) < _LARGE_BYTES else io.BytesIO(body)
+
+
+def _refused(url: str, answer: _Answer) -> RolloutError:
+    message = _message(answer)
+    if any(words in message for words in _NO_ROOM):
+        return RolloutError(CONTEXT_LENGTH, url, message, "a prompt that leaves room to respond")
+    hint = None
+    if "tool" in message and "--" in message:
+        hint = "start the server with --enable-auto-tool-choice --tool-call-parser NAME"
+    if answer.status in {404, 405} and "/v1/" not in url:
+        hint = "start the server with VLLM_SERVER_DEV_MODE=1 in its environment"
+    return RolloutError("engine_refused", url, f"status {answer.status}: {message}", "", hint)
+
+
+def _message(answer: _Answer) -> str:
+    """Extract the server's error message, on one line."""
+    try:
+        body = json.loads(answer.content)
+        text = str(body["error"]["message"] if "error" in body else body)
+    except (ValueError, TypeError, KeyError, RecursionError):
+        text = answer.content.decode(errors="replace")
+    return " ".join(text.split())[:300] or answer.reason
+
+
+def _seconds(retry_after: str) -> float:
+    try:
+        return max(float(retry_after), 0.0)
+    except ValueError:
+        return 0.0

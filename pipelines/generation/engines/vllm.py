@@ -1,0 +1,234 @@
+"""vLLM's OpenAI-compatible server as an engine: token prompts, chat with tools, live weights."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import msgspec
+
+from pipelines.generation.engines.base import ENGINE_DOWN, Sampled, Sampling
+from pipelines.generation.engines.completion_answers import read_sampled
+from pipelines.generation.engines.http_pool import Limits, Servers
+from rollout_io.formats.parsing.jsonl import decode_line
+from schemas.errors import RolloutError
+from schemas.metadata import LogprobsMode
+
+_COMPLETIONS, _CHAT = "/v1/completions", "/v1/chat/completions"
+_PROBES = ([1], [2, 3], [10, 20, 30], [5, 4, 3, 2])
+
+
+class _Model(msgspec.Struct):
+    id: str
+    max_model_len: int | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+class _Top(msgspec.Struct):
+    top_logprobs: list[dict[str, float]]
+
+
+class _Probe(msgspec.Struct):
+    logprobs: _Top
+
+
+class _Probed(msgspec.Struct):
+    choices: list[_Probe]
+
+
+_MODELS, _PROBED = msgspec.json.Decoder(_Models), msgspec.json.Decoder(_Probed)
+
+
+class VllmEngine:
+    """An `Engine` on running servers; enter it before the first call.
+
+    To train with off-policy corrections at temperatures other than 1 or with truncated sampling,
+    start the servers with `--logprobs-mode processed_logprobs`; for tools, with
+    `--enable-auto-tool-choice --tool-call-parser NAME`; for `load_weights`, with
+    VLLM_SERVER_DEV_MODE=1 in the environment. Sampling defaults in the model's
+    generation_config.json have no effect, because all parameters are sent.
+
+    Args:
+        urls: Root of each server; all serve the same model.
+        model: Served name of the model; None: the first that the servers list.
+        limits: Concurrency, rate, timeouts and retries.
+        api_key: The servers' `--api-key`.
+        policy_version: Version of the servers' weights.
+        logprobs_mode: Distribution of their log-probabilities; None: found out with two calls.
+
+    Attributes:
+        servers: HTTP client of the servers.
+    """
+
+    def __init__(
+        self,
+        urls: str | Sequence[str],
+        *,
+        model: str | None = None,
+        limits: Limits | None = None,
+        api_key: str | None = None,
+        policy_version: int = 0,
+        logprobs_mode: LogprobsMode | None = None,
+    ) -> None:
+        urls = [urls] if isinstance(urls, str) else urls
+        self.servers = Servers(urls, limits or Limits(), api_key=api_key)
+        self._model = model
+        self._logprobs_mode = logprobs_mode
+        self.policy_version = policy_version
+        self.context_tokens: int | None = None
+
+    @property
+    def logprobs_mode(self) -> LogprobsMode:
+        """See `Engine.logprobs_mode`."""
+        assert self._logprobs_mode is not None, "enter the engine first"
+        return self._logprobs_mode
+
+    async def __aenter__(self) -> Self:
+        await self.servers.__aenter__()
+        try:
+            if self._model is None:
+                bodies = await self.servers.call_each("/v1/models")
+                listed = [decode_line(_MODELS, b, "/v1/models") for b in bodies]
+                self._model = _one_model(listed)
+                told = [models.data[0].max_model_len for models in listed]
+                self.context_tokens = min((n for n in told if n is not None), default=None)
+            if self._logprobs_mode is None:
+                self._logprobs_mode = await self._probe()
+        except BaseException:
+            await self.servers.__aexit__()
+            raise
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.servers.__aexit__(*error)
+
+    async def sample(
+        self, prompt_token_ids: Sequence[int], sampling: Sampling, *, session: str | None = None
+    ) -> Sampled:
+        """See `Engine.sample`."""
+        prompt = [int(token) for token in prompt_token_ids]
+        fields = {"prompt": prompt, "logprobs": 0}
+        return await self._call(_COMPLETIONS, fields, sampling, session, sent=prompt)
+
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling: Sampling,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        session: str | None = None,
+    ) -> Sampled:
+        """See `Engine.chat`."""
+        fields: dict[str, Any] = {"messages": list(messages), "logprobs": True}
+        if tools:
+            fields["tools"] = list(tools)
+        if chat_template_kwargs:
+            fields["chat_template_kwargs"] = dict(chat_template_kwargs)
+        return await self._call(_CHAT, fields, sampling, session)
+
+    async def load_weights(self, path: str, *, policy_version: int) -> None:
+        """See `Engine.load_weights`; the servers must see the same files under the same path.
+
+        A server that disconnects and returns loads them again, because a restarted server has its
+        initial weights. A path that is not a model directory is rejected here: vLLM would exit.
+        """
+        if not any(Path(path).glob("*.safetensors")):
+            got, expected = "no *.safetensors", "a Hugging Face model directory"
+            raise RolloutError("model_directory", path, got, expected)
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(Path(path).absolute())}}
+        try:
+            await self.servers.call_each("/collective_rpc", body)
+        except RolloutError as error:
+            if not error.got.startswith("status 500"):
+                raise
+            expected, hint = "weights that vLLM loads", "the path must be one that the server reads"
+            # Cached keys and values are those of the old weights.
+            raise RolloutError("engine_refused", path, error.got, expected, hint) from None
+        await self.servers.call_each("/reset_prefix_cache", {})
+        self.servers.when_returned = [("/collective_rpc", body), ("/reset_prefix_cache", {})]
+        self.policy_version = policy_version
+
+    async def _call(
+        self,
+        path: str,
+        fields: dict[str, Any],
+        sampling: Sampling,
+        session: str | None,
+        sent: Sequence[int] | None = None,
+    ) -> Sampled:
+        usual = fields | sampling_fields(sampling) | {"model": self._model}
+        clash = sampling.extra.keys() & (usual.keys() | {"cache_salt"})
+        if clash:
+            expected = "fields that are not set already"
+            raise RolloutError("sampling", "extra", ", ".join(sorted(clash)), expected)
+        version = self.policy_version
+
+        def body() -> dict[str, Any]:
+            """Build the request per attempt: the salt hides cache entries of older weights."""
+            nonlocal version
+            version = self.policy_version
+            return {**usual, **sampling.extra, "cache_salt": f"policy_version={version}"}
+
+        limits = self.servers.limits
+        for attempt in range(1, limits.max_attempts + 1):
+            answer = await self.servers.call(path, body, session=session)
+            sampled = read_sampled(answer, path, policy_version=version, sent=sent)
+            if sampled is not None:
+                return sampled
+            await asyncio.sleep(limits.wait_s(attempt))
+        got = f"{limits.max_attempts} responses that the engine aborted"
+        raise RolloutError(ENGINE_DOWN, path, got, "a whole one")
+
+    async def _probe(self) -> LogprobsMode:
+        """Find out whether the top log-probability depends on the temperature."""
+        for prompt in _PROBES:
+            usual, sharp = await asyncio.gather(*(self._top(prompt, t) for t in (1.0, 0.25)))
+            # Nearer to 0 the token is almost certain, and a temperature would hardly change it.
+            if usual < -0.1:
+                return "processed" if abs(sharp - usual) > 0.05 else "raw"
+        hint = 'say so: logprobs_mode="raw", which is vLLM\'s default, or "processed"'
+        raise RolloutError("engine_answer", _COMPLETIONS, "unclear log-probabilities", "", hint)
+
+    async def _top(self, prompt: list[int], temperature: float) -> float:
+        fields = sampling_fields(Sampling(temperature=temperature, max_tokens=1))
+        body = fields | {"model": self._model, "prompt": prompt, "logprobs": 1}
+        answer = await self.servers.call(_COMPLETIONS, body)
+        probed = decode_line(_PROBED, answer, _COMPLETIONS)
+        found = [v for choice in probed.choices for v in choice.logprobs.top_logprobs[0].values()]
+        if not found or max(found) > 0:
+            hint = "start the server with --logprobs-mode raw_logprobs or processed_logprobs"
+            expected = "log-probabilities"
+            raise RolloutError("engine_answer", _COMPLETIONS, f"{found}", expected, hint)
+        return max(found)
+
+
+def sampling_fields(sampling: Sampling) -> dict[str, Any]:
+    """Return the fields of a request, explicit so that server defaults have no effect."""
+    fields: dict[str, Any] = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": -1 if sampling.top_k is None else sampling.top_k,
+        "min_p": sampling.min_p,
+        "repetition_penalty": 1.0,
+        "max_tokens": sampling.max_tokens,
+        "return_token_ids": True,
+    }
+    if sampling.stop:
+        fields |= {"stop": list(sampling.stop), "include_stop_str_in_output": True}
+    if sampling.seed is not None:
+        fields["seed"] = sampling.seed
+    return fields
+
+
+def _one_model(listed: Sequence[_Models]) -> str:
+    names = [models.data[0].id if models.data else None for models in listed]
+    if None in names or len(set(names)) != 1:
+        got, hint = ", ".join(map(str, names)), "or name the model"
+        raise RolloutError("engine_answer", "/v1/models", got, "the same model everywhere", hint)
+    return str(names[0])

@@ -1,0 +1,81 @@
+"""Base class of engines that wrap another engine."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Self
+
+from pipelines.generation.engines.base import Engine, Sampled, Sampling
+from schemas.metadata import LogprobsMode
+
+
+class WrappedEngine(ABC):
+    """An `Engine` that forwards to another one and adds something around each call.
+
+    Args:
+        engine: The engine to wrap.
+
+    Attributes:
+        engine: The wrapped engine.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    @abstractmethod
+    def turn(self) -> AbstractAsyncContextManager[None]:
+        """Return a context that is entered around every call of the engine."""
+
+    @property
+    def logprobs_mode(self) -> LogprobsMode:
+        """See `Engine.logprobs_mode`."""
+        return self.engine.logprobs_mode
+
+    @property
+    def policy_version(self) -> int:
+        """See `Engine.policy_version`."""
+        return self.engine.policy_version
+
+    @property
+    def context_tokens(self) -> int | None:
+        """See `Engine.context_tokens`."""
+        return self.engine.context_tokens
+
+    async def __aenter__(self) -> Self:
+        await self.engine.__aenter__()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.engine.__aexit__(*error)
+
+    async def sample(
+        self, prompt_token_ids: Sequence[int], sampling: Sampling, *, session: str | None = None
+    ) -> Sampled:
+        """See `Engine.sample`."""
+        async with self.turn():
+            return await self.engine.sample(prompt_token_ids, sampling, session=session)
+
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling: Sampling,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        session: str | None = None,
+    ) -> Sampled:
+        """See `Engine.chat`."""
+        async with self.turn():
+            return await self.engine.chat(
+                messages,
+                sampling,
+                tools=tools,
+                chat_template_kwargs=chat_template_kwargs,
+                session=session,
+            )
+
+    async def load_weights(self, path: str, *, policy_version: int) -> None:
+        """See `Engine.load_weights`."""
+        await self.engine.load_weights(path, policy_version=policy_version)

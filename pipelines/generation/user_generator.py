@@ -1,0 +1,193 @@
+"""Call a custom generator, one group at a time, and check its output."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pipelines.generation.attempt_rows import Finished, finished_of
+from pipelines.generation.config import GenerateConfig
+from pipelines.generation.engines.base import Engine
+from pipelines.generation.engines.sampling_params import sampling_params
+from pipelines.generation.engines.watched import Watched
+from pipelines.generation.environments import resolve
+from pipelines.generation.generator_interface import (
+    BatchMetadata,
+    GeneratorInput,
+    GeneratorInterface,
+    TrainingPhase,
+)
+from pipelines.generation.tasks import Task
+from pipelines.generation.user_code import in_time, without_exit
+from rollout_io.formats.parsing.sampling import sampling_extra
+from rollout_io.formats.skyrl_generator_types import TrajectoryID
+from rollout_io.formats.skyrl_output_columns import table_of, unknown_fields
+from rollout_io.retokenize.tokenizer import ChatTokenizer
+from schemas.checker import validate
+from schemas.columns import COLUMN_BY_NAME
+from schemas.errors import RolloutError
+
+_RULE = "generator"
+
+
+class OwnGenerator:
+    """Calls the generator named by `config.generator`, and converts its output to rows.
+
+    Args:
+        engine: Passed to the generator; must be entered before the first call.
+        tokenizer: Passed to the generator.
+        config: Passed to the generator, which is constructed at the first call.
+        phase: Purpose of its batches.
+
+    Raises:
+        RolloutError: generator if the class does not exist or has no `async def generate`.
+    """
+
+    def __init__(
+        self, engine: Engine, tokenizer: ChatTokenizer, config: GenerateConfig, phase: TrainingPhase
+    ) -> None:
+        assert config.generator is not None
+        self._engine, self._tokenizer, self._config = Watched(engine), tokenizer, config
+        self._phase: TrainingPhase = phase
+        self._make = resolve(config.generator, _RULE)
+        self._made: GeneratorInterface | None = None
+        if inspect.isclass(self._make):
+            _check_interface(self._make, config.generator)
+
+    async def finish(self, tasks: Sequence[Task]) -> list[Finished]:
+        """Generate the trajectories of a group; all fail if the call or its output does.
+
+        Raises:
+            RolloutError: generator if it cannot be constructed; engine_down, engine_answer.
+        """
+        made = self._generator()
+        where = f"generator {self._config.generator}, group {tasks[0].instance_id!r}"
+        version = self._engine.policy_version
+        call = without_exit(made.generate(self._input(tasks, version)))
+        try:
+            output = await in_time(call, self._config.agent_timeout_s, _RULE, where)
+            finished = self._checked(output, tasks, version, where)
+        except RolloutError as error:
+            finished = [finished_of(task, [], error.failure) for task in tasks]
+        is_whole = all(one.error is None for one in finished)
+        if self._engine.failure is not None and not is_whole:
+            raise self._engine.failure
+        return finished
+
+    def _generator(self) -> GeneratorInterface:
+        if self._made is None:
+            name = str(self._config.generator)
+            try:
+                made = self._make(self._engine, self._tokenizer, self._config)
+            except Exception as error:
+                got = f"{type(error).__name__}: {error}"
+                expected = "a class that takes (engine, tokenizer, config)"
+                raise RolloutError(_RULE, name, got, expected) from error
+            _check_interface(made, name)
+            self._made = made
+        return self._made
+
+    def _input(self, tasks: Sequence[Task], version: int) -> GeneratorInput:
+        return {
+            "prompts": [copy.deepcopy(list(task.prompt)) for task in tasks],
+            "env_classes": [task.env_class or self._config.environment for task in tasks],
+            "env_extras": [copy.deepcopy(dict(task.extras)) for task in tasks],
+            "sampling_params": sampling_params(self._config),
+            "trajectory_ids": [TrajectoryID(t.instance_id, t.repetition_id) for t in tasks],
+            "batch_metadata": BatchMetadata(version, self._phase),
+        }
+
+    def _checked(
+        self, output: Any, tasks: Sequence[Task], version: int, where: str
+    ) -> list[Finished]:
+        """Check the output and split its rows by task, in order.
+
+        Raises:
+            RolloutError: generator_output if it is not a GeneratorOutput; trajectories if they are
+                not exactly the requested ones; and the rules of `from_generator_output`.
+        """
+        try:
+            given = _with_ids(output, tasks)
+            table = table_of(given, None, "drop").replace_schema_metadata(None)
+            validate(table, vocab_size=self._tokenizer.vocab_size)
+            dropped = unknown_fields(given)
+            found = table.column("trajectory_id").unique().to_pylist()
+            _check_trajectories(found, [task.trajectory_id for task in tasks])
+        except RolloutError as error:
+            raise error.at(f"{where}, {error.where}") from error
+        except Exception as error:  # user-defined classes may raise anything
+            got = f"{type(error).__name__}: {error}"
+            raise RolloutError("generator_output", where, got, "a GeneratorOutput") from error
+        rows = with_sampling(table, self._config, version)
+        names = rows.column("trajectory_id")
+        warnings = [f"generator {self._config.generator}: {', '.join(dropped)} dropped"]
+        return [
+            Finished(
+                task=task,
+                rows=rows.filter(pc.equal(names, task.trajectory_id)),
+                warnings=warnings if dropped else [],
+            )
+            for task in tasks
+        ]
+
+
+def with_sampling(table: pa.Table, config: GenerateConfig, policy_version: int) -> pa.Table:
+    """Add the configured sampling settings and the policy version to rows that did not fail."""
+    error = "error" in table.column_names
+    is_alive = pc.is_null(table.column("error")) if error else pa.array([True] * table.num_rows)
+    values = {
+        "policy_version": policy_version,
+        "temperature": config.temperature,
+        "top_p": config.top_p,
+        "top_k": config.top_k or 0,
+        "sampling_extra": sampling_extra({**config.sampling_extra, "min_p": config.min_p}),
+    }
+    for name, value in values.items():
+        if value is not None:
+            kind = COLUMN_BY_NAME[name].type
+            column = pc.if_else(is_alive, pa.scalar(value, kind), pa.scalar(None, kind))
+            table = table.append_column(pa.field(name, kind), column)
+    return table
+
+
+def _check_interface(made: Any, name: str) -> None:
+    if not inspect.iscoroutinefunction(getattr(made, "generate", None)):
+        expected = "`async def generate(self, input_batch)`"
+        raise RolloutError(_RULE, name, "no such method", expected)
+
+
+def _with_ids(output: Any, tasks: Sequence[Task]) -> Mapping[str, Any]:
+    """Add ids to an output without any: its rows are those of the tasks, in order."""
+    if not isinstance(output, Mapping):
+        got, expected = type(output).__name__, "a GeneratorOutput: a dict of lists"
+        raise RolloutError("generator_output", "output", got, expected)
+    given = dict(output)
+    if given.get("trajectory_ids") is not None or given.get("is_last_step") is not None:
+        return given
+    responses = given.get("response_ids")
+    if isinstance(responses, Sequence) and len(responses) != len(tasks):
+        got = f"{len(responses)} rows without trajectory_ids"
+        expected = f"{len(tasks)}, one for each prompt"
+        raise RolloutError("trajectories", "response_ids", got, expected)
+    given["trajectory_ids"] = [TrajectoryID(t.instance_id, t.repetition_id) for t in tasks]
+    return given
+
+
+def _check_trajectories(found: Sequence[str], asked: Sequence[str]) -> None:
+    """Raise if trajectories are missing, or were not requested."""
+    lost = [name for name in asked if name not in set(found)]
+    unknown = [name for name in found if name not in set(asked)]
+    if lost or unknown:
+        parts = [f"{len(found) - len(unknown)} of {len(asked)} trajectories"]
+        parts += [f"without {', '.join(lost)}"] if lost else []
+        parts += [f"with unknown {', '.join(unknown)}"] if unknown else []
+        expected = "each one that was asked for, and no other"
+        hint = (
+            'return a failed one as a placeholder row: prompt [0], response [0], reward 0, "error"'
+        )
+        raise RolloutError("trajectories", "trajectory_ids", ", ".join(parts), expected, hint)

@@ -1,0 +1,122 @@
+"""Run a command, with its output in files, and end it with all its processes."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from pipelines.generation.process_groups import Watch, signal_group
+from pipelines.generation.texts import encodable
+from schemas.errors import RolloutError
+
+_STOP_S = 5.0
+_TAIL_BYTES, _TAIL_CHARACTERS = 64 << 10, 300
+
+
+class Output(NamedTuple):
+    """Output of a command.
+
+    Attributes:
+        last_line: Last line of standard output that is not blank, or "".
+        tail: End of standard error, or of standard output if that is empty, on one line.
+    """
+
+    last_line: str
+    tail: str
+
+
+async def run_command(
+    words: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    folder: Path,
+    timeout_s: float,
+    watch: Watch,
+    where: str,
+) -> Output:
+    """Run a command without a shell, in the current directory, to its end.
+
+    Its processes form a group: all have ended when this returns or raises, and they are killed when
+    this process ends, however that happens. A process that leaves the group (`setsid`, a daemon) is
+    not ended.
+
+    Args:
+        words: The command.
+        environment: Environment variables in addition to this process's.
+        folder: Folder for its output.
+        timeout_s: Time limit in seconds; then SIGTERM, and SIGKILL after a grace period.
+        watch: Kills its processes if this process is killed.
+        where: Place for error messages.
+
+    Raises:
+        RolloutError: harness_start if the program does not exist; harness_timeout; harness_exit if
+            its exit status is not 0.
+    """
+    paths = [folder / "stdout", folder / "stderr"]
+    with paths[0].open("wb") as out, paths[1].open("wb") as err:
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *words,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                env={**os.environ, **environment},
+                start_new_session=True,
+            )
+        except (OSError, ValueError) as error:
+            got = f"{words[0]!r}: {getattr(error, 'strerror', None) or error}"
+            is_long = getattr(error, "errno", None) == errno.E2BIG
+            hint = "{task_file} takes a prompt of any length" if is_long else "is it on PATH?"
+            raise RolloutError(
+                "harness_start", where, got.lower(), "a program that runs", hint
+            ) from None
+    watch.add(process.pid)
+    try:
+        code = await asyncio.wait_for(process.wait(), timeout_s)
+    except TimeoutError:
+        got = f"no end after {timeout_s:g} s{_and(_output(*paths).tail)}"
+        raise RolloutError("harness_timeout", where, got) from None
+    finally:
+        await _end(process)
+        watch.remove(process.pid)
+    output = _output(*paths)
+    if code != 0:
+        how = f"signal {-code}" if code < 0 else f"exit status {code}"
+        raise RolloutError("harness_exit", where, f"{how}{_and(output.tail)}", "exit status 0")
+    return output
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """End every process of the group: with SIGTERM while its leader runs, then with SIGKILL."""
+    if process.returncode is None:
+        signal_group(process.pid, signal.SIGTERM)
+        try:
+            await asyncio.wait_for(process.wait(), _STOP_S)
+        except TimeoutError:
+            pass
+        finally:
+            signal_group(process.pid, signal.SIGKILL)
+            await process.wait()
+    else:
+        signal_group(process.pid, signal.SIGKILL)
+
+
+def _output(out: Path, err: Path) -> Output:
+    lines = [line for line in _end_of(out).splitlines() if line.strip()]
+    said = " ".join(_end_of(err).split()) or " ".join(" ".join(lines).split())
+    return Output(lines[-1].strip() if lines else "", said[-_TAIL_CHARACTERS:])
+
+
+def _end_of(path: Path) -> str:
+    with path.open("rb") as file:
+        file.seek(max(file.seek(0, os.SEEK_END) - _TAIL_BYTES, 0))
+        return encodable(file.read().decode(errors="replace"))
+
+
+def _and(tail: str) -> str:
+    return f": {tail}" if tail else ""

@@ -1,0 +1,283 @@
+"""Serve any `Engine` as an OpenAI-compatible API: exact tokens, log-probabilities, tools, streams.
+
+A response is sampled in full; a stream returns it in a few chunks. Log-probabilities name their
+tokens by id (`token_id:N`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Annotated, Any
+
+import msgspec
+
+from pipelines.generation.engines.base import ENGINE_DOWN, Engine, Sampled, Sampling
+from pipelines.generation.trajectory import ENDS_THE_RUN
+from pipelines.record.upstreams import MODELS, VERSION_HEADER
+from pipelines.record.wire import JSON, Exchange, Message, Receive, Send, respond, unless_left
+from rollout_io.retokenize.tokenizer import ChatTokenizer
+from schemas.errors import RolloutError
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+MOST_BYTES, MOST_CHOICES = 64 << 20, 128
+_STREAM = (b"content-type", b"text/event-stream")
+_NEUTRAL: tuple[Any, ...] = (None, 0, False, [], {}, "")
+_IGNORED = frozenset(
+    {
+        *("model", "user", "metadata", "store", "service_tier", "parallel_tool_calls", "logprobs"),
+        *("return_token_ids", "cache_salt", "priority", "request_id", "prompt_cache_key"),
+        *("safety_identifier", "skip_special_tokens", "spaces_between_special_tokens"),
+    }
+)
+"""Fields that have no effect on sampling here."""
+_DEFAULTS = {
+    "repetition_penalty": 1,
+    "best_of": 1,
+    "add_generation_prompt": True,
+    "response_format": {"type": "text"},
+}
+"""Fields that are accepted only with this value."""
+
+_TOOL_CHOICES: tuple[Any, ...] = (None, "auto", "none")
+
+Count = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class _StreamOptions(msgspec.Struct):
+    include_usage: bool = False
+
+
+class _Request(msgspec.Struct):
+    messages: list[dict[str, Any]] | None = None
+    prompt: str | list[int] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    n: Annotated[int, msgspec.Meta(ge=1, le=MOST_CHOICES)] | None = None
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: str | list[str] | None = None
+    include_stop_str_in_output: bool | None = None
+
+
+_FIELDS, _REQUEST = msgspec.json.Decoder(dict[str, Any]), msgspec.json.Decoder(_Request)
+
+
+class EngineApp:
+    """ASGI application that answers completion requests with an engine.
+
+    Args:
+        engine: An entered engine.
+        tokenizer: Tokenizer of the engine.
+        name: Name of the model for clients; requests may use any name.
+
+    Attributes:
+        failure: An engine error that every other call would hit; None if there was none.
+    """
+
+    def __init__(self, engine: Engine, tokenizer: ChatTokenizer, name: str) -> None:
+        self._engine, self._tokenizer, self._name = engine, tokenizer, name
+        self.failure: RolloutError | None = None
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        await respond(scope, receive, send, self._watched)
+
+    async def _watched(self, exchange: Exchange) -> None:
+        try:
+            await self._route(exchange)
+        except RolloutError as error:
+            if error.rule in ENDS_THE_RUN:
+                self.failure = error
+            raise
+        except ConnectionError:
+            raise
+        except Exception as error:  # raised by the model: out of memory, for example
+            got = f"{type(error).__name__}: {error}"
+            self.failure = RolloutError(ENGINE_DOWN, "engine", got, "an answer")
+            raise self.failure from None
+
+    async def _route(self, exchange: Exchange) -> None:
+        path = exchange.raw_path
+        if path == MODELS:
+            model = {"id": self._name, "object": "model", "owned_by": "rollouts"}
+            await exchange.say(200, {"object": "list", "data": [model]})
+        elif path in {CHAT, TEXT}:
+            if exchange.method != "POST":
+                raise RolloutError("method", path, exchange.method, "POST")
+            body = await exchange.body(MOST_BYTES)
+            await unless_left(exchange, self._answer(exchange, body))
+        else:
+            expected = ", ".join((CHAT, TEXT, MODELS))
+            raise RolloutError("no_such_path", path, "no such path", expected)
+
+    async def _answer(self, exchange: Exchange, body: bytes) -> None:
+        request, sampling = read_request(body, exchange.raw_path)
+        calls = []
+        for index in range(request.n or 1):
+            seed = None if sampling.seed is None else sampling.seed + index
+            calls.append(self._sample(exchange.raw_path, request, replace(sampling, seed=seed)))
+        given = await asyncio.gather(*calls)
+        write = _chat_choice if exchange.raw_path == CHAT else _text_choice
+        stop = () if request.include_stop_str_in_output else sampling.stop
+        choices = [write(index, sampled, stop) for index, sampled in enumerate(given)]
+        about = self._about(exchange.raw_path)
+        version = (VERSION_HEADER.encode(), str(min(s.policy_version for s in given)).encode())
+        if request.stream:
+            await exchange.begin(200, [_STREAM, version])
+            for chunk in _chunks(about, given[0], choices, request, _usage(given)):
+                await exchange.more(b"data: " + msgspec.json.encode(chunk) + b"\n\n")
+            await exchange.finish(b"data: [DONE]\n\n")
+            return
+        whole = about | {"choices": choices, "usage": _usage(given)} | _prompt(given[0])
+        await exchange.answer(200, msgspec.json.encode(whole), [JSON, version])
+
+    async def _sample(self, path: str, request: _Request, sampling: Sampling) -> Sampled:
+        if path == CHAT:
+            if not request.messages:
+                raise _bad(path, "no `messages`", "a list of messages")
+            tools = None if request.tool_choice == "none" else request.tools
+            return await self._engine.chat(
+                request.messages,
+                sampling,
+                tools=tools,
+                chat_template_kwargs=request.chat_template_kwargs,
+            )
+        prompt = request.prompt
+        if not prompt:
+            raise _bad(path, "no `prompt`", "a text or a list of token ids")
+        ids = self._tokenizer.encode([prompt], [path])[0] if isinstance(prompt, str) else prompt
+        return await self._engine.sample(ids, sampling)
+
+    def _about(self, path: str) -> dict[str, Any]:
+        kind, made = (
+            ("chat.completion", "chatcmpl") if path == CHAT else ("text_completion", "cmpl")
+        )
+        name = f"{made}-{uuid.uuid4().hex}"
+        return {"id": name, "object": kind, "created": int(time.time()), "model": self._name}
+
+
+def read_request(body: bytes, where: str) -> tuple[_Request, Sampling]:
+    """Parse a request body; rejects fields that change sampling and are not supported.
+
+    Raises:
+        RolloutError: engine_request if the body is not a valid request; sampling.
+    """
+    try:
+        fields, request = _FIELDS.decode(body), _REQUEST.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise _bad(where, str(error), "the JSON of a completion request") from None
+    if request.tool_choice not in _TOOL_CHOICES:
+        raise _bad(where, f"tool_choice {request.tool_choice!r:.40}", "auto or none")
+    others = {
+        name: value
+        for name, value in fields.items()
+        if name not in _IGNORED
+        and name not in _Request.__struct_fields__
+        and value not in ((None, _DEFAULTS[name]) if name in _DEFAULTS else _NEUTRAL)
+    }
+    if others:
+        raise _bad(where, ", ".join(map(repr, others)), "fields that this engine has")
+    stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
+    usual = Sampling()
+    return request, Sampling(
+        temperature=usual.temperature if request.temperature is None else request.temperature,
+        top_p=usual.top_p if request.top_p is None else request.top_p,
+        top_k=request.top_k if request.top_k and request.top_k > 0 else None,
+        min_p=request.min_p or 0.0,
+        max_tokens=request.max_completion_tokens or request.max_tokens or usual.max_tokens,
+        stop=stop,
+        seed=request.seed,
+    )
+
+
+def _bad(where: str, got: str, expected: str) -> RolloutError:
+    return RolloutError("engine_request", where, got, expected)
+
+
+def _chat_choice(index: int, sampled: Sampled, stop: Sequence[str]) -> dict[str, Any]:
+    message = sampled.message or {"role": "assistant", "content": sampled.text}
+    content = message.get("content")
+    message = message | {"content": content and _cut(content, stop)}
+    tokens: list[dict[str, Any]] = [
+        {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
+        for token, logprob in zip(sampled.response_ids, sampled.rollout_logprobs, strict=True)
+    ]
+    return _choice(index, sampled) | {"message": message, "logprobs": {"content": tokens}}
+
+
+def _text_choice(index: int, sampled: Sampled, stop: Sequence[str]) -> dict[str, Any]:
+    logprobs = {
+        "tokens": [f"token_id:{token}" for token in sampled.response_ids],
+        "token_logprobs": sampled.rollout_logprobs,
+    }
+    text = _cut(sampled.text, stop)
+    own = {"text": text, "logprobs": logprobs, "prompt_token_ids": sampled.prompt_token_ids}
+    return _choice(index, sampled) | own
+
+
+def _choice(index: int, sampled: Sampled) -> dict[str, Any]:
+    routes = sampled.rollout_expert_indices
+    found = {} if routes is None else {"routed_experts": routes.tolist()}
+    ids = {"token_ids": sampled.response_ids}
+    return {"index": index, "finish_reason": sampled.stop_reason} | ids | found
+
+
+def _cut(text: str, stop: Sequence[str]) -> str:
+    """Remove the stop string at the end of a text."""
+    return next((text.removesuffix(end) for end in stop if text.endswith(end)), text)
+
+
+def _prompt(sampled: Sampled) -> dict[str, Any]:
+    return {"prompt_token_ids": sampled.prompt_token_ids}
+
+
+def _usage(given: Sequence[Sampled]) -> dict[str, int]:
+    prompt = len(given[0].prompt_token_ids)
+    response = sum(len(sampled.response_ids) for sampled in given)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": response,
+        "total_tokens": prompt + response,
+    }
+
+
+def _chunks(
+    about: dict[str, Any],
+    first: Sampled,
+    choices: Sequence[dict[str, Any]],
+    request: _Request,
+    usage: dict[str, int],
+) -> Iterator[dict[str, Any]]:
+    """Yield the chunks of a stream: the prompt with the first, then each choice and its end."""
+    if about["object"] == "chat.completion":
+        about = about | {"object": "chat.completion.chunk"}
+    prompt = _prompt(first)
+    for choice in choices:
+        end = {"index": choice["index"], "finish_reason": choice["finish_reason"]}
+        part = {k: v for k, v in choice.items() if k != "message"} | {"finish_reason": None}
+        if "message" in choice:
+            part["delta"], end["delta"] = _delta(choice["message"]), {}
+        else:
+            end["text"] = ""
+        yield about | prompt | {"choices": [part]}
+        yield about | {"choices": [end]}
+        prompt = {}
+    if request.stream_options is not None and request.stream_options.include_usage:
+        yield about | {"choices": [], "usage": usage}
+
+
+def _delta(message: Mapping[str, Any]) -> dict[str, Any]:
+    calls = [call | {"index": i} for i, call in enumerate(message.get("tool_calls") or ())]
+    return dict(message) | ({"tool_calls": calls} if calls else {})

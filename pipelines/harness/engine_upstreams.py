@@ -1,0 +1,52 @@
+"""Engines whose weights the RL loop sets: a restarted engine loads them before it answers."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+
+from pipelines.generation.engines.base import Engine
+from pipelines.generation.engines.http_pool import BROKEN, Limits
+from pipelines.generation.engines.vllm import VllmEngine
+from pipelines.record.upstreams import Answered, Upstreams
+from schemas.errors import RolloutError
+
+
+class EngineGone(RolloutError):
+    """No attempt at a call was answered, so no other call would be."""
+
+
+class PolicyUpstreams(Upstreams):
+    """Engines that answer the calls of harnesses.
+
+    Args:
+        urls: Root of each engine.
+        engine: Loads their weights.
+    """
+
+    gone = EngineGone
+
+    def __init__(self, urls: Sequence[str], engine: Engine) -> None:
+        super().__init__(urls, Limits())
+        self._servers = engine.servers if isinstance(engine, VllmEngine) else None
+
+    async def _once(
+        self, url: str, method: str, path: str, body: bytes | None, headers: dict[str, str]
+    ) -> Answered:
+        if self._servers is None:
+            return await super()._once(url, method, path, body, headers)
+        try:
+            await self._servers.welcome_back(url)
+            return await super()._once(url, method, path, body, headers)
+        except BROKEN:
+            self._servers.lose(url)
+            raise
+
+    async def parts(self, response: Answered) -> AsyncIterator[bytes]:
+        """See `Upstreams.parts`."""
+        try:
+            async for content in super().parts(response):
+                yield content
+        except BROKEN:
+            if self._servers is not None:
+                self._servers.lose(*(u for u in self.urls if str(response.url).startswith(u)))
+            raise

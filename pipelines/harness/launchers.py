@@ -1,0 +1,193 @@
+"""Launch harnesses: a function or a command line that gets a base URL and returns a reward."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+import inspect
+import json
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from pipelines.generation.environments import resolve
+from pipelines.generation.process_groups import Watch
+from pipelines.generation.tasks import Task
+from pipelines.generation.user_code import OwnThread, in_time
+from pipelines.harness.command_process import run_command
+from pipelines.harness.commands import (
+    OWN_FIELDS,
+    check_scripts,
+    fields_in,
+    filled,
+    is_function,
+    secrets_in,
+    without,
+    words_of,
+)
+from pipelines.harness.results import REWARD, outcome_of, parse_result
+from rollout_io.conversion.rewards import Outcome
+from schemas.errors import RolloutError
+
+API_KEY = "none"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Endpoint:
+    """API endpoint of one trajectory.
+
+    Attributes:
+        base_url: For an OpenAI client: "http://127.0.0.1:8123/s/5f0c.../0/v1".
+        model: Name of the model; any other name is answered by the same model.
+        api_key: A placeholder for clients that require a key.
+    """
+
+    base_url: str
+    model: str
+    api_key: str = API_KEY
+
+
+class Harness(Protocol):
+    """Runs a trajectory."""
+
+    def check(self, tasks: Sequence[Task]) -> None:
+        """Check that the harness can run these tasks.
+
+        Raises:
+            RolloutError: harness.
+        """
+        ...
+
+    async def run(self, endpoint: Endpoint, task: Task, timeout_s: float, watch: Watch) -> Outcome:
+        """Run a task to its end.
+
+        Raises:
+            RolloutError: harness_reward, harness_timeout; harness_raised by a function;
+                harness_exit and harness_start by a command.
+        """
+        ...
+
+
+def find_harness(harness: str) -> Harness:
+    """Build the harness of a configuration.
+
+    Raises:
+        RolloutError: harness if the function does not exist or the command line is invalid.
+    """
+    if is_function(harness):
+        return FunctionHarness(resolve(harness, "harness"))
+    return CommandHarness(harness)
+
+
+class FunctionHarness:
+    """A function of an `Endpoint` and a `Task`; runs in its own thread unless it is async."""
+
+    def __init__(self, function: Callable[[Endpoint, Task], Any]) -> None:
+        self._function = function
+
+    def check(self, tasks: Sequence[Task]) -> None:
+        """See `Harness.check`; accepts any task."""
+
+    async def run(self, endpoint: Endpoint, task: Task, timeout_s: float, watch: Watch) -> Outcome:
+        """See `Harness.run`."""
+        del watch
+        where = f"trajectory {task.trajectory_id!r}"
+        if inspect.iscoroutinefunction(self._function):
+            result = await in_time(self._awaited(endpoint, task), timeout_s, "harness", where)
+            return outcome_of(result, where)
+        thread = OwnThread("harness")
+        try:
+            call = functools.partial(self._function, endpoint, task)
+            return outcome_of(await thread.call(call, timeout_s, where), where)
+        finally:
+            thread.end()
+
+    async def _awaited(self, endpoint: Endpoint, task: Task) -> Any:
+        try:
+            return await self._function(endpoint, task)
+        except SystemExit as error:  # raised in an asyncio task, it would end the process
+            raise RuntimeError(f"SystemExit: {error}") from error
+
+
+class CommandHarness:
+    """A command line with fields; its last line of output, or a file, contains the reward."""
+
+    def __init__(self, command: str) -> None:
+        self._words, self._fields = words_of(command), fields_in(command)
+        check_scripts(self._words)
+        self._secrets = secrets_in(command)
+
+    def check(self, tasks: Sequence[Task]) -> None:
+        """See `Harness.check`; each task needs an extra for every field that is not built in."""
+        for task in tasks:
+            missing = sorted(self._fields - {*OWN_FIELDS, *task.extras})
+            if missing:
+                expected = f"one of {', '.join(OWN_FIELDS)}, or a field of the task ({task.source})"
+                raise RolloutError("harness", "harness", f"the field {{{missing[0]}}}", expected)
+
+    async def run(self, endpoint: Endpoint, task: Task, timeout_s: float, watch: Watch) -> Outcome:
+        """See `Harness.run`."""
+        where = f"trajectory {task.trajectory_id!r}"
+        with tempfile.TemporaryDirectory(
+            prefix="rollouts-", dir=watch.folder, ignore_cleanup_errors=True
+        ) as name:
+            folder = Path(name)
+            reward_file, task_file = folder / "reward.json", folder / "task.json"
+            text = json.dumps(dataclasses.asdict(task), ensure_ascii=True, default=str)
+            await asyncio.to_thread(task_file.write_text, text)
+            values = {
+                **task.extras,
+                **dataclasses.asdict(endpoint),
+                "task_file": task_file,
+                "reward_file": reward_file,
+                "instance_id": task.instance_id,
+                "repetition_id": task.repetition_id,
+                "prompt": _prompt(task),
+            }
+            try:
+                output = await run_command(
+                    filled(self._words, values),
+                    self._variables(endpoint),
+                    folder=folder,
+                    timeout_s=timeout_s,
+                    watch=watch,
+                    where=where,
+                )
+                if "reward_file" in self._fields:
+                    return _read_reward(reward_file, where, output.tail)
+                return parse_result(output.last_line, where)
+            except RolloutError as error:
+                got = without(error.got, self._secrets)
+                message = without(error.sentence, self._secrets)
+                given = (error.rule, where, got, error.expected, error.hint)
+                raise type(error)(*given, message=message) from None
+
+    def _variables(self, endpoint: Endpoint) -> dict[str, str]:
+        """Set the variables with which OpenAI clients configure themselves.
+
+        A command that uses {base_url} may call other models too: the address and key of a judge in
+        the environment are then left unchanged.
+        """
+        url = {"OPENAI_BASE_URL": endpoint.base_url, "OPENAI_API_BASE": endpoint.base_url}
+        key = {"OPENAI_API_KEY": os.environ.get("OPENAI_API_KEY", endpoint.api_key)}
+        return key if "base_url" in self._fields else url | key
+
+
+def _prompt(task: Task) -> str:
+    """Return the text of a task's last message."""
+    content = task.prompt[-1].get("content")
+    return content if isinstance(content, str) else json.dumps(content)
+
+
+def _read_reward(path: Path, where: str, tail: str) -> Outcome:
+    try:
+        with path.open("rb") as file:
+            text = file.read(1 << 20).decode(errors="replace")
+    except OSError as error:
+        got = f"{error.strerror or error}".lower() + (f": {tail}" if tail else "")
+        raise RolloutError(REWARD, where, got, "a reward in {reward_file}") from None
+    return parse_result(text, where)

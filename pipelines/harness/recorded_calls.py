@@ -1,0 +1,292 @@
+"""The recorder in the loop: each trajectory has its own base URL, and its calls are recorded.
+
+    harness -> /s/TOKEN/0/v1 (here) -> engine's OpenAI API
+                     |
+                the journal of a recorder -> the trajectory's steps, as `rollouts record` makes them
+
+Calls are kept until their trajectory has ended, in a directory that is removed when the process
+ends, however that happens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import secrets
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+)
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import msgspec
+
+from pipelines.generation.config import GenerateConfig
+from pipelines.generation.engines.base import ENGINE_DOWN, Engine
+from pipelines.generation.process_groups import Watch
+from pipelines.generation.tasks import Task
+from pipelines.generation.trajectory import seed_of
+from pipelines.harness.engine_api import EngineApp
+from pipelines.harness.engine_upstreams import EngineGone, PolicyUpstreams
+from pipelines.harness.launchers import Endpoint
+from pipelines.harness.requests import completed, usual_fields
+from pipelines.origin_guard import Application, Guard
+from pipelines.record.engine_requests import Asked, Fields, Kind, read_request
+from pipelines.record.model_call import Call
+from pipelines.record.recorder import Recorder, losses_of
+from pipelines.record.serving import answering, listen
+from pipelines.record.sessions import Session
+from pipelines.record.settings import RecordSettings
+from pipelines.record.shards import Ended, settle
+from pipelines.record.targets import target_of
+from pipelines.record.upstreams import MODELS, Upstreams, passed_on
+from pipelines.record.wire import STATUS, Exchange, Message, Receive, Send, respond, unless_left
+from rollout_io.conversion.rewards import Outcome
+from rollout_io.formats.base import Run, Step
+from rollout_io.retokenize.tokenizer import ChatTokenizer
+from schemas.errors import RolloutError
+
+Turn = Callable[[], AbstractAsyncContextManager[None]]
+
+_HOST, _STOP_S = "127.0.0.1", 5
+_KINDS: dict[str, Kind] = {"/v1/chat/completions": "chat", "/v1/completions": "text"}
+_DECODER = msgspec.json.Decoder(Fields)
+
+
+@dataclass(kw_only=True, slots=True)
+class OpenTrajectory:
+    """A trajectory whose harness may call.
+
+    Attributes:
+        task: The task attempted.
+        config: Sampling settings for what requests leave out.
+        session: Recorded calls.
+        num_calls: Number of calls started.
+        running: Running calls.
+        failure: An error that ends the whole run, not only this trajectory.
+    """
+
+    task: Task
+    config: GenerateConfig
+    session: Session
+    num_calls: int = 0
+    running: set[asyncio.Task[None]] = field(default_factory=set)
+    failure: RolloutError | None = None
+
+    async def end_calls(self) -> None:
+        """Cancel running calls, since the harness has ended; what was sampled so far is recorded."""
+        for call in self.running:
+            call.cancel()
+        for pending in (self.running, self.session.writing):
+            if pending:
+                await asyncio.wait(pending)
+
+
+class Calls:
+    """ASGI application that serves the calls of open trajectories, and no others.
+
+    Args:
+        recorder: An entered recorder; this class never ends its sessions.
+        upstreams: Entered upstreams.
+        engine: The answering engine; knows the version of its weights.
+        vocab_size: All ids must be below it.
+        turn: Context entered around each call, while the engine works on it.
+        watch: Kills the processes of harnesses when this process ends.
+        served: The application that serves the engine, if it is served here.
+
+    Attributes:
+        url: Root URL; set once it is known.
+        watch: The same watch.
+    """
+
+    def __init__(
+        self,
+        *,
+        recorder: Recorder,
+        upstreams: Upstreams,
+        engine: Engine,
+        vocab_size: int,
+        turn: Turn,
+        watch: Watch,
+        served: EngineApp | None = None,
+    ) -> None:
+        self.url, self.watch, self._served = "", watch, served
+        self._recorder, self._upstreams, self._engine = recorder, upstreams, engine
+        self._vocab_size, self._turn = vocab_size, turn
+        self._open: dict[str, OpenTrajectory] = {}
+
+    @asynccontextmanager
+    async def trajectory(
+        self, task: Task, config: GenerateConfig
+    ) -> AsyncIterator[tuple[OpenTrajectory, Endpoint]]:
+        """Serve the calls of a trajectory for as long as the block lasts."""
+        session = self._recorder.open(secrets.token_hex(8), 0)
+        opened = OpenTrajectory(task=task, config=config, session=session)
+        self._open[session.name] = opened
+        try:
+            model = (await self._upstreams.model()).id
+            yield opened, Endpoint(base_url=f"{self.url}/s/{session.name}/v1", model=model)
+        finally:
+            del self._open[session.name]
+            await opened.end_calls()
+            await self._recorder.forget(session)
+
+    async def steps(
+        self, opened: OpenTrajectory, outcome: Outcome
+    ) -> tuple[list[Step], RolloutError | None]:
+        """Build the steps of a trajectory whose calls have ended, with its outcome.
+
+        Returns:
+            The steps that can be read, and the reason if the calls cannot be used as they are.
+        """
+        session = opened.session
+        losses = losses_of(session, {"error": outcome.error})
+        lost = losses.pop("error", None)
+        metrics = outcome.metrics | {name: float(number) for name, number in losses.items()}
+        error = outcome.error or lost
+        instance_id, _, repetition = session.name.rpartition("/")
+        run = Run(
+            instance_id=instance_id,
+            repetition_id=int(repetition),
+            places=list(session.places),
+            failed=error is not None,
+            rewarded=True,
+        )
+        ended = Ended(run, replace(outcome, error=error, metrics=metrics))
+        settled, fault = await asyncio.to_thread(settle, ended, self._vocab_size)
+        for step in settled.steps:
+            step.source = opened.task.source
+        if fault is None and lost is not None:
+            fault = RolloutError("calls_lost", "journal", lost)
+        return list(settled.steps), fault
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        await respond(scope, receive, send, self._route)
+
+    async def _route(self, exchange: Exchange) -> None:
+        target = target_of(exchange.raw_path, exchange.headers)
+        opened = self._open.get(target.session or "")
+        if opened is None:
+            got, expected = "no trajectory that is under way", "the base URL of one"
+            raise RolloutError("no_session", exchange.raw_path, got, expected)
+        exchange.headers.pop("authorization", None)
+        if target.rest in _KINDS:
+            if exchange.method != "POST":
+                raise RolloutError("method", exchange.raw_path, exchange.method, "POST")
+            await self._call(exchange, opened, target.rest, target.agent)
+        elif target.rest == MODELS:
+            async with self._upstreams.answer("GET", MODELS, None, {}, None) as response:
+                content = await self._upstreams.whole(response)
+                await exchange.answer(response.status, content, passed_on(response))
+        else:
+            expected = ", ".join([*_KINDS, MODELS])
+            raise RolloutError("no_such_path", exchange.raw_path, "no such path", expected)
+
+    async def _call(
+        self, exchange: Exchange, opened: OpenTrajectory, path: str, agent: str | None
+    ) -> None:
+        body = await exchange.body(self._recorder.settings.max_request_bytes)
+        if self._open.get(opened.session.name) is not opened:
+            raise RolloutError("no_session", path, "a trajectory that has ended", "an open one")
+        running = asyncio.create_task(self._in_turn(exchange, opened, path, agent, body))
+        opened.running.add(running)
+        running.add_done_callback(opened.running.discard)
+        await unless_left(exchange, running)
+
+    async def _in_turn(
+        self, exchange: Exchange, opened: OpenTrajectory, path: str, agent: str | None, body: bytes
+    ) -> None:
+        """Answer a call when the engine may work on it, with the weights that it has then."""
+        async with self._turn():
+            self._recorder.policy_version = self._engine.policy_version
+            call = Call(
+                recorder=self._recorder,
+                upstreams=self._upstreams,
+                exchange=exchange,
+                path=path,
+                asked=await self._asked(path, body, opened),
+                body=body,
+                session=opened.session,
+                agent=agent,
+            )
+            try:
+                await call.run()
+            except EngineGone as gone:
+                opened.failure = gone
+                raise
+            if self._served is not None and exchange.status == STATUS[ENGINE_DOWN]:
+                opened.failure = self._served.failure
+
+    async def _asked(self, path: str, body: bytes, opened: OpenTrajectory) -> Asked:
+        """Parse a request, and complete it from the configuration.
+
+        Raises:
+            RolloutError: engine_request if its answer could not be recorded; request_size.
+        """
+        try:
+            fields = _DECODER.decode(body)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise RolloutError("engine_request", path, str(error), "a JSON object") from None
+        model = (await self._upstreams.model()).id
+        config, task = opened.config, opened.task
+        seed = seed_of(config.seed, task.trajectory_id, opened.num_calls)
+        opened.num_calls += 1
+        own = usual_fields(config, seed, self._engine.policy_version) | {"model": model}
+        made = msgspec.json.encode(completed(fields, own, config.max_response_tokens))
+        asked = read_request(_KINDS[path], made)
+        if asked is None or not asked.is_exact:
+            got = "no JSON" if asked is None else "`echo` or `use_beam_search`"
+            expected = "a request whose answer is sampled token by token"
+            raise RolloutError("engine_request", path, got, expected)
+        return asked
+
+
+@asynccontextmanager
+async def open_calls(
+    config: GenerateConfig, engine: Engine, tokenizer: ChatTokenizer, turn: Turn
+) -> AsyncIterator[Calls]:
+    """Serve the calls of harnesses on loopback for as long as the block lasts.
+
+    Args:
+        config: Its `urls` are the engine's API; without any, the engine is served here too.
+        engine: An entered engine.
+        tokenizer: Tokenizer of the engine.
+        turn: Context entered around each call, while the engine works on it.
+
+    Raises:
+        RolloutError: address if there is no free port.
+    """
+    folder = tempfile.mkdtemp(prefix="rollouts-")
+    with Watch(folder) as watch:
+        async with AsyncExitStack() as serving:
+            urls, served = config.urls, None
+            if not urls:
+                served = EngineApp(engine, tokenizer, Path(config.model).name)
+                urls = (await serving.enter_async_context(answering_at_loopback(served)),)
+            settings = RecordSettings(
+                out=folder, upstreams=urls, idle_timeout_s=math.inf, flush_s=math.inf
+            )
+            calls = Calls(
+                recorder=await serving.enter_async_context(Recorder(settings)),
+                upstreams=await serving.enter_async_context(PolicyUpstreams(urls, engine)),
+                engine=engine,
+                vocab_size=tokenizer.vocab_size,
+                turn=turn,
+                watch=watch,
+                served=served,
+            )
+            calls.url = await serving.enter_async_context(answering_at_loopback(calls))
+            yield calls
+
+
+@asynccontextmanager
+async def answering_at_loopback(app: Application) -> AsyncIterator[str]:
+    """Serve an application on a free port of the loopback interface; yields its root URL."""
+    with listen(_HOST, 0) as listener:
+        async with answering(Guard(app, _HOST), listener, stop_s=_STOP_S):
+            yield f"http://{_HOST}:{listener.getsockname()[1]}"

@@ -1,0 +1,69 @@
+"""Complete the requests of harnesses from the configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from pipelines.generation.config import GenerateConfig
+from pipelines.generation.engines.vllm import sampling_fields
+from pipelines.record.engine_requests import Fields
+
+_LENGTHS = ("max_completion_tokens", "max_tokens")
+_OURS = ("model", "cache_salt")
+_NOT_ASKED = ("max_tokens", "return_token_ids", "include_stop_str_in_output", "seed")
+
+
+def usual_fields(config: GenerateConfig, seed: int | None, policy_version: int) -> dict[str, Any]:
+    """Return the fields of a request that specifies no sampling settings.
+
+    Args:
+        config: Sampling settings.
+        seed: Seed of this call; None: the engine's random numbers.
+        policy_version: Version of the engine's weights; hides cache entries of older weights.
+    """
+    usual = sampling_fields(config.sampling)
+    fields = {name: value for name, value in usual.items() if name not in _NOT_ASKED}
+    fields |= config.sampling_extra
+    if config.chat_template_kwargs:
+        fields["chat_template_kwargs"] = config.chat_template_kwargs
+    if seed is not None:
+        fields["seed"] = seed
+    if config.engine == "vllm":
+        fields["cache_salt"] = f"policy_version={policy_version}"
+    return fields
+
+
+def completed(fields: Fields, usual: Mapping[str, Any], max_response_tokens: int) -> Fields:
+    r"""Complete a request.
+
+    Args:
+        fields: Fields that the client sent; null counts as missing.
+        usual: Defaults. `model` and `cache_salt` always override the client's.
+        max_response_tokens: Upper bound of the requested length.
+
+    Example:
+        >>> made = completed({"max_tokens": msgspec.Raw(b"9")}, {"temperature": 0.5}, 4)
+        >>> msgspec.json.encode(made)
+        b'{"temperature":0.5,"max_tokens":4}'
+    """
+    made = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in usual.items()}
+    named = {name: value for name, value in fields.items() if bytes(value) != b"null"}
+    ours = {name: made[name] for name in _OURS if name in made}
+    made |= named | ours
+    lengths = [name for name in _LENGTHS if name in named] or ["max_tokens"]
+    most = msgspec.Raw(msgspec.json.encode(max_response_tokens))
+    for name in lengths:
+        if name not in named or _number(named[name]) > max_response_tokens:
+            made[name] = most
+    return made
+
+
+def _number(raw: msgspec.Raw) -> float:
+    """Parse a number, or one written as text, which vLLM accepts too; 0 for anything else."""
+    try:
+        return msgspec.convert(msgspec.json.decode(raw), float, strict=False)
+    except msgspec.ValidationError:
+        return 0

@@ -1,0 +1,77 @@
+"""Parse the result of a harness: a reward, or an object with more."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from pipelines.generation.environments import as_number
+from pipelines.generation.texts import encodable
+from rollout_io.conversion.rewards import Outcome
+from schemas.errors import RolloutError
+
+REWARD = "harness_reward"
+_EXPECTED = "a finite number, or an object with `reward` and maybe `metrics`"
+
+
+def outcome_of(result: Any, where: str) -> Outcome:
+    """Check the result of a run and convert it to an outcome.
+
+    Args:
+        result: The reward, or a mapping: `reward` or `error` (why the run failed), and `metrics`,
+            numbers by name.
+        where: Place for error messages.
+
+    Raises:
+        RolloutError: harness_reward if it is none of these.
+
+    Example:
+        >>> outcome_of({"reward": 1, "metrics": {"turns": 3}}, "trajectory").metrics
+        {'turns': 3.0}
+    """
+    number = as_number(result)
+    if number is not None:
+        return Outcome(where=where, reward=number, error=None, metrics={}, user_values={})
+    if not isinstance(result, Mapping):
+        raise _bad(where, f"{result!r:.60}")
+    unknown = sorted(map(repr, result.keys() - {"reward", "error", "metrics"}))
+    if unknown:
+        raise _bad(where, f"the key {unknown[0]}", "numbers of your own go into `metrics`")
+    given, error = result.get("metrics") or {}, result.get("error")
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) and name for name in given):
+        raise _bad(where, f"metrics {given!r:.60}")
+    metrics = {encodable(name): as_number(value) for name, value in given.items()}
+    bad = next((name for name, value in metrics.items() if value is None), None)
+    if bad is not None:
+        raise _bad(where, f"metrics[{bad!r}] = {given[bad]!r:.60}", "metrics are finite numbers")
+    if error is not None:
+        reward, error = None, encodable(str(error))[:1000] or "failed"
+    else:
+        reward = as_number(result.get("reward"))
+        if reward is None:
+            raise _bad(where, f"reward {result.get('reward')!r:.60}")
+    return Outcome(
+        where=where,
+        reward=reward,
+        error=error,
+        metrics={name: value for name, value in metrics.items() if value is not None},
+        user_values={},
+    )
+
+
+def parse_result(text: str, where: str) -> Outcome:
+    """Parse an outcome from text: a number, or a JSON object.
+
+    Raises:
+        RolloutError: As `outcome_of`.
+    """
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        raise _bad(where, repr(text[-60:]) if text.strip() else "nothing") from None
+    return outcome_of(found, where)
+
+
+def _bad(where: str, got: str, hint: str | None = None) -> RolloutError:
+    return RolloutError(REWARD, where, got, _EXPECTED, hint)

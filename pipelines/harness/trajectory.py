@@ -1,0 +1,67 @@
+"""A trajectory made by a harness that calls its base URL."""
+
+from __future__ import annotations
+
+from pipelines.generation.config import GenerateConfig
+from pipelines.generation.tasks import Task
+from pipelines.harness.launchers import Harness
+from pipelines.harness.recorded_calls import Calls
+from rollout_io.conversion.rewards import Outcome
+from rollout_io.formats.base import Step
+from schemas.errors import RolloutError
+
+
+class HarnessTrajectory:
+    """One run of a harness.
+
+    Args:
+        harness: The harness to run.
+        calls: Serves its calls.
+        task: The task to attempt.
+        config: Sampling settings for what its calls leave out, and its time limit.
+
+    Attributes:
+        steps: Its calls, set when it ends; kept if the trajectory fails.
+        warnings: Always empty.
+    """
+
+    def __init__(self, harness: Harness, calls: Calls, task: Task, config: GenerateConfig) -> None:
+        self._harness, self._calls, self._task, self._config = harness, calls, task, config
+        self.where = f"trajectory {task.trajectory_id!r}"
+        self.steps: list[Step] = []
+        self.warnings: list[str] = []
+
+    async def run(self) -> None:
+        """Run the harness; the last step gets its reward, earlier steps get 0.
+
+        Raises:
+            RolloutError: As `Harness.run`; harness_error if it reports a failure; no_calls; errors
+                that make its calls unusable; engine_down.
+        """
+        failure: RolloutError | None = None
+        async with self._calls.trajectory(self._task, self._config) as (opened, endpoint):
+            try:
+                outcome = await self._harness.run(
+                    endpoint, self._task, self._config.agent_timeout_s, self._calls.watch
+                )
+            except RolloutError as error:
+                failure = error
+                outcome = _failed(self.where, error.failure)
+            await opened.end_calls()
+            if opened.failure is not None:
+                raise opened.failure
+            if opened.session.places:
+                self.steps, fault = await self._calls.steps(opened, outcome)
+                failure = failure or fault
+        if failure is None and outcome.error is not None:
+            failure = RolloutError("harness_error", self.where, outcome.error)
+        if failure is None and not self.steps:
+            got = f"{opened.num_calls} calls, none of them answered" if opened.num_calls else "none"
+            hint = f"does the harness use its base URL, {endpoint.base_url}?"
+            raise RolloutError("no_calls", self.where, got, "a call of the model", hint)
+        if failure is not None:
+            raise failure
+
+
+def _failed(where: str, error: str) -> Outcome:
+    return Outcome(where=where, reward=None, error=error, metrics={}, user_values={})

@@ -1,0 +1,1 @@
+"""Steps to sequences and back: the prefix tree, lineages, merge and unmerge."""

@@ -1,0 +1,231 @@
+"""Find which step continues which: the chains of steps that a merge joins into one sequence.
+
+A step may continue an earlier step of its trajectory if its prompt starts with that step's prompt +
+response, token for token, and both agree in everything that one row can hold only once (see
+`join_keys`). At most one step continues a given step: the earliest candidate.
+
+    consecutive   a step continues the step right before it, or none: the rule of SkyRL's
+                  merge_stepwise_output
+    lineage       a step continues the longest earlier step that has no continuation yet: so the
+                  main agent continues after a sub-agent's calls, and a context that was set aside
+                  can be resumed
+
+If a trajectory has a row that cannot be joined (it sampled nothing, or its `segments` already list
+sampled ranges), both rules act as `consecutive`: such a row cannot record which step it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal, TypeAlias
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pipelines.merging.prefix_tree import Ancestry, PrefixTree, prefix_tree
+from rollout_io.dataset.prefix_layout import decode_prefixes, is_encoded
+from schemas.ragged import IntArray, Ragged
+
+Rule: TypeAlias = Literal["lineage", "consecutive"]
+
+SAME_IN_A_SEQUENCE = ("token_source", "temperature", "top_p", "top_k", "sampling_extra", "error")
+SAME_NULLNESS = ("rollout_logprobs", "reward", "rewards", "rollout_expert_indices")
+
+
+def continued_rows(
+    table: pa.Table, rule: Rule = "lineage", tree: PrefixTree | None = None
+) -> IntArray:
+    """[N] Find the row that each row continues; -1 where a sequence starts.
+
+    Args:
+        table: Whole trajectories, as for `prefix_tree`.
+        rule: `lineage` or `consecutive`.
+        tree: Prefix tree of the table, if it was computed already.
+
+    Example:
+        Prompts [1], [7] and [1, 2, 3], responses [2], [8] and [4]: the third step continues the
+        first, after a sub-agent's call.
+
+        >>> continued_rows(table, "lineage").tolist()
+        [-1, -1, 0]
+        >>> continued_rows(table, "consecutive").tolist()
+        [-1, -1, -1]
+    """
+    tree = tree or prefix_tree(table)
+    keys = join_keys(table, tree)
+    # Most trajectories are decided by the longest shared prefix alone, at once and without reading
+    # tokens; only the undecided ones are walked in Python.
+    length = tree.prompt + tree.response
+    whole = (tree.parent >= 0) & (tree.shared == length[tree.parent])
+    joins = whole & (keys >= 0) & (keys == keys[tree.parent])
+    parent = np.where(joins, tree.parent, -1)
+    reach = len(parent) if rule == "lineage" else 1
+    steps_back = np.where(np.isin(tree.start, tree.start[keys < 0]), 1, reach)
+    undecided = list(_undecided(tree, parent, steps_back))
+    whole = Ancestry(tree).whole if undecided else parent
+    for start, end in undecided:
+        key, reach = keys[start:end].tolist(), int(steps_back[start])
+        adds = (tree.prompt > tree.shared)[start:end] | (length[start:end] == 0)
+        if adds.all():
+            above = np.where(whole[start:end] < 0, -1, whole[start:end] - start)
+            found = _by_ancestors(above.tolist(), key, reach)
+        else:
+            found = _by_tokens(table.slice(start, end - start), key, reach)
+        parent[start:end] = [at if at < 0 else start + at for at in found]
+    return parent
+
+
+def join_keys(table: pa.Table, tree: PrefixTree) -> IntArray:
+    """[N] Compute keys: rows may share a sequence if their keys are equal; -1: the row stays alone.
+
+    One row holds a single value of each column in `SAME_IN_A_SEQUENCE`, and each column of
+    `SAME_NULLNESS` is null for the whole row or not at all. A row that sampled nothing, or whose
+    `segments` already list its sampled ranges, stays alone.
+    """
+    keys = np.zeros(table.num_rows, np.int64)
+    for name in (*SAME_IN_A_SEQUENCE, *SAME_NULLNESS):
+        if name in table.column_names:
+            column = table.column(name)
+            values = column.is_null() if name in SAME_NULLNESS else column
+            keys = _paired(keys, values)
+    alone = tree.response == 0
+    if "segments" in table.column_names:
+        alone |= np.asarray(table.column("segments").is_valid())
+    return np.where(alone, -1, keys)
+
+
+def _paired(keys: IntArray, values: pa.ChunkedArray) -> IntArray:
+    """Combine keys with a column: equal only where both are equal."""
+    if pa.types.is_dictionary(values.type):
+        values = values.cast(values.type.value_type)
+    # Combined first: old PyArrow cannot combine a dictionary array without chunks.
+    codes = pc.dictionary_encode(values.combine_chunks(), null_encoding="encode").indices
+    combined = keys * (len(keys) + 1) + np.asarray(codes, np.int64)
+    if len(keys) == 0 or (combined == combined[0]).all():
+        return np.zeros_like(keys)
+    # Renumber: products of many columns' codes would overflow int64.
+    return np.unique(combined, return_inverse=True)[1].astype(np.int64)
+
+
+def _undecided(
+    tree: PrefixTree, parent: IntArray, steps_back: IntArray
+) -> Iterator[tuple[int, int]]:
+    """Find the trajectories where the longest shared prefix alone does not determine the chains."""
+    num_rows = len(parent)
+    is_root = (tree.parent < 0) & (tree.prompt > 0)
+    in_reach = parent >= np.arange(num_rows) - steps_back
+    sure = is_root | ((parent >= 0) & in_reach & (tree.prompt > tree.shared))
+    _, first, count = np.unique(parent, return_index=True, return_counts=True)
+    # Two rows claim one parent: which of them continues it depends on the rest of the trajectory.
+    sure[first[(count > 1) & (parent[first] >= 0)]] = False
+    trajectory = np.searchsorted(tree.starts, np.flatnonzero(~sure), side="right") - 1
+    bounds = np.append(tree.starts, num_rows).tolist()
+    return ((bounds[t], bounds[t + 1]) for t in np.unique(trajectory).tolist())
+
+
+def _by_ancestors(above: list[int], keys: list[int], steps_back: int) -> list[int]:
+    """Find the step that each step of a trajectory continues among its ancestors in the tree.
+
+    Candidates are ancestors in the prefix tree unless two steps hold the same tokens, which can
+    happen only if a prompt adds nothing to its parent's tokens (see `_by_tokens`).
+
+    Args:
+        above: The longest step that is a prefix of each prompt in full; -1: none.
+        keys: See `join_keys`.
+        steps_back: Maximum distance between a step and the step that it continues.
+    """
+    nearest = _nearest_of_its_key(above, keys)
+    num_open = [1] * len(keys)
+    found = []
+    for index, key in enumerate(keys):
+        at = _first_open(nearest[index], nearest, num_open) if key >= 0 else -1
+        if index - at > steps_back:
+            at = -1
+        if at >= 0:
+            num_open[at] = 0
+        found.append(at)
+    return found
+
+
+def _first_open(at: int, above: list[int], num_open: list[int]) -> int:
+    """Find the first open step from `at` upwards, compressing the path for later searches."""
+    passed = []
+    while at >= 0 and not num_open[at]:
+        passed.append(at)
+        at = above[at]
+    for place in passed:
+        above[place] = at
+    return at
+
+
+def _nearest_of_its_key(above: list[int], keys: list[int]) -> list[int]:
+    """For each step, find the nearest ancestor with the same key; -1: none."""
+    below: list[list[int]] = [[] for _ in keys]
+    for step, at in enumerate(above):
+        if at >= 0:
+            below[at].append(step)
+    nearest = [-1] * len(keys)
+    on_the_way: dict[int, int] = {}
+    todo = [step for step, at in enumerate(above) if at < 0]
+    while todo:
+        step = todo.pop()
+        if step < 0:  # all steps below ~step are done: restore the state from before it
+            on_the_way[keys[~step]] = nearest[~step]
+            continue
+        nearest[step] = on_the_way.get(keys[step], -1)
+        on_the_way[keys[step]] = step
+        todo += [~step, *below[step]]
+    return nearest
+
+
+def _by_tokens(part: pa.Table, keys: list[int], steps_back: int) -> list[int]:
+    """Find the step that each step of a trajectory continues by comparing tokens.
+
+    See `_by_ancestors` for the result.
+    """
+    part = decode_prefixes(part) if is_encoded(part) else part
+    prompts = Ragged.from_arrow(part.column("prompt_token_ids"))
+    responses = Ragged.from_arrow(part.column("response_ids"))
+    prompt = [prompts.row(i).tobytes() for i in range(len(keys))]
+    whole = [tokens + responses.row(i).tobytes() for i, tokens in enumerate(prompt)]
+    end, first, above = _ends(prompt, whole)
+    steps: list[dict[int, list[int]]] = [{} for _ in above]
+    num_open = np.bincount(end, np.array(keys) >= 0).astype(int).tolist()  # includes later steps
+    found = []
+    for index, key in enumerate(keys):
+        parent = -1
+        at = _first_open(first[index], above, num_open) if key >= 0 else -1
+        while at >= 0 and parent < 0:
+            fitting = steps[at].get(key)
+            if fitting and index - fitting[-1] <= steps_back:
+                parent = fitting.pop()
+                num_open[at] -= 1
+            at = _first_open(above[at], above, num_open)
+        steps[end[index]].setdefault(key, []).append(index)
+        found.append(parent)
+    return found
+
+
+def _ends(prompts: list[bytes], whole: list[bytes]) -> tuple[list[int], list[int], list[int]]:
+    """Locate steps in the trie of their tokens.
+
+    Returns:
+        The end node of each step; the last end node inside its prompt, -1 for none; the end node
+        above each end node.
+    """
+    number: dict[bytes, int] = {}
+    ends = [number.setdefault(tokens, len(number)) for tokens in whole]
+    above, last = [-1] * len(number), {}
+    path: list[tuple[bytes, int]] = []
+    # Sorted order visits a prefix before what it starts, so `path` is always the current branch.
+    for tokens in sorted({*prompts, *whole}):
+        while path and not tokens.startswith(path[-1][0]):
+            path.pop()
+        before = path[-1][1] if path else -1
+        end = number.get(tokens, -1)
+        if end >= 0:
+            above[end] = before
+            path.append((tokens, end))
+        last[tokens] = before if end < 0 else end
+    return ends, [last[tokens] for tokens in prompts], above

@@ -1,0 +1,245 @@
+"""Prefix-aware merging: steps that continue each other token for token become one sequence.
+
+Tokens that the next prompt adds are observations: they join the response, untrained. `segments`
+keeps every per-step value, so `unmerge` restores the steps. `pipelines.merging.lineage` decides
+which step continues which, by the rule `lineage` or `consecutive`.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import polars as pl
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pipelines.merging.lineage import Rule, continued_rows
+from pipelines.merging.prefix_tree import PrefixTree, prefix_tree
+from pipelines.merging.routing import join_routing, routed_alike
+from pipelines.merging.segments import is_joined, nest
+from pipelines.merging.sequences import Sequences
+from pipelines.merging.unmerge import unmerge_table
+from pipelines.tables import (
+    PER_TOKEN,
+    ROUTING,
+    Frame,
+    count_from_zero,
+    over_valid_tables,
+    set_column,
+)
+from rollout_io.dataset.prefix_layout import decode_prefixes, is_encoded, trajectory_starts
+from schemas.errors import RolloutError
+from schemas.ragged import IntArray, Ragged, gather, offsets_of, ranges
+from schemas.types import PREFIX_TYPES, without_views
+
+_ROW = "row that the step was merged into"
+
+
+def merge(frame: Frame, rule: Rule = "lineage", *, same_routes: bool = False) -> pl.LazyFrame:
+    """Merge steps that continue each other; takes and returns whole trajectories.
+
+    Rows are joined only if they have equal values in `lineage.SAME_IN_A_SEQUENCE`, and agree on
+    which of rollout_logprobs, reward, rewards and rollout_expert_indices are null. A row that has
+    an empty response or already has `segments` is kept as it is. Merged rows are split first, so
+    merging twice changes nothing, and another rule can be applied.
+
+    A merged row has the prompt of its first step, and all responses with the observations between
+    them. Observations have loss_mask false, log-probability 0.0 and reward 0.0. `reward` is the
+    sum; policy_version the oldest. Routes of the prompt come from the first step, of a response
+    from the step that sampled it, of an observation from the step that received it. Every other
+    column has the last step's value. Rows are in the order of their last steps.
+
+    Args:
+        frame: A rollout table.
+        rule: `lineage`, or `consecutive` (the rule of SkyRL's merge_stepwise_output).
+        same_routes: Join steps only if the merged row can keep all routes that their trained tokens
+            depend on: see `routing.routed_alike`.
+
+    Example:
+        Steps of one trajectory, prompts [1, 2] and [1, 2, 3, 9], responses [3] and [4]:
+
+        >>> merge(steps).select("prompt_token_ids", "response_ids", "loss_mask").collect().rows()
+        [([1, 2], [3, 9, 4], [True, False, True])]
+    """
+    return over_valid_tables(frame, partial(merge_table, rule=rule, same_routes=same_routes))
+
+
+def merge_table(table: pa.Table, rule: Rule = "lineage", *, same_routes: bool = False) -> pa.Table:
+    """Apply `merge` to an Arrow table of whole trajectories, in either layout."""
+    table = without_views(table)
+    _refuse_scattered(table)
+    if _has_joined(table):
+        table = unmerge_table(decode_prefixes(table) if is_encoded(table) else table)
+    tree = prefix_tree(table)
+    continued = continued_rows(table, rule, tree)
+    if same_routes and ROUTING in table.column_names:
+        continued = np.where(routed_alike(table, tree.prompt, continued), continued, -1)
+    return _joined(table, tree, continued)
+
+
+def part_by_routes(frame: Frame) -> pl.LazyFrame:
+    """Split merged rows where steps were routed differently; other joins are kept.
+
+    Works for either merge rule: after `merge(steps)`, the result equals
+    `merge(steps, same_routes=True)`. Rows without routes are kept as they are.
+
+    Args:
+        frame: A rollout table.
+
+    Example:
+        A row of three steps; the third was routed differently where it repeats the first:
+
+        >>> part_by_routes(merged).select("prompt_token_ids", "response_ids").collect().rows()
+        [([1, 2], [3, 9, 4]), ([1, 2, 3, 9, 4, 9], [5])]
+    """
+    return over_valid_tables(frame, part_by_routes_table)
+
+
+def part_by_routes_table(table: pa.Table) -> pa.Table:
+    """Apply `part_by_routes` to an Arrow table of whole trajectories."""
+    if ROUTING not in table.column_names or not _has_joined(table):
+        return table
+    table = decode_prefixes(table) if is_encoded(table) else table
+    steps = unmerge_table(table.append_column(_ROW, pa.array(np.arange(table.num_rows))))
+    row = steps.column(_ROW).to_numpy()
+    steps, tree = steps.drop_columns([_ROW]), prefix_tree(steps)
+    order = np.argsort(row, kind="stable")
+    follows = np.diff(row[order]) == 0
+    continued = np.full(len(row), -1)
+    continued[order[1:][follows]] = order[:-1][follows]
+    continued[~routed_alike(steps, tree.prompt, continued)] = -1
+    return _joined(steps, tree, continued)
+
+
+def _has_joined(table: pa.Table) -> bool:
+    return "segments" in table.column_names and bool(is_joined(table).any())
+
+
+def _joined(table: pa.Table, tree: PrefixTree, continued: IntArray) -> pa.Table:
+    """Build the merged rows from steps, given the step that each one continues."""
+    sequences = Sequences.of_steps(tree, continued)
+    out = _folded(table, sequences)
+    tokens = _stored_tokens if is_encoded(table) else _full_tokens
+    prompt, response = tokens(table, tree, sequences)
+    made = {"prompt_token_ids": prompt.to_arrow(pa.int32())}
+    made["response_ids"] = response.to_arrow(pa.int32())
+    for name, kind in PER_TOKEN.items():
+        if name in table.column_names:
+            column = Ragged.from_arrow(table.column(name))
+            made[name] = _join(column, sequences).to_arrow(kind)
+    extra: dict[str, pa.Array] = {}
+    if ROUTING in table.column_names:
+        made[ROUTING], extra = join_routing(table.column(ROUTING), sequences)
+    out = _assembled(table, out, made)
+    return nest(out, table, sequences, sequences.interleaved(tree), extra)
+
+
+def _refuse_scattered(table: pa.Table) -> None:
+    starts = trajectory_starts(table)
+    names = table.column("trajectory_id").take(pa.array(starts))
+    if len(names.unique()) == len(names):
+        return
+    counts = names.value_counts()
+    name = next(c["values"] for c in counts.to_pylist() if c["counts"] > 1)
+    got, hint = "its rows in several places", "sort by instance_id, repetition_id, step_index"
+    where, expected = f"trajectory {name!r}", "side by side"
+    raise RolloutError("contiguous_trajectory", where, got, expected, hint)
+
+
+def _assembled(table: pa.Table, out: pa.Table, made: dict[str, pa.Array]) -> pa.Table:
+    """Assemble the logical columns in the table's order, from `made` where present, else `out`."""
+    fields = [f for f in table.schema if f.name not in PREFIX_TYPES]
+    prompts = next(n for n in table.column_names if n in ("prompt_token_ids", *PREFIX_TYPES))
+    if prompts in PREFIX_TYPES:
+        at = table.column_names.index(prompts)
+        fields.insert(at, pa.field("prompt_token_ids", pa.list_(pa.int32()), nullable=False))
+    columns = [made[f.name] if f.name in made else out.column(f.name) for f in fields]
+    typed = [
+        pa.field(f.name, c.type, f.nullable, f.metadata)
+        for f, c in zip(fields, columns, strict=True)
+    ]
+    return pa.Table.from_arrays(columns, schema=pa.schema(typed, table.schema.metadata))
+
+
+def _full_tokens(table: pa.Table, tree: PrefixTree, sequences: Sequences) -> tuple[Ragged, Ragged]:
+    """Build prompts and responses of the sequences from full prompts.
+
+    The first step's prompt and the last step's prompt + response hold all tokens of a sequence.
+    """
+    prompts = Ragged.from_arrow(table.column("prompt_token_ids"))
+    responses = Ragged.from_arrow(table.column("response_ids"))
+    head, last = sequences.head, sequences.last
+    prompt = _part(prompts.values, prompts.offsets[head], tree.prompt[head])
+    observed = sequences.start[last]
+    values = np.empty(int(sequences.offsets[-1]), np.int32)
+    before = gather(prompts.values, prompts.offsets[1:][last] - observed, observed)
+    values[ranges(sequences.offsets[:-1], observed)] = before
+    sampled = gather(responses.values, responses.offsets[last], tree.response[last])
+    values[ranges(sequences.offsets[:-1] + observed, tree.response[last])] = sampled
+    return prompt, Ragged(values, sequences.offsets, np.ones(len(head), np.bool_))
+
+
+def _stored_tokens(
+    table: pa.Table, tree: PrefixTree, sequences: Sequences
+) -> tuple[Ragged, Ragged]:
+    """Build prompts and responses of the sequences from the prefix columns, each token once.
+
+    A token has the same position in every step that holds it, counted from the prompt's start. So
+    tokens of a step that neither the step nor its sequence stores are copied from the same
+    positions of its parent's sequence.
+    """
+    length = tree.prompt[sequences.last] + tree.response[sequences.last]
+    offsets = offsets_of(length)
+    base = offsets[sequences.of]
+    values = np.empty(int(offsets[-1]), np.int32)
+    suffix = Ragged.from_arrow(table.column("prompt_suffix_ids"))
+    responses = Ragged.from_arrow(table.column("response_ids"))
+    values[ranges(base + tree.shared, suffix.lengths)] = suffix.values
+    values[ranges(base + tree.prompt, responses.lengths)] = responses.values
+    missing = np.flatnonzero(tree.shared > sequences.known)
+    known, end = sequences.known[missing].tolist(), tree.shared[missing].tolist()
+    into, source = base[missing].tolist(), base[tree.parent[missing]].tolist()
+    for a, b, to, origin in zip(known, end, into, source, strict=True):
+        values[to + a : to + b] = values[origin + a : origin + b]
+    split = tree.prompt[sequences.head]
+    return (
+        _part(values, offsets[:-1], split),
+        _part(values, offsets[:-1] + split, length - split),
+    )
+
+
+def _part(values: np.ndarray, starts: IntArray, lengths: IntArray) -> Ragged:
+    rows = np.ones(len(starts), np.bool_)
+    return Ragged(gather(values, starts, lengths), offsets_of(lengths), rows)
+
+
+def _join(column: Ragged, sequences: Sequences) -> Ragged:
+    """Join a per-token column over merged rows: 0 (false) at observations; null stays null."""
+    valid = column.valid[sequences.head]
+    lengths = np.where(valid, np.diff(sequences.offsets), 0)
+    values = np.zeros(int(sequences.offsets[-1]), column.values.dtype)
+    start = sequences.offsets[sequences.of] + sequences.start
+    values[ranges(start, column.lengths)] = column.values
+    kept = values if valid.all() else gather(values, sequences.offsets[:-1], lengths)
+    return Ragged(kept, offsets_of(lengths), valid)
+
+
+def _folded(table: pa.Table, sequences: Sequences) -> pa.Table:
+    """Fold the columns without tokens: the last step's, rewards summed, oldest version."""
+    tokens = {"prompt_token_ids", "response_ids", ROUTING, *PER_TOKEN, *PREFIX_TYPES}
+    rest = table.drop_columns([n for n in table.column_names if n in tokens])
+    out = rest.take(pa.array(sequences.last))
+    if "reward" in table.column_names:
+        reward = table.column("reward")
+        sums = np.bincount(sequences.of, reward.to_numpy(), len(sequences.head))
+        unknown = np.asarray(reward.is_null())[sequences.head]
+        out = set_column(out, "reward", pa.array(sums, pa.float64(), mask=unknown))
+    if "policy_version" in table.column_names and len(sequences.head):
+        # The maximum stands in for null, so that a known version always wins; all null gives null.
+        newest = np.iinfo(np.int32).max
+        versions = np.asarray(pc.fill_null(table.column("policy_version"), newest))
+        oldest = np.minimum.reduceat(versions[sequences.order], sequences.first)
+        column = pa.array(oldest, pa.int32(), mask=oldest == newest)
+        out = set_column(out, "policy_version", column)
+    return set_column(out, "step_index", pa.array(count_from_zero(out), pa.int32()))

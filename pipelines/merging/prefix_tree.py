@@ -1,0 +1,120 @@
+"""Prefix tree of a table: for each step, the earlier step whose tokens its prompt repeats."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rollout_io.dataset.prefix_layout import find_parents, is_encoded, trajectory_starts
+from schemas.ragged import IntArray, Ragged, list_lengths
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixTree:
+    """Parents and lengths (in tokens) of N rows.
+
+    Attributes:
+        starts: [T] first row of each trajectory.
+        start: [N] first row of the trajectory that each row belongs to.
+        parent: [N] the earlier row of the trajectory whose prompt + response shares the longest
+            prefix with this prompt (ties: the latest); -1 for a root.
+        shared: [N] number of tokens shared with the parent.
+        prompt: [N] number of prompt tokens.
+        response: [N] number of response tokens.
+    """
+
+    starts: IntArray
+    start: IntArray
+    parent: IntArray
+    shared: IntArray
+    prompt: IntArray
+    response: IntArray
+
+
+def prefix_tree(table: pa.Table) -> PrefixTree:
+    """Build the prefix tree of whole trajectories; with prefix columns, no token is read.
+
+    Args:
+        table: trajectory_id, response_ids, and `prompt_token_ids` or the columns of the `prefix`
+            layout.
+
+    Example:
+        Prompts [1, 2], [1, 2, 3, 9] and [1, 7], responses [3], [4] and [5]:
+
+        >>> tree = prefix_tree(table)
+        >>> tree.parent.tolist(), tree.shared.tolist()
+        ([-1, 0, 1], [0, 3, 1])
+    """
+    starts = trajectory_starts(table)
+    start = np.repeat(starts, np.diff(np.append(starts, table.num_rows)))
+    response = list_lengths(table.column("response_ids"))
+    if is_encoded(table):
+        parent = np.asarray(pc.fill_null(table.column("parent_step_index"), -1), np.int64)
+        shared = np.asarray(table.column("prefix_length"), np.int64)
+        prompt = shared + list_lengths(table.column("prompt_suffix_ids"))
+    else:
+        prompts = Ragged.from_arrow(table.column("prompt_token_ids"))
+        responses = Ragged.from_arrow(table.column("response_ids"))
+        parent, shared = find_parents(prompts, responses, starts)
+        prompt = prompts.lengths
+    parent = np.where(parent < 0, -1, start + parent)
+    return PrefixTree(starts, start, parent, shared, prompt, response)
+
+
+class Ancestry:
+    """Ancestors of a tree's rows, looked up for many rows at once in O(log rows) steps.
+
+    Attributes:
+        holder: [N] the row that adds the token just before the tokens that the row itself adds: its
+            nearest ancestor that shares fewer tokens with its own parent. A root's holder is
+            itself.
+        whole: [N] the longest ancestor whose whole prompt + response is a prefix of the row's
+            prompt; -1: none. Follow `whole` from there to find shorter ones.
+    """
+
+    def __init__(self, tree: PrefixTree) -> None:
+        rows = np.arange(len(tree.parent))
+        self._length = tree.prompt + tree.response
+        # Binary lifting: level i jumps 2**i ancestors, and knows the fewest tokens shared on the
+        # way.
+        up, fewest = np.where(tree.parent < 0, rows, tree.parent), tree.shared
+        self._levels: list[tuple[IntArray, IntArray]] = []
+        while not self._levels or (self._levels[-1][0] != up).any():
+            self._levels.append((up, fewest))
+            up, fewest = up[up], np.minimum(fewest, fewest[up])
+        parent = self._levels[0][0]
+        self.holder = self._adding(parent, np.maximum(tree.shared - 1, 0))
+        above = self._adding(parent, tree.shared)
+        is_whole = (self._length[above] <= tree.shared) | (tree.parent < 0)
+        self.whole = np.where(tree.parent < 0, -1, above)[
+            _followed(np.where(is_whole, rows, above))
+        ]
+
+    def whole_within(self, rows: IntArray, num_tokens: IntArray) -> IntArray:
+        """[K] Find the longest of each row and its ancestors that is whole within a prefix.
+
+        Args:
+            rows: [K].
+            num_tokens: [K] length of that prefix, in tokens of the row's prompt + response.
+
+        Returns:
+            [K] rows; -1 for none.
+        """
+        found = self._adding(rows, num_tokens)
+        return np.where(self._length[found] <= num_tokens, found, self.whole[found])
+
+    def _adding(self, rows: IntArray, num_tokens: IntArray) -> IntArray:
+        """[K] Find the nearest of each row and its ancestors that shares at most `num_tokens`."""
+        for up, fewest in reversed(self._levels):
+            rows = np.where(fewest[rows] > num_tokens, up[rows], rows)
+        return rows
+
+
+def _followed(to: IntArray) -> IntArray:
+    """[N] Follow each row's pointer to the row that points to itself, by pointer doubling."""
+    while not np.array_equal(further := to[to], to):
+        to = further
+    return to

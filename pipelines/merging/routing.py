@@ -1,0 +1,147 @@
+"""Join the routed experts of merged rows without loss, and split them again.
+
+In a merged row, each token has the routes of the earliest step that recorded routes for it. So the
+prompt has the first step's routes and a response those of the step that sampled it. The response's
+last token, which an engine does not route while sampling it, and the observation after it have the
+next step's routes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pipelines.merging.sequences import Sequences
+from pipelines.tables import ROUTING
+from rollout_io.dataset.arrays import routing_array
+from schemas.columns import NUM_ROUTED
+from schemas.ragged import BoolArray, IntArray, Ragged, list_lengths, offsets_of
+
+Routes = npt.NDArray[np.int16]
+
+
+def join_routing(
+    column: pa.ChunkedArray, sequences: Sequences
+) -> tuple[pa.Array, dict[str, pa.Array]]:
+    """Join the routes of sequences, and keep per step what the joined routes cannot restore.
+
+    Args:
+        column: [N] `rollout_expert_indices` of the steps.
+        sequences: Assignment of steps to sequences.
+
+    Returns:
+        [M] routes of a leading part of prompt + response; and [N] fields for the segments:
+        num_routed_tokens, and the step's routes if they differ from the sequence's.
+
+    Example:
+        One layer, top-1. Steps with routes [5, 6] (prompt 1 token, response 2) and [5, 6, 7, 8]:
+        the sequence has [5, 6, 7, 8], and num_routed_tokens of the steps is 2 and 4.
+    """
+    routes = Routing.of(column)
+    joined: list[Routes | None] = [None] * len(sequences.head)
+    own: list[Routes | None] = [None] * len(column)
+    for sequence, first in enumerate(sequences.first.tolist()):
+        steps = sequences.order[first : first + int(sequences.count[sequence])].tolist()
+        parts = [routes.row(step) for step in steps]
+        if parts[0] is None:
+            continue
+        joined[sequence] = whole = _joined([part for part in parts if part is not None])
+        for step, part in zip(steps, parts, strict=True):
+            if part is not None and not np.array_equal(whole[: len(part)], part):
+                own[step] = part
+    num_routed = pa.array(routes.tokens.lengths, pa.int32(), mask=~routes.tokens.valid)
+    fields = {NUM_ROUTED: num_routed, ROUTING: routing_array(own, *routes.shape)}
+    return routing_array(joined, *routes.shape), fields
+
+
+def _joined(parts: list[Routes]) -> Routes:
+    pieces, known = [parts[0]], len(parts[0])
+    for part in parts[1:]:
+        if len(part) > known:
+            pieces.append(part[known:])
+            known = len(part)
+    return np.concatenate(pieces)
+
+
+def routed_alike(table: pa.Table, num_prompt: IntArray, continued: IntArray) -> BoolArray:
+    """[N] True if a step was routed like the step that it continues, wherever that matters.
+
+    If true, the routes that `join_routing` gives their row agree with both steps at every token
+    that a trained token of theirs is computed from. A step's last token is excluded: nothing in the
+    step is computed from it. A token without routes counts as different from a token with routes.
+
+    Args:
+        table: Steps with routes, `response_ids` and `loss_mask`.
+        num_prompt: [N] tokens of each prompt.
+        continued: [N] the step that each step continues; -1 for none, where the result is false.
+    """
+    routes = Routing.of(table.column(ROUTING))
+    num_routed = routes.tokens.lengths
+    mask = Ragged.from_arrow(table.column("loss_mask"))
+    slot = np.flatnonzero(mask.values)
+    row = mask.row_of(slot)
+    num_used = np.zeros(len(continued), np.int64)  # leading tokens that the last trained one sees
+    num_used[row] = num_prompt[row] + slot - mask.offsets[row]
+    alike = np.zeros(len(continued), np.bool_)
+    for step in np.flatnonzero(continued >= 0).tolist():
+        before = int(continued[step])
+        covered = num_routed[before] >= num_used[before] or num_routed[before] == num_routed[step]
+        known = routes.tokens.row(before)
+        alike[step] = covered and np.array_equal(routes.tokens.row(step)[: len(known)], known)
+    return alike
+
+
+def split_routing(
+    column: pa.ChunkedArray, segments: pa.StructArray, row: IntArray, segment: IntArray
+) -> pa.Array:
+    """[S] Split the routes of merged rows into those of their steps: the inverse of `join_routing`.
+
+    Args:
+        column: [N] routes of the merged rows.
+        segments: All segments, flattened.
+        row: [S] the row that holds each step.
+        segment: [S] flat index of each step in `segments`; -1 if its row is not split.
+    """
+    joined = Routing.of(column)
+    if segments.type.get_field_index(NUM_ROUTED) < 0:
+        return _taken(column, row)
+    own = Routing.of(pa.chunked_array([pc.struct_field(segments, ROUTING)]))
+    num_routed = pc.fill_null(pc.struct_field(segments, NUM_ROUTED), 0).to_numpy()
+    steps: list[Routes | None] = []
+    for at, index in zip(row.tolist(), segment.tolist(), strict=True):
+        whole = joined.row(at)
+        if whole is not None and index >= 0:
+            kept = own.row(index)
+            whole = whole[: num_routed[index]] if kept is None else kept
+        steps.append(whole)
+    return routing_array(steps, *joined.shape)
+
+
+def _taken(column: pa.ChunkedArray, row: IntArray) -> pa.Array:
+    return column.take(pa.array(row)).combine_chunks()
+
+
+class Routing:
+    """A routing column as rows of [tokens, layers * topk], int16."""
+
+    def __init__(self, tokens: Ragged, shape: tuple[int, int]) -> None:
+        self.tokens, self.shape = tokens, shape
+
+    @classmethod
+    def of(cls, column: pa.ChunkedArray) -> Routing:
+        """Wrap a column; copies only if it has several chunks."""
+        per_layer = column.type.value_type
+        shape = (per_layer.list_size, per_layer.value_type.list_size)
+        flat: Any = pc.list_flatten(pc.list_flatten(pc.list_flatten(column)))
+        lengths = list_lengths(column)
+        values = np.asarray(flat, np.int16).reshape(-1, shape[0] * shape[1])
+        valid = np.asarray(column.is_valid())
+        return cls(Ragged(values, offsets_of(lengths), valid), shape)
+
+    def row(self, index: int) -> Routes | None:
+        """[tokens, layers * topk] Return the routes of a row; None if they are unknown."""
+        return self.tokens.row(index) if self.tokens.valid[index] else None

@@ -1,0 +1,245 @@
+"""The `segments` column: per-step values of merged rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pipelines.merging.lineage import SAME_IN_A_SEQUENCE
+from pipelines.merging.sequences import Sequences
+from pipelines.tables import set_column
+from schemas.columns import JOINED, NUM_ROUTED, SEGMENT_FIELDS
+from schemas.ragged import BoolArray, IntArray, Ragged, list_lengths, offsets_of
+from schemas.types import PREFIX_TYPES, cast_column
+
+FOLDED = frozenset(
+    {
+        *("instance_id", "repetition_id", "trajectory_id", "step_index", "is_last_step"),
+        *("prompt_token_ids", "response_ids", "loss_mask", "rollout_logprobs", "rewards"),
+        "segments",
+        *SAME_IN_A_SEQUENCE,
+        "rollout_expert_indices",
+        *PREFIX_TYPES,
+    }
+)
+"""Columns that a merged row holds in full, or that are equal in all its steps. `segments` keeps the
+other columns per step."""
+
+
+_OWN_NAMES = frozenset({JOINED, NUM_ROUTED, *(field.name for field in SEGMENT_FIELDS)})
+
+
+def segment_name(column: str) -> str:
+    """Name the field of `segments` that keeps a column: the column's name, unless it is taken."""
+    taken = column in _OWN_NAMES or column.startswith("column.")
+    return f"column.{column}" if taken else column
+
+
+def per_step_names(table: pa.Table) -> list[str]:
+    """List the columns whose per-step values `segments` keeps."""
+    return [name for name in table.column_names if name not in FOLDED]
+
+
+def nest(
+    out: pa.Table,
+    steps: pa.Table,
+    sequences: Sequences,
+    interleaved: BoolArray,
+    extra: dict[str, pa.Array],
+) -> pa.Table:
+    """Set the `segments` of merged rows; rows of one step keep theirs.
+
+    If the steps of a trajectory are interleaved over several rows, its one-step rows get a segment
+    too, which records their step index.
+
+    Args:
+        out: [M] merged rows.
+        steps: [N] the steps that they were made of.
+        sequences: Assignment of steps to sequences.
+        interleaved: [M] see `Sequences.interleaved`.
+        extra: Further fields, one value per step ([N] each).
+    """
+    is_made = (sequences.count > 1) | interleaved
+    made_count = np.where(is_made, sequences.count, 0)
+    rows = sequences.order[is_made[sequences.of[sequences.order]]]
+    made = _made_segments(steps, rows, sequences.start, extra)
+    kept, kept_count = _kept_segments(out)
+    flat = _concat_structs(made, kept)
+
+    lengths = np.where(is_made, made_count, kept_count)
+    order = _interleave(is_made, lengths, len(made))
+    had = out.column("segments").is_valid() if "segments" in out.column_names else None
+    valid = is_made | (np.asarray(had) if had is not None else False)
+    values = flat.take(pa.array(order))
+    mask = None if valid.all() else pa.array(~valid)
+    offsets = pa.array(offsets_of(lengths), pa.int32())
+    kind = pa.list_(values.type)
+    return set_column(out, "segments", pa.ListArray.from_arrays(offsets, values, kind, mask=mask))
+
+
+def _made_segments(
+    steps: pa.Table, rows: IntArray, start: IntArray, extra: dict[str, pa.Array]
+) -> pa.StructArray:
+    index = pa.array(rows)
+    length = pc.list_value_length(steps.column("response_ids"))
+    columns = {
+        "start": pa.array(start[rows], pa.int32()),
+        "length": _flat(length.take(index)).cast(pa.int32()),
+        "step_index": _flat(steps.column("step_index").take(index)),
+        JOINED: pa.array(np.ones(len(rows), np.bool_)),
+    }
+    columns |= {name: column.take(index) for name, column in extra.items()}
+    names = per_step_names(steps)
+    columns |= {segment_name(name): _flat(steps.column(name).take(index)) for name in names}
+    return pa.StructArray.from_arrays(list(columns.values()), names=list(columns))
+
+
+def _kept_segments(out: pa.Table) -> tuple[pa.StructArray, IntArray]:
+    if "segments" not in out.column_names:
+        empty = pa.array([], pa.struct(list(SEGMENT_FIELDS)))
+        return empty, np.zeros(out.num_rows, np.int64)
+    column = out.column("segments")
+    lengths = list_lengths(column)
+    return _flat(pc.list_flatten(column)), lengths
+
+
+def _concat_structs(made: pa.StructArray, kept: pa.StructArray) -> pa.StructArray:
+    names = list(dict.fromkeys([f.name for f in made.type] + [f.name for f in kept.type]))
+    columns = []
+    for name in names:
+        parts = [
+            pc.struct_field(part, name) if part.type.get_field_index(name) >= 0 else None
+            for part in (made, kept)
+        ]
+        kind = next(part.type for part in parts if part is not None)
+        sizes = (len(made), len(kept))
+        filled = [
+            pa.nulls(size, kind) if part is None else cast_column(part, kind)
+            for part, size in zip(parts, sizes, strict=True)
+        ]
+        columns.append(pa.concat_arrays(filled))
+    return pa.StructArray.from_arrays(columns, names=names)
+
+
+def _interleave(is_made: BoolArray, lengths: IntArray, num_made: int) -> IntArray:
+    """Compute the take-indices that put made and kept segments into row order."""
+    from_made = np.repeat(is_made, lengths)
+    order = np.empty(len(from_made), np.int64)
+    order[from_made] = np.arange(int(from_made.sum()))
+    order[~from_made] = num_made + np.arange(int((~from_made).sum()))
+    return order
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """The steps inside the rows of a table.
+
+    Attributes:
+        row: [S] row of each step.
+        start: [S] start of the step's response in the row's response.
+        length: [S] tokens in the step's response; -1: the whole response.
+        segment: [S] flat index of the step's segment; -1 if its row is not split.
+    """
+
+    row: IntArray
+    start: IntArray
+    length: IntArray
+    segment: IntArray
+
+
+def has_segment(frame: pl.LazyFrame, name: str) -> bool:
+    """True if the frame's `segments` have this field."""
+    kind = frame.collect_schema().get("segments")
+    inner = kind.inner if isinstance(kind, pl.List) else None
+    return isinstance(inner, pl.Struct) and name in {field.name for field in inner.fields}
+
+
+def joined(frame: pl.LazyFrame) -> pl.Expr:
+    """Expression: true if a row was merged from several steps."""
+    if not has_segment(frame, JOINED):
+        return pl.lit(value=False)
+    return pl.col("segments").list.first().struct.field(JOINED).fill_null(value=False)
+
+
+def is_joined(table: pa.Table) -> BoolArray:
+    """[N] True if a row was merged from several steps."""
+    joined = np.zeros(table.num_rows, np.bool_)
+    if "segments" not in table.column_names:
+        return joined
+    column = table.column("segments")
+    flat = _flat(pc.list_flatten(column))
+    if flat.type.get_field_index(JOINED) < 0:
+        return joined
+    lengths = list_lengths(column)
+    first = offsets_of(lengths)[:-1][lengths > 0]
+    flags = np.asarray(pc.fill_null(pc.struct_field(flat, JOINED), False))
+    joined[lengths > 0] = flags[first]
+    return joined
+
+
+def steps_of(table: pa.Table, split: BoolArray) -> Steps:
+    """List the steps of all rows; only rows with `split` true are taken apart."""
+    column = table.column("segments")
+    lengths = list_lengths(column)
+    count = np.where(split, lengths, 1)
+    row = np.repeat(np.arange(len(count)), count)
+    inside = np.arange(len(row)) - np.repeat(offsets_of(count)[:-1], count)
+    segment = np.where(split[row], offsets_of(lengths)[row] + inside, -1)
+    start, length = _field(column, "start"), _field(column, "length")
+    pick = np.maximum(segment, 0)
+    if len(start) == 0:
+        return Steps(row, np.zeros_like(row), np.full_like(row, -1), segment)
+    return Steps(
+        row,
+        np.where(segment < 0, 0, start[pick]),
+        np.where(segment < 0, -1, length[pick]),
+        segment,
+    )
+
+
+def step_columns(table: pa.Table, steps: Steps) -> pa.Table:
+    """[S] Build one row per step, with every per-step value restored from `segments`."""
+    flat = _flat(pc.list_flatten(table.column("segments")))
+    out = table.take(pa.array(steps.row))
+    split = steps.segment >= 0
+    kept = pa.array(np.where(split, -1, steps.row), pa.int64(), mask=split)
+    out = set_column(out, "segments", _flat(table.column("segments").take(kept)))
+    out = set_column(out, "step_index", _chosen(table, flat, steps, "step_index", "step_index"))
+    for name in per_step_names(table):
+        if flat.type.get_field_index(segment_name(name)) >= 0:
+            out = set_column(out, name, _chosen(table, flat, steps, name, segment_name(name)))
+    return out
+
+
+def _chosen(table: pa.Table, flat: pa.StructArray, steps: Steps, name: str, field: str) -> pa.Array:
+    """[S] Take a column's values from the step's segment if it has one, else from its row."""
+    column = _flat(table.column(name))
+    stored = cast_column(pc.struct_field(flat, field), column.type)
+    order = np.where(steps.segment >= 0, len(column) + steps.segment, steps.row)
+    return pa.concat_arrays([column, stored]).take(pa.array(order))
+
+
+def segment_rewards(
+    table: pa.Table, responses: Ragged
+) -> tuple[IntArray, npt.NDArray[np.float64], IntArray]:
+    """For all segments: flat index of the last token in `responses`, reward (null: 0), row."""
+    column = table.column("segments")
+    lengths = list_lengths(column)
+    row = np.repeat(np.arange(len(lengths)), lengths)
+    ends = responses.offsets[row] + _field(column, "start") + _field(column, "length") - 1
+    earned = pc.fill_null(pc.struct_field(pc.list_flatten(column), "reward"), 0.0)
+    return ends, earned.to_numpy(), row
+
+
+def _field(column: pa.ChunkedArray, name: str) -> IntArray:
+    values = pc.struct_field(pc.list_flatten(column), name)
+    return np.asarray(values.to_numpy(), np.int64)
+
+
+def _flat(column: pa.ChunkedArray | pa.Array) -> pa.Array:
+    return column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column

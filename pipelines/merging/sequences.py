@@ -1,0 +1,77 @@
+"""Assignment of steps to sequences."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipelines.merging.prefix_tree import PrefixTree
+from schemas.ragged import BoolArray, IntArray, offsets_of
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """N steps as M sequences, in the order of their last steps.
+
+    Attributes:
+        order: [N] the steps, sequence by sequence.
+        first: [M] position in `order` of each sequence's first step.
+        head: [M] first step of each sequence.
+        last: [M] last step of each sequence.
+        of: [N] sequence of each step.
+        start: [N] start of the step's response in the response of its sequence.
+        known: [N] leading tokens of the step's prompt that the sequence holds before the step.
+        offsets: [M + 1] start of each sequence's response when they are laid end to end.
+    """
+
+    order: IntArray
+    first: IntArray
+    head: IntArray
+    last: IntArray
+    of: IntArray
+    start: IntArray
+    known: IntArray
+    offsets: IntArray
+
+    @classmethod
+    def of_steps(cls, tree: PrefixTree, continued: IntArray) -> Sequences:
+        """Build sequences from the row that each row continues (see `continued_rows`).
+
+        Example:
+            >>> Sequences.of_steps(tree, np.array([-1, -1, 0])).order.tolist()
+            [1, 0, 2]
+        """
+        order, first = _ordered(continued)
+        count = np.diff(np.append(first, len(order)))
+        head, last = order[first], order[first + count - 1]
+        of = np.empty(len(order), np.int64)
+        of[order] = np.repeat(np.arange(len(first)), count)
+        length = tree.prompt + tree.response
+        known = np.where(continued < 0, 0, length[continued])
+        start = tree.prompt - tree.prompt[head][of]
+        offsets = offsets_of(length[last] - tree.prompt[head])
+        return cls(order, first, head, last, of, start, known, offsets)
+
+    @property
+    def count(self) -> IntArray:
+        """[M] Number of steps in each sequence."""
+        return np.diff(np.append(self.first, len(self.order)))
+
+    def interleaved(self, tree: PrefixTree) -> BoolArray:
+        """[M] True if the trajectory's steps are interleaved over several sequences."""
+        moved = self.order != np.arange(len(self.order))
+        return np.isin(tree.start[self.head], tree.start[moved])
+
+
+def _ordered(continued: IntArray) -> tuple[IntArray, IntArray]:
+    rows = np.arange(len(continued))
+    # Follow every chain to its first row by pointer doubling: O(log N) passes.
+    root = np.where(continued < 0, rows, continued)
+    while not np.array_equal(further := root[root], root):
+        root = further
+    last = np.zeros(len(rows), np.int64)
+    last[root] = rows
+    order = np.argsort(last[root], kind="stable")
+    starts = np.append(True, np.diff(last[root][order]) != 0)[: len(rows)]
+    return order, np.flatnonzero(starts)

@@ -1,0 +1,174 @@
+"""ASGI middleware that protects a server on the user's machine from other web pages.
+
+A page can send a form or plain text to any address without asking for permission, and its host
+name may resolve to this machine (DNS rebinding). So a request is served only if
+
+- its `Host` is this machine: loopback, or a name that the server was given. If the server listens
+  beyond loopback, any IP address is accepted too: a name can be rebound, an address cannot;
+- its `Origin`, which browsers send with requests that may change state, is the server itself;
+- its `Sec-Fetch-Site`, which browsers send with the rest, is not another site. Following a link is
+  allowed.
+
+Programs send neither of the last two headers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable, Iterable
+from ipaddress import IPv4Address, IPv6Address, ip_address
+from typing import Any, NamedTuple
+
+from pipelines.record.wire import Exchange, Message, Receive, Send
+from schemas.errors import RolloutError
+
+Application = Callable[[Message, Receive, Send], Awaitable[Any]]
+
+_AUTHORITY = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::([0-9]{1,5}))?")
+_PORTS = {"http": 80, "https": 443}
+_OWN_SITES = frozenset({"same-origin", "none"})
+_POLICY_VIOLATION = 1008
+
+
+class _Authority(NamedTuple):
+    name: str
+    port: int | None
+
+
+class Guard:
+    """ASGI application that forwards allowed requests to another one and rejects the rest.
+
+    Args:
+        app: The protected application.
+        listens_on: Address or host name that the server listens on.
+        allowed_hosts: Further host names that the server is reached by.
+        refused: Called with the error of every rejected request.
+
+    Example:
+        >>> app = Guard(app, "127.0.0.1", allowed_hosts=["recorder.lan"])
+    """
+
+    def __init__(
+        self,
+        app: Application,
+        listens_on: str,
+        allowed_hosts: Iterable[str] = (),
+        refused: Callable[[RolloutError], object] = lambda _: None,
+    ) -> None:
+        self._app, self._refused = app, refused
+        self._names = {"localhost", *map(_plain, [listens_on, *allowed_hosts])}
+        self._is_local = is_loopback(listens_on)
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Forward one request to the application, or reject it."""
+        if scope["type"] in {"http", "websocket"}:
+            try:
+                self.check(scope)
+            except RolloutError as error:
+                self._refused(error)
+                await _refuse(error, scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def check(self, scope: Message) -> None:
+        """Reject a request that comes from another site or is addressed to another host.
+
+        Args:
+            scope: ASGI scope of a request or a websocket.
+
+        Raises:
+            RolloutError: one_host, foreign_host, foreign_origin.
+        """
+        where = scope["raw_path"].decode("latin-1").partition("?")[0]
+        host = self._host(_values(scope, b"host"), where)
+        for origin in _values(scope, b"origin"):
+            if not _is_of(origin, host):
+                expected = "no request from a page of another site"
+                raise RolloutError("foreign_origin", where, f"the origin {origin!r}", expected)
+        sites = set(_values(scope, b"sec-fetch-site")) - _OWN_SITES
+        if sites and not _follows_link(scope):
+            got, expected = f"a request from a page, {min(sites)}", "one of no other site"
+            raise RolloutError("foreign_origin", where, got, expected)
+
+    def _host(self, hosts: list[str], where: str) -> _Authority:
+        if len(hosts) != 1:
+            raise RolloutError("one_host", where, f"{len(hosts)} `Host` headers", "1")
+        host = _authority(hosts[0])
+        if host is None or not self._is_served(host.name):
+            names = ", ".join(sorted(self._names))
+            hint = "if it is a name of this machine, start the server with --allow-host NAME"
+            raise RolloutError(
+                "foreign_host", where, f"the host {hosts[0]!r}", f"one of {names}", hint
+            )
+        return host
+
+    def _is_served(self, name: str) -> bool:
+        if name in self._names:
+            return True
+        return _address(name) is not None and (is_loopback(name) or not self._is_local)
+
+
+def is_loopback(host: str) -> bool:
+    """True if an address to listen on is reachable from this machine only.
+
+    Example:
+        >>> [is_loopback(host) for host in ("localhost", "127.0.0.1", "[::1]", "0.0.0.0", "box")]
+        [True, True, True, False, False]
+    """
+    address = _address(host)
+    return _plain(host) == "localhost" if address is None else address.is_loopback
+
+
+def is_host_name(text: str) -> bool:
+    """True if the text is a host name or address without a port."""
+    found = _authority(text)
+    return found is not None and found.port is None
+
+
+def _values(scope: Message, name: bytes) -> list[str]:
+    return [value.decode("latin-1") for key, value in scope["headers"] if key == name]
+
+
+def _plain(name: str) -> str:
+    return name.lower().removesuffix(".")
+
+
+def _authority(text: str) -> _Authority | None:
+    """Parse "localhost:8100" into name and port; None if it is malformed."""
+    found = _AUTHORITY.fullmatch(text.lower())
+    return found and _Authority(_plain(found[1]), None if found[2] is None else int(found[2]))
+
+
+def _address(host: str) -> IPv4Address | IPv6Address | None:
+    try:
+        address = ip_address(host.strip("[]"))
+    except ValueError:
+        return None
+    mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
+    # ::ffff:127.0.0.1 is loopback too: compare the embedded IPv4 address.
+    return mapped or address
+
+
+def _is_of(origin: str, host: _Authority) -> bool:
+    """True if the origin is the server that the request was addressed to."""
+    scheme, _, rest = origin.lower().partition("://")
+    found = _authority(rest)
+    if scheme not in _PORTS or found is None:
+        return False
+    default = _PORTS[scheme]
+    return (found.name, found.port or default) == (host.name, host.port or default)
+
+
+def _follows_link(scope: Message) -> bool:
+    """True if a person navigates to the page, which changes nothing and leaks nothing."""
+    mode, dest = _values(scope, b"sec-fetch-mode"), _values(scope, b"sec-fetch-dest")
+    return scope.get("method") == "GET" and (mode, dest) == (["navigate"], ["document"])
+
+
+async def _refuse(error: RolloutError, scope: Message, receive: Receive, send: Send) -> None:
+    if scope["type"] == "http":
+        await Exchange(scope, receive, send).refuse(error)
+        return
+    # ASGI: a websocket may be closed only after its connect event was received.
+    await receive()
+    await send({"type": "websocket.close", "code": _POLICY_VIOLATION})

@@ -1,0 +1,81 @@
+"""Answers of an engine, reduced to what the client asked for."""
+
+from __future__ import annotations
+
+import msgspec
+
+from pipelines.record.bounds import check_shape
+from pipelines.record.engine_requests import NULL, Asked, Fields
+
+_ANSWER = msgspec.json.Decoder(Fields)
+_CHOICES = msgspec.json.Decoder(list[Fields] | None)
+_EMPTY_DELTA = b"{}"
+
+
+class Unread(ValueError):
+    """An answer that is not a completion: it is passed on unchanged."""
+
+
+class Answer:
+    """A whole answer, or a chunk of one.
+
+    Args:
+        content: JSON of the answer.
+
+    Raises:
+        Unread: If it is not a JSON object with choices.
+        RolloutError: answer_size.
+    """
+
+    __slots__ = ("choices", "content", "fields")
+
+    def __init__(self, content: bytes) -> None:
+        self.content = content
+        try:
+            check_shape(content)
+            self.fields = _ANSWER.decode(content)
+            self.choices = _CHOICES.decode(self.fields["choices"]) or []
+        except (KeyError, msgspec.MsgspecError, RecursionError):
+            raise Unread from None
+
+    def shown(self, asked: Asked) -> bytes | None:
+        """Return what the client asked for; None if the chunk only carries tokens.
+
+        Fields that the client did not ask for are null, as engines write them in that case.
+        """
+        if asked.model is None and not asked.hidden:
+            return self.content
+        shown = _hide(self.fields, asked.hidden)
+        if asked.model is not None and "model" in shown:
+            shown["model"] = msgspec.Raw(msgspec.json.encode(asked.model))
+        if asked.is_text and self.choices and all(map(_is_for_tokens, self.choices)):
+            return None
+        choices = [_hide(choice, asked.hidden) for choice in self.choices]
+        return msgspec.json.encode(shown | {"choices": choices})
+
+    def indices(self) -> list[int]:
+        """Indices of the choices."""
+        return [_index(choice) for choice in self.choices]
+
+    def finished(self) -> list[int]:
+        """Indices of the choices that end here."""
+        return [_index(c) for c in self.choices if c.get("finish_reason", NULL) != NULL]
+
+    def sampled(self) -> list[int]:
+        """Indices of the choices that have tokens here."""
+        absent = (NULL, msgspec.Raw(b"[]"))
+        return [_index(c) for c in self.choices if c.get("token_ids", NULL) not in absent]
+
+
+def _hide(fields: Fields, hidden: frozenset[str]) -> Fields:
+    return {k: NULL if k in hidden else v for k, v in fields.items()}
+
+
+def _is_for_tokens(choice: Fields) -> bool:
+    delta, reason = choice.get("delta"), choice.get("finish_reason", NULL)
+    return delta is not None and bytes(delta) == _EMPTY_DELTA and reason == NULL
+
+
+def _index(choice: Fields) -> int:
+    text = bytes(choice.get("index", b"0"))
+    return int(text) if text.isdigit() else 0

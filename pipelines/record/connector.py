@@ -1,0 +1,53 @@
+"""Connections to engines, with a bound on informational responses before an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from typing import Any
+
+import aiohttp
+from aiohttp.client_proto import ResponseHandler
+from aiohttp.http_exceptions import HttpProcessingError
+
+MOST_INFORMATIONAL = 256
+_SWITCHING = 101
+_KEEP_ALIVE_S = 4.0
+
+
+class BoundedConnector(aiohttp.TCPConnector):
+    """A connector without a limit on connections, each of which is a `BoundedHandler`."""
+
+    def __init__(self) -> None:
+        super().__init__(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
+        self._factory = functools.partial(_handler, loop=self._loop)
+
+
+class BoundedHandler(ResponseHandler):
+    """One connection that turns endless informational responses (1xx) into an error.
+
+    aiohttp skips any number of them, and each one extends its timeout. A protocol switch (101),
+    which no request asks for, is an error too.
+    """
+
+    _num_informational = 0
+
+    def feed_data(self, data: Any, size: int = 0) -> None:
+        """Receive the head of a response, before its body."""
+        status = data[0].code
+        self._num_informational = self._num_informational + 1 if 100 <= status < 200 else 0
+        if status == _SWITCHING:
+            self._refuse("a switch of protocols (status 101)")
+        elif self._num_informational <= MOST_INFORMATIONAL:
+            super().feed_data(data, size)
+        elif self._num_informational == MOST_INFORMATIONAL + 1:
+            self._refuse(f"more than {MOST_INFORMATIONAL} informational responses")
+
+    def _refuse(self, got: str) -> None:
+        self.set_exception(HttpProcessingError(code=502, message=f"{got} before the answer"))
+        if self.transport is not None:
+            self.transport.close()
+
+
+def _handler(loop: asyncio.AbstractEventLoop) -> ResponseHandler:
+    return BoundedHandler(loop)

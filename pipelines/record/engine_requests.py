@@ -1,0 +1,130 @@
+"""Rewrite a client's request so that the engine returns exact tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+
+from pipelines.record.bounds import check_request, num_prompts
+from pipelines.record.secrets import without_secrets
+
+Fields = dict[str, msgspec.Raw]
+Kind = Literal["chat", "text"]
+
+NULL = msgspec.Raw(b"null")
+_IDS = frozenset({"prompt_token_ids", "token_ids"})
+_LOGPROBS = frozenset({"logprobs"})
+_ABSENT = (b"", b"null", b"false")
+_DECODER = msgspec.json.Decoder(Fields)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """A completion request.
+
+    Attributes:
+        kind: Kind of the endpoint.
+        fields: Body fields as the client sent them.
+        sent: Body fields for the engine: the same, and a request for exact tokens.
+        hidden: Fields of the answer that the client did not ask for.
+        is_text: True if the client asked for text alone: no ids, no log-probabilities.
+        num_choices: Number of expected choices.
+        is_exact: True if the engine returns tokens that were sampled one by one; false for an echo
+            or a beam search.
+        model: The client's name of the model if it differs from the engine's.
+    """
+
+    kind: Kind
+    fields: Fields
+    sent: Fields
+    hidden: frozenset[str]
+    is_text: bool
+    num_choices: int
+    is_exact: bool
+    model: str | None = None
+
+    @property
+    def body(self) -> bytes:
+        """Body for the engine, as JSON."""
+        return msgspec.json.encode(self.sent)
+
+    def recorded(self) -> Fields:
+        """Return the fields to record, without credentials."""
+        return without_secrets(self.fields)
+
+
+def read_request(kind: Kind, body: bytes, models: tuple[str, str] | None = None) -> Asked | None:
+    r"""Parse a body; None if it is not a JSON object: the engine then rejects it.
+
+    Args:
+        kind: Kind of the endpoint.
+        body: Body as received.
+        models: The model's name for clients, and for the engine.
+
+    Raises:
+        RolloutError: request_size.
+
+    Example:
+        >>> asked = read_request("chat", b'{"messages": [], "n": 2}')
+        >>> asked.body
+        b'{"messages":[],"n":2,"return_token_ids":true,"logprobs":true}'
+        >>> sorted(asked.hidden), asked.num_choices
+        (['logprobs', 'prompt_token_ids', 'token_ids'], 2)
+    """
+    try:
+        check_request(body)
+        fields = _DECODER.decode(body)
+        body.decode()
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    is_exact = not _is_true(fields, "echo") and not _is_true(fields, "use_beam_search")
+    changed, hidden = dict(fields), set[str]()
+    if is_exact and _is_absent(fields, "return_token_ids"):
+        changed["return_token_ids"] = msgspec.Raw(b"true")
+        hidden |= _IDS
+    if is_exact and _may_ask_logprobs(kind, fields):
+        changed["logprobs"] = msgspec.Raw(b"true" if kind == "chat" else b"0")
+        hidden |= _LOGPROBS
+    renamed = models is not None and value_of(fields, "model") == models[0]
+    if models is not None and renamed:
+        changed["model"] = msgspec.Raw(msgspec.json.encode(models[1]))
+    return Asked(
+        kind=kind,
+        fields=fields,
+        sent=changed,
+        hidden=frozenset(hidden),
+        is_text=hidden >= _IDS and _is_absent(fields, "logprobs"),
+        num_choices=_whole(fields, "n") * num_prompts(bytes(fields.get("prompt", b""))),
+        is_exact=is_exact,
+        model=models[0] if models is not None and renamed else None,
+    )
+
+
+def value_of(fields: Fields, name: str) -> Any:
+    """Decode a field; None if it is missing."""
+    return msgspec.json.decode(fields.get(name, NULL))
+
+
+def _may_ask_logprobs(kind: Kind, fields: Fields) -> bool:
+    """True if `logprobs` can be added without the engine rejecting the request."""
+    if not _is_absent(fields, "logprob_token_ids"):
+        return False
+    if kind == "text":
+        return bytes(fields.get("logprobs", NULL)) == b"null"
+    no_top = bytes(fields.get("top_logprobs", NULL)) in {b"null", b"0"}
+    return no_top and _is_absent(fields, "logprobs")
+
+
+def _is_absent(fields: Fields, name: str) -> bool:
+    return bytes(fields.get(name, b"")) in _ABSENT
+
+
+def _is_true(fields: Fields, name: str) -> bool:
+    return bytes(fields.get(name, b"")) not in (*_ABSENT, b"0", b'"false"')
+
+
+def _whole(fields: Fields, name: str) -> int:
+    text = bytes(fields.get(name, b""))
+    return max(int(text), 1) if text.isdigit() and len(text) < 6 else 1

@@ -1,0 +1,143 @@
+"""Server-sent events of a streamed answer: what to record and to show, and when it is complete."""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections.abc import Callable
+from itertools import pairwise
+
+import msgspec
+
+from pipelines.record.bounds import ANSWER_SIZE, MOST_EVENTS, too_large
+from pipelines.record.client_answers import Answer, Unread
+from pipelines.record.engine_requests import Asked
+from schemas.errors import RolloutError
+
+DONE = b"[DONE]"
+_DATA = b"data:"
+_END_BYTES = 4
+
+# Possessive \r\n?+: a \r\n split over two reads must not count as two line ends.
+_END = re.compile(rb"(?:\r\n?+|\n)(?:\r\n|\n|\r(?!\Z))")
+
+
+class Events:
+    r"""Cuts a stream of bytes into events at blank lines, with any line ending.
+
+    Args:
+        max_event_bytes: Maximum size of an event, and so of a line.
+
+    Example:
+        >>> events = Events()
+        >>> events.feed(b"data: {}\n\ndata: [DO"), events.feed(b"NE]\n\n")
+        ([b'data: {}\n\n'], [b'data: [DONE]\n\n'])
+    """
+
+    def __init__(self, max_event_bytes: int = 16 << 20) -> None:
+        self._max_event_bytes = max_event_bytes
+        self._buffer = bytearray()
+        self._num_seen = 0
+
+    def feed(self, content: bytes) -> list[bytes]:
+        """Add bytes; returns the events that are complete now, including their ends.
+
+        Raises:
+            RolloutError: answer_size if the incomplete event is too long.
+        """
+        self._buffer += content
+        events, begin, look = list[bytes](), 0, max(self._num_seen - _END_BYTES, 0)
+        while (found := _END.search(self._buffer, look)) is not None:
+            look = found.end()
+            events.append(bytes(self._buffer[begin:look]))
+            begin = look
+        del self._buffer[:begin]
+        self._num_seen = len(self._buffer)
+        if self._num_seen > self._max_event_bytes:
+            raise too_large("a line or an event", self._max_event_bytes)
+        return events
+
+    def rest(self) -> bytes:
+        """Return the bytes of the incomplete event."""
+        return bytes(self._buffer)
+
+
+class StreamedCall:
+    """A streamed answer while it arrives.
+
+    Args:
+        asked: The request.
+        show: Returns what the client sees of a chunk, or None.
+
+    Attributes:
+        is_done: True once the engine marked the end of the stream.
+    """
+
+    def __init__(self, asked: Asked, show: Callable[[Answer], bytes | None]) -> None:
+        self._asked, self._show = asked, show
+        self._content = bytearray()
+        self._ends = array("q")
+        self._num_events = 0
+        self._finished: set[int] = set()
+        self._sampled: set[int] = set()
+        self.is_done = False
+
+    @property
+    def is_whole(self) -> bool:
+        """True if every choice has its finish reason."""
+        return len(self._finished) >= self._asked.num_choices
+
+    def take(self, event: bytes) -> bytes | None:
+        """Record an event; returns what the client sees of it, or None.
+
+        Raises:
+            RolloutError: answer_size.
+        """
+        self._num_events += 1
+        if self._num_events > MOST_EVENTS:
+            got, most = f"more than {MOST_EVENTS:,} events", f"at most {MOST_EVENTS:,}"
+            raise RolloutError(ANSWER_SIZE, "the engine", got, most)
+        lines = event.splitlines()
+        data = [line[len(_DATA) :] for line in lines if line.startswith(_DATA)]
+        content = b"\n".join(data).strip()
+        if content == DONE:
+            self.is_done = True
+            return event
+        try:
+            answer = Answer(content)
+        except Unread:
+            return event
+        self._content += content + b","
+        self._ends.append(len(self._content))
+        self._finished.update(answer.finished())
+        self._sampled.update(answer.sampled())
+        shown = self._show(answer)
+        if shown is content:
+            return event
+        if shown is None:
+            return None
+        others = [line for line in lines if line and not line.startswith(_DATA)]
+        return b"\n".join([*others, b"data: " + shown]) + b"\n\n"
+
+    def recorded(self, reason: str) -> msgspec.Raw | None:
+        """Return the chunks as one JSON list; None if cut off before any token was sampled.
+
+        Args:
+            reason: Finish reason for choices that were cut off.
+        """
+        if not self._sampled and not self.is_whole:
+            return None
+        content = bytes(self._content) if self.is_whole else self._of_sampled()
+        cut = sorted(self._sampled - self._finished)
+        ends = [
+            msgspec.json.encode({"choices": [{"index": index, "finish_reason": reason}]})
+            for index in cut
+        ]
+        return msgspec.Raw(b"[" + (content + b",".join(ends)).removesuffix(b",") + b"]")
+
+    def _of_sampled(self) -> bytes:
+        """Return the chunks of a cut-off call, without choices that had no token yet."""
+        chunks = (bytes(self._content[a:b]) for a, b in pairwise([0, *self._ends]))
+        return b"".join(
+            chunk for chunk in chunks if self._sampled.issuperset(Answer(chunk[:-1]).indices())
+        )

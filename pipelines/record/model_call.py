@@ -1,0 +1,241 @@
+"""Proxy one model call and record it with exact tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from pipelines.generation.engines.http_pool import BROKEN
+from pipelines.record.bounds import REFUSED_ANSWERS
+from pipelines.record.client_answers import Answer, Unread
+from pipelines.record.engine_requests import Asked
+from pipelines.record.event_streams import Events, StreamedCall
+from pipelines.record.exact_prefix import FIRST, PATH, ChatShown, ExactPrefix, Unsure
+from pipelines.record.recorder import Recorder
+from pipelines.record.sessions import Session
+from pipelines.record.upstreams import Answered, Upstreams, passed_on, version_of
+from pipelines.record.wire import Exchange
+from schemas.errors import RolloutError
+
+ABORTED, BROKEN_OFF = "abort", "error"
+_SSE = "text/event-stream"
+
+
+@dataclass(kw_only=True, slots=True)
+class Call:
+    """A running call.
+
+    Attributes:
+        path: API path.
+        asked: The client's request; None: it cannot be recorded.
+        body: Body as received, then as sent to the engine.
+        session: Session of the call.
+        agent: Agent within the session.
+        exact: Continues conversations token by token; None: disabled.
+        as_chat: Converts the answer to chat if a text completion was sent instead.
+        about: Further fields to record.
+        is_recorded: True if a part of a cut-off answer was recorded.
+    """
+
+    recorder: Recorder
+    upstreams: Upstreams
+    exchange: Exchange
+    path: str
+    asked: Asked | None
+    body: bytes
+    session: Session
+    agent: str | None
+    exact: ExactPrefix | None = None
+    as_chat: ChatShown | None = None
+    about: dict[str, Any] = field(default_factory=dict)
+    is_recorded: bool = False
+
+    async def run(self) -> None:
+        """Send the call, record the answer, and return it to the client.
+
+        Raises:
+            RolloutError: engine_down, journal; engine_redirect, answer_encoding, answer_size.
+        """
+        try:
+            await self._run()
+        except RolloutError as error:
+            if error.rule in REFUSED_ANSWERS:
+                self._refused(error)
+            raise
+
+    async def _run(self) -> None:
+        with self.session.calling():
+            await self._check_disk()
+            began_s, version = time.monotonic(), self.recorder.policy_version
+            self.about = {
+                "time": self.recorder.now_s(),
+                "agent": self.agent,
+                "policy_version": version,
+            }
+            await self._choose()
+            opened = self.upstreams.answer(
+                "POST", self.path, self.body, self.exchange.headers, self.session.name
+            )
+            async with opened as response:
+                self.recorder.metrics.first_token.observe(time.monotonic() - began_s)
+                if (named := version_of(response)) is not None:
+                    self.about["policy_version"] = named
+                if self.asked is None or not self.asked.is_exact or response.status != 200:
+                    await self._pass_on(response)
+                elif response.headers.get("content-type", "").startswith(_SSE):
+                    await self._stream(response, self.asked)
+                else:
+                    await self._answer(response, self.asked)
+
+    async def _choose(self) -> None:
+        """Send token ids if they can continue the conversation, otherwise the request."""
+        if self.asked is None:
+            return
+        self.body = self.asked.body
+        if self.exact is None or self.asked.kind != "chat" or not self.asked.is_exact:
+            return
+        room = (await self.upstreams.model()).max_model_len
+        made = self.exact.body(self.session, self.agent, self.asked, room)
+        if isinstance(made, Unsure):
+            self.session.num_fallbacks += made.reason != FIRST
+        else:
+            self.path, self.body, self.as_chat = PATH, made, ChatShown(self.asked)
+        sent = made.reason if isinstance(made, Unsure) else "tokens"
+        self.about["sent"] = sent
+        kind = "field" if sent.startswith("field ") else sent  # unbounded label values otherwise
+        self.recorder.metrics.exact_prefix.labels(sent=kind).inc()
+
+    async def _stream(self, response: Answered, asked: Asked) -> None:
+        stream = StreamedCall(asked, self._shown if self.as_chat is None else self.as_chat.chunk)
+        await self.exchange.begin(200, passed_on(response))
+        try:
+            held = await self._forward(response, stream)
+        except asyncio.CancelledError:
+            await self._record_cut(stream, ABORTED)
+            raise
+        except BROKEN:
+            await self._record_cut(stream, BROKEN_OFF)
+            return  # without a final chunk, as the engine left it
+        except RolloutError as error:
+            await self._record_cut(stream, error.rule)
+            raise
+        if not stream.is_whole:
+            self.recorder.metrics.cut_off.inc()
+        recorded = stream.recorded(BROKEN_OFF)
+        await self._record(asked, recorded)
+        await self.exchange.finish(bytes(held))
+        self._count(recorded)
+
+    async def _forward(self, response: Answered, stream: StreamedCall) -> bytearray:
+        """Forward events as they come; holds back and returns those from the answer's end on."""
+        # The client gets the end only after the call is on disk: a finished answer is a recorded
+        # one.
+        events, held = Events(self.recorder.settings.max_answer_bytes // 4), bytearray()
+        async for content in self.upstreams.parts(response):
+            shown = bytearray()
+            for event in events.feed(content):
+                part = stream.take(event)
+                if part is not None:
+                    to = held if stream.is_whole or stream.is_done else shown
+                    to += part
+            if shown:
+                await self.exchange.more(bytes(shown))
+        held += stream.take(events.rest()) or b""  # some engines omit the end of the last event
+        return held
+
+    async def _record_cut(self, stream: StreamedCall, reason: str) -> None:
+        """Record what was sampled of a cut-off call; errors are only logged: the client is gone."""
+        self.recorder.metrics.cut_off.inc()
+        recorded = stream.recorded(reason)
+        assert self.asked is not None
+        try:
+            await self._record(self.asked, recorded)
+        except RolloutError as error:
+            self._lost(error)
+        else:
+            self.is_recorded = recorded is not None
+            self._count(recorded)
+
+    async def _answer(self, response: Answered, asked: Asked) -> None:
+        try:
+            content = await self.upstreams.whole(response)
+        except BROKEN as error:
+            got = f"an answer that broke off ({type(error).__name__})"
+            raise RolloutError("engine_down", self.path, got, "a whole answer") from None
+        headers = passed_on(response)
+        try:
+            answer = Answer(content)
+        except Unread:
+            self._unrecorded("answers that are no completions", self.path)
+            await self.exchange.answer(200, content, headers)
+            return
+        recorded = msgspec.Raw(content)
+        await self._record(asked, recorded)
+        shown = self._shown(answer) if self.as_chat is None else self.as_chat.whole(answer)
+        await self.exchange.answer(200, shown or content, headers)
+        self._count(recorded)
+
+    def _shown(self, answer: Answer) -> bytes | None:
+        assert self.asked is not None
+        return answer.shown(self.asked)
+
+    async def _pass_on(self, response: Answered) -> None:
+        """Pass on an answer that cannot be recorded, or an error."""
+        if response.status == 200:
+            self._unrecorded("an echo, a beam search or no JSON", self.path)
+        await self.exchange.begin(response.status, passed_on(response))
+        try:
+            async for content in self.upstreams.parts(response):
+                await self.exchange.more(content)
+        except (*BROKEN, RolloutError):
+            return  # without a final chunk
+        await self.exchange.finish()
+
+    async def _record(self, asked: Asked, response: msgspec.Raw | None) -> None:
+        """Record the call.
+
+        On failure, raise or continue without recording, depending on `on_full`.
+        """
+        if response is None:
+            return
+        try:
+            await self.recorder.record(self.session, asked.recorded(), response, **self.about)
+        except RolloutError as error:
+            if self.recorder.settings.on_full == "refuse":
+                self.recorder.warn("calls are refused", str(error))
+                raise
+            self._lost(error)
+
+    async def _check_disk(self) -> None:
+        try:
+            await self.recorder.journal.probe()
+        except RolloutError:
+            if self.recorder.settings.on_full == "refuse":
+                raise
+
+    def _lost(self, error: RolloutError) -> None:
+        self.session.num_lost += 1
+        self._unrecorded(error.rule, str(error))
+
+    def _unrecorded(self, what: str, text: str) -> None:
+        self.session.num_unrecorded += 1
+        self.recorder.metrics.unrecorded.inc()
+        self.recorder.warn(what, f"served unrecorded: {text}")
+
+    def _refused(self, error: RolloutError) -> None:
+        """Count a call whose answer was rejected; what was sampled before is recorded."""
+        if not self.is_recorded:
+            self.session.num_unrecorded += 1
+            self.recorder.metrics.unrecorded.inc()
+        self.recorder.warn(error.rule, f"session {self.session.name}: {error}")
+
+    def _count(self, recorded: msgspec.Raw | None) -> None:
+        seen = None
+        if recorded is not None:
+            seen = self.recorder.count(self.session, self.agent, recorded)
+        if seen is not None and self.exact is not None and self.asked is not None:
+            self.exact.remember(self.session, self.agent, self.asked, seen)

@@ -1,0 +1,1 @@
+"""Statistics of a table: metrics, counts, and the cost of training on it."""

@@ -1,0 +1,111 @@
+"""Estimate the arithmetic of a training update."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipelines.statistics.savings import Cost
+from rollout_io.dataset.opening import read_input
+from schemas.errors import RolloutError
+
+# Config keys of architectures whose parameters `_params` would count wrongly.
+_UNCOUNTED = ("kv_lora_rank", "n_shared_experts", "linear_num_value_heads", "mamba_d_state")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelShape:
+    """Sizes of a model that determine its training FLOPs.
+
+    Attributes:
+        num_params: Parameters that multiply a token: all except the input embeddings; of experts,
+            only those that a token is routed to.
+        num_layers: Attention layers; 0 omits the attention term.
+        attention_width: Number of query heads times head size (shared keys save no arithmetic).
+    """
+
+    num_params: float
+    num_layers: int = 0
+    attention_width: int = 0
+
+    def training_flops(self, cost: Cost) -> float:
+        """Estimate the floating-point operations of forward and backward over a dataset.
+
+            6 * num_params * num_tokens + 12 * num_layers * attention_width * num_attended
+
+        The forward pass takes 2 operations per parameter and token, and 4 * width per layer and
+        attended key for scores and values; the backward pass takes twice that (Kaplan et al. 2020,
+        arXiv 2001.08361, section 2.1; Chowdhery et al. 2022, arXiv 2204.02311, appendix B, which
+        has T keys per token where we count each token's own). Excludes recomputation and the pass
+        for `old_logprobs`; every layer is assumed to attend to the whole context.
+
+        Example:
+            >>> ModelShape(num_params=100, num_layers=1, attention_width=2).training_flops(
+            ...     Cost(num_sequences=1, num_tokens=3, num_attended=6)
+            ... )
+            1944.0
+        """
+        attention = 12.0 * self.num_layers * self.attention_width * cost.num_attended
+        return 6.0 * self.num_params * cost.num_tokens + attention
+
+
+def read_model_shape(path: str, num_params: float | None = None) -> ModelShape:
+    """Read the shape of a model from its `config.json`.
+
+    Parameters are counted for decoders with gated MLPs (Llama, Qwen, Mistral, Gemma and their
+    mixtures of experts); norms and biases are ignored.
+
+    Args:
+        path: A Hugging Face model directory; weights are not needed.
+        num_params: Overrides the counted number of parameters.
+
+    Raises:
+        RolloutError: `input_file` if there is no such file; `model_config` if it lacks the sizes.
+    """
+    file = Path(path) / "config.json"
+    config = _read(file)
+    try:
+        heads = config["num_attention_heads"]
+        width = heads * (config.get("head_dim") or config["hidden_size"] // heads)
+        params = _params(config, width) if num_params is None else num_params
+        return ModelShape(
+            num_params=params, num_layers=config["num_hidden_layers"], attention_width=width
+        )
+    except (KeyError, TypeError, ZeroDivisionError) as error:
+        got = f"no usable {error}" if isinstance(error, KeyError) else str(error)
+        hint = "leave --model out and give the number of parameters: --params 1.5e9"
+        expected = "layers, heads and sizes of a decoder with gated MLPs"
+        raise RolloutError("model_config", str(file), got, expected, hint) from None
+
+
+def _read(file: Path) -> Mapping[str, Any]:
+    hint = "give the directory of a Hugging Face model, or --params 1.5e9"
+    try:
+        config = json.loads(read_input(file))
+    except RolloutError as error:
+        raise error.at(error.where, hint) from None
+    except ValueError:
+        raise RolloutError("input_file", str(file), "not JSON", "a config.json", hint) from None
+    if not isinstance(config, dict):
+        raise RolloutError("input_file", str(file), "not an object", "a config.json", hint)
+    text = config.get("text_config")
+    return text if isinstance(text, dict) else config
+
+
+def _params(config: Mapping[str, Any], width: int) -> float:
+    for name in _UNCOUNTED:
+        if config.get(name):
+            raise KeyError(f"count for a model with {name}")
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    key_width = width // heads * (config.get("num_key_value_heads") or heads)
+    attention = 2 * hidden * (width + key_width)
+    experts = config.get("num_experts_per_tok") or 1
+    size = (config.get("moe_intermediate_size") if experts > 1 else None) or config[
+        "intermediate_size"
+    ]
+    inner = experts * size + (config.get("shared_expert_intermediate_size") or 0)
+    layer = attention + 3 * hidden * inner
+    return float(config["num_hidden_layers"] * layer + config["vocab_size"] * hidden)

@@ -1,0 +1,242 @@
+"""Count the tokens and FLOPs that training would forward in each layout, before booking a GPU.
+
+    step                 every step separately
+    merge_consecutive    the sequences that `merge` makes with either rule: a row that continues
+    merge_lineage        another costs only the tokens it adds
+    tree_per_trajectory  every distinct prefix of a trajectory once
+    tree_per_group       every distinct prefix of an instance's trajectories once
+
+Each layout determines how many leading tokens of each row are forwarded already; everything else
+follows from lengths. In the `prefix` layout this needs no tokens, except if a prompt adds nothing
+to its parent (two answers to one prompt), and across the trajectories of a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pipelines.merging.lineage import SAME_IN_A_SEQUENCE, continued_rows
+from pipelines.merging.prefix_tree import PrefixTree, prefix_tree
+from pipelines.merging.segments import is_joined
+from pipelines.merging.unmerge import unmerge_table
+from pipelines.statistics.trie import Group, Node, OpenTries
+from rollout_io.dataset.parallel import Workers
+from rollout_io.dataset.prefix_layout import decode_prefixes, encode_prefixes, is_encoded
+from rollout_io.dataset.reader import PathLike, iter_tables, pieces, scan
+from schemas.ragged import BoolArray, IntArray, Ragged
+
+LAYOUTS = ("step", "merge_consecutive", "merge_lineage", "tree_per_trajectory", "tree_per_group")
+# 2**26 int32 tokens are 256 MiB. _STEP_TOKENS bounds the prompts decoded at a time to 16 MiB.
+MAX_OPEN_TOKENS = 1 << 26
+_STEP_TOKENS = 1 << 22
+
+_TOKENS = ("instance_id", "trajectory_id", "prompt_token_ids", "response_ids", "error")
+_JOINS = (
+    *(*_TOKENS, "step_index", "is_last_step", "segments"),
+    *(*SAME_IN_A_SEQUENCE, "rollout_logprobs", "reward", "rewards"),
+)
+
+
+@dataclass(slots=True)
+class Cost:
+    """Cost of forwarding a dataset in one layout.
+
+    Attributes:
+        num_sequences: Rows, merged rows or trees.
+        num_tokens: Tokens forwarded.
+        num_attended: Attended keys, summed over these tokens: a token at depth d (from 1) attends
+            to d keys, itself included.
+    """
+
+    num_sequences: int = 0
+    num_tokens: int = 0
+    num_attended: int = 0
+
+    def include(self, other: Cost) -> None:
+        """Add the counts of another cost."""
+        self.num_sequences += other.num_sequences
+        self.num_tokens += other.num_tokens
+        self.num_attended += other.num_attended
+
+    def add(self, begin: IntArray, end: IntArray) -> None:
+        """Count rows that forward only their tokens from `begin` to `end`.
+
+        Args:
+            begin: [N] leading tokens of each row that another row forwards.
+            end: [N] tokens of each row's prompt + response.
+        """
+        self.num_sequences += int(((begin == 0) & (end > 0)).sum())
+        self.num_tokens += int((end - begin).sum())
+        self.num_attended += int((end * (end + 1) // 2 - begin * (begin + 1) // 2).sum())
+
+
+def dataset_savings(
+    path: PathLike, max_open_tokens: int = MAX_OPEN_TOKENS, workers: Workers | None = None
+) -> dict[str, Cost]:
+    """Compute the cost of a dataset in each of `LAYOUTS`; failed trajectories are excluded.
+
+    Merged rows count as the steps that they were made of, so merging a dataset changes no result.
+    Routing is not read: a trajectory with routing in only some rows merges into more sequences than
+    are counted here.
+
+    Time is linear in the distinct tokens of each trajectory (in all tokens of the steps, for merged
+    rows); memory is bounded by a row group and `max_open_tokens`. A group's tokens are held from
+    its first trajectory to its last. If groups are so scattered that the open ones would exceed the
+    bound, the rest are counted in further passes over the dataset.
+
+    Args:
+        path: A dataset.
+        max_open_tokens: Maximum number of tokens in open groups; one larger group is allowed alone.
+        workers: Count within shards in parallel; groups can span shards and are counted here.
+
+    Example:
+        Steps of one trajectory, prompts [1, 2] and [1, 2, 3, 9], responses [3] and [4]:
+
+        >>> {name: cost.num_tokens for name, cost in dataset_savings("ds").items()}
+        {'step': 8, 'merge_consecutive': 5, 'merge_lineage': 5,
+         'tree_per_trajectory': 5, 'tree_per_group': 5}
+    """
+    costs = {name: Cost() for name in LAYOUTS}
+    groups: dict[str, Group] = {}
+    for part_costs, part_groups in (workers or Workers()).map_in_order(_count, pieces(path)):
+        for name, cost in part_costs.items():
+            costs[name].include(cost)
+        for instance, group in part_groups.items():
+            groups.setdefault(instance, Group()).include(group)
+    while groups:
+        groups = _count_in_groups(path, groups, costs["tree_per_group"], max_open_tokens)
+    return costs
+
+
+def _count(path: PathLike) -> tuple[dict[str, Cost], dict[str, Group]]:
+    """Count everything within trajectories, and the sizes of the groups."""
+    costs: dict[str, Cost] = {}
+    groups: dict[str, Group] = {}
+    for table in map(_steps, _pieces(path, _JOINS)):
+        tree = prefix_tree(table)
+        end = tree.prompt + tree.response
+        begins = _begins(table, tree)
+        for name, begin in begins.items():
+            costs.setdefault(name, Cost()).add(begin, end)
+        _count_groups(groups, table, tree, end - begins["tree_per_trajectory"])
+    return costs, groups
+
+
+def _pieces(path: PathLike, names: Iterable[str]) -> Iterator[pa.Table]:
+    """Yield whole trajectories that did not fail, with prefix columns."""
+    schema = scan(path).collect_schema()
+    for table in iter_tables(path, [n for n in dict.fromkeys(names) if n in schema], decode=False):
+        kept = table.filter(pa.array(~_failed(table))) if "error" in table.column_names else table
+        if kept.num_rows:
+            yield kept if is_encoded(kept) else encode_prefixes(kept)
+
+
+def _failed(table: pa.Table) -> BoolArray:
+    """[N] True if any row of the row's trajectory has an error."""
+    ids = table.column("trajectory_id")
+    with_error = ids.filter(table.column("error").is_valid()).unique()
+    return np.asarray(pc.is_in(ids, value_set=with_error))
+
+
+def _steps(table: pa.Table) -> pa.Table:
+    """Split merged rows into steps, a few trajectories at a time because prompts are long."""
+    if not is_joined(table).any():
+        return table
+    tree = prefix_tree(table)
+    num_steps = np.asarray(pc.fill_null(pc.list_value_length(table.column("segments")), 1))
+    num_tokens = np.cumsum((tree.prompt + tree.response) * num_steps)[tree.starts]
+    cuts = tree.starts[np.append(True, np.diff(num_tokens // _STEP_TOKENS) > 0)]
+    bounds = pairwise([*cuts.tolist(), table.num_rows])
+    parts = (decode_prefixes(table.slice(start, end - start)) for start, end in bounds)
+    return pa.concat_tables(encode_prefixes(unmerge_table(part)) for part in parts)
+
+
+def _begins(table: pa.Table, tree: PrefixTree) -> dict[str, IntArray]:
+    """[N] Count the leading tokens of each row that another row forwards, by layout."""
+    end = tree.prompt + tree.response
+    begins = {"step": np.zeros_like(end)}
+    for rule in ("consecutive", "lineage"):
+        continued = continued_rows(table, rule, tree)
+        begins[f"merge_{rule}"] = np.where(continued < 0, 0, end[continued])
+    return begins | {"tree_per_trajectory": _known_in_trajectory(table, tree)}
+
+
+def _known_in_trajectory(table: pa.Table, tree: PrefixTree) -> IntArray:
+    """[N] Count the leading tokens of each row that earlier rows of its trajectory hold.
+
+    Tokens that a prompt adds to its parent are new, and so is everything after them. Only if it
+    adds none must its response be compared with other responses.
+    """
+    known = tree.shared.copy()
+    adds_nothing = (tree.parent >= 0) & (tree.prompt == tree.shared)
+    if adds_nothing.any():
+        tokens = _Suffixes(table)
+        for start, end in _trajectories(tree):
+            if adds_nothing[start:end].any():
+                known[start:end] = tokens.insert(Node.root(), tree, start, end)
+    return known
+
+
+class _Suffixes:
+    """Tokens that each row adds to its parent: the rest of its prompt, and its response."""
+
+    def __init__(self, table: pa.Table) -> None:
+        self._prompt = Ragged.from_arrow(table.column("prompt_suffix_ids"))
+        self._response = Ragged.from_arrow(table.column("response_ids"))
+
+    def insert(self, root: Node, tree: PrefixTree, start: int, end: int) -> list[int]:
+        """Insert a trajectory into a trie; returns how many leading tokens of each row it held."""
+        nodes: list[Node] = []
+        known: list[int] = []
+        for row in range(start, end):
+            parent, depth = int(tree.parent[row]), int(tree.shared[row])
+            tokens = np.concatenate([self._prompt.row(row), self._response.row(row)])
+            at = root if parent < 0 else nodes[parent - start]
+            node, there = at.insert(depth, tokens)
+            nodes.append(node)
+            known.append(depth + there)
+        return known
+
+
+def _trajectories(tree: PrefixTree) -> Iterator[tuple[int, int]]:
+    return pairwise([*tree.starts.tolist(), len(tree.parent)])
+
+
+def _instances(table: pa.Table, tree: PrefixTree) -> list[str]:
+    """[T] Instance of each trajectory."""
+    names: list[str] = table.column("instance_id").take(pa.array(tree.starts)).to_pylist()
+    return names
+
+
+def _count_groups(
+    groups: dict[str, Group], table: pa.Table, tree: PrefixTree, new: IntArray
+) -> None:
+    sizes = np.add.reduceat(new, tree.starts).tolist()
+    for instance, size in zip(_instances(table, tree), sizes, strict=True):
+        group = groups.setdefault(instance, Group())
+        group.num_tokens += size
+        group.num_trajectories += 1
+
+
+def _count_in_groups(
+    path: PathLike, groups: dict[str, Group], cost: Cost, max_open_tokens: int
+) -> dict[str, Group]:
+    """Count the groups that fit into memory together; returns those left for another pass."""
+    tries = OpenTries(groups, max_open_tokens)
+    for table in _pieces(path, _TOKENS):
+        tree, tokens = prefix_tree(table), _Suffixes(table)
+        end = tree.prompt + tree.response
+        begin = end.copy()
+        trajectories = zip(_instances(table, tree), _trajectories(tree), strict=True)
+        for instance, (start, stop) in trajectories:
+            root = tries.next(instance)
+            if root is not None:
+                begin[start:stop] = tokens.insert(root, tree, start, stop)
+        cost.add(begin, end)
+    return tries.later

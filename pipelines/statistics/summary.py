@@ -1,0 +1,164 @@
+"""Summary of a dataset: rows, trajectories, groups, tokens, rewards."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import polars as pl
+import pyarrow as pa
+
+from pipelines.rewards import Outcome, are_equal, dataset_outcome, trajectory_returns
+from pipelines.tables import Frame, as_lazy
+from rollout_io.dataset.parallel import Workers
+from rollout_io.dataset.prefix_layout import is_encoded
+from rollout_io.dataset.reader import PathLike, iter_tables, pieces, scan
+from schemas.ragged import Ragged, list_lengths, offsets_of
+from schemas.types import as_table
+
+_LENGTHS: dict[str, pl.DataType] = {
+    "trajectory_id": pl.String(),
+    "prompt": pl.Int64(),
+    "response": pl.Int64(),
+    "trained": pl.Int64(),
+    "without_logprobs": pl.Boolean(),
+}
+
+
+def dataset_statistics(
+    data: Frame | PathLike, outcome: Outcome | None = None, workers: Workers | None = None
+) -> dict[str, Any]:
+    """Summarise a rollout table with counts and means, separately per row and per trajectory.
+
+    Rewards are returns of trajectories (see `trajectory_returns`). Failed trajectories and unknown
+    outcomes are counted but do not enter means. A group has reward variance if two of its known
+    returns differ.
+
+    Args:
+        data: A table, or a dataset. In the `prefix` layout only the lengths of prompts are read.
+        outcome: How returns are computed; None: as in the dataset's metadata, `last` for a table.
+        workers: Read the shards of a dataset in parallel; None: in this process.
+
+    Returns:
+        num_rows, num_trajectories, num_groups, num_failed, num_unknown_reward, num_tokens
+        (prompt + response), num_trained_tokens, num_rows_without_logprobs,
+        rows_per_trajectory_{mean,max}, prompt and response tokens per row {mean,max},
+        reward_{mean,min,max}, num_groups_with_variance, stop_reasons.
+    """
+    if not isinstance(data, str | os.PathLike):
+        frame = as_lazy(data)
+        parts = [_Part(_lengths_of(frame), *_returns_and_reasons(frame, outcome or "last"))]
+    elif workers is None or workers == Workers():
+        parts = [_read_part(dataset_outcome(data, outcome), data)]
+    else:
+        read = partial(_read_part, dataset_outcome(data, outcome))
+        parts = list(workers.map_in_order(read, pieces(data)))
+    lengths, returns, reasons = (pl.concat(frames) for frames in zip(*parts, strict=True))
+    return _rows(lengths) | _returns(returns) | _stop_reasons(reasons)
+
+
+class _Part(NamedTuple):
+    """Intermediate results for a part of a dataset."""
+
+    lengths: pl.DataFrame
+    returns: pl.DataFrame
+    reasons: pl.DataFrame
+
+
+def _read_part(outcome: Outcome, path: PathLike) -> _Part:
+    frame = scan(path)
+    return _Part(_lengths_on_disk(path, frame), *_returns_and_reasons(frame, outcome))
+
+
+def _returns_and_reasons(
+    frame: pl.LazyFrame, outcome: Outcome
+) -> tuple[pl.DataFrame, pl.DataFrame]:
+    returns = trajectory_returns(frame, outcome).collect(engine="streaming")
+    if "stop_reason" not in frame.collect_schema():
+        return returns, pl.DataFrame(schema={"stop_reason": pl.String, "len": pl.UInt32})
+    return returns, frame.group_by("stop_reason").len().collect(engine="streaming")
+
+
+def _used(frame: pl.LazyFrame) -> list[str]:
+    optional = [n for n in ("rollout_logprobs",) if n in frame.collect_schema()]
+    return ["trajectory_id", "prompt_token_ids", "response_ids", "loss_mask", *optional]
+
+
+def _lengths_on_disk(path: PathLike, frame: pl.LazyFrame) -> pl.DataFrame:
+    tables = iter_tables(path, _used(frame), decode=False)
+    return pl.concat(_lengths(table) for table in tables)
+
+
+def _lengths_of(frame: pl.LazyFrame) -> pl.DataFrame:
+    rows = frame.select(_used(frame)).map_batches(
+        lambda batch: _lengths(as_table(batch)), schema=_LENGTHS, streamable=True
+    )
+    return rows.collect(engine="streaming")
+
+
+def _lengths(table: pa.Table) -> pl.DataFrame:
+    """Measure each row: lengths, trained tokens, missing log-probabilities."""
+    response = list_lengths(table.column("response_ids"))
+    if is_encoded(table):
+        shared = np.asarray(table.column("prefix_length"), np.int64)
+        prompt = shared + list_lengths(table.column("prompt_suffix_ids"))
+    else:
+        prompt = list_lengths(table.column("prompt_token_ids"))
+    masks = Ragged.from_arrow(table.column("loss_mask"))
+    without = response > 0
+    if "rollout_logprobs" in table.column_names:
+        without &= np.asarray(table.column("rollout_logprobs").is_null())
+    columns = {
+        "prompt": prompt,
+        "response": response,
+        "trained": np.diff(offsets_of(masks.values)[masks.offsets]),
+        "without_logprobs": without,
+    }
+    ids = pl.Series("trajectory_id", pl.from_arrow(table.column("trajectory_id")), pl.String)
+    return pl.DataFrame([ids, *(pl.Series(n, v, _LENGTHS[n]) for n, v in columns.items())])
+
+
+def _rows(rows: pl.DataFrame) -> dict[str, Any]:
+    steps = rows.group_by("trajectory_id").len()["len"]
+    num_prompt, num_response = int(rows["prompt"].sum()), int(rows["response"].sum())
+    return {
+        "num_rows": len(rows),
+        "num_tokens": num_prompt + num_response,
+        "num_prompt_tokens": num_prompt,
+        "num_response_tokens": num_response,
+        "num_trained_tokens": int(rows["trained"].sum()),
+        "num_rows_without_logprobs": int(rows["without_logprobs"].sum()),
+        "rows_per_trajectory_mean": steps.mean(),
+        "rows_per_trajectory_max": steps.max(),
+        "prompt_tokens_per_row_mean": rows["prompt"].mean(),
+        "prompt_tokens_per_row_max": rows["prompt"].max(),
+        "response_tokens_per_row_mean": rows["response"].mean(),
+        "response_tokens_per_row_max": rows["response"].max(),
+    }
+
+
+def _returns(returns: pl.DataFrame) -> dict[str, Any]:
+    failed = returns["error"].is_not_null()
+    value = returns["return"]
+    known = pl.col("return").fill_nan(None)
+    groups = returns.group_by("instance_id").agg(
+        varied=(known.count() > 1) & ~are_equal(pl.col("return"))
+    )
+    return {
+        "num_trajectories": len(returns),
+        "num_groups": len(groups),
+        "num_groups_with_variance": int(groups["varied"].sum()),
+        "num_failed": int(failed.sum()),
+        "num_unknown_reward": int((value.is_null() & ~failed).sum()),
+        "reward_mean": value.mean(),
+        "reward_min": value.min(),
+        "reward_max": value.max(),
+    }
+
+
+def _stop_reasons(reasons: pl.DataFrame) -> dict[str, Any]:
+    counted = reasons.group_by("stop_reason").agg(pl.col("len").sum())
+    counts = counted.sort("len", "stop_reason", descending=True)
+    return {"stop_reasons": {str(reason): count for reason, count in counts.rows()}}
