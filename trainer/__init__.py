@@ -12,42 +12,71 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from schemas.errors import RolloutError
-from trainer.config import TrainConfig, load_config
+from rollout_io.name_clashes import require_ours
+
+require_ours("pipelines")
+
+from schemas.errors import RolloutError  # noqa: E402
+from schemas.lazy import exports  # noqa: E402
+from trainer.config.train_config import TrainConfig, load_config  # noqa: E402
 
 if TYPE_CHECKING:
-    from trainer.loop import TrainResult
-    from trainer.preview import DryRun
+    from trainer.algorithms.advantages.token import CriticAdvantages
+    from trainer.algorithms.losses.policy import TokenLoss
+    from trainer.algorithms.protocols import AdvantageEstimator, LossReduction, PolicyLoss
+    from trainer.reports.dry_run import DryRun
+    from trainer.run.loop import TrainResult
 
-__all__ = ["TrainConfig", "dry_run", "load_config", "train"]
+__all__ = [
+    "AdvantageEstimator",
+    "CriticAdvantages",
+    "LossReduction",
+    "PolicyLoss",
+    "TokenLoss",
+    "TrainConfig",
+    "dry_run",
+    "load_config",
+    "train",
+]
+
+_MODULES = {
+    "trainer.algorithms.advantages.token": ("CriticAdvantages",),
+    "trainer.algorithms.losses.policy": ("TokenLoss",),
+    "trainer.algorithms.protocols": ("AdvantageEstimator", "LossReduction", "PolicyLoss"),
+}
+__getattr__ = exports(__name__, _MODULES)
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 def train(config: TrainConfig, *, resume: bool = False) -> TrainResult:
-    """Train a policy on a rollout dataset, or go on with it: see `trainer.loop.train`.
+    """Train a policy on a rollout dataset, or resume a run: see `trainer.run.loop.train`.
 
     Raises:
-        RolloutError: Dataset, model or configuration cannot be trained as asked, or torch is not
-            installed.
+        RolloutError: If the dataset, the model or the configuration cannot be used for training, or
+            torch is not installed.
     """
     with torch_is_needed("rollouts train"):
-        from trainer import loop
+        from trainer.run import loop
     return loop.train(config, resume=resume)
 
 
 def dry_run(config: TrainConfig, *, resume: bool = False) -> DryRun:
-    """Check a run as `train` does and say what it would do: see `trainer.preview.dry_run`.
+    """Check a run like `train`, and report what it would do: see `trainer.reports.dry_run.dry_run`.
 
     Raises:
         RolloutError: As `train`.
     """
     with torch_is_needed("rollouts train"):
-        from trainer.preview import dry_run as plan_run
+        from trainer.reports.dry_run import dry_run as plan_run
     return plan_run(config, resume=resume)
 
 
 @contextmanager
 def torch_is_needed(verb: str) -> Iterator[None]:
-    """Say what to install where the trainer's libraries are missing.
+    """Turn a missing trainer library into an error that names the extra to install.
 
     Raises:
         RolloutError: extra_installed.

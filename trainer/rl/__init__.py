@@ -1,4 +1,4 @@
-"""The whole loop: generate, train, give the engine the new weights, repeat. Imports no torch.
+"""The RL loop: generate, train, load the new weights, repeat. Imports no torch.
 
 Example:
     >>> from trainer import rl
@@ -23,10 +23,10 @@ __all__ = ["RlConfig", "load_rl_config", "run"]
 def run(
     config: RlConfig, *, resume: bool = False, open_engine: OpenEngine | None = None
 ) -> RlResult:
-    """Train a policy on what it samples itself, or go on with it: see `trainer.rl.loop.run`.
+    """Train a policy on its own samples, or resume such a run: see `trainer.rl.loop.run`.
 
     Raises:
-        RolloutError: As `trainer.rl.loop.run`; torch is not installed.
+        RolloutError: As `trainer.rl.loop.run`; or torch is not installed.
     """
     with torch_is_needed("rollouts rl"):
         from trainer.rl import loop

@@ -1,10 +1,9 @@
-"""Samples groups of trajectories, as far ahead of the trainer as it may."""
+"""Sample groups of trajectories, as far ahead of the trainer as allowed."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Self
@@ -12,28 +11,27 @@ from typing import Self
 import polars as pl
 import pyarrow as pa
 
-import pipelines
+from pipelines.generation.attempt_rows import Finished
 from pipelines.generation.config import identity
-from pipelines.generation.generator import Finished, Generator
+from pipelines.generation.generator import Generator, UnderWay
 from pipelines.generation.tasks import Task, attempts
-from rollout_io.conversion.rows import table_of
 from schemas.errors import RolloutError
-from trainer.data import UNUSED_COLUMNS
-from trainer.plan import make_plan
+from trainer.batches.data import UNUSED_COLUMNS
+from trainer.batches.plan import dataset_returns, make_plan
 from trainer.rl.config import DROPPED, RlConfig
 from trainer.rl.groups import Groups
-from trainer.rl.rules import num_allowed
+from trainer.rl.schedule import num_allowed
 
 DROPPED_IN_A_ROW = 30
-"""Iterations' worth of groups without variance, none with any between, after which a run ends."""
+"""A run ends after this many iterations' worth of consecutive groups without variance."""
 
 
 @dataclass(kw_only=True, slots=True)
-class UnderWay:
-    """A group that has begun.
+class BegunGroup:
+    """A group that was started.
 
     Attributes:
-        deadline: The last iteration that it may train.
+        deadline: Last iteration that may train it.
         tables: Rows of its finished trajectories, by repetition.
     """
 
@@ -42,35 +40,34 @@ class UnderWay:
 
 
 class Collector:
-    """Begins groups while the rule of `num_allowed` lets it, and adds each to `groups` as it ends.
+    """Starts groups as `num_allowed` permits, and adds each to `groups` when it finishes.
 
-    At most `max_concurrency` trajectories are under way at once; a group begins when one of its
-    trajectories does. Leaving the `async with` block cancels those under way; finished ones of groups
-    that are not complete are put aside, for another process to go on with.
+    At most `max_concurrency` trajectories run at once; a group starts with its first trajectory.
+    Leaving the `async with` block cancels running trajectories; finished ones of incomplete groups
+    are stored for a later process to resume.
 
     Args:
         generator: Runs trajectories.
-        draws: Tasks without end, as `trainer.rl.draws.draw` has them; those of `groups` are passed
-            over.
-        groups: Where finished groups go.
-        config: The run's configuration.
+        tasks: Infinite iterator of tasks from `trainer.rl.task_order.shuffled_tasks`; those of
+            `groups` are skipped.
+        groups: Stores finished groups.
+        config: Configuration of the run.
 
     Attributes:
-        iteration: The one that is worked on: as many have been trained.
+        iteration: Current iteration, which is also the number of iterations already trained.
     """
 
     def __init__(
-        self, generator: Generator, draws: Iterator[Task], groups: Groups, config: RlConfig
+        self, generator: Generator, tasks: Iterator[Task], groups: Groups, config: RlConfig
     ) -> None:
         self.iteration = 0
         self._warnings: list[str] = []
         self._num_said = 0
-        self._generator, self._draws, self._groups, self._config = generator, draws, groups, config
+        self._generator, self._tasks, self._groups, self._config = generator, tasks, groups, config
         self._sampling = config.generation
         self._metadata = generator.metadata.made("rl", config=identity(config.generation))
-        self._under_way: dict[str, UnderWay] = {}
-        self._waiting: deque[Task] = deque()
-        self._running: set[asyncio.Task[Finished]] = set()
+        self._begun: dict[str, BegunGroup] = {}
+        self._under_way = UnderWay(generator)
         self._failure: BaseException | None = None
         self._num_dropped = self._num_dropped_said = self._num_in_a_row = 0
         self._changed = asyncio.Event()
@@ -80,62 +77,57 @@ class Collector:
 
     async def __aexit__(self, *_: object) -> None:
         self._failure = self._failure or asyncio.CancelledError()
-        running = list(self._running)
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
-        begun = [group.tables for group in self._under_way.values()]
+        await self._under_way.cancel()
+        begun = [group.tables for group in self._begun.values()]
         self._groups.put_aside([*begun, *self._groups.unfinished.values()], self._metadata)
 
     @property
     def num_begun(self) -> int:
-        """Groups that count: those of the iterations, and those under way."""
-        return self._groups.num_kept + len(self._under_way)
+        """Number of groups that count: those of iterations, and running ones."""
+        return self._groups.num_kept + len(self._begun)
 
     def num_newly_dropped(self) -> int:
-        """Groups without variance since the last call."""
+        """Return the number of groups without variance since the last call."""
         found = self._num_dropped - self._num_dropped_said
         self._num_dropped_said = self._num_dropped
         return found
 
     def new_warnings(self) -> list[str]:
-        """What went wrong since the last call and does not matter to the dataset; each text once."""
+        """Return new warnings since the last call, each text once."""
         found = self._warnings[self._num_said :]
         self._num_said = len(self._warnings)
         return found
 
     def advance(self, iteration: int) -> None:
-        """Begin what may begin once so many iterations were trained and the engine knows it."""
+        """Start the groups allowed after `iteration` iterations were trained and loaded."""
         self.iteration = iteration
         self._start_all()
 
     async def whole(self, iteration: int) -> None:
-        """Wait until all groups of an iteration are there.
+        """Wait until all groups of an iteration are finished.
 
         Raises:
-            RolloutError: engine_down, engine_answer: once the trajectories under way have ended,
-                well or by the same error; what the dataset's writer refuses.
+            RolloutError: engine_down or engine_answer, once running trajectories have ended; errors
+                of the dataset's writer.
         """
         while not self._groups.is_whole(iteration):
-            if self._failure is not None and not self._running:
+            if self._failure is not None and not self._under_way.running:
                 raise self._failure
             self._changed.clear()
             await self._changed.wait()
 
     def _start_all(self) -> None:
-        most = self._sampling.max_concurrency
-        while self._failure is None and len(self._running) < most:
-            if not self._waiting:
-                if not self._begin_group():
-                    return
-                continue
-            task = self._waiting.popleft()
-            started = asyncio.create_task(self._generator.finish(task), name=task.trajectory_id)
-            self._running.add(started)
-            started.add_done_callback(self._ended)
+        while self._failure is None and self._under_way.has_room:
+            if not self._under_way.waiting and not self._begin_group():
+                return
+            started = self._under_way.start()
+            for task in started:
+                task.add_done_callback(self._ended)
+            if self._under_way.waiting and not started:
+                return
 
     def _begin_group(self) -> bool:
-        """Whether another group may begin; then it has."""
+        """Start another group if allowed; returns whether it did."""
         config, num_iterations = self._config, self._config.num_iterations
         allowed = num_allowed(
             iteration=self.iteration,
@@ -145,21 +137,23 @@ class Collector:
         )
         if self.num_begun >= allowed:
             return False
-        task = next(t for t in self._draws if t.instance_id not in self._groups.names)
+        task = next(t for t in self._tasks if t.instance_id not in self._groups.names)
         tables = self._groups.unfinished.pop(task.instance_id, {})
         oldest = min([self.iteration, *_versions(tables.values())])
         last = min(oldest + config.max_staleness, num_iterations - 1)
-        self._under_way[task.instance_id] = UnderWay(deadline=last, tables=tables)
+        self._begun[task.instance_id] = BegunGroup(deadline=last, tables=tables)
         left = attempts(task, self._sampling.group_size)
-        self._waiting.extend(t for t in left if t.repetition_id not in tables)
+        missing = [t for t in left if t.repetition_id not in tables]
+        self._under_way.waiting.extend(self._generator.units(missing))
         self._end_group(task.instance_id)
         return True
 
-    def _ended(self, task: asyncio.Task[Finished]) -> None:
-        self._running.discard(task)
+    def _ended(self, task: asyncio.Task[list[Finished]]) -> None:
+        self._under_way.running.pop(task, None)
         try:
             if not task.cancelled():
-                self._take(task.result())
+                for finished in task.result():
+                    self._take(finished)
             self._start_all()
         except BaseException as error:
             self._failure = self._failure or error
@@ -167,14 +161,13 @@ class Collector:
 
     def _take(self, finished: Finished) -> None:
         name = finished.task.instance_id
-        table = table_of([finished.settled])
-        self._under_way[name].tables[finished.task.repetition_id] = table
+        self._begun[name].tables[finished.task.repetition_id] = finished.rows
         self._warnings += [w for w in finished.warnings if w not in self._warnings]
         self._end_group(name)
 
     def _end_group(self, name: str) -> None:
-        """Write a group, if all its trajectories have ended."""
-        group = self._under_way[name]
+        """Write a group if all its trajectories have ended."""
+        group = self._begun[name]
         if len(group.tables) < self._sampling.group_size:
             return
         if self._is_dropped(group.tables):
@@ -183,19 +176,19 @@ class Collector:
             self._num_in_a_row += 1
         else:
             self._num_in_a_row = 0
-            others = [other.deadline for n, other in self._under_way.items() if n != name]
+            others = [other.deadline for n, other in self._begun.items() if n != name]
             settings = (name, group.tables, self._metadata)
             self._groups.add(*settings, deadline=group.deadline, others=others)
-        del self._under_way[name]
+        del self._begun[name]
         self._check_some_vary()
 
     def _is_dropped(self, tables: Mapping[int, pa.Table]) -> bool:
-        """Whether `drop_zero_variance_groups` leaves out the group."""
+        """True if `drop_zero_variance_groups` leaves out the group."""
         training = self._config.training
         if not training.drop_zero_variance_groups:
             return False
         rows = pl.concat(map(_outcomes, tables.values()), how="diagonal_relaxed")
-        returns = pipelines.trajectory_returns(rows.lazy(), training.outcome).collect()
+        returns = dataset_returns(rows.lazy(), training.outcome)
         kept = dataclasses.replace(training, drop_zero_variance_groups=False)
         return make_plan(returns, kept).num_groups_without_variance > 0
 
@@ -207,13 +200,13 @@ class Collector:
 
 
 def _outcomes(table: pa.Table) -> pl.DataFrame:
-    """What returns are made of."""
+    """Select the columns from which returns are computed."""
     unused = [name for name in UNUSED_COLUMNS if name in table.column_names]
     return pl.DataFrame(table.drop_columns(unused))
 
 
 def _versions(tables: Iterable[pa.Table]) -> list[int]:
-    """Policy versions of rows that were sampled."""
+    """List the policy versions of sampled rows."""
     columns = [
         table["policy_version"] for table in tables if "policy_version" in table.column_names
     ]

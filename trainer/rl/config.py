@@ -1,17 +1,29 @@
-"""The one record that configures the loop: its own keys, and tables of those it consists of."""
+"""Configuration of the RL loop: its own keys, and tables for generation, training, evaluation."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pipelines.generation.config import GenerateConfig
-from rollout_io.configuration import check_required, checked_values, read_toml
+from msgspec import Meta
+
+from pipelines.generation.config import GenerateConfig, plain_values
+from rollout_io.configuration import (
+    Count,
+    CountOrZero,
+    check_required,
+    checked_values,
+    given_options,
+    out_of_bounds,
+    read_toml,
+)
 from schemas.errors import RolloutError
-from trainer.config import TrainConfig
+from trainer.batches.plan import compares_groups
+from trainer.config.train_config import TrainConfig
 
 Table = TypeVar("Table")
 MOST_ITERATIONS = 100_000
@@ -21,20 +33,20 @@ EVALUATIONS = "evaluations"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluateConfig(GenerateConfig):
-    """The table `[evaluate]`: when, and whatever is other than in `[generate]`."""
+    """The table `[evaluate]` or `[evaluate.NAME]`: when to evaluate, and changes to `[generate]`."""
 
-    every_iterations: int = 10
-    """Iterations between evaluations; >= 1. There is one before the first update and one at the end
-    too."""
+    every_iterations: Count = 10
+    """Iterations between evaluations; >= 1. Evaluations also run before the first update and at the
+    end."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RlConfig:
-    """Everything that decides what a run of the loop does. It is saved as `OUT/config.json`.
+    """All settings of the RL loop. Saved as `OUT/config.json`.
 
     Raises:
-        RolloutError: A value is out of its range, two values contradict each other, or a table has
-            a key that the loop sets itself.
+        RolloutError: If a value is out of range, two values contradict each other, or a table has a
+            key that the loop sets itself.
 
     Example:
         >>> own = {"model": "smollm2", "tasks": "t.jsonl", "out": "run", "num_iterations": 10}
@@ -48,79 +60,103 @@ class RlConfig:
     tasks: str
     """Tasks to sample: JSON Lines or Parquet, as for `rollouts generate`."""
     out: str
-    """Local directory of the run; must not hold a run yet, unless that one is resumed."""
-    num_iterations: int
-    """Batches that are sampled and trained; from 1 to 100000."""
+    """Local directory of the run; must not contain a run, unless that is resumed."""
+    num_iterations: Annotated[int, Meta(ge=1, le=MOST_ITERATIONS)]
+    """Number of batches to sample and train; from 1 to 100000."""
 
-    max_staleness: int = 0
-    """Iterations that a row's weights may be behind those it trains; >= 0. 0: groups of an iteration
-    begin when the one before has trained; else sampling goes on while the trainer trains."""
+    max_staleness: CountOrZero = 0
+    """Maximum number of iterations by which a row's weights may be behind those it trains; >= 0.
+    With 0, groups of an iteration start when the previous one has been trained; otherwise sampling
+    continues during training."""
     weight_sync: Literal["wait", "now"] = "wait"
-    """What becomes of calls under way when the engine gets new weights. `wait`: they end first, and no
-    other begins; `now`: they go on with the new ones, if the engine can."""
+    """How to treat running calls when the engine gets new weights. `wait`: let them finish and start
+    no others; `now`: continue them with the new weights, if the engine can."""
     seed: int = 0
-    """Of the order of the tasks in each pass over them, of the trainer, and of the embedded engine
-    unless `[generate]` has a `seed`."""
-    save_every_iterations: int | None = None
-    """Iterations between checkpoints; >= 1. None: only at the end, where one is always saved."""
+    """Seed of the order of tasks in each pass, of the trainer, and of the embedded engine unless
+    `[generate]` has a `seed`."""
+    save_every_iterations: Count | None = None
+    """Iterations between checkpoints; >= 1. The first and the last iteration always save one. None:
+    only these."""
 
     generate: dict[str, Any] = field(default_factory=dict)
-    """Table: keys of `rollouts generate`."""
+    """Table with keys of `rollouts generate`."""
     train: dict[str, Any] = field(default_factory=dict)
-    """Table: keys of `rollouts train`; `groups_per_batch` is what an iteration takes."""
+    """Table: keys of `rollouts train`; `groups_per_batch` is the number of groups per iteration."""
     evaluate: dict[str, Any] | None = None
-    """Table: `tasks`, `every_iterations` (10), and keys of `rollouts generate` that are other than in
-    `[generate]`; `group_size` is 1 unless it is here. There is an evaluation before the first update
-    and at the end too. None: no evaluation."""
+    """Table: `tasks`, `every_iterations` (10), and keys that override those of `[generate]`.
+    `group_size` is 1 and `temperature` 0 unless set here. The first and the last weights are always
+    evaluated. Each table `[evaluate.NAME]` is an evaluation set whose keys override those in
+    `[evaluate]`. None: no evaluation."""
 
     def __post_init__(self) -> None:
         for key, got, expected in _breaches(self):
             raise RolloutError("config_value", key, got, expected)
+        shared, sets = evaluation_sets(self.evaluate or {})
         for name in TABLES:
-            _refuse_own_keys(name, getattr(self, name) or {})
-        _ = self.generation, self.training, self.evaluation(0)
+            _refuse_own_keys(name, shared if name == "evaluate" else getattr(self, name))
+        for name, own in sets.items():
+            _refuse_own_keys(f"evaluate.{name}", own)
+        generation, training, _ = self.generation, self.training, self.evaluations(0)
+        if generation.group_size == 1 and compares_groups(training):
+            estimator = training.advantage_estimator
+            expected = f"at least 2: {estimator} compares the trajectories of a group"
+            hint = "--set generate.group_size=8, or --set train.advantage_estimator=reinforce++"
+            raise RolloutError("config_value", "[generate] group_size", "1", expected, hint)
 
     @property
     def generation(self) -> GenerateConfig:
-        """What samples the rollouts; its `out` is not used."""
+        """Configuration that samples rollouts; its `out` is not used."""
         settings = {"seed": self.seed} if self._is_embedded else {}
         paths = {"tasks": self.tasks, "model": self.model, "out": f"{self.out}/{ROLLOUTS}"}
         return _record("generate", GenerateConfig, settings | self.generate | paths)
 
     @property
     def training(self) -> TrainConfig:
-        """The training run whose dataset grows; `rollouts train` with it replays the loop."""
+        """Configuration of training on the growing dataset; `rollouts train` with it replays the loop."""
         settings = self.train | {
             "dataset": f"{self.out}/{ROLLOUTS}/*",
             "model": self.model,
             "out": self.out,
             "seed": self.seed,
             "group_size": self.generation.group_size,
+            "outcome": self.train.get("outcome") or self.generation.outcome,
         }
         return _record("train", TrainConfig, settings)
 
-    def evaluation(self, version: int) -> EvaluateConfig | None:
-        """What evaluates the weights of a version, if anything does."""
+    def evaluations(self, version: int) -> dict[str, EvaluateConfig]:
+        """Return the evaluation sets for the weights of a version, by name; "" is a single set."""
         if self.evaluate is None:
-            return None
-        check_required(self.evaluate, {"tasks": "a file, in [evaluate]"})
-        usual = dataclasses.asdict(self.generation) | {"group_size": 1, "policy_version": version}
-        out = {"out": f"{self.out}/{EVALUATIONS}/iteration_{version:05d}"}
-        return _record("evaluate", EvaluateConfig, usual | self.evaluate | out)
+            return {}
+        shared, sets = evaluation_sets(self.evaluate)
+        usual = dataclasses.asdict(self.generation)
+        usual |= {"group_size": 1, "temperature": 0.0, "policy_version": version}
+        found = {}
+        for name, own in (sets or {"": {}}).items():
+            table = f"evaluate.{name}".rstrip(".")
+            check_required(shared | own, {"tasks": f"a file, in [{table}]"})
+            folder = f"{self.out}/{EVALUATIONS}/{name}".rstrip("/")
+            out = {"out": f"{folder}/iteration_{version:05d}"}
+            one = _record(table, EvaluateConfig, usual | shared | own | out)
+            by_engine = one.agent is not None or one.harness is not None
+            if by_engine and one.chat_template != usual["chat_template"]:
+                where, expected = f"[{table}] chat_template", str(usual["chat_template"])
+                raise RolloutError("config_value", where, str(one.chat_template), expected, _ENGINE)
+            found[name] = one
+        return found
 
     def evaluates(self, version: int) -> bool:
-        """Whether the weights of a version are evaluated."""
-        planned = self.evaluation(version)
-        due = planned and version % planned.every_iterations == 0
-        return bool(planned and (due or version == self.num_iterations))
+        """True if the weights of a version are evaluated."""
+        planned = self.evaluations(version).values()
+        is_last = version == self.num_iterations
+        return any(is_last or version % one.every_iterations == 0 for one in planned)
 
     def resolved(self) -> dict[str, Any]:
-        """Every key with its value, those of the tables too, as it is saved."""
-        evaluation = self.evaluation(0)
+        """Return every key with its value, including those of tables, as saved."""
+        sets = {name: plain_values(one) for name, one in self.evaluations(0).items()}
         return dataclasses.asdict(self) | {
-            "generate": dataclasses.asdict(self.generation),
+            "generate": plain_values(self.generation),
             "train": dataclasses.asdict(self.training),
-            "evaluate": evaluation and dataclasses.asdict(evaluation),
+            "evaluate": sets.get("", sets) or None,
         }
 
     @property
@@ -165,25 +201,43 @@ OWN_KEYS: dict[str, dict[str, str]] = {
 }
 """Keys of the tables that the loop sets itself, and what to do instead."""
 
+_SET_NAME = re.compile(r"[\w-]+")
 
-def load_rl_config(toml_path: str | Path | None, overrides: Sequence[str] = ()) -> RlConfig:
-    """Read a configuration: TOML with tables, then `key=value` or `table.key=value`.
+
+def evaluation_sets(table: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """Split `[evaluate]` into the keys that all sets share, and those of each `[evaluate.NAME]`.
+
+    Example:
+        >>> evaluation_sets({"group_size": 4, "sums": {"tasks": "t.jsonl"}})
+        ({'group_size': 4}, {'sums': {'tasks': 't.jsonl'}})
+    """
+    known = EvaluateConfig.__dataclass_fields__
+    sets = {k: v for k, v in table.items() if isinstance(v, dict) and k not in known}
+    return {k: v for k, v in table.items() if k not in sets}, sets
+
+
+def load_rl_config(
+    toml_path: str | Path | None, overrides: Sequence[str] = (), *, out: str | None = None
+) -> RlConfig:
+    """Read a configuration: TOML with tables, then `out`, then `key=value` or `table.key=value`.
 
     Raises:
         RolloutError: config_file, config_key, config_value, sampling: as
             `rollout_io.configuration.load_record`, with the table in the key.
     """
-    given, where = read_toml(toml_path), str(toml_path)
-    plain, nested = _by_table(overrides)
+    given, where = read_toml(toml_path) | given_options({"out": out}), str(toml_path)
+    plain, nested = _by_table(overrides, TABLES.__contains__)
     tables = {name: given.pop(name) for name in TABLES if name in given}
     values = checked_values(RlConfig, given, plain, where)
     for name in (name for name in TABLES if name in tables or name in nested):
         table = tables.get(name, {})
         if not isinstance(table, dict):
             raise RolloutError("config_value", f"{where}, key {name}", repr(table), "a table")
-        _refuse_own_keys(name, table)
-        kind, over = TABLES[name], nested.get(name, [])
-        values[name] = checked_values(kind, table, over, where, table=f"{name}.")
+        over = nested.get(name, [])
+        if name == "evaluate":
+            values[name] = _evaluate_values(table, over, where)
+        else:
+            values[name] = _table_values(name, table, over, where)
     required = {"model": "a model directory", "tasks": "a file", "out": "a directory (--out RUN)"}
     check_required(values, required)
     if "num_iterations" not in values:
@@ -191,12 +245,37 @@ def load_rl_config(toml_path: str | Path | None, overrides: Sequence[str] = ()) 
     return RlConfig(**values)
 
 
-def _by_table(overrides: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
+def _evaluate_values(
+    table: Mapping[str, Any], overrides: Sequence[str], where: str
+) -> dict[str, Any]:
+    """Parse the values of `[evaluate]` and of its sets, including sets that only overrides name."""
+    shared, sets = evaluation_sets(table)
+    known = EvaluateConfig.__dataclass_fields__
+    plain, nested = _by_table(overrides, lambda name: name not in known)
+    values = _table_values("evaluate", shared, plain, where)
+    for name in sets | nested:
+        own = sets.get(name, {})
+        values[name] = _table_values(f"evaluate.{name}", own, nested.get(name, []), where)
+    return values
+
+
+def _table_values(
+    table: str, given: Mapping[str, Any], overrides: Sequence[str], where: str
+) -> dict[str, Any]:
+    _refuse_own_keys(table, given)
+    kind = TABLES[table.partition(".")[0]]
+    return checked_values(kind, given, overrides, where, table=f"{table}.")
+
+
+def _by_table(
+    overrides: Sequence[str], is_table: Callable[[str], bool]
+) -> tuple[list[str], dict[str, list[str]]]:
+    """Split overrides into those of top-level keys, and those of keys in tables, by table."""
     plain: list[str] = []
     nested: dict[str, list[str]] = {}
     for override in overrides:
         table, dot, rest = override.strip().partition(".")
-        if dot and table in TABLES:
+        if dot and "=" not in table and is_table(table):
             nested.setdefault(table, []).append(rest)
         else:
             plain.append(override)
@@ -204,31 +283,31 @@ def _by_table(overrides: Sequence[str]) -> tuple[list[str], dict[str, list[str]]
 
 
 def _refuse_own_keys(table: str, values: Mapping[str, Any]) -> None:
-    own = OWN_KEYS[table]
+    kind, _, name = table.partition(".")
+    own = OWN_KEYS[kind]
+    if name:
+        own = own | {"every_iterations": "write it in [evaluate]: all sets are evaluated together"}
+        if not _SET_NAME.fullmatch(name):
+            expected = "a name of letters, digits, _ and -"
+            raise RolloutError("config_key", f"[{table}]", repr(name), expected)
     for key in values:
         if key in own:
             where, expected = f"[{table}]", "a key that the loop does not set itself"
             raise RolloutError("config_key", where, f"`{key}`", expected, own[key])
-    unknown = next((k for k in values if k not in TABLES[table].__dataclass_fields__), None)
+    unknown = next((k for k in values if k not in TABLES[kind].__dataclass_fields__), None)
     if unknown is not None:
-        checked_values(TABLES[table], {unknown: values[unknown]}, (), f"[{table}]")
+        checked_values(TABLES[kind], {unknown: values[unknown]}, (), f"[{table}]")
 
 
 def _record(table: str, kind: type[Table], values: Mapping[str, Any]) -> Table:
-    """A record of a table; what is wrong with it is said with the table's name."""
+    """Build the configuration of a table; errors name the table."""
     try:
         return kind(**values)
     except RolloutError as error:
-        where = f"[{table}] {error.where}"
-        raise RolloutError(error.rule, where, error.got, error.expected, error.hint) from None
+        raise error.at(f"[{table}] {error.where}") from None
 
 
 def _breaches(c: RlConfig) -> Iterator[tuple[str, str, str]]:
-    if not 1 <= c.num_iterations <= MOST_ITERATIONS:
-        yield "num_iterations", str(c.num_iterations), f"a whole number from 1 to {MOST_ITERATIONS}"
-    if c.max_staleness < 0:
-        yield "max_staleness", str(c.max_staleness), "a whole number >= 0"
-    if c.save_every_iterations is not None and c.save_every_iterations < 1:
-        yield "save_every_iterations", str(c.save_every_iterations), "a whole number >= 1"
+    yield from out_of_bounds(c)
     if c.evaluate is not None and c.evaluate.get("every_iterations", 1) < 1:
         yield "[evaluate] every_iterations", str(c.evaluate["every_iterations"]), ">= 1"

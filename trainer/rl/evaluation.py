@@ -1,59 +1,143 @@
-"""The policy of a version on tasks of its own, at its own sampling."""
+"""Evaluate the policy on evaluation sets, each with its own sampling settings."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator, Mapping
 from contextlib import aclosing
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
-import pipelines
 import rollout_io
 from pipelines.generation.config import GenerateConfig
 from pipelines.generation.dataset import GroupWriter, missing_tasks
-from pipelines.generation.engine import Engine
+from pipelines.generation.engines.base import Engine
 from pipelines.generation.generator import Generator
 from pipelines.generation.tasks import read_tasks
-from rollout_io.retokenize.tokenizer import ChatTokenizer
+from pipelines.rewards import trajectory_returns
+from pipelines.statistics.metrics import pass_at_k
+from rollout_io.retokenize.tokenizer import ChatTokenizer, load_tokenizer
 from trainer.rl.config import EvaluateConfig, RlConfig
+
+if TYPE_CHECKING:
+    from pipelines.harness.recorded_calls import Calls
 
 
 def sampling_of(config: EvaluateConfig) -> GenerateConfig:
-    """How an evaluation samples."""
+    """Return the sampling settings of an evaluation."""
     values = dataclasses.asdict(config)
     return GenerateConfig(**{k: v for k, v in values.items() if k != "every_iterations"})
 
 
+def notes_of(config: RlConfig) -> Iterator[str]:
+    """Yield notes about evaluation settings that are probably unintended."""
+    for name, planned in config.evaluations(0).items():
+        if planned.group_size > 1 and planned.temperature == 0:
+            table = f"evaluate.{name}".rstrip(".")
+            yield (
+                f"note: [{table}] samples each task {planned.group_size} times at temperature 0,"
+                " and greedy samples are alike; set its temperature, or group_size = 1"
+            )
+
+
 async def evaluate(
-    engine: Engine, tokenizer: ChatTokenizer, config: RlConfig, version: int
+    engine: Engine,
+    tokenizer: ChatTokenizer,
+    config: RlConfig,
+    version: int,
+    calls: Calls | None = None,
 ) -> dict[str, Any]:
-    """Sample what the evaluation of a version lacks; its metrics.
+    """Sample what the evaluation of a version lacks, set by set, and return its metrics.
 
     Raises:
         RolloutError: As `pipelines.generation.run.generate`.
     """
-    planned = config.evaluation(version)
-    assert planned is not None
-    sampling = sampling_of(planned)
+    planned = config.evaluations(version)
+    for one in planned.values():
+        own = _tokenizer_of(one, tokenizer, config)
+        await _sample(engine, own, sampling_of(one), calls)
+    return measure(planned, config)
+
+
+async def _sample(
+    engine: Engine, tokenizer: ChatTokenizer, sampling: GenerateConfig, calls: Calls | None
+) -> None:
+    """Sample what the dataset of a set lacks."""
     missing = missing_tasks(read_tasks(sampling.tasks, sampling.group_size), sampling)
     if missing:
-        generator = Generator(engine, tokenizer, sampling)
+        generator = Generator(engine, tokenizer, sampling, calls, "eval")
         generator.check(missing)
         with GroupWriter(sampling.out, missing, generator.metadata, sampling) as writer:
             async with aclosing(generator.run(missing)) as ended:
                 async for finished in ended:
                     writer.add(finished)
-    return measure(sampling.out, config)
 
 
-def measure(path: str, config: RlConfig) -> dict[str, Any]:
-    """The metrics of an evaluation's dataset."""
-    rollouts = rollout_io.scan(path)
-    returns = pipelines.trajectory_returns(rollouts, config.training.outcome).collect()
-    good = returns.filter(pl.col("error").is_null())
+def _tokenizer_of(
+    planned: EvaluateConfig, tokenizer: ChatTokenizer, config: RlConfig
+) -> ChatTokenizer:
+    """Return the loop's tokenizer with a set's chat template and arguments."""
+    if planned.chat_template != config.generation.chat_template:
+        tokenizer = load_tokenizer(config.model, planned.chat_template)
+    return dataclasses.replace(tokenizer, template_kwargs=planned.chat_template_kwargs)
+
+
+def measure(planned: Mapping[str, EvaluateConfig], config: RlConfig) -> dict[str, Any]:
+    """Compute the metrics of evaluation datasets: over all of them, and per set.
+
+    Returns are computed as the set's generation defines, unless `[train]` has an `outcome`.
+    """
+    metrics, parts = dict[str, Any](), list[pl.DataFrame]()
+    for name, one in planned.items():
+        outcome = config.train.get("outcome") or one.outcome
+        returns = trajectory_returns(rollout_io.scan(one.out), outcome).collect()
+        part = returns.select("instance_id", "return", pl.col("error").is_null().alias("is_good"))
+        parts.append(part)
+        metrics |= set_metrics(name, part.filter("is_good"), one)
+    rows = pl.concat(parts)
     return {
-        "evaluation/return_mean": good["return"].mean(),
-        "evaluation/num_trajectories": len(returns),
-        "evaluation/num_failed": len(returns) - len(good),
+        "evaluation/return_mean": rows.filter("is_good")["return"].mean(),
+        "evaluation/num_trajectories": len(rows),
+        "evaluation/num_failed": int((~rows["is_good"]).sum()),
+        **metrics,
     }
+
+
+def set_metrics(name: str, returns: pl.DataFrame, planned: EvaluateConfig) -> dict[str, Any]:
+    """Compute SkyRL's metrics of an evaluation set, in total and per `data_source` of its tasks.
+
+    A set without a name has `eval/all/...` and `eval/{source}/...`, as in SkyRL, where tasks
+    without a source are `unknown`; a named set has `eval/{name}/...`, and
+    `eval/{name}/{source}/...` for tasks with a source.
+
+    Args:
+        name: Name of the set.
+        returns: instance_id and return of the trajectories that did not fail.
+        planned: Its `tasks` have the sources; `group_size` is the largest n of `pass_at_n`.
+    """
+    tasks, unknown = read_tasks(planned.tasks, 1), None if name else "unknown"
+    source = {t.instance_id: t.extras.get("data_source") or unknown for t in tasks}
+    of_row = [source.get(instance, unknown) for instance in returns["instance_id"]]
+    named = [None if s is None else str(s).replace("/", "_") for s in of_row]
+    rows = returns.with_columns(source=pl.Series(named, dtype=pl.String))
+    prefix = f"eval/{name}/" if name else "eval/"
+    metrics = _scores(f"eval/{name or 'all'}/", rows, planned.group_size)
+    for own in sorted(set(named) - {None}, key=str):
+        part = rows.filter(pl.col("source") == own)
+        metrics |= _scores(f"{prefix}{own}/", part, planned.group_size)
+    return metrics
+
+
+def _scores(prefix: str, returns: pl.DataFrame, group_size: int) -> dict[str, Any]:
+    correct = (pl.col("return") > 0).sum()
+    counts = returns.group_by("instance_id").agg(num=pl.len(), num_correct=correct)
+    attempts = counts.select("num", "num_correct").rows()
+    metrics = {
+        f"{prefix}avg_score": returns["return"].mean(),
+        f"{prefix}mean_positive_reward": returns["return"].clip(lower_bound=0.0).mean(),
+    }
+    for n in range(1, group_size + 1):
+        passed = [pass_at_k(num, correct, n) for num, correct in attempts if num >= n]
+        metrics[f"{prefix}pass_at_{n}"] = sum(passed) / len(passed) if passed else None
+    return metrics

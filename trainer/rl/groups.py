@@ -1,4 +1,4 @@
-"""The groups of a run on disk: a dataset that grows, a directory an iteration, a shard a group."""
+"""Groups of a run on disk: a growing dataset, one directory per iteration, one shard per group."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 import rollout_io
-from rollout_io.storage import Location
-from rollout_io.writer import RolloutWriter
+from rollout_io.dataset.storage import Location
+from rollout_io.dataset.writer import RolloutWriter
 from schemas.errors import RolloutError
 from schemas.metadata import DatasetMetadata
 from trainer.rl.config import DROPPED, ROLLOUTS, UNFINISHED, RlConfig
-from trainer.rl.rules import place
+from trainer.rl.schedule import place
 
 Tables = Mapping[int, pa.Table]
 """Rows of a group's trajectories, by repetition."""
 
 
 class Groups:
-    """What was sampled for each iteration; begun with what is there.
+    """Sampled groups of each iteration, starting with those on disk.
 
     Args:
-        config: The run's configuration.
+        config: Configuration of the run.
 
     Attributes:
-        size: Groups of an iteration.
-        names: Instance ids of all groups that finished, those that were dropped among them.
-        num_kept: Groups of the iterations.
+        size: Groups per iteration.
+        names: Instance ids of all finished groups, including dropped ones.
+        num_kept: Number of groups in iterations.
         unfinished: Trajectories of groups that an earlier process did not finish, by group.
 
     Raises:
-        RolloutError: resume_rollouts: an iteration has too many groups, or one that is not its own.
+        RolloutError: resume_rollouts if an iteration has too many groups, or another's group.
     """
 
     def __init__(self, config: RlConfig) -> None:
@@ -47,11 +47,11 @@ class Groups:
         self.unfinished = self._read_unfinished()
 
     def path(self, iteration: int) -> Path:
-        """The dataset of an iteration."""
+        """Return the dataset path of an iteration."""
         return self._out / ROLLOUTS / f"iteration_{iteration:05d}"
 
     def is_whole(self, iteration: int) -> bool:
-        """Whether all groups of an iteration are there."""
+        """True if all groups of an iteration are finished."""
         return self._room[iteration] == 0
 
     def add(
@@ -63,17 +63,17 @@ class Groups:
         deadline: int,
         others: Sequence[int],
     ) -> int:
-        """Write a finished group; the iteration that it is for.
+        """Write a finished group; returns the iteration that trains it.
 
         Args:
-            name: Its instance id.
-            tables: Its rows.
-            metadata: Of the dataset.
-            deadline: The last iteration that it may train.
-            others: Those of the groups still under way.
+            name: Instance id of the group.
+            tables: Rows of the group.
+            metadata: Metadata of the dataset.
+            deadline: Last iteration that may train it.
+            others: Deadlines of the groups still running.
 
         Raises:
-            RolloutError: What the writer refuses; there is no room on the disk.
+            RolloutError: Errors of the writer, including a full disk.
         """
         first = next(number for number, free in enumerate(self._room) if free)
         room = self._room[first : max(deadline, *others, first) + 1]
@@ -94,7 +94,7 @@ class Groups:
         self.names.add(name)
 
     def put_aside(self, groups: Sequence[Tables], metadata: DatasetMetadata) -> None:
-        """Keep the finished trajectories of groups that are not complete, for another process.
+        """Store the finished trajectories of incomplete groups, for a later process.
 
         Raises:
             RolloutError: As `add`.
@@ -119,7 +119,7 @@ class Groups:
         self._room[iteration] -= len(found)
 
     def _read_unfinished(self) -> dict[str, dict[int, pa.Table]]:
-        """A process killed in `put_aside` leaves trajectories twice, in two shards: one is taken."""
+        """Read unfinished groups; duplicates left by a process killed in `put_aside` collapse."""
         found: dict[str, dict[int, pa.Table]] = {}
         for path in Location.of(self._out / UNFINISHED).shards():
             table = rollout_io.read(path)
@@ -140,7 +140,7 @@ def _names_in(path: Path) -> set[str]:
 
 
 def _write(path: Path, groups: Iterable[Tables], metadata: DatasetMetadata) -> None:
-    """One more shard."""
+    """Append one shard."""
     with RolloutWriter(path, metadata=metadata, append=True) as writer:
         for tables in groups:
             for number in sorted(tables):

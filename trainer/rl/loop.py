@@ -1,48 +1,59 @@
-"""The loop: sample, train, give the engine the new weights, and again."""
+"""The RL loop: sample, train, load the new weights, repeat."""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from pipelines.generation.engine import Engine
-from pipelines.generation.generator import Generator
+import rollout_io
+from pipelines.generation.aggregation import USED, environment_metrics
+from pipelines.generation.environments import environment_of
+from pipelines.generation.generator import Generator, open_calls
 from pipelines.generation.run import OpenEngine
 from pipelines.generation.tasks import Task, read_tasks
 from pipelines.generation.trajectory import ENDS_THE_RUN
 from rollout_io.retokenize.tokenizer import ChatTokenizer, load_tokenizer
 from schemas.errors import RolloutError
-from trainer.checkpoint import checkpoint_path
-from trainer.engines import open_engine as open_usual
-from trainer.log import RunLog, say
-from trainer.resume import alone_in, stops_when_full
+from trainer.engine.open_engine import open_engine as open_usual
 from trainer.rl.collector import Collector
 from trainer.rl.config import ROLLOUTS, RlConfig
-from trainer.rl.draws import check_names, draw
-from trainer.rl.evaluation import evaluate
-from trainer.rl.figures import evaluation_line, iteration_line, mean_of, rollout_figures
-from trainer.rl.gate import Gate
+from trainer.rl.evaluation import evaluate, notes_of
 from trainer.rl.groups import Groups
+from trainer.rl.iteration_metrics import (
+    evaluation_line,
+    iteration_line,
+    mean_of,
+    num_greedy_rows,
+    rollout_numbers,
+)
 from trainer.rl.resume import find_checkpoint, prepare
-from trainer.rl.updates import Learning
-from trainer.same_tokenizer import check_tokenizers
+from trainer.rl.task_order import check_names, first_name, shuffled_tasks
+from trainer.rl.updates import Learning, check_lengths, note_of_long_rows
+from trainer.rl.weight_swap import WeightSwapEngine
+from trainer.run.checkpoint import checkpoint_path
+from trainer.run.log import RunLog, say
+from trainer.run.resume import alone_in, stops_when_full
+from trainer.run.same_tokenizer import check_tokenizers
+
+if TYPE_CHECKING:
+    from pipelines.harness.recorded_calls import Calls
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RlResult:
-    """What a run came to.
+    """Result of a run.
 
     Attributes:
         out: Directory of the run.
@@ -50,8 +61,9 @@ class RlResult:
         num_iterations: Iterations trained.
         num_updates: Optimizer steps made.
         num_skipped_updates: Mini-batches without a step.
-        num_trained_groups: Groups that gave an optimizer step a gradient that is not zero.
-        return_mean: Of the last iteration's trajectories.
+        num_trained_groups: Groups that contributed a nonzero gradient to a step.
+        num_greedy_rows: Rows masked because they were sampled at temperature 0.
+        return_mean: Mean return of the last iteration's trajectories.
         evaluation: Mean return of the last evaluation; None without one.
     """
 
@@ -61,6 +73,7 @@ class RlResult:
     num_updates: int
     num_skipped_updates: int
     num_trained_groups: int
+    num_greedy_rows: int
     return_mean: float | None
     evaluation: float | None
 
@@ -68,31 +81,39 @@ class RlResult:
 def run(
     config: RlConfig, *, resume: bool = False, open_engine: OpenEngine | None = None
 ) -> RlResult:
-    """Sample groups, train on them, give the engine the new weights; `num_iterations` times.
+    """Sample groups, train on them, and load the new weights, `num_iterations` times.
 
     Args:
-        config: The run's configuration.
-        resume: Go on with the run in `OUT/`: from its latest checkpoint, by what was sampled since.
-        open_engine: Makes the engine; None: as `[generate]` says.
+        config: Configuration of the run.
+        resume: Resume the run in `OUT/` from its latest checkpoint, with the groups sampled since.
+        open_engine: Opens the engine; None: as `[generate]` configures.
 
     Returns:
         The result; `OUT/` then holds `config.json`, `metrics.jsonl`, `rollouts/`, `weights/`,
         `checkpoints/` and `evaluations/`.
 
     Raises:
-        RolloutError: Configuration, model, tasks or environments are not usable; the engine has
-            gone; every trajectory of an iteration failed; the run to resume had another
-            configuration, or goes on; the disk is full.
+        RolloutError: If the configuration, model, tasks or environments are not usable; if the
+            engine fails; if every trajectory of an iteration failed; if the run to resume had
+            another configuration, or is still running; if the disk is full.
     """
     _refuse_several_processes()
     checkpoint = find_checkpoint(config, resume=resume)
-    tokenizer = load_tokenizer(config.model, config.generation.chat_template)
+    tokenizer = dataclasses.replace(
+        load_tokenizer(config.model, config.generation.chat_template),
+        template_kwargs=config.generation.chat_template_kwargs,
+    )
     tasks = _read(config)
-    engine = Gate(
+    engine = WeightSwapEngine(
         (open_engine or open_usual)(config.generation), waits=config.weight_sync == "wait"
     )
     Generator(engine, tokenizer, config.generation).check(tasks)
     learning = Learning(config, checkpoint)
+    check_lengths(config, learning.models.limit, None)
+    if note := note_of_long_rows(config, learning.models.limit):
+        say(note)
+    for text in notes_of(config):
+        say(text)
     out = Path(config.out)
     with ExitStack() as held:
         held.enter_context(stops_when_full(out))
@@ -109,7 +130,10 @@ def run(
             log=held.enter_context(learning.open_log()),
             thread=held.enter_context(ThreadPoolExecutor(1, thread_name_prefix="trainer")),
         )
-        asyncio.run(loop.run())
+        try:
+            asyncio.run(loop.run())
+        except asyncio.CancelledError:
+            raise KeyboardInterrupt from None
     return loop.result()
 
 
@@ -121,22 +145,21 @@ def _refuse_several_processes() -> None:
 
 
 def _read(config: RlConfig) -> list[Task]:
-    """The tasks, one attempt each; those of an evaluation are looked at too."""
+    """Read the tasks, one attempt each; also checks the tasks of evaluations."""
     tasks = read_tasks(config.tasks, 1)
     check_names({task.instance_id for task in tasks})
-    planned = config.evaluation(0)
-    if planned is not None:
+    for planned in config.evaluations(0).values():
         read_tasks(planned.tasks, 1)
     return tasks
 
 
 @dataclass(kw_only=True)
 class Loop:
-    """A run that is ready to begin, or to go on."""
+    """A run that is ready to start or resume."""
 
     config: RlConfig
     learning: Learning
-    engine: Engine
+    engine: WeightSwapEngine
     tokenizer: ChatTokenizer
     tasks: Sequence[Task]
     log: RunLog
@@ -146,39 +169,48 @@ class Loop:
     return_mean: float | None = None
 
     async def run(self) -> None:
-        """All iterations that are left."""
+        """Run all remaining iterations."""
         config, learning, groups = self.config, self.learning, Groups(self.config)
-        if (
-            threading.current_thread() is threading.main_thread()
-        ):  # ended kindly, it is an interrupt
-            interrupt = partial(signal.raise_signal, signal.SIGINT)
-            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, interrupt)
-        with _says_how_to_go_on(config):
-            async with self.engine:
-                generator = Generator(self.engine, self.tokenizer, config.generation)
+        if threading.current_thread() is threading.main_thread():
+            # Not by raising SIGINT: background jobs of a shell ignore it.
+            task = asyncio.current_task()
+            assert task is not None
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        with _says_how_to_go_on(config), learning.saved_when_it_fails(self.log):
+            async with self.engine, self._open_calls() as calls:
+                generator = Generator(self.engine, self.tokenizer, config.generation, calls)
                 for text in check_tokenizers(config.training, generator.metadata):
                     say(text)
+                check_lengths(config, learning.models.limit, self.engine.context_tokens)
                 await self._begin_engine()
-                draws = draw(self.tasks, config.seed)
-                async with Collector(generator, draws, groups, config) as collector:
+                order = shuffled_tasks(self.tasks, config.seed)
+                async with Collector(generator, order, groups, config) as collector:
                     while learning.iteration < config.num_iterations:
-                        await self._evaluate()
+                        await self._evaluate(calls)
                         collector.advance(learning.iteration)
                         await self._iterate(collector, groups)
-                await self._evaluate()
+                await self._evaluate(calls)
+
+    def _open_calls(self) -> AbstractAsyncContextManager[Calls | None]:
+        usual = self.config.generation
+        each = (usual, *self.config.evaluations(0).values())
+        sampling = next((one for one in each if one.harness is not None), usual)
+        return open_calls(sampling, self.engine.engine, self.tokenizer, self.engine.turn)
 
     async def _iterate(self, collector: Collector, groups: Groups) -> None:
-        """One iteration: wait for its groups, train them, give the engine what came of it."""
+        """Run one iteration: wait for its groups, train on them, and load the new weights."""
         learning, iteration = self.learning, self.learning.iteration
         begun = time.perf_counter()
         await collector.whole(iteration)
         times = {"wait_seconds": time.perf_counter() - begun, "sync_seconds": self.sync_s}
         path = groups.path(iteration)
         dropped = {"num_dropped_groups": collector.num_newly_dropped()}
-        figures = rollout_figures(path, iteration) | dropped | times
-        lines = await self._in_thread(lambda: learning.update(path, figures, self.log))
+        own = await self._environment_metrics(path)
+        numbers = rollout_numbers(path, iteration) | own | dropped | times
+        lines = await self._in_thread(lambda: learning.update(path, numbers, self.log))
         every, last = self.config.save_every_iterations, self.config.num_iterations
-        if learning.iteration == last or (every and learning.iteration % every == 0):
+        is_due = learning.iteration in {1, last} or (every and learning.iteration % every == 0)
+        if is_due:
             await self._in_thread(lambda: learning.save(self.log))
         await self._sync()
         self.return_mean = mean_of(lines, "return_mean")
@@ -186,8 +218,24 @@ class Loop:
             say(f"warning: {text}")
         say(iteration_line(lines, last, self.sync_s))
 
+    async def _environment_metrics(self, path: Path) -> dict[str, float]:
+        """Compute the metrics that the environments aggregate themselves."""
+        config = self.config.generation
+        if not config.uses_environments:
+            return {}
+        scanned = rollout_io.scan(path)
+        columns = [name for name in USED if name in scanned.collect_schema()]
+        rows = scanned.select(columns).collect().to_arrow()
+        ids = rows.column("instance_id").unique().to_pylist()
+        tasks = {task.instance_id: task for task in self.tasks}
+        names = {i: environment_of(tasks[first_name(i, tasks)], config) for i in ids}
+        found, problems = await environment_metrics(rows, names, config.env_timeout_s)
+        for text in problems:
+            say(f"warning: {text}")
+        return found
+
     async def _begin_engine(self) -> None:
-        """Bring the engine to the run's weights, whatever it had: servers outlive runs."""
+        """Load the run's weights into the engine, whatever it has: servers outlive runs."""
         version = self.learning.iteration
         if version:
             await self._sync()
@@ -200,23 +248,23 @@ class Loop:
         await self.engine.load_weights(str(path), policy_version=self.learning.iteration)
         self.sync_s = time.perf_counter() - begun
 
-    async def _evaluate(self) -> None:
-        """Evaluate the weights as they are, if that is due."""
+    async def _evaluate(self, calls: Calls | None) -> None:
+        """Evaluate the current weights, if due."""
         version = self.learning.iteration
         if version in self.evaluated or not self.config.evaluates(version):
             return
-        found = await evaluate(self.engine, self.tokenizer, self.config, version)
+        found = await evaluate(self.engine, self.tokenizer, self.config, version, calls)
         step = self.learning.progress.global_step
         self.log.write_line({"iteration": version, "global_step": step} | found)
         self.evaluated[version] = found["evaluation/return_mean"]
-        say(evaluation_line(found, version))
+        say(evaluation_line(found, version, self.config.evaluations(version)))
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
-        """Do what blocks where the trainer works, while sampling goes on."""
+        """Run blocking work in the trainer's thread, while sampling continues."""
         return await asyncio.get_running_loop().run_in_executor(self.thread, work)
 
     def result(self) -> RlResult:
-        """What the run came to."""
+        """Summarise the run."""
         progress, out = self.learning.progress, self.config.out
         return RlResult(
             out=out,
@@ -225,6 +273,7 @@ class Loop:
             num_updates=progress.global_step,
             num_skipped_updates=progress.num_skipped,
             num_trained_groups=len(progress.trained),
+            num_greedy_rows=num_greedy_rows(Path(out) / ROLLOUTS),
             return_mean=self.return_mean,
             evaluation=self.evaluated[max(self.evaluated)] if self.evaluated else None,
         )
@@ -239,4 +288,4 @@ def _says_how_to_go_on(config: RlConfig) -> Iterator[None]:
             raise
         kept = f"what finished is in {config.out}/{ROLLOUTS}: go on with --resume"
         hint = f"{error.hint}; {kept}" if error.hint else kept
-        raise RolloutError(error.rule, error.where, error.got, error.expected, hint) from error
+        raise error.at(error.where, hint) from error

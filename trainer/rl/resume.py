@@ -1,4 +1,4 @@
-"""What of a run's directory the loop goes on with."""
+"""Find what the loop resumes from in a run's directory."""
 
 from __future__ import annotations
 
@@ -9,31 +9,32 @@ from pathlib import Path
 from typing import Any
 
 from pipelines.generation.config import HOW_IT_RUNS
-from rollout_io.files import replace_text
+from rollout_io.dataset.atomic_files import replace_text
 from schemas.errors import RolloutError
-from trainer.begin import refuse_existing_run
-from trainer.checkpoint import discard_after, latest_checkpoint
-from trainer.resume import check_not_fewer, check_same, saved_config
 from trainer.rl.config import RlConfig
-from trainer.state import Progress
+from trainer.run.checkpoint import discard_after, latest_checkpoint
+from trainer.run.resume import check_not_fewer, check_same, fixed_keys, saved_config
+from trainer.run.setup import refuse_existing_run
+from trainer.run.state import Progress
 
 MAY_CHANGE = {
     *("out", "num_iterations", "weight_sync", "save_every_iterations"),
     *("train.out", "train.dataset", "train.keep_checkpoints", "train.trackers"),
+    *("train.tokens_per_micro_batch", "train.max_row_tokens"),
     *(f"generate.{key}" for key in HOW_IT_RUNS - {"group_size"}),
 }
-"""Keys that change nothing of what was made, and all of `[evaluate]`. `num_iterations` may only grow,
-and not where the learning rate goes down towards the last update."""
+"""Keys that do not affect existing results, besides all of `[evaluate]`. `num_iterations` may only
+grow, and is fixed if the learning rate decays towards the last update."""
 
 
 _EVALUATED = "evaluation/return_mean"
 
 
 def find_checkpoint(config: RlConfig, *, resume: bool) -> Path | None:
-    """The checkpoint that a run goes on from; None: its start.
+    """Return the checkpoint to resume from; None to start from the beginning.
 
     Raises:
-        RolloutError: A run is there, and is not to be resumed; it had another configuration.
+        RolloutError: If there is a run that is not to be resumed, or it had another configuration.
     """
     out = Path(config.out)
     if not resume:
@@ -44,6 +45,7 @@ def find_checkpoint(config: RlConfig, *, resume: bool) -> Path | None:
         now, before = flat(config.resolved()), flat(saved)
         is_fixed = config.training.learning_rate_schedule != "constant"
         may_change = MAY_CHANGE - ({"num_iterations"} if is_fixed else set())
+        may_change -= {f"train.{key}" for key in fixed_keys(config.training)}
         may_change |= {key for key in now if key.partition(".")[0] == "evaluate"}
         check_same(before, now, may_change, out)
         check_not_fewer(before, "num_iterations", config.num_iterations)
@@ -55,7 +57,7 @@ def find_checkpoint(config: RlConfig, *, resume: bool) -> Path | None:
 
 
 def flat(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys of tables as `table.key`.
+    """Flatten keys of tables to `table.key`.
 
     Example:
         >>> flat({"seed": 0, "train": {"gamma": 1.0}, "evaluate": None})
@@ -69,13 +71,13 @@ def flat(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def prepare(config: RlConfig, progress: Progress) -> dict[int, float | None]:
-    """Leave in a run's directory what it goes on from, and its configuration.
+    """Truncate a run's directory to the state to resume from, and save the configuration.
 
     Returns:
-        Mean returns of the evaluations that are made, by version.
+        Mean returns of existing evaluations, by version.
 
     Raises:
-        RolloutError: `metrics.jsonl` lacks updates of the checkpoint.
+        RolloutError: If `metrics.jsonl` lacks updates of the checkpoint.
     """
     out = Path(config.out)
     metrics, kept = out / "metrics.jsonl", dict[str, dict[str, Any]]()
@@ -90,7 +92,7 @@ def prepare(config: RlConfig, progress: Progress) -> dict[int, float | None]:
 
 
 def lines_before(path: Path, progress: Progress) -> dict[str, dict[str, Any]]:
-    """The lines up to a checkpoint, the evaluation of its own weights included, and what they say."""
+    """Parse the lines up to a checkpoint, including the evaluation of its weights."""
     kept: dict[str, dict[str, Any]] = {}
     for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
         if not line.endswith("\n"):

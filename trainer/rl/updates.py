@@ -1,44 +1,49 @@
-"""The trainer's half of the loop: batches that come one by one, checkpoints, weights for the engine."""
+"""The training half of the loop: batches one by one, checkpoints, weights for the engine."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import polars as pl
 from accelerate.utils import set_seed
 
-import pipelines
 import rollout_io
+from pipelines.generation.aggregation import ENVIRONMENT
+from rollout_io.dataset.atomic_files import whole
 from schemas.errors import RolloutError
-from trainer.batches import mini_batch_updates
-from trainer.begin import Run
-from trainer.checkpoint import remove_directory, whole_or_not, write_model
-from trainer.data import index_rows
-from trainer.launch import make_accelerator
-from trainer.log import RunLog, say
-from trainer.loop import counted, save, set_rates
-from trainer.plan import Plan, make_plan
-from trainer.prepare import Models, check_dataset, load_models, make_learners
+from trainer.batches.data import index_rows
+from trainer.batches.forest import RowLimit
+from trainer.batches.plan import Plan, dataset_returns, make_plan
+from trainer.config.resolved import resolved
+from trainer.distributed.launch import make_accelerator
 from trainer.rl.config import RlConfig
-from trainer.state import Position, Progress, load_progress, restore
+from trainer.run.checkpoint import remove_directory, write_model
+from trainer.run.load_models import Models, check_dataset, load_models, make_learners
+from trainer.run.log import RunLog, say
+from trainer.run.loop import count_update, save, set_rates
+from trainer.run.mini_batches import mini_batch_updates
+from trainer.run.setup import TrainingRun
+from trainer.run.state import Position, Progress, load_progress, restore
 
 DIGEST = "rollouts rl"
-"""In place of a dataset's: a run's own grows."""
+"""Stands for the digest of a dataset, which would change as the run's dataset grows."""
 KEPT_WEIGHTS = 2
 
 
 class Learning:
-    """Policy, optimizer and what else trains, from one iteration to the next. Its methods block.
+    """Policy, optimizer and other trained state, across iterations. Methods block.
 
     Args:
-        config: The run's configuration.
-        checkpoint: What to go on from; None: the start.
+        config: Configuration of the run.
+        checkpoint: Checkpoint to resume from; None: start from the beginning.
 
     Raises:
-        RolloutError: A model cannot be trained as asked; the checkpoint cannot be read.
+        RolloutError: If a model cannot be trained as configured, or the checkpoint is unreadable.
     """
 
     def __init__(self, config: RlConfig, checkpoint: Path | None) -> None:
@@ -55,67 +60,88 @@ class Learning:
         if checkpoint:
             restore(checkpoint / "state", self._learner, self._critic)
             say(f"resuming from {checkpoint}")
+        self._saved_step = self.progress.global_step
         self._said: set[str] = set()
         self._explained = False
 
     @property
     def iteration(self) -> int:
-        """Iterations trained: the version of the policy's weights."""
+        """Number of trained iterations, which is the version of the policy's weights."""
         return self.progress.position.batch
 
     @property
     def num_planned(self) -> int:
-        """Most updates of the run."""
+        """Maximum number of updates of the run."""
         t = self.training
         steps = math.ceil(t.groups_per_batch / t.groups_per_mini_batch) * t.epochs_per_batch
         return self.config.num_iterations * steps
 
     def open_log(self) -> RunLog:
-        """The log of the run, to be entered."""
-        made = {"num_planned": self.num_planned, "num_made": self.progress.global_step}
-        return RunLog(self._learner, Path(self.config.out), shows=False, **made)
+        """Return the log of the run, to be entered."""
+        return RunLog(
+            self._learner,
+            Path(self.config.out),
+            shows=False,
+            num_planned=self.num_planned,
+            num_made=self.progress.global_step,
+        )
 
-    def update(self, dataset: Path, figures: dict[str, Any], log: RunLog) -> list[dict[str, Any]]:
-        """Train an iteration: what `rollouts train` does with that part of the run's dataset.
+    def update(self, dataset: Path, numbers: dict[str, Any], log: RunLog) -> list[dict[str, Any]]:
+        """Train an iteration as `rollouts train` would on that part of the run's dataset.
 
         Args:
-            dataset: Its groups.
-            figures: What is known of them, for the first line of its metrics.
-            log: Where these go.
+            dataset: Groups of the iteration.
+            numbers: Metrics of these groups, for the first line of metrics.
+            log: Log for the metrics.
 
         Returns:
-            The metrics of its mini-batches.
+            Metrics of its mini-batches.
 
         Raises:
-            RolloutError: Rows that cannot be trained as asked; every trajectory failed.
+            RolloutError: If rows cannot be trained as configured, or every trajectory failed.
         """
         run, iteration = self._run(dataset), self.iteration
         set_rates(run, self.progress.global_step, self.num_planned)
         lines = []
         position = dataclasses.replace(self.progress.position, batch=0)
-        for made in mini_batch_updates(run, position, explains=not self._explained):
-            self._explained |= made.cause is not None
-            after = dataclasses.replace(made.position, batch=iteration + made.position.batch)
-            there = dataclasses.replace(made, position=after)
-            self.progress, metrics = counted(run, self.progress, there, self.num_planned)
-            metrics = {"iteration": iteration} | metrics | figures
-            log.write(metrics, made.cause)
+        for update in mini_batch_updates(run, position, explains=not self._explained):
+            self._explained |= update.cause is not None
+            after = dataclasses.replace(update.position, batch=iteration + update.position.batch)
+            there = dataclasses.replace(update, position=after)
+            self.progress, metrics = count_update(run, self.progress, there, self.num_planned)
+            if any(name.startswith(ENVIRONMENT) for name in numbers):  # the environments' own
+                metrics = {n: v for n, v in metrics.items() if not n.startswith(ENVIRONMENT)}
+            metrics = {"iteration": iteration} | metrics | numbers
+            log.write(metrics, update.cause)
             lines.append(metrics)
-            figures = {}
+            numbers = {}
         return lines
 
     def save(self, log: RunLog | None) -> Path:
         """Save a checkpoint between two iterations."""
-        return save(self._learner, self._critic, self.progress, DIGEST, log)
+        path = save(self._learner, self._critic, self.progress, DIGEST, log)
+        self._saved_step = self.progress.global_step
+        return path
+
+    @contextmanager
+    def saved_when_it_fails(self, log: RunLog) -> Iterator[None]:
+        """Save the progress if an error ends the run between two iterations."""
+        try:
+            yield
+        except RolloutError:
+            is_between = self.progress.position.mini_batch == 0
+            if is_between and self.progress.global_step > self._saved_step:
+                self.save(log)
+            raise
 
     def write_weights(self) -> Path:
-        """Write the policy as `weights/version_N/`, a model directory; the newest two stay."""
+        """Write the policy to `weights/version_N/`, a model directory; keeps the newest two."""
         folder = Path(self.config.out) / "weights"
         path = folder / f"version_{self.iteration}"
         if path.exists():
             remove_directory(path)
         model = self._learner.accelerator.unwrap_model(self._learner.policy).model
-        with whole_or_not(path) as partial:
+        with whole(path) as partial:
             write_model(partial, model, Path(self.training.model))
         kept = [f"version_{self.iteration - back}" for back in range(KEPT_WEIGHTS)]
         for other in folder.glob("version_*"):
@@ -123,11 +149,12 @@ class Learning:
                 remove_directory(other)
         return path
 
-    def _run(self, dataset: Path) -> Run:
-        """An iteration as a run of its own, planned and checked."""
-        config = dataclasses.replace(self.training, dataset=str(dataset))
+    def _run(self, dataset: Path) -> TrainingRun:
+        """Plan and check an iteration as a separate run."""
+        rollout_io.require_valid(dataset)
+        config = resolved(dataclasses.replace(self.training, dataset=str(dataset)))
         rollouts = rollout_io.scan(dataset)
-        plan = make_plan(pipelines.trajectory_returns(rollouts, config.outcome).collect(), config)
+        plan = make_plan(dataset_returns(rollouts, config.outcome), config)
         _check_some_worked(plan, rollouts, dataset)
         index = index_rows(rollouts)
         checked = check_dataset(config, self.models, index, plan, must_learn=False)
@@ -135,11 +162,12 @@ class Learning:
             if name not in self._said:
                 self._said.add(name)
                 say(text)
-        return Run(
-            learner=dataclasses.replace(self._learner, corrects=checked.corrects),
+        return TrainingRun(
+            learner=dataclasses.replace(self._learner, corrects=checked.corrects, config=config),
             critic=self._critic,
             rollouts=rollouts,
             plan=plan,
+            num_greedy_rows=checked.num_greedy_rows,
             limit=self.models.limit,
             digest=DIGEST,
             progress=self.progress,
@@ -147,8 +175,51 @@ class Learning:
         )
 
 
+def check_lengths(config: RlConfig, limit: RowLimit, context_tokens: int | None) -> None:
+    """Check that sampled rows will fit the trainer's model and the engine, before sampling.
+
+    Args:
+        config: Configuration of the run.
+        limit: Maximum row length of the model.
+        context_tokens: Context length of the engine; None: unknown.
+
+    Raises:
+        RolloutError: row_too_long.
+    """
+    generation, cuts = config.generation, config.training.max_row_tokens is not None
+    hint = "--set generate.max_input_tokens=N, or cut rows off: --set train.max_row_tokens=N"
+    if generation.max_input_tokens is None:
+        if context_tokens is not None and context_tokens > limit.num_tokens and not cuts:
+            got = f"rows of up to {context_tokens} tokens (the engine's context)"
+            expected = f"at most {limit.num_tokens} ({limit.reason})"
+            raise RolloutError("row_too_long", "[generate]", got, expected, hint)
+        return
+    parts = generation.max_input_tokens, generation.max_response_tokens
+    rooms = [] if cuts else [(limit.num_tokens, limit.reason)]
+    rooms += [] if context_tokens is None else [(context_tokens, "the engine's context")]
+    for room, reason in rooms:
+        if sum(parts) > room:
+            where = "[generate] max_input_tokens and max_response_tokens"
+            got, expected = f"{parts[0]} + {parts[1]} tokens", f"at most {room} together ({reason})"
+            raise RolloutError("row_too_long", where, got, expected, hint)
+
+
+def note_of_long_rows(config: RlConfig, limit: RowLimit) -> str | None:
+    """Note that rows longer than a micro-batch need more memory, if there may be any."""
+    generation, training = config.generation, config.training
+    most = min(limit.num_tokens, training.max_row_tokens or limit.num_tokens)
+    if generation.max_input_tokens is not None:
+        most = min(most, generation.max_input_tokens + generation.max_response_tokens)
+    if most <= training.tokens_per_micro_batch:
+        return None
+    return (
+        f"note: rows may have up to {most} tokens; one longer than train.tokens_per_micro_batch"
+        f" ({training.tokens_per_micro_batch}) is forwarded alone and takes the memory of its length"
+    )
+
+
 def _check_some_worked(plan: Plan, rollouts: pl.LazyFrame, dataset: Path) -> None:
-    """Refuse an iteration of which every trajectory failed: so would the next one."""
+    """Reject an iteration of which every trajectory failed: the next one would fail too."""
     if not plan.trajectories["failed"].all():
         return
     errors = rollouts.select(pl.col("error").drop_nulls().first()).collect()

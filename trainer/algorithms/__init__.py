@@ -1,0 +1,1 @@
+"""Advantages, policy losses and the objective: tensors in, tensors out."""

@@ -1,0 +1,112 @@
+"""Advantages from the returns of trajectories: one number each, broadcast to all its tokens.
+
+Each function takes the returns ([n] float64, finite) and the groups ([n] int, 0..num_groups-1) of n
+trajectories. Equal returns in a group give exactly 0; groups do not affect each other. A baseline
+needs two trajectories: a group of one has advantage 0 and does not train (a run warns about it).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from schemas.ragged import IntArray
+
+FloatArray = npt.NDArray[np.float64]
+
+EPSILON = 1e-6
+
+
+def grpo(
+    returns: FloatArray, group_index: IntArray, *, normalize_by_std: bool = True
+) -> FloatArray:
+    """Group-relative advantages: GRPO (arXiv:2402.03300, eq. 4.1.2), outcome supervision.
+
+        A_i = (R_i - mean_g) / (std_g + 1e-6)        normalize_by_std
+        A_i =  R_i - mean_g                          otherwise (Dr. GRPO, arXiv:2503.20783)
+
+    std_g is the sample standard deviation of the group (divisor n - 1). Equal returns
+    give exactly 0, and so does a group of one.
+
+    Args:
+        returns: [n] float64, one per trajectory; finite.
+        group_index: [n] group of each trajectory, 0..num_groups-1.
+        normalize_by_std: Whether to divide by the standard deviation.
+
+    Returns:
+        [n] float64.
+
+    Example:
+        >>> grpo(np.array([1.0, 0.0, 3.0]), np.array([0, 0, 1]), normalize_by_std=False).tolist()
+        [0.5, -0.5, 0.0]
+    """
+    centred, counts = _centred(returns, group_index)
+    if not normalize_by_std:
+        return centred
+    # max(..., 1): a group of one has no sample variance; its centred return is 0 anyway.
+    squares = np.bincount(group_index, centred**2)[group_index]
+    std = np.sqrt(squares / np.maximum(counts - 1, 1))
+    return np.asarray(centred / (std + EPSILON))
+
+
+def rloo(returns: FloatArray, group_index: IntArray) -> FloatArray:
+    """Leave-one-out advantages: RLOO (arXiv:2402.14740, section 2.2).
+
+        A_i = R_i - mean of the group's other returns
+            = (R_i - mean_g) * n / (n - 1)
+
+    Args:
+        returns: [n] float64, one per trajectory; finite.
+        group_index: [n] group of each trajectory, 0..num_groups-1.
+
+    Returns:
+        [n] float64.
+
+    Example:
+        >>> rloo(np.array([1.0, 0.0, 0.5, 3.0]), np.array([0, 0, 0, 1])).tolist()
+        [0.75, -0.75, 0.0, 0.0]
+    """
+    centred, counts = _centred(returns, group_index)
+    return np.asarray(centred * counts / np.maximum(counts - 1, 1))
+
+
+def maxrl(returns: FloatArray, group_index: IntArray) -> FloatArray:
+    """Mean-normalised advantages: MaxRL (arXiv:2602.02710).
+
+        A_i = (R_i - mean_g(R)) / (mean_g(|R|) + 1e-6)
+
+    For returns >= 0, for which the method was designed, mean |R| is the mean. With negative returns
+    the mean can approach 0 or change sign; mean |R| does neither, so A keeps the sign of
+    R_i - mean_g and is at most n + 1 in size. Returns that are all 0 give 0.
+
+    Args:
+        returns: [n] float64, one per trajectory; finite.
+        group_index: [n] group of each trajectory, 0..num_groups-1.
+
+    Returns:
+        [n] float64.
+
+    Example:
+        >>> maxrl(np.array([1.0, 0.0, 3.0]), np.array([0, 0, 1])).round(3).tolist()
+        [1.0, -1.0, 0.0]
+    """
+    centred, counts = _centred(returns, group_index)
+    size = np.bincount(group_index, np.abs(returns))[group_index] / counts
+    return np.asarray(centred / (size + EPSILON))
+
+
+def _centred(returns: FloatArray, group_index: IntArray) -> tuple[FloatArray, IntArray]:
+    """Subtract each group's mean, exactly 0 for equal returns; also returns [n] group sizes."""
+    assert returns.shape == group_index.shape
+    counts = np.bincount(group_index)[group_index]
+    mean = np.bincount(group_index, returns)[group_index] / counts
+    # The rounded mean of equal returns may differ from them; division by a tiny std amplifies that.
+    return np.where(_equal_returns(returns, group_index), 0.0, returns - mean), counts
+
+
+def _equal_returns(returns: FloatArray, group_index: IntArray) -> npt.NDArray[np.bool_]:
+    num_groups = int(group_index.max(initial=-1)) + 1
+    low, high = np.full(num_groups, np.inf), np.full(num_groups, -np.inf)
+    np.minimum.at(low, group_index, returns)
+    np.maximum.at(high, group_index, returns)
+    return np.asarray((low == high)[group_index])

@@ -1,0 +1,231 @@
+"""Policy losses per target, neither reduced nor corrected for the sampler.
+
+In all equations l is `logprobs` (with gradient), l_old `old_logprobs`, l_roll `rollout_logprobs`,
+A `advantages`, r = exp(l - l_old) with the exponent clamped to +-20, and sg[.] stops the gradient.
+All tensors are [M], one element per target; no targets give an empty loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from trainer.algorithms.losses.ratios import probability_ratio, row_counts, row_sums
+
+MAX_LOG_SEQUENCE_RATIO = 10.0
+KL_EPSILON = 1e-8
+
+
+class TokenLoss(NamedTuple):
+    """Result of a policy loss for M targets.
+
+    Attributes:
+        losses: [M] with gradient.
+        clipped: [M] bool, targets restricted by the loss's own bounds; their share is the metric
+            `clip_ratio`.
+        metrics: [M] per name, without gradient; means over the mini-batch are reported.
+    """
+
+    losses: Tensor
+    clipped: Tensor
+    metrics: Mapping[str, Tensor] = MappingProxyType({})
+
+
+def ppo_clip(ratio: Tensor, advantages: Tensor, low: float, high: float) -> TokenLoss:
+    """PPO's clipped surrogate for any ratio; targets without gradient are `clipped`.
+
+    loss = -min(ratio * A, clip(ratio, 1 - low, 1 + high) * A)
+    """
+    plain, bounded = ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages
+    return TokenLoss(-torch.minimum(plain, bounded), bounded < plain)
+
+
+def regular(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    *,
+    eps_clip_low: float,
+    eps_clip_high: float,
+) -> TokenLoss:
+    """PPO's clipped surrogate (arXiv:1707.06347, eq. 7), with separate bounds.
+
+    loss = -min(r A, clip(r, 1 - eps_clip_low, 1 + eps_clip_high) A)
+    """
+    ratio = probability_ratio(logprobs, old_logprobs)
+    return ppo_clip(ratio, advantages, eps_clip_low, eps_clip_high)
+
+
+def dual_clip(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    *,
+    eps_clip_low: float,
+    eps_clip_high: float,
+    clip_ratio_c: float,
+) -> TokenLoss:
+    """`regular` with an upper bound on the loss where A < 0 (arXiv:1912.09729).
+
+        loss = min(regular, -clip_ratio_c A)  where A < 0;  regular elsewhere
+
+    Targets without gradient, by either bound, are `clipped`.
+    """
+    losses, clipped, _ = regular(
+        logprobs,
+        old_logprobs,
+        advantages,
+        eps_clip_low=eps_clip_low,
+        eps_clip_high=eps_clip_high,
+    )
+    cap = -clip_ratio_c * advantages
+    capped = (advantages < 0) & (cap < losses)
+    return TokenLoss(torch.where(capped, cap, losses), clipped | capped)
+
+
+def gspo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    row: Tensor,
+    *,
+    eps_clip_low: float,
+    eps_clip_high: float,
+) -> TokenLoss:
+    """GSPO-token: PPO's clip of a row's ratio (arXiv:2507.18071, eqs. 14 and 15).
+
+        s    = exp(min(l - sg[l] + sg[mean over the row of (l - l_old)], 10))
+        loss = -min(s A, clip(s, 1 - eps_clip_low, 1 + eps_clip_high) A)
+
+    The value of s is the geometric mean of the row's ratios; its gradient is the token's. A row is
+    whatever is forwarded as one sequence: with the layout `step`, each turn has its own ratio. The
+    paper averages over rows (loss_reduction sequence_mean); its bounds are around 3e-4.
+
+    Args:
+        logprobs: [M].
+        old_logprobs: [M].
+        advantages: [M].
+        row: [M] int64 row of each target, 0..R-1; must include all targets of a row.
+        eps_clip_low: Distance of the lower bound from 1.
+        eps_clip_high: Distance of the upper bound from 1.
+    """
+    log_ratio = (logprobs - old_logprobs).detach()
+    mean = row_sums(log_ratio, row) / row_counts(row, log_ratio)
+    log_s = logprobs - logprobs.detach() + mean[row]
+    ratio = log_s.clamp(max=MAX_LOG_SEQUENCE_RATIO).exp()
+    return ppo_clip(ratio, advantages, eps_clip_low, eps_clip_high)
+
+
+def cispo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    advantages: Tensor,
+    *,
+    cispo_eps_clip_low: float,
+    cispo_eps_clip_high: float,
+    cispo_anchor: Literal["old", "rollout"],
+) -> TokenLoss:
+    """CISPO: the policy gradient with a clipped weight (arXiv:2506.13585).
+
+        loss = -sg[clip(exp(l - anchor), 1 - cispo_eps_clip_low, 1 + cispo_eps_clip_high)] A l
+
+    Every target keeps a gradient; those whose weight is at a bound are `clipped`. The anchor is
+    l_old, or l_roll to correct for the sampler too.
+    """
+    anchor = rollout_logprobs if cispo_anchor == "rollout" else old_logprobs
+    ratio = probability_ratio(logprobs, anchor).detach()
+    weight = ratio.clamp(1 - cispo_eps_clip_low, 1 + cispo_eps_clip_high)
+    metrics = {"cispo/ratio": ratio, "cispo/ratio_clamped_mean": weight}
+    return TokenLoss(-weight * advantages * logprobs, weight != ratio, metrics)
+
+
+def rollout_is(
+    logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    advantages: Tensor,
+    *,
+    eps_clip_low: float,
+    eps_clip_high: float,
+) -> TokenLoss:
+    """The policy gradient weighted by the ratio to the sampler, or by 0 if that is out of bounds.
+
+        r    = exp(l - l_roll)
+        loss = -sg[r if 1 - eps_clip_low < r < 1 + eps_clip_high else 0] A l
+
+    A calibrated form of IcePop (arXiv:2510.18855); targets left out are `clipped`.
+    """
+    ratio = probability_ratio(logprobs, rollout_logprobs).detach()
+    kept = (ratio > 1 - eps_clip_low) & (ratio < 1 + eps_clip_high)
+    return TokenLoss(-torch.where(kept, ratio, 0.0) * advantages * logprobs, ~kept)
+
+
+def dppo(
+    logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    advantages: Tensor,
+    *,
+    dppo_type: Literal["binary_tv", "binary_kl"],
+    dppo_delta_low: float,
+    dppo_delta_high: float,
+) -> TokenLoss:
+    """DPPO: targets masked by the divergence from the sampler (arXiv:2602.04879, eqs. 13 and 14).
+
+        p = exp(l), q = exp(l_roll)
+        D_tv = |p - q|
+        D_kl = q (l_roll - l) + (1 - q) ln((1 - q + 1e-8) / (1 - p + 1e-8))
+        loss = 0         where A > 0, p > q, D > dppo_delta_high
+                         or    A < 0, p < q, D > dppo_delta_low
+        loss = -(p/q) A  elsewhere
+
+    Masked targets are `clipped`. Targets that move back towards the sampler are never masked.
+    """
+    ratio = probability_ratio(logprobs, rollout_logprobs)
+    p, q = logprobs.detach().exp(), rollout_logprobs.exp()
+    size = (p - q).abs()
+    if dppo_type == "binary_kl":
+        others = torch.log((1 - q + KL_EPSILON) / (1 - p + KL_EPSILON))
+        size = q * (rollout_logprobs - logprobs.detach()) + (1 - q) * others
+    away_up = (advantages > 0) & (p > q) & (size > dppo_delta_high)
+    away_down = (advantages < 0) & (p < q) & (size > dppo_delta_low)
+    masked = away_up | away_down
+    return TokenLoss(-torch.where(masked, 0.0, ratio * advantages), masked)
+
+
+def sapo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    *,
+    sapo_tau_pos: float,
+    sapo_tau_neg: float,
+) -> TokenLoss:
+    """SAPO: a smooth gate instead of a clip (arXiv:2511.20347).
+
+        tau  = sapo_tau_pos where A > 0, else sapo_tau_neg
+        loss = -(4 / tau) sigmoid(tau (r - 1)) A
+
+    At r = 1, its gradient is the policy gradient. No targets are `clipped`. The paper averages over
+    rows (loss_reduction sequence_mean).
+    """
+    ratio = probability_ratio(logprobs, old_logprobs)
+    tau = torch.full_like(advantages, sapo_tau_neg).masked_fill(advantages > 0, sapo_tau_pos)
+    losses = -(4 / tau) * torch.sigmoid(tau * (ratio - 1)) * advantages
+    return TokenLoss(losses, torch.zeros_like(advantages, dtype=torch.bool))
+
+
+def importance_sampling(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor) -> TokenLoss:
+    """The unclipped surrogate: loss = -r A."""
+    ratio = probability_ratio(logprobs, old_logprobs)
+    metrics = {"importance_ratio": ratio.detach()}
+    clipped = torch.zeros_like(advantages, dtype=torch.bool)
+    return TokenLoss(-ratio * advantages, clipped, metrics)
+
+
+def cross_entropy(logprobs: Tensor) -> TokenLoss:
+    """Supervised loss = -l: no advantages, no ratios, nothing clipped."""
+    return TokenLoss(-logprobs, torch.zeros_like(logprobs, dtype=torch.bool))

@@ -1,0 +1,103 @@
+"""Apply the configured policy loss to the targets of a micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.algorithms.losses.policy import TokenLoss
+from trainer.algorithms.own_functions import call_own, refused
+from trainer.config.functions import POLICY_LOSS, Function, find
+from trainer.config.loss_config import LossConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Targets:
+    """M targets of whole rows, all on one device.
+
+    Attributes:
+        logprobs: [M] current policy, with gradient.
+        old_logprobs: [M] policy at the start of the batch.
+        rollout_logprobs: [M] sampler; NaN where unknown.
+        advantages: [M].
+        row: [M] int64 row of each target, 0..R-1.
+        selected: [M] bool, targets that clip_cov leaves out or kl_cov penalises.
+    """
+
+    logprobs: Tensor
+    old_logprobs: Tensor
+    rollout_logprobs: Tensor
+    advantages: Tensor
+    row: Tensor
+    selected: Tensor
+
+
+def policy_loss(t: Targets, c: LossConfig) -> TokenLoss:
+    """Compute the loss per target by `c.policy_loss_type`, neither reduced nor corrected.
+
+    Raises:
+        RolloutError: If a user's loss fails, or its result is invalid.
+    """
+    function = find(POLICY_LOSS, c.policy_loss_type)
+    given = {name: getattr(t, name) for name in function.inputs} | function.key_values(c)
+    if not function.is_own:
+        found: TokenLoss = function.call(**given)
+        return found
+    if not len(t.logprobs):
+        return TokenLoss(t.logprobs, torch.zeros_like(t.logprobs, dtype=torch.bool))
+    return _checked(function, call_own(function, given), t.logprobs)
+
+
+def _checked(function: Function, found: Any, logprobs: Tensor) -> TokenLoss:
+    """Check that a user's loss returned one finite number per target, with gradient."""
+    losses, clipped, metrics = found if isinstance(found, TokenLoss) else (found, None, {})
+    num = len(logprobs)
+    expected = f"a tensor [{num}] of {logprobs.dtype}, the loss of each target, or a TokenLoss"
+    hint = "loss_reduction makes one number of the losses" if _is_scalar(losses) else None
+    _check_tensor(function, "", losses, logprobs, expected, hint, dtype=logprobs.dtype)
+    if logprobs.requires_grad and not losses.requires_grad:
+        raise refused(function, "losses without a gradient", "losses computed from `logprobs`")
+    if clipped is None:
+        clipped = torch.zeros_like(logprobs, dtype=torch.bool)
+    expected = f"a tensor [{num}] of torch.bool"
+    _check_tensor(function, "clipped: ", clipped, logprobs, expected, dtype=torch.bool)
+    if not isinstance(metrics, Mapping):
+        raise refused(function, f"metrics: a {type(metrics).__name__}", "tensors by name")
+    for name, values in metrics.items():
+        expected = f"a finite tensor [{num}]: its mean over the mini-batch is reported"
+        _check_tensor(function, f"metrics[{name!r}]: ", values, logprobs, expected)
+    named = {f"policy_loss/{name}": values for name, values in metrics.items()}
+    return TokenLoss(losses, clipped, named)
+
+
+def _is_scalar(found: Any) -> bool:
+    return isinstance(found, Tensor) and found.dim() == 0
+
+
+def _check_tensor(
+    function: Function,
+    what: str,
+    found: Any,
+    logprobs: Tensor,
+    expected: str,
+    hint: str | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+) -> None:
+    if not isinstance(found, Tensor):
+        raise refused(function, f"{what}a {type(found).__name__}", expected, hint)
+    shape, device = list(found.shape), logprobs.device
+    if found.shape != logprobs.shape or (dtype and found.dtype != dtype):
+        raise refused(function, f"{what}a tensor {shape} of {found.dtype}", expected, hint)
+    if found.device != device:
+        raise refused(function, f"{what}a tensor on {found.device}", f"one on {device}")
+    found, logprobs = found.detach(), logprobs.detach()
+    finite = found.isfinite()
+    if not finite.all():
+        first = int(finite.logical_not().nonzero()[0])
+        got = f"{what}{float(found[first])} at target {first}, whose logprob is"
+        raise refused(function, f"{got} {float(logprobs[first]):.4g}", "finite numbers")

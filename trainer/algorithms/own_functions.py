@@ -1,0 +1,70 @@
+"""Call user functions named by a configuration, and check their results."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from schemas.errors import RolloutError
+from trainer.config.functions import Function
+
+FloatArray = npt.NDArray[np.float64]
+
+
+def call_own(function: Function, given: Mapping[str, Any]) -> Any:
+    """Call a function with arguments by name; arrays are copies, so that it may change them.
+
+    Raises:
+        RolloutError: {key}_raised if it raised, with the location.
+    """
+    given = {n: v.copy() if isinstance(v, np.ndarray) else v for n, v in given.items()}
+    try:
+        return function.call(**given)
+    except Exception as error:  # a function of the user's may raise anything
+        frames = traceback.extract_tb(error.__traceback__)[1:]
+        path = function.place.rpartition(":")[0]
+        own = [frame for frame in frames if frame.filename == path] or frames
+        place = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+        text = " ".join(str(error).split())[:300]
+        rule = f"{function.kind.key}_raised"
+        got = f"{type(error).__name__}: {text}".strip(": ") + place
+        raise RolloutError(rule, function.name, got) from error
+
+
+def refused(function: Function, got: str, expected: str, hint: str | None = None) -> RolloutError:
+    """Build the error for an invalid result."""
+    return RolloutError(function.kind.key, function.name, got, expected, hint)
+
+
+def finite_array(function: Function, found: Any, num: int, what: str) -> FloatArray:
+    """Convert a function's result to [num] float64.
+
+    Args:
+        function: The function.
+        found: Its result: a NumPy array, a CPU tensor, a list of numbers.
+        num: Required number of elements.
+        what: Meaning of an element, for messages.
+
+    Raises:
+        RolloutError: If it is not numbers, has another shape, or is not finite.
+    """
+    expected = f"[{num}] finite numbers, the {what}"
+    try:
+        array = np.asarray(found)
+    except Exception as error:  # such as a tensor on a GPU, or with gradient
+        raise refused(function, f"a {type(found).__name__}: {error}", expected) from None
+    if array.dtype.kind not in "fiu":
+        got = f"a {type(found).__name__}"
+        got += f" of {array.dtype}" if isinstance(found, np.ndarray | list) else ""
+        raise refused(function, got, expected)
+    if array.shape != (num,):
+        raise refused(function, f"shape {list(array.shape)}", expected)
+    array = array.astype(np.float64)
+    if not np.isfinite(array).all():
+        first = int(np.argmin(np.isfinite(array)))
+        raise refused(function, f"{array[first]} at element {first}", expected)
+    return array

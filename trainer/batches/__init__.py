@@ -1,0 +1,1 @@
+"""Load batches of a dataset and pack them into forests of tokens."""

@@ -1,0 +1,151 @@
+"""Order the trained tokens of a trajectory as one chain, however its steps are split into rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pipelines.merging.segments import Steps, is_joined, steps_of
+from rollout_io.dataset.prefix_layout import trajectory_starts
+from schemas.ragged import BoolArray, IntArray, Ragged, ranges
+
+FloatArray = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chains:
+    """N trained tokens in temporal order, trajectory by trajectory, for recursions over time.
+
+    Within a trajectory they are in the order of its steps. Tokens that do not train, including
+    observations, are not part of the chain: nothing is discounted there, and they need no value.
+
+    Attributes:
+        slots: [N] int64 index of each token in the batch's response tokens laid end to end.
+        trajectory: [N] int64, not decreasing.
+        rewards: [N] float64 reward of each token: see `credit`.
+    """
+
+    slots: IntArray
+    trajectory: IntArray
+    rewards: FloatArray
+
+
+def make_chains(rows: pa.Table, trains: BoolArray) -> Chains:
+    """Chain the trained tokens of whole trajectories.
+
+    A row with `rewards` has rewards per token; any other row has its `reward` at the end of its
+    step, and a merged row each step's reward at the end of that step. Steps, merged rows and
+    mixtures of both give the same tokens in the same order with the same rewards.
+
+    Args:
+        rows: trajectory_id, response_ids, reward, and optionally rewards and segments.
+        trains: [T] true for the rows' response tokens, laid end to end, that train.
+
+    Returns:
+        The chains. Unknown rewards count as 0: reject them before.
+
+    Example:
+        A merged row, response [3, 9, 4], whose steps [3] and [4] earned 0.5 and 1.0:
+
+        >>> chains = make_chains(row, np.array([True, False, True]))
+        >>> chains.slots.tolist(), chains.rewards.tolist()
+        ([0, 2], [0.5, 1.0])
+    """
+    responses = Ragged.from_arrow(rows.column("response_ids"))
+    starts = trajectory_starts(rows)
+    row_trajectory = np.repeat(np.arange(len(starts)), np.diff(np.append(starts, rows.num_rows)))
+    steps, rank = _ranked_steps(rows, starts, row_trajectory)
+    step_starts = responses.offsets[steps.row] + steps.start
+    token_rank = rank[np.searchsorted(step_starts, np.arange(len(trains)), side="right") - 1]
+
+    def time(rank: IntArray, slot: IntArray) -> IntArray:
+        return rank * (len(trains) + 1) + slot
+
+    slots = np.argsort(token_rank, kind="stable")
+    slots = slots[trains[slots]]
+    # Rewards per token, and rewards at the end of a step.
+    per_token, scalar = _token_rewards(rows), _step_rewards(rows, steps)
+    scalar[per_token.valid[steps.row]] = 0.0
+    earning = ranges(responses.offsets[:-1], per_token.lengths)
+    lengths = np.where(steps.length < 0, responses.lengths[steps.row], steps.length)
+    when = np.append(time(token_rank[earning], earning), time(rank, step_starts + lengths - 1))
+    owner = row_trajectory[np.append(responses.row_of(earning), steps.row)]
+    last = np.searchsorted(time(token_rank[slots], slots), when, side="right") - 1
+    trajectory = row_trajectory[responses.row_of(slots)]
+    rewards = credit(trajectory, last, np.append(per_token.values, scalar), owner)
+    return Chains(slots=slots, trajectory=trajectory, rewards=rewards)
+
+
+def credit(
+    trajectory: IntArray, last: IntArray, rewards: FloatArray, reward_trajectory: IntArray
+) -> FloatArray:
+    """Assign each reward to the last trained token at or before it.
+
+    So a reward at a token or step that does not train goes to the tokens that led to it. A reward
+    before every trained token of its trajectory is dropped: no trained choice could have changed
+    it.
+
+    Args:
+        trajectory: [N] trajectory of each trained token.
+        last: [K] index of the last trained token at or before each reward; -1 for none.
+        rewards: [K].
+        reward_trajectory: [K] trajectory of each reward.
+
+    Returns:
+        [N] float64.
+
+    Example:
+        Two tokens of trajectory 0 and one of trajectory 1, whose first reward comes too early:
+
+        >>> last, of = np.array([1, 1, 1, 2]), np.array([0, 0, 1, 1])
+        >>> credit(np.array([0, 0, 1]), last, np.array([1.0, 2.0, 4.0, 8.0]), of).tolist()
+        [0.0, 3.0, 8.0]
+    """
+    earned = last >= 0
+    earned[earned] = trajectory[last[earned]] == reward_trajectory[earned]
+    sums = np.bincount(last[earned], rewards[earned], minlength=len(trajectory))
+    return np.asarray(sums, np.float64)
+
+
+def _ranked_steps(
+    rows: pa.Table, starts: IntArray, row_trajectory: IntArray
+) -> tuple[Steps, IntArray]:
+    """List the steps of the rows, and rank them by the order in which they were taken.
+
+    Rows are ordered by their last steps. If a merge interleaved the steps of a trajectory, all its
+    rows recorded their step indices.
+    """
+    split = is_joined(rows)
+    number = np.arange(rows.num_rows)
+    if not split.any():
+        zero = np.zeros_like(number)
+        return Steps(number, zero, zero - 1, zero - 1), number
+    steps = steps_of(rows, split)
+    trajectory, number = row_trajectory[steps.row], np.arange(len(steps.row))
+    flat = pc.struct_field(pc.list_flatten(rows.column("segments")), "step_index")
+    index = flat.to_numpy()[np.maximum(steps.segment, 0)]
+    remembered = np.logical_and.reduceat(split, starts)[trajectory]
+    rank = np.empty_like(number)
+    rank[np.lexsort((np.where(remembered, index, number), trajectory))] = number
+    return steps, rank
+
+
+def _step_rewards(rows: pa.Table, steps: Steps) -> FloatArray:
+    """[S] Scalar reward of each step; 0 if unknown."""
+    reward = pc.fill_null(rows.column("reward"), 0.0).to_numpy().astype(np.float64)[steps.row]
+    split = steps.segment >= 0
+    if split.any():
+        kept = pc.struct_field(pc.list_flatten(rows.column("segments")), "reward")
+        reward[split] = pc.fill_null(kept, 0.0).to_numpy()[steps.segment[split]]
+    return np.asarray(reward)
+
+
+def _token_rewards(rows: pa.Table) -> Ragged:
+    if "rewards" in rows.column_names:
+        return Ragged.from_arrow(rows.column("rewards"))
+    none = np.zeros(rows.num_rows, np.bool_)
+    return Ragged(np.zeros(0), np.zeros(rows.num_rows + 1, np.int64), none)

@@ -1,0 +1,267 @@
+"""Load batches: one pass over ids and lengths, then the tokens of one batch at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import polars as pl
+import torch
+from torch import Tensor
+
+import pipelines
+from pipelines.tables import ROUTING
+from schemas.ragged import BoolArray, IntArray, Ragged
+from trainer.batches.chains import Chains, make_chains
+from trainer.batches.plan import Plan
+from trainer.batches.recorded_routes import Routes
+
+OPTIONAL_COLUMNS: dict[str, pl.DataType] = {
+    "rollout_logprobs": pl.List(pl.Float32()),
+    "temperature": pl.Float32(),
+    "top_p": pl.Float32(),
+    "top_k": pl.Int32(),
+    "sampling_extra": pl.String(),
+    "reward": pl.Float64(),
+    "rewards": pl.List(pl.Float64()),
+}
+UNUSED_COLUMNS = ("messages", "response_text", "metrics", "source")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """R rows with T response tokens in all, including failed and masked trajectories.
+
+    Attributes:
+        names: [R] trajectory and step of each row, for messages.
+        prompts: Prompt tokens of the R rows.
+        responses: Response tokens of the R rows.
+        group: [R] group of each row, an index into `group_names`.
+        group_names: Instance id of each group.
+        trajectory: [R] trajectory of each row, 0..num_trajectories-1.
+        mini_batch: [R] optimizer step, within the batch, that each row belongs to.
+        trains: [T] bool: the loss mask, and false in failed or masked trajectories and in greedy
+            rows.
+        greedy: [R] bool: rows that would train if they had not been sampled at temperature 0, where
+            a token has probability 1 and so no gradient.
+        truncated: [R] bool: rows with tokens that would train without `max_row_tokens`.
+        advantages: [T] float32; initially the trajectory's: see `trainer.run.batch_advantages`.
+        chains: The trained tokens in the order of their trajectories' steps.
+        temperature: [T] float32.
+        rollout_logprobs: [T] float32 nats; NaN in rows without.
+        routes: Recorded experts of the R rows to replay; None if there are none.
+    """
+
+    names: tuple[str, ...]
+    prompts: Ragged
+    responses: Ragged
+    group: IntArray
+    group_names: tuple[str, ...]
+    trajectory: IntArray
+    mini_batch: IntArray
+    trains: BoolArray
+    greedy: BoolArray
+    truncated: BoolArray
+    advantages: Tensor
+    chains: Chains
+    temperature: Tensor
+    rollout_logprobs: Tensor
+    routes: Routes | None = None
+
+
+def index_rows(rollouts: pl.LazyFrame) -> pl.DataFrame:
+    """Measure lengths, token range and sampling of every row in a streaming pass.
+
+    `num_forwarded_tokens` is the cost of the row as a chain: its prompt, and its response up to but
+    excluding its last trained token (less than the prompt if nothing trains).
+    """
+    rollouts = _with_optional_columns(rollouts)
+    greedy = _is_greedy()
+    names = ("prompt_token_ids", "response_ids", "loss_mask", "rollout_logprobs", "rewards")
+    prompt, response, mask, logprobs, rewards = (pl.col(name).list for name in names)
+    num_prompt, num_response = prompt.len().cast(pl.Int64), response.len().cast(pl.Int64)
+    num_untrained_at_end = mask.reverse().list.eval(pl.element().cast(pl.Int8)).list.arg_max()
+    return rollouts.select(
+        "instance_id",
+        "trajectory_id",
+        "step_index",
+        "temperature",
+        "top_p",
+        "top_k",
+        "sampling_extra",
+        "token_source",
+        name=_row_name(),
+        num_prompt_tokens=num_prompt,
+        num_trained_tokens=pl.when(greedy).then(0).otherwise(mask.sum().cast(pl.Int64)),
+        greedy=greedy & mask.any(),
+        num_forwarded_tokens=num_prompt + num_response - 1 - num_untrained_at_end.cast(pl.Int64),
+        lowest_token=pl.min_horizontal(prompt.min(), response.min()),
+        highest_token=pl.max_horizontal(prompt.max(), response.max()),
+        has_logprobs=pl.col("rollout_logprobs").is_not_null(),
+        has_reward=pl.col("reward").is_not_null() | pl.col("rewards").is_not_null(),
+        finite_reward=pl.col("reward").is_finite().fill_null(value=True)
+        & _holds("rewards", pl.element().is_finite()),
+        aligned=pl.all_horizontal(
+            (other.len() == response.len()).fill_null(value=default)
+            for other, default in ((mask, False), (logprobs, True), (rewards, True))
+        ),
+        complete=pl.all_horizontal(_holds(name, pl.element().is_not_null()) for name in names[:3]),
+        token_sum=prompt.sum().cast(pl.Int64) + response.sum().cast(pl.Int64),
+        logprobs_finite=_holds("rollout_logprobs", pl.element().is_finite()),
+        logprobs_nonpositive=_holds("rollout_logprobs", pl.element() <= 0),
+    ).collect(engine="streaming")
+
+
+def _is_greedy() -> pl.Expr:
+    """Select rows that train no token; rows of different temperatures are never merged."""
+    return (pl.col("temperature") == 0).fill_null(value=False)
+
+
+def _holds(name: str, condition: pl.Expr) -> pl.Expr:
+    """True if all elements match; true for a null list."""
+    every = pl.col(name).list.eval(condition.fill_null(value=False)).list.all()
+    return every.fill_null(value=True)
+
+
+def load_batch(
+    rollouts: pl.LazyFrame,
+    plan: Plan,
+    groups: Sequence[str],
+    sequence_layout: str,
+    *,
+    replay_routing: bool = True,
+) -> Batch:
+    """Load the rows of some groups in the layout to forward."""
+    rows = read_rows(rollouts, plan, groups, sequence_layout, replay_routing=replay_routing)
+    return to_batch(rows)
+
+
+def read_rows(
+    rollouts: pl.LazyFrame,
+    plan: Plan,
+    groups: Sequence[str],
+    sequence_layout: str,
+    *,
+    merge_rule: Literal["lineage", "consecutive", "keep"] | None = None,
+    replay_routing: bool = True,
+) -> pl.DataFrame:
+    """Read the rows of some groups, merged if configured, and join the plan: input of `to_batch`.
+
+    Rows are in the order of `groups`, so concatenating the tables of several lists of groups equals
+    reading them at once. Routes are dropped unless they are replayed; in that case, steps that were
+    routed differently are not merged, so that each is forwarded as it was sampled.
+    """
+    names = UNUSED_COLUMNS if replay_routing else (*UNUSED_COLUMNS, ROUTING)
+    unused = [name for name in names if name in rollouts.collect_schema()]
+    rows = rollouts.filter(pl.col("instance_id").is_in(list(groups))).drop(unused)
+    if sequence_layout != "merge":
+        rows = pipelines.unmerge(rows)
+    elif merge_rule == "keep":
+        rows = pipelines.part_by_routes(rows)
+    else:
+        rows = pipelines.merge(rows, merge_rule or "lineage", same_routes=True)
+    columns = ["trains", "advantage", "mini_batch"]
+    table = (
+        _with_optional_columns(rows)
+        .with_columns(name=_row_name())
+        .join(
+            plan.trajectories.lazy().select("trajectory_id", *columns),
+            on="trajectory_id",
+            maintain_order="left",
+        )
+        .select(
+            "name",
+            "instance_id",
+            "trajectory_id",
+            "prompt_token_ids",
+            "response_ids",
+            "loss_mask",
+            *OPTIONAL_COLUMNS,
+            *(name for name in ("segments", ROUTING) if name in rows.collect_schema()),
+            *columns,
+        )
+        .collect()
+    )
+    order = {group: number for number, group in enumerate(groups)}
+    number = table["instance_id"].replace_strict(order, return_dtype=pl.Int64).to_numpy()
+    return table[np.argsort(number, kind="stable")]
+
+
+def to_batch(table: pl.DataFrame, max_row_tokens: int | None = None) -> Batch:
+    """Convert a table of rows with trains, advantage and mini_batch to a batch.
+
+    Tokens beyond the first `max_row_tokens` of a row do not train.
+    """
+    prompts = _ragged(table["prompt_token_ids"])
+    responses = _ragged(table["response_ids"])
+    logprobs = _ragged(table["rollout_logprobs"])
+    flat_logprobs = np.full(len(responses.values), np.nan, dtype=np.float32)
+    flat_logprobs[np.repeat(logprobs.valid, responses.lengths)] = logprobs.values
+
+    def per_token(name: str, fill: float) -> Tensor:
+        values = table[name].fill_null(fill).to_numpy().astype(np.float32)
+        return torch.from_numpy(np.repeat(values, responses.lengths))
+
+    row_trains = np.repeat(table["trains"].to_numpy(), responses.lengths)
+    masked = _ragged(table["loss_mask"]).values.astype(np.bool_) & row_trains
+    is_greedy = table.select(_is_greedy()).to_series().to_numpy()
+    num_rows, row = len(table), responses.row_of(np.arange(len(masked)))
+    greedy = is_greedy & (np.bincount(row[masked], minlength=num_rows) > 0)
+    trains = masked & ~is_greedy[row]
+    beyond = np.zeros_like(trains)
+    if max_row_tokens is not None:
+        position = np.arange(len(row)) - responses.offsets[row] + prompts.lengths[row]
+        beyond = trains & (position >= max_row_tokens)
+        trains &= ~beyond
+    return Batch(
+        names=tuple(table["name"]),
+        prompts=prompts,
+        responses=responses,
+        group=_numbered(table["instance_id"]),
+        group_names=tuple(table["instance_id"].unique().sort()),
+        trajectory=_numbered(table["trajectory_id"]),
+        mini_batch=table["mini_batch"].to_numpy().astype(np.int64),
+        trains=trains,
+        greedy=greedy,
+        truncated=np.bincount(row[beyond], minlength=num_rows) > 0,
+        advantages=per_token("advantage", 0.0),
+        chains=make_chains(table.to_arrow(), trains),
+        temperature=per_token("temperature", 1.0),
+        rollout_logprobs=torch.from_numpy(flat_logprobs),
+        routes=_routes(table),
+    )
+
+
+def _routes(table: pl.DataFrame) -> Routes | None:
+    if ROUTING not in table.columns or table[ROUTING].is_null().all():
+        return None
+    return Routes.from_arrow(table.select(ROUTING).to_arrow().column(ROUTING))
+
+
+def groups_with_gradient(batch: Batch) -> frozenset[str]:
+    """Return the instance ids of groups that have a trained token with a nonzero advantage."""
+    moving = np.flatnonzero(batch.trains & (batch.advantages.numpy() != 0))
+    groups = np.unique(batch.group[batch.responses.row_of(moving)])
+    return frozenset(batch.group_names[group] for group in groups)
+
+
+def _numbered(ids: pl.Series) -> IntArray:
+    return ids.rank("dense").to_numpy().astype(np.int64) - 1
+
+
+def _ragged(column: pl.Series) -> Ragged:
+    return Ragged.from_arrow(column.to_arrow())
+
+
+def _row_name() -> pl.Expr:
+    return pl.format("trajectory '{}', row {}", "trajectory_id", "step_index")
+
+
+def _with_optional_columns(rollouts: pl.LazyFrame) -> pl.LazyFrame:
+    present = rollouts.collect_schema()
+    absent = {name: kind for name, kind in OPTIONAL_COLUMNS.items() if name not in present}
+    return rollouts.with_columns(
+        pl.lit(None, dtype=kind).alias(name) for name, kind in absent.items()
+    )

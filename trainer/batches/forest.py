@@ -1,0 +1,281 @@
+"""The trainer's batch type: packed tokens whose attention pattern is a forest.
+
+A forest is a token array in depth-first order. `position_ids` is a token's depth in its tree, and
+`subtree_end` the end of the range of tokens below it: position q may attend to k iff
+`k <= q < subtree_end[k]`. Chains side by side are a forest without sharing, which is how
+independent rows are packed; rows that share prefixes have the same type.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from schemas.errors import RolloutError
+from schemas.ragged import BoolArray, IntArray, Ragged, ranges
+from trainer.batches.recorded_routes import Routes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Forest:
+    """One micro-batch: N tokens to forward, and M targets whose log-probabilities are computed.
+
+    Attributes:
+        token_ids: [N] int64.
+        position_ids: [N] int64 depth of each token in its tree.
+        subtree_end: [N] int64 end (exclusive) of the tokens that may attend to each token.
+        target_parent: [M] int64 position whose hidden state predicts each target.
+        target_token: [M] int64 id of the predicted token.
+        target_slot: [M] int64 index of each target in the batch's response tokens laid end to end,
+            with which values per target are gathered.
+        routes: [N, layers, topk] int16 experts of each token, -1 if the model routes it; None: the
+            model routes all.
+    """
+
+    token_ids: Tensor
+    position_ids: Tensor
+    subtree_end: Tensor
+    target_parent: Tensor
+    target_token: Tensor
+    target_slot: Tensor
+    routes: Tensor | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """N, the number of forwarded tokens."""
+        return len(self.token_ids)
+
+    @property
+    def num_targets(self) -> int:
+        """M, the number of targets."""
+        return len(self.target_slot)
+
+    def to(self, device: torch.device) -> Forest:
+        """Copy the forest to another device."""
+        tensors: dict[str, Any] = {
+            field.name: getattr(self, field.name) for field in dataclasses.fields(self)
+        }
+        moved: dict[str, Any] = {
+            name: t if t is None else t.to(device) for name, t in tensors.items()
+        }
+        return Forest(**moved)
+
+
+def attention_mask(subtree_end: Tensor) -> Tensor:
+    """[1, 1, N, N] bool: true where query q (rows) may attend to key k (columns).
+
+    Example:
+        >>> attention_mask(torch.tensor([3, 2, 3]))[0, 0].int().tolist()  # 0 has children 1 and 2
+        [[1, 0, 0], [1, 1, 0], [1, 0, 1]]
+    """
+    position = torch.arange(len(subtree_end), device=subtree_end.device)
+    query, key = position[:, None], position[None, :]
+    return ((key <= query) & (query < subtree_end[None, :]))[None, None]
+
+
+def chain_lengths(prompts: Ragged, responses: Ragged, is_target: BoolArray) -> IntArray:
+    """[R] Count the tokens of each row to forward: up to the parent of its last target.
+
+    Later tokens predict nothing, so a row of p prompt tokens whose last target is at response
+    position t costs p + t; a row without targets costs nothing.
+    """
+    slot = np.flatnonzero(is_target)
+    row = responses.row_of(slot)
+    last_target = np.full(len(responses.lengths), -1, dtype=np.int64)
+    last_target[row] = slot - responses.offsets[row]
+    return np.where(last_target < 0, 0, prompts.lengths + last_target)
+
+
+def chain_forest(
+    prompts: Ragged,
+    responses: Ragged,
+    is_target: BoolArray,
+    rows: IntArray,
+    routes: Routes | None = None,
+) -> Forest:
+    """Pack rows side by side, each as a chain.
+
+    Args:
+        prompts: Prompt tokens of R rows; not empty in rows with targets.
+        responses: Response tokens of the same R rows, T in all.
+        is_target: [T] bool, true for response tokens that are targets.
+        rows: Rows to pack, in this order.
+        routes: Routes of the R rows, or None.
+
+    Example:
+        One row of prompt [7, 8] and response [1, 2, 3], of which 1 and 2 are targets:
+
+        >>> prompt = Ragged(np.array([7, 8]), np.array([0, 2]), np.array([True]))
+        >>> response = Ragged(np.array([1, 2, 3]), np.array([0, 3]), np.array([True]))
+        >>> mask = np.array([True, True, False])
+        >>> forest = chain_forest(prompt, response, mask, np.array([0]))
+        >>> forest.token_ids.tolist(), forest.target_parent.tolist(), forest.target_slot.tolist()
+        ([7, 8, 1], [1, 2], [0, 1])
+    """
+    num_prompt, num_response = _lengths(prompts, rows), _lengths(responses, rows)
+    first = responses.offsets[rows]
+    slot = ranges(first, num_response)
+    slot_tree = np.repeat(np.arange(len(rows)), num_response)
+    slot, slot_tree = slot[is_target[slot]], slot_tree[is_target[slot]]
+    offset = slot - first[slot_tree]
+
+    last_target = np.full(len(rows), -1, dtype=np.int64)
+    last_target[slot_tree] = offset
+    lengths = np.where(last_target < 0, 0, num_prompt + last_target)
+    starts = np.cumsum(lengths) - lengths
+    tree = np.repeat(np.arange(len(rows)), lengths)
+    depth = np.arange(len(tree)) - starts[tree]
+    parent = starts[slot_tree] + num_prompt[slot_tree] + offset - 1
+
+    arrays = {
+        "token_ids": _chain_tokens(prompts, responses, rows[tree], depth),
+        "position_ids": depth,
+        "subtree_end": (starts + lengths)[tree],
+        "target_parent": parent,
+        "target_token": responses.values[slot],
+        "target_slot": slot,
+    }
+    return forest_of(arrays, routes, rows[tree])
+
+
+def forest_of(arrays: Mapping[str, IntArray], routes: Routes | None, row: IntArray) -> Forest:
+    """Build a forest from its arrays, and from the routes of the row that each token belongs to."""
+    tensors = {name: torch.from_numpy(v.astype(np.int64)) for name, v in arrays.items()}
+    if routes is not None:
+        tensors["routes"] = torch.from_numpy(routes.at(row, arrays["position_ids"]))
+    return Forest(**tensors)
+
+
+def _lengths(column: Ragged, rows: IntArray) -> IntArray:
+    """[rows] Lengths of some rows, in time linear in their number."""
+    return column.offsets[rows + 1] - column.offsets[rows]
+
+
+def _chain_tokens(prompts: Ragged, responses: Ragged, row: IntArray, depth: IntArray) -> IntArray:
+    num_prompt = _lengths(prompts, row)
+    in_prompt = depth < num_prompt
+    tokens = np.empty(len(row), dtype=np.int64)
+    at = prompts.offsets[row] + depth
+    tokens[in_prompt] = prompts.values[at[in_prompt]]
+    at = responses.offsets[row] + depth - num_prompt
+    tokens[~in_prompt] = responses.values[at[~in_prompt]]
+    return tokens
+
+
+def pack(lengths: IntArray, budget: int) -> list[IntArray]:
+    """Pack rows into few bins of at most `budget` tokens, by first-fit decreasing.
+
+    Args:
+        lengths: [R] tokens per row; empty rows are left out, a row above the budget gets its own
+            bin.
+        budget: Maximum number of tokens per bin.
+
+    Returns:
+        Rows of each bin, ascending; bins by their first row.
+
+    Example:
+        >>> [rows.tolist() for rows in pack(np.array([3, 5, 0, 2]), 5)]
+        [[0, 3], [1]]
+    """
+    above = np.flatnonzero(lengths > budget)
+    lengths = np.where(lengths > budget, 0, lengths)
+    num_leaves = 1 << max(len(lengths) - 1, 0).bit_length()
+    free = [budget] * (2 * num_leaves)  # segment tree: each node has the most room below it
+    bins: dict[int, list[int]] = {}
+    for row in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[row])
+        if not length:
+            break
+        node = 1
+        while node < num_leaves:
+            node *= 2
+            node += free[node] < length
+        bins.setdefault(node, []).append(row)
+        free[node] -= length
+        while node := node // 2:
+            free[node] = max(free[2 * node], free[2 * node + 1])
+    found = [*bins.values(), *([row] for row in above.tolist())]
+    return sorted((np.array(sorted(rows)) for rows in found), key=lambda rows: int(rows[0]))
+
+
+def spread(bins: Sequence[IntArray], lengths: IntArray, num_ranks: int) -> list[IntArray]:
+    """Split bins of rows until their number is a multiple of the number of ranks, if possible.
+
+    Args:
+        bins: Rows of each bin.
+        lengths: [R] tokens of each row.
+        num_ranks: Processes that share the bins.
+
+    Returns:
+        Rows of each bin, ascending; bins by their first row.
+
+    Example:
+        >>> bins = [np.array([0, 2, 3]), np.array([1])]
+        >>> [rows.tolist() for rows in spread(bins, np.array([5, 9, 4, 1]), 3)]
+        [[0, 3], [1], [2]]
+    """
+    found = list(bins)
+    while len(found) % num_ranks and any(len(rows) > 1 for rows in found):
+        costs = [int(lengths[rows].sum()) if len(rows) > 1 else -1 for rows in found]
+        rows = found.pop(int(np.argmax(costs)))
+        by_length = rows[np.argsort(-lengths[rows], kind="stable")]
+        found += [np.sort(by_length[::2]), np.sort(by_length[1::2])]
+    return sorted(found, key=lambda rows: int(rows[0]))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowLimit:
+    """Maximum length of a row.
+
+    Attributes:
+        num_tokens: Maximum number of tokens in a row.
+        reason: What sets the limit, for the message.
+        hint: How to handle a longer row.
+    """
+
+    num_tokens: int
+    reason: str
+    hint: str
+
+    def check(self, lengths: IntArray, names: Sequence[str]) -> None:
+        """Check that no row exceeds the limit.
+
+        Raises:
+            RolloutError: With the longest row, its length and the limit.
+        """
+        if lengths.max(initial=0) > self.num_tokens:
+            row = int(lengths.argmax())
+            raise RolloutError(
+                "row_too_long",
+                names[row],
+                f"{int(lengths[row])} tokens to forward",
+                f"at most {self.num_tokens} ({self.reason})",
+                self.hint,
+            )
+
+
+def chain_forests(
+    prompts: Ragged,
+    responses: Ragged,
+    is_target: BoolArray,
+    rows: IntArray,
+    budget: int,
+    num_ranks: int = 1,
+    routes: Routes | None = None,
+) -> list[Forest]:
+    """Build micro-batches of at most `budget` tokens that hold the targets of `rows`, each once.
+
+    A row above the budget is a micro-batch of its own. The number of micro-batches is a multiple of
+    `num_ranks`, the processes that share them, if there are enough rows.
+    """
+    lengths = chain_lengths(prompts, responses, is_target)[rows]
+    return [
+        chain_forest(prompts, responses, is_target, rows[picked], routes)
+        for picked in spread(pack(lengths, budget), lengths, num_ranks)
+    ]

@@ -1,0 +1,70 @@
+"""Cut a batch into micro-batches, in the layout to forward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from trainer.batches.data import Batch
+from trainer.batches.forest import Forest, chain_forests, chain_lengths
+from trainer.batches.tree import make_trie, tree_forests
+from trainer.config.train_config import TrainConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MiniBatch:
+    """Forward passes of one optimizer step.
+
+    Attributes:
+        forests: Micro-batches that hold every target once; all targets of a row are in the same
+            one.
+        num_distinct_tokens: Tokens in the trees before cutting; None: rows are chains.
+    """
+
+    forests: list[Forest]
+    num_distinct_tokens: int | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens to forward."""
+        return sum(forest.num_tokens for forest in self.forests)
+
+    @property
+    def repeated_share(self) -> float | None:
+        """Share of tokens forwarded again because trees were cut; None: rows are chains."""
+        if self.num_distinct_tokens is None:
+            return None
+        return self.num_tokens / max(self.num_distinct_tokens, 1) - bool(self.forests)
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """Values for a line of `metrics.jsonl`."""
+        share = self.repeated_share
+        return {} if share is None else {"repeated_share": share}
+
+
+def cut_batch(batch: Batch, config: TrainConfig, num_ranks: int = 1) -> list[MiniBatch]:
+    """Split a batch into mini-batches, and each into micro-batches of `tokens_per_micro_batch`.
+
+    Args:
+        batch: Rows to forward (steps, if the layout is `tree`).
+        config: Configuration of the run.
+        num_ranks: Number of processes that share the micro-batches.
+    """
+    tokens = batch.prompts, batch.responses
+    routes, budget = batch.routes, config.tokens_per_micro_batch
+    lengths = chain_lengths(*tokens, batch.trains)
+    scope = batch.group if config.tree_scope == "group" else batch.trajectory
+    found = []
+    for number in range(int(batch.mini_batch.max(initial=-1)) + 1):
+        rows = np.flatnonzero(batch.mini_batch == number)
+        if config.sequence_layout == "tree":
+            trie = make_trie(*tokens, lengths, scope, rows, routes)
+            forests = tree_forests(trie, *tokens, batch.trains, budget, num_ranks, routes)
+            found.append(MiniBatch(forests=forests, num_distinct_tokens=trie.num_tokens))
+        else:
+            forests = chain_forests(*tokens, batch.trains, rows, budget, num_ranks, routes)
+            found.append(MiniBatch(forests=forests))
+    return found

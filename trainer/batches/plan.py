@@ -1,0 +1,179 @@
+"""Plan a run from returns: masks, advantages, order of groups."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+
+from pipelines.rewards import are_equal, trajectory_returns
+from schemas.errors import RolloutError
+from schemas.metadata import Outcome
+from trainer.algorithms.estimators import advantages_of_returns
+from trainer.config.train_config import TrainConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """Plan of one pass over the dataset.
+
+    Attributes:
+        trajectories: One row per trajectory of the planned groups: instance_id, trajectory_id,
+            return (float64, null if failed), failed (bool), trains (bool: neither failed nor
+            masked), advantage (float64, 0 if it does not train or the estimator works per token),
+            mini_batch (int64, its optimizer step within its batch).
+        batches: Instance ids of each batch, in order of the groups' first appearance.
+        num_groups_without_variance: Groups of two or more that train and whose returns are all
+            equal; `drop_zero_variance_groups` leaves them out.
+        group_size: Expected number of trajectories per group.
+        num_partial_groups: Groups of another size; 0 if groups have no baseline.
+    """
+
+    trajectories: pl.DataFrame
+    batches: tuple[tuple[str, ...], ...]
+    num_groups_without_variance: int
+    group_size: int = 1
+    num_partial_groups: int = 0
+
+
+def dataset_returns(rollouts: pl.LazyFrame, outcome: Outcome | None) -> pl.DataFrame:
+    """Compute the input of `make_plan`: one row per trajectory, with the return to maximise."""
+    return trajectory_returns(rollouts, outcome or "last").collect()
+
+
+def make_plan(returns: pl.DataFrame, config: TrainConfig) -> Plan:
+    """Plan the batches of a dataset.
+
+    A batch has `groups_per_batch` groups and a mini-batch `groups_per_mini_batch` of them, so the
+    number of optimizer steps depends only on the number of groups, never on turns or failures. The
+    last mini-batch and the last batch may be smaller.
+
+    Args:
+        returns: instance_id, trajectory_id, return, error: one row per trajectory.
+        config: Configuration of the run.
+
+    Raises:
+        RolloutError: If a trajectory has neither a return nor an error, unless the loss takes no
+            advantages; if partial groups are refused; if no group is left; if a user's estimator
+            fails.
+    """
+    if not config.is_supervised:
+        _check_outcomes(returns)
+    failed = pl.col("error").is_not_null()
+    masked = failed.any().over("instance_id") if config.failed == "group" else failed
+    group_size, partial = _partial_groups(returns, config)
+    if config.partial_groups == "mask":
+        masked = masked | pl.col("instance_id").is_in(partial)
+    trajectories = returns.select(
+        "instance_id", "trajectory_id", "return", failed=failed, trains=~masked
+    )
+    constant = _groups_without_variance(trajectories)
+    if config.drop_zero_variance_groups:
+        trajectories = trajectories.filter(~pl.col("instance_id").is_in(constant))
+    groups = trajectories["instance_id"].unique(maintain_order=True).to_list()
+    if not groups:
+        got = f"{len(constant)} groups, each with equal returns" if len(constant) else "no rows"
+        expected, hint = "a group whose returns vary", "rollouts stats DS"
+        raise RolloutError("mask_trains_something", "dataset", got, expected, hint)
+    return Plan(
+        trajectories=trajectories.with_columns(
+            trajectory_advantages(trajectories, config),
+            _mini_batches(
+                trajectories, groups, config.groups_per_batch, config.groups_per_mini_batch
+            ),
+        ),
+        batches=tuple(split(groups, config.groups_per_batch)),
+        num_groups_without_variance=len(constant),
+        group_size=group_size,
+        num_partial_groups=len(partial),
+    )
+
+
+def num_planned_updates(plan: Plan, config: TrainConfig) -> int:
+    """Maximum number of optimizer steps of a run; mini-batches without gradient are skipped."""
+    per_epoch = sum(math.ceil(len(b) / config.groups_per_mini_batch) for b in plan.batches)
+    planned = per_epoch * config.epochs_per_batch * config.num_epochs
+    return min(planned, config.max_updates or planned)
+
+
+def num_groups_of_one(plan: Plan) -> int:
+    """Count the groups of which only one trajectory trains, and so has no baseline."""
+    trained = plan.trajectories.filter("trains")
+    return int((trained.group_by("instance_id").len()["len"] == 1).sum())
+
+
+def _partial_groups(returns: pl.DataFrame, config: TrainConfig) -> tuple[int, list[str]]:
+    """Return the expected group size, and the groups of another size."""
+    sizes = returns.group_by("instance_id", maintain_order=True).len()
+    size = config.group_size or int(sizes.select(pl.col("len").max().fill_null(1)).item())
+    partial = sizes.filter((pl.col("len") != size) & compares_groups(config))
+    if len(partial) and config.partial_groups == "refuse":
+        raise RolloutError(
+            "partial_groups",
+            f"group {partial['instance_id'][0]!r} (the first of {len(partial)})",
+            f"{partial['len'][0]} trajectories",
+            str(size) if config.group_size else f"{size}, as the largest group has",
+            "--set partial_groups=mask leaves such groups out of the loss, train takes them as they are",
+        )
+    return size, partial["instance_id"].to_list()
+
+
+def compares_groups(config: TrainConfig) -> bool:
+    """True if advantages depend on the returns of a trajectory's group."""
+    return not config.is_supervised and "group_index" in config.estimator_inputs
+
+
+def _check_outcomes(returns: pl.DataFrame) -> None:
+    known = pl.col("return").is_not_null() & pl.col("return").is_finite()
+    unknown = returns.filter(pl.col("error").is_null() & ~known)
+    if len(unknown):
+        raise RolloutError(
+            "unknown_outcome",
+            f"trajectory {unknown['trajectory_id'][0]!r} (the first of {len(unknown)})",
+            f"return {unknown['return'][0]} without an error",
+            "a finite reward, or `error` on the trajectory",
+            "convert with --rewards FILE, or leave these out:"
+            ' rollouts filter DS --where "reward is not null or error is not null" --out KNOWN',
+        )
+
+
+def _groups_without_variance(trajectories: pl.DataFrame) -> list[str]:
+    groups = trajectories.filter("trains").group_by("instance_id", maintain_order=True)
+    spread = groups.agg(constant=are_equal(pl.col("return")))
+    return spread.filter("constant")["instance_id"].to_list()
+
+
+def trajectory_advantages(trajectories: pl.DataFrame, config: TrainConfig) -> pl.Series:
+    """Compute the advantage of each trajectory from its return; 0 if it does not train.
+
+    Also 0 if `advantage_estimator` works per token, or nothing is estimated.
+
+    Args:
+        trajectories: instance_id, return and trains of whole groups.
+        config: Configuration of the run.
+    """
+    trains = trajectories["trains"].to_numpy()
+    group = trajectories["instance_id"].rank("dense").to_numpy()[trains]
+    returns = trajectories["return"].to_numpy()[trains].astype(np.float64)
+    advantages = np.zeros(len(trajectories))
+    if not config.is_supervised and not config.estimates_by_token:
+        _, group_index = np.unique(group, return_inverse=True)
+        advantages[trains] = advantages_of_returns(returns, group_index, config)
+    return pl.Series("advantage", advantages)
+
+
+def _mini_batches(
+    trajectories: pl.DataFrame, groups: Sequence[str], groups_per_batch: int, groups_per_update: int
+) -> pl.Series:
+    order = {group: number for number, group in enumerate(groups)}
+    number = trajectories["instance_id"].replace_strict(order, return_dtype=pl.Int64)
+    mini_batch = number % groups_per_batch // groups_per_update
+    return mini_batch.alias("mini_batch")
+
+
+def split(groups: Sequence[str], size: int) -> list[tuple[str, ...]]:
+    """Split groups into chunks of `size`; the last one may be shorter."""
+    return [tuple(groups[start : start + size]) for start in range(0, len(groups), size)]

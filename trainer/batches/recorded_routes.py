@@ -1,0 +1,73 @@
+"""Recorded routing (R3) of a batch: the experts that the sampler's model chose for each token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from pipelines.merging.routing import Routing
+from schemas.ragged import IntArray, Ragged
+
+NO_ROUTE = -1
+"""Stands for the experts of a token that the model routes itself."""
+ExpertArray = npt.NDArray[np.int16]
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """Experts of a leading part of prompt + response of R rows.
+
+    Attributes:
+        tokens: R rows of [tokens, layers * topk] int16; a row may be empty.
+        num_layers: Number of layers in the model, including those without experts.
+        topk: Experts per token and layer.
+    """
+
+    tokens: Ragged
+    num_layers: int
+    topk: int
+
+    @classmethod
+    def from_arrow(cls, column: pa.ChunkedArray) -> Routes:
+        """Wrap a `rollout_expert_indices` column."""
+        found = Routing.of(column)
+        return cls(found.tokens, *found.shape)
+
+    def at(self, row: IntArray, depth: IntArray) -> ExpertArray:
+        """[N, layers, topk] Look up the experts of the N tokens at `depth` of `row`; -1 if unknown.
+
+        Example:
+            >>> values = np.array([[0, 3], [1, 2]], np.int16)  # two tokens of one row, one layer
+            >>> routes = Routes(Ragged(values, np.array([0, 2]), np.ones(1, bool)), 1, 2)
+            >>> routes.at(np.array([0, 0]), np.array([1, 2])).tolist()
+            [[[1, 2]], [[-1, -1]]]
+        """
+        start, end = self.tokens.offsets[row], self.tokens.offsets[row + 1]
+        known = start + depth < end
+        found = np.full((len(row), self.num_layers * self.topk), NO_ROUTE, np.int16)
+        found[known] = self.tokens.values[(start + depth)[known]]
+        return found.reshape(-1, self.num_layers, self.topk)
+
+    def numbered(self, rows: IntArray, lengths: IntArray) -> list[IntArray]:
+        """Number the routings of leading tokens: equal numbers mean equal experts in every layer.
+
+        Args:
+            rows: [K] rows.
+            lengths: [K] number of leading tokens of each row.
+
+        Returns:
+            K arrays, [length] int64 each.
+        """
+        width = self.tokens.values.itemsize * self.num_layers * self.topk
+        numbers: dict[bytes, int] = {}
+        found = []
+        for row, length in zip(rows.tolist(), lengths.tolist(), strict=True):
+            known = self.tokens.row(row)[:length].tobytes()
+            parts = [known[at : at + width] for at in range(0, len(known), width)]
+            number = np.zeros(length, np.int64)  # 0: the model routes the token
+            number[: len(parts)] = [numbers.setdefault(part, len(numbers) + 1) for part in parts]
+            found.append(number)
+        return found

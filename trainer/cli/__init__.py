@@ -1,0 +1,1 @@
+"""The verbs `train`, `plot`, `generate` and `rl`."""

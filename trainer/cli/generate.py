@@ -1,0 +1,73 @@
+"""The verb `generate`."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from rollout_io.cli.output import emit, emit_json, example, going_on, next_command, note
+
+if TYPE_CHECKING:
+    from pipelines.generation.run import GenerateResult
+
+
+@click.command(epilog=example("rollouts generate gsm8k.toml --out rollouts/ --set group_size=8"))
+@click.argument("config", metavar="CONFIG.toml")
+@click.option("--out", metavar="DS", help="Dataset to write, or to resume.")
+@click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Override one key of the configuration (docs/generation.md); may be repeated.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+def generate(*, config: str, out: str | None, overrides: tuple[str, ...], as_json: bool) -> int:
+    """Sample trajectories of tasks with an engine into a rollout dataset.
+
+    CONFIG.toml sets tasks, model and environment (all keys: docs/generation.md). Paths, and your
+    own environments and agents, are relative to the current directory. Groups are written to DS as
+    they complete. Run the same command again to generate what is missing. Trajectories that fail
+    are kept in the dataset with their error and are not retried. The exit code is 1 if all
+    generated trajectories failed.
+    """
+    from pipelines.generation.config import load_generate_config
+    from pipelines.generation.run import generate as run
+    from trainer.engine.open_engine import open_engine
+
+    sys.path.insert(0, str(Path.cwd()))
+    settings = load_generate_config(config, overrides, out=out)
+    with going_on("complete groups are kept, and the same command generates what is missing"):
+        result = asyncio.run(run(settings, open_engine))
+    for warning in result.warnings:
+        note(f"warning: {warning}")
+    emit_json(dataclasses.asdict(result)) if as_json else emit(_report(result))
+    if result.first_error:
+        note(f"first error: {result.first_error}")
+        next_command(f'rollouts inspect {result.out} --where "error is not null"')
+    else:
+        next_command(f"rollouts validate {result.out}")
+    if result.num_held and not result.num_trajectories:
+        note("note: nothing was missing; failed trajectories are tried again in another --out only")
+    return int(result.num_failed == result.num_trajectories > 0)
+
+
+def _report(result: GenerateResult) -> str:
+    held = f", {result.num_held} were there" if result.num_held else ""
+    errors = ", ".join(f"{name} {count}" for name, count in sorted(result.errors.items()))
+    rate = result.num_response_tokens / max(result.duration_s, 1e-9)
+    mean = "unknown" if result.mean_return is None else f"{result.mean_return:.4f}"
+    lines = [
+        f"trajectories   {result.num_trajectories}{held}",
+        f"failed         {result.num_failed}{f' ({errors})' if errors else ''}",
+        f"steps          {result.num_steps}",
+        f"tokens         {result.num_response_tokens} in {result.duration_s:.1f} s, {rate:,.0f}/s",
+        f"mean reward    {mean}",
+        f"dataset        {result.out}",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,76 @@
+"""The verb `rl`."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from rollout_io.cli.output import emit, emit_json, example, going_on, next_command, note
+
+if TYPE_CHECKING:
+    from trainer.rl.loop import RlResult
+
+
+@click.command(
+    epilog=example("rollouts rl addition.toml --out run/ --set train.learning_rate=5e-6")
+)
+@click.argument("config", metavar="CONFIG.toml")
+@click.option("--out", metavar="RUN", help="Directory for the run; must be new, unless resumed.")
+@click.option("--resume", is_flag=True, help="Resume from RUN's latest checkpoint and rollouts.")
+@click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Override one key, or TABLE.KEY in a table (docs/rl.md); may be repeated.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+def rl(
+    *, config: str, out: str | None, resume: bool, overrides: tuple[str, ...], as_json: bool
+) -> int:
+    """Train a policy on its own samples: sample groups, update, load the weights, repeat.
+
+    CONFIG.toml sets model, tasks and num_iterations, and has a table [generate] with keys of
+    `rollouts generate`, a table [train] with keys of `rollouts train`, and optionally [evaluate]
+    (docs/rl.md). Each iteration samples train.groups_per_batch groups of generate.group_size
+    trajectories, trains on them, and loads the new weights into the engine. With max_staleness
+    above 0, sampling continues during training.
+
+    RUN/rollouts/ keeps every sampled rollout, one directory per iteration: `rollouts train
+    'RUN/rollouts/*'` repeats the same updates. RUN/metrics.jsonl is input for `rollouts plot`;
+    RUN/checkpoints/ can be loaded by Transformers and by --resume, which loses no finished group.
+    """
+    from trainer.rl import load_rl_config, run
+
+    sys.path.insert(0, str(Path.cwd()))
+    settings = load_rl_config(config, overrides, out=out)
+    with going_on("what finished is kept, and the same command with --resume goes on from there"):
+        result = run(settings, resume=resume)
+    emit_json(dataclasses.asdict(result)) if as_json else emit(_report(result))
+    next_command(f"rollouts plot {result.out}")
+    if result.return_mean is None:
+        note("note: nothing was left to train; a larger num_iterations goes on")
+    return 0
+
+
+def _report(result: RlResult) -> str:
+    skipped = f", {result.num_skipped_updates} skipped" if result.num_skipped_updates else ""
+    lines = [
+        f"iterations   {result.num_iterations}",
+        f"updates      {result.num_updates}{skipped}",
+        *([f"masked       {result.num_greedy_rows} greedy rows"] if result.num_greedy_rows else []),
+        f"reward       {_number(result.return_mean)}",
+        f"evaluation   {_number(result.evaluation)}",
+        f"rollouts     {result.out}/rollouts",
+        f"metrics      {result.out}/metrics.jsonl",
+        f"checkpoint   {result.checkpoint}",
+    ]
+    return "\n".join(line for line in lines if not line.endswith(" none"))
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:.4f}"

@@ -1,0 +1,129 @@
+"""The verbs `train` and `plot`."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from rollout_io.cli.output import emit, emit_json, example, going_on, note
+from schemas.errors import RolloutError
+from trainer.reports.dry_run_report import plan_numbers, plan_text
+
+if TYPE_CHECKING:
+    from trainer.run.loop import TrainResult
+
+EXAMPLE = "rollouts train shop/ --model smollm2/ --out run/ --set learning_rate=1e-5"
+
+
+@click.command(epilog=example(EXAMPLE))
+@click.argument("dataset")
+@click.option("--model", required=True, metavar="DIR", help="Hugging Face model directory.")
+@click.option(
+    "--out",
+    required=True,
+    metavar="RUN",
+    help="Directory for the run; must be new, unless resumed.",
+)
+@click.option("--config", metavar="F.toml", help="Configuration file.")
+@click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Override one key of the configuration (docs/training.md); may be repeated.",
+)
+@click.option("--resume", is_flag=True, help="Resume from RUN's latest checkpoint.")
+@click.option(
+    "--dry-run", is_flag=True, help="Run all checks and print the plan; train and write nothing."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+def train(
+    *,
+    dataset: str,
+    model: str,
+    out: str,
+    config: str | None,
+    overrides: tuple[str, ...],
+    resume: bool,
+    dry_run: bool,
+    as_json: bool,
+) -> int:
+    """Train a policy on a rollout dataset.
+
+    Writes RUN/config.json, RUN/metrics.jsonl and RUN/checkpoints/global_step_N/, a model directory
+    that Transformers can load. --resume continues a stopped run as if it had never been
+    interrupted.
+    """
+    from trainer import torch_is_needed
+    from trainer.config.train_config import load_config
+    from trainer.distributed.processes import is_main
+
+    sys.path.append(str(Path.cwd()))  # for functions of the user; last, so that it hides nothing
+    try:
+        settings = load_config(config, overrides, dataset=dataset, model=model, out=out)
+        with torch_is_needed("rollouts train"):
+            from trainer.reports import dry_run as report
+            from trainer.run import loop
+        if dry_run:
+            planned = report.dry_run(settings, resume=resume)
+        else:
+            with going_on(f"--resume goes on from the latest checkpoint in {out}"):
+                result = loop.train(settings, resume=resume)
+    except RolloutError:
+        if is_main():
+            raise
+        return 1
+    if not is_main():
+        return 0
+    if dry_run:
+        emit_json(plan_numbers(planned)) if as_json else emit(plan_text(planned))
+    elif as_json:
+        emit_json(dataclasses.asdict(result))
+    else:
+        emit(_report(result, left_out=settings.drop_zero_variance_groups))
+    return 0
+
+
+@click.command(epilog=example("rollouts plot runs/a runs/b --metric return_mean --out curves.png"))
+@click.argument("runs", metavar="RUN...", nargs=-1, required=True)
+@click.option(
+    "--out",
+    default="curves.png",
+    show_default=True,
+    metavar="FILE",
+    help="Image file; the format follows from the extension (.png, .svg, .pdf, ...).",
+)
+@click.option(
+    "--metric",
+    "metrics",
+    multiple=True,
+    metavar="NAME",
+    help="A key of metrics.jsonl; may be repeated. Default: the most useful ones.",
+)
+def plot(*, runs: tuple[str, ...], out: str, metrics: tuple[str, ...]) -> None:
+    """Plot metrics of one or more runs as an image."""
+    from trainer.reports.plot import plot_runs
+
+    drawn = plot_runs([Path(run) for run in runs], Path(out), metrics)
+    note(f"{', '.join(drawn)} -> {out}")
+
+
+def _report(result: TrainResult, *, left_out: bool) -> str:
+    skipped = f", {result.num_skipped_updates} skipped" if result.num_skipped_updates else ""
+    failed = f", {result.num_failed} failed trajectories" if result.num_failed else ""
+    constant = f", {result.num_groups_without_variance} without variance"
+    constant += " left out" if left_out else ""
+    greedy = result.num_greedy_rows
+    trained = f"{result.num_trained_groups} of {result.num_groups} trained"
+    lines = [
+        f"updates      {result.num_updates}{skipped}",
+        f"groups       {trained}{constant if result.num_groups_without_variance else ''}{failed}",
+        *([f"masked       {greedy} rows sampled at temperature 0"] if greedy else []),
+        f"metrics      {result.out}/metrics.jsonl",
+        f"checkpoint   {result.checkpoint}",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""Configuration of a training run."""

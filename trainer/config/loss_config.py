@@ -1,0 +1,225 @@
+"""Configuration keys of the loss. docs/algorithms.md has the equations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
+
+from rollout_io.configuration import Count, Fraction, NonNegative, Positive
+from trainer.config.functions import LOSS_REDUCTION, POLICY_LOSS, inputs_of
+
+KLEstimator = Literal["k1", "k2", "k3", "abs"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossConfig:
+    """Policy loss, reduction, correction for the sampler, KL and entropy."""
+
+    policy_loss_type: str = "regular"
+    """Loss of a trained token: `regular` (PPO's clipped loss), `dual_clip`, `gspo`, `cispo`,
+    `sapo`, `rollout_is`, `dppo`, `clip_cov`, `kl_cov`, `importance_sampling`, `cross_entropy`
+    (supervised: ignores advantages), or your own `module:function`: see docs/algorithms.md."""
+    eps_clip_low: Fraction = 0.2
+    """Lower clip bound of the probability ratio is 1 - this; in [0, 1]. Not for cispo, dppo,
+    sapo."""
+    eps_clip_high: NonNegative = 0.2
+    """Upper clip bound of the probability ratio is 1 + this; >= 0. Not for cispo, dppo, sapo."""
+    clip_ratio_c: Annotated[float, Meta(gt=1)] = 3.0
+    """dual_clip: upper bound of the loss of a token with advantage A < 0, as a multiple of -A; >
+    1."""
+    cispo_eps_clip_low: Fraction = 1.0
+    """cispo: lower clip bound of the weight is 1 - this; in [0, 1]."""
+    cispo_eps_clip_high: NonNegative = 4.0
+    """cispo: upper clip bound of the weight is 1 + this; >= 0."""
+    cispo_anchor: Literal["old", "rollout"] = "old"
+    """cispo: whether the weight is the ratio to `old_logprobs` or to `rollout_logprobs`."""
+    dppo_type: Literal["binary_tv", "binary_kl"] = "binary_tv"
+    """dppo: divergence that decides which tokens are masked."""
+    dppo_delta_low: NonNegative = 0.2
+    """dppo: maximum divergence where the advantage is negative; >= 0. For binary_kl: 0.05."""
+    dppo_delta_high: NonNegative = 0.2
+    """dppo: maximum divergence where the advantage is positive; >= 0. For binary_kl: 0.05."""
+    sapo_tau_pos: Positive = 1.0
+    """sapo: temperature of the gate where the advantage is positive; > 0."""
+    sapo_tau_neg: Positive = 1.05
+    """sapo: temperature of the gate where it is not; > 0."""
+    clip_cov_ratio: Fraction = 2e-4
+    """clip_cov: fraction of the mini-batch's trained tokens to detach; in [0, 1]."""
+    clip_cov_lb: float = 1.0
+    """clip_cov: only tokens with a covariance above this are candidates."""
+    clip_cov_ub: float = 5.0
+    """clip_cov: only tokens with a covariance below this are candidates; above `clip_cov_lb`."""
+    kl_cov_frac: Fraction = 0.2
+    """kl_cov: fraction of the mini-batch's trained tokens to penalise; in [0, 1]."""
+    ppo_kl_coef: NonNegative = 1.0
+    """kl_cov: weight of the penalty; >= 0."""
+
+    loss_reduction: str = "token_mean"
+    """How the tokens' losses are reduced to one number: a mean over tokens (`token_mean`), over
+    rows of their means (`sequence_mean`), over groups of their means (`prompt_mean`), over
+    trajectories of their means (`trajectory_mean`), over micro-batches of their means
+    (`token_mean_legacy`,
+    which therefore depends on `tokens_per_micro_batch`), a sum divided by rows times `max_seq_len`
+    (`seq_mean_token_sum_norm`), or your own `module:function`: see docs/algorithms.md."""
+    max_seq_len: Count | None = None
+    """seq_mean_token_sum_norm: constant length used for every row; >= 1."""
+
+    tis_ratio_type: Literal["auto", "token", "sequence"] | None = "auto"
+    """Importance weights that correct for the sampler: the ratio of each token, or its product over
+    the row; both need `rollout_logprobs`. auto: per token if the dataset has `rollout_logprobs`,
+    unless the policy loss already contains the ratio to them. none: no weights."""
+    token_tis_ratio_clip_high: Positive = 2.0
+    """Maximum importance weight of a token; > 0."""
+    sequence_tis_ratio_clip_high: Positive = 5.0
+    """Maximum importance weight of a row; > 0."""
+    sequence_mask_metric: Literal["geometric", "product"] | None = None
+    """Leave out rows by the geometric mean, or the product, of their tokens' importance ratios."""
+    geo_mask_low: NonNegative = 0.99
+    """Minimum geometric mean of a row that is kept; >= 0."""
+    geo_mask_high: Positive = 1.01
+    """Maximum geometric mean of a row that is kept."""
+    product_mask_low: NonNegative = 0.5
+    """Minimum product of a row that is kept; >= 0."""
+    product_mask_high: Positive = 2.0
+    """Maximum product of a row that is kept."""
+    outlier_token_is_threshold_low: NonNegative | None = None
+    """Leave out rows with a token whose importance ratio is below this; suggested: 1e-4."""
+    outlier_token_is_threshold_high: Positive | None = None
+    """Leave out rows with a token whose importance ratio is above this; suggested: 100."""
+    token_mask_is_threshold_low: NonNegative | None = None
+    """Leave out tokens whose importance ratio is below this. Requires `..._high`."""
+    token_mask_is_threshold_high: Positive | None = None
+    """Leave out tokens whose importance ratio is above this. Requires `..._low`."""
+    allow_mismatched_logprobs: bool = False
+    """Correct even if `rollout_logprobs` are not of the distribution that was sampled."""
+
+    kl_loss_coef: NonNegative = 0.0
+    """Weight of the KL divergence from `reference_model` in the loss; >= 0. 0 disables it."""
+    kl_reward_coef: NonNegative = 0.0
+    """Weight of that divergence in the reward instead; >= 0. 0 disables it."""
+    kl_ctrl_type: Literal["fixed", "adaptive"] = "fixed"
+    """Whether `kl_reward_coef` is constant, or adapts from batch to batch to reach `kl_target`."""
+    kl_target: Positive = 0.1
+    """adaptive: target divergence, nats per trained token; > 0."""
+    kl_horizon: Count = 10000
+    """adaptive: trajectories over which the coefficient may change by 20 %; >= 1."""
+    kl_estimator_type: KLEstimator = "k3"
+    """Estimator of that divergence, in the loss and in the reward."""
+    reference_model: str | None = None
+    """Model directory of the frozen reference. None: `model` in its initial state."""
+    entropy_loss_coef: NonNegative = 0.0
+    """Weight of the entropy bonus in the loss; >= 0. 0 disables it."""
+
+    loss: dict[str, Any] = field(default_factory=dict)
+    """Table: keys of your own loss, estimator and reduction, by the names of their parameters; with
+    `--set`, `loss.KEY=VALUE`. In the configuration of `rollouts rl` it is `[train.loss]`."""
+
+    @property
+    def loss_inputs(self) -> frozenset[str]:
+        """Names of the tensors that the policy loss uses."""
+        inputs = inputs_of(POLICY_LOSS, self.policy_loss_type)
+        if self.policy_loss_type == "cispo":
+            unused = "old_logprobs" if self.cispo_anchor == "rollout" else "rollout_logprobs"
+            return inputs - {unused}
+        return inputs
+
+    @property
+    def has_own_loss(self) -> bool:
+        """True if the policy loss is a user function."""
+        return self.policy_loss_type not in POLICY_LOSS.built_in
+
+    @property
+    def is_supervised(self) -> bool:
+        """True if the policy loss uses no advantages, so that no rewards are needed."""
+        return "advantages" not in self.loss_inputs
+
+    @property
+    def is_anchored_on_sampler(self) -> bool:
+        """True if the policy loss itself uses `rollout_logprobs`."""
+        return "rollout_logprobs" in self.loss_inputs
+
+    @property
+    def reduction_inputs(self) -> frozenset[str]:
+        """Names of the inputs of the reduction."""
+        return inputs_of(LOSS_REDUCTION, self.loss_reduction)
+
+    @property
+    def importance_weights(self) -> Literal["token", "sequence"] | None:
+        """Resolved `tis_ratio_type` for data with `rollout_logprobs`."""
+        if self.tis_ratio_type == "auto":
+            return None if self.is_anchored_on_sampler else "token"
+        return self.tis_ratio_type
+
+    @property
+    def masks_by_ratio(self) -> bool:
+        """True if tokens or rows are left out by their importance ratios."""
+        thresholds = (
+            self.outlier_token_is_threshold_low,
+            self.outlier_token_is_threshold_high,
+            self.token_mask_is_threshold_low,
+        )
+        return self.sequence_mask_metric is not None or any(t is not None for t in thresholds)
+
+    @property
+    def corrects_for_sampler(self) -> bool:
+        """True if importance weights or masks are enabled and apply to the policy loss."""
+        asked = self.importance_weights is not None or self.masks_by_ratio
+        return asked and not self.is_supervised
+
+    @property
+    def needs_reference(self) -> bool:
+        """True if a divergence from the reference is enabled."""
+        return self.kl_loss_coef > 0 or self.kl_reward_coef > 0
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """True if the loss depends on `old_logprobs`."""
+        return self.corrects_for_sampler or "old_logprobs" in self.loss_inputs
+
+
+IN_ORDER = (
+    ("geo_mask_low", "geo_mask_high"),
+    ("product_mask_low", "product_mask_high"),
+    ("outlier_token_is_threshold_low", "outlier_token_is_threshold_high"),
+    ("token_mask_is_threshold_low", "token_mask_is_threshold_high"),
+    ("clip_cov_lb", "clip_cov_ub"),
+)
+
+
+def loss_breaches(c: LossConfig) -> Iterator[tuple[str, str, str]]:
+    """Yield (key, value, expectation) for values that contradict each other."""
+    for low, high in IN_ORDER:
+        values = getattr(c, low), getattr(c, high)
+        if None not in values and not values[0] < values[1]:
+            yield f"{low} and {high}", f"{values[0]} and {values[1]}", "the first to be smaller"
+    yield from _contradictions(c)
+
+
+def _contradictions(c: LossConfig) -> Iterator[tuple[str, str, str]]:
+    low, high = c.token_mask_is_threshold_low, c.token_mask_is_threshold_high
+    if (low is None) != (high is None):
+        keys = "token_mask_is_threshold_low and token_mask_is_threshold_high"
+        yield keys, f"{low} and {high}", "both or none"
+    if c.loss_reduction == "seq_mean_token_sum_norm" and c.max_seq_len is None:
+        yield "max_seq_len", "none", "a length, for loss_reduction is seq_mean_token_sum_norm"
+    if c.is_anchored_on_sampler and not c.has_own_loss and c.importance_weights is not None:
+        expected = (
+            f"tis_ratio_type to be auto or none: the ratio of {c.policy_loss_type} is to rollout_logprobs"
+            " already, and importance weights would correct twice"
+        )
+        yield "policy_loss_type and tis_ratio_type", f"{c.tis_ratio_type}", expected
+    if c.is_supervised and c.masks_by_ratio:
+        expected = f"no masks by importance ratios: {c.policy_loss_type} has none"
+        yield "policy_loss_type", c.policy_loss_type, expected
+    if c.reference_model is not None and not c.needs_reference:
+        expected = "kl_loss_coef or kl_reward_coef above 0"
+        yield "reference_model", c.reference_model, expected
+    if c.kl_loss_coef and c.kl_reward_coef:
+        coefs = f"{c.kl_loss_coef} and {c.kl_reward_coef}"
+        yield "kl_loss_coef and kl_reward_coef", coefs, "one of them to be 0"
+    if c.is_supervised and c.kl_reward_coef:
+        expected = f"0: {c.policy_loss_type} uses no rewards"
+        yield "kl_reward_coef", f"{c.kl_reward_coef}", expected

@@ -1,0 +1,33 @@
+"""Fill in settings that depend on the dataset."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import rollout_io
+from pipelines.merging.segments import joined
+from pipelines.rewards import dataset_outcome
+from trainer.config.train_config import TrainConfig
+
+
+def resolved(config: TrainConfig) -> TrainConfig:
+    """Resolve `outcome` and `merge_rule` from the dataset where they are None.
+
+    Raises:
+        RolloutError: If the dataset cannot be read.
+    """
+    rule = config.merge_rule
+    if config.sequence_layout == "merge" and rule is None:
+        rule = "keep" if _was_merged(config.dataset) else "lineage"
+    outcome = dataset_outcome(config.dataset, config.outcome)
+    return dataclasses.replace(config, outcome=outcome, merge_rule=rule)
+
+
+def _was_merged(dataset: str) -> bool:
+    """True if the dataset's history ends with a merge; without history, if any row is merged."""
+    history = rollout_io.read_metadata(dataset).made_by
+    verbs = [made["verb"] for made in history if made.get("verb") in {"merge", "unmerge"}]
+    if verbs:
+        return bool(verbs[-1] == "merge")
+    rows = rollout_io.scan(dataset)
+    return bool(rows.select(joined(rows).any()).collect().item())

@@ -1,0 +1,243 @@
+"""Configuration of a training run: TOML, then `key=value` overrides, then checks."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from rollout_io.configuration import (
+    Count,
+    CountOrZero,
+    Fraction,
+    NonNegative,
+    Positive,
+    load_record,
+    out_of_bounds,
+)
+from rollout_io.dataset.atomic_files import replace_text
+from schemas.errors import RolloutError
+from trainer.config.functions import ADVANTAGE_ESTIMATOR, check_functions, inputs_of
+from trainer.config.loss_config import LossConfig, loss_breaches
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig(LossConfig):
+    """All settings of a training run. The resolved record is saved as `OUT/config.json`.
+
+    Raises:
+        RolloutError: If a value is out of range, or two values contradict each other.
+
+    Example:
+        >>> TrainConfig(dataset="runs.parquet", model="smollm2", out="run").sequence_layout
+        'merge'
+    """
+
+    dataset: str
+    """Rollout dataset: a directory, a glob or one Parquet file, local or on any filesystem that
+    fsspec supports (`s3://...`)."""
+    model: str
+    """Hugging Face model directory to start from (`config.json` and safetensors)."""
+    out: str
+    """Local directory of the run; must not contain a run, unless that is resumed."""
+
+    allow_other_tokenizer: bool = False
+    """Train even if the model's tokenizer does not match the dataset's tokenizer fingerprint."""
+    seed: CountOrZero = 0
+    """Seed of torch, NumPy and random; from 0 to 2^32 - 1."""
+    outcome: Literal["last", "sum"] | None = None
+    """Return of a trajectory: its last step's reward, or the sum over its steps. None: from the
+    dataset, else `last`. Token-level estimators use the rewards of every step in either case."""
+    advantage_estimator: str = "grpo"
+    """Per trajectory, from its return (`grpo`, `rloo`, `maxrl`), per token along its steps, from
+    the reward of each step (`reinforce++`, `gae`), or your own `module:function`: see
+    docs/algorithms.md."""
+    normalize_by_std: bool = True
+    """GRPO: divide by the group's standard deviation; false uses reward minus group mean."""
+    advantage_batch_normalize: bool = False
+    """Normalise the advantages of each batch's trained tokens to mean 0 and variance 1."""
+    gamma: Fraction = 1.0
+    """reinforce++ and gae: discount per trained token; in [0, 1]."""
+    gae_lambda: Fraction = 1.0
+    """gae: 0 for one-step differences of values, up to 1 for returns minus values."""
+    failed: Literal["group", "trajectory"] = "group"
+    """What a failed trajectory masks: its whole group, or only itself."""
+    group_size: Count | None = None
+    """Expected number of trajectories per group; >= 1. None: the size of the largest group."""
+    partial_groups: Literal["refuse", "mask", "train"] = "refuse"
+    """What to do with groups of another size than `group_size`, counting failed trajectories, if
+    groups have baselines (grpo, rloo, maxrl): refuse the run, mask the group, or train it after a
+    warning."""
+    drop_zero_variance_groups: bool = False
+    """Leave out groups of two or more whose returns are all equal, before batches are planned."""
+
+    groups_per_batch: Count = 8
+    """Groups that share one `old_logprobs` pass; >= 1."""
+    groups_per_mini_batch: Count = 8
+    """Groups per optimizer step; >= 1, divides `groups_per_batch`."""
+    epochs_per_batch: Count = 1
+    """Passes over the mini-batches of each batch; >= 1."""
+    num_epochs: Count = 1
+    """Passes over the dataset; >= 1."""
+    max_updates: Count | None = None
+    """Maximum number of optimizer steps; >= 1. None: no limit."""
+
+    sequence_layout: Literal["step", "merge", "tree"] = "merge"
+    """What is forwarded: each step separately; steps that continue each other, merged; or, as a
+    tree, each distinct token once, with the same numbers as `step`."""
+    merge_rule: Literal["lineage", "consecutive", "keep"] | None = None
+    """merge: which step continues which: see docs/merging.md. `consecutive` is SkyRL's rule; `keep`
+    trains the rows of the dataset as they are. None: `keep` if the dataset was merged, else
+    `lineage`."""
+    tree_scope: Literal["trajectory", "group"] = "group"
+    """tree: whether steps share tokens within a trajectory or within a whole group."""
+    tokens_per_micro_batch: Count = 2048
+    """Maximum number of tokens in one forward pass; >= 1. It determines memory use, and hardly
+    affects speed. A longer row is forwarded alone."""
+    max_row_tokens: Count | None = None
+    """Maximum length of a row; >= 1. Tokens beyond it are cut off: they do not train, and are
+    counted (`num_truncated_rows`). None: rows longer than the model's context are refused."""
+    logprob_chunk_tokens: Count = 1024
+    """Number of target tokens whose logits are in memory at once; >= 1."""
+    gradient_checkpointing: bool = False
+    """Recompute the layers' activations in the backward pass: less memory, more time."""
+    replay_routing: bool = True
+    """Mixtures of experts use the experts recorded in the dataset (`rollout_expert_indices`, R3);
+    false ignores them."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of the forward pass; weights and optimizer state are float32 either way."""
+
+    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
+    """torch's AdamW, or that of bitsandbytes with 8-bit moments; also for the critic."""
+    learning_rate: Positive = 1e-6
+    """Peak learning rate of the policy; > 0."""
+    learning_rate_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """After the warmup: constant, or decaying to 0 over the planned updates; also for the
+    critic."""
+    warmup_updates: CountOrZero = 0
+    """Updates over which the learning rate rises linearly; >= 0."""
+    weight_decay: NonNegative = 1e-2
+    """AdamW's decoupled weight decay; >= 0."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW decay rates of the two moments; in [0, 1)."""
+    max_grad_norm: Positive = 1.0
+    """Maximum L2 norm of the gradient, by clipping; > 0."""
+
+    lora_rank: Count | None = None
+    """Rank of LoRA adapters, which then train instead of the policy's weights; >= 1. None: no
+    adapters. The critic's weights train in either case."""
+    lora_alpha: Count = 16
+    """The adapters' output is multiplied by this divided by `lora_rank`; >= 1."""
+    lora_target_modules: tuple[str, ...] | None = None
+    """Names, or suffixes of names, of the linear layers with an adapter. None: all except the head;
+    in a mixture of experts, only those of attention."""
+
+    critic_model: str | None = None
+    """gae: model directory from which the critic starts; one in a checkpoint's `critic/` includes a
+    value head. None: `model`, with a value head of zeros."""
+    critic_learning_rate: Positive = 5e-6
+    """gae: peak learning rate of the critic; > 0. Its other settings are the policy's."""
+    value_clip: Positive | None = 0.2
+    """gae: maximum distance of a value from the old one in the critic's loss, by clipping; > 0.
+    None: no clipping."""
+
+    save_every_updates: Count | None = None
+    """Optimizer steps between checkpoints; >= 1. None: only at the end, where a checkpoint is
+    always saved."""
+    keep_checkpoints: Count | None = None
+    """Number of checkpoints to keep, newest first; >= 1. None: all."""
+    trackers: tuple[str, ...] = ()
+    """Accelerate trackers that receive the metrics too, such as `tensorboard`."""
+
+    @property
+    def estimator_inputs(self) -> frozenset[str]:
+        """The arrays that the advantage estimator takes."""
+        return inputs_of(ADVANTAGE_ESTIMATOR, self.advantage_estimator)
+
+    @property
+    def estimates_by_token(self) -> bool:
+        """True if advantages are estimated per token, from the rewards of every step."""
+        return "rewards" in self.estimator_inputs
+
+    @property
+    def needs_critic(self) -> bool:
+        """True if the advantage estimator uses values of a critic."""
+        return "values" in self.estimator_inputs
+
+    def __post_init__(self) -> None:
+        check_functions(self)
+        for key, got, expected in _breaches(self):
+            raise RolloutError("config_value", key, got, expected)
+
+
+_LIST_EXAMPLES = {
+    "betas": "[0.9, 0.999]",
+    "trackers": '["tensorboard"]',
+    "lora_target_modules": '["q_proj", "v_proj"]',
+}
+
+
+def _breaches(c: TrainConfig) -> Iterator[tuple[str, str, str]]:
+    yield from out_of_bounds(c)
+    if c.seed >= 2**32:
+        yield "seed", str(c.seed), "below 2^32, as NumPy's generator has it"
+    if "://" in c.out:
+        yield "out", c.out, "a local directory: checkpoints are synced and renamed there"
+    yield from loss_breaches(c)
+    if not all(0 <= beta < 1 for beta in c.betas):
+        yield "betas", str(c.betas), "two numbers in [0, 1)"
+    yield from _contradictions(c)
+
+
+def _contradictions(c: TrainConfig) -> Iterator[tuple[str, str, str]]:
+    if c.critic_model is not None and not c.needs_critic:
+        expected = "advantage_estimator to be gae, or one of your own that takes `values`"
+        yield "critic_model and advantage_estimator", c.advantage_estimator, expected
+    if c.is_supervised and c.needs_critic:
+        loss, estimator = c.policy_loss_type, c.advantage_estimator
+        expected = f"another estimator: {loss} uses no advantages, and needs no critic"
+        yield "policy_loss_type and advantage_estimator", f"{loss} and {estimator}", expected
+    if c.lora_target_modules is not None and not (c.lora_rank and c.lora_target_modules):
+        got, expected = f"{c.lora_target_modules} and {c.lora_rank}", "names, and a rank"
+        yield "lora_target_modules and lora_rank", got, expected
+    if c.groups_per_batch % c.groups_per_mini_batch:
+        keys = "groups_per_batch and groups_per_mini_batch"
+        got = f"{c.groups_per_batch} and {c.groups_per_mini_batch}"
+        yield keys, got, "groups_per_batch to be a multiple of groups_per_mini_batch"
+
+
+def load_config(
+    toml_path: str | Path | None, overrides: Sequence[str], **options: str
+) -> TrainConfig:
+    """Read a configuration: `rollout_io.configuration.load_record`.
+
+    Args:
+        toml_path: TOML file of top-level keys, or None.
+        overrides: `key=value` strings, which override file and options.
+        options: Values by key, which override the file: `dataset`, `model`, `out`.
+
+    Raises:
+        RolloutError: If the file is unreadable, a key is unknown (the hint is the nearest name), a
+            value has the wrong type or is out of range, or `dataset`, `model` or `out` is missing.
+
+    Example:
+        >>> paths = {"dataset": "ds", "model": "m", "out": "o"}
+        >>> load_config(None, ["tis_ratio_type=none"], **paths).tis_ratio_type
+    """
+    required = dict.fromkeys(("dataset", "model", "out"), "a path")
+    return load_record(
+        TrainConfig,
+        toml_path,
+        overrides,
+        options,
+        required=required,
+        list_examples=_LIST_EXAMPLES,
+    )
+
+
+def save_config(config: TrainConfig, path: Path) -> None:
+    """Write the resolved configuration as JSON."""
+    replace_text(path, json.dumps(dataclasses.asdict(config), indent=2) + "\n")

@@ -1,0 +1,70 @@
+"""Balance micro-batches over processes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+
+from schemas.ragged import IntArray
+from trainer.batches.forest import Forest
+
+DEPTH_OF_DOUBLE_COST = 16_384
+"""Depth at which a token's attention costs as much as everything else: 6 x hidden_size, roughly."""
+ONE = torch.zeros(1, dtype=torch.int64)
+NONE = torch.zeros(0, dtype=torch.int64)
+FILLER = Forest(
+    token_ids=ONE,
+    position_ids=ONE,
+    subtree_end=ONE + 1,
+    target_parent=NONE,
+    target_token=NONE,
+    target_slot=NONE,
+)
+"""A token without targets, forwarded by a process that has no micro-batch while others have one.
+
+Every parameter takes part in its loss of 0, with a gradient of 0, because wrappers that reduce
+gradients or gather parameters wait for every process.
+"""
+
+
+def cost(forest: Forest) -> float:
+    """Estimate the time of a forward pass, in tokens: linear cost, plus attention by depth."""
+    return forest.num_tokens + int(forest.position_ids.sum()) / DEPTH_OF_DOUBLE_COST
+
+
+def balance(costs: Sequence[float], num_ranks: int) -> IntArray:
+    """Assign micro-batches of similar cost in each round, with similar totals per rank.
+
+    Args:
+        costs: Cost of each micro-batch.
+        num_ranks: Number of processes.
+
+    Returns:
+        [rounds, num_ranks] micro-batch of each rank in each round; -1 if none is left. A single
+        rank gets all of them in order.
+
+    Example:
+        >>> balance([1.0, 7.0, 3.0, 6.0, 2.0], 2).tolist()  # rank 0: 7, 2 and 1; rank 1: 6 and 3
+        [[0, -1], [1, 3], [4, 2]]
+    """
+    cost = np.asarray(costs, dtype=np.float64)
+    order = np.argsort(-cost, kind="stable")
+    rounds = np.full((-(-len(cost) // num_ranks), num_ranks), -1, dtype=np.int64)
+    load = np.zeros(num_ranks)
+    for number, dealt in enumerate(rounds):
+        picked = order[number * num_ranks :][:num_ranks]
+        ranks = np.argsort(load, kind="stable")[: len(picked)]
+        dealt[ranks] = picked
+        load[ranks] += cost[picked]
+    first = np.where(rounds < 0, len(cost), rounds).min(axis=1, initial=len(cost))
+    return rounds[np.argsort(first)]
+
+
+def own_forests(accelerator: Accelerator, forests: Sequence[Forest]) -> list[tuple[int, Forest]]:
+    """Select this process's share, numbered; all shares have equal length, -1 numbers a filler."""
+    rounds = balance([cost(forest) for forest in forests], accelerator.num_processes)
+    numbers = rounds[:, accelerator.process_index].tolist()
+    return [(number, forests[number] if number >= 0 else FILLER) for number in numbers]

@@ -1,0 +1,111 @@
+"""Set up the launched processes, their devices, and the placement of parameters."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.tracking import get_available_trackers
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    InitProcessGroupKwargs,
+    fsdp2_prepare_model,
+)
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from schemas.errors import RolloutError
+from trainer.config.train_config import TrainConfig
+from trainer.distributed.sharding import is_sharded
+
+PATIENCE = timedelta(hours=2)
+"""How long processes wait for each other, for example while one writes a large checkpoint."""
+
+
+def make_accelerator(config: TrainConfig) -> Accelerator:
+    """Create the Accelerator for `accelerate launch`, `torchrun`, or a single process.
+
+    Raises:
+        RolloutError: If a tracker is not installed, or the launch requests something unsupported.
+    """
+    available = [str(tracker) for tracker in get_available_trackers()]
+    for tracker in config.trackers:
+        if tracker not in available:
+            expected = f"one of those installed: {', '.join(available) or 'none'}"
+            raise RolloutError("config_value", "trackers", f"`{tracker}`", expected)
+    _check_launch(config)
+    num_launched = int(os.environ.get("WORLD_SIZE", "1"))
+    accelerator = Accelerator(
+        mixed_precision="bf16" if config.dtype == "bfloat16" else "no",
+        log_with=list(config.trackers) or None,
+        project_dir=config.out,
+        cpu="LOCAL_RANK" in os.environ and not torch.accelerator.is_available(),
+        kwargs_handlers=[
+            DistributedDataParallelKwargs(gradient_as_bucket_view=True),
+            InitProcessGroupKwargs(timeout=PATIENCE),
+        ],
+    )
+    if accelerator.num_processes != num_launched:
+        got = f"{num_launched} processes that do not know of each other"
+        hint = "torchrun --nproc_per_node N --no-python rollouts train ..."
+        raise RolloutError("launch", "WORLD_SIZE", got, "one run", hint)
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if plugin is not None and config.dtype == "bfloat16":
+        # Temperatures and log-probabilities must not be rounded.
+        plugin.mixed_precision_policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
+    return accelerator
+
+
+def wrap(
+    accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[Any, torch.optim.Optimizer]:
+    """Place a model, and replicate or shard its parameters over the processes.
+
+    Raises:
+        RolloutError: If the launch asks for sharded parameters but they are not.
+    """
+    model, optimizer = accelerator.prepare(model, optimizer)
+    if _is_on("ACCELERATE_USE_FSDP") and not is_sharded(model):
+        got, expected = f"whole parameters on {accelerator.device.type}", "sharded ones, by FSDP"
+        hint = "FSDP needs GPUs; launch without --use_fsdp"
+        raise RolloutError("launch", "accelerate launch", got, expected, hint)
+    return model, optimizer
+
+
+def wrap_frozen(accelerator: Accelerator, model: nn.Module) -> Any:
+    """Place a model that is only evaluated; sharded if the others are."""
+    model.requires_grad_(requires_grad=False)
+    if accelerator.is_fsdp2:
+        return fsdp2_prepare_model(accelerator, model)
+    return accelerator.prepare_model(model, evaluation_mode=True)
+
+
+def _check_launch(config: TrainConfig) -> None:
+    where, expected = "accelerate launch", "data parallelism or FSDP2"
+    num_accumulated = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
+    if num_accumulated != "1":
+        hint = "groups_per_mini_batch says what a step takes, whatever tokens_per_micro_batch is"
+        got = f"gradient_accumulation_steps {num_accumulated}"
+        raise RolloutError("launch", where, got, "1: it would divide the gradient", hint)
+    if _is_on("ACCELERATE_USE_DEEPSPEED"):
+        hint = "FSDP2 shards parameters, gradients and optimizer state as ZeRO-3 does"
+        raise RolloutError("launch", where, "DeepSpeed", expected, hint)
+    if not _is_on("ACCELERATE_USE_FSDP"):
+        return
+    if os.environ.get("FSDP_VERSION", "1") != "2":
+        hint = "--fsdp_version 2, or fsdp_version: 2 under fsdp_config"
+        raise RolloutError("launch", where, "FSDP version 1", expected, hint)
+    if config.optimizer == "adamw_8bit":
+        got, expected = "adamw_8bit with FSDP", "adamw, whose state can be sharded"
+        raise RolloutError("launch", "optimizer", got, expected, "--set optimizer=adamw")
+    # Every process loads the model, which is checked before anything is sharded.
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
+
+
+def _is_on(variable: str) -> bool:
+    return os.environ.get(variable, "").lower() in ("1", "true")

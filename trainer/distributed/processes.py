@@ -1,0 +1,154 @@
+"""Exchange results between the processes that train one model.
+
+All processes make the same plan and hold the same batch; each reads and forwards its own share, and
+results are exchanged so that all have the same numbers. With a single process, these functions do
+nothing.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+import polars as pl
+
+from schemas.errors import RolloutError, decode, encode
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from torch import Tensor
+
+    from trainer.batches.forest import Forest
+
+T = TypeVar("T")
+
+
+def is_main() -> bool:
+    """True for the process that writes files and prints."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def gather_bytes(accelerator: Accelerator, data: bytes) -> list[bytes]:
+    """All-gather each process's bytes, ordered by rank."""
+    if accelerator.num_processes == 1:
+        return [data]
+    import torch
+
+    device = accelerator.device
+    sizes = accelerator.gather(torch.tensor([len(data)], device=device)).tolist()
+    padded = torch.zeros(max(*sizes, 1), dtype=torch.uint8)
+    if data:
+        padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    found = accelerator.gather(padded.to(device)).view(len(sizes), -1).cpu().numpy()
+    return [row[:size].tobytes() for row, size in zip(found, sizes, strict=True)]
+
+
+def agreed(accelerator: Accelerator, work: Callable[[], T]) -> T:
+    """Run local work in every process; a user error in one of them is raised in all.
+
+    Args:
+        accelerator: Knows the processes.
+        work: Must not communicate between processes.
+
+    Returns:
+        The local result of `work`, once all processes are done.
+
+    Raises:
+        RolloutError: Raised by `work` here, or else in another process.
+    """
+    if accelerator.num_processes == 1:
+        return work()
+    failure: RolloutError | None = None
+    try:
+        result = work()
+    except RolloutError as error:
+        failure = error
+    except OSError as error:
+        got = (error.strerror or str(error)).lower()
+        failure = RolloutError("file", str(error.filename), got)
+    said = json.dumps(encode(failure)).encode() if failure else b""
+    others = [found for found in gather_bytes(accelerator, said) if found]
+    if failure:
+        raise failure
+    if others:
+        raise decode(json.loads(others[0]))
+    return result
+
+
+def on_main(accelerator: Accelerator, work: Callable[[], object]) -> None:
+    """Run work in the main process while the others wait.
+
+    Raises:
+        RolloutError: In every process, if the work raises it.
+    """
+    agreed(accelerator, lambda: work() if accelerator.is_main_process else None)
+
+
+def own_groups(accelerator: Accelerator, groups: Sequence[str]) -> Sequence[str]:
+    """Select the groups of a batch that this process reads; contiguous, by rank."""
+    num, rank = len(groups), accelerator.process_index
+    bounds = [num * r // accelerator.num_processes for r in (rank, rank + 1)]
+    return groups[slice(*bounds)]
+
+
+def exchange_rows(accelerator: Accelerator, rows: pl.DataFrame | None) -> pl.DataFrame:
+    """Concatenate the rows that all processes read, by rank; None if a process read nothing."""
+    if accelerator.num_processes == 1:
+        assert rows is not None
+        return rows
+    file = io.BytesIO()
+    if rows is not None:
+        rows.write_ipc(file)
+    parts = [data for data in gather_bytes(accelerator, file.getvalue()) if data]
+    return pl.concat([pl.read_ipc(io.BytesIO(data)) for data in parts])
+
+
+def combine(accelerator: Accelerator, values: Tensor, forests: Sequence[Forest]) -> Tensor:
+    """Combine what each process computed for its targets.
+
+    Args:
+        accelerator: Knows the processes.
+        values: [T] float32 on the CPU, known at the targets of this process's share, 0 elsewhere.
+        forests: The distributed micro-batches, which determine all targets.
+
+    Returns:
+        [T] float32 on the CPU; NaN where there is no target.
+    """
+    import torch
+
+    targets = torch.zeros(len(values), dtype=torch.bool)
+    for forest in forests:
+        targets[forest.target_slot] = True
+    if accelerator.num_processes > 1:
+        values = accelerator.reduce(values.to(accelerator.device), reduction="sum").cpu()
+    return torch.where(targets, values, torch.nan)
+
+
+def gather_parts(
+    accelerator: Accelerator, parts: Mapping[int, Mapping[str, Tensor]]
+) -> list[Mapping[str, Tensor]]:
+    """Gather the named tensors of all micro-batches, ordered by their numbers; on the CPU.
+
+    Args:
+        accelerator: Knows the processes.
+        parts: Tensors of this process's share, by number; fillers (below 0) are ignored.
+    """
+    if accelerator.num_processes == 1:
+        return [parts[number] for number in sorted(parts)]
+    from safetensors.torch import load, save
+
+    own = {f"{k} {name}": t for k, part in parts.items() if k >= 0 for name, t in part.items()}
+    found: dict[int, dict[str, Tensor]] = {}
+    for data in gather_bytes(accelerator, save(own)):
+        for key, tensor in load(data).items():
+            number, _, name = key.partition(" ")
+            found.setdefault(int(number), {})[name] = tensor
+    names = dict.fromkeys(next(iter(parts.values()), {}))
+    names |= dict.fromkeys(name for part in found.values() for name in part)
+    return [
+        {name: found[number][name] for name in names if name in found[number]}
+        for number in sorted(found)
+    ]

@@ -1,0 +1,86 @@
+"""Sharded parameters, and their conversion to whole tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """True if this process holds only a part of the parameters."""
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Gather a tensor on the CPU, whole if it is sharded. All processes must call this together."""
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
+
+
+def whole_weights(model: nn.Module, *, keep: bool) -> dict[str, Tensor] | None:
+    """Gather all weights of a sharded model by name; tied weights are one tensor.
+
+    Args:
+        model: The model.
+        keep: Whether this process needs the weights; others only help to gather them.
+
+    Returns:
+        None if the model is not sharded, or `keep` is false.
+    """
+    if not is_sharded(model):
+        return None
+    state, found = model.state_dict(keep_vars=True), dict[int, Tensor]()
+    for tensor in state.values():
+        if id(tensor) not in found:
+            gathered = whole(tensor)
+            found[id(tensor)] = gathered if keep else gathered.new_empty(0)
+    return {name: found[id(tensor)] for name, tensor in state.items()} if keep else None
+
+
+def under(module: str, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Select the weights of a submodule, by their names in it.
+
+    Example:
+        >>> under("model", {"model.head": torch.zeros(1), "value_head.bias": torch.zeros(1)}).keys()
+        dict_keys(['head'])
+    """
+    prefix = f"{module}."
+    return {k.removeprefix(prefix): v for k, v in weights.items() if k.startswith(prefix)}
+
+
+def sharded_like(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """Shard an optimizer's tensor like its parameter; unchanged if that is not sharded."""
+    if isinstance(parameter, DTensor) and tensor.shape == parameter.shape:
+        mesh = parameter.device_mesh
+        return distribute_tensor(tensor.to(mesh.device_type), mesh, parameter.placements)
+    return tensor
+
+
+def without_reduction(model: nn.Module) -> AbstractContextManager[object]:
+    """Accumulate gradients without exchanging them, if the model supports it."""
+    no_sync = getattr(model, "no_sync", nullcontext)
+    context: AbstractContextManager[object] = no_sync()
+    return context
+
+
+def clip_and_step(
+    parameters: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer, max_norm: float
+) -> float:
+    """Clip the gradient's L2 norm over the shards of all processes, step, and clear the gradient.
+
+    No step is made if the norm is not finite.
+
+    Returns:
+        The norm before clipping.
+    """
+    found = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+    norm = float(found.full_tensor() if isinstance(found, DTensor) else found)
+    if math.isfinite(norm):
+        optimizer.step()
+    optimizer.zero_grad()
+    return norm

@@ -1,0 +1,1 @@
+"""The embedded engine: sample from a Transformers model in this process."""

@@ -1,0 +1,137 @@
+"""Continue concurrent requests as one batch with a shared key-value cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from pipelines.generation.engines.base import Sampling
+from trainer.engine.token_sampling import sample_token
+from trainer.models.router_replay import recorded
+
+Decode = Callable[[Sequence[int]], str]
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """A prompt to continue.
+
+    Attributes:
+        prompt: [P >= 1] ids.
+        sampling: Sampling settings.
+        max_tokens: Maximum length of the response, limited by the model's context.
+        generator: Random numbers of this request, so that its samples do not depend on the batch.
+        is_wanted: Returns whether the caller still waits.
+        response: Ids sampled so far.
+        logprobs: Log-probability of each of them, nats.
+        routes: [tokens, layers, topk] int16 experts of forwarded tokens, one part per forward pass:
+            in total prompt + response without its last token. Empty if no router is known.
+        stop_reason: None while the response continues.
+    """
+
+    prompt: Sequence[int]
+    sampling: Sampling
+    max_tokens: int
+    generator: torch.Generator
+    is_wanted: Callable[[], bool]
+    response: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    routes: list[Tensor] = field(default_factory=list)
+    stop_reason: str | None = None
+
+    def take(self, logits: Tensor, ends: Collection[int], decode: Decode) -> None:
+        """Sample the next token from [V] logits, and check whether the response ends with it."""
+        token, logprob = sample_token(logits, self.sampling, self.generator)
+        self.response.append(token)
+        self.logprobs.append(logprob)
+        if token in ends or (self.sampling.stop and self._met_stop(decode)):
+            self.stop_reason = "stop"
+        elif len(self.response) >= self.max_tokens:
+            self.stop_reason = "length"
+        elif not self.is_wanted():
+            self.stop_reason = "abort"
+
+    def _met_stop(self, decode: Decode) -> bool:
+        longest = max(map(len, self.sampling.stop))
+        tail = decode(self.response[-4 * longest - 4 :])  # a character has at most 4 tokens
+        return any(text in tail for text in self.sampling.stop)
+
+
+@torch.no_grad()
+def continue_batch(
+    model: Any,
+    requests: Sequence[Request],
+    *,
+    ends: Collection[int],
+    decode: Decode,
+    finished: Callable[[Request], None],
+) -> None:
+    """Sample until every request has a stop reason.
+
+    Prompts are padded on the left; finished rows leave the batch.
+
+    Args:
+        model: A Transformers causal LM.
+        requests: At least one request.
+        ends: Ids that end a sequence.
+        decode: Converts ids to text.
+        finished: Called with each request when it ends.
+    """
+    ids, mask = (part.to(model.device) for part in _padded([r.prompt for r in requests]))
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    cache = DynamicCache(config=model.config)
+    rows = list(requests)
+    while True:
+        with recorded(model) as experts:
+            logits = model(
+                input_ids=ids,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            ).logits[:, -1]
+        _keep_routes(rows, experts(), mask[:, -ids.shape[1] :].bool())
+        for row, last in zip(rows, logits, strict=True):
+            row.take(last, ends, decode)
+            if row.stop_reason is not None:
+                finished(row)
+        kept = [i for i, row in enumerate(rows) if row.stop_reason is None]
+        if not kept:
+            return
+        if len(kept) < len(rows):
+            keep = torch.tensor(kept, device=model.device)
+            cache.batch_select_indices(keep)
+            mask, positions = mask[keep], positions[keep]
+            rows = [rows[i] for i in kept]
+        ids = torch.tensor([[row.response[-1]] for row in rows], device=model.device)
+        mask = torch.cat([mask, mask.new_ones(len(rows), 1)], -1)
+        positions = positions[:, -1:] + 1
+
+
+def _keep_routes(rows: Sequence[Request], routes: Tensor | None, is_real: Tensor) -> None:
+    """Store the routes of each row's real (not padded) tokens after a forward pass.
+
+    Args:
+        rows: N rows.
+        routes: [N * T, layers, topk]; None: nothing to store.
+        is_real: [N, T] bool.
+    """
+    if routes is not None:
+        for row, own, real in zip(
+            rows, routes.reshape(*is_real.shape, *routes.shape[1:]), is_real, strict=True
+        ):
+            row.routes.append(own[real].cpu())
+
+
+def _padded(prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """[N, longest] Pad ids on the left; also returns a mask with 1 for real tokens."""
+    missing = [max(map(len, prompts)) - len(prompt) for prompt in prompts]
+    ids = [[0] * num + list(prompt) for num, prompt in zip(missing, prompts, strict=True)]
+    real = [[0] * num + [1] * len(prompt) for num, prompt in zip(missing, prompts, strict=True)]
+    return torch.tensor(ids), torch.tensor(real)

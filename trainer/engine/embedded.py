@@ -1,0 +1,258 @@
+"""The embedded engine: a Transformers model in this process, without a server."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from pipelines.generation.engines.base import CONTEXT_LENGTH, Sampled, Sampling
+from pipelines.generation.tool_calls import assistant_message
+from rollout_io.retokenize.messages import normalize
+from rollout_io.retokenize.tokenizer import ChatTokenizer, load_tokenizer
+from schemas.errors import RolloutError
+from schemas.metadata import LogprobsMode
+from trainer.engine.batching import Request, continue_batch
+from trainer.models.policy import load_policy
+
+_GATHERING_S = 0.005
+
+
+class TransformersEngine:
+    """An `Engine` whose log-probabilities are exactly those of the sampled distribution.
+
+    Calls that wait at the same time form a batch; later calls wait for its end. The samples of a
+    call with a seed do not depend on the batch, up to rounding.
+
+    Args:
+        model: A Transformers causal LM; may be a policy's `model`, between its updates.
+        tokenizer: Tokenizer and chat template of the model.
+        policy_version: Version of the weights.
+        max_batch_size: Maximum number of calls per batch.
+        seed: Seed for calls without one.
+    """
+
+    logprobs_mode: LogprobsMode = "processed"
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: ChatTokenizer,
+        *,
+        policy_version: int = 0,
+        max_batch_size: int = 32,
+        seed: int = 0,
+    ) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.policy_version = policy_version
+        self.max_batch_size = max_batch_size
+        self._seeds = random.Random(seed)
+        self._ends = _end_ids(model, tokenizer)
+        self._waiting: list[tuple[Request, asyncio.Future[Sampled]]] = []
+        self._runner: asyncio.Task[None] | None = None
+        self._weights = asyncio.Lock()
+
+    @classmethod
+    def load(
+        cls,
+        path: str,
+        *,
+        chat_template: str | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: str | torch.device = "cpu",
+        **settings: Any,
+    ) -> TransformersEngine:
+        """Load a model directory with its tokenizer.
+
+        Args:
+            path: A Hugging Face model directory.
+            chat_template: Name or file of a chat template that replaces the tokenizer's.
+            dtype: Data type of the weights.
+            device: Device of the weights.
+            settings: Further arguments of the constructor.
+
+        Raises:
+            RolloutError: As `load_policy` and `load_tokenizer`.
+        """
+        model = load_policy(path, logprob_chunk_tokens=1024).model
+        tokenizer = load_tokenizer(path, chat_template, needs_template=False)
+        return cls(model.to(device, dtype), tokenizer, **settings)
+
+    @property
+    def context_tokens(self) -> int | None:
+        """See `Engine.context_tokens`."""
+        return getattr(self.model.config, "max_position_embeddings", None)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        for _, future in self._waiting:
+            future.cancel()
+        if self._runner is not None:
+            await self._runner
+
+    async def sample(
+        self, prompt_token_ids: Sequence[int], sampling: Sampling, *, session: str | None = None
+    ) -> Sampled:
+        """See `Engine.sample`."""
+        del session
+        request, future = self._request(list(prompt_token_ids), sampling)
+        self._waiting.append((request, future))
+        if self._runner is None:
+            self._runner = asyncio.create_task(self._run())
+        return await future
+
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling: Sampling,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        session: str | None = None,
+    ) -> Sampled:
+        """See `Engine.chat`; messages are normalised as vLLM does for templates.
+
+        Tool calls are parsed in the Hermes style.
+        """
+        arguments = {**self.tokenizer.template_kwargs, **(chat_template_kwargs or {})}
+        tokenizer = dataclasses.replace(self.tokenizer, template_kwargs=arguments)
+        plain = [normalize(message, f"message {i}") for i, message in enumerate(messages)]
+        text = tokenizer.render(plain, tools, generation_prompt=True)
+        (ids,) = self.tokenizer.encode([text], ["messages"])
+        sampled = await self.sample(ids, sampling, session=session)
+        message: dict[str, Any] = {"role": "assistant", "content": sampled.text}
+        if tools:
+            message = assistant_message(sampled.text)
+        called = "tool_calls" in message and sampled.stop_reason == "stop"
+        reason = "tool_calls" if called else sampled.stop_reason
+        return dataclasses.replace(sampled, message=message, stop_reason=reason)
+
+    async def load_weights(self, path: str, *, policy_version: int) -> None:
+        """See `Engine.load_weights`; a running batch ends with the old weights."""
+        async with self._weights:
+            await asyncio.to_thread(self._load, path)
+            self.policy_version = policy_version
+
+    def _load(self, path: str) -> None:
+        loaded = load_policy(path, logprob_chunk_tokens=1024).model.state_dict()
+        own = self.model.state_dict()
+        bad = next(
+            (n for n in own.keys() | loaded.keys() if _shape(own, n) != _shape(loaded, n)), None
+        )
+        if bad is not None:
+            got, expected = f"{bad} of shape {_shape(loaded, bad)}", f"{_shape(own, bad)}"
+            raise RolloutError("model_load", path, got, expected)
+        self.model.load_state_dict(loaded)
+
+    def _request(
+        self, prompt: list[int], sampling: Sampling
+    ) -> tuple[Request, asyncio.Future[Sampled]]:
+        _check(prompt, sampling, self.model.config)
+        context = self.context_tokens
+        room = sampling.max_tokens if context is None else context - len(prompt)
+        seed = self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed
+        future: asyncio.Future[Sampled] = asyncio.get_running_loop().create_future()
+        request = Request(
+            prompt=prompt,
+            sampling=sampling,
+            max_tokens=min(sampling.max_tokens, room),
+            generator=torch.Generator(self.model.device).manual_seed(seed),
+            is_wanted=lambda: not future.done(),
+        )
+        return request, future
+
+    async def _run(self) -> None:
+        """Run batches until no call waits."""
+        try:
+            while self._waiting:
+                await asyncio.sleep(_GATHERING_S)
+                async with self._weights:
+                    batch = self._waiting[: self.max_batch_size]
+                    self._waiting = self._waiting[self.max_batch_size :]
+                    await self._run_batch([pair for pair in batch if not pair[1].done()])
+        finally:
+            self._runner = None
+
+    async def _run_batch(self, batch: list[tuple[Request, asyncio.Future[Sampled]]]) -> None:
+        if not batch:
+            return
+        loop, futures = asyncio.get_running_loop(), dict(batch)
+        version = self.policy_version
+
+        def finished(request: Request) -> None:
+            loop.call_soon_threadsafe(self._answer, request, futures[request], version)
+
+        try:
+            await asyncio.to_thread(
+                continue_batch,
+                self.model,
+                list(futures),
+                ends=self._ends,
+                decode=self._decode,
+                finished=finished,
+            )
+        except Exception as error:
+            for future in futures.values():
+                if not future.done():
+                    future.set_exception(error)
+
+    def _answer(self, request: Request, future: asyncio.Future[Sampled], version: int) -> None:
+        if future.done():
+            return
+        sampled = Sampled(
+            prompt_token_ids=list(request.prompt),
+            response_ids=request.response,
+            rollout_logprobs=request.logprobs,
+            stop_reason=request.stop_reason or "abort",
+            text=_cut(self._decode(request.response), request.sampling.stop),
+            policy_version=version,
+            rollout_expert_indices=torch.cat(request.routes).numpy() if request.routes else None,
+        )
+        future.set_result(sampled)
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        text: str = self.tokenizer.backend.decode(
+            list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return text
+
+
+def _shape(weights: Mapping[str, Tensor], name: str) -> tuple[int, ...] | None:
+    return tuple(weights[name].shape) if name in weights else None
+
+
+def _end_ids(model: Any, tokenizer: ChatTokenizer) -> set[int]:
+    named = getattr(model.generation_config, "eos_token_id", None)
+    ends = {named} if isinstance(named, int) else set(named or ())
+    own = tokenizer.eos_token_id
+    return ends if own is None else ends | {own}
+
+
+def _check(prompt: Sequence[int], sampling: Sampling, config: Any) -> None:
+    rule = "engine_refused"
+    if sampling.extra:
+        got = ", ".join(map(repr, sampling.extra))
+        raise RolloutError(rule, "extra sampling fields", got, "none: this engine has no others")
+    if not prompt:
+        raise RolloutError(rule, "prompt", "no token", "at least 1")
+    bad = next((i for i in prompt if not 0 <= i < config.vocab_size), None)
+    if bad is not None:
+        raise RolloutError(rule, "prompt", f"id {bad}", f"ids in 0..{config.vocab_size - 1}")
+    context = getattr(config, "max_position_embeddings", None)
+    if context is not None and len(prompt) >= context:
+        expected = f"fewer than the model's context, {context}"
+        raise RolloutError(CONTEXT_LENGTH, "prompt", f"{len(prompt)} tokens", expected)
+
+
+def _cut(text: str, stop: Sequence[str]) -> str:
+    """Cut text after the first stop string in it."""
+    ends = [text.find(s) + len(s) for s in stop if s in text]
+    return text[: min(ends)] if ends else text

@@ -1,0 +1,44 @@
+"""Open the engine that a configuration selects."""
+
+from __future__ import annotations
+
+from pipelines.generation.config import GenerateConfig
+from pipelines.generation.engines.base import Engine
+from schemas.errors import RolloutError
+
+
+def open_engine(config: GenerateConfig) -> Engine:
+    """Open the engine of a configuration.
+
+    Raises:
+        RolloutError: As the engine's constructor; or extra_installed if libraries are missing.
+    """
+    extra = "train" if config.engine == "transformers" else "generate"
+    try:
+        return _embedded(config) if config.engine == "transformers" else _served(config)
+    except ModuleNotFoundError as error:
+        hint, got = f'pip install "rollout-io[{extra}]"', f"no package {error.name!r}"
+        raise RolloutError("extra_installed", f"engine {config.engine}", got, "", hint) from None
+
+
+def _served(config: GenerateConfig) -> Engine:
+    from pipelines.generation.engines.http_pool import Limits
+    from pipelines.generation.engines.vllm import VllmEngine
+
+    limits = Limits(max_concurrent=config.max_concurrency, requests_per_s=config.requests_per_s)
+    return VllmEngine(config.urls, limits=limits, policy_version=config.policy_version)
+
+
+def _embedded(config: GenerateConfig) -> Engine:
+    import torch
+
+    from trainer.engine.embedded import TransformersEngine
+
+    return TransformersEngine.load(
+        config.model,
+        chat_template=config.chat_template,
+        dtype=getattr(torch, config.dtype),
+        device="cuda" if torch.cuda.is_available() else "cpu",
+        policy_version=config.policy_version,
+        max_batch_size=config.max_concurrency,
+    )

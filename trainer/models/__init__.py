@@ -1,0 +1,1 @@
+"""Models and optimizers: policy, critic, attention, adapters."""

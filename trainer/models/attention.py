@@ -1,0 +1,260 @@
+"""Attention over a forest without a mask of tokens x tokens.
+
+Chains side by side are causal, each within itself; `trainer.models.tree_attention` handles trees. A
+model asks Transformers for its masks, and Transformers calls the mask function registered here.
+Inside `forest_mask` it returns the forest and the window that the model asked for, which the
+attention function registered here uses; outside, both behave like Transformers' SDPA.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from trainer.batches.forest import Forest, attention_mask
+from trainer.models.tree_attention import tree_attention
+
+CHAIN_ATTENTION = "rollout_chains"
+UNKNOWN = ("softcap", "position_bias", "s_aux", "sinks", "indices", "block_indices")
+"""Settings of attention scores that SDPA does not support."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class ForestMask:
+    """What a layer receives as `attention_mask`.
+
+    Attributes:
+        lengths: Tokens of each chain; None if a tree branches.
+        tree: [1, 1, 2, N] int64: depth and `subtree_end` of each token.
+        window: Number of tokens that a token sees towards the root, itself included; None: all.
+    """
+
+    lengths: list[int] | None
+    tree: Tensor
+    window: int | None = None
+
+
+FOREST: ContextVar[ForestMask | None] = ContextVar("forest", default=None)
+
+
+def _find_varlen() -> Any:
+    """Return PyTorch's attention for packed sequences if it supports scales, windows and groups."""
+    try:
+        kernel = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+    except (ImportError, AttributeError):
+        return None
+    known = {"scale", "window_size", "enable_gqa"} <= set(inspect.signature(kernel).parameters)
+    return kernel if known else None
+
+
+VARLEN_ATTN = _find_varlen()
+
+
+def use_chain_attention(model: Any) -> None:
+    """Make an SDPA model attend to packed chains without a dense mask, if possible.
+
+    Models that do not dispatch attention through Transformers' interface are unchanged.
+    """
+    if model._supports_attention_backend and model.config._attn_implementation == "sdpa":
+        model.set_attn_implementation(CHAIN_ATTENTION)
+
+
+def takes_chains(config: Any) -> bool:
+    """True if a model of this configuration attends to packed chains without a dense mask."""
+    return bool(config._attn_implementation == CHAIN_ATTENTION)
+
+
+@contextmanager
+def forest_mask(config: Any, forest: Forest) -> Iterator[Tensor | None]:
+    """Set the forest for a model's forward pass inside this context.
+
+    Yields:
+        The model's `attention_mask`: None for a model with chain attention, which asks for its
+        masks itself; otherwise [1, 1, N, N] bool: see `trainer.batches.forest.attention_mask`.
+    """
+    if not takes_chains(config):
+        yield attention_mask(forest.subtree_end)
+        return
+    lengths = lengths_of_chains(forest.subtree_end.cpu())
+    tree = torch.stack([forest.position_ids, forest.subtree_end])[None, None]
+    token = FOREST.set(ForestMask(None if lengths is None else lengths.tolist(), tree))
+    try:
+        yield None
+    finally:
+        FOREST.reset(token)
+
+
+def lengths_of_chains(subtree_end: Tensor) -> Tensor | None:
+    """[C] int64 Count the tokens of each chain; None if a tree branches.
+
+    Example:
+        >>> lengths_of_chains(torch.tensor([2, 2, 3])).tolist()
+        [2, 1]
+        >>> lengths_of_chains(torch.tensor([3, 2, 3]))  # 0 has children 1 and 2
+    """
+    runs: Any = torch.unique_consecutive
+    ends, lengths = runs(subtree_end, return_counts=True)
+    return lengths if torch.equal(lengths.cumsum(0), ends) else None
+
+
+def mask_of_layers(
+    *, local_size: int | None = None, use_vmap: bool = False, **settings: Any
+) -> Any:
+    """Return the mask of some layers, as Transformers' `AttentionMaskInterface` expects.
+
+    Args:
+        local_size: Window of the layers; None: they attend to all previous tokens.
+        use_vmap: Whether the model adds its own conditions to the causal mask.
+        settings: Further arguments of `sdpa_mask`.
+
+    Raises:
+        ValueError: If the model adds its own conditions.
+    """
+    forest = FOREST.get()
+    if forest is None:
+        return sdpa_mask(local_size=local_size, use_vmap=use_vmap, **settings)
+    if use_vmap:
+        raise ValueError("a mask that is neither causal nor a sliding window")
+    return ForestMask(forest.lengths, forest.tree, local_size)
+
+
+def chain_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: ForestMask | Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **settings: Any,
+) -> tuple[Tensor, None]:
+    """Compute attention as Transformers' `AttentionInterface` expects.
+
+    The window comes from the mask: what layers pass or hold as `sliding_window` is for kernels that
+    make their own masks, and some models pass None although they have one, or nothing at all.
+
+    Args:
+        module: The attention layer.
+        query: [1, heads, N, size].
+        key: [1, key heads, N, size]; query heads are a multiple of key heads.
+        value: Same shape as `key`.
+        attention_mask: From `mask_of_layers`. Anything else is passed to SDPA.
+        dropout: Probability; 0 in evaluation mode.
+        scaling: Factor of the scores; None: 1 / sqrt(size).
+        settings: Further arguments of the model.
+
+    Returns:
+        [1, N, heads, size], and no attention weights.
+
+    Raises:
+        ValueError: If the layer caps or biases its scores, which SDPA cannot do; or its mask does
+            not come from Transformers, and so ignores the forest.
+    """
+    if not isinstance(attention_mask, ForestMask):
+        if FOREST.get() is not None:
+            raise ValueError("an attention mask of the model's own making")
+        output, _ = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **settings
+        )
+        return output, None
+    for name in UNKNOWN:
+        if settings.get(name) is not None:
+            raise ValueError(f"attention scores with {name}")
+    window, lengths = attention_mask.window, attention_mask.lengths
+    if lengths is None:
+        inputs = module, query, key, value, attention_mask.tree, window
+        return tree_attention(*inputs, dropout=dropout, scaling=scaling), None
+    if _runs_varlen(query, value, dropout):
+        return _varlen(query, key, value, lengths, scaling, window), None
+    chains = zip(*(torch.split(t, lengths, 2) for t in (query, key, value)), strict=True)
+    outputs = [_causal(q, k, v, dropout, scaling, window).transpose(1, 2) for q, k, v in chains]
+    return torch.cat(outputs, 1).contiguous(), None
+
+
+AttentionInterface.register(CHAIN_ATTENTION, chain_attention)
+AttentionMaskInterface.register(CHAIN_ATTENTION, mask_of_layers)
+
+
+def _causal(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout: float,
+    scaling: float | None,
+    window: int | None,
+) -> Tensor:
+    """Attend within a chain of n tokens with O(n) memory, or O(window^2) for longer chains.
+
+    A chain longer than its window is cut into blocks of queries, each with the keys in its reach.
+    """
+    groups, size = query.shape[1] // key.shape[1], query.shape[2]
+    in_kernel = query.device.type == "cpu" or _dtype(query) != torch.float32
+    if groups > 1 and not in_kernel:  # PyTorch would fall back to its kernel with quadratic memory
+        key, value = (tensor.repeat_interleave(groups, 1) for tensor in (key, value))
+    settings: dict[str, Any] = {"dropout_p": dropout, "scale": scaling}
+    settings["enable_gqa"] = groups > 1 and in_kernel
+    if window is None or size <= window:
+        return scaled_dot_product_attention(query, key, value, is_causal=True, **settings)
+    blocks, at = [], torch.arange(size, device=query.device)
+    for start in range(0, size, window):
+        stop, first = min(start + window, size), max(0, start - window + 1)
+        distance = at[start:stop, None] - at[None, first:stop]
+        mask, keys = (distance >= 0) & (distance < window), slice(first, stop)
+        inputs = query[:, :, start:stop], key[:, :, keys], value[:, :, keys]
+        blocks.append(scaled_dot_product_attention(*inputs, attn_mask=mask, **settings))
+    return torch.cat(blocks, 2)
+
+
+def _dtype(tensor: Tensor) -> torch.dtype:
+    """Return the dtype that autocast uses for a tensor."""
+    kind = tensor.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
+
+
+def _runs_varlen(query: Tensor, value: Tensor, dropout: float) -> bool:
+    return (
+        VARLEN_ATTN is not None
+        and query.is_cuda
+        and not dropout
+        and _dtype(query) in (torch.bfloat16, torch.float16)
+        and query.shape[-1] == value.shape[-1] <= 256
+        and query.shape[-1] % 8 == 0
+        and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    )
+
+
+def _varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Sequence[int],
+    scaling: float | None,
+    window: int | None,
+) -> Tensor:
+    """Attend within all chains with one kernel: PyTorch's FlashAttention for packed sequences."""
+    ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=query.device)
+    packed = (tensor[0].transpose(0, 1).to(_dtype(query)) for tensor in (query, key, value))
+    output: Tensor = VARLEN_ATTN(
+        *packed,
+        ends,
+        ends,
+        max(lengths),
+        max(lengths),
+        scale=scaling,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=True,
+    )
+    return output[None]

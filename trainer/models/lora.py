@@ -1,0 +1,205 @@
+"""LoRA: low-rank adapters (by peft) that train while the policy's own weights are frozen."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from schemas.errors import RolloutError
+from trainer.batches.forest import Forest
+from trainer.config.train_config import TrainConfig
+from trainer.models.policy import Policy
+from trainer.models.self_check import check_policy
+
+NAME = "default"
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+
+
+def add_adapter(policy: Policy, config: TrainConfig, path: Path | None = None) -> None:
+    """Add adapters to a policy's linear layers; from then on only they have a gradient.
+
+    Each matrix B starts at 0, so the policy is unchanged at first:
+
+        W x + lora_alpha / lora_rank * B A x
+
+    Args:
+        policy: A policy with the float32 weights of the model directory.
+        config: Configuration of the run.
+        path: Directory of an adapter to resume from, as `save_model` writes it.
+
+    Raises:
+        RolloutError: If peft is not installed; if `lora_target_modules` names no linear layers of
+            the decoder; if the adapter cannot be read, or belongs to another model.
+    """
+    try:
+        import peft
+    except ModuleNotFoundError as error:
+        got, hint = f"no package {error.name!r}", 'pip install "rollout-io[lora]"'
+        raise RolloutError("extra_installed", "lora_rank", got, "peft", hint) from None
+    assert config.lora_rank is not None
+    names = linear_layers(policy.model)
+    settings = peft.LoraConfig(
+        r=config.lora_rank,
+        lora_alpha=config.lora_alpha,
+        target_modules=list(config.lora_target_modules or names),
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=config.model,
+    )
+    try:
+        peft.inject_adapter_in_model(settings, policy.model, NAME)
+    except ValueError as error:
+        raise _no_targets(config, str(error).partition("\n")[0], names) from error
+    _check_targets(policy.model, config, names)
+    if path is not None:
+        _load(policy.model, path / WEIGHTS)
+    policy.eval()
+    check_policy(policy, config.model)
+
+
+def linear_layers(model: Any) -> list[str]:
+    """List suffixes of linear layers' names, without the head; only attention if there are experts.
+
+    In Transformers, experts and routers are not linear layers, but peft would match them by the
+    suffix of a linear layer next to them.
+    """
+    head, modules = model.get_output_embeddings(), list(model.named_modules())
+    layers = [n.split(".") for n, m in modules if isinstance(m, nn.Linear) and m is not head]
+    if any("experts" in name.split(".") for name, _ in modules):
+        layers = [n for n in layers if any("att" in part for part in n[:-1]) and "router" not in n]
+    return sorted({name[-1] for name in layers})
+
+
+def _check_targets(model: Any, config: TrainConfig, names: Sequence[str]) -> None:
+    head = model.get_output_embeddings()
+    for name, layer in _layers(model):
+        if layer is head or not isinstance(layer.base_layer, nn.Linear):
+            raise _no_targets(config, f"{name}, a {type(layer.base_layer).__name__}", names)
+
+
+def _no_targets(config: TrainConfig, got: str, names: Sequence[str]) -> RolloutError:
+    hint = f"leave it out, and {', '.join(names)} have adapters"
+    if config.lora_target_modules is None or not names:
+        hint = "leave lora_rank out: all weights train"
+    expected, where = "linear layers of the decoder, not the head", config.model
+    return RolloutError("lora_target_modules", where, got, expected, hint)
+
+
+def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the layers with an adapter."""
+    from peft.tuners.lora import LoraLayer
+
+    return ((name, m) for name, m in model.named_modules() if isinstance(m, LoraLayer))
+
+
+def _load(model: nn.Module, path: Path) -> None:
+    wanted = {name: p for name, p in model.state_dict().items() if ".lora_" in name}
+    try:
+        found = load_file(path)
+        weights = {name: found.pop(_file_name(name)) for name in wanted}
+        model.load_state_dict(weights, strict=False)
+    except (OSError, KeyError, RuntimeError, SafetensorError) as error:
+        got = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        expected = "the adapter of this model"
+        raise RolloutError("model_load", str(path), got, expected) from error
+
+
+def _file_name(name: str) -> str:
+    """Return the name of an adapter's weight in peft's files.
+
+    Example:
+        >>> _file_name("model.layers.0.mlp.up_proj.lora_A.default.weight")
+        'base_model.model.model.layers.0.mlp.up_proj.lora_A.weight'
+    """
+    return "base_model.model." + name.replace(f".{NAME}.", ".")
+
+
+def save_model(model: PreTrainedModel, path: Path, state: Mapping[str, Tensor]) -> None:
+    """Write a model directory; adapters are merged, and also written to `adapter/`.
+
+    The model itself is unchanged: adding adapters and subtracting them again would round its
+    weights.
+
+    Args:
+        model: A model with or without adapters.
+        path: The directory.
+        state: All its weights by name, including adapters.
+    """
+    adapter = {_file_name(name): tensor for name, tensor in state.items() if ".lora_" in name}
+    if not adapter:
+        model.save_pretrained(path, state_dict=dict(state))
+        return
+    settings: Any = model.peft_config[NAME]
+    scaling = settings.lora_alpha / settings.r
+    model.save_pretrained(path, state_dict=merged_weights(state, scaling))
+    (path / "adapter").mkdir()
+    save_file(adapter, path / "adapter" / WEIGHTS, metadata={"format": "pt"})
+    text = json.dumps(settings.to_dict(), indent=2, sort_keys=True, default=sorted)
+    (path / "adapter" / CONFIG).write_text(text + "\n", encoding="utf-8")
+
+
+def merged_weights(state: Mapping[str, Tensor], scaling: float) -> dict[str, Tensor]:
+    """Merge adapters into the weights, without changing what the model computes.
+
+    Example:
+        >>> import torch
+        >>> state = {
+        ...     "q.base_layer.weight": torch.tensor([[1.0, 2.0]]),
+        ...     "q.base_layer.bias": torch.tensor([5.0]),
+        ...     "q.lora_A.default.weight": torch.tensor([[3.0, 4.0]]),
+        ...     "q.lora_B.default.weight": torch.tensor([[10.0]]),
+        ... }
+        >>> {name: tensor.tolist() for name, tensor in merged_weights(state, 0.5).items()}
+        {'q.weight': [[16.0, 22.0]], 'q.bias': [5.0]}
+    """
+    merged = {}
+    for name, tensor in state.items():
+        layer, inside, rest = name.partition(".base_layer.")
+        if ".lora_" in name:
+            continue
+        if not inside:
+            merged[name] = tensor
+        elif rest == "weight":
+            low, high = (state[f"{layer}.lora_{part}.{NAME}.weight"] for part in "AB")
+            merged[f"{layer}.weight"] = tensor + scaling * (high @ low)
+        else:
+            merged[f"{layer}.{rest}"] = tensor
+    return merged
+
+
+class WithoutAdapter(nn.Module):
+    """A policy with its adapters switched off, as a reference without weights of its own.
+
+    Args:
+        policy: The policy, prepared for training.
+    """
+
+    def __init__(self, policy: nn.Module) -> None:
+        super().__init__()
+        self.policy = (policy,)  # a tuple, so that it is not a submodule with weights counted twice
+
+    def forward(self, forest: Forest, temperature: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Policy.forward`."""
+        policy = self.policy[0]
+        with _turned_off(policy):
+            found: tuple[Tensor, Tensor] = policy(forest, temperature)
+        return found
+
+
+@contextmanager
+def _turned_off(policy: nn.Module) -> Iterator[None]:
+    layers = [layer for _, layer in _layers(policy)]
+    for layer in layers:
+        layer.enable_adapters(enabled=False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(enabled=True)

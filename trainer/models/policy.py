@@ -1,0 +1,228 @@
+"""The policy: an unmodified Transformers causal LM, evaluated at the targets of a forest."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from functools import partial
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import logging
+
+from schemas.errors import RolloutError
+from trainer.batches.forest import Forest, RowLimit
+from trainer.models.attention import forest_mask, use_chain_attention
+from trainer.models.logprob_head import target_logprobs
+from trainer.models.rotary import fix_frequencies
+from trainer.models.router_replay import make_replayable, replayed, same_routes
+from trainer.models.self_check import check_policy
+
+KNOWN_LAYERS = {"full_attention", "sliding_attention"}
+MOST_POSITIONS = 2**31 - 1
+PLAIN_ATTENTION = "attention without caps, sinks or biases of its scores"
+UNREADABLE = (OSError, EOFError, RuntimeError, UnpicklingError, SafetensorError)
+"""Errors raised when damaged weights are loaded."""
+
+
+class Policy(nn.Module):
+    """Computes log-probability and entropy of each target of a forest.
+
+    Everything, including the head, runs inside `forward`, so that wrappers that gather parameters
+    or reduce gradients around it see every use. The model stays in evaluation mode, because the
+    sampler had no dropout either.
+
+    Args:
+        model: A causal LM whose layers are full or sliding-window attention.
+        logprob_chunk_tokens: Number of targets whose logits are in memory at once.
+        entropy_gradient: Whether the entropy has a gradient.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, *, logprob_chunk_tokens: int, entropy_gradient: bool = False
+    ) -> None:
+        super().__init__()
+        self.model: Any = model
+        self.logprob_chunk_tokens = logprob_chunk_tokens
+        self.entropy_gradient = entropy_gradient
+        config = model.config.get_text_config()
+        self.logit_scale = float(getattr(config, "logit_scale", None) or 1.0)
+        self.logit_scale /= float(getattr(config, "logits_scaling", None) or 1.0)
+        self.softcap: float | None = getattr(config, "final_logit_softcapping", None) or None
+        use_chain_attention(model)
+        make_replayable(model)
+        fix_frequencies(model)
+        self.eval()
+
+    @property
+    def _no_split_modules(self) -> Any:
+        """Layer classes to shard one by one, as Accelerate asks for them."""
+        return self.model._no_split_modules
+
+    def forward(self, forest: Forest, temperature: Tensor) -> tuple[Tensor, Tensor]:
+        """Forward a forest once.
+
+        Args:
+            forest: N tokens, M targets, on the model's device.
+            temperature: [M] float32 > 0; logits are divided by it.
+
+        Returns:
+            `logprobs` [M] float32 nats, with gradient; `entropy` [M] float32 nats of the
+            distribution each target was drawn from, without gradient unless `entropy_gradient`.
+        """
+        with replayed(forest.routes):
+            hidden = hidden_before_targets(self.model, forest)
+        num_chunks = max(1, math.ceil(len(hidden) / self.logprob_chunk_tokens))
+        inputs = (hidden, forest.target_token, temperature)
+        chunks = list(zip(*(i.tensor_split(num_chunks) for i in inputs), strict=True))
+        # The backward pass starts with the last chunk: its logits need not be computed twice.
+        parts = [checkpoint(self._head, *chunk, use_reentrant=False) for chunk in chunks[:-1]]
+        parts += [self._head(*chunk) for chunk in chunks[-1:]]
+        return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+
+    def _head(self, hidden: Tensor, token: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.model.get_output_embeddings()(hidden)
+        return target_logprobs(
+            logits,
+            token,
+            temperature,
+            scale=self.logit_scale,
+            softcap=self.softcap,
+            entropy_gradient=self.entropy_gradient,
+        )
+
+    def checkpoint_layers(self) -> None:
+        """Recompute the layers' activations in the backward pass.
+
+        Transformers does this only in training mode, which would also enable dropout.
+
+        Raises:
+            RolloutError: If no layers are known to be functions of their inputs.
+        """
+        layers = [m for m in self.model.modules() if isinstance(m, GradientCheckpointingLayer)]
+        if not layers:
+            got = f"{self.model.config.model_type}, whose layers cannot be recomputed"
+            expected, hint = "layers that Transformers can recompute", "set it to false"
+            raise RolloutError("gradient_checkpointing", "model", got, expected, hint)
+        for layer in layers:
+            how: dict[str, Any] = {"use_reentrant": False, "context_fn": same_routes}
+            forward: Any = partial(checkpoint, layer.forward, **how)
+            layer.forward = forward
+
+
+def hidden_before_targets(model: Any, forest: Forest) -> Tensor:
+    """[M, hidden_size] Compute the last hidden state of each target's parent."""
+    with forest_mask(model.config, forest) as mask:
+        output = model.base_model(
+            input_ids=forest.token_ids[None],
+            attention_mask=mask,
+            position_ids=forest.position_ids[None],
+            use_cache=False,
+        )
+    hidden: Tensor = output.last_hidden_state[0, forest.target_parent]
+    return hidden
+
+
+def load_policy(
+    path: str, *, logprob_chunk_tokens: int, entropy_gradient: bool = False, trees: bool = False
+) -> Policy:
+    """Load a model directory with float32 weights, and check the policy on a few tokens.
+
+    Args:
+        path: The directory.
+        logprob_chunk_tokens: Number of targets whose logits are in memory at once.
+        entropy_gradient: Whether the entropy has a gradient.
+        trees: Whether the policy will forward branching trees.
+
+    Raises:
+        RolloutError: If it is not a model directory; if Transformers cannot load the model without
+            remote code; if its layers ignore a forest's attention mask; if this policy does not
+            reproduce its log-probabilities.
+    """
+    if not (Path(path) / "config.json").is_file():
+        raise _no_model_directory(path)
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        _check_layers(AutoConfig.from_pretrained(path, local_files_only=True), path)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=torch.float32,
+            attn_implementation="sdpa",
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except RolloutError:
+        raise
+    except (*UNREADABLE, ValueError, KeyError, ImportError) as error:
+        if "scaled_dot_product_attention" in str(error):
+            kind = AutoConfig.from_pretrained(path, local_files_only=True).model_type
+            got = f"{kind}, whose attention Transformers cannot run by scaled_dot_product_attention"
+            raise RolloutError("model_layers", path, got, PLAIN_ATTENTION) from error
+        got = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        raise RolloutError(
+            "model_load", path, got, "a causal LM that Transformers loads"
+        ) from error
+    model, loading = loaded
+    _check_weights(loading, path)
+    policy = Policy(
+        model, logprob_chunk_tokens=logprob_chunk_tokens, entropy_gradient=entropy_gradient
+    )
+    check_policy(policy, path, trees=trees)
+    return policy
+
+
+def _no_model_directory(path: str) -> RolloutError:
+    got, hint = "no config.json", None
+    if not Path(path).is_dir():
+        got = "no such directory"
+        name = path if re.fullmatch(r"\w[\w.-]*/[\w.-]+", path) else "ORG/NAME"
+        hint = f"only local directories work: `hf download {name} --local-dir DIR` makes one"
+    expected = "a Hugging Face model directory"
+    return RolloutError("model_directory", path, got, expected, hint)
+
+
+def _check_weights(loading: Any, path: str) -> None:
+    """Check that the files and the configuration agree on all weights and their shapes."""
+    for breach, text in {
+        "missing_keys": "no weights for {}",
+        "mismatched_keys": "weights of another shape for {}",
+        "unexpected_keys": "weights that the model does not have, {}",
+    }.items():
+        if names := sorted(str(name) for name in loading[breach]):
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            expected = "the weights that config.json describes"
+            hint = "config.json and the weights must be of one model: download both again"
+            got = text.format(names[0]) + more
+            raise RolloutError("model_load", path, got, expected, hint)
+
+
+def _check_layers(config: Any, path: str) -> None:
+    config = config.get_text_config()
+    unknown = set(getattr(config, "layer_types", None) or ()) - KNOWN_LAYERS
+    if unknown:
+        raise RolloutError(
+            "model_layers",
+            path,
+            f"{config.model_type} with {', '.join(sorted(unknown))} layers",
+            "full or sliding-window attention in every layer",
+            "packed rows would leak into each other through such layers, in any sequence_layout",
+        )
+
+
+def row_limit(config: Any) -> RowLimit:
+    """Return the maximum row length of the model."""
+    context = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return RowLimit(
+        num_tokens=context or MOST_POSITIONS,
+        reason="the model's max_position_embeddings" if context else "32-bit positions",
+        hint="filter long trajectories out, or cut them off: max_row_tokens",
+    )

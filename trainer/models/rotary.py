@@ -1,0 +1,72 @@
+"""Make rotary frequencies depend on the configuration only, not on what is packed together.
+
+For LongRoPE and dynamic NTK, Transformers chooses the frequencies by the largest position in a
+forward pass, so that one long row would change every other row in it. vLLM chooses them once, by
+the longest row that it might ever serve. We do the same, to compare with its log-probabilities.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def fix_frequencies(model: Any) -> None:
+    """Make every forward pass of a model use the frequencies of its longest possible row.
+
+    - LongRoPE: the long factors if `max_position_embeddings` (vLLM's default `max_model_len`) is
+      above `original_max_position_embeddings`, else the short ones.
+    - Dynamic NTK with a factor: the base for `max_position_embeddings * factor` positions.
+
+    Args:
+        model: A Transformers model; its rotary modules are changed.
+    """
+    for module in model.modules():
+        longest = longest_row(module)
+        if longest is not None:
+            _see_position(module, longest - 1)
+
+
+def longest_row(module: nn.Module) -> int | None:
+    """Return the row length that determines a rotary module's frequencies; None if constant."""
+    config = getattr(module, "config", None)
+    if config is None or not hasattr(module, "rope_type"):
+        return None
+    given = config.rope_parameters or {}
+    kinds = [given] if "rope_type" in given else [kind for kind in given.values() if kind]
+    found = [factor for kind in kinds if (factor := _stretch(kind))]
+    return int(config.max_position_embeddings * max(found)) if found else None
+
+
+def _stretch(kind: Mapping[str, Any]) -> float | None:
+    """Return the longest row's length as a multiple of `max_position_embeddings`.
+
+    None if the frequencies do not depend on it.
+    """
+    if kind["rope_type"] == "longrope":
+        return 1.0
+    if kind["rope_type"] == "dynamic" and not kind.get("alpha"):  # alpha fixes the base itself
+        return float(kind["factor"])
+    return None
+
+
+def _see_position(module: nn.Module, position: int) -> None:
+    """Append a far position to the inputs of a rotary module, and drop it from the outputs."""
+    signature = inspect.signature(module.forward)
+
+    def more(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        bound = signature.bind(*args, **kwargs)
+        ids: Tensor = bound.arguments["position_ids"]
+        far = torch.full_like(ids[..., :1], position)
+        bound.arguments["position_ids"] = torch.cat([ids, far], -1)
+        return bound.args, bound.kwargs
+
+    def less(_: nn.Module, __: Any, output: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+        return tuple(part[..., :-1, :] for part in output)
+
+    module.register_forward_pre_hook(more, with_kwargs=True)
+    module.register_forward_hook(less)

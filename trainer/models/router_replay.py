@@ -1,0 +1,175 @@
+"""Router replay (R3): the mixture-of-experts layers of a model use recorded experts.
+
+Transformers' routers return logits, weights and experts of each token; the experts' layer uses the
+last two. A forward hook on the router replaces them: the experts by the recorded ones, and the
+weights by those that the router's logits give to these experts, computed as the router does. So
+gradients reach the router through the weights, never through the choice. Models are not modified.
+A family of models is supported by an entry in `WEIGHTS`: the class of its routers, and the function
+that computes weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.batches.recorded_routes import NO_ROUTE
+
+_REPLAYED: ContextVar[Tensor | None] = ContextVar("replayed_routes", default=None)
+
+
+def _of_softmax(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
+    weights = logits.softmax(-1, dtype=torch.float).gather(-1, experts)
+    if router.norm_topk_prob:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights.to(logits.dtype)
+
+
+def _of_mixtral(_: Any, logits: Tensor, experts: Tensor) -> Tensor:
+    weights = logits.float().softmax(-1).gather(-1, experts)
+    return weights / weights.sum(-1, keepdim=True)
+
+
+def _of_deepseek_v2(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
+    scores = logits.softmax(-1, dtype=torch.float32)
+    return scores.gather(-1, experts) * float(router.routed_scaling_factor)
+
+
+def _of_deepseek_v3(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
+    weights = logits.sigmoid().gather(-1, experts)
+    if router.norm_topk_prob:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return weights * float(router.routed_scaling_factor)
+
+
+WEIGHTS: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
+    "Qwen2MoeTopKRouter": _of_softmax,
+    "Qwen3MoeTopKRouter": _of_softmax,
+    "OlmoeTopKRouter": _of_softmax,
+    "MixtralTopKRouter": _of_mixtral,
+    "DeepseekV2TopkRouter": _of_deepseek_v2,
+    "DeepseekV3TopkRouter": _of_deepseek_v3,
+}
+"""Functions that compute weights [N, topk] of experts [N, topk] from logits [N, experts], by
+router.
+
+Limits on the choice, such as groups or a bias, do not affect the weights in these families.
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Routers:
+    """Routers of a model of a supported family.
+
+    Attributes:
+        by_layer: Router by layer number, for layers that have one.
+        num_layers: Number of layers, including those without a router.
+        num_experts: Number of experts that each router chooses from.
+        topk: Number of experts per token.
+    """
+
+    by_layer: dict[int, Any]
+    num_layers: int
+    num_experts: int
+    topk: int
+
+
+def routers_of(model: Any) -> Routers | None:
+    """Find the routers of a Transformers model; None unless its family is in `WEIGHTS`."""
+    layers = list(getattr(model.base_model, "layers", ()))
+    found = {
+        number: module
+        for number, layer in enumerate(layers)
+        for module in layer.modules()
+        if type(module).__name__ in WEIGHTS
+    }
+    if not found:
+        return None
+    router = next(iter(found.values()))
+    return Routers(
+        by_layer=found,
+        num_layers=len(layers),
+        num_experts=int(router.num_experts),
+        topk=int(router.top_k),
+    )
+
+
+def make_replayable(model: Any) -> None:
+    """Make the routers of a model use the experts of `replayed`, if they are supported."""
+    routers = routers_of(model)
+    for layer, router in routers.by_layer.items() if routers else ():
+        router.register_forward_hook(partial(_replay, layer))
+
+
+@contextmanager
+def replayed(routes: Tensor | None) -> Iterator[None]:
+    """Use recorded experts in forward passes inside this context.
+
+    Args:
+        routes: [N, layers, topk] experts of the N forwarded tokens, -1 if the model routes a token;
+            None: the model routes all.
+    """
+    token = _REPLAYED.set(routes)
+    try:
+        yield
+    finally:
+        _REPLAYED.reset(token)
+
+
+def same_routes() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Return contexts for a forward pass and its recomputation, for `torch.utils.checkpoint`.
+
+    The backward pass recomputes outside of the context in which the forward pass ran.
+    """
+    return nullcontext(), replayed(_REPLAYED.get())
+
+
+def _replay(
+    layer: int, router: nn.Module, _: object, output: tuple[Tensor, Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Forward hook of a router: keeps its logits, and replaces weights and experts."""
+    routes = _REPLAYED.get()
+    if routes is None:
+        return output
+    logits, own_weights, own_experts = output
+    recorded = routes[:, layer].to(own_experts.dtype)
+    is_routed = (recorded != NO_ROUTE).all(-1, keepdim=True)
+    experts = torch.where(is_routed, recorded, own_experts)
+    weights = WEIGHTS[type(router).__name__](router, logits, experts)
+    return logits, torch.where(is_routed, weights, own_weights), experts
+
+
+@contextmanager
+def recorded(model: Any) -> Iterator[Callable[[], Tensor | None]]:
+    """Record the experts of every token that a model forwards in this context.
+
+    Yields:
+        Function that returns the experts of the last forward pass: [N, layers, topk] int16 on the
+        model's device, 0 in layers without a router; None without supported routers.
+    """
+    routers = routers_of(model)
+    taken: dict[int, Tensor] = {}
+
+    def take(layer: int, _: object, __: object, output: tuple[Tensor, Tensor, Tensor]) -> None:
+        taken[layer] = output[2].to(torch.int16)
+
+    def stacked() -> Tensor | None:
+        if routers is None:
+            return None
+        nothing = torch.zeros_like(next(iter(taken.values())))
+        return torch.stack([taken.get(n, nothing) for n in range(routers.num_layers)], 1)
+
+    by_layer = routers.by_layer if routers else {}
+    handles = [r.register_forward_hook(partial(take, layer)) for layer, r in by_layer.items()]
+    try:
+        yield stacked
+    finally:
+        for handle in handles:
+            handle.remove()

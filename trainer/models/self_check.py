@@ -1,0 +1,161 @@
+"""Check on a few tokens that a policy reproduces the model it was loaded from."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from schemas.errors import RolloutError
+from trainer.batches.forest import Forest
+from trainer.models.router_replay import recorded
+
+WINDOW = 4
+"""Size of sliding windows during the check; its rows are longer."""
+ROWS = (
+    tuple(range(11)),
+    (*range(5), 11, 12, 13, 14),
+    (*range(5), 11, 12, 15, 16, 17),
+)
+"""Three rows that share tokens: a fork, and a fork below it. Numbers are in depth-first order."""
+TOLERANCE = 1e-3
+"""Nats. Rounding in float32 gives less than a tenth of this."""
+
+
+@torch.no_grad()
+def check_policy(policy: nn.Module, path: str, *, trees: bool = False) -> None:
+    """Compare log-probabilities of a few rows with the model's own eager forward pass.
+
+    This detects, even in unknown architectures: a head with other logits than the model's, rows
+    that leak into each other, misplaced windows, wrong weights of replayed experts, and forward
+    passes in which a long row changes the others.
+
+    Args:
+        policy: The policy, a `trainer.models.policy.Policy`.
+        path: Directory of its model, for the error.
+        trees: Whether the policy will forward branching trees.
+
+    Raises:
+        RolloutError: If the log-probabilities differ.
+    """
+    model: Any = policy.model
+    try:
+        with _small_windows(model):
+            tokens = _tokens(model)
+            plain = [_plain_forward(model, tokens[list(row)]) for row in ROWS]
+            expected = torch.cat([logprobs for logprobs, _ in plain])
+            routes = [routes for _, routes in plain if routes is not None]
+            for name, forest in _forests(model, tokens, routes, trees=trees).items():
+                found, _ = policy(forest, torch.ones(forest.num_targets, device=tokens.device))
+                difference = float((found - expected[: len(found)]).abs().max())
+                if not difference < TOLERANCE:
+                    raise _differs(path, name, difference)
+    except RolloutError:
+        raise
+    except (TypeError, ValueError, RuntimeError, AttributeError, LookupError) as error:
+        got = f"{type(error).__name__} from its forward: {error}"
+        expected_ = "a decoder with full or sliding-window attention"
+        raise RolloutError("model_layers", path, got, expected_) from error
+
+
+def _differs(path: str, name: str, difference: float) -> RolloutError:
+    return RolloutError(
+        "model_layers",
+        path,
+        f"log-probabilities of {name} that differ by {difference:.2g} from its own eager forward",
+        "a decoder with full or sliding-window attention and a linear head",
+        "--set sequence_layout=merge packs chains alone" if name == "a branching tree" else None,
+    )
+
+
+@contextmanager
+def _small_windows(model: Any) -> Iterator[None]:
+    """Shrink every sliding window of a model, in its configurations and its layers."""
+    modules = list(model.modules())
+    holders = {id(h): h for m in modules for h in (m, getattr(m, "config", None)) if h is not None}
+    before = {
+        number: holder.sliding_window
+        for number, holder in holders.items()
+        if isinstance(getattr(holder, "sliding_window", None), int)
+    }
+    for number, window in before.items():
+        holders[number].sliding_window = min(window, WINDOW)
+    try:
+        yield
+    finally:
+        for number, window in before.items():
+            holders[number].sliding_window = window
+
+
+def _tokens(model: Any) -> Tensor:
+    """Map the numbers in `ROWS` to token ids that have an input and an output embedding."""
+    ends = (model.get_input_embeddings().weight, model.get_output_embeddings().weight)
+    numbers = torch.arange(1, 2 + max(map(max, ROWS)), device=ends[0].device)
+    return numbers * 7919 % min(map(len, ends))
+
+
+def _plain_forward(model: Any, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+    """[n - 1] Log-probabilities of a row's tokens after its first; and [n, layers, topk] routes."""
+    usual = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    try:
+        with recorded(model) as routes:
+            logits = model(input_ids=tokens[None], use_cache=False).logits[0, :-1]
+    finally:
+        model.set_attn_implementation(usual)
+    logprobs: Tensor = logits.float().log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+    return logprobs, routes()
+
+
+def _forests(
+    model: Any, tokens: Tensor, routes: Sequence[Tensor], *, trees: bool
+) -> dict[str, Forest]:
+    """Build the rows in every way they may be forwarded, the targets of the first row first."""
+    ends = [sum(map(len, ROWS[:n])) for n in range(len(ROWS) + 1)]
+    chains = [range(start, end) for start, end in pairwise(ends)]
+    packed = tokens[[number for row in ROWS for number in row]]
+    found = {"a lone row": _forest(tokens, ROWS[:1]), "packed rows": _forest(packed, chains)}
+    if routes:
+        replays = dataclasses.replace(found["packed rows"], routes=torch.cat(list(routes)))
+        found["packed rows that replay their routing"] = replays
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if longest:
+        found["rows beside a long one"] = _with_position(found["packed rows"], longest - 1)
+    if trees:
+        found["a branching tree"] = _forest(tokens, ROWS)
+    return found
+
+
+def _forest(tokens: Tensor, rows: Sequence[Sequence[int]]) -> Forest:
+    """Build a forest of the tokens numbered in `rows`; all but the first of a row are targets."""
+    size = 1 + max(map(max, rows))
+    depth, end = torch.zeros(size, dtype=torch.int64), torch.zeros(size, dtype=torch.int64)
+    for row in rows:
+        at = torch.tensor(row)
+        depth[at], end[at] = torch.arange(len(row)), end[at].clamp(min=row[-1] + 1)
+    parents = torch.tensor([number for row in rows for number in row[:-1]])
+    targets = torch.tensor([number for row in rows for number in row[1:]])
+    return Forest(
+        token_ids=tokens[:size],
+        position_ids=depth,
+        subtree_end=end,
+        target_parent=parents,
+        target_token=tokens[targets],
+        target_slot=torch.arange(len(parents)),
+    ).to(tokens.device)
+
+
+def _with_position(forest: Forest, position: int) -> Forest:
+    """Append a token at a position that only a long row reaches."""
+    last, end = torch.tensor([position]), torch.tensor([forest.num_tokens + 1])
+    return dataclasses.replace(
+        forest,
+        token_ids=torch.cat([forest.token_ids, forest.token_ids[:1]]),
+        position_ids=torch.cat([forest.position_ids, last.to(forest.position_ids)]),
+        subtree_end=torch.cat([forest.subtree_end, end.to(forest.subtree_end)]),
+    )

@@ -1,0 +1,176 @@
+"""Attention over trees, using only each token's depth and the end of its subtree.
+
+On a CPU it runs piece by piece: the tokens between two branches attend to their ancestors, gathered
+into a contiguous range, and causally to themselves. On CUDA it uses FlexAttention, whose kernel
+skips blocks without attention. Neither ever allocates tokens x tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.functional import pad, scaled_dot_product_attention
+from transformers.integrations.flex_attention import flex_attention_forward
+
+BLOCK = 128
+"""Block size of FlexAttention's mask, for queries and keys."""
+QUERIES = 1024
+"""Maximum number of queries of a piece at once, which bounds the size of masks."""
+
+
+def tree_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tree: Tensor,
+    window: int | None,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+) -> Tensor:
+    """Attend from every token to its ancestors and itself.
+
+    Args:
+        module: The attention layer.
+        query: [1, heads, N, size].
+        key: [1, key heads, N, size]; query heads are a multiple of key heads.
+        value: Same shape as `key`.
+        tree: [1, 1, 2, N] int64: depth and `subtree_end` of each token; pass the same object in
+            every layer, because derived masks are cached per object.
+        window: Number of tokens that a token sees towards the root, itself included; None: all.
+        dropout: Probability.
+        scaling: Factor of the scores; None: 1 / sqrt(size).
+
+    Returns:
+        [1, N, heads, size].
+    """
+    if query.is_cuda:
+        mask = block_mask(tree, window)
+        settings = {"scaling": scaling, "dropout": dropout}
+        output, _ = flex_attention_forward(module, query, key, value, mask, **settings)  # type: ignore[arg-type]
+        return output
+    attend = partial(
+        scaled_dot_product_attention,
+        dropout_p=dropout,
+        scale=scaling,
+        enable_gqa=query.shape[1] > key.shape[1],
+    )
+    output = _by_pieces(query, key, value, pieces(tree), window, attend)
+    return output.transpose(1, 2).contiguous()  # some models take a view of it
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Tokens without a branch between them.
+
+    Attributes:
+        size: Number of tokens.
+        depth: Depth of the first token.
+        above: Number of the piece that ends with its parent; None for the root of a tree.
+    """
+
+    size: int
+    depth: int
+    above: int | None
+
+
+@lru_cache(maxsize=8)
+def pieces(tree: Tensor) -> list[Piece]:
+    """List the pieces of a forest, in order of their tokens.
+
+    Example:
+        >>> pieces(torch.tensor([[[[0, 1, 1], [3, 2, 3]]]]))  # 0 has children 1 and 2
+        [Piece(size=1, depth=0, above=None), Piece(size=1, depth=1, above=0),
+         Piece(size=1, depth=1, above=0)]
+    """
+    depth, subtree_end = tree[0, 0].cpu()
+    runs: Any = torch.unique_consecutive
+    ends, sizes = runs(subtree_end, return_counts=True)
+    begins = (sizes.cumsum(0) - sizes).tolist()
+    found: list[Piece] = []
+    way: list[tuple[int, int]] = []  # path from the root: each piece and the end of its subtree
+    for number, (begin, end, size) in enumerate(
+        zip(begins, ends.tolist(), sizes.tolist(), strict=True)
+    ):
+        while way and way[-1][1] <= begin:
+            way.pop()
+        found.append(Piece(size, int(depth[begin]), way[-1][0] if way else None))
+        way.append((number, end))
+    return found
+
+
+def _by_pieces(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    found: list[Piece],
+    window: int | None,
+    attend: Callable[..., Tensor],
+) -> Tensor:
+    sizes = [piece.size for piece in found]
+    queries, *parts = (torch.split(tensor, sizes, 2) for tensor in (query, key, value))
+    ways: list[list[Tensor]] = []  # keys and values from the root to each piece's end
+    outputs = []
+    for piece, part, *own in zip(found, queries, *parts, strict=True):
+        if piece.above is not None:
+            own = [torch.cat(pair, 2) for pair in zip(ways[piece.above], own, strict=True)]
+        ways.append(own)
+        for start in range(0, piece.size, QUERIES):
+            stop = min(start + QUERIES, piece.size)
+            last = piece.depth + stop
+            first = 0 if window is None else max(0, piece.depth + start - window + 1)
+            seen = [way[:, :, first:last] for way in own]
+            mask = _causal(stop - start, last - first, window, query.device)
+            outputs.append(attend(part[:, :, start:stop], *seen, attn_mask=mask))
+    return torch.cat(outputs, 2)
+
+
+def _causal(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
+    """[queries, keys] bool Causal mask for queries that are the last of the keys."""
+    query = torch.arange(num_keys - num_queries, num_keys, device=device)[:, None]
+    key = torch.arange(num_keys, device=device)
+    return (key <= query) if window is None else (key <= query) & (key > query - window)
+
+
+@lru_cache(maxsize=8)
+def block_mask(tree: Tensor, window: int | None) -> BlockMask:
+    """Build FlexAttention's mask of a forest from (N / 128)^2 blocks, without tokens x tokens.
+
+    A block of keys is visible to a block of queries if a subtree of its tokens reaches there; the
+    mask is evaluated per token only if not all of them do.
+    """
+    num_tokens = tree.shape[-1]
+    depth, end = pad(tree[0, 0], (0, -num_tokens % BLOCK))
+    position = torch.arange(len(depth), device=tree.device)
+
+    def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        inside: Tensor = (key <= query) & (query < end[key])
+        return inside if window is None else inside & (depth[query] - depth[key] < window)
+
+    blocks = [values.view(-1, BLOCK) for values in (position, depth, end)]
+    (first, low, least), (last, high, most) = (
+        [getattr(b, name)(1) for b in blocks] for name in ("amin", "amax")
+    )
+    some = (first[None, :] <= first[:, None]) & (most[None, :] > first[:, None])
+    every = (last[None, :] <= first[:, None]) & (least[None, :] > last[:, None])
+    if window is not None:
+        every &= high[:, None] - low[None, :] < window
+    partly, wholly = (_numbered(wanted) for wanted in (some & ~every, some & every))
+    size = num_tokens, num_tokens
+    mask: BlockMask = BlockMask.from_kv_blocks(
+        *partly, *wholly, BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=size
+    )
+    return mask
+
+
+def _numbered(wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """[1, 1, Q] number of key blocks, and [1, 1, Q, K] their indices, wanted ones first."""
+    order = wanted.int().argsort(dim=1, descending=True, stable=True)
+    return wanted.sum(1)[None, None].int(), order[None, None].int()

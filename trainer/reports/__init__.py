@@ -1,0 +1,1 @@
+"""Reports about a run: dry run, memory estimate, plots."""

@@ -1,0 +1,164 @@
+"""Report what a run would do, after all checks that precede its first update."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from trainer.batches.data import read_rows, to_batch
+from trainer.batches.forest import chain_lengths
+from trainer.batches.packing import cut_batch
+from trainer.batches.plan import num_planned_updates
+from trainer.batches.prefetch import one_ahead
+from trainer.config.functions import Use, uses
+from trainer.config.resolved import resolved
+from trainer.config.train_config import TrainConfig
+from trainer.reports.memory_estimate import Memory, estimate_memory
+from trainer.run.setup import TrainingRun, set_up
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "step": {"sequence_layout": "step"},
+    "merge": {"sequence_layout": "merge"},
+    "tree_per_trajectory": {"sequence_layout": "tree", "tree_scope": "trajectory"},
+    "tree_per_group": {"sequence_layout": "tree", "tree_scope": "group"},
+}
+"""Layouts that a run can forward, with the settings that select them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """Forward passes with gradient in one pass over the dataset, in one layout.
+
+    Attributes:
+        num_sequences: Rows with trained tokens.
+        num_tokens: Tokens to forward: in each row, up to the last one that a target needs.
+        repeated_share: Tokens forwarded over distinct tokens, minus 1; None: rows are chains.
+        longest_tokens: Tokens of the longest row.
+        micro_batches: Number of micro-batches of each update that has any.
+        largest_micro_batch_tokens: Tokens of the largest micro-batch.
+    """
+
+    num_sequences: int
+    num_tokens: int
+    repeated_share: float | None
+    longest_tokens: int
+    micro_batches: tuple[int, ...]
+    largest_micro_batch_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DryRun:
+    """Result of `rollouts train --dry-run`.
+
+    Attributes:
+        num_groups: Groups in the plan.
+        num_trajectories: Trajectories in the plan.
+        num_failed: Failed trajectories.
+        num_masked: Trajectories that do not train because they failed or are masked.
+        num_groups_without_variance: As in `Plan`.
+        num_partial_groups: As in `Plan`.
+        num_batches: Batches in one pass over the dataset.
+        num_epochs: Passes over the dataset.
+        num_mini_batches: Mini-batches in one pass over the dataset, times `epochs_per_batch`.
+        num_updates: Maximum number of optimizer steps of the run.
+        num_updates_made: Optimizer steps made before a resume.
+        num_trained_tokens: Response tokens in the loss in one pass over the dataset.
+        trained_layout: The layout in `layouts` that the run trains with.
+        layouts: Forward passes in one pass over the dataset, by layout.
+        max_row_tokens: Maximum row length.
+        memory: Memory of one process.
+        functions: Policy loss, advantage estimator and reduction, by key, with the values of their
+            keys. A loss without advantages has no estimator.
+    """
+
+    num_groups: int
+    num_trajectories: int
+    num_failed: int
+    num_masked: int
+    num_groups_without_variance: int
+    num_partial_groups: int
+    num_batches: int
+    num_epochs: int
+    num_mini_batches: int
+    num_updates: int
+    num_updates_made: int
+    num_trained_tokens: int
+    trained_layout: str
+    layouts: dict[str, Layout]
+    max_row_tokens: int
+    memory: Memory
+    functions: dict[str, Use]
+
+
+def dry_run(config: TrainConfig, *, resume: bool = False) -> DryRun:
+    """Plan, check and load a run like `train`, and count what it would forward; writes nothing.
+
+    Counting reads the dataset once per layout, batch by batch.
+
+    Raises:
+        RolloutError: All errors that `train` raises before its first update.
+    """
+    run = set_up(config, resume=resume)
+    counts = {name: _count(run, settings) for name, settings in LAYOUTS.items()}
+    layouts = {name: layout for name, (layout, _) in counts.items()}
+    is_tree = config.sequence_layout == "tree"
+    trained = f"tree_per_{config.tree_scope}" if is_tree else config.sequence_layout
+    chosen = layouts[trained]
+    plan, trajectories = run.plan, run.plan.trajectories
+    return DryRun(
+        num_groups=sum(map(len, plan.batches)),
+        num_trajectories=len(trajectories),
+        num_failed=int(trajectories["failed"].sum()),
+        num_masked=int((~trajectories["trains"]).sum()),
+        num_groups_without_variance=plan.num_groups_without_variance,
+        num_partial_groups=plan.num_partial_groups,
+        num_batches=len(plan.batches),
+        num_epochs=config.num_epochs,
+        num_mini_batches=len(chosen.micro_batches) * config.epochs_per_batch,
+        num_updates=num_planned_updates(run.plan, config),
+        num_updates_made=run.progress.global_step,
+        num_trained_tokens=counts[trained][1],
+        trained_layout=trained,
+        layouts=layouts,
+        max_row_tokens=run.limit.num_tokens,
+        memory=estimate_memory(run, chosen.largest_micro_batch_tokens),
+        functions=uses(run.learner.config),
+    )
+
+
+def _count(run: TrainingRun, settings: dict[str, Any]) -> tuple[Layout, int]:
+    """Count what one pass forwards in a layout, and the tokens that train."""
+    config = resolved(dataclasses.replace(run.learner.config, **settings))
+    num_trained, lengths = 0, [np.zeros(0, np.int64)]
+    parts: list[tuple[list[int], int | None]] = []
+    tables = one_ahead(
+        lambda groups: read_rows(
+            run.rollouts,
+            run.plan,
+            groups,
+            config.sequence_layout,
+            merge_rule=config.merge_rule,
+            replay_routing=config.replay_routing,
+        ),
+        run.plan.batches,
+    )
+    for batch in (to_batch(table, config.max_row_tokens) for table in tables):
+        num_trained += int(batch.trains.sum())
+        lengths.append(chain_lengths(batch.prompts, batch.responses, batch.trains))
+        run.limit.check(lengths[-1], batch.names)
+        found = cut_batch(batch, config, run.learner.accelerator.num_processes)
+        parts += [([f.num_tokens for f in p.forests], p.num_distinct_tokens) for p in found]
+    whole, sizes = np.concatenate(lengths), [size for part, _ in parts for size in part]
+    distinct = sum(number or 0 for _, number in parts)
+    layout = Layout(
+        num_sequences=int((whole > 0).sum()),
+        num_tokens=sum(sizes),
+        repeated_share=sum(sizes) / distinct - 1 if distinct else None,
+        longest_tokens=int(whole.max(initial=0)),
+        micro_batches=tuple(len(part) for part, _ in parts),
+        largest_micro_batch_tokens=max(sizes, default=0),
+    )
+    return layout, num_trained

@@ -1,0 +1,85 @@
+"""Format the report of `rollouts train --dry-run`, as text and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from rollout_io.terminal import columns
+
+if TYPE_CHECKING:
+    from trainer.reports.dry_run import DryRun, Layout
+
+GIB = 1 << 30
+
+
+def plan_numbers(plan: DryRun) -> dict[str, Any]:
+    """Return the whole report as JSON types; memory is in bytes."""
+    numbers = dataclasses.asdict(plan)
+    memory = {f"{name}_bytes": size for name, size in numbers["memory"].items()}
+    return numbers | {"memory": memory | {"total_bytes": plan.memory.total}}
+
+
+def plan_text(plan: DryRun) -> str:
+    """Format the report as text: the plan, a table of layouts, memory, and functions."""
+    parts = (_run_lines, _layout_lines, _memory_lines, _function_lines)
+    return "\n\n".join("\n".join(lines(plan)) for lines in parts)
+
+
+def _run_lines(plan: DryRun) -> list[str]:
+    counts = {
+        "without variance": plan.num_groups_without_variance,
+        "partial": plan.num_partial_groups,
+    }
+    found = [f"{number:,} {name}" for name, number in counts.items() if number]
+    masked = f"{plan.num_failed:,} failed, {plan.num_masked:,} masked"
+    made = f", {plan.num_updates_made:,} of them made" if plan.num_updates_made else ""
+    return [
+        f"groups        {', '.join([f'{plan.num_groups:,}', *found])}",
+        f"trajectories  {plan.num_trajectories:,}, {masked}",
+        f"batches       {plan.num_batches:,}, {plan.num_mini_batches:,} mini-batches,"
+        f" {plan.num_epochs:,} epochs",
+        f"updates       at most {plan.num_updates:,}{made}",
+        f"trained       {plan.num_trained_tokens:,} tokens an epoch",
+    ]
+
+
+def _layout_lines(plan: DryRun) -> list[str]:
+    header = [
+        "forwards",
+        "sequences",
+        "tokens",
+        "of step",
+        "repeated",
+        "longest",
+        "micro-batches an update",
+    ]
+    whole = plan.layouts["step"].num_tokens
+    lines = [header]
+    for name, layout in plan.layouts.items():
+        marked = f"{name} *" if name == plan.trained_layout else name
+        share = f"{layout.num_tokens / whole:.1%}" if whole else "-"
+        repeated = "-" if layout.repeated_share is None else f"{layout.repeated_share:.1%}"
+        counts = [f"{layout.num_sequences:,}", f"{layout.num_tokens:,}", share, repeated]
+        lines.append([marked, *counts, f"{layout.longest_tokens:,}", _micro_batches(layout)])
+    return [
+        *columns(lines),
+        f"* is trained; a row may have {plan.max_row_tokens:,} tokens.",
+    ]
+
+
+def _micro_batches(layout: Layout) -> str:
+    least, most = min(layout.micro_batches), max(layout.micro_batches)
+    return f"{least:,}" if least == most else f"{least:,} to {most:,}"
+
+
+def _memory_lines(plan: DryRun) -> list[str]:
+    sizes = dataclasses.asdict(plan.memory) | {"total": plan.memory.total}
+    shown = {name: size for name, size in sizes.items() if size}
+    return columns(
+        [["memory", "GiB"], *([name, f"{size / GIB:,.2f}"] for name, size in shown.items())]
+    )
+
+
+def _function_lines(plan: DryRun) -> list[str]:
+    return [f"{key:<20} {use}" for key, use in plan.functions.items()]

@@ -1,0 +1,112 @@
+"""Estimate the peak memory of a run, per process, before it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from trainer.batches.forest import Forest
+from trainer.run.setup import TrainingRun
+
+MOMENTS_BYTES = {"adamw": 8, "adamw_8bit": 2}
+"""Bytes of optimizer state per parameter."""
+PROBE_TOKENS = 32
+"""Length of the shortest of three chains that are forwarded to measure activations."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Memory:
+    """Bytes on one process's device, without libraries, the CUDA context and fragmentation.
+
+    Attributes:
+        weights: Policy and critic, and the copies in `dtype` that a forward pass makes.
+        gradients: Gradients of trained parameters.
+        optimizer: State of the optimizers.
+        reference: Weights of the reference, if there is one.
+        activations: Activations that the largest micro-batch keeps for its backward pass.
+        logits: One chunk of logits, in float32.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    reference: int
+    activations: int
+    logits: int
+
+    @property
+    def total(self) -> int:
+        """Sum of all parts; an upper bound, because gradients grow while activations are freed."""
+        parts = (self.weights, self.gradients, self.optimizer, self.reference)
+        return sum(parts) + self.activations + self.logits
+
+
+def estimate_memory(run: TrainingRun, num_tokens: int) -> Memory:
+    """Estimate the memory of a run whose largest micro-batch has `num_tokens` tokens.
+
+    Activations are measured: chains of 32, 64 and 96 tokens are forwarded, and a quadratic fit of
+    the bytes that autograd saved is extrapolated to `num_tokens`.
+    """
+    config, policy = run.learner.config, run.learner.policy
+    modules: list[nn.Module] = [policy, *([run.critic.critic] if run.critic else [])]
+    held = [parameter for module in modules for parameter in module.parameters()]
+    trained = [p for group in run.learner.optimizer.param_groups for p in group["params"]]
+    if run.critic:
+        trained += [p for group in run.critic.optimizer.param_groups for p in group["params"]]
+    copies = 2 * sum(p.numel() for p in policy.parameters()) if config.dtype == "bfloat16" else 0
+    vocab_size = run.learner.accelerator.unwrap_model(policy).model.config.vocab_size
+    chunk = min(config.logprob_chunk_tokens, num_tokens)
+    return Memory(
+        weights=_num_bytes(held) + copies,
+        gradients=_num_bytes(trained),
+        optimizer=sum(p.numel() for p in trained) * MOMENTS_BYTES[config.optimizer],
+        reference=_num_bytes(run.learner.reference.parameters()) if run.learner.reference else 0,
+        activations=_activations(run, num_tokens),
+        logits=4 * chunk * vocab_size,
+    )
+
+
+def _num_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _activations(run: TrainingRun, num_tokens: int) -> int:
+    shortest = max(2, min(PROBE_TOKENS, run.limit.num_tokens // 3))
+    lengths = [shortest, 2 * shortest, 3 * shortest]
+    kept = [_kept_by_a_forward(run, length) for length in lengths]
+    parabola = np.polynomial.Polynomial.fit(lengths, kept, deg=2)
+    return max(0, round(float(parabola(num_tokens))))
+
+
+def _kept_by_a_forward(run: TrainingRun, num_tokens: int) -> int:
+    """Measure the bytes that autograd saves for a chain whose tokens after the first are targets.
+
+    Logits are not counted: they exist one chunk at a time, however long the chain.
+    """
+    policy, device = run.learner.policy, run.learner.accelerator.device
+    own = {p.untyped_storage().data_ptr() for p in policy.parameters()}
+    vocab_size = run.learner.accelerator.unwrap_model(policy).model.config.vocab_size
+    kept: dict[int, tuple[int, Tensor]] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own and tensor.shape[-1:] != (vocab_size,):
+            kept[storage.data_ptr()] = storage.nbytes(), tensor
+        return tensor
+
+    position = torch.arange(num_tokens, device=device)
+    forest = Forest(
+        token_ids=torch.zeros_like(position),
+        position_ids=position,
+        subtree_end=torch.full_like(position, num_tokens),
+        target_parent=position[:-1],
+        target_token=torch.zeros_like(position[1:]),
+        target_slot=position[:-1],
+    )
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        policy(forest, torch.ones(num_tokens - 1, device=device))
+    return sum(size for size, _ in kept.values())

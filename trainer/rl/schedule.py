@@ -1,0 +1,57 @@
+"""Decide when a group may start, and which iteration trains it."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+
+
+def num_allowed(*, iteration: int, max_staleness: int, num_iterations: int, size: int) -> int:
+    """Compute how many groups, finished and running, are allowed during an iteration.
+
+        min(max_staleness + iteration + 1, num_iterations) * size
+
+    Args:
+        iteration: Current iteration, from 0.
+        max_staleness: Maximum number of iterations by which a group's weights may be behind.
+        num_iterations: Number of iterations of the run.
+        size: Groups per iteration.
+
+    Example:
+        >>> num_allowed(iteration=0, max_staleness=0, num_iterations=9, size=4)
+        4
+        >>> num_allowed(iteration=3, max_staleness=2, num_iterations=9, size=4)
+        24
+    """
+    return min(max_staleness + iteration + 1, num_iterations) * size
+
+
+def place(room: Sequence[int], deadlines: Sequence[int]) -> int:
+    """Choose the iteration that trains a finished group.
+
+    It is the first with a free place that no running group needs: each of those can still be placed
+    in its last allowed iteration or before. So the trainer waits for a slow group instead of
+    training it too late. `num_allowed` guarantees that such an iteration exists, and that it is not
+    too late for the finished group itself.
+
+    Args:
+        room: Free places of each iteration.
+        deadlines: Last allowed iteration of each running group.
+
+    Example:
+        >>> place([1, 2], [])
+        0
+        >>> place([1, 2], [0])
+        1
+    """
+    latest = sorted(deadlines)
+    spare = [
+        free - bisect_right(latest, number) for number, free in enumerate(accumulate(room))
+    ]  # spare[j]: free places up to j, minus the groups that must be placed there
+    needed = len(room)
+    while needed and spare[needed - 1] > 0:
+        needed -= 1
+    found = [number for number, free in enumerate(room) if free and number >= needed]
+    assert found, "more groups than places"
+    return found[0]

@@ -1,0 +1,1 @@
+"""One training run, from its first check to its last checkpoint."""

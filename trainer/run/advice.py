@@ -1,0 +1,132 @@
+"""Warnings before a run, and while it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import polars as pl
+
+from trainer.batches.plan import Plan, compares_groups, num_groups_of_one
+from trainer.config.functions import ADVANTAGE_ESTIMATOR, LOSS_REDUCTION
+from trainer.config.train_config import TrainConfig
+
+LARGE_DIFFERENCE_NATS = 0.3
+
+
+def warnings_before(rows: pl.DataFrame, plan: Plan, config: TrainConfig) -> dict[str, str]:
+    """List what the user should know before the first update.
+
+    Args:
+        rows: Rows that train, as they are in the dataset.
+        plan: Plan of the run.
+        config: Configuration of the run.
+
+    Returns:
+        Warnings by subject.
+    """
+    found = {}
+    if plan.num_partial_groups and config.partial_groups == "train":
+        found["partial_groups"] = (
+            f"{plan.num_partial_groups} groups have another number of trajectories than"
+            f" {plan.group_size}: where the lost ones are not lost by chance, baselines are biased"
+            "\nHint: --set partial_groups=mask leaves such groups out of the loss"
+        )
+    is_built_in = config.advantage_estimator in ADVANTAGE_ESTIMATOR.built_in
+    if compares_groups(config) and (alone := num_groups_of_one(plan)):
+        found["groups_of_one"] = (
+            f"in {alone} of {sum(map(len, plan.batches))} groups only one trajectory is left to train:"
+            f" {config.advantage_estimator} has nothing to compare it with"
+            + (", so its advantage is 0" if is_built_in else "")
+        )
+    budget = config.tokens_per_micro_batch
+    lengths = rows["num_forwarded_tokens"].clip(upper_bound=config.max_row_tokens).to_numpy()
+    if num_long := int((lengths > budget).sum()):
+        found["long_rows"] = (
+            f"rows longer than tokens_per_micro_batch ({budget}): {num_long}, the longest of"
+            f" {lengths.max()} tokens; each is forwarded alone and takes the memory of its length"
+        )
+    loss, reduction = config.policy_loss_type, config.loss_reduction
+    if loss in ("gspo", "sapo") and reduction not in ("sequence_mean", "trajectory_mean"):
+        found["loss_reduction"] = (
+            f"{loss} is meant for loss_reduction sequence_mean (or trajectory_mean, which gives a"
+            f" trajectory of several rows the weight of one); with {reduction} long rows weigh more"
+        )
+    if config.sequence_layout != "merge":
+        found |= warnings_about_rows(len(rows), rows["trajectory_id"].n_unique(), config)
+    return found
+
+
+def differs_from_sampler(metrics: Mapping[str, Any]) -> bool:
+    """True if the policy's log-probabilities are far from the sampler's."""
+    return bool(metrics.get("rollout_logprobs_abs_diff_mean", 0.0) > LARGE_DIFFERENCE_NATS)
+
+
+def warnings_about(
+    metrics: Mapping[str, Any], config: TrainConfig, cause: str | None = None
+) -> dict[str, str]:
+    """List what the user should know about an update.
+
+    Args:
+        metrics: Metrics of the update.
+        config: Configuration of the run.
+        cause: Result of `trainer.run.mismatch_causes.likely_cause`, if available.
+
+    Returns:
+        Warnings by subject; a run prints each subject once.
+
+    Example:
+        >>> update = {"num_trained_tokens": 9, "num_trained_groups": 0}
+        >>> list(warnings_about(update, TrainConfig(dataset="ds", model="m", out="o")))
+        ['zero_gradient']
+    """
+    found = {}
+    if differs_from_sampler(metrics):
+        found["rollout_logprobs"] = (
+            "rollout_logprobs differ from the policy's own by"
+            f" {metrics['rollout_logprobs_abs_diff_mean']:.2g} nats on average"
+            + (f"\nlikely cause: {cause}" if cause else "")
+        )
+    if metrics["num_trained_tokens"] and not metrics["num_trained_groups"]:
+        leave_out = "\nHint: drop_zero_variance_groups = true leaves such groups out"
+        found["zero_gradient"] = (
+            "every advantage of a mini-batch is 0 (no group whose rewards vary),"
+            " so its update has a gradient of zero"
+            + ("" if config.drop_zero_variance_groups else leave_out)
+        )
+    if config.sequence_layout == "merge":  # the number of rows is known only after merging
+        found |= warnings_about_rows(
+            metrics.get("num_rows", 0), metrics.get("num_trajectories", 0), config
+        )
+    return found
+
+
+def warnings_about_rows(
+    num_rows: int, num_trajectories: int, config: TrainConfig
+) -> dict[str, str]:
+    """Warn if settings that count by row are affected by trajectories split into several rows."""
+    loss, reduction = config.policy_loss_type, config.loss_reduction
+    is_built_in = reduction in LOSS_REDUCTION.built_in
+    by_row_weight = not config.reduction_inputs.isdisjoint({"row", "num_rows"})
+    by_row = {
+        "policy_loss_type gspo: a ratio is the mean over a row": loss == "gspo",
+        f"policy_loss_type {loss}: it takes the row of a token": config.has_own_loss
+        and "row" in config.loss_inputs,
+        f"loss_reduction {reduction}: every row weighs the same": is_built_in and by_row_weight,
+        f"loss_reduction {reduction}: it takes the row of a token": not is_built_in
+        and by_row_weight,
+        "tis_ratio_type sequence: a weight is the product over a row": config.corrects_for_sampler
+        and config.importance_weights == "sequence",
+        "sequence_mask_metric: rows are left out one by one": config.sequence_mask_metric,
+        "outlier_token_is_threshold: rows are left out one by one": (
+            config.outlier_token_is_threshold_low or config.outlier_token_is_threshold_high
+        ),
+    }
+    affected = "; ".join(text for text, applies in by_row.items() if applies)
+    if not affected or num_rows <= num_trajectories:
+        return {}
+    return {
+        "rows": f"{num_trajectories} trajectories are {num_rows} rows, and rows are what counts here"
+        f" ({affected}): other numbers than with a trajectory in one row"
+        + ("\nHint: --set sequence_layout=merge" if config.sequence_layout != "merge" else "")
+    }

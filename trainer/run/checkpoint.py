@@ -1,0 +1,137 @@
+"""Checkpoints: Hugging Face model directories that are written whole or not at all."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rollout_io.dataset.atomic_files import replace_text, whole
+from schemas.errors import RolloutError
+from trainer.models.critic import Critic
+from trainer.models.lora import save_model
+
+COPIED = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "vocab.*",
+    "merges.txt",
+    "*.tiktoken",
+)
+PREFIX, LATEST = "global_step_", "latest"
+
+
+def save_checkpoint(
+    model: PreTrainedModel,
+    source: Path,
+    out: Path,
+    global_step: int,
+    critic: Critic | None = None,
+    *,
+    save_state: Callable[[Path], None] | None = None,
+    keep: int | None = None,
+    weights: Mapping[str, Tensor] | None = None,
+    critic_weights: Mapping[str, Tensor] | None = None,
+) -> Path:
+    """Write `out/checkpoints/global_step_N/`: model, generation config, tokenizer, state.
+
+    Adapters are merged into the model, and also written to `adapter/` in peft's format. A critic is
+    written to `critic/`, which `critic_model` accepts.
+
+    The directory is written under another name, synced, and renamed; then `checkpoints/latest` is
+    updated; then old checkpoints are renamed and deleted. An existing checkpoint of the same update
+    is kept.
+
+    Args:
+        model: The model, float32.
+        source: Model directory the run started from; its tokenizer files are copied.
+        out: Directory of the run.
+        global_step: Number of optimizer updates so far.
+        critic: Critic of the run, or None.
+        save_state: Writes the directory's `state/`, from which a run resumes.
+        keep: Number of checkpoints to keep, newest first; None: all.
+        weights: Weights of the model by name; None: those in memory.
+        critic_weights: Weights of the critic by name; None: those in memory.
+
+    Returns:
+        Directory of the checkpoint, for `AutoModelForCausalLM.from_pretrained`.
+    """
+    final = checkpoint_path(out, global_step)
+    if not final.exists():
+        with whole(final) as partial:
+            write_model(partial, model, source, weights)
+            if critic is not None:
+                critic.save(partial / "critic", critic_weights)
+            if save_state is not None:
+                save_state(partial / "state")
+    replace_text(final.parent / LATEST, f"{final.name}\n")
+    for path in _checkpoints(out)[: -keep if keep else 0]:
+        remove_directory(path)
+    return final
+
+
+def checkpoint_path(out: Path, global_step: int) -> Path:
+    """Return the path of an update's checkpoint."""
+    return out / "checkpoints" / f"{PREFIX}{global_step}"
+
+
+def latest_checkpoint(out: Path) -> Path | None:
+    """Return the checkpoint named by `checkpoints/latest`; without that file, the newest, or None.
+
+    Raises:
+        RolloutError: If it does not exist, or has no state to resume from.
+    """
+    pointer, found = out / "checkpoints" / LATEST, _checkpoints(out)
+    if pointer.exists():
+        name = pointer.read_text(encoding="utf-8", errors="replace").strip()
+        found = [path for path in found if path.name == name]
+        if not found:
+            expected = "the name of a checkpoint beside it"
+            raise RolloutError("checkpoint_latest", str(pointer), repr(name), expected)
+    if found and not (found[-1] / "state").is_dir():
+        hint = "start another run with --model this checkpoint"
+        raise RolloutError("checkpoint_state", str(found[-1]), "no state/", "one", hint)
+    return found[-1] if found else None
+
+
+def discard_after(out: Path, global_step: int) -> None:
+    """Delete the checkpoints of later updates, and partial ones of killed runs."""
+    for path in (out / "checkpoints").glob(f".{PREFIX}*"):
+        shutil.rmtree(path)
+    for path in _checkpoints(out):
+        if _step(path) > global_step:
+            remove_directory(path)
+
+
+def write_model(
+    path: Path, model: PreTrainedModel, source: Path, weights: Mapping[str, Tensor] | None = None
+) -> None:
+    """Write a model directory with the tokenizer files of `source`; see `save_checkpoint`."""
+    path.mkdir(parents=True)
+    save_model(model, path, weights or model.state_dict())
+    for pattern in COPIED:
+        for file in source.glob(pattern):
+            shutil.copyfile(file, path / file.name)
+
+
+def _checkpoints(out: Path) -> list[Path]:
+    """List checkpoints, oldest first."""
+    paths = (out / "checkpoints").glob(f"{PREFIX}*")
+    return sorted((path for path in paths if path.name[len(PREFIX) :].isdecimal()), key=_step)
+
+
+def _step(path: Path) -> int:
+    return int(path.name[len(PREFIX) :])
+
+
+def remove_directory(path: Path) -> None:
+    """Rename before deleting, so that a checkpoint is never half deleted."""
+    removed = path.with_name(f".{path.name}.removed")
+    shutil.rmtree(removed, ignore_errors=True)
+    path.rename(removed)
+    shutil.rmtree(removed)

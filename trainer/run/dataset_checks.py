@@ -1,0 +1,243 @@
+"""Reject rows that cannot be trained as configured, before anything is trained."""
+
+from __future__ import annotations
+
+import polars as pl
+
+from schemas.errors import RolloutError
+from trainer.batches.forest import RowLimit
+from trainer.batches.plan import Plan
+from trainer.config.train_config import TrainConfig
+
+RECORD_MODE = (
+    "convert with --logprobs-mode, or pass metadata=rollout_io.read_metadata(DS) when rewriting a"
+    " dataset"
+)
+MOST_SAID = 80
+"""Maximum length of a JSON value in a message, in characters."""
+VALIDATE = "`rollouts validate DATASET` lists every such row"
+
+
+def check_rows(
+    index: pl.DataFrame,
+    plan: Plan,
+    config: TrainConfig,
+    *,
+    vocab_size: int,
+    limit: RowLimit,
+    must_learn: bool = True,
+) -> pl.DataFrame:
+    """Check the rows of an index against the model and the configuration.
+
+    Args:
+        index: Result of `trainer.batches.data.index_rows`.
+        plan: Plan of the run.
+        config: Configuration of the run.
+        vocab_size: Token ids of the model are 0 to vocab_size - 1.
+        limit: Maximum row length.
+        must_learn: Whether to reject rows from which nothing can be learned.
+
+    Returns:
+        The rows of `index` that train.
+
+    Raises:
+        RolloutError: With the rule and the first row that breaks it; or if nothing trains at all.
+    """
+    masks = plan.trajectories.select("trajectory_id", "trains", "advantage")
+    rows = index.join(masks, on="trajectory_id", maintain_order="left")
+    _check_order(rows)
+    _check_lists(rows)
+    if config.estimates_by_token:
+        _check_step_rewards(rows, config.advantage_estimator)
+    rows = rows.filter(pl.col("trains") & (pl.col("num_trained_tokens") > 0))
+    if must_learn:
+        _refuse_nothing_to_learn(rows, plan, config)
+    _check_tokens(rows, vocab_size)
+    # A merged row and its longest step end with the same trained token: both forward equally many.
+    forwarded = rows["num_forwarded_tokens"].clip(upper_bound=config.max_row_tokens)
+    limit.check(forwarded.to_numpy(), rows["name"].to_list())
+    return rows
+
+
+def num_greedy_rows(index: pl.DataFrame, plan: Plan) -> int:
+    """Count rows of training trajectories left out because they were sampled at temperature 0."""
+    trained = plan.trajectories.filter("trains")["trajectory_id"]
+    return index.filter(pl.col("greedy") & pl.col("trajectory_id").is_in(trained.implode())).height
+
+
+def _check_order(rows: pl.DataFrame) -> None:
+    """Check the order of rows, on which estimators along a trajectory rely."""
+    number = pl.col("step_index")
+    begins = (pl.col("trajectory_id") != pl.col("trajectory_id").shift()).fill_null(value=True)
+    rows = rows.with_columns(
+        again=begins & ~pl.col("trajectory_id").is_first_distinct(),
+        moved=~begins & (pl.col("instance_id") != pl.col("instance_id").shift()),
+        back=~begins & (number <= number.shift()),
+    )
+    for breach, rule, got, expected in (
+        ("again", "contiguous_trajectory", "its rows in several places", "side by side"),
+        ("moved", "unique_trajectory", "another instance_id than the row before", "the same"),
+        ("back", "step_index_sequence", "a step_index not above the one before", "a later step"),
+    ):
+        _refuse(rows, pl.col(breach), rule, pl.lit(got), expected, VALIDATE)
+
+
+def _check_lists(rows: pl.DataFrame) -> None:
+    _refuse(
+        rows, ~pl.col("complete"), "columns_and_types", pl.lit("null among the tokens"),
+        "none in prompt_token_ids, response_ids and loss_mask", VALIDATE,
+    )  # fmt: skip
+    _refuse(
+        rows, ~pl.col("aligned"), "lengths_align", pl.lit("lists of different lengths"),
+        "loss_mask, rollout_logprobs and rewards with one element per response token", VALIDATE,
+    )  # fmt: skip
+
+
+def _check_step_rewards(rows: pl.DataFrame, estimator: str) -> None:
+    """Check the rewards of steps, which token-level estimators add up."""
+    _refuse(
+        rows, pl.col("trains") & ~pl.col("has_reward"), "unknown_reward",
+        pl.lit("null, neither reward nor rewards"),
+        f"what each step earned: {estimator} adds it up",
+        "pipelines.place_outcomes gives a trajectory's reward to its last step, 0 to the others",
+    )  # fmt: skip
+    _refuse(
+        rows, pl.col("trains") & ~pl.col("finite_reward"), "reward_finite",
+        pl.lit("a reward that is not finite"), "finite rewards", VALIDATE,
+    )  # fmt: skip
+
+
+def _check_tokens(rows: pl.DataFrame, vocab_size: int) -> None:
+    """Check that tokens follow a prompt, are in the vocabulary, and have a valid temperature."""
+    _refuse(
+        rows, pl.col("num_prompt_tokens") == 0, "nonempty_prompt", pl.lit("0 prompt tokens"),
+        "at least one", VALIDATE,
+    )  # fmt: skip
+    for name, breach in {
+        "lowest_token": pl.col("lowest_token") < 0,
+        "highest_token": pl.col("highest_token") >= vocab_size,
+    }.items():
+        _refuse(
+            rows, breach, "token_range", pl.format("token id {}", name),
+            f"0 to {vocab_size - 1}, the model's vocabulary",
+            "train the model whose tokenizer made these ids",
+        )  # fmt: skip
+    _refuse(
+        rows, ~pl.col("temperature").is_between(0, float("inf"), closed="none"), "temperature", pl.format("{}", "temperature"),
+        "finite and above 0, or 0: greedy rows are masked", "filter these rows out",
+    )  # fmt: skip
+
+
+def _refuse_nothing_to_learn(rows: pl.DataFrame, plan: Plan, config: TrainConfig) -> None:
+    """Reject a run without any gradient; KL and entropy terms have their own."""
+    if rows.is_empty():
+        raise RolloutError(
+            "mask_trains_something", config.dataset, "no token that trains", "at least one",
+            "every loss_mask is false, every group failed, no group has variance, or every row is greedy"
+            " (temperature 0)",
+        )  # fmt: skip
+    others = config.needs_reference or config.entropy_loss_coef > 0
+    has_other_terms = config.is_supervised or config.has_own_loss
+    if others or config.estimates_by_token or has_other_terms:
+        return
+    if (rows["advantage"] == 0).all():
+        num_groups = sum(map(len, plan.batches))
+        raise RolloutError(
+            "zero_advantages",
+            config.dataset,
+            f"advantages of 0 alone in {num_groups} groups",
+            "a group whose trained trajectories have different returns",
+            "rollouts stats DS shows the rewards; other ones (convert --rewards) or more attempts"
+            " (generate with a larger group_size) may help",
+        )
+
+
+def corrects_for_sampler(
+    rows: pl.DataFrame, config: TrainConfig, logprobs_mode: str | None
+) -> bool:
+    """Decide whether importance weights and masks apply: configured, and `rollout_logprobs` exist.
+
+    Without `rollout_logprobs`, default weights are switched off; explicitly requested ones are an
+    error.
+
+    Args:
+        rows: Rows that train.
+        config: Configuration of the run.
+        logprobs_mode: Mode of `rollout_logprobs` in the dataset. Unknown counts as raw, which
+            matters only if raw ones are not those of the sampled distribution.
+
+    Raises:
+        RolloutError: If only some rows have log-probabilities, or they are not those of the
+            sampled distribution; or none has, and the loss or a mask needs them.
+    """
+    if not (config.corrects_for_sampler or config.is_anchored_on_sampler):
+        return False
+    if not rows["has_logprobs"].any():
+        _refuse_without_logprobs(config)
+        return False
+    off = "--set tis_ratio_type=none trains without the correction"
+    if config.is_anchored_on_sampler or config.masks_by_ratio:
+        off = "train without what has importance ratios: another policy_loss_type, no masks by them"
+    _refuse(
+        rows, ~pl.col("has_logprobs"), "rollout_logprobs", pl.lit("null, though others have them"),
+        "log-probabilities in every row that trains, or in none", off,
+    )  # fmt: skip
+    for rule, expected in {
+        "logprobs_finite": "finite log-probabilities",
+        "logprobs_nonpositive": "log-probabilities of at most 0",
+    }.items():
+        _refuse(rows, ~pl.col(rule), rule, pl.lit("others"), expected, VALIDATE)
+    if not config.allow_mismatched_logprobs:
+        off += "; --set allow_mismatched_logprobs=true corrects all the same"
+        _refuse_mismatched_logprobs(rows, logprobs_mode, off)
+    return config.corrects_for_sampler
+
+
+def _refuse_mismatched_logprobs(rows: pl.DataFrame, logprobs_mode: str | None, off: str) -> None:
+    """Reject log-probabilities that are not those of the distribution that was sampled."""
+    _refuse(
+        rows, pl.col("token_source") == "retokenized", "rollout_logprobs",
+        pl.lit("log-probabilities of re-tokenized text"), "those of the engine's own tokens", off,
+    )  # fmt: skip
+    if logprobs_mode is None:
+        off = f"{RECORD_MODE}; else {off}"
+    if logprobs_mode != "processed":
+        sampled = ("temperature", "top_p", "top_k", "sampling_extra")
+        temperature, top_p, top_k, extra = (pl.col(name) for name in sampled)
+        mode = f"logprobs_mode {logprobs_mode or 'unknown'} at"
+        _refuse(
+            rows,
+            (temperature != 1) | (top_p < 1) | (top_k > 0) | extra.is_not_null(),
+            "rollout_logprobs",
+            pl.format(
+                f"{mode} temperature {{}}, top_p {{}}, top_k {{}}{{}}",
+                *(pl.col(name).cast(pl.String).fill_null("unset") for name in sampled[:3]),
+                (", " + extra.str.slice(0, MOST_SAID)).fill_null(""),
+            ),
+            "log-probabilities of the distribution that was sampled",
+            f"{off}; vLLM records usable ones with --logprobs-mode processed_logprobs",
+        )  # fmt: skip
+
+
+def _refuse_without_logprobs(config: TrainConfig) -> None:
+    needing = {
+        f"policy_loss_type {config.policy_loss_type}": config.is_anchored_on_sampler,
+        "a mask by importance ratios": config.masks_by_ratio,
+        f"tis_ratio_type {config.tis_ratio_type}": config.tis_ratio_type in ("token", "sequence"),
+    }
+    for name, needs in needing.items():
+        if needs:
+            expected, hint = (
+                f"the sampler's log-probabilities, for {name}",
+                "record them, or set others",
+            )
+            raise RolloutError("rollout_logprobs", config.dataset, "none", expected, hint)
+
+
+def _refuse(
+    rows: pl.DataFrame, breach: pl.Expr, rule: str, got: pl.Expr, expected: str, hint: str
+) -> None:
+    bad = rows.filter(breach)
+    if len(bad):
+        where = f"{bad['name'][0]} (the first of {len(bad)})"
+        raise RolloutError(rule, where, bad.select(got).item(0, 0), expected, hint)

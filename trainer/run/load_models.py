@@ -1,0 +1,206 @@
+"""Load models and optimizers, and check the dataset against them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+from accelerate import Accelerator
+
+import rollout_io
+from rollout_io.formats.parsing.sampling import sampling_extra_of
+from trainer.batches.forest import RowLimit
+from trainer.batches.plan import Plan
+from trainer.config.train_config import TrainConfig
+from trainer.distributed.launch import wrap, wrap_frozen
+from trainer.models.critic import Critic, CriticLearner, load_critic
+from trainer.models.lora import WithoutAdapter, add_adapter
+from trainer.models.optimizer import make_optimizer
+from trainer.models.policy import Policy, load_policy, row_limit
+from trainer.run.advice import warnings_before
+from trainer.run.dataset_checks import check_rows, corrects_for_sampler, num_greedy_rows
+from trainer.run.log import say
+from trainer.run.routing_checks import check_replay
+from trainer.run.update import Learner
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Models:
+    """Loaded models of a run.
+
+    Attributes:
+        policy: The policy to train.
+        reference: Reference of the KL divergence, if needed.
+        critic: Critic of the advantage estimator, if needed.
+        limit: Maximum row length.
+        vocab_size: All models have the token ids 0 to vocab_size - 1.
+    """
+
+    policy: Policy
+    reference: Policy | None
+    critic: Critic | None
+    limit: RowLimit
+    vocab_size: int
+
+    def replaying(self, config: TrainConfig) -> dict[str, Any]:
+        """Return the models that use recorded experts, by directory; the critic does not."""
+        found = {config.model: self.policy.model}
+        if self.reference:
+            found[config.reference_model or config.model] = self.reference.model
+        return found
+
+
+def load_models(config: TrainConfig, checkpoint: Path | None) -> Models:
+    """Load the models; policy and critic come from `checkpoint`, if given.
+
+    Raises:
+        RolloutError: If a model cannot be trained as configured.
+    """
+    policy = _policy(config, checkpoint)
+    reference, critic = _reference(config), _critic(config, checkpoint)
+    models = [found.model for found in (policy, reference, critic) if found]
+    limits = [row_limit(model.config) for model in models]
+    if config.gradient_checkpointing:
+        policy.checkpoint_layers()
+    return Models(
+        policy=policy,
+        reference=reference,
+        critic=critic,
+        limit=min(limits, key=lambda limit: limit.num_tokens),
+        vocab_size=min(model.get_input_embeddings().weight.shape[0] for model in models),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checked:
+    """Result of checking a dataset.
+
+    Attributes:
+        corrects: Whether importance weights and masks apply.
+        num_greedy_rows: Rows that do not train because they were sampled at temperature 0.
+        remarks: Notes and warnings by subject.
+    """
+
+    corrects: bool
+    num_greedy_rows: int
+    remarks: dict[str, str]
+
+
+def check_dataset(
+    config: TrainConfig, models: Models, index: pl.DataFrame, plan: Plan, *, must_learn: bool = True
+) -> Checked:
+    """Check every row of `config.dataset` against the models and the configuration.
+
+    Args:
+        config: Configuration of the run.
+        models: Models of the run.
+        index: Result of `trainer.batches.data.index_rows`.
+        plan: Plan of the dataset.
+        must_learn: Whether to reject a dataset from which nothing can be learned.
+
+    Raises:
+        RolloutError: If a row cannot be trained as configured.
+    """
+    size, limit = models.vocab_size, models.limit
+    rows = check_rows(index, plan, config, vocab_size=size, limit=limit, must_learn=must_learn)
+    num_greedy = num_greedy_rows(index, plan)
+    found = {}
+    if num_greedy:
+        found["greedy"] = (
+            f"warning: {num_greedy} rows were sampled at temperature 0: there is no distribution to"
+            " train, so they are masked"
+        )
+    if rows.is_empty():
+        corrects = config.corrects_for_sampler
+        return Checked(corrects=corrects, num_greedy_rows=num_greedy, remarks=found)
+    metadata = rollout_io.read_metadata(config.dataset)
+    if "sampling_extra" not in rollout_io.scan(config.dataset).collect_schema():
+        said = sampling_extra_of(metadata.made_by)
+        rows = rows.with_columns(sampling_extra=pl.lit(said, pl.String))
+    corrects = corrects_for_sampler(rows, config, metadata.logprobs_mode)
+    if config.corrects_for_sampler and not corrects:
+        found["corrects"] = (
+            "note: no rollout_logprobs: importance correction (tis_ratio_type) is off"
+        )
+    if routing := check_replay(
+        rollout_io.scan(config.dataset),
+        models.replaying(config),
+        rows,
+        replays=config.replay_routing,
+    ):
+        found["routing"] = routing
+    texts = warnings_before(rows, plan, config)
+    found |= {name: f"warning: {text}" for name, text in texts.items()}
+    return Checked(corrects=corrects, num_greedy_rows=num_greedy, remarks=found)
+
+
+def make_learners(
+    accelerator: Accelerator, config: TrainConfig, models: Models, *, corrects: bool
+) -> tuple[Learner, CriticLearner | None]:
+    """Make optimizers, and place everything on the processes and devices of the run.
+
+    Raises:
+        RolloutError: If the launch or an optimizer needs something unavailable.
+    """
+    device, reference, critic = accelerator.device, None, None
+    if models.critic:
+        trained, rate = models.critic.trained_parameters(), config.critic_learning_rate
+        optimizer = make_optimizer(trained, config, learning_rate=rate, device=device)
+        model, optimizer = wrap(accelerator, models.critic, optimizer)
+        critic = CriticLearner(
+            accelerator=accelerator,
+            critic=model,
+            optimizer=optimizer,
+            value_clip=config.value_clip,
+            max_grad_norm=config.max_grad_norm,
+        )
+    trained, rate = models.policy.parameters(), config.learning_rate
+    optimizer = make_optimizer(trained, config, learning_rate=rate, device=device)
+    policy, optimizer = wrap(accelerator, models.policy, optimizer)
+    if models.reference:
+        reference = wrap_frozen(accelerator, models.reference)
+    elif config.needs_reference:
+        reference = WithoutAdapter(policy)
+    learner = Learner(
+        accelerator=accelerator,
+        policy=policy,
+        optimizer=optimizer,
+        config=config,
+        corrects=corrects,
+        reference=reference,
+    )
+    return learner, critic
+
+
+def _policy(config: TrainConfig, checkpoint: Path | None) -> Policy:
+    """Load the policy from the checkpoint, or from `config.model` if there is none."""
+    policy = load_policy(
+        str(config.model if config.lora_rank else checkpoint or config.model),
+        logprob_chunk_tokens=config.logprob_chunk_tokens,
+        entropy_gradient=config.entropy_loss_coef > 0,
+        trees=config.sequence_layout == "tree",
+    )
+    if config.lora_rank:
+        add_adapter(policy, config, checkpoint and checkpoint / "adapter")
+        trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
+        say(f"note: LoRA: {trained} parameters train")
+    return policy
+
+
+def _reference(config: TrainConfig) -> Policy | None:
+    """Load the frozen reference, if one with weights of its own is needed."""
+    if not config.needs_reference or (config.lora_rank and not config.reference_model):
+        return None
+    path = config.reference_model or config.model
+    trees = config.sequence_layout == "tree"
+    return load_policy(path, logprob_chunk_tokens=config.logprob_chunk_tokens, trees=trees)
+
+
+def _critic(config: TrainConfig, checkpoint: Path | None) -> Critic | None:
+    if not config.needs_critic:
+        return None
+    path = str(checkpoint / "critic") if checkpoint else config.critic_model or config.model
+    trees = config.sequence_layout == "tree"
+    return load_critic(path, gradient_checkpointing=config.gradient_checkpointing, trees=trees)

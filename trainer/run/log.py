@@ -1,0 +1,124 @@
+"""Log a run to files, trackers and the terminal."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import sys
+from pathlib import Path
+from typing import Any, Self
+
+from rollout_io.terminal import Bar
+from trainer.distributed.processes import is_main
+from trainer.run.advice import warnings_about
+from trainer.run.run_metrics import GENERATED, LOOP_METRICS, METRICS, OWN_LOSS
+from trainer.run.update import Learner
+
+
+def say(text: str) -> None:
+    """Print a line to stderr, above a progress bar; only in the main process."""
+    if is_main():
+        print(text, file=sys.stderr, flush=True)  # noqa: T201
+
+
+class RunLog:
+    """Logs the metrics of each mini-batch to `metrics.jsonl`, trackers and stderr.
+
+    Only the main process has a log. On a terminal, stderr shows a progress bar, otherwise a line
+    per mini-batch.
+
+    Args:
+        learner: Its accelerator has the trackers.
+        out: Directory of the run.
+        num_planned: Maximum number of updates.
+        num_made: Number of updates made before.
+        shows: Whether to print every mini-batch.
+    """
+
+    def __init__(
+        self,
+        learner: Learner,
+        out: Path,
+        *,
+        num_planned: int,
+        num_made: int = 0,
+        shows: bool = True,
+    ) -> None:
+        self.accelerator, self.config = learner.accelerator, learner.config
+        settings = {k: str(v) for k, v in dataclasses.asdict(self.config).items()}
+        self.accelerator.init_trackers("rollouts", config=settings)
+        self.file = (out / "metrics.jsonl").open("a", encoding="utf-8")
+        self.num_planned = num_planned
+        self.shows = shows
+        self.bar = Bar(num_planned, "updates", done=num_made, shows=shows, stays=True)
+        self.warned: set[str] = set()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.close()
+        self.file.close()
+        for tracker in self.accelerator.trackers:
+            tracker.finish()
+
+    def write(self, metrics: dict[str, Any], cause: str | None = None) -> None:
+        """Log the metrics of a mini-batch."""
+        known = METRICS.keys() | LOOP_METRICS.keys()
+        open_ended = (*GENERATED, OWN_LOSS)
+        assert all(name in known or name.startswith(open_ended) for name in metrics)
+        self.write_line(metrics)
+        if self.shows:
+            self._show(metrics)
+        for name, text in warnings_about(metrics, self.config, cause).items():
+            if name not in self.warned:
+                self.warned.add(name)
+                say(f"warning: update {metrics['global_step']}: {text}")
+
+    def write_line(self, metrics: dict[str, Any]) -> None:
+        """Write a line; NaN and infinity become null, because JSON has neither."""
+        finite = {k: None if _is_not_finite(v) else v for k, v in metrics.items()}
+        self.file.write(json.dumps(finite) + "\n")
+        self.file.flush()
+        known = {k: v for k, v in metrics.items() if isinstance(v, int | float)}
+        self.accelerator.log(known, step=metrics["global_step"])
+
+    def sync(self) -> None:
+        """Sync the file to disk: a checkpoint relies on the lines before it."""
+        os.fsync(self.file.fileno())
+
+    def _show(self, metrics: dict[str, Any]) -> None:
+        if self.bar.is_shown:
+            self.bar.update(1 - metrics["skipped"], numbers_of(metrics))
+        else:
+            say(progress_line(metrics, self.num_planned))
+
+
+def _is_not_finite(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def progress_line(metrics: dict[str, Any], num_planned: int) -> str:
+    """Format a mini-batch as one line.
+
+    Example:
+        >>> metrics = {"global_step": 2, "loss": -0.0123, "tokens_per_s": 850.4, "seconds": 3.21}
+        >>> progress_line(metrics | {"return_mean": 0.5, "skipped": 0}, 6)
+        'update 2 of 6: loss -0.0123, reward 0.5, 850 tokens/s, 3.2 s'
+    """
+    if metrics["skipped"]:
+        why = "the gradient is not finite" if metrics["num_trained_tokens"] else "no token trains"
+        return f"mini-batch skipped: {why}"
+    numbers = numbers_of(metrics)
+    return (
+        f"update {metrics['global_step']} of {num_planned}: {numbers}, {metrics['seconds']:.1f} s"
+    )
+
+
+def numbers_of(metrics: dict[str, Any]) -> str:
+    """Format the most important numbers."""
+    reward = metrics["return_mean"]
+    shown = "" if reward is None else f"reward {reward:.3g}, "
+    return f"loss {metrics['loss']:.4g}, {shown}{metrics['tokens_per_s']:.0f} tokens/s"

@@ -1,0 +1,198 @@
+"""A training run: updates, metrics, checkpoints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from trainer.batches.plan import num_planned_updates
+from trainer.config.train_config import TrainConfig, save_config
+from trainer.distributed.processes import on_main
+from trainer.distributed.sharding import whole_weights
+from trainer.models.critic import CriticLearner
+from trainer.models.optimizer import set_learning_rates
+from trainer.run.checkpoint import checkpoint_path, discard_after, save_checkpoint
+from trainer.run.log import RunLog
+from trainer.run.mini_batches import MiniBatchUpdate, mini_batch_updates
+from trainer.run.resume import alone_in, cut, stops_when_full
+from trainer.run.setup import TrainingRun, set_up
+from trainer.run.state import Progress, optimizer_tensors, save_state
+from trainer.run.update import Learner
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainResult:
+    """Result of a run.
+
+    Attributes:
+        out: Directory of the run.
+        checkpoint: Model directory of the final policy.
+        num_updates: Optimizer steps made.
+        num_skipped_updates: Mini-batches without a step, because nothing trained or the gradient
+            was not finite.
+        num_groups: Groups in the plan.
+        num_trained_groups: Groups that contributed a nonzero gradient to a step.
+        num_groups_without_variance: Groups of two or more whose returns are all equal; in the plan
+            unless `drop_zero_variance_groups` removed them.
+        num_failed: Failed trajectories in the plan.
+        num_greedy_rows: Rows masked because they were sampled at temperature 0.
+        metrics: Metrics of the last update.
+    """
+
+    out: str
+    checkpoint: str
+    num_updates: int
+    num_skipped_updates: int
+    num_groups: int
+    num_trained_groups: int
+    num_groups_without_variance: int
+    num_failed: int
+    num_greedy_rows: int
+    metrics: dict[str, Any]
+
+
+def train(config: TrainConfig, *, resume: bool = False) -> TrainResult:
+    """Train a policy on a rollout dataset.
+
+    Every check comes before the first update and before anything is written.
+
+    Args:
+        config: Configuration of the run.
+        resume: Resume from the latest checkpoint in `OUT/`, or start if there is none. On a CPU
+            with the same number of threads, all metrics except times are bit for bit those of an
+            uninterrupted run.
+
+    Returns:
+        The result; `OUT/` then holds `config.json`, `metrics.jsonl` (one line per mini-batch) and
+        `checkpoints/global_step_N/`.
+
+    Raises:
+        RolloutError: If the dataset, the model or the configuration cannot be used for training; if
+            the run to resume had another dataset or configuration, or is still running; if the disk
+            is full.
+    """
+    run = set_up(config, resume=resume)
+    learner, plan, config = run.learner, run.plan, run.learner.config
+    progress, metrics = run.progress, dict[str, Any]()
+    every, num_planned = config.save_every_updates, num_planned_updates(plan, config)
+    with ExitStack() as held, stops_when_full(Path(config.out)):
+        _write(learner, lambda: _open(config, run, held))
+        with _open_log(run, num_planned) as log:
+            set_rates(run, progress.global_step, num_planned)
+            is_over = progress.global_step == config.max_updates
+            for update in () if is_over else mini_batch_updates(run, progress.position):
+                progress, metrics = count_update(run, progress, update, num_planned)
+                _write(learner, partial(log.write, metrics, update.cause) if log else None)
+                if every and not metrics["skipped"] and progress.global_step % every == 0:
+                    save(learner, run.critic, progress, run.digest, log)
+                if progress.global_step == config.max_updates:
+                    break
+            if log:
+                log.sync()
+        saved = save(learner, run.critic, progress, run.digest)
+    return TrainResult(
+        out=config.out,
+        checkpoint=str(saved),
+        num_updates=progress.global_step,
+        num_skipped_updates=progress.num_skipped,
+        num_groups=sum(map(len, plan.batches)),
+        num_trained_groups=len(progress.trained),
+        num_groups_without_variance=plan.num_groups_without_variance,
+        num_failed=int(plan.trajectories["failed"].sum()),
+        num_greedy_rows=run.num_greedy_rows,
+        metrics=metrics or json.loads((run.kept_metrics.splitlines() or [b"{}"])[-1]),
+    )
+
+
+def _open(config: TrainConfig, run: TrainingRun, held: ExitStack) -> None:
+    """Lock the run's directory, and remove whatever lies after the point to resume from."""
+    out = Path(config.out)
+    out.mkdir(parents=True, exist_ok=True)
+    held.enter_context(alone_in(out))
+    cut(out / "metrics.jsonl", len(run.kept_metrics))
+    discard_after(out, run.progress.global_step)
+    save_config(config, out / "config.json")
+
+
+def _write(learner: Learner, work: Callable[[], object] | None) -> None:
+    """Write in the main process; a full disk stops all. Other processes may pass no `work`."""
+
+    def write() -> None:
+        with stops_when_full(Path(learner.config.out)):
+            if work:
+                work()
+
+    on_main(learner.accelerator, write)
+
+
+def count_update(
+    run: TrainingRun, progress: Progress, update: MiniBatchUpdate, num_planned: int
+) -> tuple[Progress, dict[str, Any]]:
+    """Count an update and set the learning rates of the next.
+
+    Returns:
+        The progress after the update, and its metrics including these counts.
+    """
+    stepped = not update.metrics["skipped"]
+    progress = progress.after(update.position, update.moving, stepped=stepped)
+    set_rates(run, progress.global_step, num_planned)
+    counts = {"global_step": progress.global_step, "num_trained_groups": len(update.moving)}
+    return progress, counts | update.metrics
+
+
+def _open_log(run: TrainingRun, num_planned: int) -> AbstractContextManager[RunLog | None]:
+    """Open the log in the main process; None in others."""
+    if not run.learner.accelerator.is_main_process:
+        return nullcontext()
+    out, num_made = Path(run.learner.config.out), run.progress.global_step
+    return RunLog(run.learner, out, num_planned=num_planned, num_made=num_made)
+
+
+def set_rates(run: TrainingRun, global_step: int, num_planned: int) -> None:
+    """Set the learning rates for the update after `global_step` others."""
+    set_learning_rates(
+        run.learner.config,
+        run.learner.optimizer,
+        run.critic.optimizer if run.critic else None,
+        num_planned=num_planned,
+        global_step=global_step,
+    )
+
+
+def save(
+    learner: Learner,
+    critic: CriticLearner | None,
+    progress: Progress,
+    digest: str,
+    log: RunLog | None = None,
+) -> Path:
+    """Save a checkpoint, after syncing the lines of `log` that it relies on."""
+    unwrap, config = learner.accelerator.unwrap_model, learner.config
+    keep, out = learner.accelerator.is_main_process, Path(config.out)
+    policy, critic_model = unwrap(learner.policy), unwrap(critic.critic) if critic else None
+    weights = whole_weights(policy.model, keep=keep)
+    critic_weights = whole_weights(critic_model, keep=keep) if critic_model else None
+    optimizers = optimizer_tensors(learner, critic)
+
+    def write() -> None:
+        if log:
+            log.sync()
+        save_checkpoint(
+            policy.model,
+            Path(config.model),
+            out,
+            progress.global_step,
+            critic_model,
+            save_state=lambda path: save_state(path, optimizers, digest, progress),
+            keep=config.keep_checkpoints,
+            weights=weights,
+            critic_weights=critic_weights,
+        )
+
+    _write(learner, write)
+    return checkpoint_path(out, progress.global_step)

@@ -1,0 +1,209 @@
+"""Train batch by batch: load it, evaluate the models, update by its mini-batches."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import polars as pl
+import torch
+from torch import Tensor
+
+from trainer.batches.data import Batch, groups_with_gradient, read_rows, to_batch
+from trainer.batches.forest import chain_lengths
+from trainer.batches.packing import MiniBatch, cut_batch
+from trainer.batches.plan import split
+from trainer.batches.prefetch import one_ahead
+from trainer.distributed.processes import agreed, exchange_rows, own_groups
+from trainer.models.critic import critic_values, update_critic
+from trainer.run.advice import differs_from_sampler
+from trainer.run.batch_advantages import estimate
+from trainer.run.batch_metrics import batch_metrics, sequence_metrics
+from trainer.run.kl_reward import charge_kl, next_coef
+from trainer.run.mismatch_causes import likely_cause
+from trainer.run.setup import TrainingRun
+from trainer.run.state import Position
+from trainer.run.update import policy_logprobs, update
+
+Share = tuple[pl.DataFrame | None, dict[str, float]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MiniBatchUpdate:
+    """One mini-batch's update.
+
+    Attributes:
+        moving: Groups of the mini-batch with a gradient.
+        position: Position of the run after it.
+        metrics: Metrics of the update.
+        cause: Likely cause of a mismatch with the sampler's log-probabilities, if there is one.
+    """
+
+    moving: frozenset[str]
+    position: Position
+    metrics: dict[str, Any]
+    cause: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreparedBatch:
+    """A batch of T response tokens that is ready for its optimizer steps.
+
+    Attributes:
+        batch: The batch, with its advantages.
+        mini_batches: Micro-batches of each optimizer step.
+        known: Model outputs at the start of the batch; see `Position`.
+        ref_logprobs: [T] reference log-probabilities for the loss; None if not needed.
+        value_targets: [T] target values of the critic; None without a critic.
+        kl_coef: `kl_coef` of the next batch.
+        metrics: Metrics of each mini-batch known before its update.
+    """
+
+    batch: Batch
+    mini_batches: list[MiniBatch]
+    known: dict[str, Tensor]
+    ref_logprobs: Tensor | None
+    value_targets: Tensor | None
+    kl_coef: float
+    metrics: list[dict[str, Any]]
+
+
+def mini_batch_updates(
+    run: TrainingRun, position: Position, *, explains: bool = True
+) -> Iterator[MiniBatchUpdate]:
+    """Train mini-batches from a position on.
+
+    Args:
+        run: The run.
+        position: Where to start.
+        explains: Whether to look once for the cause of a mismatch with the sampler.
+    """
+    config = run.learner.config
+    batches = (run.plan.batches * config.num_epochs)[position.batch :]
+    start, cause = time.perf_counter(), None
+    shares = one_ahead(partial(_read_share, run), batches)
+    for groups in batches:
+        batch, mini_batches, generated = _load(run, shares)
+        prepared = _prepare(run, groups, position, batch, mini_batches)
+        moving = groups_with_gradient(prepared.batch)
+        groups_of = split(groups, config.groups_per_mini_batch)
+        after = Position(batch=position.batch + 1, kl_coef=prepared.kl_coef)
+        order = list(range(len(mini_batches))) * config.epochs_per_batch
+        for done, number in enumerate(order[position.mini_batch :], position.mini_batch + 1):
+            forests = prepared.mini_batches[number].forests
+            old_logprobs = prepared.known.get("old_logprobs")
+            metrics: dict[str, Any] = update(
+                run.learner, prepared.batch, forests, old_logprobs, prepared.ref_logprobs
+            )
+            if run.critic and prepared.value_targets is not None:
+                values = prepared.known["values"]
+                metrics |= update_critic(run.critic, forests, values, prepared.value_targets)
+            metrics |= prepared.metrics[number]
+            metrics["learning_rate"] = run.learner.optimizer.param_groups[0]["lr"]
+            if done == 1:
+                metrics |= generated
+            if explains and cause is None and differs_from_sampler(metrics):
+                cause = likely_cause(run.learner, prepared.batch, forests)
+            seconds = time.perf_counter() - start
+            speed = {
+                "seconds": seconds,
+                "tokens_per_s": metrics["num_forwarded_tokens"] / seconds,
+            }
+            between = dataclasses.replace(position, mini_batch=done, known=prepared.known)
+            yield MiniBatchUpdate(
+                moving=moving.intersection(groups_of[number]),
+                position=after if done == len(order) else between,
+                metrics=metrics | speed,
+                cause=cause,
+            )
+            start = time.perf_counter()
+        position = after
+
+
+def _prepare(
+    run: TrainingRun,
+    groups: Sequence[str],
+    position: Position,
+    batch: Batch,
+    mini_batches: list[MiniBatch],
+) -> PreparedBatch:
+    """Evaluate the models, subtract the divergence from rewards, and estimate advantages."""
+    config = run.learner.config
+    known = position.known or _known(run, batch, mini_batches)
+    old_logprobs, ref_logprobs = known.get("old_logprobs"), known.get("ref_logprobs")
+    kl_metrics: dict[str, float] = {}
+    kl_coef = position.kl_coef
+    if config.kl_reward_coef and old_logprobs is not None and ref_logprobs is not None:
+        batch, kl_metrics = charge_kl(
+            batch,
+            run.plan,
+            groups,
+            config,
+            coef=kl_coef,
+            old_logprobs=old_logprobs,
+            ref_logprobs=ref_logprobs,
+        )
+        kl_coef, ref_logprobs = next_coef(kl_coef, kl_metrics, batch, config), None
+    estimates = estimate(batch, config, known.get("values"))
+    unused = torch.ones(len(batch.trains))
+    advantages = unused if config.is_supervised else estimates.advantages
+    batch = dataclasses.replace(batch, advantages=advantages)
+    counts = batch_metrics(run.plan, batch, groups, estimates)
+    return PreparedBatch(
+        batch=batch,
+        mini_batches=mini_batches,
+        known=known,
+        ref_logprobs=ref_logprobs,
+        value_targets=estimates.value_targets,
+        kl_coef=kl_coef,
+        metrics=[
+            mini_batch.metrics | counted | kl_metrics
+            for mini_batch, counted in zip(mini_batches, counts, strict=True)
+        ],
+    )
+
+
+def _known(run: TrainingRun, batch: Batch, mini_batches: Sequence[MiniBatch]) -> dict[str, Tensor]:
+    """Compute the model outputs at the start of a batch that its updates need: see `Position`."""
+    learner, config, known = run.learner, run.learner.config, {}
+    forests = [forest for mini_batch in mini_batches for forest in mini_batch.forests]
+    if run.critic:
+        known["values"] = critic_values(run.critic, batch, forests)
+    # With a single update, old log-probabilities are the policy's current ones: saves a pass.
+    several = len(mini_batches) * config.epochs_per_batch > 1
+    if (several and config.needs_old_logprobs) or config.kl_reward_coef:
+        known["old_logprobs"] = policy_logprobs(learner, batch, forests)
+    if learner.reference is not None:
+        known["ref_logprobs"] = policy_logprobs(learner, batch, forests, learner.reference)
+    return known
+
+
+def _read_share(run: TrainingRun, groups: Sequence[str]) -> Share:
+    """Read this process's share of a batch: rows of some of its groups, or None if it has none."""
+    accelerator, config = run.learner.accelerator, run.learner.config
+    own = own_groups(accelerator, groups)
+    read = partial(read_rows, merge_rule=config.merge_rule, replay_routing=config.replay_routing)
+    rows = read(run.rollouts, run.plan, own, config.sequence_layout) if own else None
+    if not accelerator.is_main_process:
+        return rows, {}
+    return rows, sequence_metrics(
+        run.rollouts, groups, config.outcome or "last", merges=config.sequence_layout == "merge"
+    )
+
+
+def _load(
+    run: TrainingRun, shares: Iterator[Share]
+) -> tuple[Batch, list[MiniBatch], dict[str, float]]:
+    """Load the next batch; returns it with its mini-batches and generation metrics."""
+    accelerator, config = run.learner.accelerator, run.learner.config
+    rows, generated = agreed(accelerator, lambda: next(shares))
+    batch = to_batch(exchange_rows(accelerator, rows), config.max_row_tokens)
+    run.limit.check(chain_lengths(batch.prompts, batch.responses, batch.trains), batch.names)
+    generated["generate/batch_num_seq"] = len(batch.names)
+    if config.sequence_layout == "merge":
+        generated["generate/num_seq_after_merge"] = len(batch.names)
+    return batch, cut_batch(batch, config, accelerator.num_processes), generated

@@ -1,0 +1,80 @@
+"""Explain a mismatch between the trainer's and the sampler's log-probabilities."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainer.batches.data import Batch
+from trainer.batches.forest import Forest
+from trainer.run.update import Learner, policy_logprobs
+
+EXPLAINED = 1 / 3
+"""A cause must reduce the difference to at most this share to be named."""
+TEMPERATURES = (1.0, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.5)
+
+
+def likely_cause(learner: Learner, batch: Batch, forests: Sequence[Forest]) -> str:
+    """Name the likely cause of a mismatch in a mini-batch.
+
+    Recomputes the log-probabilities of one micro-batch at other temperatures, and compares them
+    with those of neighbouring tokens. A cause is named if it leaves at most a third of the
+    difference.
+
+    Args:
+        learner: The learner with the policy.
+        batch: A batch with `rollout_logprobs` at the targets.
+        forests: Micro-batches of the mini-batch.
+    """
+    now = _logprobs(learner, batch, forests[0])
+    before = _distance(now, batch.rollout_logprobs)
+    found = {**_misplaced(now, batch), **dict(_at_temperatures(learner, batch, forests[0]))}
+    cause = min(found, key=lambda text: found[text])
+    if found[cause] <= EXPLAINED * before:
+        return f"{cause} ({found[cause]:.2g} nats instead of {before:.2g} in one micro-batch)"
+    return (
+        "other weights than the sampler's (another model, another precision, a later update);"
+        " no other temperature and no shift by a token explains it"
+    )
+
+
+def _misplaced(now: Tensor, batch: Batch) -> dict[str, float]:
+    """Compute the remaining difference if log-probabilities are shifted by one token."""
+    row = torch.from_numpy(batch.responses.row_of(np.arange(len(now))))
+    apart = torch.where(row[1:] == row[:-1], 0.0, torch.nan)
+    theirs = batch.rollout_logprobs
+    return {
+        "rollout_logprobs are off by one: each is of the token before": _distance(
+            now[:-1] + apart, theirs[1:]
+        ),
+        "rollout_logprobs are off by one: each is of the token after": _distance(
+            now[1:] + apart, theirs[:-1]
+        ),
+    }
+
+
+def _at_temperatures(learner: Learner, batch: Batch, forest: Forest) -> Iterator[tuple[str, float]]:
+    recorded = sorted(set(batch.temperature[forest.target_slot].tolist()))
+    for temperature in TEMPERATURES:
+        if recorded != [temperature]:
+            other = dataclasses.replace(
+                batch, temperature=torch.full_like(batch.temperature, temperature)
+            )
+            said = " and ".join(f"{value:g}" for value in recorded)
+            text = f"rollout_logprobs are at temperature {temperature:g}, the rows say {said}"
+            yield text, _distance(_logprobs(learner, other, forest), batch.rollout_logprobs)
+
+
+def _logprobs(learner: Learner, batch: Batch, forest: Forest) -> Tensor:
+    return policy_logprobs(learner, batch, [forest])
+
+
+def _distance(ours: Tensor, theirs: Tensor) -> float:
+    """Mean absolute difference where both are known; infinity if they never are."""
+    distance = (ours - theirs).abs()
+    known = distance[~distance.isnan()]
+    return float(known.mean()) if len(known) else float("inf")

@@ -1,0 +1,188 @@
+"""Find the checkpoint to resume from, and what to keep of the run's directory."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import os
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from rollout_io.dataset.locking import lock
+from schemas.errors import RolloutError
+from trainer.config.train_config import TrainConfig
+from trainer.run.checkpoint import latest_checkpoint
+
+MAY_CHANGE = {
+    "out",
+    "max_updates",
+    "num_epochs",
+    "save_every_updates",
+    "keep_checkpoints",
+    "max_row_tokens",
+    "tokens_per_micro_batch",
+    "trackers",
+}
+"""Keys that do not affect updates already made. `max_updates` and `num_epochs` may only grow, and
+are fixed if the learning rate decays towards the last update."""
+_HINT = "resume with the configuration of the run, or start another one"
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS}
+
+
+def fixed_keys(config: TrainConfig) -> set[str]:
+    """Return the keys of `MAY_CHANGE` that do affect updates under this configuration."""
+    fixed = {"max_updates", "num_epochs"} if config.learning_rate_schedule != "constant" else set()
+    by_micro_batch = "micro_batch" in config.reduction_inputs
+    return fixed | ({"tokens_per_micro_batch"} if by_micro_batch else set())
+
+
+def find_checkpoint(config: TrainConfig) -> Path | None:
+    """Return the latest checkpoint of the run in `config.out`; None if there is none yet.
+
+    Raises:
+        RolloutError: If the configuration differs from that of the run, or `latest` is invalid.
+    """
+    saved = saved_config(Path(config.out))
+    if saved is not None:
+        _check_same(saved, config)
+    found = latest_checkpoint(Path(config.out))
+    if found and saved is None:
+        file = f"{config.out}/config.json"
+        raise RolloutError("resume_config", file, "nothing", "the configuration of the run")
+    return found
+
+
+def saved_config(out: Path) -> dict[str, Any] | None:
+    """Read the configuration that a run saved in its directory; None if there is none.
+
+    Raises:
+        RolloutError: If it cannot be read.
+    """
+    file = out / "config.json"
+    if not file.is_file():
+        return None
+    try:
+        return dict(json.loads(file.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        expected = "the configuration of a run"
+        raise RolloutError("resume_config", str(file), str(error), expected) from error
+
+
+def _check_same(saved: dict[str, Any], config: TrainConfig) -> None:
+    may_change = MAY_CHANGE - fixed_keys(config)
+    check_same(saved, dataclasses.asdict(config), may_change, Path(config.out))
+    check_not_fewer(saved, "num_epochs", config.num_epochs)
+
+
+def check_same(
+    saved: Mapping[str, Any], given: Mapping[str, Any], may_change: Collection[str], out: Path
+) -> None:
+    """Check that a configuration equals the one that a run started with.
+
+    Raises:
+        RolloutError: With the first key that differs and may not.
+    """
+    now = json.loads(json.dumps(given))
+    kept = [key for key in now if key not in may_change]
+    # A run of an earlier version lacks newer keys; one that is empty changes nothing of its updates.
+    compared = [key for key in kept if key in saved or now[key]]
+    different = [key for key in compared if saved.get(key) != now[key]]
+    if different:
+        key, *others = different
+        expected = f"{json.dumps(saved.get(key))}, as in {out}/config.json"
+        also = f" (also different: {', '.join(others)})" if others else ""
+        raise RolloutError("resume_config", key, json.dumps(now[key]), expected, _HINT + also)
+
+
+def check_not_fewer(saved: Mapping[str, Any], key: str, number: int) -> None:
+    """Check that a number did not decrease.
+
+    Raises:
+        RolloutError: If it did.
+    """
+    if number < saved.get(key, 1):
+        expected = f"at least {saved[key]}"
+        raise RolloutError("resume_config", key, str(number), expected, _HINT)
+
+
+def check_max_updates(max_updates: int | None, global_step: int) -> None:
+    """Check that a run does not resume beyond its end.
+
+    Raises:
+        RolloutError: If `max_updates` is less than the checkpoint's updates.
+    """
+    if max_updates is not None and max_updates < global_step:
+        got, expected = str(max_updates), f"at least {global_step}, which are made"
+        raise RolloutError("resume_config", "max_updates", got, expected)
+
+
+def lines_to_keep(path: Path, num_lines: int) -> bytes:
+    """Read the first `num_lines` lines of `metrics.jsonl`.
+
+    Raises:
+        RolloutError: If it has fewer.
+    """
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    whole = [line for line in lines if line.endswith(b"\n")]
+    if len(whole) < num_lines:
+        got, expected = f"{len(whole)} lines", f"{num_lines}, one a mini-batch of the checkpoint"
+        raise RolloutError("resume_metrics", str(path), got, expected)
+    return b"".join(whole[:num_lines])
+
+
+def cut(path: Path, num_bytes: int) -> None:
+    """Truncate a file, if it exists."""
+    if path.exists():
+        os.truncate(path, num_bytes)
+
+
+@contextmanager
+def alone_in(out: Path) -> Iterator[None]:
+    """Keep other processes from training in the same directory, if its filesystem supports locks.
+
+    Raises:
+        RolloutError: If another process trains there.
+    """
+    try:
+        held = lock(out / ".lock")
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        yield
+        return
+    if held is None:
+        hint = "wait for its end, or stop it"
+        raise RolloutError("run_goes_on", str(out), "a process that trains there", "none", hint)
+    try:
+        yield
+    finally:
+        held.release()
+
+
+@contextmanager
+def stops_when_full(out: Path) -> Iterator[None]:
+    """Turn a full disk into an error that names the checkpoint to resume from.
+
+    Raises:
+        RolloutError: If nothing more can be written.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        if not _is_full(error):
+            raise
+        latest = latest_checkpoint(out)
+        hint = f"make room and run again with --resume: {latest or 'no checkpoint'} is there"
+        raise RolloutError("disk_full", str(out), str(error), "room to write", hint) from error
+
+
+def _is_full(error: OSError | SafetensorError) -> bool:
+    if isinstance(error, OSError):
+        return error.errno in FULL
+    return any(f"os error {number})" in str(error) for number in FULL)

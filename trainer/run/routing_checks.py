@@ -1,0 +1,118 @@
+"""Check that the models can use the recorded experts (R3), before anything is trained."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pyarrow as pa
+
+from pipelines.tables import ROUTING
+from schemas.errors import RolloutError
+from trainer.batches.recorded_routes import Routes
+from trainer.models.router_replay import WEIGHTS, Routers, routers_of
+
+RULE = "replay_routing"
+IGNORE = "--set replay_routing=false trains without the recorded experts"
+KEYS = ["trajectory_id", "step_index"]
+FACTS = pl.Struct({"num_routed": pl.Int64, "highest": pl.Int64, "repeats": pl.Boolean})
+
+
+def check_replay(
+    rollouts: pl.LazyFrame, models: dict[str, Any], rows: pl.DataFrame, *, replays: bool
+) -> str:
+    """Check the recorded experts of the rows that train against the models that will use them.
+
+    Args:
+        rollouts: The dataset.
+        models: Transformers models by directory.
+        rows: Rows of `trainer.batches.data.index_rows` that train.
+        replays: False: recorded experts are ignored.
+
+    Returns:
+        A note or warning for the user, or "".
+
+    Raises:
+        RolloutError: If rows have recorded experts that are not ignored, and a model cannot use
+            them: its family is unsupported, or its layers or experts differ.
+    """
+    if ROUTING not in rollouts.collect_schema():
+        return ""
+    known = rollouts.filter(pl.col(ROUTING).is_not_null()).select(KEYS).collect()
+    if rows.join(known, on=KEYS, how="semi").is_empty():
+        return ""
+    if not replays:
+        return (
+            "note: recorded experts (rollout_expert_indices) are ignored: replay_routing is false"
+        )
+    kind: Any = rollouts.collect_schema()[ROUTING]
+    shape: tuple[int, ...] = kind.inner.shape
+    facts = None
+    for path, model in models.items():
+        routers = _fitting(path, model, shape)
+        facts = rows.join(_facts(rollouts, list(routers.by_layer)), on=KEYS, maintain_order="left")
+        _check_experts(facts, path, routers)
+    assert facts is not None
+    return _free_tokens(facts)
+
+
+def _fitting(path: str, model: Any, shape: tuple[int, ...]) -> Routers:
+    routers = routers_of(model)
+    if routers is None:
+        got = f"{model.config.model_type}, for which routing cannot be replayed"
+        families = sorted({name.split("Top")[0] for name in WEIGHTS})
+        expected = f"a router of {', '.join(families)}: the dataset has rollout_expert_indices"
+        raise RolloutError(RULE, path, got, expected, IGNORE)
+    wanted = routers.num_layers, routers.topk
+    if shape != wanted:
+        got, expected = (f"{a} layers with {b} experts a token" for a, b in (shape, wanted))
+        hint = f"train the model that was sampled; {IGNORE}"
+        raise RolloutError(RULE, ROUTING, got, f"{expected}, as in {path}", hint)
+    return routers
+
+
+def _facts(rollouts: pl.LazyFrame, layers: list[int]) -> pl.DataFrame:
+    """Measure each row's routes, in layers with a router: number of tokens, largest id, repeats."""
+
+    def look(column: pl.Series) -> pl.Series:
+        routes = Routes.from_arrow(pa.chunked_array([column.to_arrow()]))
+        lengths = routes.tokens.lengths
+        values = routes.tokens.values.reshape(-1, routes.num_layers, routes.topk)[:, layers]
+        highest = np.full(len(lengths), -1, np.int64)
+        repeats = np.zeros(len(lengths), np.bool_)
+        if len(values):
+            starts, filled = routes.tokens.offsets[:-1][lengths > 0], lengths > 0
+            again = (np.diff(np.sort(values, -1), axis=-1) == 0).any((1, 2))
+            highest[filled] = np.maximum.reduceat(values.max((1, 2)), starts)
+            repeats[filled] = np.logical_or.reduceat(again, starts)
+        found = {"num_routed": lengths, "highest": highest, "repeats": repeats}
+        return pl.DataFrame(found).to_struct(column.name)
+
+    facts = pl.col(ROUTING).map_batches(look, return_dtype=FACTS, is_elementwise=True)
+    return rollouts.select(*KEYS, facts=facts).unnest("facts").collect(engine="streaming")
+
+
+def _check_experts(rows: pl.DataFrame, path: str, routers: Routers) -> None:
+    last = routers.num_experts - 1
+    for breach, got, expected in (
+        (pl.col("highest") > last, "expert {}", f"0 to {last}, the experts of {path}"),
+        (pl.col("repeats"), "an expert twice", f"{routers.topk} different ones a token and layer"),
+    ):
+        bad = rows.filter(breach)
+        if len(bad):
+            where = f"{bad['name'][0]} (the first of {len(bad)})"
+            got = got.format(bad["highest"][0])
+            hint = f"train the model that was sampled; {IGNORE}"
+            raise RolloutError(RULE, where, got, expected, hint)
+
+
+def _free_tokens(rows: pl.DataFrame) -> str:
+    tokens = rows["num_forwarded_tokens"]
+    free = (tokens - rows["num_routed"]).clip(lower_bound=0).sum()
+    if not free:
+        return ""
+    return (
+        f"warning: {free} of {tokens.sum()} tokens to forward have no recorded experts"
+        " (rollout_expert_indices): they route freely"
+    )

@@ -1,0 +1,216 @@
+"""Keys of `metrics.jsonl`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Metric(NamedTuple):
+    """Unit and meaning of a key of `metrics.jsonl`."""
+
+    unit: str
+    meaning: str
+
+
+_GENERATED = {
+    "generate/num_seq_before_merge": Metric(
+        "sequences",
+        "Turns of the batch. It and the metrics named `generate/...` or `environment/...` are on a"
+        " batch's first line; the two around merging only with `sequence_layout` merge.",
+    ),
+    "generate/num_seq_after_merge": Metric("sequences", "Sequences after merging."),
+    "generate/batch_num_seq": Metric("sequences", "Sequences that the batch trains on."),
+}
+GENERATED = ("generate/", "environment/")
+"""Prefixes of metrics that a batch shares with `rollouts stats`; per step if a metric exists both
+per step and per trajectory."""
+OWN_LOSS = "policy_loss/"
+"""Prefix of the metrics that a user's policy loss returns."""
+
+METRICS = {
+    "global_step": Metric("updates", "Optimizer steps so far, including this one."),
+    "loss": Metric(
+        "1",
+        "Minimised loss: `policy_loss` + `kl_loss_coef` x `policy_kl` - `entropy_loss_coef` x"
+        " entropy, reduced by `loss_reduction`.",
+    ),
+    "policy_loss": Metric("1", "Policy loss with importance weights, reduced by `loss_reduction`."),
+    "policy_kl": Metric(
+        "nats",
+        "Estimate of the KL divergence from the reference, reduced by `loss_reduction`; absent if"
+        " `kl_loss_coef` is 0.",
+    ),
+    "policy_entropy": Metric(
+        "nats", "Mean entropy of the policy at the trained tokens, at each row's temperature."
+    ),
+    "grad_norm": Metric("1", "L2 norm of the gradient before clipping; null if not finite."),
+    "clip_ratio": Metric(
+        "fraction",
+        "Trained tokens that the bounds of the policy loss restrict: without gradient, or, with"
+        " cispo, with a clipped weight. Your own loss can return these, and metrics that are"
+        " named `policy_loss/...`.",
+    ),
+    "cispo/ratio_mean": Metric(
+        "1", "Mean of exp(l - anchor) over the trained tokens; these four only with cispo."
+    ),
+    "cispo/ratio_clamped_mean": Metric("1", "Mean of the clipped ratios, which are the weights."),
+    "cispo/ratio_max": Metric("1", "Largest ratio."),
+    "cispo/ratio_min": Metric("1", "Smallest ratio."),
+    "importance_ratio": Metric(
+        "1", "Mean of exp(l - `old_logprobs`) over the trained tokens; importance_sampling only."
+    ),
+    "num_trained_tokens": Metric("tokens", "Response tokens in the loss."),
+    "num_forwarded_tokens": Metric(
+        "tokens", "Tokens forwarded with gradient, without the pass for the old log-probabilities."
+    ),
+    "repeated_share": Metric(
+        "fraction",
+        "Tokens forwarded over distinct tokens, minus 1: the cost of cutting trees into"
+        " micro-batches; only with `sequence_layout` tree.",
+    ),
+    "num_micro_batches": Metric("forwards", "Micro-batches of the mini-batch, over all processes."),
+    "skipped": Metric("0 or 1", "1: no step, as no token trains or the gradient is not finite."),
+    "is_ratio_mean": Metric(
+        "1",
+        "Mean over the trained tokens of exp(`old_logprobs` - `rollout_logprobs`), before caps and"
+        " masks. It and the following ones are absent if that correction is off.",
+    ),
+    "is_ratio_std": Metric("1", "Sample standard deviation of these ratios."),
+    "is_ratio_max": Metric("1", "Largest of these ratios."),
+    "is_ratio_min": Metric("1", "Smallest of these ratios."),
+    "tis_token_clip_high_ratio": Metric(
+        "fraction", "Trained tokens, of those not left out before, whose weight is capped."
+    ),
+    "tis_seq_clip_high_ratio": Metric(
+        "fraction",
+        "Rows whose weight is capped; rows are those with a trained token, here and below.",
+    ),
+    "outlier_seq_masked_ratio": Metric("fraction", "Rows left out because of an outlier token."),
+    "outlier_seq_over_high_ratio": Metric("fraction", "Rows with a token above the threshold."),
+    "outlier_seq_under_low_ratio": Metric("fraction", "Rows with a token below the threshold."),
+    "token_mask_ratio": Metric(
+        "fraction", "Trained tokens left out individually, of those in rows not left out."
+    ),
+    "geo_sequence_mask_masked_ratio": Metric("fraction", "Rows left out by the geometric mean."),
+    "geo_sequence_mask_over_high_ratio": Metric("fraction", "Rows above `geo_mask_high`."),
+    "geo_sequence_mask_under_low_ratio": Metric("fraction", "Rows below `geo_mask_low`."),
+    "product_sequence_mask_masked_ratio": Metric("fraction", "Rows left out by the product."),
+    "product_sequence_mask_over_high_ratio": Metric("fraction", "Rows above `product_mask_high`."),
+    "product_sequence_mask_under_low_ratio": Metric("fraction", "Rows below `product_mask_low`."),
+    "rollout_logprobs_abs_diff_mean": Metric(
+        "nats",
+        "Mean absolute difference between `old_logprobs` (the current policy's, if the loss needs"
+        " none) and `rollout_logprobs`; absent unless every trained token has one.",
+    ),
+    "rollout_logprobs_abs_diff_std": Metric("nats", "Sample standard deviation of them."),
+    "rollout_logprobs_abs_diff_max": Metric("nats", "Largest of these differences."),
+    "rollout_logprobs_abs_diff_min": Metric("nats", "Smallest of these differences."),
+    "rollout_logprobs_abs_diff_p50": Metric("nats", "Median of these differences."),
+    "rollout_logprobs_abs_diff_p90": Metric("nats", "90th percentile of these differences."),
+    "rollout_logprobs_abs_diff_p99": Metric("nats", "99th percentile of these differences."),
+    "rollout_logprobs_diff_mean": Metric(
+        "nats", "Mean of `old_logprobs` - `rollout_logprobs`; near 0 if the difference is noise."
+    ),
+    "is_effective_share": Metric(
+        "fraction",
+        "Effective sample size of the ratios exp(`old_logprobs` - `rollout_logprobs`) over the"
+        " number of trained tokens: 1 if all are equal.",
+    ),
+    "num_groups": Metric("groups", "Groups in the mini-batch."),
+    "num_trained_groups": Metric(
+        "groups", "Groups with a trained token whose advantage is not 0: they have a gradient."
+    ),
+    "num_trajectories": Metric("trajectories", "Trajectories in the mini-batch."),
+    "num_failed": Metric("trajectories", "Failed trajectories."),
+    "num_masked": Metric("trajectories", "Trajectories that failed or are masked."),
+    "return_mean": Metric(
+        "reward", "Mean return of trajectories that did not fail; null if all failed."
+    ),
+    "reward/avg_raw_reward": Metric("reward", "Same as `return_mean`, with SkyRL's name."),
+    "reward/mean_positive_reward": Metric("reward", "Mean return, with negative returns as 0."),
+    "reward/avg_pass_at_n": Metric(
+        "fraction", "Groups with a return above 0, of groups with a trajectory that did not fail."
+    ),
+    "loss/avg_final_rewards": Metric("reward", "Mean return of the trajectories that train."),
+    "loss/avg_raw_advantages": Metric(
+        "1", "Mean advantage of the trained tokens, before `advantage_batch_normalize`."
+    ),
+    "loss/avg_raw_advantages_abs": Metric("1", "Mean of their absolute values."),
+    "loss/avg_kl": Metric(
+        "nats",
+        "Mean estimate of the batch's KL divergence from the reference, per trained token; these"
+        " three only with `kl_reward_coef`.",
+    ),
+    "loss/avg_kl_max": Metric("nats", "Largest of these estimates."),
+    "loss/kl_reward_coef": Metric("1", "Coefficient with which they are subtracted from rewards."),
+    "critic/critic_loss": Metric(
+        "1", "Clipped value loss: its mean over the trained tokens; these four only with gae."
+    ),
+    "critic/values_mean": Metric("reward", "Mean value of the trained tokens."),
+    "critic/values_clipfrac": Metric(
+        "fraction", "Trained tokens whose clipped value determines the loss, without gradient."
+    ),
+    "critic/grad_norm": Metric(
+        "1", "L2 norm of the critic's gradient before clipping; null if not finite: no step."
+    ),
+    **_GENERATED,
+    "num_rows": Metric("rows", "Rows of the mini-batch, in `sequence_layout`."),
+    "num_greedy_rows": Metric(
+        "rows", "Rows that do not train because they were sampled at temperature 0."
+    ),
+    "num_truncated_rows": Metric("rows", "Rows with tokens cut off by `max_row_tokens`."),
+    "learning_rate": Metric("1", "The policy's learning rate in this update."),
+    "seconds": Metric(
+        "s", "Duration of the update; a batch's first includes loading and the old-logprobs pass."
+    ),
+    "tokens_per_s": Metric("tokens/s", "`num_forwarded_tokens` over `seconds`."),
+}
+
+LOOP_METRICS = {
+    "iteration": Metric(
+        "iterations",
+        "Iteration of the update, counted from 0; for an evaluation, the number of completed"
+        " iterations.",
+    ),
+    "staleness_mean": Metric(
+        "iterations",
+        "Mean over the iteration's rows of `iteration` - `policy_version`; this key and those"
+        " up to `sync_seconds` appear only on the first line of an iteration.",
+    ),
+    "staleness_max": Metric("iterations", "Largest staleness."),
+    "staleness_histogram": Metric("rows", 'Rows by staleness: an object, `{"0": 28, "1": 4}`.'),
+    "response_tokens_mean": Metric("tokens", "Mean number of sampled tokens per trajectory."),
+    "steps_mean": Metric("rows", "Mean number of calls per trajectory."),
+    "num_dropped_groups": Metric(
+        "groups",
+        "Zero-variance groups that were dropped and replaced since the previous iteration; only"
+        " with `drop_zero_variance_groups`.",
+    ),
+    "wait_seconds": Metric("s", "Time that the trainer waited for the iteration's groups."),
+    "sync_seconds": Metric(
+        "s", "Time to write the weights with which the iteration starts, and to load them."
+    ),
+    "evaluation/return_mean": Metric(
+        "reward",
+        "Mean return of an evaluation's trajectories that did not fail, over all sets; it and the"
+        " following ones are on separate lines.",
+    ),
+    "evaluation/num_trajectories": Metric("trajectories", "Number of trajectories."),
+    "evaluation/num_failed": Metric("trajectories", "Number of failed trajectories."),
+    "eval/{source}/avg_score": Metric(
+        "reward",
+        "Mean return per `data_source` (`/` replaced by `_`; `unknown` if a task has none), and for"
+        " `all`; also `mean_positive_reward`, with negative returns as 0.",
+    ),
+    "eval/{source}/pass_at_{n}": Metric(
+        "fraction",
+        "Chance that at least one of n of a task's trajectories, drawn without replacement, has a"
+        " return above 0; n from 1 to `group_size`; mean over tasks with at least n successful ones.",
+    ),
+    "eval/{name}/..., eval/{name}/{source}/...": Metric(
+        "",
+        "With evaluation sets (`[evaluate.NAME]`), these replace the two keys above: one value per"
+        " set, and one per `data_source` of its tasks.",
+    ),
+}
+"""Keys that `rollouts rl` adds."""

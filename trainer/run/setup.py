@@ -1,0 +1,151 @@
+"""Set up a run: plan, check and load everything before the first update."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import polars as pl
+from accelerate.utils import set_seed
+
+import rollout_io
+from rollout_io.dataset.storage import Location, occupied
+from schemas.errors import RolloutError
+from trainer.batches.data import index_rows
+from trainer.batches.forest import RowLimit
+from trainer.batches.plan import Plan, dataset_returns, make_plan
+from trainer.config.functions import uses
+from trainer.config.resolved import resolved
+from trainer.config.train_config import TrainConfig
+from trainer.distributed.launch import make_accelerator
+from trainer.distributed.processes import agreed
+from trainer.models.critic import CriticLearner
+from trainer.run.load_models import Models, check_dataset, load_models, make_learners
+from trainer.run.log import say
+from trainer.run.resume import check_max_updates, find_checkpoint, lines_to_keep
+from trainer.run.same_tokenizer import check_tokenizers
+from trainer.run.state import Position, Progress, dataset_digest, load_progress, restore
+from trainer.run.update import Learner
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingRun:
+    """A run before its first update: everything is checked and loaded, nothing is written.
+
+    Attributes:
+        learner: Policy and optimizer, in their state at `progress`.
+        critic: Critic and optimizer, if the run has one.
+        rollouts: The dataset.
+        plan: Plan of one pass over it.
+        num_greedy_rows: Rows masked because they were sampled at temperature 0.
+        limit: Maximum row length.
+        digest: Digest of the dataset: see `trainer.run.state.dataset_digest`.
+        progress: Where the run starts or resumes.
+        kept_metrics: Lines of `metrics.jsonl` up to there.
+    """
+
+    learner: Learner
+    critic: CriticLearner | None
+    rollouts: pl.LazyFrame
+    plan: Plan
+    num_greedy_rows: int
+    limit: RowLimit
+    digest: str
+    progress: Progress
+    kept_metrics: bytes
+
+
+def set_up(config: TrainConfig, *, resume: bool) -> TrainingRun:
+    """Plan, check and load a run, or the rest of a resumed one; nothing is written.
+
+    Raises:
+        RolloutError: See `train`.
+    """
+    accelerator = make_accelerator(config)
+    set_seed(config.seed)
+    loaded = agreed(accelerator, lambda: _load(config, resume=resume))
+    if accelerator.num_processes > 1:
+        say(f"{accelerator.num_processes} processes")
+    learner, critic = make_learners(
+        accelerator, loaded.config, loaded.models, corrects=loaded.corrects
+    )
+    if loaded.checkpoint:
+        restore(loaded.checkpoint / "state", learner, critic)
+        say(f"resuming from {loaded.checkpoint}")
+    return TrainingRun(
+        learner=learner,
+        critic=critic,
+        rollouts=loaded.rollouts,
+        plan=loaded.plan,
+        num_greedy_rows=loaded.num_greedy_rows,
+        limit=loaded.models.limit,
+        digest=loaded.digest,
+        progress=loaded.progress,
+        kept_metrics=loaded.kept_metrics,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadedRun:
+    """A run as read from files: models have no optimizer and no device yet."""
+
+    config: TrainConfig
+    checkpoint: Path | None
+    rollouts: pl.LazyFrame
+    plan: Plan
+    num_greedy_rows: int
+    digest: str
+    progress: Progress
+    kept_metrics: bytes
+    models: Models
+    corrects: bool
+
+
+def _load(config: TrainConfig, *, resume: bool) -> LoadedRun:
+    out = Path(config.out)
+    if not resume:
+        refuse_existing_run(out)
+    rollout_io.require_valid(config.dataset)
+    config = resolved(config)
+    checkpoint = find_checkpoint(config) if resume else None
+    rollouts = rollout_io.scan(config.dataset)
+    plan = make_plan(dataset_returns(rollouts, config.outcome), config)
+    index = index_rows(rollouts)
+    digest = dataset_digest(plan, index)
+    progress = Progress(position=Position(kl_coef=config.kl_reward_coef))
+    if checkpoint:
+        progress = load_progress(checkpoint / "state", digest)
+    check_max_updates(config.max_updates, progress.global_step)
+    kept = lines_to_keep(out / "metrics.jsonl", progress.num_mini_batches) if resume else b""
+    compared = check_tokenizers(config, rollout_io.read_metadata(config.dataset))
+    models = load_models(config, checkpoint)
+    checked = check_dataset(config, models, index, plan)
+    own = [f"note: {key}: {use}" for key, use in uses(config).items() if use.place]
+    for text in (*own, *compared, *checked.remarks.values()):
+        say(text)
+    return LoadedRun(
+        config=config,
+        checkpoint=checkpoint,
+        rollouts=rollouts,
+        plan=plan,
+        num_greedy_rows=checked.num_greedy_rows,
+        digest=digest,
+        progress=progress,
+        kept_metrics=kept,
+        models=models,
+        corrects=checked.corrects,
+    )
+
+
+def refuse_existing_run(out: Path) -> None:
+    """Reject a directory that holds a run or a dataset.
+
+    Raises:
+        RolloutError: existing_run, out_is_free.
+    """
+    if out.is_dir() and (shards := Location.of(out).shards()):
+        raise occupied(str(out), len(shards))
+    for name in ("config.json", "metrics.jsonl", "checkpoints"):
+        if (out / name).exists():
+            hint = "go on with it by --resume, choose another --out, or remove that run"
+            raise RolloutError("existing_run", str(out), f"a {name}", "no run yet", hint)

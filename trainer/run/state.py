@@ -1,0 +1,235 @@
+"""State in a checkpoint beside the models: everything needed to resume."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from schemas.errors import RolloutError
+from trainer.batches.plan import Plan
+from trainer.distributed.sharding import sharded_like, whole
+from trainer.models.critic import CriticLearner
+from trainer.run.update import Learner
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Position:
+    """Position of a run between two mini-batches.
+
+    Attributes:
+        batch: Number of completed batches, over all epochs.
+        mini_batch: Number of completed mini-batches of the next batch, over `epochs_per_batch`.
+        kl_coef: Coefficient of the divergence in that batch's reward.
+        known: Model outputs at the start of that batch, [T] float32 on the CPU, by name: those of
+            `old_logprobs`, `ref_logprobs` and `values` that the run needs. Empty between batches.
+    """
+
+    batch: int = 0
+    mini_batch: int = 0
+    kl_coef: float
+    known: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """Progress of a run.
+
+    Attributes:
+        position: What comes next.
+        global_step: Optimizer steps made.
+        num_skipped: Mini-batches without a step.
+        trained: Groups that contributed a gradient to a step.
+    """
+
+    position: Position
+    global_step: int = 0
+    num_skipped: int = 0
+    trained: frozenset[str] = frozenset()
+
+    def after(self, position: Position, moving: frozenset[str], *, stepped: bool) -> Progress:
+        """Return the progress after a mini-batch in which the groups `moving` have a gradient."""
+        return Progress(
+            position=position,
+            global_step=self.global_step + stepped,
+            num_skipped=self.num_skipped + (not stepped),
+            trained=self.trained | moving if stepped else self.trained,
+        )
+
+    @property
+    def num_mini_batches(self) -> int:
+        """Number of lines in `metrics.jsonl`."""
+        return self.global_step + self.num_skipped
+
+
+OptimizerTensors = dict[str, dict[str, Tensor]]
+"""Per optimizer (`optimizer`, `critic_optimizer`): state tensors by parameter and name."""
+
+
+def optimizer_tensors(learner: Learner, critic: CriticLearner | None) -> OptimizerTensors:
+    """Gather the optimizers' state as whole tensors; all processes must call this together."""
+    keep = learner.accelerator.is_main_process
+    found = {"optimizer": _state_of(learner.optimizer, learner.policy, keep=keep)}
+    if critic is not None:
+        found["critic_optimizer"] = _state_of(critic.optimizer, critic.critic, keep=keep)
+    return found
+
+
+def save_state(path: Path, optimizers: OptimizerTensors, digest: str, progress: Progress) -> None:
+    """Write the directory `path` as JSON and safetensors, which never execute code when read."""
+    path.mkdir()
+    for name, tensors in optimizers.items():
+        save_file(tensors, path / f"{name}.safetensors")
+    save_file(progress.position.known, path / "batch.safetensors")
+    position = progress.position
+    run = {
+        "batch": position.batch,
+        "mini_batch": position.mini_batch,
+        "kl_coef": position.kl_coef,
+        "global_step": progress.global_step,
+        "num_skipped": progress.num_skipped,
+        "trained": sorted(progress.trained),
+        "dataset": digest,
+    }
+    (path / "run.json").write_text(json.dumps(run, indent=2) + "\n", encoding="utf-8")
+    (path / "rng.json").write_text(json.dumps(_generators()) + "\n", encoding="utf-8")
+
+
+def dataset_digest(plan: Plan, index: pl.DataFrame) -> str:
+    """Hash the plan's trajectories, returns and masks, and every row's lengths and token sum.
+
+    Args:
+        plan: Plan of the run.
+        index: Result of `trainer.batches.data.index_rows`.
+    """
+    counted = ("num_prompt_tokens", "num_trained_tokens", "num_forwarded_tokens", "token_sum")
+    tables = plan.trajectories, index.select("trajectory_id", "step_index", *counted)
+    return hashlib.sha256("".join(table.write_csv() for table in tables).encode()).hexdigest()
+
+
+def load_progress(path: Path, digest: str) -> Progress:
+    """Load the progress of the run that wrote `path`.
+
+    Raises:
+        RolloutError: If the state cannot be read, or was written for another dataset.
+    """
+    try:
+        run = json.loads((path / "run.json").read_text(encoding="utf-8"))
+        known = load_file(path / "batch.safetensors")
+        same = run["dataset"] == digest
+        position = Position(
+            batch=run["batch"], mini_batch=run["mini_batch"], kl_coef=run["kl_coef"], known=known
+        )
+        progress = Progress(
+            position=position,
+            global_step=run["global_step"],
+            num_skipped=run["num_skipped"],
+            trained=frozenset(run["trained"]),
+        )
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise _unreadable(path, error) from error
+    if not same:
+        got = "other trajectories, returns or tokens than the run began with"
+        raise RolloutError("resume_dataset", "dataset", got, "the same", "start another run")
+    return progress
+
+
+def restore(path: Path, learner: Learner, critic: CriticLearner | None) -> None:
+    """Restore the state of the optimizers and random number generators.
+
+    Raises:
+        RolloutError: If the state cannot be read, or belongs to other models.
+    """
+    try:
+        _restore_optimizer(learner.optimizer, learner.policy, path / "optimizer.safetensors")
+        if critic is not None:
+            file = path / "critic_optimizer.safetensors"
+            _restore_optimizer(critic.optimizer, critic.critic, file)
+        _restore_generators(json.loads((path / "rng.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> RolloutError:
+    got = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    hint = "name an earlier checkpoint in checkpoints/latest"
+    return RolloutError("checkpoint_state", str(path), got, "the state of a run", hint)
+
+
+def _state_of(
+    optimizer: torch.optim.Optimizer, model: nn.Module, *, keep: bool
+) -> dict[str, Tensor]:
+    """Return state by parameter and name (`lm_head.weight.exp_avg`), without settings."""
+    names, found = [name for name, _ in _parameters(optimizer, model)], {}
+    state: dict[int, dict[str, Any]] = optimizer.state_dict()["state"]
+    for number, values in state.items():
+        for name, tensor in _flat(values):
+            if keep:
+                found[f"{names[number]}.{name}"] = tensor
+    return found
+
+
+def _flat(values: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Flatten state: bitsandbytes counts steps with an int, and nests and shares tensors."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from ((inner, tensor.clone()) for inner, tensor in _flat(value))
+        else:
+            yield name, whole(torch.as_tensor(value)).contiguous()
+
+
+def _restore_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, path: Path) -> None:
+    parameters = _parameters(optimizer, model)
+    numbers = {name: number for number, (name, _) in enumerate(parameters)}
+    state: dict[int, dict[str, Any]] = {}
+    for key, tensor in load_file(path).items():
+        parameter, _, name = key.rpartition(".")
+        number = numbers[parameter]
+        count = tensor.shape == () and tensor.dtype == torch.int64
+        value = int(tensor) if count else sharded_like(tensor.clone(), parameters[number][1])
+        state.setdefault(number, {})[name] = value
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _parameters(
+    optimizer: torch.optim.Optimizer, model: nn.Module
+) -> list[tuple[str, nn.Parameter]]:
+    """List the optimizer's parameters in order, with their names in the unwrapped model."""
+    names = {p: name.removeprefix("module.") for name, p in model.named_parameters()}
+    return [(names[p], p) for group in optimizer.param_groups for p in group["params"]]
+
+
+def _generators() -> dict[str, Any]:
+    """Return the state of the random number generators, as JSON types."""
+    kind, keys, *rest = np.random.get_state(legacy=True)  # noqa: NPY002
+    on_gpu = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return {
+        "python": random.getstate(),
+        "numpy": [kind, np.asarray(keys).tolist(), *rest],
+        "torch": torch.get_rng_state().tolist(),
+        "cuda": [state.tolist() for state in on_gpu],
+    }
+
+
+def _restore_generators(states: dict[str, Any]) -> None:
+    version, values, gauss = states["python"]
+    random.setstate((version, tuple(values), gauss))
+    kind, keys, *rest = states["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))  # noqa: NPY002
+    torch.set_rng_state(torch.tensor(states["torch"], dtype=torch.uint8))
+    if num_gpus := torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(
+            [torch.tensor(state, dtype=torch.uint8) for state in states["cuda"][:num_gpus]]
+        )

@@ -1,0 +1,306 @@
+"""One optimizer step, micro-batch by micro-batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from schemas.errors import RolloutError
+from schemas.ragged import IntArray
+from trainer.algorithms.losses.correction import correct
+from trainer.algorithms.losses.covariance import clip_cov_selection, covariances, kl_cov_selection
+from trainer.algorithms.losses.kl import kl_estimates
+from trainer.algorithms.losses.policy import TokenLoss, regular
+from trainer.algorithms.losses.reductions import FloatArray, Units, reduction_weights
+from trainer.algorithms.objective import Targets, policy_loss
+from trainer.batches.data import Batch
+from trainer.batches.forest import Forest
+from trainer.config.functions import POLICY_LOSS
+from trainer.config.train_config import TrainConfig
+from trainer.distributed.balance import own_forests
+from trainer.distributed.processes import agreed, combine, gather_parts
+from trainer.distributed.sharding import clip_and_step, without_reduction
+from trainer.models.policy import Policy
+from trainer.run.agreement import agreement
+
+SPREADS = {
+    "is_ratio": "std max min",
+    "cispo/ratio": "max min",
+}
+"""Statistics reported besides the mean."""
+NO_SHARE = ("loss", "policy_loss", "policy_entropy", "clip_ratio")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Learner:
+    """Objects that change during training, and how they are trained.
+
+    Attributes:
+        accelerator: Device, precision, gradient reduction.
+        policy: The policy, prepared by `accelerator`.
+        optimizer: Its optimizer, prepared by `accelerator`.
+        config: Configuration of the run.
+        corrects: Whether importance weights and masks apply; set by `trainer.run.dataset_checks`.
+        reference: The frozen reference of the KL divergence; None if not needed.
+    """
+
+    accelerator: Accelerator
+    policy: Policy
+    optimizer: torch.optim.Optimizer
+    config: TrainConfig
+    corrects: bool
+    reference: nn.Module | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossInputs:
+    """Inputs of a mini-batch's loss besides the policy's outputs, per response token; on the CPU.
+
+    Attributes:
+        old_logprobs: [T] policy at the start of the batch. None: use the current policy's.
+        ref_logprobs: [T] reference policy; None without one.
+        weights: [T] float32 weights that reduce the losses of the mini-batch's targets.
+        selected: [T] bool, targets that clip_cov leaves out or kl_cov penalises; else None.
+    """
+
+    old_logprobs: Tensor | None
+    ref_logprobs: Tensor | None
+    weights: Tensor
+    selected: Tensor | None
+
+
+@torch.no_grad()
+def policy_logprobs(
+    learner: Learner, batch: Batch, forests: Sequence[Forest], policy: nn.Module | None = None
+) -> Tensor:
+    """Compute log-probabilities of the targets of `forests`, without gradient.
+
+    Args:
+        learner: The learner with the policy.
+        batch: Has each target's temperature.
+        forests: Micro-batches; each process forwards its share of them.
+        policy: Another policy, such as the learner's reference; None: the learner's policy.
+
+    Returns:
+        [T] float32 on the CPU; NaN at response tokens that are not targets.
+    """
+    accelerator, device = learner.accelerator, learner.accelerator.device
+    logprobs = torch.zeros(len(batch.trains))
+    for _, forest in own_forests(accelerator, forests):
+        temperature = batch.temperature[forest.target_slot].to(device)
+        found, _ = (policy or learner.policy)(forest.to(device), temperature)
+        logprobs[forest.target_slot] = found.cpu()
+    return combine(accelerator, logprobs, forests)
+
+
+def update(
+    learner: Learner,
+    batch: Batch,
+    forests: Sequence[Forest],
+    old_logprobs: Tensor | None,
+    ref_logprobs: Tensor | None = None,
+) -> dict[str, float]:
+    """Accumulate the gradient of one mini-batch and step.
+
+    With the weight w from `loss_reduction`, the policy loss p, the correction c for the sampler,
+    the estimated divergence k and the entropy h of each target:
+
+        loss = sum of w (c p + kl_loss_coef k - entropy_loss_coef h)
+
+    No step is made if nothing trains or the gradient is not finite.
+
+    Args:
+        learner: Policy and optimizer.
+        batch: Values per token, which the forests' targets index.
+        forests: Micro-batches that hold every target of the mini-batch once; all targets of a row
+            are in the same one. Each process forwards its share of them.
+        old_logprobs: [T] policy at the start of the batch; None if the loss does not need them, or
+            if this is the only update of its batch, so that they equal the current ones.
+        ref_logprobs: [T] the learner's reference; None without one.
+
+    Returns:
+        Metrics; `skipped` is 1 if no step was made.
+
+    Raises:
+        RolloutError: If a user's loss or reduction fails, or its result is invalid.
+    """
+    num_trained = sum(forest.num_targets for forest in forests)
+    inputs = _loss_inputs(learner, batch, forests, old_logprobs, ref_logprobs)
+    accelerator, parts = learner.accelerator, {}
+    own, failures = own_forests(accelerator, forests), list[RolloutError]()
+    for done, (number, forest) in enumerate(own, start=1):
+        with without_reduction(learner.policy) if done < len(own) else nullcontext():
+            loss, parts[number] = _micro_batch(learner, batch, forest, inputs, failures)
+            # Data-parallel wrappers average gradients over processes; the weights are global.
+            accelerator.backward(loss * accelerator.num_processes)
+    if learner.config.has_own_loss:
+        agreed(accelerator, partial(_raise_any, failures))
+    grad_norm = 0.0
+    if num_trained:
+        parameters, max_norm = learner.policy.parameters(), learner.config.max_grad_norm
+        grad_norm = clip_and_step(parameters, learner.optimizer, max_norm)
+    return _metrics(gather_parts(accelerator, parts), learner.config) | {
+        "grad_norm": grad_norm,
+        "num_trained_tokens": num_trained,
+        "num_forwarded_tokens": sum(forest.num_tokens for forest in forests),
+        "num_micro_batches": len(forests),
+        "skipped": int(not num_trained or not math.isfinite(grad_norm)),
+    }
+
+
+def _loss_inputs(
+    learner: Learner,
+    batch: Batch,
+    forests: Sequence[Forest],
+    old_logprobs: Tensor | None,
+    ref_logprobs: Tensor | None,
+) -> LossInputs:
+    slots = torch.cat([torch.zeros(0, dtype=torch.int64), *(f.target_slot for f in forests)])
+    slots = slots.sort().values  # in the order of the batch's tokens, independent of packing
+    weights = torch.zeros(len(batch.trains))
+    weights[slots] = torch.from_numpy(
+        _weights(learner.config, batch, forests, slots.numpy())
+    ).float()
+    selected = None
+    if "selected" in learner.config.loss_inputs and len(slots):
+        now = policy_logprobs(learner, batch, forests)
+        old = now if old_logprobs is None else old_logprobs
+        selected = torch.zeros(len(batch.trains), dtype=torch.bool)
+        advantages = batch.advantages[slots]
+        selected[slots] = _select(learner.config, now[slots], old[slots], advantages)
+    return LossInputs(
+        old_logprobs=old_logprobs, ref_logprobs=ref_logprobs, weights=weights, selected=selected
+    )
+
+
+def _weights(
+    config: TrainConfig, batch: Batch, forests: Sequence[Forest], slots: IntArray
+) -> FloatArray:
+    """[M] Compute weights of the targets at `slots`; denominators count their mini-batch's rows."""
+    row = batch.responses.row_of(slots)
+    micro_batch = np.zeros(len(batch.trains), np.int64)
+    for number, forest in enumerate(forests):
+        micro_batch[forest.target_slot.numpy()] = number
+    inside = np.isin(batch.mini_batch, np.unique(batch.mini_batch[row]))
+    units = Units(
+        row=row,
+        num_rows=int(inside.sum()),
+        trajectory=batch.trajectory[row],
+        num_trajectories=len(np.unique(batch.trajectory[inside])),
+        group=batch.group[row],
+        num_groups=len(np.unique(batch.group[inside])),
+        micro_batch=micro_batch[slots],
+        num_micro_batches=len(forests),
+    )
+    return reduction_weights(units, config)
+
+
+def _select(c: TrainConfig, now: Tensor, old: Tensor, advantages: Tensor) -> Tensor:
+    covariance = covariances(advantages, now)
+    if c.policy_loss_type == "kl_cov":
+        return kl_cov_selection(covariance, fraction=c.kl_cov_frac)
+    clipped = regular(
+        now, old, advantages, eps_clip_low=c.eps_clip_low, eps_clip_high=c.eps_clip_high
+    ).clipped
+    return clip_cov_selection(
+        covariance, clipped, ratio=c.clip_cov_ratio, low=c.clip_cov_lb, high=c.clip_cov_ub
+    )
+
+
+def _micro_batch(
+    learner: Learner,
+    batch: Batch,
+    forest: Forest,
+    inputs: LossInputs,
+    failures: list[RolloutError],
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Compute the loss with gradient, and metrics: per target [M], or per row of the forest.
+
+    If a user's loss fails in one of several processes, the error is added to `failures` and the
+    loss is 0, because the others wait for this process's share of the gradient.
+    """
+    c, device, slot = learner.config, learner.accelerator.device, forest.target_slot
+    logprobs, entropy = learner.policy(forest.to(device), batch.temperature[slot].to(device))
+    targets, weights = _targets(batch, slot, logprobs, inputs), inputs.weights[slot].to(device)
+    try:
+        losses, clipped, own_metrics = policy_loss(targets, c)
+    except RolloutError as error:
+        if learner.accelerator.num_processes == 1:
+            raise
+        failures.append(error)
+        losses, clipped, own_metrics = TokenLoss(0 * logprobs, torch.zeros_like(logprobs))
+    found = {"clip_ratio": clipped, "policy_entropy": entropy}
+    found |= {name: values.detach() for name, values in own_metrics.items()}
+    if learner.corrects:
+        correction = correct(targets.old_logprobs, targets.rollout_logprobs, targets.row, c)
+        losses = losses * correction.weights
+        found |= correction.per_target | correction.per_row
+    terms = {"policy_loss": weights * losses}
+    total = terms["policy_loss"]
+    if inputs.ref_logprobs is not None:
+        reference = inputs.ref_logprobs[slot].to(device)
+        terms["policy_kl"] = weights * kl_estimates(logprobs, reference, c.kl_estimator_type)
+        total = total + c.kl_loss_coef * terms["policy_kl"]
+    if c.entropy_loss_coef:
+        total = total - c.entropy_loss_coef * weights * entropy
+    difference = targets.old_logprobs - targets.rollout_logprobs
+    found |= terms | {"loss": total, "rollout_logprobs_diff": difference}
+    return total.sum(), {name: value.detach().double().cpu() for name, value in found.items()}
+
+
+def _targets(batch: Batch, slot: Tensor, logprobs: Tensor, inputs: LossInputs) -> Targets:
+    def at(values: Tensor | None, missing: Tensor) -> Tensor:
+        return missing if values is None else values[slot].to(logprobs.device)
+
+    _, row = np.unique(batch.responses.row_of(slot.numpy()), return_inverse=True)
+    nothing = torch.zeros_like(logprobs, dtype=torch.bool)
+    return Targets(
+        logprobs=logprobs,
+        old_logprobs=at(inputs.old_logprobs, logprobs.detach()),
+        rollout_logprobs=batch.rollout_logprobs[slot].to(logprobs.device),
+        advantages=batch.advantages[slot].to(logprobs.device),
+        row=torch.from_numpy(row.astype(np.int64)).to(logprobs.device),
+        selected=at(inputs.selected, nothing),
+    )
+
+
+def _raise_any(failures: Sequence[RolloutError]) -> None:
+    if failures:
+        raise failures[0]
+
+
+def _metrics(parts: Sequence[Mapping[str, Tensor]], c: TrainConfig) -> dict[str, float]:
+    """Sum the loss terms, and average everything else over the mini-batch."""
+    names = parts[0] if parts else NO_SHARE
+    for part in parts:
+        if part.keys() != parts[0].keys():
+            different = ", ".join(sorted(part.keys() ^ parts[0].keys()))
+            got, expected = f"metrics {different} of some micro-batches", "the same of all of them"
+            raise RolloutError(POLICY_LOSS.key, c.policy_loss_type, got, expected)
+    found = {name: torch.cat([torch.zeros(0), *(part[name] for part in parts)]) for name in names}
+    metrics: dict[str, float] = {}
+    for name in ("loss", "policy_loss", "policy_kl"):
+        if name in found:
+            metrics[name] = float(found.pop(name).sum())
+    metrics |= agreement(found.pop("rollout_logprobs_diff", torch.zeros(0)))
+    for name, subject in SPREADS.items():
+        values = found.get(name, torch.zeros(0))
+        if len(values) and not values.isnan().any():
+            metrics[f"{name}_mean"] = float(values.mean())
+            spread = {"max": values.max(), "min": values.min(), "std": _deviation(values)}
+            metrics |= {f"{name}_{kind}": float(spread[kind]) for kind in subject.split()}
+        found.pop(name, None)
+    return metrics | {name: float(v.mean()) if len(v) else 0.0 for name, v in found.items()}
+
+
+def _deviation(values: Tensor) -> Tensor:
+    """Sample standard deviation; 0 for a single value."""
+    return values.std() if len(values) > 1 else values.new_zeros(())
