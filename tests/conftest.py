@@ -1,14 +1,29 @@
 import copy
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 
 
 ELEMENT = {"prompt_token_ids": [[1, 2]], "completion_token_ids": [[3]], "logprobs": [[-0.5]]}
+
+# The ordinary suite judges a change, so it sees the same examples in every run; nightly runs look for new ones.
+settings.register_profile("same_examples", derandomize=True, deadline=None, database=None)
+
+
+def pytest_configure(config):
+    # A shell's background jobs start with Ctrl-C ignored; tests press it.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if "not nightly" in config.option.markexpr:
+        settings.load_profile("same_examples")
 
 
 @pytest.fixture(scope="session")
@@ -31,7 +46,7 @@ def tokenizer(smollm2_dir):
 @pytest.fixture(scope="module")
 def model():
     """A tiny one with SmolLM2's tokens, which ends its messages."""
-    from tests.generation_helpers import chatty_model
+    from tests.helpers.generation_helpers import chatty_model
 
     return chatty_model()
 
@@ -39,7 +54,7 @@ def model():
 @pytest.fixture
 def engine(model, tokenizer):
     """Keeps what that model was sent and what it answered."""
-    from tests.generation_helpers import SpyEngine
+    from tests.helpers.generation_helpers import SpyEngine
 
     return SpyEngine(model, tokenizer, policy_version=5)
 
@@ -47,7 +62,7 @@ def engine(model, tokenizer):
 @pytest.fixture(scope="session")
 def start_vllm(smollm2_dir, tmp_path_factory):
     """Makes servers of SmolLM2 under the name "smollm2", to be entered."""
-    from pipelines.generation.server import VllmServer
+    from pipelines.generation.engines.server_process import VllmServer
 
     python = ROOT / ".venv-vllm" / "bin" / "python"
     if not python.exists():
@@ -71,6 +86,28 @@ def start_vllm(smollm2_dir, tmp_path_factory):
 def vllm_server(start_vllm):
     """A real server, with tools and live weights; who changes its weights puts them back."""
     with start_vllm("--enable-auto-tool-choice", "--tool-call-parser", "hermes") as server:
+        yield server
+
+
+@pytest.fixture
+def mortal_server(vllm_server):
+    """The same server, for a test that kills it and starts it again."""
+    yield vllm_server
+    if not vllm_server.is_started:
+        vllm_server.start()
+
+
+@pytest.fixture(scope="session")
+def template_server(start_vllm):
+    """A real server with a chat template of ours, which gives processed log-probabilities."""
+    from rollout_io.retokenize.chat_template import KEEPS_ALL
+
+    command = [sys.executable, "-m", "rollout_io", "templates", KEEPS_ALL]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    arguments = ["--chat-template", printed.strip(), "--trust-request-chat-template"]
+    arguments += ["--logprobs-mode", "processed_logprobs"]
+    tools = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+    with start_vllm(*arguments, *tools) as server:
         yield server
 
 

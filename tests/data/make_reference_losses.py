@@ -144,7 +144,7 @@ def reduction(name: str) -> list[list[float]]:
     mask[1] = 0
     return (
         ppo_utils.apply_loss_reduction_to_advantages_minibatch(
-            ones, mask, name, 1, 100, [(0, 2), (2, 4)]
+            ones, mask, name, 2, 100, [(0, 2), (2, 4)]
         )
         * mask
     ).tolist()
@@ -160,7 +160,10 @@ def main() -> None:
         "corrections": {name: run_loss("regular", s) for name, s in CORRECTIONS.items()},
         "reductions": {
             name: reduction(name)
-            for name in ("token_mean", "sequence_mean", "seq_mean_token_sum_norm", "prompt_mean")
+            for name in (
+                *("token_mean", "sequence_mean", "seq_mean_token_sum_norm", "prompt_mean"),
+                "token_mean_legacy",
+            )
         },
         "kl": {
             name: ppo_utils.compute_approx_kl(

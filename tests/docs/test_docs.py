@@ -1,0 +1,102 @@
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rollout_io.cli.main import run
+from schemas import RULES
+from tests.conftest import ROOT
+
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```(sh|python)\n(.*?)```", README, re.DOTALL)
+COMMANDS = [(kind, text) for kind, text in BLOCKS if not text.startswith("make ")]
+
+
+@pytest.mark.slow
+@pytest.mark.model
+def test_the_readmes_quickstarts_run_one_after_the_other(tmp_path, smollm2_dir):
+    del smollm2_dir
+    for name in ("examples", ".cache"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    assert len(COMMANDS) >= 5
+    # Hypothesis has no deadline on CI: an example may be slow here, where others run beside it.
+    environment = os.environ | {"PATH": path, "CI": "true"}
+    for kind, text in COMMANDS:
+        command = ["bash", "-ec", text] if kind == "sh" else [sys.executable, "-c", text]
+        done = subprocess.run(
+            command,
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, f"{text}\n{done.stdout}\n{done.stderr}"
+    compare = [str(ROOT / "examples" / "compare_policies.py"), "runs/solvable"]
+    command = [sys.executable, *compare, ".cache/smollm2", "runs/first"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "rewarded over unrewarded: risen in" in done.stdout, done.stderr
+
+
+def test_the_readme_counts_the_invariants_right():
+    assert f"{len(RULES)} [named invariants]" in README
+
+
+def test_the_example_lines_of_the_calls_format_convert(tmp_path):
+    blocks = re.findall(r"```json\n(.*?)```", (ROOT / "docs" / "formats.md").read_text(), re.DOTALL)
+    for name, block in zip(("calls", "rewards"), blocks, strict=True):
+        (tmp_path / f"{name}.jsonl").write_text(" ".join(block.split()))
+    arguments = ["--rewards", str(tmp_path / "rewards.jsonl"), "--out", str(tmp_path / "ds")]
+    assert run(["convert", str(tmp_path / "calls.jsonl"), *arguments]) == 0
+
+
+def test_every_make_target_the_readme_names_exists():
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = set(re.findall(r"(?:^|`)make ([a-z]+)$|`make ([a-z]+)`", README, re.MULTILINE))
+    assert {first or second for first, second in named} <= targets
+
+
+def test_generated_pages_are_what_the_code_says():
+    pages = runpy.run_path(str(ROOT / "docs" / "generate.py"))["PAGES"]
+    assert pages
+    for name, page in pages.items():
+        assert (ROOT / "docs" / name).read_text() == page(), "run `make docs`"
+
+
+@pytest.mark.slow
+@pytest.mark.model
+def test_every_output_of_the_afternoon_is_what_its_code_shows(tmp_path, smollm2_dir):
+    del smollm2_dir
+    for name in ("examples", ".cache"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    page = ROOT / "examples" / "afternoon.md"
+    copy = tmp_path / page.name
+    copy.write_text(page.read_text())
+    command = [sys.executable, str(ROOT / "docs" / "notebook.py"), copy.name]
+    subprocess.run(command, cwd=tmp_path, check=True)
+    assert copy.read_text() == page.read_text(), "run `make docs`"
+    assert copy.read_text().count("```text") == 10
+
+
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md")])
+
+
+def anchors(page):
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_leads_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if "://" not in target:
+            path, _, anchor = target.partition("#")
+            linked = page.parent / path if path else page
+            assert linked.exists(), target
+            assert not anchor or anchor in anchors(linked), target

@@ -1,0 +1,41 @@
+"""The table from SkyRL's names to ours names what there is."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import pytest
+
+from pipelines.generation.config import GenerateConfig
+from rollout_io.formats.skyrl_output_columns import OPTIONAL, REQUIRED
+from schemas.columns import COLUMN_BY_NAME
+from tests.conftest import ROOT
+from trainer.config.train_config import TrainConfig
+from trainer.rl.config import EvaluateConfig
+
+DOCS = ROOT / "docs"
+PAGE = (DOCS / "skyrl.md").read_text(encoding="utf-8")
+TABLES: dict[str, Any] = {
+    "generate": GenerateConfig,
+    "train": TrainConfig,
+    "evaluate": EvaluateConfig,
+}
+
+
+@pytest.mark.parametrize(("page", "least"), [("skyrl.md", 40), ("search.md", 30)])
+def test_every_key_that_stands_for_one_of_skyrl_is_a_key_here(page: str, least: int) -> None:
+    named = re.findall(r"`\[(\w+)\] (\w+)`", (DOCS / page).read_text(encoding="utf-8"))
+    assert len(named) > least
+    for table, key in named:
+        assert key in {field.name for field in dataclasses.fields(TABLES[table])}, (table, key)
+
+
+def test_every_field_of_an_output_has_its_column() -> None:
+    section = PAGE.partition("## Fields")[2].partition("## Metrics")[0]
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", section, re.MULTILINE))
+    assert rows.keys() == {*REQUIRED, *OPTIONAL, "rollout_metrics"}
+    for field, columns in rows.items():
+        if field not in {"trajectory_generation_times", "rollout_metrics"}:
+            assert set(re.findall(r"`(\w+)`", columns)) <= COLUMN_BY_NAME.keys()

@@ -1,0 +1,57 @@
+"""Conversions by an adapter alone, as `rollouts convert` would do them."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pyarrow as pa
+
+import rollout_io
+from rollout_io.conversion.driver import Choices, Conversion, convert
+from rollout_io.conversion.inputs import open_inputs
+from rollout_io.conversion.log import Log
+from rollout_io.conversion.plan import Plan, plan
+from rollout_io.formats.base import Adapter, Input, Options, Rejected, Run, Trajectory
+from schemas.errors import RolloutError
+
+
+def convert_with(
+    adapter: Adapter, paths: Iterable[Path], tmp_path: Path, **choices: Any
+) -> tuple[Conversion, pa.Table]:
+    """What became of a conversion, and its rows."""
+    out, spool, chosen = tmp_path / "ds", tmp_path / "spool", Choices(**choices)
+    log = Log("tried", adapter, open_inputs([str(p) for p in paths], spool, adapter.recognizes))
+    with patch("rollout_io.conversion.driver.open_log", lambda *_, **__: log):
+        conversion = convert(["tried"], out, chosen)
+    return conversion, rollout_io.read(out)
+
+
+def planned(adapter: Adapter, *paths: Path, **choices: Any) -> Plan:
+    """The runs that an adapter finds, numbered, and the records that it rejects."""
+    inputs = [Input(str(path), path) for path in paths]
+    return plan(adapter.find(inputs, lambda _: None), {}, **choices)
+
+
+def read_all(adapter: Adapter, *paths: Path) -> tuple[list[tuple[Run, Trajectory]], list[Rejected]]:
+    """Runs with what they are read as, and rejected records; those of a run that is refused too."""
+    made, (runs, rejected) = [], _found(adapter, *paths)
+    for run in runs:
+        try:
+            made.append((run, adapter.read(run, Options())))
+        except RolloutError as error:
+            rejected += [Rejected(place, error) for place in run.places]
+    return made, rejected
+
+
+def _found(adapter: Adapter, *paths: Path) -> tuple[list[Run], list[Rejected]]:
+    made = planned(adapter, *paths)
+    return made.runs, made.rejected
+
+
+def write_lines(path: Path, *records: Any) -> Path:
+    """A file of JSON lines; a record that is bytes is written as it is."""
+    lines = [r if isinstance(r, bytes) else json.dumps(r).encode() for r in records]
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    return path

@@ -1,0 +1,149 @@
+"""Forks itself into several processes for every job it reads: `python -m tests.helpers.process_server`."""
+
+import json
+import os
+import socket
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers.models.llama.modeling_llama  # noqa: F401
+from accelerate import Accelerator, DistributedType, PartialState
+from accelerate.utils import FullyShardedDataParallelPlugin
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+import trainer.cli.train
+import trainer.distributed.launch
+import trainer.run.load_models
+from rollout_io.cli.main import run as run_command
+from tests.helpers.trainer_helpers import forests_of, learner_of, make_batch, tiny_policy
+from trainer.config.train_config import TrainConfig
+from trainer.distributed.launch import make_accelerator
+from trainer.distributed.sharding import whole
+from trainer.run.loop import train
+from trainer.run.update import update
+
+
+def shard(_: object, model: Any, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
+    """What Accelerate's FSDP2 does on GPUs: each layer, then what is left."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    groups = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
+    mesh = init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),))
+    for layer in model.model.base_model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    sharded = dict(model.named_parameters())
+    for group, wanted in zip(optimizer.param_groups, groups, strict=True):
+        group["params"] = [sharded[name] for name in wanted]
+    check_sharded(model)
+    return model, optimizer
+
+
+def fsdp2(**settings: Any) -> Accelerator:
+    """An accelerator as on GPUs: Accelerate itself would have FSDP there alone."""
+    accelerator = Accelerator(**settings)
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        reshard_after_forward=True,
+        cpu_ram_efficient_loading=False,
+    )
+    accelerator.state.fsdp_plugin = plugin
+    accelerator.state.distributed_type = DistributedType.FSDP
+    PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+    return accelerator
+
+
+def prepared(*models: Any) -> tuple[Any, Any]:
+    """What `trainer.distributed.launch.wrap` makes of them, sharded layer by layer."""
+    model, optimizer = trainer.distributed.launch.wrap(*models)
+    check_sharded(model)
+    assert all(isinstance(layer, FSDPModule) for layer in model.model.base_model.layers)
+    return model, optimizer
+
+
+def check_sharded(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        assert isinstance(parameter, DTensor)
+        assert parameter.to_local().numel() < parameter.numel() or len(parameter) == 1
+
+
+def gradient(job: dict[str, Any]) -> None:
+    """Save the gradient of one update of a tiny policy, and its norm."""
+    rows = job["rows"]
+    accelerator = make_accelerator(TrainConfig(dataset="d", model="m", out="o"))
+    batch = make_batch(rows, advantages=[float(i + 1) for i in range(len(rows))])
+    policy = tiny_policy(tie_word_embeddings=job["tied"])
+    learner = learner_of(policy, max_grad_norm=1e9, learning_rate=1e-30)
+    assert learner.accelerator.num_processes == accelerator.num_processes > 1
+    policy, optimizer = shard(None, policy, learner.optimizer)
+    kept: dict[str, torch.Tensor] = {}
+
+    def keep(*_: object) -> None:
+        kept.update((n, whole(p.grad)) for n, p in policy.named_parameters() if p.grad is not None)
+
+    optimizer.register_step_pre_hook(keep)
+    metrics = update(learner, batch, forests_of(batch, job["budget"]), None)
+    if accelerator.is_main_process:
+        save_file(kept | {"norm": torch.tensor(metrics["grad_norm"])}, job["file"])
+
+
+def work(job: dict[str, Any]) -> None:
+    if job.get("sharded") == "directly":
+        trainer.run.load_models.wrap = shard
+    if job.get("sharded") == "by Accelerate":
+        trainer.distributed.launch.Accelerator, trainer.run.load_models.wrap = fsdp2, prepared
+    if "command" in job:
+        sys.exit(run_command(job["command"]))
+    if "file" in job:
+        return gradient(job)
+    config = TrainConfig(**job["config"] | job.get(f"rank {os.environ['RANK']}", {}))
+    train(config, resume=job.get("resume", False))
+    return None
+
+
+def start(job: dict[str, Any], rank: int, port: int) -> int:
+    """Do a job in a process of its own; its id."""
+    child = os.fork()
+    if child:
+        return child
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_PORT": port}
+    os.environ.update({name: str(number) for name, number in numbers.items()})
+    os.environ.update({"MASTER_ADDR": "127.0.0.1"} | job.get("environment", {}))
+    error = os.open(Path(job["stderr"]) / f"{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(error, 2)
+    os.dup2(error, 1)
+    code = 0
+    try:
+        work(job)
+    except SystemExit as stop:
+        code = int(str(stop.code))
+    except BaseException:
+        traceback.print_exc()
+        code = 3
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def main() -> None:
+    for line in sys.stdin:
+        job = json.loads(line)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        children = [start(job, rank, port) for rank in range(2)]
+        sys.stdout.write(f"{children}\n")
+        sys.stdout.flush()
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        sys.stdout.write(f"{codes}\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""A tiny policy, tasks and environments for the tests of the loop."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+import rollout_io
+import trainer
+from rollout_io.retokenize.tokenizer import ChatTokenizer
+from tests.helpers.trainer_helpers import tiny_llama
+from trainer import rl
+from trainer.config.train_config import TrainConfig
+
+HERE = "tests.helpers.rl_helpers"
+TIMES = {"seconds", "tokens_per_s"}
+
+
+class Length:
+    """One turn; the reward is in how long the action is."""
+
+    def __init__(self, env_config: Any, extras: Any) -> None:
+        self.env_config, self.extras = env_config, extras
+
+    def init(self, prompt):
+        return prompt, {}
+
+    def step(self, action):
+        return {"observations": [], "reward": len(action) % 7 / 6, "done": True}
+
+
+class SomeConstant(Length):
+    """Earns nothing where `constant` says so."""
+
+    def step(self, action):
+        return super().step(action) | ({"reward": 0.0} if self.extras["constant"] else {})
+
+
+class TwoTurns(Length):
+    """Asks again, once; both answers earn something."""
+
+    turn = 0
+
+    def step(self, action):
+        self.turn += 1
+        said = [{"role": "user", "content": "More."}]
+        return super().step(action) | {"observations": said, "done": self.turn == 2}
+
+
+class Slow(Length):
+    """Takes up to 60 ms, one in five 300 ms."""
+
+    def step(self, action):
+        time.sleep(random.choice([0.0, 0.0, 0.03, 0.06, 0.3]))
+        return super().step(action)
+
+
+class Failing(Length):
+    """Fails where `fails` says, or always."""
+
+    def step(self, action):
+        if self.extras.get("fails", True):
+            raise OSError("no sandbox")
+        return super().step(action)
+
+
+class Interrupting(Length):
+    """The first step of all is when somebody presses Ctrl-C, once."""
+
+    first = threading.Lock()
+
+    def step(self, action):
+        if self.first.acquire(blocking=False):
+            os.kill(os.getpid(), signal.SIGINT)
+        return super().step(action)
+
+
+def save_model(path: Path, tokenizer: ChatTokenizer, *, max_position_embeddings: int = 256) -> str:
+    """A model of few weights, with SmolLM2's tokenizer."""
+    settings = {
+        "hidden_size": 16,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": max_position_embeddings,
+    }
+    tiny_llama(vocab_size=49152, **settings).save_pretrained(path)
+    tokenizer.backend.save_pretrained(path)
+    return str(path)
+
+
+def write_tasks(path: Path, num_tasks: int, **extras: Any) -> str:
+    lines = [{"prompt": f"Say {i}.", "instance_id": f"t{i}", **extras} for i in range(num_tasks)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return str(path)
+
+
+def config_of(folder: Path, model: str, **settings: Any) -> rl.RlConfig:
+    """Two groups of three trajectories an iteration, two updates of it; six tokens each."""
+    generate = {
+        "environment": f"{HERE}:Length",
+        "group_size": 3,
+        "max_response_tokens": 6,
+    } | settings.pop("generate", {})
+    train = {
+        "groups_per_batch": 2,
+        "groups_per_mini_batch": 1,
+        "learning_rate": 1e-3,
+        "failed": "trajectory",
+    } | settings.pop("train", {})
+    own = {
+        "model": model,
+        "tasks": write_tasks(folder / "tasks.jsonl", settings.pop("num_tasks", 4)),
+        "out": str(folder / "run"),
+        "num_iterations": 3,
+    }
+    return rl.RlConfig(**own | settings, generate=generate, train=train)
+
+
+def lines_of(path: Path | str) -> list[dict[str, Any]]:
+    """The lines of updates, without times."""
+    lines = [json.loads(line) for line in (Path(path) / "metrics.jsonl").read_text().splitlines()]
+    kept = [line for line in lines if "loss" in line]
+    return [{k: v for k, v in line.items() if k not in TIMES} for line in kept]
+
+
+def replay(config: rl.RlConfig, out: Path) -> trainer.run.loop.TrainResult:
+    """`rollouts train` on what the loop has sampled."""
+    settings = config.train | {"group_size": config.generation.group_size, "seed": config.seed}
+    dataset = f"{config.out}/rollouts/*"
+    return trainer.train(TrainConfig(dataset=dataset, model=config.model, out=str(out), **settings))
+
+
+def weights_of(checkpoint: str) -> bytes:
+    return (Path(checkpoint) / "model.safetensors").read_bytes()
+
+
+def rows_of(config: rl.RlConfig, iteration: int) -> pl.DataFrame:
+    return rollout_io.scan(f"{config.out}/rollouts/iteration_{iteration:05d}").collect()
+
+
+def as_toml(config: rl.RlConfig) -> str:
+    """The file that makes it, but for `out`."""
+    lines = [f"{key} = {json.dumps(getattr(config, key))}" for key in ("model", "tasks")]
+    lines.append(f"num_iterations = {config.num_iterations}")
+    tables = {name: getattr(config, name) for name in ("generate", "train", "evaluate")}
+    for name, values in tables.items():
+        if values is not None:
+            lines += [f"[{name}]", *(f"{key} = {json.dumps(v)}" for key, v in values.items())]
+    return "\n".join(lines)

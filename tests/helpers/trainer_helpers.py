@@ -1,0 +1,241 @@
+"""Tiny models and hand-made rows for the trainer's tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pyarrow as pa
+import torch
+from accelerate import Accelerator
+from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import rollout_io
+from schemas.metadata import DatasetMetadata
+from trainer.batches.data import Batch, to_batch
+from trainer.batches.forest import chain_forests
+from trainer.config.train_config import TrainConfig
+from trainer.models.policy import Policy
+from trainer.run.update import Learner, update
+
+VOCAB = 61
+
+Row = tuple[list[int], list[int], list[bool]]
+"""Prompt, response, loss mask."""
+
+
+def tiny_llama(seed: int = 0, **settings: Any) -> LlamaForCausalLM:
+    """Two layers, 61 tokens, weights large enough that every attended token matters."""
+    torch.manual_seed(seed)
+    defaults: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.2,
+        "pad_token_id": None,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    config = LlamaConfig(**(defaults | settings))
+    return LlamaForCausalLM._from_config(config, attn_implementation="sdpa")
+
+
+def tiny_policy(*, chunk: int = 1024, **settings: Any) -> Policy:
+    return Policy(tiny_llama(**settings), logprob_chunk_tokens=chunk)
+
+
+def save_tiny_model(path: Path, **settings: Any) -> str:
+    tiny_llama(**settings).save_pretrained(path)
+    return str(path)
+
+
+def make_batch(
+    rows: Sequence[Row],
+    *,
+    advantages: Sequence[float] | None = None,
+    temperatures: Sequence[float | None] | None = None,
+    rollout_logprobs: Sequence[list[float] | None] | None = None,
+    trajectories: Sequence[tuple[str, str]] | None = None,
+    rewards: Sequence[float] | None = None,
+) -> Batch:
+    """Rows of the given (group, trajectory), by default each of its own."""
+    n = len(rows)
+    ids = trajectories or [(f"g{i}", f"g{i}_0") for i in range(n)]
+    table = {
+        "name": [f"row {i}" for i in range(n)],
+        "instance_id": [group for group, _ in ids],
+        "trajectory_id": [trajectory for _, trajectory in ids],
+        "prompt_token_ids": [r[0] for r in rows],
+        "response_ids": [r[1] for r in rows],
+        "loss_mask": [r[2] for r in rows],
+        "rollout_logprobs": rollout_logprobs or [None] * n,
+        "temperature": temperatures or [None] * n,
+        "trains": [True] * n,
+        "reward": rewards or [0.0] * n,
+        "advantage": advantages or [1.0] * n,
+        "mini_batch": [0] * n,
+    }
+    schema = {
+        "prompt_token_ids": pl.List(pl.Int32),
+        "response_ids": pl.List(pl.Int32),
+        "loss_mask": pl.List(pl.Boolean),
+        "rollout_logprobs": pl.List(pl.Float32),
+        "temperature": pl.Float32,
+        "advantage": pl.Float64,
+    }
+    return to_batch(pl.DataFrame(table, schema_overrides=schema))
+
+
+def forests_of(batch: Batch, budget: int = 4096, *, targets: Any = None) -> list[Any]:
+    is_target = batch.trains if targets is None else targets
+    rows = np.arange(len(batch.names))
+    return chain_forests(batch.prompts, batch.responses, is_target, rows, budget)
+
+
+def learner_of(
+    policy: Policy, *, corrects: bool = False, reference: Policy | None = None, **settings: Any
+) -> Learner:
+    """A learner with plain SGD, whose step is the clipped gradient times the learning rate."""
+    config = TrainConfig(dataset="d", model="m", out="o", **settings)
+    return Learner(
+        accelerator=Accelerator(),
+        policy=policy,
+        optimizer=torch.optim.SGD(policy.parameters(), lr=config.learning_rate),
+        config=config,
+        corrects=corrects,
+        reference=reference,
+    )
+
+
+@st.composite
+def row_lists(draw: st.DrawFn, max_rows: int = 5) -> list[Row]:
+    """Ragged rows with at least one target in all."""
+    token = st.integers(0, VOCAB - 1)
+    rows = []
+    for _ in range(draw(st.integers(1, max_rows))):
+        prompt = draw(st.lists(token, min_size=1, max_size=6))
+        response = draw(st.lists(token, min_size=1, max_size=6))
+        mask = draw(st.lists(st.booleans(), min_size=len(response), max_size=len(response)))
+        rows.append((prompt, response, mask))
+    if not any(any(mask) for _, _, mask in rows):
+        rows[0][2][0] = True
+    return rows
+
+
+def plain_logprobs(
+    model: Any, rows: Sequence[Row], temperatures: Sequence[float] | None = None
+) -> torch.Tensor:
+    """[T] log-probabilities of all response tokens: one plain forward per row, full logits."""
+    parts = []
+    for i, (prompt, response, _) in enumerate(rows):
+        ids = torch.tensor([prompt + response])
+        logits = model(input_ids=ids, use_cache=False).logits[0]
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        logits = logits / (temperatures[i] if temperatures else 1.0)
+        picked = logits[len(prompt) - 1 : -1].log_softmax(-1)
+        parts.append(picked.gather(-1, torch.tensor(response)[:, None])[:, 0])
+    return torch.cat(parts)
+
+
+def step(
+    instance: str,
+    repetition: int,
+    index: int,
+    prompt: list[int],
+    response: list[int],
+    **values: Any,
+) -> dict[str, Any]:
+    """One row of a rollout table."""
+    return {
+        "instance_id": instance,
+        "repetition_id": repetition,
+        "trajectory_id": f"{instance}_{repetition}",
+        "step_index": index,
+        "is_last_step": False,
+        "prompt_token_ids": prompt,
+        "response_ids": response,
+        "loss_mask": [True] * len(response),
+        "token_source": "engine",
+        "reward": None,
+        "error": None,
+    } | values
+
+
+def two_step_trajectory(
+    rng: np.random.Generator, instance: str, repetition: int, reward: float, **values: Any
+) -> list[dict[str, Any]]:
+    """Two steps, the second of which continues the first after three observation tokens."""
+    prompt, first, seen, second = (rng.integers(0, VOCAB, n).tolist() for n in (5, 4, 3, 4))
+    return [
+        step(instance, repetition, 0, prompt, first, reward=0.0, **values),
+        step(
+            instance,
+            repetition,
+            1,
+            prompt + first + seen,
+            second,
+            **({"reward": reward, "is_last_step": True} | values),
+        ),
+    ]
+
+
+def one_group(
+    rng: np.random.Generator, instance: str, rewards: Sequence[float], **values: Any
+) -> list[dict[str, Any]]:
+    """A trajectory of two steps for each reward."""
+    trajectories = (
+        two_step_trajectory(rng, instance, repetition, reward, **values)
+        for repetition, reward in enumerate(rewards)
+    )
+    return [row for rows in trajectories for row in rows]
+
+
+def group_rows(num_groups: int, rewards: Sequence[float], **values: Any) -> list[dict[str, Any]]:
+    """Groups g0, g1, ... of the same rewards."""
+    rng = np.random.default_rng(0)
+    groups = (one_group(rng, f"g{group}", rewards, **values) for group in range(num_groups))
+    return [row for rows in groups for row in rows]
+
+
+def write_dataset(
+    path: Path, rows: Sequence[dict[str, Any]], logprobs_mode: Any = None, outcome: Any = None
+) -> str:
+    from schemas.columns import arrow_schema
+
+    names = tuple({name for row in rows for name in row})
+    schema = arrow_schema(names)
+    table = pa.Table.from_pylist(list(rows), schema=schema)
+    metadata = DatasetMetadata(logprobs_mode=logprobs_mode, outcome=outcome)
+    with rollout_io.RolloutWriter(path, metadata=metadata) as writer:
+        writer.write(table)
+    return str(path)
+
+
+def gradients(model: torch.nn.Module) -> torch.Tensor:
+    """All gradients as one vector."""
+    found = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+    return torch.cat(found)
+
+
+def relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+def gradient_of_update(policy: Policy, batch: Batch, **settings_: Any) -> torch.Tensor:
+    """The gradient an update leaves, unclipped, without moving the policy."""
+    budget, old = settings_.pop("budget", 4096), settings_.pop("old", None)
+    ref = settings_.pop("ref", None)
+    learner = learner_of(policy, max_grad_norm=1e9, learning_rate=1e-30, **settings_)
+    kept: list[torch.Tensor] = []
+    hook = learner.optimizer.register_step_pre_hook(lambda *_: kept.append(gradients(policy)))
+    update(learner, batch, forests_of(batch, budget), old, ref)
+    hook.remove()
+    return kept[0]

@@ -1,0 +1,59 @@
+"""Workers that die, fail, or never answer: python -m tests.helpers.worker_helpers NAME."""
+
+import errno
+import os
+import signal
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from rollout_io.dataset.parallel import Workers
+from schemas.errors import RolloutError
+
+LARGE_BYTES = 16 << 20  # far more than a pipe holds
+
+
+def die(_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_while_answering(task):
+    """The parent is stopped, so half of the answer is in the pipe when the process dies."""
+    if task == b"wakes":
+        time.sleep(1)
+        os.kill(os.getppid(), signal.SIGCONT)
+        return b""
+    os.kill(os.getppid(), signal.SIGSTOP)
+    threading.Timer(0.3, die, [None]).start()
+    return bytes(LARGE_BYTES)
+
+
+def wait_for_ever(_):
+    time.sleep(3600)
+
+
+def fail(_):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def list_children():
+    return Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+
+
+def main(name):
+    if name == "wait_for_ever":
+        threading.Timer(1, os.kill, [os.getpid(), signal.SIGINT]).start()
+    large = [bytes(LARGE_BYTES)] * 8
+    tasks = [b"answers", b"wakes"] if name == "die_while_answering" else large
+    with suppress(KeyboardInterrupt):
+        try:
+            list(Workers(2).map(globals()[name], tasks))
+        except (RolloutError, OSError) as error:
+            sys.stdout.write(f"{error}\n")
+    assert len(list_children()) == 1  # multiprocessing's resource tracker
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

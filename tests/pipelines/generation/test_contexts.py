@@ -1,0 +1,262 @@
+"""Agents that manage their context: what they sampled is what is written and trained, no more."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import rollout_io
+from pipelines.generation.agents import Client
+from pipelines.generation.engines.base import Sampled
+from pipelines.generation.gym_generator import GymGenerator
+from pipelines.generation.tasks import Task
+from pipelines.merging.merge import merge_table
+from pipelines.statistics.metrics import rollout_metrics
+from rollout_io import TrajectoryID
+from rollout_io.cli.main import run as command
+from rollout_io.formats.skyrl_generator_output import from_generator_output
+from rollout_io.retokenize.tokenizer import ChatTokenizer
+from schemas.checker import validate
+from tests.helpers import independent_update as independent
+from tests.helpers import rl_helpers
+from tests.helpers.generation_helpers import ASK, SpyEngine, config_of, generate_with, write_tasks
+from tests.helpers.trainer_helpers import step
+from trainer import rl
+
+
+def going_on(client: Client, said: Sampled, text: str) -> list[int]:
+    """The tokens so far, and another message of the user's."""
+    turn = f"<|im_end|>\n<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+    (ids,) = client.tokenizer.encode([turn], ["test"])
+    return said.prompt_token_ids + said.response_ids + ids
+
+
+def earned(answer: Sampled) -> float:
+    return float(sum(answer.response_ids) % 97)
+
+
+async def summarising(client: Client, task: Task) -> float:
+    """Sums its context up and begins a new one with that."""
+    first = await client.chat(task.prompt)
+    second = await client.sample(going_on(client, first, "More."))
+    summary = await client.sample(going_on(client, second, "Sum up."))
+    so_far = {"role": "user", "content": f"So far: {summary.text}"}
+    return earned(await client.chat([*task.prompt, so_far]))
+
+
+async def dropping(client: Client, task: Task) -> float:
+    """Forgets what a tool put out once it has answered it."""
+    first = await client.chat(task.prompt)
+    second = await client.sample(going_on(client, first, "1 2 3 4 5 6 7 8"))
+    (kept,) = client.tokenizer.encode(["<|im_end|>\n<|im_start|>assistant\n"], ["test"])
+    whole = first.prompt_token_ids + first.response_ids + kept + second.response_ids
+    return earned(await client.sample(whole))
+
+
+async def editing(client: Client, task: Task) -> float:
+    """Puts other words into its own mouth, and goes on from these."""
+    await client.chat(task.prompt)
+    edited = {"role": "assistant", "content": "Something else."}
+    second = await client.chat([*task.prompt, edited, {"role": "user", "content": "More."}])
+    return earned(await client.sample(going_on(client, second, "And?")))
+
+
+async def delegating(client: Client, task: Task) -> float:
+    """Has another agent do something of its own, and goes on where it was."""
+    first = await client.chat(task.prompt, agent="main")
+    helped = await client.chat([{"role": "user", "content": "Help."}], agent="helper")
+    await client.sample(going_on(client, helped, "More."), agent="helper")
+    return earned(await client.sample(going_on(client, first, "And?"), agent="main"))
+
+
+AGENTS = {
+    "summarising": [[0, 1, 2], [3]],
+    "dropping": [[0, 1], [2]],
+    "editing": [[0], [1, 2]],
+    "delegating": [[1, 2], [0, 3]],
+}
+"""Steps of each agent that continue each other, by their last one."""
+each_agent = pytest.mark.parametrize(("agent", "lineages"), AGENTS.items(), ids=list(AGENTS))
+
+
+def sampled(engine: SpyEngine) -> dict[str, list[tuple[list[int], Sampled]]]:
+    """What the engine was sent and what it sampled, by session."""
+    found: dict[str, list[tuple[list[int], Sampled]]] = {}
+    for session, prompt, _, answer in engine.calls:
+        found.setdefault(session, []).append((prompt, answer))
+    return found
+
+
+def merged_by_hand(
+    calls: Sequence[tuple[list[int], Sampled]], lineage: Sequence[int]
+) -> tuple[list[int], list[int], list[bool]]:
+    """Prompt, response and loss mask of a lineage."""
+    prompt, whole, mask = calls[lineage[0]][0], list(calls[lineage[0]][0]), list[bool]()
+    for index in lineage:
+        sent, answer = calls[index]
+        assert sent[: len(whole)] == whole
+        mask += [False] * (len(sent) - len(whole)) + [True] * len(answer.response_ids)
+        whole = sent + answer.response_ids
+    return prompt, whole[len(prompt) :], mask
+
+
+def check_merged(table: Any, engine: SpyEngine, lineages: list[list[int]]) -> None:
+    """Merged where a prompt continues what was sampled; separate rows where not."""
+    calls, rows = sampled(engine), pl.from_arrow(merge_table(table)).rows(named=True)
+    expected = [(t, merged_by_hand(c, lineage)) for t, c in calls.items() for lineage in lineages]
+    got = [
+        (r["trajectory_id"], (r["prompt_token_ids"], r["response_ids"], r["loss_mask"]))
+        for r in rows
+    ]
+    assert sorted(got) == sorted(expected)
+    ends = [i + 1 == len(lineages) for _ in calls for i in range(len(lineages))]
+    assert [r["is_last_step"] for r in rows] == ends
+
+
+@each_agent
+def test_the_generator_interface_gives_each_call_of_an_agent_as_a_step(
+    engine: SpyEngine, tokenizer: ChatTokenizer, agent: str, lineages: list[list[int]]
+) -> None:
+    ids = [TrajectoryID(f"u{i // 2}", i % 2) for i in range(4)]
+    config = config_of(agent=f"{__name__}:{agent}", max_response_tokens=6)
+
+    async def made() -> dict[str, Any]:
+        async with engine:
+            generator = GymGenerator(engine, tokenizer, config)
+            return await generator.generate({"prompts": [ASK] * 4, "trajectory_ids": ids})
+
+    output = asyncio.run(made())
+    calls = sampled(engine)
+    assert sorted(calls) == ["u0_0", "u0_1", "u1_0", "u1_1"]
+    rows = [pair for name in sorted(calls) for pair in calls[name]]
+    assert output["prompt_token_ids"] == [prompt for prompt, _ in rows]
+    assert output["response_ids"] == [answer.response_ids for _, answer in rows]
+    assert output["loss_masks"] == [[1] * len(answer.response_ids) for _, answer in rows]
+    logprobs = [answer.rollout_logprobs for _, answer in rows]
+    assert output["rollout_logprobs"] == [pytest.approx(found) for found in logprobs]
+    num_calls = sum(map(len, lineages))
+    ends = [i + 1 == num_calls for _ in calls for i in range(num_calls)]
+    assert output["is_last_step"] == ends
+    for end, rewards, (_, answer) in zip(ends, output["rewards"], rows, strict=True):
+        assert rewards == [0.0] * (len(rewards) - 1) + [earned(answer) * end]
+    assert output["trajectory_ids"] == [i for i in ids for _ in range(num_calls)]
+    table = from_generator_output(output)
+    expected = rollout_metrics(table, per="step")
+    for name in ("avg_num_tokens", "avg_assistant_tokens"):
+        assert output["rollout_metrics"][f"generate/{name}"] == expected[f"generate/{name}"]
+    check_merged(table, engine, lineages)
+
+
+@each_agent
+def test_a_dataset_of_an_agent_holds_its_exact_calls(
+    tmp_path: Path,
+    engine: SpyEngine,
+    tokenizer: ChatTokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+    agent: str,
+    lineages: list[list[int]],
+) -> None:
+    monkeypatch.setattr("pipelines.generation.run.load_tokenizer", lambda *_: tokenizer)
+    name, out = f"{__name__}:{agent}", str(tmp_path / "ds")
+    tasks = write_tasks(tmp_path / "tasks.jsonl")
+    config = config_of(tasks=tasks, out=out, agent=name, max_response_tokens=6, group_size=2)
+    result = generate_with(engine, config)
+    assert (result.num_trajectories, result.num_failed) == (4, 0)
+    assert command(["validate", out]) == 0
+    table = rollout_io.read(out)
+    validate(table)
+    calls = sampled(engine)
+    for row in table.to_pylist():
+        prompt, answer = calls[row["trajectory_id"]][row["step_index"]]
+        assert (row["prompt_token_ids"], row["response_ids"]) == (prompt, answer.response_ids)
+        assert row["token_source"] == "engine"
+        assert row["reward"] == (earned(answer) if row["is_last_step"] else 0.0)
+    check_merged(table, engine, lineages)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory, tokenizer: ChatTokenizer) -> str:
+    """A tiny model with SmolLM2's tokenizer."""
+    return rl_helpers.save_model(tmp_path_factory.mktemp("model"), tokenizer)
+
+
+def steps_of(engine: SpyEngine) -> list[dict[str, Any]]:
+    """Rows for the independent run, of the engine's calls alone."""
+    rows = []
+    for session, calls in sampled(engine).items():
+        instance, _, repetition = session.rpartition("_")
+        for index, (prompt, answer) in enumerate(calls):
+            is_last = index + 1 == len(calls)
+            values = {
+                "loss_mask": [True] * len(answer.response_ids),
+                "rollout_logprobs": answer.rollout_logprobs,
+                "temperature": 1.0,
+                "reward": earned(answer) * is_last,
+                "rewards": None,
+                "is_last_step": is_last,
+            }
+            rows.append(
+                step(instance, int(repetition), index, prompt, answer.response_ids, **values)
+            )
+    return rows
+
+
+QUICK = {"summarising": "tree", "dropping": "merge", "editing": "step", "delegating": "merge"}
+
+
+@pytest.mark.parametrize(
+    ("agent", "layout"),
+    [
+        pytest.param(agent, layout, marks=[] if layout == quick else pytest.mark.nightly)
+        for agent, quick in QUICK.items()
+        for layout in ("step", "merge", "tree")
+    ],
+)
+def test_the_loop_trains_what_an_agent_sampled_and_nothing_else(
+    tmp_path: Path,
+    saved: str,
+    tokenizer: ChatTokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+    agent: str,
+    layout: str,
+) -> None:
+    for module in ("trainer.rl.loop", "trainer.engine.embedded", "trainer.run.same_tokenizer"):
+        monkeypatch.setattr(f"{module}.load_tokenizer", lambda *_, **__: tokenizer)
+    training = {"sequence_layout": layout, "groups_per_batch": 1}
+    generate = {"agent": f"{__name__}:{agent}", "environment": None}
+    settings = {"generate": generate, "train": training, "num_iterations": 1}
+    config = rl_helpers.config_of(tmp_path, saved, **settings)
+    engines: list[SpyEngine] = []
+
+    def opened(sampling: Any) -> SpyEngine:
+        engines.append(SpyEngine.load(sampling.model))
+        return engines[0]
+
+    result = rl.run(config, open_engine=opened)
+    assert result.num_updates == 1
+    (line,) = rl_helpers.lines_of(config.out)
+    num_sampled = sum(len(answer.response_ids) for *_, answer in engines[0].calls)
+    assert line["num_trained_tokens"] == num_sampled
+    lineages = AGENTS[agent]
+    num_rows = len(lineages) if layout == "merge" else sum(map(len, lineages))
+    assert line["num_rows"] == 3 * num_rows
+
+    model = AutoModelForCausalLM.from_pretrained(saved)
+    chosen = {**config.train, "sequence_layout": "merge" if layout == "merge" else "step"}
+    expected, faint = independent.run(steps_of(engines[0]), model, model, chosen)
+    trained = load_file(Path(result.checkpoint) / "model.safetensors")
+    apart = size = torch.zeros(())
+    for name, before in model.named_parameters():
+        if ".layers." in name:  # of 49,152 tokens nearly all have gradients of rounding's size
+            known = ~faint[name]
+            apart = apart + (trained[name].double() - expected[name])[known].pow(2).sum()
+            size = size + (expected[name] - before.detach().double())[known].pow(2).sum()
+    assert float(apart / size) ** 0.5 < 1e-3

@@ -1,0 +1,426 @@
+import asyncio
+import base64
+import io
+
+import numpy as np
+import pytest
+
+from pipelines.generation import Sampling
+from pipelines.generation.engines.http_pool import Limits
+from pipelines.generation.engines.vllm import VllmEngine
+from schemas.errors import RolloutError
+from tests.helpers.http_server import CUT, HANG, RESET, Server, completion, serving
+
+FAST = Limits(backoff_s=0.01, max_backoff_s=0.04, max_attempts=6, timeout_s=5)
+SAMPLING = Sampling(max_tokens=3)
+
+
+def status(code, message="no", **headers):
+    return lambda _: (code, ({"error": {"message": message}}, headers))
+
+
+def changed(**fields):
+    return lambda body: completion(body, **fields)
+
+
+def ask(servers, prompts=([1, 2],), limits=FAST, sessions=None, sampling=SAMPLING):
+    """Sample all prompts at once from the servers."""
+    servers = servers if isinstance(servers, list) else [servers]
+    sessions = sessions or [None] * len(prompts)
+
+    async def run():
+        urls = [server.url for server in servers]
+        async with VllmEngine(urls, model="m", limits=limits, logprobs_mode="raw") as engine:
+            pairs = zip(prompts, sessions, strict=True)
+            return await asyncio.gather(*(engine.sample(p, sampling, session=s) for p, s in pairs))
+
+    return asyncio.run(run())
+
+
+def test_the_request_says_everything_and_the_answer_comes_back_as_it_is():
+    sampling = Sampling(temperature=0.7, top_p=0.9, top_k=5, min_p=0.1, stop=("x",), seed=3)
+    with serving(Server()) as server:
+        (sampled,) = ask(server, [[4, 5]], sampling=sampling, sessions=["a/0"])
+    ((path, body, headers),) = server.requests
+    assert path == "/v1/completions"
+    assert headers["x-session-id"] == "a/0"
+    assert body == {
+        "model": "m",
+        "prompt": [4, 5],
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": 5,
+        "min_p": 0.1,
+        "repetition_penalty": 1.0,
+        "max_tokens": 1024,
+        "stop": ["x"],
+        "include_stop_str_in_output": True,
+        "seed": 3,
+        "logprobs": 0,
+        "return_token_ids": True,
+        "cache_salt": "policy_version=0",
+    }
+    assert (sampled.prompt_token_ids, sampled.response_ids) == ([4, 5], [10, 11, 12])
+    assert sampled.rollout_logprobs == [-0.5] * 3
+    assert (sampled.text, sampled.stop_reason, sampled.policy_version) == ("abc", "length", 0)
+
+
+@pytest.mark.parametrize("arguments", [None, {"enable_thinking": False}])
+def test_arguments_of_the_chat_template_are_fields_of_a_chats_request(arguments):
+    messages = [{"role": "user", "content": "Hi."}]
+    said = {"role": "assistant", "content": "abc"}
+    content = [{"token": letter, "logprob": -0.5} for letter in "abc"]
+
+    def answer(body):
+        code, made = completion(body, message=said, logprobs={"content": content})
+        return code, made | {"prompt_token_ids": [1, 2]}
+
+    async def run(url):
+        async with VllmEngine(url, model="m", limits=FAST, logprobs_mode="raw") as engine:
+            return await engine.chat(messages, SAMPLING, chat_template_kwargs=arguments)
+
+    with serving(Server(answer=answer)) as server:
+        assert asyncio.run(run(server.url)).message == said
+    ((path, body, _),) = server.requests
+    assert path == "/v1/chat/completions"
+    assert body.get("chat_template_kwargs") == arguments
+
+
+@pytest.mark.parametrize(
+    "trouble", [RESET, CUT, status(500), status(503), status(429), status(408)]
+)
+def test_what_may_pass_is_asked_again_and_answered_once(trouble):
+    with serving(Server([trouble] * 3)) as server:
+        (sampled,) = ask(server)
+    assert sampled.response_ids == [10, 11, 12]
+    assert len(server.requests) == 4
+    assert len({str(body) for _, body, _ in server.requests}) == 1
+
+
+def test_of_many_calls_to_a_server_in_trouble_none_is_lost_or_asked_too_often():
+    troubles = [RESET, status(500), CUT, status(429), RESET] * 4
+    prompts = [[i + 1] for i in range(30)]
+    limits = Limits(backoff_s=0.01, max_backoff_s=0.04, max_attempts=25, max_concurrent=7)
+    with serving(Server(troubles, delay_s=0.03)) as server:
+        sampled = ask(server, prompts, limits)
+    assert [s.prompt_token_ids for s in sampled] == prompts
+    assert len(server.requests) == 30 + 20
+    assert 1 < server.most_at_once <= 7
+
+
+@pytest.mark.parametrize("ids", [[], [10]])
+def test_a_response_that_the_engine_aborted_is_not_taken_for_a_whole_one(ids):
+    logprobs = {"token_logprobs": [-0.5] * len(ids)}
+    aborted = changed(finish_reason="abort", token_ids=ids, logprobs=logprobs)
+    with serving(Server([aborted] * 2)) as server:
+        (sampled,) = ask(server)
+    assert (sampled.response_ids, sampled.stop_reason) == ([10, 11, 12], "length")
+    assert len(server.requests) == 3
+    with serving(Server([aborted] * 99)) as server, pytest.raises(RolloutError) as error:
+        ask(server)
+    assert error.value.rule == "engine_down"
+    assert len(server.requests) == 6
+
+
+def test_a_slow_answer_is_given_up_and_asked_again():
+    limits = Limits(backoff_s=0.01, timeout_s=1.5)
+    with serving(Server([HANG])) as server:
+        (sampled,) = ask(server, limits=limits)
+    assert sampled.response_ids == [10, 11, 12]
+    assert (len(server.requests), server.num_left) == (2, 1)
+
+
+def test_an_engine_that_stays_away_is_an_error_after_bounded_attempts():
+    script = [status(500, "engine dead")] * 99
+    with serving(Server(script)) as server, pytest.raises(RolloutError, match="dead") as error:
+        ask(server)
+    assert error.value.rule == "engine_down"
+    assert len(server.requests) == 6
+    with pytest.raises(RolloutError, match="ClientConnectorError") as error:
+        ask(server)
+    assert error.value.rule == "engine_down"
+
+
+def test_a_prompt_of_megabytes_is_sent_whole_again_after_an_error():
+    prompt = list(range(100_000, 300_000))
+    with serving(Server([status(503)])) as server:
+        (sampled,) = ask(server, [prompt])
+    assert [body["prompt"] for _, body, _ in server.requests] == [prompt] * 2
+    assert sampled.prompt_token_ids == prompt
+
+
+def test_waits_double_up_to_their_bound_and_heed_the_server():
+    limits = Limits(backoff_s=1, max_backoff_s=10)
+    for attempt, usual_s in enumerate([1, 2, 4, 8, 10, 10, 10], 1):
+        for _ in range(50):
+            assert 0.5 * usual_s <= limits.wait_s(attempt) <= 1.5 * usual_s
+    assert limits.wait_s(1, asked_s=5) >= 2.5
+    assert limits.wait_s(1, asked_s=1e9) <= 15
+    assert limits.wait_s(10**6) <= 15
+
+
+def test_the_server_says_how_long_to_wait():
+    asks = status(429, **{"Retry-After": "0.4"})
+    with serving(Server([asks])) as server:
+        ask(server, limits=Limits(backoff_s=0.001, max_backoff_s=1))
+    assert server.times_s[1] - server.times_s[0] >= 0.2
+
+
+@pytest.mark.parametrize("code", [400, 401, 404, 422])
+def test_a_request_at_fault_is_not_asked_again(code):
+    with (
+        serving(Server([status(code, "bad field")])) as server,
+        pytest.raises(RolloutError, match=f"status {code}: bad field") as error,
+    ):
+        ask(server)
+    assert error.value.rule == "engine_refused"
+    assert len(server.requests) == 1
+
+
+def test_a_prompt_beyond_the_context_has_a_rule_of_its_own():
+    message = "This model's maximum context length is 2048 tokens. However, your prompt"
+    with (
+        serving(Server([status(400, message)])) as server,
+        pytest.raises(RolloutError, match="2048") as error,
+    ):
+        ask(server)
+    assert error.value.rule == "context_length"
+
+
+def two_choices(body):
+    (choice,) = completion(body)[1]["choices"]
+    return [choice, choice | {"index": 1}]
+
+
+def counted(body, **usage):
+    return completion(body)[1] | {"usage": usage}
+
+
+@pytest.mark.parametrize(
+    ("answer", "got"),
+    [
+        (changed(token_ids=None), "without the token ids of its response"),
+        (changed(prompt_token_ids=None), "without the token ids of its prompt"),
+        (changed(prompt_token_ids=[9, 9]), "not the 2 that were sent"),
+        (changed(token_ids=[]), "0 tokens"),
+        (changed(token_ids=[10, 11]), "3 log-probabilities for 2 response tokens"),
+        (changed(token_ids=[10, 11, -4]), "id -4"),
+        (changed(token_ids=[10, 11, "x"]), "`str`"),
+        (changed(logprobs=None), "no log-probabilities"),
+        (changed(logprobs={"token_logprobs": [-0.5, -0.5, -9999.0]}), "-9999"),
+        (changed(logprobs={"token_logprobs": [-0.5, -0.5, 0.5]}), "logprob 0.5"),
+        (changed(finish_reason=None), "no finish_reason"),
+        (changed(routed_experts="AAAA"), "no such array"),
+        (lambda _: (200, {"choices": []}), "without choices"),
+        (lambda body: (200, {"choices": two_choices(body)}), "2 choices"),
+        (lambda body: (200, counted(body, completion_tokens=4)), "4 response tokens"),
+        (lambda body: (200, counted(body, prompt_tokens=1)), "1 prompt tokens"),
+        (lambda _: (200, ["no object"]), "`array`"),
+    ],
+)
+def test_an_answer_that_lacks_something_is_refused_with_what_it_lacks(answer, got):
+    with serving(Server([answer])) as server, pytest.raises(RolloutError, match=got) as error:
+        ask(server)
+    assert error.value.rule == "engine_answer"
+    assert len(server.requests) == 1
+
+
+def test_missing_ids_are_hinted_at():
+    with serving(Server([changed(token_ids=None)])) as server, pytest.raises(RolloutError) as error:
+        ask(server)
+    assert "return_token_ids" in error.value.hint
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int32])
+def test_routed_experts_come_as_vllm_packs_them(dtype):
+    routes, file = np.arange(4 * 2 * 3).reshape(4, 2, 3).astype(dtype), io.BytesIO()
+    np.save(file, routes)
+    packed = base64.b64encode(file.getvalue()).decode()
+    with serving(Server([changed(routed_experts=packed)])) as server:
+        (sampled,) = ask(server)
+    assert sampled.rollout_expert_indices.dtype == np.int16
+    np.testing.assert_array_equal(sampled.rollout_expert_indices, routes)
+
+
+def test_a_cancelled_call_hangs_up_and_frees_its_slot():
+    async def run(url):
+        limits = Limits(max_concurrent=1)
+        async with VllmEngine(url, model="m", limits=limits, logprobs_mode="raw") as engine:
+            call = asyncio.create_task(engine.sample([1], SAMPLING))
+            while not server.requests:
+                await asyncio.sleep(0.01)
+            call.cancel()
+            await asyncio.gather(call, return_exceptions=True)
+            return (await engine.sample([2], SAMPLING)).prompt_token_ids
+
+    with serving(Server([HANG])) as server:
+        assert asyncio.run(run(server.url)) == [2]
+    assert server.num_left == 1
+
+
+def test_no_more_calls_begin_in_a_second_than_the_rate_says():
+    with serving(Server()) as server:
+        ask(server, [[1]] * 9, Limits(requests_per_s=20))
+    assert server.times_s[-1] - server.times_s[0] >= 8 / 20 - 0.05
+
+
+def test_a_session_stays_on_its_server_and_others_spread():
+    sessions = [f"task-{i // 4}/{i % 4}" for i in range(40)]
+    with serving(Server()) as one, serving(Server()) as two, serving(Server()) as three:
+        servers = [one, two, three]
+        ask(servers, [[1]] * 120, sessions=sessions * 3)
+        seen = [{h["x-session-id"] for _, _, h in server.requests} for server in servers]
+    assert sum(map(len, seen)) == 40
+    assert min(map(len, seen)) >= 5
+
+
+def test_a_server_that_dies_hands_its_sessions_to_the_others():
+    sessions = [str(i) for i in range(20)]
+    with serving(Server()) as one:
+        with serving(Server()) as two:
+            pass
+        sampled = ask([one, two], [[i + 1] for i in range(20)], sessions=sessions)
+    assert [s.prompt_token_ids for s in sampled] == [[i + 1] for i in range(20)]
+
+
+def model_list(_):
+    return 200, {"data": [{"id": "served"}]}
+
+
+def answers(mode):
+    """Like a model whose likeliest token has log-probability -1 at temperature 1."""
+
+    def answer(body):
+        sharp = mode == "processed" and body["temperature"] < 1
+        top = [{"a": -0.2 if sharp else -1.0}]
+        return completion(body, logprobs={"token_logprobs": [-1.0] * 3, "top_logprobs": top})
+
+    return answer
+
+
+@pytest.mark.parametrize("mode", ["raw", "processed"])
+def test_the_engine_finds_out_what_its_log_probabilities_are_of(mode):
+    async def run(url):
+        async with VllmEngine(url, policy_version=7) as engine:
+            return engine.logprobs_mode, (await engine.sample([1], SAMPLING)).policy_version
+
+    with serving(Server([model_list], answer=answers(mode))) as server:
+        assert asyncio.run(run(server.url)) == (mode, 7)
+    assert server.requests[-1][1]["model"] == "served"
+
+
+@pytest.fixture
+def weights(tmp_path):
+    (tmp_path / "model.safetensors").touch()
+    return str(tmp_path)
+
+
+def test_new_weights_go_to_every_server_and_older_keys_are_not_found_again(weights):
+    async def run(urls):
+        async with VllmEngine(urls, model="m", logprobs_mode="raw") as engine:
+            await engine.load_weights(weights, policy_version=3)
+            return await engine.sample([1], SAMPLING)
+
+    with serving(Server()) as one, serving(Server()) as two:
+        sampled = asyncio.run(run([one.url, two.url]))
+    assert sampled.policy_version == 3
+    reload = {"method": "reload_weights", "kwargs": {"weights_path": weights}}
+    for server in (one, two):
+        assert [r[:2] for r in server.requests[:2]] == [
+            ("/collective_rpc", reload),
+            ("/reset_prefix_cache", {}),
+        ]
+    assert (one.requests + two.requests[2:])[-1][1]["cache_salt"] == "policy_version=3"
+
+
+def test_a_call_that_is_repeated_is_named_after_the_weights_that_answered():
+    async def run(url):
+        async with VllmEngine(url, model="m", limits=FAST, logprobs_mode="raw") as engine:
+
+            def fails_while_weights_change(_):
+                engine.policy_version += 1
+                return 500, {}
+
+            server.script += [fails_while_weights_change] * 2
+            return await engine.sample([1], SAMPLING)
+
+    with serving(Server()) as server:
+        assert asyncio.run(run(server.url)).policy_version == 2
+    salts = [body["cache_salt"] for _, body, _ in server.requests]
+    assert salts == ["policy_version=0", "policy_version=1", "policy_version=2"]
+
+
+def test_weights_that_the_server_cannot_load_are_refused_soon(weights):
+    async def run(url):
+        async with VllmEngine(url, model="m", limits=FAST, logprobs_mode="raw") as engine:
+            await engine.load_weights(weights, policy_version=3)
+
+    script = [status(500, "Worker failed")] * 9
+    with serving(Server(script)) as server, pytest.raises(RolloutError, match="Worker") as error:
+        asyncio.run(run(server.url))
+    assert error.value.rule == "engine_refused"
+    assert len(server.requests) == 3
+
+
+def test_what_is_no_model_directory_never_reaches_a_server(tmp_path):
+    async def run(url):
+        async with VllmEngine(url, model="m", logprobs_mode="raw") as engine:
+            await engine.load_weights(str(tmp_path), policy_version=3)
+
+    with serving(Server()) as server, pytest.raises(RolloutError) as error:
+        asyncio.run(run(server.url))
+    assert error.value.rule == "model_directory"
+    assert server.requests == []
+
+
+def test_a_server_without_reload_is_named_with_its_variable(weights):
+    async def run(url):
+        async with VllmEngine(url, model="m", logprobs_mode="raw") as engine:
+            await engine.load_weights(weights, policy_version=3)
+
+    with (
+        serving(Server([status(404, "Not Found")])) as server,
+        pytest.raises(RolloutError) as error,
+    ):
+        asyncio.run(run(server.url))
+    assert "VLLM_SERVER_DEV_MODE=1" in error.value.hint
+
+
+def test_a_further_field_cannot_change_what_is_set():
+    with serving(Server()) as server:
+        with pytest.raises(RolloutError, match="logprobs"):
+            ask(server, sampling=Sampling(extra={"logprobs": 5}))
+        ask(server, sampling=Sampling(extra={"min_tokens": 2}))
+    assert [body["min_tokens"] for _, body, _ in server.requests] == [2]
+
+
+def test_a_server_that_was_lost_gets_the_weights_again_before_it_is_asked(tmp_path):
+    (tmp_path / "model.safetensors").touch()
+    broken = [completion, completion, RESET, RESET, status(503)]
+
+    async def run(server):
+        async with VllmEngine(server.url, model="m", limits=FAST, logprobs_mode="raw") as engine:
+            await engine.load_weights(str(tmp_path), policy_version=3)
+            await asyncio.gather(*(engine.sample([1], SAMPLING) for _ in range(2)))
+
+    with serving(Server(broken)) as server:
+        asyncio.run(run(server))
+    paths = [path for path, _, _ in server.requests]
+    load = ["/collective_rpc", "/reset_prefix_cache"]
+    ask_it = ["/v1/completions"] * 2
+    assert paths == [*load, *ask_it, "/collective_rpc", *load, *ask_it]
+    assert server.requests[4][1] == server.requests[0][1]
+
+
+@pytest.mark.parametrize(("lengths", "expected"), [((512, 256), 256), ((None, None), None)])
+def test_the_context_is_that_of_the_smallest_server(lengths, expected):
+    def listing(length):
+        return lambda _: (200, {"data": [{"id": "m", "max_model_len": length}]})
+
+    async def run(urls):
+        async with VllmEngine(urls, limits=FAST, logprobs_mode="raw") as engine:
+            return engine.context_tokens
+
+    first, second = (Server(answer=listing(length)) for length in lengths)
+    with serving(first), serving(second):
+        assert asyncio.run(run([first.url, second.url])) == expected

@@ -1,0 +1,453 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import rollout_io
+from rollout_io.cli.main import run
+from rollout_io.cli.trajectory_text import legend, render, view_trajectory
+from tests.conftest import EXAMPLES
+
+SHOP = EXAMPLES / "shop.calls.jsonl"
+SHOP_REWARDS = EXAMPLES / "shop.rewards.jsonl"
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> str:
+    out = str(tmp_path_factory.mktemp("shop") / "ds")
+    assert run(["convert", str(SHOP), "--rewards", str(SHOP_REWARDS), "--out", out]) == 0
+    return out
+
+
+def shop_lines() -> list[dict[str, Any]]:
+    with SHOP.open(encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
+
+
+def write_lines(path: Path, records: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
+    return str(path)
+
+
+def in_subprocess(*args: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "rollout_io", *args]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_help_loads_no_heavy_library() -> None:
+    code = (
+        "import sys; from rollout_io.cli.main import run; run(['--help']);"
+        "print([m for m in ('torch', 'polars', 'pyarrow', 'numpy', 'transformers') "
+        "if m in sys.modules])"
+    )
+    command = [sys.executable, "-c", code]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert found.stdout.endswith("[]\n")
+
+
+def test_help_of_a_verb_ends_with_an_example(capsys: Capture) -> None:
+    for verb in ("convert", "validate", "stats", "filter", "merge", "unmerge", "drift", "export"):
+        assert run([verb, "--help"]) == 0
+        assert f"  rollouts {verb} " in capsys.readouterr().out
+
+
+def test_convert_says_what_it_read_and_what_comes_next(tmp_path: Path, capsys: Capture) -> None:
+    out = str(tmp_path / "ds")
+    assert run(["convert", str(SHOP), "--rewards", str(SHOP_REWARDS), "--out", out]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "205 calls" in printed.err
+    assert "205 rows, 48 trajectories, 12 groups, mean reward 0.25" in printed.err
+    assert f"next: rollouts validate {out}" in printed.err
+
+
+def test_convert_counts_calls_failures_and_unknown_rewards(tmp_path: Path, capsys: Capture) -> None:
+    calls = [c for c in shop_lines() if c["session"].startswith("shop-1/")]
+    calls.append(json.loads(json.dumps(calls[0])) | {"session": "shop-1/9"})
+    choices = calls[-1]["response"]["choices"]
+    calls[-1]["response"] |= {"choices": [*choices, choices[0] | {"index": 1}], "usage": None}
+    logs = write_lines(tmp_path / "calls.jsonl", calls)
+    records = [{"session": f"shop-1/{r}", "reward": 0.5} for r in range(4)]
+    records.append({"session": "shop-1/8", "error": "no sandbox"})
+    rewards = write_lines(tmp_path / "rewards.jsonl", records)
+    args = ["convert", logs, "--rewards", rewards, "--out", str(tmp_path / "ds"), "--json"]
+    assert run(args) == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "format": "calls",
+        "num_records": len(calls),
+        "num_written": len(calls),
+        "num_rejected": 0,
+        "num_duplicates": 0,
+        "num_retokenized": 0,
+        "num_restarted": 0,
+        "was_done": False,
+        "num_resumed_chunks": 0,
+        "num_calls": len(calls),
+        "num_rows": len(calls) + 2,
+        "num_trajectories": 6,
+        "num_groups": 1,
+        "reward_mean": 0.5,
+        "num_without_reward": 1,
+        "num_failed": 1,
+        "num_without_logprobs": 0,
+    }
+
+
+def test_convert_notes_in_the_files_how_they_were_made(tmp_path: Path) -> None:
+    out = str(tmp_path / "ds")
+    flags = ["--layout", "full", "--logprobs-mode", "raw", "--tokenizer", "SmolLM2"]
+    assert run(["convert", str(SHOP), "--out", out, *flags]) == 0
+    metadata = rollout_io.read_metadata(out)
+    assert (metadata.tokenizer, metadata.logprobs_mode) == ("SmolLM2", "raw")
+    assert metadata.made_by[-1]["verb"] == "convert"
+    assert metadata.made_by[-1]["inputs"] == [str(SHOP)]
+    (shard,) = Path(out).glob("*.parquet")
+    assert "prompt_token_ids" in pq.read_schema(shard).names
+
+
+def cut_line(folder: Path) -> list[str]:
+    file = folder / "cut.jsonl"
+    file.write_bytes(SHOP.read_bytes()[:10_000])
+    return [str(file)]
+
+
+def missing_rewards(folder: Path) -> list[str]:
+    return [str(SHOP), "--rewards", str(folder / "nowhere.jsonl")]
+
+
+def two_last_steps(folder: Path) -> list[str]:
+    calls = shop_lines()
+    session = calls[5]["session"]
+    for call in calls:
+        call["final"] = call.get("final", False) or call["session"] == session
+    return [write_lines(folder / "calls.jsonl", calls)]
+
+
+def empty_prompt(folder: Path) -> list[str]:
+    calls = shop_lines()
+    calls[7]["response"]["prompt_token_ids"] = []
+    return [write_lines(folder / "calls.jsonl", calls)]
+
+
+def no_token_ids(folder: Path) -> list[str]:
+    calls = shop_lines()
+    for call in calls:
+        del call["response"]["prompt_token_ids"]
+    return [write_lines(folder / "calls.jsonl", calls)]
+
+
+def unknown_format(folder: Path) -> list[str]:
+    del folder
+    return [str(SHOP), "--format", "cals"]
+
+
+@pytest.mark.parametrize(
+    ("make", "rule", "says", "hints"),
+    [
+        (cut_line, "json_line", "{folder}/cut.jsonl:2: found a line cut off", "repair"),
+        (missing_rewards, "input_file", "{folder}/nowhere.jsonl: found no such file", "ls"),
+        (two_last_steps, "boundary_alignment", "{folder}/calls.jsonl:", "instance/0"),
+        (empty_prompt, "nonempty_prompt", "{folder}/calls.jsonl:8: found a prompt of 0", "source"),
+        (no_token_ids, "no_token_ids", "{folder}/calls.jsonl:1: ", '"return_token_ids": true'),
+        (unknown_format, "known_format", "--format: found 'cals'", "did you mean --format calls?"),
+    ],
+)
+def test_bad_input_is_one_message_with_a_hint_and_leaves_nothing(
+    make: Any, rule: str, says: str, hints: str, tmp_path: Path
+) -> None:
+    args, out = make(tmp_path), tmp_path / "ds"
+    found = in_subprocess("convert", *args, "--out", str(out))
+    message, hint = found.stderr.rstrip("\n").split("\n")
+    assert found.returncode == 1
+    assert message.startswith("Error: " + says.format(folder=tmp_path))
+    assert message.endswith(f" [{rule}]")
+    assert hint.startswith("Hint: ")
+    assert hints in hint
+    assert found.stdout == ""
+    assert not out.exists()
+
+
+def test_convert_refuses_to_write_over_a_dataset(dataset: str, capsys: Capture) -> None:
+    before = sorted(Path(dataset).iterdir())
+    assert run(["convert", str(SHOP), "--out", dataset]) == 1
+    assert "out_is_free" in capsys.readouterr().err
+    assert sorted(Path(dataset).iterdir()) == before
+
+
+def test_validate_of_a_good_dataset_exits_0(dataset: str, capsys: Capture) -> None:
+    assert run(["validate", dataset]) == 0
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == ("", f"{dataset}: valid\n")
+
+
+@pytest.fixture
+def broken(dataset: str, tmp_path: Path) -> str:
+    table = rollout_io.read(dataset)
+    rewards = [float("nan")] * 7 + table["reward"].to_pylist()[7:]
+    table = table.drop_columns("reward").append_column("reward", pa.array(rewards, pa.float64()))
+    pq.write_table(table, tmp_path / "broken.parquet")
+    return str(tmp_path / "broken.parquet")
+
+
+def test_validate_groups_breaches_by_rule_and_exits_1(broken: str, capsys: Capture) -> None:
+    assert run(["validate", broken]) == 1
+    printed = capsys.readouterr()
+    assert printed.out.startswith("error: reward_finite (7x): ")
+    assert (
+        "  row 0 (trajectory shop-0_0, step 0): reward is nan; it must be finite or null\n"
+        in printed.out
+    )
+    assert "  ... 2 more (--json lists all)\n" in printed.out
+    assert "  Hint: use null" in printed.out
+    assert printed.err == f"{broken}: 7 errors, 0 warnings\n"
+
+
+def test_validate_lists_every_breach_in_json(broken: str, capsys: Capture) -> None:
+    assert run(["validate", broken, "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["ok"] is False
+    assert [b["row"] for b in report["breaches"]] == list(range(7))
+    assert [(r["rule"], r["num_breaches"]) for r in report["rules"]] == [("reward_finite", 7)]
+
+
+def test_warnings_alone_exit_0(dataset: str, tmp_path: Path, capsys: Capture) -> None:
+    table = rollout_io.read(dataset)
+    none = [[False] * len(mask) for mask in table["loss_mask"].to_pylist()]
+    column = pa.array(none, pa.list_(pa.bool_()))
+    masked = table.drop_columns("loss_mask").append_column("loss_mask", column)
+    pq.write_table(masked, tmp_path / "masked.parquet")
+    assert run(["validate", str(tmp_path / "masked.parquet")]) == 0
+    assert "warning: mask_trains_something (1x)" in capsys.readouterr().out
+
+
+def test_inspect_shows_whole_trajectories_that_match(dataset: str, capsys: Capture) -> None:
+    assert run(["inspect", dataset, "--where", "reward > 0", "--limit", "2", "--json"]) == 0
+    views = json.loads(capsys.readouterr().out)
+    assert [v["trajectory_id"] for v in views] == ["shop-0_1", "shop-0_3"]
+    assert [v["reward"] for v in views] == [1.0, 1.0]
+    assert [s["step_index"] for s in views[0]["steps"]] == [0, 1, 2, 3]
+
+
+def test_inspect_counts_the_prompt_tokens_each_step_shares_with_the_one_before(
+    dataset: str, capsys: Capture
+) -> None:
+    assert run(["inspect", dataset, "--trajectory", "shop-0_1", "--json"]) == 0
+    steps = json.loads(capsys.readouterr().out)[0]["steps"]
+    assert [(s["num_shared_tokens"], s["num_new_tokens"]) for s in steps] == [
+        (0, 53),
+        (117, 23),
+        (204, 23),
+        (291, 23),
+    ]
+
+
+def test_inspect_marks_what_trains_where_there_is_no_colour(dataset: str, capsys: Capture) -> None:
+    assert run(["inspect", dataset, "--trajectory", "shop-1_0"]) == 0
+    printed = capsys.readouterr()
+    assert "[+ You're asked to calculate" in printed.out
+    assert "\x1b" not in printed.out
+    assert "[+ trains +]" in printed.err
+    assert "1 of 1 trajectories shown" in printed.err
+
+
+@pytest.mark.parametrize(
+    ("args", "says", "hints"),
+    [
+        (["--where", "rewrd > 0"], "--where 'rewrd > 0': ", "did you mean reward?"),
+        (["--where", "reward >"], "'reward >'", "reward > 0 AND"),
+        (["--where", "agent > 0"], "'agent > 0'", "reward > 0 AND"),
+        (["--trajectory", "shop-0_7"], "--trajectory: ", "did you mean shop-0_"),
+        (["--tokenizer", "/nowhere"], "/nowhere", "model"),
+    ],
+)
+def test_inspect_explains_what_it_cannot_do(
+    args: list[str], says: str, hints: str, dataset: str, capsys: Capture
+) -> None:
+    assert run(["inspect", dataset, *args]) == 1
+    printed = capsys.readouterr()
+    assert printed.err.startswith(f"Error: {says}")
+    assert hints in printed.err
+    assert printed.out == ""
+
+
+def test_where_nothing_failed_no_trajectory_has_an_error(dataset: str, capsys: Capture) -> None:
+    assert run(["inspect", dataset, "--where", "error is not null"]) == 0
+    assert "no trajectory matches: error is not null" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["inspect", "validate", "export"])
+def test_a_path_without_a_dataset_is_a_clean_error(
+    verb: str, tmp_path: Path, capsys: Capture
+) -> None:
+    more = ["--out", str(tmp_path / "x.json")] if verb == "export" else []
+    assert run([verb, str(tmp_path / "nowhere"), *more]) == 1
+    assert "[dataset_exists]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["inspect", "export"])
+def test_a_parquet_file_of_another_kind_is_a_clean_error(
+    verb: str, tmp_path: Path, capsys: Capture
+) -> None:
+    other = str(tmp_path / "other.parquet")
+    pq.write_table(pa.table({"a": [1]}), other)
+    more = ["--out", str(tmp_path / "x.json")] if verb == "export" else []
+    assert run([verb, other, *more]) == 1
+    assert f"Hint: rollouts validate {other}" in capsys.readouterr().err
+
+
+def test_export_writes_what_the_library_imports(dataset: str, tmp_path: Path) -> None:
+    out = tmp_path / "shop.json"
+    assert run(["export", dataset, "--format", "skyrl", "--out", str(out)]) == 0
+    table = rollout_io.read_generator_output(out)
+    assert table.num_rows == 205
+    assert table["response_ids"].equals(rollout_io.read(dataset)["response_ids"])
+
+
+def test_an_unknown_verb_names_the_nearest_and_exits_2(capsys: Capture) -> None:
+    assert run(["convrt"]) == 2
+    assert "Did you mean 'convert'?" in capsys.readouterr().err
+
+
+def test_wrong_usage_exits_2(capsys: Capture) -> None:
+    assert run(["convert", str(SHOP)]) == 2
+    assert "Missing option '--out'" in capsys.readouterr().err
+
+
+def test_an_unexpected_error_is_one_line_and_exits_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    from rollout_io.cli.validate import validate
+
+    def fail(**_: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(validate, "callback", fail)
+    assert run(["validate", "x"]) == 2
+    assert capsys.readouterr().err == (
+        "Error: unexpected ZeroDivisionError: a bug\n"
+        "Hint: ROLLOUTS_DEBUG=1 rollouts ... shows the traceback.\n"
+    )
+    monkeypatch.setenv("ROLLOUTS_DEBUG", "1")
+    assert run(["validate", "x"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_an_interrupt_exits_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rollout_io.cli.validate import validate
+
+    def interrupt(**_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(validate, "callback", interrupt)
+    assert run(["validate", "x"]) == 130
+
+
+def test_a_reader_that_leaves_early_is_no_error_message(dataset: str) -> None:
+    command = [sys.executable, "-m", "rollout_io", "inspect", dataset, "--limit", "48"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        said = process.stderr.read()
+    assert "error" not in said
+    assert "Traceback" not in said
+
+
+def row(**fields: Any) -> dict[str, Any]:
+    ids = {"prompt_token_ids": [1, 2], "response_ids": [3, 4, 5], "loss_mask": [True, True, True]}
+    return {"trajectory_id": "a_0", "step_index": 0} | ids | fields
+
+
+def test_a_view_tells_trained_masked_and_observed_tokens_apart() -> None:
+    segments = [
+        {"start": 0, "length": 1, "step_index": 0},
+        {"start": 2, "length": 1, "step_index": 1},
+    ]
+    merged = row(segments=segments, loss_mask=[True, False, False], response_text="all of it")
+    spans = view_trajectory([merged]).steps[0].spans
+    found = [(s.kind, s.num_tokens, s.text) for s in spans]
+    assert found == [("trained", 1, "3"), ("observed", 1, "4"), ("masked", 1, "5")]
+    text = render(view_trajectory([merged]), color=False)
+    assert "[+ 3 +][. 4 .][- 5 -]" in text
+
+
+def test_a_view_decodes_the_new_part_of_the_prompt_and_each_span() -> None:
+    rows = [
+        row(),
+        row(step_index=1, prompt_token_ids=[1, 2, 3, 4, 9], loss_mask=[True, True, False]),
+    ]
+    letters = {i: chr(96 + i) for i in range(1, 10)}
+    view = view_trajectory(rows, lambda ids: "".join(letters[i] for i in ids))
+    assert [step.prompt for step in view.steps] == ["ab", "i"]
+    assert [s.text for s in view.steps[1].spans] == ["cd", "e"]
+
+
+def test_a_merged_row_shows_the_recorded_text_of_each_of_its_steps() -> None:
+    segments = [
+        {"start": 0, "length": 1, "step_index": 0, "response_text": "one"},
+        {"start": 2, "length": 1, "step_index": 1, "response_text": "two"},
+    ]
+    merged = row(segments=segments, loss_mask=[True, False, True])
+    spans = view_trajectory([merged]).steps[0].spans
+    assert [(s.kind, s.text) for s in spans] == [
+        ("trained", "one"),
+        ("observed", "4"),
+        ("trained", "two"),
+    ]
+
+
+def test_a_failed_trajectory_shows_its_error() -> None:
+    empty = row(prompt_token_ids=[], response_ids=[], loss_mask=[], error="no sandbox")
+    assert "a_0  1 step  error: no sandbox" in render(view_trajectory([empty]), color=False)
+
+
+def test_colour_replaces_brackets_on_a_terminal() -> None:
+    text = render(view_trajectory([row(response_text="hello")]), color=True)
+    assert "\x1b[32mhello\x1b[0m" in text
+    assert "[+" not in text
+    assert "\x1b[32mtrains\x1b[0m" in legend(color=True)
+
+
+def test_a_log_cannot_drive_the_terminal() -> None:
+    view = view_trajectory([row(response_text="\x1b[2Jgone\x07", agent="main")])
+    assert "\\x1b[2Jgone\\x07" in render(view, color=False)
+
+
+def test_a_polite_kill_exits_143_and_leaves_nothing(tmp_path: Path) -> None:
+    out = tmp_path / "ds"
+    command = [sys.executable, "-m", "rollout_io", "convert", "-", "--out", str(out)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE)
+    while not out.exists():  # then it waits for its input
+        time.sleep(0.01)
+    process.terminate()
+    assert process.wait() == 143
+    process.communicate()
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("verb", ["stats", "inspect", "filter", "merge", "export"])
+def test_a_column_of_a_wrong_type_is_a_clean_error(
+    verb: str, dataset: str, tmp_path: Path, capsys: Capture
+) -> None:
+    pl.read_parquet(f"{dataset}/*.parquet").with_columns(reward=pl.lit("1")).write_parquet(
+        tmp_path / "odd.parquet"
+    )
+    out = [] if verb in {"stats", "inspect"} else ["--out", str(tmp_path / "new")]
+    assert run([verb, str(tmp_path / "odd.parquet"), *out]) == 1
+    said = capsys.readouterr()
+    assert "column 'reward' of type" in said.err
+    assert said.out == ""
+    assert not (tmp_path / "new").exists()

@@ -1,0 +1,236 @@
+import gzip
+import json
+import os
+import signal
+from pathlib import Path
+
+import fsspec
+import pytest
+
+import rollout_io
+from rollout_io import Choices, Options, convert
+from rollout_io.cli.main import run
+from tests.helpers.conversion_helpers import (
+    SHOP,
+    SMALL_CHUNKS,
+    call,
+    damaged_shop,
+    files_in,
+    in_subprocess,
+    refusal,
+    rejected_in,
+    table_of,
+    write,
+)
+
+
+@pytest.fixture(scope="module")
+def wanted(tmp_path_factory):
+    return table_of(SHOP, out=tmp_path_factory.mktemp("wanted") / "ds")
+
+
+def test_a_second_run_of_a_finished_conversion_does_nothing(tmp_path, capsys):
+    out = tmp_path / "ds"
+    log = damaged_shop(tmp_path)
+    arguments = ["convert", str(log), "--format", "calls", "--on-error", "skip", "--out", str(out)]
+    assert run([*arguments, "--json"]) == 0
+    first = json.loads(capsys.readouterr().out)
+    before, times = files_in(out), {p: p.stat().st_mtime_ns for p in [out, *out.iterdir()]}
+    assert run([*arguments, "--workers", "2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == first | {"was_done": True}
+    assert run(arguments) == 0
+    assert "nothing to do" in capsys.readouterr().err
+    assert files_in(out) == before
+    assert {p: p.stat().st_mtime_ns for p in [out, *out.iterdir()] if p != out} == {
+        p: t for p, t in times.items() if p != out
+    }
+
+
+def changed_input(log):
+    write(log, call("a/0"), call("a/1", 8))
+    return {}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        changed_input,
+        lambda _: {"layout": "full"},
+        lambda _: {"on_error": "skip"},
+        lambda _: {"options": Options(timeouts="keep")},
+    ],
+)
+def test_another_conversion_into_a_dataset_is_refused_and_leaves_it_alone(change, tmp_path):
+    log, out = write(tmp_path / "log", call("a/0")), tmp_path / "ds"
+    convert([log], out)
+    before = files_in(out)
+    error = refusal([log], out, Choices(**change(log)))
+    assert (error.rule, error.where) == ("out_is_free", str(out))
+    assert files_in(out) == before
+
+
+def test_a_log_that_was_only_touched_is_the_same(tmp_path):
+    log, out = write(tmp_path / "log", call("a/0")), tmp_path / "ds"
+    convert([log], out)
+    os.utime(log, ns=(1, 1))
+    assert convert([log], out).was_done
+
+
+def test_a_dataset_that_lost_a_shard_is_not_taken_for_done(tmp_path):
+    log, out = write(tmp_path / "log", call("a/0"), call("b/0")), tmp_path / "ds"
+    convert([log], out, chunk_bytes=1)
+    (out / "part-00001.parquet").unlink()
+    assert refusal([log], out, chunk_bytes=1).rule == "out_is_free"
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"[]", b"null", b'{"identity": 1}', b"\xff", b"{"])
+def test_a_record_of_the_conversion_that_was_damaged_is_no_crash(content, tmp_path):
+    log, out = write(tmp_path / "log", call("a/0")), tmp_path / "ds"
+    convert([log], out)
+    (out / "converted.json").write_bytes(content)
+    assert refusal([log], out).rule == "out_is_free"
+
+
+def stop_in_the_middle(log, out):
+    """A conversion of chunks of one run each that is killed at its third row."""
+    code = """
+import os, sys, rollout_io
+rows = []
+def count(_, num_rows):
+    rows.extend(range(num_rows))
+    if len(rows) > 2:
+        os.kill(os.getpid(), 9)
+choices = rollout_io.Choices(format="calls")
+rollout_io.convert([sys.argv[1]], sys.argv[2], choices, chunk_bytes=1, progress=count)
+"""
+    assert in_subprocess("-c", code, log, out).returncode == -signal.SIGKILL
+    assert (out / ".converting" / "chunk-00001").exists()
+
+
+def test_an_unfinished_conversion_of_other_inputs_is_discarded(tmp_path):
+    log = write(tmp_path / "log", *(call(f"a/{i}", 5) for i in range(6)))
+    stop_in_the_middle(log, tmp_path / "ds")
+    write(log, *(call(f"b/{i}", 6) for i in range(3)))
+    done = convert([log], tmp_path / "ds", Choices(format="calls"), chunk_bytes=1)
+    assert done.num_resumed == 0
+    assert rollout_io.read(tmp_path / "ds")["instance_id"].to_pylist() == ["b"] * 3
+    assert ".converting" not in files_in(tmp_path / "ds")
+
+
+def test_an_unfinished_conversion_goes_on_where_it_was_stopped(tmp_path):
+    log = write(tmp_path / "log", *(call(f"a/{i}", 5) for i in range(6)))
+    stop_in_the_middle(log, tmp_path / "ds")
+    done = convert([log], tmp_path / "ds", Choices(format="calls"), chunk_bytes=1)
+    assert done.num_resumed == 2
+    assert done.summary.num_rows == rollout_io.read(tmp_path / "ds").num_rows == 6
+
+
+def test_of_two_conversions_at_once_the_second_is_refused_by_name(tmp_path):
+    log, out = write(tmp_path / "log", call("a/0")), tmp_path / "ds"
+    refused = []
+
+    def try_too(*_):
+        if not refused:
+            refused.append(refusal([log], out))
+
+    convert([log], out, progress=try_too)
+    assert refused[0].rule == "out_is_free"
+    assert refused[0].got == "another conversion at work there"
+    assert rollout_io.read(out).num_rows == 1
+    assert ".converting" not in files_in(out)
+
+
+def test_a_dataset_may_be_written_to_any_filesystem(wanted, tmp_path):
+    out = f"memory://{tmp_path.name}/ds"
+    convert([SHOP], out, chunk_bytes=SMALL_CHUNKS)
+    table = rollout_io.read(out).drop_columns("source").replace_schema_metadata(None)
+    assert table.equals(wanted.cast(table.schema))
+    assert convert([SHOP], out, chunk_bytes=SMALL_CHUNKS).was_done
+    assert not fsspec.filesystem("memory").exists(f"{out}/.converting")
+
+
+def test_processes_that_do_not_share_a_filesystem_are_refused(tmp_path):
+    out = f"memory://{tmp_path.name}/ds"
+    error = refusal([SHOP], out, workers=2, chunk_bytes=SMALL_CHUNKS)
+    assert (error.rule, error.where, error.hint) == ("shared_storage", out, "--workers 1")
+    assert not fsspec.filesystem("memory").exists(out)
+
+
+def test_a_place_where_nothing_can_be_written_is_one_message(tmp_path, capsys):
+    (tmp_path / "file").write_text("x")
+    for out in (tmp_path / "file", tmp_path / "file" / "ds", Path("/proc/nowhere/ds")):
+        assert run(["convert", str(SHOP), "--out", str(out)]) == 1
+        said = capsys.readouterr().err
+        assert said.startswith("Error: ")
+        assert str(out) in said
+        assert len(said.split("\nHint: ")) == 2
+
+
+def convert_on_a_small_disk(log, out):
+    """No file there may be larger than 20 kB."""
+    code = (
+        "import resource, signal, sys; from rollout_io.cli.main import main;"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000));"
+        "main(sys.argv[1:])"
+    )
+    return in_subprocess("-c", code, "convert", log, "--out", out)
+
+
+def test_a_full_disk_is_one_message_and_another_attempt_goes_on(tmp_path):
+    out = tmp_path / "ds"
+    done = convert_on_a_small_disk(SHOP, out)
+    assert done.returncode == 1
+    assert done.stderr.count("Error: ") == 1
+    assert "[output_file]" in done.stderr
+    assert "found file too large; expected a writable place" in done.stderr
+    assert not list(out.glob("*.parquet"))
+    assert convert([SHOP], out).summary.num_rows == 205
+    assert ".converting" not in files_in(out)
+
+
+def test_a_full_disk_while_a_log_is_unpacked_is_not_called_a_damaged_log(tmp_path):
+    log = tmp_path / "shop.gz"
+    log.write_bytes(gzip.compress(SHOP.read_bytes()))
+    done = convert_on_a_small_disk(log, tmp_path / "ds")
+    assert done.returncode == 1
+    assert "[output_file]" in done.stderr
+    assert "damaged" not in done.stderr
+
+
+NUM_BYTES = 100_000_000
+_LINE = b'{"session": "b/0", "request": {"messages": %b}, "response": {%b, "choices": [%b]}}'
+_CHOICE = b'{"token_ids": [7]}'
+_PROMPT = b'"prompt_token_ids": [1]'
+
+
+def long_line(kind):
+    """A call of 100 MB, or what is no call."""
+    text = b'["' + b"x" * NUM_BYTES + b'"]'
+    ids = b'"prompt_token_ids": [' + b"12345, " * (NUM_BYTES // 7) + b"7]"
+    if kind == "ids":
+        return _LINE % (b"[]", ids, _CHOICE)
+    if kind == "nested":
+        return _LINE % (b"[" * NUM_BYTES, _PROMPT, _CHOICE)
+    line = _LINE % (text, _PROMPT, _CHOICE)
+    return line[: -NUM_BYTES // 2] if kind == "cut" else line
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("kind", "rules"),
+    [("text", []), ("ids", []), ("cut", ["json_line"]), ("nested", ["json_line"])],
+)
+def test_a_line_of_100_mb_gives_its_row_or_a_named_error_in_less_than_2_gb(kind, rules, tmp_path):
+    log, out = write(tmp_path / "log", call("a/0"), long_line(kind)), tmp_path / "ds"
+    code = (
+        "import resource, sys; from rollout_io.cli.main import run; code = run(sys.argv[1:]);"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss); sys.exit(code)"
+    )
+    arguments = ["convert", str(log), "--format", "calls", "--out", str(out), "--on-error", "skip"]
+    done = in_subprocess("-c", code, *arguments)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) * 1024 < 2 << 30
+    assert rollout_io.read(out).num_rows == 2 - len(rules)
+    found = rejected_in(out) if rules else []
+    assert [record["rule"] for record in found] == rules

@@ -1,0 +1,190 @@
+import json
+import os
+import pickle
+import subprocess
+import sys
+from functools import partial
+
+import polars as pl
+import pyarrow as pa
+import pytest
+
+from pipelines.merging.merge import merge_table
+from rollout_io import RolloutWriter, check_dataset, iter_tables, read, read_metadata
+from rollout_io.conversion.chunk import Chunk
+from rollout_io.conversion.plan import chunks, plan
+from rollout_io.dataset.footer import Part
+from rollout_io.dataset.parallel import Workers
+from rollout_io.dataset.rewriting import rewrite
+from rollout_io.formats.base import Input
+from rollout_io.formats.calls import find_sessions
+from schemas import RolloutError
+from tests.conftest import EXAMPLES, ROOT
+from tests.helpers.conversion_helpers import files_in
+from tests.helpers.table_helpers import STEPS
+
+
+@pytest.fixture(scope="module")
+def sharded(shop_dataset, tmp_path_factory):
+    out = tmp_path_factory.mktemp("sharded") / "ds"
+    metadata = read_metadata(shop_dataset)
+    with RolloutWriter(out, metadata=metadata, row_group_rows=20, shard_bytes=30_000) as writer:
+        writer.write(read(shop_dataset))
+    assert len(list(out.glob("*.parquet"))) > 2
+    return out
+
+
+def merged(dataset, out, workers=None, transform=merge_table):
+    metadata = read_metadata(dataset).made("merge", parents=["ds"], rule="lineage")
+    rewrite(str(dataset), str(out), transform, metadata, decode=False, workers=workers)
+    return files_in(out)
+
+
+def test_two_processes_write_what_one_does(sharded, tmp_path):
+    one = merged(sharded, tmp_path / "one")
+    assert merged(sharded, tmp_path / "two", Workers(2)) == one
+    assert not (tmp_path / "two" / ".converting").exists()
+
+
+def fail_at(num_rows, table):
+    if table.num_rows == num_rows:
+        raise RolloutError("rule", "there", "this", "that", "do it")
+    return merge_table(table)
+
+
+def test_an_error_of_a_process_comes_back_as_it_is_and_nothing_stays(sharded, tmp_path):
+    last = read(max(sharded.glob("*.parquet"))).num_rows
+    with pytest.raises(RolloutError, match=r"there: found this; expected that. \[rule\]") as info:
+        merged(sharded, tmp_path / "out", Workers(2), partial(fail_at, last))
+    assert info.value.hint == "do it"
+    assert not (tmp_path / "out").exists()
+
+
+class Stop(BaseException):
+    pass
+
+
+def stop_after(num, table, seen):
+    seen.append(table)
+    if len(seen) > num:
+        raise Stop
+    return merge_table(table)
+
+
+def test_a_stopped_merge_goes_on_from_the_shards_that_are_done(sharded, tmp_path):
+    seen = []
+    with pytest.raises(Stop):
+        merged(sharded, tmp_path / "out", transform=partial(stop_after, 3, seen=seen))
+    assert not list((tmp_path / "out").glob("*.parquet"))
+    rest = []
+    again = merged(sharded, tmp_path / "out", transform=partial(stop_after, 1000, seen=rest))
+    assert 0 < len(rest) < len(list(iter_tables(sharded)))
+    assert again == merged(sharded, tmp_path / "undisturbed")
+
+
+def broken_shards(tmp_path, *tables):
+    for i, table in enumerate(tables):
+        with RolloutWriter(tmp_path / "one", checked=True, append=i > 0) as writer:
+            writer.write(table)
+    return tmp_path / "one"
+
+
+@pytest.mark.parametrize("case", ["valid", "twice", "open", "negative"])
+def test_two_processes_find_the_breaches_that_one_finds(case, tmp_path):
+    first = pa.table(STEPS)
+    other = first.set_column(0, "instance_id", pa.array(["b", "b"]))
+    other = other.set_column(2, "trajectory_id", pa.array(["b_0", "b_0"]))
+    if case == "twice":
+        other = first
+    if case == "open":
+        first = first.set_column(4, "is_last_step", pa.array([False, False]))
+    if case == "negative":
+        ids = pa.array([[-1], [4]], pa.list_(pa.int32()))
+        other = other.set_column(6, "response_ids", ids)
+    dataset = broken_shards(tmp_path, first, other)
+    one = pl.concat(check_dataset(dataset))
+    assert one.is_empty() == (case == "valid")
+    assert pl.concat(check_dataset(dataset, Workers(2))).equals(one)
+
+
+@pytest.mark.parametrize("name", ["die", "die_while_answering", "fail", "wait_for_ever"])
+def test_work_ends_when_processes_fail_or_it_is_interrupted_with_large_messages_under_way(name):
+    command = [sys.executable, "-m", "tests.helpers.worker_helpers", name]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert ("killed by SIGKILL" in done.stdout) == name.startswith("die")
+    assert ("No space left on device" in done.stdout) == (name == "fail")
+
+
+def test_a_task_of_a_conversion_holds_places_and_no_records(tmp_path):
+    lines = "".join(
+        json.dumps({"session": f"a/{i}", "request": "x" * 10_000, "response": {}}) + "\n"
+        for i in range(1_000)
+    )
+    path = tmp_path / "calls.jsonl"
+    path.write_text(lines)
+    found = find_sessions([Input("calls.jsonl", path)], lambda _: None)
+    (runs,) = chunks(plan(found, {}).runs)
+    assert len(pickle.dumps(Chunk(part=Part(writing=""), runs=runs, out=""))) < len(lines) / 50
+
+
+def test_a_ray_that_is_not_there_is_refused_at_once(sharded, monkeypatch):
+    pytest.importorskip("ray")
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
+    with pytest.raises(
+        RolloutError, match=r"127\.0\.0\.1:9: found connection refused.*\[ray_address\]"
+    ):
+        list(check_dataset(sharded, Workers(2, "ray")))
+
+
+RAY = """
+import sys
+from rollout_io.cli.main import run
+calls, rewards, sharded, out = sys.argv[1:]
+import ray
+ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR",
+         _node_ip_address="127.0.0.1")
+on_ray = ["--engine", "ray", "--workers", "2"]
+def go(*arguments):
+    code = run([*arguments, *on_ray])
+    assert code == 0, (arguments, code)
+go("convert", calls, "--rewards", rewards, "--out", f"{out}/converted")
+go("validate", f"{out}/converted")
+go("merge", sharded, "--out", f"{out}/merged")
+go("validate", f"{out}/merged")
+go("drift", sharded, "--json")
+go("stats", sharded, "--json")
+"""
+
+
+@pytest.mark.slow
+def test_two_workers_of_a_local_ray_convert_merge_and_diagnose_as_this_machine_does(
+    sharded, shop_dataset, tmp_path
+):
+    pytest.importorskip("ray")
+    files = [str(EXAMPLES / f"shop.{name}.jsonl") for name in ("calls", "rewards")]
+    command = [sys.executable, "-W", "ignore", "-c", RAY, *files, str(sharded), str(tmp_path)]
+    environment = os.environ | {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": "."}
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=1200, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert read(tmp_path / "converted").equals(read(shop_dataset))
+    command_line("merge", sharded, "--out", tmp_path / "local")
+    assert files_in(tmp_path / "merged") == files_in(tmp_path / "local")
+    drift, stats = (command_line(verb, sharded, "--json") for verb in ("drift", "stats"))
+    assert done.stdout.startswith(drift)
+    assert rounded(done.stdout.removeprefix(drift)) == rounded(stats)
+
+
+def rounded(numbers):
+    """Without the last digits, which depend on the order that Polars' threads sum in."""
+    return json.loads(numbers, parse_float=lambda text: float(f"{float(text):.10g}"))
+
+
+def command_line(*arguments):
+    run = "from rollout_io.cli.main import run; import sys; sys.exit(run(sys.argv[1:]))"
+    command = [sys.executable, "-c", run, *map(str, arguments)]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout

@@ -1,0 +1,241 @@
+import json
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+
+from rollout_io.formats.codex_cli import ADAPTER
+from tests.helpers.adapter_helpers import planned, read_all, write_lines
+from tests.helpers.line_log_helpers import check_lines, mutated_lines
+
+
+def line(kind, **payload):
+    return {"timestamp": "2026-06-24T15:03:31.000Z", "type": kind, "payload": payload}
+
+
+def item(kind, **fields):
+    return line("response_item", type=kind, **fields)
+
+
+def message(role, text, kind="input_text"):
+    return item("message", role=role, content=[{"type": kind, "text": text}])
+
+
+def answer(text):
+    return message("assistant", text, "output_text")
+
+
+def call(id, name="exec", arguments='{"cmd": "ls"}'):
+    return item("function_call", name=name, arguments=arguments, call_id=id)
+
+
+def output(id, value):
+    return item("function_call_output", call_id=id, output=value)
+
+
+META = line("session_meta", id="s", cwd="/a", originator="codex", cli_version="1")
+
+
+@pytest.fixture
+def contexts(tmp_path):
+    """Messages of each conversation of a session."""
+
+    def read(*records):
+        ((_, trajectory),), rejected = read_all(ADAPTER, write_lines(tmp_path / "s", *records))
+        assert rejected == []
+        return [step.messages for step in trajectory.steps]
+
+    return read
+
+
+def said(messages):
+    return [(m["role"], m["content"]) for m in messages]
+
+
+def test_items_of_one_reply_are_one_message_whose_parallel_calls_and_reasoning_are_kept(contexts):
+    summary = [{"type": "summary_text", "text": "Two calls."}]
+    ((prompt, reply, *results, end),) = contexts(
+        META,
+        message("user", "List both."),
+        item("reasoning", summary=summary, content=None, encrypted_content="x"),
+        answer("Sure."),
+        call("a"),
+        item("custom_tool_call", name="patch", input="*** Begin", call_id="b"),
+        item("local_shell_call", call_id="c", action={"type": "exec", "command": ["ls"]}),
+        output("a", "x"),
+        item("custom_tool_call_output", call_id="b", output={"content": "y", "success": True}),
+        output("c", [{"type": "input_text", "text": "z"}]),
+        answer("Done."),
+    )
+    assert prompt == {"role": "user", "content": "List both."}
+    calls = [
+        (c["id"], c["function"]["name"], json.loads(c["function"]["arguments"]))
+        for c in reply.pop("tool_calls")
+    ]
+    assert reply == {"role": "assistant", "content": "Sure.", "reasoning_content": "Two calls."}
+    assert calls == [
+        ("a", "exec", {"cmd": "ls"}),
+        ("b", "patch", {"input": "*** Begin"}),
+        ("c", "local_shell", {"type": "exec", "command": ["ls"]}),
+    ]
+    assert [(m["tool_call_id"], m["content"]) for m in results] == [
+        ("a", "x"),
+        ("b", "y"),
+        ("c", "z"),
+    ]
+    assert end == {"role": "assistant", "content": "Done."}
+
+
+def test_reasoning_is_its_text_where_the_model_shows_it_not_the_summary(contexts):
+    thought = {"summary": [{"type": "summary_text", "text": "short"}]}
+    thought["content"] = [{"type": "reasoning_text", "text": "long"}]
+    ((_, reply),) = contexts(message("user", "Hi."), item("reasoning", **thought), answer("Ho."))
+    assert reply["reasoning_content"] == "long"
+
+
+def test_events_that_say_the_same_again_are_not_read_twice(contexts):
+    (messages,) = contexts(
+        message("user", "Hi."),
+        line("event_msg", type="user_message", message="Hi."),
+        line("event_msg", type="agent_message", message="Ho."),
+        answer("Ho."),
+        line("event_msg", type="token_count", info=None),
+    )
+    assert said(messages) == [("user", "Hi."), ("assistant", "Ho.")]
+
+
+def test_instructions_stand_first_and_a_developer_later_speaks_as_a_user(contexts):
+    (messages,) = contexts(
+        line("session_meta", id="s", base_instructions={"text": "You are Codex."}),
+        message("developer", "Sandbox off."),
+        message("user", "Hi."),
+        answer("Ho."),
+        message("developer", "Sandbox on."),
+        answer("Noted."),
+    )
+    roles = ["system", "system", "user", "assistant", "user", "assistant"]
+    assert [role for role, _ in said(messages)] == roles
+    assert messages[0]["content"] == "You are Codex."
+
+
+def test_a_compaction_begins_a_new_context_with_the_history_that_was_kept(contexts):
+    kept = [message("user", "Hi.")["payload"], {"type": "compaction", "encrypted_content": "x"}]
+    first, second, third = contexts(
+        line("session_meta", id="s", base_instructions={"text": "You are Codex."}),
+        message("user", "Hi."),
+        answer("Ho."),
+        line("compacted", message="", replacement_history=kept),
+        answer("On."),
+        line("compacted", message="We greeted.", replacement_history=None),
+        message("user", "Bye."),
+        answer("Bye."),
+    )
+    system = ("system", "You are Codex.")
+    assert said(first) == [system, ("user", "Hi."), ("assistant", "Ho.")]
+    assert said(second) == [system, ("user", "Hi."), ("assistant", "On.")]
+    assert said(third) == [system, ("user", "We greeted."), ("user", "Bye."), ("assistant", "Bye.")]
+
+
+def test_what_was_rolled_back_stays_a_context_of_its_own(contexts):
+    def back(n):
+        return line("event_msg", type="thread_rolled_back", num_turns=n)
+
+    first, second = contexts(
+        message("user", "Hi."),
+        answer("Ho."),
+        message("user", "Left?"),
+        answer("Left."),
+        back(1),
+        message("user", "Lfet?"),
+        back(1),
+        back(0),
+        message("user", "Right?"),
+        answer("Right."),
+    )
+    assert [text for _, text in said(first)] == ["Hi.", "Ho.", "Left?", "Left."]
+    assert [text for _, text in said(second)] == ["Hi.", "Ho.", "Right?", "Right."]
+
+
+def test_an_item_of_an_unknown_kind_is_refused_by_its_name(tmp_path):
+    path = write_lines(tmp_path / "s", message("user", "Hi."), answer("Ho."), item("telepathy"))
+    _, rejected = read_all(ADAPTER, path)
+    assert len(rejected) == 3
+    assert str(rejected[0].error).startswith(
+        f"{path}:3, payload: found an item of type 'telepathy'"
+    )
+
+
+@pytest.mark.parametrize(
+    "damaged", [b'{"type": "response_item", "payl', b"42", b'{"type": "\xff"}']
+)
+def test_a_damaged_line_takes_its_session_with_it_and_no_other(damaged, tmp_path):
+    bad = write_lines(tmp_path / "bad", META, message("user", "Hi."), damaged, answer("Ho."))
+    good = write_lines(tmp_path / "good", message("user", "Hi."), answer("Ho."))
+    ((run, _),), rejected = read_all(ADAPTER, bad, good)
+    assert run.instance_id == str(good)
+    rules = [r.error.rule for r in rejected]
+    assert rules[1:] == ["incomplete_trajectory"] * 3
+    assert rules[0] in {"json_line", "record_type"}
+
+
+def test_the_same_session_twice_is_refused_once(tmp_path):
+    files = [write_lines(tmp_path / n, META, message("user", "Hi."), answer("Ho.")) for n in "ab"]
+    plan = planned(ADAPTER, *files)
+    assert [run.instance_id for run in plan.runs] == ["s"]
+    assert {r.error.rule for r in plan.rejected} == {"unique_trajectory"}
+
+
+def test_the_real_session_is_read(harness_logs):
+    path = harness_logs / "codex_cli" / "openagents.codex-rollout.sample.jsonl"
+    ((run, session),), rejected = read_all(ADAPTER, path)
+    assert (run.instance_id, len(run.places), rejected) == (
+        "019efa28-63ad-76a2-8e9b-8a653170604e",
+        15,
+        [],
+    )
+    assert run.labels["cwd"] == "/Users/example/work"
+    (step,) = session.steps
+    assert "".join(m["role"][0] for m in step.messages) == "suatata"
+    assert step.messages[2]["reasoning_content"].startswith("I'll inspect the working directory")
+    assert step.messages[2]["content"] == "Inspecting the directory."
+    assert step.messages[3]["content"].startswith("Process exited with code 0")
+    assert session.user_values == {"model": "gpt-5.5"}
+    assert session.reward is None
+
+
+def test_the_real_session_without_messages_is_recognized_and_has_no_calls(harness_logs):
+    path = harness_logs / "codex_cli" / "ccusage.session-alpha.jsonl"
+    assert ADAPTER.recognizes(path)
+    found, rejected = read_all(ADAPTER, path)
+    assert found == []
+    assert [r.error.rule for r in rejected] == ["no_calls"] * 3
+
+
+LOG = b"\n".join(
+    json.dumps(record).encode()
+    for record in [
+        META,
+        message("developer", "Be brief."),
+        message("user", "Hi."),
+        line("turn_context", model="m"),
+        item("reasoning", summary=[{"type": "summary_text", "text": "x"}]),
+        call("a"),
+        output("a", {"content": [{"type": "input_text", "text": "x"}]}),
+        item("custom_tool_call", name="patch", input="x", call_id="b"),
+        item("local_shell_call", call_id="c", action={"command": ["ls"]}),
+        answer("Ho."),
+        line("compacted", message="x", replacement_history=[message("user", "y")["payload"]]),
+        line("event_msg", type="thread_rolled_back", num_turns=1),
+        answer("Ho."),
+    ]
+)
+
+
+@given(mutated_lines(LOG))
+@settings(deadline=None, max_examples=150)
+def test_no_damage_loses_a_line_or_ends_in_a_traceback(content):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "rollout.jsonl"
+        path.write_bytes(content)
+        check_lines(ADAPTER, path)

@@ -1,0 +1,102 @@
+import json
+
+import numpy as np
+import pytest
+
+from rollout_io import Choices, read_log
+from schemas.errors import RolloutError
+from tests.conftest import ROOT
+
+WIRE = ROOT / "tests" / "data" / "peers" / "vllm"
+
+
+def rows_of(name):
+    return read_log([WIRE / f"{name}.calls.jsonl"], Choices(format="calls")).to_pylist()
+
+
+def raw_calls(name):
+    with (WIRE / f"{name}.calls.jsonl").open() as file:
+        return [json.loads(line) for line in file]
+
+
+@pytest.mark.parametrize("name", ["chat", "completions", "tools"])
+def test_a_streamed_response_joined_is_the_response_that_comes_whole(name):
+    rows = rows_of(name)
+    whole = [row for row in rows if row["repetition_id"] == 0]
+    streamed = [row for row in rows if row["repetition_id"] == 1]
+    assert len(whole) == len(streamed) >= 3
+    for a, b in zip(whole, streamed, strict=True):
+        for key in ("prompt_token_ids", "response_ids"):
+            assert a[key] == b[key]
+        if name != "tools":  # vLLM's stream says tool_calls where the whole response says length
+            assert a["stop_reason"] == b["stop_reason"]
+        np.testing.assert_allclose(a["rollout_logprobs"], b["rollout_logprobs"], atol=0.05)
+
+
+def test_joined_text_and_tool_calls_read_as_the_whole_ones():
+    for name in ("chat", "completions", "tools"):
+        # of a call that is cut before it parses, vLLM's stream leaves out the text
+        rows = [row for row in rows_of(name) if row["instance_id"] != "tool_forced"]
+        texts = [[r["response_text"] for r in rows if r["repetition_id"] == i] for i in (0, 1)]
+        assert [_without_ids(t) for t in texts[0]] == [_without_ids(t) for t in texts[1]]
+        assert name != "tools" or any("get_weather" in t for t in texts[1])
+
+
+def _without_ids(text):
+    """Tool calls have ids that are made up anew for every request."""
+    head, bracket, tail = text.partition("[{")
+    if not bracket:
+        return text
+    calls = json.loads(bracket + tail)
+    return head.strip() + json.dumps([call["function"] for call in calls])
+
+
+def test_the_ids_of_a_whole_response_are_those_on_the_wire():
+    for record, row in zip(raw_calls("chat")[:1], rows_of("chat")[:1], strict=True):
+        response = record["response"]
+        assert row["prompt_token_ids"] == response["prompt_token_ids"]
+        assert row["response_ids"] == response["choices"][0]["token_ids"]
+        logprobs = [t["logprob"] for t in response["choices"][0]["logprobs"]["content"]]
+        assert row["rollout_logprobs"] == np.array(logprobs, np.float32).tolist()
+
+
+def test_each_prompt_of_a_batch_goes_with_its_own_choice():
+    (record,) = [c for c in raw_calls("completions") if c["session"] == "text_batch/0"]
+    rows = [r for r in rows_of("completions") if r["trajectory_id"] == "text_batch_0"]
+    choices = record["response"]["choices"]
+    assert len({tuple(c["prompt_token_ids"]) for c in choices}) == len(choices) > 1
+    assert [r["prompt_token_ids"] for r in rows] == [c["prompt_token_ids"] for c in choices]
+
+
+def test_every_one_of_n_choices_is_a_step():
+    rows = [r for r in rows_of("chat") if r["instance_id"] == "chat_n2"]
+    assert [r["step_index"] for r in rows] == [0, 1, 0, 1]
+
+
+def test_litellm_keeps_ids_beside_the_choice_and_loses_those_of_a_streamed_prompt(tmp_path):
+    whole, streamed = (WIRE / "litellm.calls.jsonl").read_text().splitlines()
+    (tmp_path / "whole.jsonl").write_text(whole)
+    (row,) = read_log([tmp_path / "whole.jsonl"]).to_pylist()
+    fields = json.loads(whole)["response"]["choices"][0]["provider_specific_fields"]
+    assert row["response_ids"] == fields["token_ids"]
+    (tmp_path / "streamed.jsonl").write_text(streamed)
+    with pytest.raises(RolloutError, match=r"the token ids of its prompt.*\[no_token_ids\]"):
+        read_log([tmp_path / "streamed.jsonl"])
+
+
+def test_server_sent_lines_are_joined_as_their_objects_are(tmp_path):
+    records = [c for c in raw_calls("tools") if isinstance(c["response"], list)]
+    objects = "".join(json.dumps(c) + "\n" for c in records)
+    for record in records:
+        lines = [f"data: {json.dumps(chunk)}" for chunk in record["response"]]
+        record["response"] = [": keep-alive", *lines, "", "data: [DONE]"]
+    lines = "".join(json.dumps(c) + "\n" for c in records)
+    for record in records:
+        record["response"] = "\n".join(record["response"])
+    text = "".join(json.dumps(c) + "\n" for c in records)
+    found = []
+    for name, content in (("objects", objects), ("lines", lines), ("text", text)):
+        (tmp_path / f"{name}.jsonl").write_text(content)
+        found.append(read_log([tmp_path / f"{name}.jsonl"]).drop_columns("source"))
+    assert found[0].equals(found[1])
+    assert found[0].equals(found[2])

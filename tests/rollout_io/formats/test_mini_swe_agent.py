@@ -1,0 +1,243 @@
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout_io.formats.mini_swe_agent import ADAPTER
+from schemas.errors import RolloutError
+from tests.helpers.adapter_helpers import convert_with
+from tests.helpers.text_log_helpers import (
+    check_survives,
+    found_in,
+    mutated,
+    read_all,
+    read_one,
+    roles,
+    save,
+)
+
+BASH = {"name": "bash", "arguments": '{"command":"ls"}'}
+TOOL_CALL = {"id": "c1", "type": "function", "function": BASH}
+
+
+def response(ids=None, **fields):
+    choice = {"index": 0, "finish_reason": "stop", "message": {"content": "a"}}
+    if ids is not None:
+        choice["provider_specific_fields"] = {"token_ids": ids}
+    return {"id": "r", "choices": [choice], **fields}
+
+
+def assistant(content="a", answer=None, **fields):
+    extra = {} if answer is None else {"extra": {"response": answer}}
+    return {"role": "assistant", "content": content, **extra, **fields}
+
+
+def v2(*messages, instance_id="astropy__astropy-1", status="Submitted", **info):
+    start = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    end = {"role": "exit", "content": "diff", "extra": {"exit_status": status}}
+    stats = {"instance_cost": 0.5, "api_calls": len(messages)}
+    config = {"model": {"model_name": "m", "model_kwargs": {"temperature": 0.7}}}
+    info = {"exit_status": status, "model_stats": stats, "config": config, **info}
+    found = {"info": info, "messages": [*start, *messages, end]}
+    named = {} if instance_id is None else {"instance_id": instance_id}
+    return {**found, "trajectory_format": "mini-swe-agent-1.1", **named}
+
+
+@pytest.fixture
+def logs(harness_logs):
+    return harness_logs / "mini_swe_agent"
+
+
+def test_a_real_run_of_the_first_version_is_one_conversation_without_a_reward(logs):
+    path = logs / "hello-world.v1.13.4.traj.json"
+    runs, _, about = found_in(ADAPTER, path)
+    assert runs[0].labels["file"] == "hello-world.v1.13.4"
+    assert about["groups"].startswith("inferred: ")
+    found = read_one(ADAPTER, path)
+    (conversation,) = found.steps
+    assert roles(conversation) == "suauaua"
+    assert conversation.messages[3]["content"] == "<returncode>0</returncode>\n<output>\n</output>"
+    assert (conversation.stop_reason, conversation.temperature) == ("Submitted", 0.0)
+    assert (found.reward, found.error) == (None, None)
+    assert found.metrics == {"instance_cost": 0.010520999999999999, "api_calls": 3.0}
+    assert found.user_values["exit_status"] == "Submitted"
+
+
+def test_the_real_bare_list_of_messages_ends_with_the_last_reply(logs):
+    (conversation,) = read_one(ADAPTER, logs / "github_issue.traj.json").steps
+    assert roles(conversation) == "su" + "au" * 9 + "a"
+
+
+def test_text_alone_is_refused_with_the_hint_to_retokenise(logs, tmp_path):
+    with pytest.raises(RolloutError, match=r"text alone.*\[no_token_ids\]") as found:
+        convert_with(ADAPTER, [logs / "github_issue.traj.json"], tmp_path)
+    assert "--tokenizer" in found.value.hint
+
+
+def test_text_becomes_one_retokenised_row_where_a_tokenizer_is_given(logs, tmp_path, smollm2_dir):
+    files = sorted(logs.iterdir())
+    done, table = convert_with(ADAPTER, files, tmp_path, tokenizer=str(smollm2_dir))
+    assert (done.summary.num_records, done.summary.num_written) == (2, 2)
+    assert table.column("token_source").to_pylist() == ["retokenized"] * 2
+    assert [len(row) for row in table.column("segments").to_pylist()] == [10, 3]
+
+
+def test_instances_are_stated_or_named_by_directory_and_file(tmp_path):
+    stated = save(tmp_path / "x.traj.json", v2(assistant()))
+    record = v2(assistant(), instance_id=None)
+    named = save(tmp_path / "shop-1" / "shop-1.traj.json", record)
+    marked = save(tmp_path / "runs" / "o__r-1.traj.json", v2(assistant("b"), instance_id=None))
+    alone = save(tmp_path / "last_run.traj.json", v2(assistant("c"), instance_id=None))
+    runs, _, about = found_in(ADAPTER, stated, named, marked, alone)
+    assert [run.instance_id for run in runs] == [
+        "astropy__astropy-1",
+        "shop-1",
+        "o__r-1",
+        str(alone),
+    ]
+    assert about["groups"].startswith("inferred")
+    assert found_in(ADAPTER, stated)[2] == {}
+
+
+def test_two_runs_of_one_instance_are_its_repetitions(tmp_path):
+    one = save(tmp_path / "a" / "x.traj.json", v2(assistant("a")))
+    two = save(tmp_path / "b" / "x.traj.json", v2(assistant("b")))
+    with pytest.raises(RolloutError, match="and 1 more record rejected"):
+        convert_with(ADAPTER, [one, two], tmp_path)
+    assert [run.instance_id for run in found_in(ADAPTER, one, two)[0]] == ["astropy__astropy-1"] * 2
+
+
+def test_a_copy_of_a_run_is_refused(tmp_path):
+    one, two = (save(tmp_path / name, v2(assistant())) for name in ("a.traj.json", "b.traj.json"))
+    _, rejected, _ = found_in(ADAPTER, one, two)
+    assert rejected[0].error.rule == "duplicate_record"
+    assert str(one) in rejected[0].error.got
+
+
+def test_what_changed_the_distribution_is_told_of_exact_calls(tmp_path):
+    arguments = {"temperature": 0.7, "top_k": 20, "extra_body": {"repetition_penalty": 1.1}}
+    config = {"model": {"model_name": "m", "model_kwargs": arguments}}
+    run = v2(assistant("a", response([7], prompt_token_ids=[1])), config=config)
+    (step,) = read_one(ADAPTER, save(tmp_path / "a.traj.json", run)).steps
+    assert (step.temperature, step.top_k) == (0.7, 20)
+    assert step.sampling_extra == '{"repetition_penalty":1.1}'
+
+
+def test_exact_ids_of_all_calls_are_steps_of_their_own(tmp_path):
+    first = response([7, 8], prompt_token_ids=[1, 2])
+    second = response([9], prompt_token_ids=[1, 2, 7, 8, 3])
+    record = v2(assistant("a", first), {"role": "user", "content": "o"}, assistant("b", second))
+    path = save(tmp_path / "a.traj.json", record)
+    _, table = convert_with(ADAPTER, [path], tmp_path)
+    assert table.column("prompt_token_ids").to_pylist() == [[1, 2], [1, 2, 7, 8, 3]]
+    assert table.column("response_ids").to_pylist() == [[7, 8], [9]]
+    assert table.column("stop_reason").to_pylist() == ["stop", "Submitted"]
+    assert table.column("token_source").to_pylist() == ["engine"] * 2
+    assert [len(json.loads(text)) for text in table.column("messages").to_pylist()] == [2, 4]
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (None, "no response of the API"),
+        (response(), "a response that was not asked for them"),
+        (response([], prompt_token_ids=[1]), "null or an empty list"),
+    ],
+)
+def test_ids_of_some_calls_alone_are_refused_by_the_call_without(tmp_path, answer, reason):
+    whole = response([7], prompt_token_ids=[1])
+    path = save(tmp_path / "a.traj.json", v2(assistant("a", whole), assistant("b", answer)))
+    with pytest.raises(RolloutError, match=rf"messages\[3\].*1 of 2 calls.*{reason}") as found:
+        read_one(ADAPTER, path)
+    assert found.value.rule == "no_token_ids"
+
+
+def test_tool_calls_and_reasoning_survive(tmp_path):
+    call = assistant(None, tool_calls=[TOOL_CALL], reasoning_content="hm")
+    result = {"role": "tool", "tool_call_id": "c1", "content": "files"}
+    found = read_one(ADAPTER, save(tmp_path / "a.traj.json", v2(call, result, assistant("done"))))
+    messages = found.steps[0].messages
+    assert messages[2] == {
+        "role": "assistant",
+        "content": "",
+        "reasoning_content": "hm",
+        "tool_calls": [TOOL_CALL],
+    }
+    assert messages[3] == result
+
+
+def test_responses_objects_are_messages(tmp_path):
+    thought = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}]}
+    said = {"type": "message", "content": [{"type": "output_text", "text": "I look."}]}
+    call = {"type": "function_call", "call_id": "c1", **BASH}
+    answer = {"object": "response", "output": [thought, said, call], "extra": {"actions": []}}
+    result = {"type": "function_call_output", "call_id": "c1", "output": "files"}
+    found = read_one(ADAPTER, save(tmp_path / "a.traj.json", v2(answer, result, assistant("done"))))
+    messages = found.steps[0].messages
+    assert messages[2]["reasoning_content"] == "hm"
+    assert messages[2]["content"] == "I look."
+    assert messages[2]["tool_calls"] == [TOOL_CALL]
+    assert messages[3] == {"role": "tool", "content": "files", "tool_call_id": "c1"}
+
+
+def test_a_limit_is_no_failure_and_an_exception_is_one(tmp_path):
+    limited = v2(assistant(), status="LimitsExceeded")
+    found = read_one(ADAPTER, save(tmp_path / "a.traj.json", limited))
+    assert (found.error, found.steps[0].stop_reason) == (None, "LimitsExceeded")
+    crashed = v2(status="APIError", traceback="Traceback\nAPIError: down", exception_str="down")
+    found = read_one(ADAPTER, save(tmp_path / "b.traj.json", crashed))
+    assert (found.error, list(found.steps)) == ("APIError: down", [])
+
+
+def test_a_run_without_calls_is_refused(tmp_path):
+    with pytest.raises(RolloutError, match="no_calls"):
+        read_one(ADAPTER, save(tmp_path / "a.traj.json", v2()))
+
+
+def test_a_bare_list_of_another_chat_is_not_recognised(tmp_path):
+    chat = [{"role": r, "content": "hello"} for r in ("system", "user", "assistant", "user")]
+    assert not ADAPTER.recognizes(save(tmp_path / "a.json", chat))
+    assert not ADAPTER.recognizes(tmp_path)
+    assert not ADAPTER.recognizes(tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    ("content", "rule"),
+    [
+        (b"", "json_document"),
+        (b'{"messages": [', "json_document"),
+        (b'{"messages": [NaN]}', "json_document"),
+        (b'{"messages": "\xff"}', "json_document"),
+        (b'{"messages": 1}', "record_type"),
+        (b'{"messages": ' + b"[" * 10**5, "json_document"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "lfs_pointer"),
+    ],
+)
+def test_a_damaged_document_is_refused_by_name(tmp_path, content, rule):
+    path = tmp_path / "a.traj.json"
+    path.write_bytes(content)
+    runs, (rejected,), _ = found_in(ADAPTER, path)
+    assert not runs
+    assert rejected.error.rule == rule
+
+
+DOCUMENT = json.dumps(
+    v2(
+        assistant("a", response([7], prompt_token_ids=[1]), tool_calls=[TOOL_CALL]),
+        {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "o"}]},
+        assistant("b", response([8], prompt_token_ids=[1, 7, 2])),
+    )
+).encode()
+
+
+@given(st.data())
+def test_no_damage_gives_anything_but_rows_or_named_errors(tmp_path_factory, data):
+    path = tmp_path_factory.mktemp("damaged") / "a.traj.json"
+    path.write_bytes(data.draw(mutated(DOCUMENT)))
+    check_survives(ADAPTER, path)
+
+
+def test_every_run_of_a_file_is_read_in_the_same_way_twice(tmp_path):
+    path = save(tmp_path / "a.traj.json", v2(assistant()))
+    assert read_all(ADAPTER, path) == read_all(ADAPTER, path)

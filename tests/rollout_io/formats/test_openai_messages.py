@@ -1,0 +1,177 @@
+import json
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+
+from rollout_io.formats.base import Options
+from rollout_io.formats.openai_messages import ADAPTER
+from tests.helpers.adapter_helpers import convert_with, planned, read_all, write_lines
+from tests.helpers.line_log_helpers import check_lines, mutated_lines, save_template
+from tests.helpers.text_log_helpers import save
+
+USER, ANSWER = {"role": "user", "content": "1 + 5?"}, {"role": "assistant", "content": "6"}
+CHAT = [USER, ANSWER]
+
+
+def lines(tmp_path, *records):
+    return write_lines(tmp_path / "chat.jsonl", *records)
+
+
+def read_one(tmp_path, record):
+    ((_, found),), rejected = read_all(ADAPTER, lines(tmp_path, record))
+    assert rejected == []
+    return found
+
+
+def test_messages_tools_reward_and_numbers_of_a_line_are_read(tmp_path):
+    call = {"id": "a", "type": "function", "function": {"name": "ls", "arguments": '{"n":1}'}}
+    turns = [
+        USER,
+        {
+            "role": "assistant",
+            "content": None,
+            "reasoning_content": "Look.",
+            "tool_calls": [call] * 2,
+        },
+        {"role": "tool", "tool_call_id": "a", "content": "x"},
+        ANSWER,
+    ]
+    record = {"messages": turns, "reward": 1, "score": 0.5, "turns": 2, "ok": True, "note": "x"}
+    record |= {"rewards": {"style": 0.25, "why": "x"}, "id": 7, "extra": {"deep": 1}}
+    record["tools"] = [{"type": "function", "function": {"name": "ls"}}]
+    found = read_one(tmp_path, record)
+    (step,) = found.steps
+    assert [m["role"] for m in step.messages] == ["user", "assistant", "tool", "assistant"]
+    assert step.messages[1]["reasoning_content"] == "Look."
+    assert step.messages[1]["tool_calls"] == [call] * 2
+    assert step.tools == record["tools"]
+    assert found.reward == 1.0
+    numbers = {"reward": 1.0, "score": 0.5, "turns": 2.0, "ok": 1.0, "rewards.style": 0.25}
+    assert found.metrics == numbers
+
+
+@pytest.mark.parametrize(
+    ("fields", "reward"),
+    [
+        ({}, None),
+        ({"score": 0.5}, 0.5),
+        ({"reward": None, "score": 0.5}, 0.5),
+        ({"reward": 0}, 0.0),
+    ],
+)
+def test_the_outcome_is_the_reward_else_the_score_else_unknown(fields, reward, tmp_path):
+    assert read_one(tmp_path, {"messages": CHAT} | fields).reward == reward
+
+
+def test_a_stated_id_is_the_group_else_equal_prompts_are(tmp_path):
+    records = [
+        {"messages": CHAT, "instance_id": "a", "id": 1},
+        {"messages": CHAT, "instance_id": "a", "repetition_id": 0},
+        {"messages": CHAT, "id": 1},
+        {"messages": CHAT},
+        [USER, {"role": "assistant", "content": "7"}],
+        [{"role": "user", "content": "2 + 2?"}, ANSWER],
+    ]
+    plan = planned(ADAPTER, lines(tmp_path, *records))
+    names = [(run.instance_id, run.repetition_id) for run in plan.runs]
+    assert names[:3] == [("a", 1), ("a", 0), ("1", 0)]
+    (third, _), (fourth, _), (fifth, _) = names[3:]
+    assert third == fourth != fifth
+    assert third.startswith("prompt-")
+    assert plan.about["groups"].startswith("inferred: where a line has no id")
+
+
+def test_where_all_lines_have_ids_nothing_is_inferred(tmp_path):
+    assert planned(ADAPTER, lines(tmp_path, {"messages": CHAT, "id": "a"})).about == {}
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"messages": CHAT, "trajectory_format": "mini-swe-agent-1.1", "info": {}},
+        {"messages": CHAT, "response": {"choices": []}},
+        {"session": "a/0", "request": {"messages": CHAT}, "response": {}},
+        {"sessionId": "s", "messages": [{"type": "user", "content": "x"}]},
+        {"messages": []},
+        {"messages": "x"},
+        {"messages": [{"content": "x"}]},
+        {"prompt": CHAT, "completion": CHAT},
+        {"message_log": CHAT},
+        [],
+        [[USER]],
+        [{"conversations": CHAT}],
+    ],
+)
+def test_lines_of_other_formats_are_not_recognized(record, tmp_path):
+    assert not ADAPTER.recognizes(lines(tmp_path, record))
+
+
+@pytest.mark.parametrize("record", [CHAT, {"messages": CHAT}, {"messages": CHAT, "reward": 1}])
+def test_a_line_of_messages_is_recognized_after_a_damaged_one_too(record, tmp_path):
+    assert ADAPTER.recognizes(lines(tmp_path, b'{"mess', record))
+
+
+def test_a_document_over_several_lines_is_no_jsonl(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(CHAT, indent=1))
+    assert not ADAPTER.recognizes(path)
+    assert ADAPTER.recognizes(save(tmp_path / "b.json", CHAT))
+
+
+@pytest.mark.parametrize(
+    ("record", "rule"),
+    [
+        (b'{"messages": [{"ro', "json_line"),
+        (b'[{"role": "user", "content": "\xff"}]', "json_line"),
+        ({"messages": [USER]}, "no_calls"),
+        ({"messages": [USER, 7]}, "record_type"),
+        ({"messages": [USER, {"content": "x"}]}, "record_type"),
+        ({"messages": CHAT, "reward": "1"}, "record_type"),
+        ({"messages": CHAT, "rewards": {"a": 10**400}}, "record_type"),
+        ({"messages": CHAT, "repetition_id": -1}, "record_type"),
+        ({"messages": CHAT, "repetition_id": 2**31}, "record_type"),
+        (42, "record_type"),
+    ],
+)
+def test_a_damaged_line_is_refused_by_name_and_no_other_is(record, rule, tmp_path):
+    path = lines(tmp_path, {"messages": CHAT}, record, CHAT)
+    found, ((place, error),) = read_all(ADAPTER, path)
+    assert len(found) == 2
+    assert (place.where, error.rule) == (f"{path}:2", rule)
+
+
+@pytest.mark.model
+def test_with_a_tokenizer_lines_become_rows_grouped_and_rewarded_as_chosen(tmp_path, smollm2_dir):
+    records = [{"messages": CHAT, "task": i, "id": i, "rewards": {"style": i}} for i in range(3)]
+    choices = {"tokenizer": str(smollm2_dir), "chat_template": save_template(tmp_path)}
+    choices |= {"options": Options(reward="rewards.style"), "on_error": "skip"}
+    path = lines(tmp_path, *records, {"messages": [USER]})
+    done, table = convert_with(ADAPTER, [path], tmp_path, **choices)
+    assert (done.summary.num_records, done.summary.num_rejected) == (4, 1)
+    assert table["instance_id"].to_pylist() == ["0", "1", "2"]
+    assert table["reward"].to_pylist() == [0.0, 1.0, 2.0]
+    assert table["token_source"].to_pylist() == ["retokenized"] * 3
+
+
+CALLS = [
+    {"id": i, "function": {"name": "ls", "arguments": a}} for i, a in (("a", {"n": 1}), ("b", "{}"))
+]
+LOG = b"\n".join(
+    json.dumps(record).encode()
+    for record in [
+        {"messages": [*CHAT, {"role": "assistant", "tool_calls": CALLS}], "tools": [{"name": "x"}]},
+        {"messages": CHAT, "id": 1, "repetition_id": 3, "reward": 0.5, "metrics": {"a": 1}},
+        [{"role": "user", "content": [{"type": "text", "text": "x"}]}, ANSWER],
+    ]
+)
+
+
+@given(mutated_lines(LOG))
+@settings(deadline=None, max_examples=150)
+def test_no_damage_loses_a_line_or_ends_in_a_traceback(content):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "chat.jsonl"
+        path.write_bytes(content)
+        check_lines(ADAPTER, path)

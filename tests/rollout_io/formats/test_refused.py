@@ -1,0 +1,52 @@
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout_io.formats.refused import REFUSED
+from schemas.errors import RolloutError
+from tests.helpers.adapter_helpers import convert_with
+from tests.helpers.text_log_helpers import check_survives, found_in, mutated, save
+
+ADAPTER = REFUSED["terminal_bench"]
+RESULT = {"trial_name": "t.1-of-1", "task_id": "t", "is_resolved": None, "failure_mode": "unset"}
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("openhands-sonnet.hello-world", "is_resolved true, failure_mode unset"),
+        ("orchestrator.blind-maze", "failure_mode agent_timeout"),
+    ],
+)
+def test_a_real_result_is_recognised_and_refused_for_what_it_lacks(harness_logs, name, said):
+    path = harness_logs / "terminal_bench_legacy" / f"{name}.results.json"
+    assert ADAPTER.recognizes(path)
+    runs, (rejected,), _ = found_in(ADAPTER, path)
+    assert not runs
+    assert rejected.error.rule == "no_conversation"
+    assert said in rejected.error.got
+
+
+def test_each_result_of_a_benchmark_is_refused(tmp_path):
+    path = save(tmp_path / "results.json", {"results": [RESULT, RESULT | {"is_resolved": False}]})
+    assert ADAPTER.recognizes(path)
+    _, rejected, _ = found_in(ADAPTER, path)
+    assert [r.place.where for r in rejected] == [f"{path}, results[{i}]" for i in (0, 1)]
+    assert "is_resolved null" in rejected[0].error.got
+    with pytest.raises(RolloutError, match=r"and 1 more record rejected.*\[no_conversation\]"):
+        convert_with(ADAPTER, [path], tmp_path)
+
+
+def test_other_results_are_not_recognised(tmp_path):
+    harbor = {"trial_name": "t", "task_name": "t", "verifier_result": {}, "is_resolved": 1}
+    assert not ADAPTER.recognizes(save(tmp_path / "a.json", harbor))
+    assert not ADAPTER.recognizes(save(tmp_path / "b.json", {"results": [], "is_resolved": None}))
+
+
+@given(st.data())
+def test_no_damage_gives_anything_but_named_errors(tmp_path_factory, data):
+    path = tmp_path_factory.mktemp("damaged") / "results.json"
+    path.write_bytes(data.draw(mutated(json.dumps(RESULT).encode())))
+    check_survives(ADAPTER, path)

@@ -1,0 +1,462 @@
+"""Every role, text, thought, tool name and argument of a text log is in its trajectory's tokens.
+
+In order, to the last answer; or the record was refused by name. Logs are read by `source_facts`,
+which shares no code with the adapters.
+"""
+
+import io
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+import rollout_io
+from rollout_io import Choices
+from rollout_io.conversion.text import Retokenizer
+from rollout_io.formats.detect import load_formats, recognize
+from rollout_io.retokenize.chat_template import TEMPLATES
+from schemas.errors import RolloutError
+from tests.helpers.qwen import chat_template_of, save_qwen3
+from tests.helpers.source_facts import READERS, facts_of, joined, missing_fact, read_source
+
+pytestmark = pytest.mark.model
+CHOICES = (None, *TEMPLATES)
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory):
+    return save_qwen3(tmp_path_factory.mktemp("qwen3"), chat_template_of("qwen3"))
+
+
+@pytest.fixture
+def directory_of(smollm2_dir, request):
+    return lambda name: smollm2_dir if name == "smollm2" else request.getfixturevalue("qwen3")
+
+
+def converted(path, out, **choices):
+    """The decoded tokens of each trajectory by the `source` of its rows, and what was refused."""
+    try:
+        summary = rollout_io.convert([path], out, Choices(on_error="skip", **choices)).summary
+    except RolloutError:
+        summary = None
+    names = {"directory": choices["tokenizer"], "chat_template": choices["chat_template"]}
+    decode = Retokenizer(**names).tokenizer.decode
+    texts = {}
+    for row in rollout_io.read(out).to_pylist() if summary else ():
+        said = decode([*row["prompt_token_ids"], *row["response_ids"]])
+        texts.setdefault(row["trajectory_id"], []).append((row["source"], said))
+    file = next(iter(out.parent.glob(f"{out.name}*rejected.jsonl")), out / "rejected.jsonl")
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    rejected = [json.loads(line) for line in lines]
+    assert summary is None or summary.num_records == summary.num_written + len(rejected)
+    return list(texts.values()), rejected
+
+
+def check_file(path, name, out, **choices):
+    expected = read_source(name, path)
+    trajectories, rejected = converted(path, out, format=name, **choices)
+    assert all(line["rule"] for line in rejected)
+    for place, facts in expected.items():
+        own = [rows for rows in trajectories if is_of(rows[0][0], place)]
+        if not own:
+            assert rejected, place
+            assert any(is_of(line["source"], place) for line in rejected), (place, rejected[0])
+        for rows in own:
+            assert missing_fact(facts, "".join(text for _, text in rows)) is None, place
+    return len(trajectories)
+
+
+def is_of(source, place):
+    return source == place or source.startswith((f"{place},", f"{place}:"))
+
+
+def real_files(logs):
+    """The logs of text formats, with their formats."""
+    adapters = load_formats().adapters
+    for path in sorted(p for p in logs.rglob("*") if p.is_file()):
+        found = recognize(path, adapters)
+        if len(found) == 1 and found[0] in READERS:
+            yield path, found[0]
+
+
+@pytest.mark.parametrize("template", [None, "chatml_tools_thinking"])
+def test_small_real_logs_keep_what_they_say(harness_logs, directory_of, tmp_path, template):
+    names = ["gemini_cli/gemini-cli-trajectory.json", "swe_agent/function_calling_simple.traj"]
+    names += ["claude_code/simonw.sample_session.jsonl", "mini_swe_agent/github_issue.traj.json"]
+    for i, name in enumerate(names):
+        path, choices = harness_logs / name, {"chat_template": template}
+        choices["tokenizer"] = str(directory_of("smollm2"))
+        num = check_file(path, name.split("/")[0], tmp_path / f"{i}", **choices)
+        assert num == 1 or template is None
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("tokenizer", ["smollm2", "qwen3"])
+@pytest.mark.parametrize("template", CHOICES)
+def test_all_real_logs_keep_what_they_say(
+    harness_logs, directory_of, tmp_path, tokenizer, template
+):
+    choices = {"tokenizer": str(directory_of(tokenizer)), "chat_template": template}
+    counts = [
+        check_file(path, name, tmp_path / f"{i}", **choices)
+        for i, (path, name) in enumerate(real_files(harness_logs))
+    ]
+    assert len(counts) > 15
+    if template == "chatml_tools_thinking":
+        assert sum(counts) > 60
+
+
+WORD = st.sampled_from(
+    ["search", "ls", "I will search now", "zebra", "é中", 'a "b"\n{c}', "4", "x"]
+)
+SCALAR = st.one_of(WORD, st.integers(-3, 10**20), st.booleans(), st.none(), st.just(1.5))
+ARGUMENTS = st.dictionaries(
+    st.sampled_from(["q", "path", "force"]), st.one_of(SCALAR, st.lists(SCALAR, max_size=2))
+)
+
+
+@st.composite
+def conversations(draw):
+    """OpenAI-style messages, each tool call with its result."""
+    messages = [{"role": "user", "content": draw(WORD)}]
+    if draw(st.booleans()):
+        messages.insert(0, {"role": "system", "content": draw(WORD)})
+    for _ in range(draw(st.integers(1, 3))):
+        names = draw(st.lists(st.sampled_from(["search", "ls", "bash"]), max_size=2))
+        calls = [
+            {"id": f"c{len(messages)}{i}", "function": {"name": name, "arguments": draw(ARGUMENTS)}}
+            for i, name in enumerate(names)
+        ]
+        said = {
+            "role": "assistant",
+            "content": draw(st.one_of(WORD, st.just(""))),
+            "tool_calls": calls,
+        }
+        messages.append(said | draw(st.sampled_from([{}, {"reasoning_content": "2 + 2"}])))
+        messages += [
+            {"role": "tool", "content": draw(WORD), "tool_call_id": c["id"]} for c in calls
+        ]
+        messages += [{"role": "user", "content": draw(WORD)}] if draw(st.booleans()) else []
+    return messages
+
+
+def _document(value):
+    return json.dumps(value, indent=2)
+
+
+def _openai_messages(messages):
+    return json.dumps({"messages": messages})
+
+
+def _verifiers(messages):
+    calls = [m | {"tool_calls": [json.dumps(c) for c in m.get("tool_calls", [])]} for m in messages]
+    return json.dumps({"id": 0, "prompt": calls[:1], "completion": calls[1:], "reward": 1.0})
+
+
+def _prime_hosted(messages):
+    texts = {"prompt": json.dumps(messages[:1]), "completion": json.dumps(messages[1:])}
+    return json.dumps({"run_id": "r", "sample_id": 1, "problem_id": 1, "step": 0, **texts})
+
+
+def _mini_swe_agent(messages):
+    return _document({"trajectory_format": "mini-swe-agent-1", "messages": messages})
+
+
+def _swe_agent(messages):
+    history = [m | {"agent": "main"} for m in messages]
+    return _document({"trajectory": [], "history": history, "info": {}})
+
+
+def _recorded_after(messages):
+    history = [m | {"agent": "main"} for m in messages]
+    ends = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+    steps = [
+        {"response": messages[i]["content"], "messages": history[:end]}
+        for i, end in zip(ends, [*ends[1:], len(history)], strict=True)
+    ]
+    return _document({"trajectory": steps, "history": history, "info": {}})
+
+
+def _inspect(message):
+    calls = [
+        {"id": c["id"], **c["function"], "type": "function"} for c in message.get("tool_calls", [])
+    ]
+    calls = [{"id": c["id"], "function": c["name"], "arguments": c["arguments"]} for c in calls]
+    thought = message.get("reasoning_content")
+    parts = [{"type": "reasoning", "reasoning": thought}] if thought else []
+    parts += [{"type": "text", "text": message["content"]}] if message["content"] else []
+    made = {"role": message["role"], "content": parts, "tool_calls": calls}
+    return made | ({"tool_call_id": message["tool_call_id"]} if "tool_call_id" in message else {})
+
+
+def _inspect_ai(messages):
+    made = [_inspect(message) for message in messages]
+    events = [
+        {"event": "model", "input": made[:i], "output": {"choices": [{"message": message}]}}
+        for i, message in enumerate(made)
+        if message["role"] == "assistant"
+    ]
+    sample = {"id": 1, "epoch": 1, "messages": made, "events": events}
+    return _document(
+        {"version": 2, "status": "success", "eval": {"task": "t"}, "samples": [sample]}
+    )
+
+
+def _gemini_cli(messages):
+    results = {m["tool_call_id"]: m["content"] for m in messages if m["role"] == "tool"}
+    made = [{"type": "user", "content": m["content"]} for m in messages if m["role"] == "user"][:0]
+    for m in messages:
+        calls = [
+            {"id": c["id"], "name": c["function"]["name"], "args": c["function"]["arguments"]}
+            | {"result": [{"functionResponse": {"response": {"output": results[c["id"]]}}}]}
+            for c in m.get("tool_calls", [])
+        ]
+        kind = {"assistant": "gemini", "tool": None}.get(m["role"], "user")
+        thoughts = [{"subject": m["reasoning_content"]}] if "reasoning_content" in m else []
+        fields = {"content": m["content"], "toolCalls": calls, "thoughts": thoughts}
+        made += (
+            [{"type": kind, **(fields if kind == "gemini" else {"content": m["content"]})}]
+            if kind
+            else []
+        )
+    return _document({"sessionId": "s", "projectHash": "p", "messages": made})
+
+
+def _codex_cli(messages):
+    items = []
+    for m in messages:
+        if m["role"] == "tool":
+            items.append(
+                {
+                    "type": "function_call_output",
+                    "call_id": m["tool_call_id"],
+                    "output": m["content"],
+                }
+            )
+            continue
+        if "reasoning_content" in m:
+            items.append(
+                {
+                    "type": "reasoning",
+                    "summary": [{"type": "summary_text", "text": m["reasoning_content"]}],
+                }
+            )
+        items.append(
+            {
+                "type": "message",
+                "role": m["role"],
+                "content": [{"type": "output_text", "text": m["content"]}],
+            }
+        )
+        for c in m.get("tool_calls", []):
+            called = {"call_id": c["id"], "name": c["function"]["name"]}
+            items.append(
+                {
+                    "type": "function_call",
+                    **called,
+                    "arguments": json.dumps(c["function"]["arguments"], indent=1),
+                }
+            )
+    return "\n".join(
+        json.dumps({"timestamp": "t", "type": "response_item", "payload": item}) for item in items
+    )
+
+
+def _claude_code(messages):
+    lines = []
+    for i, m in enumerate(messages):
+        blocks = (
+            [{"type": "thinking", "thinking": m["reasoning_content"]}]
+            if "reasoning_content" in m
+            else []
+        )
+        blocks += [{"type": "text", "text": m["content"]}]
+        blocks += [
+            {
+                "type": "tool_use",
+                "id": c["id"],
+                "name": c["function"]["name"],
+                "input": c["function"]["arguments"],
+            }
+            for c in m.get("tool_calls", [])
+        ]
+        if m["role"] == "tool":
+            blocks = [
+                {"type": "tool_result", "tool_use_id": m["tool_call_id"], "content": m["content"]}
+            ]
+        kind = "assistant" if m["role"] == "assistant" else "user"
+        lines.append(
+            {
+                "type": kind,
+                "uuid": f"{i}",
+                "sessionId": "s",
+                "message": {"id": f"m{i}", "role": kind, "content": blocks},
+            }
+        )
+    return "\n".join(map(json.dumps, lines))
+
+
+def _openhands(messages):
+    events = []
+    for m in messages:
+        if m["role"] == "assistant":
+            reply = m | {
+                "tool_calls": [
+                    c
+                    | {
+                        "function": c["function"]
+                        | {"arguments": json.dumps(c["function"]["arguments"])}
+                    }
+                    for c in m["tool_calls"]
+                ]
+            }
+            response = {"id": f"r{len(events)}", "choices": [{"message": reply}]}
+            events.append(
+                {
+                    "source": "agent",
+                    "action": "run",
+                    "args": {},
+                    "tool_call_metadata": {"model_response": response},
+                }
+            )
+        elif m["role"] == "tool":
+            events.append(
+                {
+                    "source": "agent",
+                    "observation": "run",
+                    "content": m["content"],
+                    "tool_call_metadata": {"tool_call_id": m["tool_call_id"]},
+                }
+            )
+        else:
+            action = {"system": "system"}.get(m["role"], "message")
+            events.append({"source": "user", "action": action, "args": {"content": m["content"]}})
+    return _document([{"id": i} | event for i, event in enumerate(events)])
+
+
+def _rllm(messages):
+    ends = [i for i, m in enumerate(messages, 1) if m["role"] == "assistant"]
+    steps = [
+        {"prompt_ids": [], "response_ids": [], "logprobs": [], "chat_completions": messages[:end]}
+        for end in ends
+    ]
+    trajectory = {"name": "solver", "reward": 1.0, "steps": steps}
+    episode = {"id": "t:0", "task": {"id": "t"}, "termination_reason": "env_done"}
+    return _document(episode | {"is_correct": True, "trajectories": [trajectory]})
+
+
+def _verifiers_traces(messages):
+    nodes = []
+    for i, m in enumerate(messages):
+        calls = [
+            {"id": c["id"], **c["function"], "arguments": json.dumps(c["function"]["arguments"])}
+            for c in m.get("tool_calls", [])
+        ]
+        message = m | ({"tool_calls": calls} if calls else {})
+        nodes.append({"message": message, "sampled": m["role"] == "assistant"})
+        nodes[-1] |= {"parent": i - 1} if i else {}
+    trace = {"agent": {"name": "agent", "trainable": True}, "nodes": nodes, "rewards": {}}
+    trace |= {"ok": True, "errors": []}
+    task = {"type": "T", "data": {}, "key": "k1"}
+    return json.dumps({"id": "e", "task": task, "ok": True, "errors": [], "traces": [trace]})
+
+
+def _trl(messages):
+    """TRL's file gives all calls one struct of arguments, so only text is written."""
+    said = [{k: v for k, v in m.items() if k in ("role", "content")} for m in messages]
+    table = pa.table({"step": [1], "prompt": [said[:1]], "completion": [said[1:]], "score": [1.0]})
+    sink = io.BytesIO()
+    pq.write_table(table, sink)
+    return sink.getvalue()
+
+
+WRITERS = {
+    "claude_code": (_claude_code, "a.jsonl"),
+    "codex_cli": (_codex_cli, "a.jsonl"),
+    "gemini_cli": (_gemini_cli, "a.json"),
+    "inspect_ai": (_inspect_ai, "a.json"),
+    "mini_swe_agent": (_mini_swe_agent, "a.traj.json"),
+    "openai_messages": (_openai_messages, "a.jsonl"),
+    "openhands": (_openhands, "a.events.json"),
+    "prime_hosted": (_prime_hosted, "a.jsonl"),
+    "swe_agent": (_swe_agent, "a.traj"),
+    "swe_agent, recorded after": (_recorded_after, "a.traj"),
+    "verifiers": (_verifiers, "a.jsonl"),
+}
+"""Logs of one conversation as files of text formats: who writes them, and their names."""
+
+EXACT_FORMATS = {
+    "rllm": (_rllm, "episode_0.json"),
+    "trl": (_trl, "completions_00001.parquet"),
+    "verifiers, traces": (_verifiers_traces, "traces.jsonl"),
+}
+"""The same for formats that hold ids too, here without them."""
+
+ALL_FORMATS = WRITERS | EXACT_FORMATS
+TEXT_ALONE = ("trl",)
+ANSWERS_JOIN = ("codex_cli",)
+SYSTEM_IS_USER = ("claude_code", "gemini_cli")
+SAID = {"role": "assistant", "content": "search", "tool_calls": []}
+TWO_ANSWERS = [{"role": "user", "content": "search"}, SAID, SAID]
+rare = settings(deadline=None, max_examples=4, suppress_health_check=list(HealthCheck))
+
+
+def check_made(name, messages, out, tokenizer, template):
+    write, file = ALL_FORMATS[name]
+    if name in SYSTEM_IS_USER:
+        messages = [m | {"role": m["role"].replace("system", "user")} for m in messages]
+    if name in TEXT_ALONE:
+        messages = [
+            {"role": m["role"], "content": m["content"], "tool_calls": []}
+            for m in messages
+            if m["role"] != "tool"
+        ]
+    path = out.with_suffix("") / file
+    path.parent.mkdir()
+    content = write(messages)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    choices = {"tokenizer": str(tokenizer), "chat_template": template, "format": name.split(",")[0]}
+    trajectories, rejected = converted(path, out, **choices)
+    expected = facts_of(joined(messages) if name in ANSWERS_JOIN else messages)
+    for rows in trajectories:
+        assert missing_fact(expected, "".join(text for _, text in rows)) is None
+        assert len(rows) == 1
+    says = any(
+        m["role"] == "assistant" and (m["content"] or m["tool_calls"] or "reasoning_content" in m)
+        for m in messages
+    )
+    if template == "chatml_tools_thinking" and says:
+        assert [line["rule"] for line in rejected] == []
+        assert len(trajectories) == 1
+    assert trajectories or rejected
+
+
+@pytest.mark.parametrize("name", ALL_FORMATS)
+def test_a_conversation_in_any_format_keeps_what_it_says(name, smollm2_dir, tmp_path_factory):
+    @rare
+    @given(conversations())
+    @example(TWO_ANSWERS)
+    def holds(messages):
+        out = tmp_path_factory.mktemp("made") / "ds.dir"
+        check_made(name, messages, out, smollm2_dir, "chatml_tools_thinking")
+
+    holds()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("tokenizer", ["smollm2", "qwen3"])
+@pytest.mark.parametrize("template", CHOICES)
+@pytest.mark.parametrize("name", ALL_FORMATS)
+def test_any_template_keeps_a_conversation_or_is_refused(
+    name, template, tokenizer, directory_of, tmp_path_factory
+):
+    @settings(rare, max_examples=20)
+    @given(conversations())
+    def holds(messages):
+        out = tmp_path_factory.mktemp("made") / "ds.dir"
+        check_made(name, messages, out, directory_of(tokenizer), template)
+
+    holds()

@@ -1,0 +1,46 @@
+"""The chat templates that come with the package, as files for other programs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rollout_io.cli.main import run
+from rollout_io.retokenize.chat_template import TEMPLATES, find_template
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_verb_prints_the_path_of_a_template_and_nothing_else(
+    capsys: Capture, name: str
+) -> None:
+    assert run(["templates", name]) == 0
+    printed = capsys.readouterr()
+    assert Path(printed.out.removesuffix("\n")).read_text(encoding="utf-8") == find_template(name)
+    assert printed.err == ""
+
+
+def test_the_verb_lists_the_templates(capsys: Capture) -> None:
+    assert run(["templates"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0].strip() for line in lines] == list(TEMPLATES)
+    assert run(["templates", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert {entry["name"]: entry["summary"] for entry in listed} == TEMPLATES
+    assert all(Path(entry["path"]).is_file() for entry in listed)
+
+
+def test_a_name_that_is_none_of_them_is_refused_with_the_nearest(capsys: Capture) -> None:
+    assert run(["templates", "qwen3_acc_thinkin"]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "no such template" in printed.err
+    assert "did you mean qwen3_acc_thinking?" in printed.err
+
+
+def test_every_template_is_listed_that_is_there() -> None:
+    folder = Path(find_template.__code__.co_filename).with_name("templates")
+    assert {path.stem for path in folder.iterdir()} == set(TEMPLATES)

@@ -1,0 +1,288 @@
+"""The critic's values, loss and updates, and the advantages a batch gets from them."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from schemas.errors import RolloutError
+from tests.conftest import ROOT
+from tests.helpers.trainer_helpers import (
+    VOCAB,
+    Row,
+    forests_of,
+    make_batch,
+    row_lists,
+    save_tiny_model,
+    tiny_llama,
+)
+from trainer.algorithms.advantages import discounted_returns, gae, whiten
+from trainer.config.train_config import TrainConfig
+from trainer.models.critic import (
+    Critic,
+    CriticLearner,
+    clipped_value_loss,
+    critic_values,
+    load_critic,
+    update_critic,
+)
+from trainer.run.batch_advantages import estimate
+
+NUMBERS = st.lists(st.tuples(*[st.floats(-4, 4)] * 3), min_size=1, max_size=12)
+
+
+def tensor(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def tiny_critic(seed: int = 1) -> Critic:
+    critic = Critic(tiny_llama())
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        critic.value_head.weight.copy_(torch.randn(1, 32, generator=generator))
+        critic.value_head.bias.fill_(0.3)
+    return critic
+
+
+def learner_of(critic: Critic, **settings_: Any) -> CriticLearner:
+    config = TrainConfig(dataset="d", model="m", out="o", advantage_estimator="gae", **settings_)
+    return CriticLearner(
+        accelerator=Accelerator(),
+        critic=critic,
+        optimizer=torch.optim.SGD(critic.trained_parameters(), lr=config.critic_learning_rate),
+        value_clip=config.value_clip,
+        max_grad_norm=config.max_grad_norm,
+    )
+
+
+def plain_values(critic: Critic, rows: list[Row]) -> torch.Tensor:
+    """[T] of all response tokens: one plain forward per row, the state before each token."""
+    parts = []
+    for prompt, response, _ in rows:
+        ids = torch.tensor([prompt + response])
+        output = critic.model(input_ids=ids, use_cache=False, output_hidden_states=True)
+        hidden = output.hidden_states[-1][0]
+        parts.append(critic.value_head(hidden[len(prompt) - 1 : -1])[:, 0])
+    return torch.cat(parts)
+
+
+def test_value_loss_by_hand_in_every_branch() -> None:
+    values = tensor(1.0, 1.0, 0.1, -1.0)
+    old, target = tensor(0.0, 0.0, 0.0, 0.0), tensor(2.0, 0.0, 1.0, 1.0)
+    # clipped to 0.2, 0.2, 0.1, -0.2: errors 1.8 > 1, 0.2 < 1, 0.9, 1.2 < 2
+    loss = clipped_value_loss(values, old, target, clip=0.2)
+    torch.testing.assert_close(loss, tensor(1.62, 0.5, 0.405, 2.0), rtol=1e-12, atol=0)
+    plain = clipped_value_loss(values, old, target, clip=None)
+    torch.testing.assert_close(plain, tensor(0.5, 0.5, 0.405, 2.0), rtol=1e-12, atol=0)
+
+
+@given(NUMBERS, st.floats(0.1, 2))
+def test_value_loss_and_its_gradient_are_the_literal_formulas(
+    numbers: list[tuple[float, float, float]], clip: float
+) -> None:
+    values, old, target = (tensor(*column) for column in zip(*numbers, strict=True))
+    values.requires_grad_()
+    found = clipped_value_loss(values, old, target, clip=clip)
+    (gradient,) = torch.autograd.grad(found.sum(), values)
+    for i, (v, o, t) in enumerate(numbers):
+        near = min(max(v, o - clip), o + clip)
+        clipped, plain = (near - t) ** 2, (v - t) ** 2
+        assert found[i].item() == pytest.approx(0.5 * max(clipped, plain), abs=1e-9)
+        if abs(clipped - plain) > 1e-9:
+            flows = plain > clipped or abs(v - o) <= clip
+            assert gradient[i].item() == pytest.approx((v - t) * flows, abs=1e-9)
+
+
+def test_value_loss_is_the_references() -> None:
+    reference = json.loads((ROOT / "tests/data/reference_advantages.json").read_text())
+    given_, found = reference["inputs"], reference["outputs"]
+    old, moved, target = (
+        torch.tensor(values, dtype=torch.float64)
+        for values in (given_["values"], given_["moved_values"], found["gae_returns"])
+    )
+    clipped = clipped_value_loss(moved, old, target, clip=given_["value_clip"])
+    plain = clipped_value_loss(moved, old, target, clip=None)
+    assert clipped.mean().item() == pytest.approx(found["critic_loss"], rel=1e-12)
+    assert plain.mean().item() == pytest.approx(found["critic_loss_unclipped"], rel=1e-12)
+    fraction = (clipped > plain).double().mean().item()
+    assert fraction == pytest.approx(found["values_clipfrac"], rel=1e-6)
+
+
+@settings(max_examples=15, deadline=None)
+@given(row_lists(), st.sampled_from([16, 4096]))
+def test_values_are_of_what_stands_before_each_token(rows: list[Row], budget: int) -> None:
+    critic, batch = tiny_critic(), make_batch(rows)
+    values = critic_values(learner_of(critic), batch, forests_of(batch, budget))
+    expected = plain_values(critic, rows).detach()
+    at = torch.from_numpy(batch.trains)
+    torch.testing.assert_close(values[at], expected[at], rtol=1e-4, atol=1e-4)
+    assert values[~at].isnan().all()
+    assert not values.requires_grad
+
+
+@settings(max_examples=15, deadline=None)
+@given(row_lists(), st.integers(0, 2**31), st.sampled_from([12, 4096]))
+def test_critics_gradient_is_that_of_the_mean_over_the_mini_batch(
+    rows: list[Row], seed: int, budget: int
+) -> None:
+    critic, batch = tiny_critic(), make_batch(rows)
+    expected = plain_values(critic, rows).detach()
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randn(2, len(expected), generator=generator)
+    old, targets = expected + 0.3 * noise[0], expected + noise[1]
+    learner = learner_of(critic, max_grad_norm=1e9, critic_learning_rate=1e-30)
+    kept: list[torch.Tensor] = []
+    learner.optimizer.register_step_pre_hook(lambda *_: kept.append(all_gradients(critic)))
+    metrics = update_critic(learner, forests_of(batch, budget), old, targets)
+    at = torch.from_numpy(batch.trains)
+    values = plain_values(critic, rows)
+    loss = clipped_value_loss(values, old, targets, clip=0.2)[at].mean()
+    loss.backward()
+    assert metrics["critic/critic_loss"] == pytest.approx(loss.item(), rel=1e-4, abs=1e-5)
+    mean = expected[at].mean().item()
+    assert metrics["critic/values_mean"] == pytest.approx(mean, rel=1e-3, abs=1e-4)
+    gradient = all_gradients(critic)
+    assert (kept[0] - gradient).norm() <= 1e-3 * gradient.norm() + 1e-4
+
+
+def all_gradients(critic: Critic) -> torch.Tensor:
+    return torch.cat([p.grad.flatten() for p in critic.trained_parameters() if p.grad is not None])
+
+
+def test_value_loss_falls() -> None:
+    rng = np.random.default_rng(0)
+    rows: list[Row] = [
+        (rng.integers(0, VOCAB, 4).tolist(), rng.integers(0, VOCAB, 4).tolist(), [True] * 4)
+        for _ in range(6)
+    ]
+    batch = make_batch(rows)
+    critic = Critic(tiny_llama())
+    learner = learner_of(critic, critic_learning_rate=0.05, value_clip=None)
+    targets = torch.repeat_interleave(torch.tensor([1.0, 0.0, 1.0, 0.0, 1.0, 0.0]), 4)
+    losses = []
+    for _ in range(40):
+        old = critic_values(learner, batch, forests_of(batch))
+        losses.append(
+            update_critic(learner, forests_of(batch, 16), old, targets)["critic/critic_loss"]
+        )
+    assert losses[0] == pytest.approx(0.25)
+    assert losses[-1] < 0.05 * losses[0]
+
+
+def test_gradient_that_is_not_finite_moves_no_critic() -> None:
+    batch, critic = make_batch([([1], [2, 3], [True, True])]), tiny_critic()
+    before = [p.detach().clone() for p in critic.parameters()]
+    old, targets = torch.zeros(2), torch.tensor([math.inf, 0.0])
+    metrics = update_critic(learner_of(critic), forests_of(batch), old, targets)
+    assert not math.isfinite(metrics["critic/grad_norm"])
+    assert all(torch.equal(a, b) for a, b in zip(before, critic.parameters(), strict=True))
+
+
+def test_mini_batch_without_targets_moves_no_critic() -> None:
+    batch = make_batch([([1], [2, 3], [False, False])])
+    learner = learner_of(tiny_critic())
+    metrics = update_critic(learner, forests_of(batch), torch.zeros(2), torch.zeros(2))
+    assert set(metrics.values()) == {0.0}
+
+
+def test_a_fresh_critic_says_zero_and_a_saved_one_what_it_said(tmp_path: Path) -> None:
+    fresh = load_critic(save_tiny_model(tmp_path / "model"))
+    rows: list[Row] = [([1, 2], [3, 4], [True, True])]
+    batch = make_batch(rows)
+    forests = forests_of(batch)
+    assert critic_values(learner_of(fresh), batch, forests).tolist() == [0.0, 0.0]
+    critic = tiny_critic()
+    critic.save(tmp_path / "critic")
+    again = load_critic(str(tmp_path / "critic"), gradient_checkpointing=True)
+    expected = critic_values(learner_of(critic), batch, forests)
+    torch.testing.assert_close(critic_values(learner_of(again), batch, forests), expected)
+
+
+def test_gradient_checkpointing_recomputes_the_critics_layers(tmp_path: Path) -> None:
+    path, calls = save_tiny_model(tmp_path), list[bool]()
+    critic = load_critic(path, gradient_checkpointing=True)
+    torch.nn.init.ones_(critic.value_head.weight)
+    layer = critic.model.model.layers[0].self_attn
+    layer.register_forward_hook(lambda *_: calls.append(layer.training))
+    (forest,) = forests_of(make_batch([([1, 2], [3, 4], [True, True])]))
+    critic(forest).sum().backward()
+    assert calls == [False, False]
+
+
+def test_value_head_of_another_model_is_refused(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path)
+    from safetensors.torch import save_file
+
+    save_file(
+        {"weight": torch.zeros(1, 8), "bias": torch.zeros(1)}, tmp_path / "value_head.safetensors"
+    )
+    with pytest.raises(
+        RolloutError, match=r".*value_head\.safetensors: found RuntimeError.*\[model_load\]"
+    ):
+        load_critic(path)
+
+
+ROWS: list[Row] = [
+    ([1], [2, 3, 4], [True, False, True]),
+    ([1, 2, 3, 4, 5], [6], [True]),
+    ([7], [8, 9], [True, True]),
+]
+OWNERS = [("g", "g_0"), ("g", "g_0"), ("g", "g_1")]
+
+
+def config(**settings_: Any) -> TrainConfig:
+    return TrainConfig(dataset="d", model="m", out="o", **settings_)
+
+
+def rewarded_batch() -> Any:
+    return make_batch(
+        ROWS, trajectories=OWNERS, rewards=[1.0, 2.0, 4.0], advantages=[3.0, 3.0, 5.0]
+    )
+
+
+def test_gae_follows_the_steps_and_skips_what_does_not_train() -> None:
+    values = torch.tensor([0.5, math.nan, 0.25, 1.0, -1.0, 2.0])
+    settings_ = config(advantage_estimator="gae", gamma=0.5, gae_lambda=0.5)
+    found = estimate(rewarded_batch(), settings_, values)
+    chained = np.array([0.5, 0.25, 1.0, -1.0, 2.0])
+    expected = gae(
+        np.array([0.0, 1.0, 2.0, 0.0, 4.0]), chained, np.array([0, 0, 0, 1, 1]), gamma=0.5, lam=0.5
+    )
+    at = [0, 2, 3, 4, 5]
+    assert found.advantages[at].tolist() == pytest.approx(whiten(expected), rel=1e-6)
+    assert found.advantages[1] == 0.0
+    assert found.value_targets is not None
+    assert found.value_targets[at].tolist() == pytest.approx(expected + chained, rel=1e-6)
+    assert found.value_targets[1].isnan()
+
+
+def test_reinforce_plus_plus_whitens_the_returns_over_trained_tokens_alone() -> None:
+    found = estimate(rewarded_batch(), config(advantage_estimator="reinforce++", gamma=0.5))
+    expected = discounted_returns(
+        np.array([0.0, 1.0, 2.0, 0.0, 4.0]), np.array([0, 0, 0, 1, 1]), gamma=0.5
+    )
+    assert expected.tolist() == [1.0, 2.0, 2.0, 2.0, 4.0]
+    assert found.raw[[0, 2, 3, 4, 5]].tolist() == pytest.approx(whiten(expected), rel=1e-6)
+    assert found.value_targets is None
+
+
+def test_outcome_advantages_reach_every_trained_token() -> None:
+    found = estimate(rewarded_batch(), config(advantage_estimator="rloo"))
+    assert found.advantages.tolist() == [3.0, 0.0, 3.0, 3.0, 5.0, 5.0]
+    assert found.raw.tolist() == found.advantages.tolist()
+
+
+def test_batch_normalization_counts_trained_tokens_alone() -> None:
+    found = estimate(rewarded_batch(), config(advantage_batch_normalize=True))
+    # mean 19 / 5, variance 24 / 25 over the five trained tokens
+    expected = [(a - 3.8) / math.sqrt(0.96) for a in (3.0, 3.0, 3.0, 5.0, 5.0)]
+    assert found.advantages[[0, 2, 3, 4, 5]].tolist() == pytest.approx(expected, rel=1e-6)
+    assert found.advantages[1] == 0.0
+    assert found.raw.tolist() == [3.0, 0.0, 3.0, 3.0, 5.0, 5.0]

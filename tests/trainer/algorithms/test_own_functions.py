@@ -1,0 +1,433 @@
+"""Functions of the user's: what they take, what is refused and how, by name."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import trainer
+from schemas.errors import RolloutError
+from tests.helpers.losses_helpers import SETTINGS, targets
+from trainer.algorithms.advantages.token import CriticAdvantages
+from trainer.algorithms.estimators import advantages_of_returns, advantages_of_rewards
+from trainer.algorithms.losses.policy import TokenLoss
+from trainer.algorithms.losses.reductions import Units, reduction_weights
+from trainer.algorithms.objective import Targets, policy_loss
+from trainer.config.functions import KINDS, Kind, find, inputs_of, uses
+from trainer.config.loss_config import LossConfig
+from trainer.config.train_config import TrainConfig, load_config
+
+HERE = __name__
+PATHS = {"dataset": "d", "model": "m", "out": "o"}
+
+
+def clipped(logprobs: Any, old_logprobs: Any, advantages: Any, **keys: Any) -> Any:
+    assert keys == {"beta": 2}
+    ratio = (logprobs - old_logprobs).clamp(-20, 20).exp()
+    return -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.3) * advantages)
+
+
+def with_metrics(logprobs: Any, rollout_logprobs: Any, beta: float = 0.5) -> TokenLoss:
+    losses = beta * (rollout_logprobs - logprobs)
+    return TokenLoss(losses, losses > 0, {"distance": losses.detach()})
+
+
+def scaled(logprobs: Any, advantages: Any, *, sapo_tau_pos: float, beta: float) -> Any:
+    return -sapo_tau_pos * beta * advantages * logprobs
+
+
+def zeros(logprobs: Any, make: str) -> Any:
+    made: dict[str, Any] = {
+        "sum": logprobs.sum(),
+        "number": 0.0,
+        "none": None,
+        "long": torch.cat([logprobs, logprobs]),
+        "float32": logprobs.float(),
+        "int": torch.zeros(len(logprobs), dtype=torch.int64),
+        "detached": logprobs.detach(),
+        "nan": logprobs * torch.tensor(float("nan")),
+        "inf": logprobs / 0,
+        "clipped": TokenLoss(logprobs, logprobs),
+        "metrics": TokenLoss(logprobs, logprobs > 0, {"mean": logprobs.mean()}),
+        "names": TokenLoss(logprobs, logprobs > 0, [logprobs]),  # type: ignore[arg-type]
+    }
+    return made[make]
+
+
+def raising(logprobs: Any) -> Any:
+    raise IndexError(f"{len(logprobs)} is too many")
+
+
+def centred(returns: Any, scale: float = 1.0) -> Any:
+    returns -= returns.mean()  # in place
+    return scale * returns
+
+
+def by_group(rewards: Any, trajectory: Any, group_index: Any) -> Any:
+    return torch.from_numpy(rewards - group_index + trajectory)
+
+
+def with_critic(rewards: Any, values: Any, make: str = "pair") -> Any:
+    made = {
+        "pair": CriticAdvantages(rewards - values, rewards),
+        "array": rewards,
+        "short": CriticAdvantages(rewards, rewards[:-1]),
+    }
+    return made[make]
+
+
+def arrays(returns: Any, make: str) -> Any:
+    made: dict[str, Any] = {
+        "text": ["a"] * len(returns),
+        "none": None,
+        "short": returns[1:],
+        "column": returns[:, None],
+        "nan": returns * np.nan,
+        "graph": torch.ones(len(returns), requires_grad=True),
+        "ragged": [[1.0], [1.0, 2.0]],
+    }
+    return made[make]
+
+
+def by_row(row: Any, num_rows: int) -> Any:
+    return 1 / (num_rows * np.bincount(row)[row])
+
+
+def not_finite(num_targets: int) -> Any:
+    return [float("inf")] * num_targets
+
+
+class Losses:
+    """A callable of another kind."""
+
+    def __call__(self, logprobs: Any) -> Any:
+        return -logprobs
+
+
+instance = Losses()
+NOT_CALLABLE = 3
+
+
+def no_logprobs(log_probs: Any, advantages: Any) -> Any:
+    return log_probs * advantages
+
+
+def skyrl_names(logprobs: Any, old_log_probs: Any, advantages: Any) -> Any:
+    return logprobs * advantages * old_log_probs
+
+
+def positional(logprobs: Any, /) -> Any:
+    return logprobs
+
+
+def variadic(*logprobs: Any) -> Any:
+    return logprobs
+
+
+def both(returns: Any, rewards: Any) -> Any:
+    return returns + rewards
+
+
+def mixed(returns: Any, values: Any) -> Any:
+    return returns + values
+
+
+def typed(logprobs: Any, beta: float, power: int, name: str, *, on: bool = True) -> Any:
+    return logprobs * beta**power * len(name) * on
+
+
+def config(**settings: Any) -> TrainConfig:
+    return TrainConfig(**PATHS, **settings)
+
+
+def own(function: Any) -> str:
+    return f"{HERE}:{function.__name__}"
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.key)
+def test_built_in_functions_are_of_the_same_protocol(kind: Kind) -> None:
+    for name in kind.built_in:
+        function = find(kind, name)
+        assert function.inputs == inputs_of(kind, name), name
+        fields = TrainConfig.__dataclass_fields__
+        assert function.keys.keys() <= fields.keys(), name
+        assert function.inputs - {"selected"} <= {*kind.inputs}, name
+        protocol = getattr(trainer, {"p": "PolicyLoss", "a": "AdvantageEstimator"}.get(kind.key[0], "LossReduction"))  # fmt: skip
+        assert all(f"{name}:" in inspect.getdoc(protocol) for name in kind.inputs)
+
+
+def test_the_page_and_the_keys_name_every_function_and_input() -> None:
+    page = (Path(__file__).parents[3] / "docs/algorithms.md").read_text(encoding="utf-8")
+    for kind in KINDS:
+        [line] = [row for row in page.splitlines() if row.startswith(f"| `{kind.key}` | ")]
+        assert [name for name in kind.inputs if f"`{name}`" not in line] == []
+        assert [name for name in kind.built_in if f"| `{name}`" not in page] == []
+        source = inspect.getsource(LossConfig) + inspect.getsource(TrainConfig)
+        assert [name for name in kind.built_in if f"`{name}`" not in source] == []
+
+
+@settings(deadline=None)
+@given(x=targets())
+def test_a_loss_gets_its_tensors_and_keys_by_name(x: Targets) -> None:
+    c = LossConfig(policy_loss_type=own(clipped), loss={"beta": 2}, **SETTINGS)
+    regular = LossConfig(policy_loss_type="regular", **SETTINGS)
+    found, expected = policy_loss(x, c), policy_loss(x, regular)
+    assert torch.equal(found.losses, expected.losses)
+    assert not found.clipped.any()
+    one, other = (torch.autograd.grad(v.losses.sum(), x.logprobs)[0] for v in (found, expected))
+    assert torch.equal(one, other)
+    c = LossConfig(policy_loss_type=own(scaled), loss={"beta": 3}, sapo_tau_pos=2.0)
+    assert torch.equal(policy_loss(x, c).losses, -2.0 * 3 * x.advantages * x.logprobs)
+
+
+@settings(deadline=None)
+@given(x=targets())
+def test_a_loss_may_return_what_it_clipped_and_metrics(x: Targets) -> None:
+    found = policy_loss(x, LossConfig(policy_loss_type=own(with_metrics)))
+    assert torch.equal(found.clipped, x.rollout_logprobs > x.logprobs)
+    assert list(found.metrics) == ["policy_loss/distance"]
+    assert torch.equal(found.metrics["policy_loss/distance"], found.losses.detach())
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        ("sum", r"found a tensor \[\] of torch.float64; expected a tensor \[3\] of torch.float64"),
+        ("number", "found a float; expected a tensor"),
+        ("none", "found a NoneType; expected a tensor"),
+        ("long", r"found a tensor \[6\] of torch.float64"),
+        ("float32", r"found a tensor \[3\] of torch.float32"),
+        ("int", r"found a tensor \[3\] of torch.int64"),
+        ("detached", "found losses without a gradient; expected losses computed from `logprobs`"),
+        ("nan", "found nan at target 0, whose logprob is -1; expected finite"),
+        ("inf", "found -inf at target 0"),
+        ("clipped", r"found clipped: a tensor \[3\] of torch.float64; .* of torch.bool"),
+        ("metrics", r"found metrics\['mean'\]: a tensor \[\] of torch.float64"),
+        ("names", "found metrics: a list"),
+    ],
+)
+def test_a_loss_that_does_not_fit_is_named(make: str, message: str) -> None:
+    x = some_targets(3)
+    c = LossConfig(policy_loss_type=own(zeros), loss={"make": make})
+    where = f"{own(zeros)}: "
+    with pytest.raises(RolloutError, match=f"{where}{message}") as error:
+        policy_loss(x, c)
+    if make == "sum":
+        assert error.value.hint == "loss_reduction makes one number of the losses"
+
+
+def some_targets(num: int) -> Targets:
+    values = -torch.arange(1.0, num + 1, dtype=torch.float64)
+    return Targets(
+        logprobs=values.clone().requires_grad_(),
+        old_logprobs=values,
+        rollout_logprobs=values,
+        advantages=values,
+        row=torch.zeros(num, dtype=torch.int64),
+        selected=torch.zeros(num, dtype=torch.bool),
+    )
+
+
+def test_what_a_function_raises_is_its_own_with_its_line() -> None:
+    with pytest.raises(RolloutError) as error:
+        policy_loss(some_targets(3), LossConfig(policy_loss_type=own(raising)))
+    line = inspect.getsourcelines(raising)[1] + 1
+    expected = f"{own(raising)}: IndexError: 3 is too many ({__file__}:{line})."
+    assert str(error.value) == f"{expected} [policy_loss_type_raised]"
+    assert isinstance(error.value.__cause__, IndexError)
+    empty = policy_loss(some_targets(0), LossConfig(policy_loss_type=own(raising)))
+    assert (len(empty.losses), empty.clipped.dtype) == (0, torch.bool)
+
+
+@given(st.lists(st.floats(-5, 5), max_size=6))
+def test_an_estimator_gets_copies_and_returns_any_numbers(values: list[float]) -> None:
+    returns, group = np.array(values), np.zeros(len(values), np.int64)
+    c = config(advantage_estimator=own(centred), loss={"scale": 2})
+    found = advantages_of_returns(returns, group, c)
+    assert returns.tolist() == values
+    assert found.dtype == np.float64
+    assert found == pytest.approx(2 * (returns - returns.mean() if values else returns))
+    rewards, which = np.arange(3.0), np.array([0, 0, 1])
+    c = config(advantage_estimator=own(by_group))
+    found, critic = advantages_of_rewards(rewards, which, which, None, c)
+    assert (found.tolist(), critic) == ([0.0, 1.0, 2.0], None)
+
+
+def test_an_estimator_that_takes_values_has_a_critic() -> None:
+    c = config(advantage_estimator=own(with_critic), critic_model="c")
+    assert c.needs_critic
+    assert c.estimates_by_token
+    rewards, which = np.arange(3.0), np.zeros(3, np.int64)
+    advantages, value_targets = advantages_of_rewards(rewards, which, which, np.ones(3), c)
+    assert value_targets is not None
+    assert (advantages.tolist(), value_targets.tolist()) == ([-1, 0, 1], [0, 1, 2])
+    for make, message in (
+        ("array", "found a ndarray; .* CriticAdv"),
+        ("short", r"shape \[2\]; .* value"),
+    ):
+        c = config(advantage_estimator=own(with_critic), loss={"make": make})
+        with pytest.raises(RolloutError, match=f"{own(with_critic)}: .*{message}"):
+            advantages_of_rewards(rewards, which, which, np.ones(3), c)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        ("text", "found a list of <U1; expected"),
+        ("none", "found a NoneType; expected"),
+        ("short", r"found shape \[2\]; expected \[3\] finite numbers, the advantage of each traj"),
+        ("column", r"found shape \[3, 1\]"),
+        ("nan", "found nan at element 0"),
+        ("graph", "found a Tensor: .*requires grad"),
+        ("ragged", "found a list: "),
+    ],
+)
+def test_advantages_that_do_not_fit_are_named(make: str, message: str) -> None:
+    c = config(advantage_estimator=own(arrays), loss={"make": make})
+    with pytest.raises(RolloutError, match=f"{own(arrays)}: {message}"):
+        advantages_of_returns(np.arange(3.0), np.zeros(3, np.int64), c)
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=12))
+def test_a_reduction_gets_its_arrays_by_name(rows: list[int]) -> None:
+    row = np.sort(np.array(rows))
+    ids = dict.fromkeys(("row", "trajectory", "group", "micro_batch"), row)
+    totals = ("num_rows", "num_trajectories", "num_groups", "num_micro_batches")
+    units = Units(**ids, **dict.fromkeys(totals, 5))
+    found = reduction_weights(units, LossConfig(loss_reduction=own(by_row)))
+    expected = reduction_weights(units, LossConfig(loss_reduction="sequence_mean"))
+    assert found.tolist() == expected.tolist()
+    with pytest.raises(RolloutError, match=f"{own(not_finite)}: found inf at elem"):
+        reduction_weights(units, LossConfig(loss_reduction=own(not_finite)))
+
+
+@pytest.mark.parametrize(
+    ("settings_", "message", "hint"),
+    [
+        (
+            {"policy_loss_type": "dapo"},
+            "policy_loss_type: found dapo; expected one of regular",
+            None,
+        ),
+        ({"policy_loss_type": "sap"}, ", or module:function", "did you mean `sapo`?"),
+        ({"advantage_estimator": "grop"}, "expected one of grpo, rloo, maxrl", "`grpo`"),
+        ({"loss_reduction": "mean"}, "expected one of token_mean", None),
+        ({"policy_loss_type": "no_such_module:f"}, "ModuleNotFoundError", "PYTHONPATH"),
+        ({"policy_loss_type": f"{HERE}:none"}, "AttributeError", None),
+        ({"policy_loss_type": f"{HERE}:NOT_CALLABLE"}, "found a int; expected a", None),
+        ({"policy_loss_type": own(no_logprobs)}, "logprobs among them", "did you mean `logprobs`?"),
+        ({"policy_loss_type": own(skyrl_names)}, "a parameter `old_log_probs`", "`old_logprobs`?"),
+        ({"policy_loss_type": own(scaled)}, "a parameter `beta`", "inputs of policy_loss_type"),
+        ({"policy_loss_type": own(positional)}, "given by name", None),
+        ({"policy_loss_type": own(variadic)}, "given by name", None),
+        ({"advantage_estimator": own(both)}, "exactly one of returns, rewards", None),
+        ({"advantage_estimator": own(mixed)}, "found returns and values; expected rewards", None),
+        ({"loss_reduction": own(centred)}, "at least one of num_targets, row", None),
+        ({"advantage_estimator": own(centred), "critic_model": "c"}, "that takes `values`", None),
+    ],
+)
+def test_functions_are_checked_with_the_configuration(
+    settings_: dict[str, Any], message: str, hint: str | None
+) -> None:
+    with pytest.raises(RolloutError) as error:
+        config(**settings_)
+    assert message in str(error.value)
+    assert hint is None or hint in (error.value.hint or "")
+
+
+TYPED = {"policy_loss_type": own(typed)}
+GOOD = {"beta": 1, "power": 2, "name": "a"}
+
+
+@pytest.mark.parametrize(
+    ("table", "message", "hint"),
+    [
+        (GOOD | {"bta": 1}, f"`bta`; expected a parameter of {own(typed)}", "mean `beta`?"),
+        (GOOD | {"zzzz": 1}, "`zzzz`", "known keys: beta, name, on, power"),
+        (GOOD | {"beta": "a"}, f"[loss] beta, of {own(typed)}: found 'a'; expected a number", None),
+        (GOOD | {"beta": True}, "found True; expected a number", None),
+        (GOOD | {"power": 1.5}, "found 1.5; expected a whole number", None),
+        (GOOD | {"name": 1}, "found 1; expected text", None),
+        (GOOD | {"on": 1}, "found 1; expected true or false", None),
+        (GOOD | {"eps_clip_low": 0.1}, "`eps_clip_low`", "outside the table"),
+        (GOOD | {"beta": float("nan")}, "[loss] beta", None),
+        (GOOD | {"beta": np.float32(1)}, "lists and tables of these", None),
+    ],
+)
+def test_keys_are_checked_with_the_configuration(
+    table: dict[str, Any], message: str, hint: str | None
+) -> None:
+    assert config(**TYPED, loss=GOOD).loss == GOOD
+    with pytest.raises(RolloutError) as error:
+        config(**TYPED, loss=table)
+    assert message in str(error.value)
+    assert hint is None or hint in (error.value.hint or "")
+
+
+def test_built_in_functions_have_no_keys_of_their_own() -> None:
+    with pytest.raises(RolloutError, match="keys of a function of your own") as error:
+        config(loss={"eps_clip_hgh": 0.1})
+    assert error.value.hint == "did you mean `eps_clip_high`, outside the table?"
+
+
+def test_keys_come_from_a_table_and_from_overrides(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text(f'policy_loss_type = "{own(typed)}"\n[loss]\nbeta = 1.5\npower = 2\nname = "a"')
+    paths = [f"{key}={value}" for key, value in PATHS.items()]
+    found = load_config(file, [*paths, "loss.beta=2.5", "loss.name=b"])
+    assert found.loss == {"beta": 2.5, "power": 2, "name": "b"}
+    assert load_config(file, [*paths, "loss={beta=1, power=1, name='c'}"]).loss["name"] == "c"
+    with pytest.raises(RolloutError, match=r"`los\.beta`"):
+        load_config(file, [*paths, "los.beta=1"])
+
+
+def test_what_a_function_takes_decides_what_a_run_needs() -> None:
+    plain = config(policy_loss_type=own(scaled), loss={"beta": 1})
+    assert not plain.is_supervised
+    assert plain.importance_weights == "token"
+    assert plain.needs_old_logprobs  # for the weights
+    assert not config(
+        policy_loss_type=own(scaled), loss={"beta": 1}, tis_ratio_type=None
+    ).needs_old_logprobs
+    sampler = config(policy_loss_type=own(with_metrics), loss={"beta": 1})
+    assert sampler.is_supervised
+    assert sampler.is_anchored_on_sampler
+    assert sampler.importance_weights is None
+    assert config(policy_loss_type=own(with_metrics), tis_ratio_type="token").importance_weights
+    assert config(policy_loss_type=f"{HERE}:instance").is_supervised
+
+
+def test_the_use_of_a_function_is_a_line_with_its_keys() -> None:
+    c = config(policy_loss_type=own(scaled), loss={"beta": 2}, advantage_estimator=own(centred))
+    found = uses(c)
+    line = inspect.getsourcelines(scaled)[1]
+    place = f"({__file__}:{line})"
+    assert str(found["policy_loss_type"]) == f"{own(scaled)} {place}: sapo_tau_pos = 1.0, beta = 2"
+    assert found["advantage_estimator"].keys == {"scale": 1.0}
+    assert str(found["loss_reduction"]) == "token_mean"
+    assert list(uses(config(policy_loss_type="cross_entropy"))) == [
+        "policy_loss_type",
+        "loss_reduction",
+    ]
+
+
+def test_public_types_import_no_torch_before_they_are_used() -> None:
+    code = (
+        "import sys, trainer\n"
+        "c = trainer.TrainConfig(dataset='d', model='m', out='o', policy_loss_type='gspo')\n"
+        "assert c.is_anchored_on_sampler is False\n"
+        "trainer.PolicyLoss, trainer.AdvantageEstimator, trainer.LossReduction\n"
+        "trainer.CriticAdvantages\n"
+        "assert 'torch' not in sys.modules\n"
+        "assert trainer.TokenLoss._fields == ('losses', 'clipped', 'metrics')\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,262 @@
+import asyncio
+from dataclasses import replace
+
+import pytest
+import torch
+
+from pipelines.generation import Sampled, Sampling
+from pipelines.generation.tool_calls import assistant_message
+from rollout_io.retokenize.chat_template import KEEPS_ALL
+from rollout_io.retokenize.tokenizer import load_tokenizer
+from schemas.errors import RolloutError
+from tests.helpers.chat_helpers import CONVERSATIONS, prompt_ids
+from tests.helpers.trainer_helpers import plain_logprobs, tiny_llama
+from trainer.engine.embedded import TransformersEngine
+from trainer.engine.token_sampling import sample_token, sampled_distribution
+
+P = torch.tensor([0.5, 0.3, 0.2])
+PROMPTS = [[5, 9, 3], [7], [2, 2, 8, 11, 30, 4, 4], [17, 40, 21, 3, 9]]
+
+
+@pytest.fixture
+def engine(tokenizer):
+    return TransformersEngine(tiny_llama(vocab_size=49152), tokenizer, policy_version=3)
+
+
+@pytest.fixture(scope="module")
+def real_engine(smollm2_dir):
+    return TransformersEngine.load(str(smollm2_dir))
+
+
+def sample_all(engine, prompts, samplings):
+    async def run():
+        async with engine:
+            calls = [engine.sample(p, s) for p, s in zip(prompts, samplings, strict=True)]
+            return await asyncio.gather(*calls)
+
+    return asyncio.run(run())
+
+
+def differences(engine, sampled: list[Sampled], temperatures):
+    rows = [(s.prompt_token_ids, s.response_ids, [True]) for s in sampled]
+    with torch.no_grad():
+        expected = plain_logprobs(engine.model, rows, temperatures)
+    got = torch.tensor([x for s in sampled for x in s.rollout_logprobs])
+    return (got - expected).abs().max()
+
+
+@pytest.mark.parametrize(
+    ("sampling", "expected"),
+    [
+        (Sampling(top_k=2), [0.625, 0.375, 0.0]),
+        (Sampling(top_p=0.49), [1.0, 0.0, 0.0]),
+        (Sampling(top_p=0.51), [0.625, 0.375, 0.0]),
+        (Sampling(min_p=0.5), [0.625, 0.375, 0.0]),
+        (Sampling(temperature=0.5), [0.25 / 0.38, 0.09 / 0.38, 0.04 / 0.38]),
+        (Sampling(top_k=9), [0.5, 0.3, 0.2]),
+        (Sampling(min_p=0.5, top_p=0.62), [1.0, 0.0, 0.0]),
+    ],
+)
+def test_the_distribution_that_is_sampled(sampling, expected):
+    got = sampled_distribution(P.log(), sampling).exp()
+    torch.testing.assert_close(got, torch.tensor(expected))
+
+
+def test_tokens_are_drawn_as_often_as_their_probability_says():
+    sampling, generator = Sampling(temperature=0.5), torch.Generator().manual_seed(0)
+    drawn = [sample_token(P.log(), sampling, generator)[0] for _ in range(4000)]
+    got = torch.bincount(torch.tensor(drawn), minlength=3) / 4000
+    expected = sampled_distribution(P.log(), sampling).exp()
+    assert (got - expected).abs().max() < 0.03
+
+
+def test_temperature_0_takes_the_most_likely_token():
+    token, logprob = sample_token(P.log(), Sampling(temperature=0), torch.Generator())
+    assert token == 0
+    assert logprob == pytest.approx(-0.6931, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"temperature": -1},
+        {"temperature": float("nan")},
+        {"top_p": 0},
+        {"top_k": -1},
+        {"min_p": 1},
+        {"max_tokens": 0},
+        {"stop": ("",)},
+    ],
+)
+def test_impossible_sampling_is_refused(wrong):
+    with pytest.raises(RolloutError) as error:
+        Sampling(**wrong)
+    assert error.value.where == next(iter(wrong))
+
+
+def test_log_probabilities_are_those_of_a_plain_forward_at_any_temperature(engine):
+    temperatures = [1.0, 0.7, 1.3, 0.5]
+    samplings = [Sampling(temperature=t, max_tokens=5 + i) for i, t in enumerate(temperatures)]
+    sampled = sample_all(engine, PROMPTS, samplings)
+    assert [s.prompt_token_ids for s in sampled] == PROMPTS
+    assert [len(s.response_ids) for s in sampled] == [5, 6, 7, 8]
+    assert {s.stop_reason for s in sampled} == {"length"}
+    assert {s.policy_version for s in sampled} == {3}
+    assert differences(engine, sampled, temperatures) < 2e-5
+
+
+def test_truncated_sampling_gives_the_probabilities_among_what_was_kept(engine):
+    (sampled,) = sample_all(engine, PROMPTS[:1], [Sampling(top_k=2, max_tokens=6)])
+    rows = [(sampled.prompt_token_ids, sampled.response_ids, [True])]
+    raw = plain_logprobs(engine.model, rows)
+    got = torch.tensor(sampled.rollout_logprobs)
+    assert (got > raw + 0.5).all()
+    assert (got <= 0).all()
+
+
+def test_a_call_with_a_seed_does_not_depend_on_its_batch(engine):
+    sampling = Sampling(max_tokens=8, seed=11)
+    (alone,) = sample_all(engine, PROMPTS[:1], [sampling])
+    together = sample_all(engine, PROMPTS, [sampling, *[Sampling(max_tokens=3)] * 3])
+    assert together[0].response_ids == alone.response_ids
+    other = sample_all(engine, PROMPTS[:1], [replace(sampling, seed=12)])
+    assert other[0].response_ids != alone.response_ids
+
+
+def test_a_response_ends_with_the_end_of_sequence(engine):
+    sampling = Sampling(max_tokens=8, seed=11)
+    (free,) = sample_all(engine, PROMPTS[:1], [sampling])
+    engine._ends = {free.response_ids[2]}
+    (ended,) = sample_all(engine, PROMPTS[:1], [sampling])
+    assert ended.response_ids == free.response_ids[:3]
+    assert ended.stop_reason == "stop"
+
+
+def test_a_response_ends_with_a_stop_string_across_tokens(engine, tokenizer):
+    sampling = Sampling(max_tokens=8, seed=11)
+    (free,) = sample_all(engine, PROMPTS[:1], [sampling])
+    pieces = [tokenizer.decode([i]) for i in free.response_ids]
+    stop = pieces[1][-1:] + pieces[2][:1]
+    (ended,) = sample_all(engine, PROMPTS[:1], [replace(sampling, stop=(stop, "never met"))])
+    assert ended.response_ids == free.response_ids[:3]
+    assert ended.text.endswith(stop)
+    assert ended.stop_reason == "stop"
+
+
+def test_more_calls_than_a_batch_holds_are_all_answered(engine):
+    engine.max_batch_size = 3
+    sampled = sample_all(engine, PROMPTS * 3, [Sampling(max_tokens=2)] * 12)
+    assert [s.prompt_token_ids for s in sampled] == PROMPTS * 3
+
+
+def test_a_cancelled_call_leaves_its_batch_and_the_others_go_on(engine):
+    async def run():
+        long = asyncio.create_task(engine.sample([5], Sampling(max_tokens=100)))
+        short = asyncio.create_task(engine.sample([6], Sampling(max_tokens=4)))
+        await short
+        long.cancel()
+        await engine.__aexit__()
+        return long.cancelled(), (await engine.sample([7], Sampling(max_tokens=2))).response_ids
+
+    cancelled, after = asyncio.run(run())
+    assert cancelled
+    assert len(after) == 2
+
+
+def test_a_response_ends_where_the_context_does(engine):
+    (sampled,) = sample_all(engine, [[1] * 125], [Sampling()])
+    assert (len(sampled.response_ids), sampled.stop_reason) == (3, "length")
+    with pytest.raises(RolloutError, match="128 tokens") as error:
+        sample_all(engine, [[1] * 128], [Sampling()])
+    assert error.value.rule == "context_length"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "extra", "got"),
+    [([], {}, "no token"), ([49152], {}, "id 49152"), ([1], {"best_of": 2}, "best_of")],
+)
+def test_what_the_embedded_engine_cannot_do_is_refused(engine, prompt, extra, got):
+    with pytest.raises(RolloutError, match=got) as error:
+        sample_all(engine, [prompt], [Sampling(extra=extra)])
+    assert error.value.rule == "engine_refused"
+
+
+def test_new_weights_speak_and_are_named(engine, tmp_path):
+    other = tiny_llama(seed=1, vocab_size=49152)
+    other.save_pretrained(tmp_path)
+    asyncio.run(engine.load_weights(str(tmp_path), policy_version=4))
+    (sampled,) = sample_all(engine, PROMPTS[:1], [Sampling(max_tokens=6)])
+    assert sampled.policy_version == 4
+    engine.model = other
+    assert differences(engine, [sampled], [1.0]) < 2e-5
+
+
+def test_weights_of_another_model_are_refused_and_the_old_ones_stay(engine, tmp_path):
+    before = {name: weight.clone() for name, weight in engine.model.state_dict().items()}
+    tiny_llama(seed=1, vocab_size=61).save_pretrained(tmp_path)
+    with pytest.raises(RolloutError, match=r"shape \(61, 32\)"):
+        asyncio.run(engine.load_weights(str(tmp_path), policy_version=4))
+    assert engine.policy_version == 3
+    torch.testing.assert_close(dict(engine.model.state_dict()), before)
+
+
+@pytest.mark.model
+def test_a_real_model_answers_a_chat(real_engine):
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+
+    async def run():
+        async with real_engine as engine:
+            return await engine.chat(messages, Sampling(temperature=0, max_tokens=20))
+
+    sampled = asyncio.run(run())
+    assert "Paris" in sampled.text
+    assert sampled.message == {"role": "assistant", "content": sampled.text}
+    assert sampled.stop_reason == "stop"
+    assert real_engine.tokenizer.decode(sampled.response_ids).endswith("<|im_end|>")
+    assert differences(real_engine, [sampled], [1.0]) < 1e-3
+
+
+@pytest.mark.model
+def test_a_real_model_calls_a_tool(real_engine):
+    shown = '<tool_call>{"name": "get_weather", "arguments": {"city": "Rome"}}</tool_call>'
+    messages = [
+        {"role": "system", "content": f"You call get_weather by answering {shown}"},
+        {"role": "user", "content": "Weather in Rome?"},
+        {"role": "assistant", "content": shown},
+        {"role": "user", "content": "Weather in Oslo?"},
+    ]
+    tool = {"type": "function", "function": {"name": "get_weather", "parameters": {}}}
+    greedy = Sampling(temperature=0, max_tokens=40)
+    sampled = asyncio.run(real_engine.chat(messages, greedy, tools=[tool]))
+    (call,) = sampled.message["tool_calls"]
+    assert call["function"]["name"] == "get_weather"
+    assert sampled.message["content"] is None
+    assert sampled.stop_reason == "tool_calls"
+
+
+@pytest.mark.parametrize(("messages", "tools"), CONVERSATIONS.values(), ids=list(CONVERSATIONS))
+def test_a_chat_is_rendered_as_vllm_renders_it(model, smollm2_dir, messages, tools):
+    tokenizer = load_tokenizer(smollm2_dir, KEEPS_ALL)
+    engine = TransformersEngine(model, tokenizer)
+    sampling = Sampling(max_tokens=1)
+    sampled = asyncio.run(engine.chat(messages, sampling, tools=tools))
+    assert sampled.prompt_token_ids == prompt_ids(tokenizer, messages, tools)
+
+
+def test_a_tool_call_whose_arguments_are_no_object_is_text():
+    text = '<tool_call>{"name": "add", "arguments": [2]}</tool_call>'
+    assert assistant_message(text) == {"role": "assistant", "content": text}
+
+
+def test_tool_calls_in_text_become_a_message():
+    text = 'Let me see. <tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>'
+    message = assistant_message(text)
+    assert message["content"] == "Let me see."
+    assert message["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 2}'}
+
+
+@pytest.mark.parametrize(
+    "text", ["plain", "<tool_call>{no json}</tool_call>", '<tool_call>{"a": 1}</tool_call>']
+)
+def test_text_without_a_whole_tool_call_stays_text(text):
+    assert assistant_message(text) == {"role": "assistant", "content": text}

@@ -1,0 +1,80 @@
+"""What a run says that it will hold, and that its settings reach what they are about."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.trainer_helpers import VOCAB, group_rows, save_tiny_model, write_dataset
+from trainer.config.train_config import TrainConfig
+from trainer.reports.memory_estimate import Memory, _kept_by_a_forward, estimate_memory
+from trainer.run.setup import TrainingRun, set_up
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("start")
+    dataset = write_dataset(folder / "ds", group_rows(1, (0.0, 1.0)))
+    return {"dataset": dataset, "model": save_tiny_model(folder / "m")}
+
+
+def begun(paths: dict[str, str], tmp_path: Path, **settings: Any) -> TrainingRun:
+    return set_up(TrainConfig(**paths, out=str(tmp_path / "run"), **settings), resume=False)
+
+
+def memory_of(paths: dict[str, str], tmp_path: Path, **settings: Any) -> tuple[Memory, int]:
+    """The estimate for 100 tokens, and the weights of the model."""
+    run = begun(paths, tmp_path, logprob_chunk_tokens=7, **settings)
+    num_weights = sum(p.numel() for p in run.learner.policy.parameters())
+    return estimate_memory(run, 100), num_weights
+
+
+def test_a_whole_policy_has_weights_gradients_two_moments_and_a_chunk_of_logits(
+    paths: dict[str, str], tmp_path: Path
+) -> None:
+    memory, num = memory_of(paths, tmp_path)
+    assert (memory.weights, memory.gradients, memory.optimizer) == (4 * num, 4 * num, 8 * num)
+    assert (memory.reference, memory.logits) == (0, 4 * 7 * VOCAB)
+    assert memory.total == 16 * num + memory.activations + memory.logits
+
+
+def test_a_reference_and_a_critic_are_counted(paths: dict[str, str], tmp_path: Path) -> None:
+    memory, num = memory_of(paths, tmp_path, kl_loss_coef=0.1, advantage_estimator="gae")
+    head, embedding = 32 + 1, 32 * VOCAB  # of the value head; the critic's logits do not train
+    assert memory.reference == 4 * num
+    assert memory.weights == 4 * (2 * num + head)
+    assert memory.gradients == 4 * (2 * num + head - embedding)
+    assert memory.optimizer == 2 * memory.gradients
+
+
+def test_adapters_alone_have_gradients_and_moments_and_are_no_second_model(
+    paths: dict[str, str], tmp_path: Path
+) -> None:
+    memory, num = memory_of(paths, tmp_path, lora_rank=2, kl_loss_coef=0.1)
+    layer = 2 * (2 * (32 + 32) + 2 * (32 + 16) + 3 * (32 + 48))  # q and o, k and v, the MLP
+    assert memory.gradients == 4 * 2 * layer
+    assert memory.optimizer == 2 * memory.gradients
+    assert (memory.weights, memory.reference) == (4 * num, 0)
+
+
+def test_activations_are_those_that_a_forward_of_as_many_tokens_keeps(
+    paths: dict[str, str], tmp_path: Path
+) -> None:
+    run = begun(paths, tmp_path)
+    for num_tokens in (64, 120):
+        kept = _kept_by_a_forward(run, num_tokens)
+        assert estimate_memory(run, num_tokens).activations == pytest.approx(kept, rel=0.02)
+    less = begun(paths, tmp_path, gradient_checkpointing=True)
+    assert estimate_memory(less, 120).activations < estimate_memory(run, 120).activations / 2
+
+
+def test_settings_reach_the_optimizers_and_the_models(
+    paths: dict[str, str], tmp_path: Path
+) -> None:
+    numbers = {"betas": (0.5, 0.6), "weight_decay": 0.25}
+    settings: dict[str, Any] = {"advantage_estimator": "gae", "logprob_chunk_tokens": 7}
+    run = begun(paths, tmp_path, **settings, **numbers)
+    assert run.critic
+    for optimizer in (run.learner.optimizer, run.critic.optimizer):
+        assert numbers.items() <= optimizer.param_groups[0].items()
+    assert run.learner.policy.logprob_chunk_tokens == 7

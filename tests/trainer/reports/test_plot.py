@@ -1,0 +1,160 @@
+"""`rollouts plot`: curves as an image, and what is refused."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from PIL import Image
+
+from rollout_io.cli.main import run as main
+from schemas.errors import RolloutError
+from tests.conftest import ROOT
+from trainer.cli.train import plot as verb
+from trainer.reports.plot import DEFAULT, curve, plot_runs, read_metrics
+
+NO_TORCH = """
+import sys
+from pathlib import Path
+from trainer.reports.plot import plot_runs
+
+plot_runs([Path(sys.argv[1])], Path(sys.argv[2]))
+assert "torch" not in sys.modules
+assert "matplotlib.pyplot" not in sys.modules
+"""
+
+
+def make_run(path: Path, num_updates: int = 3, **values: Any) -> Path:
+    path.mkdir(parents=True)
+    lines = [
+        {"global_step": step, "loss": 1 / step, "return_mean": None, "skipped": 0} | values
+        for step in range(1, num_updates + 1)
+    ]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def colors_of(image: Path) -> set[Any]:
+    found = Image.open(image).convert("RGB").getcolors(1 << 24)
+    return {color for _, color in found or []}
+
+
+BLUE, ORANGE = (31, 119, 180), (255, 127, 14)
+
+
+def test_runs_are_drawn_over_each_other_in_colors_of_their_own(tmp_path: Path) -> None:
+    one, two = (make_run(tmp_path / name, grad_norm=0.5) for name in ("one", "two"))
+    image = tmp_path / "curves.png"
+    assert plot_runs([one], image) == ["loss", "grad_norm"]
+    assert BLUE in colors_of(image)
+    assert ORANGE not in colors_of(image)
+    (two / "metrics.jsonl").write_text(
+        '{"global_step": 1, "loss": 3}\n{"global_step": 2, "loss": 4}\n'
+    )
+    assert plot_runs([one, two], image) == ["loss", "grad_norm"]
+    assert {BLUE, ORANGE} <= colors_of(image)
+
+
+@pytest.mark.parametrize("num_updates", [1, 300])
+@pytest.mark.parametrize(
+    ("suffix", "magic"), [("svg", b"<?xml"), ("pdf", b"%PDF"), ("png", b"\x89PNG")]
+)
+def test_the_suffix_says_the_format(
+    suffix: str, magic: bytes, num_updates: int, tmp_path: Path
+) -> None:
+    run, image = make_run(tmp_path / "run", num_updates), tmp_path / f"curves.{suffix}"
+    plot_runs([run], image, ["loss"])
+    assert image.read_bytes().startswith(magic)
+
+
+def test_an_image_needs_neither_torch_nor_a_display(tmp_path: Path) -> None:
+    run, image = make_run(tmp_path / "run"), tmp_path / "curves.png"
+    command = [sys.executable, "-c", NO_TORCH, str(run), str(image)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_curve_has_the_numbers_of_the_updates_that_were_made() -> None:
+    records = [
+        {"global_step": 0, "loss": 9.0, "skipped": 1},
+        {"global_step": 1, "loss": 1.0, "skipped": 0},
+        {"global_step": 2, "loss": None},
+        {"global_step": 3, "loss": 2},
+    ]
+    assert curve(records, "loss") == ([1, 3], [1.0, 2.0])
+    assert curve(records, "entropy") == ([], [])
+
+
+def test_a_line_that_is_being_written_is_left_out(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"global_step": 4, "lo')
+    assert [record["global_step"] for record in read_metrics(run)] == [1, 2, 3]
+
+
+def test_only_known_metrics_are_drawn_by_default() -> None:
+    from trainer.run.run_metrics import LOOP_METRICS, METRICS
+
+    assert set(DEFAULT) <= METRICS.keys() | LOOP_METRICS.keys()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, ".*run/metrics.jsonl: found nothing; expected a run's metrics"),
+        ("", ".*: found no line; expected a line per update"),
+        (
+            "{}\n",
+            r".*metrics.jsonl:1: found '\{\}'; expected a JSON object with a glob",
+        ),
+        ('{"global_step": 1}\nnonsense\n', ".*metrics.jsonl:2: found 'nonsense'"),
+        ("[1]\n", r"metrics.jsonl:1: found '\[1\]'"),
+        ('{"global_step": 0, "loss": 1.0, "skipped": 1}\n', "run: found no update"),
+    ],
+)
+def test_metrics_that_are_missing_broken_or_empty_are_refused(
+    text: str | None, message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "run").mkdir()
+    if text is not None:
+        (tmp_path / "run" / "metrics.jsonl").write_text(text)
+    with pytest.raises(RolloutError, match=message):
+        plot_runs([tmp_path / "run"], tmp_path / "curves.png")
+    assert not (tmp_path / "curves.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("image", "metric", "message"),
+    [
+        ("curves.png", "los", "run: found no number for `los`; expected one"),
+        ("curves.docx", "loss", ".*: found suffix '.docx'; expected one of .*png"),
+        ("nowhere/curves.png", "loss", ".*: found no such directory"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused(
+    image: str, metric: str, message: str, tmp_path: Path
+) -> None:
+    run = make_run(tmp_path / "run")
+    with pytest.raises(RolloutError, match=message):
+        plot_runs([run], tmp_path / image, [metric])
+
+
+def test_the_verb_says_what_it_drew_and_names_the_nearest_metric(tmp_path: Path) -> None:
+    run, image = make_run(tmp_path / "run"), tmp_path / "curves.png"
+    done = CliRunner().invoke(verb, [str(run), "--out", str(image)], catch_exceptions=False)
+    assert (done.stdout, done.stderr) == ("", f"loss -> {image}\n")
+    with pytest.raises(RolloutError) as error:
+        CliRunner().invoke(verb, [str(run), "--metric", "los"], catch_exceptions=False)
+    assert error.value.hint == "did you mean `loss`?"
+
+
+def test_the_verb_is_registered_and_a_users_error_is_one_message(
+    tmp_path: Path, capfd: Any
+) -> None:
+    assert main(["plot", str(tmp_path)]) == 1
+    printed = capfd.readouterr()
+    assert printed.err.startswith(f"Error: {tmp_path}/metrics.jsonl: found nothing")
+    assert "Hint: give the directory of a run" in printed.err

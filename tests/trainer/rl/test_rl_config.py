@@ -1,0 +1,276 @@
+"""The loop's configuration, the order of its tasks, and the rules of what may begin and where it goes."""
+
+import itertools
+import random
+import re
+import tomllib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipelines.generation.tasks import Task
+from schemas.errors import RolloutError
+from tests.conftest import ROOT
+from tests.helpers.rl_helpers import config_of
+from trainer.batches.forest import RowLimit
+from trainer.rl import RlConfig, load_rl_config
+from trainer.rl.schedule import num_allowed, place
+from trainer.rl.task_order import check_names, shuffled_tasks
+from trainer.rl.updates import check_lengths
+
+TOML = """
+model = "m"
+tasks = "t.jsonl"
+num_iterations = 3
+[generate]
+environment = "gsm8k"
+group_size = 4
+[train]
+learning_rate = 1e-5
+"""
+
+
+def test_overrides_reach_into_inline_tables(tmp_path):
+    text = TOML + 'env_configs = {"m:E" = {url = "u"}}\n[evaluate]\ntasks = "e.jsonl"\n'
+    text = text.replace("[train]\n", "").replace("learning_rate = 1e-5\n", "")
+    overrides = (
+        "generate.env_config.topk=3",
+        'generate.env_configs."m:E".deep.x=[1]',
+        "evaluate.env_config.url=v",
+    )
+    config = load(tmp_path, text, *overrides)
+    assert config.generation.env_config == {"topk": 3}
+    assert config.generation.env_configs == {"m:E": {"url": "u", "deep": {"x": [1]}}}
+    (planned,) = config.evaluations(0).values()
+    assert planned.env_config == {"url": "v"}
+
+
+def test_a_dotted_name_that_toml_does_not_take_is_refused(tmp_path):
+    with pytest.raises(RolloutError, match="a TOML key") as error:
+        load(tmp_path, TOML, "generate.env_configs.m:E.x=1")
+    assert 'table."my.name"' in error.value.hint
+
+
+def load(tmp_path, text=TOML, *overrides):
+    file = tmp_path / "c.toml"
+    file.write_text(text)
+    return load_rl_config(file, ["out=run", *overrides])
+
+
+def test_the_page_shows_the_example():
+    page = (ROOT / "docs" / "rl.md").read_text()
+    lines = page.split("`python examples/addition.py")[0].splitlines()
+    shown = "\n".join(line.strip() for line in lines if line.startswith("    "))
+    example = (ROOT / "examples" / "addition.toml").read_text()
+    assert tomllib.loads(shown) == tomllib.loads(example)
+
+
+def test_tables_and_dotted_overrides_make_one_configuration(tmp_path):
+    overrides = ["train.learning_rate=5e-6", "evaluate.tasks=1", "generate.stop=['a']", "seed=7"]
+    config = load(tmp_path, TOML, *overrides)
+    assert config.training.learning_rate == 5e-6
+    assert config.training.group_size == config.generation.group_size == 4
+    assert config.training.seed == config.generation.seed == 7
+    assert config.training.dataset == "run/rollouts/*"
+    (planned,) = config.evaluations(3).values()
+    assert (planned.tasks, planned.out) == ("1", "run/evaluations/iteration_00003")
+    assert (planned.group_size, planned.stop) == (1, ("a",))
+    served = load(tmp_path, TOML, "generate.engine=vllm", "generate.urls=['http://a']")
+    assert served.generation.seed is None
+
+
+SETS = """
+[evaluate]
+every_iterations = 2
+group_size = 4
+[evaluate.sums]
+tasks = "sums.jsonl"
+env_config = {url = "u"}
+[evaluate.words]
+tasks = "words.jsonl"
+group_size = 1
+"""
+
+
+def test_every_table_below_evaluate_is_a_set_with_the_keys_of_all_sets(tmp_path):
+    overrides = ["evaluate.sums.temperature=0.5", "evaluate.more.tasks=a.b", "evaluate.top_k=3"]
+    config = load(tmp_path, TOML + SETS, *overrides)
+    planned = config.evaluations(3)
+    assert {name: (p.tasks, p.group_size, p.temperature) for name, p in planned.items()} == {
+        "sums": ("sums.jsonl", 4, 0.5),
+        "words": ("words.jsonl", 1, 0.0),
+        "more": ("a.b", 4, 0.0),
+    }
+    assert planned["sums"].env_config == {"url": "u"}
+    assert {p.top_k for p in planned.values()} == {3}
+    assert planned["words"].out == "run/evaluations/words/iteration_00003"
+    assert [config.evaluates(version) for version in range(4)] == [True, False, True, True]
+    assert config.resolved()["evaluate"]["words"]["tasks"] == "words.jsonl"
+    assert load(tmp_path).evaluations(0) == {}
+
+
+@pytest.mark.parametrize(
+    ("override", "message", "hint"),
+    [
+        ("evaluate.sums.group_siz=1", "--set evaluate.sums.group_siz=1: found `group_siz`", "size"),
+        ("evaluate.sums.group_size=0", "[evaluate.sums] group_size: found 0", None),
+        ("evaluate.sums.out=a", "[evaluate.sums]: found `out`", "top of the file"),
+        ("evaluate.sums.every_iterations=3", "[evaluate.sums]: found `every_iterations`", "[evalu"),
+        ("evaluate.more.group_size=2", "no `tasks`; expected a file, in [evaluate.more]", None),
+        ("evaluate.a/b.tasks=x", "[evaluate.a/b]", None),
+        ("evaluate.every_iterations=0", "every_iterations: found 0", None),
+    ],
+)
+def test_what_a_set_cannot_have_is_refused_with_its_name(tmp_path, override, message, hint):
+    with pytest.raises(RolloutError) as error:
+        load(tmp_path, TOML + SETS, override)
+    assert message in str(error.value)
+    assert hint is None or hint in error.value.hint
+
+
+def test_one_engine_has_one_template_for_the_calls_of_agents(tmp_path):
+    agent = ["generate.environment=none", "generate.agent=m:f"]
+    other = "evaluate.sums.chat_template=qwen3_acc_thinking"
+    with pytest.raises(RolloutError, match=r"\[evaluate.sums\] chat_template") as error:
+        load(tmp_path, TOML + SETS, *agent, other)
+    assert "[generate]" in error.value.hint
+    same = "generate.chat_template=qwen3_acc_thinking"
+    assert load(tmp_path, TOML + SETS, *agent, same, other).evaluations(0)
+
+
+@pytest.mark.parametrize(
+    ("override", "message", "hint"),
+    [
+        ("trian.gamma=1", "`trian.gamma`", "`train`"),
+        (
+            "train.learning_rat=1",
+            "--set train.learning_rat=1: found `learning_rat`",
+            "learning_rate",
+        ),
+        ("generate.group_siz=1", "`group_siz`", "group_size"),
+        ("train.gamma=high", '--set train.gamma=high: found "high"; expected a number', None),
+        ("train.gamma=2", r"[train] gamma: found 2.0", None),
+        ("train.group_size=4", "[train]: found `group_size`", "write it in [generate]"),
+        ("train.num_epochs=2", "[train]: found `num_epochs`", "num_iterations"),
+        ("generate.out=x", "[generate]: found `out`", "top of the file"),
+        ("evaluate.urls=['a']", "[evaluate]: found `urls`", "[generate]"),
+        ("evaluate.group_size=2", "no `tasks`", None),
+        ("num_iterations=0", "num_iterations: found 0", None),
+        ("max_staleness=-1", "max_staleness: found -1", None),
+        ("weight_sync=never", "one of wait, now", None),
+        ("model=", "no `model`", None),
+        ("train.gamma", "--set train.gamma: found no `=`", None),
+    ],
+)
+def test_what_the_loop_cannot_take_is_refused_by_name(tmp_path, override, message, hint):
+    with pytest.raises(RolloutError) as error:
+        load(tmp_path, TOML, override)
+    assert message in str(error.value)
+    assert hint is None or hint in error.value.hint
+
+
+def test_a_table_that_is_none_is_refused(tmp_path):
+    with pytest.raises(RolloutError, match="a table"):
+        load(tmp_path, "train = 3\n" + TOML.replace("[train]\nlearning_rate = 1e-5", ""))
+
+
+def test_dicts_are_checked_as_files_are():
+    own = {"model": "m", "tasks": "t", "out": "o", "num_iterations": 1}
+    with pytest.raises(RolloutError, match=r"\[generate\], key group_siz"):
+        RlConfig(**own, generate={"group_siz": 1})
+
+
+def tasks_named(*names):
+    return [Task(instance_id=name, repetition_id=0, prompt=[]) for name in names]
+
+
+def test_every_pass_has_every_task_once_in_an_order_of_its_own():
+    names = [f"t{i}" for i in range(20)]
+    drawn = [t.instance_id for t in itertools.islice(shuffled_tasks(tasks_named(*names), 3), 60)]
+    first, second, third = drawn[:20], drawn[20:40], drawn[40:]
+    assert sorted(first) == sorted(names)
+    assert sorted(second) == sorted(f"{name}@2" for name in names)
+    assert [n.partition("@")[0] for n in second] != first
+    assert {n.partition("@")[2] for n in third} == {"3"}
+    again = itertools.islice(shuffled_tasks(tasks_named(*names), 3), 60)
+    assert [t.instance_id for t in again] == drawn
+    other = itertools.islice(shuffled_tasks(tasks_named(*names), 4), 20)
+    assert [t.instance_id for t in other] != first
+
+
+def test_ids_that_a_later_pass_would_give_again_are_refused():
+    check_names({"a@b", "mail@2"})
+    with pytest.raises(RolloutError, match="'a' and 'a@2'"):
+        check_names({"a", "a@2"})
+
+
+@given(
+    size=st.integers(1, 4),
+    max_staleness=st.integers(0, 3),
+    num_iterations=st.integers(1, 7),
+    seed=st.integers(0, 1000),
+)
+def test_whatever_ends_first_no_group_trains_too_late_and_every_iteration_fills(
+    size, max_staleness, num_iterations, seed
+):
+    """The trainer takes an iteration as soon as it is whole; groups end in any order."""
+    rng, room, running, iteration = random.Random(seed), [size] * num_iterations, [], 0
+    num_begun = 0
+    while iteration < num_iterations:
+        bound = {"max_staleness": max_staleness, "num_iterations": num_iterations}
+        while num_begun < num_allowed(iteration=iteration, size=size, **bound):
+            running.append(iteration)
+            num_begun += 1
+        slowness = rng.choice([0.0, 0.9])
+        index = 0 if rng.random() > slowness else len(running) - 1
+        begun = running.pop(index if running else 0)
+        last = num_iterations - 1
+        deadlines = [min(other + max_staleness, last) for other in running]
+        found = place(room, deadlines)
+        assert found <= min(begun + max_staleness, last)
+        room[found] -= 1
+        while iteration < num_iterations and room[iteration] == 0:
+            iteration += 1
+    assert room == [0] * num_iterations
+    assert num_begun == size * num_iterations
+
+
+LIMIT = RowLimit(num_tokens=256, reason="the model's max_position_embeddings", hint="none")
+
+
+@pytest.mark.parametrize(
+    ("most", "context", "max_row_tokens", "message"),
+    [
+        (250, 256, None, None),
+        (251, None, None, "found 251 + 6 tokens; expected at most 256 together (the model's max_"),
+        (251, None, 64, None),
+        (
+            96,
+            100,
+            None,
+            "found 96 + 6 tokens; expected at most 100 together (the engine's context)",
+        ),
+        (96, 100, 64, "the engine's context"),
+        (None, 256, None, None),
+        (None, None, None, None),
+        (
+            None,
+            300,
+            None,
+            "found rows of up to 300 tokens (the engine's context); expected at most 256",
+        ),
+        (None, 300, 64, None),
+    ],
+)
+def test_rows_that_cannot_fit_are_refused_before_any_is_sampled(
+    tmp_path, most, context, max_row_tokens, message
+):
+    sampling = {"max_input_tokens": most}
+    config = config_of(tmp_path, "m", generate=sampling, train={"max_row_tokens": max_row_tokens})
+    if message is None:
+        check_lengths(config, LIMIT, context)
+        return
+    with pytest.raises(RolloutError, match=re.escape(message)) as caught:
+        check_lengths(config, LIMIT, context)
+    assert caught.value.rule == "row_too_long"

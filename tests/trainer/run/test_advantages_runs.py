@@ -1,0 +1,351 @@
+"""Every estimator from a dataset on disk to a checkpoint, on a tiny random Llama."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+
+import pipelines
+import rollout_io
+import trainer
+from schemas.errors import RolloutError
+from tests.helpers.trainer_helpers import (
+    group_rows,
+    save_tiny_model,
+    step,
+    tiny_llama,
+    two_step_trajectory,
+    write_dataset,
+)
+from trainer.batches.plan import make_plan
+from trainer.config.train_config import TrainConfig, load_config
+from trainer.models.critic import Critic, load_critic
+
+ESTIMATORS = ["grpo", "rloo", "maxrl", "reinforce++", "gae"]
+PATHS = ["dataset=ds", "model=m", "out=o"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def critic_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A critic whose values vary."""
+    path = tmp_path_factory.mktemp("critic")
+    critic = Critic(tiny_llama(seed=3))
+    torch.nn.init.normal_(critic.value_head.weight, std=0.2)
+    critic.save(path)
+    return str(path)
+
+
+def rewarded_rows(num_groups: int = 3, **values: Any) -> list[dict[str, Any]]:
+    """Groups of four trajectories of two steps, of which the first earns too."""
+    rows = group_rows(num_groups, (1.0, 0.0, 0.0, 1.0), **values)
+    for first in rows[::2]:
+        first["reward"] = 0.25 * first["repetition_id"]
+    return rows
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_dataset(tmp_path_factory.mktemp("data") / "ds", rewarded_rows())
+
+
+def run(dataset: str, model: str, out: Path, **settings: Any) -> Any:
+    defaults = {"tokens_per_micro_batch": 64, "weight_decay": 0.0, "learning_rate": 1e-3}
+    config = TrainConfig(dataset=dataset, model=model, out=str(out), **(defaults | settings))
+    return trainer.train(config)
+
+
+def metrics_of(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_every_estimator_trains_with_finite_metrics(
+    estimator: str, dataset: str, model: str, tmp_path: Path
+) -> None:
+    settings = {"groups_per_batch": 1, "groups_per_mini_batch": 1}
+    result = run(dataset, model, tmp_path, advantage_estimator=estimator, **settings)
+    assert result.num_updates == result.num_trained_groups == 3
+    for line in metrics_of(tmp_path):
+        assert all(value is not None and math.isfinite(value) for value in line.values())
+        assert line["grad_norm"] > 0
+        assert ("critic/critic_loss" in line) == (estimator == "gae")
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_layout_and_micro_batches_change_no_estimator(
+    estimator: str, dataset: str, model: str, critic_model: str, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {"advantage_estimator": estimator, "gamma": 0.9, "gae_lambda": 0.8}
+    if estimator == "gae":
+        settings["critic_model"] = critic_model
+    found = [
+        run(dataset, model, tmp_path / layout, sequence_layout=layout, **settings, **cut).metrics
+        for layout, cut in (
+            ("step", {"tokens_per_micro_batch": 20}),
+            ("merge", {"tokens_per_micro_batch": 300}),
+        )
+    ]
+    assert found[0]["num_micro_batches"] > found[1]["num_micro_batches"]
+    same = found[0].keys() - {
+        *("num_forwarded_tokens", "num_micro_batches", "num_rows", "seconds", "tokens_per_s"),
+        *("generate/batch_num_seq", "generate/num_seq_after_merge"),
+    }
+    for name in same:
+        assert found[0][name] == pytest.approx(found[1][name], rel=1e-3, abs=1e-5), name
+
+
+def test_merged_dataset_trains_gae_as_its_steps_do(
+    dataset: str, model: str, critic_model: str, tmp_path: Path
+) -> None:
+    merged = pipelines.merge(rollout_io.scan(dataset)).collect().to_arrow()
+    with rollout_io.RolloutWriter(tmp_path / "merged") as writer:
+        writer.write(merged)
+    settings = {"advantage_estimator": "gae", "critic_model": critic_model}
+    found = [
+        run(path, model, tmp_path / name, **settings).metrics
+        for name, path in (("a", dataset), ("b", str(tmp_path / "merged")))
+    ]
+    for name in ("loss", "grad_norm", "critic/critic_loss", "critic/values_mean"):
+        assert found[0][name] == pytest.approx(found[1][name], rel=1e-4), name
+
+
+def test_value_loss_falls_over_a_run(dataset: str, model: str, tmp_path: Path) -> None:
+    settings = {"critic_learning_rate": 1e-2, "value_clip": None, "num_epochs": 12}
+    run(dataset, model, tmp_path, advantage_estimator="gae", **settings)
+    losses = [line["critic/critic_loss"] for line in metrics_of(tmp_path)]
+    assert losses[-1] < 0.3 * losses[0]
+
+
+def test_checkpoint_holds_the_critic_and_a_run_goes_on_from_it(
+    dataset: str, model: str, tmp_path: Path
+) -> None:
+    settings = {"advantage_estimator": "gae", "critic_learning_rate": 1e-2}
+    first = run(dataset, model, tmp_path / "a", **settings)
+    critic = str(Path(first.checkpoint) / "critic")
+    assert load_critic(critic).value_head.weight.any()
+    again = run(dataset, first.checkpoint, tmp_path / "b", critic_model=critic, **settings)
+    assert first.metrics["critic/values_mean"] == 0.0
+    assert again.metrics["critic/values_mean"] != 0.0
+
+
+def test_estimators_without_values_checkpoint_no_critic(
+    dataset: str, model: str, tmp_path: Path
+) -> None:
+    result = run(dataset, model, tmp_path, max_updates=1)
+    assert not (Path(result.checkpoint) / "critic").exists()
+
+
+def test_same_seed_same_critic(dataset: str, model: str, tmp_path: Path) -> None:
+    settings = {"advantage_estimator": "gae", "epochs_per_batch": 2}
+    lines = [
+        run(dataset, model, tmp_path / name, **settings).metrics["critic/critic_loss"]
+        for name in "ab"
+    ]
+    assert lines[0] == lines[1]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"advantage_estimator": "reinforce++"},
+        {"advantage_estimator": "gae"},
+        {"advantage_estimator": "maxrl", "advantage_batch_normalize": True},
+    ],
+)
+def test_whitening_is_over_the_batch_not_the_mini_batch(
+    settings: dict[str, Any], model: str, tmp_path: Path
+) -> None:
+    rows = rewarded_rows(2)
+    for row in rows[8:]:
+        row["reward"] += 3.0
+    dataset = write_dataset(tmp_path / "ds", rows)
+    run(dataset, model, tmp_path / "run", groups_per_batch=2, groups_per_mini_batch=1, **settings)
+    first, second = metrics_of(tmp_path / "run")
+    means = [line["loss/avg_raw_advantages"] for line in (first, second)]
+    if "advantage_batch_normalize" in settings:
+        assert means == pytest.approx([0, 0], abs=1e-6)
+        assert abs(first["loss"]) < abs(first["loss/avg_raw_advantages_abs"])
+    else:
+        assert means[0] < -0.5
+        assert sum(means) == pytest.approx(0, abs=1e-6)
+
+
+def test_recomputed_activations_change_no_critic(
+    dataset: str, model: str, critic_model: str, tmp_path: Path
+) -> None:
+    settings = {"advantage_estimator": "gae", "critic_model": critic_model}
+    found = [
+        run(dataset, model, tmp_path / str(again), gradient_checkpointing=again, **settings)
+        for again in (False, True)
+    ]
+    for name in ("critic/critic_loss", "critic/grad_norm"):
+        assert found[0].metrics[name] == pytest.approx(found[1].metrics[name], rel=1e-4)
+
+
+def test_metrics_of_rewards_and_advantages_by_hand(model: str, tmp_path: Path) -> None:
+    rewards = {"a": (1.0, -1.0), "b": (0.0, -2.0), "c": (4.0,)}
+    rows = [
+        step(group, i, 0, [1], [2, 3], reward=reward, is_last_step=True)
+        for group, values in rewards.items()
+        for i, reward in enumerate(values)
+    ]
+    rows.append(step("c", 1, 0, [], [], error="timeout", is_last_step=True))
+    dataset = write_dataset(tmp_path / "ds", rows)
+    settings = {"normalize_by_std": False, "failed": "group"}
+    found = run(dataset, model, tmp_path / "run", **settings).metrics
+    expected = {
+        "reward/avg_raw_reward": 2 / 5,
+        "reward/mean_positive_reward": 5 / 5,
+        "reward/avg_pass_at_n": 2 / 3,
+        "loss/avg_final_rewards": -2 / 4,
+        "loss/avg_raw_advantages": 0.0,
+        "loss/avg_raw_advantages_abs": 1.0,
+    }
+    assert {name: found[name] for name in expected} == pytest.approx(expected)
+    assert found["return_mean"] == found["reward/avg_raw_reward"]
+
+
+@pytest.mark.parametrize("estimator", ["gae", "reinforce++"])
+def test_steps_of_unknown_reward_are_refused_by_what_adds_them_up(
+    estimator: str, model: str, tmp_path: Path
+) -> None:
+    rows = rewarded_rows(1)
+    rows[2]["reward"] = None
+    dataset = write_dataset(tmp_path / "ds", rows)
+    with pytest.raises(RolloutError, match=r"trajectory 'g0_1', row 0"):
+        run(dataset, model, tmp_path / "run", advantage_estimator=estimator)
+    assert run(dataset, model, tmp_path / "run").num_updates == 1
+
+
+def test_rewards_per_token_stand_in_for_the_scalar(model: str, tmp_path: Path) -> None:
+    scalar = rewarded_rows(2)
+    spread = [row | {"rewards": [0.0, 0.0, 0.0, row["reward"]]} for row in rewarded_rows(2)]
+    found = [
+        run(
+            write_dataset(tmp_path / f"ds{i}", rows), model, tmp_path / f"run{i}",
+            advantage_estimator="reinforce++", gamma=0.5,
+        ).metrics
+        for i, rows in enumerate((scalar, spread))
+    ]  # fmt: skip
+    for name in ("loss", "grad_norm", "loss/avg_raw_advantages_abs"):
+        assert found[0][name] == pytest.approx(found[1][name], rel=1e-5, abs=1e-7)
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "maxrl"])
+def test_a_lone_survivor_trains_nothing_and_is_warned_about(
+    estimator: str, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rng = np.random.default_rng(1)
+    survivor = two_step_trajectory(rng, "alone", 0, 1.0)
+    lost = two_step_trajectory(rng, "alone", 1, 0.0)
+    failed = [row | {"reward": None, "error": "lost"} for row in lost]
+    dataset = write_dataset(tmp_path / "ds", [*rewarded_rows(1), *survivor, *failed])
+    settings = {"advantage_estimator": estimator, "partial_groups": "train"}
+    result = run(dataset, model, tmp_path / "run", failed="trajectory", **settings)
+    said = "warning: in 1 of 2 groups only one trajectory is left to train"
+    assert said in capsys.readouterr().err
+    assert result.num_trained_groups == 1
+    run(dataset, model, tmp_path / "whole", **settings)
+    assert "only one trajectory" not in capsys.readouterr().err
+
+
+def test_groups_of_one_alone_are_refused(model: str, tmp_path: Path) -> None:
+    rows = two_step_trajectory(np.random.default_rng(1), "alone", 0, 1.0)
+    dataset = write_dataset(tmp_path / "ds", rows)
+    with pytest.raises(RolloutError, match=r".* of 0 alone in 1 groups.*\[zero_advantages\]"):
+        run(dataset, model, tmp_path / "run")
+
+
+def test_greedy_rows_are_masked_and_counted(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [row | {"temperature": 1.0} for row in rewarded_rows(2)]
+    cold = [i for i, row in enumerate(rows) if row["step_index"] == 1 and i < len(rows) // 2]
+    greedy = [row | ({"temperature": 0.0} if i in cold else {}) for i, row in enumerate(rows)]
+    masked = [
+        row | ({"loss_mask": [False] * len(row["loss_mask"])} if i in cold else {})
+        for i, row in enumerate(rows)
+    ]
+    found = [
+        run(
+            write_dataset(tmp_path / f"ds{i}", some), model, tmp_path / f"run{i}", sequence_layout=s
+        )
+        for i, (some, s) in enumerate(
+            [(greedy, "step"), (masked, "step"), (greedy, "merge"), (greedy, "tree")]
+        )
+    ]
+    printed = capsys.readouterr().err
+    assert printed.count(f"warning: {len(cold)} rows were sampled at temperature 0: ") == 3
+    assert [r.num_greedy_rows for r in found] == [len(cold), 0, len(cold), len(cold)]
+    assert found[0].metrics["num_greedy_rows"] == len(cold)
+    for other in found[1:]:
+        for name in ("loss", "grad_norm", "num_trained_tokens"):
+            assert other.metrics[name] == pytest.approx(found[0].metrics[name], rel=1e-4)
+    whole = [row | {"temperature": 0.0} for row in rows]
+    with pytest.raises(RolloutError, match=r"every row is greedy \(temperature 0\)"):
+        run(write_dataset(tmp_path / "cold", whole), model, tmp_path / "cold_run")
+
+
+def test_row_too_long_for_the_critic_is_refused(dataset: str, model: str, tmp_path: Path) -> None:
+    small = Path(save_tiny_model(tmp_path / "small"))
+    config = json.loads((small / "config.json").read_text())
+    (small / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8}))
+    settings = {"advantage_estimator": "gae", "critic_model": str(small)}
+    with pytest.raises(RolloutError, match=r".* max_position_embeddings.*\[row_too_long\]"):
+        run(dataset, model, tmp_path / "run", **settings)
+
+
+@pytest.mark.parametrize("estimator", ["rloo", "maxrl"])
+def test_plan_takes_the_estimator_that_is_named(estimator: str) -> None:
+    returns = pl.DataFrame(
+        {
+            "instance_id": ["a", "a", "b"],
+            "trajectory_id": ["a_0", "a_1", "b_0"],
+            "return": [1.0, 0.0, 3.0],
+            "error": pl.Series([None] * 3, dtype=pl.String),
+        }
+    )
+    settings: dict[str, Any] = {"advantage_estimator": estimator, "partial_groups": "train"}
+    config = TrainConfig(dataset="d", model="m", out="o", **settings)
+    found = make_plan(returns, config).trajectories["advantage"].to_list()
+    expected = {"rloo": [1.0, -1.0, 0.0], "maxrl": [0.5 / 0.500001, -0.5 / 0.500001, 0.0]}
+    assert found == pytest.approx(expected[estimator], rel=1e-9)
+
+
+def test_supervised_loss_with_a_critic_is_refused() -> None:
+    settings = ["policy_loss_type=cross_entropy", "advantage_estimator=gae"]
+    with pytest.raises(RolloutError, match="policy_loss_type and advantage_estimator"):
+        load_config(None, [*PATHS, *settings])
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("advantage_estimator=ppo", "expected one of grpo, rloo, maxrl"),
+        ("gamma=1.5", "gamma: found 1.5; expected a number in"),
+        ("gae_lambda=nan", "gae_lambda: found nan; expected a number in"),
+        ("value_clip=0", "value_clip: found 0.0; expected a finite number > 0"),
+        ("critic_learning_rate=0", "critic_learning_rate: found 0.0"),
+        ("critic_model=c", "critic_model and advantage_estimator: found grpo; expected"),
+    ],
+)
+def test_bad_settings_are_refused_and_named(override: str, message: str) -> None:
+    with pytest.raises(RolloutError, match=message):
+        load_config(None, [*PATHS, override])
+
+
+def test_defaults_are_grpo_with_its_deviation() -> None:
+    config = load_config(None, PATHS)
+    assert (config.advantage_estimator, config.normalize_by_std) == ("grpo", True)
+    assert not config.advantage_batch_normalize
+    assert load_config(None, [*PATHS, "value_clip=none"]).value_clip is None

@@ -1,0 +1,95 @@
+"""What a run says about its sampler's log-probabilities, and why they are not its own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.helpers.trainer_helpers import (
+    VOCAB,
+    Row,
+    forests_of,
+    learner_of,
+    make_batch,
+    plain_logprobs,
+    tiny_policy,
+)
+from trainer.run.agreement import agreement
+from trainer.run.mismatch_causes import likely_cause
+
+ROWS: list[Row] = [
+    ([i, i + 1], [(7 * i + 3 * j) % VOCAB for j in range(12)], [True] * 12) for i in range(4)
+]
+
+
+def cause_of(rollout_logprobs: torch.Tensor, temperature: float | None = None) -> str:
+    """What is said of a sampler that gave these [T] log-probabilities."""
+    sizes = [len(response) for _, response, _ in ROWS]
+    given_logprobs = [part.tolist() for part in rollout_logprobs.split(sizes)]
+    temperatures = [temperature] * len(ROWS)
+    batch = make_batch(ROWS, rollout_logprobs=given_logprobs, temperatures=temperatures)
+    return likely_cause(learner_of(tiny_policy()), batch, forests_of(batch))
+
+
+def own(temperature: float = 1.0) -> torch.Tensor:
+    return plain_logprobs(tiny_policy().model, ROWS, [temperature] * len(ROWS)).detach()
+
+
+def moved(values: torch.Tensor, by: int) -> torch.Tensor:
+    """Within each row of 12."""
+    return values.view(len(ROWS), 12).roll(by, dims=1).flatten()
+
+
+def test_metrics_of_literal_differences() -> None:
+    found = agreement(torch.tensor([0.0, 0.0, -0.5, 0.1], dtype=torch.float64))
+    assert found["rollout_logprobs_diff_mean"] == pytest.approx(-0.1)
+    assert found["rollout_logprobs_abs_diff_mean"] == pytest.approx(0.15)
+    assert found["rollout_logprobs_abs_diff_p50"] == pytest.approx(0.05)
+    assert found["rollout_logprobs_abs_diff_max"] == pytest.approx(0.5)
+    ratios = [1.0, 1.0, math.exp(-0.5), math.exp(0.1)]
+    effective = sum(ratios) ** 2 / (4 * sum(r * r for r in ratios))
+    assert found["is_effective_share"] == pytest.approx(effective)
+
+
+def test_unknown_log_probabilities_and_no_tokens_give_no_metrics() -> None:
+    assert agreement(torch.zeros(0)) == {}
+    assert agreement(torch.tensor([0.1, math.nan])) == {}
+
+
+@given(st.lists(st.floats(-30, 30), min_size=1, max_size=50))
+def test_effective_share_is_between_one_token_and_all(differences: Sequence[float]) -> None:
+    found = agreement(torch.tensor(differences, dtype=torch.float64))
+    assert 1 / len(differences) - 1e-9 <= found["is_effective_share"] <= 1 + 1e-9
+    percentiles = [found[f"rollout_logprobs_abs_diff_p{p}"] for p in (50, 90, 99)]
+    edges = [found[f"rollout_logprobs_abs_diff_{name}"] for name in ("min", "max")]
+    assert np.all(np.diff([edges[0], *percentiles, edges[1]]) >= -1e-9)
+
+
+@pytest.mark.parametrize(("by", "which"), [(1, "before"), (-1, "after")])
+def test_log_probabilities_of_neighbouring_tokens_are_recognised(by: int, which: str) -> None:
+    assert f"off by one: each is of the token {which}" in cause_of(moved(own(), by))
+
+
+@pytest.mark.parametrize(
+    ("sampled", "recorded", "said"),
+    [
+        (0.5, None, "are at temperature 0.5, the rows say 1"),
+        (1.0, 0.5, "are at temperature 1, the rows say 0.5"),
+        (0.7, 1.5, "are at temperature 0.7, the rows say 1.5"),
+    ],
+)
+def test_another_temperature_is_recognised(
+    sampled: float, recorded: float | None, said: str
+) -> None:
+    assert said in cause_of(own(sampled), recorded)
+
+
+def test_other_weights_are_what_is_left() -> None:
+    other = plain_logprobs(tiny_policy(seed=1).model, ROWS).detach()
+    assert "other weights" in cause_of(other)

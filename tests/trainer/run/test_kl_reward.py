@@ -1,0 +1,105 @@
+"""KL divergence in the reward: by hand, over layouts, in whole runs."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import pipelines
+import rollout_io
+import trainer
+from tests.helpers.trainer_helpers import group_rows, save_tiny_model, write_dataset
+from trainer.algorithms.advantages.outcome import grpo
+from trainer.algorithms.losses.kl import adapted_kl_coef
+from trainer.batches.data import load_batch
+from trainer.batches.plan import make_plan
+from trainer.config.train_config import TrainConfig
+from trainer.run.kl_reward import charge_kl, next_coef
+
+REWARDS = (1.0, 0.0, 0.5)
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> str:
+    rows = group_rows(2, REWARDS)
+    rows[0]["loss_mask"] = [True, False, False, False]
+    return write_dataset(tmp_path_factory.mktemp("data") / "ds", rows)
+
+
+def charged(dataset: str, layout: str, **settings: Any) -> Any:
+    """A batch whose trajectory number n drifted by n / 10 nats at every token."""
+    config = TrainConfig(dataset=dataset, model="m", out="o", kl_reward_coef=0.5, **settings)
+    rollouts = rollout_io.scan(dataset)
+    plan = make_plan(pipelines.trajectory_returns(rollouts, "last").collect(), config)
+    batch = load_batch(rollouts, plan, plan.batches[0], layout)
+    drift = np.repeat(batch.trajectory / 10, batch.responses.lengths)
+    ref = torch.where(torch.from_numpy(batch.trains), torch.tensor(-2.0), torch.nan)
+    old = ref + torch.from_numpy(drift).float()
+    given = {"old_logprobs": old, "ref_logprobs": ref, "coef": 0.5}
+    charged_batch, metrics = charge_kl(batch, plan, plan.batches[0], config, **given)
+    return batch, charged_batch, metrics
+
+
+@pytest.mark.parametrize("layout", ["step", "merge"])
+def test_returns_are_less_by_the_divergence_of_their_trained_tokens(
+    layout: str, dataset: str
+) -> None:
+    batch, found, metrics = charged(dataset, layout, kl_estimator_type="k1")
+    num_tokens = np.array([5, 8, 8, 8, 8, 8])
+    returns = np.tile(REWARDS, 2) - 0.5 * num_tokens * np.arange(6) / 10
+    expected = grpo(returns, np.array([0, 0, 0, 1, 1, 1]))
+    of_token = np.repeat(batch.trajectory, batch.responses.lengths)
+    assert found.advantages.numpy() == pytest.approx(expected[of_token], rel=1e-5)
+    drifts = np.repeat(np.arange(6) / 10, num_tokens)
+    assert metrics["loss/avg_kl"] == pytest.approx(drifts.mean(), rel=1e-6)
+    assert metrics["loss/avg_kl_max"] == pytest.approx(0.5, rel=1e-6)
+
+
+@pytest.mark.parametrize("layout", ["step", "merge"])
+def test_token_by_token_each_reward_is_less_by_its_own(layout: str, dataset: str) -> None:
+    settings = {"kl_estimator_type": "k2", "advantage_estimator": "reinforce++"}
+    batch, found, _ = charged(dataset, layout, **settings)
+    drift = np.repeat(np.arange(6) / 10, [5, 8, 8, 8, 8, 8])
+    before, after = batch.chains.rewards, found.chains.rewards
+    assert after == pytest.approx(before - 0.5 * drift**2 / 2, abs=1e-6)
+    assert (found.advantages == batch.advantages).all()
+
+
+def test_the_coefficient_is_fixed_or_follows_the_target(dataset: str) -> None:
+    batch, _, metrics = charged(dataset, "merge")
+    fixed = TrainConfig(dataset="d", model="m", out="o", kl_reward_coef=0.5)
+    assert next_coef(0.5, metrics, batch, fixed) == 0.5
+    adaptive = TrainConfig(
+        dataset="d", model="m", out="o", kl_reward_coef=0.5, kl_ctrl_type="adaptive", kl_horizon=10
+    )
+    expected = 0.5 * (1 + max(metrics["loss/avg_kl"] / 0.1 - 1, -0.2) * 6 / 10)
+    assert next_coef(0.5, metrics, batch, adaptive) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "reinforce++", "gae"])
+def test_runs_end_to_end_and_adapts_its_coefficient(
+    estimator: str, dataset: str, tmp_path: Path
+) -> None:
+    model = save_tiny_model(tmp_path / "model")
+    settings: dict[str, Any] = {
+        "advantage_estimator": estimator,
+        "kl_reward_coef": 0.1,
+        "kl_ctrl_type": "adaptive",
+        "kl_horizon": 10,
+        "reference_model": save_tiny_model(tmp_path / "reference", seed=3),
+        "groups_per_batch": 1,
+        "groups_per_mini_batch": 1,
+    }
+    out = tmp_path / "run"
+    trainer.train(TrainConfig(dataset=dataset, model=model, out=str(out), **settings))
+    first, second = (json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines())
+    assert first["skipped"] == second["skipped"] == 0
+    assert first["loss/kl_reward_coef"] == 0.1
+    expected = adapted_kl_coef(
+        0.1, kl=first["loss/avg_kl"], target=0.1, num_sequences=3, horizon=10
+    )
+    assert second["loss/kl_reward_coef"] == pytest.approx(expected)
+    assert "policy_kl" not in first

@@ -1,0 +1,224 @@
+"""What a run says while it goes on: lines, a bar, notes, warnings, metrics."""
+
+import json
+import os
+import pty
+import re
+import select
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import trainer
+from tests.helpers.trainer_helpers import (
+    learner_of,
+    one_group,
+    save_tiny_model,
+    step,
+    tiny_policy,
+    write_dataset,
+)
+from trainer.config.train_config import TrainConfig
+from trainer.run.advice import warnings_about
+from trainer.run.log import RunLog, progress_line
+from trainer.run.run_metrics import GENERATED, METRICS
+
+NOTE = "note: no rollout_logprobs: importance correction (tis_ratio_type) is off\n"
+HINT = "Hint: drop_zero_variance_groups = true"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def group(name: str, rewards: tuple[float, ...], **values: Any) -> list[dict[str, Any]]:
+    return one_group(np.random.default_rng(0), name, rewards, **values)
+
+
+def run(path: Path, model: str, rows: list[dict[str, Any]], **settings: Any) -> None:
+    dataset = write_dataset(path / "ds", rows)
+    config = TrainConfig(dataset=dataset, model=model, out=str(path / "run"), **settings)
+    trainer.train(config)
+
+
+def metrics(**changes: Any) -> dict[str, Any]:
+    values = {"global_step": 2, "loss": -0.0123, "tokens_per_s": 850.4, "seconds": 3.21}
+    values["return_mean"] = 0.5
+    counts = {"skipped": 0, "num_trained_tokens": 9, "num_trained_groups": 1}
+    return values | counts | changes
+
+
+def test_an_update_is_one_line() -> None:
+    line = "update 2 of 6: loss -0.0123, reward 0.5, 850 tokens/s, 3.2 s"
+    assert progress_line(metrics(), 6) == line
+    skipped = progress_line(metrics(skipped=1, num_trained_tokens=0), 6)
+    assert skipped == "mini-batch skipped: no token trains"
+    skipped = progress_line(metrics(skipped=1), 6)
+    assert skipped == "mini-batch skipped: the gradient is not finite"
+
+
+def test_each_update_is_a_line_on_stderr_where_that_is_no_terminal(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failed = [step("b", i, 0, [], [], error="timeout", is_last_step=True) for i in range(2)]
+    rows = [*group("a", (1.0, 0.0)), *failed, *group("c", (1.0, 0.0))]
+    run(tmp_path, model, rows, groups_per_batch=1, groups_per_mini_batch=1)
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    numbers = r"loss -?[\d.e-]+, reward 0\.5, \d+ tokens/s, \d+\.\d s\n"
+    lines = (
+        r"note: the dataset names no tokenizer .*\n",
+        re.escape(NOTE),
+        rf"update 1 of 3: {numbers}",
+        r"mini-batch skipped: no token trains\n",
+        rf"update 2 of 3: {numbers}",
+    )
+    assert re.fullmatch("".join(lines), printed.err)
+
+
+def test_a_terminal_gets_a_bar_and_warnings_but_no_line_per_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("NO_COLOR", "1")
+    master, slave = pty.openpty()
+    with os.fdopen(slave, "w") as terminal:
+        monkeypatch.setattr("sys.stderr", terminal)
+        with RunLog(learner_of(tiny_policy()), tmp_path, num_planned=6) as log:
+            log.write(metrics(num_trained_groups=0))
+        terminal.flush()
+        shown = ""
+        while select.select([master], [], [], 0)[0]:
+            shown += os.read(master, 1 << 16).decode()
+    os.close(master)
+    assert "1/6" in shown
+    assert "loss -0.0123, reward 0.5, 850 tokens/s" in shown
+    assert re.search(r"0:00:\d\d (-:--:--|\d:\d\d:\d\d) ", shown), "time gone and time left"
+    assert "warning: update 2: every advantage" in shown
+    assert "update 2 of 6" not in shown
+
+
+@pytest.mark.parametrize(
+    ("values", "settings"),
+    [({}, {"tis_ratio_type": None}), ({"rollout_logprobs": [-1.0] * 4}, {})],
+)
+def test_correction_that_is_on_or_not_asked_for_is_not_noted(
+    values: dict[str, Any],
+    settings: dict[str, Any],
+    model: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run(tmp_path, model, group("a", (1.0, 0.0), **values), **settings)
+    assert NOTE not in capsys.readouterr().err
+
+
+def test_log_probabilities_far_from_the_policys_are_warned_about_once_with_a_cause(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = group("a", (1.0, 0.0), rollout_logprobs=[-20.0] * 4)
+    run(tmp_path, model, rows, num_epochs=3)
+    printed = capsys.readouterr().err
+    assert printed.count("warning: ") == 1
+    assert "warning: update 1: rollout_logprobs differ" in printed
+    assert "likely cause: other weights than the sampler's" in printed
+
+
+def test_log_probabilities_near_the_policys_are_not_warned_about() -> None:
+    config = TrainConfig(dataset="ds", model="m", out="o")
+    for difference, names in ((0.29, []), (0.31, ["rollout_logprobs"])):
+        update = metrics(rollout_logprobs_abs_diff_mean=difference)
+        assert list(warnings_about(update, config)) == names
+
+
+def test_updates_without_gradient_are_warned_about_once_with_the_way_out(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [*group("a", (1.0, 1.0)), *group("b", (0.0, 0.0)), *group("c", (1.0, 0.0))]
+    run(tmp_path, model, rows, groups_per_batch=1, groups_per_mini_batch=1)
+    printed = capsys.readouterr().err
+    assert printed.count("warning: ") == 1
+    assert "warning: update 1: every advantage" in printed
+    assert printed.count(HINT) == 1
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [line["grad_norm"] == 0 for line in lines] == [True, True, False]
+    assert [line["num_trained_groups"] for line in lines] == [0, 0, 1]
+
+
+def test_the_way_out_is_not_named_where_it_was_taken() -> None:
+    config = TrainConfig(dataset="ds", model="m", out="o", drop_zero_variance_groups=True)
+    [text] = warnings_about(metrics(num_trained_groups=0), config).values()
+    assert HINT not in text
+
+
+def test_the_ratios_of_cispo_and_importance_sampling_are_reported(
+    model: str, tmp_path: Path
+) -> None:
+    rows = group("a", (1.0, 0.0), rollout_logprobs=[-1.0] * 4)
+    bounds = {"cispo_eps_clip_low": 0.5, "cispo_eps_clip_high": 0.0}
+    losses = {
+        "importance_sampling": {},
+        "cispo": bounds,
+        "rollout": bounds | {"cispo_anchor": "rollout"},
+    }
+    last = {}
+    for name, settings in losses.items():
+        loss = "cispo" if name == "rollout" else name
+        run(tmp_path / name, model, rows, policy_loss_type=loss, **settings)
+        [line] = (tmp_path / name / "run/metrics.jsonl").read_text().splitlines()
+        last[name] = json.loads(line)
+    assert last["importance_sampling"]["importance_ratio"] == 1
+    assert [last["cispo"][f"cispo/ratio_{kind}"] for kind in ("mean", "max", "min")] == [1, 1, 1]
+    ratios = [
+        last["rollout"][f"cispo/ratio_{kind}"] for kind in ("min", "clamped_mean", "mean", "max")
+    ]
+    assert ratios[0] < 0.5 <= ratios[1] <= 1
+    assert ratios[0] <= ratios[2] <= ratios[3]
+    assert "cispo/ratio_mean" not in last["importance_sampling"]
+
+
+def test_documented_metrics_are_those_written(model: str, tmp_path: Path) -> None:
+    rows = group("a", (1.0, 0.0), rollout_logprobs=[-1.0] * 4)
+    masks = {
+        "outlier_token_is_threshold_high": 1e9,
+        "token_mask_is_threshold_low": 0.0,
+        "token_mask_is_threshold_high": 1e9,
+        "sequence_mask_metric": "geometric",
+    }
+    others = {
+        "policy_loss_type": "cispo",
+        "kl_reward_coef": 0.1,
+        "tis_ratio_type": "sequence",
+        "sequence_mask_metric": "product",
+    }
+    settings = (
+        {"advantage_estimator": "gae", "kl_loss_coef": 0.1} | masks,
+        others,
+        {"policy_loss_type": "importance_sampling", "sequence_layout": "tree"},
+    )
+    written = set()
+    for number, changes in enumerate(settings):
+        run(tmp_path / str(number), model, rows, **changes)
+        [line] = (tmp_path / f"{number}/run/metrics.jsonl").read_text().splitlines()
+        written |= json.loads(line).keys()
+    assert {name for name in written if not name.startswith(GENERATED)} <= METRICS.keys() <= written
+
+
+def test_the_first_line_of_a_batch_has_the_metrics_of_its_turns(model: str, tmp_path: Path) -> None:
+    first = step("a", 0, 0, [1, 2], [3], reward=0.0, metrics=[("turns", 1.0)])
+    last = step("a", 0, 1, [1, 2, 3, 4], [5, 6, 7], reward=1.0, is_last_step=True)
+    rows = [first, last | {"metrics": [("turns", 3.0)]}, *group("b", (1.0, 0.0))]
+    settings = {"groups_per_batch": 2, "groups_per_mini_batch": 1, "partial_groups": "train"}
+    run(tmp_path, model, [{"metrics": None} | row for row in rows], **settings)
+    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    found, second = (json.loads(line) for line in lines)
+    assert found["environment/turns"] == 2.0
+    assert found["generate/num_seq_before_merge"] == len(rows) == 6
+    assert found["generate/num_seq_after_merge"] == found["generate/batch_num_seq"] == 3
+    responses = [len(row["response_ids"]) for row in rows]
+    assert found["generate/avg_num_tokens"] == pytest.approx(sum(responses) / 6)
+    assert not [name for name in second if name.startswith(GENERATED)]

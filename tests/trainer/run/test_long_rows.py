@@ -1,0 +1,128 @@
+"""Rows longer than a micro-batch, and than the model's context."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import trainer
+from rollout_io.retokenize.tokenizer import ChatTokenizer
+from schemas.errors import RolloutError
+from tests.helpers.rl_helpers import config_of, save_model
+from tests.helpers.trainer_helpers import group_rows, save_tiny_model, write_dataset
+from trainer import rl
+from trainer.batches.forest import pack
+from trainer.batches.tree import Trie, cut
+from trainer.config.train_config import TrainConfig
+from trainer.rl.updates import Learning
+from trainer.run.checkpoint import latest_checkpoint
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_dataset(tmp_path_factory.mktemp("data") / "ds", group_rows(2, (1.0, 0.0)))
+
+
+def config(dataset: str, model: str, out: Path, **settings: Any) -> TrainConfig:
+    return TrainConfig(dataset=dataset, model=model, out=str(out), **settings)
+
+
+@given(st.lists(st.integers(0, 30), max_size=12), st.integers(1, 20))
+def test_a_row_above_the_budget_has_a_micro_batch_of_its_own(
+    lengths: list[int], budget: int
+) -> None:
+    bins = pack(np.array(lengths, np.int64), budget)
+    assert sorted(row for rows in bins for row in rows) == [i for i, n in enumerate(lengths) if n]
+    for rows in bins:
+        assert len(rows) == 1 or sum(lengths[row] for row in rows) <= budget
+
+
+@given(st.lists(st.tuples(st.integers(1, 30), st.integers(0, 30)), min_size=1), st.integers(1, 20))
+def test_a_tree_is_cut_around_rows_above_the_budget(
+    rows: list[tuple[int, int]], budget: int
+) -> None:
+    lengths = np.array([length for length, _ in rows], np.int64)
+    shared = np.array([0, *(min(s, *lengths[i : i + 2]) for i, (_, s) in enumerate(rows[1:]))])
+    index = np.arange(len(rows))
+    runs = cut(Trie(rows=index, tokens=[], lengths=lengths, shared=shared), budget)
+    assert np.concatenate(runs).tolist() == index.tolist()
+    for run in runs:
+        tokens = lengths[run[0]] + (lengths - shared)[run[1:]].sum()
+        assert len(run) == 1 or tokens <= budget
+
+
+@pytest.mark.parametrize("layout", ["step", "merge", "tree"])
+def test_long_rows_are_forwarded_alone_with_the_same_gradient_and_a_warning(
+    dataset: str, model: str, tmp_path: Path, layout: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = []
+    for budget in (6, 1000):
+        settings = {"sequence_layout": layout, "tokens_per_micro_batch": budget}
+        made = trainer.train(config(dataset, model, tmp_path / str(budget), **settings)).metrics
+        found.append(made)
+        warned = "rows longer than tokens_per_micro_batch (6)" in capsys.readouterr().err
+        assert warned == (budget == 6)
+    assert found[0]["grad_norm"] == pytest.approx(found[1]["grad_norm"], rel=1e-4)
+    assert found[0]["num_micro_batches"] > found[1]["num_micro_batches"]
+
+
+def test_tokens_beyond_the_longest_row_are_cut_off_and_counted(
+    dataset: str, tmp_path: Path
+) -> None:
+    small = save_tiny_model(tmp_path / "small", max_position_embeddings=13)
+    with pytest.raises(RolloutError, match=r"(?s)\[row_too_long\].* max_row_tokens"):
+        trainer.train(config(dataset, small, tmp_path / "refused"))
+    metrics = trainer.train(config(dataset, small, tmp_path / "cut", max_row_tokens=13)).metrics
+    # Each trajectory: 5 prompt tokens, 4 that train, 3 observed, 4 that train, of which 1 is left.
+    assert metrics["num_truncated_rows"] == metrics["num_rows"] == 4
+    assert metrics["num_trained_tokens"] == 4 * 5
+
+
+def test_a_run_is_resumed_with_another_micro_batch_budget(
+    dataset: str, model: str, tmp_path: Path
+) -> None:
+    settings = {"groups_per_batch": 1, "groups_per_mini_batch": 1}
+    trainer.train(config(dataset, model, tmp_path, max_updates=1, **settings))
+    resumed = config(dataset, model, tmp_path, tokens_per_micro_batch=64, **settings)
+    assert trainer.train(resumed, resume=True).num_updates == 2
+
+
+def test_the_loop_has_a_checkpoint_of_its_first_iteration_and_of_where_it_failed(
+    tmp_path: Path,
+    tokenizer: ChatTokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    policy = save_model(tmp_path / "model", tokenizer)
+    planned = config_of(tmp_path, policy, train={"tokens_per_micro_batch": 24})
+    update = Learning.update
+
+    def fails_in_the_third(self: Learning, *given: Any) -> Any:
+        if self.iteration == 2:
+            raise RolloutError("row_too_long", "a row", "300 tokens", "at most 256")
+        return update(self, *given)
+
+    monkeypatch.setattr(Learning, "update", fails_in_the_third)
+    with pytest.raises(RolloutError, match="row_too_long"):
+        rl.run(planned)
+    steps = sorted(path.name for path in (tmp_path / "run/checkpoints").glob("global_step_*"))
+    assert steps == ["global_step_2", "global_step_4"]
+    said = capsys.readouterr().err
+    assert "note: rows may have up to 256 tokens" in said
+    monkeypatch.undo()
+    again = config_of(tmp_path, policy, train={"tokens_per_micro_batch": 512})
+    assert rl.run(again, resume=True).num_updates == 6
+    assert latest_checkpoint(tmp_path / "run") is not None
+    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["global_step"] for line in lines] == [1, 2, 3, 4, 5, 6]

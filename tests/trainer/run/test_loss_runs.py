@@ -1,0 +1,168 @@
+"""Whole runs with every loss, reduction and correction, and what is refused."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+from accelerate.state import AcceleratorState
+
+import trainer
+from schemas.errors import RolloutError
+from tests.helpers.losses_helpers import EVERYTHING, ON_SAMPLER, named, some_trajectories
+from tests.helpers.trainer_helpers import save_tiny_model, write_dataset
+from trainer.batches.plan import Plan
+from trainer.config.train_config import TrainConfig
+from trainer.run.advice import warnings_before
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> str:
+    rows = some_trajectories(rollout_logprobs=[-4.0, -3.0, -5.0, -4.5])
+    path = tmp_path_factory.mktemp("data") / "ds"
+    return write_dataset(path, rows, logprobs_mode="processed")
+
+
+def run(dataset: str, model: str, out: Path, **settings: Any) -> list[dict[str, Any]]:
+    defaults = {
+        "groups_per_mini_batch": 1,
+        "epochs_per_batch": 2,
+        "learning_rate": 1e-3,
+        "partial_groups": "train",
+    }
+    config = TrainConfig(dataset=dataset, model=model, out=str(out), **defaults | settings)
+    trainer.train(config)
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("settings", EVERYTHING, ids=named)
+def test_every_loss_reduction_and_correction_runs_end_to_end(
+    settings: dict[str, Any], dataset: str, model: str, tmp_path: Path
+) -> None:
+    lines = run(dataset, model, tmp_path / "run", **settings)
+    assert len(lines) == 4
+    assert [line["skipped"] for line in lines] == [0] * 4
+    assert all(math.isfinite(v) for line in lines for v in line.values() if v is not None)
+    assert all(line["grad_norm"] is not None for line in lines)
+
+
+def test_supervised_training_needs_no_reward_and_makes_every_group_likelier(
+    model: str, tmp_path: Path
+) -> None:
+    rows = [row | {"reward": None} for row in some_trajectories()]
+    dataset = write_dataset(tmp_path / "ds", rows)
+    settings = {
+        "policy_loss_type": "cross_entropy",
+        "groups_per_mini_batch": 2,
+        "groups_per_batch": 2,
+    }
+    lines = run(dataset, model, tmp_path / "run", num_epochs=3, **settings)
+    losses = [line["loss"] for line in lines]
+    assert losses[-1] < losses[0]
+    assert lines[0]["num_trained_groups"] == 2
+    with pytest.raises(RolloutError, match="unknown_outcome"):
+        run(dataset, model, tmp_path / "rl")
+
+
+def test_reference_model_is_another_models_directory(
+    dataset: str, model: str, tmp_path: Path
+) -> None:
+    other = save_tiny_model(tmp_path / "other", seed=5)
+    own = run(dataset, model, tmp_path / "own", kl_loss_coef=0.1)
+    far = run(dataset, model, tmp_path / "far", kl_loss_coef=0.1, reference_model=other)
+    assert own[0]["policy_kl"] == pytest.approx(0, abs=1e-6)
+    assert own[-1]["policy_kl"] > 0
+    assert far[0]["policy_kl"] > 0.5
+
+
+def test_reference_has_the_numerics_of_the_policy(dataset: str, model: str, tmp_path: Path) -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    try:
+        first = run(dataset, model, tmp_path, kl_loss_coef=0.1, dtype="bfloat16", max_updates=1)
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+    assert first[0]["policy_kl"] == pytest.approx(0, abs=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"policy_loss_type": "rollout_is"} | ON_SAMPLER, "rollout_is"),
+        ({"policy_loss_type": "dppo"} | ON_SAMPLER, "dppo"),
+        ({"policy_loss_type": "cispo", "cispo_anchor": "rollout"} | ON_SAMPLER, "cispo"),
+        ({"sequence_mask_metric": "product"}, "a mask by importance ratios"),
+        ({"tis_ratio_type": "sequence"}, "tis_ratio_type sequence"),
+        ({"tis_ratio_type": "token"}, "tis_ratio_type token"),
+    ],
+)
+def test_what_needs_the_samplers_log_probabilities_is_refused_without_them(
+    settings: dict[str, Any], named: str, model: str, tmp_path: Path
+) -> None:
+    dataset = write_dataset(tmp_path / "ds", some_trajectories())
+    with pytest.raises(
+        RolloutError, match=rf".* found none; .* for .*{named}.*\[rollout_logprobs\]"
+    ):
+        run(dataset, model, tmp_path / "run", **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        (
+            {"policy_loss_type": "cispo", "cispo_anchor": "rollout"} | {"tis_ratio_type": "token"},
+            "tis_ratio_type to be auto or none",
+        ),
+        ({"policy_loss_type": "dppo", "tis_ratio_type": "sequence"}, "to be auto or none"),
+        ({"policy_loss_type": "cross_entropy", "sequence_mask_metric": "product"}, "has none"),
+        ({"loss_reduction": "seq_mean_token_sum_norm"}, "max_seq_len: found none"),
+        ({"token_mask_is_threshold_low": 0.5}, "both or none"),
+        ({"geo_mask_low": 1.2}, "geo_mask_low and geo_mask_high: found 1.2 and 1.01"),
+        ({"reference_model": "m"}, "kl_loss_coef or kl_reward_coef above 0"),
+        ({"kl_loss_coef": 0.1, "kl_reward_coef": 0.1}, "one of them to be 0"),
+        ({"policy_loss_type": "cross_entropy", "kl_reward_coef": 0.1}, "uses no rewards"),
+        ({"clip_ratio_c": 1.0}, "clip_ratio_c: found 1.0"),
+        ({"kl_loss_coef": -1.0}, "kl_loss_coef: found -1.0"),
+        ({"kl_cov_frac": 1.5}, r"kl_cov_frac: found 1.5; expected a number in \[0, 1\]"),
+    ],
+)
+def test_contradictions_are_refused(settings: dict[str, Any], named: str) -> None:
+    with pytest.raises(RolloutError, match=named):
+        TrainConfig(dataset="d", model="m", out="o", **settings)
+
+
+@pytest.mark.parametrize("name", ["gspo", "sapo"])
+def test_losses_meant_for_another_reduction_say_so(name: Any) -> None:
+    columns: dict[str, Any] = {"instance_id": pl.String, "trajectory_id": pl.String}
+    columns |= {"trains": pl.Boolean, "num_forwarded_tokens": pl.Int64}
+    rows = pl.DataFrame(schema=columns)
+    config = {"dataset": "d", "model": "m", "out": "o", "policy_loss_type": name}
+    plan = Plan(trajectories=rows, batches=(), num_groups_without_variance=0)
+    [warning] = warnings_before(rows, plan, TrainConfig(**config)).values()
+    assert f"{name} is meant for loss_reduction sequence_mean" in warning
+    other = TrainConfig(**config, loss_reduction="trajectory_mean")
+    assert not warnings_before(rows, plan, other)
+
+
+@pytest.mark.parametrize(
+    ("settings", "needs"),
+    [
+        ({}, True),
+        ({"tis_ratio_type": None}, True),
+        ({"policy_loss_type": "cross_entropy"}, False),
+        ({"policy_loss_type": "dppo"} | ON_SAMPLER, False),
+        ({"policy_loss_type": "dppo", "sequence_mask_metric": "product"} | ON_SAMPLER, True),
+        ({"policy_loss_type": "cispo"} | ON_SAMPLER, True),
+        ({"policy_loss_type": "cispo", "cispo_anchor": "rollout"} | ON_SAMPLER, False),
+    ],
+)
+def test_the_pass_for_old_log_probabilities_is_made_where_they_enter(
+    settings: dict[str, Any], *, needs: bool
+) -> None:
+    assert TrainConfig(dataset="d", model="m", out="o", **settings).needs_old_logprobs is needs

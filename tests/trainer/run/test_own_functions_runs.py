@@ -1,0 +1,252 @@
+"""Runs with functions of the user's: those of the docs, next to the built-in ones, and refusals."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import trainer
+from rollout_io.cli.main import run as main
+from schemas.errors import RolloutError
+from tests.conftest import ROOT
+from tests.helpers.losses_helpers import some_trajectories
+from tests.helpers.trainer_helpers import save_tiny_model, write_dataset
+from trainer.config.train_config import TrainConfig
+from trainer.rl import load_rl_config
+
+MINE = "tests.helpers.own_functions"
+COMMON: dict[str, Any] = {
+    "groups_per_mini_batch": 1,
+    "epochs_per_batch": 2,
+    "learning_rate": 1e-3,
+    "tokens_per_micro_batch": 30,
+    "partial_groups": "train",
+}
+TIMES = {"seconds", "tokens_per_s"}
+CLIP = {"low": 0.2, "high": 0.3}
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("own")
+    rows = some_trajectories(rollout_logprobs=[-4.0, -3.0, -5.0, -4.5])
+    for number, row in enumerate(rows):
+        row["reward"] = row["reward"] if row["is_last_step"] else 0.1 * (number % 3)
+    dataset = write_dataset(folder / "ds", rows, logprobs_mode="processed")
+    return {"dataset": dataset, "model": save_tiny_model(folder / "model")}
+
+
+def run(paths: dict[str, str], out: Path, **settings: Any) -> dict[str, torch.Tensor]:
+    """The weights at the end."""
+    result = trainer.train(TrainConfig(**paths, **COMMON | settings, out=str(out)))
+    return weights(Path(result.checkpoint))
+
+
+def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
+    files = sorted(checkpoint.rglob("*.safetensors"))
+    return {f"{file.parent.name} {k}": v for file in files for k, v in load_file(file).items()}
+
+
+def lines_of(out: Path, *, without: frozenset[str] = frozenset()) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k not in TIMES | without} for line in lines]
+
+
+def check_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_the_functions_of_the_docs_are_the_built_in_ones_bit_for_bit(
+    paths: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    page = (ROOT / "docs/algorithms.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    command = re.search(r"\n    (rollouts train .*?)\n\n", page, re.DOTALL)
+    assert command
+    given = command[1].replace("\\\n", "").split()[2:]
+    given = [{"DS": paths["dataset"], "DIR": paths["model"], "RUN": "run"}.get(g, g) for g in given]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", ["/nowhere", *__import__("sys").path])
+    Path("mine.py").write_text(example)
+    common = [f"--set={key}={value}" for key, value in COMMON.items()]
+    assert main(["train", *given, *common]) == 0
+    notes = capfd.readouterr().err
+    line = example[: example.index("def my_loss")].count("\n") + 1
+    place = f"{tmp_path}/mine.py:{line}"
+    keys = "eps_clip_low = 0.2, eps_clip_high = 0.2"
+    assert f"note: policy_loss_type: mine:my_loss ({place}): {keys}\n" in notes
+    found = weights(Path("run/checkpoints") / "global_step_4")
+    built_in = {"advantage_estimator": "rloo", "loss_reduction": "sequence_mean"}
+    check_same(found, run(paths, tmp_path / "built_in", **built_in))
+    with pytest.raises(AssertionError):
+        check_same(found, run(paths, tmp_path / "other"))
+
+
+PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "correction and KL": (
+        {"policy_loss_type": f"{MINE}:regular", "loss": CLIP},
+        {"policy_loss_type": "regular", "eps_clip_high": 0.3},
+    ),
+    "sampler": (
+        {"policy_loss_type": f"{MINE}:rollout_is"},
+        {"policy_loss_type": "rollout_is"},
+    ),
+    "sampler, corrected by name": (
+        {"policy_loss_type": f"{MINE}:regular", "loss": CLIP, "tis_ratio_type": "sequence"},
+        {"policy_loss_type": "regular", "eps_clip_high": 0.3, "tis_ratio_type": "sequence"},
+    ),
+    "supervised": (
+        {"policy_loss_type": f"{MINE}:supervised"},
+        {"policy_loss_type": "cross_entropy"},
+    ),
+    "reduction": (
+        {"loss_reduction": f"{MINE}:trajectory_mean"},
+        {"loss_reduction": "trajectory_mean"},
+    ),
+    "KL in the reward": (
+        {"advantage_estimator": f"{MINE}:rloo", "kl_loss_coef": 0.0, "kl_reward_coef": 0.1},
+        {"advantage_estimator": "rloo", "kl_loss_coef": 0.0, "kl_reward_coef": 0.1},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_function_trains_as_the_built_in_one_that_it_repeats(
+    name: str, paths: dict[str, str], tmp_path: Path
+) -> None:
+    own, built_in = PAIRS[name]
+    others: dict[str, Any] = {"kl_loss_coef": 0.1, "entropy_loss_coef": 0.01}
+    found = run(paths, tmp_path / "own", **others | own)
+    check_same(found, run(paths, tmp_path / "built_in", **others | built_in))
+    own_names = frozenset({"clip_ratio", "policy_loss/ratio"})
+    lines = lines_of(tmp_path / "own", without=own_names)
+    assert lines == lines_of(tmp_path / "built_in", without=own_names)
+    if name == "sampler":
+        lines = lines_of(tmp_path / "own", without=frozenset({"policy_loss/ratio"}))
+        assert lines == lines_of(tmp_path / "built_in")
+        assert lines_of(tmp_path / "own")[0]["policy_loss/ratio"] > 0
+
+
+def test_an_estimator_with_a_critic_is_gae(paths: dict[str, str], tmp_path: Path) -> None:
+    settings = {"gamma": 0.9, "gae_lambda": 0.8, "critic_learning_rate": 1e-2}
+    own = f"{MINE}:gae"
+    for name, estimator in (("own", own), ("built_in", "gae")):
+        run(paths, tmp_path / name, advantage_estimator=estimator, num_epochs=2, **settings)
+    found, expected = lines_of(tmp_path / "own"), lines_of(tmp_path / "built_in")
+    assert len(found) == 8
+    for line, other in zip(found, expected, strict=True):
+        assert line == pytest.approx(other, rel=1e-5, abs=1e-7)
+    assert (tmp_path / "own/checkpoints/latest").exists()
+
+
+OWN = {
+    "policy_loss_type": f"{MINE}:regular",
+    "loss": CLIP,
+    "advantage_estimator": f"{MINE}:less_group_mean",
+    "loss_reduction": f"{MINE}:trajectory_mean",
+}
+
+
+def test_layouts_give_a_loss_the_same_gradients(paths: dict[str, str], tmp_path: Path) -> None:
+    for layout in ("step", "merge", "tree"):
+        run(paths, tmp_path / layout, sequence_layout=layout, **OWN)
+    names = ("loss", "grad_norm", "policy_loss", "num_trained_tokens")
+    steps, *others = (lines_of(tmp_path / layout) for layout in ("step", "merge", "tree"))
+    for lines in others:
+        for line, expected in zip(lines, steps, strict=True):
+            assert line["grad_norm"] > 0
+            assert [line[n] for n in names] == pytest.approx([expected[n] for n in names], rel=1e-4)
+
+
+def test_a_run_resumes_with_the_function_and_the_keys_of_its_configuration(
+    paths: dict[str, str], tmp_path: Path
+) -> None:
+    whole = run(paths, tmp_path / "whole", **OWN)
+    run(paths, tmp_path / "run", max_updates=2, **OWN)
+    config = TrainConfig(**paths, **COMMON, **OWN, out=str(tmp_path / "run"))
+    saved = json.loads((tmp_path / "run/config.json").read_text())
+    assert {key: saved[key] for key in OWN} == OWN
+    changed = TrainConfig(**paths, **COMMON, **OWN | {"loss": CLIP | {"low": 0.1}}, out=config.out)
+    with pytest.raises(RolloutError, match="loss: found"):
+        trainer.train(changed, resume=True)
+    check_same(weights(Path(trainer.train(config, resume=True).checkpoint)), whole)
+
+
+def test_a_dry_run_says_which_functions_with_which_keys(
+    paths: dict[str, str], tmp_path: Path, capfd: Any
+) -> None:
+    out = str(tmp_path / "run")
+    given = ["train", paths["dataset"], "--model", paths["model"], "--out", out, "--dry-run"]
+    given += ["--set=partial_groups=train", f"--set=policy_loss_type={MINE}:regular"]
+    given += ["--set=loss.low=0.25", "--set=loss.high=1", "--set=loss_reduction=prompt_mean"]
+    assert main(given) == 0
+    lines = capfd.readouterr().out.splitlines()[-3:]
+    file = re.escape(str(ROOT / "tests/helpers/own_functions.py"))
+    own = rf"policy_loss_type     {MINE}:regular \({file}:\d+\): low = 0.25, high = 1"
+    assert re.fullmatch(own, lines[0])
+    assert lines[1:] == [
+        "advantage_estimator  grpo: normalize_by_std = true",
+        "loss_reduction       prompt_mean",
+    ]
+    assert main([*given, "--json"]) == 0
+    found = json.loads(capfd.readouterr().out)["functions"]
+    assert found["policy_loss_type"]["keys"] == {"low": 0.25, "high": 1}
+    assert found["loss_reduction"] == {"name": "prompt_mean", "place": None, "keys": {}}
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["policy_loss_type=no_such_file:loss"], "no_such_file:loss: found Module"),
+        (["policy_loss_type=tests.helpers.own_functions:regular"], "a parameter `low`"),
+        (["loss.low=1"], "keys of a function of your own"),
+    ],
+)
+def test_functions_are_refused_before_a_model_is_loaded(
+    settings: list[str], message: str, tmp_path: Path, capfd: Any
+) -> None:
+    given = ["train", "no_dataset", "--model", "no_model", "--out", str(tmp_path / "run")]
+    assert main([*given, *(f"--set={setting}" for setting in settings)]) == 1
+    assert message in capfd.readouterr().err
+
+
+def test_a_loss_that_fails_in_a_run_is_named(
+    paths: dict[str, str], tmp_path: Path, capfd: Any
+) -> None:
+    given = ["train", paths["dataset"], "--model", paths["model"], "--out", str(tmp_path / "run")]
+    given += ["--set=partial_groups=train", f"--set=policy_loss_type={MINE}:fails"]
+    assert main(given) == 1
+    assert f"{MINE}:fails: found a tensor [] of torch.float32" in capfd.readouterr().err
+    with pytest.raises(RolloutError, match=f"{MINE}:unlike: found metrics policy_loss/of_"):
+        run(paths, tmp_path / "unlike", policy_loss_type=f"{MINE}:unlike")
+
+
+def test_a_loss_on_the_sampler_needs_its_log_probabilities(
+    paths: dict[str, str], tmp_path: Path
+) -> None:
+    dataset = write_dataset(tmp_path / "ds", some_trajectories())
+    with pytest.raises(RolloutError, match=f"found none; .*{MINE}:rollout_is"):
+        run(paths | {"dataset": dataset}, tmp_path, policy_loss_type=f"{MINE}:rollout_is")
+
+
+def test_the_table_of_the_loop_is_in_its_table_of_training(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text(
+        'model = "m"\ntasks = "t"\nout = "o"\nnum_iterations = 1\n[generate]\n'
+        f'environment = "gsm8k"\ngroup_size = 4\n[train]\npolicy_loss_type = "{MINE}:regular"\n'
+        "[train.loss]\nlow = 0.1\nhigh = 0.2\n"
+    )
+    config = load_rl_config(file, ["train.loss.high=0.4"])
+    assert config.training.loss == {"low": 0.1, "high": 0.4}
+    assert config.resolved()["train"]["loss"] == {"low": 0.1, "high": 0.4}
+    with pytest.raises(RolloutError, match="`hihg`; expected a parameter of") as error:
+        load_rl_config(file, ["train.loss.hihg=0.4"])
+    assert error.value.hint == "did you mean `high`?"

@@ -1,0 +1,306 @@
+"""Runs of two processes: the numbers of one, whoever forwards what and holds which parameters."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from schemas.errors import RolloutError
+from tests.conftest import ROOT
+from tests.helpers.trainer_helpers import (
+    gradient_of_update,
+    group_rows,
+    make_batch,
+    relative_difference,
+    save_tiny_model,
+    step,
+    tiny_policy,
+    two_step_trajectory,
+    write_dataset,
+)
+from trainer.config.train_config import TrainConfig
+from trainer.run.loop import train
+
+COMMON = {
+    "groups_per_batch": 3,
+    "groups_per_mini_batch": 1,
+    "epochs_per_batch": 2,
+    "learning_rate": 3e-4,
+    "tokens_per_micro_batch": 45,
+    "save_every_updates": 4,
+    "partial_groups": "train",
+}
+GAE = {
+    "advantage_estimator": "gae",
+    "critic_learning_rate": 3e-4,
+    "kl_reward_coef": 0.1,
+    "kl_ctrl_type": "adaptive",
+    "kl_target": 0.01,
+    "kl_horizon": 20,
+}
+MINE = "tests.helpers.own_functions"
+RUNS: dict[str, dict[str, Any]] = {
+    "token_mean": {"kl_loss_coef": 0.1},
+    "prompt_mean": {
+        "loss_reduction": "prompt_mean",
+        "policy_loss_type": "clip_cov",
+        "clip_cov_ratio": 0.2,
+        "clip_cov_lb": -1.0,
+        "entropy_loss_coef": 0.01,
+        "sequence_layout": "step",
+    },
+    "gae": GAE,
+    "tree": {"sequence_layout": "tree"},
+    "own": {
+        "policy_loss_type": f"{MINE}:regular",
+        "loss": {"low": 0.2, "high": 0.2},
+        "advantage_estimator": f"{MINE}:less_group_mean",
+        "loss_reduction": f"{MINE}:trajectory_mean",
+    },
+}
+DEPENDING = {"seconds", "tokens_per_s", "num_micro_batches", "repeated_share"}
+
+
+class Server:
+    """See `tests.helpers.process_server`."""
+
+    def __init__(self, folder: Path) -> None:
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        changes = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}
+        command = [sys.executable, "-W", "ignore", "-m", "tests.helpers.process_server"]
+        self.process = subprocess.Popen(command, env=os.environ | changes, text=True, **pipes)
+        self.folder = folder
+
+    def answer(self) -> list[int]:
+        assert self.process.stdout
+        found: list[int] = json.loads(self.process.stdout.readline())
+        return found
+
+    def start(self, **job: Any) -> list[int]:
+        """Process ids of the ranks."""
+        assert self.process.stdin
+        self.process.stdin.write(json.dumps({**job, "stderr": str(self.folder)}) + "\n")
+        self.process.stdin.flush()
+        return self.answer()
+
+    def said(self) -> list[str]:
+        return [(self.folder / f"{rank}.txt").read_text() for rank in range(2)]
+
+    def train(self, config: dict[str, Any], **job: Any) -> None:
+        self.start(config=config, **job)
+        assert self.answer() == [0, 0], "\n".join(self.said())
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    server = Server(tmp_path_factory.mktemp("server"))
+    with server.process:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Five scattered groups: three equal, one with a long row, one row alone; and a failed one."""
+    folder, rng = tmp_path_factory.mktemp("start"), np.random.default_rng(1)
+    sampled = {"rollout_logprobs": [-3.0] * 4}
+    rows = group_rows(3, (1.0, 0.0, 0.5), **sampled)
+    rows.sort(key=lambda row: row["repetition_id"])
+    tokens = rng.integers(0, 61, 40).tolist()
+    for repetition, (start, reward) in enumerate([(30, 1.0), (2, 0.0)]):
+        response = tokens[start : start + 5]
+        values = {"reward": reward, "is_last_step": True, "rollout_logprobs": [-3.0] * 5}
+        rows.append(step("long", repetition, 0, tokens[:start], response, **values))
+    rows += two_step_trajectory(rng, "alone", 0, 1.0, **sampled)
+    failed = {"error": "timeout", "is_last_step": True, "rollout_logprobs": [-3.0]}
+    rows.append(step("alonex", 0, 0, [1], [2], **failed))
+    model = save_tiny_model(folder / "model", tie_word_embeddings=True)
+    return {"dataset": write_dataset(folder / "ds", rows), "model": model}
+
+
+@pytest.fixture(scope="module")
+def alone(paths: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Each of the runs, by one process."""
+    folder = tmp_path_factory.mktemp("alone")
+    for name, settings in RUNS.items():
+        train(TrainConfig(**paths, **COMMON, **settings, out=str(folder / name)))
+    return {name: folder / name for name in RUNS}
+
+
+def lines_of(out: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    trees = {"num_forwarded_tokens"} if "repeated_share" in lines[0] else set()
+    return [
+        {k: -1.0 if v is None else v for k, v in line.items() if k not in DEPENDING | trees}
+        for line in lines
+    ]
+
+
+def check_same_run(out: Path, expected: Path) -> None:
+    """Metrics to 1e-4, the checkpoints' files and tensors, and how far the weights moved."""
+    lines, wanted = lines_of(out), lines_of(expected)
+    assert len(lines) == len(wanted) == 12
+    for line, other in zip(lines, wanted, strict=True):
+        assert line == pytest.approx(other, rel=1e-4, abs=1e-6)
+        assert list(line) == list(other)
+    folders = [path / "checkpoints" for path in (out, expected)]
+    names = [{str(p.relative_to(folder)) for p in folder.rglob("*")} for folder in folders]
+    assert names[0] == names[1]
+    for name in sorted(n for n in names[0] if n.endswith(".safetensors")):
+        found, other = (load_file(folder / name) for folder in folders)
+        assert {k: v.shape for k, v in found.items()} == {k: v.shape for k, v in other.items()}
+        for key, tensor in other.items():
+            if tensor.isfinite().all() and tensor.any():
+                assert relative_difference(found[key].double(), tensor.double()) < 1e-4, key
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_of_two_processes_is_that_of_one(
+    name: str, server: Server, paths: dict[str, str], alone: dict[str, Path], tmp_path: Path
+) -> None:
+    server.train({**paths, **COMMON, **RUNS[name], "out": str(tmp_path / "run")})
+    check_same_run(tmp_path / "run", alone[name])
+    assert "2 processes" in server.said()[0]
+    assert server.said()[1] == ""
+
+
+@pytest.mark.parametrize(
+    "sharded", ["directly", pytest.param("by Accelerate", marks=pytest.mark.nightly)]
+)
+def test_a_run_with_sharded_parameters_is_that_of_one_process(
+    sharded: str, server: Server, paths: dict[str, str], alone: dict[str, Path], tmp_path: Path
+) -> None:
+    config = {**paths, **COMMON, **GAE, "out": str(tmp_path / "run")}
+    server.train(config | {"max_updates": 4}, sharded=sharded)
+    server.train(config, sharded=sharded, resume=True)
+    check_same_run(tmp_path / "run", alone["gae"])
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_gradient_of_sharded_parameters_is_that_of_whole_ones(
+    server: Server, tmp_path: Path, *, tied: bool
+) -> None:
+    rows = [([1, 2, 3], [4, 5], [True, True]), ([7] * 20, [8, 9, 10], [True, False, True])]
+    job = {"rows": rows, "tied": tied, "budget": 24, "file": str(tmp_path / "gradient")}
+    server.start(**job)
+    assert server.answer() == [0, 0], server.said()
+    found = load_file(job["file"])
+    norm = float(found.pop("norm"))
+    policy = tiny_policy(tie_word_embeddings=tied)
+    expected = gradient_of_update(policy, make_batch(rows, advantages=[1.0, 2.0]))
+    names = [name for name, p in policy.named_parameters() if p.grad is None or p.requires_grad]
+    gradient = torch.cat([found[name].flatten() for name in names])
+    assert relative_difference(gradient, expected) < 1e-5
+    assert norm == pytest.approx(float(expected.norm()), rel=1e-5)
+
+
+def test_a_run_of_two_processes_that_is_killed_goes_on_with_one_and_with_two(
+    server: Server, paths: dict[str, str], alone: dict[str, Path], tmp_path: Path
+) -> None:
+    config = {**paths, **COMMON, **GAE, "out": str(tmp_path / "run")}
+    ranks = server.start(config=config)
+    latest = tmp_path / "run" / "checkpoints" / "latest"
+    until = time.monotonic() + 60
+    while not (latest.exists()) and time.monotonic() < until:
+        time.sleep(0.005)
+    for rank in ranks:
+        os.kill(rank, signal.SIGKILL)
+    assert server.answer() == [-signal.SIGKILL] * 2
+    assert 4 <= len(lines_of(tmp_path / "run")) < 12
+    shutil.copytree(tmp_path / "run", tmp_path / "again")
+    train(TrainConfig(**config), resume=True)
+    server.train(config | {"out": str(tmp_path / "again")}, resume=True)
+    for out in (tmp_path / "run", tmp_path / "again"):
+        check_same_run(out, alone["gae"])
+
+
+def test_an_error_of_the_user_ends_every_process_and_is_said_once(
+    server: Server, paths: dict[str, str], alone: dict[str, Path]
+) -> None:
+    command = ["train", paths["dataset"], "--model", paths["model"], "--out", str(alone["gae"])]
+    server.start(command=command)
+    assert server.answer() == [1, 1]
+    said, nothing = server.said()
+    assert "[existing_run]" in said
+    assert nothing == ""
+
+
+def test_what_the_main_process_cannot_write_ends_every_process_with_one_message(
+    server: Server, paths: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    out = str(tmp_path / "file" / "run")
+    given = ["--model", paths["model"], "--out", out, "--set", "partial_groups=train"]
+    server.start(command=["train", paths["dataset"], *given])
+    assert server.answer() == [1, 1], server.said()
+    assert f"Error: {out}: not a directory" in server.said()[0]
+    assert server.said()[1] == ""
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        (
+            {"ACCELERATE_USE_DEEPSPEED": "true"},
+            "found DeepSpeed; expected data parallelism or FSDP2",
+        ),
+        ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, "found gradient_accumulation_steps 4"),
+        ({"ACCELERATE_USE_FSDP": "true"}, "found FSDP version 1"),
+        (
+            {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"},
+            "found whole parameters on cpu; expected sharded ones",
+        ),
+    ],
+)
+def test_a_launch_that_cannot_be_had_is_refused(
+    environment: dict[str, str], said: str, server: Server, paths: dict[str, str], tmp_path: Path
+) -> None:
+    given = ["--out", str(tmp_path / "run"), "--set", "partial_groups=train"]
+    command = ["train", paths["dataset"], "--model", paths["model"], *given]
+    server.start(command=command, environment=environment)
+    assert server.answer() == [1, 1], server.said()
+    assert said in server.said()[0]
+    assert not (tmp_path / "run").exists()
+
+
+def test_processes_that_do_not_know_of_each_other_are_refused(
+    paths: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RolloutError, match="2 processes that do not know of each other"):
+        train(TrainConfig(**paths, **COMMON, out=str(tmp_path / "run")))
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_one_process_alone_cannot_read_is_an_error_of_all(
+    server: Server, paths: dict[str, str], tmp_path: Path
+) -> None:
+    config = {**paths, **COMMON, "out": str(tmp_path / "run")}
+    server.start(config=config, **{"rank 1": {"model": "elsewhere"}})
+    assert server.answer() == [3, 3]
+    for said in server.said():
+        assert "elsewhere: found no such directory" in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_loss_of_the_users_that_fails_in_one_process_ends_every_one(
+    server: Server, paths: dict[str, str], tmp_path: Path
+) -> None:
+    given = ["--model", paths["model"], "--out", str(tmp_path / "run")]
+    given += ["--set", "partial_groups=train", "--set", "tokens_per_micro_batch=45"]
+    given += ["--set", f"policy_loss_type={MINE}:fails_on_rank_1"]
+    server.start(command=["train", paths["dataset"], *given])
+    assert server.answer() == [1, 1], server.said()
+    expected = f"{MINE}:fails_on_rank_1: ZeroDivisionError: on rank 1"
+    assert expected in server.said()[0]
+    assert server.said()[1] == ""

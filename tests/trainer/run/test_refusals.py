@@ -1,0 +1,418 @@
+"""What the command refuses before it trains or writes anything, with `--dry-run` and without."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
+
+import rollout_io
+from rollout_io.cli.main import run as main
+from rollout_io.retokenize.tokenizer import load_tokenizer
+from schemas.metadata import DatasetMetadata
+from tests.helpers.trainer_helpers import VOCAB, group_rows, save_tiny_model, write_dataset
+
+Rows = list[dict[str, Any]]
+DRY_RUN = pytest.mark.parametrize("dry_run", [False, True], ids=["train", "dry_run"])
+
+
+def rows_of(num_groups: int = 2, rewards: tuple[float, ...] = (1.0, 0.0), **values: Any) -> Rows:
+    return group_rows(num_groups, rewards, **values)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def train(dataset: str, model: str, out: Path, settings: str = "", *, dry_run: bool) -> int:
+    given = [part for text in settings.split() for part in ("--set", text)]
+    command = ["train", dataset, "--model", model, "--out", str(out), *given]
+    return main([*command, "--dry-run"] if dry_run else command)
+
+
+def with_row(**changes: Any) -> Rows:
+    rows = rows_of()
+    rows[1] |= changes
+    return rows
+
+
+SAMPLED = {"rollout_logprobs": [-1.0] * 4}
+REFUSALS: dict[str, tuple[Rows, str, tuple[str, ...]]] = {
+    "a token beyond the vocabulary": (
+        with_row(response_ids=[VOCAB] * 4),
+        "",
+        (
+            "Error: trajectory 'g0_0', row 1 (the first of 1): found token id 61; expected 0 to 60",
+            "Hint: train the model whose tokenizer made these ids",
+        ),
+    ),
+    "no log-probabilities for weights asked for": (
+        rows_of(),
+        "tis_ratio_type=token",
+        ("[rollout_logprobs]", "found none; expected the sampler's", "tis_ratio_type token"),
+    ),
+    "raw log-probabilities at another temperature": (
+        rows_of(**SAMPLED, temperature=0.7),
+        "",
+        (
+            "Error: trajectory 'g0_0', row 0 (the first of 8): found logprobs_mode"
+            " raw at temperature 0.7",
+            "Hint: --set tis_ratio_type=none trains without the correction",
+        ),
+    ),
+    "partial groups": (
+        rows_of()[:-2],
+        "partial_groups=refuse",
+        (
+            "Error: group 'g1' (the first of 1): found 1 trajectories; expected 2, as",
+            "Hint: --set partial_groups=mask",
+        ),
+    ),
+    "advantages of zero alone": (
+        rows_of(rewards=(1.0, 1.0)),
+        "",
+        ("[zero_advantages]", "found advantages of 0 alone in 2 groups", "Hint: rollouts st"),
+    ),
+    "gradients that only masked trajectories have": (
+        [row | {"loss_mask": [row["reward"] is None] * 4} for row in rows_of()],
+        "",
+        ("[mask_trains_something]", "found no token that trains; expected at least one"),
+    ),
+}
+
+
+@DRY_RUN
+@pytest.mark.parametrize("name", REFUSALS)
+def test_a_dataset_that_cannot_train_is_refused_before_anything_is_written(
+    name: str, model: str, tmp_path: Path, capfd: Any, *, dry_run: bool
+) -> None:
+    rows, settings, parts = REFUSALS[name]
+    dataset = write_dataset(tmp_path / "ds", rows, logprobs_mode="raw")
+    refused(
+        lambda out: train(dataset, model, out, settings, dry_run=dry_run), tmp_path, capfd, parts
+    )
+
+
+@DRY_RUN
+@pytest.mark.parametrize("loss", ["regular", "rollout_is"])
+@pytest.mark.parametrize("mode", ["raw", "processed", None])
+def test_raw_log_probabilities_of_a_distribution_that_was_changed_are_refused(
+    mode: Any, loss: str, model: str, tmp_path: Path, capfd: Any, *, dry_run: bool
+) -> None:
+    rows = rows_of(**SAMPLED, sampling_extra=None)
+    rows[2]["sampling_extra"] = '{"repetition_penalty":1.1}'
+    dataset = write_dataset(tmp_path / "ds", rows, logprobs_mode=mode)
+    settings = f"policy_loss_type={loss}"
+    if mode == "processed":
+        assert train(dataset, model, tmp_path / "run", settings, dry_run=dry_run) == 0
+        return
+    said = (
+        "Error: trajectory 'g0_1', row 0 (the first of 1): ",
+        f"found logprobs_mode {mode or 'unknown'} at ",
+        'repetition_penalty":1.1',
+    )
+    refused(
+        lambda out: train(dataset, model, out, settings, dry_run=dry_run), tmp_path, capfd, said
+    )
+
+
+def write_generated(path: Path, rows: Rows, config: Any, mode: Any) -> str:
+    metadata = DatasetMetadata(logprobs_mode=mode).made("generate", config=config)
+    table = rollout_io.read(write_dataset(path.with_name("plain"), rows))
+    with rollout_io.RolloutWriter(path, metadata=metadata) as writer:
+        writer.write(table)
+    return str(path)
+
+
+@DRY_RUN
+@pytest.mark.parametrize("mode", ["raw", "processed", None])
+@pytest.mark.parametrize(
+    ("generated", "extra"),
+    [
+        ({"min_p": 0.1}, '{"min_p":0.1}'),
+        ({"min_p": 0.0, "sampling_extra": {"bad_words": ["a"]}}, '{"bad_words":["a"]}'),
+    ],
+)
+def test_the_history_says_what_a_dataset_without_the_column_was_sampled_with(
+    generated: Any, extra: str, mode: Any, model: str, tmp_path: Path, capfd: Any, *, dry_run: bool
+) -> None:
+    dataset = write_generated(tmp_path / "ds", rows_of(**SAMPLED), generated, mode)
+    if mode == "processed":
+        assert train(dataset, model, tmp_path / "run", dry_run=dry_run) == 0
+        return
+    said = (
+        "Error: trajectory 'g0_0', row 0 (the first of 8): ",
+        f"found logprobs_mode {mode or 'unknown'} at ",
+        f", {extra}",
+        "--set tis_ratio_type=none trains without the correction",
+        "vLLM records usable ones with --logprobs-mode processed_logprobs",
+    )
+    refused(lambda out: train(dataset, model, out, dry_run=dry_run), tmp_path, capfd, said)
+
+
+@DRY_RUN
+@pytest.mark.parametrize(
+    ("column", "generated"),
+    [
+        ({}, {"min_p": 0.0, "sampling_extra": {"ignore_eos": True, "repetition_penalty": 1.0}}),
+        ({"sampling_extra": None}, {"min_p": 0.1}),
+    ],
+)
+def test_a_history_that_changed_nothing_or_that_the_column_denies_refuses_nothing(
+    column: Any, generated: Any, model: str, tmp_path: Path, *, dry_run: bool
+) -> None:
+    rows = rows_of(**SAMPLED, **column)
+    dataset = write_generated(tmp_path / "ds", rows, generated, "raw")
+    assert train(dataset, model, tmp_path / "run", dry_run=dry_run) == 0
+
+
+def refused(run: Callable[[Path], int], folder: Path, capfd: Any, parts: tuple[str, ...]) -> None:
+    before = sorted(folder.rglob("*"))
+    assert run(folder / "run") == 1
+    printed = capfd.readouterr()
+    assert printed.out == ""
+    assert len(re.findall("^Error: ", printed.err, re.MULTILINE)) == 1
+    assert [part for part in parts if part not in printed.err] == []
+    assert sorted(folder.rglob("*")) == before
+
+
+@DRY_RUN
+@pytest.mark.parametrize("coefficient", ["entropy_loss_coef", "kl_loss_coef"])
+def test_zero_advantages_train_where_another_term_has_a_gradient(
+    coefficient: str, model: str, tmp_path: Path, *, dry_run: bool
+) -> None:
+    dataset = write_dataset(tmp_path / "ds", rows_of(rewards=(1.0, 1.0)))
+    assert train(dataset, model, tmp_path / "run", f"{coefficient}=0.1", dry_run=dry_run) == 0
+    assert (tmp_path / "run").exists() is not dry_run
+
+
+@DRY_RUN
+@pytest.mark.parametrize(
+    ("rows", "settings", "warning"),
+    [
+        (
+            rows_of()[:-2],
+            "partial_groups=train",
+            "warning: 1 groups have another number of trajectories than 2",
+        ),
+        (
+            rows_of(),
+            "policy_loss_type=gspo sequence_layout=step loss_reduction=sequence_mean",
+            "warning: 4 trajectories are 8 rows, and rows are what counts here (policy_loss_type gspo",
+        ),
+        (
+            rows_of(**SAMPLED),
+            "tis_ratio_type=sequence sequence_layout=step",
+            "(tis_ratio_type sequence: a weight is the product over a row): other numbers than with",
+        ),
+        (rows_of(), "", "note: no rollout_logprobs: importance correction (tis_ratio_type) is off"),
+    ],
+)
+def test_what_trains_otherwise_than_one_may_think_is_said_before_the_first_update(
+    rows: Rows,
+    settings: str,
+    warning: str,
+    model: str,
+    tmp_path: Path,
+    capfd: Any,
+    *,
+    dry_run: bool,
+) -> None:
+    dataset = write_dataset(tmp_path / "ds", rows)
+    assert train(dataset, model, tmp_path / "run", settings, dry_run=dry_run) == 0
+    before_updates, _, _ = capfd.readouterr().err.partition("update 1 of")
+    assert before_updates.count(warning) == 1
+
+
+def save_tokenizer(path: Path, *words: str, chat_template: str | None = None) -> None:
+    vocab = {word: number for number, word in enumerate(("user", "[UNK]", *words))}
+    backend = Tokenizer(WordLevel(vocab, unk_token="[UNK]"))
+    PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=chat_template).save_pretrained(
+        path
+    )
+
+
+@pytest.fixture
+def recorded(model: str, tmp_path: Path) -> tuple[str, Path]:
+    """A dataset that knows its tokenizer, and a copy of the model for one."""
+    save_tokenizer(tmp_path / "tokenizer", "a", chat_template="{{ messages }}")
+    tokenizer = load_tokenizer(tmp_path / "tokenizer")
+    metadata = DatasetMetadata(
+        tokenizer="letters",
+        tokenizer_fingerprint=tokenizer.fingerprint,
+        chat_template_fingerprint=tokenizer.template_fingerprint,
+    )
+    table = rollout_io.read(write_dataset(tmp_path / "plain", rows_of()))
+    with rollout_io.RolloutWriter(tmp_path / "ds", metadata=metadata) as writer:
+        writer.write(table)
+    shutil.copytree(model, tmp_path / "model")
+    return str(tmp_path / "ds"), tmp_path / "model"
+
+
+@DRY_RUN
+def test_a_model_with_another_tokenizer_is_refused_unless_it_is_allowed(
+    recorded: tuple[str, Path], tmp_path: Path, capfd: Any, *, dry_run: bool
+) -> None:
+    dataset, model = recorded
+    save_tokenizer(model, "b")
+    parts = (
+        f"Error: {dataset}: found token ids of another tokenizer (letters);",
+        f"expected those of {model}",
+        "Hint: train the model whose tokenizer made the ids",
+    )
+    refused(lambda out: train(dataset, str(model), out, dry_run=dry_run), tmp_path, capfd, parts)
+    allowed = "allow_other_tokenizer=true"
+    assert train(dataset, str(model), tmp_path / "run", allowed, dry_run=dry_run) == 0
+    assert "is not the dataset's (letters)" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("metadata", "said"),
+    [
+        ({}, "note: the dataset names no tokenizer and no model: not compared with"),
+        ({"models": ("org/MODEL", "b")}, "note: compared the model's name (org/MODEL, b), not the"),
+        ({"models": ("other",)}, "warning: the dataset's tokens are of other, to go by its name"),
+        ({"tokenizer": "other"}, "warning: the dataset's tokens are of other, to go by its name"),
+    ],
+)
+def test_without_a_fingerprint_train_says_that_names_alone_were_compared(
+    metadata: dict[str, Any], said: str, model: str, tmp_path: Path, capfd: Any
+) -> None:
+    table = rollout_io.read(write_dataset(tmp_path / "plain", rows_of()))
+    with rollout_io.RolloutWriter(tmp_path / "ds", metadata=DatasetMetadata(**metadata)) as writer:
+        writer.write(table)
+    shutil.copytree(model, tmp_path / "model")
+    dataset = str(tmp_path / "ds")
+    assert train(dataset, str(tmp_path / "model"), tmp_path / "run", dry_run=True) == 0
+    printed = capfd.readouterr().err
+    assert printed.count(said) == 1
+    assert "same fingerprint" not in printed
+
+
+def test_with_a_fingerprint_train_says_that_the_tokenizers_were_compared(
+    recorded: tuple[str, Path], tmp_path: Path, capfd: Any
+) -> None:
+    dataset, model = recorded
+    save_tokenizer(model, "a")
+    assert train(dataset, str(model), tmp_path / "run", dry_run=True) == 0
+    assert f"note: the tokenizer of {model} is the dataset's" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "template", "said"),
+    [
+        (("a",), "{{ messages }}", []),
+        (("a",), "{{ messages | length }}", ["warning: the dataset's prompts have another chat"]),
+        (None, None, ["note: no tokenizer in"]),
+    ],
+)
+def test_the_same_tokenizer_passes_another_template_and_none_are_told(
+    words: tuple[str, ...] | None,
+    template: str | None,
+    said: list[str],
+    recorded: tuple[str, Path],
+    tmp_path: Path,
+    capfd: Any,
+) -> None:
+    dataset, model = recorded
+    if words:
+        save_tokenizer(model, *words, chat_template=template)
+    assert train(dataset, str(model), tmp_path / "run", dry_run=True) == 0
+    printed = capfd.readouterr().err
+    assert [
+        text for text in ("warning: the dataset's prompts", "note: no tok") if text in printed
+    ] == [
+        text[: len("warning: the dataset's prompts")] if "warning" in text else "note: no tok"
+        for text in said
+    ]
+
+
+@DRY_RUN
+@pytest.mark.parametrize(
+    ("file", "rule"),
+    [
+        ("state/run.json", "[checkpoint_state]"),
+        ("state/optimizer.safetensors", "[checkpoint_state]"),
+        ("model.safetensors", "[model_load]"),
+    ],
+)
+def test_a_broken_checkpoint_is_refused_and_the_run_left_alone(
+    file: str, rule: str, model: str, tmp_path: Path, capfd: Any, *, dry_run: bool
+) -> None:
+    dataset, out = write_dataset(tmp_path / "ds", rows_of()), tmp_path / "run"
+    assert train(dataset, model, out, dry_run=False) == 0
+    capfd.readouterr()
+    broken = out / "checkpoints" / "global_step_1" / file
+    broken.write_bytes(b"{")
+    command = ["train", dataset, "--model", model, "--out", str(out), "--resume"]
+    command += ["--dry-run"] * dry_run
+    refused(lambda _: main(command), tmp_path, capfd, (rule, str(broken.parent.parent.parent)))
+    assert broken.read_bytes() == b"{"
+
+
+@DRY_RUN
+def test_a_broken_model_directory_is_refused(
+    model: str, tmp_path: Path, capfd: Any, *, dry_run: bool
+) -> None:
+    dataset = write_dataset(tmp_path / "ds", rows_of())
+    shutil.copytree(model, tmp_path / "model")
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    parts = (f"Error: {tmp_path}/model: found ", "expected a causal LM that Transformers")
+    refused(
+        lambda out: train(dataset, f"{tmp_path}/model", out, dry_run=dry_run),
+        tmp_path,
+        capfd,
+        parts,
+    )
+
+
+def test_the_plan_is_what_the_run_then_does(model: str, tmp_path: Path, capfd: Any) -> None:
+    rows = rows_of(3, (1.0, 0.0, 0.5))
+    rows += [row | {"error": "timeout", "reward": None} for row in rows_of(4, (1.0,))[-2:]]
+    dataset = write_dataset(tmp_path / "ds", rows)
+    settings = (
+        "groups_per_batch=2 groups_per_mini_batch=1 epochs_per_batch=2 tokens_per_micro_batch=20"
+        " partial_groups=train"
+    )
+    given = [part for text in settings.split() for part in ("--set", text)]
+    command = ["train", dataset, "--model", model, "--out", str(tmp_path / "run"), *given, "--json"]
+    assert main([*command, "--dry-run"]) == 0
+    plan = json.loads(capfd.readouterr().out)
+    assert not (tmp_path / "run").exists()
+    assert main(command) == 0
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    merge, steps = plan["layouts"]["merge"], plan["layouts"]["step"]
+    assert plan["num_mini_batches"] == len(lines) == 8
+    assert plan["num_updates"] == 8
+    assert (plan["num_groups"], plan["num_failed"], plan["num_masked"]) == (4, 1, 1)
+    assert plan["num_partial_groups"] == 1
+    assert 2 * merge["num_tokens"] == sum(line["num_forwarded_tokens"] for line in lines)
+    assert 2 * plan["num_trained_tokens"] == sum(line["num_trained_tokens"] for line in lines)
+    first = [*lines[:2], *lines[4:6]]
+    assert merge["micro_batches"] == [line["num_micro_batches"] for line in first]
+    assert (merge["num_sequences"], steps["num_sequences"]) == (9, 18)
+    assert (merge["longest_tokens"], steps["longest_tokens"]) == (15, 15)
+    trees = [plan["layouts"][f"tree_per_{name}"] for name in ("trajectory", "group")]
+    assert all(tree["num_tokens"] <= merge["num_tokens"] for tree in trees)
+
+
+def test_the_plan_is_a_table_for_people(model: str, tmp_path: Path, capfd: Any) -> None:
+    dataset = write_dataset(tmp_path / "ds", rows_of())
+    assert train(dataset, model, tmp_path / "run", "kl_loss_coef=0.1", dry_run=True) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert lines[0] == "groups        2"
+    assert lines[1] == "trajectories  4, 0 failed, 0 masked"
+    assert lines[3] == "updates       at most 1"
+    assert [line.split()[:4] for line in lines[7:9]] == [
+        ["step", "8", "92", "100.0%"],
+        ["merge", "*", "4", "60"],
+    ]
+    assert "reference" in [line.split()[0] for line in lines if line]

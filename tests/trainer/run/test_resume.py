@@ -1,0 +1,316 @@
+"""`--resume`: what a run goes on from, what may change, and what is refused."""
+
+import dataclasses
+import json
+import random
+import resource
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import trainer
+from rollout_io.cli.main import run as main
+from schemas.errors import RolloutError
+from tests.helpers.trainer_helpers import (
+    group_rows,
+    learner_of,
+    save_tiny_model,
+    tiny_policy,
+    write_dataset,
+)
+from trainer.config.train_config import TrainConfig
+from trainer.run.resume import alone_in, find_checkpoint
+from trainer.run.state import (
+    Position,
+    Progress,
+    load_progress,
+    optimizer_tensors,
+    restore,
+    save_state,
+)
+
+TIMES = {"seconds", "tokens_per_s"}
+
+
+def rows(last_reward: float = 0.5) -> list[dict[str, Any]]:
+    return group_rows(2, (1.0, 0.0, last_reward))
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("start")
+    dataset = write_dataset(folder / "ds", rows())
+    return {"dataset": dataset, "model": save_tiny_model(folder / "model")}
+
+
+def run(paths: dict[str, str], out: Path, *, resume: bool = True, **settings: Any) -> Any:
+    """Four updates, all of one batch, unless something else is asked for."""
+    defaults = {"learning_rate": 1e-3, "groups_per_batch": 2, "groups_per_mini_batch": 1}
+    given = paths | defaults | {"epochs_per_batch": 2, "save_every_updates": 1} | settings
+    return trainer.train(trainer.TrainConfig(**given, out=str(out)), resume=resume)
+
+
+@pytest.fixture(scope="module")
+def whole(paths: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of four updates that nobody stopped."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    run(paths, out, resume=False)
+    return out
+
+
+@pytest.fixture
+def out(whole: Path, tmp_path: Path) -> Path:
+    """A copy of it that was stopped after two updates and some more of the third."""
+    copy = tmp_path / "run"
+    shutil.copytree(whole, copy)
+    (copy / "checkpoints" / "latest").write_text("global_step_2\n")
+    text = (whole / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (copy / "metrics.jsonl").write_text("".join(text[:3]) + text[3][:20])
+    return copy
+
+
+def lines_of(out: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k not in TIMES} for line in lines]
+
+
+def files_of(out: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(out)): p.read_bytes() for p in out.rglob("*") if p.is_file()}
+
+
+def checkpoints_of(out: Path) -> list[str]:
+    return sorted(path.name for path in (out / "checkpoints").iterdir())
+
+
+def test_a_run_goes_on_within_a_batch_as_if_it_had_not_stopped(
+    paths: dict[str, str], whole: Path, out: Path
+) -> None:
+    assert (
+        json.loads((out / "checkpoints/global_step_2/state/run.json").read_text()).items()
+        >= {"batch": 0, "mini_batch": 2, "global_step": 2}.items()
+    )
+    result = run(paths, out)
+    assert (result.num_updates, result.num_trained_groups) == (4, 2)
+    assert lines_of(out) == lines_of(whole)
+    assert files_of(out / "checkpoints") == files_of(whole / "checkpoints")
+
+
+def test_without_a_pointer_the_newest_checkpoint_is_the_latest(
+    paths: dict[str, str], whole: Path, out: Path
+) -> None:
+    shutil.copy(whole / "metrics.jsonl", out)
+    (out / "checkpoints" / "latest").unlink()
+    before = files_of(out / "checkpoints" / "global_step_4")
+    result = run(paths, out)
+    assert result.metrics["global_step"] == result.num_updates == 4
+    assert files_of(out / "checkpoints" / "global_step_4") == before
+    assert (out / "metrics.jsonl").read_text() == (whole / "metrics.jsonl").read_text()
+
+
+def test_a_run_with_more_updates_is_the_run_that_had_them_from_the_start(
+    paths: dict[str, str], whole: Path, tmp_path: Path
+) -> None:
+    for max_updates in (1, 3, None):
+        run(paths, tmp_path, max_updates=max_updates, save_every_updates=None)
+    assert lines_of(tmp_path) == lines_of(whole)
+    assert json.loads((tmp_path / "config.json").read_text())["max_updates"] is None
+    assert checkpoints_of(tmp_path) == checkpoints_of(whole)[:1] + checkpoints_of(whole)[2:]
+
+
+def test_only_the_newest_checkpoints_are_kept_and_nothing_half_removed(
+    paths: dict[str, str], out: Path
+) -> None:
+    (out / "checkpoints" / ".global_step_1.removed").mkdir()
+    (out / "checkpoints" / ".global_step_3.partial").mkdir()
+    run(paths, out, keep_checkpoints=2)
+    assert checkpoints_of(out) == ["global_step_3", "global_step_4", "latest"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"learning_rate": 1e-4}, r"learning_rate: found 0\.0001; expected 0\.001, as in .*config"),
+        ({"betas": (0.8, 0.9)}, r"betas: found \[0\.8, 0\.9\]; expected \[0\.9, 0\.999\]"),
+        ({"kl_loss_coef": 0.1}, r"kl_loss_coef: found 0\.1; expected 0\.0"),
+        ({"max_updates": 1}, "max_updates: found 1; expected at least 2"),
+        ({"seed": 7, "gamma": 0.9}, r"seed: found 7; expected 0(.|\n)*also different: gamma"),
+    ],
+)
+def test_another_configuration_is_refused_by_the_name_of_its_key(
+    settings: dict[str, Any], message: str, paths: dict[str, str], out: Path
+) -> None:
+    before = files_of(out)
+    with pytest.raises(RolloutError, match=message) as error:
+        run(paths, out, **settings)
+    assert error.value.rule == "resume_config"
+    assert files_of(out) == before
+
+
+def test_fewer_epochs_are_refused(paths: dict[str, str], out: Path) -> None:
+    config = json.loads((out / "config.json").read_text()) | {"num_epochs": 2}
+    (out / "config.json").write_text(json.dumps(config))
+    with pytest.raises(RolloutError, match="num_epochs: found 1; expected at least 2"):
+        run(paths, out)
+
+
+def test_a_dataset_with_other_returns_is_refused(
+    paths: dict[str, str], out: Path, tmp_path: Path
+) -> None:
+    changed = {**paths, "dataset": write_dataset(tmp_path / "ds", rows(0.25))}
+    config = json.loads((out / "config.json").read_text()) | {"dataset": changed["dataset"]}
+    (out / "config.json").write_text(json.dumps(config))
+    with pytest.raises(RolloutError, match="resume_dataset"):
+        run(changed, out)
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "rule"),
+    [
+        ("metrics.jsonl", "{}\n{", ".* found 1 lines; expected 2"),
+        ("config.json", "{", "resume_config"),
+        ("checkpoints/latest", "global_step_9\n", ".*'global_step_9'"),
+        ("checkpoints/latest", "../..\n", "checkpoint_latest"),
+        ("checkpoints/latest", "\xff\xfe", "checkpoint_latest"),
+        ("checkpoints/global_step_2/state/run.json", "{}", "checkpoint_state"),
+        ("checkpoints/global_step_2/state/rng.json", "[]", "checkpoint_state"),
+        ("checkpoints/global_step_2/state/optimizer.safetensors", "", "checkpoint_state"),
+        ("checkpoints/global_step_2/model.safetensors", "", "model_load"),
+    ],
+)
+def test_a_damaged_run_is_refused_and_left_alone(
+    file: str, text: str, rule: str, paths: dict[str, str], out: Path
+) -> None:
+    (out / file).write_text(text, encoding="latin-1")
+    before = files_of(out)
+    with pytest.raises(RolloutError, match=rule):
+        run(paths, out)
+    assert files_of(out) == before
+
+
+def test_a_checkpoint_without_state_is_refused_and_left_alone(
+    paths: dict[str, str], out: Path
+) -> None:
+    shutil.rmtree(out / "checkpoints" / "global_step_2" / "state")
+    before = files_of(out)
+    with pytest.raises(RolloutError, match=r".* found no state/.*\[checkpoint_state\]"):
+        run(paths, out)
+    assert files_of(out) == before
+
+
+@pytest.mark.parametrize("change", [{"response_ids": [7, 7, 7]}, {"prompt_token_ids": [9]}])
+def test_a_dataset_with_other_tokens_is_refused(
+    change: dict[str, list[int]], paths: dict[str, str], out: Path, tmp_path: Path
+) -> None:
+    changed = rows()
+    changed[-1] |= change | {"loss_mask": [True] * len(change.get("response_ids", [0] * 4))}
+    shutil.copytree(paths["dataset"], tmp_path / "kept")
+    shutil.rmtree(paths["dataset"])
+    try:
+        write_dataset(Path(paths["dataset"]), changed)
+        with pytest.raises(
+            RolloutError, match=r"dataset: found other trajectories.*\[resume_dataset\]"
+        ):
+            run(paths, out)
+    finally:
+        shutil.rmtree(paths["dataset"])
+        shutil.move(tmp_path / "kept", paths["dataset"])
+
+
+def test_checkpoints_without_their_configuration_are_refused(
+    paths: dict[str, str], out: Path
+) -> None:
+    (out / "config.json").unlink()
+    with pytest.raises(RolloutError, match=r".*config.json: found nothing.*\[resume_config\]"):
+        run(paths, out, learning_rate=0.1)
+
+
+def test_a_run_of_an_earlier_version_goes_on(paths: dict[str, str], tmp_path: Path) -> None:
+    config = TrainConfig(**paths, out=str(tmp_path))
+    older = dataclasses.asdict(config)
+    del older["loss"]
+    (tmp_path / "config.json").write_text(json.dumps(older))
+    assert find_checkpoint(config) is None
+    own = dataclasses.replace(config, gamma=0.5)
+    del older["gamma"]
+    (tmp_path / "config.json").write_text(json.dumps(older))
+    with pytest.raises(RolloutError, match="gamma"):
+        find_checkpoint(own)
+
+
+def test_a_run_that_goes_on_is_left_alone(paths: dict[str, str], out: Path) -> None:
+    before = files_of(out)
+    with (
+        alone_in(out),
+        pytest.raises(RolloutError, match=r".* a process that trains.*\[run_goes_on\]"),
+    ):
+        run(paths, out)
+    assert files_of(out) == before
+    assert run(paths, out).num_updates == 4
+
+
+def draws() -> list[float]:
+    return [random.random(), np.random.random(), float(torch.rand(1))]  # noqa: NPY002
+
+
+def test_generators_of_random_numbers_go_on_where_they_were(tmp_path: Path) -> None:
+    learner, progress = learner_of(tiny_policy()), Progress(position=Position(kl_coef=0.1))
+    save_state(tmp_path / "state", optimizer_tensors(learner, None), "digest", progress)
+    drawn = draws()
+    assert draws() != drawn
+    restore(tmp_path / "state", learner, None)
+    assert draws() == drawn
+    assert load_progress(tmp_path / "state", "digest") == progress
+
+
+@contextmanager
+def no_file_larger_than(num_bytes: int) -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("num_bytes", [1000, 40_000, 120_000])
+def test_a_full_disk_leaves_the_last_good_checkpoint_and_one_message(
+    num_bytes: int, paths: dict[str, str], whole: Path, out: Path, capfd: Any
+) -> None:
+    good = files_of(out / "checkpoints" / "global_step_2")
+    assert len(good["model.safetensors"]) in range(40_000, 120_000)
+    config = json.loads((out / "config.json").read_text())
+    keys = ("learning_rate", "groups_per_batch", "groups_per_mini_batch", "epochs_per_batch")
+    given = [f"--set={key}={config[key]}" for key in (*keys, "save_every_updates")]
+    command = ["train", paths["dataset"], "--model", paths["model"], "--out", str(out), "--resume"]
+    with no_file_larger_than(num_bytes):
+        code = main([*command, *given])
+    printed = capfd.readouterr().err
+    assert code == 1
+    assert "unexpected" not in printed
+    assert printed.count("\nError: ") == 1
+    assert f"Error: {out}" in printed
+    assert "global_step_2 is there" in printed
+    assert files_of(out / "checkpoints" / "global_step_2") == good
+    assert not list((out / "checkpoints").glob(".global_step_*"))
+    assert main([*command, *given]) == 0
+    assert lines_of(out) == lines_of(whole)
+
+
+def test_micro_batches_stay_as_they_are_where_the_loss_depends_on_them(tmp_path):
+    settings = {"dataset": "d", "model": "m", "out": str(tmp_path)}
+    legacy = TrainConfig(**settings, loss_reduction="token_mean_legacy")
+    for config, refused in ((TrainConfig(**settings), False), (legacy, True)):
+        (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(config)))
+        changed = dataclasses.replace(config, tokens_per_micro_batch=64)
+        with (
+            pytest.raises(RolloutError, match="tokens_per_micro_batch")
+            if refused
+            else nullcontext()
+        ):
+            find_checkpoint(changed)

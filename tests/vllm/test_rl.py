@@ -1,0 +1,194 @@
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import rollout_io
+from examples.addition import Addition
+from examples.addition import main as write_tasks
+from pipelines.generation.engines.vllm import VllmEngine
+from tests.conftest import ROOT
+from tests.vllm.test_generation import differences
+from trainer import rl
+from trainer.config.train_config import TrainConfig
+from trainer.run.loop import train
+
+pytestmark = pytest.mark.vllm
+EXAMPLE = str(ROOT / "examples/addition.toml")
+
+
+class Wordy(Addition):
+    """Rewards that hardly ever are all the same."""
+
+    def step(self, action):
+        return super().step(action) | {"reward": len(action) / 100}
+
+
+@pytest.fixture
+def overrides_of(smollm2_dir, tmp_path):
+    """Of loops over one-digit additions into tmp_path/run; a learning rate that shows at once."""
+    write_tasks(tmp_path / "tasks")
+    usual = {
+        "model": smollm2_dir,
+        "tasks": tmp_path / "tasks/train.jsonl",
+        "out": tmp_path / "run",
+        "num_iterations": 2,
+        "generate.environment": "tests.vllm.test_rl:Wordy",
+        "generate.engine": "vllm",
+        "generate.group_size": 2,
+        "generate.seed": 0,
+        "train.groups_per_batch": 4,
+        "train.groups_per_mini_batch": 4,
+        "train.learning_rate": 1e-4,
+        "evaluate.tasks": tmp_path / "tasks/held_out.jsonl",
+        "evaluate.group_size": 1,
+        "evaluate.every_iterations": 2,
+    }
+
+    def make(url, **settings):
+        named = {name.replace("__", "."): value for name, value in settings.items()}
+        given = usual | {"generate.urls": f'["{url}"]'} | named
+        return [f"{key}={value}" for key, value in given.items()]
+
+    return make
+
+
+@pytest.fixture
+def config_of(overrides_of):
+    def make(url, **settings):
+        return rl.load_rl_config(EXAMPLE, overrides_of(url, **settings))
+
+    return make
+
+
+@pytest.fixture
+def server(mortal_server, smollm2_dir):
+    """The shared server, which has the model's own weights again afterwards."""
+    yield mortal_server
+    if not mortal_server.is_started:  # a new start reads the model's own weights
+        return
+
+    async def put_back():
+        async with VllmEngine(mortal_server.url) as engine:
+            await engine.load_weights(str(smollm2_dir), policy_version=0)
+
+    asyncio.run(put_back())
+
+
+def updates_of(run):
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "loss" in line]
+
+
+def rows_of(run):
+    return pl.from_arrow(rollout_io.read(f"{run}/rollouts/*"))
+
+
+def check_the_engine_spoke_for_the_policy(run, smollm2_dir):
+    """Not for the model it was started with: a bfloat16 engine rounds the weights it is given."""
+    first, *others = updates_of(run)
+    # One token's difference varies by about 0.1 nats, so a mean of few tokens is mostly noise; log-probabilities
+    # that are shifted by a token, or of other weights, differ by a nat.
+    noise = 0.4 / first["num_trained_tokens"] ** 0.5
+    assert first["rollout_logprobs_abs_diff_mean"] < 0.05 + noise
+    assert abs(first["rollout_logprobs_diff_mean"]) < 0.01 + noise
+    rows = rows_of(run)
+    for line in others:
+        of_update = rows.filter(pl.col("policy_version") == line["iteration"])
+        at_start = np.abs(differences(of_update.rows(named=True), smollm2_dir)).mean()
+        assert line["rollout_logprobs_abs_diff_mean"] < at_start / 2
+
+
+def check_each_once(run, num_trajectories):
+    ids = rows_of(run)["trajectory_id"].to_list()
+    assert len(ids) == len(set(ids)) == num_trajectories
+
+
+def check_replay(config, run, tmp_path):
+    """`rollouts train` on what is on disk comes to the same weights."""
+    settings = config.train | {"group_size": config.generation.group_size, "seed": config.seed}
+    again = train(
+        TrainConfig(
+            dataset=f"{run}/rollouts/*", model=config.model, out=str(tmp_path / "again"), **settings
+        )
+    )
+    (ours,) = run.glob(f"checkpoints/global_step_{again.num_updates}/model.safetensors")
+    theirs = load_file(f"{again.checkpoint}/model.safetensors")
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in load_file(ours).items())
+
+
+@pytest.mark.parametrize("settings", [{}, {"train__lora_rank": 4, "train__learning_rate": 2e-3}])
+def test_two_updates_of_the_loop_each_on_what_the_new_weights_said(
+    settings, config_of, server, smollm2_dir, tmp_path
+):
+    config = config_of(server.url, **settings)
+    result = rl.run(config)
+    assert (result.num_iterations, result.num_updates) == (2, 2)
+    rows, run = rows_of(tmp_path / "run"), tmp_path / "run"
+    assert rows["policy_version"].to_list() == [0] * 8 + [1] * 8
+    check_each_once(run, 16)
+    check_the_engine_spoke_for_the_policy(run, smollm2_dir)
+    before, after = (
+        pl.from_arrow(rollout_io.read(str(run / f"evaluations/iteration_0000{i}"))) for i in (0, 2)
+    )
+    assert set(before["policy_version"]) == {0}
+    assert set(after["policy_version"]) == {2}
+    if not settings:
+        check_replay(config, run, tmp_path)
+
+
+def test_ahead_of_the_trainer_no_row_is_staler_than_allowed(config_of, server, tmp_path):
+    settings = {"max_staleness": 2, "weight_sync": "now", "num_iterations": 4}
+    rl.run(config_of(server.url, **settings, generate__max_concurrency=4))
+    lines = updates_of(tmp_path / "run")
+    assert max(line["staleness_max"] for line in lines) in {1, 2}
+    check_each_once(tmp_path / "run", 4 * 8)
+
+
+def test_a_server_killed_in_the_middle_comes_back_with_the_policys_weights(
+    config_of, server, smollm2_dir, tmp_path
+):
+    run, results = tmp_path / "run", []
+    config = config_of(server.url, num_iterations=3, generate__max_concurrency=2)
+    work = threading.Thread(target=lambda: results.append(rl.run(config)))
+    work.start()
+    while work.is_alive() and not list(run.glob("rollouts/iteration_00001/*.parquet")):
+        time.sleep(0.02)
+    server.stop(kill=True)
+    assert len(list(run.glob("rollouts/iteration_00001/*.parquet"))) < 4
+    server.start()
+    work.join(timeout=1200)
+    assert results[0].num_iterations == 3
+    check_each_once(run, 3 * 8)
+    check_the_engine_spoke_for_the_policy(run, smollm2_dir)
+
+
+def test_a_trainer_killed_between_update_and_sync_goes_on_where_it_was(
+    config_of, overrides_of, server, smollm2_dir, tmp_path
+):
+    run, config = tmp_path / "run", config_of(server.url)
+    metrics = run / "metrics.jsonl"
+    command = [sys.executable, "-m", "rollout_io", "rl", EXAMPLE]
+    given = [f"--set={override}" for override in overrides_of(server.url)]
+    trainer = subprocess.Popen([*command, *given], cwd=ROOT)
+    while trainer.poll() is None and not (metrics.exists() and '"loss"' in metrics.read_text()):
+        time.sleep(0.005)
+    os.kill(trainer.pid, signal.SIGKILL)
+    trainer.wait()
+    assert not (run / "weights/version_1").exists()
+    first = rows_of(run)
+    rl.run(config, resume=True)
+    check_each_once(run, 16)
+    assert rows_of(run).head(len(first)).equals(first)
+    check_the_engine_spoke_for_the_policy(run, smollm2_dir)
+    check_replay(config, run, tmp_path)
