@@ -1,7 +1,7 @@
-"""Converting a log of calls: against the usual glue, and against parsing its fields alone.
+"""Convert a log of calls: compared with typical glue code, and with parsing its fields alone.
 
-`python -m benchmarks.conversion [--megabytes 500]`: first the real shop log, its sessions renamed and
-repeated, then chats with long contexts. All ratios are of one run; each pair is timed in turns.
+`python -m benchmarks.conversion [--megabytes 500]` first converts the shop log, repeated with
+renamed sessions, then chats with long contexts. All ratios are from one run; each pair alternates.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class _Response(msgspec.Struct, gc=False):
 
 
 class _Call(msgspec.Struct, gc=False):
-    """The fields that a rollout table keeps of a call."""
+    """The fields of a call that a rollout table keeps."""
 
     session: str
     request: _Request
@@ -81,7 +81,7 @@ class _Call(msgspec.Struct, gc=False):
 
 
 def repeated(path: Path, num_bytes: int) -> Path:
-    """Write the shop log again and again, each time under other names of its sessions."""
+    """Write the shop log repeatedly, with different session names each time."""
     lines = SHOP.read_bytes().splitlines(keepends=True)
     written = copy = 0
     with path.open("wb") as file:
@@ -95,6 +95,7 @@ def repeated(path: Path, num_bytes: int) -> Path:
 def grown(path: Path, num_bytes: int) -> Path:
     """Write chats of 20 turns to 20,000 tokens, in the shape of the shop log's first record."""
     record = json.loads(SHOP.read_bytes().splitlines()[0]) | {"final": False}
+    del record["response"]["usage"]  # it would contradict the new prompts
     rng = np.random.default_rng(0)
     written = chat = 0
     with path.open("wb") as file:
@@ -109,7 +110,7 @@ def grown(path: Path, num_bytes: int) -> Path:
 
 
 def typed_parse(log: Path) -> None:
-    """Decode the kept fields of every line, and do nothing with them."""
+    """Decode the kept fields of every line, and discard them."""
     decoder = msgspec.json.Decoder(_Call)
     with log.open("rb") as file:
         for line in file:
@@ -117,8 +118,8 @@ def typed_parse(log: Path) -> None:
 
 
 def glue(log: Path, out: Path) -> None:
-    """What people write first: all records, `datasets`, Parquet."""
-    import datasets  # here, for worker processes import this module too
+    """What people write first: all records through `datasets` to Parquet."""
+    import datasets  # imported here, because worker processes import this module too
 
     with log.open(encoding="utf-8") as file:
         records = [json.loads(line) for line in file]
@@ -126,7 +127,7 @@ def glue(log: Path, out: Path) -> None:
 
 
 def lean_glue(log: Path, out: Path) -> None:
-    """The same with the fields that a rollout table keeps alone."""
+    """The same, with only the fields that a rollout table keeps."""
     import datasets
 
     with log.open(encoding="utf-8") as file:
@@ -151,14 +152,14 @@ def _row(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """Wall time of one call."""
+    """Measure the wall time of one call."""
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
 
 
 def peak_megabytes(log: Path, folder: Path) -> float:
-    """Largest memory of a process of its own that converts a log."""
+    """Measure the peak memory of a separate process that converts a log."""
     out = folder / "peak"
     command = [sys.executable, "-c", PEAK, str(log), str(out)]
     found = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -174,7 +175,7 @@ def compare(name: str, log: Path, folder: Path) -> None:
         shutil.rmtree(out, ignore_errors=True)
         rollout_io.convert([log], out, workers=workers)
 
-    ours()  # imports
+    ours()  # warm up imports
     pairs = [(seconds(lambda: typed_parse(log)), seconds(ours)) for _ in range(NUM_PAIRS)]
     parse_s, ours_s = min(p for p, _ in pairs), min(o for _, o in pairs)
     ratios = sorted(o / p for p, o in pairs)

@@ -1,11 +1,12 @@
-"""Tokens per second that the generator gets from a vLLM, beside a bare load loop on the same server.
+"""Compare the generator's tokens per second on vLLM with a bare load loop on the same server.
 
     python -m benchmarks.generation [--model DIR] [--python .venv-vllm/bin/python] [--rounds 3]
 
-Both have as many calls under way, each of as many tokens (`ignore_eos`), of the same prompts, and ask
-for ids and log-probabilities. The loop posts JSON and reads the number of tokens; the generator runs
-environments of `--turns` turns, checks every answer, and writes the dataset. They take turns, after one
-round that does not count, so that the prefix cache is warm for both; medians, and their ratio.
+Both run the same number of concurrent calls with the same number of tokens (`ignore_eos`) and the
+same prompts, and request ids and log-probabilities. The loop posts JSON and reads the number of
+tokens; the generator runs environments of `--turns` turns, checks every answer, and writes the
+dataset. They alternate, after a warm-up round that fills the prefix cache for both; prints medians
+and their ratio.
 """
 
 from __future__ import annotations
@@ -22,24 +23,24 @@ from typing import Any
 import httpx2
 
 from pipelines.generation.config import GenerateConfig
+from pipelines.generation.engines.server_process import VllmServer
 from pipelines.generation.run import generate
-from pipelines.generation.server import VllmServer
-from rollout_io.reader import read
-from trainer.engines import open_engine
+from rollout_io.dataset.reader import read
+from trainer.engine.open_engine import open_engine
 
 
 class Patient:
-    """An environment that always asks for more."""
+    """An environment that never ends a trajectory."""
 
     def __init__(self, env_config: Any = None, extras: Any = None) -> None:
         del env_config, extras
 
     def init(self, prompt: Any) -> Any:
-        """The prompt as it is."""
+        """Return the prompt unchanged."""
         return prompt, {}
 
     def step(self, action: str) -> dict[str, Any]:
-        """Another question."""
+        """Ask another question."""
         said = [{"role": "user", "content": f"And {len(action)}?"}]
         return {"observations": said, "reward": 0.0, "done": False}
 
@@ -75,7 +76,7 @@ def compare(url: str, folder: Path, arguments: argparse.Namespace) -> None:
 def generated(
     url: str, folder: Path, arguments: argparse.Namespace
 ) -> tuple[float, list[list[int]]]:
-    """Tokens per second, and the prompts that were sent."""
+    """Measure tokens per second; also returns the prompts sent."""
     folder.mkdir()
     lines = [json.dumps({"prompt": f"Tell me about {i}."}) for i in range(arguments.tasks)]
     (folder / "tasks.jsonl").write_text("\n".join(lines))

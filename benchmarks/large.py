@@ -1,10 +1,10 @@
-"""Merging and filtering a dataset far larger than memory: wall time and peak memory of the verbs.
+"""Merge and filter a dataset far larger than memory: wall time and peak memory of the verbs.
 
     python -m benchmarks.large [--gb 10] [--dir DIR]
 
-Writes a dataset of that many gigabytes of Parquet into DIR (a temporary one), then runs `rollouts
-merge` and `rollouts filter` on it. Memory is the resident set of the command and its processes
-together, looked at ten times a second.
+Writes a dataset of that many gigabytes of Parquet to DIR (default: a temporary directory), then
+runs `rollouts merge` and `rollouts filter` on it. Memory is the total resident set of the command
+and its processes, sampled ten times a second.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def write(dataset: Path, gigabytes: float) -> None:
-    """The same trajectories again and again, as other instances."""
+    """Write the same trajectories repeatedly, as different instances."""
     table = growing_trajectories(num_trajectories=600, num_turns=10, tokens_per_turn=640)
     written = 0
     with RolloutWriter(dataset, checked=True) as writer:
@@ -69,7 +69,7 @@ def size_mb(folder: Path) -> float:
 
 
 def run(arguments: list[str]) -> tuple[float, int]:
-    """Seconds, and the most bytes that the command and its processes held at once."""
+    """Measure the seconds, and the peak resident bytes of the command and its processes."""
     start, peak = time.monotonic(), 0
     command = [sys.executable, "-m", "rollout_io", *arguments]
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:

@@ -1,7 +1,7 @@
-"""`prefix` against `full` layout: bytes on disk, time to write, time to read.
+"""Compare the `prefix` and `full` layouts: bytes on disk, time to write, time to read.
 
-60-turn trajectories whose contexts grow to about 85,000 tokens. Both layouts are written by the same
-writer (zstd, checksums) and read whole by the same reader, in one run.
+Trajectories have 60 turns, with contexts that grow to about 85,000 tokens. The same writer (zstd,
+checksums) writes both layouts, and the same reader reads them, in one run.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Does it learn, and no slower than the loop that everybody writes first? One command, side by side.
+"""Compare learning with the simplest RL loop, side by side in one command.
 
     python -m benchmarks.learning addition [--runs plain 0 2] [--iterations 40] [--out docs/learning]
     python -m benchmarks.learning running_sum --runs 0 --iterations 20
 
-`addition`: SmolLM2 on one-digit sums, by a plain Transformers loop (`benchmarks.naive_rl`), by
-`rollouts rl` on a real vLLM, and by the same with `max_staleness` 2. All have as many prompts and
-samples an update, the same learning rate, and are evaluated on the same held-out sums, sampled at
-temperature 1. `running_sum`: two turns a trajectory, rows step by step, merged; `--runs 0`, for the plain loop has one turn.
-Seconds are those of sampling, training and giving the engine its weights; evaluations, which take
-turns with them, and starting the server are not counted. Curves go to OUT as JSON Lines and an image.
+`addition`: SmolLM2 on one-digit sums, with a plain Transformers loop (`benchmarks.naive_rl`), with
+`rollouts rl` on vLLM, and with the same and `max_staleness` 2. All use the same number of prompts
+and samples per update and the same learning rate, and are evaluated on the same held-out sums,
+sampled at temperature 1. `running_sum`: two turns per trajectory, merged rows; only `--runs 0`,
+because the plain loop has one turn. Seconds cover sampling, training and weight updates, without
+evaluations and server start. Curves are written to OUT as JSON Lines and an image.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from typing import Any
 
 from benchmarks.naive_rl import NaiveLoop
 from examples.addition import is_right
-from pipelines.generation.server import VllmServer
+from pipelines.generation.engines.server_process import VllmServer
 from trainer import rl
 
 Curve = list[dict[str, Any]]
-"""A line an update: `update`, `seconds` so far, `return_mean`, `held_out` where it was evaluated."""
+"""One entry per update: `update`, `seconds` so far, `return_mean`, and `held_out` if evaluated."""
 NAMES = {"plain": "plain loop", "0": "synchronous", "2": "staleness 2"}
 SEED = 0
 
@@ -43,7 +43,7 @@ def main() -> None:
         folder = Path(name)
         importlib.import_module(f"examples.{task}").main(folder / "tasks")
         for run in arguments.runs:
-            # In a process of its own: nobody trains beside what another run left in memory.
+            # A separate process, so that memory left over from another run does not matter.
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
                 curve = process.submit(_curve, run, folder, arguments).result()
             lines = "".join(json.dumps(entry) + "\n" for entry in curve)
@@ -67,7 +67,7 @@ def _read(path: Path) -> Curve:
 
 
 def naive_curve(folder: Path, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """The plain loop; each line is printed as it comes."""
+    """Run the plain loop, printing each line as it comes."""
     loop = NaiveLoop(model=arguments.model, seed=SEED)
     tasks, held_out = (_tasks(folder / f"tasks/{name}.jsonl") for name in ("train", "held_out"))
     order: list[tuple[str, int]] = []
@@ -89,7 +89,7 @@ def naive_curve(folder: Path, arguments: argparse.Namespace) -> Iterator[dict[st
 
 
 def our_curve(folder: Path, url: str, staleness: int, arguments: argparse.Namespace) -> Curve:
-    """`rollouts rl` with the configuration of examples/."""
+    """Run `rollouts rl` with the configuration in examples/."""
     run = folder / f"run{staleness}"
     config = rl.load_rl_config(
         f"examples/{arguments.task}.toml",
@@ -112,7 +112,7 @@ def our_curve(folder: Path, url: str, staleness: int, arguments: argparse.Namesp
 
 
 def curve_of(lines: list[dict[str, Any]]) -> Curve:
-    """The curve of a run's `metrics.jsonl`, one update an iteration.
+    """Extract the curve from a run's `metrics.jsonl`, with one update per iteration.
 
     Example:
         >>> times = {"wait_seconds": 2.0, "seconds": 1.0, "sync_seconds": 0.5}
@@ -140,7 +140,7 @@ def curve_of(lines: list[dict[str, Any]]) -> Curve:
 
 
 def table(curves: dict[str, Curve]) -> str:
-    """When each run reached what on held-out tasks."""
+    """Summarise when each run reached which reward on held-out tasks."""
     lines = []
     for name, curve in curves.items():
         evaluated = [entry for entry in curve if "held_out" in entry]
@@ -157,7 +157,7 @@ def table(curves: dict[str, Curve]) -> str:
 
 
 def draw(curves: dict[str, Curve], path: Path) -> None:
-    """Rewards over updates and over seconds, and how stale the rows were."""
+    """Plot rewards over updates and over seconds, and a histogram of staleness."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 3.6), layout="constrained")

@@ -1,10 +1,10 @@
-"""Our merge and checks against the reference's own, on 20 million tokens of multi-turn steps.
+"""Compare our merge and checks with SkyRL's, on 20 million tokens of multi-turn steps.
 
     python -m benchmarks.merging [--skyrl PYTHON]
 
-PYTHON is that of an environment with SkyRL's package (see skyrl_merging.py). Without it, a merge of
-the same rule on Python lists stands in. Data is in Arrow before and after; the parts of the
-reference's time are shown, so that what the lists cost can be told from what the merge costs.
+PYTHON is the interpreter of an environment with SkyRL (see skyrl_merging.py). Without it, a merge
+by the same rule on Python lists stands in. Data is in Arrow before and after; the parts of SkyRL's
+time are listed separately, to distinguish the cost of lists from the cost of merging.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from benchmarks.synthetic import best_of, growing_trajectories, num_tokens
-from pipelines.merging import merge_table
-from rollout_io.prefix import encode_prefixes
+from pipelines.merging.merge import merge_table
+from rollout_io.dataset.prefix_layout import encode_prefixes
 from schemas import check
 
 COLUMNS = ("trajectory_id", "prompt_token_ids", "response_ids", "loss_mask", "rollout_logprobs")
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def measured(table: pa.Table) -> tuple[pa.Table, dict[str, float]]:
-    """Our seconds, and the merged table."""
+    """Measure our seconds; also returns the merged table."""
     stored = encode_prefixes(table)
     full_s, merged = best_of(5, lambda: merge_table(table, "consecutive"))
     prefix_s, same = best_of(5, lambda: merge_table(stored, "consecutive"))
@@ -64,7 +64,7 @@ def measured(table: pa.Table) -> tuple[pa.Table, dict[str, float]]:
 
 
 def of_skyrl(python: str, table: pa.Table, merged: pa.Table) -> dict[str, float]:
-    """The reference's seconds, in its own environment, on the same rows."""
+    """Measure SkyRL's seconds, in its own environment, on the same rows."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "steps.parquet"
         pq.write_table(table, path)
@@ -82,7 +82,7 @@ def of_skyrl(python: str, table: pa.Table, merged: pa.Table) -> dict[str, float]
 
 
 def of_lists(table: pa.Table, merged: pa.Table) -> dict[str, float]:
-    """Seconds of the stand-in."""
+    """Measure the seconds of the stand-in."""
     from_s, rows = best_of(1, lambda: table.select(COLUMNS).to_pylist())
     merge_s, by_lists = best_of(3, lambda: merge_lists(rows))
     to_s, _ = best_of(1, lambda: pa.Table.from_pylist(by_lists))
@@ -102,7 +102,7 @@ def show(ours: dict[str, float], against: dict[str, float]) -> None:
 
 
 def scaling() -> None:
-    """Merge time over three sizes: per distinct token it stays the same."""
+    """Measure merge time for three sizes: time per distinct token should be constant."""
     print(f"{'trajectories':>13}{'step tokens':>14}{'distinct':>12}{'ms':>9}{'ns / distinct':>15}")
     for num in (300, 600, 1200):
         stored = encode_prefixes(growing_trajectories(num, num_turns=10, tokens_per_turn=640))
@@ -113,7 +113,7 @@ def scaling() -> None:
 
 
 def merge_lists(rows: list[Row]) -> list[Row]:
-    """Greedy merge, one row after the other; new lists, the given ones stay."""
+    """Merge greedily, row by row, into new lists; the input is unchanged."""
     merged: list[Row] = []
     for row in rows:
         if merged and extends(merged[-1], row):

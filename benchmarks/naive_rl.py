@@ -1,4 +1,4 @@
-"""The loop that everybody writes first: plain Transformers, padded batches, all in one process."""
+"""The simplest RL loop: plain Transformers, padded batches, one process."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 Reward = Callable[[str, Any], float]
-"""Of a response's text to a task."""
+"""Scores a response's text for a task."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NaiveLoop:
-    """Group-relative policy gradient, one optimizer step an iteration.
+    """Group-relative policy gradient with one optimizer step per iteration.
 
     Attributes:
         model: Hugging Face model directory.
-        group_size: Samples of each prompt.
-        max_response_tokens: Sampled at most.
-        learning_rate: AdamW's, without weight decay.
-        seed: Of what is sampled.
+        group_size: Samples per prompt.
+        max_response_tokens: Maximum length of a sample.
+        learning_rate: Learning rate of AdamW, without weight decay.
+        seed: Seed for sampling.
     """
 
     model: str
@@ -42,8 +42,8 @@ class NaiveLoop:
         """Train on one batch of (prompt, task) after another.
 
         Yields:
-            After each update: its seconds, the mean reward of its samples, and every `every` updates
-            `held_out`, what `evaluate(model, tokenizer)` says; its time is not counted.
+            After each update: its seconds, the mean reward of its samples, and every `every`
+            updates `held_out`, the result of `evaluate(model, tokenizer)`, whose time is not counted.
         """
         torch.manual_seed(self.seed)
         tokenizer = AutoTokenizer.from_pretrained(self.model, padding_side="left")
@@ -90,7 +90,7 @@ class NaiveLoop:
     def sample(
         self, model: Any, tokenizer: Any, prompts: Sequence[str]
     ) -> tuple[list[str], torch.Tensor, int]:
-        """Texts, sequences and the padded prompt's length, `group_size` of each prompt."""
+        """Sample `group_size` texts per prompt; returns texts, sequences, padded prompt length."""
         chats = [
             tokenizer.apply_chat_template(
                 [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
@@ -114,5 +114,5 @@ class NaiveLoop:
 
 
 def _ends(padded: torch.Tensor) -> torch.Tensor:
-    """The first pad of each row: where the padding token is the end of sequence, it was sampled."""
+    """Find the first pad of each row: if the pad token is also EOS, the first one was sampled."""
     return padded & (padded.cumsum(-1) == 1)

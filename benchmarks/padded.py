@@ -1,4 +1,4 @@
-"""The loop that training is measured against: padded rows, logits of every position."""
+"""The baseline for training: padded rows, logits of every position."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from schemas.ragged import IntArray
-from trainer.data import Batch
+from trainer.batches.data import Batch
 
 CLIP = 0.2
 
 
 def micro_batches(batch: Batch, budget: int) -> Iterator[IntArray]:
-    """Rows sorted by length, as many as fit when padded to the longest of them."""
+    """Sort rows by length, and yield as many as fit when padded to the longest."""
     lengths = batch.prompts.lengths + batch.responses.lengths
     rows: list[int] = []
     for row in np.argsort(-lengths, kind="stable"):
@@ -28,9 +28,10 @@ def micro_batches(batch: Batch, budget: int) -> Iterator[IntArray]:
 
 
 def padded_step(model: Any, batch: Batch, budget: int) -> int:
-    """Gradient of the clipped loss, mean over trained tokens; tokens forwarded, padding included.
+    """Compute the gradient of the clipped loss; returns the tokens forwarded, including padding.
 
-    The step is the first after sampling, so that the old log-probabilities are the policy's own.
+    The loss is the mean over trained tokens. The step is the first after sampling, so the old
+    log-probabilities are the policy's own.
     """
     num_forwarded, num_trained = 0, int(batch.trains.sum())
     device = next(model.parameters()).device
@@ -48,7 +49,7 @@ def padded_step(model: Any, batch: Batch, budget: int) -> int:
 
 
 def _padded(batch: Batch, rows: IntArray) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """[B, L] token ids, attention mask, whether the token trains, its advantage."""
+    """[B, L] Token ids, attention mask, whether each token trains, and its advantage."""
     lengths = (batch.prompts.lengths + batch.responses.lengths)[rows]
     ids, attended, trains = (np.zeros((len(rows), lengths.max()), np.int64) for _ in range(3))
     advantages = np.zeros(ids.shape, np.float32)

@@ -1,11 +1,11 @@
-"""What `rollouts record` costs: streaming sessions against a fast stand-in engine, with and without it.
+"""Measure the overhead of `rollouts record` for streaming sessions, with a fast stand-in engine.
 
     python -m benchmarks.record [--sessions 64] [--tokens 64] [--gap-ms 20] [--rounds 5]
     python -m benchmarks.record --trajectories 10000
 
-The engine (a process of its own) sends a token every `--gap-ms` to each session, as many sessions at once
-as there are; the recorder is a process of its own too. Rounds with and without it take turns; medians.
-With `--trajectories`, so many sessions of one call are recorded and ended, and the dataset is counted.
+The engine (a separate process) sends a token every `--gap-ms` to each of the concurrent sessions;
+the recorder is a separate process too. Rounds with and without it alternate; prints medians. With
+`--trajectories`, records and ends that many sessions of one call, and checks the dataset.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         options = ("--port", "0", "--out", f"{folder}/ds", "--unassigned", "refuse")
         with (
-            _process("tests.fake_engine", str(gap_s), str(num_tokens)) as engine,
+            _process("tests.helpers.fake_engine", str(gap_s), str(num_tokens)) as engine,
             _process("rollout_io", "record", "--upstream", engine, *options) as recorder,
         ):
             if is_many:
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def count(out: str, num_trajectories: int) -> None:
-    """Check that every session is there once, with its own reward."""
+    """Check that every session is in the dataset once, with its reward."""
     rows = rollout_io.scan(out).select("instance_id", "reward").collect().rows()
     shards = len(list(Path(out).glob("*.parquet")))
     assert sorted(rows) == sorted((f"task-{i}", float(i)) for i in range(num_trajectories))
@@ -61,7 +61,7 @@ def compare(engine: str, recorder: str, arguments: argparse.Namespace) -> None:
     for number in range(arguments.rounds + 1):
         for name, root in (("without", engine), ("with", recorder)):
             first, speed = asyncio.run(round_of(root, f"{name}-{number}", arguments))
-            if number:  # the first one warms up
+            if number:  # round 0 warms up
                 firsts[name].append(first)
                 speeds[name].append(speed)
     for name in firsts:
@@ -75,7 +75,7 @@ def compare(engine: str, recorder: str, arguments: argparse.Namespace) -> None:
 
 
 async def round_of(root: str, name: str, arguments: argparse.Namespace) -> tuple[float, float]:
-    """Median seconds to the first token; tokens per second."""
+    """Measure the median seconds to the first token, and tokens per second."""
     began = time.monotonic()
     pause_s = arguments.gap_ms / 1000 * arguments.tokens / arguments.sessions
 
@@ -91,7 +91,7 @@ async def round_of(root: str, name: str, arguments: argparse.Namespace) -> tuple
 
 
 async def ask(root: str, path: str) -> float:
-    """One streamed call, over a connection of its own; seconds to its first token."""
+    """Make one streamed call on a new connection; returns the seconds to its first token."""
     host, port = root.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     try:
@@ -116,7 +116,7 @@ async def send(writer: asyncio.StreamWriter, path: str, body: bytes) -> None:
 
 
 async def many(recorder: str, num_trajectories: int, num_sessions: int) -> None:
-    """Sessions of one call, so many at once; the dataset is checked in the end."""
+    """Record sessions of one call, `num_sessions` at once; `count` checks the dataset later."""
     waiting = iter(range(num_trajectories))
 
     async def worker() -> None:
@@ -135,7 +135,7 @@ async def many(recorder: str, num_trajectories: int, num_sessions: int) -> None:
 
 @contextmanager
 def _process(module: str, *arguments: str) -> Iterator[str]:
-    """A process that says its URL; it is asked to stop, and waited for."""
+    """Run a process that prints its URL; terminates it on exit."""
     command = [sys.executable, "-m", module, *arguments]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

@@ -1,7 +1,7 @@
-"""SkyRL's own merge and validator on a Parquet file of steps: run by benchmarks.merging.
+"""Run SkyRL's merge and validator on a Parquet file of steps, for benchmarks.merging.
 
-Needs an environment with skyrl==0.3.0 and pyarrow (tests/data/README.md says how it is made), and
-none of ours. Prints seconds as JSON; writes the merged responses beside the file.
+Needs an environment with skyrl==0.3.0 and pyarrow (see tests/data/README.md), without our packages.
+Prints seconds as JSON, and writes the merged responses next to the file.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import typing_extensions
 
-typing.TypedDict = typing_extensions.TypedDict  # pydantic refuses typing's on Python 3.11
+typing.TypedDict = typing_extensions.TypedDict  # pydantic rejects typing's on Python 3.11
 
 from skyrl.train.generators.base import TrajectoryID  # noqa: E402
 from skyrl.train.generators.utils import merge_stepwise_output  # noqa: E402

@@ -1,4 +1,4 @@
-"""Multi-turn trajectories of chosen size, as tables: what the benchmarks measure on."""
+"""Generate multi-turn trajectories of chosen size for the benchmarks."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ VOCAB_SIZE = 49_152
 def growing_trajectories(
     num_trajectories: int, num_turns: int, tokens_per_turn: int, *, seed: int = 0
 ) -> pa.Table:
-    """Steps whose prompts grow by an observation and the response before, as a chat does.
+    """Generate steps whose prompts grow by the previous response and an observation, as in a chat.
 
-    Half of a turn's tokens are observation, half response; ids follow a Zipf law.
+    Half of a turn's tokens are observation, half are response; ids follow a Zipf law.
     """
     rng = np.random.default_rng(seed)
     half = tokens_per_turn // 2
@@ -70,7 +70,7 @@ def _ragged(rows: list) -> Ragged:
 
 
 def best_of(runs: int, action: Callable[[], Any]) -> tuple[float, Any]:
-    """Shortest of several runs in seconds, and the last result."""
+    """Return the shortest of several run times in seconds, and the last result."""
     times = []
     for _ in range(runs):
         start = time.perf_counter()

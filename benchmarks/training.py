@@ -1,16 +1,16 @@
-"""One training step of ours against a plain padded Transformers loop: seconds, memory, gradient.
+"""Compare one training step with a plain padded Transformers loop: seconds, memory, gradient.
 
     python -m benchmarks.training [--model DIR] [--groups shop-0 shop-1 shop-6] [--json]
     python -m benchmarks.training --long          # one micro-batch of 100,000 tokens, ours alone
 
 Model, steps, advantages, loss (GRPO, clipped, mean over trained tokens), tokens per micro-batch and
-gradient checkpointing are the same, and so must the gradient be. The loop is what common trainers
-do: every step is a row, rows sorted by length and padded on the right to the longest of their
-micro-batch, logits and log-softmax of every position (benchmarks/padded.py). Ours takes the same
-steps, merges them, and packs chains. Each side runs in a process of its own, in turns; the best
-round counts. Peak memory is what a step adds to weights and gradients, which are there before it
-(CPU: of the process, by Linux's high-water mark; seconds of CPU time stand beside those that passed).
-On CUDA in bfloat16 the share of the GPU's peak arithmetic is shown too (`--peak-tflops`).
+gradient checkpointing are the same, so the gradients must agree. The loop does what common trainers
+do: every step is a row, rows are sorted by length and padded on the right to the longest of their
+micro-batch, with logits and log-softmax at every position (benchmarks/padded.py). Ours merges the
+same steps and packs them as chains. Each side runs in a separate process, alternating; the best
+round counts. Peak memory is what a step adds to existing weights and gradients (CPU: of the
+process, from Linux's high-water mark; CPU seconds are printed besides wall time). On CUDA in
+bfloat16, the share of the GPU's peak arithmetic is printed too (`--peak-tflops`).
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from safetensors.torch import load_file, save_file
 import pipelines
 import rollout_io
 from benchmarks.padded import padded_step
-from pipelines.flops import read_model_shape
-from pipelines.savings import Cost
+from pipelines.statistics.flops import read_model_shape
+from pipelines.statistics.savings import Cost
 from rollout_io.cli.main import run as rollouts_command
-from trainer.config import TrainConfig
-from trainer.data import Batch, load_batch
-from trainer.forest import Forest, chain_forest, chain_forests, chain_lengths
-from trainer.plan import make_plan
-from trainer.policy import Policy, load_policy
-from trainer.update import Learner, update
+from trainer.batches.data import Batch, load_batch
+from trainer.batches.forest import Forest, chain_forest, chain_forests, chain_lengths
+from trainer.batches.plan import make_plan
+from trainer.config.train_config import TrainConfig
+from trainer.models.policy import Policy, load_policy
+from trainer.run.update import Learner, update
 
 LOGS = ("examples/shop.calls.jsonl", "--rewards", "examples/shop.rewards.jsonl")
 LONG_TOKENS = 100_000
@@ -88,14 +88,14 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--long", action="store_true")
     parser.add_argument("--layers", type=int, help="only the first ones of the model")
     parser.add_argument("--json", action="store_true")
-    for name in ("--side", "--dataset", "--gradient"):  # what a side's own process is told
+    for name in ("--side", "--dataset", "--gradient"):  # internal: arguments of a side's process
         parser.add_argument(name, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def _in_process(arguments: list[str]) -> Figures:
     command = [sys.executable, "-m", "benchmarks.training", *arguments]
-    # Else what the C library keeps of freed memory would count as well, though no tensor lives in it.
+    # Otherwise memory that the C library keeps after free would count, although no tensor uses it.
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(2**18)}
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
     figures: Figures = json.loads(done.stdout.splitlines()[-1])
@@ -103,7 +103,7 @@ def _in_process(arguments: list[str]) -> Figures:
 
 
 def one_side(arguments: argparse.Namespace) -> Figures:
-    """Seconds, peak memory and tokens of one step; its gradient into a file, if one is named."""
+    """Measure seconds, peak memory and tokens of one step; saves its gradient if requested."""
     config = TrainConfig(
         dataset=arguments.dataset, model=arguments.model, out="-", dtype=arguments.dtype,
         tokens_per_micro_batch=LONG_TOKENS if arguments.long else arguments.tokens,
@@ -115,7 +115,7 @@ def one_side(arguments: argparse.Namespace) -> Figures:
     if arguments.layers:
         del policy.model.base_model.layers[arguments.layers :]
     if not arguments.keep_activations:
-        policy.checkpoint_layers()  # in evaluation mode still: no dropout on either side
+        policy.checkpoint_layers()  # still in evaluation mode: no dropout on either side
     prepare = _padded if arguments.side == "padded" else _ours
     step, sizes = prepare(policy, config, arguments, accelerator)
     figures = _measured(policy, step, num_warm=int(torch.cuda.is_available())) | sizes
@@ -162,7 +162,7 @@ def _ours(
 
 
 class _Kept(torch.optim.SGD):
-    """Leaves weights and gradients as they are."""
+    """An optimizer that leaves weights and gradients unchanged."""
 
     def step(self, closure: Any = None) -> None:
         pass
@@ -187,11 +187,11 @@ def _sizes(forests: list[Forest]) -> Figures:
 
 
 def _measured(policy: Policy, step: Callable[[], Any], *, num_warm: int) -> Figures:
-    """Seconds and peak bytes of a step, gradients being there before it."""
+    """Measure seconds and peak bytes of a step, with gradients already allocated."""
     tokens = torch.arange(8, device=policy.model.device)[None]
     policy.model(
         input_ids=tokens, use_cache=False
-    ).logits.sum().backward()  # libraries are loaded when first used
+    ).logits.sum().backward()  # some libraries are loaded at first use
     for _ in range(1 + num_warm):
         for parameter in policy.parameters():
             parameter.grad = torch.empty_like(parameter).zero_()
@@ -204,7 +204,7 @@ def _measured(policy: Policy, step: Callable[[], Any], *, num_warm: int) -> Figu
 
 
 def _bytes(*, reset: bool) -> int:
-    """Memory in use, from which on the peak is taken; or that peak. Without a GPU: of the process."""
+    """Reset and return the memory in use, or return the peak since (CPU: of the process)."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
         if reset:
@@ -218,7 +218,7 @@ def _bytes(*, reset: bool) -> int:
 
 
 def _utilisation(figures: Figures, arguments: argparse.Namespace) -> Figures:
-    """Of the arithmetic of our step, without what is computed twice, at the GPU's peak."""
+    """Compute our step's share of the GPU's peak arithmetic, without recomputation."""
     if not torch.cuda.is_available() or "num_targets" not in figures:
         return {}
     shape, config = read_model_shape(arguments.model), read_config(arguments.model)

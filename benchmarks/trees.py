@@ -1,15 +1,16 @@
-"""One training step in each layout, side by side: tokens, seconds, memory, gradient.
+"""Compare one training step in each layout: tokens, seconds, memory, gradient.
 
     python -m benchmarks.trees [--groups shop-11] [--calls FILE --rewards FILE] [--json]
     python -m benchmarks.trees --turns 32 --context 32768 --trajectories 8 --dtype bfloat16 --tokens 65536
     python -m benchmarks.trees --turns 32 --context 32768 --tokens 65536 --packing
 
-Model, steps, advantages (1 and -1 by turns), loss (clipped, mean over trained tokens) and tokens per micro-batch are
-the same, so the gradient must be. Rows of `step` and `merge` are packed without padding. The layouts
-take turns; the median of the rounds counts, of the time that passed and of CPU time. Forests are made
-anew in every round, which is timed apart and counted. `--turns` makes rollouts up instead: agents whose
-thinking the next prompt leaves out. On CUDA peak memory and the share of the GPU's peak arithmetic
-(`--peak-tflops`) are shown too, and so is how far log-probabilities of trees are from those of steps.
+Model, steps, advantages (alternating 1 and -1), loss (clipped, mean over trained tokens) and tokens
+per micro-batch are the same, so the gradients must agree. Rows of `step` and `merge` are packed
+without padding. Layouts alternate; prints the median of the rounds, for wall time and CPU time.
+Forests are built again in every round, timed separately. `--turns` generates rollouts instead:
+agents whose next prompt omits their thinking. On CUDA, peak memory and the share of the GPU's peak
+arithmetic (`--peak-tflops`) are printed too, and the difference of log-probabilities between trees
+and steps.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from accelerate import Accelerator
 
 from benchmarks import training
 from rollout_io.cli.main import run as rollouts_command
-from trainer.config import TrainConfig
-from trainer.data import Batch, to_batch
-from trainer.packing import MiniBatch, cut_batch
-from trainer.policy import Policy, load_policy
-from trainer.update import Learner, policy_logprobs, update
+from trainer.batches.data import Batch, to_batch
+from trainer.batches.packing import MiniBatch, cut_batch
+from trainer.config.train_config import TrainConfig
+from trainer.models.policy import Policy, load_policy
+from trainer.run.update import Learner, policy_logprobs, update
 
 SIDES: dict[str, dict[str, Any]] = {
     "step": {"sequence_layout": "step"},
@@ -121,14 +122,14 @@ def _recorded(arguments: argparse.Namespace, dataset: str) -> dict[str, Batch | 
 
 
 def _alternating(batch: Batch) -> Batch:
-    """Advantages of 1 and -1 by turns: some groups' rewards are equal, whose gradient is zero."""
+    """Set alternating advantages of 1 and -1: some groups have equal rewards, and no gradient."""
     row = np.repeat(np.arange(len(batch.names)), batch.responses.lengths)
     advantages = torch.from_numpy(1.0 - 2.0 * (batch.trajectory[row] % 2)).float()
     return dataclasses.replace(batch, advantages=advantages)
 
 
 def _made_up(arguments: argparse.Namespace) -> dict[str, Batch | None]:
-    """One group; a fifth of what is sampled stays in the next prompt, tools say the rest."""
+    """Generate one group; the next prompt keeps a fifth of each response, tools add the rest."""
     rng = np.random.default_rng(0)
     per_turn = arguments.context // (arguments.turns + 1)
     vocab_size = training.read_config(arguments.model)["vocab_size"]
@@ -163,13 +164,13 @@ def _made_up(arguments: argparse.Namespace) -> dict[str, Batch | None]:
     return {
         "step": _alternating(to_batch(table)),
         "merge": None,
-    }  # no step goes on from all of the one before
+    }  # no step continues all of the previous one, so there is nothing to merge
 
 
 def one_step(
     policy: Policy, accelerator: Accelerator, batch: Batch | None, side: str, arguments: Any
 ) -> Figures:
-    """Seconds, memory and tokens of one step; its gradient stays in the policy."""
+    """Measure seconds, memory and tokens of one step; its gradient is kept in the policy."""
     assert batch is not None
     config = _config(arguments, "-", **SIDES[side])
     learner = Learner(
@@ -192,7 +193,7 @@ def one_step(
 
 
 def _packed(batch: Batch, config: TrainConfig) -> tuple[MiniBatch, float]:
-    """The batch's only mini-batch, and the least of five times that it takes to make it."""
+    """Build the batch's only mini-batch; returns it with the shortest of five times."""
     seconds = []
     for _ in range(5):
         start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Write the pages of docs/ that derive from the code: `make docs`. A test compares them."""
+"""Write the generated pages of docs/: `make docs`. A test compares them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import tomllib
 from itertools import pairwise
 from pathlib import Path
 
+from rollout_io.formats.refused import REFUSED
 from schemas import RULES, documentation_table
 from schemas.columns import PREFIX_FIELDS
-from trainer.metrics import LOOP_METRICS, METRICS
+from schemas.row_checks import HEADER_TOKENS, MIN_ANSWER_TOKENS
 from trainer.rl.config import OWN_KEYS
+from trainer.run.run_metrics import LOOP_METRICS, METRICS
 
 DOCS = Path(__file__).parent
 
@@ -25,31 +27,49 @@ def table_page() -> str:
     )
     return f"""# The rollout table
 
-One row per sequence; freshly converted data has one row per step. Extra columns of yours are kept.
-Nullable columns may be absent.
+The columns of a rollout dataset, and the invariants that every dataset satisfies. Check a dataset with
+`rollouts validate DS`.
+
+Each row is one sequence; freshly converted data has one row per step. Your own columns are kept. Nullable columns may be
+absent.
 
 {documentation_table()}
-In the `prefix` layout (the default on disk) these columns stand in for `prompt_token_ids`:
+In the `prefix` layout (the default on disk), these columns replace `prompt_token_ids`:
 
 | column | type |
 |---|---|
 {physical}
+
+## Files
+
+A dataset is a directory of Parquet shards. The writer stores page checksums, and the reader verifies them. The footer
+of a shard also stores a digest of its schema, metadata and row counts, and its position in the dataset. A flipped bit in
+a footer, a missing shard, and a shard of another dataset under the same name are therefore errors (`readable_file`,
+`shards_complete`). Shards written by `record`, `generate` and `rl` are independent: any of them may be removed.
+
+Every verb checks all shards of its input against the invariants below before it trains or publishes anything. The check
+cannot be skipped.
 
 ## Named invariants
 
 | rule | severity | what holds | hint |
 |---|---|---|---|
 {rules}
+
+`response_in_prompt` compares tokens. The last {HEADER_TOKENS} tokens of a prompt identify the header of the answer. The prompt's
+last assistant message starts after the last earlier occurrence of these tokens. A row breaks the rule if its first sampled
+range trains, has at least {MIN_ANSWER_TOKENS} tokens, and begins that message. It is exempt if an earlier row of its trajectory
+sampled the same tokens, because then the model repeated itself. Shorter answers are not compared.
 """
 
 
 def training_page() -> str:
-    """Every key of a training configuration, from `TrainConfig`'s source, and of `metrics.jsonl`."""
+    """Every key of `TrainConfig` and `LossConfig`, and of `metrics.jsonl`."""
     rows, loss_rows = (
         "\n".join(f"| `{n}` | {k} | {d} | {doc} |" for n, k, d, doc in config_fields(*source))
         for source in (
-            ("trainer/config.py", "TrainConfig"),
-            ("trainer/loss_config.py", "LossConfig"),
+            ("trainer/config/train_config.py", "TrainConfig"),
+            ("trainer/config/loss_config.py", "LossConfig"),
         )
     )
     metrics = "\n".join(f"| `{n}` | {m.unit} | {m.meaning} |" for n, m in METRICS.items())
@@ -57,162 +77,205 @@ def training_page() -> str:
 
 `rollouts train DS --model DIR --out RUN [--config F.toml] [--set key=value]...`
 
-Groups of the dataset are taken in the order of their first appearance. `groups_per_batch` of them share
-one pass for the old log-probabilities; `groups_per_mini_batch` make one optimizer step, however many
-turns they took. By default a trajectory's advantage is GRPO's, from its return, and goes to all its rows;
-the loss is PPO's clipped one, weighted by truncated importance sampling where the sampler's
-log-probabilities are known, summed over the trained tokens of the whole mini-batch and divided by their
-number. So neither the layout (`step`, `merge`, `tree`: see [tree.md](tree.md)) nor the micro-batch budget
-changes the gradient.
-[algorithms.md](algorithms.md) has the others, with their equations.
+Train a policy on a rollout dataset. DS may be local or any fsspec URL (`s3://...`); RUN is a local directory.
 
-A group that has another number of trajectories than `group_size` (by default that of the largest group;
-failed ones count) is partial. Trajectories that infrastructure lost are missing from baselines, and bias them
-where the loss is not by chance: long ones run out of time more often. So a dataset with partial groups is refused
-where groups have baselines (grpo, rloo, maxrl); `partial_groups` masks them, or trains with what is there.
+**Batches.** Groups are used in the order of their first appearance. `groups_per_batch` groups share one pass for the old
+log-probabilities; `groups_per_mini_batch` groups make one optimizer step, however many turns they have. Memory holds the
+current batch and the next one, which is read in the background.
 
-Every check comes before the first update and before anything is written. Refused among others: a model whose
-tokenizer is not the one whose fingerprint the dataset has (another chat template is a warning; a model directory
-without tokenizer files cannot be compared, which a note says), token ids beyond the vocabulary, rows longer than
-the budget or the model's context, rows out of the order of their steps, `rollout_logprobs` that importance weights cannot use, and a dataset of which
-nothing can be learned: no token trains, or every advantage is 0 (no group whose returns vary) and neither a KL nor
-an entropy term has a gradient of its own. Of reinforce++ and gae, whose advantages are known once a batch is, the
-update itself warns.
+**Defaults.** Advantages are GRPO's: computed from the trajectory's return and applied to all its rows. The loss is PPO's
+clipped loss, averaged over the trained tokens of the mini-batch, with truncated importance weights if the sampler's
+log-probabilities are known. Neither the layout (`step`, `merge` or `tree`, [tree.md](tree.md)) nor the micro-batch size
+changes the gradient. [algorithms.md](algorithms.md) has all algorithms with their equations.
 
-DS may be anywhere that fsspec knows (`s3://...`); RUN is local. Of the dataset, memory holds the batch that
-trains and the next one, which is read meanwhile.
+**Output.** RUN contains `config.json` (the resolved configuration), `metrics.jsonl` (one line per update) and
+`checkpoints/global_step_N/` (model directories that Transformers can load). Progress goes to stderr: a bar on a terminal,
+else one line per update. Suspicious values cause a warning, once per run.
 
-RUN holds `config.json` (the resolved configuration), `metrics.jsonl` (a line per update) and
-`checkpoints/global_step_N/` (model directories that Transformers loads). Progress goes to stderr: a bar
-on a terminal, elsewhere a line per update, with a warning, once a run, where the numbers look wrong.
+**Checks.** All checks run before the first update and before anything is written. A run is rejected if, for example,
 
-**Does the sampler say what the trainer says?** Every line of `metrics.jsonl` compares the policy's log-probabilities
-with `rollout_logprobs`: mean, spread and percentiles of the differences, their sign (`rollout_logprobs_diff_mean`:
-noise has none), and the effective sample size of the ratios. An average above 0.3 nats is no rounding: the warning
-names the likely cause, found by asking the policy again at other temperatures and for the tokens beside.
+- the model's tokenizer differs from the dataset's fingerprint. (A different chat template is a warning. A model without
+  tokenizer files cannot be compared; a dataset without a fingerprint is compared by model names. A message says which.)
+- token ids exceed the vocabulary, or rows exceed the model's context (`max_row_tokens` truncates them instead);
+- rows are not in step order;
+- importance weights cannot use the `rollout_logprobs`;
+- nothing can be learned: no token trains, or every advantage is 0 because no group has varying returns, and neither a KL
+  nor an entropy term has a gradient. reinforce++ and gae warn during training instead, because their advantages are only
+  known per batch.
+
+**Partial groups** have fewer or more trajectories than `group_size` (default: the size of the largest group, with failed
+trajectories). Trajectories lost by the infrastructure are missing from baselines and bias them, because losses are not
+random: long trajectories time out more often. Estimators that compare groups (grpo, rloo, maxrl) therefore reject partial
+groups by default; `partial_groups` masks them, or trains with the trajectories that exist.
+
+**Mismatch of sampler and trainer.** Every line of `metrics.jsonl` compares the policy's log-probabilities with
+`rollout_logprobs`: mean, spread and percentiles of the differences, their sign (`rollout_logprobs_diff_mean`; near 0 for
+noise), and the effective sample size of the ratios. If the mean difference exceeds 0.3 nats, rounding cannot explain it. A
+warning then names the likely cause, which is found by evaluating the policy at other temperatures and at neighbouring
+tokens.
 
 ## The plan: `--dry-run`
 
-`rollouts train ... --dry-run` makes every check of a real run, models loaded, prints what it would do (`--json`:
-for machines) and writes nothing. Of one pass over the dataset it counts sequences, tokens to forward, the longest
-row, the micro-batches of an update and what cutting trees repeats, in every layout; masked trajectories and what
-follows a row's last trained token are not forwarded.
+`rollouts train ... --dry-run` loads the models, performs all checks, prints the plan (`--json` for machines) and writes
+nothing. For one epoch and each layout, it prints the number of sequences, tokens to forward, the longest row, the
+micro-batches per update, and the tokens repeated by cutting trees. Masked trajectories, and tokens after a row's last
+trained token, are not forwarded.
 
-Memory is that of one process at its peak, in bytes, of P weights of which T train:
+It also estimates the peak memory of one process, in bytes, for P weights of which T train:
 
 | part | bytes |
 |---|---|
-| weights | 4 P of policy and critic; bfloat16: and 2 P of the policy |
+| weights | 4 P for policy and critic; with bfloat16, 2 P more for the policy |
 | gradients | 4 T |
 | optimizer | 8 T; adamw_8bit: 2 T |
 | reference | 4 P |
-| activations | what autograd keeps of a forward of the largest micro-batch: measured with 32, 64 and 96 tokens, and a parabola through these |
+| activations | tensors that autograd keeps for the largest micro-batch: a quadratic fit of measurements with 32, 64 and 96 tokens |
 | logits | 4 x `logprob_chunk_tokens` x vocabulary |
 
-The sum is an upper bound, for gradients come as activations go. The first update, which has no optimizer state
-yet, takes less. On SmolLM2-135M (float32, on a CPU, 1,000 tokens a micro-batch) it was 3.72 GiB where the
-second update took 3.68.
+The sum is an upper bound, because activations are freed while gradients are allocated. The first update takes less, because
+it has no optimizer state yet. On SmolLM2-135M (float32, CPU, 1,000 tokens per micro-batch), the estimate was 3.72 GiB and the
+second update took 3.68 GiB.
 
 ## Curves: `rollouts plot`
 
-`rollouts plot RUN [RUN2 ...] [--out curves.png] [--metric NAME]...` draws curves of `metrics.jsonl` over
-`global_step`, one panel a metric, several runs over each other; without `--metric` those that say how a run
-goes. The suffix says the format. It needs `pip install "rollout-io[plot]"`, and no torch.
+`rollouts plot RUN [RUN2 ...] [--out curves.png] [--metric NAME]...` plots `metrics.jsonl` over `global_step`, with one panel
+per metric and one line per run. Without `--metric`, it plots the most important metrics. The image format follows from the
+file extension. It needs `pip install "rollout-io[plot]"`, but not torch.
 
 ## Several processes
 
-    accelerate launch --multi_gpu --num_processes 8 -m rollout_io train DS --model DIR --out RUN
-    torchrun --nproc_per_node 2 -m rollout_io train DS --model DIR --out RUN
+    accelerate launch --multi_gpu --num_processes 8 --no_python rollouts train DS --model DIR --out RUN
+    torchrun --nproc_per_node 2 --no-python rollouts train DS --model DIR --out RUN
 
-The second is also how several processes run on a CPU. Their number is no key of the configuration, and changes
-no number: a batch's groups are shared out to be read, its micro-batches to be forwarded, and what comes of it is
-exchanged, so that advantages, denominators, metrics and the gradient are those of one process but for rounding
-(tested to a relative 1e-4). Only `num_micro_batches` may grow: micro-batches are split where a process would
-have none, then dealt so that each round has some of similar cost. All processes make as many forwards; one that
-is left over forwards a single token without a target, whose gradient is 0. A checkpoint is that of one process
-too: it goes on with any number of them.
+Use the second command for several processes on a CPU. The number of processes is not part of the configuration and does not
+change results: groups are distributed for reading and micro-batches for forwarding, and values are exchanged, so that
+advantages, denominators, metrics and the gradient equal those of one process up to rounding (tested to a relative 1e-4).
+Only `num_micro_batches` may increase: micro-batches are split if a process would have none, and balanced so that each round
+has similar cost. All processes make the same number of forwards; a process without a micro-batch forwards a single token
+without a target, whose gradient is 0. Checkpoints do not depend on the number of processes, so you can resume with another
+number.
 
-The main process alone writes and talks. What one finds wrong ends all of them, with one message. Processes wait
-two hours for each other, as long as a large checkpoint may take.
+Only the main process writes files and messages. An error in one process ends all of them with one message. Processes wait up
+to two hours for each other, enough to write a large checkpoint.
 
-FSDP2 (ZeRO-3's sharding of parameters, gradients and optimizer state) comes by Accelerate's config file, or
+Enable FSDP2 (sharding of parameters, gradients and optimizer state, as in ZeRO-3) in Accelerate's config file, or with
 
     accelerate launch --use_fsdp --fsdp_version 2 --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP \\
-        --fsdp_reshard_after_forward true --num_processes 8 -m rollout_io train ...
+        --fsdp_reshard_after_forward true --num_processes 8 --no_python rollouts train ...
 
-Reference and critic are sharded as the policy is. Every process loads the whole model into host memory first,
-and tries it out. Gradients are reduced after every micro-batch: no process has room for whole ones. With
-`dtype=bfloat16` weights are gathered in bfloat16, and what flows from layer to layer is bfloat16 too (elsewhere
-autocast keeps it float32); gradients are reduced in float32. Tested on a CPU, with `fully_shard` itself and with
-Accelerate's FSDP2 over gloo; on GPUs not yet. FSDP version 1, FSDP on a CPU, which Accelerate would silently take for
-plain data parallelism, `adamw_8bit` with FSDP, and DeepSpeed are refused.
+The reference model and the critic are sharded like the policy. Every process first loads and checks the whole model in host
+memory. Gradients are reduced after every micro-batch, because no process holds all of them. With `dtype=bfloat16`, weights are
+gathered in bfloat16 and activations between layers are bfloat16 (without FSDP, autocast keeps them in float32); gradients are
+reduced in float32. FSDP2 is tested on a CPU, with `fully_shard` directly and through Accelerate over gloo, but not yet on GPUs.
+FSDP version 1, FSDP on a CPU (which Accelerate would silently treat as data parallelism), `adamw_8bit` with FSDP, and DeepSpeed
+are rejected.
 
 ## Checkpoints and `--resume`
 
-`rollouts train ... --resume` goes on with the run in RUN from its latest checkpoint, or begins it where it
-has none yet. A run that was killed anywhere, and resumed, has the `metrics.jsonl`, times aside, and the
-weights of one that was not: bit for bit on a CPU with the same libraries and number of threads.
+`rollouts train ... --resume` continues the run in RUN from its latest checkpoint, or starts it if there is none. A resumed run
+has the same weights and `metrics.jsonl` (except times) as an uninterrupted one: bit for bit on a CPU with the same libraries
+and number of threads.
 
-`checkpoints/global_step_N/` is written under another name, synced, then renamed: it is there whole or not
-at all. `checkpoints/latest` names the latest one; name an earlier one there to go back to it, and those
-after it are removed by `--resume`. `keep_checkpoints` says how many stay. Beside the model, and the critic
-in `critic/`, its `state/` holds safetensors and JSON, no pickle:
+`checkpoints/global_step_N/` is complete or absent: it is written under a temporary name, synced and renamed.
+`checkpoints/latest` names the latest checkpoint. To go back, write an earlier name into it; `--resume` then removes the later
+ones. `keep_checkpoints` limits how many are kept. A checkpoint contains the model, the critic in `critic/`, and `state/` with
+safetensors and JSON, no pickle:
 
-| file | holds |
+| file | contents |
 |---|---|
-| `optimizer.safetensors`, `critic_optimizer.safetensors` | the optimizer's moments and step of each parameter, `PARAMETER.NAME` |
-| `run.json` | the position (batches gone through over all epochs, mini-batches of the next one), the KL coefficient, the counts, a digest of the trajectories' returns and masks, and of each row's lengths and sum of tokens |
-| `batch.safetensors` | within a batch: the old log-probabilities, the reference's and the critic's values, as at its start |
-| `rng.json` | the generators of torch, CUDA, NumPy and Python |
+| `optimizer.safetensors`, `critic_optimizer.safetensors` | moments and step of each parameter, `PARAMETER.NAME` |
+| `run.json` | position (batches completed over all epochs, mini-batches completed of the next one), KL coefficient, counters, and digests of the trajectories' returns and masks and of each row's lengths and token sums |
+| `batch.safetensors` | within a batch: old log-probabilities, and values of the reference model and the critic, from the start of the batch |
+| `rng.json` | random generators of torch, CUDA, NumPy and Python |
 
-A schedule has no state: the learning rate is a function of `global_step`. The configuration must be the
-run's own; a key that differs is refused by name, so give the same `--config` and `--set` again. `save_every_updates`, `keep_checkpoints` and `trackers`
-may change, `num_epochs` may grow, and `max_updates` may be anything that is not passed yet; these two stay
-where `learning_rate_schedule` is not constant, for it goes down towards the last planned update. Lines of `metrics.jsonl`
-after the checkpoint are cut off. While one process trains into RUN, another is refused. A disk that is full
-ends the run with one message; the checkpoints that
-were there stay.
+Pass the same `--config` and `--set` again: the error names any key that differs. These keys may change:
+`save_every_updates`, `keep_checkpoints` and `trackers`; with a constant `learning_rate_schedule` also `num_epochs`, which may
+grow, and `max_updates`, which may be any number not yet reached. (Other schedules decay towards the last planned update. The
+learning rate is a function of `global_step`, so schedules have no state.)
+
+Lines of `metrics.jsonl` after the checkpoint are removed. Only one process at a time can train into RUN. A full disk ends the run
+with one message and leaves earlier checkpoints intact.
 
 ## Optimizer and learning rate
 
-AdamW trains policy and critic; on a GPU torch's fused one. `optimizer = "adamw_8bit"` keeps its moments in
-8 bits (`pip install "rollout-io[bnb]"`): a quarter of their memory.
+AdamW trains policy and critic, with torch's fused implementation on a GPU. `optimizer = "adamw_8bit"` stores its moments in 8
+bits, a quarter of the memory (`pip install "rollout-io[bnb]"`).
 
-The learning rate of the update after `s` others, of `N` planned ones (`max_updates`, or all the mini-batches
-there are) and `W = warmup_updates`, is `learning_rate` times
+After `s` updates of `N` planned ones (`max_updates`, or all mini-batches), with `W = warmup_updates`, the next update's learning
+rate is `learning_rate` times
 
 | `s < W` | constant | linear | cosine |
 |---|---|---|---|
 | (s + 1) / (W + 1) | 1 | 1 - p, p = (s - W) / (N - W) | (1 + cos(pi p)) / 2 |
 
-The critic's goes the same way. A mini-batch that is skipped does not count, and no update has a rate of 0.
+The critic's learning rate follows the same schedule. Skipped mini-batches do not count, and no update has a rate of 0.
 
 ## LoRA
 
-`lora_rank = 16` trains adapters in the policy's linear layers in place of its weights (`pip install
-"rollout-io[lora]"`): the optimizer has state for them alone, and the reference of a KL divergence is the
-same model with its adapters turned off, not a second copy (unless `reference_model` names another). Such
-runs want a learning rate about ten times that of full training. A checkpoint is a model directory with the
-adapters merged, for Transformers and vLLM; its `adapter/` is what peft loads onto `model`, and what
-`--resume` goes on from: merging leaves the running model alone. The critic of gae is trained whole.
+`lora_rank = 16` trains adapters in the policy's linear layers instead of its weights (`pip install "rollout-io[lora]"`). Only the
+adapters have optimizer state, and the reference model of a KL term is the same model with its adapters disabled, unless
+`reference_model` names another. Use about ten times the learning rate of full training. In mixture-of-experts models, only
+attention layers get adapters; experts and routers are frozen. The critic of gae is always fully trained.
+
+A checkpoint is a model directory with merged adapters, for Transformers and vLLM. Its `adapter/` can be loaded onto `model` with
+peft, and is what `--resume` uses.
+
+## Router replay
+
+In a mixture of experts, a router selects a few experts for each token and layer. Rounding alone can make the trainer's router
+select different experts than the sampler's, which changes log-probabilities far more than rounding does. If the dataset records
+the experts (`rollout_expert_indices`), the trainer uses them (R3, rollout routing replay); `replay_routing` is on by default. The
+embedded engine always returns them; vLLM returns them with `--enable-return-routed-experts` (GPU only: vLLM 0.32 needs Triton
+for this).
+
+- **Weights.** Expert weights come from the current router: its logits at the recorded experts, with the model family's softmax or
+  sigmoid, normalisation and scaling. The selection is constant, so gradients reach the router through these weights. Expert
+  groups and selection biases (DeepSeek) only affect the selection, and do not apply to recorded experts.
+- **Unrecorded tokens** are routed normally: tokens after the recorded leading part, and rows where the column is null. Layers are
+  numbered as in the model, including dense ones; routes recorded for a dense layer are ignored.
+- **Passes.** The passes for old, new and reference log-probabilities all replay, and `gradient_checkpointing` recomputes with the
+  same experts. The critic is routed normally, because it does not have to match a sampler.
+- **Layouts.** A token's hidden state depends on the experts of all tokens before it. In `tree`, rows share a token only if they
+  agree on it and all tokens before it, including experts. In `merge`, a step joins the one before it only if their routes agree,
+  and merged rows are split where they do not, whatever `merge_rule` is. So every layout gives the same results as `step`. If
+  an engine routes a repeated prompt differently in every turn, little can be merged; an engine with a prefix cache returns the
+  routes of the cached tokens.
+
+Transformers models are not modified: a forward hook on each router replaces the experts and their weights. Qwen2-MoE, Qwen3-MoE,
+OLMoE, Mixtral, DeepSeek-V2 and DeepSeek-V3 are supported. To support another family, add one function
+to `trainer/models/router_replay.py` that maps logits and experts to weights. When such a model is loaded, rows that replay its own
+selection are compared with its eager forward.
+
+The run is rejected (`replay_routing`) before anything is written if the dataset has routes and the model is of an unsupported family,
+has a different number of layers or of experts per token, or lacks a recorded expert, or if a token lists an expert twice.
+`--set replay_routing=false` ignores the routes, with a message. A warning counts the tokens that are forwarded without a route.
 
 ## Memory and speed
 
-Rows are packed into micro-batches without padding. Each attends to itself alone: there is no mask of tokens
-x tokens, and attention's memory grows with the tokens. On CUDA in bfloat16 one kernel does all rows (PyTorch's
-`varlen_attn`, where it has one with windows), elsewhere one call per row. Sliding windows hold whatever the
-row's length. Models that do not go through Transformers' attention interface get a dense mask, and rows up to
-their window; those that cap attention scores (Gemma 2) are refused.
+**Packing.** Rows are packed into micro-batches without padding. Each row attends only to itself, without a mask of tokens x tokens,
+so attention memory grows linearly. On CUDA in bfloat16, one kernel processes all rows (PyTorch's `varlen_attn`, if it supports
+windows); otherwise there is one call per row. Sliding windows are those of the model's own masks. Models that bypass Transformers'
+attention interface get a dense mask; models that cap attention scores (Gemma 2) are rejected.
 
-Logits exist for trained tokens only, `logprob_chunk_tokens` of them at once, each chunk once: its gradient
-takes its place. All chunks but the last are computed again for the backward pass. `gradient_checkpointing`
-leaves one hidden state per layer and token.
+**Check at load.** When a model is loaded, short rows, longer than its (temporarily reduced) windows, are forwarded alone, packed,
+next to a row at the last position and, for `tree`, as a tree. A model whose log-probabilities differ from its own eager forward by
+0.001 nats is rejected (`model_layers`). [models.md](models.md) lists the tested architectures.
 
-`python -m benchmarks.training` takes one step on the shop data beside a padded Transformers loop: seconds, peak
-memory above weights and gradients, and how far the two gradients are apart. With `--groups shop-0 shop-1
---tokens 2816` on two cores: 96.5 s against 25.8 (3.7x), 2,304 MiB against 605 (3.8x), gradients 2.0e-4 apart in
-float32. `--long` has one micro-batch of 100,000 tokens: with `--layers 2`, which leaves the head as it is, 97,272
-tokens of which 63,192 train took 6.4 GB above weights and gradients; their logits alone are 12.4 GB.
+**Rotary frequencies** do not depend on packing. For LongRoPE and dynamic NTK, Transformers chooses them by the longest row of a
+forward; this trainer chooses once, like vLLM. LongRoPE (Phi-3) uses the long factors if `max_position_embeddings` in config.json is
+above `original_max_position_embeddings`, else the short ones. vLLM compares its `--max-model-len` instead, by default
+`max_position_embeddings`; if you serve with a smaller value, write it into config.json as `max_position_embeddings`. Dynamic NTK
+with `factor` uses the base for `max_position_embeddings * factor` positions.
+
+**Logits** are computed only for trained tokens, in chunks of `logprob_chunk_tokens`; the gradient of a chunk replaces its logits. All
+chunks but the last are recomputed in the backward pass. `gradient_checkpointing` keeps one hidden state per layer and token, for the
+policy and the critic. Dropout is always off.
+
+**Measurements.** `python -m benchmarks.training` compares one step on the shop data with a padded Transformers loop. With
+`--groups shop-0 shop-1 --tokens 2816` on two cores: 25.8 s against 96.5 s (3.7x), 605 MiB against 2,304 MiB of peak memory above
+weights and gradients (3.8x), and gradients that differ by 2.0e-4 in float32. `--long` uses one micro-batch of 100,000 tokens. With
+`--layers 2` and the full output head, 97,272 tokens, of which 63,192 train, took 6.4 GB above weights and gradients; their logits
+alone would take 12.4 GB.
 
 ## Configuration
 
@@ -228,12 +291,24 @@ tokens of which 63,192 train took 6.4 GB above weights and gradients; their logi
 
 ## metrics.jsonl
 
-One JSON object per mini-batch; a number that is not finite is null.
+One JSON object per mini-batch. Numbers that are not finite are null.
 
 | key | unit | meaning |
 |---|---|---|
 {metrics}
 """
+
+
+BOUNDED = {
+    "Annotated[int, Meta(ge=1, le=MOST_ITERATIONS)]": "int",
+    "Annotated[float, Meta(gt=1)]": "float",
+    "CountOrZero": "int",
+    "Count": "int",
+    "Positive": "float",
+    "NonNegative": "float",
+    "Fraction": "float",
+}
+"""Numbers with bounds, which the meaning of a key states."""
 
 
 def config_fields(file: str, name: str) -> list[tuple[str, str, str, str]]:
@@ -248,16 +323,19 @@ def config_fields(file: str, name: str) -> list[tuple[str, str, str, str]]:
             default = default.replace("field(default_factory=dict)", "{}")
             annotation = aliases.get(ast.unparse(node.annotation), node.annotation)
             kind = ast.unparse(annotation).replace("|", "or")
+            for bounded, plain in BOUNDED.items():
+                kind = kind.replace(bounded, plain)
             text = " ".join(str(ast.literal_eval(doc.value)).split())
             fields.append((ast.unparse(node.target), kind, default, text))
     return fields
 
 
 def formats_page() -> str:
-    """The page on formats, its table of them as pyproject.toml registers them."""
+    """The page on formats, its table of them as pyproject.toml and `REFUSED` register them."""
     project = tomllib.loads((DOCS.parent / "pyproject.toml").read_text())["project"]
-    entries = project["entry-points"]["rollout_io.adapters"]
-    rows = [f"| `{n}` | {pkgutil.resolve_name(v).summary} |" for n, v in sorted(entries.items())]
+    entries = project["entry-points"]["rollout_io.formats"]
+    known = {name: pkgutil.resolve_name(value) for name, value in entries.items()} | REFUSED
+    rows = [f"| `{name}` | {adapter.summary} |" for name, adapter in sorted(known.items())]
     return _with_table("formats.md", ["| format | what it is |", "|---|---|", *rows])
 
 
@@ -271,7 +349,7 @@ def generation_page() -> str:
 
 
 def rl_page() -> str:
-    """The page on the loop, with the keys of `RlConfig`, and the metrics it adds."""
+    """The page on `rollouts rl`, with the keys of `RlConfig` and the metrics it adds."""
     fields = config_fields("trainer/rl/config.py", "RlConfig")
     rows = [f"| `{n}` | {k} | {d} | {doc} |" for n, k, d, doc in fields]
     own = [
@@ -280,15 +358,15 @@ def rl_page() -> str:
     ]
     metrics = [f"| `{n}` | {m.unit} | {m.meaning} |" for n, m in LOOP_METRICS.items()]
     lines = ["| key | type | default | meaning |", "|---|---|---|---|", *rows]
-    lines += ["", "The loop sets these keys of the tables itself, so they are refused there:", ""]
+    lines += ["", "`rollouts rl` sets these keys itself and rejects them in the tables:", ""]
     lines += ["| table | keys |", "|---|---|", *own, "", "## metrics.jsonl", ""]
-    lines += ["Besides the keys of [training.md](training.md#metricsjsonl):", ""]
+    lines += ["In addition to the keys in [training.md](training.md#metricsjsonl):", ""]
     lines += ["| key | unit | meaning |", "|---|---|---|", *metrics]
     return _with_table("rl.md", lines)
 
 
 def _with_table(name: str, lines: list[str]) -> str:
-    """A page, whose table between the marks is made of these lines."""
+    """A page, with these lines between its marks."""
     page = (DOCS / name).read_text()
     before, begin, rest = page.partition("<!-- begin generated: make docs -->\n")
     _, end, after = rest.partition("<!-- end generated -->\n")
@@ -298,7 +376,7 @@ def _with_table(name: str, lines: list[str]) -> str:
 
 
 def tree_page() -> str:
-    """The page on trees, its picture of a forest drawn from examples/."""
+    """The page on trees, with a picture of a forest from examples/."""
     page = (DOCS / "tree.md").read_text()
     before, begin, rest = page.partition("<!-- begin generated: make docs -->\n")
     _, end, after = rest.partition("<!-- end generated -->\n")

@@ -1,9 +1,9 @@
-"""Run the Python blocks of a Markdown page one after the other, and put what they show below them.
+"""Run the Python blocks of a Markdown page in order, and write their output below them.
 
     python docs/notebook.py examples/afternoon.md
 
-A `python` block is followed by a `text` block with what it printed and what its last expression is,
-as in a notebook. `make docs` writes the page; a test runs it and compares.
+Each `python` block gets a `text` block with its printed output and the value of its last expression,
+as in a notebook. `make docs` writes the page; a test compares it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CELL = re.compile(r"```python\n(.*?)```\n(?:\n```text\n.*?```\n)?", re.DOTALL)
 
 
 def rendered(page: str) -> str:
-    """The page with the output of each of its blocks."""
+    """The page, with the output of each block."""
     names: dict[str, Any] = {}
 
     def with_output(cell: re.Match[str]) -> str:
@@ -36,7 +36,7 @@ def rendered(page: str) -> str:
 
 
 def output(source: str, names: dict[str, Any]) -> str:
-    """What a block prints, and its last expression."""
+    """The printed output of a block, and the value of its last expression."""
     *body, last = ast.parse(source).body
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         exec(compile(ast.Module(body, []), "<page>", "exec"), names)

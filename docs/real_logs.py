@@ -1,7 +1,7 @@
-"""What becomes of real logs: the second generated table of docs/formats.md.
+"""Convert public logs: the second generated table of docs/formats.md.
 
-`python docs/real_logs.py LOGS` writes it; tests/test_real_logs.py compares it. Text is re-tokenised
-with Qwen3's tokenizer and official chat template, taken from installed packages.
+`python docs/real_logs.py LOGS` writes the table; tests/rollout_io/formats/test_real_logs.py compares it. Text is
+re-tokenised with Qwen3's tokenizer and official chat template, from installed packages.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import polars as pl
 
 import rollout_io
 from rollout_io import Choices
-from rollout_io.adapters.detect import load_formats, recognize
 from rollout_io.conversion.batch import INCOMPLETE
 from rollout_io.conversion.log import AUTO
+from rollout_io.formats.detect import load_formats, recognize
 from schemas.errors import RolloutError
 
 PAGE = Path(__file__).parent / "formats.md"
@@ -73,7 +73,7 @@ def _num_rejected(out: Path) -> int:
 
 
 def _reasons(out: Path, logs: Path) -> str:
-    """The rules that records break, each with how often, and what was found first."""
+    """The rules that records break, each with its count and its first error."""
     rejected = _rejected(out)
     firsts: dict[str, str] = {}
     for rule, got in sorted(rejected.iter_rows(), key=lambda row: row[0] == INCOMPLETE):
@@ -88,7 +88,7 @@ def _shown(rule: str, got: str, logs: Path) -> str:
 
 
 def page_with(table: str) -> str:
-    """The page on formats, with this table."""
+    """The formats page with this table."""
     before, begin, rest = PAGE.read_text().partition(BEGIN)
     _, end, after = rest.partition(END)
     assert end, f"{PAGE} has lost its marks"
@@ -96,8 +96,8 @@ def page_with(table: str) -> str:
 
 
 def main() -> None:
-    """Write the table into the page."""
-    from tests.qwen import chat_template_of, save_qwen3
+    """Write the table into the formats page."""
+    from tests.helpers.qwen import chat_template_of, save_qwen3
 
     with tempfile.TemporaryDirectory() as folder:
         save_qwen3(Path(folder), chat_template_of("qwen3"))

@@ -1,4 +1,4 @@
-"""A forest of real rollouts and its mask, in characters: what docs/tree.md shows."""
+"""Draw a forest of real rollouts and its attention mask as text, for docs/tree.md."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 import pipelines
 import rollout_io
 from rollout_io.cli.main import run
-from trainer.config import TrainConfig
-from trainer.data import load_batch
-from trainer.forest import Forest, attention_mask
-from trainer.packing import cut_batch
-from trainer.plan import make_plan
-from trainer.tree_attention import pieces
+from trainer.batches.data import load_batch
+from trainer.batches.forest import Forest, attention_mask
+from trainer.batches.packing import cut_batch
+from trainer.batches.plan import make_plan
+from trainer.config.train_config import TrainConfig
+from trainer.models.tree_attention import pieces
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 CALLS = (f"{EXAMPLES}/shop.calls.jsonl", "--rewards", f"{EXAMPLES}/shop.rewards.jsonl")
@@ -25,7 +25,7 @@ GROUP, TOKENS_PER_CHARACTER, PIECES = "shop-7", 10, 14
 
 
 def picture() -> str:
-    """Pieces of the forest of a group, indented by the pieces above them, and the mask of all."""
+    """The pieces of a group's forest, indented by depth, and the attention mask."""
     forest, num_steps = _forest()
     found = pieces(_tree(forest))
     lines, depth = [], list[int]()

@@ -1,4 +1,4 @@
-"""One-digit addition: tasks, and an environment that looks for the sum.
+"""One-digit addition: tasks, and an environment that checks the sum.
 
 python examples/addition.py tasks/          # tasks/train.jsonl and tasks/held_out.jsonl
 rollouts rl examples/addition.toml --out run/
@@ -18,28 +18,28 @@ NUM_HELD_OUT = 20
 
 
 class Addition:
-    """One turn, whose reward is 1 where the last number of the answer is the sum."""
+    """A single turn; the reward is 1 if the last number of the answer is the sum."""
 
     def __init__(self, env_config: Any, extras: dict[str, Any]) -> None:
         del env_config
         self.sum = extras["sum"]
 
     def init(self, prompt: Any) -> tuple[Any, dict[str, Any]]:
-        """The model sees the task as it is."""
+        """Return the prompt unchanged."""
         return prompt, {}
 
     def step(self, action: str) -> dict[str, Any]:
-        """The trajectory is over after one answer."""
+        """Score the answer; the trajectory ends."""
         return {"observations": [], "reward": is_right(action, self.sum), "done": True}
 
 
 def is_right(answer: str, number: int) -> float:
-    """1 where the last number of the answer is the one that is wanted, else 0."""
+    """1 if the last number of the answer is the expected one, else 0."""
     return float(re.findall(r"\d+", answer)[-1:] == [str(number)])
 
 
 def main(folder: Path) -> None:
-    """Write all pairs of digits, shuffled, as two files of tasks."""
+    """Write all pairs of digits in random order to two task files."""
     pairs = list(itertools.product(range(10), repeat=2))
     random.Random(0).shuffle(pairs)
     folder.mkdir(parents=True, exist_ok=True)

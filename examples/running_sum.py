@@ -1,4 +1,4 @@
-"""A sum that goes on: a digit is added to another one, then a third one to the answer.
+"""A running sum in two turns: add two digits, then add a third to the result.
 
 python examples/running_sum.py tasks/       # tasks/train.jsonl and tasks/held_out.jsonl
 rollouts rl examples/running_sum.toml --out run/
@@ -18,9 +18,9 @@ NUM_TRAIN, NUM_HELD_OUT = 200, 20
 
 
 class RunningSum:
-    """Two turns, each of which earns half a point if its last number is right.
+    """Two turns; each earns half a point if the last number of the answer is correct.
 
-    After the first one the environment says what the sum is, right or wrong.
+    After the first turn, the environment states the correct sum.
     """
 
     def __init__(self, env_config: Any, extras: dict[str, Any]) -> None:
@@ -28,11 +28,11 @@ class RunningSum:
         self.digits, self.num_said = extras["digits"], 0
 
     def init(self, prompt: Any) -> tuple[Any, dict[str, Any]]:
-        """The model sees the task as it is."""
+        """Return the prompt unchanged."""
         return prompt, {}
 
     def step(self, action: str) -> dict[str, Any]:
-        """Say whether it is right, and ask for the next sum."""
+        """Score the answer, state the sum, and ask for the next one."""
         self.num_said += 1
         total = sum(self.digits[: self.num_said + 1])
         reward = is_right(action, total) / 2
@@ -44,7 +44,7 @@ class RunningSum:
 
 
 def main(folder: Path) -> None:
-    """Write triples of digits as two files of tasks."""
+    """Write triples of digits to two task files."""
     numbers = random.Random(0).sample(range(1000), NUM_TRAIN + NUM_HELD_OUT)
     folder.mkdir(parents=True, exist_ok=True)
     parts = {"held_out": numbers[:NUM_HELD_OUT], "train": numbers[NUM_HELD_OUT:]}
