@@ -23,13 +23,27 @@ if TYPE_CHECKING:
         write_generator_output,
     )
     from rollout_io.formats.skyrl_generator_types import GeneratorOutput, TrajectoryID
+    from schemas.errors import (
+        ConfigError,
+        EngineError,
+        InputError,
+        InvariantError,
+        MissingExtra,
+        RolloutError,
+    )
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Choices",
+    "ConfigError",
+    "EngineError",
     "GeneratorOutput",
+    "InputError",
+    "InvariantError",
+    "MissingExtra",
     "Options",
+    "RolloutError",
     "RolloutWriter",
     "TrajectoryID",
     "check_dataset",
@@ -63,6 +77,14 @@ _MODULES = {
     "rollout_io.dataset.checking": ("check_dataset", "checked_tables", "require_valid"),
     "rollout_io.dataset.reader": ("iter_tables", "read", "read_metadata", "scan", "to_hf"),
     "rollout_io.dataset.writer": ("RolloutWriter",),
+    "schemas.errors": (
+        "ConfigError",
+        "EngineError",
+        "InputError",
+        "InvariantError",
+        "MissingExtra",
+        "RolloutError",
+    ),
 }
 __getattr__ = exports(__name__, _MODULES)
 

@@ -8,15 +8,14 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from rollout_io.name_clashes import require_ours
 
 require_ours("pipelines")
 
-from schemas.errors import RolloutError  # noqa: E402
+from schemas.errors import RolloutError  # noqa: E402, F401
+from schemas.extras import requires_extra  # noqa: E402
 from schemas.lazy import exports  # noqa: E402
 from trainer.config.train_config import TrainConfig, load_config  # noqa: E402
 
@@ -58,7 +57,7 @@ def train(config: TrainConfig, *, resume: bool = False) -> TrainResult:
         RolloutError: If the dataset, the model or the configuration cannot be used for training, or
             torch is not installed.
     """
-    with torch_is_needed("rollouts train"):
+    with requires_extra("train", "rollouts train"):
         from trainer.run import loop
     return loop.train(config, resume=resume)
 
@@ -69,24 +68,6 @@ def dry_run(config: TrainConfig, *, resume: bool = False) -> DryRun:
     Raises:
         RolloutError: As `train`.
     """
-    with torch_is_needed("rollouts train"):
+    with requires_extra("train", "rollouts train"):
         from trainer.reports.dry_run import dry_run as plan_run
     return plan_run(config, resume=resume)
-
-
-@contextmanager
-def torch_is_needed(verb: str) -> Iterator[None]:
-    """Turn a missing trainer library into an error that names the extra to install.
-
-    Raises:
-        RolloutError: extra_installed.
-    """
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        if error.name not in {"torch", "accelerate", "transformers"}:
-            raise
-        hint = 'pip install "rollout-io[train]"'
-        got = f"no package {error.name!r}"
-        expected = "torch, transformers and accelerate"
-        raise RolloutError("extra_installed", verb, got, expected, hint) from None

@@ -9,6 +9,7 @@ import click
 
 from rollout_io.cli.output import emit, example, next_command, note
 from schemas.errors import RolloutError
+from schemas.extras import requires_extra
 
 _EXAMPLE = "rollouts record --upstream http://127.0.0.1:8000/v1 --out rollouts/ --port 8100"
 
@@ -125,13 +126,10 @@ def record(*, host: str, port: int, max_request_mb: int, max_answer_mb: int, **g
     from pipelines.record.settings import RecordSettings
     from schemas.metadata import DatasetMetadata
 
-    try:
+    with requires_extra("record", "rollouts record"):
         import uvloop
 
         from pipelines.record.serving import serve
-    except ModuleNotFoundError as error:
-        hint, got = 'pip install "rollout-io[record]"', f"no package {error.name!r}"
-        raise RolloutError("extra_installed", "rollouts record", got, "", hint) from None
     if not is_loopback(host) and given["admin_key"] is None:
         note(f"warning: whoever reaches {host} can call the engine and write: --admin-key KEY")
     settings = RecordSettings(

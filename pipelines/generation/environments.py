@@ -19,6 +19,7 @@ from pipelines.generation.texts import encodable
 from pipelines.generation.user_code import OwnThread
 from rollout_io.retokenize.messages import normalize
 from schemas.errors import RolloutError
+from schemas.extras import requires_extra
 
 _RULE = "env"
 _CLOSING_S = 30.0
@@ -211,11 +212,8 @@ def environment_class(name: str) -> Callable[..., Any]:
     """
     if ":" in name:
         return resolve(name, "environment")
-    try:
+    with requires_extra("gym", f"environment {name!r}"):
         import skyrl_gym  # type: ignore[import-untyped, import-not-found, unused-ignore]
-    except ImportError:
-        got, hint = "no package skyrl_gym", 'pip install "rollout-io[gym]"'
-        raise RolloutError("extra_installed", f"environment {name!r}", got, "", hint) from None
     if name not in skyrl_gym.registry:
         known = ", ".join(skyrl_gym.registry)
         hint = "your own: environment = module:Class"

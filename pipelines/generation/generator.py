@@ -26,6 +26,7 @@ from pipelines.harness.launchers import find_harness
 from rollout_io.formats.base import Step
 from rollout_io.retokenize.tokenizer import ChatTokenizer
 from schemas.errors import RolloutError
+from schemas.extras import requires_extra
 from schemas.metadata import DatasetMetadata
 
 if TYPE_CHECKING:
@@ -230,11 +231,8 @@ async def open_calls(
 
 
 def _calls_module() -> ModuleType:
-    try:
+    with requires_extra("generate,record", "harness"):
         return importlib.import_module("pipelines.harness.recorded_calls")
-    except ModuleNotFoundError as error:
-        hint, got = 'pip install "rollout-io[generate,record]"', f"no package {error.name!r}"
-        raise RolloutError("extra_installed", "harness", got, "", hint) from None
 
 
 class UnderWay:

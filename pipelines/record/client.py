@@ -8,12 +8,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from schemas.errors import RolloutError
+from schemas.extras import requires_extra
 
-try:
+with requires_extra("record", "a recorder's client"):
     import aiohttp
-except ImportError:
-    _HINT = 'pip install "rollout-io[record]"'
-    raise RolloutError("extra_installed", "recorder", "no `aiohttp` package", "", _HINT) from None
 
 
 @dataclass(kw_only=True, slots=True)

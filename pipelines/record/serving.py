@@ -17,9 +17,10 @@ from pipelines.record.recorder import Recorder
 from pipelines.record.settings import RecordSettings
 from rollout_io.retokenize.tokenizer import load_tokenizer
 from schemas.errors import RolloutError
+from schemas.extras import requires_extra
 from schemas.metadata import DatasetMetadata
 
-try:
+with requires_extra("record", "rollouts record"):
     import uvicorn
 
     from pipelines.origin_guard import Guard
@@ -27,10 +28,6 @@ try:
     from pipelines.record.protocol import BoundedProtocol
     from pipelines.record.recorder_metrics import number
     from pipelines.record.upstreams import Upstreams
-except ImportError as error:
-    _HINT = 'pip install "rollout-io[record]"'
-    _GOT = f"no package {error.name!r}"
-    raise RolloutError("extra_installed", "rollouts record", _GOT, "", _HINT) from None
 
 from pipelines.generation.engines.http_pool import Limits
 

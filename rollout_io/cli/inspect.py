@@ -15,6 +15,7 @@ import click
 from rollout_io.cli.dataset import open_dataset
 from rollout_io.cli.output import emit, emit_json, example, note, wants_color
 from schemas.errors import RolloutError
+from schemas.extras import requires_extra
 
 if TYPE_CHECKING:
     import polars as pl
@@ -161,12 +162,8 @@ def view_all(
 
 def load_decoder(path: str) -> Callable[[Sequence[int]], str]:
     """Load a decoder from a local `tokenizer.json`, or from its directory."""
-    try:
+    with requires_extra("text", "--tokenizer"):
         from tokenizers import Tokenizer
-    except ImportError:
-        hint = 'pip install "rollout-io[text]"'
-        got = "no `tokenizers` package"
-        raise RolloutError("extra_installed", "--tokenizer", got, "", hint) from None
     file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
     if not file.is_file():
         hint = "give the directory of a downloaded model"

@@ -22,6 +22,7 @@ import click
 from rollout_io import __version__
 from rollout_io.name_clashes import HiddenPackageError, require_ours
 from schemas.errors import RolloutError
+from schemas.extras import requires_extra
 
 GROUP = "rollout_io.verbs"
 ORDER = (
@@ -86,8 +87,9 @@ def _unavailable(name: str, error: ImportError) -> click.Command:
     def fail(*_: object) -> NoReturn:
         if isinstance(error, HiddenPackageError):
             raise error
-        hint = 'pip install "rollout-io[train]"'
-        raise RolloutError("extra_installed", f"rollouts {name}", str(error), "", hint)
+        with requires_extra("train", f"rollouts {name}"):
+            raise error
+        raise AssertionError  # never reached
 
     accept_all = {"ignore_unknown_options": True, "allow_extra_args": True}
     text = "Not available: a library is missing."

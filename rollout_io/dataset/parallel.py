@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar
 
 from rollout_io.dataset.worker_processes import map_in_processes
 from schemas.errors import RolloutError
+from schemas.extras import requires_extra
 
 Engine = Literal["local", "ray"]
 T = TypeVar("T")
@@ -101,14 +102,10 @@ def _ray_task(
 @contextmanager
 def _cluster(num: int) -> Iterator[Any]:
     """Yield `ray.data`, connected; shut down the cluster afterwards if this call started it."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            import ray
-            import ray.data
-    except ImportError:
-        hint = 'pip install "rollout-io[ray]"'
-        raise RolloutError("extra_installed", "--engine ray", "no `ray`", "", hint) from None
+    with requires_extra("ray", "--engine ray"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import ray
+        import ray.data
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     starts = not ray.is_initialized()
     if starts and "RAY_ADDRESS" in os.environ:

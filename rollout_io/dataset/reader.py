@@ -22,6 +22,7 @@ from rollout_io.dataset.storage import Location, find_shards
 from schemas.checker import DECODE_COLUMNS, check_references, misnamed_columns, raise_errors
 from schemas.columns import COLUMN_BY_NAME, METRICS_TYPE, PREFIX_FIELDS
 from schemas.errors import RolloutError
+from schemas.extras import requires_extra
 from schemas.metadata import DatasetMetadata, layout_of, upgrade, version_of
 from schemas.types import PREFIX_TYPES, plain_table
 
@@ -106,14 +107,11 @@ def to_hf(path: PathLike) -> Any:
     Maps become lists of {key, value}, because `datasets` has no maps.
 
     Raises:
-        RolloutError: The `datasets` package is not installed.
+        MissingExtra: The `datasets` package is not installed.
     """
-    try:
+    with requires_extra("hf", "to_hf"):
         from datasets import Dataset
         from datasets.table import InMemoryTable
-    except ImportError:
-        hint = 'pip install "rollout-io[hf]"'
-        raise RolloutError("extra_installed", "to_hf", "no `datasets` package", "", hint) from None
     return Dataset(InMemoryTable(_without_maps(read(path))))
 
 

@@ -41,6 +41,7 @@ from rollout_io.formats.parsing.records import incomplete
 from rollout_io.formats.parsing.tokens import INT32_MAX, broken, logprob_array
 from rollout_io.formats.verifiers_traces import runs
 from schemas.errors import RolloutError
+from schemas.extras import requires_extra
 
 _ALONE = "inferred: where a sample names no group, its run is one"
 _PICKLE = "data.pkl"
@@ -396,13 +397,8 @@ def _is_zip(path: Path) -> bool:
 
 
 def _load_plain(path: Path, where: str, expected: str) -> Any:
-    try:
+    with requires_extra("train", where):
         import torch
-    except ImportError:
-        hint = 'pip install "rollout-io[train]"'
-        raise RolloutError(
-            "extra_installed", where, "no torch", "torch, to read it", hint
-        ) from None
     try:
         with torch.serialization.safe_globals(_numpy_globals()):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)

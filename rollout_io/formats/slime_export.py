@@ -26,6 +26,7 @@ from rollout_io.formats.exporting.export_rows import (
     rewards_of,
 )
 from schemas.errors import RolloutError
+from schemas.extras import requires_extra
 
 ROUTES = "rollout_expert_indices"
 STATUS = {"length": "truncated", "abort": "aborted"}
@@ -84,11 +85,8 @@ def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exporte
 
 
 def _torch() -> Any:
-    try:
+    with requires_extra("train", "--format slime"):
         import torch
-    except ImportError:
-        hint = 'pip install "rollout-io[train]"'
-        raise RolloutError("extra_installed", "--format slime", "no torch", "", hint) from None
     return torch
 
 

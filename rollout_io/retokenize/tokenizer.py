@@ -15,6 +15,7 @@ from typing import Any
 from rollout_io.dataset.opening import refuse_irregular
 from rollout_io.retokenize.chat_template import find_template
 from schemas.errors import RolloutError
+from schemas.extras import requires_extra
 
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
@@ -226,13 +227,8 @@ def _without_template(where: str) -> RolloutError:
 
 
 def _load(where: str) -> Any:
-    try:
+    with requires_extra("retokenize", where):
         from transformers import AutoTokenizer
-    except ImportError:
-        hint = 'pip install "rollout-io[retokenize]"'
-        raise RolloutError(
-            "extra_installed", where, "no `transformers` package", "", hint
-        ) from None
     hint = "the directory needs tokenizer.json and tokenizer_config.json"
     try:
         backend: Any = AutoTokenizer.from_pretrained(

@@ -58,14 +58,14 @@ def train(
     that Transformers can load. --resume continues a stopped run as if it had never been
     interrupted.
     """
-    from trainer import torch_is_needed
+    from schemas.extras import requires_extra
     from trainer.config.train_config import load_config
     from trainer.distributed.processes import is_main
 
     sys.path.append(str(Path.cwd()))  # for functions of the user; last, so that it hides nothing
     try:
         settings = load_config(config, overrides, dataset=dataset, model=model, out=out)
-        with torch_is_needed("rollouts train"):
+        with requires_extra("train", "rollouts train"):
             from trainer.reports import dry_run as report
             from trainer.run import loop
         if dry_run:

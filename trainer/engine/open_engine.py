@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pipelines.generation.config import GenerateConfig
 from pipelines.generation.engines.base import Engine
-from schemas.errors import RolloutError
+from schemas.extras import requires_extra
 
 
 def open_engine(config: GenerateConfig) -> Engine:
@@ -14,11 +14,8 @@ def open_engine(config: GenerateConfig) -> Engine:
         RolloutError: As the engine's constructor; or extra_installed if libraries are missing.
     """
     extra = "train" if config.engine == "transformers" else "generate"
-    try:
+    with requires_extra(extra, f"engine {config.engine}"):
         return _embedded(config) if config.engine == "transformers" else _served(config)
-    except ModuleNotFoundError as error:
-        hint, got = f'pip install "rollout-io[{extra}]"', f"no package {error.name!r}"
-        raise RolloutError("extra_installed", f"engine {config.engine}", got, "", hint) from None
 
 
 def _served(config: GenerateConfig) -> Engine:

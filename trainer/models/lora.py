@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from schemas.errors import RolloutError
+from schemas.extras import requires_extra
 from trainer.batches.forest import Forest
 from trainer.config.train_config import TrainConfig
 from trainer.models.policy import Policy
@@ -39,11 +40,8 @@ def add_adapter(policy: Policy, config: TrainConfig, path: Path | None = None) -
         RolloutError: If peft is not installed; if `lora_target_modules` names no linear layers of
             the decoder; if the adapter cannot be read, or belongs to another model.
     """
-    try:
+    with requires_extra("lora", "lora_rank"):
         import peft
-    except ModuleNotFoundError as error:
-        got, hint = f"no package {error.name!r}", 'pip install "rollout-io[lora]"'
-        raise RolloutError("extra_installed", "lora_rank", got, "peft", hint) from None
     assert config.lora_rank is not None
     names = linear_layers(policy.model)
     settings = peft.LoraConfig(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from schemas.errors import RolloutError
+from schemas.extras import requires_extra
 from trainer.config.train_config import TrainConfig
 
 
@@ -40,12 +40,8 @@ def make_optimizer(
     }
     if config.optimizer == "adamw":
         return torch.optim.AdamW(trained, fused=device.type == "cuda" or None, **settings)
-    try:
+    with requires_extra("bnb", "optimizer adamw_8bit"):
         bitsandbytes = importlib.import_module("bitsandbytes")
-    except ModuleNotFoundError as error:
-        got, hint = f"no package {error.name!r}", 'pip install "rollout-io[bnb]"'
-        where, expected = "optimizer adamw_8bit", "bitsandbytes"
-        raise RolloutError("extra_installed", where, got, expected, hint) from None
     eight_bit: torch.optim.Optimizer = bitsandbytes.optim.AdamW8bit(trained, **settings)
     return eight_bit
 

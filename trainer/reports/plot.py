@@ -11,6 +11,7 @@ from typing import Any
 
 from rollout_io.dataset.opening import read_input
 from schemas.errors import RolloutError
+from schemas.extras import requires_extra
 from trainer.run.run_metrics import LOOP_METRICS, METRICS
 
 DEFAULT = (
@@ -169,11 +170,8 @@ def _running_mean(values: Sequence[float]) -> Iterator[float]:
 
 def _matplotlib(out: Path) -> tuple[Any, Any]:
     """Import matplotlib's `figure` and `ticker`; a bare `Figure` needs no display."""
-    try:
+    with requires_extra("plot", "rollouts plot"):
         from matplotlib import figure, ticker
-    except ModuleNotFoundError as error:
-        got, hint = f"no package {error.name!r}", 'pip install "rollout-io[plot]"'
-        raise RolloutError("extra_installed", "rollouts plot", got, "matplotlib", hint) from None
     kinds = sorted(figure.Figure().canvas.get_supported_filetypes())
     if out.suffix[1:].lower() not in kinds:
         got, expected = f"suffix {out.suffix!r}", f"one of {', '.join(kinds)}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainer import torch_is_needed
+from schemas.extras import requires_extra
 from trainer.rl.config import RlConfig, load_rl_config
 
 if TYPE_CHECKING:
@@ -28,6 +28,6 @@ def run(
     Raises:
         RolloutError: As `trainer.rl.loop.run`; or torch is not installed.
     """
-    with torch_is_needed("rollouts rl"):
+    with requires_extra("train", "rollouts rl"):
         from trainer.rl import loop
     return loop.run(config, resume=resume, open_engine=open_engine)

@@ -17,12 +17,10 @@ import msgspec
 
 from pipelines.generation.engines.base import CONTEXT_LENGTH, ENGINE_DOWN
 from schemas.errors import RolloutError
+from schemas.extras import requires_extra
 
-try:
+with requires_extra("generate", "an engine over HTTP"):
     import aiohttp
-except ImportError:
-    _HINT = 'pip install "rollout-io[generate]"'
-    raise RolloutError("extra_installed", "engines", "no `aiohttp` package", "", _HINT) from None
 
 Body = Mapping[str, Any] | None
 

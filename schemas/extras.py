@@ -1,0 +1,45 @@
+"""Optional packages, and the extra of `rollout-io` that installs them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from schemas.errors import MissingExtra
+
+_OURS = {"schemas", "rollout_io", "pipelines", "trainer"}
+
+
+@contextmanager
+def requires_extra(extra: str, where: str) -> Iterator[None]:
+    """Turn a failed import into an error that names the extra to install.
+
+    Args:
+        extra: Name of the extra in `pyproject.toml`; several, separated by commas.
+        where: What needs the package: "rollouts plot", "lora_rank".
+
+    Raises:
+        MissingExtra: extra_installed.
+
+    Example:
+        >>> try:
+        ...     with requires_extra("plot", "rollouts plot"):
+        ...         raise ModuleNotFoundError(name="matplotlib")
+        ... except MissingExtra as error:
+        ...     print(error.hint)
+        pip install "rollout-io[plot]"
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package in _OURS:
+            raise
+        raise MissingExtra(
+            "extra_installed",
+            where,
+            f"no package {package}",
+            f"the packages of rollout-io[{extra}]",
+            f'pip install "rollout-io[{extra}]"',
+            message=f"{where} needs the package {package}, which is not installed",
+        ) from None
