@@ -74,7 +74,9 @@ def differences(policy, sampled, temperature=1.0):
 def assert_says_what_the_policy_says(found):
     assert len(found) > 1000
     assert np.abs(found).mean() < 0.05
-    assert abs(found.mean()) < 0.005
+    assert (
+        abs(found.mean()) < 0.01
+    )  # the samples are random: -0.002 (their KL) with a spread of 0.002
 
 
 def test_tokens_go_in_and_come_out_exactly(vllm_server, tokenizer):
@@ -85,6 +87,13 @@ def test_tokens_go_in_and_come_out_exactly(vllm_server, tokenizer):
         assert len(s.response_ids) == len(s.rollout_logprobs) == 7
         assert s.stop_reason == "length"
         assert tokenizer.decode(s.response_ids).startswith(s.text[:5])
+
+
+def test_random_tokens_with_fragments_of_characters_are_read(vllm_server, tokenizer):
+    prompts = prompt_ids(tokenizer, QUESTIONS)
+    _, sampled = sample_all(vllm_server, prompts, Sampling(max_tokens=150, temperature=4.0))
+    assert all(len(s.response_ids) == len(s.rollout_logprobs) for s in sampled)
+    assert any("\ufffd" in s.text for s in sampled)
 
 
 def test_log_probabilities_are_the_policys(vllm_server, tokenizer, policy):

@@ -12,6 +12,7 @@ from rollout_io.formats.parsing.tokens import parse_ids
 from schemas.errors import RolloutError
 
 _NAMED = "token_id:"
+_REPLACEMENT = "\ufffd"
 _UNDECODED = re.compile(r"[\ufffd\u0120\u010a\u2581\u00c3]|\\x|bytes:")
 """Fragments of characters, and tokens in the vocabulary's own spelling."""
 
@@ -84,12 +85,13 @@ def holds(whole: str, part: str) -> bool:
 
     Engines omit special tokens, reasoning and tool calls from a text, strip it, and decode tokens
     one by one, without the preceding space and with fragments of characters. If the part does not
-    occur verbatim, its letters must occur in order.
+    occur verbatim, its letters must occur in order; its ASCII letters, if a fragment of a character
+    is in either: an engine writes one as U+FFFD in the text and as an empty token, or the reverse.
     """
     if part in whole:
         return True
     whole, part = "".join(whole.split()), "".join(part.split())
-    if _UNDECODED.search(whole):
+    if _UNDECODED.search(whole) or _REPLACEMENT in part:
         whole, part = (text.encode("ascii", "ignore").decode() for text in (whole, part))
     letters = iter(whole)
     return all(letter in letters for letter in part)

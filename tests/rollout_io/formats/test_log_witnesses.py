@@ -6,6 +6,7 @@ import json
 import pytest
 
 from rollout_io import Choices, convert, read_log
+from rollout_io.formats.parsing.witnesses import holds
 from schemas.errors import RolloutError
 from tests.conftest import ROOT
 
@@ -157,6 +158,19 @@ def test_log_probabilities_of_tokens_must_spell_the_response(name, tmp_path):
     whole = wire(name, "chat/0" if name == "chat" else "tool_forced/0")
     shift(whole["response"]["choices"][0]["logprobs"]["content"])
     assert refusal(tmp_path, whole) == "logprob_tokens"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "text"),
+    [
+        ([" a", "", " b"], " a\ufffd b"),
+        ([" a", "\ufffd", " b"], " a b"),
+        ([" caf", "", "\u00e9", ""], " caf\u00e9\ufffd"),
+    ],
+)
+def test_a_fragment_of_a_character_may_be_empty_in_tokens_and_text(tokens, text):
+    assert holds("".join(tokens), text)
+    assert not holds("".join(tokens), f"{text}!")
 
 
 def test_log_probabilities_of_another_answer_are_refused(tmp_path):
