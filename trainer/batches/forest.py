@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from schemas.errors import RolloutError
+from schemas.errors import InputError
 from schemas.ragged import BoolArray, IntArray, Ragged, ranges
 from trainer.batches.recorded_routes import Routes
 
@@ -247,11 +247,11 @@ class RowLimit:
         """Check that no row exceeds the limit.
 
         Raises:
-            RolloutError: With the longest row, its length and the limit.
+            InputError: With the longest row, its length and the limit.
         """
         if lengths.max(initial=0) > self.num_tokens:
             row = int(lengths.argmax())
-            raise RolloutError(
+            raise InputError(
                 "row_too_long",
                 names[row],
                 f"{int(lengths[row])} tokens to forward",

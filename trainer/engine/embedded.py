@@ -15,7 +15,7 @@ from pipelines.generation.engines.base import CONTEXT_LENGTH, Sampled, Sampling
 from pipelines.generation.tool_calls import assistant_message
 from rollout_io.retokenize.messages import normalize
 from rollout_io.retokenize.tokenizer import ChatTokenizer, load_tokenizer
-from schemas.errors import RolloutError
+from schemas.errors import EngineError, InputError
 from schemas.metadata import LogprobsMode
 from trainer.engine.batching import Request, continue_batch
 from trainer.models.policy import load_policy
@@ -78,7 +78,7 @@ class TransformersEngine:
             settings: Further arguments of the constructor.
 
         Raises:
-            RolloutError: As `load_policy` and `load_tokenizer`.
+            InputError: As `load_policy` and `load_tokenizer`.
         """
         model = load_policy(path, logprob_chunk_tokens=1024).model
         tokenizer = load_tokenizer(path, chat_template, needs_template=False)
@@ -148,8 +148,11 @@ class TransformersEngine:
             (n for n in own.keys() | loaded.keys() if _shape(own, n) != _shape(loaded, n)), None
         )
         if bad is not None:
-            got, expected = f"{bad} of shape {_shape(loaded, bad)}", f"{_shape(own, bad)}"
-            raise RolloutError("model_load", path, got, expected)
+            shape, current = _shape(loaded, bad), _shape(own, bad)
+            got = f"weight {bad} has shape {shape}, but the engine's model has {current}"
+            if shape is None or current is None:
+                got = f"weight {bad} is {'missing' if shape is None else 'not in the engine model'}"
+            raise InputError("model_load", path, got)
         self.model.load_state_dict(loaded)
 
     def _request(
@@ -239,17 +242,18 @@ def _end_ids(model: Any, tokenizer: ChatTokenizer) -> set[int]:
 def _check(prompt: Sequence[int], sampling: Sampling, config: Any) -> None:
     rule = "engine_refused"
     if sampling.extra:
-        got = ", ".join(map(repr, sampling.extra))
-        raise RolloutError(rule, "extra sampling fields", got, "none: this engine has no others")
+        got = f"the embedded engine does not support {', '.join(map(repr, sampling.extra))}"
+        raise EngineError(rule, "extra sampling fields", got)
     if not prompt:
-        raise RolloutError(rule, "prompt", "no token", "at least 1")
+        raise EngineError(rule, "prompt", "0 tokens", "at least 1")
     bad = next((i for i in prompt if not 0 <= i < config.vocab_size), None)
     if bad is not None:
-        raise RolloutError(rule, "prompt", f"id {bad}", f"ids in 0..{config.vocab_size - 1}")
+        expected = f"ids from 0 to {config.vocab_size - 1}"
+        raise EngineError(rule, "prompt", f"token id {bad}", expected)
     context = getattr(config, "max_position_embeddings", None)
     if context is not None and len(prompt) >= context:
-        expected = f"fewer than the model's context, {context}"
-        raise RolloutError(CONTEXT_LENGTH, "prompt", f"{len(prompt)} tokens", expected)
+        expected = f"fewer than {context}, the model's context"
+        raise EngineError(CONTEXT_LENGTH, "prompt", f"{len(prompt)} tokens", expected)
 
 
 def _cut(text: str, stop: Sequence[str]) -> str:

@@ -11,7 +11,8 @@ def open_engine(config: GenerateConfig) -> Engine:
     """Open the engine of a configuration.
 
     Raises:
-        RolloutError: As the engine's constructor; or extra_installed if libraries are missing.
+        RolloutError: As the engine's constructor.
+        MissingExtra: extra_installed.
     """
     extra = "train" if config.engine == "transformers" else "generate"
     with requires_extra(extra, f"engine {config.engine}"):

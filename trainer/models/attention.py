@@ -127,7 +127,7 @@ def mask_of_layers(
     if forest is None:
         return sdpa_mask(local_size=local_size, use_vmap=use_vmap, **settings)
     if use_vmap:
-        raise ValueError("a mask that is neither causal nor a sliding window")
+        raise ValueError("the model has a mask that is neither causal nor a sliding window")
     return ForestMask(forest.lengths, forest.tree, local_size)
 
 
@@ -165,14 +165,14 @@ def chain_attention(
     """
     if not isinstance(attention_mask, ForestMask):
         if FOREST.get() is not None:
-            raise ValueError("an attention mask of the model's own making")
+            raise ValueError("the model makes its attention mask without Transformers")
         output, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **settings
         )
         return output, None
     for name in UNKNOWN:
         if settings.get(name) is not None:
-            raise ValueError(f"attention scores with {name}")
+            raise ValueError(f"the model's attention scores use {name}")
     window, lengths = attention_mask.window, attention_mask.lengths
     if lengths is None:
         inputs = module, query, key, value, attention_mask.tree, window

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from schemas.errors import RolloutError
+from schemas.errors import InputError
 from trainer.batches.data import Batch
 from trainer.batches.forest import Forest
 from trainer.distributed.balance import own_forests
@@ -83,7 +83,7 @@ def load_critic(path: str, *, gradient_checkpointing: bool = False, trees: bool 
     With zeros every value is 0 at first, and gae starts from the discounted returns.
 
     Raises:
-        RolloutError: If the model cannot be loaded, or the value head is another model's.
+        InputError: If the model cannot be loaded, or the value head belongs to a different model.
     """
     loaded = load_policy(path, logprob_chunk_tokens=1, trees=trees)
     if gradient_checkpointing:
@@ -95,8 +95,9 @@ def load_critic(path: str, *, gradient_checkpointing: bool = False, trees: bool 
             critic.value_head.load_state_dict(load_file(head))
         except (OSError, RuntimeError, SafetensorError) as error:
             got = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-            expected = "the value head of this model"
-            raise RolloutError("model_load", str(head), got, expected) from error
+            hint = "remove this file to start with a value head of zeros"
+            got = f"cannot load it as the value head of this model: {got}"
+            raise InputError("model_load", str(head), got, hint=hint) from error
     return critic
 
 

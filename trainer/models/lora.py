@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from schemas.errors import RolloutError
+from schemas.errors import ConfigError, InputError
 from schemas.extras import requires_extra
 from trainer.batches.forest import Forest
 from trainer.config.train_config import TrainConfig
@@ -37,8 +37,9 @@ def add_adapter(policy: Policy, config: TrainConfig, path: Path | None = None) -
         path: Directory of an adapter to resume from, as `save_model` writes it.
 
     Raises:
-        RolloutError: If peft is not installed; if `lora_target_modules` names no linear layers of
-            the decoder; if the adapter cannot be read, or belongs to another model.
+        MissingExtra: If peft is not installed.
+        ConfigError: If `lora_target_modules` names no linear layers of the decoder.
+        InputError: If the adapter cannot be read, or belongs to a different model.
     """
     with requires_extra("lora", "lora_rank"):
         import peft
@@ -54,7 +55,8 @@ def add_adapter(policy: Policy, config: TrainConfig, path: Path | None = None) -
     try:
         peft.inject_adapter_in_model(settings, policy.model, NAME)
     except ValueError as error:
-        raise _no_targets(config, str(error).partition("\n")[0], names) from error
+        got = f"peft cannot add adapters: {str(error).partition(chr(10))[0]}"
+        raise _no_targets(config, got, names) from error
     _check_targets(policy.model, config, names)
     if path is not None:
         _load(policy.model, path / WEIGHTS)
@@ -79,15 +81,16 @@ def _check_targets(model: Any, config: TrainConfig, names: Sequence[str]) -> Non
     head = model.get_output_embeddings()
     for name, layer in _layers(model):
         if layer is head or not isinstance(layer.base_layer, nn.Linear):
-            raise _no_targets(config, f"{name}, a {type(layer.base_layer).__name__}", names)
+            kind = "the head" if layer is head else f"a {type(layer.base_layer).__name__}"
+            got = f"{name} is {kind}, but adapters need linear layers of the decoder"
+            raise _no_targets(config, got, names)
 
 
-def _no_targets(config: TrainConfig, got: str, names: Sequence[str]) -> RolloutError:
-    hint = f"leave it out, and {', '.join(names)} have adapters"
+def _no_targets(config: TrainConfig, got: str, names: Sequence[str]) -> ConfigError:
+    hint = f"leave lora_target_modules out to add adapters to {', '.join(names)}"
     if config.lora_target_modules is None or not names:
-        hint = "leave lora_rank out: all weights train"
-    expected, where = "linear layers of the decoder, not the head", config.model
-    return RolloutError("lora_target_modules", where, got, expected, hint)
+        hint = "leave lora_rank out to train all weights"
+    return ConfigError("lora_target_modules", config.model, got, hint=hint)
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -105,8 +108,8 @@ def _load(model: nn.Module, path: Path) -> None:
         model.load_state_dict(weights, strict=False)
     except (OSError, KeyError, RuntimeError, SafetensorError) as error:
         got = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        expected = "the adapter of this model"
-        raise RolloutError("model_load", str(path), got, expected) from error
+        got = f"cannot load it as an adapter of this model: {got}"
+        raise InputError("model_load", str(path), got) from error
 
 
 def _file_name(name: str) -> str:

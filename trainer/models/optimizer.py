@@ -30,7 +30,7 @@ def make_optimizer(
         device: Device of the parameters.
 
     Raises:
-        RolloutError: If adamw_8bit is configured and bitsandbytes is not installed.
+        MissingExtra: If adamw_8bit is configured and bitsandbytes is not installed.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     settings: dict[str, Any] = {

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 
-from schemas.errors import RolloutError
+from schemas.errors import ConfigError, InputError
 from trainer.batches.forest import Forest, RowLimit
 from trainer.models.attention import forest_mask, use_chain_attention
 from trainer.models.logprob_head import target_logprobs
@@ -28,7 +28,7 @@ from trainer.models.self_check import check_policy
 
 KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 MOST_POSITIONS = 2**31 - 1
-PLAIN_ATTENTION = "attention without caps, sinks or biases of its scores"
+PLAIN_ATTENTION = "train a model whose attention scores have no caps, sinks or biases"
 UNREADABLE = (OSError, EOFError, RuntimeError, UnpicklingError, SafetensorError)
 """Errors raised when damaged weights are loaded."""
 
@@ -105,13 +105,13 @@ class Policy(nn.Module):
         Transformers does this only in training mode, which would also enable dropout.
 
         Raises:
-            RolloutError: If no layers are known to be functions of their inputs.
+            ConfigError: If no layers are known to be functions of their inputs.
         """
         layers = [m for m in self.model.modules() if isinstance(m, GradientCheckpointingLayer)]
         if not layers:
-            got = f"{self.model.config.model_type}, whose layers cannot be recomputed"
-            expected, hint = "layers that Transformers can recompute", "set it to false"
-            raise RolloutError("gradient_checkpointing", "model", got, expected, hint)
+            got = f"Transformers cannot recompute the layers of {self.model.config.model_type}"
+            hint = "pass --set gradient_checkpointing=false"
+            raise ConfigError("gradient_checkpointing", "model", got, hint=hint)
         for layer in layers:
             how: dict[str, Any] = {"use_reentrant": False, "context_fn": same_routes}
             forward: Any = partial(checkpoint, layer.forward, **how)
@@ -143,7 +143,7 @@ def load_policy(
         trees: Whether the policy will forward branching trees.
 
     Raises:
-        RolloutError: If it is not a model directory; if Transformers cannot load the model without
+        InputError: If it is not a model directory; if Transformers cannot load the model without
             remote code; if its layers ignore a forest's attention mask; if this policy does not
             reproduce its log-probabilities.
     """
@@ -160,17 +160,16 @@ def load_policy(
             local_files_only=True,
             output_loading_info=True,
         )
-    except RolloutError:
+    except InputError:
         raise
     except (*UNREADABLE, ValueError, KeyError, ImportError) as error:
         if "scaled_dot_product_attention" in str(error):
             kind = AutoConfig.from_pretrained(path, local_files_only=True).model_type
-            got = f"{kind}, whose attention Transformers cannot run by scaled_dot_product_attention"
-            raise RolloutError("model_layers", path, got, PLAIN_ATTENTION) from error
+            got = f"Transformers cannot run {kind} with scaled_dot_product_attention"
+            raise InputError("model_layers", path, got, hint=PLAIN_ATTENTION) from error
         got = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        raise RolloutError(
-            "model_load", path, got, "a causal LM that Transformers loads"
-        ) from error
+        got = f"Transformers cannot load it as a causal LM: {got}"
+        raise InputError("model_load", path, got) from error
     model, loading = loaded
     _check_weights(loading, path)
     policy = Policy(
@@ -180,41 +179,39 @@ def load_policy(
     return policy
 
 
-def _no_model_directory(path: str) -> RolloutError:
-    got, hint = "no config.json", None
+def _no_model_directory(path: str) -> InputError:
+    got, hint = "config.json is missing from this model directory", None
     if not Path(path).is_dir():
-        got = "no such directory"
+        got = "the model directory does not exist"
         name = path if re.fullmatch(r"\w[\w.-]*/[\w.-]+", path) else "ORG/NAME"
-        hint = f"only local directories work: `hf download {name} --local-dir DIR` makes one"
-    expected = "a Hugging Face model directory"
-    return RolloutError("model_directory", path, got, expected, hint)
+        hint = f"download the model: `hf download {name} --local-dir DIR`, then pass DIR"
+    return InputError("model_directory", path, got, hint=hint)
 
 
 def _check_weights(loading: Any, path: str) -> None:
     """Check that the files and the configuration agree on all weights and their shapes."""
     for breach, text in {
-        "missing_keys": "no weights for {}",
-        "mismatched_keys": "weights of another shape for {}",
-        "unexpected_keys": "weights that the model does not have, {}",
+        "missing_keys": "weights are missing: {}",
+        "mismatched_keys": "weights do not have the shape that config.json describes: {}",
+        "unexpected_keys": "weights are not in the model that config.json describes: {}",
     }.items():
         if names := sorted(str(name) for name in loading[breach]):
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            expected = "the weights that config.json describes"
-            hint = "config.json and the weights must be of one model: download both again"
-            got = text.format(names[0]) + more
-            raise RolloutError("model_load", path, got, expected, hint)
+            hint = "download config.json and the weights again, both from the same model"
+            raise InputError("model_load", path, text.format(names[0]) + more, hint=hint)
 
 
 def _check_layers(config: Any, path: str) -> None:
     config = config.get_text_config()
     unknown = set(getattr(config, "layer_types", None) or ()) - KNOWN_LAYERS
     if unknown:
-        raise RolloutError(
+        raise InputError(
             "model_layers",
             path,
             f"{config.model_type} with {', '.join(sorted(unknown))} layers",
             "full or sliding-window attention in every layer",
-            "packed rows would leak into each other through such layers, in any sequence_layout",
+            "train a different model: packed rows would leak into each other through such layers, in"
+            " every sequence_layout",
         )
 
 
@@ -224,5 +221,5 @@ def row_limit(config: Any) -> RowLimit:
     return RowLimit(
         num_tokens=context or MOST_POSITIONS,
         reason="the model's max_position_embeddings" if context else "32-bit positions",
-        hint="filter long trajectories out, or cut them off: max_row_tokens",
+        hint="filter out long trajectories, or cut rows off: --set max_row_tokens=N",
     )

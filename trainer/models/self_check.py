@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from schemas.errors import RolloutError
+from schemas.errors import InputError
 from trainer.batches.forest import Forest
 from trainer.models.router_replay import recorded
 
@@ -23,6 +23,7 @@ ROWS = (
     (*range(5), 11, 12, 15, 16, 17),
 )
 """Three rows that share tokens: a fork, and a fork below it. Numbers are in depth-first order."""
+SUPPORTED = "train a decoder with full or sliding-window attention and a linear head"
 TOLERANCE = 1e-3
 """Nats. Rounding in float32 gives less than a tenth of this."""
 
@@ -41,7 +42,7 @@ def check_policy(policy: nn.Module, path: str, *, trees: bool = False) -> None:
         trees: Whether the policy will forward branching trees.
 
     Raises:
-        RolloutError: If the log-probabilities differ.
+        InputError: model_layers, if the log-probabilities differ.
     """
     model: Any = policy.model
     try:
@@ -55,22 +56,18 @@ def check_policy(policy: nn.Module, path: str, *, trees: bool = False) -> None:
                 difference = float((found - expected[: len(found)]).abs().max())
                 if not difference < TOLERANCE:
                     raise _differs(path, name, difference)
-    except RolloutError:
+    except InputError:
         raise
     except (TypeError, ValueError, RuntimeError, AttributeError, LookupError) as error:
-        got = f"{type(error).__name__} from its forward: {error}"
-        expected_ = "a decoder with full or sliding-window attention"
-        raise RolloutError("model_layers", path, got, expected_) from error
+        got = f"the forward pass raised {type(error).__name__}: {error}"
+        raise InputError("model_layers", path, got, hint=SUPPORTED) from error
 
 
-def _differs(path: str, name: str, difference: float) -> RolloutError:
-    return RolloutError(
-        "model_layers",
-        path,
-        f"log-probabilities of {name} that differ by {difference:.2g} from its own eager forward",
-        "a decoder with full or sliding-window attention and a linear head",
-        "--set sequence_layout=merge packs chains alone" if name == "a branching tree" else None,
-    )
+def _differs(path: str, name: str, difference: float) -> InputError:
+    got = f"log-probabilities of {name} differ by {difference:.2g} nats from the model's eager"
+    packs_chains = "pass --set sequence_layout=merge, which packs only chains"
+    hint = packs_chains if name == "a branching tree" else SUPPORTED
+    return InputError("model_layers", path, f"{got} forward pass", hint=hint)
 
 
 @contextmanager
@@ -119,7 +116,7 @@ def _forests(
     ends = [sum(map(len, ROWS[:n])) for n in range(len(ROWS) + 1)]
     chains = [range(start, end) for start, end in pairwise(ends)]
     packed = tokens[[number for row in ROWS for number in row]]
-    found = {"a lone row": _forest(tokens, ROWS[:1]), "packed rows": _forest(packed, chains)}
+    found = {"a single row": _forest(tokens, ROWS[:1]), "packed rows": _forest(packed, chains)}
     if routes:
         replays = dataclasses.replace(found["packed rows"], routes=torch.cat(list(routes)))
         found["packed rows that replay their routing"] = replays

@@ -224,7 +224,8 @@ def test_value_head_of_another_model_is_refused(tmp_path: Path) -> None:
         {"weight": torch.zeros(1, 8), "bias": torch.zeros(1)}, tmp_path / "value_head.safetensors"
     )
     with pytest.raises(
-        RolloutError, match=r".*value_head\.safetensors: found RuntimeError.*\[model_load\]"
+        RolloutError,
+        match=r".*value_head\.safetensors: .*value head of this model: RuntimeError.*\[model_load\]",
     ):
         load_critic(path)
 

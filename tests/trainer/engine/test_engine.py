@@ -173,7 +173,7 @@ def test_a_response_ends_where_the_context_does(engine):
 
 @pytest.mark.parametrize(
     ("prompt", "extra", "got"),
-    [([], {}, "no token"), ([49152], {}, "id 49152"), ([1], {"best_of": 2}, "best_of")],
+    [([], {}, "0 tokens"), ([49152], {}, "id 49152"), ([1], {"best_of": 2}, "best_of")],
 )
 def test_what_the_embedded_engine_cannot_do_is_refused(engine, prompt, extra, got):
     with pytest.raises(RolloutError, match=got) as error:

@@ -206,10 +206,10 @@ def test_only_the_layers_that_are_named_have_adapters(
 @pytest.mark.parametrize(
     ("targets", "got"),
     [
-        (("nothing",), "found Target modules {'nothing'} not found"),
-        (("lm_head",), "found lm_head, a Linear"),
-        (("embed_tokens",), "found model.embed_tokens, a Embedding"),
-        (("q_proj", "norm"), "found Target module LlamaRMSNorm"),
+        (("nothing",), "peft cannot add adapters: Target modules {'nothing'} not found"),
+        (("lm_head",), "lm_head is the head, but adapters need linear layers"),
+        (("embed_tokens",), "model.embed_tokens is a Embedding, but adapters need linear layers"),
+        (("q_proj", "norm"), "peft cannot add adapters: Target module LlamaRMSNorm"),
     ],
 )
 def test_what_cannot_have_an_adapter_is_refused(targets: tuple[str, ...], got: str) -> None:
@@ -240,16 +240,17 @@ def test_a_mixture_of_experts_has_adapters_in_its_attention_by_default(
 @pytest.mark.parametrize("targets", [("experts",), ("gate",), ("gate_proj",)])
 def test_experts_and_routers_are_refused_with_a_hint_that_works(targets: tuple[str, ...]) -> None:
     policy = Policy(tiny("qwen3_moe", **MIXTURE), logprob_chunk_tokens=8)
-    with pytest.raises(RolloutError, match=r"m: found.*\[lora_target_modules\]") as error:
+    with pytest.raises(RolloutError, match=r"m: .*adapters.*\[lora_target_modules\]") as error:
         add_adapter(policy, config_of(lora_target_modules=targets))
-    assert error.value.hint == "leave it out, and k_proj, o_proj, q_proj, v_proj have adapters"
+    names = "k_proj, o_proj, q_proj, v_proj"
+    assert error.value.hint == f"leave lora_target_modules out to add adapters to {names}"
 
 
 def test_a_model_without_linear_layers_is_refused_with_a_hint_that_works() -> None:
     policy = Policy(tiny("gpt2"), logprob_chunk_tokens=8)
-    with pytest.raises(RolloutError, match=r"m: found.*\[lora_target_modules\]") as error:
+    with pytest.raises(RolloutError, match=r"m: .*adapters.*\[lora_target_modules\]") as error:
         add_adapter(policy, config_of())
-    assert error.value.hint == "leave lora_rank out: all weights train"
+    assert error.value.hint == "leave lora_rank out to train all weights"
 
 
 @pytest.mark.parametrize(

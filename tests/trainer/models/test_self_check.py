@@ -55,7 +55,7 @@ def test_a_window_that_is_not_the_models_is_found_though_rows_are_short(
     policy = Policy(tiny(kind, **WINDOWED[kind]), logprob_chunk_tokens=8)
     assert not checked(policy)
     mistake(lambda mask: replace(mask, window=mask.window and mask.window + change))
-    assert "log-probabilities of a lone row that differ" in checked(policy)
+    assert "log-probabilities of a single row differ" in checked(policy)
     assert policy.model.config.sliding_window == 4096
     assert policy.model.config._attn_implementation == CHAIN_ATTENTION
 
@@ -63,13 +63,13 @@ def test_a_window_that_is_not_the_models_is_found_though_rows_are_short(
 def test_a_window_where_the_model_has_none_is_found(mistake: Any) -> None:
     policy = Policy(tiny_llama(), logprob_chunk_tokens=8)
     mistake(lambda mask: replace(mask, window=9))
-    assert "log-probabilities of a lone row that differ" in checked(policy)
+    assert "log-probabilities of a single row differ" in checked(policy)
 
 
 def test_rows_that_see_those_packed_before_them_are_found(mistake: Any) -> None:
     policy = Policy(tiny_llama(), logprob_chunk_tokens=8)
     mistake(lambda mask: replace(mask, lengths=[sum(mask.lengths)]))
-    assert "log-probabilities of packed rows that differ" in checked(policy)
+    assert "log-probabilities of packed rows differ" in checked(policy)
 
 
 def test_a_forward_that_depends_on_the_longest_row_beside_is_found() -> None:
@@ -79,7 +79,7 @@ def test_a_forward_that_depends_on_the_longest_row_beside_is_found() -> None:
     rotary.forward = lambda x, position_ids: usual(
         x, position_ids * (1 + position_ids.amax() // 100)
     )
-    assert "log-probabilities of rows beside a long one that differ" in checked(policy)
+    assert "log-probabilities of rows beside a long one differ" in checked(policy)
 
 
 LONGROPE = {
