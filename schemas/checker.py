@@ -15,8 +15,8 @@ from schemas.errors import InvariantError, count
 from schemas.row_checks import ROW_CHECKS, check_token_range
 from schemas.rules import RULES
 from schemas.structure_checks import (
-    MISPLACED_END,
     STRUCTURE_COLUMNS,
+    UNMARKED_END,
     Runs,
     check_outcome,
     check_prefix,
@@ -46,7 +46,7 @@ class ValidationError(InvariantError):
         """The error of at least one breach, built from the first breach."""
         first, more = breaches.row(0, named=True), len(breaches) - 1
         where = f"{source}, {row_place(first)}" if first["row"] is not None else source
-        others = f" (and {count(more, 'more breach', 'es')})" if more else ""
+        others = f" (and {count(more, 'more error')})" if more else ""
         error = cls(
             first["rule"],
             where,
@@ -151,7 +151,7 @@ class Checker:
 
     def _unfinished(self, rule: str) -> pl.DataFrame:
         row, column = self.num_rows - 1, "is_last_step"
-        sentence, trajectory = MISPLACED_END, self.open_end
+        sentence, trajectory = UNMARKED_END, self.open_end
         found = breach_frame(rule, [row], column, ["false"], ["true"], sentence, trajectory)
         return found.with_columns(step_index=pl.lit(self._open_step, pl.Int64))
 
@@ -205,7 +205,7 @@ def check_types(table: pa.Table, row_offset: int = 0) -> tuple[pl.DataFrame, fro
     encoded = PREFIX_TYPES.keys() <= set(table.column_names)
     stands_in = {"prompt_token_ids"} if encoded else set()
     missing = set(REQUIRED_COLUMNS) - stands_in - set(table.column_names)
-    sentence = "the column {column} is missing"
+    sentence = "the required column {column} is missing"
     got, expected = "no such column", "a required column"
     found += [_wrong(name, got, expected, sentence) for name in sorted(missing)]
     declared = [n for n in table.column_names if n in COLUMN_BY_NAME or n in PREFIX_TYPES]
@@ -221,13 +221,13 @@ def check_types(table: pa.Table, row_offset: int = 0) -> tuple[pl.DataFrame, fro
 def misnamed_columns(table: pa.Table) -> pl.DataFrame:
     """Check columns_and_types: column and struct field names are unique and not empty."""
     counts = Counter(table.column_names)
-    sentence = "{got} have the name {column!r}"
+    sentence = "{got} are named {column!r}"
     found = [_wrong(n, f"{num} columns", "one", sentence) for n, num in counts.items() if num > 1]
     if "" in counts:
         found.append(_wrong("", "a column without a name", "a name", "a column has no name"))
-    sentence = "the column {column} has {got}; names of fields must be unique"
+    sentence = "the column {column} has {got}; field names must be unique"
     found += [
-        _wrong(column.name, f"{num} fields {name!r}", "one", sentence)
+        _wrong(column.name, f"{num} fields named {name!r}", "one", sentence)
         for column in table.schema
         for name, num in _repeated_fields(column.type)
     ]
@@ -282,7 +282,7 @@ def _check_nulls(view: View, name: str) -> list[pl.DataFrame]:
         )
     rows = _rows_with_null_elements(values)
     if len(rows):
-        got, sentence = ["a null element"] * len(rows), "{column} holds a null element"
+        got, sentence = ["a null element"] * len(rows), "{column} contains a null element"
         found.append(view.breaches(rule, rows, name, got, "no null", sentence))
     if name == "token_source":
         known = pa.compute.is_in(

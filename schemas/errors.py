@@ -138,5 +138,8 @@ def raise_first(errors: Sequence[RolloutError]) -> NoReturn:
 
 
 def count(number: int, noun: str, ending: str = "s") -> str:
-    """The number with its noun, in the plural unless there is one: `1 row`, `2 rows`."""
-    return f"{number:,} {noun}{'' if number == 1 else ending}"
+    """The number with its noun: `1 row`, `2 rows`, `2 trajectories`."""
+    if number == 1:
+        return f"1 {noun}"
+    is_y = noun[-1:] == "y" and noun[-2:-1] not in set("aeiou") and ending == "s"
+    return f"{number:,} {noun[:-1]}ies" if is_y else f"{number:,} {noun}{ending}"

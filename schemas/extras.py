@@ -32,14 +32,22 @@ def requires_extra(extra: str, where: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        if package in _OURS:
-            raise
-        raise MissingExtra(
-            "extra_installed",
-            where,
-            f"no package {package}",
-            f"the packages of rollout-io[{extra}]",
-            f'pip install "rollout-io[{extra}]"',
-            message=f"{where} needs the package {package}, which is not installed",
-        ) from None
+        raise explained(error, extra, where) from None
+
+
+def explained(error: ImportError, extra: str, where: str) -> ImportError | MissingExtra:
+    """Return the error to raise for a failed import: see `requires_extra`.
+
+    It is the error itself if a module of ours is missing, or an installed package fails.
+    """
+    package = (error.name or "").partition(".")[0]
+    if package in _OURS or not isinstance(error, ModuleNotFoundError):
+        return error
+    return MissingExtra(
+        "extra_installed",
+        where,
+        f"no package {package}",
+        f"the packages of rollout-io[{extra}]",
+        f'pip install "rollout-io[{extra}]"',
+        message=f"{where} needs the package {package}, which is not installed",
+    )

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 import pyarrow as pa
 
-from schemas.errors import RolloutError
+from schemas.errors import InputError
 
 SCHEMA_VERSION = 1
 
@@ -120,15 +120,17 @@ def upgrade(
     """Bring a table of an older schema version up to `current`, one version at a time.
 
     Raises:
-        RolloutError: The table is newer than this library, or an upgrade function is missing.
+        InputError: The table is newer than this library, or an upgrade function is missing.
     """
     where = f"schema version {version}"
     if version > current:
         hint = "pip install --upgrade rollout-io"
-        raise RolloutError("schema_version", where, "a newer table", f"at most {current}", hint)
+        got = f"this release of rollout-io reads versions up to {current} only"
+        raise InputError("schema_version", where, got, "", hint)
     for step in range(version, current):
         if step not in upgrades:
-            raise RolloutError("schema_version", where, "no upgrade path", f"{current}")
+            got = f"rollout-io cannot upgrade tables of this version to version {current}"
+            raise InputError("schema_version", where, got)
         table = upgrades[step](table)
     return table
 
@@ -144,6 +146,6 @@ def _ours(pairs: Mapping[bytes, bytes] | None) -> dict[str, Any]:
     return found
 
 
-def _unreadable(name: str, got: object, expected: str) -> RolloutError:
-    hint = "the file is damaged, or another program's: write it again from its source"
-    return RolloutError("file_metadata", f"metadata {name!r}", repr(got)[:80], expected, hint)
+def _unreadable(name: str, got: object, expected: str) -> InputError:
+    hint = "write the file again from its source: its metadata is damaged"
+    return InputError("file_metadata", f"metadata {name!r}", repr(got)[:80], expected, hint)

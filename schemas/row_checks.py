@@ -80,7 +80,7 @@ def check_logprobs(view: View) -> Iterator[pl.DataFrame]:
         positive = (values > 0) & ~bad
     name = "rollout_logprobs"
     yield _first_elements(view, "logprobs_finite", name, bad, "finite values above -9999")
-    yield _first_elements(view, "logprobs_nonpositive", name, positive, "at most 0")
+    yield _first_elements(view, "logprobs_nonpositive", name, positive, "values <= 0")
 
 
 def check_rewards(view: View) -> Iterator[pl.DataFrame]:
@@ -152,8 +152,8 @@ def check_segments(view: View) -> Iterator[pl.DataFrame]:
     bad |= spans.step_index < before_step
     index, rows = _first_per_row(spans.row, bad)
     got = [f"{start[i]}..{end[i]} of step {spans.step_index[i]}" for i in index]
-    expected = [f"ordered ranges inside 0..{limit[i]}" for i in index]
-    sentence = "a segment is {got}; segments must be {expected}"
+    expected = [f"ordered, disjoint ranges inside 0..{limit[i]}" for i in index]
+    sentence = "{column} contains {got}; expected {expected}"
     yield view.breaches("segments_in_range", rows, "segments", got, expected, sentence)
 
 
@@ -203,7 +203,10 @@ def check_routing(view: View) -> Iterator[pl.DataFrame]:
         per_token = len(experts) // len(tokens)
         token = np.flatnonzero((experts < 0).reshape(-1, per_token).any(axis=1))
         rows = np.unique(np.repeat(np.arange(len(lengths)), lengths)[token])
-        got, sentence = ["an expert below 0"] * len(rows), "{column} holds a negative expert index"
+        got, sentence = (
+            ["an expert below 0"] * len(rows),
+            "{column} contains a negative expert index",
+        )
         yield view.breaches("routing_shape", rows, name, got, ">= 0", sentence)
 
 
@@ -387,13 +390,13 @@ def _first_elements(
         _element(column, int(positions[i]), int(row), int(count))
         for row, i, count in zip(rows, first, counts, strict=True)
     ]
-    sentence = "{column} holds {got}; expected {expected}"
+    sentence = "{column} contains {got}; expected {expected}"
     return view.breaches(rule, rows, name, got, expected, sentence)
 
 
 def _element(column: Ragged, position: int, row: int, count: int) -> str:
     value: Any = column.values[position]
-    more = f" and {count - 1} more" if count > 1 else ""
+    more = f" (and {count - 1} more)" if count > 1 else ""
     return f"{value} at index {position - column.offsets[row]}{more}"
 
 

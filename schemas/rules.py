@@ -21,13 +21,13 @@ class Rule:
 _RULES = (
     Rule(
         name="columns_and_types",
-        meaning="required columns are present, types are as declared, nulls only where allowed",
+        meaning="required columns exist, types are as declared, and nulls only where allowed",
         hint="cast the column to the declared type (docs/table.md), or drop it if it is optional",
     ),
     Rule(
         name="unique_trajectory",
         meaning="a trajectory occurs once, and its id is `{instance_id}_{repetition_id}`",
-        hint="give each attempt at an instance its own repetition_id",
+        hint="give each attempt at an instance a different repetition_id",
     ),
     Rule(
         name="contiguous_trajectory",
@@ -38,8 +38,8 @@ _RULES = (
         name="step_index_sequence",
         meaning="step_index counts 0..n-1 over the rows of a trajectory",
         hint=(
-            "keep or drop trajectories whole: .filter(condition.over('trajectory_id')); or re-number "
-            "the rows from 0 in the order of their last steps"
+            "keep or drop complete trajectories, .filter(condition.over('trajectory_id')), or "
+            "renumber the rows from 0 in the order of their last steps"
         ),
     ),
     Rule(
@@ -50,38 +50,38 @@ _RULES = (
     Rule(
         name="final_row_is_last",
         meaning="the table's last row ends its trajectory",
-        hint="the last trajectory is cut off: add its remaining steps, or leave it out",
+        hint="add the remaining steps of the last trajectory, or remove it",
     ),
     Rule(
         name="nonempty_prompt",
         meaning="a row without an error has at least one prompt token",
-        hint="a call cannot have had an empty prompt: look at the source of the row",
+        hint="check the source of the row: every call has a prompt",
     ),
     Rule(
         name="nonempty_response",
         meaning="a row without an error has at least one response token",
-        hint="leave the step out, or set `error` on its trajectory",
+        hint="remove the step, or set `error` on its trajectory",
     ),
     Rule(
         name="lengths_align",
         meaning="loss_mask, rollout_logprobs and rewards have one element per response token",
-        hint="off-by-one log-probabilities mistrain silently: align them before writing",
+        hint="align them before writing: shifted log-probabilities mistrain silently",
     ),
     Rule(
         name="token_range",
-        meaning="token ids are non-negative and below the vocabulary size, where that is known",
-        hint="these ids are of another tokenizer, or padding (-100) was left in",
+        meaning="token ids are at least 0, and below the vocabulary size if it is known",
+        hint="remove padding (-100), and check that the ids come from the tokenizer of this dataset",
     ),
     Rule(
         name="mask_trains_something",
-        meaning="at least one response token of the table trains",
-        hint="every loss_mask is false: training on this table changes nothing",
+        meaning="loss_mask is true for at least one response token",
+        hint="set loss_mask to true for the tokens to train: without any, training has no effect",
         severity="warning",
     ),
     Rule(
         name="response_in_prompt",
-        meaning="a trained response is not the last assistant message of its own prompt",
-        hint="the log recorded its messages after the call: end each prompt before its response",
+        meaning="no prompt contains its response as the last assistant message",
+        hint="end each prompt before its response: the log recorded its messages after the call",
         severity="warning",
     ),
     Rule(
@@ -92,7 +92,7 @@ _RULES = (
     Rule(
         name="logprobs_nonpositive",
         meaning="rollout_logprobs are at most 0",
-        hint="these are not log-probabilities in nats: check sign and scale",
+        hint="check sign and scale: log-probabilities are in nats and at most 0",
     ),
     Rule(
         name="reward_finite",
@@ -101,29 +101,29 @@ _RULES = (
     ),
     Rule(
         name="reward_matches_rewards",
-        meaning="rewards sum to reward; so do the rewards of the steps in a merged row",
-        hint="place rewards (pipelines.place_rewards, place_outcomes), or set them before merging",
+        meaning="rewards sum to reward, as do the rewards of the steps in a merged row",
+        hint="call pipelines.place_rewards or place_outcomes, or set the rewards before merging",
     ),
     Rule(
         name="outcome_on_last_step",
-        meaning="where inner rows carry reward, the last row carries some too",
-        hint="with outcome = last only the last step's reward counts; train with outcome = sum",
+        meaning="if earlier rows of a trajectory have a reward, its last row has one too",
+        hint="train with outcome = sum: with outcome = last only the last step's reward counts",
         severity="warning",
     ),
     Rule(
         name="segments_in_range",
         meaning="segments are inside the response, in order, without overlap",
-        hint="leave `segments` null for a row that is one step's",
+        hint="set `segments` to null in rows of a single step",
     ),
     Rule(
         name="prefix_reference",
         meaning="a row's prefix is no longer than the earlier step that it refers to",
-        hint="the file was edited by hand: write it again from its source",
+        hint="write the dataset again from its source: the file was changed by hand",
     ),
     Rule(
         name="routing_shape",
         meaning="rollout_expert_indices cover 1 to p+r leading tokens, with experts >= 0",
-        hint="keep the routes of a leading part of prompt + response only",
+        hint="keep only the routes of leading tokens of prompt + response",
     ),
 )
 

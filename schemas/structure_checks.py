@@ -12,9 +12,10 @@ import pyarrow.compute as pc
 
 from schemas.columns import PREFIX_FIELDS
 from schemas.ragged import BoolArray, IntArray
-from schemas.view import View
+from schemas.view import View, joined
 
-MISPLACED_END = "is_last_step is {got}; it must be true exactly where a trajectory ends"
+UNMARKED_END = "is_last_step is false on the last row of the trajectory"
+_EARLY_END = "is_last_step is true but the trajectory has more rows"
 
 STRUCTURE_COLUMNS = (
     "instance_id",
@@ -84,13 +85,13 @@ def check_structure(view: View, runs: Runs, seen: set[str]) -> Iterator[pl.DataF
 
     rows = runs.start[returning & at_zero]
     got, expected = ["step 0 again"] * len(rows), "each trajectory once"
-    sentence = "the trajectory starts again: its id occurred before"
+    sentence = "the trajectory id was already used by earlier rows"
     yield view.breaches("unique_trajectory", rows, "trajectory_id", got, expected, sentence)
 
     rows = runs.start[split]
     got = ["a trajectory that goes on after rows of another"] * len(rows)
     expected = "all rows of a trajectory side by side"
-    sentence = "the trajectory continues after rows of another one"
+    sentence = "the trajectory continues after rows of a different trajectory"
     yield view.breaches("contiguous_trajectory", rows, "trajectory_id", got, expected, sentence)
 
     wanted = np.arange(len(steps)) - runs.start[runs.run]
@@ -117,7 +118,7 @@ def _misnamed(view: View) -> pl.DataFrame:
     rows = np.flatnonzero(np.asarray(pc.not_equal(actual, wanted)))
     index = pa.array(rows)
     got, expected = actual.take(index).to_pylist(), wanted.take(index).to_pylist()
-    sentence = "trajectory_id is {got} but instance_id and repetition_id make {expected}"
+    sentence = "trajectory_id is {got} but instance_id and repetition_id give {expected}"
     return view.breaches("unique_trajectory", rows, "trajectory_id", got, expected, sentence)
 
 
@@ -127,9 +128,13 @@ def _boundaries(view: View, runs: Runs) -> pl.DataFrame:
     is_end[runs.end] = True
     differs = last != is_end
     differs[-1:] = False  # decided by the next table, or by final_row_is_last
-    rows = np.flatnonzero(differs)
-    got, expected = [str(v).lower() for v in last[rows]], [str(v).lower() for v in is_end[rows]]
-    return view.breaches("boundary_alignment", rows, "is_last_step", got, expected, MISPLACED_END)
+    rule, column = "boundary_alignment", "is_last_step"
+    early, late = np.flatnonzero(differs & last), np.flatnonzero(differs & ~last)
+    found = [
+        view.breaches(rule, early, column, ["true"] * len(early), "false", _EARLY_END),
+        view.breaches(rule, late, column, ["false"] * len(late), "true", UNMARKED_END),
+    ]
+    return joined(found).sort("row")
 
 
 def check_outcome(view: View, runs: Runs) -> Iterator[pl.DataFrame]:
@@ -145,7 +150,7 @@ def check_outcome(view: View, runs: Runs) -> Iterator[pl.DataFrame]:
     without &= view.is_null("segments")[runs.end]  # a merged row's reward is a sum
     rows = runs.end[inner & without & view.is_null("error")[runs.end]]
     got, expected = ["reward on earlier rows only"] * len(rows), "reward on the last row"
-    sentence = "earlier rows of the trajectory carry a reward but its last row has none"
+    sentence = "earlier rows of the trajectory have a reward but its last row has none"
     yield view.breaches("outcome_on_last_step", rows, "reward", got, expected, sentence)
 
 
@@ -167,7 +172,7 @@ def check_prefix(view: View) -> Iterator[pl.DataFrame]:
     limit = np.where(rooted | ~earlier, 0, total[parent_row] if len(total) else 0)
     bad = ~earlier | (prefix < 0) | (prefix > limit)
     rows = np.flatnonzero(bad)
-    got = [f"{prefix[r]} tokens of step {None if rooted[r] else parent[r]}" for r in rows]
+    got = [f"{prefix[r]} tokens of {'no step' if rooted[r] else f'step {parent[r]}'}" for r in rows]
     expected = [f"0..{limit[r]} tokens of an earlier step" for r in rows]
     sentence = "the prompt begins with {got}; expected {expected}"
     yield view.breaches("prefix_reference", rows, "prefix_length", got, expected, sentence)
@@ -180,7 +185,7 @@ def check_whole(view: View) -> pl.DataFrame:
     rows = np.flatnonzero(steps != index)
     got = [f"step {steps[r]} as row {index[r]} of its trajectory" for r in rows]
     expected = "all rows of a trajectory in one row group, in order"
-    sentence = "{got}; expected {expected}"
+    sentence = "found {got}; expected {expected}"
     return view.breaches("prefix_reference", rows, "step_index", got, expected, sentence)
 
 

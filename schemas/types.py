@@ -15,7 +15,7 @@ from schemas.columns import (
     SEGMENT_FIELDS,
     Column,
 )
-from schemas.errors import RolloutError
+from schemas.errors import InvariantError
 
 PREFIX_TYPES: dict[str, pa.DataType] = {field.name: field.type for field in PREFIX_FIELDS}
 
@@ -24,7 +24,7 @@ def as_table(data: Any) -> pa.Table:
     """Convert any Arrow-compatible data: a Table, a RecordBatch, a Polars frame, a stream.
 
     Raises:
-        RolloutError: Arrow has no type for one of the columns.
+        InvariantError: Arrow has no type for one of the columns.
     """
     if isinstance(data, pa.Table):
         return data
@@ -60,8 +60,9 @@ def _to_arrow(data: pl.DataFrame) -> pa.Table:
     try:
         return data.to_arrow()
     except pa.ArrowException as error:
-        hint = "cast the column to a type that Arrow has, or drop it"
-        raise RolloutError("columns_and_types", "table", str(error), "", hint) from None
+        got = f"Arrow cannot store a column: {error}"
+        hint = "cast the column to a type that Arrow supports, or drop it"
+        raise InvariantError("columns_and_types", "table", got, "", hint) from None
 
 
 def is_list(kind: pa.DataType) -> bool:

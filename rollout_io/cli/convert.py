@@ -10,6 +10,7 @@ import click
 from rollout_io.cli.formats import note_failures
 from rollout_io.cli.output import emit_json, example, going_on, next_command, note, progress_bar
 from rollout_io.cli.workers import engine_option
+from schemas.errors import count
 
 if TYPE_CHECKING:
     from rollout_io.conversion.driver import Conversion
@@ -71,7 +72,7 @@ _READS = 2  # every log is read twice: to find its runs, then to convert them
     type=click.Choice(["refuse", "keep", "drop"]),
     default="refuse",
     show_default=True,
-    help="skyrl: fields that match no column.",
+    help="skyrl: how to treat fields that match no column.",
 )
 @click.option(
     "--overflows",
@@ -143,7 +144,7 @@ def convert(
     _note_formats(format_name)
     start_s = time.monotonic()
     with (
-        going_on("what is done is kept, and the same command goes on from there"),
+        going_on("finished work is kept; run the same command again to resume"),
         progress_bar(_num_bytes(inputs), "B", "convert", counts="rows") as advance,
     ):
 
@@ -173,11 +174,12 @@ def _report(done: Conversion, out: str, elapsed_s: float, num_bytes: int) -> Non
 
     note(f"format: {done.format}")
     if done.was_done:
-        note(f"{out} is what these logs convert to already: nothing to do")
+        note(f"{out} is up to date with these logs; nothing to do")
     if done.num_resumed:
-        note(f"went on after {done.num_resumed} chunks that an earlier run had done")
+        were = "was" if done.num_resumed == 1 else "were"
+        note(f"resumed: {count(done.num_resumed, 'chunk')} {were} already converted")
     for name, value in done.about.items():
-        text = value if isinstance(value, str) else "in the history of the dataset (`made_by`)"
+        text = value if isinstance(value, str) else "see `made_by` in the metadata of the dataset"
         text = ", ".join(value) if name == MODELS else text
         note(f"{name}: {text}")
     note(done.summary.text(out))
@@ -185,7 +187,7 @@ def _report(done: Conversion, out: str, elapsed_s: float, num_bytes: int) -> Non
         rows_per_s, mb_per_s = done.summary.num_rows / elapsed_s, num_bytes / elapsed_s / 1e6
         note(f"{elapsed_s:.1f} s: {rows_per_s:,.1f} rows/s, {mb_per_s:,.2f} MB/s")
     if done.summary.num_rejected:
-        note(f"rejected records, each with its reason: {out.rstrip('/')}/rejected.jsonl")
+        note(f"rejected records and their errors: {out.rstrip('/')}/rejected.jsonl")
     next_command(f"rollouts validate {out}")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from schemas.errors import RolloutError
+from schemas.errors import InvariantError
 
 if TYPE_CHECKING:
     import polars as pl
@@ -16,7 +16,8 @@ def open_dataset(path: str) -> pl.LazyFrame:
     """Scan a dataset, after checking that the required columns exist with their declared types.
 
     Raises:
-        RolloutError: There is no dataset, or it is not a rollout table.
+        InputError: There is no dataset.
+        InvariantError: It is not a rollout table.
     """
     import polars as pl
 
@@ -28,10 +29,8 @@ def open_dataset(path: str) -> pl.LazyFrame:
     breaches, _ = check_types(empty)
     if len(breaches):
         first = breaches.row(0, named=True)
-        got, hint = f"{first['got']} {first['column']!r}", f"rollouts validate {path}"
-        if first["got"] != "no such column":
-            got = f"column {first['column']!r} of type {first['got']}"
-        raise RolloutError("columns_and_types", path, got, "a rollout table", hint)
+        hint = f"run `rollouts validate {path}` to list every error"
+        raise InvariantError("columns_and_types", path, first["message"], "", hint)
     return frame
 
 
@@ -39,7 +38,8 @@ def open_valid(path: str, workers: Workers | None = None) -> pl.LazyFrame:
     """Scan a dataset, after checking every row against the named invariants.
 
     Raises:
-        RolloutError: There is no dataset, it is not a rollout table, or it breaks an invariant.
+        InputError: There is no dataset.
+        InvariantError: It is not a rollout table, or breaks an invariant.
     """
     from rollout_io.cli.workers import workers_of
     from rollout_io.dataset.checking import require_valid

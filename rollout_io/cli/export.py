@@ -10,7 +10,7 @@ import click
 
 from rollout_io.cli.dataset import open_valid
 from rollout_io.cli.output import emit_json, example, note
-from schemas.errors import RolloutError
+from schemas.errors import ConfigError
 
 if TYPE_CHECKING:
     from rollout_io.formats.exporting.export_rows import Exported, Failed
@@ -48,9 +48,13 @@ def export(dataset: str, format_name: str, out: str, failed: Failed, *, as_json:
     """Export a dataset in another project's format."""
     if format_name not in FORMATS:
         near = difflib.get_close_matches(format_name, FORMATS, 1)
-        hint = f"did you mean --format {near[0]}?" if near else "rollouts export --help"
+        hint = (
+            f"did you mean --format {near[0]}?"
+            if near
+            else "run `rollouts export --help` for the formats"
+        )
         expected = "one of " + ", ".join(FORMATS)
-        raise RolloutError("known_format", "--format", repr(format_name), expected, hint)
+        raise ConfigError("known_format", "--format", repr(format_name), expected, hint)
     open_valid(dataset)
     write = import_module(f"rollout_io.formats.{format_name}_export").write
     done: Exported = write(dataset, out, failed)

@@ -14,7 +14,7 @@ import click
 
 from rollout_io.cli.dataset import open_dataset
 from rollout_io.cli.output import emit, emit_json, example, note, wants_color
-from schemas.errors import RolloutError
+from schemas.errors import ConfigError, InputError, RolloutError, count
 from schemas.extras import requires_extra
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def inspect(
 ) -> None:
     """Show prompts, responses and trained tokens of trajectories.
 
-    A trajectory is shown whole if the condition holds for at least one of its rows. Exit code 1 if
+    A trajectory is shown in full if the condition holds for at least one of its rows. Exit code 1 if
     a row shown breaks a named invariant.
     """
     from rollout_io.cli.trajectory_text import legend, render
@@ -74,9 +74,9 @@ def inspect(
     problem = problem_of(shown, dataset)
     views = view_all(shown if problem is None else sound_rows(shown, problem), decode)
     if problem is not None:
-        note(f"error: {problem}")
+        note(f"Error: {problem}")
         note("Trajectories with errors are not shown.")
-        note(f"Hint: rollouts validate {dataset} lists every error")
+        note(f"Hint: run `rollouts validate {dataset}` to list every error")
     if as_json:
         emit_json([dataclasses.asdict(view) for view in views])
         ctx.exit(int(problem is not None))
@@ -85,8 +85,8 @@ def inspect(
         note(legend(color=color) + "\n")
     for view in views:
         emit(render(view, color=color) + "\n")
-    found = f"{len(views)} of {len(ids)} trajectories shown"
-    note(found if ids else f"no trajectory matches: {where}" if where else "an empty dataset")
+    found = f"{len(views)} of {count(len(ids), 'trajectory')} shown"
+    note(found if ids else f"no trajectory matches: {where}" if where else "the dataset is empty")
     ctx.exit(int(problem is not None))
 
 
@@ -94,7 +94,7 @@ def matching(frame: pl.LazyFrame, where: str | None) -> list[str]:
     """Return the ids of trajectories with a row that satisfies the condition, in order.
 
     Raises:
-        RolloutError: The condition is not SQL, names an unknown column, or does not fit its type.
+        ConfigError: The condition is not SQL, names an unknown column, or does not fit its type.
     """
     from rollout_io.dataset.conditions import condition_of
     from schemas.types import with_absent
@@ -116,8 +116,8 @@ def known(trajectory_id: str, ids: Sequence[str]) -> str:
     if trajectory_id not in ids:
         near = difflib.get_close_matches(trajectory_id, ids, 1)
         hint = f"did you mean {near[0]}?" if near else None
-        expected = f"one of {len(ids)} trajectories"
-        raise RolloutError("known_trajectory", "--trajectory", repr(trajectory_id), expected, hint)
+        got = f"no trajectory has the id {trajectory_id!r}"
+        raise ConfigError("known_trajectory", "--trajectory", got, hint=hint)
     return trajectory_id
 
 
@@ -135,7 +135,7 @@ def problem_of(rows: pl.DataFrame, where: str) -> ValidationError | None:
     try:
         validate(rows)
     except ValidationError as error:
-        return ValidationError.of(error.breaches, f"{where}, of the rows shown")
+        return ValidationError.of(error.breaches, f"{where}, among the rows shown")
     return None
 
 
@@ -166,13 +166,13 @@ def load_decoder(path: str) -> Callable[[Sequence[int]], str]:
         from tokenizers import Tokenizer
     file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
     if not file.is_file():
-        hint = "give the directory of a downloaded model"
-        raise RolloutError("input_file", str(file), "no such file", "a tokenizer.json", hint)
+        got, hint = "the file does not exist", "pass the directory of a downloaded model"
+        raise InputError("input_file", str(file), got, "", hint)
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises bare Exception
-        got = " ".join(str(error).split())
-        raise RolloutError("input_file", str(file), got, "a tokenizer.json") from None
+        got = f"the file is not a valid tokenizer.json: {' '.join(str(error).split())}"
+        raise InputError("input_file", str(file), got) from None
 
     def decode(ids: Sequence[int]) -> str:
         return str(tokenizer.decode(list(ids), skip_special_tokens=False))
@@ -184,10 +184,10 @@ def _check_columns(used: Sequence[str], names: Sequence[str], where: str) -> Non
     for name in used:
         if name not in names:
             near = difflib.get_close_matches(name, names, 1)
-            hint = f"did you mean {near[0]}?" if near else "columns: " + ", ".join(names)
-            hint += f" (a text is written in quotes: '{name}')"
-            got, place = f"column {name!r}", f"--where {where!r}"
-            raise RolloutError("known_column", place, got, "a column of the dataset", hint)
+            hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(names)}."
+            hint += f" Put text values in quotes: '{name}'"
+            got, place = f"the dataset has no column {name!r}", f"--where {where!r}"
+            raise ConfigError("known_column", place, got, "", hint)
 
 
 @contextmanager

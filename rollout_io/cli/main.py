@@ -21,8 +21,8 @@ import click
 
 from rollout_io import __version__
 from rollout_io.name_clashes import HiddenPackageError, require_ours
-from schemas.errors import RolloutError
-from schemas.extras import requires_extra
+from schemas.errors import InputError, RolloutError
+from schemas.extras import explained
 
 GROUP = "rollout_io.verbs"
 ORDER = (
@@ -85,11 +85,7 @@ def _registered() -> dict[str, EntryPoint]:
 
 def _unavailable(name: str, error: ImportError) -> click.Command:
     def fail(*_: object) -> NoReturn:
-        if isinstance(error, HiddenPackageError):
-            raise error
-        with requires_extra("train", f"rollouts {name}"):
-            raise error
-        raise AssertionError  # never reached
+        raise explained(error, "train", f"rollouts {name}")
 
     accept_all = {"ignore_unknown_options": True, "allow_extra_args": True}
     text = "Not available: a library is missing."
@@ -133,7 +129,7 @@ def run(args: Sequence[str] | None = None) -> int:
     except RolloutError as error:
         return _report(error)
     except HiddenPackageError as error:
-        click.echo(f"error: {error}", err=True)
+        click.echo(f"Error: {error}", err=True)
         return 1
     except BrokenPipeError:
         return _close_stdout()
@@ -163,7 +159,7 @@ def _file_error(error: OSError) -> RolloutError | None:
     if limit := too_many_open_files(error, str(error.filename or "this process")):
         return limit
     got = (error.strerror or str(error)).lower()
-    return RolloutError("file", str(error.filename), got) if error.filename else None
+    return InputError("file", str(error.filename), got) if error.filename else None
 
 
 def _unexpected(error: Exception) -> int:
@@ -172,7 +168,7 @@ def _unexpected(error: Exception) -> int:
         return 2
     text = " ".join(str(error).split())
     click.echo(f"Error: unexpected {type(error).__name__}: {text}", err=True)
-    click.echo("Hint: ROLLOUTS_DEBUG=1 rollouts ... shows the traceback.", err=True)
+    click.echo("Hint: set ROLLOUTS_DEBUG=1 to see the traceback.", err=True)
     return 2
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from rollout_io.cli.output import emit, emit_json, example, note
 from rollout_io.cli.workers import workers_of, workers_options
+from schemas.errors import count
 
 if TYPE_CHECKING:
     import polars as pl
@@ -33,6 +35,7 @@ def validate(
 
     from rollout_io.cli.trajectory_text import printable
     from rollout_io.dataset.checking import check_dataset
+    from rollout_io.dataset.reader import shard_sizes
 
     chosen = workers_of(workers, engine, dataset)
     breaches = pl.concat(list(check_dataset(dataset, chosen)))
@@ -42,8 +45,10 @@ def validate(
         report = {"ok": not has_errors, "rules": rules, "breaches": breaches.to_dicts()}
         emit_json(report)
     else:
+        sizes = shard_sizes(dataset)
         for rule in rules:
-            emit(printable(_text(rule, breaches.filter(pl.col("rule") == rule["rule"]))))
+            found = breaches.filter(pl.col("rule") == rule["rule"])
+            emit(printable(_text(rule, found, dataset, sizes)))
         note(_verdict(dataset, breaches))
     ctx.exit(1 if has_errors else 0)
 
@@ -66,16 +71,33 @@ def by_rule(breaches: pl.DataFrame) -> list[dict[str, Any]]:
     return sorted(records, key=lambda record: record["severity"])
 
 
-def _text(rule: dict[str, Any], breaches: pl.DataFrame) -> str:
+def _text(
+    rule: dict[str, Any], breaches: pl.DataFrame, dataset: str, sizes: Mapping[str, int]
+) -> str:
+    label = rule["severity"].capitalize()
+    lines = [
+        f"{label}: {_place(breach, dataset, sizes)}: {breach['message']}. [{rule['rule']}]"
+        for breach in breaches.head(FIRST_ROWS).to_dicts()
+    ]
+    if len(breaches) > FIRST_ROWS:
+        lines.append(
+            f"... and {len(breaches) - FIRST_ROWS} more [{rule['rule']}]; --json lists all"
+        )
+    return "\n".join([*lines, f"Hint: {rule['hint']}", ""])
+
+
+def _place(breach: dict[str, Any], dataset: str, sizes: Mapping[str, int]) -> str:
+    """Return the shard and the row in it, counted from 0; the dataset if the breach has no row."""
     from schemas.checker import row_place
 
-    lines = [f"{rule['severity']}: {rule['rule']} ({rule['num_breaches']}x): {rule['meaning']}"]
-    for breach in breaches.head(FIRST_ROWS).to_dicts():
-        place = "table" if breach["row"] is None else row_place(breach)
-        lines.append(f"  {place}: {breach['message']}")
-    if len(breaches) > FIRST_ROWS:
-        lines.append(f"  ... {len(breaches) - FIRST_ROWS} more (--json lists all)")
-    return "\n".join([*lines, f"  Hint: {rule['hint']}", ""])
+    if breach["row"] is None:
+        return dataset
+    row = breach["row"]
+    for shard, num_rows in sizes.items():
+        if row < num_rows:
+            return f"{shard}, {row_place({**breach, 'row': row})}"
+        row -= num_rows
+    return f"{dataset}, {row_place(breach)}"
 
 
 def _verdict(dataset: str, breaches: pl.DataFrame) -> str:
@@ -83,4 +105,4 @@ def _verdict(dataset: str, breaches: pl.DataFrame) -> str:
     warnings = len(breaches) - errors
     if not errors and not warnings:
         return f"{dataset}: valid"
-    return f"{dataset}: {errors} errors, {warnings} warnings"
+    return f"{dataset}: {count(errors, 'error')}, {count(warnings, 'warning')}"

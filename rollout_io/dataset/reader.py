@@ -90,6 +90,15 @@ def shard_paths(path: PathLike) -> list[str]:
     return [shard.url for shard in _open_shards(path)]
 
 
+def shard_sizes(path: PathLike) -> dict[str, int]:
+    """Return the number of rows of each shard by its file name, or path if names recur, in order."""
+    shards = _open_shards(path)
+    names = [posixpath.basename(shard.location.path) for shard in shards]
+    if len(set(names)) < len(names):
+        names = [shard.location.path for shard in shards]
+    return {name: shard.num_rows for name, shard in zip(names, shards, strict=True)}
+
+
 def read(path: PathLike, columns: Sequence[str] | None = None) -> pa.Table:
     """Read the whole logical table (see `iter_tables`), with its metadata in the Arrow schema."""
     table = pa.concat_tables(iter_tables(path, columns))
@@ -134,6 +143,7 @@ class _Shard:
 
     def __init__(self, location: Location, file: pq.ParquetFile) -> None:
         self.location, self._footer = location, file.metadata
+        self.num_rows: int = file.metadata.num_rows
         self.pairs = file.metadata.metadata or {}
         self.names: list[str] = file.schema_arrow.names
         self.encoded = _is_encoded(self.names)

@@ -113,7 +113,7 @@ def test_token_ids_beyond_the_vocabulary_are_named():
     }
     breaches = check(pa.table(columns), vocab_size=50)
     assert breaches.select("rule", "row", "column", "got", "expected").rows() == [
-        ("token_range", 0, "response_ids", "50 at index 1 and 1 more", "ids in 0..49")
+        ("token_range", 0, "response_ids", "50 at index 1 (and 1 more)", "ids in 0..49")
     ]
 
 
@@ -147,7 +147,7 @@ def test_columns_that_share_a_name_or_have_none_are_a_breach():
     twice = table.append_column("instance_id", table.column("instance_id"))
     assert check(twice).select("rule", "column", "got", "expected", "message").rows()[0] == (
         *("columns_and_types", "instance_id", "2 columns", "one"),
-        "2 columns have the name 'instance_id'",
+        "2 columns are named 'instance_id'",
     )
     unnamed = table.append_column("", pa.array([1]))
     assert check(unnamed)["got"].to_list() == ["a column without a name"]

@@ -203,14 +203,28 @@ def broken(dataset: str, tmp_path: Path) -> str:
 def test_validate_groups_breaches_by_rule_and_exits_1(broken: str, capsys: Capture) -> None:
     assert run(["validate", broken]) == 1
     printed = capsys.readouterr()
-    assert printed.out.startswith("error: reward_finite (7x): ")
-    assert (
-        "  row 0 (trajectory shop-0_0, step 0): reward is nan; it must be finite or null\n"
-        in printed.out
+    assert printed.out.startswith(
+        f"Error: {Path(broken).name}, row 0 (trajectory shop-0_0, step 0): "
+        "reward is nan; it must be finite or null. [reward_finite]\n"
     )
-    assert "  ... 2 more (--json lists all)\n" in printed.out
-    assert "  Hint: use null" in printed.out
+    assert "\n... and 2 more [reward_finite]; --json lists all\n" in printed.out
+    assert "\nHint: use null" in printed.out
     assert printed.err == f"{broken}: 7 errors, 0 warnings\n"
+
+
+def test_validate_counts_the_rows_of_each_shard(
+    broken: str, tmp_path: Path, capsys: Capture
+) -> None:
+    table = pq.read_table(broken)
+    cut = table["step_index"].to_pylist().index(0, 1)  # the second trajectory
+    assert cut < 5  # rows that are shown
+    (tmp_path / "ds").mkdir()
+    for index, part in enumerate((table.slice(0, cut), table.slice(cut))):
+        pq.write_table(part, tmp_path / "ds" / f"part-0000{index}.parquet")
+    assert run(["validate", str(tmp_path / "ds")]) == 1
+    printed = capsys.readouterr().out
+    assert f"Error: part-00000.parquet, row {cut - 1} (" in printed
+    assert "Error: part-00001.parquet, row 0 (" in printed
 
 
 def test_validate_lists_every_breach_in_json(broken: str, capsys: Capture) -> None:
@@ -228,7 +242,8 @@ def test_warnings_alone_exit_0(dataset: str, tmp_path: Path, capsys: Capture) ->
     masked = table.drop_columns("loss_mask").append_column("loss_mask", column)
     pq.write_table(masked, tmp_path / "masked.parquet")
     assert run(["validate", str(tmp_path / "masked.parquet")]) == 0
-    assert "warning: mask_trains_something (1x)" in capsys.readouterr().out
+    found = f"Warning: {tmp_path}/masked.parquet: loss_mask is false for every token. "
+    assert capsys.readouterr().out.startswith(f"{found}[mask_trains_something]\n")
 
 
 def test_inspect_shows_whole_trajectories_that_match(dataset: str, capsys: Capture) -> None:
@@ -258,7 +273,7 @@ def test_inspect_marks_what_trains_where_there_is_no_colour(dataset: str, capsys
     assert "[+ You're asked to calculate" in printed.out
     assert "\x1b" not in printed.out
     assert "[+ trains +]" in printed.err
-    assert "1 of 1 trajectories shown" in printed.err
+    assert "1 of 1 trajectory shown" in printed.err
 
 
 @pytest.mark.parametrize(
@@ -303,7 +318,9 @@ def test_a_parquet_file_of_another_kind_is_a_clean_error(
     pq.write_table(pa.table({"a": [1]}), other)
     more = ["--out", str(tmp_path / "x.json")] if verb == "export" else []
     assert run([verb, other, *more]) == 1
-    assert f"Hint: rollouts validate {other}" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"{other}: the required column instance_id is missing. [columns_and_types]" in said
+    assert f"Hint: run `rollouts validate {other}`" in said
 
 
 def test_export_writes_what_the_library_imports(dataset: str, tmp_path: Path) -> None:
@@ -336,7 +353,7 @@ def test_an_unexpected_error_is_one_line_and_exits_2(
     assert run(["validate", "x"]) == 2
     assert capsys.readouterr().err == (
         "Error: unexpected ZeroDivisionError: a bug\n"
-        "Hint: ROLLOUTS_DEBUG=1 rollouts ... shows the traceback.\n"
+        "Hint: set ROLLOUTS_DEBUG=1 to see the traceback.\n"
     )
     monkeypatch.setenv("ROLLOUTS_DEBUG", "1")
     assert run(["validate", "x"]) == 2
@@ -448,6 +465,7 @@ def test_a_column_of_a_wrong_type_is_a_clean_error(
     out = [] if verb in {"stats", "inspect"} else ["--out", str(tmp_path / "new")]
     assert run([verb, str(tmp_path / "odd.parquet"), *out]) == 1
     said = capsys.readouterr()
-    assert "column 'reward' of type" in said.err
+    assert "the column reward has type" in said.err
+    assert "expected double. [columns_and_types]" in said.err
     assert said.out == ""
     assert not (tmp_path / "new").exists()
