@@ -22,6 +22,8 @@ from schemas.rules import Rule
 from schemas.strategies import broken_tables, rollout_tables
 from tests.conftest import ROOT
 from trainer.algorithms.objective import Targets, policy_loss
+from trainer.config.function_keys import bind
+from trainer.config.functions import POLICY_LOSS
 from trainer.config.train_config import TrainConfig
 
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
@@ -149,7 +151,8 @@ def test_the_loss_of_the_page_is_found_with_its_key(tmp_path, monkeypatch) -> No
     known |= {"row": torch.zeros(2, dtype=torch.int64), "selected": torch.ones(2, dtype=torch.bool)}
     try:
         losses = policy_loss(
-            Targets(logprobs=values, advantages=torch.tensor([1.0, -2.0]), **known), config
+            Targets(logprobs=values, advantages=torch.tensor([1.0, -2.0]), **known),
+            bind(POLICY_LOSS, config),
         ).losses
     finally:
         sys.modules.pop("my_losses", None)

@@ -11,19 +11,20 @@ import numpy.typing as npt
 from schemas.ragged import IntArray
 from trainer.algorithms.advantages.token import CriticAdvantages
 from trainer.algorithms.own_functions import call_own, finite_array, refused
-from trainer.config.functions import ADVANTAGE_ESTIMATOR, find
-from trainer.config.train_config import TrainConfig
+from trainer.config.function_keys import BoundFunction
 
 FloatArray = npt.NDArray[np.float64]
 
 
-def advantages_of_returns(returns: FloatArray, group_index: IntArray, c: TrainConfig) -> FloatArray:
-    """Estimate the advantages of n trajectories from their returns, by `c.advantage_estimator`.
+def advantages_of_returns(
+    returns: FloatArray, group_index: IntArray, estimator: BoundFunction
+) -> FloatArray:
+    """Estimate the advantages of n trajectories from their returns.
 
     Args:
         returns: [n] float64, finite.
         group_index: [n] int64 group of each trajectory, 0..num_groups-1.
-        c: The configuration.
+        estimator: The run's `advantage_estimator`.
 
     Returns:
         [n] float64.
@@ -32,7 +33,7 @@ def advantages_of_returns(returns: FloatArray, group_index: IntArray, c: TrainCo
         RolloutError: If a user's estimator fails, or its result is invalid.
     """
     given = {"returns": returns, "group_index": group_index}
-    return _estimated(given, len(returns), "advantage of each trajectory", c)[0]
+    return _estimated(given, len(returns), "advantage of each trajectory", estimator)[0]
 
 
 def advantages_of_rewards(
@@ -40,16 +41,16 @@ def advantages_of_rewards(
     trajectory: IntArray,
     group_index: IntArray,
     values: FloatArray | None,
-    c: TrainConfig,
+    estimator: BoundFunction,
 ) -> tuple[FloatArray, FloatArray | None]:
-    """Estimate the advantages of N trained tokens from their rewards, by `c.advantage_estimator`.
+    """Estimate the advantages of N trained tokens from their rewards.
 
     Args:
         rewards: [N] float64, finite: reward of each token.
         trajectory: [N] int64 trajectory of each token, not decreasing.
         group_index: [N] int64 group of each token.
         values: [N] float64 critic values; None without a critic.
-        c: The configuration.
+        estimator: The run's `advantage_estimator`.
 
     Returns:
         [N] float64 each: advantages, and critic targets (None without a critic).
@@ -60,7 +61,7 @@ def advantages_of_rewards(
     ids = {"trajectory": trajectory, "group_index": group_index}
     given = {"rewards": rewards} | {name: _numbered(index) for name, index in ids.items()}
     given |= {} if values is None else {"values": values}
-    return _estimated(given, len(rewards), "advantage of each trained token", c)
+    return _estimated(given, len(rewards), "advantage of each trained token", estimator)
 
 
 def _numbered(index: IntArray) -> IntArray:
@@ -69,10 +70,10 @@ def _numbered(index: IntArray) -> IntArray:
 
 
 def _estimated(
-    arrays: Mapping[str, Any], num: int, what: str, c: TrainConfig
+    arrays: Mapping[str, Any], num: int, what: str, estimator: BoundFunction
 ) -> tuple[FloatArray, FloatArray | None]:
-    function = find(ADVANTAGE_ESTIMATOR, c.advantage_estimator)
-    given = {name: arrays[name] for name in function.inputs} | function.key_values(c)
+    function = estimator.function
+    given = {name: arrays[name] for name in function.inputs} | estimator.keys
     with_critic = "values" in function.inputs
     if not function.is_own:
         found = function.call(**given)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from trainer.algorithms.losses.policy import TokenLoss
 from trainer.algorithms.own_functions import call_own, refused
-from trainer.config.functions import POLICY_LOSS, Function, find
-from trainer.config.loss_config import LossConfig
+from trainer.config.function_keys import BoundFunction
+from trainer.config.functions import Function
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,14 +36,14 @@ class Targets:
     selected: Tensor
 
 
-def policy_loss(t: Targets, c: LossConfig) -> TokenLoss:
-    """Compute the loss per target by `c.policy_loss_type`, neither reduced nor corrected.
+def policy_loss(t: Targets, loss: BoundFunction) -> TokenLoss:
+    """Compute the loss per target by `policy_loss_type`, neither reduced nor corrected.
 
     Raises:
         RolloutError: If a user's loss fails, or its result is invalid.
     """
-    function = find(POLICY_LOSS, c.policy_loss_type)
-    given = {name: getattr(t, name) for name in function.inputs} | function.key_values(c)
+    function = loss.function
+    given = {name: getattr(t, name) for name in function.inputs} | loss.keys
     if not function.is_own:
         found: TokenLoss = function.call(**given)
         return found

@@ -13,6 +13,8 @@ from pipelines.rewards import are_equal, trajectory_returns
 from schemas.errors import RolloutError
 from schemas.metadata import Outcome
 from trainer.algorithms.estimators import advantages_of_returns
+from trainer.config.function_keys import bind
+from trainer.config.functions import ADVANTAGE_ESTIMATOR
 from trainer.config.train_config import TrainConfig
 
 
@@ -161,7 +163,8 @@ def trajectory_advantages(trajectories: pl.DataFrame, config: TrainConfig) -> pl
     advantages = np.zeros(len(trajectories))
     if not config.is_supervised and not config.estimates_by_token:
         _, group_index = np.unique(group, return_inverse=True)
-        advantages[trains] = advantages_of_returns(returns, group_index, config)
+        estimator = bind(ADVANTAGE_ESTIMATOR, config)
+        advantages[trains] = advantages_of_returns(returns, group_index, estimator)
     return pl.Series("advantage", advantages)
 
 

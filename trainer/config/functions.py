@@ -10,17 +10,12 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-import json
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from inspect import Parameter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from schemas.errors import RolloutError
-
-if TYPE_CHECKING:
-    from trainer.config.loss_config import LossConfig
-    from trainer.config.train_config import TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -121,22 +116,6 @@ class Function:
     takes_all_keys: bool
     call: Callable[..., Any]
 
-    def key_values(self, config: LossConfig) -> dict[str, Any]:
-        """Return the values of its keys, from the configuration or from `[loss]`.
-
-        Example:
-            >>> from trainer.config.loss_config import LossConfig
-            >>> function = find(LOSS_REDUCTION, "seq_mean_token_sum_norm")
-            >>> function.key_values(LossConfig(max_seq_len=8))
-            {'max_seq_len': 8}
-        """
-        fields = config.__dataclass_fields__
-        given = {name: getattr(config, name) for name in self.keys if name in fields}
-        if not self.is_own:
-            return given
-        others = (name for name in config.loss if name in self.keys or self.takes_all_keys)
-        return given | {name: config.loss[name] for name in others}
-
     @property
     def place(self) -> str:
         """File and line where it is defined, "" if they are unknown."""
@@ -205,12 +184,12 @@ def _check_parameters(function: Function, parameters: Mapping[str, Parameter]) -
             raise RolloutError(kind.key, function.name, got, "parameters that are given by name")
     taken = function.inputs & {*kind.needs_one_of}
     if not taken or (kind.exactly_one and len(taken) > 1):
-        found = _nearest_inputs(function)
+        found = nearest_inputs(function)
         got = f"parameters ({', '.join(parameters)})"
         several = "exactly one" if kind.exactly_one else "at least one"
         number = "" if len(kind.needs_one_of) == 1 else f"{several} of "
         expected = f"{number}{', '.join(kind.needs_one_of)} among them"
-        raise RolloutError(kind.key, function.name, got, expected, found or _known_inputs(kind))
+        raise RolloutError(kind.key, function.name, got, expected, found or known_inputs(kind))
     of_tokens = function.inputs & {"trajectory", "values"}
     if kind is ADVANTAGE_ESTIMATOR and "returns" in function.inputs and of_tokens:
         got = f"returns and {', '.join(sorted(of_tokens))}"
@@ -218,124 +197,7 @@ def _check_parameters(function: Function, parameters: Mapping[str, Parameter]) -
         raise RolloutError(kind.key, function.name, got, expected)
 
 
-def check_functions(config: LossConfig) -> None:
-    """Check the functions that a configuration names, and the keys of its table `[loss]`.
-
-    Raises:
-        RolloutError: config_key, config_value if a key of `[loss]` belongs to no function, or to the
-            configuration, or its value has the wrong type; and as `find`.
-    """
-    own = [function for function in functions_of(config) if function.is_own]
-    fields = config.__dataclass_fields__
-    for key, value in config.loss.items():
-        if not _is_plain(value):
-            expected = "a number, text, true or false, or lists and tables of these"
-            raise RolloutError("config_value", f"[loss] {key}", str(value), expected)
-        if key in fields:
-            hint = "write it outside the table: your function gets it from there"
-            expected = "keys that the configuration does not have itself"
-            raise RolloutError("config_key", "[loss]", f"`{key}`", expected, hint)
-        if not any(key in function.keys or function.takes_all_keys for function in own):
-            raise _unknown_key(key, own, fields)
-    for function in own:
-        _check_keys(function, config)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Use:
-    """A function as a run uses it.
-
-    Attributes:
-        name: As the configuration names it.
-        place: FILE:LINE of a function of the user's; None: built-in, or unknown.
-        keys: The values of its keys.
-    """
-
-    name: str
-    place: str | None
-    keys: dict[str, Any]
-
-    def __str__(self) -> str:
-        place = f" ({self.place})" if self.place else ""
-        keys = ", ".join(f"{key} = {json.dumps(value)}" for key, value in self.keys.items())
-        return f"{self.name}{place}{': ' if keys else ''}{keys}"
-
-
-def uses(config: TrainConfig) -> dict[str, Use]:
-    """The loss, the estimator (unless the loss takes no advantages) and the reduction, by key."""
-    found = {}
-    for kind in KINDS:
-        if kind is ADVANTAGE_ESTIMATOR and config.is_supervised:
-            continue
-        function = find(kind, getattr(config, kind.key))
-        defaults = {n: p.default for n, p in function.keys.items()}
-        values = {
-            key: value if _is_plain(value) else repr(value)
-            for key, value in (defaults | function.key_values(config)).items()
-        }
-        place = function.place or None if function.is_own else None
-        found[kind.key] = Use(name=function.name, place=place, keys=values)
-    return found
-
-
-def _is_plain(value: Any) -> bool:
-    """True if a value survives JSON unchanged."""
-    if isinstance(value, list):
-        return all(map(_is_plain, value))
-    if isinstance(value, dict):
-        return all(isinstance(key, str) and _is_plain(value[key]) for key in value)
-    return value is None or (isinstance(value, bool | int | float | str) and value == value)
-
-
-def functions_of(config: LossConfig) -> Iterator[Function]:
-    """The user's functions that a configuration names; built-in ones are not imported."""
-    for kind in KINDS:
-        name = getattr(config, kind.key, None)
-        if name is not None and name not in kind.built_in:
-            yield find(kind, name)
-
-
-def _unknown_key(key: str, own: Collection[Function], fields: Collection[str]) -> RolloutError:
-    if not own:
-        near = difflib.get_close_matches(key, fields, n=1, cutoff=0.5)
-        expected = "keys of a function of your own, and policy_loss_type, advantage_estimator or"
-        expected += " loss_reduction to name one"
-        hint = f"did you mean `{near[0]}`, outside the table?" if near else None
-        return RolloutError("config_key", "[loss]", f"`{key}`", expected, hint)
-    known = sorted({name for function in own for name in function.keys} - {*fields})
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    names = " and ".join(function.name for function in own)
-    expected = f"a parameter of {names}"
-    hint = f"did you mean `{near[0]}`?" if near else f"known keys: {', '.join(known) or 'none'}"
-    return RolloutError("config_key", "[loss]", f"`{key}`", expected, hint)
-
-
-_PLAIN: dict[str, tuple[tuple[type, ...], str]] = {
-    "bool": ((bool,), "true or false"),
-    "int": ((int,), "a whole number"),
-    "float": ((int, float), "a number"),
-    "str": ((str,), "text"),
-}
-
-
-def _check_keys(function: Function, config: LossConfig) -> None:
-    """Check that every parameter has a value, of the parameter's type if from `[loss]`."""
-    values = function.key_values(config)
-    for name, parameter in function.keys.items():
-        if name not in values and parameter.default is Parameter.empty:
-            got, expected = f"a parameter `{name}`", f"an input, or a key `{name}` in [loss]"
-            hint = _nearest_inputs(function) or _known_inputs(function.kind)
-            raise RolloutError(function.kind.key, function.name, got, expected, hint)
-        annotation = getattr(parameter.annotation, "__name__", parameter.annotation)
-        if name in config.loss and annotation in _PLAIN:
-            types, expected = _PLAIN[annotation]
-            value = config.loss[name]
-            if not isinstance(value, types) or (bool not in types and isinstance(value, bool)):
-                where = f"[loss] {name}, of {function.name}"
-                raise RolloutError("config_value", where, repr(value), expected)
-
-
-def _nearest_inputs(function: Function) -> str | None:
+def nearest_inputs(function: Function) -> str | None:
     """Suggest near matches for parameters without a value."""
     for name in function.keys:
         if near := difflib.get_close_matches(name, function.kind.inputs, n=1, cutoff=0.7):
@@ -343,5 +205,6 @@ def _nearest_inputs(function: Function) -> str | None:
     return None
 
 
-def _known_inputs(kind: Kind) -> str:
+def known_inputs(kind: Kind) -> str:
+    """List the inputs that a kind of function may take."""
     return f"inputs of {kind.key}: {', '.join(kind.inputs)}"

@@ -20,7 +20,8 @@ from rollout_io.configuration import (
 )
 from rollout_io.dataset.atomic_files import replace_text
 from schemas.errors import RolloutError
-from trainer.config.functions import ADVANTAGE_ESTIMATOR, check_functions, inputs_of
+from trainer.config.function_keys import check_functions
+from trainer.config.functions import ADVANTAGE_ESTIMATOR, inputs_of
 from trainer.config.loss_config import LossConfig, loss_breaches
 
 

@@ -13,9 +13,9 @@ from trainer.batches.forest import chain_lengths
 from trainer.batches.packing import cut_batch
 from trainer.batches.plan import num_planned_updates
 from trainer.batches.prefetch import one_ahead
-from trainer.config.functions import Use, uses
 from trainer.config.resolved import resolved
 from trainer.config.train_config import TrainConfig
+from trainer.config.uses import Use, uses
 from trainer.reports.memory_estimate import Memory, estimate_memory
 from trainer.run.setup import TrainingRun, set_up
 

@@ -11,6 +11,8 @@ from torch import Tensor
 from trainer.algorithms.advantages.token import FloatArray, batch_normalize
 from trainer.algorithms.estimators import advantages_of_rewards
 from trainer.batches.data import Batch
+from trainer.config.function_keys import bind
+from trainer.config.functions import ADVANTAGE_ESTIMATOR
 from trainer.config.train_config import TrainConfig
 
 
@@ -68,4 +70,5 @@ def _along_chains(
         return batch.advantages.numpy()[slots].astype(np.float64), None
     group = batch.group[batch.responses.row_of(slots)]
     rewards, trajectory = batch.chains.rewards, batch.chains.trajectory
-    return advantages_of_rewards(rewards, trajectory, group, values, config)
+    estimator = bind(ADVANTAGE_ESTIMATOR, config)
+    return advantages_of_rewards(rewards, trajectory, group, values, estimator)

@@ -14,9 +14,9 @@ from schemas.errors import RolloutError
 from trainer.batches.data import index_rows
 from trainer.batches.forest import RowLimit
 from trainer.batches.plan import Plan, dataset_returns, make_plan
-from trainer.config.functions import uses
 from trainer.config.resolved import resolved
 from trainer.config.train_config import TrainConfig
+from trainer.config.uses import uses
 from trainer.distributed.launch import make_accelerator
 from trainer.distributed.processes import agreed
 from trainer.models.critic import CriticLearner

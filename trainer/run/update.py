@@ -23,7 +23,8 @@ from trainer.algorithms.losses.reductions import FloatArray, Units, reduction_we
 from trainer.algorithms.objective import Targets, policy_loss
 from trainer.batches.data import Batch
 from trainer.batches.forest import Forest
-from trainer.config.functions import POLICY_LOSS
+from trainer.config.function_keys import bind
+from trainer.config.functions import LOSS_REDUCTION, POLICY_LOSS
 from trainer.config.train_config import TrainConfig
 from trainer.distributed.balance import own_forests
 from trainer.distributed.processes import agreed, combine, gather_parts
@@ -200,7 +201,7 @@ def _weights(
         micro_batch=micro_batch[slots],
         num_micro_batches=len(forests),
     )
-    return reduction_weights(units, config)
+    return reduction_weights(units, bind(LOSS_REDUCTION, config))
 
 
 def _select(c: TrainConfig, now: Tensor, old: Tensor, advantages: Tensor) -> Tensor:
@@ -231,7 +232,7 @@ def _micro_batch(
     logprobs, entropy = learner.policy(forest.to(device), batch.temperature[slot].to(device))
     targets, weights = _targets(batch, slot, logprobs, inputs), inputs.weights[slot].to(device)
     try:
-        losses, clipped, own_metrics = policy_loss(targets, c)
+        losses, clipped, own_metrics = policy_loss(targets, bind(POLICY_LOSS, c))
     except RolloutError as error:
         if learner.accelerator.num_processes == 1:
             raise

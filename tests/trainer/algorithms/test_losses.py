@@ -20,6 +20,8 @@ from trainer.algorithms.losses.covariance import clip_cov_selection, covariances
 from trainer.algorithms.losses.policy import dual_clip, gspo, regular
 from trainer.algorithms.losses.ratios import row_sums
 from trainer.algorithms.objective import Targets, policy_loss
+from trainer.config.function_keys import bind
+from trainer.config.functions import POLICY_LOSS
 from trainer.config.loss_config import LossConfig
 
 
@@ -97,7 +99,7 @@ def test_loss_and_gradient_are_those_of_the_literal_formula(
     name: Any, settings: dict[str, Any], x: Targets
 ) -> None:
     c = LossConfig(policy_loss_type=name, **SETTINGS | settings)
-    losses = policy_loss(x, c).losses
+    losses = policy_loss(x, bind(POLICY_LOSS, c)).losses
     expected = torch.stack([literal(name, t, x, c) for t in range(len(x.logprobs))])
     torch.testing.assert_close(losses, expected, rtol=1e-10, atol=1e-12)
     found, wanted = (
@@ -121,7 +123,7 @@ def _near_a_kink(x: Targets, c: LossConfig) -> Tensor:
 def test_loss_gradient_and_clip_ratio_are_those_of_the_reference(name: str) -> None:
     wanted, x, mask = REFERENCE["losses"][name], *reference_targets(name)
     c = LossConfig(policy_loss_type=name.split()[0], **SETTINGS | wanted["settings"])
-    found = policy_loss(x, c)
+    found = policy_loss(x, bind(POLICY_LOSS, c))
     assert found.losses.sum().item() == pytest.approx(wanted["loss"], rel=1e-6)
     (gradient,) = torch.autograd.grad(found.losses.sum(), x.logprobs)
     expected = torch.tensor(wanted["gradient"], dtype=torch.float64)
@@ -147,7 +149,7 @@ def test_regular_of_every_branch() -> None:
 @given(x=targets())
 def test_clipped_targets_are_exactly_those_without_gradient(name: Any, x: Targets) -> None:
     c = LossConfig(policy_loss_type=name, **SETTINGS)
-    losses, clipped, _ = policy_loss(x, c)
+    losses, clipped, _ = policy_loss(x, bind(POLICY_LOSS, c))
     (gradient,) = torch.autograd.grad(losses.sum(), x.logprobs)
     moving, kink = x.advantages.abs() > 1e-6, _near_a_kink(x, c)
     if name == "clip_cov":
@@ -176,7 +178,7 @@ def test_first_update_has_the_policy_gradient(name: Any) -> None:
         row=torch.tensor([0, 0, 1]),
         selected=torch.tensor([True, False, False]),
     )
-    losses = policy_loss(x, LossConfig(policy_loss_type=name)).losses
+    losses = policy_loss(x, bind(POLICY_LOSS, LossConfig(policy_loss_type=name))).losses
     (gradient,) = torch.autograd.grad(losses.sum(), logprobs)
     torch.testing.assert_close(gradient, tensor(-3.0, 1.0, -0.5), rtol=1e-12, atol=0)
 
@@ -205,7 +207,7 @@ def test_impossible_tokens_give_finite_losses_and_no_targets_none(
             row=torch.zeros(n, dtype=torch.int64),
             selected=torch.zeros(n, dtype=torch.bool),
         )
-        losses, clipped, _ = policy_loss(x, c)
+        losses, clipped, _ = policy_loss(x, bind(POLICY_LOSS, c))
         assert losses.isfinite().all()
         assert losses.shape == clipped.shape == (n,)
 

@@ -12,6 +12,8 @@ from torch import Tensor
 from tests.helpers.losses_helpers import REFERENCE, SETTINGS, reference_targets, tensor
 from trainer.algorithms.losses.correction import bounds, correct, row_ratios, token_weights
 from trainer.algorithms.objective import policy_loss
+from trainer.config.function_keys import bind
+from trainer.config.functions import POLICY_LOSS
 from trainer.config.loss_config import LossConfig
 
 ROW = torch.tensor([0, 0, 1, 1, 2])
@@ -97,7 +99,7 @@ def test_correction_loss_gradient_and_metrics_are_those_of_the_reference(name: s
     wanted, (x, mask) = REFERENCE["corrections"][name], reference_targets()
     c = LossConfig(**SETTINGS | wanted["settings"])
     found = correct(x.old_logprobs, x.rollout_logprobs, x.row, c)
-    loss = (policy_loss(x, c).losses * found.weights).sum()
+    loss = (policy_loss(x, bind(POLICY_LOSS, c)).losses * found.weights).sum()
     assert loss.item() == pytest.approx(wanted["loss"], rel=1e-6)
     (gradient,) = torch.autograd.grad(loss, x.logprobs)
     expected = torch.tensor(wanted["gradient"], dtype=torch.float64)[mask]

@@ -22,9 +22,19 @@ from trainer.algorithms.estimators import advantages_of_returns, advantages_of_r
 from trainer.algorithms.losses.policy import TokenLoss
 from trainer.algorithms.losses.reductions import Units, reduction_weights
 from trainer.algorithms.objective import Targets, policy_loss
-from trainer.config.functions import KINDS, Kind, find, inputs_of, uses
+from trainer.config.function_keys import bind
+from trainer.config.functions import (
+    ADVANTAGE_ESTIMATOR,
+    KINDS,
+    LOSS_REDUCTION,
+    POLICY_LOSS,
+    Kind,
+    find,
+    inputs_of,
+)
 from trainer.config.loss_config import LossConfig
 from trainer.config.train_config import TrainConfig, load_config
+from trainer.config.uses import uses
 
 HERE = __name__
 PATHS = {"dataset": "d", "model": "m", "out": "o"}
@@ -180,19 +190,24 @@ def test_the_page_and_the_keys_name_every_function_and_input() -> None:
 def test_a_loss_gets_its_tensors_and_keys_by_name(x: Targets) -> None:
     c = LossConfig(policy_loss_type=own(clipped), loss={"beta": 2}, **SETTINGS)
     regular = LossConfig(policy_loss_type="regular", **SETTINGS)
-    found, expected = policy_loss(x, c), policy_loss(x, regular)
+    found, expected = (
+        policy_loss(x, bind(POLICY_LOSS, c)),
+        policy_loss(x, bind(POLICY_LOSS, regular)),
+    )
     assert torch.equal(found.losses, expected.losses)
     assert not found.clipped.any()
     one, other = (torch.autograd.grad(v.losses.sum(), x.logprobs)[0] for v in (found, expected))
     assert torch.equal(one, other)
     c = LossConfig(policy_loss_type=own(scaled), loss={"beta": 3}, sapo_tau_pos=2.0)
-    assert torch.equal(policy_loss(x, c).losses, -2.0 * 3 * x.advantages * x.logprobs)
+    assert torch.equal(
+        policy_loss(x, bind(POLICY_LOSS, c)).losses, -2.0 * 3 * x.advantages * x.logprobs
+    )
 
 
 @settings(deadline=None)
 @given(x=targets())
 def test_a_loss_may_return_what_it_clipped_and_metrics(x: Targets) -> None:
-    found = policy_loss(x, LossConfig(policy_loss_type=own(with_metrics)))
+    found = policy_loss(x, bind(POLICY_LOSS, LossConfig(policy_loss_type=own(with_metrics))))
     assert torch.equal(found.clipped, x.rollout_logprobs > x.logprobs)
     assert list(found.metrics) == ["policy_loss/distance"]
     assert torch.equal(found.metrics["policy_loss/distance"], found.losses.detach())
@@ -220,7 +235,7 @@ def test_a_loss_that_does_not_fit_is_named(make: str, message: str) -> None:
     c = LossConfig(policy_loss_type=own(zeros), loss={"make": make})
     where = f"{own(zeros)}: "
     with pytest.raises(RolloutError, match=f"{where}{message}") as error:
-        policy_loss(x, c)
+        policy_loss(x, bind(POLICY_LOSS, c))
     if make == "sum":
         assert error.value.hint == "loss_reduction makes one number of the losses"
 
@@ -239,12 +254,14 @@ def some_targets(num: int) -> Targets:
 
 def test_what_a_function_raises_is_its_own_with_its_line() -> None:
     with pytest.raises(RolloutError) as error:
-        policy_loss(some_targets(3), LossConfig(policy_loss_type=own(raising)))
+        policy_loss(some_targets(3), bind(POLICY_LOSS, LossConfig(policy_loss_type=own(raising))))
     line = inspect.getsourcelines(raising)[1] + 1
     expected = f"{own(raising)}: IndexError: 3 is too many ({__file__}:{line})."
     assert str(error.value) == f"{expected} [policy_loss_type_raised]"
     assert isinstance(error.value.__cause__, IndexError)
-    empty = policy_loss(some_targets(0), LossConfig(policy_loss_type=own(raising)))
+    empty = policy_loss(
+        some_targets(0), bind(POLICY_LOSS, LossConfig(policy_loss_type=own(raising)))
+    )
     assert (len(empty.losses), empty.clipped.dtype) == (0, torch.bool)
 
 
@@ -252,13 +269,13 @@ def test_what_a_function_raises_is_its_own_with_its_line() -> None:
 def test_an_estimator_gets_copies_and_returns_any_numbers(values: list[float]) -> None:
     returns, group = np.array(values), np.zeros(len(values), np.int64)
     c = config(advantage_estimator=own(centred), loss={"scale": 2})
-    found = advantages_of_returns(returns, group, c)
+    found = advantages_of_returns(returns, group, bind(ADVANTAGE_ESTIMATOR, c))
     assert returns.tolist() == values
     assert found.dtype == np.float64
     assert found == pytest.approx(2 * (returns - returns.mean() if values else returns))
     rewards, which = np.arange(3.0), np.array([0, 0, 1])
     c = config(advantage_estimator=own(by_group))
-    found, critic = advantages_of_rewards(rewards, which, which, None, c)
+    found, critic = advantages_of_rewards(rewards, which, which, None, bind(ADVANTAGE_ESTIMATOR, c))
     assert (found.tolist(), critic) == ([0.0, 1.0, 2.0], None)
 
 
@@ -267,7 +284,9 @@ def test_an_estimator_that_takes_values_has_a_critic() -> None:
     assert c.needs_critic
     assert c.estimates_by_token
     rewards, which = np.arange(3.0), np.zeros(3, np.int64)
-    advantages, value_targets = advantages_of_rewards(rewards, which, which, np.ones(3), c)
+    advantages, value_targets = advantages_of_rewards(
+        rewards, which, which, np.ones(3), bind(ADVANTAGE_ESTIMATOR, c)
+    )
     assert value_targets is not None
     assert (advantages.tolist(), value_targets.tolist()) == ([-1, 0, 1], [0, 1, 2])
     for make, message in (
@@ -276,7 +295,7 @@ def test_an_estimator_that_takes_values_has_a_critic() -> None:
     ):
         c = config(advantage_estimator=own(with_critic), loss={"make": make})
         with pytest.raises(RolloutError, match=f"{own(with_critic)}: .*{message}"):
-            advantages_of_rewards(rewards, which, which, np.ones(3), c)
+            advantages_of_rewards(rewards, which, which, np.ones(3), bind(ADVANTAGE_ESTIMATOR, c))
 
 
 @pytest.mark.parametrize(
@@ -294,7 +313,7 @@ def test_an_estimator_that_takes_values_has_a_critic() -> None:
 def test_advantages_that_do_not_fit_are_named(make: str, message: str) -> None:
     c = config(advantage_estimator=own(arrays), loss={"make": make})
     with pytest.raises(RolloutError, match=f"{own(arrays)}: {message}"):
-        advantages_of_returns(np.arange(3.0), np.zeros(3, np.int64), c)
+        advantages_of_returns(np.arange(3.0), np.zeros(3, np.int64), bind(ADVANTAGE_ESTIMATOR, c))
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=12))
@@ -303,11 +322,13 @@ def test_a_reduction_gets_its_arrays_by_name(rows: list[int]) -> None:
     ids = dict.fromkeys(("row", "trajectory", "group", "micro_batch"), row)
     totals = ("num_rows", "num_trajectories", "num_groups", "num_micro_batches")
     units = Units(**ids, **dict.fromkeys(totals, 5))
-    found = reduction_weights(units, LossConfig(loss_reduction=own(by_row)))
-    expected = reduction_weights(units, LossConfig(loss_reduction="sequence_mean"))
+    found = reduction_weights(units, bind(LOSS_REDUCTION, LossConfig(loss_reduction=own(by_row))))
+    expected = reduction_weights(
+        units, bind(LOSS_REDUCTION, LossConfig(loss_reduction="sequence_mean"))
+    )
     assert found.tolist() == expected.tolist()
     with pytest.raises(RolloutError, match=f"{own(not_finite)}: found inf at elem"):
-        reduction_weights(units, LossConfig(loss_reduction=own(not_finite)))
+        reduction_weights(units, bind(LOSS_REDUCTION, LossConfig(loss_reduction=own(not_finite))))
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,8 @@ from trainer.algorithms.losses.kl import kl_estimates
 from trainer.algorithms.objective import Targets, policy_loss
 from trainer.batches.data import Batch, load_batch
 from trainer.batches.plan import make_plan
+from trainer.config.function_keys import bind
+from trainer.config.functions import POLICY_LOSS
 from trainer.config.train_config import TrainConfig
 from trainer.models.policy import Policy
 from trainer.run.advice import warnings_about_rows
@@ -102,7 +104,7 @@ class Case:
         if c.policy_loss_type == "kl_cov":
             covariance = covariances(x.advantages, x.logprobs.detach())
             x.selected[kl_cov_selection(covariance, fraction=c.kl_cov_frac)] = True
-        losses = policy_loss(x, c).losses
+        losses = policy_loss(x, bind(POLICY_LOSS, c)).losses
         if c.corrects_for_sampler:
             losses = losses * correct(x.old_logprobs, x.rollout_logprobs, x.row, c).weights
         if c.kl_loss_coef:

@@ -9,8 +9,7 @@ import numpy.typing as npt
 
 from schemas.ragged import IntArray
 from trainer.algorithms.own_functions import call_own, finite_array
-from trainer.config.functions import LOSS_REDUCTION, find
-from trainer.config.loss_config import LossConfig
+from trainer.config.function_keys import BoundFunction
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -46,8 +45,8 @@ class Units:
         return len(self.row)
 
 
-def reduction_weights(units: Units, c: LossConfig) -> FloatArray:
-    """Compute the weight of each of a mini-batch's M targets, by `c.loss_reduction`.
+def reduction_weights(units: Units, reduction: BoundFunction) -> FloatArray:
+    """Compute the weight of each of a mini-batch's M targets, by `loss_reduction`.
 
     Rows, trajectories and groups without targets count as a loss of 0. Targets left out of the loss
     later (by importance ratios) still count: nothing is renormalised.
@@ -62,11 +61,15 @@ def reduction_weights(units: Units, c: LossConfig) -> FloatArray:
         >>> ids = dict.fromkeys(names, np.array([0, 0, 1]))
         >>> totals = ("num_rows", "num_trajectories", "num_groups", "num_micro_batches")
         >>> units = Units(**ids, **dict.fromkeys(totals, 2))
-        >>> reduction_weights(units, LossConfig(loss_reduction="sequence_mean")).tolist()
+        >>> from trainer.config.function_keys import bind
+        >>> from trainer.config.functions import LOSS_REDUCTION
+        >>> from trainer.config.loss_config import LossConfig
+        >>> reduction = bind(LOSS_REDUCTION, LossConfig(loss_reduction="sequence_mean"))
+        >>> reduction_weights(units, reduction).tolist()
         [0.25, 0.25, 0.5]
     """
-    function = find(LOSS_REDUCTION, c.loss_reduction)
-    given = {name: getattr(units, name) for name in function.inputs} | function.key_values(c)
+    function = reduction.function
+    given = {name: getattr(units, name) for name in function.inputs} | reduction.keys
     if not function.is_own:
         return np.asarray(function.call(**given))
     if not units.num_targets:

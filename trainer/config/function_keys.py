@@ -1,0 +1,132 @@
+"""The values of the keys of the functions that a configuration names: bound, and checked."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from inspect import Parameter
+from typing import Any
+
+from schemas.errors import RolloutError
+from trainer.config.functions import KINDS, Function, Kind, find, known_inputs, nearest_inputs
+from trainer.config.loss_config import LossConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BoundFunction:
+    """A function named by a configuration, with the values of its keys.
+
+    Attributes:
+        function: The function.
+        keys: Values of its parameters that are no inputs.
+    """
+
+    function: Function
+    keys: dict[str, Any]
+
+
+def bind(kind: Kind, config: LossConfig) -> BoundFunction:
+    """Bind the function that a configuration names to the values of its keys.
+
+    Raises:
+        RolloutError: As `trainer.config.functions.find`.
+
+    Example:
+        >>> from trainer.config.functions import LOSS_REDUCTION
+        >>> named = LossConfig(loss_reduction="seq_mean_token_sum_norm", max_seq_len=8)
+        >>> bind(LOSS_REDUCTION, named).keys
+        {'max_seq_len': 8}
+    """
+    function = find(kind, getattr(config, kind.key))
+    return BoundFunction(function=function, keys=key_values(function, config))
+
+
+def key_values(function: Function, config: LossConfig) -> dict[str, Any]:
+    """Return the values of a function's keys, from the configuration or from `[loss]`."""
+    fields = config.__dataclass_fields__
+    given = {name: getattr(config, name) for name in function.keys if name in fields}
+    if not function.is_own:
+        return given
+    others = (name for name in config.loss if name in function.keys or function.takes_all_keys)
+    return given | {name: config.loss[name] for name in others}
+
+
+def check_functions(config: LossConfig) -> None:
+    """Check the functions that a configuration names, and the keys of its table `[loss]`.
+
+    Raises:
+        RolloutError: config_key, config_value if a key of `[loss]` belongs to no function, or to the
+            configuration, or its value has the wrong type; and as `find`.
+    """
+    own = [function for function in functions_of(config) if function.is_own]
+    fields = config.__dataclass_fields__
+    for key, value in config.loss.items():
+        if not is_plain(value):
+            expected = "a number, text, true or false, or lists and tables of these"
+            raise RolloutError("config_value", f"[loss] {key}", str(value), expected)
+        if key in fields:
+            hint = "write it outside the table: your function gets it from there"
+            expected = "keys that the configuration does not have itself"
+            raise RolloutError("config_key", "[loss]", f"`{key}`", expected, hint)
+        if not any(key in function.keys or function.takes_all_keys for function in own):
+            raise _unknown_key(key, own, fields)
+    for function in own:
+        _check_keys(function, config)
+
+
+def is_plain(value: Any) -> bool:
+    """True if a value survives JSON unchanged."""
+    if isinstance(value, list):
+        return all(map(is_plain, value))
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and is_plain(value[key]) for key in value)
+    return value is None or (isinstance(value, bool | int | float | str) and value == value)
+
+
+def functions_of(config: LossConfig) -> Iterator[Function]:
+    """The user's functions that a configuration names; built-in ones are not imported."""
+    for kind in KINDS:
+        name = getattr(config, kind.key, None)
+        if name is not None and name not in kind.built_in:
+            yield find(kind, name)
+
+
+def _unknown_key(key: str, own: Collection[Function], fields: Collection[str]) -> RolloutError:
+    if not own:
+        near = difflib.get_close_matches(key, fields, n=1, cutoff=0.5)
+        expected = "keys of a function of your own, and policy_loss_type, advantage_estimator or"
+        expected += " loss_reduction to name one"
+        hint = f"did you mean `{near[0]}`, outside the table?" if near else None
+        return RolloutError("config_key", "[loss]", f"`{key}`", expected, hint)
+    known = sorted({name for function in own for name in function.keys} - {*fields})
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    names = " and ".join(function.name for function in own)
+    expected = f"a parameter of {names}"
+    hint = f"did you mean `{near[0]}`?" if near else f"known keys: {', '.join(known) or 'none'}"
+    return RolloutError("config_key", "[loss]", f"`{key}`", expected, hint)
+
+
+_PLAIN: dict[str, tuple[tuple[type, ...], str]] = {
+    "bool": ((bool,), "true or false"),
+    "int": ((int,), "a whole number"),
+    "float": ((int, float), "a number"),
+    "str": ((str,), "text"),
+}
+
+
+def _check_keys(function: Function, config: LossConfig) -> None:
+    """Check that every parameter has a value, of the parameter's type if from `[loss]`."""
+    values = key_values(function, config)
+    for name, parameter in function.keys.items():
+        if name not in values and parameter.default is Parameter.empty:
+            got, expected = f"a parameter `{name}`", f"an input, or a key `{name}` in [loss]"
+            hint = nearest_inputs(function) or known_inputs(function.kind)
+            raise RolloutError(function.kind.key, function.name, got, expected, hint)
+        annotation = getattr(parameter.annotation, "__name__", parameter.annotation)
+        if name in config.loss and annotation in _PLAIN:
+            types, expected = _PLAIN[annotation]
+            value = config.loss[name]
+            if not isinstance(value, types) or (bool not in types and isinstance(value, bool)):
+                where = f"[loss] {name}, of {function.name}"
+                raise RolloutError("config_value", where, repr(value), expected)

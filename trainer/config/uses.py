@@ -1,0 +1,49 @@
+"""What a run uses of the functions that a configuration can name, for notes and reports."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.config.function_keys import bind, is_plain
+from trainer.config.functions import ADVANTAGE_ESTIMATOR, KINDS
+from trainer.config.train_config import TrainConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Use:
+    """A function as a run uses it.
+
+    Attributes:
+        name: As the configuration names it.
+        place: FILE:LINE of a function of the user's; None: built-in, or unknown.
+        keys: The values of its keys.
+    """
+
+    name: str
+    place: str | None
+    keys: dict[str, Any]
+
+    def __str__(self) -> str:
+        place = f" ({self.place})" if self.place else ""
+        keys = ", ".join(f"{key} = {json.dumps(value)}" for key, value in self.keys.items())
+        return f"{self.name}{place}{': ' if keys else ''}{keys}"
+
+
+def uses(config: TrainConfig) -> dict[str, Use]:
+    """The loss, the estimator (unless the loss takes no advantages) and the reduction, by key."""
+    found = {}
+    for kind in KINDS:
+        if kind is ADVANTAGE_ESTIMATOR and config.is_supervised:
+            continue
+        bound = bind(kind, config)
+        function = bound.function
+        defaults = {n: p.default for n, p in function.keys.items()}
+        values = {
+            key: value if is_plain(value) else repr(value)
+            for key, value in (defaults | bound.keys).items()
+        }
+        place = function.place or None if function.is_own else None
+        found[kind.key] = Use(name=function.name, place=place, keys=values)
+    return found
