@@ -12,6 +12,7 @@ from pathlib import Path
 from rollout_io.formats.refused import REFUSED
 from schemas import RULES, documentation_table
 from schemas.columns import PREFIX_FIELDS
+from schemas.error_ids import ERROR_IDS
 from schemas.row_checks import HEADER_TOKENS, MIN_ANSWER_TOKENS
 from trainer.rl.config import OWN_KEYS
 from trainer.run.run_metrics import LOOP_METRICS, METRICS
@@ -61,6 +62,23 @@ last assistant message starts after the last earlier occurrence of these tokens.
 range trains, has at least {MIN_ANSWER_TOKENS} tokens, and begins that message. It is exempt if an earlier row of its trajectory
 sampled the same tokens, because then the model repeated itself. Shorter answers are not compared.
 """
+
+
+def errors_page() -> str:
+    """Every error id by kind, with its cause and its fix."""
+    lines = [
+        "# Errors",
+        "",
+        "Every error message ends with an id in brackets: `Error: calls.jsonl:3: ... [json_line]`. This",
+        "page has the cause and the fix of each id, by kind. In Python, a kind is a class in",
+        "`schemas.errors` that derives from `RolloutError`, and the id is `error.rule`.",
+    ]
+    for kind in dict.fromkeys(entry.kind for entry in ERROR_IDS.values()):
+        lines += ["", f"## {kind.__name__}", "", (kind.__doc__ or "").strip()]
+        for name, entry in ERROR_IDS.items():
+            if entry.kind is kind:
+                lines += ["", f"### {name}", "", entry.cause, "", f"Fix: {entry.fix}"]
+    return "\n".join([*lines, ""])
 
 
 def training_page() -> str:
@@ -386,6 +404,7 @@ def tree_page() -> str:
 
 
 PAGES = {
+    "errors.md": errors_page,
     "formats.md": formats_page,
     "generation.md": generation_page,
     "rl.md": rl_page,

@@ -1,0 +1,31 @@
+"""The catalogue of error ids, and with it docs/errors.md, is what the code raises."""
+
+import re
+
+import pytest
+
+from schemas import RULES
+from schemas.error_ids import ERROR_IDS
+from tests.conftest import ROOT
+from tests.helpers.error_sites import error_sites
+
+
+@pytest.fixture(scope="module")
+def sites():
+    return error_sites(ROOT, frozenset(RULES))
+
+
+def test_every_id_that_is_raised_is_in_the_catalogue(sites):
+    assert len(sites) > 400
+    assert {(i, site.where) for site in sites for i in site.ids if i not in ERROR_IDS} == set()
+    assert [site.where for site in sites if not site.ids] == []
+
+
+def test_every_id_of_the_catalogue_is_raised(sites):
+    assert ERROR_IDS.keys() - {i for site in sites for i in site.ids} == set()
+
+
+def test_causes_and_fixes_are_one_sentence_each():
+    for name, entry in ERROR_IDS.items():
+        for text in (entry.cause, entry.fix):
+            assert re.fullmatch(r"[A-Z`](?:(?!\. |  )[^\n])*\.", text), name
