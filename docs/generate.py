@@ -73,10 +73,11 @@ def errors_page() -> str:
         "page has the cause and the fix of each id, by kind. In Python, a kind is a class in",
         "`schemas.errors` that derives from `RolloutError`, and the id is `error.rule`.",
     ]
-    for kind in dict.fromkeys(entry.kind for entry in ERROR_IDS.values()):
-        lines += ["", f"## {kind.__name__}", "", (kind.__doc__ or "").strip()]
+    for kinds in dict.fromkeys(entry.kinds for entry in ERROR_IDS.values()):
+        lines += ["", "## " + " or ".join(kind.__name__ for kind in kinds), ""]
+        lines += [" ".join((kind.__doc__ or "").strip() for kind in kinds)]
         for name, entry in ERROR_IDS.items():
-            if entry.kind is kind:
+            if entry.kinds == kinds:
                 lines += ["", f"### {name}", "", entry.cause, "", f"Fix: {entry.fix}"]
     return "\n".join([*lines, ""])
 

@@ -24,12 +24,12 @@ class ErrorId:
     """An error id.
 
     Attributes:
-        kind: The class of its errors.
+        kinds: The class of its errors; several if it depends on where the cause is.
         cause: One sentence: what is wrong.
         fix: One sentence: what to do.
     """
 
-    kind: type[RolloutError]
+    kinds: tuple[type[RolloutError], ...]
     cause: str
     fix: str
 
@@ -38,6 +38,16 @@ _INPUT = {
     "admin_key": (
         "The recorder has an admin key, and the request has a different key or none.",
         "Send `Authorization: Bearer ADMIN_KEY`.",
+    ),
+    "advantage_estimator": (
+        (
+            "The custom advantage estimator cannot be imported, has unsuitable parameters, or "
+            "returned an array of the wrong shape, type or values."
+        ),
+        (
+            "Return one finite number per element of its inputs, from a function with the "
+            "parameters in docs/algorithms.md."
+        ),
     ),
     "advantage_estimator_raised": (
         "The custom advantage estimator raised an exception.",
@@ -58,6 +68,23 @@ _INPUT = {
     "agent_timeout": (
         "The agent did not finish before `agent_timeout_s`.",
         "Raise `agent_timeout_s`, or bound the agent's turns.",
+    ),
+    "all_or_none": (
+        (
+            "The export format needs a value on every row or on none, and a column has both values"
+            " and nulls."
+        ),
+        "Drop the column, or keep only the rows where it is not null.",
+    ),
+    "assistant_masks": (
+        (
+            "The chat template does not mark the text that the model generates (`{% generation "
+            "%}`), or does not mark every assistant message once."
+        ),
+        (
+            "Set `chat_template` to a template with `{% generation %}` marks, such as "
+            "`qwen3_without_thinking`."
+        ),
     ),
     "atif_call_count": (
         "An ATIF step has token ids although its `llm_call_count` is 0.",
@@ -116,6 +143,10 @@ _INPUT = {
         "The path holds no rollout dataset: it does not exist, or has no `.parquet` files.",
         "Correct the path, or run the interrupted conversion again to finish it.",
     ),
+    "disk_full": (
+        "The disk is full, and the run cannot write its output.",
+        "Free disk space and run the same command again with `--resume`.",
+    ),
     "duplicate_input": (
         "The same log was given twice, or two logs have the same content.",
         "Give each log once, or pass `--on-error skip`.",
@@ -143,6 +174,10 @@ _INPUT = {
         "A call of the environment did not return before `env_timeout_s`.",
         "Raise `env_timeout_s`, or fix the call that hangs.",
     ),
+    "existing_run": (
+        "The output directory already contains a training run.",
+        "Pass `--resume` to continue that run, or choose a different `--out`.",
+    ),
     "field_kind": (
         "A field of a GeneratorOutput has values of the wrong type.",
         (
@@ -152,8 +187,8 @@ _INPUT = {
     ),
     "fields": (
         (
-            "A GeneratorOutput lacks a required field, has an unknown field, or needs ids or a "
-            "group size."
+            "A GeneratorOutput lacks a required field, has an unknown field, needs ids or a group "
+            "size, or has metrics that cannot be written as JSON."
         ),
         (
             "Add the missing field, pass `--other-fields keep` or `drop`, or pass `group_size` in "
@@ -178,6 +213,17 @@ _INPUT = {
             "`--outcome` where returns differ."
         ),
     ),
+    "filesystem": (
+        "The filesystem of the URL is unknown to fsspec, or its package is not installed.",
+        "Install the fsspec package of that filesystem, or correct the URL.",
+    ),
+    "fixed_base": (
+        (
+            "The chat template changes earlier messages when messages are appended, so new "
+            "messages cannot be tokenized on their own."
+        ),
+        'Set `history = "step_wise"`, or use a chat template that only appends.',
+    ),
     "foreign_host": (
         "The `Host` header names a host that the server does not serve.",
         "Use the URL that the server printed, or start it with `--allow-host NAME`.",
@@ -193,6 +239,16 @@ _INPUT = {
     "free_name": (
         "The dataset has a column with the name of a column that the export format adds.",
         "Rename the column in the dataset.",
+    ),
+    "generation_prompt": (
+        (
+            "The chat template does not begin assistant messages with its generation prompt, or "
+            "its generation prompt depends on the conversation."
+        ),
+        (
+            "Use a template whose assistant messages begin with its generation prompt, such as "
+            "`qwen3_acc_thinking`."
+        ),
     ),
     "generator_input": (
         (
@@ -256,6 +312,10 @@ _INPUT = {
         "The client did not send complete request headers within a minute.",
         "Send the headers without pauses.",
     ),
+    "image_file": (
+        "The directory of the image does not exist.",
+        "Create the directory, or choose a different `--out`.",
+    ),
     "incomplete_trajectory": (
         (
             "A different record of the same run was rejected, and runs are converted completely or"
@@ -304,16 +364,6 @@ _INPUT = {
         "A value to export is NaN or infinite, which JSON cannot represent.",
         "Drop the metric, or replace NaN and infinity.",
     ),
-    "known_format": (
-        (
-            "The format is unknown, the content matches no format or several formats, or the "
-            "inputs have different formats."
-        ),
-        (
-            "Pass `--format` one of the names that `rollouts formats` lists, and convert each "
-            "format separately."
-        ),
-    ),
     "last_flag": (
         "`is_last_step` of a GeneratorOutput holds a value other than true or false.",
         "Store one boolean per row.",
@@ -328,6 +378,20 @@ _INPUT = {
             "text."
         ),
         "Collect the call again, and log the response as the engine returned it.",
+    ),
+    "logprobs_kind": (
+        "Some exported rows have `rollout_logprobs` and others do not.",
+        "Drop the column, or keep only the rows that have it.",
+    ),
+    "loss_reduction": (
+        (
+            "The custom loss reduction cannot be imported, has unsuitable parameters, or returned "
+            "weights of the wrong shape, type or values."
+        ),
+        (
+            "Return one finite weight per target, from a function with the parameters in "
+            "docs/algorithms.md."
+        ),
     ),
     "loss_reduction_raised": (
         "The custom loss reduction raised an exception.",
@@ -368,6 +432,10 @@ _INPUT = {
     "method": (
         "The path does not accept this HTTP method.",
         "Use the method that the message names.",
+    ),
+    "metric": (
+        "The run has no numbers for this metric, or has made no update.",
+        "Pass `--metric` a name that the message lists.",
     ),
     "metrics_file": (
         "`metrics.jsonl` is missing, empty or invalid.",
@@ -467,10 +535,6 @@ _INPUT = {
         ),
         "Pass `--tokenizer` the tokenizer of the model that sampled the tokens.",
     ),
-    "out_is_free": (
-        "The output path already exists, or a different process is writing to it.",
-        "Choose a different `--out`, remove the old output, or wait for the other process.",
-    ),
     "output_file": (
         "The output cannot be written there.",
         "Choose a path with free space, to which this user may write; record to a local disk.",
@@ -479,9 +543,30 @@ _INPUT = {
         "The Parquet file is damaged, cut off, or not one that TRL wrote.",
         "Copy the file again.",
     ),
+    "partial_groups": (
+        (
+            "A group has more or fewer trajectories than `group_size`, and the advantage estimator"
+            " compares trajectories within groups."
+        ),
+        "Set `partial_groups` to `mask` or `train`, or restore the missing trajectories.",
+    ),
+    "path": (
+        "The path is empty.",
+        "Pass a path; check that the shell variable is set.",
+    ),
     "pickle": (
         "The file is a pickle, which could run code and is not opened.",
         "Pass SkyRL's GeneratorOutput to `rollout_io.from_generator_output` in Python.",
+    ),
+    "policy_loss_type": (
+        (
+            "The custom policy loss cannot be imported, has unsuitable parameters, or returned "
+            "losses or metrics of the wrong shape, type or values."
+        ),
+        (
+            "Return one finite loss per target with a gradient, from a function with the "
+            "parameters in docs/algorithms.md."
+        ),
     ),
     "policy_loss_type_raised": (
         "The custom policy loss raised an exception.",
@@ -499,12 +584,20 @@ _INPUT = {
         "The recorder did not respond, or rejected a request to open or end a session.",
         "Start `rollouts record`, and check the recorder's URL and the session's name.",
     ),
+    "replay_routing": (
+        "The dataset records routed experts that this model cannot replay.",
+        "Train the model that sampled the data, or pass `--set replay_routing=false`.",
+    ),
     "request_size": (
         (
             "The body of the request, the number of its prompts, or its fields other than "
             "messages, prompt and tools exceed a limit."
         ),
         "Send a smaller request, or raise `rollouts record --max-request-mb`.",
+    ),
+    "resume_dataset": (
+        "The dataset has different trajectories, returns or tokens than when the run began.",
+        "Restore the dataset, or start a new run.",
     ),
     "resume_metrics": (
         (
@@ -552,16 +645,26 @@ _INPUT = {
         ),
         ('Write one record per trajectory, such as `{"session": "shop-1/0", "reward": 1.0}`.'),
     ),
+    "rollout_logprobs": (
+        (
+            "The loss or the importance weights need the sampler's log-probabilities, which are "
+            "missing, or are not those of the distribution that was sampled."
+        ),
+        (
+            "Record log-probabilities with vLLM's `--logprobs-mode processed_logprobs`, or pass "
+            "`--set tis_ratio_type=none`."
+        ),
+    ),
     "routing_whole": (
-        "slime needs routed experts for all tokens but the last, and the row has fewer.",
+        (
+            "The export to slime needs routed experts for all tokens but the last, and the row has"
+            " fewer."
+        ),
         "Drop the column `rollout_expert_indices`, or record complete routes.",
     ),
-    "row_too_long": (
-        "A row has more tokens than the model's context, or the configured lengths exceed it.",
-        (
-            "Lower `max_input_tokens` or `max_response_tokens`, or truncate rows with "
-            "`max_row_tokens`."
-        ),
+    "run_goes_on": (
+        "A different process is training in this output directory.",
+        "Wait until that process ends, or stop it.",
     ),
     "sampled_item": (
         (
@@ -600,6 +703,17 @@ _INPUT = {
         "A shard of the dataset is missing, was renamed, or belongs to a different dataset.",
         "Restore the missing shard from a copy, or write the dataset again from its source.",
     ),
+    "shared_storage": (
+        "The worker processes do not share the storage of the output directory.",
+        "Pass `--workers 1`, or write to storage that all workers can see.",
+    ),
+    "some_rows": (
+        "There are no rows to export.",
+        (
+            "Export a dataset with rows, or change `--failed` if only groups with failed "
+            "trajectories are left."
+        ),
+    ),
     "tasks": (
         (
             "The task file cannot be read, has no tasks, repeats an `instance_id`, or has a task "
@@ -631,6 +745,13 @@ _INPUT = {
             "tokenization of the text."
         ),
         "Run `rollouts drift --retokenize` only on datasets with exact token ids.",
+    ),
+    "tokenizer_fingerprint": (
+        "The model's tokenizer differs from the tokenizer that made the dataset's token ids.",
+        (
+            "Train the model whose tokenizer made the ids, or pass `--set "
+            "allow_other_tokenizer=true` if the model's tokenizer only adds tokens."
+        ),
     ),
     "tokens_disagree": (
         "Two files describe the same run with different calls or tokens.",
@@ -703,6 +824,17 @@ _INPUT = {
         "A worker process died, often because memory ran out.",
         "Run the same command again to resume, or pass `--workers 1`.",
     ),
+    "writer_is_open": (
+        "The writer was already closed, or an earlier write failed.",
+        "Create a new writer.",
+    ),
+    "zero_advantages": (
+        "Every advantage is 0, because all trajectories of a group have equal returns.",
+        (
+            "Look at the rewards with `rollouts stats DS`, and use tasks or rewards that vary "
+            "within a group."
+        ),
+    ),
     "zip_archive": (
         (
             "The zip archive is damaged, protected by a password, too large, packed with an "
@@ -721,46 +853,9 @@ _CONFIG = {
         ),
         "Pass a free port, or `--port 0` to pick one.",
     ),
-    "advantage_estimator": (
-        (
-            "The custom advantage estimator cannot be imported, has unsuitable parameters, or "
-            "returned an array of the wrong shape, type or values."
-        ),
-        (
-            "Return one finite number per element of its inputs, from a function with the "
-            "parameters in docs/algorithms.md."
-        ),
-    ),
     "agent": (
         "The custom agent cannot be imported, or is not an `async def` function.",
         "Set `agent` to `module:name` of an `async def` function that can be imported.",
-    ),
-    "all_or_none": (
-        (
-            "The export format needs a value on every row or on none, and a column has both values"
-            " and nulls."
-        ),
-        "Drop the column, or keep only the rows where it is not null.",
-    ),
-    "assistant_masks": (
-        (
-            "The chat template does not mark the text that the model generates (`{% generation "
-            "%}`), or does not mark every assistant message once."
-        ),
-        (
-            "Set `chat_template` to a template with `{% generation %}` marks, such as "
-            "`qwen3_without_thinking`."
-        ),
-    ),
-    "chat_template": (
-        (
-            "The chat template is unknown, missing or unreadable, or raised an error while it "
-            "rendered the messages."
-        ),
-        (
-            "Pass `--chat-template` a name that `rollouts templates` lists, or a Jinja file that "
-            "renders these messages."
-        ),
     ),
     "choices": (
         (
@@ -794,10 +889,6 @@ _CONFIG = {
         ),
         "Set it to a value that the message allows.",
     ),
-    "disk_full": (
-        "The disk is full, and the run cannot write its output.",
-        "Free disk space and run the same command again with `--resume`.",
-    ),
     "enough_groups": (
         "A dataset of the mixture has fewer groups than its share requires.",
         "Pass a smaller `--sample-groups`, or a smaller `--share` for this dataset.",
@@ -808,31 +899,6 @@ _CONFIG = {
             "custom environment cannot be imported."
         ),
         "Set `environment` to `module:Class`, or to a name that skyrl-gym registers.",
-    ),
-    "existing_run": (
-        "The output directory already contains a training run.",
-        "Pass `--resume` to continue that run, or choose a different `--out`.",
-    ),
-    "filesystem": (
-        "fsspec does not know the URL's filesystem, or its package is not installed.",
-        "Install the fsspec package of that filesystem, or correct the URL.",
-    ),
-    "fixed_base": (
-        (
-            "The chat template changes earlier messages when messages are appended, so new "
-            "messages cannot be tokenized on their own."
-        ),
-        'Set `history = "step_wise"`, or use a chat template that only appends.',
-    ),
-    "generation_prompt": (
-        (
-            "The chat template does not begin assistant messages with its generation prompt, or "
-            "its generation prompt depends on the conversation."
-        ),
-        (
-            "Use a template whose assistant messages begin with its generation prompt, such as "
-            "`qwen3_acc_thinking`."
-        ),
     ),
     "generator": (
         (
@@ -859,10 +925,6 @@ _CONFIG = {
         ),
         ("Set `harness` to `module:function` or to a command line whose fields docs/rl.md lists."),
     ),
-    "image_file": (
-        "The directory of the image does not exist.",
-        "Create the directory, or choose a different `--out`.",
-    ),
     "image_format": (
         "Matplotlib cannot write images with this file extension.",
         "Use one of the extensions that the message lists, such as `.png`.",
@@ -882,30 +944,12 @@ _CONFIG = {
             " that the message names."
         ),
     ),
-    "logprobs_kind": (
-        "Some exported rows have `rollout_logprobs` and others do not.",
-        "Drop the column, or keep only the rows that have it.",
-    ),
     "lora_target_modules": (
         (
             "`lora_target_modules` names no linear layer of the decoder, or the model has none "
             "that can be adapted."
         ),
         "Leave `lora_target_modules` out, or name linear layers of the decoder.",
-    ),
-    "loss_reduction": (
-        (
-            "The custom loss reduction cannot be imported, has unsuitable parameters, or returned "
-            "weights of the wrong shape, type or values."
-        ),
-        (
-            "Return one finite weight per target, from a function with the parameters in "
-            "docs/algorithms.md."
-        ),
-    ),
-    "metric": (
-        "The run has no numbers for this metric, or has made no update.",
-        "Pass `--metric` a name that the message lists.",
     ),
     "model_config": (
         "`config.json` lacks the layers, heads or sizes that the FLOP estimate needs.",
@@ -922,34 +966,9 @@ _CONFIG = {
         ),
         'Set `history = "step_wise"`.',
     ),
-    "partial_groups": (
-        (
-            "A group has more or fewer trajectories than `group_size`, and the advantage estimator"
-            " compares trajectories within groups."
-        ),
-        "Set `partial_groups` to `mask` or `train`, or restore the missing trajectories.",
-    ),
-    "path": (
-        "The path is empty.",
-        "Pass a path; check that the shell variable is set.",
-    ),
-    "policy_loss_type": (
-        (
-            "The custom policy loss cannot be imported, has unsuitable parameters, or returned "
-            "losses or metrics of the wrong shape, type or values."
-        ),
-        (
-            "Return one finite loss per target with a gradient, from a function with the "
-            "parameters in docs/algorithms.md."
-        ),
-    ),
     "ray_address": (
         "No Ray cluster answers at this address.",
         "Check the cluster with `ray status`, or unset `RAY_ADDRESS` to start one locally.",
-    ),
-    "replay_routing": (
-        "The dataset records routed experts that this model cannot replay.",
-        "Train the model that sampled the data, or pass `--set replay_routing=false`.",
     ),
     "resume": (
         (
@@ -961,70 +980,13 @@ _CONFIG = {
             "`--out`."
         ),
     ),
-    "resume_config": (
-        (
-            "The configuration differs from that of the run to resume or asks for fewer updates "
-            "than it made, or the run's `config.json` is missing or invalid."
-        ),
-        "Use the settings in the run's `config.json`, or start a new run.",
-    ),
-    "resume_dataset": (
-        "The dataset has different trajectories, returns or tokens than when the run began.",
-        "Restore the dataset, or start a new run.",
-    ),
-    "reward_key": (
-        (
-            "`--reward` names a reward that the log does not have, the log has several rewards and"
-            " none was chosen, or the log's format has fixed rewards."
-        ),
-        "Pass `--reward` one of the names that the message lists, or leave it out.",
-    ),
-    "rollout_logprobs": (
-        (
-            "The loss or the importance weights need the sampler's log-probabilities, which are "
-            "missing, or are not those of the distribution that was sampled."
-        ),
-        (
-            "Record log-probabilities with vLLM's `--logprobs-mode processed_logprobs`, or pass "
-            "`--set tis_ratio_type=none`."
-        ),
-    ),
-    "run_goes_on": (
-        "A different process is training in this output directory.",
-        "Wait until that process ends, or stop it.",
-    ),
     "sampling": (
         "A sampling setting is out of bounds, unknown, or set twice.",
         "Set it to a value that the message allows.",
     ),
-    "shared_storage": (
-        "The worker processes do not share the storage of the output directory.",
-        "Pass `--workers 1`, or write to storage that all workers can see.",
-    ),
     "shares": (
         "The shares of the mixture do not name each dataset with a number above 0.",
         ("Pass one positive share per dataset, and leave out datasets that should not contribute."),
-    ),
-    "some_rows": (
-        "There are no rows to export.",
-        (
-            "Export a dataset with rows, or change `--failed` if only groups with failed "
-            "trajectories are left."
-        ),
-    ),
-    "tokenizer": (
-        (
-            "A tokenizer is required but missing, is not a local directory that can be loaded, or "
-            "cannot encode the text."
-        ),
-        "Pass `--tokenizer DIR` with the directory of a downloaded model.",
-    ),
-    "tokenizer_fingerprint": (
-        "The model's tokenizer differs from the tokenizer that made the dataset's token ids.",
-        (
-            "Train the model whose tokenizer made the ids, or pass `--set "
-            "allow_other_tokenizer=true` if the model's tokenizer only adds tokens."
-        ),
     ),
     "unique_filter": (
         "Two filters have the same name.",
@@ -1033,17 +995,6 @@ _CONFIG = {
     "unique_group": (
         "Two datasets of the mixture contain the same group, or a dataset is given twice.",
         "Pass `--prefix-names`, or give each dataset once.",
-    ),
-    "writer_is_open": (
-        "The writer was already closed, or an earlier write failed.",
-        "Create a new writer.",
-    ),
-    "zero_advantages": (
-        "Every advantage is 0, because all trajectories of a group have equal returns.",
-        (
-            "Look at the rewards with `rollouts stats DS`, and use tasks or rewards that vary "
-            "within a group."
-        ),
     ),
 }
 
@@ -1130,6 +1081,62 @@ _EXTRA = {
 }
 
 
+_INPUT_OR_CONFIG = {
+    "chat_template": (
+        (
+            "The chat template is unknown, missing or unreadable, or raised an error while it "
+            "rendered the messages."
+        ),
+        (
+            "Pass `--chat-template` a name that `rollouts templates` lists, or a Jinja file that "
+            "renders these messages."
+        ),
+    ),
+    "known_format": (
+        (
+            "The format is unknown, the content matches no format or several formats, or the "
+            "inputs have different formats."
+        ),
+        (
+            "Pass `--format` one of the names that `rollouts formats` lists, and convert each "
+            "format separately."
+        ),
+    ),
+    "out_is_free": (
+        "The output path already exists, or a different process is writing to it.",
+        "Choose a different `--out`, remove the old output, or wait for the other process.",
+    ),
+    "resume_config": (
+        (
+            "The configuration differs from that of the run to resume or asks for fewer updates "
+            "than it made, or the run's `config.json` is missing or invalid."
+        ),
+        "Use the settings in the run's `config.json`, or start a new run.",
+    ),
+    "reward_key": (
+        (
+            "`--reward` names a reward that the log does not have, the log has several rewards and"
+            " none was chosen, or the log's format has fixed rewards."
+        ),
+        "Pass `--reward` one of the names that the message lists, or leave it out.",
+    ),
+    "row_too_long": (
+        "A row has more tokens than the model's context, or the configured lengths exceed it.",
+        (
+            "Lower `max_input_tokens` or `max_response_tokens`, or truncate rows with "
+            "`max_row_tokens`."
+        ),
+    ),
+    "tokenizer": (
+        (
+            "A tokenizer is required but missing, is not a local directory that can be loaded, or "
+            "cannot encode the text."
+        ),
+        "Pass `--tokenizer DIR` with the directory of a downloaded model.",
+    ),
+}
+
+
 def _sentence(text: str) -> str:
     return f"{text[0].upper()}{text[1:]}."
 
@@ -1140,13 +1147,14 @@ _INVARIANTS = {
 }
 
 ERROR_IDS: dict[str, ErrorId] = {
-    name: ErrorId(kind=kind, cause=cause, fix=fix)
-    for kind, texts in (
-        (InvariantError, _INVARIANTS),
-        (InputError, _INPUT),
-        (ConfigError, _CONFIG),
-        (EngineError, _ENGINE),
-        (MissingExtra, _EXTRA),
+    name: ErrorId(kinds=kinds, cause=cause, fix=fix)
+    for kinds, texts in (
+        ((InvariantError,), _INVARIANTS),
+        ((InputError,), _INPUT),
+        ((ConfigError,), _CONFIG),
+        ((EngineError,), _ENGINE),
+        ((MissingExtra,), _EXTRA),
+        ((InputError, ConfigError), _INPUT_OR_CONFIG),
     )
     for name, (cause, fix) in sorted(texts.items())
 }

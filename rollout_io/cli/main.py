@@ -106,8 +106,8 @@ def rollouts() -> None:
     """Turn agent logs into exact-token rollout datasets, and train on them.
 
     Data is written to stdout, everything else to stderr. Exit code 0: success; 1: problems were
-    found, or the input is invalid; 2: wrong usage or an unexpected error. An error ends with an id,
-    [json_line]; docs/errors.md has the cause and the fix of each.
+    found, or the input is invalid; 2: wrong usage or an unexpected error. An error ends with its
+    id, such as [json_line]; docs/errors.md has the cause and the fix of each id.
     """
 
 

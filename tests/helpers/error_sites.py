@@ -32,13 +32,16 @@ class Site:
 
     Attributes:
         where: "schemas/checker.py:63".
-        classes: The classes it can be.
-        ids: The ids it can have.
+        raised: The errors it can be: the kind (the class that derives from `RolloutError`) and the
+            id.
     """
 
     where: str
-    classes: frozenset[str]
-    ids: frozenset[str]
+    raised: frozenset[tuple[str, str]]
+
+    @property
+    def ids(self) -> set[str]:
+        return {error_id for _, error_id in self.raised}
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,15 +108,20 @@ class _Project:
 
     @cached_property
     def errors(self) -> dict[str, str]:
-        """Each error class with the class it derives from."""
-        found = {BASE: ""}
+        """Each error class with its kind: the class below `RolloutError` that it is or is of."""
+        found = {BASE: BASE}
         bases = [
             (node.name, [base.id for base in node.bases if isinstance(base, ast.Name)])
             for module in self.modules.values()
             for node in ast.walk(module.tree)
             if isinstance(node, ast.ClassDef)
         ]
-        while new := {n: b for n, names in bases for b in names if b in found and n not in found}:
+        while new := {
+            name: name if base == BASE else found[base]
+            for name, names in bases
+            for base in names
+            if base in found and name not in found
+        }:
             found |= new
         return found
 
@@ -128,10 +136,22 @@ class _Project:
                 given = node.args[0] if node.args else _keyword(node, "rule")
                 assert given is not None, ast.unparse(node)
                 where = f"{module.file}:{node.lineno}"
-                yield Site(where, frozenset(classes), frozenset(self._ids(given, module)))
+                ids = self._ids(given, module)
+                pairs = product(classes, ids)
+                if choice := self._choice(node.func, module):
+                    pairs = ((choice[i in self.invariants], i) for i in ids)
+                yield Site(where, frozenset(pairs))
+
+    def _choice(self, called: ast.expr, module: Module) -> tuple[str, str] | None:
+        """The kinds of other ids and of invariants: `kind = A if rule in RULES else B`."""
+        values = self._local_values(called, module) if isinstance(called, ast.Name) else (called,)
+        for value in values:
+            if isinstance(value, ast.IfExp) and ast.unparse(value.test) == "rule in RULES":
+                return self.errors[ast.unparse(value.orelse)], self.errors[ast.unparse(value.body)]
+        return None
 
     def _classes(self, called: ast.expr, module: Module) -> set[str]:
-        """The error classes that an expression can be; empty: it is none."""
+        """The kinds of error that an expression can be; empty: it is no error class."""
         if isinstance(called, ast.IfExp):
             return self._classes(called.body, module) | self._classes(called.orelse, module)
         if isinstance(called, ast.Attribute):
@@ -139,10 +159,10 @@ class _Project:
         if not isinstance(called, ast.Name):
             return set()
         if called.id in self.errors:
-            return {called.id}
+            return {self.errors[called.id]}
         if called.id == "cls":
             owner = next(s for s in module.scopes(called) if isinstance(s, ast.ClassDef))
-            return {owner.name} & self.errors.keys()
+            return {self.errors[owner.name]} if owner.name in self.errors else set()
         found: set[str] = set()
         for value in self._local_values(called, module):
             found |= self._classes(value, module)
@@ -159,7 +179,7 @@ class _Project:
                 for node in owner.body if isinstance(owner, ast.ClassDef) else ():
                     for name, value in _assigned(node):
                         if isinstance(value, ast.Name) and value.id in self.errors:
-                            found.setdefault(name, set()).add(value.id)
+                            found.setdefault(name, set()).add(self.errors[value.id])
         return found
 
     def _is_class_parameter(self, name: ast.Name, module: Module) -> bool:
