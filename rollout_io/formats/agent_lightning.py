@@ -45,9 +45,14 @@ from rollout_io.formats.base import (
 from rollout_io.formats.detect import has_record
 from rollout_io.formats.parsing.bodies import Answer, Int32, Request, Usage
 from rollout_io.formats.parsing.completions import read_choices
-from rollout_io.formats.parsing.documents import decode_document, is_document
+from rollout_io.formats.parsing.documents import is_document
 from rollout_io.formats.parsing.fields import label
-from rollout_io.formats.parsing.jsonl import decode_line, refuse_lfs_pointer, refuse_not_utf8
+from rollout_io.formats.parsing.jsonl import (
+    decode_document,
+    decode_line,
+    refuse_lfs_pointer,
+    refuse_not_utf8,
+)
 from rollout_io.formats.parsing.model_names import ModelNames
 from rollout_io.formats.parsing.records import (
     DUPLICATE,
@@ -66,7 +71,7 @@ from rollout_io.formats.parsing.tokens import (
     same_ids,
     strict_ids,
 )
-from schemas.errors import RolloutError
+from schemas.errors import InputError, InvariantError, RolloutError
 
 _ROLLOUTS = (
     "inferred: events name no task; each rollout is an instance (--group-by prompt joins them)"
@@ -254,21 +259,20 @@ def _records(given: Input, progress: Progress) -> Iterator[Record]:
 
 def _note(place: Place, head: _Head, rollouts: dict[str, _Rollout]) -> None:
     if head.event_type is None and (head.status is None or bytes(head.data) != b"null"):
-        got = "an object that is neither an event nor a rollout"
-        raise RolloutError("record_type", place.where, got, "`event_type`, or `input` and `status`")
+        got = "the object is neither an event (`event_type`) nor a rollout (`input` and `status`)"
+        raise InputError("record_type", place.where, got)
     if head.event_type is None:
         rollout = rollouts.setdefault(head.rollout_id, _Rollout())
         if rollout.record is not None:
-            hint = "are these logs of several collections? make each a dataset of its own"
-            got = f"rollout {head.rollout_id!r} again: {rollout.record.where} has it"
-            raise RolloutError("unique_trajectory", place.where, got, "each rollout once", hint)
+            hint = "convert the logs of different collections separately"
+            got = f"rollout {head.rollout_id!r} is already in {rollout.record.where}"
+            raise InvariantError("unique_trajectory", place.where, got, hint=hint)
         rollout.record = place
         rollout.labels |= _of_input(head.input, place.where)
         rollout.last = None if head.status is None else head.status.last_attempt_id
         return
     if head.attempt_id is None:
-        got = "an event without `attempt_id`"
-        raise RolloutError("record_type", place.where, got, "the attempt it is of")
+        raise InputError("record_type", place.where, "the event has no `attempt_id`")
     digest = None
     if head.event_type == "model_request":
         digest = _digest_of_prompt(head.data, place.where)
@@ -344,7 +348,7 @@ def read_attempt(run: Run, _: Options) -> Trajectory:
     ]
     if not steps and not failed:
         where = run.places[0].where
-        raise RolloutError("no_calls", where, "an attempt without model requests", "at least one")
+        raise InputError("no_calls", where, "the attempt has no model requests")
     metrics = {f"reward[{i}]": float(r.value or 0) for i, r in enumerate(known[:-1])}
     if known:
         metrics["reward"] = float(known[-1].value or 0)
@@ -438,19 +442,21 @@ def _routes(raw: msgspec.Raw, num_tokens: int, place: str) -> npt.NDArray[np.int
     text = bytes(raw)
     if not text.startswith(b'"'):
         return route_array(raw, num_tokens, place)
-    expected = f"a NumPy file of [1..{num_tokens} tokens][layers][topk] in base64"
     try:
         packed = base64.b64decode(decode_line(_TEXT, text, place), validate=True)
         routes = np.load(io.BytesIO(packed), allow_pickle=False)
     except (binascii.Error, ValueError, EOFError, OSError, MemoryError, OverflowError) as error:
-        raise broken("routing_shape", place, " ".join(str(error).split())[:200], expected) from None
+        got = " ".join(f"the value is not a NumPy file in base64: {error}".split())[:200]
+        raise broken("routing_shape", place, got) from None
     if not isinstance(routes, np.ndarray) or routes.dtype.kind not in "iu" or routes.ndim != 3:
-        raise broken("routing_shape", place, "another array", expected)
+        got = "the file has no integer array [tokens][layers][topk]"
+        raise broken("routing_shape", place, got)
     if (
         0 in routes.shape
         or len(routes) > num_tokens
         or not 0 <= routes.min() <= routes.max() < 2**15
     ):
+        expected = f"shape [1..{num_tokens} tokens][layers][topk] with experts in 0..32767"
         raise broken("routing_shape", place, f"shape {routes.shape}", expected)
     return routes.astype(np.int16)
 

@@ -20,14 +20,14 @@ import msgspec
 from rollout_io.formats.base import Step
 from rollout_io.formats.parsing.jsonl import read_document
 from rollout_io.formats.parsing.tokens import logprob_array, token_ids
-from schemas.errors import RolloutError
+from schemas.errors import InputError, count
 
 NO_TOKENS = "no_token_ids"
 VERSIONS = tuple(f"ATIF-v1.{minor}" for minor in range(9))
 MAIN = "main"
 
 _IDS_SINCE = 4  # minor version that introduced prompt_token_ids
-ASK = "let the agent keep them: collect_rollout_details: true (terminus-2, engine vLLM)"
+ASK = "set collect_rollout_details: true for the agent (terminus-2 with vLLM)"
 _NO_JSON = msgspec.Raw(b"null")
 
 
@@ -136,7 +136,7 @@ def read_trajectory(path: Path, progress: Callable[[int], object]) -> Document:
     """Read one ATIF file, whose version must be known and whose steps must count 1..n.
 
     Raises:
-        RolloutError: `atif_version`, `atif_step_id`, `atif_duplicate_id`, or as for
+        InputError: `atif_version`, `atif_step_id`, `atif_duplicate_id`, or as for
             `read_document`.
     """
     document, num_bytes = read_document(_DECODER, path)
@@ -178,22 +178,20 @@ def read_run(path: Path, document: Document, progress: Callable[[int], object]) 
 def _check(document: Document, path: Path, json: str) -> None:
     if document.schema_version not in VERSIONS:
         got, expected = repr(document.schema_version), f"{VERSIONS[0]} to {VERSIONS[-1]}"
-        hint = "an unknown version may record calls in another way"
-        raise RolloutError("atif_version", f"{path}, {json}.schema_version", got, expected, hint)
+        hint = "export the trajectory in a known version"
+        raise InputError("atif_version", f"{path}, {json}.schema_version", got, expected, hint)
     for index, step in enumerate(document.steps):
         if step.step_id != index + 1:
-            got, expected = f"step_id {step.step_id}", f"step_id {index + 1}: 1..n without a gap"
-            hint = "steps are missing or out of order: copy the file again from its source"
-            raise RolloutError(
-                "atif_step_id", f"{path}, {json}.steps[{index}]", got, expected, hint
-            )
+            got, expected = f"step_id {step.step_id}", f"step_id {index + 1}"
+            hint = "copy the file again from its source: steps are missing or out of order"
+            raise InputError("atif_step_id", f"{path}, {json}.steps[{index}]", got, expected, hint)
     children = document.subagent_trajectories or []
     counts = Counter(child.trajectory_id for child in children)
     if counts and counts.most_common(1)[0][1] > 1:
-        got = f"two embedded trajectories with the id {counts.most_common(1)[0][0]!r}"
+        got = f"two embedded trajectories have the id {counts.most_common(1)[0][0]!r}"
         where = f"{path}, {json}.subagent_trajectories"
-        hint = "references to them cannot be told apart: number them"
-        raise RolloutError("atif_duplicate_id", where, got, "an id of its own for each", hint)
+        hint = "give each embedded trajectory a unique id"
+        raise InputError("atif_duplicate_id", where, got, hint=hint)
     for index, child in enumerate(children):
         _check(child, path, f"{json}.subagent_trajectories[{index}]")
 
@@ -204,11 +202,11 @@ def _refuse_tokenless(document: Document, path: Path) -> None:
         return
     if not calls and (document.subagent_trajectories or document.continued_trajectory_ref):
         return
-    got = f"{len(calls)} calls, none with token ids"
+    got = f"none of {count(len(calls), 'call')} has token ids" if calls else "there are no calls"
     if calls:
         got += f" (the first has {_missing(calls[0].metrics)})"
     if document.schema_version in VERSIONS[:_IDS_SINCE]:
-        got += f"; {document.schema_version} has no place for those of the prompt"
+        got += f"; {document.schema_version} has no field for prompt ids"
     raise _tokenless(str(path), got)
 
 
@@ -222,8 +220,8 @@ def _missing(metrics: _Metrics | None) -> str:
     return "all ids"
 
 
-def _tokenless(where: str, got: str) -> RolloutError:
-    return RolloutError(NO_TOKENS, where, got, "the ids the engine saw and sampled", ASK)
+def _tokenless(where: str, got: str) -> InputError:
+    return InputError(NO_TOKENS, where, got, hint=ASK)
 
 
 def _walk(run: LoggedRun, scope: _Scope) -> None:
@@ -319,10 +317,10 @@ def is_file(path: Path) -> bool:
         return False
 
 
-def _dangling(name: str, where: str) -> RolloutError:
-    got = f"a reference to {name!r}, which is not there"
-    hint = "copy the whole agent directory; result.json alone may hold the tokens (rollout_details)"
-    return RolloutError("dangling_reference", where, got, "a trajectory beside the file", hint)
+def _dangling(name: str, where: str) -> InputError:
+    got = f"the referenced trajectory {name!r} does not exist"
+    hint = "copy the complete agent directory, or convert only result.json if it has the tokens"
+    return InputError("dangling_reference", where, got, hint=hint)
 
 
 def _calls(step: _Step, scope: _Scope, where: str) -> list[Step]:
@@ -330,15 +328,15 @@ def _calls(step: _Step, scope: _Scope, where: str) -> list[Step]:
     metrics = step.metrics or _Metrics()
     if step.llm_call_count == 0:
         if metrics.completion_token_ids:
-            got = "token ids in a step of no call (llm_call_count 0)"
-            hint = "the two contradict each other: correct the step at its source"
-            raise RolloutError("atif_call_count", where, got, "one call, or no ids", hint)
+            got = "the step has token ids although it made no call (llm_call_count 0)"
+            hint = "correct the step at its source"
+            raise InputError("atif_call_count", where, got, hint=hint)
         return []
     if step.llm_call_count is not None and step.llm_call_count > 1:
-        got = f"metrics summed up over {step.llm_call_count} calls (llm_call_count)"
+        got = f"the metrics are summed over {step.llm_call_count} calls (llm_call_count)"
         raise _tokenless(where, got)
     if not metrics.completion_token_ids or not metrics.prompt_token_ids:
-        got = f"a call with {_missing(step.metrics)} (one cut off at max_tokens is left so)"
+        got = f"the call has {_missing(step.metrics)}, as happens to calls cut off at max_tokens"
         raise _tokenless(where, got)
     response = token_ids(metrics.completion_token_ids, "response", where)
     logprobs = metrics.logprobs

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from schemas.errors import RolloutError
+from schemas.errors import ConfigError, RolloutError
 
 
 class Input(NamedTuple):
@@ -121,7 +121,7 @@ class Options:
         ):
             if getattr(self, name) not in known:
                 expected = "one of " + ", ".join(map(repr, known))
-                raise RolloutError("choices", name, repr(getattr(self, name)), expected)
+                raise ConfigError("choices", name, repr(getattr(self, name)), expected)
 
 
 Ids = npt.NDArray[np.int32] | bytes

@@ -42,7 +42,7 @@ from rollout_io.formats.parsing.model_names import ModelNames
 from rollout_io.formats.parsing.naming import natural_key, split_session
 from rollout_io.formats.parsing.records import lines_of, named_in, read_record, without_copies
 from rollout_io.formats.parsing.tokens import num_ids
-from schemas.errors import RolloutError
+from schemas.errors import InputError, InvariantError, RolloutError
 
 Key = tuple[str, int]
 _SESSION_FIRST = re.compile(rb'\s*\{\s*"session"\s*:\s*"([^"\\\x00-\x1f]+)"')
@@ -134,7 +134,8 @@ def read_session(run: Run, _: Options) -> Trajectory:
     choice; that of the last call is the outcome.
 
     Raises:
-        RolloutError: A call cannot be used, or the order of the calls is ambiguous.
+        InputError: A call cannot be used, or the order of the calls is ambiguous.
+        InvariantError: A call is not consistent, or `final` is not on the last call only.
     """
     session = f"{run.instance_id}/{run.repetition_id}"
     entries = [_read(place, session) for place in run.places]
@@ -155,8 +156,9 @@ def _read(place: Place, session: str) -> _Entry:
     refuse_not_utf8(content, place.where)
     call = decode_line(_DECODER, content, place.where)
     if call.session != session:
-        got, expected = f"session {call.session!r} too", f"{session} alone"
-        raise RolloutError("session_name", place.where, got, expected, "a key twice in one object")
+        got = f"the line has two sessions, {session!r} and {call.session!r}"
+        hint = "write the key `session` once per line"
+        raise InputError("session_name", place.where, got, hint=hint)
     return _Entry(place, content, call)
 
 
@@ -164,10 +166,9 @@ def _order(session: str, entries: list[_Entry]) -> None:
     untimed = [entry for entry in entries if entry.call.time is None]
     if 0 < len(untimed) < len(entries):
         timed = next(entry for entry in entries if entry.call.time is not None)
-        expected = f"a `time`, as in {timed.place.where}"
-        hint = "give every call of a session its time, or none"
-        got = f"a call of {session} without `time`"
-        raise RolloutError("mixed_time", untimed[0].place.where, got, expected, hint)
+        got = f"this call of {session} has no `time`, but {timed.place.where} has one"
+        hint = "write `time` for every call of the session, or for none"
+        raise InputError("mixed_time", untimed[0].place.where, got, hint=hint)
     if not untimed:
         entries.sort(key=_RANK)
         if len(set(map(_RANK, entries))) < len(entries):
@@ -175,14 +176,14 @@ def _order(session: str, entries: list[_Entry]) -> None:
     finals = [entry for entry in entries if entry.call.final]
     if len(finals) > 1:
         places = " and ".join(sorted(entry.place.where for entry in finals[:2]))
-        got = f"{session} with {len(finals)} last steps (`final`): {places}"
-        hint = "two runs under one session name? number them instance/0, instance/1, ..."
-        raise RolloutError("boundary_alignment", finals[1].place.where, got, "one last step", hint)
+        got = f"{session} has {len(finals)} `final` calls: {places}"
+        hint = "number the runs of an instance: instance/0, instance/1, ..."
+        raise InvariantError("boundary_alignment", finals[1].place.where, got, hint=hint)
     if finals and finals[0] is not entries[-1]:
         where = finals[0].place.where
-        got = f"{session} going on after its `final` call, in {entries[-1].place.where}"
-        hint = "correct the `time` of the two calls, or take `final` off the earlier one"
-        raise RolloutError("boundary_alignment", where, got, "`final` to be last", hint)
+        got = f"{session} has a call after its `final` call: {entries[-1].place.where}"
+        hint = "correct the `time` of the two calls, or remove `final` from the earlier one"
+        raise InvariantError("boundary_alignment", where, got, hint=hint)
 
 
 def _order_ties(entries: list[_Entry]) -> None:
@@ -203,7 +204,7 @@ def recognizes(path: Path) -> bool:
 
 
 ADAPTER = Adapter(
-    summary="calls of an OpenAI-compatible engine (vLLM), as they went over the wire: JSONL",
+    summary="requests and responses of an OpenAI-compatible engine (vLLM): JSONL, one call per line",
     recognizes=recognizes,
     find=find_sessions,
     read=read_session,

@@ -31,16 +31,16 @@ from rollout_io.formats.base import (
 )
 from rollout_io.formats.claude_code_contexts import Line, LoggedLine, conversations
 from rollout_io.formats.detect import has_record
-from rollout_io.formats.parsing.documents import decode_document, find_documents, is_document
-from rollout_io.formats.parsing.jsonl import decode_line, refuse_not_utf8
+from rollout_io.formats.parsing.documents import find_documents, is_document
+from rollout_io.formats.parsing.jsonl import decode_document, decode_line, refuse_not_utf8
 from rollout_io.formats.parsing.parts import decode_record
 from rollout_io.formats.parsing.records import incomplete, lines_of, named_in, read_record
-from schemas.errors import RolloutError
+from schemas.errors import InputError, RolloutError
 
 SPOKEN = ("user", "assistant")
 _EXPORT = "export"
-_GROUPS = "inferred: each session is an instance of its own"
-_HINT = "leave the line out if the session is whole without it"
+_GROUPS = "inferred: each session is a separate instance"
+_HINT = "delete the line if the session is complete without it"
 
 
 class _Head(msgspec.Struct, gc=False):
@@ -136,15 +136,15 @@ def _find_lines(
     if first is not None:
         sessions[first].places.extend(titles)
     for place in titles if first is None else ():
-        got = "a title or snapshot in a file without a session"
-        yield Rejected(place, RolloutError("no_calls", place.where, got, "a session's lines"))
+        got = "the line is a title or snapshot, but the file has no session"
+        yield Rejected(place, InputError("no_calls", place.where, got))
 
 
 def _head(content: bytes, where: str) -> _Head:
     head = decode_line(_HEAD_DECODER, content, where)
     if head.session_id is None and head.type in SPOKEN:
-        got, expected = f"a line of type {head.type!r} without `sessionId`", "the session it is of"
-        raise RolloutError("session_name", where, got, expected, _HINT)
+        got = f"the line of type {head.type!r} has no `sessionId`"
+        raise InputError("session_name", where, got, hint=_HINT)
     return head
 
 
@@ -175,13 +175,12 @@ def read_session(run: Run, _: Options) -> Trajectory:
     """Read the contexts of a session as text; the main agent's last context comes last.
 
     Raises:
-        RolloutError: `record_type`: a line is damaged; `no_calls`: the model wrote nothing.
+        InputError: `record_type`: a line is damaged; `no_calls`: the model wrote nothing.
     """
     lines = list(_exported(run.places[0]) if _EXPORT in run.labels else _lines(run.places))
     steps = conversations(lines)
     if not steps:
-        got, expected = "a session without an answer of the model", "at least one answer"
-        raise RolloutError("no_calls", run.places[0].where, got, expected)
+        raise InputError("no_calls", run.places[0].where, "the session has no model response")
     models = [line.message.model for line in lines if line.message and line.message.model]
     return Trajectory(steps=steps, user_values={"model": models[-1]} if models else {})
 
@@ -203,7 +202,7 @@ def recognizes(path: Path) -> bool:
 
 
 ADAPTER = Adapter(
-    summary="sessions of Claude Code: JSONL, or the web's export; text alone",
+    summary="sessions of Claude Code: JSONL, or the web export; text only",
     recognizes=recognizes,
     find=find_sessions,
     read=read_session,

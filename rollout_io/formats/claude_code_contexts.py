@@ -68,7 +68,7 @@ class Line(NamedTuple):
         """Decode the message of a line.
 
         Raises:
-            RolloutError: `record_type`: a user or assistant line without a complete message.
+            InputError: `record_type`: a user or assistant line without a complete message.
         """
         message = None
         if logged.type in {"user", "assistant"}:
@@ -160,7 +160,7 @@ def conversations(lines: Iterable[Line]) -> list[Conversation]:
     The `source` of each is its last line.
 
     Raises:
-        RolloutError: `message`: a block that is neither text, thought nor tool call.
+        InputError: `message`: a block that is neither text, thought nor tool call.
     """
     lines = list(lines)
     numbers = {line.where: number for number, line in enumerate(lines)}
@@ -246,7 +246,7 @@ def _refuse_others(piece: dict[str, Any], where: str) -> None:
     """Refuse content that a model cannot have written.
 
     Raises:
-        RolloutError: `message`.
+        InputError: `message`.
     """
     content = piece["content"]
     if piece["role"] == "assistant" and isinstance(content, str):

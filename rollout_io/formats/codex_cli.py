@@ -37,10 +37,10 @@ from rollout_io.formats.parsing.items import Item
 from rollout_io.formats.parsing.jsonl import decode_line, refuse_not_utf8
 from rollout_io.formats.parsing.parts import decode_record
 from rollout_io.formats.parsing.records import incomplete, lines_of
-from schemas.errors import RolloutError
+from schemas.errors import InputError, RolloutError
 
 _Kind = Literal["session_meta", "turn_context", "response_item", "event_msg", "compacted"]
-_GROUPS = "inferred: each session is an instance of its own"
+_GROUPS = "inferred: each session is a separate instance"
 _ROLLED_BACK = "thread_rolled_back"
 
 
@@ -132,7 +132,7 @@ def read_session(run: Run, _: Options) -> Trajectory:
     """Read the contexts of a session as text; the `source` of each is its last item.
 
     Raises:
-        RolloutError: `record_type`: a line is damaged; `message`: an item of an unknown type;
+        InputError: `record_type`: a line is damaged; `message`: an item of an unknown type;
             `no_calls`: the model wrote nothing.
     """
     thread, texts = Thread(), dict[str, str]()
@@ -155,8 +155,7 @@ def read_session(run: Run, _: Options) -> Trajectory:
                 thread.roll_back(event.num_turns or 0)
     contexts = thread.answered()
     if not contexts:
-        got, expected = "a session without an answer of the model", "at least one answer"
-        raise RolloutError("no_calls", run.places[0].where, got, expected)
+        raise InputError("no_calls", run.places[0].where, "the session has no model response")
     steps = [
         Conversation(source=c.where, messages=c.messages, num_given=c.num_given) for c in contexts
     ]
@@ -174,7 +173,7 @@ def recognizes(path: Path) -> bool:
 
 
 ADAPTER = Adapter(
-    summary="sessions of Codex CLI (rollout-*.jsonl); text alone",
+    summary="sessions of Codex CLI (rollout-*.jsonl); text only",
     recognizes=recognizes,
     find=find_sessions,
     read=read_session,

@@ -59,7 +59,7 @@ class Thread:
         """Add an item to the context.
 
         Raises:
-            RolloutError: `message`: an item of an unknown type, or a message without a role.
+            InputError: `message`: an item of an unknown type, or a message without a role.
         """
         self.contexts[-1].where = where
         piece = read_item(item, where)

@@ -19,11 +19,11 @@ from rollout_io.dataset.opening import open_input, refuse_irregular
 from rollout_io.formats.base import Adapter
 from rollout_io.formats.parsing.jsonl import refuse_lfs_pointer
 from rollout_io.formats.refused import REFUSED
-from schemas.errors import RolloutError
+from schemas.errors import ConfigError, InputError, RolloutError
 
 GROUP = "rollout_io.formats"
 RULE = "known_format"
-HINT = "rollouts formats lists them; --format NAME reads the log as one, and says what is wrong"
+HINT = "list the formats with `rollouts formats`; pass --format NAME to see why it does not match"
 
 _NUM_LINES = 8  # a damaged first line must not hide the format
 _LINE_BYTES = 64 << 20
@@ -68,17 +68,18 @@ def load_adapter(entry: EntryPoint) -> Adapter:
     """Import one format.
 
     Raises:
-        RolloutError: `format_loads`: the import fails, or yields no `Adapter`.
+        InputError: `format_loads`: the import fails, or yields no `Adapter`.
     """
     where, hint = f"format {entry.name} ({entry.value})", "install its package again, or remove it"
     try:
         found = entry.load()
     except Exception as error:
         got = " ".join(f"{type(error).__name__}: {error}".split())
-        raise RolloutError("format_loads", where, got, "an Adapter", hint) from error
+        message = f"{where} cannot be imported: {got}"
+        raise InputError("format_loads", where, got, hint=hint, message=message) from error
     if not isinstance(found, Adapter):
         got = f"an object of type {type(found).__name__}"
-        raise RolloutError("format_loads", where, got, "an Adapter", hint)
+        raise InputError("format_loads", where, got, "an Adapter", hint)
     return found
 
 
@@ -86,7 +87,8 @@ def find_adapter(name: str) -> Adapter:
     """Return the adapter that is registered under a name.
 
     Raises:
-        RolloutError: `known_format`: the name is unknown; `format_loads`: the import fails.
+        ConfigError: `known_format`: the name is unknown.
+        InputError: `format_loads`: the import fails.
     """
     entries = adapters()
     if name in REFUSED:
@@ -95,8 +97,9 @@ def find_adapter(name: str) -> Adapter:
         names = sorted({*entries, *REFUSED})
         expected = "one of " + ", ".join(names)
         near = difflib.get_close_matches(name, names, 1)
-        hint = f"did you mean --format {near[0]}?" if near else "rollouts formats"
-        raise RolloutError(RULE, "--format", repr(name), expected, hint)
+        hint = f"use --format {near[0]}" if near else "list the formats with `rollouts formats`"
+        message = f"--format {name}: the format is unknown"
+        raise ConfigError(RULE, "--format", repr(name), expected, hint, message=message)
     return load_adapter(entries[name])
 
 
@@ -104,7 +107,7 @@ def recognize(path: str | Path, formats: Mapping[str, Adapter]) -> list[str]:
     """Return the names of all formats that a file or directory matches.
 
     Raises:
-        RolloutError: `input_file`: unreadable, or a pipe; `lfs_pointer`.
+        InputError: `input_file`: unreadable, or a pipe; `lfs_pointer`.
     """
     _refuse_unreadable(Path(path))
     return [name for name, adapter in formats.items() if adapter.recognizes(Path(path))]
@@ -118,7 +121,7 @@ def detect(paths: Mapping[str, Path], formats: Mapping[str, Adapter]) -> str:
         formats: Adapters by name.
 
     Raises:
-        RolloutError: `known_format`: an input matches no format, all match several, or the inputs
+        InputError: `known_format`: an input matches no format, all match several, or the inputs
             differ; `input_file`; `lfs_pointer`.
     """
     found = {name: recognize(path, formats) for name, path in paths.items()}
@@ -127,17 +130,18 @@ def detect(paths: Mapping[str, Path], formats: Mapping[str, Adapter]) -> str:
         return common[0]
     unknown = next((path for path, names in found.items() if not names), None)
     if unknown is not None:
-        expected = "content of one of " + ", ".join(formats)
-        raise RolloutError(RULE, unknown, "content of no known format", expected, HINT)
+        got, expected = "the format is not recognized", "one of " + ", ".join(formats)
+        message = f"{unknown}: {got}"
+        raise InputError(RULE, unknown, got, expected, HINT, message=message)
     first, names = next(iter(found.items()))
     if common:
-        got = f"content of {len(common)} formats: " + ", ".join(common)
-        hint = f"say which: --format {common[0]}; rollouts formats describes them"
-        raise RolloutError(RULE, first, got, "one format", hint)
+        got = f"the content matches {len(common)} formats: " + ", ".join(common)
+        hint = f"choose one, such as --format {common[0]}; `rollouts formats` describes them"
+        raise InputError(RULE, first, got, hint=hint)
     other = min(found, key=lambda path: len(set(found[path]) & set(names)))
-    got = f"format {' or '.join(found[other])}, and {first} of format {' or '.join(names)}"
-    hint = "convert each format by itself; rollouts formats FILE... says which is which"
-    raise RolloutError(RULE, other, got, "one format for all inputs", hint)
+    got = f"the format is {' or '.join(found[other])}, but {first} is {' or '.join(names)}"
+    hint = "convert each format separately; `rollouts formats FILE...` shows the format of each"
+    raise InputError(RULE, other, got, hint=hint)
 
 
 def first_lines(path: Path) -> Iterator[bytes]:

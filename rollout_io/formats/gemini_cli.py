@@ -31,11 +31,12 @@ from rollout_io.formats.base import (
     Trajectory,
 )
 from rollout_io.formats.parsing.content import NO_JSON, Message, joined, json_text, tool_call
-from rollout_io.formats.parsing.documents import decode_document, find_documents, is_document
+from rollout_io.formats.parsing.documents import find_documents, is_document
+from rollout_io.formats.parsing.jsonl import decode_document
 from rollout_io.formats.parsing.records import read_record
-from schemas.errors import RolloutError
+from schemas.errors import InputError
 
-_GROUPS = "inferred: each session is an instance of its own"
+_GROUPS = "inferred: each session is a separate instance"
 _MARKS = (b'"sessionId"',)
 
 
@@ -113,7 +114,7 @@ def read_session(run: Run, _: Options) -> Trajectory:
     """Read the conversation of a session.
 
     Raises:
-        RolloutError: `record_type`; `no_calls`: the model wrote nothing.
+        InputError: `record_type`; `no_calls`: the model wrote nothing.
     """
     (place,) = run.places
     session = decode_document(_DECODER, read_record(place), place.where)
@@ -121,8 +122,7 @@ def read_session(run: Run, _: Options) -> Trajectory:
     for i, logged in enumerate(session.messages):
         messages += _messages(logged, f"{place.where}, messages[{i}]")
     if all(message["role"] != "assistant" for message in messages):
-        got, expected = "a session without an answer of the model", "at least one answer"
-        raise RolloutError("no_calls", place.where, got, expected)
+        raise InputError("no_calls", place.where, "the session has no model response")
     models = [m.model for m in session.messages if m.model]
     step = Conversation(source=place.where, messages=messages)
     return Trajectory(steps=[step], user_values={"model": models[-1]} if models else {})
@@ -179,7 +179,7 @@ def recognizes(path: Path) -> bool:
 
 
 ADAPTER = Adapter(
-    summary="sessions of Gemini CLI, one JSON document each; text alone",
+    summary="sessions of Gemini CLI, one JSON document each; text only",
     recognizes=recognizes,
     find=find_sessions,
     read=read_session,

@@ -29,11 +29,11 @@ from rollout_io.formats.base import (
 )
 from rollout_io.formats.harbor_inputs import Source, find_runs, keyed, recognizes
 from rollout_io.formats.harbor_trial import CONTEXT_OVERFLOW, Trial, outcome_of, read_steps
-from rollout_io.formats.parsing.jsonl import read_document
-from schemas.errors import RolloutError
+from rollout_io.formats.parsing.jsonl import NESTED, read_document
+from schemas.errors import InputError, RolloutError
 
 _GROUPS = "inferred: the trials of one task (name and checksum) in one job, by trial name"
-_FILES_ALONE = "inferred: each trajectory file is an instance of its own"
+_FILES_ALONE = "inferred: each trajectory file is a separate instance"
 _TRIAL = msgspec.json.Decoder(Trial)
 
 
@@ -117,10 +117,9 @@ def read_trial(run: Run, options: Options) -> Trajectory:
             return _read_trial(run, path, directory, options)
         found = read_run(path, read_trajectory(path, _ignore), _ignore)
     except RecursionError:
-        got = "lists or objects nested too deeply"
-        raise RolloutError("json_document", str(path), got, "a log") from None
+        raise InputError("json_document", str(path), NESTED) from None
     if not found.steps:
-        raise RolloutError("no_calls", str(path), "no calls at all", "at least one call")
+        raise InputError("no_calls", str(path), "the trajectory has no model calls")
     return Trajectory(steps=found.steps)
 
 

@@ -12,8 +12,9 @@ import msgspec
 
 from rollout_io.dataset.opening import open_input
 from rollout_io.formats.atif import NO_TOKENS, is_file
+from rollout_io.formats.detect import first_lines
 from rollout_io.formats.parsing.jsonl import read_document
-from schemas.errors import RolloutError
+from schemas.errors import InputError, RolloutError
 
 Key = tuple[str, int]
 
@@ -70,6 +71,7 @@ class Source:
 
 _HEAD = msgspec.json.Decoder(Head)
 _EXPORT = msgspec.json.Decoder(list[_Exported])
+_OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def find_runs(path: Path, errors: list[RolloutError]) -> list[Source]:
@@ -92,7 +94,7 @@ def _expand_file(path: Path, errors: list[RolloutError]) -> list[Source]:
         return [Source(path=path, head=head)]
     if head.n_total_trials is not None:
         return _expand_directory(path.parent, errors)
-    raise _unknown(path, "neither a trial, nor a job, nor an ATIF trajectory")
+    raise _unknown(path, "the file is neither a trial, nor a job, nor an ATIF trajectory")
 
 
 def _expand_directory(path: Path, errors: list[RolloutError]) -> list[Source]:
@@ -109,18 +111,18 @@ def _expand_directory(path: Path, errors: list[RolloutError]) -> list[Source]:
     if head.is_trial:
         return [Source(path=result, head=head, directory=path)]
     if is_file(config) and _read_head(config).trial_name is not None:
-        hint = "the trial was stopped: resume its job, or move the directory away"
-        got, expected = "no result.json of the trial", "a trial with its result"
-        raise RolloutError("no_trial_result", str(path), got, expected, hint)
+        hint = "resume the job, or move the directory away"
+        got = "the trial was stopped before it wrote result.json"
+        raise InputError("no_trial_result", str(path), got, hint=hint)
     num_errors = len(errors)
     found = _expand_children(path, errors)
     num_trials = len(found) + len(errors) - num_errors
     if not num_trials:
-        raise _unknown(path, "no trial in this directory (no result.json of one)")
+        raise _unknown(path, "the directory has no trial (no result.json)")
     if head.n_total_trials is not None and num_trials < head.n_total_trials:
-        got = f"{num_trials} trials of the {head.n_total_trials} that {result.name} counts"
-        hint = "the job was stopped, or not all was copied: resume it, or give its trials by name"
-        errors.append(RolloutError("missing_trials", str(path), got, "all trials of the job", hint))
+        got = f"{num_trials} of {head.n_total_trials} trials are present"
+        hint = "resume the job, copy its missing trials, or give the trials by name"
+        errors.append(InputError("missing_trials", str(path), got, hint=hint))
     return found
 
 
@@ -134,8 +136,8 @@ def _children(path: Path) -> list[Path]:
     try:
         below = sorted(path.iterdir())
     except OSError as error:
-        got = (error.strerror or str(error)).lower()
-        raise RolloutError("input_file", str(path), got, "a readable directory") from None
+        got = f"cannot read the directory: {error.strerror or error}"
+        raise InputError("input_file", str(path), got) from None
     below = [child for child in below if not path.resolve().is_relative_to(child.resolve())]
     return [
         child
@@ -149,14 +151,23 @@ def _read_head(path: Path) -> Head:
         return read_document(_HEAD, path)[0]
     except RolloutError as error:
         if _is_export(path):
-            got = "Harbor's traces export, which holds text alone"
-            hint = "give the trial directory, or the trajectory it is from"
-            raise RolloutError(NO_TOKENS, str(path), got, "exact tokens", hint) from None
-        if error.got.startswith("trailing characters"):
-            raise _unknown(path, "several JSON documents (JSON Lines)") from None
+            got = "Harbor's traces export has text but no token ids"
+            hint = "convert the trial directory, or the exported trajectory"
+            raise InputError(NO_TOKENS, str(path), got, hint=hint) from None
+        if error.rule == "json_document" and _is_json_lines(path):
+            raise _unknown(path, "the file has several JSON documents (JSON Lines)") from None
         if error.rule == "record_type":
-            raise _unknown(path, f"another document ({error.got}, not {error.expected})") from None
+            raise _unknown(path, f"the document is not from Harbor ({error.sentence})") from None
         raise
+
+
+def _is_json_lines(path: Path) -> bool:
+    """True if a file has several lines, the first of which is a complete JSON object."""
+    lines = list(islice(first_lines(path), 2))
+    try:
+        return len(lines) > 1 and bool(_OBJECT.decode(lines[0]))
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return False
 
 
 def _is_export(path: Path) -> bool:
@@ -166,10 +177,10 @@ def _is_export(path: Path) -> bool:
         return False
 
 
-def _unknown(path: Path, got: str) -> RolloutError:
-    expected = "a job or trial directory, a result.json, or an ATIF trajectory"
-    hint = "rollouts formats FILE says of which format it is"
-    return RolloutError("harbor_input", str(path), got, expected, hint)
+def _unknown(path: Path, got: str) -> InputError:
+    hint = "give a job or trial directory, a result.json, or an ATIF trajectory; "
+    hint += "`rollouts formats FILE` shows the format of a file"
+    return InputError("harbor_input", str(path), got, hint=hint)
 
 
 def keyed(sources: Sequence[Source]) -> dict[Key, Source]:
@@ -198,8 +209,9 @@ def _refuse_repeated(sources: Iterable[Source]) -> None:
     for source in sources:
         identity = (source.head.is_trial and source.head.id) or str(source.path.resolve())
         if identity in known:
-            got, hint = f"the run of {known[identity].path} again", "give each run once"
-            raise RolloutError("duplicate_input", str(source.path), got, "each run once", hint)
+            got = f"the run is already given as {known[identity].path}"
+            hint = "give each run once"
+            raise InputError("duplicate_input", str(source.path), got, hint=hint)
         known[identity] = source
 
 

@@ -28,7 +28,7 @@ from rollout_io.formats.atif import (
 )
 from rollout_io.formats.base import Options, Step, Trajectory
 from rollout_io.formats.parsing.tokens import logprob_array, route_array, token_ids
-from schemas.errors import RolloutError
+from schemas.errors import InputError, RolloutError, count
 
 CONTEXT_OVERFLOW = "ContextLengthExceededError"
 TIMEOUT = "AgentTimeoutError"
@@ -127,7 +127,7 @@ def outcome_of(trial: Trial, where: str, options: Options, *, is_needed: bool = 
     fail, keep), and after any other exception. `keep` uses the verifier's number.
 
     Raises:
-        RolloutError: `reward_key`: several numbers, none of them named `reward`.
+        InputError: `reward_key`: several numbers, none of them named `reward`.
     """
     rewards, exception = _last_rewards(trial), trial.failure
     reward: float | None = None
@@ -169,9 +169,9 @@ def _reward(rewards: dict[str, float], where: str, key: str | None = None) -> fl
     if "reward" in rewards or not rewards:
         return rewards.get("reward")
     if len(rewards) > 1:
-        got = "rewards " + ", ".join(map(repr, sorted(rewards)))
-        hint = "say which: --reward KEY; all of them become metrics"
-        raise RolloutError("reward_key", where, got, "`reward`, or a single one", hint)
+        got = f"none of the rewards {', '.join(map(repr, sorted(rewards)))} is named 'reward'"
+        hint = "choose one with --reward KEY; all of them become metrics"
+        raise InputError("reward_key", where, got, hint=hint)
     return next(iter(rewards.values()))
 
 
@@ -206,7 +206,7 @@ def read_steps(
             found[-1].metrics = part.rewards or None
             steps += found
     if not steps:
-        raise _no_tokens(str(result), "no call of the agent")
+        raise _no_tokens(str(result), "the agent made no calls")
     temperature = temperature_of(trial.config.agent.kwargs)
     for step in steps:
         step.stop_reason = _stop_reason(trial)
@@ -237,7 +237,7 @@ def _part_steps(
         elements = []
     elif not all(elements):
         index = next(i for i, element in enumerate(elements) if not element)
-        raise _no_tokens(f"{place}[{index}]", "an agent without calls beside one with calls")
+        raise _no_tokens(f"{place}[{index}]", "the agent has no calls, but a different one does")
     path = directory / "agent" / "trajectory.json" if directory else None
     document = read_trajectory(path, progress) if path is not None and is_file(path) else None
     if document is None or path is None or (elements and not has_tokens(document)):
@@ -267,7 +267,7 @@ def _element(detail: _Detail, index: int, place: str) -> list[Step]:
     lists |= {name: values for name, values in optional.items() if values}
     if len({len(values) for values in lists.values()}) > 1:
         lengths = ", ".join(f"{len(values)} {name}" for name, values in lists.items())
-        raise _no_tokens(place, f"lists of unequal lengths ({lengths}): which belong together?")
+        raise _no_tokens(place, f"the lists have unequal lengths ({lengths})")
     steps = []
     for turn, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
         where = f"{place}.completion_token_ids[{turn}]"
@@ -295,7 +295,7 @@ def _agreed(elements: Sequence[Sequence[Step]], run: LoggedRun, place: str) -> l
     for index, (ours, theirs) in enumerate(zip_longest(elements, lineages, fillvalue=())):
         if len(ours) != len(theirs):
             where = theirs[0].source.partition(",")[0] if theirs else "the trajectory"
-            got = f"{len(ours)} calls, but {len(theirs)} in {where}"
+            got = f"{count(len(ours), 'call')} here, but {len(theirs)} in {where}"
             raise _disagree(f"{place}[{index}]", got)
         for a, b in zip(ours, theirs, strict=True):
             _refuse_difference(a, b)
@@ -320,24 +320,24 @@ def _refuse_difference(ours: Step, theirs: Step) -> None:
     for name in ("prompt_token_ids", "response_ids", "rollout_logprobs"):
         a, b = getattr(ours, name), getattr(theirs, name)
         if a is not None and b is not None and not np.array_equal(a, b):
-            raise _disagree(ours.source, f"other {name} than {theirs.source}")
+            raise _disagree(ours.source, f"{name} differ from those in {theirs.source}")
 
 
-def _disagree(where: str, got: str) -> RolloutError:
-    hint = "one of the two was written wrong; result.json given alone is read by itself"
-    return RolloutError("tokens_disagree", where, got, "the same calls in both", hint)
+def _disagree(where: str, got: str) -> InputError:
+    hint = "convert only result.json to ignore the trajectory files"
+    return InputError("tokens_disagree", where, got, hint=hint)
 
 
-def _no_tokens(where: str, got: str) -> RolloutError:
-    return RolloutError(NO_TOKENS, where, got, "the ids the engine saw and sampled", ASK)
+def _no_tokens(where: str, got: str) -> InputError:
+    return InputError(NO_TOKENS, where, got, hint=ASK)
 
 
 def _reason(trial: Trial, part: _Part) -> str:
     """Explain why a part has no rollout details."""
     if part.agent_result is None:
-        return "no agent result at all"
+        return "there is no agent result"
     asked = (trial.config.agent.kwargs or {}).get("collect_rollout_details") is True
     details = part.agent_result.rollout_details
     found = "null" if details is None else "an empty list" if not details else "empty elements"
-    why = "though collect_rollout_details was true" if asked else "not asked for"
-    return f"{found}, {why}" + ("" if asked else " (collect_rollout_details is not true)")
+    why = "although collect_rollout_details" if asked else "since collect_rollout_details"
+    return f"the value is {found} {why} is {'' if asked else 'not '}true"

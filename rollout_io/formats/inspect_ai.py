@@ -35,13 +35,12 @@ from rollout_io.formats.base import (
 )
 from rollout_io.formats.inspect_ai_samples import Sample, calls_of, outcome_of, plain_json
 from rollout_io.formats.parsing.archives import is_zip, members_of, read_member
-from rollout_io.formats.parsing.documents import decode_document
-from rollout_io.formats.parsing.jsonl import refuse_lfs_pointer
+from rollout_io.formats.parsing.jsonl import decode_document, refuse_lfs_pointer
 from rollout_io.formats.parsing.model_calls import steps_of
 from rollout_io.formats.parsing.parts import parts_of
 from rollout_io.formats.parsing.records import read_record
 from rollout_io.formats.parsing.tokens import INT32_MAX
-from schemas.errors import RolloutError
+from schemas.errors import InputError, RolloutError
 
 _START = re.compile(rb'\s*\{\s*"version"\s*:\s*\d+\s*,\s*"status"\s*:\s*"[a-z]+"\s*,\s*"')
 _START_BYTES = 1 << 16
@@ -113,9 +112,9 @@ def _find(given: Input, statuses: dict[str, str]) -> Iterator[Found]:
         except RolloutError as error:
             yield Rejected(place, error)
     if not places:
-        got = f"a log with the status {log.status!r} and no samples"
-        hint = "was it written without them (--no-log-samples), or stopped at once?"
-        raise RolloutError("no_samples", given.name, got, "at least one sample", hint)
+        got = f"the log has no samples (status {log.status!r})"
+        hint = "run the evaluation without --no-log-samples, or leave this log out"
+        raise InputError("no_samples", given.name, got, hint=hint)
 
 
 def _open_document(given: Input) -> tuple[_Log, list[Place]]:
@@ -130,8 +129,8 @@ def _open_archive(given: Input) -> tuple[_Log, list[Place]]:
     members = members_of(given.path, given.name)
     header = next((name for name in _HEADERS if name in members), None)
     if header is None:
-        got, expected = "a zip archive without header.json", "an .eval log of Inspect"
-        raise RolloutError("inspect_archive", given.name, got, expected)
+        got = "the zip archive is not an .eval log of Inspect: it has no header.json"
+        raise InputError("inspect_archive", given.name, got)
     where = f"{given.name}, {header}"
     log = decode_document(_LOG_DECODER, plain_json(read_member(given.path, header, where)), where)
     samples = [members[name] for name in members if name.startswith(_SAMPLES)]

@@ -15,7 +15,7 @@ from rollout_io.formats.parsing.jsonl import decode_line
 from rollout_io.formats.parsing.messages import read_message
 from rollout_io.formats.parsing.model_calls import Call
 from rollout_io.formats.parsing.sampling import SamplingFields, sampling_extra
-from schemas.errors import RolloutError
+from schemas.errors import InputError
 
 _LETTERS = {
     "C": 1.0,
@@ -157,7 +157,7 @@ def calls_of(sample: Sample, where: str) -> Iterator[Call]:
     """Yield the calls of a sample in order, except failed ones and those of scorers.
 
     Raises:
-        RolloutError: record_type, dangling_reference.
+        InputError: record_type, dangling_reference.
     """
     events = list(_model_events(sample, where))
     if not events:
@@ -207,9 +207,9 @@ def _referred(event: _Model, sample: Sample, where: str) -> Iterator[msgspec.Raw
     size = len(sample.pool)
     for start, end in event.input_refs or ():
         if not 0 <= start <= end <= size:
-            got = f"messages {start} to {end} of a pool of {size}"
-            hint = "the log is damaged: read it with Inspect, and write it again"
-            raise RolloutError("dangling_reference", where, got, "messages that are there", hint)
+            got = f"messages {start} to {end} are not in the pool, which has {size}"
+            hint = "read the log with Inspect, and write it again"
+            raise InputError("dangling_reference", where, got, hint=hint)
         yield from sample.pool[start:end]
 
 
@@ -245,8 +245,8 @@ def _resolved(raw: msgspec.Raw, sample: Sample, where: str) -> msgspec.Raw:
     def text(match: re.Match[bytes]) -> bytes:
         name = match[1].decode()
         if name not in sample.attachments:
-            got, hint = f"attachment {name}, which is not there", "the sample is not whole"
-            raise RolloutError("dangling_reference", where, got, "its text", hint)
+            got, hint = f"the sample lacks attachment {name}", "copy the complete log again"
+            raise InputError("dangling_reference", where, got, hint=hint)
         return msgspec.json.encode(sample.attachments[name])
 
     return msgspec.Raw(_ATTACHMENT.sub(text, bytes(raw)))

@@ -30,12 +30,12 @@ from rollout_io.formats.base import (
 from rollout_io.formats.parsing.bodies import NO_JSON, Int32, Share
 from rollout_io.formats.parsing.content import Message
 from rollout_io.formats.parsing.documents import (
-    decode_document,
     find_documents,
     is_document,
     run_of_file,
     with_group_rule,
 )
+from rollout_io.formats.parsing.jsonl import decode_document
 from rollout_io.formats.parsing.messages import read_message
 from rollout_io.formats.parsing.model_calls import Call, steps_of
 from rollout_io.formats.parsing.records import read_record

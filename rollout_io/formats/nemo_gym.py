@@ -39,7 +39,7 @@ from rollout_io.formats.parsing.records import Record, find_lines, read_record
 from rollout_io.formats.parsing.responses import Response, Share, read_steps
 from rollout_io.formats.parsing.sampling import SamplingFields, sampling_extra
 from rollout_io.formats.parsing.tokens import INT32_MAX
-from schemas.errors import RolloutError
+from schemas.errors import InputError, RolloutError
 
 _OTHER_FIELDS = {"responses_create_params", "response", "agent_ref"}
 _FRAMEWORK = "_ng_"
@@ -130,11 +130,11 @@ def find_rollouts(inputs: Sequence[Input], progress: Progress) -> Iterator[Found
     yield from models.about()
     runs = [item for item in found if isinstance(item, Run)]
     if _part_tasks(runs):
-        rule = "inferred: tasks of one index whose inputs differ are groups of their own"
+        rule = "inferred: tasks with the same index but different inputs are separate groups"
         yield About("tasks", rule)
     yield from (item for item in found if not isinstance(item, Run))
     if any("task" not in run.labels for run in runs):
-        rule = "inferred: where the log states no task, each response is a group of its own"
+        rule = "inferred: each response without a task is a separate group"
         yield About("groups", rule)
     yield from sorted(runs, key=lambda run: (natural_key(run.instance_id), run.repetition_id))
 
@@ -184,10 +184,10 @@ def _find(record: Record) -> Run:
         instance, repetition = str(names.task), names.rollout
         labels["task"] = instance
     elif names.task is not None or names.rollout is not None or not response_id:
-        expected = "`_ng_task_index` and `_ng_rollout_index`, or neither and a response with an id"
-        got = f"task {names.task}, rollout {names.rollout}, response id {response_id!r}"
-        hint = "take the lines as NeMo Gym wrote them: the indices name the group"
-        raise RolloutError("group", where, got, expected, hint)
+        got = "the line needs `_ng_task_index` and `_ng_rollout_index`, or only a response id (it "
+        got += f"has task {names.task}, rollout {names.rollout}, response id {response_id!r})"
+        hint = "keep the lines as NeMo Gym wrote them: the indices name the group"
+        raise InputError("group", where, got, hint=hint)
     else:
         instance, repetition = response_id, 0
     return Run(instance_id=instance, repetition_id=repetition, places=[record.place], labels=labels)
@@ -200,11 +200,7 @@ def _response_id(names: _Names, content: bytes, where: str) -> str | None:
     if response is None and bytes(names.output) != b"null":
         response = {"id": names.id}
     if response is None:
-        keys = decode_line(_OBJECT_DECODER, content, where)
-        got = "an object without a response (its keys: " + ", ".join(list(keys)[:8]) + ")"
-        expected = "`response`, a Responses object with the items of the run"
-        hint = "give the rollouts that NeMo Gym collects, not its tasks nor a trainer's data"
-        raise RolloutError("no_response", where, got, expected, hint)
+        raise _no_response(decode_line(_OBJECT_DECODER, content, where), where)
     raw = response.get("id", _NO_JSON)
     found: str | None = decode_line(_TEXT_DECODER, bytes(raw), f"{where}, response.id")
     return found
@@ -248,11 +244,14 @@ def _decode(content: bytes, where: str) -> _Record:
         response = decode_line(_RESPONSE_DECODER, bytes(fields["input"]), f"{where}, input")
         record = _Record(_Rollout(response=response), f"{where}, input.", {})
     else:
-        got = "an object without a response (its keys: " + ", ".join(list(fields)[:8]) + ")"
-        expected = "`response`, a Responses object with the items of the run"
-        hint = "give the rollouts that NeMo Gym collects, not its tasks nor a trainer's data"
-        raise RolloutError("no_response", where, got, expected, hint)
+        raise _no_response(fields, where)
     return record
+
+
+def _no_response(fields: dict[str, msgspec.Raw], where: str) -> InputError:
+    got = "the object has no `response` (its keys: " + ", ".join(list(fields)[:8]) + ")"
+    hint = "convert the rollouts that NeMo Gym collects, not its tasks or a trainer's data"
+    return InputError("no_response", where, got, hint=hint)
 
 
 def _complete(step: Step, run: _Rollout) -> None:

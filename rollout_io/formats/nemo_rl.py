@@ -33,15 +33,15 @@ from rollout_io.formats.base import (
     Trajectory,
 )
 from rollout_io.formats.parsing.content import NO_JSON
-from rollout_io.formats.parsing.documents import decode_document, find_documents, is_document
+from rollout_io.formats.parsing.documents import find_documents, is_document
+from rollout_io.formats.parsing.jsonl import decode_document
 from rollout_io.formats.parsing.parts import decode_record, parts_of
 from rollout_io.formats.parsing.tokens import logprob_array, token_ids
-from schemas.errors import RolloutError
+from schemas.errors import InputError
 
-_GROUPS = "inferred: each run is an instance of its own"
+_GROUPS = "inferred: each run is a separate instance"
 _MARKS = (b'"message_log"', b'"seen_token_ids"')
-_EXPECTED = "the ids of every message, and an answer among them"
-_HINT = "NeMo RL's test data are cut like this; NeMo Gym's own rollouts hold the ids (nemo_gym)"
+_HINT = "convert the rollouts of NeMo Gym, which have all ids (--format nemo_gym)"
 
 
 _Logprob = Annotated[float, msgspec.Meta(ge=-1e38, le=1e38)]
@@ -103,8 +103,8 @@ def find_runs(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
 def _find(place: Place, document: bytes) -> Iterator[Run]:
     keys = decode_document(_KEYS_DECODER, document, place.where)
     if isinstance(keys, _Keys) and bytes(keys.seen_token_ids) != b"null":
-        got = "two renderings of a prompt, and no response"
-        raise RolloutError("no_calls", place.where, got, "runs with what the model sampled")
+        got = "the document has two renderings of a prompt, but no response"
+        raise InputError("no_calls", place.where, got)
     found = decode_document(_DOCUMENT_DECODER, document, place.where)
     name, parts = "[]", found
     if isinstance(found, _Runs):
@@ -125,7 +125,7 @@ def read_run(run: Run, _: Options) -> Trajectory:
     ids = [_ids(m, f"{place.where}, message_log[{i}]") for i, m in enumerate(logged.message_log)]
     answers = [i for i, m in enumerate(logged.message_log) if m.role == "assistant"]
     if not answers:
-        raise RolloutError("no_calls", place.where, "a run without an answer", _EXPECTED)
+        raise InputError("no_calls", place.where, "the run has no model response")
     reward = None if logged.full_result is None else logged.full_result.reward
     return Trajectory(
         steps=[
@@ -141,8 +141,8 @@ def _ids(message: _Message, where: str) -> list[int]:
     if message.token_ids:
         return message.token_ids
     how = "no token ids" if message.token_ids is None else "an empty list of token ids"
-    got = f"a message of role {message.role!r} with {how}"
-    raise RolloutError("no_token_ids", where, got, _EXPECTED, _HINT)
+    got = f"the message of role {message.role!r} has {how}"
+    raise InputError("no_token_ids", where, got, hint=_HINT)
 
 
 def _step(message: _Message, ids: Sequence[list[int]], where: str) -> Step:

@@ -35,9 +35,9 @@ from rollout_io.formats.parsing.jsonl import decode_line
 from rollout_io.formats.parsing.messages import openai_tools, prompt_key, read_messages
 from rollout_io.formats.parsing.records import Record, find_lines, read_record
 from rollout_io.formats.parsing.tokens import INT32_MAX
-from schemas.errors import RolloutError
+from schemas.errors import InputError
 
-_GROUPS = "inferred: where a line has no id, lines with the same messages before the first answer"
+_GROUPS = "inferred: lines without an id that have the same messages before the first answer"
 _ANOTHER = frozenset(
     {"response", "trajectory_format", "info", "message_log", "sessionId", "events"}
 )
@@ -120,15 +120,14 @@ def read_conversation(run: Run, _: Options) -> Trajectory:
     """Read the conversation of a line; all its numbers are metrics.
 
     Raises:
-        RolloutError: `record_type`; `no_calls`: no assistant message.
+        InputError: `record_type`; `no_calls`: no assistant message.
     """
     (place,) = run.places
     content = read_record(place)
     line = _decode(content, place.where)
     messages = read_messages(line.messages, f"{place.where}, messages")
     if all(message["role"] != "assistant" for message in messages):
-        got, expected = "messages without an assistant's", "at least one answer of the model"
-        raise RolloutError("no_calls", place.where, got, expected)
+        raise InputError("no_calls", place.where, "the conversation has no assistant message")
     step = Conversation(source=place.where, messages=messages, tools=openai_tools(line.tools))
     reward = line.score if line.reward is None else line.reward
     return Trajectory(steps=[step], reward=reward, metrics=_metrics(content, place.where))
@@ -160,7 +159,7 @@ def _is_line(content: bytes) -> bool:
 
 
 ADAPTER = Adapter(
-    summary="OpenAI-style messages, JSONL, one conversation a line; text alone",
+    summary="OpenAI-style messages: JSONL, one conversation per line; text only",
     recognizes=recognizes,
     find=find_conversations,
     read=read_conversation,

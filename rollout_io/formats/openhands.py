@@ -32,16 +32,15 @@ from rollout_io.formats.base import (
 from rollout_io.formats.detect import has_record
 from rollout_io.formats.openhands_events import is_reconstructed, read_calls
 from rollout_io.formats.parsing.documents import (
-    decode_document,
     find_documents,
     is_document,
     run_of_file,
     with_group_rule,
 )
-from rollout_io.formats.parsing.jsonl import decode_line
+from rollout_io.formats.parsing.jsonl import decode_document, decode_line
 from rollout_io.formats.parsing.model_calls import steps_of
 from rollout_io.formats.parsing.records import Record, find_lines, read_record, refuse_repeated
-from schemas.errors import RolloutError
+from schemas.errors import InputError
 
 _SUFFIXES = (".events.json", ".json")
 _MARKS = (b'"action"', b'"observation"')
@@ -152,8 +151,8 @@ def _find_row(record: Record, first: dict[bytes, str]) -> Run:
     names = decode_line(_NAMES_DECODER, record.content, where)
     instance = names.instance_id or (names.issue.name if names.issue else None)
     if not instance:
-        hint = "take the lines as OpenHands wrote them: instance_id names the group"
-        raise RolloutError("group", where, "a run of no instance", "`instance_id`", hint)
+        hint = "keep the lines as OpenHands wrote them: instance_id names the group"
+        raise InputError("group", where, "the run has no `instance_id`", hint=hint)
     labels = {"instance_id": instance}
     config = names.metadata.llm_config if names.metadata else None
     if config is not None and config.model is not None:

@@ -30,7 +30,7 @@ from rollout_io.formats.parsing.content import Message, same_json
 from rollout_io.formats.parsing.jsonl import decode_line
 from rollout_io.formats.parsing.messages import read_message
 from rollout_io.formats.parsing.model_calls import Call
-from schemas.errors import RolloutError
+from schemas.errors import InputError
 
 _TAGS = {
     "run": "execute_bash",
@@ -117,7 +117,7 @@ def read_calls(history: Sequence[msgspec.Raw], where: str) -> Iterator[Call]:
         where: Place of the history, for errors.
 
     Raises:
-        RolloutError: record_type, message.
+        InputError: record_type, message.
     """
     agents = [_Agent()]
     for number, (here, raw) in enumerate(_events(history, where)):
@@ -171,8 +171,8 @@ def _act(agent: _Agent, event: _Event, args: _Args, identity: int, where: str) -
         agent.response = bytes(raw)
         response = decode_line(_RESPONSE_DECODER, bytes(raw), f"{where}, model_response")
         if not response.choices:
-            hint = "the log is damaged: write it again"
-            raise RolloutError("message", where, "a response without choices", "one choice", hint)
+            hint = "write the log again: it is damaged"
+            raise InputError("message", where, "the response has no choices", hint=hint)
         choice = response.choices[0]
         reply = read_message(choice.message, f"{where}, model_response.choices[0].message")
         reason, answer = choice.finish_reason, raw

@@ -37,13 +37,13 @@ from rollout_io.formats.base import (
     Trajectory,
 )
 from rollout_io.formats.detect import has_record
-from rollout_io.formats.parsing.documents import decode_document, is_document
+from rollout_io.formats.parsing.documents import is_document
 from rollout_io.formats.parsing.fields import numbers
-from rollout_io.formats.parsing.jsonl import decode_line, read_document
+from rollout_io.formats.parsing.jsonl import decode_document, decode_line, read_document
 from rollout_io.formats.parsing.messages import read_messages
 from rollout_io.formats.parsing.parts import decode_record, parts_of
 from rollout_io.formats.parsing.records import DUPLICATE, lines_of, read_record
-from schemas.errors import RolloutError
+from schemas.errors import InputError, InvariantError, RolloutError
 
 RESULTS, PAGE, METADATA = "results.jsonl", "rollouts_raw.json", "metadata.json"
 _TOLERANCE = 1e-5  # reward - advantage differs by rounding within a group
@@ -126,14 +126,17 @@ class _Groups:
         """Raise an error for a sample that occurred before.
 
         Raises:
-            RolloutError: `duplicate_record`; `unique_trajectory`: its content differs.
+            InputError: duplicate_record.
+            InvariantError: `unique_trajectory`: its content differs.
         """
         other = self.first.setdefault((row.run_id, row.step, row.sample_id), place)
         if other != place:
             is_copy = read_record(other).rstrip() == read_record(place).rstrip()
-            rule, hint = DUPLICATE if is_copy else "unique_trajectory", "give each page once"
-            got = f"sample {row.sample_id} of step {row.step}, which {other.where} has"
-            raise RolloutError(rule, place.where, got, "each sample once", hint)
+            hint = "give each page once"
+            got = f"sample {row.sample_id} of step {row.step} is already in {other.where}"
+            if is_copy:
+                raise InputError(DUPLICATE, place.where, got, hint=hint)
+            raise InvariantError("unique_trajectory", place.where, got, hint=hint)
 
     def of(self, row: _Row, size: int | None) -> str:
         """Return the name of a row's group; a group of `size` rows is full."""
@@ -258,7 +261,7 @@ def read_rollout(run: Run, _: Options) -> Trajectory:
     """Read the conversation of a row; all its numbers are metrics.
 
     Raises:
-        RolloutError: `record_type`, `message`: a field has an invalid value.
+        InputError: `record_type`, `message`: a field has an invalid value.
     """
     (place,) = run.places
     row = decode_record(_ROW_DECODER, place)
@@ -294,7 +297,7 @@ def recognizes(path: Path) -> bool:
 
 
 ADAPTER = Adapter(
-    summary="rollouts of Prime Intellect's hosted RL runs; text alone",
+    summary="rollouts of Prime Intellect's hosted RL runs; text only",
     recognizes=recognizes,
     find=find_rollouts,
     read=read_rollout,

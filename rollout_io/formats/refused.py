@@ -9,9 +9,10 @@ from typing import Annotated, Generic, NoReturn, TypeVar
 import msgspec
 
 from rollout_io.formats.base import Adapter, Found, Input, Options, Place, Progress, Rejected, Run
-from rollout_io.formats.parsing.documents import decode_document, find_documents, is_document
+from rollout_io.formats.parsing.documents import find_documents, is_document
+from rollout_io.formats.parsing.jsonl import decode_document
 from rollout_io.formats.parsing.parts import parts_of
-from schemas.errors import RolloutError
+from schemas.errors import InputError, RolloutError
 
 T = TypeVar("T")
 
@@ -26,7 +27,7 @@ class _TerminalBench(msgspec.Struct, gc=False):
         resolved = {True: "true", False: "false", None: "null"}[self.is_resolved]
         mode = " ".join((self.failure_mode or "unset").split())[:80]
         state = f"(is_resolved {resolved}, failure_mode {mode})"
-        return f"the result of trial {self.trial_name!r} without its conversation {state}"
+        return f"the result of trial {self.trial_name!r} has no conversation {state}"
 
 
 class _Results(msgspec.Struct, Generic[T], gc=False):
@@ -58,8 +59,7 @@ def _refused(
             got = str(decode_document(decoder, content, place.where))
         except RolloutError as error:
             return Rejected(place, error)
-        expected = "the messages of the run"
-        return Rejected(place, RolloutError("no_conversation", place.where, got, expected, hint))
+        return Rejected(place, InputError("no_conversation", place.where, got, hint=hint))
 
     def find_in(place: Place, document: bytes) -> Iterator[Rejected]:
         try:
@@ -81,9 +81,9 @@ def _refused(
 
 REFUSED = {
     "terminal_bench": _refused(
-        "Terminal-Bench 1 results: named, and refused (they hold no conversation)",
+        "Terminal-Bench 1 results: recognized but refused, since they have no conversation",
         _TerminalBench,
         (b'"is_resolved"', b'"recording_path"'),
-        "convert what the agent logged (the trial's sessions/ and agent-logs/), with --rewards",
+        "convert the agent's logs (sessions/ and agent-logs/ of the trial) with --rewards",
     ),
 }

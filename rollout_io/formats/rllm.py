@@ -35,17 +35,17 @@ from rollout_io.formats.base import (
     Trajectory,
 )
 from rollout_io.formats.parsing.directories import logs_below
-from rollout_io.formats.parsing.documents import decode_document, find_documents, is_document
+from rollout_io.formats.parsing.documents import find_documents, is_document
 from rollout_io.formats.parsing.fields import label, numbers
-from rollout_io.formats.parsing.jsonl import decode_line
+from rollout_io.formats.parsing.jsonl import decode_document, decode_line
 from rollout_io.formats.parsing.messages import read_messages, text_of
 from rollout_io.formats.parsing.model_calls import Call, contexts_of
 from rollout_io.formats.parsing.records import read_record
 from rollout_io.formats.parsing.tokens import INT32_MAX, logprob_array, same_ids, strict_ids
-from schemas.errors import RolloutError
+from schemas.errors import InputError, count
 
-_GROUPS = "inferred: where an episode's id does not begin with its task, equal tasks are one group"
-_EXPECTED = "the ids the engine saw and sampled"
+_GROUPS = "inferred: episodes whose id does not begin with their task are grouped by equal tasks"
+_SAVE_TRAINING = "save the episodes of training: those of an evaluation have no ids"
 _NO_JSON = msgspec.Raw(b"null")
 _NO_IDS = frozenset({b"null", b"[]"})
 _Version = Annotated[int, msgspec.Meta(ge=-INT32_MAX - 1, le=INT32_MAX)]
@@ -149,7 +149,7 @@ def _find(place: Place, content: bytes) -> Iterator[Found]:
     head = decode_document(_HEAD, content, place.where)
     episode = head.id or head.episode_id
     if not episode:
-        raise RolloutError("group", place.where, "an episode without an id", "`id`")
+        raise InputError("group", place.where, "the episode has no `id`")
     task, colon, rollout = episode.partition(":")
     found = {
         "episode": episode,
@@ -207,7 +207,7 @@ def read_episode(run: Run, options: Options) -> Trajectory:
             _place_rewards(trajectory, own)
         steps += own
     if not steps and not failed:
-        raise RolloutError("no_calls", place.where, "an episode without steps", "at least one call")
+        raise InputError("no_calls", place.where, "the episode has no steps")
     return Trajectory(
         steps=steps,
         reward=_outcome(episode),
@@ -252,9 +252,8 @@ def _steps(trajectory: _Trajectory, agent: str, where: str, *, failed: bool) -> 
         if _has_tokens(step):
             yield _step(step, _chat(step, trajectory, place), agent, place)
         elif not failed:
-            got = "a step with empty id lists, where others have them"
-            hint = "save the episodes of training: those of an evaluation have no ids"
-            raise RolloutError("no_token_ids", place, got, _EXPECTED, hint)
+            got = "the step has no token ids, but a different step has"
+            raise InputError("no_token_ids", place, got, hint=_SAVE_TRAINING)
 
 
 def _step(step: _Step, chat: Sequence[bytes], agent: str, where: str) -> Step:
@@ -272,8 +271,8 @@ def _step(step: _Step, chat: Sequence[bytes], agent: str, where: str) -> Step:
         if not {bytes(own), bytes(other)} & _NO_IDS:
             same_ids(bytes(own), bytes(other), name, f"{where} and its model_output")
     if step.logprobs and output.logprobs and step.logprobs != output.logprobs:
-        got, hint = "other logprobs than its model_output has", "save the episode again"
-        raise RolloutError("conflicting_ids", where, got, "the same values twice", hint)
+        got, hint = "the logprobs differ from those in model_output", "save the episode again"
+        raise InputError("conflicting_ids", where, got, hint=hint)
     given = step.logprobs or output.logprobs
     last = decode_line(_ANY, chat[-1], where) if chat else None
     sent = chat[:-1] if _is_assistant(last) else chat
@@ -307,8 +306,8 @@ def _chat(step: _Step, trajectory: _Trajectory, where: str) -> list[bytes]:
         found.append(bytes(nodes[name].m))
         name = nodes[name].p
     if name is not None or len(found) != length:
-        got, expected = f"a chain of other than its {length} messages", "all of `message_nodes`"
-        raise RolloutError("dangling_reference", f"{where}.chat_completions_ref", got, expected)
+        got = f"`message_nodes` has no chain of {count(length, 'message')} from this node"
+        raise InputError("dangling_reference", f"{where}.chat_completions_ref", got)
     return found[::-1]
 
 
@@ -325,9 +324,8 @@ def _calls(trajectory: _Trajectory, agent: str, where: str) -> Iterator[Call]:
         place = f"{where}.steps[{i}]"
         chat = _chat(step, trajectory, place)
         if not chat:
-            got = "empty id lists, and no `chat_completions`"
-            hint = "save the episodes of training: those of an evaluation have no ids"
-            raise RolloutError("no_token_ids", place, got, _EXPECTED, hint)
+            got = "the step has neither token ids nor `chat_completions`"
+            raise InputError("no_token_ids", place, got, hint=_SAVE_TRAINING)
         messages = read_messages(map(msgspec.Raw, chat), place)
         spoken = [at for at, message in enumerate(messages) if _is_assistant(message)]
         if spoken:

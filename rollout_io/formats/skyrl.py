@@ -31,7 +31,7 @@ from rollout_io.formats.base import (
 from rollout_io.formats.parsing.jsonl import read_document
 from rollout_io.formats.skyrl_generator_output import read_generator_output
 from rollout_io.formats.skyrl_output_columns import OPTIONAL, REQUIRED
-from schemas.errors import RolloutError
+from schemas.errors import ConfigError, RolloutError
 
 METRICS = "rollout_metrics"
 _FIELDS = {name.encode() for name in (*REQUIRED, *OPTIONAL, METRICS)}
@@ -93,8 +93,8 @@ def read_output(run: Run, options: Options) -> pa.Table:
     """
     (place,) = run.places
     if options.reward is not None:
-        got, hint = "--reward beside rewards in the log", "leave --reward out"
-        raise RolloutError("reward_key", place.where, got, "one source of rewards", hint)
+        got = "--reward does not apply: the log has one reward per row"
+        raise ConfigError("reward_key", place.where, got, hint="remove --reward")
     try:
         table = read_generator_output(place.path, other_fields=options.other_fields)
     except RolloutError as error:
@@ -109,7 +109,7 @@ def read_output(run: Run, options: Options) -> pa.Table:
 
 
 ADAPTER = Adapter(
-    summary="SkyRL's GeneratorOutput as JSON, one object a file (`rollouts export` writes it)",
+    summary="SkyRL's GeneratorOutput as JSON, one object per file (as `rollouts export` writes it)",
     recognizes=recognizes,
     find=find_outputs,
     read=read_output,

@@ -40,12 +40,12 @@ from rollout_io.formats.parsing.messages import prompt_key
 from rollout_io.formats.parsing.naming import FilesApart
 from rollout_io.formats.parsing.parts import decode_record
 from rollout_io.formats.parsing.records import Record, find_lines
-from schemas.errors import RolloutError
+from schemas.errors import InputError, RolloutError
 
 AGGREGATED = "aggregated_results.jsonl"
 _GROUPS = "inferred: lines of one evaluation and data source with the same prompt"
-_TEXT = "decoded with special tokens: ids are near, not exact"
-_HINT = "in Python, rollout_io.from_generator_output takes SkyRL's GeneratorOutput with its ids"
+_TEXT = "decoded with special tokens: the ids are approximate"
+_HINT = "convert SkyRL's GeneratorOutput, which has the ids, with rollout_io.from_generator_output"
 _BATCH = b"TrainingInputBatch"
 _HEAD_BYTES = 1 << 12
 _FAILED = "error"
@@ -106,8 +106,8 @@ def _run(record: Record, apart: FilesApart) -> Run:
 def _refused_pickle(given: Input, progress: Progress) -> Rejected:
     num_bytes = given.path.stat().st_size
     progress(num_bytes)
-    got, expected = "a pickled TrainingInputBatch", "data: a pickle is a program, and is not run"
-    error = RolloutError("pickle", given.name, got, expected, _HINT)
+    got = "the file is a pickled TrainingInputBatch, which could run code, so it is not loaded"
+    error = InputError("pickle", given.name, got, hint=_HINT)
     return Rejected(Place(given.path, given.name, 0, num_bytes), error)
 
 
@@ -118,7 +118,7 @@ def read_sample(run: Run, _: Options) -> Trajectory:
     reason `error` has failed: SkyRL replaced its text by a placeholder.
 
     Raises:
-        RolloutError: `record_type`: a field has the wrong type.
+        InputError: `record_type`: a field has the wrong type.
     """
     (place,) = run.places
     sample = decode_record(_DECODER, place)
@@ -176,7 +176,7 @@ def recognizes(path: Path) -> bool:
 
 
 ADAPTER = Adapter(
-    summary="SkyRL's dumped evaluations: decoded text without roles; its pickles are refused",
+    summary="SkyRL's dumped evaluations: decoded text without roles (pickles are refused)",
     recognizes=recognizes,
     find=find_dumps,
     read=read_sample,

@@ -24,6 +24,7 @@ from rollout_io.formats.exporting.export_rows import (
 )
 from rollout_io.formats.skyrl_generator_output import write_generator_output
 from rollout_io.formats.skyrl_output_columns import METRICS_KEY, TIMES
+from schemas.errors import count
 
 METRICS = "rollout_metrics"
 HELD = {
@@ -57,10 +58,10 @@ def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exporte
     done.leave_out(IN_FAILED_GROUP, int((masked & ~found.failed(table) & ~last).sum()))
     if masked.any():
         num = int((masked & last).sum())
-        done.remarks.append(f"{num} of the rows written are placeholders of masked trajectories")
+        done.remarks.append(f"{count(num, 'placeholder')} written for masked trajectories")
     others = [name for name in table.column_names if name not in HELD]
     if others:
-        done.remarks.append(f"a GeneratorOutput has no place for {', '.join(others)}")
+        done.remarks.append(f"columns without a field in a GeneratorOutput: {', '.join(others)}")
     return done.close(dataset)
 
 

@@ -30,7 +30,7 @@ from rollout_io.formats.skyrl_output_columns import (
 )
 from schemas.checker import validate
 from schemas.columns import JOINED
-from schemas.errors import RolloutError
+from schemas.errors import InputError
 from schemas.metadata import Outcome
 from schemas.ragged import BoolArray, IntArray, Ragged, list_lengths
 from schemas.types import as_table, cast_table
@@ -68,8 +68,9 @@ def to_generator_output(
     data = as_table(table)
     validate(data)
     if data.num_rows == 0:
-        hint = "a GeneratorOutput cannot be empty: was everything filtered away?"
-        raise RolloutError("some_rows", "table", "no rows", "at least one trajectory", hint)
+        hint = "check the filters before the export: a GeneratorOutput needs at least one row"
+        message = "the table has no rows"
+        raise InputError("some_rows", "table", "no rows", hint=hint, message=message)
     data, masked = _with_placeholders(cast_table(data), failed)
     return {
         "prompt_token_ids": _filled(_lists(data, "prompt_token_ids"), masked, lambda: [0]),
@@ -136,7 +137,8 @@ def _checked(
     validate(table)
     if others := unknown_fields(output):
         done = "kept as columns" if other_fields == "keep" else "dropped"
-        warnings.warn(f"GeneratorOutput: {', '.join(others)} {done}", stacklevel=stacklevel)
+        text = f"GeneratorOutput fields without a column, {done}: {', '.join(others)}"
+        warnings.warn(text, stacklevel=stacklevel)
     return table
 
 
@@ -152,8 +154,8 @@ def write_generator_output(
         text = json.dumps(output, allow_nan=False, separators=(",", ":"), default=asdict)
     except ValueError:
         hint = "drop the metric, or replace NaN and infinity"
-        got = "a number that JSON lacks (NaN or infinite)"
-        raise RolloutError("json_number", os.fspath(file), got, "finite numbers", hint) from None
+        got = "cannot write NaN or infinity as JSON"
+        raise InputError("json_number", os.fspath(file), got, hint=hint) from None
     with replaced_export(file) as path:
         path.write_text(text + "\n", encoding="utf-8")
 
@@ -171,7 +173,7 @@ def read_generator_output(
         other_fields: As for `from_generator_output`.
 
     Raises:
-        RolloutError: `json_file`: not one JSON object; otherwise as `from_generator_output`.
+        InputError: `json_file`: not one JSON object; otherwise as `from_generator_output`.
     """
     where = os.fspath(file)
     hint = "rollouts export DS --format skyrl --out " + where
@@ -179,9 +181,10 @@ def read_generator_output(
     try:
         output = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise RolloutError("json_file", where, str(error), "one JSON object", hint) from None
+        raise InputError("json_file", where, f"invalid JSON: {error}", hint=hint) from None
     if not isinstance(output, dict):
-        raise RolloutError("json_file", where, type(output).__name__, "one JSON object", hint)
+        got = f"a value of type {type(output).__name__}"
+        raise InputError("json_file", where, got, "one JSON object", hint)
     return _checked(output, group_size, other_fields, stacklevel=3)
 
 
@@ -227,9 +230,9 @@ def _is_filled(table: pa.Table, name: str, masked: BoolArray, rule: str) -> bool
     alive = valid[~masked]
     if len(alive) and alive.any() != alive.all():
         row = int(np.flatnonzero(~valid & ~masked)[0])
-        hint = f"drop the column, or keep the rows of one kind (`{name}` IS NOT NULL)"
-        expected = "a value on every row, or on none: a GeneratorOutput never mixes the two"
-        raise RolloutError(rule, _place(table, row, name), "null", expected, hint)
+        hint = f"drop the column, or keep only the rows with a value (`{name} IS NOT NULL`)"
+        got = "the value is null, but a different row has one"
+        raise InputError(rule, _place(table, row, name), got, hint=hint)
     return bool(alive.all() if len(alive) else valid.any() or name == "rewards")
 
 
@@ -247,8 +250,8 @@ def _rewards(table: pa.Table, masked: BoolArray, outcome: Outcome) -> list[Any]:
     rewards = _filled(known, masked, lambda: 0.0)
     if None in rewards:
         where = _place(table, rewards.index(None), "reward")
-        hint = "convert with --rewards FILE, filter these trajectories, or set their `error`"
-        raise RolloutError("reward_known", where, "null", "a reward on every row", hint)
+        hint = "convert with --rewards FILE, filter out these trajectories, or set their `error`"
+        raise InputError("reward_known", where, "the reward is null", hint=hint)
     return _in_last_rows(rewards, _values(table, "is_last_step")) if in_last_row else rewards
 
 

@@ -14,7 +14,8 @@ import pyarrow as pa
 from rollout_io.dataset.arrays import ragged_array, routing_array
 from rollout_io.formats.skyrl_generator_types import TrajectoryID
 from schemas.columns import COLUMN_BY_NAME, COLUMNS
-from schemas.errors import RolloutError
+from schemas.errors import InputError, InvariantError, RolloutError
+from schemas.rules import RULES
 
 METRICS_KEY = b"rollout_io.rollout_metrics"
 TIMES = "trajectory_generation_times"
@@ -89,9 +90,11 @@ def _kept(output: Mapping[str, Any], name: str) -> pa.Array:
     for value in columns.values():
         length = len(value) if isinstance(value, list | tuple | np.ndarray) else None
         if length != num_rows:
-            got = type(value).__name__ if length is None else f"{length} entries"
+            kind = f"a value of type {type(value).__name__}"
+            got = kind if length is None else f"{length} entries"
+            expected = f"a list of {num_rows}, as in response_ids"
             hint = 'drop it: other_fields="drop" (--other-fields drop)'
-            raise _error("fields_align", name, got, f"{num_rows}, as response_ids has", hint)
+            raise _error("fields_align", name, got, expected, hint)
     try:
         arrays = {
             str(key): pa.array([v.tolist() if isinstance(v, np.ndarray) else v for v in value])
@@ -99,7 +102,7 @@ def _kept(output: Mapping[str, Any], name: str) -> pa.Array:
         }
     except (pa.ArrowException, TypeError, ValueError):
         hint = 'drop it: other_fields="drop" (--other-fields drop)'
-        raise _error("field_kind", name, "values of several kinds", "one kind", hint) from None
+        raise _error("field_kind", name, "the values are of different types", hint=hint) from None
     if isinstance(field, Mapping) and arrays:
         return pa.StructArray.from_arrays(list(arrays.values()), names=list(arrays))
     return arrays.get(name, pa.nulls(num_rows))
@@ -108,24 +111,25 @@ def _kept(output: Mapping[str, Any], name: str) -> pa.Array:
 def _check_fields(output: Mapping[str, Any], unknown: Sequence[str]) -> None:
     missing = [name for name in REQUIRED if output.get(name) is None]
     if missing:
-        raise _error("fields", missing[0], "no such field", "a required field")
+        raise _error("fields", missing[0], "the required field is missing")
     if unknown:
-        hint = 'other_fields="keep" or "drop" (--other-fields keep|drop) takes the others'
-        raise _error("fields", unknown[0], "an unknown field", "fields of GeneratorOutput", hint)
+        hint = 'pass other_fields="keep" or "drop" (--other-fields keep|drop)'
+        raise _error("fields", unknown[0], "the field is unknown", hint=hint)
     num_rows = _length(output, "response_ids")
     if num_rows == 0:
-        raise _error("some_rows", "response_ids", "no rows", "at least one")
+        raise _error("some_rows", "response_ids", "the list is empty")
     for name in (*REQUIRED, *OPTIONAL):
         length = num_rows if output.get(name) is None else _length(output, name)
         if length != num_rows:
-            got, expected = f"{length} entries", f"{num_rows}, as response_ids has"
+            got, expected = f"{length} entries", f"{num_rows}, as in response_ids"
             raise _error("fields_align", name, got, expected)
 
 
 def _length(output: Mapping[str, Any], name: str) -> int:
     field = output[name]
     if not isinstance(field, list | tuple | np.ndarray):
-        raise _error("field_kind", name, type(field).__name__, "a list with one entry per row")
+        got = f"a value of type {type(field).__name__}"
+        raise _error("field_kind", name, got, "a list with one entry per row")
     return len(field)
 
 
@@ -134,12 +138,12 @@ def _identities(output: Mapping[str, Any], group_size: int | None) -> list[Traje
     if ids is not None:
         return [trajectory_identity(value, row) for row, value in enumerate(ids)]
     if output.get("is_last_step") is not None:
-        raise _error("fields", "trajectory_ids", "none", "ids, as is_last_step is given")
+        raise _error("fields", "trajectory_ids", "is_last_step is given without trajectory_ids")
     num_rows = len(output["response_ids"])
     if group_size is None or group_size < 1 or num_rows % group_size:
-        got = f"no ids, and group_size {group_size} for {num_rows} rows"
+        got = f"the field is missing, and group_size={group_size} does not divide {num_rows} rows"
         hint = "pass group_size=n, the number of attempts per prompt"
-        raise _error("fields", "trajectory_ids", got, "ids, or a group_size that divides", hint)
+        raise _error("fields", "trajectory_ids", got, hint=hint)
     return [TrajectoryID(str(row // group_size), row % group_size) for row in range(num_rows)]
 
 
@@ -147,7 +151,7 @@ def trajectory_identity(value: Any, row: int) -> TrajectoryID:
     """Convert an object or mapping with `instance_id` and `repetition_id`.
 
     Raises:
-        RolloutError: trajectory_id.
+        InputError: trajectory_id.
     """
     try:
         if isinstance(value, Mapping):
@@ -157,7 +161,7 @@ def trajectory_identity(value: Any, row: int) -> TrajectoryID:
     except (AttributeError, KeyError, TypeError):
         found = None
     if found is None or not _is_text(found.instance_id) or abs(found.repetition_id) >= 2**31:
-        expected = "an instance_id and a whole repetition_id below 2147483648"
+        expected = "an instance_id and an integer repetition_id below 2147483648"
         raise _error("trajectory_id", "trajectory_ids", repr(value), expected, row=row)
     return found
 
@@ -212,7 +216,7 @@ def _array(output: Mapping[str, Any], name: str, row: int, kinds: str) -> npt.ND
     """Return one row of a field as a 1-D array whose NumPy kind is in `kinds`."""
     value = output[name][row]
     if "b" not in kinds and isinstance(value, list | tuple) and bool in set(map(type, value)):
-        raise _error("field_kind", name, "truth values", "a flat list of numbers", row=row)
+        raise _error("field_kind", name, "booleans", "a flat list of numbers", row=row)
     try:
         array = np.asarray(value)
     except ValueError:
@@ -253,8 +257,9 @@ def _rewards(output: Mapping[str, Any]) -> Sequence[Any]:
     is_list = [isinstance(value, list | tuple) or np.ndim(value) > 0 for value in values]
     if any(is_list) != all(is_list):
         row = is_list.index(not is_list[0])
-        expected = "all numbers, or all lists with one number per token"
-        raise _error("reward_kind", "rewards", "numbers and lists mixed", expected, row=row)
+        got = "a mix of numbers and lists"
+        expected = "only numbers, or only lists with one number per token"
+        raise _error("reward_kind", "rewards", got, expected, row=row)
     if is_list[0]:
         return _floats(output, "rewards", np.float64)
     return [_number(value, "rewards", row) for row, value in enumerate(values)]
@@ -283,7 +288,7 @@ def _texts(output: Mapping[str, Any], name: str) -> list[str | None] | None:
         return None
     for row, value in enumerate(values):
         if value is not None and not _is_text(value):
-            raise _error("field_kind", name, repr(value), "a text or null", row=row)
+            raise _error("field_kind", name, repr(value), "a string or null", row=row)
     return [None if value is None else str(value) for value in values]
 
 
@@ -350,12 +355,17 @@ def _json(metrics: Any) -> bytes:
     try:
         return json.dumps(metrics, default=lambda value: value.item()).encode()
     except (AttributeError, TypeError, ValueError):
-        got = "values that JSON cannot hold"
-        raise _error("fields", "rollout_metrics", got, "numbers and texts") from None
+        raise _error("fields", "rollout_metrics", "cannot write the values as JSON") from None
 
 
 def _error(
-    rule: str, name: str, got: str, expected: str, hint: str | None = None, row: int | None = None
+    rule: str,
+    name: str,
+    got: str,
+    expected: str = "",
+    hint: str | None = None,
+    row: int | None = None,
 ) -> RolloutError:
     where = f"GeneratorOutput, {name}" + ("" if row is None else f"[{row}]")
-    return RolloutError(rule, where, got, expected, hint)
+    kind = InvariantError if rule in RULES else InputError
+    return kind(rule, where, got, expected, hint)

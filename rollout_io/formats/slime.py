@@ -40,7 +40,7 @@ from rollout_io.formats.parsing.jsonl import refuse_lfs_pointer
 from rollout_io.formats.parsing.records import incomplete
 from rollout_io.formats.parsing.tokens import INT32_MAX, broken, logprob_array
 from rollout_io.formats.verifiers_traces import runs
-from schemas.errors import RolloutError
+from schemas.errors import InputError, RolloutError, count
 from schemas.extras import requires_extra
 
 _ALONE = "inferred: where a sample names no group, its run is one"
@@ -224,19 +224,19 @@ def _sample(value: Any, where: str) -> _Sample:
     try:
         return msgspec.convert(value, _Sample, strict=True)
     except (msgspec.ValidationError, RecursionError) as error:
-        hint = "give what slime's --save-debug-rollout-data wrote"
-        raise RolloutError("record_type", where, str(error), "a sample of slime", hint) from None
+        got, hint = f"invalid sample: {error}", "write the file with --save-debug-rollout-data"
+        raise InputError("record_type", where, got, hint=hint) from None
 
 
 def _step(sample: _Sample, where: str, *, failed: bool) -> Step:
     tokens = _integers(sample.tokens, f"{where}, tokens")
     num = sample.response_length
     if num > len(tokens):
-        got = f"a response of {num} tokens, of {len(tokens)} in all"
-        raise broken("lengths_align", where, got, "`tokens` of prompt and response")
+        got = f"response_length is {num}, but there are only {count(len(tokens), 'token')}"
+        raise broken("lengths_align", where, got)
     if not failed and not 0 < num < len(tokens):
         part = "response" if num == 0 else "prompt"
-        raise broken(f"nonempty_{part}", where, f"a {part} of 0 tokens", "at least 1 token")
+        raise broken(f"nonempty_{part}", where, f"the {part} has no tokens")
     mask = _mask(sample, where)
     sent = sample.prompt if isinstance(sample.prompt, (str, list)) and sample.prompt else None
     return Step(
@@ -261,12 +261,13 @@ def _mask(sample: _Sample, where: str) -> npt.NDArray[np.bool_] | None:
         return None
     given = _array(sample.loss_mask, f"{where}, loss_mask", "biuf")
     if not np.isin(given, (0, 1)).all():
-        got = f"a loss_mask with {given[~np.isin(given, (0, 1))][0]}"
-        raise RolloutError("record_type", where, got, "0 and 1")
+        got = f"{given[~np.isin(given, (0, 1))][0]} in loss_mask"
+        raise InputError("record_type", where, got, "only 0 and 1")
     mask = given != 0
     if len(mask) != sample.response_length:
-        got = f"a loss_mask of {len(mask)} for {sample.response_length} response tokens"
-        raise broken("lengths_align", where, got, "one per token")
+        got = f"a loss_mask of length {len(mask)}"
+        expected = f"{sample.response_length}, one per response token"
+        raise broken("lengths_align", where, got, expected)
     return None if mask.all() else mask
 
 
@@ -280,7 +281,7 @@ def _logprobs(sample: _Sample, where: str) -> npt.NDArray[np.float32] | None:
 def _integers(value: Any, where: str) -> npt.NDArray[np.int32]:
     found = _array(value, where, "iu")
     if len(found) and not 0 <= int(found.min()) <= int(found.max()) <= INT32_MAX:
-        raise broken("token_range", where, "a number out of range", f"0..{INT32_MAX}")
+        raise broken("token_range", where, f"a number is not in 0..{INT32_MAX}")
     return found.astype(np.int32)
 
 
@@ -288,10 +289,10 @@ def _array(value: Any, where: str, kinds: str) -> npt.NDArray[Any]:
     """Convert a flat list, array or tensor of numbers."""
     found = _numpy(value, where)
     if "b" not in kinds and isinstance(value, list) and bool in set(map(type, value)):
-        raise RolloutError("record_type", where, "a list with truth values", "numbers alone")
+        raise InputError("record_type", where, "booleans", "a flat list of numbers")
     if found.ndim != 1 or (len(found) and found.dtype.kind not in kinds):
-        got = f"a {type(value).__name__} of {found.ndim} dimensions of {found.dtype}"
-        raise RolloutError("record_type", where, got, "a flat list of numbers")
+        got = f"a {type(value).__name__} of dtype {found.dtype} and shape {found.shape}"
+        raise InputError("record_type", where, got, "a flat list of numbers")
     return found
 
 
@@ -301,14 +302,15 @@ def _numpy(value: Any, where: str) -> npt.NDArray[Any]:
             value = value.detach().cpu().numpy()
         return np.asarray(value)
     except (ValueError, TypeError, OverflowError, RuntimeError, RecursionError) as error:
-        got = " ".join(str(error).split())[:200]
-        raise RolloutError("record_type", where, got, "a list of numbers") from None
+        got = " ".join(f"not a list of numbers: {error}".split())[:200]
+        raise InputError("record_type", where, got) from None
 
 
 def _routes(value: Any, num_tokens: int, where: str) -> npt.NDArray[np.int16] | None:
     if value is None:
         return None
-    place, expected = f"{where}, rollout_routed_experts", f"[1..{num_tokens} tokens][layers][topk]"
+    place = f"{where}, rollout_routed_experts"
+    expected = f"shape [1..{num_tokens} tokens][layers][topk] with experts in 0..32767"
     found = _numpy(value, place)
     is_known = found.ndim == 3 and found.dtype.kind in "iu" and 0 not in found.shape
     if not is_known or len(found) > num_tokens or not 0 <= found.min() <= found.max() < 2**15:
@@ -322,13 +324,13 @@ def _reward(sample: _Sample, where: str) -> tuple[float | None, dict[str, float]
         found = _numbers({"reward": sample.reward}, where)
         if sample.reward is not None and not found:
             got = f"a reward of type {type(sample.reward).__name__}"
-            raise RolloutError("record_type", where, got, "a number, or an object of numbers")
+            raise InputError("record_type", where, got, "a number, or an object of numbers")
         return found.get("reward"), found
     found = _numbers(sample.reward, f"{where}, reward")
     if "reward" in sample.reward:
         if sample.reward["reward"] is not None and "reward" not in found:
             got = f"a reward of type {type(sample.reward['reward']).__name__}"
-            raise RolloutError("record_type", f"{where}, reward", got, "a number, or null")
+            raise InputError("record_type", f"{where}, reward", got, "a number, or null")
         return found.get("reward"), found
     alone = next(iter(found.values())) if len(found) == 1 else None
     return alone, found
@@ -342,8 +344,8 @@ def _numbers(values: Mapping[Any, Any], where: str) -> dict[str, float]:
             try:
                 found[name] = float(plain)
             except OverflowError:
-                got, expected = "a number of many digits", "a number that a 64-bit float holds"
-                raise RolloutError("record_type", f"{where}, {name}", got, expected) from None
+                got = "the number is too large for a 64-bit float"
+                raise InputError("record_type", f"{where}, {name}", got) from None
     return found
 
 
@@ -375,17 +377,17 @@ def _json(value: Any) -> str | None:
 @lru_cache(maxsize=2)
 def _load(path: Path, _modified: int, where: str) -> list[Any]:
     """Load the samples of a file; caches two files, as runs are read one by one."""
-    expected, hint = "a debug rollout of slime: plain data, numbers, tensors", "save it again"
     with open_input(path) as file:
         refuse_lfs_pointer(file.read(_LFS_BYTES), where)
     if not _is_zip(path):
-        got = "a file that torch.save did not write, or that is cut off"
-        raise RolloutError("torch_file", where, got, expected, hint)
-    found = _load_plain(path, where, expected)
+        got = "the file was not written by torch.save, or it is cut off"
+        raise InputError("torch_file", where, got, hint="save the rollout again")
+    found = _load_plain(path, where)
     samples = found.get("samples") if isinstance(found, dict) else None
     if not isinstance(samples, list) or not samples:
-        got = "an object without samples"
-        raise RolloutError("no_calls", where, got, expected, hint)
+        raise InputError(
+            "no_calls", where, "the file has no samples", hint="save the rollout again"
+        )
     return samples
 
 
@@ -396,16 +398,16 @@ def _is_zip(path: Path) -> bool:
         return False
 
 
-def _load_plain(path: Path, where: str, expected: str) -> Any:
+def _load_plain(path: Path, where: str) -> Any:
     with requires_extra("train", where):
         import torch
     try:
         with torch.serialization.safe_globals(_numpy_globals()):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # a damaged or hostile file can make the loader raise anything
-        got = " ".join(str(error).split())[:300] or type(error).__name__
-        hint = "a file with objects of other classes is not loaded: that would run its code"
-        raise RolloutError("torch_file", where, got, expected, hint) from None
+        got = " ".join(f"cannot load the file: {str(error) or type(error).__name__}".split())[:300]
+        hint = "save only plain data, numbers and tensors: other classes could run code"
+        raise InputError("torch_file", where, got, hint=hint) from None
 
 
 def _numpy_globals() -> list[Any]:

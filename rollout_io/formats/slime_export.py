@@ -25,7 +25,7 @@ from rollout_io.formats.exporting.export_rows import (
     declared_tables,
     rewards_of,
 )
-from schemas.errors import RolloutError
+from schemas.errors import InputError, count
 from schemas.extras import requires_extra
 
 ROUTES = "rollout_expert_indices"
@@ -78,7 +78,7 @@ def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exporte
             torch.save({"rollout_id": ROLLOUT_ID, "samples": samples}, file)
     if num_removed:
         done.remarks.append(
-            f"{num_removed} of the samples have remove_sample set, and do not train"
+            f"{count(num_removed, 'sample')} excluded from training with remove_sample"
         )
     done.remarks += groups.remarks("slime", "n_samples_per_prompt")
     return done
@@ -156,9 +156,12 @@ def _routes(sample: dict[str, Any], routes: list[Any], shape: tuple[int, ...], t
     """[tokens - 1, layers, topk] int32 routing of a sample."""
     wanted = len(sample["tokens"]) - 1
     if len(routes) < wanted and not sample["remove_sample"]:
-        where, got = sample["metadata"]["trajectory_id"], f"routing of {len(routes)} tokens"
-        expected, hint = f"of {wanted}: all but the last", f"drop the column {ROUTES}"
-        raise RolloutError("routing_whole", f"trajectory {where!r}", got, expected, hint)
+        where, got = (
+            sample["metadata"]["trajectory_id"],
+            f"routing of {count(len(routes), 'token')}",
+        )
+        expected, hint = f"{wanted}, all but the last token", f"drop the column {ROUTES}"
+        raise InputError("routing_whole", f"trajectory {where!r}", got, expected, hint)
     found = torch.zeros((wanted, *shape), dtype=torch.int32)
     if routes:
         found[: len(routes)] = torch.tensor(routes[:wanted], dtype=torch.int32)

@@ -31,17 +31,16 @@ from rollout_io.formats.base import (
 )
 from rollout_io.formats.parsing.content import Message
 from rollout_io.formats.parsing.documents import (
-    decode_document,
     find_documents,
     is_document,
     run_of_file,
     with_group_rule,
 )
-from rollout_io.formats.parsing.jsonl import decode_line
+from rollout_io.formats.parsing.jsonl import decode_document, decode_line
 from rollout_io.formats.parsing.messages import read_message, read_messages
 from rollout_io.formats.parsing.model_calls import Call, steps_of
 from rollout_io.formats.parsing.records import read_record
-from schemas.errors import RolloutError
+from schemas.errors import InputError
 
 _SUFFIXES = (".traj", ".json")
 _MARKS = (b'"trajectory"', b'"history"')
@@ -132,7 +131,7 @@ def read_run(run: Run, _: Options) -> Trajectory:
     exit_api), but not if it spent its budget or submitted nothing.
 
     Raises:
-        RolloutError: no_calls, no_prompt, record_type, ...
+        InputError: no_calls, no_prompt, record_type, ...
     """
     (place,) = run.places
     logged = decode_document(_RUN_DECODER, read_record(place), place.where)
@@ -163,8 +162,8 @@ def _calls_of_steps(logged: _TrajectoryFile, where: str) -> Iterator[Call]:
         here = f"{where}, trajectory[{index}]"
         if not step.prompt:
             if step.response:
-                got, hint = "a response without the prompt of its call", "write the file again"
-                raise RolloutError("no_prompt", here, got, "`query` with its messages", hint)
+                got, hint = "the response has no prompt (`query`)", "write the file again"
+                raise InputError("no_prompt", here, got, hint=hint)
             continue
         agent, reply = _match(step.response or "", replies)
         prompt = read_messages(step.prompt, f"{here}.query")

@@ -39,12 +39,12 @@ from rollout_io.formats.base import (
 )
 from rollout_io.formats.parsing.content import Message
 from rollout_io.formats.parsing.messages import prompt_key, read_messages
-from schemas.errors import RolloutError
+from schemas.errors import InputError, RolloutError
 
 _REQUIRED = frozenset({"step", "prompt", "completion"})
 _ADVANTAGE = "advantage"
 _GROUPS = "inferred: rows of one step with the same prompt"
-_TEXT = "completions decoded without special tokens: ids are near, not exact"
+_TEXT = "decoded without special tokens: the ids of the completions are approximate"
 _MAGIC = b"PAR1"
 _ERRORS = (pa.ArrowException, OSError, ValueError, ArithmeticError, NotImplementedError)
 
@@ -82,10 +82,9 @@ def _heads(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _damaged(where: str, error: Exception) -> RolloutError:
-    got = " ".join(str(error).split()) or type(error).__name__
-    hint = "the file is damaged or cut off: copy it again"
-    return RolloutError("parquet_file", where, got, "a whole Parquet file of TRL's", hint)
+def _damaged(where: str, error: Exception) -> InputError:
+    got = " ".join(f"cannot read the file: {str(error) or type(error).__name__}".split())
+    return InputError("parquet_file", where, got, hint="copy the file again, or log it again")
 
 
 def _run(place: Place, index: int, row: Mapping[str, Any]) -> Run:
@@ -104,7 +103,7 @@ def read_row(run: Run, _: Options) -> Trajectory:
     """Read the conversation or text of a row; all its numbers are metrics.
 
     Raises:
-        RolloutError: `parquet_file`, `message`, `no_calls`.
+        InputError: `parquet_file`, `message`, `no_calls`.
     """
     (place,) = run.places
     try:
@@ -128,8 +127,7 @@ def _said(row: Mapping[str, Any], where: str) -> Conversation | Completion:
         return Completion(source=where, prompt=row["prompt"], response=row["completion"])
     messages = _messages(row, "prompt", where) + _messages(row, "completion", where)
     if all(message["role"] != "assistant" for message in messages):
-        got, expected = "a completion without an assistant's message", "at least one"
-        raise RolloutError("no_calls", where, got, expected)
+        raise InputError("no_calls", where, "the completion has no assistant message")
     return Conversation(source=where, messages=messages)
 
 
@@ -139,8 +137,9 @@ def _is_text(row: Mapping[str, Any]) -> bool:
 
 def _messages(row: Mapping[str, Any], name: str, where: str) -> list[Message]:
     if not isinstance(row[name], list):
-        got, expected = f"a {type(row[name]).__name__}", "messages in both columns, or text in both"
-        raise RolloutError("message", f"{where}, {name}", got, expected)
+        got = f"a value of type {type(row[name]).__name__}"
+        expected = "messages in both columns, or text in both"
+        raise InputError("message", f"{where}, {name}", got, expected)
     raws = [msgspec.Raw(msgspec.json.encode(_shown(message))) for message in row[name]]
     return read_messages(raws, f"{where}, {name}")
 

@@ -60,6 +60,8 @@ def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exporte
             file.write(renamed(table, NAMES, {"group_id": pa.array(numbers, pa.int64())}))
         done.close(dataset)
     if not uniform.has_values("rollout_logprobs"):
-        done.remarks.append("no log-probabilities: return logprobs=None, not a list of them")
+        done.remarks.append(
+            "the dataset has no log-probabilities: return logprobs=None from the rollout function"
+        )
     done.remarks += groups.remarks("TRL", "num_generations")
     return done

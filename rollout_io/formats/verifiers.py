@@ -38,7 +38,7 @@ from rollout_io.formats.parsing.jsonl import decode_line, refuse_not_utf8
 from rollout_io.formats.parsing.records import lines_of, read_record, refuse_repeated
 from rollout_io.formats.verifiers_rows import METADATA, metadata_beside, read_row
 from rollout_io.formats.verifiers_traces import Failure, Graph, Trace, Version, metrics_of
-from schemas.errors import RolloutError
+from schemas.errors import InputError, RolloutError, count
 
 _LOGS = {"results.jsonl", "traces.jsonl"}
 _BESIDE = {METADATA, "config.json"}
@@ -168,7 +168,7 @@ def find_rollouts(inputs: Sequence[Input], progress: Progress) -> Iterator[Found
                 yield item
     repeated = sum(len(run.places) > 1 for run in episodes.values())
     if repeated:
-        text = f"{repeated} episodes are in several files (subsets of one step): one run each"
+        text = f"{count(repeated, 'episode')} in several files (subsets of one step), one run each"
         rules["repeated_episodes"] = text
     yield from episodes.values()
     yield from (About(name, rule) for name, rule in rules.items())
@@ -213,8 +213,8 @@ def _find_episode(place: Place, head: _EpisodeHead) -> Run:
     found = {"episode": head.id, "group": group, "task": task, "run": run.id, "step": step}
     found |= {"name": label(data.name, place.where), "env": env.name or env.id, "kind": work.type}
     if not head.id or not (group or task):
-        got, hint = "an episode that names neither group nor task, or has no id", None
-        raise RolloutError("group", place.where, got, "`group.id`, `task.key` or `task.hash`", hint)
+        got = "the episode needs an `id`, and a `group.id`, `task.key` or `task.hash`"
+        raise InputError("group", place.where, got)
     labels = {name: value for name, value in found.items() if value}
     instance = group or task or ""
     return Run(instance_id=instance, repetition_id=None, places=[place], labels=labels)
@@ -223,9 +223,9 @@ def _find_episode(place: Place, head: _EpisodeHead) -> Run:
 def _find_row(place: Place, head: _RowHead, owner: str | None) -> Run:
     example = label(head.example_id, place.where) or label(head.id, place.where)
     if example is None:
-        hint = "take the rows as verifiers saved them"
-        got = "a row that names no example"
-        raise RolloutError("group", place.where, got, "`example_id` or `id`", hint)
+        hint = "keep the rows as verifiers saved them"
+        got = "the row has no `example_id` or `id`"
+        raise InputError("group", place.where, got, hint=hint)
     metadata = metadata_beside(place.path)
     env = metadata.env or metadata.env_id
     found = {"example": example, "env": env, "model": metadata.model, "file": owner}
@@ -254,8 +254,9 @@ def read_rollout(run: Run, options: Options) -> Trajectory:
 def _refuse_other_tokens(first: Trajectory, second: Trajectory, at: Place, other: Place) -> None:
     if len(first.steps) == len(second.steps) and all(map(_same, first.steps, second.steps)):
         return
-    got, hint = f"another episode than {at.where} has under its id", "convert each run by itself"
-    raise RolloutError("tokens_disagree", other.where, got, "the same tokens", hint)
+    got = f"the episode differs from {at.where}, which has the same id"
+    hint = "convert each run separately"
+    raise InputError("tokens_disagree", other.where, got, hint=hint)
 
 
 def _same(first: Logged, second: Logged) -> bool:
@@ -282,7 +283,7 @@ def _read_episode(place: Place, options: Options, *, failed: bool) -> Trajectory
     steps, num_left_out = _steps([graph for graph, _ in graphs], failed=failed)
     main = numbered[-1][1] if numbered else Trace()
     if not steps and error is None and not failed:
-        raise RolloutError("no_calls", place.where, "no calls at all", "at least one call")
+        raise InputError("no_calls", place.where, "the episode has no model calls")
     metrics = metrics_of(_prefixes([trace for _, trace in numbered]))
     known = [t.reward for _, t in numbered if t.agent.trainable and t.reward is not None]
     if known:

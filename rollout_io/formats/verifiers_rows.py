@@ -28,10 +28,10 @@ from rollout_io.formats.parsing.messages import openai_tools, read_messages, tex
 from rollout_io.formats.parsing.sampling import SamplingFields, sampling_extra
 from rollout_io.formats.parsing.tokens import broken, logprob_array, same_ids, strict_ids
 from rollout_io.formats.verifiers_traces import Share
-from schemas.errors import RolloutError
+from schemas.errors import InputError
 
 METADATA = "metadata.json"
-_EXPECTED = "the ids the engine saw and sampled"
+_AS_SAVED = "keep the rows as verifiers saved them"
 _NO_JSON = msgspec.Raw(b"null")
 _NAMES = {"id", "example_id", "reward", "metrics", "is_completed"}
 _Flag = Annotated[int, msgspec.Meta(ge=0, le=1)]
@@ -105,7 +105,7 @@ def metadata_beside(path: Path) -> Metadata:
     """Read `metadata.json` in a file's directory; all fields are None without it.
 
     Raises:
-        RolloutError: The file is unreadable.
+        InputError: The file is unreadable.
     """
     beside = path.parent / METADATA
     return read_document(_METADATA, beside)[0] if beside.is_file() else Metadata()
@@ -153,9 +153,9 @@ def _steps(
         return _conversation(row, where, metadata, failed=failed)
     if missing and not failed:
         place = f"{where}, trajectory[{missing[0]}].tokens"
-        hint = "a call by a client that gives no tokens: sample all with one that does"
-        got = f"null, in {len(missing)} of {len(calls)} calls"
-        raise RolloutError("no_token_ids", place, got, _EXPECTED, hint)
+        hint = "sample all calls with a client that returns tokens"
+        got = f"the tokens are null in {len(missing)} of {len(calls)} calls"
+        raise InputError("no_token_ids", place, got, hint=hint)
     agents = {call.trajectory_id for call in calls}
     copies = all(call.reward == row.reward for call in calls)
     steps: list[Step] = []
@@ -171,8 +171,9 @@ def _steps(
 
 def _step(call: _Step, tokens: _Tokens, where: str, metadata: Metadata) -> Step:
     if tokens.overlong_prompt:
-        hint = "the prompt was longer than the model's context, and its tokens were cut off"
-        raise RolloutError("no_token_ids", f"{where}.tokens", "overlong_prompt", _EXPECTED, hint)
+        got = "the prompt exceeded the context, and its ids were cut off (overlong_prompt)"
+        hint = "delete the row, or give its run an `error` in --rewards"
+        raise InputError("no_token_ids", f"{where}.tokens", got, hint=hint)
     prompt = _ids(tokens.prompt_ids, "prompt", where)
     response = _ids(tokens.completion_ids, "completion", where)
     sampling = metadata.sampling_args or _Sampling()
@@ -212,20 +213,15 @@ def _refuse_difference(tokens: _Tokens, others: _Tokens | None, where: str) -> N
         if own != b"null":
             same_ids(ids, own, name, where)
     if others.completion_logprobs and others.completion_logprobs != tokens.completion_logprobs:
-        got, hint = (
-            "two lists of completion_logprobs that differ",
-            "take the rows as they were saved",
-        )
-        raise RolloutError("conflicting_ids", where, got, "the same values twice", hint)
+        got = "the two lists of completion_logprobs differ"
+        raise InputError("conflicting_ids", where, got, hint=_AS_SAVED)
 
 
 def _ids(raw: msgspec.Raw, what: str, where: str) -> npt.NDArray[np.int32]:
     text = bytes(raw)
     if text == b"null":
-        place, got = f"{where}.tokens", f"a call without {what}_ids"
-        raise RolloutError(
-            "no_token_ids", place, got, _EXPECTED, "take the rows as they were saved"
-        )
+        got = f"the call has no {what}_ids"
+        raise InputError("no_token_ids", f"{where}.tokens", got, hint=_AS_SAVED)
     return strict_ids(text, what, f"{where}.tokens")
 
 
@@ -234,8 +230,8 @@ def _mask(tokens: _Tokens, num: int, where: str) -> npt.NDArray[np.bool_] | None
         return None
     mask = np.array([bool(value) for value in tokens.completion_mask], np.bool_)
     if len(mask) != num:
-        got = f"a completion_mask of {len(mask)} for {num} tokens"
-        raise broken("lengths_align", f"{where}.tokens", got, "one per token")
+        got, expected = f"a completion_mask of length {len(mask)}", f"{num}, one per token"
+        raise broken("lengths_align", f"{where}.tokens", got, expected)
     return None if mask.all() else mask
 
 
@@ -255,7 +251,7 @@ def _conversation(
     if not any(message["role"] == "assistant" for message in messages):
         if failed:
             return []
-        raise RolloutError("no_calls", where, "a row in which the model says nothing", "an answer")
+        raise InputError("no_calls", where, "the row has no model response")
     tools = row.tool_defs
     if not tools and isinstance(row.info, dict):
         tools = row.info.get("oai_tools")

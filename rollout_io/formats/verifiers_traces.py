@@ -28,9 +28,9 @@ from rollout_io.formats.parsing.jsonl import decode_line
 from rollout_io.formats.parsing.messages import openai_tools, read_messages, text_of
 from rollout_io.formats.parsing.sampling import SamplingFields, sampling_extra
 from rollout_io.formats.parsing.tokens import INT32_MAX, broken, logprob_array, strict_ids
-from schemas.errors import RolloutError
+from schemas.errors import InputError
 
-_ASK = "sample with the train client of verifiers: its nodes hold the engine's tokens"
+_ASK = "sample with the train client of verifiers, which records the engine's tokens"
 _NO_JSON = msgspec.Raw(b"null")
 Version = Annotated[int, msgspec.Meta(ge=-INT32_MAX - 1, le=INT32_MAX)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1e38)]
@@ -121,12 +121,10 @@ class Graph:
         places = [self._place(i) for i in range(len(trace.nodes))]
         for i, node in enumerate(trace.nodes):
             if node.parent is not None and not 0 <= node.parent < i:
-                expected = f"one of the {i} nodes before"
-                raise RolloutError("dangling_reference", places[i], "a parent not there", expected)
+                got = f"parent {node.parent} is not an earlier node"
+                raise InputError("dangling_reference", places[i], got)
             if not bytes(node.message).startswith(b"{"):
-                raise RolloutError(
-                    "record_type", places[i], "a message of another type", "an object"
-                )
+                raise InputError("record_type", places[i], "the message is not an object")
         nodes = list(zip(trace.nodes, places, strict=True))
         self.tokens = [_tokens(node, place) for node, place in nodes]
         self.masks = [_mask(n, t, p) for (n, p), t in zip(nodes, self.tokens, strict=True)]
@@ -200,20 +198,18 @@ class Graph:
             agent=self.trace.agent.name,
         )
 
-    def missing(self) -> RolloutError:
+    def missing(self) -> InputError:
         """Return the error for a run in which only some calls have tokens."""
         index = self.without_tokens[0]
-        expected = "the ids the engine saw and sampled"
-        got = "a message of the model without `token_ids`, where others have them"
-        return RolloutError("no_token_ids", self._place(index), got, expected, _ASK)
+        got = "the model's message has no `token_ids`, but an earlier or later one has"
+        return InputError("no_token_ids", self._place(index), got, hint=_ASK)
 
     def _step(self, index: int, *, failed: bool) -> Step:
         node, place, path = self.trace.nodes[index], self._place(index), self._path(index)
         mask, tokens = self.masks[index], self.tokens[index]
         where = np.flatnonzero(mask)
         if not len(where) and not failed:
-            got = "a message of the model, none of whose tokens was sampled"
-            raise broken("nonempty_response", place, got, "at least 1 token")
+            raise broken("nonempty_response", place, "the model's message has no sampled tokens")
         start, stop = (int(where[0]), int(where[-1]) + 1) if len(where) else (len(mask),) * 2
         mask = mask[start:stop]
         call = self.calls.get(index, _Call())
@@ -284,8 +280,8 @@ def _tokens(node: _Node, where: str) -> npt.NDArray[np.int32]:
 def _mask(node: _Node, tokens: npt.NDArray[np.int32], where: str) -> npt.NDArray[np.bool_]:
     mask = np.array(node.mask or [], np.bool_)
     if len(mask) != len(tokens):
-        got = f"a mask of {len(mask)} for {len(tokens)} tokens"
-        raise broken("lengths_align", where, got, "one per token")
+        got, expected = f"a mask of length {len(mask)}", f"{len(tokens)}, one per token"
+        raise broken("lengths_align", where, got, expected)
     return mask
 
 

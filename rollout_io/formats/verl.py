@@ -37,7 +37,7 @@ from rollout_io.formats.parsing.parts import decode_record
 from rollout_io.formats.parsing.records import Record, find_lines, read_record
 
 _GROUPS = "inferred: lines of one file and step with the same input"
-_TEXT = "decoded without special tokens: ids are near, not exact"
+_TEXT = "decoded without special tokens: the ids are approximate"
 _NO_METRICS = frozenset({"step", "gts", "request_id"})
 
 
@@ -78,7 +78,7 @@ def read_sample(run: Run, _: Options) -> Trajectory:
     """Read the text of a line; all its numbers are metrics.
 
     Raises:
-        RolloutError: `record_type`: a field has the wrong type, or a number is too large.
+        InputError: `record_type`: a field has the wrong type, or a number is too large.
     """
     (place,) = run.places
     sample = decode_record(_DECODER, place)

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from schemas.columns import COLUMN_BY_NAME
+from schemas.errors import count
 from schemas.metadata import DatasetMetadata
 from schemas.rules import RULES
 
@@ -66,16 +67,18 @@ class Statistics:
         """Yield the counts as lines of text."""
         num = sum(self.group_sizes.values())
         sizes = self.group_sizes.values() or [0]
-        yield f"{self.num_rows} rows, {num} trajectories ({self.num_failed} failed, kept with `error`)"
-        yield f"{len(self.group_sizes)} groups of {min(sizes)} to {max(sizes)} trajectories"
-        yield f"{self.num_tokens} tokens, {self.num_trained_tokens} of them train"
+        trajectories = f"{num:,} trajector{'y' if num == 1 else 'ies'}"
+        failed = f"{self.num_failed:,} failed, kept with `error`"
+        yield f"{count(self.num_rows, 'row')}, {trajectories} ({failed})"
+        yield f"{count(len(self.group_sizes), 'group')} of {min(sizes)} to {max(sizes)} trajectories"
+        yield f"{count(self.num_tokens, 'token')}, {self.num_trained_tokens:,} trained"
         found = self.rewards
         unknown = num - self.num_failed - len(found)
         if found:
             mean = sum(found) / len(found)
             yield f"outcome rewards: mean {mean:g}, from {min(found):g} to {max(found):g}"
         if unknown:
-            yield f"{unknown} trajectories without a reward (null: unknown)"
+            yield f"trajectories without a reward (null): {unknown:,}"
 
 
 def card(
@@ -146,7 +149,7 @@ def _columns(schema: pa.Schema) -> Iterator[str]:
     yield from ("| column | type | meaning |", "|---|---|---|")
     for f in schema:
         known = COLUMN_BY_NAME.get(f.name)
-        meaning = "a column of the dataset's maker" if known is None else known.meaning
+        meaning = "user column" if known is None else known.meaning
         kind = re.sub(r"\b(item|element|child): ", "", str(f.type)).replace(" not null", "")
         yield f"| {f.name} | {kind} | {meaning} |"
 
@@ -156,6 +159,6 @@ def _made(metadata: DatasetMetadata) -> Iterator[str]:
         "tokenizer": metadata.tokenizer,
         "log-probabilities": metadata.logprobs_mode,
     }
-    yield from (f"- {name}: {value or 'not stated'}" for name, value in facts.items())
+    yield from (f"- {name}: {value or 'unknown'}" for name, value in facts.items())
     for step in metadata.made_by:
         yield f"- `{json.dumps(step)}`"

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from rollout_io.dataset.atomic_files import whole, writable
 from rollout_io.dataset.footer import seal
-from schemas.errors import RolloutError
+from schemas.errors import ConfigError, InputError
 from schemas.types import cast_column
 
 
@@ -22,7 +22,8 @@ def new_export(out: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a temporary path for a file or folder, which is renamed to `out` at the end.
 
     Raises:
-        RolloutError: `out_is_free`: `out` exists; `output_file`: it cannot be written.
+        ConfigError: `out_is_free`: `out` exists.
+        InputError: `output_file`: it cannot be written.
     """
     refuse_taken(out)
     with replaced_export(out) as path:
@@ -41,8 +42,8 @@ def replaced_export(out: str | os.PathLike[str]) -> Iterator[Path]:
 def refuse_taken(out: str | os.PathLike[str]) -> None:
     """Raise `out_is_free` if the path of an export exists."""
     if Path(out).exists() or Path(out).is_symlink():
-        expected, hint = "nothing there yet", "choose another --out, or remove the old one"
-        raise RolloutError("out_is_free", os.fspath(out), "something is there", expected, hint)
+        got, hint = "the output path already exists", "choose a different --out, or remove it"
+        raise ConfigError("out_is_free", os.fspath(out), got, hint=hint)
 
 
 class ParquetFile:
@@ -92,7 +93,7 @@ def renamed(table: pa.Table, names: Mapping[str, str], added: Mapping[str, pa.Ar
         added: Additional arrays by name.
 
     Raises:
-        RolloutError: `free_name`: a user column has a name that the project reads.
+        InputError: `free_name`: a user column has a name that the project reads.
     """
     mask = table.column("loss_mask").cast(pa.list_(pa.int8()))
     table = table.set_column(table.column_names.index("loss_mask"), "loss_mask", mask)
@@ -100,8 +101,8 @@ def renamed(table: pa.Table, names: Mapping[str, str], added: Mapping[str, pa.Ar
     table = without_maps(table)
     taken = {*names.values(), *added} & set(table.column_names)
     if taken:
-        got, hint = f"a column {min(taken)!r} beside the one of the format", "rename the column"
-        raise RolloutError("free_name", "dataset", got, "no such column", hint)
+        got = f"the user column {min(taken)!r} has a name that the export format uses"
+        raise InputError("free_name", "dataset", got, hint="rename the column")
     table = table.rename_columns([names.get(n, n) for n in table.column_names])
     for name, values in added.items():
         table = table.append_column(name, values)

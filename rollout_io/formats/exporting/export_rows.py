@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 
 from rollout_io.dataset.checking import checked_tables
 from rollout_io.dataset.reader import scan
-from schemas.errors import RolloutError
+from schemas.errors import InputError, count
 from schemas.ragged import BoolArray
 from schemas.types import cast_table, with_absent
 
@@ -48,22 +48,21 @@ class Exported:
         """Check the counts, and refuse an export without rows."""
         assert self.num_rows_read == self.num_rows_written + sum(self.left_out.values())
         if self.num_rows_written == 0:
-            got = (
-                "no rows" if self.num_rows_read == 0 else "none but groups with a failed trajectory"
-            )
-            hint = (
-                "`--failed trajectory` masks the failed ones alone, and keeps the rest of a group"
-            )
-            raise RolloutError("some_rows", os.fspath(dataset), got, "rows to export", hint)
+            got, hint = "every group has a failed trajectory", None
+            if self.num_rows_read == 0:
+                got = "the dataset has no rows"
+            else:
+                hint = "pass --failed trajectory to export the other trajectories of a group"
+            raise InputError("some_rows", os.fspath(dataset), got, hint=hint)
         return self
 
     def text(self) -> str:
         """Return the counts as one line."""
-        why = ", ".join(f"{count} {reason}" for reason, count in self.left_out.items())
+        why = ", ".join(f"{number:,} {reason}" for reason, number in self.left_out.items())
         left = sum(self.left_out.values())
         return (
-            f"{self.num_rows_read} rows read = {self.num_rows_written} written + {left} left out"
-            + (f" ({why})" if why else "")
+            f"{count(self.num_rows_read, 'row')} read: {self.num_rows_written:,} written, "
+            f"{left:,} left out" + (f" ({why})" if why else "")
         )
 
 
@@ -148,16 +147,19 @@ class Groups:
             peer: Name of the trainer.
             size: The trainer's name for the number of samples per group.
         """
-        several = sum(count > 1 for count in self.num_rows_of_trajectory.values())
+        several = sum(num_rows > 1 for num_rows in self.num_rows_of_trajectory.values())
         if several:
             yield (
-                f"{several} of {len(self.num_rows_of_trajectory)} trajectories are several rows, "
-                f"and {peer}'s baseline takes each row for a sample, with the reward it has here: "
-                "`rollouts merge` joins those that continue each other, where that is not done yet"
+                f"{several} of {len(self.num_rows_of_trajectory)} trajectories have more than one "
+                f"row, and {peer}'s baseline treats each row as a sample with the row's "
+                "reward. Run `rollouts merge` first to join rows that continue each other"
             )
         sizes = set(self.num_rows_of_instance.values())
         if len(sizes) > 1:
-            yield f"groups have {min(sizes)} to {max(sizes)} rows: {peer} wants {size} of each"
+            yield (
+                f"groups have {min(sizes)} to {max(sizes)} rows, but {peer} expects {size} rows "
+                "in every group"
+            )
 
 
 class Uniform:
@@ -171,7 +173,7 @@ class Uniform:
         """Check the next rows.
 
         Raises:
-            RolloutError: `all_or_none`: a column is null on only some rows.
+            InputError: `all_or_none`: a column is null on only some rows.
         """
         for name in self._names:
             if name in table.column_names and table.num_rows:
@@ -186,19 +188,16 @@ class Uniform:
         return self._has_values.get(name, False)
 
     def _refuse(self, table: pa.Table, name: str, row: int) -> None:
-        got = "a null where other rows have values, or the other way round"
-        hint = f"drop the column, or keep the rows of one kind (`{name}` IS NOT NULL)"
-        expected = "a value on every row, or on none"
-        raise RolloutError(
-            "all_or_none", _place(self._where, table, name, row), got, expected, hint
-        )
+        got = "the column has a value on some rows only"
+        hint = f"drop the column, or keep only the rows with a value (`{name} IS NOT NULL`)"
+        raise InputError("all_or_none", _place(self._where, table, name, row), got, hint=hint)
 
 
 def rewards_of(dataset: PathLike, table: pa.Table) -> list[float]:
     """Return the reward of each row.
 
     Raises:
-        RolloutError: `reward_known`: the reward of a trajectory that did not fail is null.
+        InputError: `reward_known`: the reward of a trajectory that did not fail is null.
     """
     name = "reward"
     values: list[Any] = [None] * table.num_rows
@@ -206,8 +205,8 @@ def rewards_of(dataset: PathLike, table: pa.Table) -> list[float]:
         values = table.column(name).to_pylist()
     if None in values:
         where = _place(os.fspath(dataset), table, name, values.index(None))
-        hint = "convert with --rewards FILE, filter these trajectories, or set their `error`"
-        raise RolloutError("reward_known", where, "null", "a reward on every row", hint)
+        hint = "convert with --rewards FILE, filter out these trajectories, or set their `error`"
+        raise InputError("reward_known", where, "the reward is null", hint=hint)
     return values
 
 

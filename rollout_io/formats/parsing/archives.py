@@ -16,7 +16,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from rollout_io.dataset.opening import open_input
-from schemas.errors import RolloutError
+from schemas.errors import InputError, RolloutError
 
 MAX_MEMBER_BYTES = 1 << 30
 """Larger members, by their uncompressed size, are refused."""
@@ -52,7 +52,7 @@ def members_of(path: Path, where: str) -> dict[str, zipfile.ZipInfo]:
     """Return the members of an archive by name, in order; the last one of a name is the valid one.
 
     Raises:
-        RolloutError: zip_archive.
+        InputError: zip_archive.
     """
     return {member.filename: member for member in _opened(path, where).infolist()}
 
@@ -61,29 +61,32 @@ def read_member(path: Path, name: str, where: str) -> bytes:
     """Read the bytes of a member.
 
     Raises:
-        RolloutError: zip_archive: the member is missing, damaged, encrypted, of an unknown
+        InputError: zip_archive: the member is missing, damaged, encrypted, of an unknown
             compression, or larger than `MAX_MEMBER_BYTES`.
     """
     archive = _opened(path, where)
     try:
         member = archive.getinfo(name)
         if member.file_size > MAX_MEMBER_BYTES:
-            got, expected = f"{member.file_size} bytes unpacked", f"at most {MAX_MEMBER_BYTES}"
-            hint = "is it what it claims to be? the program that wrote it can read it"
-            raise RolloutError("zip_archive", where, got, expected, hint)
+            got = f"{member.file_size} bytes unpacked"
+            expected = f"at most {MAX_MEMBER_BYTES} bytes"
+            hint = "read the archive with the program that wrote it"
+            raise InputError("zip_archive", where, got, expected, hint)
         if member.compress_type == _ZSTANDARD and not member.flag_bits & _ENCRYPTED:
             return _unpacked(path, member)
         with archive.open(member) as file:
             return file.read(MAX_MEMBER_BYTES)
     except KeyError:
-        got, hint = "an archive without this member", "convert a log that nobody writes"
-        raise RolloutError("zip_archive", where, got, "an unchanged file", hint) from None
+        got = "the archive no longer has this member"
+        hint = "convert the log after its writer has finished"
+        raise InputError("zip_archive", where, got, hint=hint) from None
     except NotImplementedError:
         got, hint = "an unknown compression", "unpack it, and pack it again with a zip program"
-        raise RolloutError("zip_archive", where, got, "deflate, Zstandard or none", hint) from None
+        raise InputError("zip_archive", where, got, "deflate, Zstandard or none", hint) from None
     except RuntimeError as error:
-        got = " ".join(str(error).split())
-        raise RolloutError("zip_archive", where, got, "an archive without a password") from None
+        got = " ".join(f"cannot unpack the member: {error}".split())
+        hint = "pack the archive again without a password"
+        raise InputError("zip_archive", where, got, hint=hint) from None
     except _DAMAGE as error:
         raise _damaged(where, error) from None
 
@@ -117,7 +120,7 @@ def _archive(path: Path, _mtime_ns: int, _num_bytes: int) -> zipfile.ZipFile:
     return zipfile.ZipFile(path)
 
 
-def _damaged(where: str, error: Exception) -> RolloutError:
-    got = f"what cannot be unpacked ({' '.join(str(error).split()) or type(error).__name__})"
-    hint = "the file is damaged or cut off: copy it again"
-    return RolloutError("zip_archive", where, got, "a whole zip archive", hint)
+def _damaged(where: str, error: Exception) -> InputError:
+    got = f"cannot unpack the archive: {' '.join(str(error).split()) or type(error).__name__}"
+    hint = "copy the file again: it is damaged or cut off"
+    return InputError("zip_archive", where, got, hint=hint)

@@ -24,9 +24,9 @@ from rollout_io.formats.parsing.sampling import sampling_extra
 from rollout_io.formats.parsing.streams import whole_response
 from rollout_io.formats.parsing.tokens import broken, num_ids, route_array, same_ids, usage_differs
 from rollout_io.formats.parsing.witnesses import check_tokens
-from schemas.errors import RolloutError
+from schemas.errors import InputError
 
-ASK = 'ask the engine for them: "return_token_ids": true in the request (vLLM)'
+ASK = 'set "return_token_ids": true in the request (vLLM)'
 
 
 def read_choices(
@@ -41,9 +41,10 @@ def read_choices(
         failed: If true, ids may be missing, since the run does not train.
 
     Raises:
-        RolloutError: no_token_ids, no_response, nonempty_prompt, nonempty_response, routing_shape;
-            choice_index, conflicting_ids, logprob_tokens, usage_counts: the call contradicts
-            itself. The invariants of the numbers are checked later, with the whole table.
+        InputError: no_token_ids, no_response; choice_index, conflicting_ids, logprob_tokens,
+            usage_counts: the call contradicts itself.
+        InvariantError: nonempty_prompt, nonempty_response, routing_shape. The invariants of the
+            numbers are checked later, with the whole table.
     """
     response = whole_response(answer, where)
     choices = _in_order(response.choices, where)
@@ -58,15 +59,15 @@ def read_choices(
 
 def _in_order(choices: Sequence[Choice], where: str) -> Sequence[Choice]:
     if not choices:
-        raise broken("nonempty_response", where, "a response without choices", "at least 1 choice")
+        raise broken("nonempty_response", where, "the response has no choices")
     if len(choices) == 1:
         return choices
     choices = sorted(choices, key=lambda choice: choice.index)
     indices = [choice.index for choice in choices]
     if indices != list(range(len(choices))):
         got, expected = f"choices of index {indices}", f"each of 0..{len(choices) - 1} once"
-        hint = "choices are missing, or of two answers: keep the response as the engine gave it"
-        raise RolloutError("choice_index", where, got, expected, hint)
+        hint = "keep the response exactly as the engine returned it"
+        raise InputError("choice_index", where, got, expected, hint)
     return choices
 
 
@@ -134,10 +135,9 @@ def _ids(text: bytes, what: str, where: str, *, failed: bool) -> Ids:
     if text == b"null" and failed:
         return np.zeros(0, np.int32)
     if text == b"null":
-        got = f"a call without the token ids of its {what}"
-        raise RolloutError("no_token_ids", where, got, "the ids the engine saw and sampled", ASK)
+        raise InputError("no_token_ids", where, f"the call has no {what} token ids", hint=ASK)
     if text == b"[]" and not failed:
-        raise broken(f"nonempty_{what}", where, f"a {what} of 0 tokens", "at least 1 token")
+        raise broken(f"nonempty_{what}", where, f"the {what} has no tokens")
     return text
 
 

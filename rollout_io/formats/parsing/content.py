@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from rollout_io.formats.parsing.jsonl import decode_line, refuse_not_utf8
-from schemas.errors import RolloutError
+from schemas.errors import InputError
 
 Message = dict[str, Any]
 NO_JSON = msgspec.Raw(b"null")
@@ -97,7 +97,7 @@ def json_text(raw: msgspec.Raw, where: str) -> str:
     """Return the value of a JSON string, or any other JSON in canonical form; {} for null.
 
     Raises:
-        RolloutError: json_line: the text is not UTF-8.
+        InputError: json_line: the text is not UTF-8.
     """
     text = bytes(raw)
     if text.startswith(b'"'):
@@ -140,6 +140,6 @@ def known(fields: Message) -> Message:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def bad_message(where: str, got: str, expected: str) -> RolloutError:
-    """Return the error for something that is not a valid message."""
-    return RolloutError("message", where, got, expected)
+def bad_message(where: str, got: str, expected: str = "") -> InputError:
+    """Return the error for an invalid message."""
+    return InputError("message", where, got, expected)

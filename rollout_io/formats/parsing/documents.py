@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -13,21 +13,17 @@ from rollout_io.dataset.opening import open_input, read_input
 from rollout_io.formats.base import About, Found, Input, Place, Progress, Rejected, Run
 from rollout_io.formats.parsing.jsonl import (
     contained,
-    decode_line,
     refuse_lfs_pointer,
-    refuse_not_utf8,
 )
 from rollout_io.formats.parsing.records import refuse_repeated
 from schemas.errors import RolloutError
 
-T = TypeVar("T")
-
 _PACKED = (".gz", ".zst")
 _START_BYTES = 1 << 16
 _BY_FILE = (
-    "inferred: where a log states no instance, its file's name is it, if the directory has that "
-    "name too or it has two underscores in a row (owner__repo-1); other files are instances of "
-    "their own"
+    "inferred: a log without an instance takes the name of its file if the directory has the same "
+    "name or the name has two underscores in a row (owner__repo-1); each of the other files is a "
+    "separate instance"
 )
 
 
@@ -54,23 +50,6 @@ def find_documents(
             yield from found
         except RolloutError as error:
             yield Rejected(place, error)
-
-
-def decode_document(decoder: msgspec.json.Decoder[T], content: bytes, where: str) -> T:
-    """Decode a JSON document.
-
-    Raises:
-        RolloutError: `json_document` (not JSON, or not UTF-8) or `record_type`.
-    """
-    try:
-        refuse_not_utf8(content, where)
-        return decode_line(decoder, content, where)
-    except RolloutError as error:
-        if error.rule != "json_line":
-            raise
-        got = error.got.replace("a line cut off", "a file cut off")
-        hint = "the writer was stopped, or the file is of another format: write or copy it again"
-        raise RolloutError("json_document", where, got, "one JSON document", hint) from None
 
 
 def is_document(path: Path, decoder: msgspec.json.Decoder[Any], marks: Iterable[bytes]) -> bool:

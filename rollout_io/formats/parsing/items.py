@@ -56,7 +56,7 @@ def read_item(item: Item, where: str) -> Message | None:
     read.
 
     Raises:
-        RolloutError: `message`: an item of an unknown type, or a message without a role.
+        InputError: `message`: an item of an unknown type, or a message without a role.
     """
     if item.type in _UNREADABLE:
         return None
@@ -65,7 +65,7 @@ def read_item(item: Item, where: str) -> Message | None:
         return known({"role": "tool", "content": text, "tool_call_id": item.call_id})
     if item.type == "message":
         if item.role is None:
-            raise bad_message(where, "a message without a role", "its role")
+            raise bad_message(where, "the message has no role")
         return {"role": item.role, "content": shown(parts_in(item.content))}
     piece: Message = {"role": "assistant", "content": ""}
     if item.type == "reasoning":
@@ -78,7 +78,7 @@ def reply_of(items: Iterable[Item], where: str) -> Message:
     """Join the items of a response into one assistant message.
 
     Raises:
-        RolloutError: As for `read_item`.
+        InputError: As for `read_item`.
     """
     reply: Message = {"role": "assistant", "content": ""}
     for item in items:
@@ -99,7 +99,7 @@ def _call(item: Item, where: str) -> Message:
         return tool_call(call_id, item.name, arguments)
     if item.type in _ACTIONS:
         return tool_call(call_id, item.type.removesuffix("_call"), json_text(item.action, where))
-    got, expected = f"an item of type {item.type!r}", "a message, reasoning or the call of a tool"
+    got, expected = f"an item of type {item.type!r}", "a message, reasoning or a tool call"
     raise bad_message(where, got, expected)
 
 

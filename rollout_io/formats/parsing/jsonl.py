@@ -11,7 +11,7 @@ from typing import BinaryIO, NamedTuple, TypeVar
 import msgspec
 
 from rollout_io.dataset.opening import read_input
-from schemas.errors import RolloutError
+from schemas.errors import InputError, RolloutError, count
 
 T = TypeVar("T")
 
@@ -20,6 +20,21 @@ MAX_LINE_BYTES = 1 << 30
 """Limit on the length of a line."""
 
 _MISMATCH = re.compile(r"Expected (?P<expected>.+), got (?P<got>.+?)(?: - at `(?P<path>.+)`)?")
+
+
+NESTED = "lists or objects are nested too deeply"
+
+
+class _Unit(NamedTuple):
+    """The kind of text that is decoded, for errors."""
+
+    name: str
+    rule: str
+    hint: str
+
+
+_LINE = _Unit("line", "json_line", "repair the line from its source, or delete it")
+_DOCUMENT = _Unit("file", "json_document", "write or copy the file again")
 
 
 class Line(NamedTuple):
@@ -50,22 +65,35 @@ def decode_line(decoder: msgspec.json.Decoder[T], content: bytes, where: str) ->
     """Decode one line.
 
     Raises:
-        RolloutError: `json_line` (not JSON, or not UTF-8) or `record_type` (a field is missing or
+        InputError: `json_line` (not JSON, or not UTF-8) or `record_type` (a field is missing or
             has the wrong type; the message has its JSON path).
     """
+    return _decode(decoder, content, where, _LINE)
+
+
+def decode_document(decoder: msgspec.json.Decoder[T], content: bytes, where: str) -> T:
+    """Decode a JSON document.
+
+    Raises:
+        InputError: `json_document` (not JSON, or not UTF-8) or `record_type`.
+    """
+    _refuse_not_utf8(content, where, _DOCUMENT)
+    return _decode(decoder, content, where, _DOCUMENT)
+
+
+def _decode(decoder: msgspec.json.Decoder[T], content: bytes, where: str, unit: _Unit) -> T:
     try:
         return decoder.decode(content)
     except UnicodeDecodeError:
-        refuse_not_utf8(content, where)
+        _refuse_not_utf8(content, where, unit)
         raise
     except msgspec.ValidationError as error:
         raise type_error(error, where) from None
     except msgspec.DecodeError as error:
-        raise _syntax_error(error, content, where) from None
+        raise _syntax_error(error, content, where, unit) from None
     except RecursionError:
-        got, expected = "lists or objects nested too deeply", "one whole JSON object a line"
-        hint = "no engine writes such a line: is the file a log?"
-        raise RolloutError("json_line", where, got, expected, hint) from None
+        hint = "check the file: no engine nests JSON this deeply"
+        raise InputError(unit.rule, where, NESTED, hint=hint) from None
 
 
 @contextmanager
@@ -75,78 +103,75 @@ def contained(where: str) -> Iterator[None]:
     Errors of the file system pass through: they do not concern a single record.
 
     Raises:
-        RolloutError: The original one, or `unreadable_record`.
+        RolloutError: The original one.
+        InputError: unreadable_record.
     """
     try:
         yield
     except (RolloutError, OSError):
         raise
     except Exception as error:
-        got = " ".join(f"content that raises {type(error).__name__}: {error}".split())
-        hint = "report it, with the record: its reader should name what is wrong"
-        raise RolloutError(UNREADABLE, where, got, "a record of the format", hint) from error
+        got = " ".join(f"reading the record failed with {type(error).__name__}: {error}".split())
+        hint = "report this as a bug, and attach the record"
+        raise InputError(UNREADABLE, where, got, hint=hint) from error
 
 
 def refuse_not_utf8(content: bytes, where: str) -> None:
     """Raise an error for a record that is not UTF-8; `decode_line` checks only decoded fields.
 
     Raises:
-        RolloutError: json_line.
+        InputError: json_line.
     """
+    _refuse_not_utf8(content, where, _LINE)
+
+
+def _refuse_not_utf8(content: bytes, where: str, unit: _Unit) -> None:
     if content.isascii():
         return
     try:
         content.decode()
     except UnicodeDecodeError as error:
-        got = f"an invalid byte 0x{content[error.start]:02x} in column {error.start + 1}"
-        hint = "the file is not UTF-8: re-encode it, or write it again"
-        raise RolloutError("json_line", where, got, "UTF-8 text", hint) from None
+        got = f"invalid UTF-8: byte 0x{content[error.start]:02x} in column {error.start + 1}"
+        raise InputError(unit.rule, where, got, hint="re-encode the file as UTF-8") from None
 
 
 def refuse_lfs_pointer(content: bytes, where: str) -> None:
     """Raise an error for a Git LFS pointer, which replaces a large file until it is fetched."""
     if content.startswith(b"version https://git-lfs"):
-        got = f"a Git LFS pointer of {len(content)} bytes, not the file itself"
-        raise RolloutError("lfs_pointer", where, got, "its content", "git lfs pull")
+        got = f"the file is a Git LFS pointer of {len(content)} bytes, not its content"
+        raise InputError("lfs_pointer", where, got, hint="git lfs pull")
 
 
 def read_document(decoder: msgspec.json.Decoder[T], path: Path) -> tuple[T, int]:
     """Decode a file that is one JSON document; return its size in bytes as well.
 
     Raises:
-        RolloutError: `input_file`, `lfs_pointer`, `json_document`, or `record_type`.
+        InputError: `input_file`, `lfs_pointer`, `json_document`, or `record_type`.
     """
     content = read_input(path)
     refuse_lfs_pointer(content, str(path))
-    try:
-        refuse_not_utf8(content, str(path))
-        return decode_line(decoder, content, str(path)), len(content)
-    except RolloutError as error:
-        if error.rule != "json_line":
-            raise
-        got = error.got.replace("a line cut off", "a file cut off")
-        hint = "the writer was stopped, or the file is of another format: write or copy it again"
-        raise RolloutError("json_document", str(path), got, "one JSON document", hint) from None
+    return decode_document(decoder, content, str(path)), len(content)
 
 
-def type_error(error: msgspec.ValidationError, where: str) -> RolloutError:
+def type_error(error: msgspec.ValidationError, where: str) -> InputError:
     """Return the error for a field that is missing or has the wrong type."""
     hint = "see docs/formats.md for the fields of the format"
     match = _MISMATCH.fullmatch(str(error))
     if match is None:
         text, _, path = str(error).partition(" - at ")
         got = f"{text[0].lower()}{text[1:]}" + (f" in {path}" if path else "")
-        return RolloutError("record_type", where, got, hint=hint)
+        return InputError("record_type", where, got, hint=hint)
     place = f"{where}, {match['path'].strip('`')}" if match["path"] else where
-    return RolloutError("record_type", place, match["got"], match["expected"], hint)
+    return InputError("record_type", place, match["got"], match["expected"], hint)
 
 
-def _syntax_error(error: msgspec.DecodeError, content: bytes, where: str) -> RolloutError:
-    expected = "one whole JSON object a line"
+def _syntax_error(
+    error: msgspec.DecodeError, content: bytes, where: str, unit: _Unit
+) -> InputError:
     if "truncated" in str(error):
-        got = f"a line cut off after {len(content.rstrip())} bytes"
-        hint = "the writer was stopped mid-line: repair the line from its source, or delete it"
-        return RolloutError("json_line", where, got, expected, hint)
+        got = f"the {unit.name} is cut off after {count(len(content.rstrip()), 'byte')}"
+        return InputError(unit.rule, where, got, hint=unit.hint)
     text = re.sub(r" \(byte (\d+)\)", lambda m: f" in column {int(m[1]) + 1}", str(error))
-    got = text.removeprefix("JSON is malformed: ")
-    return RolloutError("json_line", where, got, expected, "JSON has no NaN and no comments")
+    got = f"invalid JSON: {text.removeprefix('JSON is malformed: ')}"
+    hint = f"repair the {unit.name}: JSON allows neither NaN nor comments"
+    return InputError(unit.rule, where, got, hint=hint)

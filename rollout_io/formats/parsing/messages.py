@@ -101,7 +101,7 @@ def read_messages(raws: Iterable[msgspec.Raw], where: str) -> list[Message]:
         where: Place of the list, for errors.
 
     Raises:
-        RolloutError: `record_type`: not an object with a role, or a field of the wrong type;
+        InputError: `record_type`: not an object with a role, or a field of the wrong type;
             `message`: a call without a name, an item of an unknown type; `json_line`: a call that
             is a string but not JSON.
 
@@ -121,11 +121,12 @@ def read_message(raw: msgspec.Raw, where: str) -> Message:
         where: Place of the message, for errors.
 
     Raises:
-        RolloutError: As for `read_messages`; `message`: it becomes several.
+        InputError: As for `read_messages`; `message`: it becomes several.
     """
     found = _read(raw, where)
     if len(found) > 1:
-        raise bad_message(where, "results of several tools, or of a tool and more", "one message")
+        got = "the message has several tool results, or a tool result and other content"
+        raise bad_message(where, got)
     return found[0]
 
 
@@ -162,7 +163,7 @@ def messages_of(role: str, content: Parts, where: str) -> list[Message]:
         where: Place of the message, for errors.
 
     Raises:
-        RolloutError: As for `read_messages`.
+        InputError: As for `read_messages`.
     """
     results: list[Message] = []
     calls: list[Message] = []
@@ -201,7 +202,7 @@ def _tool_call(call: _ToolCall | str, where: str) -> Message:
     if not isinstance(function, _Function):
         function = _Function(function or call.name, call.arguments)
     if function.name is None:
-        raise bad_message(where, "a tool call without a name", "the name of a function")
+        raise bad_message(where, "a tool call has no function name")
     return tool_call(call.id, function.name, json_text(function.arguments, where))
 
 

@@ -18,7 +18,7 @@ from rollout_io.formats.parsing.bodies import Request, Response
 from rollout_io.formats.parsing.completions import ASK, holds_tokens, read_choices
 from rollout_io.formats.parsing.content import Message
 from rollout_io.formats.parsing.jsonl import decode_line
-from schemas.errors import RolloutError
+from schemas.errors import InputError
 
 _SAMPLED = b'"token_ids"'
 _RESPONSE_DECODER = msgspec.json.Decoder(Response)
@@ -121,22 +121,20 @@ def steps_of(
             out if others have them.
 
     Raises:
-        RolloutError: `no_calls`; `no_token_ids`: only some responses have tokens.
+        InputError: `no_calls`; `no_token_ids`: only some responses have tokens.
     """
     if not calls and not failed:
-        hint = (
-            "an agent that never started? delete the log, or give its run an `error` in --rewards"
-        )
-        raise RolloutError("no_calls", where, "no model call", "at least one", hint)
+        hint = "delete the log, or give its run an `error` in --rewards"
+        raise InputError("no_calls", where, "the run has no model calls", hint=hint)
     answers = [(call, _answer(call)) for call in calls]
     exact = [(call, answer) for call, answer in answers if answer is not None]
     if not exact:
         return [context.conversation() for context in contexts_of(calls)]
     if len(exact) < len(calls) and not failed:
         first = next(call for call, answer in answers if answer is None)
-        got = f"{len(calls) - len(exact)} of {len(calls)} calls without the ids of what was sampled"
-        got += f"; the first has {_reason(first.answer)}"
-        raise RolloutError("no_token_ids", first.where, got, "the ids of all, or of none", ASK)
+        got = f"token ids are missing for {len(calls) - len(exact)} of {len(calls)} calls; "
+        got += f"this one has {_reason(first.answer)}"
+        raise InputError("no_token_ids", first.where, got, hint=ASK)
     return [step for call, answer in exact for step in _exact(call, answer)]
 
 
@@ -150,10 +148,10 @@ def _answer(call: Call) -> Response | None:
 
 def _reason(raw: msgspec.Raw | None) -> str:
     if raw is None or bytes(raw) == b"null":
-        return "no response of the API"
+        return "no API response"
     if _SAMPLED in bytes(raw):
-        return "a response with null or an empty list for them"
-    return "a response that was not asked for them"
+        return "a response whose ids are null or empty"
+    return "a response for which no ids were requested"
 
 
 def _exact(call: Call, answer: Response) -> list[Step]:

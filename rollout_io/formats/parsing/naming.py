@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from schemas.errors import RolloutError
+from schemas.errors import InputError
 
 _NUMBER = re.compile(r"([0-9]+)")
 _REPETITION = re.compile(r"0|[1-9][0-9]{0,8}")
@@ -21,9 +21,9 @@ def split_session(session: str, where: str) -> tuple[str, int]:
     """
     instance_id, _, repetition = session.rpartition("/")
     if not instance_id or not _REPETITION.fullmatch(repetition):
-        expected = "'instance/repetition', the repetition a number from 0"
+        expected = "'instance/repetition', where repetition is an integer from 0"
         hint = "number the attempts at each instance: shop-1/0, shop-1/1, ..."
-        raise RolloutError("session_name", where, repr(session), expected, hint)
+        raise InputError("session_name", where, f"session {session!r}", expected, hint)
     return instance_id, int(repetition)
 
 

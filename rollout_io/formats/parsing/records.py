@@ -21,7 +21,7 @@ from rollout_io.formats.parsing.jsonl import (
     refuse_lfs_pointer,
     refuse_not_utf8,
 )
-from schemas.errors import RolloutError
+from schemas.errors import InputError, RolloutError
 
 DUPLICATE = "duplicate_record"
 INCOMPLETE = "incomplete_trajectory"
@@ -43,14 +43,15 @@ def read_record(place: Place) -> bytes:
     """Read the bytes of a record.
 
     Raises:
-        RolloutError: `input_file`: the file was shortened or removed.
+        InputError: `input_file`: the file was shortened or removed.
     """
     assert place.offset is not None
     file = _descriptor(place.path)  # keeps the file open: another thread may clear the cache
     content = os.pread(file.number, place.num_bytes, place.offset)
     if len(content) != place.num_bytes:
-        got, hint = "fewer bytes than a moment ago", "convert a log that nobody writes"
-        raise RolloutError("input_file", place.where, got, "an unchanged file", hint)
+        got = "the file became shorter while it was read"
+        hint = "convert the log after its writer has finished"
+        raise InputError("input_file", place.where, got, hint=hint)
     return content
 
 
@@ -75,7 +76,7 @@ def lines_of(inputs: Sequence[Input], progress: Progress) -> Iterator[tuple[Plac
     """Yield the lines of all inputs that are not blank, each with its place.
 
     Raises:
-        RolloutError: `input_file`, `lfs_pointer`.
+        InputError: `input_file`, `lfs_pointer`.
     """
     _descriptor.cache_clear()  # the file at a path may have been replaced since
     for name, path in inputs:
@@ -123,12 +124,12 @@ def refuse_repeated(content: bytes, where: str, first: dict[bytes, str]) -> None
         first: Places of earlier records by digest; updated with this one.
 
     Raises:
-        RolloutError: duplicate_record.
+        InputError: duplicate_record.
     """
     other = first.setdefault(hashlib.blake2b(content, digest_size=16).digest(), where)
     if other != where:
-        hint = "was a file copied, or appended to itself?"
-        raise RolloutError(DUPLICATE, where, f"a copy of {other}", "each record once", hint)
+        hint = "delete the copy, and check whether a file was appended to itself"
+        raise InputError(DUPLICATE, where, f"the record is a copy of {other}", hint=hint)
 
 
 def named_in(content: bytes, key: str) -> str | None:
@@ -142,10 +143,10 @@ def named_in(content: bytes, key: str) -> str | None:
 
 def incomplete(places: Iterable[Place], damage: RolloutError) -> Iterator[Rejected]:
     """Reject the other records of a run with a damaged one, as runs are used as a whole."""
-    got = f"a record of a run with a damaged one ({damage.rule}: {damage.where})"
-    hint = "leave the damaged record out if the run is whole without it"
+    got = f"a different record of its run is damaged ({damage.rule}: {damage.where})"
+    hint = "delete the damaged record if the run is complete without it"
     for place in places:
-        yield Rejected(place, RolloutError(INCOMPLETE, place.where, got, "a whole run", hint))
+        yield Rejected(place, InputError(INCOMPLETE, place.where, got, hint=hint))
 
 
 def find_lines(

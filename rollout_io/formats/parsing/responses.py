@@ -18,15 +18,15 @@ import numpy as np
 from rollout_io.formats.base import Step
 from rollout_io.formats.parsing.jsonl import decode_line
 from rollout_io.formats.parsing.tokens import logprob_array, route_array, token_ids
-from schemas.errors import RolloutError
+from schemas.errors import InputError
 
 TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
 Share = Annotated[float, msgspec.Meta(ge=0, le=1e38)]
 RawItem = dict[str, msgspec.Raw]
 
 _NO_JSON = msgspec.Raw(b"null")
-_ASK = "let the model server give them (vllm_model: return_token_id_information: true), and use "
-_ASK += "an agent that passes its items on"
+_ASK = "set return_token_id_information: true on the model server (vllm_model), and use an agent "
+_ASK += "that passes the items on unchanged"
 _ENVELOPE = re.compile(r"nrlre1:(int8|int16|int32):(\d{1,9})x(\d{1,9})x(\d{1,9}):([A-Za-z0-9+/=]*)")
 _Ids = list[int] | msgspec.UnsetType | None
 
@@ -99,9 +99,9 @@ def read_steps(
         failed: If true, calls without tokens are left out, even if no call remains.
 
     Raises:
-        RolloutError: `no_calls`, `no_token_ids` (the message explains what the log has instead),
-            `token_fields` (only some of the three), `sampled_item`, `usage_counts`, or a broken
-            invariant of ids, log-probabilities and routing.
+        InputError: `no_calls`, `no_token_ids` (the message explains what the log has instead),
+            `token_fields` (only some of the three), `sampled_item`, `usage_counts`.
+        InvariantError: An invariant of ids, log-probabilities or routing.
     """
     items = [
         decode_line(_ITEM_DECODER, bytes(raw), f"{where}output[{i}]")
@@ -111,8 +111,8 @@ def read_steps(
     if failed:
         calls = [call for call in calls if items[call[-1]].has_tokens]
     elif not calls:
-        hint = "drop the line, or give the run an `error` in a rewards file"
-        raise RolloutError("no_calls", f"{where}output", "no model call", "at least one", hint)
+        hint = "delete the line, or give the run an `error` in a rewards file"
+        raise InputError("no_calls", f"{where}output", "the run has no model calls", hint=hint)
     _refuse_missing(items, calls, where)
     raw_items = [_without_tokens(raw) for raw in response.output]
     steps = [_step(items[call[-1]], f"{where}output[{call[-1]}]") for call in calls]
@@ -137,9 +137,9 @@ def _calls(items: Sequence[_Item], where: str) -> Iterator[range]:
     start = 0
     for i, item in enumerate(items):
         if item.is_answer and item.has_tokens:
-            got, expected = "token ids on an item the model was given", "them on what it wrote"
-            hint = "whose tokens are they? a model server gives them with what it sampled"
-            raise RolloutError("sampled_item", f"{where}output[{i}]", got, expected, hint)
+            got = "an input item has token ids, which only sampled items can have"
+            hint = "keep the output exactly as the model server returned it"
+            raise InputError("sampled_item", f"{where}output[{i}]", got, hint=hint)
         if item.has_tokens:
             yield range(start, i + 1)
         elif item.is_answer and start < i:
@@ -156,22 +156,21 @@ def _refuse_missing(items: Sequence[_Item], calls: Sequence[range], where: str) 
         return
     number, call = missing[0]
     values = [getattr(items[i], name) for i in call for name in TOKEN_FIELDS]
-    why = "its items have no token fields: they were not asked for"
+    why = "its items lack the token fields, so the ids were not requested"
     if any(value is None for value in values):
         why = "its token fields are null"
     if any(value == [] for value in values):
         why = "its token fields are empty lists"
-    got = f"call {number} of {len(calls)} without token ids: {why}"
-    expected = "the ids the engine saw and sampled"
-    raise RolloutError("no_token_ids", f"{where}output[{call[0]}]", got, expected, _ASK)
+    got = f"call {number} of {len(calls)} has no token ids: {why}"
+    raise InputError("no_token_ids", f"{where}output[{call[0]}]", got, hint=_ASK)
 
 
 def _step(item: _Item, place: str) -> Step:
     prompt, response, logprobs = (getattr(item, name) for name in TOKEN_FIELDS)
     missing = [name for name in TOKEN_FIELDS if not isinstance(getattr(item, name), list)]
     if missing:
-        got = "an item without " + " and ".join(missing)
-        raise RolloutError("token_fields", place, got, "all three token fields, or none", _ASK)
+        got = f"the item has some token fields, but lacks {' and '.join(missing)}"
+        raise InputError("token_fields", place, got, hint=_ASK)
     prompt_ids = token_ids(prompt, "prompt", place)
     response_ids = token_ids(response, "response", place)
     num_tokens = len(prompt_ids) + len(response_ids)
@@ -205,11 +204,11 @@ def _check_usage(usage: Usage | None, steps: Sequence[Step], where: str) -> None
     counts = [(len(step.prompt_token_ids), len(step.response_ids)) for step in steps]
     last, total = counts[-1], (sum(p for p, _ in counts), sum(r for _, r in counts))
     if (usage.input_tokens, usage.output_tokens) not in {total, last}:
-        got = f"{usage.input_tokens} + {usage.output_tokens} tokens"
-        expected = f"{total[0]} + {total[1]}, as there are ids"
-        expected += f", or {last[0]} + {last[1]}, as in the last call" if len(steps) > 1 else ""
-        hint = "ids are missing, or of another call: collect the run again"
-        raise RolloutError("usage_counts", where, got, expected, hint)
+        got = f"usage counts {usage.input_tokens} + {usage.output_tokens} tokens, "
+        got += f"but the log has {total[0]} + {total[1]} ids"
+        got += f" ({last[0]} + {last[1]} in the last call)" if len(steps) > 1 else ""
+        hint = "collect the run again: ids are missing or belong to a different call"
+        raise InputError("usage_counts", where, got, hint=hint)
 
 
 def _without_tokens(raw: msgspec.Raw) -> RawItem:

@@ -20,21 +20,22 @@ from rollout_io.formats.parsing.bodies import (
 )
 from rollout_io.formats.parsing.jsonl import decode_line
 from rollout_io.formats.parsing.tokens import broken, num_ids, same_ids
-from schemas.errors import RolloutError
+from schemas.errors import InputError, count
 
 T = TypeVar("T")
 
 _CHUNK = msgspec.json.Decoder(Response)
-_AS_IT_CAME = "keep the chunks as the engine sent them"
+_AS_IT_CAME = "keep the chunks exactly as the engine sent them"
+_FAILED = "delete the line, or give its session an `error` in --rewards"
 
 
 def whole_response(answer: Answer, where: str) -> Response:
     """Return a response, assembled if it was streamed.
 
     Raises:
-        RolloutError: no_response: there is none, or it is the engine's error; json_line,
-            record_type,
-            prompt_conflict, lengths_align, routing_shape: a chunk is invalid.
+        InputError: no_response: there is none, or it is the engine's error; json_line,
+            record_type, conflicting_ids: a chunk is invalid.
+        InvariantError: lengths_align, routing_shape.
     """
     response = answer if isinstance(answer, Response) else _joined(answer, where)
     _refuse_error(response, where)
@@ -45,15 +46,13 @@ def _refuse_error(response: Response, where: str) -> None:
     error = response.error
     if (error is NO_JSON or bytes(error) == b"null") and response.object != "error":
         return
-    got = f"an error of the engine: {str(response.error, 'utf-8')[:200]}"
-    hint = "a call that failed: delete its line, or give its session an `error` in --rewards"
-    raise RolloutError("no_response", where, got, "an answer", hint)
+    got = f"the engine returned an error: {str(response.error, 'utf-8')[:200]}"
+    raise InputError("no_response", where, got, hint=_FAILED)
 
 
 def _joined(answer: list[Response | str] | str | None, where: str) -> Response:
     if answer is None:
-        hint = "a call that failed: delete its line, or give its session an `error` in --rewards"
-        raise RolloutError("no_response", where, "a call without a response", "its body", hint)
+        raise InputError("no_response", where, "the call has no response", hint=_FAILED)
     pieces = answer.splitlines() if isinstance(answer, str) else answer
     chunks = list(_chunks(pieces, where))
     by_index: dict[int, list[Choice]] = {}
@@ -87,13 +86,13 @@ def _check_piece(choice: Choice, place: str) -> None:
         return
     if text[:1] != b"[":
         got = f"token_ids {text.decode()[:40]}"
-        raise RolloutError("record_type", place, got, "a list of whole numbers", _AS_IT_CAME)
+        raise InputError("record_type", place, got, "a list of integers", _AS_IT_CAME)
     if logprobs is None:
         return
     values = logprobs.token_logprobs if logprobs.content is None else logprobs.content
     if values is not None and len(values) != num_ids(text):
-        got = f"{len(values)} log-probabilities for {num_ids(text)} tokens"
-        raise broken("lengths_align", place, got, "one per token")
+        got, expected = count(len(values), "logprob"), f"{num_ids(text)}, one per token"
+        raise broken("lengths_align", place, got, expected)
 
 
 def _usage_of(chunks: Sequence[Response]) -> Usage | None:
@@ -121,7 +120,8 @@ def _join_choice(index: int, pieces: Sequence[Choice], where: str) -> Choice:
     reasons = [p.finish_reason for p in pieces if p.finish_reason is not None]
     texts = [p.text for p in pieces if p.text is not None]
     if len(routes) > 1:
-        raise broken("routing_shape", where, f"routes in {len(routes)} chunks", "in one chunk")
+        got = f"{len(routes)} streamed chunks have routed_experts, but only one can"
+        raise broken("routing_shape", where, got)
     return Choice(
         index=index,
         message=_join_deltas([p.delta for p in pieces if p.delta is not None]),

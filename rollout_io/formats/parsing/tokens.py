@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from rollout_io.formats.base import Ids
 from rollout_io.formats.parsing.jsonl import decode_line
-from schemas.errors import RolloutError
+from schemas.errors import InputError, InvariantError, count
 from schemas.ragged import IntArray
 from schemas.row_checks import LOGPROB_SENTINEL
 from schemas.rules import RULES
@@ -33,9 +33,9 @@ _INTEGERS_DECODER = msgspec.json.Decoder(list[int])
 _ROUTES_DECODER = msgspec.json.Decoder(list[list[list[_Expert]]] | None)
 
 
-def broken(rule: str, where: str, got: str, expected: str) -> RolloutError:
+def broken(rule: str, where: str, got: str, expected: str = "") -> InvariantError:
     """Return the error of a named invariant, with its hint."""
-    return RolloutError(rule, where, got, expected, RULES[rule].hint)
+    return InvariantError(rule, where, got, expected, RULES[rule].hint)
 
 
 def token_ids(ids: Sequence[int], what: str, where: str) -> npt.NDArray[np.int32]:
@@ -47,10 +47,10 @@ def token_ids(ids: Sequence[int], what: str, where: str) -> npt.NDArray[np.int32
         where: Place of the call, for errors.
 
     Raises:
-        RolloutError: nonempty_prompt, nonempty_response, token_range.
+        InvariantError: nonempty_prompt, nonempty_response, token_range.
     """
     if not ids:
-        raise broken(f"nonempty_{what}", where, f"a {what} of 0 tokens", "at least 1 token")
+        raise broken(f"nonempty_{what}", where, f"the {what} has no tokens")
     if not 0 <= min(ids) <= max(ids) <= INT32_MAX:
         bad = next(i for i in ids if not 0 <= i <= INT32_MAX)
         raise broken("token_range", where, f"id {bad} in the {what}", f"ids in 0..{INT32_MAX}")
@@ -139,12 +139,13 @@ def strict_ids(text: bytes, what: str, where: str) -> npt.NDArray[np.int32]:
         where: Place of the call, for errors.
 
     Raises:
-        RolloutError: record_type, token_range.
+        InputError: record_type.
+        InvariantError: token_range.
     """
     found = decode_line(_INTEGERS_DECODER, text, f"{where}, {what} ids")
     bad = next((i for i in found if not 0 <= i <= INT32_MAX), None)
     if bad is not None:
-        digits = str(bad) if abs(bad) < 1 << 70 else "of many digits"
+        digits = str(bad) if abs(bad) < 1 << 70 else "with more than 20 digits"
         expected = f"ids in 0..{INT32_MAX}"
         raise broken("token_range", where, f"id {digits} in the {what}", expected)
     return np.array(found, np.int32)
@@ -154,42 +155,42 @@ def same_ids(ids: bytes, others: bytes, what: str, where: str) -> None:
     """Raise an error unless two JSON lists of ids are equal.
 
     Raises:
-        RolloutError: conflicting_ids; record_type, token_range.
+        InputError: conflicting_ids, record_type.
+        InvariantError: token_range.
     """
     if ids == others:
         return
     first, second = strict_ids(ids, what, where), strict_ids(others, what, where)
     if not np.array_equal(first, second):
-        got = f"two lists of {what}, of {len(first)} and {len(second)} ids, that differ"
-        hint = "whose are they? keep the response as the engine gave it"
-        raise RolloutError("conflicting_ids", where, got, "the same ids twice", hint)
+        got = f"the two lists of {what} differ ({len(first)} and {count(len(second), 'id')})"
+        hint = "keep the response exactly as the engine returned it"
+        raise InputError("conflicting_ids", where, got, hint=hint)
 
 
-def usage_differs(what: str, num_tokens: int, counted: int, where: str) -> RolloutError:
+def usage_differs(what: str, num_tokens: int, counted: int, where: str) -> InputError:
     """Return the error for a token count of the engine that differs from the number of ids."""
-    got, expected = (
-        f"{counted} {what} tokens in the log's counts",
-        f"{num_tokens}, as there are ids",
-    )
-    hint = "ids are missing, or of another call: collect the call again"
-    return RolloutError("usage_counts", where, got, expected, hint)
+    got = f"usage counts {count(counted, f'{what} token')}, but the call has {num_tokens} ids"
+    hint = "collect the call again: ids are missing or belong to a different call"
+    return InputError("usage_counts", where, got, hint=hint)
 
 
 def logprob_array(values: Sequence[float], num_tokens: int, where: str) -> npt.NDArray[np.float32]:
     """Return log-probabilities of a response, [tokens] float32 nats; 0.0 is a valid value.
 
     Raises:
-        RolloutError: lengths_align, logprobs_finite, logprobs_nonpositive.
+        InvariantError: lengths_align, logprobs_finite, logprobs_nonpositive.
     """
     if len(values) != num_tokens:
-        got = f"{len(values)} log-probabilities for {num_tokens} response tokens"
-        raise broken("lengths_align", where, got, "one per token")
+        expected = f"{num_tokens}, one per response token"
+        raise broken("lengths_align", where, count(len(values), "logprob"), expected)
     with np.errstate(over="ignore"):  # an overflow to infinity is refused below
         found = np.array(values, np.float32)
     if len(found) and not found.min() > LOGPROB_SENTINEL:
-        raise broken("logprobs_finite", where, f"logprob {min(values)}", "values above -9999")
+        raise broken("logprobs_finite", where, f"logprob {min(values)}", "a value above -9999")
     if len(found) and found.max() > 0:
-        raise broken("logprobs_nonpositive", where, f"logprob {max(values)}", "at most 0")
+        raise broken(
+            "logprobs_nonpositive", where, f"logprob {max(values)}", "a value of at most 0"
+        )
     return found
 
 
@@ -202,19 +203,17 @@ def route_array(raw: msgspec.Raw, num_tokens: int, place: str) -> npt.NDArray[np
         place: Place of the field, for errors.
 
     Raises:
-        RolloutError: routing_shape.
+        InvariantError: routing_shape.
     """
-    expected = "nested lists [tokens][layers][topk] of experts 0..32767"
     try:
         routes = _routes(raw)
-    except msgspec.ValidationError as error:
-        raise broken("routing_shape", place, str(error), expected) from None
-    except ValueError:
-        raise broken("routing_shape", place, "no such array", expected) from None
+    except ValueError as error:  # msgspec's errors are ValueErrors
+        got = f"the routing is not [tokens][layers][topk] experts in 0..32767 ({error})"
+        raise broken("routing_shape", place, got) from None
     if routes is None:
         return None
     if routes.ndim != 3 or 0 in routes.shape or len(routes) > num_tokens:
-        got, expected = f"shape {routes.shape}", f"[1..{num_tokens} tokens][layers][topk]"
+        got, expected = f"shape {routes.shape}", f"shape [1..{num_tokens} tokens][layers][topk]"
         raise broken("routing_shape", place, got, expected)
     return routes
 
@@ -245,5 +244,5 @@ def _routes(raw: msgspec.Raw) -> npt.NDArray[np.int16] | None:
         return None if nested is None else np.array(nested, np.int16)
     found = _numpy_file(msgspec.json.decode(raw, type=bytes))
     if found.dtype.kind not in "iu" or (found.size and not 0 <= found.min() <= found.max() < 2**15):
-        raise ValueError("not the indices of experts")
+        raise ValueError("not indices of experts")
     return found.astype(np.int16)

@@ -9,16 +9,14 @@ from typing import Any
 from rollout_io.formats.base import Ids
 from rollout_io.formats.parsing.bodies import Logprobs
 from rollout_io.formats.parsing.tokens import parse_ids
-from schemas.errors import RolloutError
+from schemas.errors import InputError, count
 
 _NAMED = "token_id:"
 _REPLACEMENT = "\ufffd"
 _UNDECODED = re.compile(r"[\ufffd\u0120\u010a\u2581\u00c3]|\\x|bytes:")
 """Fragments of characters, and tokens in the vocabulary's own spelling."""
 
-_HINT = (
-    "log-probabilities of another response, or shifted, mistrain silently: collect the call again"
-)
+_HINT = "collect the call again: shifted log-probabilities silently corrupt training"
 
 
 def check_tokens(logprobs: Logprobs, ids: Ids, texts: Iterable[str], where: str) -> str | None:
@@ -34,7 +32,7 @@ def check_tokens(logprobs: Logprobs, ids: Ids, texts: Iterable[str], where: str)
         The text of all tokens, if the log has it.
 
     Raises:
-        RolloutError: logprob_tokens.
+        InputError: logprob_tokens.
     """
     content = logprobs.content
     tokens: Sequence[Any] = (
@@ -51,8 +49,8 @@ def check_tokens(logprobs: Logprobs, ids: Ids, texts: Iterable[str], where: str)
         return None
     for text in texts:
         if text not in whole and not holds(whole, text):
-            got, expected = f"log-probabilities of the tokens {shortened(whole)}", shortened(text)
-            raise RolloutError("logprob_tokens", where, got, f"of {expected}", _HINT)
+            got = f"the logprobs are of the text {shortened(whole)}, not of {shortened(text)}"
+            raise InputError("logprob_tokens", where, got, hint=_HINT)
     return whole
 
 
@@ -61,8 +59,8 @@ def _plain_tokens(logprobs: Logprobs, where: str) -> Sequence[Any]:
     values, others = logprobs.token_logprobs, (logprobs.tokens, logprobs.text_offset)
     for found in others:
         if found is not None and values is not None and len(found) != len(values):
-            got = f"{len(values)} log-probabilities of {len(found)} tokens"
-            raise RolloutError("logprob_tokens", where, got, "one per token", _HINT)
+            got, expected = count(len(values), "logprob"), f"{len(found)}, one per token"
+            raise InputError("logprob_tokens", where, got, expected, _HINT)
     return logprobs.tokens or ()
 
 
@@ -76,8 +74,8 @@ def _check_names(names: Sequence[str], ids: Ids, where: str) -> None:
     if names == expected or len(names) != len(expected):
         return  # a different length: lengths_align reports it
     at = next(i for i, name in enumerate(names) if name != expected[i])
-    got = f"log-probability {at} is of {names[at]!r}"
-    raise RolloutError("logprob_tokens", where, got, f"of id {found[at]}, as in token_ids", _HINT)
+    got = f"logprob {at} is of {names[at]!r}, but token_ids has id {found[at]} there"
+    raise InputError("logprob_tokens", where, got, hint=_HINT)
 
 
 def holds(whole: str, part: str) -> bool:

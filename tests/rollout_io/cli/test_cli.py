@@ -155,12 +155,17 @@ def unknown_format(folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("make", "rule", "says", "hints"),
     [
-        (cut_line, "json_line", "{folder}/cut.jsonl:2: found a line cut off", "repair"),
+        (cut_line, "json_line", "{folder}/cut.jsonl:2: the line is cut off", "repair"),
         (missing_rewards, "input_file", "{folder}/nowhere.jsonl: found no such file", "ls"),
         (two_last_steps, "boundary_alignment", "{folder}/calls.jsonl:", "instance/0"),
         (empty_prompt, "nonempty_prompt", "{folder}/calls.jsonl:8: found a prompt of 0", "source"),
         (no_token_ids, "no_token_ids", "{folder}/calls.jsonl:1: ", '"return_token_ids": true'),
-        (unknown_format, "known_format", "--format: found 'cals'", "did you mean --format calls?"),
+        (
+            unknown_format,
+            "known_format",
+            "--format cals: the format is unknown",
+            "use --format calls",
+        ),
     ],
 )
 def test_bad_input_is_one_message_with_a_hint_and_leaves_nothing(

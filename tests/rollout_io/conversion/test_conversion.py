@@ -163,7 +163,7 @@ def test_a_packed_log_that_is_cut_off_is_refused_by_name(packing, cut, tmp_path)
     log.write_bytes(packed[:cut])
     error = refusal([log], tmp_path / "ds")
     assert (error.rule, error.where) == ("input_file", str(log))
-    assert error.got.startswith("what cannot be unpacked")
+    assert error.got.startswith("cannot unpack the archive")
     assert not (tmp_path / "ds").exists()
 
 

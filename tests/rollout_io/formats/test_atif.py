@@ -31,7 +31,7 @@ def test_a_step_of_no_call_is_skipped_and_one_of_several_is_refused(tmp_path):
     summed = agent_step(2, [3], [4], llm_call_count=3)
     error = refusal(write(path, atif(agent_step(1, [1], [2]), summed)))
     assert (error.rule, error.where) == ("no_token_ids", f"{path}, $.steps[1]")
-    assert "summed up over 3 calls" in error.got
+    assert "summed over 3 calls" in error.got
     no_call = agent_step(1, [1], [2], llm_call_count=0)
     error = refusal(write(path, atif(no_call, agent_step(2, [3], [4]))))
     assert (error.rule, error.where) == ("atif_call_count", f"{path}, $.steps[0]")
@@ -51,7 +51,7 @@ def test_one_call_without_ids_among_others_is_refused_with_its_place(tmp_path, m
     path = write(tmp_path / "a.json", atif(*steps))
     error = refusal(path)
     assert (error.rule, error.where) == ("no_token_ids", f"{path}, $.steps[1]")
-    assert f"a call with {got}" in error.got
+    assert f"the call has {got}" in error.got
 
 
 def test_a_continuation_goes_on_with_the_main_agent(tmp_path):
@@ -74,7 +74,7 @@ def test_a_dangling_reference_is_named_and_an_empty_sub_agent_is_not_one(tmp_pat
     path = write(tmp_path / "a.json", atif(agent_step(1, [1], [2]), refers(2, ref)))
     error = refusal(path)
     assert (error.rule, error.where) == ("dangling_reference", f"{path}, $.steps[1]")
-    assert "'sub.json', which is not there" in error.got
+    assert "'sub.json' does not exist" in error.got
     sub = write(tmp_path / "sub.json", atif({"step_id": 1, "source": "user", "message": "hi"}))
     assert len(convert(path)) == 1
     assert len(convert(sub, path)) == 1

@@ -262,11 +262,11 @@ CHOICE = "response.choices.0"
 @pytest.mark.parametrize(
     ("path", "value", "rule", "got"),
     [
-        ("response.prompt_token_ids", None, "no_token_ids", "without the token ids of its prompt"),
-        (f"{CHOICE}.token_ids", None, "no_token_ids", "without the token ids of its response"),
-        ("response.prompt_token_ids", [], "nonempty_prompt", "0 tokens"),
-        (f"{CHOICE}.token_ids", [], "nonempty_response", "0 tokens"),
-        ("response.choices", [], "nonempty_response", "without choices"),
+        ("response.prompt_token_ids", None, "no_token_ids", "the call has no prompt token ids"),
+        (f"{CHOICE}.token_ids", None, "no_token_ids", "the call has no response token ids"),
+        ("response.prompt_token_ids", [], "nonempty_prompt", "the prompt has no tokens"),
+        (f"{CHOICE}.token_ids", [], "nonempty_response", "the response has no tokens"),
+        ("response.choices", [], "nonempty_response", "the response has no choices"),
         ("response.prompt_token_ids", [1, -1], "token_range", "-1 at index 1"),
         ("response.prompt_token_ids", [2**40], "token_range", f"id {2**40}"),
         (f"{CHOICE}.token_ids", [3], "lengths_align", "2 values"),
@@ -313,10 +313,10 @@ def test_an_error_says_how_many_more_records_are_bad(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "got"),
     [
-        (b'{"session": "a/0", "requ', "a line cut off after 24 bytes"),
-        (b'{"session": NaN}', "invalid character in column 13"),
-        (b'{"session": "a\xff/0"}', "an invalid byte 0xff in column 15"),
-        (b'{"extra": "\xff"}', "an invalid byte 0xff in column 12"),
+        (b'{"session": "a/0", "requ', "the line is cut off after 24 bytes"),
+        (b'{"session": NaN}', "invalid JSON: invalid character in column 13"),
+        (b'{"session": "a\xff/0"}', "invalid UTF-8: byte 0xff in column 15"),
+        (b'{"extra": "\xff"}', "invalid UTF-8: byte 0xff in column 12"),
     ],
 )
 def test_a_line_that_is_not_json_is_named(content: bytes, got: str, tmp_path: Path) -> None:
@@ -332,14 +332,14 @@ def test_two_last_steps_are_refused_with_both_places(tmp_path: Path) -> None:
     calls = [call("a/0", [1], [n], time=float(n), final=True) for n in (2, 3)]
     error = refusal(tmp_path, calls)
     assert error.rule == "boundary_alignment"
-    assert "2 last steps" in error.got
+    assert "2 `final` calls" in error.got
     assert "calls.jsonl:1" in error.got
     assert "calls.jsonl:2" in error.got
 
 
 def test_a_call_after_the_final_one_is_refused(tmp_path: Path) -> None:
     calls = [call("a/0", [1], [2], time=1.0, final=True), call("a/0", [1], [3], time=2.0)]
-    assert "going on after" in refusal(tmp_path, calls).got
+    assert "a call after" in refusal(tmp_path, calls).got
 
 
 def test_time_on_some_calls_of_a_session_only_is_refused(tmp_path: Path) -> None:
@@ -479,7 +479,7 @@ def test_routed_experts_of_two_models_are_refused(tmp_path: Path) -> None:
 def test_lines_nested_too_deeply_and_impossible_temperatures_are_refused(tmp_path: Path) -> None:
     logs = tmp_path / "calls.jsonl"
     logs.write_text('{"other": ' + "[" * 100_000 + "]" * 100_000 + "}", encoding="utf-8")
-    with pytest.raises(RolloutError, match=r".*:1: found .*nested too deeply.*\[json_line\]"):
+    with pytest.raises(RolloutError, match=r".*:1: .*nested too deeply.*\[json_line\]"):
         read_calls([logs])
     for temperature in (-1.0, 1e300):
         bad = call("a/0", [1], [2], request={"temperature": temperature})

@@ -302,7 +302,7 @@ def test_every_row_read_is_written_or_counted(
 def test_the_closing_line_says_what_was_left_out(failed_dataset, tmp_path, capsys):
     export(failed_dataset, "verl", tmp_path, "--failed", "trajectory")
     printed = capsys.readouterr()
-    line = "4 rows read = 2 written + 2 left out (2 of failed trajectories)\n"
+    line = "4 rows read: 2 written, 2 left out (2 of failed trajectories)\n"
     assert printed.err.endswith(f"(verl): {line}")
     assert printed.out == ""
 
@@ -310,7 +310,7 @@ def test_the_closing_line_says_what_was_left_out(failed_dataset, tmp_path, capsy
 @pytest.mark.parametrize("name", ["trl", "slime"])
 def test_trajectories_of_several_rows_are_pointed_out(name, dataset, tmp_path, capsys):
     export(dataset, name, tmp_path)
-    assert "1 of 3 trajectories are several rows" in capsys.readouterr().err
+    assert "1 of 3 trajectories have more than one row" in capsys.readouterr().err
 
 
 def test_skyrl_is_the_librarys_generator_output_byte_for_byte(shop_dataset, tmp_path):

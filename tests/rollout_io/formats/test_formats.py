@@ -129,7 +129,7 @@ def test_an_input_of_no_format_is_refused_by_name_with_the_way_to_the_list(tmp_p
     inputs = [str(SHOP), str(ROOT / "README.md")]
     assert run(["convert", *inputs, "--out", str(tmp_path / "ds")]) == 1
     said = capsys.readouterr().err
-    assert f"Error: {ROOT / 'README.md'}: found content of no known format" in said
+    assert f"Error: {ROOT / 'README.md'}: the format is not recognized" in said
     assert "calls, claude_code, " in said
     assert "Hint: rollouts formats" in said
     assert not (tmp_path / "ds").exists()
@@ -141,7 +141,7 @@ def always(answer):
 
 def test_an_input_of_several_formats_is_refused_with_their_names():
     known = {"a": always(True), "b": always(False), "c": always(True)}
-    with pytest.raises(RolloutError, match="found content of 2 formats: a, c") as caught:
+    with pytest.raises(RolloutError, match="the content matches 2 formats: a, c") as caught:
         detect({"shop": SHOP}, known)
     assert "--format a" in caught.value.hint
     assert "rollouts formats" in caught.value.hint
@@ -153,7 +153,7 @@ def test_inputs_of_two_formats_are_refused_with_the_name_of_each(tmp_path, forma
     with pytest.raises(RolloutError) as caught:
         detect({str(path): path for path in (SHOP, output)}, formats)
     assert caught.value.where == str(output)
-    assert caught.value.got == f"format skyrl, and {SHOP} of format calls"
+    assert caught.value.got == f"the format is skyrl, but {SHOP} is calls"
 
 
 def test_two_formats_that_both_know_one_input_are_told_apart_by_the_others(tmp_path):

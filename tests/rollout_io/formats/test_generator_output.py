@@ -440,7 +440,7 @@ def test_fields_without_a_column_are_kept_or_dropped_when_asked_with_a_warning()
     output = TWO_TRAJECTORIES | NEWER
     with pytest.raises(RolloutError, match="other_fields"):
         from_generator_output(output)
-    with pytest.warns(UserWarning, match="trajectory_time_splits, pixel_values dropped"):
+    with pytest.warns(UserWarning, match="dropped: trajectory_time_splits, pixel_values"):
         dropped = from_generator_output(output, other_fields="drop")
     assert dropped.equals(from_generator_output(TWO_TRAJECTORIES))
     with pytest.warns(UserWarning, match="kept as columns"):

@@ -52,14 +52,20 @@ def test_sub_agent_files_given_beside_their_run_are_read_once(golden, main_first
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("golden/terminus_2/hello-world-invalid-json.trajectory.json", "4 calls, none with"),
-        (f"golden/terminus_2/{GOLDEN.replace('.', '-linear-history.')}.json", "3 calls, none"),
-        (f"golden/terminus_2/{GOLDEN.replace('.', '-linear-history.')}.cont-1.json", "4 calls"),
-        ("golden/openhands/hello-world.trajectory.json", "2 calls, none with token ids"),
-        ("golden/openhands/hello-world.trajectory.no_function_calling.json", "2 calls, none"),
-        ("atif_other/openagents.login-trace.trajectory.json", "6 calls, none with token ids"),
-        ("golden/openhands/hello-world.traces.json", "traces export, which holds text alone"),
-        ("golden/terminus_2/hello-world-context-summarization.traces.json", "text alone"),
+        (
+            "golden/terminus_2/hello-world-invalid-json.trajectory.json",
+            "none of 4 calls has token ids",
+        ),
+        (f"golden/terminus_2/{GOLDEN.replace('.', '-linear-history.')}.json", "none of 3 calls"),
+        (
+            f"golden/terminus_2/{GOLDEN.replace('.', '-linear-history.')}.cont-1.json",
+            "none of 4 calls",
+        ),
+        ("golden/openhands/hello-world.trajectory.json", "none of 2 calls has token ids"),
+        ("golden/openhands/hello-world.trajectory.no_function_calling.json", "none of 2 calls"),
+        ("atif_other/openagents.login-trace.trajectory.json", "none of 6 calls has token ids"),
+        ("golden/openhands/hello-world.traces.json", "traces export has text but no token ids"),
+        ("golden/terminus_2/hello-world-context-summarization.traces.json", "no token ids"),
     ],
 )
 def test_a_real_file_without_tokens_is_recognized_and_refused_for_that_reason(
@@ -82,7 +88,10 @@ def test_json_lines_of_another_harness_are_not_taken_for_harbor(harness_logs):
     path = harness_logs / "harbor" / "nemo_gym_harbor_agent.example_output.jsonl"
     error = refusal(path)
     assert not recognizes(path)
-    assert (error.rule, error.got) == ("harbor_input", "several JSON documents (JSON Lines)")
+    assert (error.rule, error.got) == (
+        "harbor_input",
+        "the file has several JSON documents (JSON Lines)",
+    )
 
 
 def test_real_results_with_empty_details_are_refused_and_counted(tmp_path, real_trials):
@@ -90,7 +99,7 @@ def test_real_results_with_empty_details_are_refused_and_counted(tmp_path, real_
         write_trial(tmp_path, record)
     error = refusal(tmp_path)
     assert error.rule == "no_token_ids"
-    assert error.got == "an empty list, though collect_rollout_details was true"
+    assert error.got == "the value is an empty list although collect_rollout_details is true"
     assert "result.json, $.agent_result.rollout_details" in error.where
     assert "(and 2 more records rejected)" in error.sentence
 
@@ -177,7 +186,7 @@ def test_a_failed_trial_without_tokens_is_one_empty_row_that_says_so(tmp_path, t
     row = convert(write_trial(tmp_path, record)).row(0, named=True)
     assert (row["prompt_token_ids"], row["response_ids"], row["reward"]) == ([], [], None)
     assert row["error"].startswith(kind)
-    assert row["error"].endswith("no tokens: no agent result at all")
+    assert row["error"].endswith("no tokens: there is no agent result")
 
 
 @pytest.mark.parametrize(
@@ -209,11 +218,11 @@ def test_a_reward_for_a_trial_that_is_not_there_is_refused(tmp_path, trial):
 @pytest.mark.parametrize(
     ("details", "asked", "reason"),
     [
-        (None, True, "null, though collect_rollout_details was true"),
-        (None, False, "null, not asked for (collect_rollout_details is not true)"),
-        ([], True, "an empty list, though"),
-        ([{}], True, "empty elements, though"),
-        ([element([], [])], False, "empty elements, not asked for"),
+        (None, True, "the value is null although collect_rollout_details is true"),
+        (None, False, "the value is null since collect_rollout_details is not true"),
+        ([], True, "the value is an empty list although"),
+        ([{}], True, "the value is empty elements although"),
+        ([element([], [])], False, "the value is empty elements since"),
     ],
 )
 def test_each_reason_for_no_tokens_is_named(tmp_path, trial, details, asked, reason):
@@ -237,7 +246,7 @@ def test_an_element_with_lists_of_unequal_lengths_is_refused_by_name(tmp_path, t
     error = refusal(write_trial(tmp_path, trial("t", element([[1]], [[2]]), detail)))
     assert error.rule == "no_token_ids"
     assert error.where.endswith("rollout_details[1]")
-    assert "lists of unequal lengths" in error.got
+    assert "lists have unequal lengths" in error.got
 
 
 def test_missing_log_probabilities_are_null_and_a_wrong_count_is_refused(tmp_path, trial):
@@ -292,9 +301,9 @@ def test_a_trajectory_that_agrees_gives_order_agents_and_text(tmp_path, trial):
 @pytest.mark.parametrize(
     ("steps", "got"),
     [
-        ([agent_step(1, [1, 2], [4])], "other response_ids than"),
-        ([agent_step(1, [1], [3])], "other prompt_token_ids than"),
-        ([agent_step(1, [1, 2], [3]), agent_step(2, [1], [3])], "1 calls, but 2 in"),
+        ([agent_step(1, [1, 2], [4])], "response_ids differ from those in"),
+        ([agent_step(1, [1], [3])], "prompt_token_ids differ from those in"),
+        ([agent_step(1, [1, 2], [3]), agent_step(2, [1], [3])], "1 call here, but 2 in"),
     ],
 )
 def test_a_trajectory_that_disagrees_is_refused(tmp_path, trial, steps, got):
@@ -315,9 +324,9 @@ def test_without_ids_in_either_record_both_reasons_are_named(tmp_path, trial):
     record["agent_result"]["rollout_details"] = None
     error = refusal(write_trial(tmp_path, record, atif(text, version="1.2")))
     assert error.rule == "no_token_ids"
-    assert "null, though" in error.got
-    assert "1 calls, none with token ids" in error.got
-    assert "ATIF-v1.2 has no place for those of the prompt" in error.got
+    assert "null although" in error.got
+    assert "none of 1 call has token ids" in error.got
+    assert "ATIF-v1.2 has no field for prompt ids" in error.got
 
 
 def test_steps_of_a_trial_keep_each_ones_reward(tmp_path, trial):
@@ -359,7 +368,7 @@ def test_an_unfinished_trial_and_a_short_job_are_named(tmp_path, trial):
     write_trial(job, trial("a"))
     write(job / "result.json", {"n_total_trials": 2, "stats": {}})
     error = refusal(job)
-    assert (error.rule, error.got[:15]) == ("missing_trials", "1 trials of the")
+    assert (error.rule, error.got) == ("missing_trials", "1 of 2 trials are present")
     write(job / "fix-git__b" / "config.json", {"trial_name": "fix-git__b"})
     error = refusal(job)
     assert (error.rule, error.where) == ("no_trial_result", str(job / "fix-git__b"))

@@ -140,8 +140,8 @@ def test_exact_ids_of_all_calls_are_steps_of_their_own(tmp_path):
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
-        (None, "no response of the API"),
-        (response(), "a response that was not asked for them"),
+        (None, "no API response"),
+        (response(), "a response for which no ids were requested"),
         (response([], prompt_token_ids=[1]), "null or an empty list"),
     ],
 )

@@ -62,9 +62,9 @@ def test_runs_of_a_list_are_read_and_written_with_their_exact_ids(tmp_path):
         ([message("user", [1]), message("assistant", [])], "no_token_ids", "an empty list"),
         ([message("user", None), message("assistant", [2])], "no_token_ids", "no token ids"),
         ([{"role": "user"}, message("assistant", [2])], "no_token_ids", "no token ids"),
-        ([message("user", [1])], "no_calls", "without an answer"),
-        ([message("assistant", [2])], "nonempty_prompt", "0 tokens"),
-        ([message("user", [1]), message("assistant", [2], [])], "lengths_align", "0 log-prob"),
+        ([message("user", [1])], "no_calls", "no model response"),
+        ([message("assistant", [2])], "nonempty_prompt", "the prompt has no tokens"),
+        ([message("user", [1]), message("assistant", [2], [])], "lengths_align", "0 logprobs"),
         ([message("user", [1]), message("assistant", [2], [0.5])], "logprobs_nonpositive", "0.5"),
         ([message("user", [2**31]), message("assistant", [2])], "token_range", "2147483648"),
         ([message("user", ["1"]), message("assistant", [2])], "record_type", "str"),
@@ -86,7 +86,10 @@ def test_the_real_pair_of_renderings_is_recognized_and_has_no_run(harness_logs):
     plan = planned(ADAPTER, path)
     assert plan.runs == []
     ((_, error),) = plan.rejected
-    assert (error.rule, error.got) == ("no_calls", "two renderings of a prompt, and no response")
+    assert (error.rule, error.got) == (
+        "no_calls",
+        "the document has two renderings of a prompt, but no response",
+    )
 
 
 def test_the_real_message_logs_are_refused_for_the_ids_that_were_emptied(harness_logs):
@@ -94,7 +97,7 @@ def test_the_real_message_logs_are_refused_for_the_ids_that_were_emptied(harness
     assert ADAPTER.recognizes(path)
     found, rejected = read_all(ADAPTER, path)
     assert found == []
-    got = "a message of role 'assistant' with an empty list of token ids"
+    got = "the message of role 'assistant' has an empty list of token ids"
     assert [(r.error.rule, r.error.got) for r in rejected] == [("no_token_ids", got)] * 2
     assert rejected[1].error.where == f"{path}, expected_output[1], message_log[1]"
 

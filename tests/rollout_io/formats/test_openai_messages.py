@@ -80,7 +80,7 @@ def test_a_stated_id_is_the_group_else_equal_prompts_are(tmp_path):
     (third, _), (fourth, _), (fifth, _) = names[3:]
     assert third == fourth != fifth
     assert third.startswith("prompt-")
-    assert plan.about["groups"].startswith("inferred: where a line has no id")
+    assert plan.about["groups"].startswith("inferred: lines without an id")
 
 
 def test_where_all_lines_have_ids_nothing_is_inferred(tmp_path):

@@ -152,7 +152,7 @@ def test_exact_ids_make_steps(tmp_path):
 def test_a_call_logged_without_its_response_among_exact_ones_is_refused(tmp_path):
     said = act(9, "message", {"content": "done"})
     record = row(*start(), *turn(5, "r1", ids=[7], prompt=[1]), said)
-    with pytest.raises(RolloutError, match=r"history\[6\].*no response of the API") as found:
+    with pytest.raises(RolloutError, match=r"history\[6\].*no API response") as found:
         read(tmp_path, record)
     assert found.value.rule == "no_token_ids"
 

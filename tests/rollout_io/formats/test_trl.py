@@ -110,7 +110,7 @@ def test_rows_of_plain_text_are_runs_too_and_the_log_says_so(file, tmp_path):
     plan = planned(ADAPTER, path)
     first, second, third = plan.runs
     assert first.instance_id == third.instance_id != second.instance_id
-    assert plan.about["text"].startswith("completions decoded without special tokens")
+    assert plan.about["text"].startswith("decoded without special tokens")
     assert "text" not in planned(ADAPTER, file).about
     read = [trajectory for _, trajectory in read_all(ADAPTER, path)[0]]
     assert [(t.steps[0].prompt, t.steps[0].response) for t in read] == [
@@ -162,7 +162,10 @@ def test_parquet_without_its_columns_is_none_of_trl(tmp_path):
     assert not ADAPTER.recognizes(path)
     assert not ADAPTER.recognizes(tmp_path)
     ((_, error),) = planned(ADAPTER, path).rejected
-    assert (error.rule, error.got) == ("parquet_file", "no column 'completion'")
+    assert (error.rule, error.got) == (
+        "parquet_file",
+        "cannot read the file: no column 'completion'",
+    )
 
 
 @pytest.mark.model

@@ -26,7 +26,7 @@ def test_lines_of_one_step_with_one_input_are_a_group(tmp_path):
     assert first.instance_id.startswith("step-3/prompt-")
     assert [run.repetition_id for run in plan.runs] == [0, 0, 1]
     assert plan.about["groups"] == "inferred: lines of one file and step with the same input"
-    assert plan.about["text"] == "decoded without special tokens: ids are near, not exact"
+    assert plan.about["text"] == "decoded without special tokens: the ids are approximate"
 
 
 def test_another_step_and_another_file_of_the_step_are_other_groups(tmp_path):
