@@ -98,7 +98,7 @@ def find_adapter(name: str) -> Adapter:
         expected = "one of " + ", ".join(names)
         near = difflib.get_close_matches(name, names, 1)
         hint = f"use --format {near[0]}" if near else "list the formats with `rollouts formats`"
-        message = f"--format {name}: the format is unknown"
+        message = f"--format {name}: the format is unknown; choose {expected}"
         raise ConfigError(RULE, "--format", repr(name), expected, hint, message=message)
     return load_adapter(entries[name])
 
@@ -131,7 +131,7 @@ def detect(paths: Mapping[str, Path], formats: Mapping[str, Adapter]) -> str:
     unknown = next((path for path, names in found.items() if not names), None)
     if unknown is not None:
         got, expected = "the format is not recognized", "one of " + ", ".join(formats)
-        message = f"{unknown}: {got}"
+        message = f"{unknown}: {got}; rollouts reads {', '.join(formats)}"
         raise InputError(RULE, unknown, got, expected, HINT, message=message)
     first, names = next(iter(found.items()))
     if common:
