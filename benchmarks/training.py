@@ -43,6 +43,7 @@ from trainer.batches.forest import Forest, chain_forest, chain_forests, chain_le
 from trainer.batches.plan import make_plan
 from trainer.config.train_config import TrainConfig
 from trainer.models.policy import Policy, load_policy
+from trainer.run.settings import objective_of, plan_settings
 from trainer.run.update import Learner, update
 
 LOGS = ("examples/shop.calls.jsonl", "--rewards", "examples/shop.rewards.jsonl")
@@ -154,7 +155,11 @@ def _ours(
     prepared = accelerator.prepare_model(policy)
     optimizer = _Kept(policy.parameters(), lr=1.0)
     learner = Learner(
-        accelerator=accelerator, policy=prepared, optimizer=optimizer, config=config, corrects=False
+        accelerator=accelerator,
+        policy=prepared,
+        optimizer=optimizer,
+        objective=objective_of(config, corrects=False),
+        max_grad_norm=config.max_grad_norm,
     )
     lengths = steps.prompts.lengths + steps.responses.lengths
     sizes = {"num_step_tokens": int(lengths.sum())} | _sizes(forests)
@@ -173,7 +178,9 @@ class _Kept(torch.optim.SGD):
 
 def _batch(config: TrainConfig, groups: list[str], layout: str) -> Batch:
     rollouts = rollout_io.scan(config.dataset)
-    plan = make_plan(pipelines.trajectory_returns(rollouts, config.outcome).collect(), config)
+    plan = make_plan(
+        pipelines.trajectory_returns(rollouts, config.outcome).collect(), plan_settings(config)
+    )
     return load_batch(rollouts, plan, groups, layout)
 
 

@@ -34,6 +34,7 @@ from trainer.batches.data import Batch, to_batch
 from trainer.batches.packing import MiniBatch, cut_batch
 from trainer.config.train_config import TrainConfig
 from trainer.models.policy import Policy, load_policy
+from trainer.run.settings import objective_of, packing_of
 from trainer.run.update import Learner, policy_logprobs, update
 
 SIDES: dict[str, dict[str, Any]] = {
@@ -177,8 +178,8 @@ def one_step(
         accelerator=accelerator,
         policy=policy,
         optimizer=training._Kept(policy.parameters(), lr=1.0),
-        config=config,
-        corrects=False,
+        objective=objective_of(config, corrects=False),
+        max_grad_norm=config.max_grad_norm,
     )
     mini_batch, packing = _packed(batch, config)
     step = lambda: update(learner, batch, mini_batch.forests, None)  # noqa: E731
@@ -197,7 +198,7 @@ def _packed(batch: Batch, config: TrainConfig) -> tuple[MiniBatch, float]:
     seconds = []
     for _ in range(5):
         start = time.perf_counter()
-        (mini_batch,) = cut_batch(batch, config)
+        (mini_batch,) = cut_batch(batch, packing_of(config))
         seconds.append(time.perf_counter() - start)
     return mini_batch, min(seconds)
 

@@ -18,6 +18,7 @@ from trainer.batches.packing import cut_batch
 from trainer.batches.plan import make_plan
 from trainer.config.train_config import TrainConfig
 from trainer.models.tree_attention import pieces
+from trainer.run.settings import packing_of, plan_settings
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 CALLS = (f"{EXAMPLES}/shop.calls.jsonl", "--rewards", f"{EXAMPLES}/shop.rewards.jsonl")
@@ -55,9 +56,9 @@ def _forest() -> tuple[Forest, int]:
         assert run(["convert", *CALLS, "--format", "calls", "--out", f"{folder}/ds"]) == 0
         rollouts = rollout_io.scan(f"{folder}/ds")
         config = TrainConfig(dataset=folder, model="-", out="-", sequence_layout="tree")
-        plan = make_plan(pipelines.trajectory_returns(rollouts).collect(), config)
+        plan = make_plan(pipelines.trajectory_returns(rollouts).collect(), plan_settings(config))
         batch = load_batch(rollouts, plan, [GROUP], "tree")
-    ((forest,),) = [part.forests for part in cut_batch(batch, config) if part.forests]
+    ((forest,),) = [part.forests for part in cut_batch(batch, packing_of(config)) if part.forests]
     return forest, len(batch.names)
 
 

@@ -20,6 +20,7 @@ from trainer.batches.data import Batch, to_batch
 from trainer.batches.forest import chain_forests
 from trainer.config.train_config import TrainConfig
 from trainer.models.policy import Policy
+from trainer.run.settings import objective_of
 from trainer.run.update import Learner, update
 
 VOCAB = 61
@@ -109,8 +110,8 @@ def learner_of(
         accelerator=Accelerator(),
         policy=policy,
         optimizer=torch.optim.SGD(policy.parameters(), lr=config.learning_rate),
-        config=config,
-        corrects=corrects,
+        objective=objective_of(config, corrects=corrects),
+        max_grad_norm=config.max_grad_norm,
         reference=reference,
     )
 

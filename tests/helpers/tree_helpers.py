@@ -20,6 +20,7 @@ from trainer.batches.plan import make_plan
 from trainer.batches.tree import Trie, make_trie
 from trainer.config.train_config import TrainConfig
 from trainer.models.policy import Policy
+from trainer.run.settings import packing_of, plan_settings
 from trainer.run.update import update
 
 TrajectoryIds = list[tuple[str, str]]
@@ -67,7 +68,7 @@ def batch_of(family: tuple[list[Row], TrajectoryIds], **values: Any) -> Batch:
 
 def mini_batch_of(batch: Batch, num_ranks: int = 1, **settings: Any) -> MiniBatch:
     """The whole batch as one mini-batch."""
-    (found,) = cut_batch(batch, config_of(**settings), num_ranks)
+    (found,) = cut_batch(batch, packing_of(config_of(**settings)), num_ranks)
     return found
 
 
@@ -125,7 +126,7 @@ def batch_of_estimator(
             "error": pl.Series([None] * len(rewards), dtype=pl.String),
         }
     )
-    plan = make_plan(returns, config).trajectories
+    plan = make_plan(returns, plan_settings(config)).trajectories
     advantage = dict(zip(plan["trajectory_id"], plan["advantage"], strict=True))
     last = {trajectory: row for row, trajectory in enumerate(ids)}
     return make_batch(

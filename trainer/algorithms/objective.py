@@ -9,10 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainer.algorithms.losses.correction import CorrectionSettings
+from trainer.algorithms.losses.covariance import (
+    ClipCovSettings,
+    covariances,
+    kl_cov_selection,
+    selected_by_clip_cov,
+)
 from trainer.algorithms.losses.policy import TokenLoss
 from trainer.algorithms.own_functions import call_own, refused
 from trainer.config.function_keys import BoundFunction
 from trainer.config.functions import Function
+from trainer.config.loss_config import KLEstimator
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +42,44 @@ class Targets:
     advantages: Tensor
     row: Tensor
     selected: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Objective:
+    """The loss of a mini-batch, as `trainer.run.update` computes it.
+
+    Attributes:
+        policy_loss: The policy loss.
+        reduction: The reduction.
+        needs_old_logprobs: Whether the loss depends on `old_logprobs`.
+        selection: Decides which targets the policy loss treats differently: ClipCovSettings, or the
+            fraction of kl_cov. None: the loss does not select.
+        correction: Corrections for the sampler; None: none.
+        kl_estimator: Estimator of the divergence from the reference.
+        kl_coef: Weight of that divergence.
+        entropy_coef: Weight of the entropy bonus.
+    """
+
+    policy_loss: BoundFunction
+    reduction: BoundFunction
+    needs_old_logprobs: bool
+    selection: ClipCovSettings | float | None
+    correction: CorrectionSettings | None
+    kl_estimator: KLEstimator
+    kl_coef: float
+    entropy_coef: float
+
+
+def select(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    selection: ClipCovSettings | float,
+) -> Tensor:
+    """[M] bool: the targets of a mini-batch that clip_cov leaves out or kl_cov penalises."""
+    if isinstance(selection, ClipCovSettings):
+        return selected_by_clip_cov(logprobs, old_logprobs, advantages, selection)
+    return kl_cov_selection(covariances(advantages, logprobs), fraction=selection)
 
 
 def policy_loss(t: Targets, loss: BoundFunction) -> TokenLoss:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from trainer.batches.data import Batch
 from trainer.batches.forest import Forest, chain_forests, chain_lengths
 from trainer.batches.tree import make_trie, tree_forests
-from trainer.config.train_config import TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,22 +44,34 @@ class MiniBatch:
         return {} if share is None else {"repeated_share": share}
 
 
-def cut_batch(batch: Batch, config: TrainConfig, num_ranks: int = 1) -> list[MiniBatch]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Packing:
+    """How rows are read and packed; keys of the configuration, `merge_rule` resolved."""
+
+    sequence_layout: Literal["step", "merge", "tree"]
+    merge_rule: Literal["lineage", "consecutive", "keep"] | None
+    tree_scope: Literal["trajectory", "group"]
+    tokens_per_micro_batch: int
+    max_row_tokens: int | None
+    replay_routing: bool
+
+
+def cut_batch(batch: Batch, packing: Packing, num_ranks: int = 1) -> list[MiniBatch]:
     """Split a batch into mini-batches, and each into micro-batches of `tokens_per_micro_batch`.
 
     Args:
         batch: Rows to forward (steps, if the layout is `tree`).
-        config: Configuration of the run.
+        packing: Layout and size of the micro-batches.
         num_ranks: Number of processes that share the micro-batches.
     """
     tokens = batch.prompts, batch.responses
-    routes, budget = batch.routes, config.tokens_per_micro_batch
+    routes, budget = batch.routes, packing.tokens_per_micro_batch
     lengths = chain_lengths(*tokens, batch.trains)
-    scope = batch.group if config.tree_scope == "group" else batch.trajectory
+    scope = batch.group if packing.tree_scope == "group" else batch.trajectory
     found = []
     for number in range(int(batch.mini_batch.max(initial=-1)) + 1):
         rows = np.flatnonzero(batch.mini_batch == number)
-        if config.sequence_layout == "tree":
+        if packing.sequence_layout == "tree":
             trie = make_trie(*tokens, lengths, scope, rows, routes)
             forests = tree_forests(trie, *tokens, batch.trains, budget, num_ranks, routes)
             found.append(MiniBatch(forests=forests, num_distinct_tokens=trie.num_tokens))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import polars as pl
@@ -13,9 +14,7 @@ from pipelines.rewards import are_equal, trajectory_returns
 from schemas.errors import RolloutError
 from schemas.metadata import Outcome
 from trainer.algorithms.estimators import advantages_of_returns
-from trainer.config.function_keys import bind
-from trainer.config.functions import ADVANTAGE_ESTIMATOR
-from trainer.config.train_config import TrainConfig
+from trainer.config.function_keys import BoundFunction
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,12 +40,44 @@ class Plan:
     num_partial_groups: int = 0
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanSettings:
+    """How a dataset is planned; `trainer.config.train_config` describes the keys of these names.
+
+    Attributes:
+        needs_outcomes: Whether every trajectory must have a return or an error.
+        compares_groups: Whether advantages depend on the returns of a trajectory's group.
+        estimator: Estimates the advantage of each trajectory; None: they are estimated per token,
+            or not at all.
+    """
+
+    needs_outcomes: bool
+    compares_groups: bool
+    estimator: BoundFunction | None
+    failed: Literal["group", "trajectory"]
+    group_size: int | None
+    partial_groups: Literal["refuse", "mask", "train"]
+    drop_zero_variance_groups: bool
+    groups_per_batch: int
+    groups_per_mini_batch: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Passes:
+    """How often a run passes over its batches; keys of the configuration."""
+
+    num_epochs: int
+    epochs_per_batch: int
+    groups_per_mini_batch: int
+    max_updates: int | None
+
+
 def dataset_returns(rollouts: pl.LazyFrame, outcome: Outcome | None) -> pl.DataFrame:
     """Compute the input of `make_plan`: one row per trajectory, with the return to maximise."""
     return trajectory_returns(rollouts, outcome or "last").collect()
 
 
-def make_plan(returns: pl.DataFrame, config: TrainConfig) -> Plan:
+def make_plan(returns: pl.DataFrame, settings: PlanSettings) -> Plan:
     """Plan the batches of a dataset.
 
     A batch has `groups_per_batch` groups and a mini-batch `groups_per_mini_batch` of them, so the
@@ -55,25 +86,25 @@ def make_plan(returns: pl.DataFrame, config: TrainConfig) -> Plan:
 
     Args:
         returns: instance_id, trajectory_id, return, error: one row per trajectory.
-        config: Configuration of the run.
+        settings: How the run plans.
 
     Raises:
         RolloutError: If a trajectory has neither a return nor an error, unless the loss takes no
             advantages; if partial groups are refused; if no group is left; if a user's estimator
             fails.
     """
-    if not config.is_supervised:
+    if settings.needs_outcomes:
         _check_outcomes(returns)
     failed = pl.col("error").is_not_null()
-    masked = failed.any().over("instance_id") if config.failed == "group" else failed
-    group_size, partial = _partial_groups(returns, config)
-    if config.partial_groups == "mask":
+    masked = failed.any().over("instance_id") if settings.failed == "group" else failed
+    group_size, partial = _partial_groups(returns, settings)
+    if settings.partial_groups == "mask":
         masked = masked | pl.col("instance_id").is_in(partial)
     trajectories = returns.select(
         "instance_id", "trajectory_id", "return", failed=failed, trains=~masked
     )
     constant = _groups_without_variance(trajectories)
-    if config.drop_zero_variance_groups:
+    if settings.drop_zero_variance_groups:
         trajectories = trajectories.filter(~pl.col("instance_id").is_in(constant))
     groups = trajectories["instance_id"].unique(maintain_order=True).to_list()
     if not groups:
@@ -82,23 +113,23 @@ def make_plan(returns: pl.DataFrame, config: TrainConfig) -> Plan:
         raise RolloutError("mask_trains_something", "dataset", got, expected, hint)
     return Plan(
         trajectories=trajectories.with_columns(
-            trajectory_advantages(trajectories, config),
+            trajectory_advantages(trajectories, settings.estimator),
             _mini_batches(
-                trajectories, groups, config.groups_per_batch, config.groups_per_mini_batch
+                trajectories, groups, settings.groups_per_batch, settings.groups_per_mini_batch
             ),
         ),
-        batches=tuple(split(groups, config.groups_per_batch)),
+        batches=tuple(split(groups, settings.groups_per_batch)),
         num_groups_without_variance=len(constant),
         group_size=group_size,
         num_partial_groups=len(partial),
     )
 
 
-def num_planned_updates(plan: Plan, config: TrainConfig) -> int:
+def num_planned_updates(plan: Plan, passes: Passes) -> int:
     """Maximum number of optimizer steps of a run; mini-batches without gradient are skipped."""
-    per_epoch = sum(math.ceil(len(b) / config.groups_per_mini_batch) for b in plan.batches)
-    planned = per_epoch * config.epochs_per_batch * config.num_epochs
-    return min(planned, config.max_updates or planned)
+    per_epoch = sum(math.ceil(len(b) / passes.groups_per_mini_batch) for b in plan.batches)
+    planned = per_epoch * passes.epochs_per_batch * passes.num_epochs
+    return min(planned, passes.max_updates or planned)
 
 
 def num_groups_of_one(plan: Plan) -> int:
@@ -107,25 +138,20 @@ def num_groups_of_one(plan: Plan) -> int:
     return int((trained.group_by("instance_id").len()["len"] == 1).sum())
 
 
-def _partial_groups(returns: pl.DataFrame, config: TrainConfig) -> tuple[int, list[str]]:
+def _partial_groups(returns: pl.DataFrame, settings: PlanSettings) -> tuple[int, list[str]]:
     """Return the expected group size, and the groups of another size."""
     sizes = returns.group_by("instance_id", maintain_order=True).len()
-    size = config.group_size or int(sizes.select(pl.col("len").max().fill_null(1)).item())
-    partial = sizes.filter((pl.col("len") != size) & compares_groups(config))
-    if len(partial) and config.partial_groups == "refuse":
+    size = settings.group_size or int(sizes.select(pl.col("len").max().fill_null(1)).item())
+    partial = sizes.filter((pl.col("len") != size) & settings.compares_groups)
+    if len(partial) and settings.partial_groups == "refuse":
         raise RolloutError(
             "partial_groups",
             f"group {partial['instance_id'][0]!r} (the first of {len(partial)})",
             f"{partial['len'][0]} trajectories",
-            str(size) if config.group_size else f"{size}, as the largest group has",
+            str(size) if settings.group_size else f"{size}, as the largest group has",
             "--set partial_groups=mask leaves such groups out of the loss, train takes them as they are",
         )
     return size, partial["instance_id"].to_list()
-
-
-def compares_groups(config: TrainConfig) -> bool:
-    """True if advantages depend on the returns of a trajectory's group."""
-    return not config.is_supervised and "group_index" in config.estimator_inputs
 
 
 def _check_outcomes(returns: pl.DataFrame) -> None:
@@ -148,22 +174,19 @@ def _groups_without_variance(trajectories: pl.DataFrame) -> list[str]:
     return spread.filter("constant")["instance_id"].to_list()
 
 
-def trajectory_advantages(trajectories: pl.DataFrame, config: TrainConfig) -> pl.Series:
+def trajectory_advantages(trajectories: pl.DataFrame, estimator: BoundFunction | None) -> pl.Series:
     """Compute the advantage of each trajectory from its return; 0 if it does not train.
-
-    Also 0 if `advantage_estimator` works per token, or nothing is estimated.
 
     Args:
         trajectories: instance_id, return and trains of whole groups.
-        config: Configuration of the run.
+        estimator: Takes returns; None: all advantages are 0.
     """
     trains = trajectories["trains"].to_numpy()
     group = trajectories["instance_id"].rank("dense").to_numpy()[trains]
     returns = trajectories["return"].to_numpy()[trains].astype(np.float64)
     advantages = np.zeros(len(trajectories))
-    if not config.is_supervised and not config.estimates_by_token:
+    if estimator:
         _, group_index = np.unique(group, return_inverse=True)
-        estimator = bind(ADVANTAGE_ESTIMATOR, config)
         advantages[trains] = advantages_of_returns(returns, group_index, estimator)
     return pl.Series("advantage", advantages)
 

@@ -164,6 +164,11 @@ class TrainConfig(LossConfig):
         return "rewards" in self.estimator_inputs
 
     @property
+    def compares_groups(self) -> bool:
+        """True if advantages depend on the returns of a trajectory's group."""
+        return not self.is_supervised and "group_index" in self.estimator_inputs
+
+    @property
     def needs_critic(self) -> bool:
         """True if the advantage estimator uses values of a critic."""
         return "values" in self.estimator_inputs

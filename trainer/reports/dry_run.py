@@ -17,6 +17,7 @@ from trainer.config.resolved import resolved
 from trainer.config.train_config import TrainConfig
 from trainer.config.uses import Use, uses
 from trainer.reports.memory_estimate import Memory, estimate_memory
+from trainer.run.settings import packing_of
 from trainer.run.setup import TrainingRun, set_up
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -118,20 +119,20 @@ def dry_run(config: TrainConfig, *, resume: bool = False) -> DryRun:
         num_batches=len(plan.batches),
         num_epochs=config.num_epochs,
         num_mini_batches=len(chosen.micro_batches) * config.epochs_per_batch,
-        num_updates=num_planned_updates(run.plan, config),
+        num_updates=num_planned_updates(run.plan, run.settings.passes),
         num_updates_made=run.progress.global_step,
         num_trained_tokens=counts[trained][1],
         trained_layout=trained,
         layouts=layouts,
         max_row_tokens=run.limit.num_tokens,
         memory=estimate_memory(run, chosen.largest_micro_batch_tokens),
-        functions=uses(run.learner.config),
+        functions=uses(run.config),
     )
 
 
 def _count(run: TrainingRun, settings: dict[str, Any]) -> tuple[Layout, int]:
     """Count what one pass forwards in a layout, and the tokens that train."""
-    config = resolved(dataclasses.replace(run.learner.config, **settings))
+    packing = packing_of(resolved(dataclasses.replace(run.config, **settings)))
     num_trained, lengths = 0, [np.zeros(0, np.int64)]
     parts: list[tuple[list[int], int | None]] = []
     tables = one_ahead(
@@ -139,17 +140,17 @@ def _count(run: TrainingRun, settings: dict[str, Any]) -> tuple[Layout, int]:
             run.rollouts,
             run.plan,
             groups,
-            config.sequence_layout,
-            merge_rule=config.merge_rule,
-            replay_routing=config.replay_routing,
+            packing.sequence_layout,
+            merge_rule=packing.merge_rule,
+            replay_routing=packing.replay_routing,
         ),
         run.plan.batches,
     )
-    for batch in (to_batch(table, config.max_row_tokens) for table in tables):
+    for batch in (to_batch(table, packing.max_row_tokens) for table in tables):
         num_trained += int(batch.trains.sum())
         lengths.append(chain_lengths(batch.prompts, batch.responses, batch.trains))
         run.limit.check(lengths[-1], batch.names)
-        found = cut_batch(batch, config, run.learner.accelerator.num_processes)
+        found = cut_batch(batch, packing, run.learner.accelerator.num_processes)
         parts += [([f.num_tokens for f in p.forests], p.num_distinct_tokens) for p in found]
     whole, sizes = np.concatenate(lengths), [size for part, _ in parts for size in part]
     distinct = sum(number or 0 for _, number in parts)

@@ -51,7 +51,7 @@ def estimate_memory(run: TrainingRun, num_tokens: int) -> Memory:
     Activations are measured: chains of 32, 64 and 96 tokens are forwarded, and a quadratic fit of
     the bytes that autograd saved is extrapolated to `num_tokens`.
     """
-    config, policy = run.learner.config, run.learner.policy
+    config, policy = run.config, run.learner.policy
     modules: list[nn.Module] = [policy, *([run.critic.critic] if run.critic else [])]
     held = [parameter for module in modules for parameter in module.parameters()]
     trained = [p for group in run.learner.optimizer.param_groups for p in group["params"]]

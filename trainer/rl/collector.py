@@ -21,6 +21,7 @@ from trainer.batches.plan import dataset_returns, make_plan
 from trainer.rl.config import DROPPED, RlConfig
 from trainer.rl.groups import Groups
 from trainer.rl.schedule import num_allowed
+from trainer.run.settings import plan_settings
 
 DROPPED_IN_A_ROW = 30
 """A run ends after this many iterations' worth of consecutive groups without variance."""
@@ -190,7 +191,7 @@ class Collector:
         rows = pl.concat(map(_outcomes, tables.values()), how="diagonal_relaxed")
         returns = dataset_returns(rows.lazy(), training.outcome)
         kept = dataclasses.replace(training, drop_zero_variance_groups=False)
-        return make_plan(returns, kept).num_groups_without_variance > 0
+        return make_plan(returns, plan_settings(kept)).num_groups_without_variance > 0
 
     def _check_some_vary(self) -> None:
         if self._num_in_a_row >= DROPPED_IN_A_ROW * self._groups.size:

@@ -22,7 +22,6 @@ from rollout_io.configuration import (
     read_toml,
 )
 from schemas.errors import RolloutError
-from trainer.batches.plan import compares_groups
 from trainer.config.train_config import TrainConfig
 
 Table = TypeVar("Table")
@@ -97,7 +96,7 @@ class RlConfig:
         for name, own in sets.items():
             _refuse_own_keys(f"evaluate.{name}", own)
         generation, training, _ = self.generation, self.training, self.evaluations(0)
-        if generation.group_size == 1 and compares_groups(training):
+        if generation.group_size == 1 and training.compares_groups:
             estimator = training.advantage_estimator
             expected = f"at least 2: {estimator} compares the trajectories of a group"
             hint = "--set generate.group_size=8, or --set train.advantage_estimator=reinforce++"

@@ -22,11 +22,12 @@ from trainer.batches.plan import Plan, dataset_returns, make_plan
 from trainer.config.resolved import resolved
 from trainer.distributed.launch import make_accelerator
 from trainer.rl.config import RlConfig
-from trainer.run.checkpoint import remove_directory, write_model
+from trainer.run.checkpoint import Checkpoints, remove_directory, write_model
 from trainer.run.load_models import Models, check_dataset, load_models, make_learners
 from trainer.run.log import RunLog, say
 from trainer.run.loop import count_update, save, set_rates
 from trainer.run.mini_batches import mini_batch_updates
+from trainer.run.settings import batch_settings, objective_of, plan_settings
 from trainer.run.setup import TrainingRun
 from trainer.run.state import Position, Progress, load_progress, restore
 
@@ -79,7 +80,8 @@ class Learning:
     def open_log(self) -> RunLog:
         """Return the log of the run, to be entered."""
         return RunLog(
-            self._learner,
+            self._learner.accelerator,
+            self.training,
             Path(self.config.out),
             shows=False,
             num_planned=self.num_planned,
@@ -119,9 +121,18 @@ class Learning:
 
     def save(self, log: RunLog | None) -> Path:
         """Save a checkpoint between two iterations."""
-        path = save(self._learner, self._critic, self.progress, DIGEST, log)
+        path = save(self._learner, self._critic, self.progress, self._checkpoints(), log)
         self._saved_step = self.progress.global_step
         return path
+
+    def _checkpoints(self) -> Checkpoints:
+        """Where the run's checkpoints are."""
+        return Checkpoints(
+            out=Path(self.training.out),
+            source=Path(self.training.model),
+            keep=self.training.keep_checkpoints,
+            digest=DIGEST,
+        )
 
     @contextmanager
     def saved_when_it_fails(self, log: RunLog) -> Iterator[None]:
@@ -154,7 +165,7 @@ class Learning:
         rollout_io.require_valid(dataset)
         config = resolved(dataclasses.replace(self.training, dataset=str(dataset)))
         rollouts = rollout_io.scan(dataset)
-        plan = make_plan(dataset_returns(rollouts, config.outcome), config)
+        plan = make_plan(dataset_returns(rollouts, config.outcome), plan_settings(config))
         _check_some_worked(plan, rollouts, dataset)
         index = index_rows(rollouts)
         checked = check_dataset(config, self.models, index, plan, must_learn=False)
@@ -162,14 +173,17 @@ class Learning:
             if name not in self._said:
                 self._said.add(name)
                 say(text)
+        objective = objective_of(config, corrects=checked.corrects)
         return TrainingRun(
-            learner=dataclasses.replace(self._learner, corrects=checked.corrects, config=config),
+            config=config,
+            settings=batch_settings(config),
+            learner=dataclasses.replace(self._learner, objective=objective),
             critic=self._critic,
             rollouts=rollouts,
             plan=plan,
             num_greedy_rows=checked.num_greedy_rows,
             limit=self.models.limit,
-            digest=DIGEST,
+            checkpoints=self._checkpoints(),
             progress=self.progress,
             kept_metrics=b"",
         )

@@ -7,7 +7,7 @@ from typing import Any
 
 import polars as pl
 
-from trainer.batches.plan import Plan, compares_groups, num_groups_of_one
+from trainer.batches.plan import Plan, num_groups_of_one
 from trainer.config.functions import ADVANTAGE_ESTIMATOR, LOSS_REDUCTION
 from trainer.config.train_config import TrainConfig
 
@@ -33,7 +33,7 @@ def warnings_before(rows: pl.DataFrame, plan: Plan, config: TrainConfig) -> dict
             "\nHint: --set partial_groups=mask leaves such groups out of the loss"
         )
     is_built_in = config.advantage_estimator in ADVANTAGE_ESTIMATOR.built_in
-    if compares_groups(config) and (alone := num_groups_of_one(plan)):
+    if config.compares_groups and (alone := num_groups_of_one(plan)):
         found["groups_of_one"] = (
             f"in {alone} of {sum(map(len, plan.batches))} groups only one trajectory is left to train:"
             f" {config.advantage_estimator} has nothing to compare it with"

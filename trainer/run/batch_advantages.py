@@ -11,9 +11,7 @@ from torch import Tensor
 from trainer.algorithms.advantages.token import FloatArray, batch_normalize
 from trainer.algorithms.estimators import advantages_of_rewards
 from trainer.batches.data import Batch
-from trainer.config.function_keys import bind
-from trainer.config.functions import ADVANTAGE_ESTIMATOR
-from trainer.config.train_config import TrainConfig
+from trainer.config.function_keys import BoundFunction
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,7 +19,7 @@ class Estimates:
     """Result of `estimate` for a batch of T response tokens; all float32.
 
     Attributes:
-        advantages: [T] advantages to train with; 0 at tokens that do not train.
+        advantages: [T] advantages to train with; 0 at tokens that do not train, 1 if unused.
         raw: [T] the same before `advantage_batch_normalize`.
         value_targets: [T] target values of the critic, NaN at tokens that do not train; None
             without a critic.
@@ -32,13 +30,28 @@ class Estimates:
     value_targets: Tensor | None
 
 
-def estimate(batch: Batch, config: TrainConfig, values: Tensor | None = None) -> Estimates:
-    """Estimate advantages per trained token with `config.advantage_estimator`.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Estimation:
+    """How a batch's advantages are estimated.
+
+    Attributes:
+        estimator: Takes the rewards of tokens; None: the batch has its trajectories' advantages.
+        batch_normalize: Whether to normalise them to mean 0 and variance 1.
+        is_supervised: Whether the loss takes none.
+    """
+
+    estimator: BoundFunction | None
+    batch_normalize: bool
+    is_supervised: bool
+
+
+def estimate(batch: Batch, estimation: Estimation, values: Tensor | None = None) -> Estimates:
+    """Estimate advantages per trained token with `advantage_estimator`.
 
     Args:
         batch: A whole batch: means and variances are over all its trained tokens, independent of
             mini-batches and micro-batches.
-        config: Configuration of the run.
+        estimation: How the run estimates.
         values: [T] float32 critic values at the trained tokens; None without a critic.
 
     Raises:
@@ -46,29 +59,29 @@ def estimate(batch: Batch, config: TrainConfig, values: Tensor | None = None) ->
     """
     at = torch.from_numpy(batch.chains.slots)
     known = None if values is None else values[at].numpy().astype(np.float64)
-    raw, targets = _along_chains(batch, config, known)
-    advantages = batch_normalize(raw) if config.advantage_batch_normalize else raw
+    raw, targets = _along_chains(batch, estimation.estimator, known)
+    advantages = batch_normalize(raw) if estimation.batch_normalize else raw
 
     def spread(found: FloatArray, fill: float) -> Tensor:
         tokens = torch.full((len(batch.trains),), fill)
         tokens[at] = torch.from_numpy(found).float()
         return tokens
 
+    unused = torch.ones(len(batch.trains))
     return Estimates(
-        advantages=spread(advantages, 0.0),
+        advantages=unused if estimation.is_supervised else spread(advantages, 0.0),
         raw=spread(raw, 0.0),
         value_targets=None if targets is None else spread(targets, torch.nan),
     )
 
 
 def _along_chains(
-    batch: Batch, config: TrainConfig, values: FloatArray | None
+    batch: Batch, estimator: BoundFunction | None, values: FloatArray | None
 ) -> tuple[FloatArray, FloatArray | None]:
     """[N] Compute advantages and critic targets, in the order of `batch.chains`."""
     slots = batch.chains.slots
-    if not config.estimates_by_token:
+    if estimator is None:
         return batch.advantages.numpy()[slots].astype(np.float64), None
     group = batch.group[batch.responses.row_of(slots)]
     rewards, trajectory = batch.chains.rewards, batch.chains.trajectory
-    estimator = bind(ADVANTAGE_ESTIMATOR, config)
     return advantages_of_rewards(rewards, trajectory, group, values, estimator)

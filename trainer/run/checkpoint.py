@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
@@ -24,6 +25,23 @@ COPIED = (
     "*.tiktoken",
 )
 PREFIX, LATEST = "global_step_", "latest"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checkpoints:
+    """Where a run's checkpoints are, and what they have in common.
+
+    Attributes:
+        out: Directory of the run.
+        source: Model directory the run started from.
+        keep: Number of checkpoints to keep, newest first; None: all.
+        digest: Digest of the dataset: see `trainer.run.state.dataset_digest`.
+    """
+
+    out: Path
+    source: Path
+    keep: int | None
+    digest: str
 
 
 def save_checkpoint(

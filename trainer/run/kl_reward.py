@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import polars as pl
@@ -14,14 +15,32 @@ from trainer.algorithms.advantages.outcome import FloatArray
 from trainer.algorithms.losses.kl import adapted_kl_coef, kl_estimates, rewards_less_kl
 from trainer.batches.data import Batch
 from trainer.batches.plan import Plan, trajectory_advantages
-from trainer.config.train_config import TrainConfig
+from trainer.config.function_keys import BoundFunction
+from trainer.config.loss_config import KLEstimator
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KlReward:
+    """How the divergence is charged to the rewards.
+
+    Attributes:
+        kl_estimator: Estimator of the divergence.
+        estimator: Takes returns; None: advantages are estimated per token.
+        target: Target of the adaptive controller, nats; None: the coefficient is constant.
+        horizon: Sequences over which the controller may change the coefficient by 20 %.
+    """
+
+    kl_estimator: KLEstimator
+    estimator: BoundFunction | None
+    target: float | None
+    horizon: int
 
 
 def charge_kl(
     batch: Batch,
     plan: Plan,
     groups: Sequence[str],
-    config: TrainConfig,
+    settings: KlReward,
     *,
     old_logprobs: Tensor,
     ref_logprobs: Tensor,
@@ -36,7 +55,7 @@ def charge_kl(
         batch: A whole batch.
         plan: Plan of the run.
         groups: Groups of the batch.
-        config: Configuration of the run.
+        settings: How the divergence is charged.
         old_logprobs: [T] log-probabilities of the policy at the start of the batch, at the trained
             tokens.
         ref_logprobs: [T] those of the reference.
@@ -47,17 +66,15 @@ def charge_kl(
     """
     slots = batch.chains.slots
     at = torch.from_numpy(slots)
-    kl = kl_estimates(
-        old_logprobs[at].double(), ref_logprobs[at].double(), config.kl_estimator_type
-    )
+    kl = kl_estimates(old_logprobs[at].double(), ref_logprobs[at].double(), settings.kl_estimator)
     rewards = rewards_less_kl(torch.from_numpy(batch.chains.rewards), kl, coef).numpy()
     batch = dataclasses.replace(batch, chains=dataclasses.replace(batch.chains, rewards=rewards))
-    if not config.estimates_by_token:
+    if settings.estimator:
         trajectory = batch.trajectory[batch.responses.row_of(slots)]
         num = int(batch.trajectory.max(initial=-1)) + 1
         charges = rewards_less_kl(torch.zeros(len(kl)), kl, coef).numpy()
         sums = np.bincount(trajectory, charges, num).astype(np.float64)
-        found = _advantages_of_returns(plan, groups, config, sums)
+        found = _advantages_of_returns(plan, groups, settings.estimator, sums)
         per_row = np.repeat(found[batch.trajectory], batch.responses.lengths)
         advantages = torch.from_numpy(per_row).float()
         batch = dataclasses.replace(batch, advantages=advantages)
@@ -66,24 +83,24 @@ def charge_kl(
 
 
 def _advantages_of_returns(
-    plan: Plan, groups: Sequence[str], config: TrainConfig, change: FloatArray
+    plan: Plan, groups: Sequence[str], estimator: BoundFunction, change: FloatArray
 ) -> FloatArray:
     """Compute advantages of a batch's trajectories, ordered by id, after a change of returns."""
     trajectories = plan.trajectories.filter(pl.col("instance_id").is_in(list(groups)))
     trajectories = trajectories.sort("trajectory_id")
     assert len(trajectories) == len(change)
     trajectories = trajectories.with_columns(pl.col("return") + pl.Series(change))
-    return np.asarray(trajectory_advantages(trajectories, config), dtype=np.float64)
+    return np.asarray(trajectory_advantages(trajectories, estimator), dtype=np.float64)
 
 
-def next_coef(coef: float, metrics: dict[str, float], batch: Batch, config: TrainConfig) -> float:
+def next_coef(coef: float, metrics: dict[str, float], batch: Batch, settings: KlReward) -> float:
     """Return the coefficient of the next batch: constant, or from the adaptive controller."""
-    if config.kl_ctrl_type == "fixed" or "loss/avg_kl" not in metrics:
+    if settings.target is None or "loss/avg_kl" not in metrics:
         return coef
     return adapted_kl_coef(
         coef,
         kl=metrics["loss/avg_kl"],
-        target=config.kl_target,
+        target=settings.target,
         num_sequences=len(np.unique(batch.trajectory)),
-        horizon=config.kl_horizon,
+        horizon=settings.horizon,
     )

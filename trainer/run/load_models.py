@@ -23,6 +23,7 @@ from trainer.run.advice import warnings_before
 from trainer.run.dataset_checks import check_rows, corrects_for_sampler, num_greedy_rows
 from trainer.run.log import say
 from trainer.run.routing_checks import check_replay
+from trainer.run.settings import objective_of
 from trainer.run.update import Learner
 
 
@@ -167,8 +168,8 @@ def make_learners(
         accelerator=accelerator,
         policy=policy,
         optimizer=optimizer,
-        config=config,
-        corrects=corrects,
+        objective=objective_of(config, corrects=corrects),
+        max_grad_norm=config.max_grad_norm,
         reference=reference,
     )
     return learner, critic

@@ -10,11 +10,13 @@ import sys
 from pathlib import Path
 from typing import Any, Self
 
+from accelerate import Accelerator
+
 from rollout_io.terminal import Bar
+from trainer.config.train_config import TrainConfig
 from trainer.distributed.processes import is_main
 from trainer.run.advice import warnings_about
 from trainer.run.run_metrics import GENERATED, LOOP_METRICS, METRICS, OWN_LOSS
-from trainer.run.update import Learner
 
 
 def say(text: str) -> None:
@@ -30,7 +32,8 @@ class RunLog:
     per mini-batch.
 
     Args:
-        learner: Its accelerator has the trackers.
+        accelerator: Has the trackers.
+        config: Configuration of the run.
         out: Directory of the run.
         num_planned: Maximum number of updates.
         num_made: Number of updates made before.
@@ -39,14 +42,15 @@ class RunLog:
 
     def __init__(
         self,
-        learner: Learner,
+        accelerator: Accelerator,
+        config: TrainConfig,
         out: Path,
         *,
         num_planned: int,
         num_made: int = 0,
         shows: bool = True,
     ) -> None:
-        self.accelerator, self.config = learner.accelerator, learner.config
+        self.accelerator, self.config = accelerator, config
         settings = {k: str(v) for k, v in dataclasses.asdict(self.config).items()}
         self.accelerator.init_trackers("rollouts", config=settings)
         self.file = (out / "metrics.jsonl").open("a", encoding="utf-8")

@@ -10,13 +10,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from accelerate import Accelerator
+
 from trainer.batches.plan import num_planned_updates
 from trainer.config.train_config import TrainConfig, save_config
 from trainer.distributed.processes import on_main
 from trainer.distributed.sharding import whole_weights
 from trainer.models.critic import CriticLearner
 from trainer.models.optimizer import set_learning_rates
-from trainer.run.checkpoint import checkpoint_path, discard_after, save_checkpoint
+from trainer.run.checkpoint import Checkpoints, checkpoint_path, discard_after, save_checkpoint
 from trainer.run.log import RunLog
 from trainer.run.mini_batches import MiniBatchUpdate, mini_batch_updates
 from trainer.run.resume import alone_in, cut, stops_when_full
@@ -77,24 +79,25 @@ def train(config: TrainConfig, *, resume: bool = False) -> TrainResult:
             is full.
     """
     run = set_up(config, resume=resume)
-    learner, plan, config = run.learner, run.plan, run.learner.config
+    plan, config = run.plan, run.config
+    write = partial(_write, run.learner.accelerator, run.checkpoints.out)
     progress, metrics = run.progress, dict[str, Any]()
-    every, num_planned = config.save_every_updates, num_planned_updates(plan, config)
+    every, num_planned = config.save_every_updates, num_planned_updates(plan, run.settings.passes)
     with ExitStack() as held, stops_when_full(Path(config.out)):
-        _write(learner, lambda: _open(config, run, held))
+        write(lambda: _open(config, run, held))
         with _open_log(run, num_planned) as log:
             set_rates(run, progress.global_step, num_planned)
             is_over = progress.global_step == config.max_updates
             for update in () if is_over else mini_batch_updates(run, progress.position):
                 progress, metrics = count_update(run, progress, update, num_planned)
-                _write(learner, partial(log.write, metrics, update.cause) if log else None)
+                write(partial(log.write, metrics, update.cause) if log else None)
                 if every and not metrics["skipped"] and progress.global_step % every == 0:
-                    save(learner, run.critic, progress, run.digest, log)
+                    save(run.learner, run.critic, progress, run.checkpoints, log)
                 if progress.global_step == config.max_updates:
                     break
             if log:
                 log.sync()
-        saved = save(learner, run.critic, progress, run.digest)
+        saved = save(run.learner, run.critic, progress, run.checkpoints)
     return TrainResult(
         out=config.out,
         checkpoint=str(saved),
@@ -119,15 +122,15 @@ def _open(config: TrainConfig, run: TrainingRun, held: ExitStack) -> None:
     save_config(config, out / "config.json")
 
 
-def _write(learner: Learner, work: Callable[[], object] | None) -> None:
+def _write(accelerator: Accelerator, out: Path, work: Callable[[], object] | None) -> None:
     """Write in the main process; a full disk stops all. Other processes may pass no `work`."""
 
     def write() -> None:
-        with stops_when_full(Path(learner.config.out)):
+        with stops_when_full(out):
             if work:
                 work()
 
-    on_main(learner.accelerator, write)
+    on_main(accelerator, write)
 
 
 def count_update(
@@ -147,16 +150,17 @@ def count_update(
 
 def _open_log(run: TrainingRun, num_planned: int) -> AbstractContextManager[RunLog | None]:
     """Open the log in the main process; None in others."""
-    if not run.learner.accelerator.is_main_process:
+    accelerator, out = run.learner.accelerator, run.checkpoints.out
+    if not accelerator.is_main_process:
         return nullcontext()
-    out, num_made = Path(run.learner.config.out), run.progress.global_step
-    return RunLog(run.learner, out, num_planned=num_planned, num_made=num_made)
+    num_made = run.progress.global_step
+    return RunLog(accelerator, run.config, out, num_planned=num_planned, num_made=num_made)
 
 
 def set_rates(run: TrainingRun, global_step: int, num_planned: int) -> None:
     """Set the learning rates for the update after `global_step` others."""
     set_learning_rates(
-        run.learner.config,
+        run.config,
         run.learner.optimizer,
         run.critic.optimizer if run.critic else None,
         num_planned=num_planned,
@@ -168,12 +172,12 @@ def save(
     learner: Learner,
     critic: CriticLearner | None,
     progress: Progress,
-    digest: str,
+    checkpoints: Checkpoints,
     log: RunLog | None = None,
 ) -> Path:
     """Save a checkpoint, after syncing the lines of `log` that it relies on."""
-    unwrap, config = learner.accelerator.unwrap_model, learner.config
-    keep, out = learner.accelerator.is_main_process, Path(config.out)
+    unwrap, out = learner.accelerator.unwrap_model, checkpoints.out
+    keep = learner.accelerator.is_main_process
     policy, critic_model = unwrap(learner.policy), unwrap(critic.critic) if critic else None
     weights = whole_weights(policy.model, keep=keep)
     critic_weights = whole_weights(critic_model, keep=keep) if critic_model else None
@@ -184,15 +188,15 @@ def save(
             log.sync()
         save_checkpoint(
             policy.model,
-            Path(config.model),
+            checkpoints.source,
             out,
             progress.global_step,
             critic_model,
-            save_state=lambda path: save_state(path, optimizers, digest, progress),
-            keep=config.keep_checkpoints,
+            save_state=lambda path: save_state(path, optimizers, checkpoints.digest, progress),
+            keep=checkpoints.keep,
             weights=weights,
             critic_weights=critic_weights,
         )
 
-    _write(learner, write)
+    _write(learner.accelerator, out, write)
     return checkpoint_path(out, progress.global_step)

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import polars as pl
-import torch
 from torch import Tensor
 
 from trainer.batches.data import Batch, groups_with_gradient, read_rows, to_batch
@@ -82,17 +81,17 @@ def mini_batch_updates(
         position: Where to start.
         explains: Whether to look once for the cause of a mismatch with the sampler.
     """
-    config = run.learner.config
-    batches = (run.plan.batches * config.num_epochs)[position.batch :]
+    passes = run.settings.passes
+    batches = (run.plan.batches * passes.num_epochs)[position.batch :]
     start, cause = time.perf_counter(), None
     shares = one_ahead(partial(_read_share, run), batches)
     for groups in batches:
         batch, mini_batches, generated = _load(run, shares)
         prepared = _prepare(run, groups, position, batch, mini_batches)
         moving = groups_with_gradient(prepared.batch)
-        groups_of = split(groups, config.groups_per_mini_batch)
+        groups_of = split(groups, passes.groups_per_mini_batch)
         after = Position(batch=position.batch + 1, kl_coef=prepared.kl_coef)
-        order = list(range(len(mini_batches))) * config.epochs_per_batch
+        order = list(range(len(mini_batches))) * passes.epochs_per_batch
         for done, number in enumerate(order[position.mini_batch :], position.mini_batch + 1):
             forests = prepared.mini_batches[number].forests
             old_logprobs = prepared.known.get("old_logprobs")
@@ -132,26 +131,24 @@ def _prepare(
     mini_batches: list[MiniBatch],
 ) -> PreparedBatch:
     """Evaluate the models, subtract the divergence from rewards, and estimate advantages."""
-    config = run.learner.config
+    settings = run.settings.kl_reward
     known = position.known or _known(run, batch, mini_batches)
     old_logprobs, ref_logprobs = known.get("old_logprobs"), known.get("ref_logprobs")
     kl_metrics: dict[str, float] = {}
     kl_coef = position.kl_coef
-    if config.kl_reward_coef and old_logprobs is not None and ref_logprobs is not None:
+    if settings and old_logprobs is not None and ref_logprobs is not None:
         batch, kl_metrics = charge_kl(
             batch,
             run.plan,
             groups,
-            config,
+            settings,
             coef=kl_coef,
             old_logprobs=old_logprobs,
             ref_logprobs=ref_logprobs,
         )
-        kl_coef, ref_logprobs = next_coef(kl_coef, kl_metrics, batch, config), None
-    estimates = estimate(batch, config, known.get("values"))
-    unused = torch.ones(len(batch.trains))
-    advantages = unused if config.is_supervised else estimates.advantages
-    batch = dataclasses.replace(batch, advantages=advantages)
+        kl_coef, ref_logprobs = next_coef(kl_coef, kl_metrics, batch, settings), None
+    estimates = estimate(batch, run.settings.estimation, known.get("values"))
+    batch = dataclasses.replace(batch, advantages=estimates.advantages)
     counts = batch_metrics(run.plan, batch, groups, estimates)
     return PreparedBatch(
         batch=batch,
@@ -169,13 +166,13 @@ def _prepare(
 
 def _known(run: TrainingRun, batch: Batch, mini_batches: Sequence[MiniBatch]) -> dict[str, Tensor]:
     """Compute the model outputs at the start of a batch that its updates need: see `Position`."""
-    learner, config, known = run.learner, run.learner.config, {}
+    learner, settings, known = run.learner, run.settings, {}
     forests = [forest for mini_batch in mini_batches for forest in mini_batch.forests]
     if run.critic:
         known["values"] = critic_values(run.critic, batch, forests)
     # With a single update, old log-probabilities are the policy's current ones: saves a pass.
-    several = len(mini_batches) * config.epochs_per_batch > 1
-    if (several and config.needs_old_logprobs) or config.kl_reward_coef:
+    several = len(mini_batches) * settings.passes.epochs_per_batch > 1
+    if (several and learner.objective.needs_old_logprobs) or settings.kl_reward:
         known["old_logprobs"] = policy_logprobs(learner, batch, forests)
     if learner.reference is not None:
         known["ref_logprobs"] = policy_logprobs(learner, batch, forests, learner.reference)
@@ -184,14 +181,14 @@ def _known(run: TrainingRun, batch: Batch, mini_batches: Sequence[MiniBatch]) ->
 
 def _read_share(run: TrainingRun, groups: Sequence[str]) -> Share:
     """Read this process's share of a batch: rows of some of its groups, or None if it has none."""
-    accelerator, config = run.learner.accelerator, run.learner.config
+    accelerator, packing = run.learner.accelerator, run.settings.packing
     own = own_groups(accelerator, groups)
-    read = partial(read_rows, merge_rule=config.merge_rule, replay_routing=config.replay_routing)
-    rows = read(run.rollouts, run.plan, own, config.sequence_layout) if own else None
+    read = partial(read_rows, merge_rule=packing.merge_rule, replay_routing=packing.replay_routing)
+    rows = read(run.rollouts, run.plan, own, packing.sequence_layout) if own else None
     if not accelerator.is_main_process:
         return rows, {}
     return rows, sequence_metrics(
-        run.rollouts, groups, config.outcome or "last", merges=config.sequence_layout == "merge"
+        run.rollouts, groups, run.settings.outcome, merges=packing.sequence_layout == "merge"
     )
 
 
@@ -199,11 +196,11 @@ def _load(
     run: TrainingRun, shares: Iterator[Share]
 ) -> tuple[Batch, list[MiniBatch], dict[str, float]]:
     """Load the next batch; returns it with its mini-batches and generation metrics."""
-    accelerator, config = run.learner.accelerator, run.learner.config
+    accelerator, packing = run.learner.accelerator, run.settings.packing
     rows, generated = agreed(accelerator, lambda: next(shares))
-    batch = to_batch(exchange_rows(accelerator, rows), config.max_row_tokens)
+    batch = to_batch(exchange_rows(accelerator, rows), packing.max_row_tokens)
     run.limit.check(chain_lengths(batch.prompts, batch.responses, batch.trains), batch.names)
     generated["generate/batch_num_seq"] = len(batch.names)
-    if config.sequence_layout == "merge":
+    if packing.sequence_layout == "merge":
         generated["generate/num_seq_after_merge"] = len(batch.names)
-    return batch, cut_batch(batch, config, accelerator.num_processes), generated
+    return batch, cut_batch(batch, packing, accelerator.num_processes), generated

@@ -20,10 +20,12 @@ from trainer.config.uses import uses
 from trainer.distributed.launch import make_accelerator
 from trainer.distributed.processes import agreed
 from trainer.models.critic import CriticLearner
+from trainer.run.checkpoint import Checkpoints
 from trainer.run.load_models import Models, check_dataset, load_models, make_learners
 from trainer.run.log import say
 from trainer.run.resume import check_max_updates, find_checkpoint, lines_to_keep
 from trainer.run.same_tokenizer import check_tokenizers
+from trainer.run.settings import BatchSettings, batch_settings, plan_settings
 from trainer.run.state import Position, Progress, dataset_digest, load_progress, restore
 from trainer.run.update import Learner
 
@@ -33,24 +35,28 @@ class TrainingRun:
     """A run before its first update: everything is checked and loaded, nothing is written.
 
     Attributes:
+        config: Configuration of the run, resolved.
+        settings: What its batches need of the configuration.
         learner: Policy and optimizer, in their state at `progress`.
         critic: Critic and optimizer, if the run has one.
         rollouts: The dataset.
         plan: Plan of one pass over it.
         num_greedy_rows: Rows masked because they were sampled at temperature 0.
         limit: Maximum row length.
-        digest: Digest of the dataset: see `trainer.run.state.dataset_digest`.
+        checkpoints: Where its checkpoints are.
         progress: Where the run starts or resumes.
         kept_metrics: Lines of `metrics.jsonl` up to there.
     """
 
+    config: TrainConfig
+    settings: BatchSettings
     learner: Learner
     critic: CriticLearner | None
     rollouts: pl.LazyFrame
     plan: Plan
     num_greedy_rows: int
     limit: RowLimit
-    digest: str
+    checkpoints: Checkpoints
     progress: Progress
     kept_metrics: bytes
 
@@ -73,13 +79,20 @@ def set_up(config: TrainConfig, *, resume: bool) -> TrainingRun:
         restore(loaded.checkpoint / "state", learner, critic)
         say(f"resuming from {loaded.checkpoint}")
     return TrainingRun(
+        config=loaded.config,
+        settings=batch_settings(loaded.config),
         learner=learner,
         critic=critic,
         rollouts=loaded.rollouts,
         plan=loaded.plan,
         num_greedy_rows=loaded.num_greedy_rows,
         limit=loaded.models.limit,
-        digest=loaded.digest,
+        checkpoints=Checkpoints(
+            out=Path(config.out),
+            source=Path(config.model),
+            keep=config.keep_checkpoints,
+            digest=loaded.digest,
+        ),
         progress=loaded.progress,
         kept_metrics=loaded.kept_metrics,
     )
@@ -109,7 +122,7 @@ def _load(config: TrainConfig, *, resume: bool) -> LoadedRun:
     config = resolved(config)
     checkpoint = find_checkpoint(config) if resume else None
     rollouts = rollout_io.scan(config.dataset)
-    plan = make_plan(dataset_returns(rollouts, config.outcome), config)
+    plan = make_plan(dataset_returns(rollouts, config.outcome), plan_settings(config))
     index = index_rows(rollouts)
     digest = dataset_digest(plan, index)
     progress = Progress(position=Position(kl_coef=config.kl_reward_coef))

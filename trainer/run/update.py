@@ -16,16 +16,13 @@ from torch import Tensor, nn
 from schemas.errors import RolloutError
 from schemas.ragged import IntArray
 from trainer.algorithms.losses.correction import correct
-from trainer.algorithms.losses.covariance import clip_cov_selection, covariances, kl_cov_selection
 from trainer.algorithms.losses.kl import kl_estimates
-from trainer.algorithms.losses.policy import TokenLoss, regular
-from trainer.algorithms.losses.reductions import FloatArray, Units, reduction_weights
-from trainer.algorithms.objective import Targets, policy_loss
+from trainer.algorithms.losses.policy import TokenLoss
+from trainer.algorithms.losses.reductions import Units, reduction_weights
+from trainer.algorithms.objective import Objective, Targets, policy_loss, select
 from trainer.batches.data import Batch
 from trainer.batches.forest import Forest
-from trainer.config.function_keys import bind
-from trainer.config.functions import LOSS_REDUCTION, POLICY_LOSS
-from trainer.config.train_config import TrainConfig
+from trainer.config.functions import POLICY_LOSS
 from trainer.distributed.balance import own_forests
 from trainer.distributed.processes import agreed, combine, gather_parts
 from trainer.distributed.sharding import clip_and_step, without_reduction
@@ -48,16 +45,16 @@ class Learner:
         accelerator: Device, precision, gradient reduction.
         policy: The policy, prepared by `accelerator`.
         optimizer: Its optimizer, prepared by `accelerator`.
-        config: Configuration of the run.
-        corrects: Whether importance weights and masks apply; set by `trainer.run.dataset_checks`.
+        objective: The loss.
+        max_grad_norm: Largest L2 norm of the gradient; a larger one is scaled down.
         reference: The frozen reference of the KL divergence; None if not needed.
     """
 
     accelerator: Accelerator
     policy: Policy
     optimizer: torch.optim.Optimizer
-    config: TrainConfig
-    corrects: bool
+    objective: Objective
+    max_grad_norm: float
     reference: nn.Module | None = None
 
 
@@ -142,13 +139,14 @@ def update(
             loss, parts[number] = _micro_batch(learner, batch, forest, inputs, failures)
             # Data-parallel wrappers average gradients over processes; the weights are global.
             accelerator.backward(loss * accelerator.num_processes)
-    if learner.config.has_own_loss:
+    if learner.objective.policy_loss.function.is_own:
         agreed(accelerator, partial(_raise_any, failures))
     grad_norm = 0.0
     if num_trained:
-        parameters, max_norm = learner.policy.parameters(), learner.config.max_grad_norm
+        parameters, max_norm = learner.policy.parameters(), learner.max_grad_norm
         grad_norm = clip_and_step(parameters, learner.optimizer, max_norm)
-    return _metrics(gather_parts(accelerator, parts), learner.config) | {
+    loss_name = learner.objective.policy_loss.function.name
+    return _metrics(gather_parts(accelerator, parts), loss_name) | {
         "grad_norm": grad_norm,
         "num_trained_tokens": num_trained,
         "num_forwarded_tokens": sum(forest.num_tokens for forest in forests),
@@ -167,31 +165,29 @@ def _loss_inputs(
     slots = torch.cat([torch.zeros(0, dtype=torch.int64), *(f.target_slot for f in forests)])
     slots = slots.sort().values  # in the order of the batch's tokens, independent of packing
     weights = torch.zeros(len(batch.trains))
-    weights[slots] = torch.from_numpy(
-        _weights(learner.config, batch, forests, slots.numpy())
-    ).float()
+    units = _units(batch, forests, slots.numpy())
+    reduction, selection = learner.objective.reduction, learner.objective.selection
+    weights[slots] = torch.from_numpy(reduction_weights(units, reduction)).float()
     selected = None
-    if "selected" in learner.config.loss_inputs and len(slots):
+    if selection is not None and len(slots):
         now = policy_logprobs(learner, batch, forests)
         old = now if old_logprobs is None else old_logprobs
         selected = torch.zeros(len(batch.trains), dtype=torch.bool)
         advantages = batch.advantages[slots]
-        selected[slots] = _select(learner.config, now[slots], old[slots], advantages)
+        selected[slots] = select(now[slots], old[slots], advantages, selection)
     return LossInputs(
         old_logprobs=old_logprobs, ref_logprobs=ref_logprobs, weights=weights, selected=selected
     )
 
 
-def _weights(
-    config: TrainConfig, batch: Batch, forests: Sequence[Forest], slots: IntArray
-) -> FloatArray:
-    """[M] Compute weights of the targets at `slots`; denominators count their mini-batch's rows."""
+def _units(batch: Batch, forests: Sequence[Forest], slots: IntArray) -> Units:
+    """Find the units of the targets at `slots`; totals count their mini-batch's rows."""
     row = batch.responses.row_of(slots)
     micro_batch = np.zeros(len(batch.trains), np.int64)
     for number, forest in enumerate(forests):
         micro_batch[forest.target_slot.numpy()] = number
     inside = np.isin(batch.mini_batch, np.unique(batch.mini_batch[row]))
-    units = Units(
+    return Units(
         row=row,
         num_rows=int(inside.sum()),
         trajectory=batch.trajectory[row],
@@ -200,19 +196,6 @@ def _weights(
         num_groups=len(np.unique(batch.group[inside])),
         micro_batch=micro_batch[slots],
         num_micro_batches=len(forests),
-    )
-    return reduction_weights(units, bind(LOSS_REDUCTION, config))
-
-
-def _select(c: TrainConfig, now: Tensor, old: Tensor, advantages: Tensor) -> Tensor:
-    covariance = covariances(advantages, now)
-    if c.policy_loss_type == "kl_cov":
-        return kl_cov_selection(covariance, fraction=c.kl_cov_frac)
-    clipped = regular(
-        now, old, advantages, eps_clip_low=c.eps_clip_low, eps_clip_high=c.eps_clip_high
-    ).clipped
-    return clip_cov_selection(
-        covariance, clipped, ratio=c.clip_cov_ratio, low=c.clip_cov_lb, high=c.clip_cov_ub
     )
 
 
@@ -228,11 +211,12 @@ def _micro_batch(
     If a user's loss fails in one of several processes, the error is added to `failures` and the
     loss is 0, because the others wait for this process's share of the gradient.
     """
-    c, device, slot = learner.config, learner.accelerator.device, forest.target_slot
+    objective, device = learner.objective, learner.accelerator.device
+    slot = forest.target_slot
     logprobs, entropy = learner.policy(forest.to(device), batch.temperature[slot].to(device))
     targets, weights = _targets(batch, slot, logprobs, inputs), inputs.weights[slot].to(device)
     try:
-        losses, clipped, own_metrics = policy_loss(targets, bind(POLICY_LOSS, c))
+        losses, clipped, own_metrics = policy_loss(targets, objective.policy_loss)
     except RolloutError as error:
         if learner.accelerator.num_processes == 1:
             raise
@@ -240,18 +224,19 @@ def _micro_batch(
         losses, clipped, own_metrics = TokenLoss(0 * logprobs, torch.zeros_like(logprobs))
     found = {"clip_ratio": clipped, "policy_entropy": entropy}
     found |= {name: values.detach() for name, values in own_metrics.items()}
-    if learner.corrects:
-        correction = correct(targets.old_logprobs, targets.rollout_logprobs, targets.row, c)
+    if objective.correction:
+        known = targets.old_logprobs, targets.rollout_logprobs
+        correction = correct(*known, targets.row, objective.correction)
         losses = losses * correction.weights
         found |= correction.per_target | correction.per_row
     terms = {"policy_loss": weights * losses}
     total = terms["policy_loss"]
     if inputs.ref_logprobs is not None:
         reference = inputs.ref_logprobs[slot].to(device)
-        terms["policy_kl"] = weights * kl_estimates(logprobs, reference, c.kl_estimator_type)
-        total = total + c.kl_loss_coef * terms["policy_kl"]
-    if c.entropy_loss_coef:
-        total = total - c.entropy_loss_coef * weights * entropy
+        terms["policy_kl"] = weights * kl_estimates(logprobs, reference, objective.kl_estimator)
+        total = total + objective.kl_coef * terms["policy_kl"]
+    if objective.entropy_coef:
+        total = total - objective.entropy_coef * weights * entropy
     difference = targets.old_logprobs - targets.rollout_logprobs
     found |= terms | {"loss": total, "rollout_logprobs_diff": difference}
     return total.sum(), {name: value.detach().double().cpu() for name, value in found.items()}
@@ -278,14 +263,14 @@ def _raise_any(failures: Sequence[RolloutError]) -> None:
         raise failures[0]
 
 
-def _metrics(parts: Sequence[Mapping[str, Tensor]], c: TrainConfig) -> dict[str, float]:
+def _metrics(parts: Sequence[Mapping[str, Tensor]], loss_name: str) -> dict[str, float]:
     """Sum the loss terms, and average everything else over the mini-batch."""
     names = parts[0] if parts else NO_SHARE
     for part in parts:
         if part.keys() != parts[0].keys():
             different = ", ".join(sorted(part.keys() ^ parts[0].keys()))
             got, expected = f"metrics {different} of some micro-batches", "the same of all of them"
-            raise RolloutError(POLICY_LOSS.key, c.policy_loss_type, got, expected)
+            raise RolloutError(POLICY_LOSS.key, loss_name, got, expected)
     found = {name: torch.cat([torch.zeros(0), *(part[name] for part in parts)]) for name in names}
     metrics: dict[str, float] = {}
     for name in ("loss", "policy_loss", "policy_kl"):

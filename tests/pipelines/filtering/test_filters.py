@@ -29,6 +29,7 @@ from schemas.types import as_table
 from tests.helpers.filter_helpers import ids, one_step, relaxed, table
 from trainer.batches.plan import make_plan
 from trainer.config.train_config import TrainConfig
+from trainer.run.settings import plan_settings
 
 
 def kept(rows, *filters, outcome="last"):
@@ -376,7 +377,7 @@ def test_the_trainer_masks_and_leaves_out_the_same(rows, masks):
         drop_zero_variance_groups=True,
         partial_groups="train",
     )
-    plan = make_plan(trajectory_returns(known).collect(), config).trajectories
+    plan = make_plan(trajectory_returns(known).collect(), plan_settings(config)).trajectories
     verdicts = judge(known, [failed(masks), zero_variance()])
     dropped = verdicts.filter(reason="zero variance")["trajectory_id"].to_list()
     left_out = verdicts.join(plan, on="trajectory_id", how="anti")

@@ -34,6 +34,7 @@ from trainer.models.critic import (
     update_critic,
 )
 from trainer.run.batch_advantages import estimate
+from trainer.run.settings import estimation_of
 
 NUMBERS = st.lists(st.tuples(*[st.floats(-4, 4)] * 3), min_size=1, max_size=12)
 
@@ -251,7 +252,7 @@ def rewarded_batch() -> Any:
 def test_gae_follows_the_steps_and_skips_what_does_not_train() -> None:
     values = torch.tensor([0.5, math.nan, 0.25, 1.0, -1.0, 2.0])
     settings_ = config(advantage_estimator="gae", gamma=0.5, gae_lambda=0.5)
-    found = estimate(rewarded_batch(), settings_, values)
+    found = estimate(rewarded_batch(), estimation_of(settings_), values)
     chained = np.array([0.5, 0.25, 1.0, -1.0, 2.0])
     expected = gae(
         np.array([0.0, 1.0, 2.0, 0.0, 4.0]), chained, np.array([0, 0, 0, 1, 1]), gamma=0.5, lam=0.5
@@ -265,7 +266,9 @@ def test_gae_follows_the_steps_and_skips_what_does_not_train() -> None:
 
 
 def test_reinforce_plus_plus_whitens_the_returns_over_trained_tokens_alone() -> None:
-    found = estimate(rewarded_batch(), config(advantage_estimator="reinforce++", gamma=0.5))
+    found = estimate(
+        rewarded_batch(), estimation_of(config(advantage_estimator="reinforce++", gamma=0.5))
+    )
     expected = discounted_returns(
         np.array([0.0, 1.0, 2.0, 0.0, 4.0]), np.array([0, 0, 0, 1, 1]), gamma=0.5
     )
@@ -275,13 +278,13 @@ def test_reinforce_plus_plus_whitens_the_returns_over_trained_tokens_alone() -> 
 
 
 def test_outcome_advantages_reach_every_trained_token() -> None:
-    found = estimate(rewarded_batch(), config(advantage_estimator="rloo"))
+    found = estimate(rewarded_batch(), estimation_of(config(advantage_estimator="rloo")))
     assert found.advantages.tolist() == [3.0, 0.0, 3.0, 3.0, 5.0, 5.0]
     assert found.raw.tolist() == found.advantages.tolist()
 
 
 def test_batch_normalization_counts_trained_tokens_alone() -> None:
-    found = estimate(rewarded_batch(), config(advantage_batch_normalize=True))
+    found = estimate(rewarded_batch(), estimation_of(config(advantage_batch_normalize=True)))
     # mean 19 / 5, variance 24 / 25 over the five trained tokens
     expected = [(a - 3.8) / math.sqrt(0.96) for a in (3.0, 3.0, 3.0, 5.0, 5.0)]
     assert found.advantages[[0, 2, 3, 4, 5]].tolist() == pytest.approx(expected, rel=1e-6)

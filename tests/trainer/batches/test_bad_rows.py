@@ -15,6 +15,7 @@ from trainer.batches.forest import RowLimit
 from trainer.batches.plan import make_plan
 from trainer.config.train_config import TrainConfig
 from trainer.run.dataset_checks import check_rows, corrects_for_sampler
+from trainer.run.settings import plan_settings
 
 NAN, INF = float("nan"), float("inf")
 SAMPLED = {"rollout_logprobs": [-1.0, -2.0], "temperature": 1.0}
@@ -49,7 +50,9 @@ def checked(rows: list[dict[str, Any]], **settings: Any) -> pl.DataFrame:
         }
     )
     limit = RowLimit(num_tokens=99, reason="", hint="")
-    return check_rows(index, make_plan(returns, made), made, vocab_size=VOCAB, limit=limit)
+    return check_rows(
+        index, make_plan(returns, plan_settings(made)), made, vocab_size=VOCAB, limit=limit
+    )
 
 
 def changed(row: int, **values: Any) -> list[dict[str, Any]]:

@@ -34,10 +34,13 @@ from tests.trainer.algorithms.test_advantages_critic import learner_of as critic
 from trainer.batches.data import Batch
 from trainer.batches.packing import cut_batch
 from trainer.batches.recorded_routes import Routes
+from trainer.config.train_config import TrainConfig
 from trainer.models.critic import Critic, critic_values
 from trainer.models.policy import Policy
+from trainer.run.settings import packing_of
 from trainer.run.update import policy_logprobs
 
+PACKING = packing_of(TrainConfig(dataset="d", model="m", out="o"))
 EVERY = pytest.mark.parametrize("family", FAMILIES)
 
 
@@ -55,7 +58,7 @@ def with_routes(rows: list[Row], routes: Routes | None, **values: Any) -> Batch:
 
 
 def logprobs_of(policy: Policy, batch: Batch) -> Tensor:
-    (mini_batch,) = cut_batch(batch, learner_of(policy).config)
+    (mini_batch,) = cut_batch(batch, PACKING)
     (forest,) = mini_batch.forests
     return policy(forest, batch.temperature[forest.target_slot])[0]
 
@@ -194,7 +197,7 @@ def test_old_new_and_reference_passes_take_the_routes_and_the_critic_does_not() 
         Policy(tiny_moe(seed=3), logprob_chunk_tokens=8),
     )
     learner = learner_of(policy, reference=reference)
-    forests, free_forests = (cut_batch(b, learner.config)[0].forests for b in (batch, free))
+    forests, free_forests = (cut_batch(b, PACKING)[0].forests for b in (batch, free))
     for model_of_pass in (None, reference):
         replayed = policy_logprobs(learner, batch, forests, model_of_pass)
         assert (

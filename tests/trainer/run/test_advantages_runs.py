@@ -25,6 +25,7 @@ from tests.helpers.trainer_helpers import (
 from trainer.batches.plan import make_plan
 from trainer.config.train_config import TrainConfig, load_config
 from trainer.models.critic import Critic, load_critic
+from trainer.run.settings import plan_settings
 
 ESTIMATORS = ["grpo", "rloo", "maxrl", "reinforce++", "gae"]
 PATHS = ["dataset=ds", "model=m", "out=o"]
@@ -317,7 +318,7 @@ def test_plan_takes_the_estimator_that_is_named(estimator: str) -> None:
     )
     settings: dict[str, Any] = {"advantage_estimator": estimator, "partial_groups": "train"}
     config = TrainConfig(dataset="d", model="m", out="o", **settings)
-    found = make_plan(returns, config).trajectories["advantage"].to_list()
+    found = make_plan(returns, plan_settings(config)).trajectories["advantage"].to_list()
     expected = {"rloo": [1.0, -1.0, 0.0], "maxrl": [0.5 / 0.500001, -0.5 / 0.500001, 0.0]}
     assert found == pytest.approx(expected[estimator], rel=1e-9)
 

@@ -18,6 +18,7 @@ from trainer.batches.data import load_batch
 from trainer.batches.plan import make_plan
 from trainer.config.train_config import TrainConfig
 from trainer.run.kl_reward import charge_kl, next_coef
+from trainer.run.settings import kl_reward_of, plan_settings
 
 REWARDS = (1.0, 0.0, 0.5)
 
@@ -33,13 +34,15 @@ def charged(dataset: str, layout: str, **settings: Any) -> Any:
     """A batch whose trajectory number n drifted by n / 10 nats at every token."""
     config = TrainConfig(dataset=dataset, model="m", out="o", kl_reward_coef=0.5, **settings)
     rollouts = rollout_io.scan(dataset)
-    plan = make_plan(pipelines.trajectory_returns(rollouts, "last").collect(), config)
+    plan = make_plan(
+        pipelines.trajectory_returns(rollouts, "last").collect(), plan_settings(config)
+    )
     batch = load_batch(rollouts, plan, plan.batches[0], layout)
     drift = np.repeat(batch.trajectory / 10, batch.responses.lengths)
     ref = torch.where(torch.from_numpy(batch.trains), torch.tensor(-2.0), torch.nan)
     old = ref + torch.from_numpy(drift).float()
     given = {"old_logprobs": old, "ref_logprobs": ref, "coef": 0.5}
-    charged_batch, metrics = charge_kl(batch, plan, plan.batches[0], config, **given)
+    charged_batch, metrics = charge_kl(batch, plan, plan.batches[0], kl_reward_of(config), **given)
     return batch, charged_batch, metrics
 
 
@@ -71,12 +74,12 @@ def test_token_by_token_each_reward_is_less_by_its_own(layout: str, dataset: str
 def test_the_coefficient_is_fixed_or_follows_the_target(dataset: str) -> None:
     batch, _, metrics = charged(dataset, "merge")
     fixed = TrainConfig(dataset="d", model="m", out="o", kl_reward_coef=0.5)
-    assert next_coef(0.5, metrics, batch, fixed) == 0.5
+    assert next_coef(0.5, metrics, batch, kl_reward_of(fixed)) == 0.5
     adaptive = TrainConfig(
         dataset="d", model="m", out="o", kl_reward_coef=0.5, kl_ctrl_type="adaptive", kl_horizon=10
     )
     expected = 0.5 * (1 + max(metrics["loss/avg_kl"] / 0.1 - 1, -0.2) * 6 / 10)
-    assert next_coef(0.5, metrics, batch, adaptive) == pytest.approx(expected)
+    assert next_coef(0.5, metrics, batch, kl_reward_of(adaptive)) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "reinforce++", "gae"])

@@ -10,14 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from accelerate import Accelerator
 
 import trainer
 from tests.helpers.trainer_helpers import (
-    learner_of,
     one_group,
     save_tiny_model,
     step,
-    tiny_policy,
     write_dataset,
 )
 from trainer.config.train_config import TrainConfig
@@ -85,10 +84,11 @@ def test_a_terminal_gets_a_bar_and_warnings_but_no_line_per_update(
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setenv("NO_COLOR", "1")
+    config = TrainConfig(dataset="ds", model="m", out="o")
     master, slave = pty.openpty()
     with os.fdopen(slave, "w") as terminal:
         monkeypatch.setattr("sys.stderr", terminal)
-        with RunLog(learner_of(tiny_policy()), tmp_path, num_planned=6) as log:
+        with RunLog(Accelerator(), config, tmp_path, num_planned=6) as log:
             log.write(metrics(num_trained_groups=0))
         terminal.flush()
         shown = ""

@@ -42,6 +42,7 @@ from trainer.config.functions import POLICY_LOSS
 from trainer.config.train_config import TrainConfig
 from trainer.models.policy import Policy
 from trainer.run.advice import warnings_about_rows
+from trainer.run.settings import correction_of, plan_settings
 from trainer.run.update import policy_logprobs, update
 
 
@@ -106,7 +107,10 @@ class Case:
             x.selected[kl_cov_selection(covariance, fraction=c.kl_cov_frac)] = True
         losses = policy_loss(x, bind(POLICY_LOSS, c)).losses
         if c.corrects_for_sampler:
-            losses = losses * correct(x.old_logprobs, x.rollout_logprobs, x.row, c).weights
+            losses = (
+                losses
+                * correct(x.old_logprobs, x.rollout_logprobs, x.row, correction_of(c)).weights
+            )
         if c.kl_loss_coef:
             reference = self.plain(self.reference)[0].detach()[keep]
             losses = losses + c.kl_loss_coef * kl_estimates(
@@ -179,7 +183,7 @@ def test_clip_cov_leaves_out_tokens_however_many_there_are() -> None:
 def batch_of(rows: list[dict[str, Any]], path: Path, layout: str) -> Batch:
     config = TrainConfig(dataset="d", model="m", out="o", partial_groups="train")
     dataset = rollout_io.scan(write_dataset(path / layout, rows))
-    plan = make_plan(pipelines.trajectory_returns(dataset, "last").collect(), config)
+    plan = make_plan(pipelines.trajectory_returns(dataset, "last").collect(), plan_settings(config))
     return load_batch(dataset, plan, plan.batches[0], layout)
 
 

@@ -21,6 +21,7 @@ from trainer.batches.data import Batch, load_batch
 from trainer.batches.plan import Plan, make_plan
 from trainer.config.train_config import TrainConfig
 from trainer.models.policy import Policy, load_policy
+from trainer.run.settings import plan_settings
 from trainer.run.update import policy_logprobs
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
@@ -44,7 +45,9 @@ def rollouts(shop_dataset: Path) -> pl.LazyFrame:
 
 def planned(rollouts: pl.LazyFrame, outcome: str) -> Plan:
     config = TrainConfig(dataset="d", model="m", out="o", failed="trajectory")
-    return make_plan(pipelines.trajectory_returns(rollouts, outcome).collect(), config)
+    return make_plan(
+        pipelines.trajectory_returns(rollouts, outcome).collect(), plan_settings(config)
+    )
 
 
 def steps_of(batch: Batch) -> Iterator[tuple[list[int], list[int], list[bool]]]:

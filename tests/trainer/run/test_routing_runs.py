@@ -55,6 +55,7 @@ from trainer.batches.packing import cut_batch
 from trainer.batches.plan import make_plan
 from trainer.engine.embedded import TransformersEngine
 from trainer.models.policy import Policy, load_policy
+from trainer.run.settings import packing_of, plan_settings
 from trainer.run.update import policy_logprobs
 
 POLICY = Policy(tiny_moe(), logprob_chunk_tokens=16)
@@ -84,9 +85,11 @@ def updates_of(
     """The batch, its log-probabilities in the order of the steps, an update, tokens forwarded."""
     rollouts = rollout_io.scan(dataset)
     config = config_of(sequence_layout=layout, **settings)
-    plan = make_plan(pipelines.trajectory_returns(rollouts, "last").collect(), config)
+    plan = make_plan(
+        pipelines.trajectory_returns(rollouts, "last").collect(), plan_settings(config)
+    )
     batch = load_batch(rollouts, plan, plan.batches[0], layout)
-    (mini_batch,) = cut_batch(batch, config)
+    (mini_batch,) = cut_batch(batch, packing_of(config))
     logprobs = policy_logprobs(learner_of(POLICY), batch, mini_batch.forests)
     update = updated(POLICY, batch, mini_batch.forests, None, None)
     return batch, logprobs[batch.chains.slots], update, mini_batch.num_tokens
@@ -143,7 +146,9 @@ def test_trees_of_any_rows_and_routes_agree_with_steps(
     batch = dataclasses.replace(batch_of(family), routes=routes_of(parts))
     found = []
     for layout in ("step", "tree"):
-        (mini_batch,) = cut_batch(batch, config_of(sequence_layout=layout, tree_scope="group"))
+        (mini_batch,) = cut_batch(
+            batch, packing_of(config_of(sequence_layout=layout, tree_scope="group"))
+        )
         found.append(updated(POLICY, batch, mini_batch.forests, None, None))
     check_same(found[1], found[0])
 
@@ -299,7 +304,7 @@ def test_a_run_reproduces_a_sampler_that_routed_differently(
         batch = batch_of(([(prompt, response, [True] * len(response))], [("a", "a_0")]))
         routes = routes_of([torch.tensor(row[ROUTING], dtype=torch.int16)])
         batch = dataclasses.replace(batch, routes=routes)
-        forests = cut_batch(batch, config_of(sequence_layout="step"))[0].forests
+        forests = cut_batch(batch, packing_of(config_of(sequence_layout="step")))[0].forests
         row["rollout_logprobs"] = policy_logprobs(learner_of(policy), batch, forests).tolist()
         row["temperature"] = 1.0
     dataset = write_routed(tmp_path / "ds", rows, "processed")

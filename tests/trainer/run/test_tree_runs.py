@@ -26,6 +26,7 @@ from trainer.batches.plan import Plan, make_plan
 from trainer.config.train_config import TrainConfig
 from trainer.models.policy import load_policy
 from trainer.run.advice import warnings_before
+from trainer.run.settings import plan_settings
 
 CUT = {"num_forwarded_tokens", "num_micro_batches", "seconds", "tokens_per_s", "repeated_share"}
 RUNS: dict[str, dict[str, Any]] = {
@@ -130,7 +131,9 @@ def test_the_gradient_of_real_rollouts_on_a_real_model_is_that_of_steps(
     rollouts = rollout_io.scan(str(shop_dataset))
     rollouts = rollouts.filter(pl.col("repetition_id") < num_trajectories)
     config = TrainConfig(dataset="d", model="m", out="o", failed="trajectory")
-    plan = make_plan(pipelines.trajectory_returns(rollouts, "last").collect(), config)
+    plan = make_plan(
+        pipelines.trajectory_returns(rollouts, "last").collect(), plan_settings(config)
+    )
     batch = load_batch(rollouts, plan, ["shop-5"], "tree")
     jitter = torch.linspace(-1, 1, len(batch.trains))
     batch = dataclasses.replace(batch, advantages=batch.advantages + jitter)

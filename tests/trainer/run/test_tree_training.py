@@ -36,6 +36,7 @@ from trainer.models.critic import critic_values, update_critic
 from trainer.models.lora import add_adapter
 from trainer.models.policy import Policy
 from trainer.run.batch_advantages import estimate
+from trainer.run.settings import estimation_of
 from trainer.run.update import policy_logprobs
 
 Family = tuple[list[Row], TrajectoryIds]
@@ -59,7 +60,7 @@ def check_layouts_agree(
         forests = mini_batch_of(batch, **how).forests
         learner, critic = learner_of(POLICY, **config), critic_learner_of(CRITIC)
         values = critic_values(critic, batch, forests)
-        estimates = estimate(batch, learner.config, values)
+        estimates = estimate(batch, estimation_of(config_of(**config)), values)
         if estimates.value_targets is not None:
             errors = (estimates.value_targets - values)[torch.from_numpy(batch.trains)]
             assume(errors.std(correction=0) > 0.1)  # whitening equal ones would show rounding
@@ -153,7 +154,7 @@ def test_the_critics_gradient_is_that_of_steps(family: Family, budget: int, seed
         critic = tiny_critic()
         learner = critic_learner_of(critic, max_grad_norm=1e9, critic_learning_rate=1e-30)
         values = critic_values(learner, batch, forests)
-        targets = estimate(batch, config, values).value_targets
+        targets = estimate(batch, estimation_of(config), values).value_targets
         assert targets is not None
         kept: list[torch.Tensor] = []
         learner.optimizer.register_step_pre_hook(

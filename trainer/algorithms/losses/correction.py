@@ -8,13 +8,17 @@ training" (fengyao.notion.site/off-policy-rl); Liu et al. 2025, "When speed kill
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from trainer.algorithms.losses.ratios import bounded_exp, row_sums
-from trainer.config.loss_config import LossConfig
+
+Range = tuple[float | None, float | None]
+"""Lower and upper bound; None: unbounded."""
+UNBOUNDED: Range = (None, None)
 
 
 class Bounds(NamedTuple):
@@ -94,10 +98,32 @@ def any_in_row(flags: Tensor, row: Tensor) -> Tensor:
     return row_sums(flags.float(), row) > 0
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CorrectionSettings:
+    """Which corrections for the sampler apply.
+
+    Attributes:
+        weights: Importance weights per token, or per row; None: 1.
+        max_weight: Maximum weight.
+        outliers: Leave out rows with a token whose ratio is outside this range.
+        tokens: Leave out tokens whose ratio is outside this range.
+        row_metric: Leave out rows by the product or the geometric mean of their ratios; None: by
+            neither.
+        rows: Range of `row_metric` that is kept.
+    """
+
+    weights: Literal["token", "sequence"] | None
+    max_weight: float
+    outliers: Range
+    tokens: Range
+    row_metric: Literal["product", "geometric"] | None
+    rows: Range
+
+
 def correct(
-    old_logprobs: Tensor, rollout_logprobs: Tensor, row: Tensor, c: LossConfig
+    old_logprobs: Tensor, rollout_logprobs: Tensor, row: Tensor, settings: CorrectionSettings
 ) -> Correction:
-    """Apply all configured corrections.
+    """Apply all corrections of `settings`.
 
     In this order, each to the targets that the earlier ones kept: rows with an outlier, tokens,
     importance weights, rows by their ratio. Targets left out still count in denominators.
@@ -106,41 +132,34 @@ def correct(
         old_logprobs: [M] nats.
         rollout_logprobs: [M] nats, finite.
         row: [M] int64 row of each target, 0..R-1; must include all targets of a row.
-        c: Loss configuration.
+        settings: Which corrections apply.
     """
     log_ratio = (old_logprobs - rollout_logprobs).detach()
     ratio = bounded_exp(log_ratio)
     per_target: dict[str, Tensor] = {"is_ratio": ratio}
     per_row: dict[str, Tensor] = {}
-    outliers = bounds(ratio, c.outlier_token_is_threshold_low, c.outlier_token_is_threshold_high)
-    over, under = (any_in_row(flags, row) for flags in outliers)
+    over, under = (any_in_row(flags, row) for flags in bounds(ratio, *settings.outliers))
     kept = ~(over | under)[row]
-    if (c.outlier_token_is_threshold_low, c.outlier_token_is_threshold_high) != (None, None):
+    if settings.outliers != UNBOUNDED:
         per_row |= _row_metrics("outlier_seq", Bounds(over, under))
-    if c.token_mask_is_threshold_low is not None:
-        inside = bounds(ratio, c.token_mask_is_threshold_low, c.token_mask_is_threshold_high).inside
+    if settings.tokens != UNBOUNDED:
+        inside = bounds(ratio, *settings.tokens).inside
         per_target["token_mask_ratio"] = ~inside[kept]
         kept = kept & inside
     weights = torch.ones_like(ratio)
-    if c.importance_weights == "token":
-        weights = token_weights(log_ratio, c.token_tis_ratio_clip_high)
-        per_target["tis_token_clip_high_ratio"] = ratio[kept] > c.token_tis_ratio_clip_high
-    elif c.importance_weights == "sequence":
+    if settings.weights == "token":
+        weights = token_weights(log_ratio, settings.max_weight)
+        per_target["tis_token_clip_high_ratio"] = ratio[kept] > settings.max_weight
+    elif settings.weights == "sequence":
         product = row_ratios(log_ratio, kept, row, "product")
-        weights = product.clamp(max=c.sequence_tis_ratio_clip_high)[row]
-        per_row["tis_seq_clip_high_ratio"] = product > c.sequence_tis_ratio_clip_high
-    if c.sequence_mask_metric is not None:
-        found = _row_bounds(row_ratios(log_ratio, kept, row, c.sequence_mask_metric), c)
-        name = "geo" if c.sequence_mask_metric == "geometric" else "product"
+        weights = product.clamp(max=settings.max_weight)[row]
+        per_row["tis_seq_clip_high_ratio"] = product > settings.max_weight
+    if settings.row_metric is not None:
+        found = bounds(row_ratios(log_ratio, kept, row, settings.row_metric), *settings.rows)
+        name = "geo" if settings.row_metric == "geometric" else "product"
         per_row |= _row_metrics(f"{name}_sequence_mask", found)
         kept = kept & found.inside[row]
     return Correction(torch.where(kept, weights, 0.0), per_target, per_row)
-
-
-def _row_bounds(ratios: Tensor, c: LossConfig) -> Bounds:
-    if c.sequence_mask_metric == "geometric":
-        return bounds(ratios, c.geo_mask_low, c.geo_mask_high)
-    return bounds(ratios, c.product_mask_low, c.product_mask_high)
 
 
 def _row_metrics(name: str, found: Bounds) -> dict[str, Tensor]:

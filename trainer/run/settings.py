@@ -1,0 +1,158 @@
+"""The few values that each part of a run is handed of its configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from schemas.metadata import Outcome
+from trainer.algorithms.losses.correction import UNBOUNDED, CorrectionSettings
+from trainer.algorithms.losses.covariance import ClipCovSettings
+from trainer.algorithms.objective import Objective
+from trainer.batches.packing import Packing
+from trainer.batches.plan import Passes, PlanSettings
+from trainer.config.function_keys import BoundFunction, bind
+from trainer.config.functions import ADVANTAGE_ESTIMATOR, LOSS_REDUCTION, POLICY_LOSS
+from trainer.config.loss_config import LossConfig
+from trainer.config.train_config import TrainConfig
+from trainer.run.batch_advantages import Estimation
+from trainer.run.kl_reward import KlReward
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchSettings:
+    """How a run's batches are read, packed, passed over and estimated.
+
+    Attributes:
+        outcome: How returns are computed.
+        passes: Passes over the dataset and over each batch.
+        packing: How rows are read and packed.
+        estimation: How advantages are estimated.
+        kl_reward: How the divergence is charged to the rewards; None: it is not.
+    """
+
+    outcome: Outcome
+    passes: Passes
+    packing: Packing
+    estimation: Estimation
+    kl_reward: KlReward | None
+
+
+def batch_settings(config: TrainConfig) -> BatchSettings:
+    """Take what the batches of a run need; `outcome` and `merge_rule` are resolved."""
+    return BatchSettings(
+        outcome=config.outcome or "last",
+        passes=passes_of(config),
+        packing=packing_of(config),
+        estimation=estimation_of(config),
+        kl_reward=kl_reward_of(config) if config.kl_reward_coef else None,
+    )
+
+
+def plan_settings(config: TrainConfig) -> PlanSettings:
+    """Take what `make_plan` needs."""
+    return PlanSettings(
+        needs_outcomes=not config.is_supervised,
+        compares_groups=config.compares_groups,
+        estimator=None if config.is_supervised else _trajectory_estimator(config),
+        failed=config.failed,
+        group_size=config.group_size,
+        partial_groups=config.partial_groups,
+        drop_zero_variance_groups=config.drop_zero_variance_groups,
+        groups_per_batch=config.groups_per_batch,
+        groups_per_mini_batch=config.groups_per_mini_batch,
+    )
+
+
+def passes_of(config: TrainConfig) -> Passes:
+    """Take how often batches are passed over."""
+    return Passes(
+        num_epochs=config.num_epochs,
+        epochs_per_batch=config.epochs_per_batch,
+        groups_per_mini_batch=config.groups_per_mini_batch,
+        max_updates=config.max_updates,
+    )
+
+
+def packing_of(config: TrainConfig) -> Packing:
+    """Take how rows are read and packed."""
+    return Packing(
+        sequence_layout=config.sequence_layout,
+        merge_rule=config.merge_rule,
+        tree_scope=config.tree_scope,
+        tokens_per_micro_batch=config.tokens_per_micro_batch,
+        max_row_tokens=config.max_row_tokens,
+        replay_routing=config.replay_routing,
+    )
+
+
+def estimation_of(config: TrainConfig) -> Estimation:
+    """Take how a batch's advantages are estimated."""
+    return Estimation(
+        estimator=bind(ADVANTAGE_ESTIMATOR, config) if config.estimates_by_token else None,
+        batch_normalize=config.advantage_batch_normalize,
+        is_supervised=config.is_supervised,
+    )
+
+
+def kl_reward_of(config: TrainConfig) -> KlReward:
+    """Take how the divergence is charged to the rewards."""
+    return KlReward(
+        kl_estimator=config.kl_estimator_type,
+        estimator=_trajectory_estimator(config),
+        target=config.kl_target if config.kl_ctrl_type == "adaptive" else None,
+        horizon=config.kl_horizon,
+    )
+
+
+def objective_of(config: LossConfig, *, corrects: bool) -> Objective:
+    """Take the loss.
+
+    Args:
+        config: Configuration of the run.
+        corrects: Whether importance weights and masks apply; set by `trainer.run.dataset_checks`.
+    """
+    selection: ClipCovSettings | float | None = None
+    if config.policy_loss_type == "kl_cov":
+        selection = config.kl_cov_frac
+    elif config.policy_loss_type == "clip_cov":
+        selection = ClipCovSettings(
+            ratio=config.clip_cov_ratio,
+            low=config.clip_cov_lb,
+            high=config.clip_cov_ub,
+            eps_clip_low=config.eps_clip_low,
+            eps_clip_high=config.eps_clip_high,
+        )
+    return Objective(
+        policy_loss=bind(POLICY_LOSS, config),
+        reduction=bind(LOSS_REDUCTION, config),
+        needs_old_logprobs=config.needs_old_logprobs,
+        selection=selection,
+        correction=correction_of(config) if corrects else None,
+        kl_estimator=config.kl_estimator_type,
+        kl_coef=config.kl_loss_coef,
+        entropy_coef=config.entropy_loss_coef,
+    )
+
+
+def correction_of(config: LossConfig) -> CorrectionSettings:
+    """Take the corrections for the sampler."""
+    by_token = config.importance_weights == "token"
+    caps = config.token_tis_ratio_clip_high, config.sequence_tis_ratio_clip_high
+    rows = {
+        None: UNBOUNDED,
+        "geometric": (config.geo_mask_low, config.geo_mask_high),
+        "product": (config.product_mask_low, config.product_mask_high),
+    }
+    return CorrectionSettings(
+        weights=config.importance_weights,
+        max_weight=caps[0] if by_token else caps[1],
+        outliers=(config.outlier_token_is_threshold_low, config.outlier_token_is_threshold_high),
+        tokens=(config.token_mask_is_threshold_low, config.token_mask_is_threshold_high),
+        row_metric=config.sequence_mask_metric,
+        rows=rows[config.sequence_mask_metric],
+    )
+
+
+def _trajectory_estimator(config: TrainConfig) -> BoundFunction | None:
+    """Bind the estimator that takes returns; None if it takes the rewards of tokens."""
+    return None if config.estimates_by_token else bind(ADVANTAGE_ESTIMATOR, config)
