@@ -159,6 +159,7 @@ def _ours(
         policy=prepared,
         optimizer=optimizer,
         objective=objective_of(config, corrects=False),
+        learning_rate=config.learning_rate,
         max_grad_norm=config.max_grad_norm,
     )
     lengths = steps.prompts.lengths + steps.responses.lengths

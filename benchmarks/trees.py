@@ -179,6 +179,7 @@ def one_step(
         policy=policy,
         optimizer=training._Kept(policy.parameters(), lr=1.0),
         objective=objective_of(config, corrects=False),
+        learning_rate=config.learning_rate,
         max_grad_norm=config.max_grad_norm,
     )
     mini_batch, packing = _packed(batch, config)

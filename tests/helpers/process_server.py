@@ -77,7 +77,7 @@ def check_sharded(model: nn.Module) -> None:
 def gradient(job: dict[str, Any]) -> None:
     """Save the gradient of one update of a tiny policy, and its norm."""
     rows = job["rows"]
-    accelerator = make_accelerator(TrainConfig(dataset="d", model="m", out="o"))
+    accelerator = make_accelerator(out="o")
     batch = make_batch(rows, advantages=[float(i + 1) for i in range(len(rows))])
     policy = tiny_policy(tie_word_embeddings=job["tied"])
     learner = learner_of(policy, max_grad_norm=1e9, learning_rate=1e-30)

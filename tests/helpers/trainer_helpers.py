@@ -111,6 +111,7 @@ def learner_of(
         policy=policy,
         optimizer=torch.optim.SGD(policy.parameters(), lr=config.learning_rate),
         objective=objective_of(config, corrects=corrects),
+        learning_rate=config.learning_rate,
         max_grad_norm=config.max_grad_norm,
         reference=reference,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -18,30 +19,37 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from schemas.errors import RolloutError
-from trainer.config.train_config import TrainConfig
 from trainer.distributed.sharding import is_sharded
 
 PATIENCE = timedelta(hours=2)
 """How long processes wait for each other, for example while one writes a large checkpoint."""
 
 
-def make_accelerator(config: TrainConfig) -> Accelerator:
+def make_accelerator(
+    *, out: str, dtype: str = "float32", optimizer: str = "adamw", trackers: Sequence[str] = ()
+) -> Accelerator:
     """Create the Accelerator for `accelerate launch`, `torchrun`, or a single process.
+
+    Args:
+        out: Directory of the run.
+        dtype: Precision of the forward pass.
+        optimizer: Kind of optimizer, which must fit the launch.
+        trackers: Accelerate trackers of the run.
 
     Raises:
         RolloutError: If a tracker is not installed, or the launch requests something unsupported.
     """
     available = [str(tracker) for tracker in get_available_trackers()]
-    for tracker in config.trackers:
+    for tracker in trackers:
         if tracker not in available:
             expected = f"one of those installed: {', '.join(available) or 'none'}"
             raise RolloutError("config_value", "trackers", f"`{tracker}`", expected)
-    _check_launch(config)
+    _check_launch(optimizer)
     num_launched = int(os.environ.get("WORLD_SIZE", "1"))
     accelerator = Accelerator(
-        mixed_precision="bf16" if config.dtype == "bfloat16" else "no",
-        log_with=list(config.trackers) or None,
-        project_dir=config.out,
+        mixed_precision="bf16" if dtype == "bfloat16" else "no",
+        log_with=list(trackers) or None,
+        project_dir=out,
         cpu="LOCAL_RANK" in os.environ and not torch.accelerator.is_available(),
         kwargs_handlers=[
             DistributedDataParallelKwargs(gradient_as_bucket_view=True),
@@ -53,7 +61,7 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
         hint = "torchrun --nproc_per_node N --no-python rollouts train ..."
         raise RolloutError("launch", "WORLD_SIZE", got, "one run", hint)
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    if plugin is not None and config.dtype == "bfloat16":
+    if plugin is not None and dtype == "bfloat16":
         # Temperatures and log-probabilities must not be rounded.
         plugin.mixed_precision_policy = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
@@ -85,7 +93,7 @@ def wrap_frozen(accelerator: Accelerator, model: nn.Module) -> Any:
     return accelerator.prepare_model(model, evaluation_mode=True)
 
 
-def _check_launch(config: TrainConfig) -> None:
+def _check_launch(optimizer: str) -> None:
     where, expected = "accelerate launch", "data parallelism or FSDP2"
     num_accumulated = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
     if num_accumulated != "1":
@@ -100,7 +108,7 @@ def _check_launch(config: TrainConfig) -> None:
     if os.environ.get("FSDP_VERSION", "1") != "2":
         hint = "--fsdp_version 2, or fsdp_version: 2 under fsdp_config"
         raise RolloutError("launch", where, "FSDP version 1", expected, hint)
-    if config.optimizer == "adamw_8bit":
+    if optimizer == "adamw_8bit":
         got, expected = "adamw_8bit with FSDP", "adamw, whose state can be sharded"
         raise RolloutError("launch", "optimizer", got, expected, "--set optimizer=adamw")
     # Every process loads the model, which is checked before anything is sharded.

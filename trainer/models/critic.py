@@ -110,6 +110,7 @@ class CriticLearner:
         critic: The critic.
         optimizer: Its optimizer.
         value_clip: Largest change of a value that the loss follows; None: any.
+        learning_rate: Peak learning rate.
         max_grad_norm: Largest L2 norm of the gradient; a larger one is scaled down.
     """
 
@@ -117,6 +118,7 @@ class CriticLearner:
     critic: Critic
     optimizer: torch.optim.Optimizer
     value_clip: float | None
+    learning_rate: float
     max_grad_norm: float
 
 

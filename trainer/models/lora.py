@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from transformers import PreTrainedModel
 from schemas.errors import ConfigError, InputError
 from schemas.extras import requires_extra
 from trainer.batches.forest import Forest
-from trainer.config.train_config import TrainConfig
 from trainer.models.policy import Policy
 from trainer.models.self_check import check_policy
 
@@ -24,7 +24,24 @@ NAME = "default"
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
-def add_adapter(policy: Policy, config: TrainConfig, path: Path | None = None) -> None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterSettings:
+    """Adapters of a policy.
+
+    Attributes:
+        rank: Rank of the adapters.
+        alpha: Their output is multiplied by this divided by `rank`.
+        target_modules: Names, or suffixes of names, of the layers with one; None: `linear_layers`.
+        model: Model directory of the policy.
+    """
+
+    rank: int
+    alpha: int
+    target_modules: tuple[str, ...] | None
+    model: str
+
+
+def add_adapter(policy: Policy, adapter: AdapterSettings, path: Path | None = None) -> None:
     """Add adapters to a policy's linear layers; from then on only they have a gradient.
 
     Each matrix B starts at 0, so the policy is unchanged at first:
@@ -33,7 +50,7 @@ def add_adapter(policy: Policy, config: TrainConfig, path: Path | None = None) -
 
     Args:
         policy: A policy with the float32 weights of the model directory.
-        config: Configuration of the run.
+        adapter: The adapters to add.
         path: Directory of an adapter to resume from, as `save_model` writes it.
 
     Raises:
@@ -43,25 +60,24 @@ def add_adapter(policy: Policy, config: TrainConfig, path: Path | None = None) -
     """
     with requires_extra("lora", "lora_rank"):
         import peft
-    assert config.lora_rank is not None
     names = linear_layers(policy.model)
     settings = peft.LoraConfig(
-        r=config.lora_rank,
-        lora_alpha=config.lora_alpha,
-        target_modules=list(config.lora_target_modules or names),
+        r=adapter.rank,
+        lora_alpha=adapter.alpha,
+        target_modules=list(adapter.target_modules or names),
         task_type="CAUSAL_LM",
-        base_model_name_or_path=config.model,
+        base_model_name_or_path=adapter.model,
     )
     try:
         peft.inject_adapter_in_model(settings, policy.model, NAME)
     except ValueError as error:
         got = f"peft cannot add adapters: {str(error).partition(chr(10))[0]}"
-        raise _no_targets(config, got, names) from error
-    _check_targets(policy.model, config, names)
+        raise _no_targets(adapter, got, names) from error
+    _check_targets(policy.model, adapter, names)
     if path is not None:
         _load(policy.model, path / WEIGHTS)
     policy.eval()
-    check_policy(policy, config.model)
+    check_policy(policy, adapter.model)
 
 
 def linear_layers(model: Any) -> list[str]:
@@ -77,20 +93,20 @@ def linear_layers(model: Any) -> list[str]:
     return sorted({name[-1] for name in layers})
 
 
-def _check_targets(model: Any, config: TrainConfig, names: Sequence[str]) -> None:
+def _check_targets(model: Any, adapter: AdapterSettings, names: Sequence[str]) -> None:
     head = model.get_output_embeddings()
     for name, layer in _layers(model):
         if layer is head or not isinstance(layer.base_layer, nn.Linear):
             kind = "the head" if layer is head else f"a {type(layer.base_layer).__name__}"
             got = f"{name} is {kind}, but adapters need linear layers of the decoder"
-            raise _no_targets(config, got, names)
+            raise _no_targets(adapter, got, names)
 
 
-def _no_targets(config: TrainConfig, got: str, names: Sequence[str]) -> ConfigError:
+def _no_targets(adapter: AdapterSettings, got: str, names: Sequence[str]) -> ConfigError:
     hint = f"leave lora_target_modules out to add adapters to {', '.join(names)}"
-    if config.lora_target_modules is None or not names:
+    if adapter.target_modules is None or not names:
         hint = "leave lora_rank out to train all weights"
-    return ConfigError("lora_target_modules", config.model, got, hint=hint)
+    return ConfigError("lora_target_modules", adapter.model, got, hint=hint)
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -5,27 +5,36 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Iterable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from schemas.extras import requires_extra
-from trainer.config.train_config import TrainConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerSettings:
+    """Keys of the configuration that the policy's optimizer and the critic's share."""
+
+    optimizer: Literal["adamw", "adamw_8bit"]
+    betas: tuple[float, float]
+    weight_decay: float
 
 
 def make_optimizer(
     parameters: Iterable[nn.Parameter],
-    config: TrainConfig,
+    settings: OptimizerSettings,
     *,
     learning_rate: float,
     device: torch.device,
 ) -> torch.optim.Optimizer:
-    """Make the AdamW of `config.optimizer` for trained parameters; torch's is fused on a GPU.
+    """Make the AdamW of `settings.optimizer` for trained parameters; torch's is fused on a GPU.
 
     Args:
         parameters: Parameters of a model; frozen ones are ignored.
-        config: Configuration of the run.
+        settings: Kind of AdamW, and its settings.
         learning_rate: Learning rate of the policy, or of the critic.
         device: Device of the parameters.
 
@@ -33,67 +42,66 @@ def make_optimizer(
         MissingExtra: If adamw_8bit is configured and bitsandbytes is not installed.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    settings: dict[str, Any] = {
+    given: dict[str, Any] = {
         "lr": learning_rate,
-        "betas": config.betas,
-        "weight_decay": config.weight_decay,
+        "betas": settings.betas,
+        "weight_decay": settings.weight_decay,
     }
-    if config.optimizer == "adamw":
-        return torch.optim.AdamW(trained, fused=device.type == "cuda" or None, **settings)
+    if settings.optimizer == "adamw":
+        return torch.optim.AdamW(trained, fused=device.type == "cuda" or None, **given)
     with requires_extra("bnb", "optimizer adamw_8bit"):
         bitsandbytes = importlib.import_module("bitsandbytes")
-    eight_bit: torch.optim.Optimizer = bitsandbytes.optim.AdamW8bit(trained, **settings)
+    eight_bit: torch.optim.Optimizer = bitsandbytes.optim.AdamW8bit(trained, **given)
     return eight_bit
 
 
-def learning_rate_factor(config: TrainConfig, *, num_planned: int, global_step: int) -> float:
-    """Compute the factor of the learning rate for the next update.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RateSchedule:
+    """Schedule of the learning rates of a run.
 
-    For N planned updates, of which W are warmup, after s updates:
-
-        s < W     (s + 1) / (W + 1)
-        constant  1
-        linear    1 - p                 p = (s - W) / (N - W)
-        cosine    (1 + cos(pi p)) / 2
-
-    So no update has a rate of 0. After the warmup, these are the schedules of
-    `transformers.get_scheduler`, whose warmup starts with an update at 0.
-
-    Args:
-        config: Configuration of the run.
+    Attributes:
+        kind: After the warmup: constant, or decaying to 0.
+        warmup_updates: W, updates over which the rate rises.
         num_planned: N, the maximum number of updates.
-        global_step: s, the number of updates so far, not counting skipped ones.
 
     Example:
-        >>> paths = {"dataset": "ds", "model": "m", "out": "o"}
-        >>> linear = TrainConfig(**paths, learning_rate_schedule="linear", warmup_updates=1)
-        >>> [learning_rate_factor(linear, num_planned=5, global_step=s) for s in range(5)]
+        >>> linear = RateSchedule(kind="linear", warmup_updates=1, num_planned=5)
+        >>> [linear.factor(global_step) for global_step in range(5)]
         [0.5, 1.0, 0.75, 0.5, 0.25]
     """
-    warmup = config.warmup_updates
-    if global_step < warmup:
-        return (global_step + 1) / (warmup + 1)
-    if config.learning_rate_schedule == "constant":
-        return 1.0
-    done = (global_step - warmup) / max(num_planned - warmup, 1)
-    if config.learning_rate_schedule == "linear":
-        return 1 - done
-    return (1 + math.cos(math.pi * done)) / 2
+
+    kind: Literal["constant", "linear", "cosine"]
+    warmup_updates: int
+    num_planned: int
+
+    def factor(self, global_step: int) -> float:
+        """Compute the factor of the learning rate for the next update.
+
+        For N planned updates, of which W are warmup, after s updates:
+
+            s < W     (s + 1) / (W + 1)
+            constant  1
+            linear    1 - p                 p = (s - W) / (N - W)
+            cosine    (1 + cos(pi p)) / 2
+
+        So no update has a rate of 0. After the warmup, these are the schedules of
+        `transformers.get_scheduler`, whose warmup starts with an update at 0.
+
+        Args:
+            global_step: s, the number of updates so far, not counting skipped ones.
+        """
+        warmup = self.warmup_updates
+        if global_step < warmup:
+            return (global_step + 1) / (warmup + 1)
+        if self.kind == "constant":
+            return 1.0
+        done = (global_step - warmup) / max(self.num_planned - warmup, 1)
+        if self.kind == "linear":
+            return 1 - done
+        return (1 + math.cos(math.pi * done)) / 2
 
 
-def set_learning_rates(
-    config: TrainConfig,
-    policy: torch.optim.Optimizer,
-    critic: torch.optim.Optimizer | None,
-    *,
-    num_planned: int,
-    global_step: int,
-) -> None:
-    """Set the learning rates of the optimizers for the next update."""
-    factor = learning_rate_factor(config, num_planned=num_planned, global_step=global_step)
-    for optimizer, rate in (
-        (policy, config.learning_rate),
-        (critic, config.critic_learning_rate),
-    ):
-        for group in optimizer.param_groups if optimizer else ():
-            group["lr"] = rate * factor
+def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    """Set the learning rate of an optimizer for the next update."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate

@@ -11,7 +11,6 @@ import numpy as np
 from trainer.batches.data import read_rows, to_batch
 from trainer.batches.forest import chain_lengths
 from trainer.batches.packing import cut_batch
-from trainer.batches.plan import num_planned_updates
 from trainer.batches.prefetch import one_ahead
 from trainer.config.resolved import resolved
 from trainer.config.train_config import TrainConfig
@@ -119,7 +118,7 @@ def dry_run(config: TrainConfig, *, resume: bool = False) -> DryRun:
         num_batches=len(plan.batches),
         num_epochs=config.num_epochs,
         num_mini_batches=len(chosen.micro_batches) * config.epochs_per_batch,
-        num_updates=num_planned_updates(run.plan, run.settings.passes),
+        num_updates=run.schedule.num_planned,
         num_updates_made=run.progress.global_step,
         num_trained_tokens=counts[trained][1],
         trained_layout=trained,

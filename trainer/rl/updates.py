@@ -27,7 +27,7 @@ from trainer.run.load_models import Models, check_dataset, load_models, make_lea
 from trainer.run.log import RunLog, say
 from trainer.run.loop import count_update, save, set_rates
 from trainer.run.mini_batches import mini_batch_updates
-from trainer.run.settings import batch_settings, objective_of, plan_settings
+from trainer.run.settings import batch_settings, objective_of, plan_settings, rate_schedule
 from trainer.run.setup import TrainingRun
 from trainer.run.state import Position, Progress, load_progress, restore
 
@@ -49,7 +49,10 @@ class Learning:
 
     def __init__(self, config: RlConfig, checkpoint: Path | None) -> None:
         self.config, self.training = config, config.training
-        accelerator = make_accelerator(self.training)
+        t = self.training
+        accelerator = make_accelerator(
+            out=t.out, dtype=t.dtype, optimizer=t.optimizer, trackers=t.trackers
+        )
         set_seed(self.training.seed)
         self.progress = Progress(position=Position(kl_coef=self.training.kl_reward_coef))
         if checkpoint:
@@ -103,14 +106,14 @@ class Learning:
             RolloutError: If rows cannot be trained as configured, or every trajectory failed.
         """
         run, iteration = self._run(dataset), self.iteration
-        set_rates(run, self.progress.global_step, self.num_planned)
+        set_rates(run, self.progress.global_step)
         lines = []
         position = dataclasses.replace(self.progress.position, batch=0)
         for update in mini_batch_updates(run, position, explains=not self._explained):
             self._explained |= update.cause is not None
             after = dataclasses.replace(update.position, batch=iteration + update.position.batch)
             there = dataclasses.replace(update, position=after)
-            self.progress, metrics = count_update(run, self.progress, there, self.num_planned)
+            self.progress, metrics = count_update(run, self.progress, there)
             if any(name.startswith(ENVIRONMENT) for name in numbers):  # the environments' own
                 metrics = {n: v for n, v in metrics.items() if not n.startswith(ENVIRONMENT)}
             metrics = {"iteration": iteration} | metrics | numbers
@@ -181,6 +184,7 @@ class Learning:
             critic=self._critic,
             rollouts=rollouts,
             plan=plan,
+            schedule=rate_schedule(config, self.num_planned),
             num_greedy_rows=checked.num_greedy_rows,
             limit=self.models.limit,
             checkpoints=self._checkpoints(),

@@ -23,7 +23,7 @@ from trainer.run.advice import warnings_before
 from trainer.run.dataset_checks import check_rows, corrects_for_sampler, num_greedy_rows
 from trainer.run.log import say
 from trainer.run.routing_checks import check_replay
-from trainer.run.settings import objective_of
+from trainer.run.settings import adapter_settings, objective_of, optimizer_settings
 from trainer.run.update import Learner
 
 
@@ -146,19 +146,21 @@ def make_learners(
         RolloutError: If the launch or an optimizer needs something unavailable.
     """
     device, reference, critic = accelerator.device, None, None
+    settings = optimizer_settings(config)
     if models.critic:
         trained, rate = models.critic.trained_parameters(), config.critic_learning_rate
-        optimizer = make_optimizer(trained, config, learning_rate=rate, device=device)
+        optimizer = make_optimizer(trained, settings, learning_rate=rate, device=device)
         model, optimizer = wrap(accelerator, models.critic, optimizer)
         critic = CriticLearner(
             accelerator=accelerator,
             critic=model,
             optimizer=optimizer,
+            learning_rate=rate,
             value_clip=config.value_clip,
             max_grad_norm=config.max_grad_norm,
         )
     trained, rate = models.policy.parameters(), config.learning_rate
-    optimizer = make_optimizer(trained, config, learning_rate=rate, device=device)
+    optimizer = make_optimizer(trained, settings, learning_rate=rate, device=device)
     policy, optimizer = wrap(accelerator, models.policy, optimizer)
     if models.reference:
         reference = wrap_frozen(accelerator, models.reference)
@@ -169,6 +171,7 @@ def make_learners(
         policy=policy,
         optimizer=optimizer,
         objective=objective_of(config, corrects=corrects),
+        learning_rate=rate,
         max_grad_norm=config.max_grad_norm,
         reference=reference,
     )
@@ -184,7 +187,7 @@ def _policy(config: TrainConfig, checkpoint: Path | None) -> Policy:
         trees=config.sequence_layout == "tree",
     )
     if config.lora_rank:
-        add_adapter(policy, config, checkpoint and checkpoint / "adapter")
+        add_adapter(policy, adapter_settings(config), checkpoint and checkpoint / "adapter")
         trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
         say(f"note: LoRA: {trained} parameters train")
     return policy

@@ -12,12 +12,11 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from trainer.batches.plan import num_planned_updates
 from trainer.config.train_config import TrainConfig, save_config
 from trainer.distributed.processes import on_main
 from trainer.distributed.sharding import whole_weights
 from trainer.models.critic import CriticLearner
-from trainer.models.optimizer import set_learning_rates
+from trainer.models.optimizer import set_learning_rate
 from trainer.run.checkpoint import Checkpoints, checkpoint_path, discard_after, save_checkpoint
 from trainer.run.log import RunLog
 from trainer.run.mini_batches import MiniBatchUpdate, mini_batch_updates
@@ -82,14 +81,14 @@ def train(config: TrainConfig, *, resume: bool = False) -> TrainResult:
     plan, config = run.plan, run.config
     write = partial(_write, run.learner.accelerator, run.checkpoints.out)
     progress, metrics = run.progress, dict[str, Any]()
-    every, num_planned = config.save_every_updates, num_planned_updates(plan, run.settings.passes)
+    every = config.save_every_updates
     with ExitStack() as held, stops_when_full(Path(config.out)):
         write(lambda: _open(config, run, held))
-        with _open_log(run, num_planned) as log:
-            set_rates(run, progress.global_step, num_planned)
+        with _open_log(run) as log:
+            set_rates(run, progress.global_step)
             is_over = progress.global_step == config.max_updates
             for update in () if is_over else mini_batch_updates(run, progress.position):
-                progress, metrics = count_update(run, progress, update, num_planned)
+                progress, metrics = count_update(run, progress, update)
                 write(partial(log.write, metrics, update.cause) if log else None)
                 if every and not metrics["skipped"] and progress.global_step % every == 0:
                     save(run.learner, run.critic, progress, run.checkpoints, log)
@@ -134,7 +133,7 @@ def _write(accelerator: Accelerator, out: Path, work: Callable[[], object] | Non
 
 
 def count_update(
-    run: TrainingRun, progress: Progress, update: MiniBatchUpdate, num_planned: int
+    run: TrainingRun, progress: Progress, update: MiniBatchUpdate
 ) -> tuple[Progress, dict[str, Any]]:
     """Count an update and set the learning rates of the next.
 
@@ -143,29 +142,26 @@ def count_update(
     """
     stepped = not update.metrics["skipped"]
     progress = progress.after(update.position, update.moving, stepped=stepped)
-    set_rates(run, progress.global_step, num_planned)
+    set_rates(run, progress.global_step)
     counts = {"global_step": progress.global_step, "num_trained_groups": len(update.moving)}
     return progress, counts | update.metrics
 
 
-def _open_log(run: TrainingRun, num_planned: int) -> AbstractContextManager[RunLog | None]:
+def _open_log(run: TrainingRun) -> AbstractContextManager[RunLog | None]:
     """Open the log in the main process; None in others."""
     accelerator, out = run.learner.accelerator, run.checkpoints.out
     if not accelerator.is_main_process:
         return nullcontext()
-    num_made = run.progress.global_step
+    num_made, num_planned = run.progress.global_step, run.schedule.num_planned
     return RunLog(accelerator, run.config, out, num_planned=num_planned, num_made=num_made)
 
 
-def set_rates(run: TrainingRun, global_step: int, num_planned: int) -> None:
+def set_rates(run: TrainingRun, global_step: int) -> None:
     """Set the learning rates for the update after `global_step` others."""
-    set_learning_rates(
-        run.config,
-        run.learner.optimizer,
-        run.critic.optimizer if run.critic else None,
-        num_planned=num_planned,
-        global_step=global_step,
-    )
+    factor = run.schedule.factor(global_step)
+    for learner in (run.learner, run.critic):
+        if learner:
+            set_learning_rate(learner.optimizer, learner.learning_rate * factor)
 
 
 def save(

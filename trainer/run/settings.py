@@ -14,6 +14,8 @@ from trainer.config.function_keys import BoundFunction, bind
 from trainer.config.functions import ADVANTAGE_ESTIMATOR, LOSS_REDUCTION, POLICY_LOSS
 from trainer.config.loss_config import LossConfig
 from trainer.config.train_config import TrainConfig
+from trainer.models.lora import AdapterSettings
+from trainer.models.optimizer import OptimizerSettings, RateSchedule
 from trainer.run.batch_advantages import Estimation
 from trainer.run.kl_reward import KlReward
 
@@ -101,6 +103,33 @@ def kl_reward_of(config: TrainConfig) -> KlReward:
         estimator=_trajectory_estimator(config),
         target=config.kl_target if config.kl_ctrl_type == "adaptive" else None,
         horizon=config.kl_horizon,
+    )
+
+
+def optimizer_settings(config: TrainConfig) -> OptimizerSettings:
+    """Take what the optimizers share."""
+    return OptimizerSettings(
+        optimizer=config.optimizer, betas=config.betas, weight_decay=config.weight_decay
+    )
+
+
+def rate_schedule(config: TrainConfig, num_planned: int) -> RateSchedule:
+    """Take the schedule of the learning rates, for a number of planned updates."""
+    return RateSchedule(
+        kind=config.learning_rate_schedule,
+        warmup_updates=config.warmup_updates,
+        num_planned=num_planned,
+    )
+
+
+def adapter_settings(config: TrainConfig) -> AdapterSettings:
+    """Take the adapters; `lora_rank` is set."""
+    assert config.lora_rank is not None
+    return AdapterSettings(
+        rank=config.lora_rank,
+        alpha=config.lora_alpha,
+        target_modules=config.lora_target_modules,
+        model=config.model,
     )
 
 

@@ -13,19 +13,20 @@ from rollout_io.dataset.storage import Location, occupied
 from schemas.errors import RolloutError
 from trainer.batches.data import index_rows
 from trainer.batches.forest import RowLimit
-from trainer.batches.plan import Plan, dataset_returns, make_plan
+from trainer.batches.plan import Plan, dataset_returns, make_plan, num_planned_updates
 from trainer.config.resolved import resolved
 from trainer.config.train_config import TrainConfig
 from trainer.config.uses import uses
 from trainer.distributed.launch import make_accelerator
 from trainer.distributed.processes import agreed
 from trainer.models.critic import CriticLearner
+from trainer.models.optimizer import RateSchedule
 from trainer.run.checkpoint import Checkpoints
 from trainer.run.load_models import Models, check_dataset, load_models, make_learners
 from trainer.run.log import say
 from trainer.run.resume import check_max_updates, find_checkpoint, lines_to_keep
 from trainer.run.same_tokenizer import check_tokenizers
-from trainer.run.settings import BatchSettings, batch_settings, plan_settings
+from trainer.run.settings import BatchSettings, batch_settings, plan_settings, rate_schedule
 from trainer.run.state import Position, Progress, dataset_digest, load_progress, restore
 from trainer.run.update import Learner
 
@@ -41,6 +42,7 @@ class TrainingRun:
         critic: Critic and optimizer, if the run has one.
         rollouts: The dataset.
         plan: Plan of one pass over it.
+        schedule: Learning rates of its updates.
         num_greedy_rows: Rows masked because they were sampled at temperature 0.
         limit: Maximum row length.
         checkpoints: Where its checkpoints are.
@@ -54,6 +56,7 @@ class TrainingRun:
     critic: CriticLearner | None
     rollouts: pl.LazyFrame
     plan: Plan
+    schedule: RateSchedule
     num_greedy_rows: int
     limit: RowLimit
     checkpoints: Checkpoints
@@ -67,7 +70,9 @@ def set_up(config: TrainConfig, *, resume: bool) -> TrainingRun:
     Raises:
         RolloutError: See `train`.
     """
-    accelerator = make_accelerator(config)
+    accelerator = make_accelerator(
+        out=config.out, dtype=config.dtype, optimizer=config.optimizer, trackers=config.trackers
+    )
     set_seed(config.seed)
     loaded = agreed(accelerator, lambda: _load(config, resume=resume))
     if accelerator.num_processes > 1:
@@ -78,13 +83,15 @@ def set_up(config: TrainConfig, *, resume: bool) -> TrainingRun:
     if loaded.checkpoint:
         restore(loaded.checkpoint / "state", learner, critic)
         say(f"resuming from {loaded.checkpoint}")
+    settings = batch_settings(loaded.config)
     return TrainingRun(
         config=loaded.config,
-        settings=batch_settings(loaded.config),
+        settings=settings,
         learner=learner,
         critic=critic,
         rollouts=loaded.rollouts,
         plan=loaded.plan,
+        schedule=rate_schedule(loaded.config, num_planned_updates(loaded.plan, settings.passes)),
         num_greedy_rows=loaded.num_greedy_rows,
         limit=loaded.models.limit,
         checkpoints=Checkpoints(

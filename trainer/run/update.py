@@ -46,6 +46,7 @@ class Learner:
         policy: The policy, prepared by `accelerator`.
         optimizer: Its optimizer, prepared by `accelerator`.
         objective: The loss.
+        learning_rate: Peak learning rate.
         max_grad_norm: Largest L2 norm of the gradient; a larger one is scaled down.
         reference: The frozen reference of the KL divergence; None if not needed.
     """
@@ -54,6 +55,7 @@ class Learner:
     policy: Policy
     optimizer: torch.optim.Optimizer
     objective: Objective
+    learning_rate: float
     max_grad_norm: float
     reference: nn.Module | None = None
 

@@ -58,6 +58,7 @@ def learner_of(critic: Critic, **settings_: Any) -> CriticLearner:
         accelerator=Accelerator(),
         critic=critic,
         optimizer=torch.optim.SGD(critic.trained_parameters(), lr=config.critic_learning_rate),
+        learning_rate=config.critic_learning_rate,
         value_clip=config.value_clip,
         max_grad_norm=config.max_grad_norm,
     )

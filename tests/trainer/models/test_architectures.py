@@ -14,6 +14,7 @@ from trainer.config.train_config import TrainConfig
 from trainer.models.lora import add_adapter
 from trainer.models.policy import Policy
 from trainer.models.self_check import check_policy
+from trainer.run.settings import adapter_settings
 
 FEW = {"cohere2", "exaone4", "gpt2", "jetmoe", "qwen3_moe", "phimoe, LongRoPE"}
 
@@ -32,7 +33,9 @@ def test_an_architecture_is_right_in_each_layout_or_refused(kind: str, tmp_path:
     assert found.gradient < 1e-4
     if found.policy:
         config = TrainConfig(dataset="d", model="m", out="o", lora_rank=2)
-        adapters = refusal(lambda policy: add_adapter(policy, config), found.policy)
+        adapters = refusal(
+            lambda policy: add_adapter(policy, adapter_settings(config)), found.policy
+        )
         assert adapters in (None, "lora_target_modules")
         assert refusal(Policy.checkpoint_layers, found.policy) in (None, "gradient_checkpointing")
     if found.policy and found.windowed:

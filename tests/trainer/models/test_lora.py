@@ -31,6 +31,7 @@ from tests.trainer.models.test_attention import tiny
 from trainer.config.train_config import TrainConfig
 from trainer.models.lora import WithoutAdapter, add_adapter, save_model
 from trainer.models.policy import Policy
+from trainer.run.settings import adapter_settings
 from trainer.run.update import policy_logprobs
 
 ROWS = [
@@ -49,7 +50,7 @@ def config_of(**settings: Any) -> TrainConfig:
 def adapted_policy(*, checkpointed: bool = False, chunk: int = 1024, **settings: Any) -> Policy:
     """A tiny policy whose adapters say something."""
     policy = tiny_policy(chunk=chunk)
-    add_adapter(policy, config_of(**settings))
+    add_adapter(policy, adapter_settings(config_of(**settings)))
     generator = torch.Generator().manual_seed(1)
     for name, parameter in policy.model.named_parameters():
         if "lora_B" in name:
@@ -225,7 +226,7 @@ def test_a_mixture_of_experts_has_adapters_in_its_attention_by_default(
     kind: str, tmp_path: Path
 ) -> None:
     policy = Policy(tiny(kind, **MIXTURE), logprob_chunk_tokens=8)
-    add_adapter(policy, config_of())
+    add_adapter(policy, adapter_settings(config_of()))
     trained = {n for n, p in policy.model.named_parameters() if p.requires_grad}
     assert {name.split(".")[4] for name in trained} == {"q_proj", "k_proj", "v_proj", "o_proj"}
     for name, parameter in policy.model.named_parameters():
@@ -241,7 +242,7 @@ def test_a_mixture_of_experts_has_adapters_in_its_attention_by_default(
 def test_experts_and_routers_are_refused_with_a_hint_that_works(targets: tuple[str, ...]) -> None:
     policy = Policy(tiny("qwen3_moe", **MIXTURE), logprob_chunk_tokens=8)
     with pytest.raises(RolloutError, match=r"m: .*adapters.*\[lora_target_modules\]") as error:
-        add_adapter(policy, config_of(lora_target_modules=targets))
+        add_adapter(policy, adapter_settings(config_of(lora_target_modules=targets)))
     names = "k_proj, o_proj, q_proj, v_proj"
     assert error.value.hint == f"leave lora_target_modules out to add adapters to {names}"
 
@@ -249,7 +250,7 @@ def test_experts_and_routers_are_refused_with_a_hint_that_works(targets: tuple[s
 def test_a_model_without_linear_layers_is_refused_with_a_hint_that_works() -> None:
     policy = Policy(tiny("gpt2"), logprob_chunk_tokens=8)
     with pytest.raises(RolloutError, match=r"m: .*adapters.*\[lora_target_modules\]") as error:
-        add_adapter(policy, config_of())
+        add_adapter(policy, adapter_settings(config_of()))
     assert error.value.hint == "leave lora_rank out to train all weights"
 
 

@@ -15,7 +15,8 @@ import trainer
 from schemas.errors import RolloutError
 from tests.helpers.trainer_helpers import group_rows, save_tiny_model, write_dataset
 from trainer.config.train_config import TrainConfig
-from trainer.models.optimizer import learning_rate_factor, make_optimizer
+from trainer.models.optimizer import make_optimizer
+from trainer.run.settings import optimizer_settings, rate_schedule
 
 TIMES = {"seconds", "tokens_per_s"}
 
@@ -63,14 +64,14 @@ def test_schedules_are_those_computed_by_hand(
     schedule: str, warmup: int, expected: list[float]
 ) -> None:
     config = config_of(learning_rate_schedule=schedule, warmup_updates=warmup)
-    found = [learning_rate_factor(config, num_planned=6, global_step=s) for s in range(6)]
+    found = [rate_schedule(config, 6).factor(s) for s in range(6)]
     assert found == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
 def test_a_warmup_as_long_as_the_run_leaves_no_rate_undefined(schedule: str) -> None:
     config = config_of(learning_rate_schedule=schedule, warmup_updates=6)
-    rates = [learning_rate_factor(config, num_planned=6, global_step=s) for s in range(7)]
+    rates = [rate_schedule(config, 6).factor(s) for s in range(7)]
     assert rates[5:] == [6 / 7, 1.0]  # the run asks once more after its last update
 
 
@@ -81,7 +82,7 @@ def test_schedules_are_those_of_transformers_after_the_warmup(schedule: str) -> 
     config = config_of(learning_rate_schedule=schedule, warmup_updates=3)
     for step in range(20):
         if step >= 3:
-            ours = learning_rate_factor(config, num_planned=20, global_step=step)
+            ours = rate_schedule(config, 20).factor(step)
             assert math.isclose(ours, optimizer.param_groups[0]["lr"], rel_tol=1e-12)
         optimizer.step()
         theirs.step()
@@ -158,5 +159,5 @@ def test_a_missing_bitsandbytes_names_the_extra(monkeypatch: pytest.MonkeyPatch)
     parameters = [torch.nn.Parameter(torch.zeros(1))]
     config, device = config_of(optimizer="adamw_8bit"), torch.device("cpu")
     with pytest.raises(RolloutError, match="extra_installed") as error:
-        make_optimizer(parameters, config, learning_rate=1.0, device=device)
+        make_optimizer(parameters, optimizer_settings(config), learning_rate=1.0, device=device)
     assert error.value.hint == 'pip install "rollout-io[bnb]"'

@@ -36,7 +36,7 @@ from trainer.models.critic import critic_values, update_critic
 from trainer.models.lora import add_adapter
 from trainer.models.policy import Policy
 from trainer.run.batch_advantages import estimate
-from trainer.run.settings import estimation_of
+from trainer.run.settings import adapter_settings, estimation_of
 from trainer.run.update import policy_logprobs
 
 Family = tuple[list[Row], TrajectoryIds]
@@ -169,7 +169,7 @@ def test_the_critics_gradient_is_that_of_steps(family: Family, budget: int, seed
 
 def adapted() -> Policy:
     policy = tiny_policy()
-    add_adapter(policy, config_of(lora_rank=4))
+    add_adapter(policy, adapter_settings(config_of(lora_rank=4)))
     generator = torch.Generator().manual_seed(1)
     for name, parameter in policy.model.named_parameters():
         if "lora_B" in name:
