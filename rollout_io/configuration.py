@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from rollout_io.dataset.opening import read_input
-from schemas.errors import RolloutError
+from schemas.errors import ConfigError
 
 Record = TypeVar("Record")
 
@@ -62,7 +62,7 @@ def load_record(
         list_examples: Example value of each list-valued key, for hints.
 
     Raises:
-        RolloutError: config_file: unreadable, or not TOML; config_key: unknown (the hint names the
+        ConfigError: config_file: unreadable, or not TOML; config_key: unknown (the hint names the
             nearest key), or missing; config_value: wrong type, or refused by `kind`.
     """
     given = read_toml(toml_path) | given_options(options)
@@ -91,7 +91,7 @@ def checked_values(
         list_examples: As for `load_record`.
 
     Raises:
-        RolloutError: config_key, config_value.
+        ConfigError: config_key, config_value.
     """
     types, examples = typing.get_type_hints(kind), list_examples or {}
     values: dict[str, Any] = {}
@@ -101,7 +101,7 @@ def checked_values(
         where = f"--set {table}{override}"
         dotted, equals, text = (part.strip() for part in override.partition("="))
         if not equals:
-            raise RolloutError("config_key", where, "no `=`", "key=value")
+            raise ConfigError("config_key", where, "`=` is missing", "", "write key=value")
         key, *names = _names(dotted, types, where)
         value = text if types.get(key) is str else _from_text(text)
         if names:
@@ -122,8 +122,9 @@ def _names(dotted: str, types: Mapping[str, Any], where: str) -> list[str]:
     try:
         found: Any = tomllib.loads(f"{dotted} = 0")
     except tomllib.TOMLDecodeError as error:
-        hint = 'quote a name with other characters than letters, digits, _ and -: table."my.name"'
-        raise RolloutError("config_key", where, f"`{dotted}`", "a TOML key", hint) from error
+        hint = 'quote names with characters besides letters, digits, _ and -: table."my.name"'
+        got = f"`{dotted}` is not a TOML key"
+        raise ConfigError("config_key", where, got, "", hint) from error
     names = []
     while isinstance(found, dict):
         ((name, found),) = found.items()
@@ -202,25 +203,27 @@ def check_required(values: Mapping[str, Any], required: Mapping[str, str]) -> No
     """Raise an error if a required key is missing.
 
     Raises:
-        RolloutError: config_key.
+        ConfigError: config_key.
     """
     for key, what in required.items():
         if not values.get(key):
-            raise RolloutError("config_key", "configuration", f"no `{key}`", what)
+            got, message = f"no `{key}`", f"Missing key: {key} ({what})"
+            raise ConfigError("config_key", "configuration", got, what, message=message)
 
 
 def read_toml(path: str | Path | None) -> dict[str, Any]:
     """Read a TOML file; None gives an empty table.
 
     Raises:
-        RolloutError: `config_file`: not TOML; `input_file`: unreadable.
+        ConfigError: `config_file`: not TOML.
+        InputError: `input_file`: unreadable.
     """
     if path is None:
         return {}
     try:
         return tomllib.loads(read_input(path, MAX_CONFIG_BYTES).decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise RolloutError("config_file", str(path), str(error), "TOML") from error
+        raise ConfigError("config_file", str(path), f"the file is not TOML: {error}") from error
 
 
 def _typed(
@@ -228,8 +231,12 @@ def _typed(
 ) -> Any:
     if key not in types:
         nearest = difflib.get_close_matches(key, types, n=1, cutoff=0.5)
-        hint = f"did you mean `{nearest[0]}`?" if nearest else f"known keys: {', '.join(types)}"
-        raise RolloutError("config_key", where, f"`{key}`", "a key of the configuration", hint)
+        hint = (
+            f"did you mean `{nearest[0]}`?"
+            if nearest
+            else f"use one of the keys {', '.join(types)}"
+        )
+        raise ConfigError("config_key", where, f"unknown key `{key}`", "", hint)
     kind = types[key]
     if isinstance(value, str) and value.lower() == "none" and NoneType in typing.get_args(kind):
         return None
@@ -238,8 +245,10 @@ def _typed(
     except msgspec.ValidationError as error:
         got = json.dumps(value, ensure_ascii=False, default=str)
         example = examples.get(key)
-        shown = f"{key} = {example} in a file, --set '{key}={example}'" if example else None
-        raise RolloutError("config_value", where, got, _expected(kind), shown) from error
+        shown = (
+            f"write {key} = {example} in a file, or --set '{key}={example}'" if example else None
+        )
+        raise ConfigError("config_value", where, got, _expected(kind), shown) from error
 
 
 def _expected(kind: Any) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from schemas.errors import RolloutError
+from schemas.errors import InputError
 
 
 @contextmanager
@@ -55,19 +56,24 @@ def sync(path: Path) -> None:
 
 
 @contextmanager
-def writable(
-    where: str, hint: str = "free some space there, or choose another --out"
-) -> Iterator[None]:
+def writable(where: str, hint: str | None = None) -> Iterator[None]:
     """Convert an error about a path that cannot be written.
 
+    Args:
+        where: The path.
+        hint: What to do; None: free some space, or choose a different --out.
+
     Raises:
-        RolloutError: output_file.
+        InputError: output_file.
     """
     try:
         yield
     except OSError as error:
         got = (error.strerror or str(error)).lower()
-        raise RolloutError("output_file", where, got, "a writable place", hint) from None
+        is_full = error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+        hint = hint or ("free some space there, or " * is_full + "choose a different --out")
+        message = f"cannot write {where}: {got}"
+        raise InputError("output_file", where, got, "", hint, message=message) from None
 
 
 def _remove(path: Path) -> None:

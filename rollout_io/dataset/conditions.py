@@ -15,7 +15,7 @@ from typing import Any
 
 import polars as pl
 
-from schemas.errors import RolloutError
+from schemas.errors import ConfigError
 
 MOST_OPERATORS = 500
 """Limit on names and operators per condition; thousands overflow the stack of Polars' parser."""
@@ -32,7 +32,7 @@ _TOKEN = re.compile(
     re.VERBOSE,
 )
 _QUERY_WORDS = frozenset({"select", "from", "with", "table", "values"})
-_HINT = "a condition as after WHERE: reward > 0 AND agent = 'main'"
+_HINT = "write a condition as after WHERE: reward > 0 AND agent = 'main'"
 _VALUES = frozenset({"Column", "Literal", "FieldByName"})
 _WINDOWS = frozenset({"Over", "Window"})
 _LIST_SCOPE = "Eval"
@@ -58,7 +58,7 @@ def condition_of(condition: str | pl.Expr) -> pl.Expr:
             An aggregate needs a window: `max(step_index) OVER (PARTITION BY trajectory_id)`.
 
     Raises:
-        RolloutError: condition: it is not SQL, or not a condition on each row.
+        ConfigError: condition: it is not SQL, or not a condition on each row.
 
     Example:
         >>> str(condition_of("reward > 0"))
@@ -76,39 +76,39 @@ def condition_of(condition: str | pl.Expr) -> pl.Expr:
     except RecursionError:
         raise _too_long(where) from None
     if (found := _first(tree, _NOT_ROWWISE)) is not None:
-        raise RolloutError("condition", where, found, "a condition on each row", _HINT)
+        raise ConfigError("condition", where, found, "a condition on each row", _HINT)
     if (found := _first(tree, _ACROSS_ROWS)) is not None:
         got, expected = f"{found} over the whole dataset", "a condition on each row"
-        hint = "say over what: max(step_index) OVER (PARTITION BY trajectory_id)"
-        raise RolloutError("condition", where, got, expected, hint)
+        hint = "name the group: max(step_index) OVER (PARTITION BY trajectory_id)"
+        raise ConfigError("condition", where, got, expected, hint)
     return condition
 
 
-def refused(error: Exception, where: str) -> RolloutError:
+def refused(error: Exception, where: str) -> ConfigError:
     """Convert a Polars error to a user error."""
     got = (str(error).strip() or type(error).__name__).split("\n")[0]
-    return RolloutError("condition", where, got, "a condition in SQL", _HINT)
+    return ConfigError("condition", where, got, "", _HINT)
 
 
 def _check_words(text: str, where: str) -> None:
     """Refuse tokens that could form more than an expression over columns.
 
     Raises:
-        RolloutError: condition.
+        ConfigError: condition.
     """
-    expected, position, before = "an expression over the columns of a row", 0, ""
+    position, before = 0, ""
     num_operators = 0
     while position < len(text):
         token = _TOKEN.match(text, position)
         if token is None or token["comment"]:
-            got = f"{text[position : position + 12]!r} in column {position + 1}"
-            raise RolloutError("condition", where, got, expected, _HINT)
+            got = f"unexpected {text[position : position + 12]!r} in column {position + 1}"
+            raise ConfigError("condition", where, got, "", _HINT)
         word = (token["word"] or "").lower()
         if word in _QUERY_WORDS and (before, word) != ("distinct", "from"):
             # `IS DISTINCT FROM` is the only use of FROM inside an expression.
-            hint = f"a text is written '{word}', a column of that name \"{word}\""
-            got = f"{token[0]}, a word of queries"
-            raise RolloutError("condition", where, got, expected, hint)
+            hint = f"write '{word}' for a text value, \"{word}\" for a column"
+            got = f"a condition cannot contain {token[0]}, which begins or belongs to a query"
+            raise ConfigError("condition", where, got, "", hint)
         num_operators += token.lastgroup in {None, "name", "word"} and not token[0].isspace()
         before = before if token[0].isspace() else word
         position = token.end()
@@ -116,10 +116,10 @@ def _check_words(text: str, where: str) -> None:
         raise _too_long(where)
 
 
-def _too_long(where: str) -> RolloutError:
-    got, most = "too many names and operators", f"at most {MOST_OPERATORS}"
-    hint = "a list of values is written trajectory_id IN ('a_0', 'a_1')"
-    return RolloutError("condition", f"{where[:60]}...", got, most, hint)
+def _too_long(where: str) -> ConfigError:
+    got = f"the condition has too many names and operators (at most {MOST_OPERATORS})"
+    hint = "write a list of values as trajectory_id IN ('a_0', 'a_1')"
+    return ConfigError("condition", f"{where[:60]}...", got, "", hint)
 
 
 def _as_json(expression: pl.Expr) -> Any:

@@ -19,7 +19,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from schemas.errors import RolloutError
+from schemas.errors import InputError
 from schemas.metadata import DIGEST, PLACE, is_ours
 from schemas.ragged import list_lengths
 
@@ -140,7 +140,7 @@ def refuse_incomplete(where: str, places: Sequence[Place | None], names: Sequenc
         names: File names of the shards.
 
     Raises:
-        RolloutError: `shards_complete`.
+        InputError: `shards_complete`.
     """
     writings: dict[str, list[tuple[Place, str]]] = {}
     for place, name in zip(places, names, strict=True):
@@ -153,22 +153,21 @@ def refuse_incomplete(where: str, places: Sequence[Place | None], names: Sequenc
 def _refuse_gaps(where: str, found: Sequence[tuple[Place, str]]) -> None:
     (first, name), (last, last_name) = found[0], found[-1]
     if (first.part, first.index) != (0, 0):
-        raise _incomplete(where, f"{name} as the first shard, which is number {_number(first)}")
+        raise _incomplete(where, f"the first shard, {name}, is number {_number(first)}; expected 0")
     for (before, _), (place, name) in pairwise(found):
         if not before.precedes(place):
-            raise _incomplete(where, f"{name}, which does not follow the shard before it")
+            raise _incomplete(where, f"{name} does not follow the shard before it")
     if not last.is_last or last.part != last.num_parts - 1:
-        raise _incomplete(where, f"no shard after {last_name}, which is not the last one")
+        raise _incomplete(where, f"the shards after {last_name} are missing")
 
 
 def _number(place: Place) -> str:
     return f"{place.index}" if place.num_parts == 1 else f"{place.index} of part {place.part}"
 
 
-def _incomplete(where: str, got: str) -> RolloutError:
-    expected = "the shards as they were written: none missing, renamed or from another dataset"
+def _incomplete(where: str, got: str) -> InputError:
     hint = "restore the missing shard from a copy, or write the dataset again from its source"
-    return RolloutError("shards_complete", where, got, expected, hint)
+    return InputError("shards_complete", where, got, "", hint)
 
 
 def seal(
@@ -197,12 +196,12 @@ def verify(file: pq.ParquetFile, source: Any) -> None:
     pairs: Mapping[bytes, bytes] = file.metadata.metadata or {}
     if DIGEST not in pairs:
         if DIGEST in _footer_bytes(source):
-            raise pa.ArrowInvalid("a footer whose digest cannot be read")
+            raise pa.ArrowInvalid("the digest of the footer cannot be read")
         return
     groups = range(file.metadata.num_row_groups)
     num_rows = [file.metadata.row_group(index).num_rows for index in groups]
     if pairs.get(DIGEST) != _digest(file.schema_arrow, pairs, num_rows):
-        raise pa.ArrowInvalid("a footer that differs from its digest")
+        raise pa.ArrowInvalid("the footer does not match its digest")
 
 
 def _footer_bytes(source: Any) -> bytes:

@@ -11,7 +11,7 @@ import sys
 from io import BufferedReader, FileIO
 from pathlib import Path
 
-from schemas.errors import RolloutError
+from schemas.errors import InputError
 
 MAX_DOCUMENT_BYTES = 4 << 30
 """Size limit of an input that is read into memory as a whole."""
@@ -31,7 +31,7 @@ def open_input(path: str | os.PathLike[str]) -> BufferedReader:
     """Open a regular file, or an open pipe of this process (`<(...)`, `/dev/fd/63`).
 
     Raises:
-        RolloutError: `input_file`: it is unreadable, or neither a file nor such a pipe.
+        InputError: `input_file`: it is unreadable, or neither a file nor such a pipe.
     """
     where = os.fspath(path)
     try:
@@ -45,24 +45,24 @@ def open_input(path: str | os.PathLike[str]) -> BufferedReader:
             return BufferedReader(FileIO(os.dup(int(is_given[1] or 0))), _BUFFER_BYTES)
     except (OSError, ValueError) as error:  # ValueError: a NUL byte in the name
         got = (getattr(error, "strerror", None) or str(error)).lower()
-        hint = f"ls {Path(where).parent}"
-        raise RolloutError("input_file", where, got, "a readable file", hint) from None
+        hint, message = f"check the path: ls {Path(where).parent}", f"cannot read {where}: {got}"
+        raise InputError("input_file", where, got, "", hint, message=message) from None
     raise _irregular(where, mode)
 
 
-def too_many_open_files(error: OSError, where: str) -> RolloutError | None:
+def too_many_open_files(error: OSError, where: str) -> InputError | None:
     """Convert an error about the limit on open files; None for any other error."""
     if error.errno not in {errno.EMFILE, errno.ENFILE}:
         return None
     got, hint = "too many open files", "raise the limit: ulimit -n 1024"
-    return RolloutError("open_files", where, got, "", hint)
+    return InputError("open_files", where, got, "", hint)
 
 
 def standard_input() -> BufferedReader:
     """Return standard input, unless it is a device.
 
     Raises:
-        RolloutError: input_file.
+        InputError: input_file.
     """
     mode = os.fstat(sys.stdin.fileno()).st_mode
     if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
@@ -75,7 +75,7 @@ def refuse_irregular(path: str | os.PathLike[str]) -> None:
     """Refuse anything but a regular file, for libraries that open a path themselves.
 
     Raises:
-        RolloutError: `input_file`: see `open_input`.
+        InputError: `input_file`: see `open_input`.
     """
     with open_input(path) as file:
         mode = os.fstat(file.fileno()).st_mode
@@ -87,13 +87,13 @@ def read_input(path: str | os.PathLike[str], max_bytes: int = MAX_DOCUMENT_BYTES
     """Read a whole input.
 
     Raises:
-        RolloutError: `input_file`: see `open_input`; or it is larger than `max_bytes`.
+        InputError: `input_file`: see `open_input`; or it is larger than `max_bytes`.
     """
     with open_input(path) as file:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
-        got, expected = f"more than {max_bytes:,} bytes", "a smaller file"
-        raise RolloutError("input_file", os.fspath(path), got, expected, "is it the right file?")
+        got, hint = f"the file is larger than {max_bytes:,} bytes", "check the path"
+        raise InputError("input_file", os.fspath(path), got, "", hint)
     return content
 
 
@@ -103,12 +103,14 @@ def digest_of(path: str | os.PathLike[str]) -> str:
     Size and modification time do not identify content: a copy can keep both.
 
     Raises:
-        RolloutError: `input_file`: see `open_input`.
+        InputError: `input_file`: see `open_input`.
     """
     with open_input(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _irregular(where: str, mode: int) -> RolloutError:
-    got, hint = _KINDS.get(stat.S_IFMT(mode), "no regular file"), "save its content to a file first"
-    return RolloutError("input_file", where, got, "a file", hint)
+def _irregular(where: str, mode: int) -> InputError:
+    got = _KINDS.get(stat.S_IFMT(mode), "not a regular file")
+    hint = "pass a file" if stat.S_ISDIR(mode) else "save its content to a file first"
+    message = f"cannot read {where}: it is {got}"
+    return InputError("input_file", where, got, "", hint, message=message)

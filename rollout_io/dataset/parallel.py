@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Literal, TypeVar
 
 from rollout_io.dataset.worker_processes import map_in_processes
-from schemas.errors import RolloutError
+from schemas.errors import ConfigError, RolloutError
 from schemas.extras import requires_extra
 
 Engine = Literal["local", "ray"]
@@ -40,7 +40,7 @@ class Workers:
 
     def __post_init__(self) -> None:
         if self.num < 1:
-            raise RolloutError("choices", "workers", str(self.num), "at least 1")
+            raise ConfigError("choices", "workers", str(self.num), "at least 1")
 
     def map(
         self, function: Callable[[T], R], tasks: Iterable[T]
@@ -128,7 +128,7 @@ def _refuse_silent(address: str) -> None:
     """Check that a cluster answers: Ray waits for minutes if none does.
 
     Raises:
-        RolloutError: `ray_address`.
+        ConfigError: `ray_address`.
     """
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not port.isdigit():  # "auto", "local"
@@ -137,5 +137,6 @@ def _refuse_silent(address: str) -> None:
         socket.create_connection((host, int(port)), timeout=10).close()
     except OSError as error:
         got = (error.strerror or str(error)).lower()
-        hint = "ray status; or unset RAY_ADDRESS, and a cluster is started here"
-        raise RolloutError("ray_address", address, got, "a running Ray", hint) from None
+        hint = "check `ray status`, or unset RAY_ADDRESS to start a cluster on this machine"
+        message = f"cannot connect to Ray at {address}: {got}"
+        raise ConfigError("ray_address", address, got, "", hint, message=message) from None

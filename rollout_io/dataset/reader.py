@@ -21,7 +21,7 @@ from rollout_io.dataset.prefix_layout import decode_prefixes, trajectory_starts
 from rollout_io.dataset.storage import Location, find_shards
 from schemas.checker import DECODE_COLUMNS, check_references, misnamed_columns, raise_errors
 from schemas.columns import COLUMN_BY_NAME, METRICS_TYPE, PREFIX_FIELDS
-from schemas.errors import RolloutError
+from schemas.errors import ConfigError, InputError, InvariantError
 from schemas.extras import requires_extra
 from schemas.metadata import DatasetMetadata, layout_of, upgrade, version_of
 from schemas.types import PREFIX_TYPES, plain_table
@@ -63,7 +63,8 @@ def iter_tables(
             of `prompt_token_ids`.
 
     Raises:
-        RolloutError: A column does not exist, or a file is unreadable.
+        ConfigError: A column does not exist.
+        InputError: A file is unreadable.
     """
     shards = _open_shards(path)
     schema = _schema_of(shards)
@@ -213,7 +214,7 @@ def _open_shards(path: PathLike) -> list[_Shard]:
     """Open all shards of a dataset; those of a directory must be complete.
 
     Raises:
-        RolloutError: There is no dataset; `readable_file`; `shards_complete`.
+        InputError: There is no dataset; `readable_file`; `shards_complete`.
     """
     shards = [_Shard.open(location) for location in find_shards(path)]
     if Location.of(path).fs.isdir(Location.of(path).path):
@@ -246,11 +247,11 @@ def _readable(location: Location, row_group: int | None = None) -> Iterator[None
         if isinstance(error, OSError) and (limit := too_many_open_files(error, location.path)):
             raise limit from None
         where = location.path + ("" if row_group is None else f", row group {row_group}")
-        hint = "the file is damaged or not Parquet: convert it again, or restore it from a copy"
+        hint = "restore the file from a copy, or write it again"
         if location.path.endswith((".jsonl", ".json")):
-            hint = f"this looks like a log: rollouts convert {location.path} --out DS"
-        got = " ".join(str(error).split())
-        raise RolloutError("readable_file", where, got, "an intact Parquet file", hint) from None
+            hint = f"convert the log first: rollouts convert {location.path} --out DS"
+        got = f"the file is damaged or not Parquet: {' '.join(str(error).split())}"
+        raise InputError("readable_file", where, got, "", hint) from None
 
 
 def _refuse_renamed(file: pq.ParquetFile) -> None:
@@ -259,7 +260,7 @@ def _refuse_renamed(file: pq.ParquetFile) -> None:
     if copy is not None:
         names = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(copy))).names
         if names != file.schema_arrow.names:
-            raise pa.ArrowInvalid("column names that differ from their copy in the footer")
+            raise pa.ArrowInvalid("column names differ from their copy in the footer")
 
 
 def _is_encoded(names: Sequence[str]) -> bool:
@@ -283,7 +284,8 @@ def _schema_of(shards: Sequence[_Shard]) -> pa.Schema:
         return pa.unify_schemas([s.schema for s in shards], promote_options="permissive")
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
         where = os.path.dirname(shards[0].location.path)  # noqa: PTH120
-        raise RolloutError("columns_and_types", where, str(error), "one type a column") from None
+        got = f"the shards have different types for a column: {error}"
+        raise InvariantError("columns_and_types", where, got) from None
 
 
 def _tables(
@@ -297,8 +299,11 @@ def _tables(
     unknown = [n for n in names if n not in schema.names]
     if unknown:
         where = shards[0].location.path
-        expected = "one of " + ", ".join(schema.names)
-        raise RolloutError("known_column", where, f"column {unknown[0]!r}", expected)
+        got, hint = (
+            f"the dataset has no column {unknown[0]!r}",
+            f"use one of {', '.join(schema.names)}",
+        )
+        raise ConfigError("known_column", where, got, "", hint)
     target = pa.schema([schema.field(n) for n in names])
     aligned = all(shard.aligned for shard in shards)
     whole = (table for shard in shards for table in shard.tables(names, predicate, decode=decode))
@@ -319,11 +324,9 @@ def _align(shards: Sequence[_Shard], names: Sequence[str]) -> Iterator[pa.Table]
     keyed = list(dict.fromkeys([*names, "trajectory_id"]))
     for shard in shards:
         if "trajectory_id" not in shard.names:
-            got = "no column 'trajectory_id'"
-            hint = f"rollouts validate {shard.location.path}"
-            raise RolloutError(
-                "columns_and_types", shard.location.path, got, "a rollout table", hint
-            )
+            where, got = shard.location.path, "the required column trajectory_id is missing"
+            hint = f"run `rollouts validate {where}` to list every error"
+            raise InvariantError("columns_and_types", where, got, "", hint)
     rest: pa.Table | None = None
     for shard in shards:
         for table in shard.tables(keyed):

@@ -76,7 +76,7 @@ def rewrite(
 
     Raises:
         ValidationError: The dataset breaks a named invariant; nothing is written.
-        RolloutError: `out_is_free`: `out` already holds a dataset.
+        InputError: `out_is_free`: `out` already holds a dataset.
     """
     staging, workers = Staging(out), workers or Workers()
     report = progress or (lambda _num_rows: None)

@@ -13,7 +13,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from rollout_io.dataset.atomic_files import settle
-from schemas.errors import RolloutError
+from schemas.errors import InputError, count
 
 SHARD_PREFIX = "part-"
 SHARD_SUFFIX = ".parquet"
@@ -32,17 +32,16 @@ class Location:
         """Resolve a local path or a URL that fsspec knows ("s3://...", "memory://...").
 
         Raises:
-            RolloutError: The filesystem is unknown, its package is missing, or the path is empty.
+            InputError: The filesystem is unknown, its package is missing, or the path is empty.
         """
         if not os.fspath(path):
-            hint = "a variable of the shell that is not set?"
-            raise RolloutError("path", "''", "an empty path", "a path", hint)
+            hint = "check that the shell variable is set"
+            raise InputError("path", "''", "the path is empty", "", hint)
         try:
             fs, inner = fsspec.core.url_to_fs(os.fspath(path))
         except (ImportError, ValueError) as error:
-            hint = "pip install the fsspec package of that filesystem, or check the URL"
-            expected = "a path or URL that fsspec knows"
-            raise RolloutError("filesystem", os.fspath(path), str(error), expected, hint) from None
+            hint = "install the fsspec package of that filesystem, or check the URL"
+            raise InputError("filesystem", os.fspath(path), str(error), "", hint) from None
         return cls(fs, inner)
 
     @property
@@ -69,7 +68,7 @@ def find_shards(path: str | os.PathLike[str]) -> list[Location]:
             or an fsspec URL.
 
     Raises:
-        RolloutError: No file was found.
+        InputError: No file was found.
     """
     location = Location.of(path)
     if location.fs.isdir(location.path):
@@ -80,21 +79,20 @@ def find_shards(path: str | os.PathLike[str]) -> list[Location]:
         found = [Location(location.fs, p) for p in sorted(location.fs.glob(location.path))]
         paths = [p for f in found for p in (f.shards() if f.fs.isdir(f.path) else [f.path])]
     if not paths:
-        hint = "check the path; `rollouts convert` or `rollouts generate` makes a dataset"
+        hint = "check the path, or create a dataset with `rollouts convert` or `rollouts generate`"
         if location.fs.exists(location.join(STAGING).path):
-            hint = "a conversion to it was stopped: give its command again, and it goes on"
-        got = (
-            "a directory without .parquet files" if location.fs.exists(location.path) else "nothing"
-        )
-        raise RolloutError("dataset_exists", os.fspath(path), got, "a rollout dataset", hint)
+            hint = "run the interrupted command again to resume"
+        is_there = location.fs.exists(location.path)
+        got = "the directory contains no .parquet files" if is_there else "the path does not exist"
+        raise InputError("dataset_exists", os.fspath(path), got, "", hint)
     return [Location(location.fs, p) for p in paths]
 
 
-def occupied(where: str, num_shards: int) -> RolloutError:
+def occupied(where: str, num_shards: int) -> InputError:
     """Return the error for an output directory that already holds a dataset."""
-    got = f"{num_shards} shard{'s' * (num_shards != 1)}"
-    hint = "choose another --out, or remove the old dataset"
-    return RolloutError("out_is_free", where, got, "no dataset yet", hint)
+    got = f"the directory already contains a dataset ({count(num_shards, 'shard')})"
+    hint = "choose a different --out, or remove the old dataset"
+    return InputError("out_is_free", where, got, "", hint)
 
 
 def temporary(final: Location) -> Location:
@@ -107,11 +105,12 @@ def publish(written: Location, final: Location) -> None:
     """Rename a complete file to its final name; a local file is synced before and after.
 
     Raises:
-        RolloutError: Another writer published a file of this name first.
+        InputError: Another writer published a file of this name first.
     """
     if final.fs.exists(final.path):
-        got, hint = "a shard of another writer", "writers that share a directory need append=True"
-        raise RolloutError("out_is_free", final.path, got, "no such file yet", hint)
+        got = "the file was already written by a different writer"
+        hint = "pass append=True to writers that share a directory"
+        raise InputError("out_is_free", final.path, got, "", hint)
     move(written, final)
 
 

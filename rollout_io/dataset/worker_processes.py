@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Any, NamedTuple, TypeVar
 
-from schemas.errors import RolloutError
+from schemas.errors import InputError, RolloutError
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -113,18 +113,18 @@ def _alive(worker: _Worker) -> Iterator[None]:
     """Convert a broken pipe to an error that names the process's exit code.
 
     Raises:
-        RolloutError: worker.
+        InputError: worker.
     """
     try:
         yield
     except (EOFError, OSError):
         worker.process.join(1)
         code = worker.process.exitcode
-        got = f"a process that ended with exit code {code}"
+        got = f"a worker process ended with exit code {code}"
         if code is not None and code < 0:
-            got = f"a process that was killed by {signal.Signals(-code).name} (out of memory?)"
-        hint = "run the same command again, or use --workers 1"
-        raise RolloutError("worker", "--workers", got, "processes that live", hint) from None
+            got = f"a worker process was killed by {signal.Signals(-code).name}"
+        hint = "check the free memory, then run the same command again, or with --workers 1"
+        raise InputError("worker", "--workers", got, "", hint) from None
 
 
 def _work(connection: Connection) -> None:

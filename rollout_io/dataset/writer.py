@@ -26,7 +26,7 @@ from rollout_io.dataset.storage import (
 )
 from schemas.checker import Checker, misnamed_columns, raise_errors
 from schemas.columns import arrow_schema
-from schemas.errors import RolloutError
+from schemas.errors import InputError, InvariantError
 from schemas.metadata import DatasetMetadata
 from schemas.types import PREFIX_TYPES, as_table, cast_column, cast_table
 
@@ -55,7 +55,7 @@ class RolloutWriter:
             whose shards are independent of each other.
 
     Raises:
-        RolloutError: The path already holds a dataset, and `append` is false.
+        InputError: The path already holds a dataset, and `append` is false.
         ValidationError: From `write` or `close`; everything written is removed.
 
     Example:
@@ -100,8 +100,9 @@ class RolloutWriter:
         location = self._location
         shards = location.shards()
         if not location.fs.isdir(location.path):
-            hint = "choose a directory for --out"
-            raise RolloutError("out_is_free", self._where, "a file", "no dataset yet", hint)
+            got, hint = "a file with that name exists", "choose a different --out"
+            message = f"cannot create {self._where}: {got}"
+            raise InputError("out_is_free", self._where, got, "", hint, message=message)
         if shards and not append:
             raise occupied(self._where, len(shards))
         return shards
@@ -162,8 +163,8 @@ class RolloutWriter:
 
     def _refuse_if_closed(self) -> None:
         if not self._is_open:
-            got, hint = "a writer that was closed, or failed before", "begin again with a new one"
-            raise RolloutError("writer_is_open", self._where, got, "an open writer", hint)
+            got, hint = "the writer is closed, or failed before", "create a new writer"
+            raise InputError("writer_is_open", self._where, got, "", hint)
 
     def abort(self) -> None:
         """Remove everything that this writer wrote."""
@@ -310,8 +311,9 @@ def _writable(final: Location) -> Iterator[None]:
         with writable(final.path):
             yield
     except pa.ArrowNotImplementedError as error:
-        hint = "cast the column to a type that Parquet has, or drop it"
-        raise RolloutError("columns_and_types", final.path, str(error), "", hint) from None
+        got = f"Parquet cannot store a column: {error}"
+        hint = "cast the column to a type that Parquet supports, or drop it"
+        raise InvariantError("columns_and_types", final.path, got, "", hint) from None
 
 
 def _encodings(schema: pa.Schema) -> tuple[list[str], dict[str, str]]:
@@ -347,8 +349,9 @@ def _concat(tables: list[pa.Table]) -> pa.Table:
     try:
         return pa.concat_tables(tables, promote_options="permissive").replace_schema_metadata(None)
     except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
-        hint = "give the column one type in all the tables that are written"
-        raise RolloutError("columns_and_types", "write", str(error), "one type", hint) from None
+        got = f"the tables have different types for a column: {error}"
+        hint = "cast the column to one type in all tables"
+        raise InvariantError("columns_and_types", "write", got, "", hint) from None
 
 
 def _complete_rows(table: pa.Table) -> int:
