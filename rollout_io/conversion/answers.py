@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from rollout_io.formats.base import Conversation, Logged, Trajectory
-from schemas.errors import RolloutError
+from schemas.errors import InputError, InvariantError
 
 MIN_CHARS = 64
 """Shorter answers without tool calls may equal an example in the prompt by chance."""
@@ -34,16 +34,16 @@ def with_answers(trajectory: Trajectory) -> list[Logged]:
     without an answer. Everything before the first answer becomes the prompt (`num_given`).
 
     Raises:
-        RolloutError: `no_calls`: a run that did not fail has no answer; `response_in_prompt`: see
-            `_refuse_repeated`.
+        InputError: `no_calls`: a run that did not fail has no answer.
+        InvariantError: `response_in_prompt`: see `_refuse_repeated`.
     """
     if not any(isinstance(step, Conversation) for step in trajectory.steps):
         return list(trajectory.steps)
     steps = [cut for step in trajectory.steps if (cut := _cut(step)) is not None]
     if trajectory.steps and not steps and trajectory.error is None:
-        got = "answers without text, reasoning or tool calls"
-        hint = "did every call of the model fail? give the run an `error` in --rewards"
-        raise RolloutError("no_calls", trajectory.steps[0].source, got, "an answer", hint)
+        got = "no answer of the run has text, reasoning or tool calls"
+        hint = "give the run an `error` in --rewards if every call of the model failed"
+        raise InputError("no_calls", trajectory.steps[0].source, got, "", hint)
     _refuse_repeated(step for step in steps if isinstance(step, Conversation))
     return steps
 
@@ -66,7 +66,7 @@ def _refuse_repeated(conversations: Iterable[Conversation]) -> None:
     `MIN_CHARS`.
 
     Raises:
-        RolloutError: `response_in_prompt`.
+        InvariantError: `response_in_prompt`.
     """
     answered: Counter[bytes] = Counter()
     for conversation in conversations:
@@ -79,15 +79,9 @@ def _refuse_repeated(conversations: Iterable[Conversation]) -> None:
         own = [text for i, text in spoken if i >= conversation.num_given]
         is_long = _is_long(conversation.messages[conversation.num_given])
         if is_long and given[-1:] == own[:1] and given.count(own[0]) > answered[own[0]]:
-            got = "the answer as the last assistant message of its own prompt"
-            hint = "the log recorded its messages after the call, which its format does not say"
-            raise RolloutError(
-                "response_in_prompt",
-                conversation.source,
-                got,
-                "a prompt that ends before its answer",
-                hint,
-            )
+            got = "the last assistant message of the prompt is the answer itself"
+            hint = "end each prompt before its answer: the log recorded its messages after the call"
+            raise InvariantError("response_in_prompt", conversation.source, got, "", hint)
         answered.update(own)
 
 

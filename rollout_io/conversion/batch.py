@@ -24,7 +24,7 @@ from rollout_io.formats.parsing.naming import natural_key
 from rollout_io.formats.parsing.records import INCOMPLETE
 from rollout_io.formats.parsing.tokens import strict_ids
 from schemas.checker import Checker
-from schemas.errors import InvariantError, RolloutError
+from schemas.errors import InputError, InvariantError, RolloutError
 from schemas.metadata import DatasetMetadata
 from schemas.rules import RULES
 
@@ -123,10 +123,12 @@ class Reader:
 
 def other_routing(
     where: str, shape: tuple[int, ...], known: tuple[int, ...] | None
-) -> RolloutError:
+) -> InvariantError:
     """Return the error for routing of a second model."""
-    got, hint = f"{shape[0]} layers, top {shape[1]}", "convert the logs of each model by themselves"
-    return RolloutError("routing_shape", where, got, f"{known}, as in earlier calls", hint)
+    got, before = (f"{layers} layers, top {topk}" for layers, topk in (shape, known or shape))
+    message = f"{where}: the routing has {got}, but that of earlier calls has {before}"
+    hint = "convert the logs of each model to a separate dataset"
+    return InvariantError("routing_shape", where, got, before, hint, message=message)
 
 
 def _routing_of(table: pa.Table) -> tuple[int, ...] | None:
@@ -161,8 +163,8 @@ def _fault(run: Run, settled: Settled, error: Exception) -> RolloutError:
     except RolloutError as found:
         return found
     where, got = run.places[0].where, " ".join(str(error).split())
-    hint = "a number too large, or of another kind, for its column"
-    return RolloutError("columns_and_types", where, got, "", hint)
+    hint = "check the run for a number that is too large, or a value of a different type"
+    return InvariantError("columns_and_types", where, got, "", hint)
 
 
 def sound(part: Part, rejected: list[Rejected], vocab_size: int | None) -> pa.Table:
@@ -224,9 +226,8 @@ def of_run(run: Run, error: RolloutError) -> Iterator[Rejected]:
     guilty = {place for place in run.places if _is_at(error.where, place)}
     for place in run.places:
         if guilty and place not in guilty:
-            got = f"a record of a run that was rejected ({error.rule}: {error.where})"
-            expected = "a whole run"
-            yield Rejected(place, RolloutError(INCOMPLETE, place.where, got, expected, error.hint))
+            got = f"a different record of this run was rejected ({error.rule}: {error.where})"
+            yield Rejected(place, InputError(INCOMPLETE, place.where, got, "", error.hint))
         else:
             yield Rejected(place, error)
 

@@ -12,7 +12,7 @@ from rollout_io.conversion.log import AUTO, Log
 from rollout_io.conversion.text import about_template, retokenizer_of
 from rollout_io.formats.base import Options
 from rollout_io.formats.parsing.model_names import MODELS
-from schemas.errors import RolloutError
+from schemas.errors import ConfigError
 
 _KNOWN = {
     "layout": ("prefix", "full"),
@@ -51,13 +51,13 @@ class Choices:
     def __post_init__(self) -> None:
         given: object = self.group_by
         if isinstance(given, str):
-            hint = f"group_by=({given!r},)"
-            raise RolloutError("choices", "group_by", repr(given), "a tuple of labels", hint)
+            hint = f"pass group_by=({given!r},)"
+            raise ConfigError("choices", "group_by", repr(given), "a tuple of labels", hint)
         for name, known in _KNOWN.items():
             value = getattr(self, name)
             if value not in known:
                 expected = "one of " + ", ".join(map(repr, known))
-                raise RolloutError("choices", name, repr(value), expected)
+                raise ConfigError("choices", name, repr(value), expected)
 
 
 def settings_of(choices: Choices, log: Log, about: Mapping[str, Any]) -> Settings:
@@ -69,7 +69,7 @@ def settings_of(choices: Choices, log: Log, about: Mapping[str, Any]) -> Setting
         about: Facts about the log as a whole.
 
     Raises:
-        RolloutError: `choices`, `tokenizer`, `chat_template`: a choice is impossible.
+        ConfigError: `choices`, `tokenizer`, `chat_template`: a choice is impossible.
     """
     refuse_misfits(choices, log)
     retokenizer, tokenizer = retokenizer_of(
@@ -103,12 +103,12 @@ def refuse_misfits(choices: Choices, log: Log) -> None:
     """Raise an error for choices that do not apply to the format.
 
     Raises:
-        RolloutError: `choices`.
+        ConfigError: `choices`.
     """
     for name, value in (("--rewards", choices.rewards), ("--group-by", choices.group_by)):
         if value and log.adapter.is_table:
-            got = f"{name} for rows that are named and rewarded already ({log.format})"
-            raise RolloutError("choices", name, got, "a format of runs", f"leave {name} out")
+            got = f"logs in the format {log.format} already name and reward their rows"
+            raise ConfigError("choices", name, got, "", f"omit {name}")
 
 
 def tool_name() -> str:

@@ -17,7 +17,7 @@ from rollout_io.conversion.summary import Summary
 from rollout_io.dataset.footer import Part
 from rollout_io.dataset.writer import RolloutWriter
 from rollout_io.formats.base import Rejected, Run
-from schemas.errors import RolloutError
+from schemas.errors import InvariantError, RolloutError
 
 BATCH_BYTES = 32 << 20  # of log records per table
 
@@ -77,7 +77,7 @@ class Report:
         """Record the trajectories of a document.
 
         Raises:
-            RolloutError: `unique_trajectory`: another document has one of them.
+            InvariantError: `unique_trajectory`: another document has one of them.
         """
         names = dict.fromkeys(table.column("trajectory_id").to_pylist(), where)
         for name in names:
@@ -86,11 +86,11 @@ class Report:
         self.trajectory_ids |= names
 
 
-def repeated(name: str, first: str, second: str) -> RolloutError:
+def repeated(name: str, first: str, second: str) -> InvariantError:
     """Return the error for a trajectory that two documents contain."""
-    hint = "outputs of several training steps: make each a dataset of its own"
-    got = f"trajectory {name!r}, which {first} has too"
-    return RolloutError("unique_trajectory", second, got, "each trajectory once", hint)
+    hint = "convert the outputs of each training step to a separate dataset"
+    got = f"trajectory {name!r} also occurs in {first}"
+    return InvariantError("unique_trajectory", second, got, "", hint)
 
 
 def convert_chunk(

@@ -8,7 +8,7 @@ from rollout_io.conversion.text import RETOKENIZED, cached_tokenizer
 from rollout_io.formats.base import Step
 from rollout_io.formats.parsing.tokens import parse_ids
 from rollout_io.formats.parsing.witnesses import holds, shortened
-from schemas.errors import RolloutError
+from schemas.errors import InputError
 
 OTHER_TOKENIZER = "other_tokenizer"
 
@@ -24,7 +24,7 @@ def check_decoded(steps: Iterable[Step], directory: str) -> None:
         directory: Directory of the tokenizer.
 
     Raises:
-        RolloutError: other_tokenizer.
+        InputError: other_tokenizer.
     """
     is_sampled = False
     for step in steps:
@@ -54,8 +54,9 @@ def _ids(step: Step) -> list[int]:
     return found
 
 
-def _other(step: Step, directory: str, decoded: str, text: str) -> RolloutError:
-    got = f"response ids that {directory} decodes to {shortened(decoded)}"
-    hint = "--tokenizer takes that of the model that sampled them; if it is, the ids are of another call"
-    expected = f"the text that was logged, {shortened(text)}"
-    return RolloutError(OTHER_TOKENIZER, step.source, got, expected, hint)
+def _other(step: Step, directory: str, decoded: str, text: str) -> InputError:
+    got = f"{directory} decodes the response ids to {shortened(decoded)}"
+    got += f", but the logged text is {shortened(text)}"
+    hint = "pass the tokenizer of the model that sampled them, or check that ids and text belong "
+    hint += "to the same call"
+    return InputError(OTHER_TOKENIZER, step.source, got, "", hint)

@@ -26,7 +26,7 @@ from rollout_io.dataset.parallel import Workers
 from rollout_io.dataset.storage import occupied
 from rollout_io.formats.base import Input, Rejected, Run
 from rollout_io.formats.parsing.records import DUPLICATE
-from schemas.errors import RolloutError, raise_first
+from schemas.errors import InputError, RolloutError, raise_first
 
 Progress = Callable[[int, int], object]
 DUPLICATES = frozenset({DUPLICATE, DUPLICATE_INPUT})
@@ -153,7 +153,7 @@ def _done_before(staging: Staging, log_format: str, identity: dict[str, Any]) ->
     """Return the result of an identical earlier conversion, if there is one.
 
     Raises:
-        RolloutError: `out_is_free`: another dataset is in the output directory.
+        InputError: `out_is_free`: a different dataset is in the output directory.
     """
     shards, done = staging.out.shards(), staging.done()
     if done is not None and done["identity"] == identity:
@@ -237,6 +237,6 @@ def _total(planned: Plan, reports: Sequence[Report], rejected: Sequence[Rejected
     return summary
 
 
-def _all_rejected(where: str, errors: Sequence[RolloutError]) -> RolloutError:
-    got = f"{len(errors)} records, none of which can be used (the first: {errors[0].failure})"
-    return RolloutError("no_calls", where, got, "at least one run", f"see {where}/{REJECTED}")
+def _all_rejected(where: str, errors: Sequence[RolloutError]) -> InputError:
+    got = f"no record can be used ({len(errors)} rejected; the first: {errors[0].failure})"
+    return InputError("no_calls", where, got, "", f"see {where}/{REJECTED}")

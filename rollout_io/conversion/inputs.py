@@ -17,7 +17,7 @@ from rollout_io.dataset.atomic_files import writable
 from rollout_io.dataset.opening import digest_of, open_input, standard_input
 from rollout_io.formats.base import Input
 from rollout_io.formats.parsing.naming import natural_key
-from schemas.errors import RolloutError
+from schemas.errors import InputError
 
 STDIN = "-"
 DUPLICATE_INPUT = "duplicate_input"
@@ -42,7 +42,7 @@ def open_inputs(
         out: Output directory; files inside it are not inputs.
 
     Raises:
-        RolloutError: `input_file`: unreadable; `duplicate_input`: a log is given twice.
+        InputError: `input_file`: unreadable; `duplicate_input`: a log is given twice.
     """
     found: list[Input] = []
     for left in spool.glob("*"):  # left by a conversion that was killed
@@ -53,7 +53,7 @@ def open_inputs(
         if path != STDIN and given.is_dir() and not is_log(given):
             inside = [file for file in _files_below(given) if not _is_below(file, out)]
             if not inside:
-                raise RolloutError("input_file", path, "a directory without files", "logs")
+                raise InputError("input_file", path, "the directory contains no files")
             found += [open_file(str(file), spool) for file in inside]
         elif path != STDIN and given.is_dir():
             found.append(Input(path, given))
@@ -69,7 +69,8 @@ def _refuse_odd_names(path: Path) -> None:
         name = str(file)
         if name != name.encode(errors="replace").decode():
             shown = os.fsencode(file).decode(errors="backslashreplace")
-            raise RolloutError("input_file", shown, "a name that is not UTF-8", "", "rename it")
+            got, hint = "the name is not UTF-8", "rename the file"
+            raise InputError("input_file", shown, got, "", hint)
 
 
 def _is_below(file: Path, directory: Path | None) -> bool:
@@ -90,7 +91,7 @@ def open_file(name: str, spool: Path) -> Input:
         spool: Directory for decompressed and saved files.
 
     Raises:
-        RolloutError: `input_file`: unreadable.
+        InputError: `input_file`: unreadable.
     """
     if name == STDIN:
         return Input(name, _save(standard_input(), name, spool))
@@ -131,9 +132,9 @@ def _blocks(stream: BufferedReader, name: str) -> Iterator[bytes]:
     try:
         yield from _unpacked(stream)
     except (EOFError, zlib.error, OSError, pa.ArrowException) as error:
-        got = f"what cannot be unpacked ({' '.join(str(error).split())})"
-        hint = "the file is damaged or cut off: copy it again"
-        raise RolloutError("input_file", name, got, "a whole file", hint) from None
+        got = f"the file cannot be decompressed ({' '.join(str(error).split())})"
+        hint = "copy the file again: it is damaged or incomplete"
+        raise InputError("input_file", name, got, "", hint) from None
 
 
 def _unpacked(stream: BufferedReader) -> Iterator[bytes]:
@@ -148,7 +149,7 @@ def _unpacked(stream: BufferedReader) -> Iterator[bytes]:
         yield from iter(lambda: stream.read(_COPY_BYTES), b"")
 
 
-def copies_in(inputs: Iterable[Input]) -> Iterator[tuple[Input, RolloutError]]:
+def copies_in(inputs: Iterable[Input]) -> Iterator[tuple[Input, InputError]]:
     """Yield the files with the content of an earlier one, each with a `duplicate_input` error."""
     by_size: defaultdict[int, list[Input]] = defaultdict(list)
     for given in inputs:
@@ -159,8 +160,9 @@ def copies_in(inputs: Iterable[Input]) -> Iterator[tuple[Input, RolloutError]]:
     for given in (given for twins in by_size.values() if len(twins) > 1 for given in twins):
         other = first.setdefault(digest_of(given.path), given.name)
         if other != given.name:
-            got, hint = f"a copy of {other}", "give one of the two, or --on-error skip"
-            yield given, RolloutError(DUPLICATE_INPUT, given.name, got, "each log once", hint)
+            got = f"the file is a copy of {other}"
+            hint = "pass only one of the two, or --on-error skip"
+            yield given, InputError(DUPLICATE_INPUT, given.name, got, "", hint)
 
 
 def _refuse_repeated(inputs: Iterable[Input]) -> None:
@@ -168,8 +170,8 @@ def _refuse_repeated(inputs: Iterable[Input]) -> None:
     for given in inputs:
         resolved = given.path.resolve()
         if resolved in known:
-            got, hint = "one log given twice", "give each file once"
-            raise RolloutError(DUPLICATE_INPUT, given.name, got, "each call once", hint)
+            got, hint = "the log is given twice", "pass each file once"
+            raise InputError(DUPLICATE_INPUT, given.name, got, "", hint)
         known.add(resolved)
 
 
@@ -177,9 +179,10 @@ def paths_of(inputs: PathLike | Sequence[PathLike]) -> list[str]:
     """Return one or several paths as text.
 
     Raises:
-        RolloutError: `input_file`: no path is given.
+        InputError: `input_file`: no path is given.
     """
     paths = [inputs] if isinstance(inputs, str | os.PathLike) else list(inputs)
     if not paths:
-        raise RolloutError("input_file", "inputs", "no input at all", "files or directories")
+        got, hint = "the list is empty", "pass files or directories"
+        raise InputError("input_file", "inputs", got, "", hint)
     return [os.fspath(path) for path in paths]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from rollout_io.conversion.inputs import copies_in, open_inputs
 from rollout_io.formats.base import Adapter, Input, Place, Rejected
 from rollout_io.formats.detect import HINT, RULE, detect, find_adapter, load_formats, recognize
-from schemas.errors import RolloutError
+from schemas.errors import InputError, RolloutError
 
 AUTO = "auto"
 
@@ -45,7 +45,7 @@ def open_log(
         skips: If true, set aside copies, and files of no known format inside directories.
 
     Raises:
-        RolloutError: `known_format`, `input_file`, `duplicate_input`, `lfs_pointer`.
+        InputError: `known_format`, `input_file`, `duplicate_input`, `lfs_pointer`.
     """
     if format_name == AUTO:
         known = load_formats().adapters
@@ -76,7 +76,9 @@ def _is_log(path: Path, known: Mapping[str, Adapter]) -> bool:
 
 
 def _foreign(given: Input) -> Rejected:
-    error = RolloutError(RULE, given.name, "content of no known format", "a log", HINT)
+    got = "content of no known format"
+    message = f"{given.name} is in no format that rollouts can read"
+    error = InputError(RULE, given.name, got, "", HINT, message=message)
     return Rejected(_whole(given), error)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from rollout_io.conversion.rewards import Key, Outcome
 from rollout_io.conversion.rows import Settled
 from rollout_io.formats.base import Place, Rejected, Run, Step, Trajectory
-from schemas.errors import RolloutError
+from schemas.errors import ConfigError, InputError
 
 LOGGED_REWARD, LOGGED_ERROR = "logged_reward", "logged_error"
 
@@ -38,7 +38,7 @@ def settle(
         reward_key: Name of one of the log's rewards, or None.
 
     Raises:
-        RolloutError: `reward_key`: the run has no reward of this name.
+        ConfigError: `reward_key`: the run has no reward of this name.
     """
     where = run.places[0].where if run.places else given.where if given else run.instance_id
     steps = steps or [Step(source=where)]
@@ -69,9 +69,10 @@ def _chosen(logged: Trajectory, key: str | None, where: str) -> float | None:
     if key in logged.metrics:
         return logged.metrics[key]
     near = difflib.get_close_matches(key, logged.metrics, 1)
-    expected = "one of " + ", ".join(sorted(logged.metrics)) if logged.metrics else "a number"
-    hint = f"did you mean --reward {near[0]}?" if near else "leave --reward out, or give --rewards"
-    raise RolloutError("reward_key", where, f"no reward {key!r}", expected, hint)
+    names = ", ".join(sorted(logged.metrics))
+    got = f"the run has no reward {key!r}" + (f", only {names}" if names else "")
+    hint = f"did you mean --reward {near[0]}?" if near else "omit --reward, or pass --rewards FILE"
+    raise ConfigError("reward_key", where, got, "", hint)
 
 
 def _metrics(logged: Trajectory, given: Outcome | None) -> dict[str, float]:
@@ -98,11 +99,11 @@ def unknown(keys: Collection[Key], outcomes: Mapping[Key, Outcome]) -> Iterator[
     found = {k: o for k, o in outcomes.items() if o.error is None and k not in keys}
     known = [_session(k) for k in keys] if found else []
     near = difflib.get_close_matches(_session(next(iter(found))), known, 1) if found else []
-    hint = "is a log file missing? a run that made no call needs an `error`"
+    hint = "add the missing log file, or set `error` for a run that made no call"
     for key, outcome in found.items():
-        got = f"a reward for session {_session(key)!r}, which made no call"
+        got = f"session {_session(key)!r} has a reward but no call in the logs"
         advice = f"{hint}; the nearest session is {near.pop()!r}" if near else hint
-        error = RolloutError("unknown_session", outcome.where, got, "a session of the log", advice)
+        error = InputError("unknown_session", outcome.where, got, "", advice)
         yield Rejected(Place(Path(outcome.where), outcome.where), error)
 
 

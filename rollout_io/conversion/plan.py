@@ -11,7 +11,7 @@ from rollout_io.conversion.log import Log
 from rollout_io.conversion.outcomes import unknown
 from rollout_io.conversion.rewards import Key, Outcome
 from rollout_io.formats.base import About, Found, Rejected, Run
-from schemas.errors import RolloutError
+from schemas.errors import ConfigError, InputError, InvariantError
 
 CHUNK_BYTES = 128 << 20  # of log records; an interruption loses at most one chunk per worker
 
@@ -78,12 +78,12 @@ def refuse_nothing(planned: Plan, log: Log) -> None:
     """Raise an error if a log has no records.
 
     Raises:
-        RolloutError: `no_calls`.
+        InputError: `no_calls`.
     """
     if not planned.runs and not planned.rejected:
         where = ", ".join(given.name for given in log.inputs)
-        hint = "is the file empty, or another one? rollouts formats FILE"
-        raise RolloutError("no_calls", where, "no calls at all", "at least one run", hint)
+        hint = "check the format of the file: rollouts formats FILE"
+        raise InputError("no_calls", where, "the log contains no calls", "", hint)
 
 
 def chunks(runs: Sequence[Run], chunk_bytes: int = CHUNK_BYTES) -> Iterator[list[Run]]:
@@ -106,10 +106,10 @@ def _regrouped(
     for run in runs:
         missing = [name for name in group_by if name not in run.labels]
         if missing:
-            where, got = run.places[0].where, f"a run without {missing[0]!r}"
-            expected = "one of " + ", ".join(run.labels) if run.labels else "a format with labels"
-            hint = "leave --group-by out, or choose one of those labels"
-            error = RolloutError("group_by", where, got, expected, hint)
+            where, got = run.places[0].where, f"the run has no label {missing[0]!r}"
+            hint = "omit --group-by"
+            hint += f", or use one of {', '.join(run.labels)}" if run.labels else ""
+            error = ConfigError("group_by", where, got, "", hint)
             rejected += [Rejected(place, error) for place in run.places]
             continue
         run.instance_id = "/".join(run.labels[name] for name in group_by)
@@ -141,9 +141,10 @@ def _unique(runs: Iterable[Run], rejected: list[Rejected]) -> Iterator[Run]:
         if other is run:
             yield run
             continue
-        got = f"{run.instance_id!r}, repetition {run.repetition_id}, again: {other.places[0].where} has it"
-        hint = "logs of several collections: make each a dataset of its own"
-        error = RolloutError("unique_trajectory", run.places[0].where, got, "each run once", hint)
+        got = f"instance {run.instance_id!r}, repetition {run.repetition_id}, also occurs in "
+        got += other.places[0].where
+        hint = "convert the logs of each collection to a separate dataset"
+        error = InvariantError("unique_trajectory", run.places[0].where, got, "", hint)
         rejected += [Rejected(place, error) for place in run.places]
 
 

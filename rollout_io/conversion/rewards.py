@@ -13,7 +13,7 @@ from rollout_io.dataset.opening import open_input
 from rollout_io.formats.parsing.jsonl import decode_line, read_lines, type_error
 from rollout_io.formats.parsing.naming import split_session
 from schemas.columns import COLUMN_BY_NAME, PREFIX_FIELDS
-from schemas.errors import RolloutError, raise_first
+from schemas.errors import InputError, RolloutError, raise_first
 
 _RULE = "reward_line"
 RESERVED_NAMES = frozenset(COLUMN_BY_NAME) | {f.name for f in PREFIX_FIELDS}
@@ -61,7 +61,7 @@ def read_rewards(name: str | Path, path: Path | None = None) -> dict[Key, Outcom
         path: Path to read; None: `name` is the path.
 
     Raises:
-        RolloutError: A bad line, or a second line for the same trajectory.
+        InputError: A bad line, or a second line for the same trajectory.
 
     Example:
         >>> # {"session": "shop-1/0", "reward": 1.0, "style": "append", "truth": 6}
@@ -94,7 +94,7 @@ def parse_outcome(record: dict[str, Any], where: str) -> tuple[Key, Outcome]:
         where: File and line, for errors.
 
     Raises:
-        RolloutError: reward_line, record_type, session_name.
+        InputError: reward_line, record_type, session_name.
     """
     names = _Fields.__struct_fields__
     known = {name: record[name] for name in names if name in record}
@@ -103,15 +103,16 @@ def parse_outcome(record: dict[str, Any], where: str) -> tuple[Key, Outcome]:
     except msgspec.ValidationError as error:
         raise type_error(error, where) from None
     if fields.reward is None and fields.error is None and "reward" not in record:
-        hint = "leave the line out if the reward is unknown; set `error` if the run failed"
+        hint = "remove the line if the reward is unknown; set `error` if the run failed"
         near = difflib.get_close_matches("reward", record, 1)
         hint = f"did you mean `reward`, not `{near[0]}`?" if near else hint
-        raise RolloutError(_RULE, where, "neither reward nor error", "one of them", hint)
+        got = "the line has neither `reward` nor `error`"
+        raise InputError(_RULE, where, got, "", hint)
     others = {name: value for name, value in record.items() if name not in names}
     clash = sorted(others.keys() & {*RESERVED_NAMES, ""})
     if clash:
-        expected = "a name, and not that of a column of the rollout table"
-        raise RolloutError(_RULE, where, f"key {clash[0]!r}", expected, "rename the key")
+        got = f"the key {clash[0]!r} is empty or the name of a column of the rollout table"
+        raise InputError(_RULE, where, got, "", "rename the key")
     metrics = {k: _number(k, v, where) for k, v in others.items() if isinstance(v, int | float)}
     texts = {k: _text(v) for k, v in others.items() if k not in metrics and v is not None}
     return _key(fields, where), Outcome(
@@ -122,34 +123,29 @@ def parse_outcome(record: dict[str, Any], where: str) -> tuple[Key, Outcome]:
 def _key(fields: _Fields, where: str) -> Key:
     if fields.session is None:
         if fields.instance_id is None or fields.repetition_id is None:
-            expected = "`session`, or `instance_id` and `repetition_id`"
-            hint = 'for example {"session": "shop-1/0", "reward": 1.0}'
-            raise RolloutError(_RULE, where, "no trajectory named", expected, hint)
+            got = "the line has neither `session` nor `instance_id` and `repetition_id`"
+            hint = 'name the trajectory: {"session": "shop-1/0", "reward": 1.0}'
+            raise InputError(_RULE, where, got, "", hint)
         return split_session(f"{fields.instance_id}/{fields.repetition_id}", where)
     key = split_session(fields.session, where)
     given = (fields.instance_id, fields.repetition_id)
     if any(g is not None and g != k for g, k in zip(given, key, strict=True)):
-        expected = f"session {fields.session!r} to agree"
-        hint = "one of the two is another trajectory's"
-        raise RolloutError(
-            _RULE, where, f"instance {given[0]}, repetition {given[1]}", expected, hint
-        )
+        got = f"instance {given[0]}, repetition {given[1]} contradicts session {fields.session!r}"
+        raise InputError(_RULE, where, got, "", "remove one of the two")
     return key
 
 
-def _twice(key: Key, first: str, second: str) -> RolloutError:
-    got = f"a second line for session {key[0]}/{key[1]}"
-    hint = f"keep one of the two; the first is {first}"
-    return RolloutError(_RULE, second, got, "one line per trajectory", hint)
+def _twice(key: Key, first: str, second: str) -> InputError:
+    got = f"session {key[0]}/{key[1]} already has a line: {first}"
+    return InputError(_RULE, second, got, "", "keep only one of the two lines")
 
 
 def _number(name: str, value: float, where: str) -> float:
     try:
         return float(value)
     except OverflowError:
-        got, expected = f"a number of {len(str(value))} digits as {name!r}", "numbers below 1.8e308"
-        hint = "give it as a text, in quotes"
-        raise RolloutError(_RULE, where, got, expected, hint) from None
+        got = f"{name!r} is a number of {len(str(value))} digits, above the maximum of 1.8e308"
+        raise InputError(_RULE, where, got, "", "write it as a string, in quotes") from None
 
 
 def _text(value: Any) -> str:

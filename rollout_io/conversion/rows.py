@@ -189,7 +189,9 @@ def _routes(rows: _Rows, _: pa.DataType) -> pa.Array | None:
     routes = [step.rollout_expert_indices for step in rows.steps]
     shapes = {route.shape[1:] for route in routes if route is not None}
     if len(shapes) > 1:
-        raise ValueError(f"routing of several models: {sorted(shapes)} (layers, experts a token)")
+        raise ValueError(
+            f"the calls have different routing: {sorted(shapes)} (layers, experts per token)"
+        )
     return routing_array(routes, *shapes.pop()) if shapes else None
 
 

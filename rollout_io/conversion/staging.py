@@ -23,7 +23,7 @@ from typing import Any
 from rollout_io.dataset.atomic_files import writable
 from rollout_io.dataset.locking import lock
 from rollout_io.dataset.storage import SHARD_PREFIX, SHARD_SUFFIX, STAGING, Location, move
-from schemas.errors import RolloutError
+from schemas.errors import InputError, RolloutError
 
 DONE = "converted.json"
 REJECTED = "rejected.jsonl"
@@ -52,7 +52,7 @@ class Staging:
         """Lock the directory against a second conversion, and create it if necessary.
 
         Raises:
-            RolloutError: `out_is_free`: another process is converting to it.
+            InputError: `out_is_free`: another process is converting to it.
         """
         with writable(self.where):
             self.folder.fs.makedirs(self.folder.path, exist_ok=True)
@@ -62,8 +62,9 @@ class Staging:
         with writable(self.where):
             held = lock(Path(self.folder.join(_LOCK).path))
         if held is None:
-            got, hint = "another conversion at work there", "wait for it, or choose another --out"
-            raise RolloutError("out_is_free", self.where, got, "no other writer", hint)
+            got = "a different process is writing to this directory"
+            hint = "wait for it, or choose a different --out"
+            raise InputError("out_is_free", self.where, got, "", hint)
         try:
             yield
         finally:
@@ -118,12 +119,13 @@ class Staging:
         """Mark a chunk as finished.
 
         Raises:
-            RolloutError: `shared_storage`: the shards of another process are not visible here.
+            InputError: `shared_storage`: the shards of another process are not visible here.
         """
         written = self._unfinished(index)
         if not written.shards():
-            got, expected = "storage that each process has of its own", "one that they share"
-            raise RolloutError("shared_storage", self.where, got, expected, "--workers 1")
+            got = "the output of a worker process is not visible to this process"
+            hint = "write to storage that all nodes share, or use --workers 1"
+            raise InputError("shared_storage", self.where, got, "", hint)
         _write_json(written.join(_REPORT), report)
         self.folder.fs.mv(written.path, self.folder.join(f"chunk-{index:05d}").path, recursive=True)
 

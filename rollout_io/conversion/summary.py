@@ -9,6 +9,7 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 
+from schemas.errors import count as _num
 from schemas.ragged import Ragged
 
 
@@ -93,32 +94,40 @@ class Summary:
         """Return the counts as a few lines of text."""
         mean = "no rewards" if self.reward_mean is None else f"mean reward {self.reward_mean:g}"
         lines = [
-            f"{self.num_records} records read = {self.num_written} written + "
+            f"{_num(self.num_records, 'record')} read = {self.num_written} written + "
             f"{self.num_rejected} rejected",
-            f"{self.num_calls} calls -> {out}: {self.num_rows} rows, {self.num_trajectories} "
-            f"trajectories, {len(self.instances)} groups, {mean}",
+            f"{_num(self.num_calls, 'call')} -> {out}: {_num(self.num_rows, 'row')}, "
+            f"{_num(self.num_trajectories, 'trajectory')}, {_num(len(self.instances), 'group')}, "
+            f"{mean}",
         ]
         if self.num_duplicates:
-            lines.append(f"{self.num_duplicates} of the rejected are copies of other records")
+            lines.append(
+                f"{_num(self.num_duplicates, 'rejected record')} with the same content as others"
+            )
         if self.num_without_reward:
-            lines.append(f"{self.num_without_reward} trajectories without a reward (null)")
+            lines.append(f"{_num(self.num_without_reward, 'trajectory')} without a reward (null)")
             if self.numbers and self.reward_mean is None:
                 names = ", ".join(sorted(self.numbers)[:8])
-                lines.append(f"the log has numbers that may be one: --reward KEY ({names})")
+                lines.append(
+                    f"the log has metrics that may be rewards: pass --reward KEY ({names})"
+                )
         if self.num_retokenized:
-            lines.append(f"{self.num_retokenized} rows re-tokenised from text: near, not exact")
+            lines.append(
+                f"{_num(self.num_retokenized, 'row')} re-tokenised from text: ids are approximate"
+            )
         if self.num_restarted:
             lines.append(
-                f"{self.num_restarted} trajectories return to their first prompt: several attempts "
-                "under one name train as one; name each attempt by itself (calls: `session`)"
+                f"{_num(self.num_restarted, 'trajectory')} with a return to the first prompt, "
+                "probably several attempts under one name: give each attempt a different name "
+                "(calls: `session`)"
             )
         if self.num_without_logprobs:
             lines.append(
-                f"{self.num_without_logprobs} rows without log-probabilities: no importance "
-                'correction in training (ask the engine for "logprobs": true)'
+                f"{_num(self.num_without_logprobs, 'row')} without log-probabilities, so training "
+                'cannot correct importance ratios: request "logprobs": true from the engine'
             )
         if self.num_failed:
-            lines.append(f"{self.num_failed} failed trajectories, kept with their `error`")
+            lines.append(f"{_num(self.num_failed, 'failed trajectory')}, kept with `error`")
         return "\n".join(lines)
 
 

@@ -15,7 +15,7 @@ from rollout_io.conversion.answers import is_answer, with_answers
 from rollout_io.formats.base import Completion, Conversation, Step, Trajectory
 from rollout_io.formats.parsing.messages import text_of
 from rollout_io.formats.parsing.tokens import token_ids
-from schemas.errors import RolloutError
+from schemas.errors import ConfigError, InputError
 from schemas.metadata import DatasetMetadata
 
 if TYPE_CHECKING:
@@ -132,12 +132,12 @@ def retokenizer_of(
         is_needed: True if the log is text.
 
     Raises:
-        RolloutError: `tokenizer`, `chat_template`: missing or unusable.
+        ConfigError: `tokenizer`, `chat_template`: missing or unusable.
     """
     if tokenizer is None:
         if chat_template is not None:
-            got, hint = "a chat template without a tokenizer", "--tokenizer DIR"
-            raise RolloutError("tokenizer", "--chat-template", got, "both", hint)
+            got, hint = "a chat template needs a tokenizer", "pass --tokenizer DIR"
+            raise ConfigError("tokenizer", "--chat-template", got, "", hint)
         return None, DatasetMetadata()
     made = Retokenizer(directory=tokenizer, chat_template=chat_template) if is_needed else None
     if not Path(tokenizer).is_dir():  # a name suffices if all tokens turn out to be exact
@@ -170,7 +170,7 @@ def with_tokens(trajectory: Trajectory, retokenizer: Retokenizer | None) -> list
     """Return the steps of a trajectory; conversations and completions are re-tokenised.
 
     Raises:
-        RolloutError: `no_token_ids`: there is text but no re-tokeniser; or as for `with_answers`.
+        InputError: `no_token_ids`: there is text but no re-tokeniser; or as for `with_answers`.
     """
     steps = []
     for step in with_answers(trajectory):
@@ -185,11 +185,12 @@ def with_tokens(trajectory: Trajectory, retokenizer: Retokenizer | None) -> list
     return steps
 
 
-def text_alone(where: str, got: str = "text alone") -> RolloutError:
+def text_alone(where: str) -> InputError:
     """Return the error for a log without tokens, if there is no re-tokeniser."""
-    hint = "--tokenizer DIR (a local one) re-tokenises it: near, not exact; exact tokens come from "
+    got = "the log has text but no token ids"
+    hint = "pass --tokenizer DIR to re-tokenise the text (approximate), or collect exact ids from "
     hint += "the engine (return_token_ids)"
-    return RolloutError(NO_TOKENS, where, got, "the ids the engine saw and sampled", hint)
+    return InputError(NO_TOKENS, where, got, "", hint)
 
 
 def _json(sent: Sequence[dict[str, Any]] | str) -> str:

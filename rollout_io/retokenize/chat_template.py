@@ -6,7 +6,7 @@ import difflib
 from pathlib import Path
 
 from rollout_io.dataset.opening import open_input
-from schemas.errors import RolloutError
+from schemas.errors import ConfigError
 
 MAX_TEMPLATE_BYTES = 1_000_000
 
@@ -36,14 +36,14 @@ def template_path(name: str) -> Path:
     """Return the file of a template in the package.
 
     Raises:
-        RolloutError: chat_template: there is no template of this name.
+        ConfigError: chat_template: there is no template of this name.
 
     Example:
         >>> template_path("chatml_tools_thinking").name
         'chatml_tools_thinking.jinja'
     """
     if name not in TEMPLATES:
-        raise _refused(name, "no such template", "a template's name", _names_near(name))
+        raise _refused(name, "no template has this name", _names_near(name))
     return Path(__file__).with_name("templates") / f"{name}.jinja"
 
 
@@ -54,7 +54,7 @@ def find_template(name_or_path: str) -> str:
         name_or_path: A key of `TEMPLATES`, or a file (UTF-8, at most 1 MB).
 
     Raises:
-        RolloutError: chat_template: unknown name or file, not a regular file, too large, not UTF-8.
+        ConfigError: chat_template: unknown name or file, not a regular file, too large, not UTF-8.
     """
     if name_or_path in TEMPLATES:
         return template_path(name_or_path).read_text(encoding="utf-8")
@@ -66,21 +66,22 @@ def find_template(name_or_path: str) -> str:
             content = file.read(MAX_TEMPLATE_BYTES + 1)
         text = content.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise _refused(name_or_path, str(error), "a UTF-8 file") from None
+        raise _refused(name_or_path, f"the file is not UTF-8: {error}") from None
     if len(content) > MAX_TEMPLATE_BYTES:
-        raise _refused(name_or_path, "a larger file", f"at most {MAX_TEMPLATE_BYTES:,} bytes")
+        raise _refused(name_or_path, f"the file is larger than {MAX_TEMPLATE_BYTES:,} bytes")
     return text
 
 
-def _unknown(name: str, path: Path) -> RolloutError:
-    got = "not a regular file" if path.exists() else "no such file"
-    return _refused(name, got, "a template's name or file", _names_near(name))
+def _unknown(name: str, path: Path) -> ConfigError:
+    got = "the path is not a regular file"
+    got = got if path.exists() else "no template or file has this name"
+    return _refused(name, got, _names_near(name))
 
 
 def _names_near(name: str) -> str:
     near = difflib.get_close_matches(name, TEMPLATES, 1)
-    return f"did you mean {near[0]}?" if near else "names: " + ", ".join(TEMPLATES)
+    return f"did you mean {near[0]}?" if near else "use a file, or one of " + ", ".join(TEMPLATES)
 
 
-def _refused(name: str, got: str, expected: str, hint: str | None = None) -> RolloutError:
-    return RolloutError("chat_template", f"chat template {name!r}", got, expected, hint)
+def _refused(name: str, got: str, hint: str | None = None) -> ConfigError:
+    return ConfigError("chat_template", f"chat template {name!r}", got, "", hint)

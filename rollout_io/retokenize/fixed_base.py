@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from rollout_io.retokenize.messages import normalize
 from rollout_io.retokenize.tokenizer import ChatTokenizer, Message, Tools
-from schemas.errors import RolloutError
+from schemas.errors import InputError
 
 BASE: tuple[Message, ...] = (
     {"role": "system", "content": "You are a helpful assistant."},
@@ -88,7 +88,7 @@ def encode_messages(
         [tokens] int32; empty for no messages.
 
     Raises:
-        RolloutError: chat_template: the template raised an error; fixed_base: the base is not a
+        InputError: chat_template: the template raised an error; fixed_base: the base is not a
             prefix of base + messages; generation_prompt: the template has none where it needs
             one; message; tool_arguments; tokenizer.
 
@@ -124,7 +124,7 @@ def encode_pieces(
         places: Name of each run, for errors.
 
     Raises:
-        RolloutError: As for `encode_messages`.
+        InputError: As for `encode_messages`.
     """
     if not runs:
         return []
@@ -137,8 +137,8 @@ def encode_pieces(
     cut = len(base.anchor_ids)
     for ids, place in zip(all_ids, places, strict=True):
         if ids[:cut] != base.anchor_ids:
-            got = "a token that reaches from the base into the message"
-            hint = "the template's marks are no special tokens here: is it this model's template?"
+            got = "a token spans the end of the base conversation and the message"
+            hint = "use the chat template of this model: its markers must be special tokens"
             raise _not_a_prefix(place, got, hint)
     return [Piece(text, ids[cut:]) for text, ids in zip(texts, all_ids, strict=True)]
 
@@ -147,14 +147,15 @@ def fixed_base(tokenizer: ChatTokenizer, tools: Tools | None, where: str) -> Fix
     """Return the rendered base conversation, cached per tokenizer and tools.
 
     Raises:
-        RolloutError: tools: not JSON; chat_template: the template fails on the base; fixed_base:
+        InputError: tools: not JSON; chat_template: the template fails on the base; fixed_base:
             its generation prompt is not at the end; generation_prompt: it has none, yet writes a
             header before assistant messages.
     """
     try:
         key = json.dumps(list(tools) if tools else None)
     except (TypeError, ValueError, RecursionError) as error:
-        raise RolloutError("tools", where, str(error), "a list of JSON schemas") from None
+        got = f"the tools are no list of JSON schemas: {error}"
+        raise InputError("tools", where, got) from None
     return _fixed_base(tokenizer, key)
 
 
@@ -181,18 +182,17 @@ def _check_headless(tokenizer: ChatTokenizer, text: str, tools: Tools | None, wh
     answer = {"role": "assistant", "content": "answer"}
     shown = _after(text, tokenizer.render([*BASE, answer], tools, where=where), where)
     if not shown.lstrip().startswith("answer"):
-        got = f"a chat template without a generation prompt, and answers that begin {shown[:40]!r}"
-        hint = "the template must write that beginning where add_generation_prompt is true"
-        raise RolloutError("generation_prompt", where, got, "the same beginning in both", hint)
+        got = f"the template has no generation prompt, but begins answers with {shown[:40]!r}"
+        hint = "write that beginning in the template if add_generation_prompt is true"
+        raise InputError("generation_prompt", where, got, "", hint)
 
 
 def _after(base: str, text: str, where: str) -> str:
     if not text.startswith(base):
-        hint = "a template that only appends, such as --chat-template qwen3_acc_thinking"
-        raise _not_a_prefix(where, "a chat template that changes earlier messages", hint)
+        hint = "use a template that only appends, such as --chat-template qwen3_acc_thinking"
+        raise _not_a_prefix(where, "the chat template changes earlier messages", hint)
     return text[len(base) :]
 
 
-def _not_a_prefix(where: str, got: str, hint: str) -> RolloutError:
-    expected = "base + messages to be the base and what follows it"
-    return RolloutError("fixed_base", where, got, expected, hint)
+def _not_a_prefix(where: str, got: str, hint: str) -> InputError:
+    return InputError("fixed_base", where, got, "", hint)

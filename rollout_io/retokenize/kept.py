@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from rollout_io.retokenize.chat_template import KEEPS_ALL
 from rollout_io.retokenize.fixed_base import BASE, fixed_base
 from rollout_io.retokenize.tokenizer import ChatTokenizer, Tools
-from schemas.errors import RolloutError
+from schemas.errors import InputError, RolloutError
 
 _THINK = re.compile(r"(</?think>)")
 _IM_MARKS = ("<|im_start|>", "<|im_end|>")
@@ -47,7 +47,7 @@ def refuse_dropped(
         where: Name of the messages, for errors.
 
     Raises:
-        RolloutError: `text_kept`.
+        InputError: `text_kept`.
     """
     base = fixed_base(tokenizer, tools, where).text
     for i, message in enumerate(messages):
@@ -73,7 +73,7 @@ def refuse_dropped_texts(
         where: Name of the conversation, for errors.
 
     Raises:
-        RolloutError: `text_kept`.
+        InputError: `text_kept`.
     """
     for i, message in enumerate(messages):
         content = _THINK.split(message["content"])[-1].strip()
@@ -90,13 +90,13 @@ def _renders_to(
         return False
 
 
-def dropped(part: str, tokenizer: ChatTokenizer, where: str) -> RolloutError:
+def dropped(part: str, tokenizer: ChatTokenizer, where: str) -> InputError:
     """Return the error for a chat template that drops a part of a message."""
-    got, expected = f"a chat template that leaves out {part}", "all of the message"
-    hint = "another template (--chat-template), or put the text into the message's content"
+    got = f"the chat template drops {part}"
+    hint = "use a different --chat-template, or put the text into the message's content"
     if is_chatml(tokenizer):
-        hint = f"--chat-template {KEEPS_ALL} keeps it"
-    return RolloutError("text_kept", where, got, expected, hint)
+        hint = f"use --chat-template {KEEPS_ALL}, which keeps it"
+    return InputError("text_kept", where, got, "", hint)
 
 
 def is_chatml(tokenizer: ChatTokenizer) -> bool:

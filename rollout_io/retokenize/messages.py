@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from schemas.errors import RolloutError
+from schemas.errors import InputError
 
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
@@ -23,7 +23,7 @@ def normalize(message: object, where: str) -> dict[str, Any]:
       `reasoning_content`.
 
     Raises:
-        RolloutError: message: not an object with a role, or content that is not text (the error
+        InputError: message: not an object with a role, or content that is not text (the error
             names an image part); tool_arguments: arguments that are not a JSON object.
 
     Example:
@@ -60,7 +60,7 @@ def _part(part: object, where: str) -> str:
     text = part.get("text") if isinstance(part, Mapping) else None
     if isinstance(kind, str) and kind in TEXT_PARTS and isinstance(text, str):
         return text
-    raise _bad(where, f"a content part of type {kind!r}", "text parts only")
+    raise _bad(where, f"a content part of type {kind!r}", "text")
 
 
 def _tool_calls(calls: object, where: str) -> list[dict[str, Any]]:
@@ -83,7 +83,7 @@ def _function_of(call: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _with_arguments(function: Mapping[str, Any], where: str) -> dict[str, Any]:
     if not isinstance(function.get("name"), str):
-        raise _bad(where, "a tool call without a name", "the name of a function")
+        raise _bad(where, "a tool call without a name", "a function with a name")
     return {**function, "arguments": _arguments(function.get("arguments"), where)}
 
 
@@ -97,12 +97,12 @@ def _arguments(arguments: object, where: str) -> object:
         except (ValueError, RecursionError):
             parsed = None
     if not isinstance(parsed, Mapping):
-        hint = "a call that could not be parsed is text: put it in the message's content"
+        hint = "put a call that could not be parsed into the message's content, as text"
         is_text = isinstance(arguments, str)
         got = f"arguments {arguments!r:.80}" if is_text else f"a {type(arguments).__name__}"
-        raise RolloutError("tool_arguments", where, got, "a JSON object", hint)
+        raise InputError("tool_arguments", where, got, "a JSON object", hint)
     return parsed
 
 
-def _bad(where: str, got: str, expected: str) -> RolloutError:
-    return RolloutError("message", where, got, expected)
+def _bad(where: str, got: str, expected: str) -> InputError:
+    return InputError("message", where, got, expected)

@@ -19,7 +19,7 @@ from rollout_io.retokenize.fixed_base import BASE, FixedBase, Piece, encode_piec
 from rollout_io.retokenize.kept import dropped, refuse_dropped, refuse_dropped_texts
 from rollout_io.retokenize.messages import normalize
 from rollout_io.retokenize.tokenizer import ChatTokenizer, Message, Tools
-from schemas.errors import RolloutError
+from schemas.errors import InputError, InvariantError
 
 Logprobs = Sequence[Sequence[float]]
 
@@ -91,7 +91,7 @@ def retokenize(
         where: Name of the conversation, for errors.
 
     Raises:
-        RolloutError: retokenize: no answer, or nothing before it; otherwise as `encode_response`.
+        InputError: retokenize: no answer, or nothing before it; otherwise as `encode_response`.
 
     Example:
         With SmolLM2's tokenizer and template ("<|im_start|>" is 1, "<|im_end|>" 2, newline 198):
@@ -138,10 +138,10 @@ def encode_response(
         where: Name of the conversation, for errors.
 
     Raises:
-        RolloutError: message_role: another role; generation_prompt: an assistant message that
+        InputError: message_role: another role; generation_prompt: an assistant message that
             does not begin with the generation prompt, or renders to nothing after it; text_kept:
-            the template drops a part of a message; lengths_align: a wrong number of lists or
-            values; otherwise as `encode_messages`.
+            the template drops a part of a message; otherwise as `encode_messages`.
+        InvariantError: lengths_align: a wrong number of lists or values.
 
     Example:
         With SmolLM2's tokenizer and template:
@@ -165,9 +165,10 @@ def _first_answer(messages: list[dict[str, Any]], num_given: int, where: str) ->
     answers = (i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= num_given)
     first = next(answers, None)
     if not first:
-        got = "no assistant message" if first is None else "an assistant message first"
-        expected, hint = "a prompt, then an answer", "leave out what the model did not answer"
-        raise RolloutError("retokenize", where, got, expected, hint)
+        got = "the conversation begins with an assistant message"
+        got = got if first == 0 else "the conversation has no assistant message to train on"
+        hint = "remove the conversation, or add a prompt and an answer"
+        raise InputError("retokenize", where, got, "", hint)
     return first
 
 
@@ -218,9 +219,9 @@ def _turns(messages: list[dict[str, Any]], first: int, where: str) -> Iterator[_
 
 def _check_role(role: str, where: str) -> None:
     if role not in {"assistant", "user", "tool"}:
-        hint = "instructions stand before the first assistant message; later ones are user messages"
+        hint = "put instructions before the first assistant message, or into user messages"
         expected = "assistant, user or tool after the first assistant message"
-        raise RolloutError("message_role", where, f"role {role!r}", expected, hint)
+        raise InputError("message_role", where, f"role {role!r}", expected, hint)
 
 
 def _generated(piece: Piece, base: FixedBase, eos: int | None, where: str) -> tuple[int, int]:
@@ -233,24 +234,25 @@ def _generated(piece: Piece, base: FixedBase, eos: int | None, where: str) -> tu
         end -= piece.ids[::-1].index(eos)
     if piece.text.startswith(base.generation_prompt) and start < end:
         return start, end
-    got = f"an assistant message that begins with {piece.text[:60]!r}"
-    expected = f"the generation prompt, {base.generation_prompt!r}, and text after it"
-    hint = "a template that renders what the model generates, such as qwen3_acc_thinking"
-    raise RolloutError("generation_prompt", where, got, expected, hint)
+    got = f"the assistant message begins with {piece.text[:60]!r}, but must begin with the "
+    got += f"generation prompt, {base.generation_prompt!r}, and text after it"
+    hint = "use a template that renders what the model generates, such as qwen3_acc_thinking"
+    raise InputError("generation_prompt", where, got, "", hint)
 
 
 def _aligned(
     logprobs: Logprobs, spans: list[tuple[int, int]], mask: npt.NDArray[np.bool_], where: str
 ) -> npt.NDArray[np.float32]:
-    expected = f"one list of numbers per assistant message, of {[n for _, n in spans]} tokens"
-    hint = "the text was cut into other tokens than were sampled: leave log-probabilities out"
+    hint = "omit the log-probabilities: the text was split into different tokens than sampled"
     try:
         arrays = [np.array(list(values), np.float32) for values in logprobs]
     except (TypeError, ValueError) as error:
-        raise RolloutError("lengths_align", where, str(error), expected, hint) from None
+        got = f"the log-probabilities are not one list of numbers per assistant message: {error}"
+        raise InvariantError("lengths_align", where, got, "", hint) from None
     if [array.shape for array in arrays] != [(length,) for _, length in spans]:
-        got = f"log-probabilities of {[len(array) for array in arrays]} tokens"
-        raise RolloutError("lengths_align", where, got, expected, hint)
+        given, lengths = [array.size for array in arrays], [length for _, length in spans]
+        got = f"the assistant messages have {lengths} tokens but {given} log-probabilities"
+        raise InvariantError("lengths_align", where, got, "", hint)
     result = np.zeros(len(mask), np.float32)
     result[mask] = [value for array in arrays for value in array]
     return result
@@ -281,8 +283,8 @@ def _prompt(
     ids, header = tokenizer.encode([text], [where])[0], base.generation_prompt_ids
     start = len(ids) - len(header)
     if ids[start:] != header:
-        got = "a generation prompt that depends on the conversation"
-        raise RolloutError("generation_prompt", where, got, repr(base.generation_prompt))
+        got = f"the prompt does not end with the generation prompt {base.generation_prompt!r}"
+        raise InputError("generation_prompt", where, got)
     return np.array(ids[: start + num_kept], np.int32)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from rollout_io.dataset.opening import refuse_irregular
 from rollout_io.retokenize.chat_template import find_template
-from schemas.errors import RolloutError
+from schemas.errors import InputError, RolloutError
 from schemas.extras import requires_extra
 
 Message = Mapping[str, Any]
@@ -106,7 +106,7 @@ class ChatTokenizer:
         """Render a conversation as text, optionally with the header of the next assistant message.
 
         Raises:
-            RolloutError: chat_template: the template raised an error, or there is none.
+            InputError: chat_template: the template raised an error, or there is none.
         """
         if not self.backend.chat_template:
             raise _without_template(self.name)
@@ -118,11 +118,9 @@ class ChatTokenizer:
                 | {"add_generation_prompt": generation_prompt, "tokenize": False},
             )
         except Exception as error:  # a template is a program and may raise anything
-            got = f"an error in the chat template: {_one_line(error)}"
-            hint = f"it was given {_roles(messages)}; another template: --chat-template"
-            raise RolloutError(
-                "chat_template", where, got, "messages that it takes", hint
-            ) from None
+            got = f"the chat template raised {_one_line(error)}"
+            hint = f"use a --chat-template that renders the roles {_roles(messages)}"
+            raise InputError("chat_template", where, got, "", hint) from None
         return str(text)
 
     def render_marked(
@@ -131,13 +129,13 @@ class ChatTokenizer:
         """Return the ids of a conversation, and true for those inside {% generation %} blocks.
 
         Raises:
-            RolloutError: chat_template: the template raised an error, or there is none;
+            InputError: chat_template: the template raised an error, or there is none;
                 assistant_masks: it has no such blocks.
         """
         if not _MARK.search(str(self.backend.chat_template or "")):
-            hint = "chat_template = qwen3_without_thinking, or a file with such marks"
-            got = "a chat template without {% generation %} marks"
-            raise RolloutError("assistant_masks", where, got, "marks round assistant text", hint)
+            hint = "set chat_template = qwen3_without_thinking, or a file with such marks"
+            got = "the chat template has no {% generation %} marks around assistant text"
+            raise InputError("assistant_masks", where, got, "", hint)
         self.render(messages, where=where)
         made = self.backend.apply_chat_template(
             [dict(message) for message in messages],
@@ -154,7 +152,7 @@ class ChatTokenizer:
             places: Name of each text, for errors.
 
         Raises:
-            RolloutError: tokenizer: a text is invalid Unicode (lone surrogates).
+            InputError: tokenizer: a text is invalid Unicode (lone surrogates).
         """
         if not texts:
             return []
@@ -164,8 +162,9 @@ class ChatTokenizer:
             )
         except Exception as error:  # tokenizers raises bare TypeError
             bad = [where for text, where in zip(texts, places, strict=True) if _LONE.search(text)]
-            got, where = ("a lone surrogate", bad[0]) if bad else (_one_line(error), places[0])
-            raise RolloutError("tokenizer", where, got, "text that it can encode") from None
+            got, where = ("the text contains a lone surrogate", bad[0]) if bad else ("", places[0])
+            got = got or f"the tokenizer raised {_one_line(error)}"
+            raise InputError("tokenizer", where, got) from None
         ids: list[list[int]] = batch["input_ids"]
         return ids
 
@@ -200,15 +199,15 @@ def load_tokenizer(
         needs_template: If true, refuse a tokenizer without a template; encoding text needs none.
 
     Raises:
-        RolloutError: input_file: one of its files is not a regular file; tokenizer: not a
+        InputError: input_file: one of its files is not a regular file; tokenizer: not a
             directory, or it cannot be loaded; chat_template: unknown template, or the tokenizer has
             none;
             extra_installed: `transformers` is missing.
     """
     where = os.fspath(path)
     if not Path(where).is_dir():
-        hint = "give the directory of a downloaded model"
-        raise RolloutError("tokenizer", where, "no such directory", "a local directory", hint)
+        hint = "pass the directory of a downloaded model"
+        raise InputError("tokenizer", where, "the tokenizer directory does not exist", "", hint)
     for file in Path(where).iterdir():
         if not file.is_dir():
             refuse_irregular(file)  # Transformers would block on a pipe
@@ -221,24 +220,25 @@ def load_tokenizer(
     return ChatTokenizer(where, backend)
 
 
-def _without_template(where: str) -> RolloutError:
-    hint = "--chat-template NAME or FILE"
-    return RolloutError("chat_template", where, "a tokenizer without one", "a template", hint)
+def _without_template(where: str) -> InputError:
+    got, hint = "the tokenizer has no chat template", "pass --chat-template NAME or FILE"
+    return InputError("chat_template", where, got, "", hint)
 
 
 def _load(where: str) -> Any:
     with requires_extra("retokenize", where):
         from transformers import AutoTokenizer
-    hint = "the directory needs tokenizer.json and tokenizer_config.json"
+    hint = "check that the directory contains tokenizer.json and tokenizer_config.json"
     try:
         backend: Any = AutoTokenizer.from_pretrained(
             where, local_files_only=True, trust_remote_code=False
         )
         is_empty = not backend.encode("user", add_special_tokens=False)
     except Exception as error:  # Transformers lets any error of its parsers through
-        raise RolloutError("tokenizer", where, _one_line(error), "a tokenizer", hint) from None
+        got = f"the tokenizer cannot be loaded: {_one_line(error)}"
+        raise InputError("tokenizer", where, got, "", hint) from None
     if is_empty:
-        raise RolloutError("tokenizer", where, "no vocabulary", "a tokenizer", hint)
+        raise InputError("tokenizer", where, "the tokenizer has no vocabulary", "", hint)
     return backend
 
 

@@ -156,7 +156,7 @@ def unknown_format(folder: Path) -> list[str]:
     ("make", "rule", "says", "hints"),
     [
         (cut_line, "json_line", "{folder}/cut.jsonl:2: the line is cut off", "repair"),
-        (missing_rewards, "input_file", "{folder}/nowhere.jsonl: found no such file", "ls"),
+        (missing_rewards, "input_file", "cannot read {folder}/nowhere.jsonl: no such file", "ls"),
         (two_last_steps, "boundary_alignment", "{folder}/calls.jsonl:", "instance/0"),
         (empty_prompt, "nonempty_prompt", "{folder}/calls.jsonl:8: found a prompt of 0", "source"),
         (no_token_ids, "no_token_ids", "{folder}/calls.jsonl:1: ", '"return_token_ids": true'),

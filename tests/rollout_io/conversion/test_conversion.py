@@ -163,7 +163,7 @@ def test_a_packed_log_that_is_cut_off_is_refused_by_name(packing, cut, tmp_path)
     log.write_bytes(packed[:cut])
     error = refusal([log], tmp_path / "ds")
     assert (error.rule, error.where) == ("input_file", str(log))
-    assert error.got.startswith("cannot unpack the archive")
+    assert error.got.startswith("the file cannot be decompressed")
     assert not (tmp_path / "ds").exists()
 
 
@@ -175,7 +175,7 @@ def test_a_file_name_that_is_no_utf_8_is_refused_and_shown_with_its_bytes_escape
     for given in (log, str(folder)):
         assert run(["convert", given, "--format", "calls", "--out", str(tmp_path / "ds")]) == 1
         said = capsys.readouterr().err
-        assert f"Error: {folder}/caf\\xe9.jsonl: a name that is not UTF-8" in said
+        assert f"Error: {folder}/caf\\xe9.jsonl: the name is not UTF-8" in said
         assert not (tmp_path / "ds").exists()
 
 

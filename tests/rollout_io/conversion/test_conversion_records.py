@@ -82,7 +82,7 @@ def test_where_every_record_is_rejected_the_file_of_them_is_kept_and_the_exit_co
     arguments = ["convert", str(log), "--format", "calls", "--out", str(out), "--on-error", "skip"]
     assert run(arguments) == 1
     said = capsys.readouterr().err
-    assert "2 records, none of which can be used (the first: record_type" in said
+    assert "no record can be used (2 rejected; the first: record_type" in said
     assert f"see {out}/rejected.jsonl" in said
     assert files_in(out).keys() == {"rejected.jsonl"}
     assert [r["source"] for r in rejected_in(out)] == [f"{log}:1", f"{log}:2"]
@@ -147,7 +147,7 @@ def test_groups_are_chosen_by_labels_and_their_runs_numbered_in_order(tmp_path, 
     }
     assert run([*arguments, str(tmp_path / "no"), "--group-by", "task"]) == 1
     assert "[group_by]" in (said := capsys.readouterr().err)
-    assert "found a run without 'task'; expected one of task_name, " in said
+    assert "the run has no label 'task'. [group_by]" in said
     assert not (tmp_path / "no").exists()
 
 

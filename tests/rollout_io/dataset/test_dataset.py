@@ -355,7 +355,7 @@ def test_a_directory_name_may_hold_glob_characters(tmp_path):
 
 @pytest.mark.parametrize("use", [scan, read, RolloutWriter])
 def test_an_empty_path_is_not_the_current_directory(use):
-    with pytest.raises(RolloutError, match=r"'': found an empty path.*\[path\]"):
+    with pytest.raises(RolloutError, match=r"'': the path is empty.*\[path\]"):
         use("")
 
 

@@ -55,9 +55,9 @@ def test_a_dataset_with_all_its_shards_is_read_in_order(tmp_path):
 @pytest.mark.parametrize(
     ("missing", "names"),
     [
-        (0, "part-00001.parquet as the first shard, which is number 1"),
-        (2, "part-00003.parquet, which does not follow the shard before it"),
-        (3, "no shard after part-00002.parquet, which is not the last one"),
+        (0, "the first shard, part-00001.parquet, is number 1; expected 0"),
+        (2, "part-00003.parquet does not follow the shard before it"),
+        (3, "the shards after part-00002.parquet are missing"),
     ],
 )
 def test_a_missing_shard_is_named(missing, names, tmp_path):
@@ -72,7 +72,7 @@ def test_shards_that_changed_places_are_named(tmp_path):
     (one_bytes, two_bytes) = one.read_bytes(), two.read_bytes()
     one.write_bytes(two_bytes)
     two.write_bytes(one_bytes)
-    assert "part-00001.parquet, which does not follow" in refusal(tmp_path / "ds")
+    assert "part-00001.parquet does not follow" in refusal(tmp_path / "ds")
 
 
 @pytest.mark.parametrize("metadata", [None, DatasetMetadata(tokenizer="another")])
@@ -80,9 +80,7 @@ def test_a_shard_of_another_dataset_under_the_same_name_is_named(metadata, tmp_p
     shards = sharded(tmp_path / "ds")
     others = sharded(tmp_path / "others", trajectories(4, length=2), metadata=metadata)
     shards[1].write_bytes(others[1].read_bytes())
-    assert "part-00002.parquet, which does not follow the shard before it" in refusal(
-        tmp_path / "ds"
-    )
+    assert "part-00002.parquet does not follow the shard before it" in refusal(tmp_path / "ds")
 
 
 def test_a_missing_chunk_of_a_conversion_is_named_and_so_is_one_of_a_merge(tmp_path):
@@ -105,7 +103,7 @@ def test_several_whole_datasets_may_lie_in_one_directory(tmp_path):
     second.rename(tmp_path / "ds" / "part-00001a.parquet")
     assert read(tmp_path / "ds").num_rows == 5
     first[-1].unlink()
-    assert "no shard after part-00002.parquet" in refusal(tmp_path / "ds")
+    assert "the shards after part-00002.parquet are missing" in refusal(tmp_path / "ds")
 
 
 def test_a_glob_reads_a_part_of_a_dataset_and_appended_shards_stand_alone(tmp_path):
@@ -121,7 +119,7 @@ def test_a_glob_reads_a_part_of_a_dataset_and_appended_shards_stand_alone(tmp_pa
 def test_a_writer_that_was_killed_between_shards_leaves_a_dataset_that_is_refused(tmp_path):
     writer = RolloutWriter(tmp_path / "ds", row_group_rows=1, shard_bytes=1)
     writer.write(trajectories(4))
-    assert "no shard after" in refusal(tmp_path / "ds")
+    assert "the shards after" in refusal(tmp_path / "ds")
     writer.abort()
 
 

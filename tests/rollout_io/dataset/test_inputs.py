@@ -232,7 +232,7 @@ def test_standard_input_that_is_a_device_is_refused(device, tmp_path):
 
 def test_a_file_larger_than_is_read_is_refused(tmp_path):
     (tmp_path / "large").write_bytes(b"x" * 11)
-    with pytest.raises(RolloutError, match=r".*found more than 10 bytes.*\[input_file\]"):
+    with pytest.raises(RolloutError, match=r".*the file is larger than 10 bytes.*\[input_file\]"):
         read_input(tmp_path / "large", 10)
 
 

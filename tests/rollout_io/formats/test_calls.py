@@ -386,7 +386,9 @@ def test_an_empty_log_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RolloutError, match=r".*nowhere\.jsonl: found no such file.*\[input_file\]"):
+    with pytest.raises(
+        RolloutError, match=r"cannot read .*nowhere\.jsonl: no such file.*\[input_file\]"
+    ):
         read_calls([tmp_path / "nowhere.jsonl"])
 
 

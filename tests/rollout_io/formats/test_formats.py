@@ -178,7 +178,7 @@ def test_a_large_file_that_git_did_not_fetch_is_called_so(tmp_path, formats):
 
 
 def test_an_input_that_is_not_there_is_said_to_be_missing_not_unknown(tmp_path, formats):
-    with pytest.raises(RolloutError, match=r".*nowhere: found no such file.*\[input_file\]"):
+    with pytest.raises(RolloutError, match=r"cannot read .*nowhere: no such file.*\[input_file\]"):
         detect({"nowhere": tmp_path / "nowhere"}, formats)
 
 
@@ -347,7 +347,7 @@ ROUTES = [[[[0, 1]]], [[[0, 1]]], None]
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({}, "{b}: found trajectory 'a_0', which {a} has too"),
+        ({}, "{b}: trajectory 'a_0' also occurs in {a}"),
         ({"rewards": None}, "{b}, GeneratorOutput, rewards: found no such field"),
         ({"rewards": [1.0]}, "{b}, GeneratorOutput, rewards: found 1 entries"),
         ({"reward": [1.0]}, "{b}, GeneratorOutput, reward: found an unknown field"),

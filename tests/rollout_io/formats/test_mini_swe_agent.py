@@ -70,7 +70,9 @@ def test_the_real_bare_list_of_messages_ends_with_the_last_reply(logs):
 
 
 def test_text_alone_is_refused_with_the_hint_to_retokenise(logs, tmp_path):
-    with pytest.raises(RolloutError, match=r"text alone.*\[no_token_ids\]") as found:
+    with pytest.raises(
+        RolloutError, match=r"the log has text but no token ids.*\[no_token_ids\]"
+    ) as found:
         convert_with(ADAPTER, [logs / "github_issue.traj.json"], tmp_path)
     assert "--tokenizer" in found.value.hint
 

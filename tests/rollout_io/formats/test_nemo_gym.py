@@ -299,7 +299,8 @@ def test_the_same_rollout_twice_is_refused(tmp_path: Path) -> None:
     one = run(message(**tokens([1], [2])))
     error = refused(tmp_path, one, one)
     assert error.rule == "unique_trajectory"
-    assert "a.jsonl:1" in error.got
+    assert error.got.endswith("a.jsonl:1")
+    assert "also occurs in" in error.got
 
 
 def test_a_task_without_its_rollout_is_refused(tmp_path: Path) -> None:

@@ -211,5 +211,7 @@ def test_a_tokenizers_name_will_do_where_all_tokens_are_exact_and_text_needs_its
     exact = Choices(tokenizer="org/model")
     table = read_log(PEER / "eval" / "traces.jsonl", exact)
     assert DatasetMetadata.decode(table.schema.metadata).tokenizer == "org/model"
-    with pytest.raises(RolloutError, match=r"org/model: found no such directory.*\[tokenizer\]"):
+    with pytest.raises(
+        RolloutError, match=r"org/model: the tokenizer directory does not exist.*\[tokenizer\]"
+    ):
         read_log(PEER / "legacy" / "text" / "results.jsonl", exact)

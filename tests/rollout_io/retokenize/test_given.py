@@ -22,5 +22,5 @@ def test_given_assistant_messages_are_part_of_the_prompt_and_do_not_train(smol):
     joined = [np.concatenate([t.prompt_token_ids, t.response_ids]) for t in (all_answers, last_two)]
     assert joined[0].tolist() == joined[1].tolist()
     assert smol.decode(last_two.prompt_token_ids).count("<|im_start|>assistant") == 2
-    with pytest.raises(RolloutError, match="no assistant message"):
+    with pytest.raises(RolloutError, match="has no assistant message"):
         retokenize(chat, smol, num_given=6)

@@ -37,7 +37,7 @@ def test_a_name_that_is_none_of_them_is_refused_with_the_nearest(capsys: Capture
     assert run(["templates", "qwen3_acc_thinkin"]) == 1
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert "no such template" in printed.err
+    assert "no template has this name" in printed.err
     assert "did you mean qwen3_acc_thinking?" in printed.err
 
 

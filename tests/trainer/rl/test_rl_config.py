@@ -160,7 +160,7 @@ def test_one_engine_has_one_template_for_the_calls_of_agents(tmp_path):
         ("max_staleness=-1", "max_staleness: found -1", None),
         ("weight_sync=never", "one of wait, now", None),
         ("model=", "no `model`", None),
-        ("train.gamma", "--set train.gamma: found no `=`", None),
+        ("train.gamma", "--set train.gamma: `=` is missing", None),
     ],
 )
 def test_what_the_loop_cannot_take_is_refused_by_name(tmp_path, override, message, hint):
