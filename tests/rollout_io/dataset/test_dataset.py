@@ -226,7 +226,10 @@ def test_metadata_is_kept_and_a_second_dataset_in_the_same_place_is_refused(tmp_
     with RolloutWriter(tmp_path / "copy") as writer:
         writer.write(read(tmp_path / "ds"))
     assert read_metadata(tmp_path / "copy") == metadata
-    with pytest.raises(RolloutError, match=r".*: found 1 shard;.*\[out_is_free\]"):
+    with pytest.raises(
+        RolloutError,
+        match=r".*: the directory already contains a dataset \(1 shard\).*\[out_is_free\]",
+    ):
         RolloutWriter(tmp_path / "ds")
 
 

@@ -227,7 +227,7 @@ def test_standard_input_that_is_a_device_is_refused(device, tmp_path):
     with Path(device).open("rb") as file:
         done = in_subprocess("-m", "rollout_io", "convert", "-", "--out", tmp_path, stdin=file)
     assert done.returncode == 1
-    assert "Error: -: found a character device" in done.stderr
+    assert "Error: cannot read -: it is a character device" in done.stderr
 
 
 def test_a_file_larger_than_is_read_is_refused(tmp_path):

@@ -134,7 +134,8 @@ def test_a_ray_that_is_not_there_is_refused_at_once(sharded, monkeypatch):
     pytest.importorskip("ray")
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
     with pytest.raises(
-        RolloutError, match=r"127\.0\.0\.1:9: found connection refused.*\[ray_address\]"
+        RolloutError,
+        match=r"cannot connect to Ray at 127\.0\.0\.1:9: connection refused.*\[ray_address\]",
     ):
         list(check_dataset(sharded, Workers(2, "ray")))
 
