@@ -207,7 +207,7 @@ def test_no_input_of_any_verb_is_waited_for_or_read_without_an_end(tmp_path, sho
     assert all(line.startswith("1 ") for line in codes), done.stderr
     kinds = ("a pipe, which may never be written", "a character device, which may never end")
     for kind in kinds:
-        assert done.stderr.count(f"found {kind}; expected a file") == 13, done.stderr
+        assert done.stderr.count(f": it is {kind}. [input_file]") == 13, done.stderr
 
 
 def test_a_directory_with_pipes_and_devices_is_looked_through(tmp_path):

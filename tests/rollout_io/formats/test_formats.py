@@ -167,7 +167,7 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path, capsys):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     assert run(["convert", str(pipe), "--out", str(tmp_path / "ds")]) == 1
-    assert f"Error: {pipe}: found a pipe" in capsys.readouterr().err
+    assert f"Error: cannot read {pipe}: it is a pipe" in capsys.readouterr().err
 
 
 def test_a_large_file_that_git_did_not_fetch_is_called_so(tmp_path, formats):
