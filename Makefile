@@ -1,5 +1,6 @@
 # Everything runs in .venv, which the first target that needs it makes; vLLM in .venv-vllm, the harnesses
-# that are recorded in its tests in .venv-clients, SkyRL, whose trainer takes our outputs, in .venv-skyrl.
+# that are recorded in its tests in .venv-clients, SkyRL, whose trainer takes our outputs, in .venv-skyrl,
+# and the lowest versions that pyproject.toml allows in .venv-lowest.
 
 PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
 	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
@@ -8,20 +9,22 @@ BIN := $(VENV)/bin
 VLLM := .venv-vllm
 CLIENTS := .venv-clients
 SKYRL := .venv-skyrl
+LOWEST := .venv-lowest
 MODEL := .cache/smollm2
 READY := $(VENV)/.ready
 DEMO := $(VENV)/.demo
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal
+PARALLEL := -n logical --maxprocesses 8 --dist worksteal
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL)
 LOGS := ../shared/data/harness_logs
 
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-vllm test-skyrl lint bench docs model format clean
+.PHONY: help demo test test-all test-lowest test-vllm test-skyrl lint bench docs model format clean
 
 help:  ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(DEMO) $(MODEL)/model.safetensors  ## From real vLLM logs to a policy update, step by step (CPU, minutes)
 	$(BIN)/python examples/demo.py
@@ -31,6 +34,9 @@ test: $(READY) $(MODEL)/model.safetensors  ## Run the tests of a change (minutes
 
 test-all: $(READY) $(MODEL)/model.safetensors  ## Run the slow tests too, as CI does
 	$(PYTEST)
+
+test-lowest: $(LOWEST)/.ready $(MODEL)/model.safetensors  ## Run the tests of a change with the lowest versions allowed
+	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest $(PARALLEL) -m "not slow and not nightly and not vllm"
 
 test-vllm: $(READY) $(MODEL)/model.safetensors $(VLLM)/.ready $(CLIENTS)/.ready  ## Run the tests that need a real vLLM server
 	$(BIN)/python -m pytest -m "vllm and not nightly"
@@ -66,13 +72,21 @@ format: $(READY)  ## Format the sources
 	$(BIN)/ruff format .
 
 clean:  ## Remove the environment, the caches and the demo's runs
-	rm -rf $(VENV) $(VLLM) $(CLIENTS) $(SKYRL) .cache runs .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) $(CLIENTS) $(SKYRL) $(LOWEST) .cache runs .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 $(READY): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or later is needed: make PYTHON=/path/to/python3"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt dashscope trl
+	@touch $@
+
+# The lowest versions have no builds for a newer Python. Indirect dependencies are the newest allowed.
+# uv keeps what is installed, so each build starts from an empty environment.
+$(LOWEST)/.ready: pyproject.toml
+	python3.11 -m venv --clear $(LOWEST)
+	$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check uv
+	$(LOWEST)/bin/uv pip install --quiet --python $(LOWEST)/bin/python --resolution lowest-direct -e '.[dev]'
 	@touch $@
 
 # The little that the demo and the model need; nothing to install where `make test` has.
