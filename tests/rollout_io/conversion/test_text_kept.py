@@ -13,7 +13,7 @@ from schemas.errors import RolloutError
 pytestmark = pytest.mark.model
 
 USER = {"role": "user", "content": "q"}
-KEPT = "--chat-template chatml_tools_thinking keeps it"
+KEPT = "use --chat-template chatml_tools_thinking, which keeps it"
 TOOLS = [{"type": "function", "function": {"name": "search", "parameters": {}}}]
 
 

@@ -182,7 +182,7 @@ def test_no_chain_that_is_taken_ends_the_process():
         "             'reward' + '.a' * N, 'abs(' * N + '1' + ')' * N, '- ' * N + '1'):\n"
         "    for n in (1, 2, 4):\n"
         "        try: condition_of(text[: len(text) // n])\n"
-        "        except RolloutError: pass\n"
+        "        except ConfigError: pass\n"
     ).replace("N", str(MOST_OPERATORS))
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, check=False
