@@ -101,7 +101,7 @@ def checked_values(
         where = f"--set {table}{override}"
         dotted, equals, text = (part.strip() for part in override.partition("="))
         if not equals:
-            raise ConfigError("config_key", where, "`=` is missing", "", "write key=value")
+            raise ConfigError("config_key", where, "an override has the form key=value")
         key, *names = _names(dotted, types, where)
         value = text if types.get(key) is str else _from_text(text)
         if names:

@@ -158,7 +158,12 @@ def unknown_format(folder: Path) -> list[str]:
         (cut_line, "json_line", "{folder}/cut.jsonl:2: the line is cut off", "repair"),
         (missing_rewards, "input_file", "cannot read {folder}/nowhere.jsonl: no such file", "ls"),
         (two_last_steps, "boundary_alignment", "{folder}/calls.jsonl:", "instance/0"),
-        (empty_prompt, "nonempty_prompt", "{folder}/calls.jsonl:8: the prompt has no tokens", "source"),
+        (
+            empty_prompt,
+            "nonempty_prompt",
+            "{folder}/calls.jsonl:8: the prompt has no tokens",
+            "source",
+        ),
         (no_token_ids, "no_token_ids", "{folder}/calls.jsonl:1: ", '"return_token_ids": true'),
         (
             unknown_format,

@@ -146,7 +146,7 @@ def test_missing_file_is_a_clean_error(tmp_path: Path) -> None:
 
 
 def test_missing_model_is_named() -> None:
-    with pytest.raises(RolloutError, match="no `model`"):
+    with pytest.raises(RolloutError, match="Missing key: model"):
         load_config(None, ["dataset=ds", "out=o"])
 
 

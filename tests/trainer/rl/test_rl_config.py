@@ -113,11 +113,15 @@ def test_every_table_below_evaluate_is_a_set_with_the_keys_of_all_sets(tmp_path)
 @pytest.mark.parametrize(
     ("override", "message", "hint"),
     [
-        ("evaluate.sums.group_siz=1", "--set evaluate.sums.group_siz=1: found `group_siz`", "size"),
+        (
+            "evaluate.sums.group_siz=1",
+            "--set evaluate.sums.group_siz=1: unknown key `group_siz`",
+            "size",
+        ),
         ("evaluate.sums.group_size=0", "[evaluate.sums] group_size: found 0", None),
         ("evaluate.sums.out=a", "[evaluate.sums]: found `out`", "top of the file"),
         ("evaluate.sums.every_iterations=3", "[evaluate.sums]: found `every_iterations`", "[evalu"),
-        ("evaluate.more.group_size=2", "no `tasks`; expected a file, in [evaluate.more]", None),
+        ("evaluate.more.group_size=2", "Missing key: tasks (a file, in [evaluate.more])", None),
         ("evaluate.a/b.tasks=x", "[evaluate.a/b]", None),
         ("evaluate.every_iterations=0", "every_iterations: found 0", None),
     ],
@@ -145,7 +149,7 @@ def test_one_engine_has_one_template_for_the_calls_of_agents(tmp_path):
         ("trian.gamma=1", "`trian.gamma`", "`train`"),
         (
             "train.learning_rat=1",
-            "--set train.learning_rat=1: found `learning_rat`",
+            "--set train.learning_rat=1: unknown key `learning_rat`",
             "learning_rate",
         ),
         ("generate.group_siz=1", "`group_siz`", "group_size"),
@@ -155,12 +159,12 @@ def test_one_engine_has_one_template_for_the_calls_of_agents(tmp_path):
         ("train.num_epochs=2", "[train]: found `num_epochs`", "num_iterations"),
         ("generate.out=x", "[generate]: found `out`", "top of the file"),
         ("evaluate.urls=['a']", "[evaluate]: found `urls`", "[generate]"),
-        ("evaluate.group_size=2", "no `tasks`", None),
+        ("evaluate.group_size=2", "Missing key: tasks", None),
         ("num_iterations=0", "num_iterations: found 0", None),
         ("max_staleness=-1", "max_staleness: found -1", None),
         ("weight_sync=never", "one of wait, now", None),
-        ("model=", "no `model`", None),
-        ("train.gamma", "--set train.gamma: `=` is missing", None),
+        ("model=", "Missing key: model", None),
+        ("train.gamma", "--set train.gamma: an override has the form key=value", None),
     ],
 )
 def test_what_the_loop_cannot_take_is_refused_by_name(tmp_path, override, message, hint):
