@@ -91,8 +91,8 @@ def _kept(output: Mapping[str, Any], name: str) -> pa.Array:
         length = len(value) if isinstance(value, list | tuple | np.ndarray) else None
         if length != num_rows:
             kind = f"a value of type {type(value).__name__}"
-            got = kind if length is None else f"{length} entries"
-            expected = f"a list of {num_rows}, as in response_ids"
+            got = kind if length is None else f"a list of length {length}"
+            expected = f"a list of length {num_rows}, as in response_ids"
             hint = 'drop it: other_fields="drop" (--other-fields drop)'
             raise _error("fields_align", name, got, expected, hint)
     try:
@@ -121,7 +121,7 @@ def _check_fields(output: Mapping[str, Any], unknown: Sequence[str]) -> None:
     for name in (*REQUIRED, *OPTIONAL):
         length = num_rows if output.get(name) is None else _length(output, name)
         if length != num_rows:
-            got, expected = f"{length} entries", f"{num_rows}, as in response_ids"
+            got, expected = f"a list of length {length}", f"{num_rows}, as in response_ids"
             raise _error("fields_align", name, got, expected)
 
 

@@ -372,13 +372,13 @@ def test_a_dataset_without_log_probabilities_is_exported_without(name, tmp_path)
 def test_slime_refuses_routing_that_ends_early(tmp_path, capsys):
     dataset = write(tmp_path / "ds", routed([2, 4, 2, 1]))
     said = refused(dataset, "slime", tmp_path, capsys)
-    assert "trajectory 'a_0': found routing of 4 tokens; expected of 5" in said
+    assert "trajectory 'a_0': found routing of 4 tokens; expected 5," in said
 
 
 @pytest.mark.parametrize(("name", "column"), [("trl", "group_id"), ("verl", "uid")])
 def test_a_column_of_the_users_own_is_never_overwritten(name, column, tmp_path, capsys):
     dataset = write(tmp_path / "ds", table_of(**{column: ["x"] * 4}))
-    assert f"dataset: found a column {column!r}" in refused(dataset, name, tmp_path, capsys)
+    assert f"dataset: the user column {column!r}" in refused(dataset, name, tmp_path, capsys)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -408,7 +408,7 @@ def test_an_export_without_rows_is_refused(name, tmp_path, capsys):
     table = table_of(("timeout",) * 4, reward=pa.nulls(4, pa.float64()))
     said = refused(write(tmp_path / "ds", table), name, tmp_path, capsys)
     assert "[some_rows]" in said
-    assert "found none but groups with a failed trajectory" in said
+    assert "every group has a failed trajectory" in said
 
 
 @pytest.mark.parametrize("name", TOKEN_FORMATS)

@@ -241,7 +241,7 @@ def test_a_format_of_another_package_takes_part_in_detection(plugins, tmp_path):
     log.write_bytes(SHOP.read_bytes())
     unclear = plugins("convert", log, "--out", tmp_path / "ds")
     assert unclear.returncode == 1
-    assert "found content of 2 formats: calls, notes" in unclear.stderr
+    assert "the content matches 2 formats: calls, notes" in unclear.stderr
     done = plugins("convert", log, "--format", "notes", "--out", tmp_path / "ds")
     assert done.returncode == 0, done.stderr
     assert format_noted_in(tmp_path / "ds") == "notes"
@@ -348,9 +348,9 @@ ROUTES = [[[[0, 1]]], [[[0, 1]]], None]
     ("changes", "says"),
     [
         ({}, "{b}: trajectory 'a_0' also occurs in {a}"),
-        ({"rewards": None}, "{b}, GeneratorOutput, rewards: found no such field"),
-        ({"rewards": [1.0]}, "{b}, GeneratorOutput, rewards: found 1 entries"),
-        ({"reward": [1.0]}, "{b}, GeneratorOutput, reward: found an unknown field"),
+        ({"rewards": None}, "{b}, GeneratorOutput, rewards: the required field is missing"),
+        ({"rewards": [1.0]}, "{b}, GeneratorOutput, rewards: found a list of length 1"),
+        ({"reward": [1.0]}, "{b}, GeneratorOutput, reward: the field is unknown"),
         (
             {"loss_masks": [[1], [1], [0]]},
             "{b}, table, row 1 (trajectory a_0, step 1): loss_mask has 1 values",
