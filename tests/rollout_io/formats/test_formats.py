@@ -307,7 +307,9 @@ def test_metrics_of_a_whole_generator_output_go_to_the_history_and_convert_says_
 ):
     file = write_output(tmp_path / "step_1")
     converted(tmp_path, file)
-    assert "rollout_metrics: in the history of the dataset" in capsys.readouterr().err
+    assert (
+        "rollout_metrics: see `made_by` in the metadata of the dataset" in capsys.readouterr().err
+    )
     noted = rollout_io.read_metadata(tmp_path / "ds").made_by[-1]["rollout_metrics"]
     assert noted == {str(file): {"generate/avg_num_tokens": 1.5}}
 
@@ -357,7 +359,7 @@ ROUTES = [[[[0, 1]]], [[[0, 1]]], None]
         ),
         (
             {"trajectory_ids": renamed("b"), "rollout_expert_indices": [[[[0]]], None, None]},
-            "{b}: found ",
+            "{b}: the routing has 1 layers, top 1",
         ),
     ],
 )
@@ -387,7 +389,7 @@ def test_bad_generator_outputs_are_counted(tmp_path):
 
 def test_a_rewards_file_beside_a_generator_output_is_refused(tmp_path):
     file = write_output(tmp_path / "a.json")
-    with pytest.raises(RolloutError, match=r"--rewards: found.*\[choices\]"):
+    with pytest.raises(RolloutError, match=r"--rewards: logs in .* already.*\[choices\]"):
         read_outputs(file, rewards=str(REWARDS))
     with pytest.raises(RolloutError, match="duplicate_input"):
         read_outputs(file, tmp_path / "." / "a.json")
