@@ -392,7 +392,7 @@ def test_what_is_there_is_never_overwritten(name, dataset, tmp_path, capsys):
 def test_a_folder_that_is_not_there_is_a_clean_error(name, dataset, tmp_path, capsys):
     out = tmp_path / "nowhere" / "new"
     assert run(["export", str(dataset), "--format", name, "--out", str(out)]) == 1
-    assert capsys.readouterr().err.startswith(f"Error: {out}: ")
+    assert capsys.readouterr().err.startswith(f"Error: cannot write {out}: ")
     assert not out.parent.exists()
 
 

@@ -144,7 +144,7 @@ def test_exact_ids_of_all_calls_are_steps_of_their_own(tmp_path):
     [
         (None, "no API response"),
         (response(), "a response for which no ids were requested"),
-        (response([], prompt_token_ids=[1]), "null or an empty list"),
+        (response([], prompt_token_ids=[1]), "a response whose ids are null or empty"),
     ],
 )
 def test_ids_of_some_calls_alone_are_refused_by_the_call_without(tmp_path, answer, reason):

@@ -135,7 +135,7 @@ def test_an_episode_in_two_subsets_is_one_run_with_two_records(tmp_path):
     assert ADAPTER.recognizes(tmp_path / "rollouts")
     conversion, table = convert_with(ADAPTER, [tmp_path / "rollouts"], tmp_path / "out")
     assert (conversion.summary.num_records, conversion.summary.num_trajectories) == (3, 2)
-    assert conversion.about["repeated_episodes"].startswith("1 episodes")
+    assert conversion.about["repeated_episodes"].startswith("1 episode in several files")
     assert table.num_rows == 4
 
 
