@@ -30,7 +30,7 @@ def advantages_of_returns(
         [n] float64.
 
     Raises:
-        RolloutError: If a user's estimator fails, or its result is invalid.
+        InputError: If a user's estimator fails, or its result is invalid.
     """
     given = {"returns": returns, "group_index": group_index}
     return _estimated(given, len(returns), "advantage of each trajectory", estimator)[0]
@@ -56,7 +56,7 @@ def advantages_of_rewards(
         [N] float64 each: advantages, and critic targets (None without a critic).
 
     Raises:
-        RolloutError: As `advantages_of_returns`.
+        InputError: As `advantages_of_returns`.
     """
     ids = {"trajectory": trajectory, "group_index": group_index}
     given = {"rewards": rewards} | {name: _numbered(index) for name, index in ids.items()}
@@ -84,7 +84,7 @@ def _estimated(
     if not with_critic:
         return finite_array(function, found, num, what), None
     if not isinstance(found, CriticAdvantages):
-        expected = "CriticAdvantages(advantages, value_targets), as it takes `values`"
+        expected = "CriticAdvantages(advantages, value_targets), because it takes `values`"
         raise refused(function, f"a {type(found).__name__}", expected)
     targets = finite_array(function, found.value_targets, num, "value of each trained token")
     return finite_array(function, found.advantages, num, what), targets

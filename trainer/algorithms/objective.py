@@ -86,7 +86,7 @@ def policy_loss(t: Targets, loss: BoundFunction) -> TokenLoss:
     """Compute the loss per target by `policy_loss_type`, neither reduced nor corrected.
 
     Raises:
-        RolloutError: If a user's loss fails, or its result is invalid.
+        InputError: If a user's loss fails, or its result is invalid.
     """
     function = loss.function
     given = {name: getattr(t, name) for name in function.inputs} | loss.keys
@@ -103,19 +103,21 @@ def _checked(function: Function, found: Any, logprobs: Tensor) -> TokenLoss:
     losses, clipped, metrics = found if isinstance(found, TokenLoss) else (found, None, {})
     num = len(logprobs)
     expected = f"a tensor [{num}] of {logprobs.dtype}, the loss of each target, or a TokenLoss"
-    hint = "loss_reduction makes one number of the losses" if _is_scalar(losses) else None
+    hint = "return one loss per target: loss_reduction reduces them" if _is_scalar(losses) else None
     _check_tensor(function, "", losses, logprobs, expected, hint, dtype=logprobs.dtype)
     if logprobs.requires_grad and not losses.requires_grad:
         raise refused(function, "losses without a gradient", "losses computed from `logprobs`")
     if clipped is None:
         clipped = torch.zeros_like(logprobs, dtype=torch.bool)
     expected = f"a tensor [{num}] of torch.bool"
-    _check_tensor(function, "clipped: ", clipped, logprobs, expected, dtype=torch.bool)
+    _check_tensor(function, "clipped", clipped, logprobs, expected, dtype=torch.bool)
     if not isinstance(metrics, Mapping):
-        raise refused(function, f"metrics: a {type(metrics).__name__}", "tensors by name")
+        raise refused(
+            function, f"a {type(metrics).__name__}", "a mapping of names to tensors", part="metrics"
+        )
     for name, values in metrics.items():
-        expected = f"a finite tensor [{num}]: its mean over the mini-batch is reported"
-        _check_tensor(function, f"metrics[{name!r}]: ", values, logprobs, expected)
+        expected = f"a finite tensor [{num}], whose mean over the mini-batch is reported"
+        _check_tensor(function, f"metrics[{name!r}]", values, logprobs, expected)
     named = {f"policy_loss/{name}": values for name, values in metrics.items()}
     return TokenLoss(losses, clipped, named)
 
@@ -126,7 +128,7 @@ def _is_scalar(found: Any) -> bool:
 
 def _check_tensor(
     function: Function,
-    what: str,
+    part: str,
     found: Any,
     logprobs: Tensor,
     expected: str,
@@ -135,15 +137,18 @@ def _check_tensor(
     dtype: torch.dtype | None = None,
 ) -> None:
     if not isinstance(found, Tensor):
-        raise refused(function, f"{what}a {type(found).__name__}", expected, hint)
+        raise refused(function, f"a {type(found).__name__}", expected, hint, part=part)
     shape, device = list(found.shape), logprobs.device
     if found.shape != logprobs.shape or (dtype and found.dtype != dtype):
-        raise refused(function, f"{what}a tensor {shape} of {found.dtype}", expected, hint)
+        got = f"a tensor {shape} of {found.dtype}"
+        raise refused(function, got, expected, hint, part=part)
     if found.device != device:
-        raise refused(function, f"{what}a tensor on {found.device}", f"one on {device}")
+        got, expected = f"a tensor on {found.device}", f"a tensor on {device}"
+        raise refused(function, got, expected, part=part)
     found, logprobs = found.detach(), logprobs.detach()
     finite = found.isfinite()
     if not finite.all():
         first = int(finite.logical_not().nonzero()[0])
-        got = f"{what}{float(found[first])} at target {first}, whose logprob is"
-        raise refused(function, f"{got} {float(logprobs[first]):.4g}", "finite numbers")
+        got = f"{float(found[first])} at target {first}, whose log-probability is"
+        got += f" {float(logprobs[first]):.4g}"
+        raise refused(function, got, "finite numbers", part=part)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from schemas.errors import RolloutError
+from schemas.errors import InputError
 from trainer.config.functions import Function
 
 FloatArray = npt.NDArray[np.float64]
@@ -19,7 +19,7 @@ def call_own(function: Function, given: Mapping[str, Any]) -> Any:
     """Call a function with arguments by name; arrays are copies, so that it may change them.
 
     Raises:
-        RolloutError: {key}_raised if it raised, with the location.
+        InputError: {key}_raised if it raised, with the location.
     """
     given = {n: v.copy() if isinstance(v, np.ndarray) else v for n, v in given.items()}
     try:
@@ -31,13 +31,16 @@ def call_own(function: Function, given: Mapping[str, Any]) -> Any:
         place = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
         text = " ".join(str(error).split())[:300]
         rule = f"{function.kind.key}_raised"
-        got = f"{type(error).__name__}: {text}".strip(": ") + place
-        raise RolloutError(rule, function.name, got) from error
+        got = f"raised {type(error).__name__}: {text}".strip(": ") + place
+        raise InputError(rule, function.name, got) from error
 
 
-def refused(function: Function, got: str, expected: str, hint: str | None = None) -> RolloutError:
-    """Build the error for an invalid result."""
-    return RolloutError(function.kind.key, function.name, got, expected, hint)
+def refused(
+    function: Function, got: str, expected: str, hint: str | None = None, *, part: str = ""
+) -> InputError:
+    """Build the error for an invalid result, or an invalid part of it."""
+    where = f"{function.name}, {part}" if part else function.name
+    return InputError(function.kind.key, where, got, expected, hint)
 
 
 def finite_array(function: Function, found: Any, num: int, what: str) -> FloatArray:
@@ -50,13 +53,14 @@ def finite_array(function: Function, found: Any, num: int, what: str) -> FloatAr
         what: Meaning of an element, for messages.
 
     Raises:
-        RolloutError: If it is not numbers, has another shape, or is not finite.
+        InputError: If it is not numbers, has the wrong shape, or is not finite.
     """
-    expected = f"[{num}] finite numbers, the {what}"
+    expected = f"an array [{num}] of finite numbers, the {what}"
     try:
         array = np.asarray(found)
     except Exception as error:  # such as a tensor on a GPU, or with gradient
-        raise refused(function, f"a {type(found).__name__}: {error}", expected) from None
+        got = f"a {type(found).__name__} that NumPy cannot convert ({error})"
+        raise refused(function, got, expected) from None
     if array.dtype.kind not in "fiu":
         got = f"a {type(found).__name__}"
         got += f" of {array.dtype}" if isinstance(found, np.ndarray | list) else ""

@@ -11,7 +11,7 @@ import numpy as np
 import polars as pl
 
 from pipelines.rewards import are_equal, trajectory_returns
-from schemas.errors import RolloutError
+from schemas.errors import InputError, InvariantError, count
 from schemas.metadata import Outcome
 from trainer.algorithms.estimators import advantages_of_returns
 from trainer.config.function_keys import BoundFunction
@@ -89,9 +89,9 @@ def make_plan(returns: pl.DataFrame, settings: PlanSettings) -> Plan:
         settings: How the run plans.
 
     Raises:
-        RolloutError: If a trajectory has neither a return nor an error, unless the loss takes no
-            advantages; if partial groups are refused; if no group is left; if a user's estimator
-            fails.
+        InvariantError: If no group is left.
+        InputError: If a trajectory has neither a return nor an error, unless the loss takes no
+            advantages; if partial groups are refused; if a user's estimator fails.
     """
     if settings.needs_outcomes:
         _check_outcomes(returns)
@@ -108,9 +108,12 @@ def make_plan(returns: pl.DataFrame, settings: PlanSettings) -> Plan:
         trajectories = trajectories.filter(~pl.col("instance_id").is_in(constant))
     groups = trajectories["instance_id"].unique(maintain_order=True).to_list()
     if not groups:
-        got = f"{len(constant)} groups, each with equal returns" if len(constant) else "no rows"
-        expected, hint = "a group whose returns vary", "rollouts stats DS"
-        raise RolloutError("mask_trains_something", "dataset", got, expected, hint)
+        got = "it has no rows"
+        if constant:
+            equal = f"returns do not vary within {count(len(constant), 'group')}"
+            got = f"drop_zero_variance_groups leaves no group to train: {equal}"
+        hint = "run `rollouts stats DS` to see the rewards"
+        raise InvariantError("mask_trains_something", "dataset", got, hint=hint)
     return Plan(
         trajectories=trajectories.with_columns(
             trajectory_advantages(trajectories, settings.estimator),
@@ -144,12 +147,14 @@ def _partial_groups(returns: pl.DataFrame, settings: PlanSettings) -> tuple[int,
     size = settings.group_size or int(sizes.select(pl.col("len").max().fill_null(1)).item())
     partial = sizes.filter((pl.col("len") != size) & settings.compares_groups)
     if len(partial) and settings.partial_groups == "refuse":
-        raise RolloutError(
+        num = partial["len"][0]
+        raise InputError(
             "partial_groups",
             f"group {partial['instance_id'][0]!r} (the first of {len(partial)})",
-            f"{partial['len'][0]} trajectories",
-            str(size) if settings.group_size else f"{size}, as the largest group has",
-            "--set partial_groups=mask leaves such groups out of the loss, train takes them as they are",
+            f"{num} trajector{'y' if num == 1 else 'ies'}",
+            str(size) if settings.group_size else f"{size}, the size of the largest group",
+            "pass --set partial_groups=mask to leave such groups out of the loss, or"
+            " --set partial_groups=train to train them as they are",
         )
     return size, partial["instance_id"].to_list()
 
@@ -158,12 +163,12 @@ def _check_outcomes(returns: pl.DataFrame) -> None:
     known = pl.col("return").is_not_null() & pl.col("return").is_finite()
     unknown = returns.filter(pl.col("error").is_null() & ~known)
     if len(unknown):
-        raise RolloutError(
+        value = unknown["return"][0]
+        raise InputError(
             "unknown_outcome",
             f"trajectory {unknown['trajectory_id'][0]!r} (the first of {len(unknown)})",
-            f"return {unknown['return'][0]} without an error",
-            "a finite reward, or `error` on the trajectory",
-            "convert with --rewards FILE, or leave these out:"
+            f"its return is {'unknown' if value is None else value}, and it has no `error`",
+            hint="convert with --rewards FILE, or leave these out:"
             ' rollouts filter DS --where "reward is not null or error is not null" --out KNOWN',
         )
 

@@ -42,7 +42,7 @@ def generate(*, config: str, out: str | None, overrides: tuple[str, ...], as_jso
 
     sys.path.insert(0, str(Path.cwd()))
     settings = load_generate_config(config, overrides, out=out)
-    with going_on("complete groups are kept, and the same command generates what is missing"):
+    with going_on("complete groups are kept; run the same command again to resume"):
         result = asyncio.run(run(settings, open_engine))
     for warning in result.warnings:
         note(f"warning: {warning}")
@@ -53,12 +53,12 @@ def generate(*, config: str, out: str | None, overrides: tuple[str, ...], as_jso
     else:
         next_command(f"rollouts validate {result.out}")
     if result.num_held and not result.num_trajectories:
-        note("note: nothing was missing; failed trajectories are tried again in another --out only")
+        note("note: the dataset is complete; to retry failed trajectories, choose a new --out")
     return int(result.num_failed == result.num_trajectories > 0)
 
 
 def _report(result: GenerateResult) -> str:
-    held = f", {result.num_held} were there" if result.num_held else ""
+    held = f", {result.num_held} already in the dataset" if result.num_held else ""
     errors = ", ".join(f"{name} {count}" for name, count in sorted(result.errors.items()))
     rate = result.num_response_tokens / max(result.duration_s, 1e-9)
     mean = "unknown" if result.mean_return is None else f"{result.mean_return:.4f}"
@@ -66,7 +66,7 @@ def _report(result: GenerateResult) -> str:
         f"trajectories   {result.num_trajectories}{held}",
         f"failed         {result.num_failed}{f' ({errors})' if errors else ''}",
         f"steps          {result.num_steps}",
-        f"tokens         {result.num_response_tokens} in {result.duration_s:.1f} s, {rate:,.0f}/s",
+        f"tokens         {result.num_response_tokens} in {result.duration_s:.1f} s ({rate:,.0f}/s)",
         f"mean reward    {mean}",
         f"dataset        {result.out}",
     ]

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 import click
 
 from rollout_io.cli.output import emit, emit_json, example, going_on, next_command, note
+from schemas.errors import count
+from trainer.cli.shown_log import shown_log
 
 if TYPE_CHECKING:
     from trainer.rl.loop import RlResult
@@ -48,12 +50,13 @@ def rl(
 
     sys.path.insert(0, str(Path.cwd()))
     settings = load_rl_config(config, overrides, out=out)
-    with going_on("what finished is kept, and the same command with --resume goes on from there"):
+    how = "finished work is kept; run the same command with --resume to continue"
+    with shown_log(), going_on(how):
         result = run(settings, resume=resume)
     emit_json(dataclasses.asdict(result)) if as_json else emit(_report(result))
     next_command(f"rollouts plot {result.out}")
     if result.return_mean is None:
-        note("note: nothing was left to train; a larger num_iterations goes on")
+        note("note: all iterations are already trained; increase num_iterations to continue")
     return 0
 
 
@@ -62,7 +65,11 @@ def _report(result: RlResult) -> str:
     lines = [
         f"iterations   {result.num_iterations}",
         f"updates      {result.num_updates}{skipped}",
-        *([f"masked       {result.num_greedy_rows} greedy rows"] if result.num_greedy_rows else []),
+        *(
+            [f"masked       {count(result.num_greedy_rows, 'greedy row')}"]
+            if result.num_greedy_rows
+            else []
+        ),
         f"reward       {_number(result.return_mean)}",
         f"evaluation   {_number(result.evaluation)}",
         f"rollouts     {result.out}/rollouts",

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import click
 
 from rollout_io.cli.output import emit, emit_json, example, going_on, note
-from schemas.errors import RolloutError
+from schemas.errors import RolloutError, count
+from trainer.cli.shown_log import shown_log
 from trainer.reports.dry_run_report import plan_numbers, plan_text
 
 if TYPE_CHECKING:
@@ -69,9 +70,11 @@ def train(
             from trainer.reports import dry_run as report
             from trainer.run import loop
         if dry_run:
-            planned = report.dry_run(settings, resume=resume)
+            with shown_log():
+                planned = report.dry_run(settings, resume=resume)
         else:
-            with going_on(f"--resume goes on from the latest checkpoint in {out}"):
+            how = f"run the same command with --resume to continue from the checkpoints in {out}"
+            with shown_log(), going_on(how):
                 result = loop.train(settings, resume=resume)
     except RolloutError:
         if is_main():
@@ -114,15 +117,17 @@ def plot(*, runs: tuple[str, ...], out: str, metrics: tuple[str, ...]) -> None:
 
 def _report(result: TrainResult, *, left_out: bool) -> str:
     skipped = f", {result.num_skipped_updates} skipped" if result.num_skipped_updates else ""
-    failed = f", {result.num_failed} failed trajectories" if result.num_failed else ""
+    num_failed = result.num_failed
+    failed = f", {num_failed} failed trajector{'y' if num_failed == 1 else 'ies'}"
     constant = f", {result.num_groups_without_variance} without variance"
     constant += " left out" if left_out else ""
     greedy = result.num_greedy_rows
     trained = f"{result.num_trained_groups} of {result.num_groups} trained"
     lines = [
         f"updates      {result.num_updates}{skipped}",
-        f"groups       {trained}{constant if result.num_groups_without_variance else ''}{failed}",
-        *([f"masked       {greedy} rows sampled at temperature 0"] if greedy else []),
+        f"groups       {trained}{constant if result.num_groups_without_variance else ''}"
+        f"{failed if num_failed else ''}",
+        *([f"masked       {count(greedy, 'row')} sampled at temperature 0"] if greedy else []),
         f"metrics      {result.out}/metrics.jsonl",
         f"checkpoint   {result.checkpoint}",
     ]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from inspect import Parameter
 from typing import Any
 
-from schemas.errors import RolloutError
+from schemas.errors import ConfigError, InputError, RolloutError
 from trainer.config.functions import KINDS, Function, Kind, find, known_inputs, nearest_inputs
 from trainer.config.loss_config import LossConfig
 
@@ -56,19 +57,20 @@ def check_functions(config: LossConfig) -> None:
     """Check the functions that a configuration names, and the keys of its table `[loss]`.
 
     Raises:
-        RolloutError: config_key, config_value if a key of `[loss]` belongs to no function, or to the
-            configuration, or its value has the wrong type; and as `find`.
+        ConfigError: config_key, config_value if a key of `[loss]` belongs to no function, or to the
+            configuration, or its value has the wrong type.
+        InputError: As `find`.
     """
     own = [function for function in functions_of(config) if function.is_own]
     fields = config.__dataclass_fields__
     for key, value in config.loss.items():
         if not is_plain(value):
             expected = "a number, text, true or false, or lists and tables of these"
-            raise RolloutError("config_value", f"[loss] {key}", str(value), expected)
+            raise ConfigError("config_value", f"[loss] {key}", str(value), expected)
         if key in fields:
-            hint = "write it outside the table: your function gets it from there"
-            expected = "keys that the configuration does not have itself"
-            raise RolloutError("config_key", "[loss]", f"`{key}`", expected, hint)
+            hint = "write it outside the table: your function gets its value from there"
+            got = f"`{key}` is a key of the configuration, not of a function"
+            raise ConfigError("config_key", "[loss]", got, hint=hint)
         if not any(key in function.keys or function.takes_all_keys for function in own):
             raise _unknown_key(key, own, fields)
     for function in own:
@@ -92,19 +94,54 @@ def functions_of(config: LossConfig) -> Iterator[Function]:
             yield find(kind, name)
 
 
-def _unknown_key(key: str, own: Collection[Function], fields: Collection[str]) -> RolloutError:
+def _unknown_key(key: str, own: Collection[Function], fields: Collection[str]) -> ConfigError:
     if not own:
-        near = difflib.get_close_matches(key, fields, n=1, cutoff=0.5)
-        expected = "keys of a function of your own, and policy_loss_type, advantage_estimator or"
-        expected += " loss_reduction to name one"
-        hint = f"did you mean `{near[0]}`, outside the table?" if near else None
-        return RolloutError("config_key", "[loss]", f"`{key}`", expected, hint)
+        near = difflib.get_close_matches(key, {*fields} - {"loss"}, n=1, cutoff=0.5)
+        hint = "name your function, module:function, in policy_loss_type, advantage_estimator or"
+        hint = f"did you mean `{near[0]}`, outside the table?" if near else f"{hint} loss_reduction"
+        got = f"`{key}` has no effect, because every configured function is built in"
+        return ConfigError("config_key", "[loss]", got, hint=hint)
     known = sorted({name for function in own for name in function.keys} - {*fields})
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     names = " and ".join(function.name for function in own)
     expected = f"a parameter of {names}"
     hint = f"did you mean `{near[0]}`?" if near else f"known keys: {', '.join(known) or 'none'}"
-    return RolloutError("config_key", "[loss]", f"`{key}`", expected, hint)
+    return ConfigError("config_key", "[loss]", f"`{key}`", expected, hint)
+
+
+@contextmanager
+def suggesting_loss_keys(
+    given: Mapping[str, Any], overrides: Sequence[str], fields: Collection[str], table: str = ""
+) -> Iterator[None]:
+    """Suggest `loss.KEY` for an unknown key that is near a parameter of a user function.
+
+    Args:
+        given: Keys of the configuration file.
+        overrides: `key=value` strings.
+        fields: Keys of the configuration.
+        table: "NAME." of the enclosing table.
+    """
+    try:
+        yield
+    except RolloutError as error:
+        pairs = (override.partition("=") for override in overrides)
+        values = {**given, **{key.strip(): value.strip() for key, _, value in pairs}}
+        near = _near_loss_key(values, fields) if error.rule == "config_key" else None
+        if near is None:
+            raise
+        raise error.at(error.where, f"did you mean `{table}loss.{near}`?") from None
+
+
+def _near_loss_key(values: Mapping[str, Any], fields: Collection[str]) -> str | None:
+    known: set[str] = set()
+    for kind in KINDS:
+        name = values.get(kind.key)
+        if isinstance(name, str) and ":" in name:
+            with suppress(RolloutError):
+                known |= find(kind, name).keys.keys()
+    unknown = [key for key in values if key.partition(".")[0] not in fields]
+    near = [difflib.get_close_matches(key, known - {*fields}, n=1) for key in unknown]
+    return near[0][0] if near and near[0] else None
 
 
 _PLAIN: dict[str, tuple[tuple[type, ...], str]] = {
@@ -120,13 +157,14 @@ def _check_keys(function: Function, config: LossConfig) -> None:
     values = key_values(function, config)
     for name, parameter in function.keys.items():
         if name not in values and parameter.default is Parameter.empty:
-            got, expected = f"a parameter `{name}`", f"an input, or a key `{name}` in [loss]"
-            hint = nearest_inputs(function) or known_inputs(function.kind)
-            raise RolloutError(function.kind.key, function.name, got, expected, hint)
+            got = f"parameter `{name}` is neither an input nor a key of [loss]"
+            known = f"set `{name}` in [loss], or take one of the {known_inputs(function.kind)}"
+            hint = nearest_inputs(function) or known
+            raise InputError(function.kind.key, function.name, got, hint=hint)
         annotation = getattr(parameter.annotation, "__name__", parameter.annotation)
         if name in config.loss and annotation in _PLAIN:
             types, expected = _PLAIN[annotation]
             value = config.loss[name]
             if not isinstance(value, types) or (bool not in types and isinstance(value, bool)):
                 where = f"[loss] {name}, of {function.name}"
-                raise RolloutError("config_value", where, repr(value), expected)
+                raise ConfigError("config_value", where, repr(value), expected)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from inspect import Parameter
 from typing import Any
 
-from schemas.errors import RolloutError
+from schemas.errors import ConfigError, InputError
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -142,7 +142,8 @@ def find(kind: Kind, name: str) -> Function:
     """Import the function that a key names.
 
     Raises:
-        RolloutError: `kind.key` if the function does not exist, its module cannot be imported, or its
+        ConfigError: config_value if there is no built-in function of this name.
+        InputError: `kind.key` if the function does not exist, its module cannot be imported, or its
             parameters are invalid.
     """
     is_own = name not in kind.built_in
@@ -150,7 +151,7 @@ def find(kind: Kind, name: str) -> Function:
         near = difflib.get_close_matches(name, kind.built_in, n=1, cutoff=0.5)
         expected = f"one of {', '.join(kind.built_in)}, or module:function"
         hint = f"did you mean `{near[0]}`?" if near else None
-        raise RolloutError("config_value", kind.key, name, expected, hint)
+        raise ConfigError("config_value", kind.key, name, expected, hint)
     from pipelines.generation.environments import resolve
 
     path = name if is_own else f"{kind.module}.{kind.built_in[name][0]}"
@@ -158,7 +159,8 @@ def find(kind: Kind, name: str) -> Function:
     try:
         parameters = inspect.signature(call).parameters
     except (ValueError, TypeError) as error:
-        raise RolloutError(kind.key, name, str(error), "a function with a signature") from None
+        got = f"its signature cannot be read: {error}"
+        raise InputError(kind.key, name, got) from None
     inputs = kind.inputs if is_own else kind.built_in[name][1].split()
     function = Function(
         kind=kind,
@@ -180,8 +182,8 @@ def _check_parameters(function: Function, parameters: Mapping[str, Parameter]) -
     kind = function.kind
     for parameter in parameters.values():
         if parameter.kind in (Parameter.POSITIONAL_ONLY, Parameter.VAR_POSITIONAL):
-            got = f"a parameter `{parameter}` without a name to call it by"
-            raise RolloutError(kind.key, function.name, got, "parameters that are given by name")
+            got = f"parameter `{parameter}` cannot be passed by name"
+            raise InputError(kind.key, function.name, got)
     taken = function.inputs & {*kind.needs_one_of}
     if not taken or (kind.exactly_one and len(taken) > 1):
         found = nearest_inputs(function)
@@ -189,12 +191,14 @@ def _check_parameters(function: Function, parameters: Mapping[str, Parameter]) -
         several = "exactly one" if kind.exactly_one else "at least one"
         number = "" if len(kind.needs_one_of) == 1 else f"{several} of "
         expected = f"{number}{', '.join(kind.needs_one_of)} among them"
-        raise RolloutError(kind.key, function.name, got, expected, found or known_inputs(kind))
+        hint = found or f"take one of the {known_inputs(kind)}"
+        raise InputError(kind.key, function.name, got, expected, hint)
     of_tokens = function.inputs & {"trajectory", "values"}
     if kind is ADVANTAGE_ESTIMATOR and "returns" in function.inputs and of_tokens:
         got = f"returns and {', '.join(sorted(of_tokens))}"
-        expected = "rewards in place of returns: the others have an element per token"
-        raise RolloutError(kind.key, function.name, got, expected)
+        several = "inputs with one element per token"
+        expected = f"rewards instead of returns, because the others are {several}"
+        raise InputError(kind.key, function.name, got, expected)
 
 
 def nearest_inputs(function: Function) -> str | None:

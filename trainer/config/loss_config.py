@@ -194,7 +194,7 @@ def loss_breaches(c: LossConfig) -> Iterator[tuple[str, str, str]]:
     for low, high in IN_ORDER:
         values = getattr(c, low), getattr(c, high)
         if None not in values and not values[0] < values[1]:
-            yield f"{low} and {high}", f"{values[0]} and {values[1]}", "the first to be smaller"
+            yield f"{low} and {high}", f"{values[0]} and {values[1]}", f"{low} < {high}"
     yield from _contradictions(c)
 
 
@@ -204,22 +204,22 @@ def _contradictions(c: LossConfig) -> Iterator[tuple[str, str, str]]:
         keys = "token_mask_is_threshold_low and token_mask_is_threshold_high"
         yield keys, f"{low} and {high}", "both or none"
     if c.loss_reduction == "seq_mean_token_sum_norm" and c.max_seq_len is None:
-        yield "max_seq_len", "none", "a length, for loss_reduction is seq_mean_token_sum_norm"
+        yield "max_seq_len", "none", "a length, which seq_mean_token_sum_norm needs"
     if c.is_anchored_on_sampler and not c.has_own_loss and c.importance_weights is not None:
         expected = (
-            f"tis_ratio_type to be auto or none: the ratio of {c.policy_loss_type} is to rollout_logprobs"
-            " already, and importance weights would correct twice"
+            f"auto or none for tis_ratio_type, because {c.policy_loss_type} already contains the ratio"
+            " to rollout_logprobs"
         )
         yield "policy_loss_type and tis_ratio_type", f"{c.tis_ratio_type}", expected
     if c.is_supervised and c.masks_by_ratio:
-        expected = f"no masks by importance ratios: {c.policy_loss_type} has none"
+        expected = "a loss with importance ratios, which the configured masks need"
         yield "policy_loss_type", c.policy_loss_type, expected
     if c.reference_model is not None and not c.needs_reference:
-        expected = "kl_loss_coef or kl_reward_coef above 0"
+        expected = "none, because kl_loss_coef and kl_reward_coef are 0"
         yield "reference_model", c.reference_model, expected
     if c.kl_loss_coef and c.kl_reward_coef:
         coefs = f"{c.kl_loss_coef} and {c.kl_reward_coef}"
-        yield "kl_loss_coef and kl_reward_coef", coefs, "one of them to be 0"
+        yield "kl_loss_coef and kl_reward_coef", coefs, "at most one above 0"
     if c.is_supervised and c.kl_reward_coef:
-        expected = f"0: {c.policy_loss_type} uses no rewards"
+        expected = f"0, because {c.policy_loss_type} uses no rewards"
         yield "kl_reward_coef", f"{c.kl_reward_coef}", expected

@@ -17,10 +17,11 @@ from rollout_io.configuration import (
     Positive,
     load_record,
     out_of_bounds,
+    read_toml,
 )
 from rollout_io.dataset.atomic_files import replace_text
-from schemas.errors import RolloutError
-from trainer.config.function_keys import check_functions
+from schemas.errors import ConfigError
+from trainer.config.function_keys import check_functions, suggesting_loss_keys
 from trainer.config.functions import ADVANTAGE_ESTIMATOR, inputs_of
 from trainer.config.loss_config import LossConfig, loss_breaches
 
@@ -30,7 +31,7 @@ class TrainConfig(LossConfig):
     """All settings of a training run. The resolved record is saved as `OUT/config.json`.
 
     Raises:
-        RolloutError: If a value is out of range, or two values contradict each other.
+        ConfigError: If a value is out of range, or two values contradict each other.
 
     Example:
         >>> TrainConfig(dataset="runs.parquet", model="smollm2", out="run").sequence_layout
@@ -176,7 +177,7 @@ class TrainConfig(LossConfig):
     def __post_init__(self) -> None:
         check_functions(self)
         for key, got, expected in _breaches(self):
-            raise RolloutError("config_value", key, got, expected)
+            raise ConfigError("config_value", key, got, expected)
 
 
 _LIST_EXAMPLES = {
@@ -189,9 +190,9 @@ _LIST_EXAMPLES = {
 def _breaches(c: TrainConfig) -> Iterator[tuple[str, str, str]]:
     yield from out_of_bounds(c)
     if c.seed >= 2**32:
-        yield "seed", str(c.seed), "below 2^32, as NumPy's generator has it"
+        yield "seed", str(c.seed), "a number below 2^32, the limit of NumPy's generator"
     if "://" in c.out:
-        yield "out", c.out, "a local directory: checkpoints are synced and renamed there"
+        yield "out", c.out, "a local directory, because checkpoints are synced and renamed there"
     yield from loss_breaches(c)
     if not all(0 <= beta < 1 for beta in c.betas):
         yield "betas", str(c.betas), "two numbers in [0, 1)"
@@ -200,19 +201,19 @@ def _breaches(c: TrainConfig) -> Iterator[tuple[str, str, str]]:
 
 def _contradictions(c: TrainConfig) -> Iterator[tuple[str, str, str]]:
     if c.critic_model is not None and not c.needs_critic:
-        expected = "advantage_estimator to be gae, or one of your own that takes `values`"
+        expected = "gae, or a custom estimator that takes `values`"
         yield "critic_model and advantage_estimator", c.advantage_estimator, expected
     if c.is_supervised and c.needs_critic:
         loss, estimator = c.policy_loss_type, c.advantage_estimator
-        expected = f"another estimator: {loss} uses no advantages, and needs no critic"
+        expected = f"an estimator without a critic, because {loss} uses no advantages"
         yield "policy_loss_type and advantage_estimator", f"{loss} and {estimator}", expected
     if c.lora_target_modules is not None and not (c.lora_rank and c.lora_target_modules):
-        got, expected = f"{c.lora_target_modules} and {c.lora_rank}", "names, and a rank"
+        got, expected = f"{c.lora_target_modules} and {c.lora_rank}", "module names and a rank"
         yield "lora_target_modules and lora_rank", got, expected
     if c.groups_per_batch % c.groups_per_mini_batch:
         keys = "groups_per_batch and groups_per_mini_batch"
         got = f"{c.groups_per_batch} and {c.groups_per_mini_batch}"
-        yield keys, got, "groups_per_batch to be a multiple of groups_per_mini_batch"
+        yield keys, got, "groups_per_batch divisible by groups_per_mini_batch"
 
 
 def load_config(
@@ -226,7 +227,8 @@ def load_config(
         options: Values by key, which override the file: `dataset`, `model`, `out`.
 
     Raises:
-        RolloutError: If the file is unreadable, a key is unknown (the hint is the nearest name), a
+        InputError: If the file is unreadable.
+        ConfigError: If a key is unknown (the hint is the nearest name), a
             value has the wrong type or is out of range, or `dataset`, `model` or `out` is missing.
 
     Example:
@@ -234,14 +236,16 @@ def load_config(
         >>> load_config(None, ["tis_ratio_type=none"], **paths).tis_ratio_type
     """
     required = dict.fromkeys(("dataset", "model", "out"), "a path")
-    return load_record(
-        TrainConfig,
-        toml_path,
-        overrides,
-        options,
-        required=required,
-        list_examples=_LIST_EXAMPLES,
-    )
+    fields = TrainConfig.__dataclass_fields__
+    with suggesting_loss_keys(read_toml(toml_path), overrides, fields):
+        return load_record(
+            TrainConfig,
+            toml_path,
+            overrides,
+            options,
+            required=required,
+            list_examples=_LIST_EXAMPLES,
+        )
 
 
 def save_config(config: TrainConfig, path: Path) -> None:

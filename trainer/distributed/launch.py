@@ -18,7 +18,7 @@ from accelerate.utils import (
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from schemas.errors import RolloutError
+from schemas.errors import ConfigError, count
 from trainer.distributed.sharding import is_sharded
 
 PATIENCE = timedelta(hours=2)
@@ -37,13 +37,13 @@ def make_accelerator(
         trackers: Accelerate trackers of the run.
 
     Raises:
-        RolloutError: If a tracker is not installed, or the launch requests something unsupported.
+        ConfigError: If a tracker is not installed, or the launch requests something unsupported.
     """
     available = [str(tracker) for tracker in get_available_trackers()]
     for tracker in trackers:
         if tracker not in available:
-            expected = f"one of those installed: {', '.join(available) or 'none'}"
-            raise RolloutError("config_value", "trackers", f"`{tracker}`", expected)
+            expected = f"an installed tracker ({', '.join(available) or 'there is none'})"
+            raise ConfigError("config_value", "trackers", f"`{tracker}`", expected)
     _check_launch(optimizer)
     num_launched = int(os.environ.get("WORLD_SIZE", "1"))
     accelerator = Accelerator(
@@ -57,9 +57,10 @@ def make_accelerator(
         ],
     )
     if accelerator.num_processes != num_launched:
-        got = f"{num_launched} processes that do not know of each other"
-        hint = "torchrun --nproc_per_node N --no-python rollouts train ..."
-        raise RolloutError("launch", "WORLD_SIZE", got, "one run", hint)
+        seen = count(accelerator.num_processes, "process", "es")
+        text = f"WORLD_SIZE is {num_launched}, but Accelerate sees {seen}"
+        hint = "launch with torchrun --nproc_per_node N --no-python rollouts train ..."
+        raise ConfigError("launch", "WORLD_SIZE", seen, hint=hint, message=text)
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is not None and dtype == "bfloat16":
         # Temperatures and log-probabilities must not be rounded.
@@ -75,13 +76,13 @@ def wrap(
     """Place a model, and replicate or shard its parameters over the processes.
 
     Raises:
-        RolloutError: If the launch asks for sharded parameters but they are not.
+        ConfigError: If the launch asks for sharded parameters but they are not.
     """
     model, optimizer = accelerator.prepare(model, optimizer)
     if _is_on("ACCELERATE_USE_FSDP") and not is_sharded(model):
-        got, expected = f"whole parameters on {accelerator.device.type}", "sharded ones, by FSDP"
-        hint = "FSDP needs GPUs; launch without --use_fsdp"
-        raise RolloutError("launch", "accelerate launch", got, expected, hint)
+        got = f"FSDP does not shard parameters on {accelerator.device.type}"
+        hint = "launch without --use_fsdp: FSDP needs GPUs"
+        raise ConfigError("launch", "accelerate launch", got, hint=hint)
     return model, optimizer
 
 
@@ -97,20 +98,20 @@ def _check_launch(optimizer: str) -> None:
     where, expected = "accelerate launch", "data parallelism or FSDP2"
     num_accumulated = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
     if num_accumulated != "1":
-        hint = "groups_per_mini_batch says what a step takes, whatever tokens_per_micro_batch is"
+        hint = "set groups_per_mini_batch: it determines the size of an optimizer step"
         got = f"gradient_accumulation_steps {num_accumulated}"
-        raise RolloutError("launch", where, got, "1: it would divide the gradient", hint)
+        raise ConfigError("launch", where, got, "1, because others divide the gradient", hint)
     if _is_on("ACCELERATE_USE_DEEPSPEED"):
-        hint = "FSDP2 shards parameters, gradients and optimizer state as ZeRO-3 does"
-        raise RolloutError("launch", where, "DeepSpeed", expected, hint)
+        hint = "use FSDP2: it shards parameters, gradients and optimizer state like ZeRO-3"
+        raise ConfigError("launch", where, "DeepSpeed", expected, hint)
     if not _is_on("ACCELERATE_USE_FSDP"):
         return
     if os.environ.get("FSDP_VERSION", "1") != "2":
-        hint = "--fsdp_version 2, or fsdp_version: 2 under fsdp_config"
-        raise RolloutError("launch", where, "FSDP version 1", expected, hint)
+        hint = "pass --fsdp_version 2, or set fsdp_version: 2 under fsdp_config"
+        raise ConfigError("launch", where, "FSDP version 1", expected, hint)
     if optimizer == "adamw_8bit":
         got, expected = "adamw_8bit with FSDP", "adamw, whose state can be sharded"
-        raise RolloutError("launch", "optimizer", got, expected, "--set optimizer=adamw")
+        raise ConfigError("launch", "optimizer", got, expected, "pass --set optimizer=adamw")
     # Every process loads the model, which is checked before anything is sharded.
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import polars as pl
 
-from schemas.errors import RolloutError, decode, encode
+from schemas.errors import InputError, RolloutError, decode, encode
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -68,7 +68,7 @@ def agreed(accelerator: Accelerator, work: Callable[[], T]) -> T:
         failure = error
     except OSError as error:
         got = (error.strerror or str(error)).lower()
-        failure = RolloutError("file", str(error.filename), got)
+        failure = InputError("file", str(error.filename), got)
     said = json.dumps(encode(failure)).encode() if failure else b""
     others = [found for found in gather_bytes(accelerator, said) if found]
     if failure:

@@ -6,6 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from rollout_io.terminal import columns
+from schemas.errors import count
 
 if TYPE_CHECKING:
     from trainer.reports.dry_run import DryRun, Layout
@@ -33,14 +34,14 @@ def _run_lines(plan: DryRun) -> list[str]:
     }
     found = [f"{number:,} {name}" for name, number in counts.items() if number]
     masked = f"{plan.num_failed:,} failed, {plan.num_masked:,} masked"
-    made = f", {plan.num_updates_made:,} of them made" if plan.num_updates_made else ""
+    made = f", {plan.num_updates_made:,} already made" if plan.num_updates_made else ""
     return [
         f"groups        {', '.join([f'{plan.num_groups:,}', *found])}",
         f"trajectories  {plan.num_trajectories:,}, {masked}",
-        f"batches       {plan.num_batches:,}, {plan.num_mini_batches:,} mini-batches,"
-        f" {plan.num_epochs:,} epochs",
+        f"batches       {plan.num_batches:,}, {count(plan.num_mini_batches, 'mini-batch', 'es')},"
+        f" {count(plan.num_epochs, 'epoch')}",
         f"updates       at most {plan.num_updates:,}{made}",
-        f"trained       {plan.num_trained_tokens:,} tokens an epoch",
+        f"trained       {plan.num_trained_tokens:,} tokens per epoch",
     ]
 
 
@@ -52,7 +53,7 @@ def _layout_lines(plan: DryRun) -> list[str]:
         "of step",
         "repeated",
         "longest",
-        "micro-batches an update",
+        "micro-batches per update",
     ]
     whole = plan.layouts["step"].num_tokens
     lines = [header]
@@ -64,7 +65,7 @@ def _layout_lines(plan: DryRun) -> list[str]:
         lines.append([marked, *counts, f"{layout.longest_tokens:,}", _micro_batches(layout)])
     return [
         *columns(lines),
-        f"* is trained; a row may have {plan.max_row_tokens:,} tokens.",
+        f"* the layout of this run; rows have at most {plan.max_row_tokens:,} tokens.",
     ]
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout_io.dataset.opening import read_input
-from schemas.errors import RolloutError
+from schemas.errors import ConfigError, InputError
 from schemas.extras import requires_extra
 from trainer.run.run_metrics import LOOP_METRICS, METRICS
 
@@ -49,8 +49,9 @@ def plot_runs(runs: Sequence[Path], out: Path, metrics: Sequence[str] = ()) -> l
         The plotted metrics.
 
     Raises:
-        RolloutError: If metrics are missing or invalid; if no run has a metric; if matplotlib is
-            missing or does not support the format.
+        InputError: If metrics are missing or invalid; if no run has a metric.
+        ConfigError: If matplotlib does not support the format.
+        MissingExtra: If matplotlib is not installed.
     """
     figures, ticks = _matplotlib(out)
     lines = {name: read_metrics(path) for name, path in _names(runs).items()}
@@ -82,19 +83,21 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Read the lines of a run's `metrics.jsonl`; ignores a line that is still being written.
 
     Raises:
-        RolloutError: If there is no such file, it is empty, or a line is invalid.
+        InputError: If there is no such file, it is empty, or a line is invalid.
     """
     file = path / "metrics.jsonl" if path.is_dir() else path
-    hint = "give the directory of a run: `rollouts train ... --out RUN` makes one"
     if not file.exists():
-        raise RolloutError("metrics_file", str(file), "nothing", "a run's metrics", hint)
+        hint = "pass the directory of a run, the --out of `rollouts train`"
+        raise InputError("metrics_file", str(file), "the file does not exist", hint=hint)
     try:
         text = read_input(file).decode()
     except UnicodeDecodeError as error:
-        raise RolloutError("metrics_file", str(file), str(error), "a run's metrics") from None
+        got = f"the file is not UTF-8 text: {error}"
+        raise InputError("metrics_file", str(file), got) from None
     whole = text[: text.rfind("\n") + 1].splitlines()
     if not whole:
-        raise RolloutError("metrics_file", str(file), "no line", "a line per update", hint)
+        hint = "wait for the first update of the run"
+        raise InputError("metrics_file", str(file), "the file has no metrics yet", hint=hint)
     return [_record(line, f"{file}:{number}") for number, line in enumerate(whole, 1)]
 
 
@@ -104,8 +107,8 @@ def _record(line: str, where: str) -> dict[str, Any]:
     except ValueError:
         record = None
     if not isinstance(record, dict) or not isinstance(record.get("global_step"), int):
-        expected = "a JSON object with a global_step, as a run writes it"
-        raise RolloutError("metrics_file", where, repr(line[:60]), expected)
+        expected = "a JSON object with a global_step"
+        raise InputError("metrics_file", where, repr(line[:60]), expected)
     return record
 
 
@@ -137,11 +140,12 @@ def _chosen(lines: Mapping[str, Sequence[Mapping[str, Any]]], metrics: Sequence[
     for metric in dict.fromkeys(metrics):
         if not is_there(metric):
             near = difflib.get_close_matches(metric, known, 1)
-            hint = f"did you mean `{near[0]}`?" if near else f"there are: {', '.join(known)}"
-            raise RolloutError("metric", ", ".join(lines), f"no number for `{metric}`", "one", hint)
+            hint = f"did you mean `{near[0]}`?" if near else f"known metrics: {', '.join(known)}"
+            got = f"metric `{metric}` has no values"
+            raise InputError("metric", ", ".join(lines), got, hint=hint)
     found = list(dict.fromkeys(metrics)) or [metric for metric in DEFAULT if is_there(metric)]
     if not found:
-        raise RolloutError("metric", ", ".join(lines), "no update", "updates that made a step")
+        raise InputError("metric", ", ".join(lines), "no optimizer step was made, nothing to plot")
     return found
 
 
@@ -174,8 +178,8 @@ def _matplotlib(out: Path) -> tuple[Any, Any]:
         from matplotlib import figure, ticker
     kinds = sorted(figure.Figure().canvas.get_supported_filetypes())
     if out.suffix[1:].lower() not in kinds:
-        got, expected = f"suffix {out.suffix!r}", f"one of {', '.join(kinds)}"
-        raise RolloutError("image_format", str(out), got, expected)
+        got, expected = f"extension {out.suffix!r}", f"one of {', '.join(kinds)}"
+        raise ConfigError("image_format", str(out), got, expected)
     if not out.parent.is_dir():
-        raise RolloutError("image_file", str(out), "no such directory", "an existing one")
+        raise InputError("image_file", str(out), "its directory does not exist")
     return figure, ticker

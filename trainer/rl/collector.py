@@ -15,7 +15,7 @@ from pipelines.generation.attempt_rows import Finished
 from pipelines.generation.config import identity
 from pipelines.generation.generator import Generator, UnderWay
 from pipelines.generation.tasks import Task, attempts
-from schemas.errors import RolloutError
+from schemas.errors import InputError
 from trainer.batches.data import UNUSED_COLUMNS
 from trainer.batches.plan import dataset_returns, make_plan
 from trainer.rl.config import DROPPED, RlConfig
@@ -195,9 +195,9 @@ class Collector:
 
     def _check_some_vary(self) -> None:
         if self._num_in_a_row >= DROPPED_IN_A_ROW * self._groups.size:
-            got = f"{self._num_in_a_row} groups in a row, each with equal returns"
-            hint = f"rollouts stats {self._config.out}/{DROPPED}"
-            raise RolloutError("zero_advantages", "tasks", got, "some whose returns vary", hint)
+            got = f"returns do not vary within any of the last {self._num_in_a_row} groups"
+            hint = f"run `rollouts stats {self._config.out}/{DROPPED}`, and use tasks whose returns vary"
+            raise InputError("zero_advantages", "tasks", got, hint=hint)
 
 
 def _outcomes(table: pa.Table) -> pl.DataFrame:

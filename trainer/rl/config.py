@@ -21,7 +21,8 @@ from rollout_io.configuration import (
     out_of_bounds,
     read_toml,
 )
-from schemas.errors import RolloutError
+from schemas.errors import ConfigError, RolloutError
+from trainer.config.function_keys import suggesting_loss_keys
 from trainer.config.train_config import TrainConfig
 
 Table = TypeVar("Table")
@@ -44,7 +45,7 @@ class RlConfig:
     """All settings of the RL loop. Saved as `OUT/config.json`.
 
     Raises:
-        RolloutError: If a value is out of range, two values contradict each other, or a table has a
+        ConfigError: If a value is out of range, two values contradict each other, or a table has a
             key that the loop sets itself.
 
     Example:
@@ -89,7 +90,7 @@ class RlConfig:
 
     def __post_init__(self) -> None:
         for key, got, expected in _breaches(self):
-            raise RolloutError("config_value", key, got, expected)
+            raise ConfigError("config_value", key, got, expected)
         shared, sets = evaluation_sets(self.evaluate or {})
         for name in TABLES:
             _refuse_own_keys(name, shared if name == "evaluate" else getattr(self, name))
@@ -98,9 +99,11 @@ class RlConfig:
         generation, training, _ = self.generation, self.training, self.evaluations(0)
         if generation.group_size == 1 and training.compares_groups:
             estimator = training.advantage_estimator
-            expected = f"at least 2: {estimator} compares the trajectories of a group"
-            hint = "--set generate.group_size=8, or --set train.advantage_estimator=reinforce++"
-            raise RolloutError("config_value", "[generate] group_size", "1", expected, hint)
+            expected = f"at least 2, because {estimator} compares the trajectories of a group"
+            hint = (
+                "pass --set generate.group_size=8, or --set train.advantage_estimator=reinforce++"
+            )
+            raise ConfigError("config_value", "[generate] group_size", "1", expected, hint)
 
     @property
     def generation(self) -> GenerateConfig:
@@ -139,7 +142,8 @@ class RlConfig:
             by_engine = one.agent is not None or one.harness is not None
             if by_engine and one.chat_template != usual["chat_template"]:
                 where, expected = f"[{table}] chat_template", str(usual["chat_template"])
-                raise RolloutError("config_value", where, str(one.chat_template), expected, _ENGINE)
+                got, expected = str(one.chat_template), f"{expected}, as in [generate]"
+                raise ConfigError("config_value", where, got, expected, _ENGINE)
             found[name] = one
         return found
 
@@ -170,14 +174,14 @@ TABLES: dict[str, type[Any]] = {
 }
 _TOP = "write it at the top of the file, before the tables"
 _MODEL, _OUT = {"model": _TOP}, {"out": _TOP}
-_ENGINE = "write it in [generate]: there is one engine"
+_ENGINE = "write it in [generate], whose engine also evaluates"
 OWN_KEYS: dict[str, dict[str, str]] = {
     "generate": _MODEL
     | _OUT
     | {
         "tasks": _TOP,
         "policy_version": "leave it out: iterations are counted",
-        "groups_per_shard": "leave it out: a shard is a group",
+        "groups_per_shard": "leave it out: each group is a shard",
     },
     "train": _MODEL
     | _OUT
@@ -221,8 +225,9 @@ def load_rl_config(
     """Read a configuration: TOML with tables, then `out`, then `key=value` or `table.key=value`.
 
     Raises:
-        RolloutError: config_file, config_key, config_value, sampling: as
-            `rollout_io.configuration.load_record`, with the table in the key.
+        InputError: config_file, input_file.
+        ConfigError: config_key, config_value, sampling: as `rollout_io.configuration.load_record`,
+            with the table in the key.
     """
     given, where = read_toml(toml_path) | given_options({"out": out}), str(toml_path)
     plain, nested = _by_table(overrides, TABLES.__contains__)
@@ -231,7 +236,7 @@ def load_rl_config(
     for name in (name for name in TABLES if name in tables or name in nested):
         table = tables.get(name, {})
         if not isinstance(table, dict):
-            raise RolloutError("config_value", f"{where}, key {name}", repr(table), "a table")
+            raise ConfigError("config_value", f"{where}, key {name}", repr(table), "a table")
         over = nested.get(name, [])
         if name == "evaluate":
             values[name] = _evaluate_values(table, over, where)
@@ -240,7 +245,8 @@ def load_rl_config(
     required = {"model": "a model directory", "tasks": "a file", "out": "a directory (--out RUN)"}
     check_required(values, required)
     if "num_iterations" not in values:
-        raise RolloutError("config_key", "configuration", "no `num_iterations`", "a whole number")
+        text, hint = "Missing key: num_iterations", "set it to the number of iterations to train"
+        raise ConfigError("config_key", "configuration", "no key", hint=hint, message=text)
     return RlConfig(**values)
 
 
@@ -263,7 +269,8 @@ def _table_values(
 ) -> dict[str, Any]:
     _refuse_own_keys(table, given)
     kind = TABLES[table.partition(".")[0]]
-    return checked_values(kind, given, overrides, where, table=f"{table}.")
+    with suggesting_loss_keys(given, overrides, kind.__dataclass_fields__, f"{table}."):
+        return checked_values(kind, given, overrides, where, table=f"{table}.")
 
 
 def _by_table(
@@ -285,14 +292,16 @@ def _refuse_own_keys(table: str, values: Mapping[str, Any]) -> None:
     kind, _, name = table.partition(".")
     own = OWN_KEYS[kind]
     if name:
-        own = own | {"every_iterations": "write it in [evaluate]: all sets are evaluated together"}
+        own = own | {
+            "every_iterations": "write it in [evaluate], because all sets are evaluated together"
+        }
         if not _SET_NAME.fullmatch(name):
             expected = "a name of letters, digits, _ and -"
-            raise RolloutError("config_key", f"[{table}]", repr(name), expected)
+            raise ConfigError("config_key", f"[{table}]", repr(name), expected)
     for key in values:
         if key in own:
-            where, expected = f"[{table}]", "a key that the loop does not set itself"
-            raise RolloutError("config_key", where, f"`{key}`", expected, own[key])
+            got = f"`{key}` is set by rollouts rl"
+            raise ConfigError("config_key", f"[{table}]", got, hint=own[key])
     unknown = next((k for k in values if k not in TABLES[kind].__dataclass_fields__), None)
     if unknown is not None:
         checked_values(TABLES[kind], {unknown: values[unknown]}, (), f"[{table}]")
@@ -309,4 +318,8 @@ def _record(table: str, kind: type[Table], values: Mapping[str, Any]) -> Table:
 def _breaches(c: RlConfig) -> Iterator[tuple[str, str, str]]:
     yield from out_of_bounds(c)
     if c.evaluate is not None and c.evaluate.get("every_iterations", 1) < 1:
-        yield "[evaluate] every_iterations", str(c.evaluate["every_iterations"]), ">= 1"
+        yield (
+            "[evaluate] every_iterations",
+            str(c.evaluate["every_iterations"]),
+            "a whole number >= 1",
+        )

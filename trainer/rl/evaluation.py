@@ -37,7 +37,7 @@ def notes_of(config: RlConfig) -> Iterator[str]:
             table = f"evaluate.{name}".rstrip(".")
             yield (
                 f"note: [{table}] samples each task {planned.group_size} times at temperature 0,"
-                " and greedy samples are alike; set its temperature, or group_size = 1"
+                " where all samples are the same; set a temperature above 0, or group_size = 1"
             )
 
 

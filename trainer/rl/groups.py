@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 import rollout_io
 from rollout_io.dataset.storage import Location
 from rollout_io.dataset.writer import RolloutWriter
-from schemas.errors import RolloutError
+from schemas.errors import InputError, count
 from schemas.metadata import DatasetMetadata
 from trainer.rl.config import DROPPED, ROLLOUTS, UNFINISHED, RlConfig
 from trainer.rl.schedule import place
@@ -34,7 +34,8 @@ class Groups:
         unfinished: Trajectories of groups that an earlier process did not finish, by group.
 
     Raises:
-        RolloutError: resume_rollouts if an iteration has too many groups, or another's group.
+        InputError: resume_rollouts if an iteration has too many groups, or a group of another
+            iteration.
     """
 
     def __init__(self, config: RlConfig) -> None:
@@ -110,10 +111,10 @@ class Groups:
         found = _names_in(path)
         again = found & self.names
         if len(found) > self.size or again:
-            got = f"{len(found)} groups, {len(again)} of them elsewhere too"
-            expected = f"at most {self.size}, each once"
-            hint = "remove that directory, and its groups are sampled again"
-            raise RolloutError("resume_rollouts", str(path), got, expected, hint)
+            got = f"{count(len(found), 'group')}, {len(again)} of them in other iterations too"
+            expected = f"at most {self.size}, each in one iteration"
+            hint = "remove this directory: its groups will be sampled again"
+            raise InputError("resume_rollouts", str(path), got, expected, hint)
         self.names |= found
         self.num_kept += len(found)
         self._room[iteration] -= len(found)

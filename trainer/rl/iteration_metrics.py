@@ -9,6 +9,7 @@ from typing import Any
 import polars as pl
 
 import rollout_io
+from schemas.errors import count
 
 
 def rollout_numbers(dataset: Path, iteration: int) -> dict[str, Any]:
@@ -60,24 +61,24 @@ def iteration_line(
         >>> first |= {"loss": 0.125, "staleness_mean": 0.0, "wait_seconds": 3.0, "seconds": 2.0}
         >>> first |= {"rollout_logprobs_abs_diff_mean": 0.00123}
         >>> iteration_line([first], 10, 1.0)
-        'iteration 3 of 10: reward 0.5, 12.2 tokens, loss 0.125, logprobs apart 0.0012, staleness 0, \
-3.0 s sampled + 2.0 s trained + 1.0 s synced'
+        'iteration 3 of 10: reward 0.5, 12.2 tokens, loss 0.125, logprobs differ by \
+0.0012, staleness 0; sampling 3.0 s, training 2.0 s, weight sync 1.0 s'
     """
     first = lines[0]
     shown = [
         ("reward {:.3g}", mean_of(lines, "return_mean")),
         ("{:.1f} tokens", first.get("response_tokens_mean")),
         ("loss {:.4g}", mean_of(lines, "loss")),
-        ("logprobs apart {:.2g}", mean_of(lines, "rollout_logprobs_abs_diff_mean")),
+        ("logprobs differ by {:.2g}", mean_of(lines, "rollout_logprobs_abs_diff_mean")),
         ("staleness {:.2g}", first.get("staleness_mean")),
     ]
     known = ", ".join(text.format(value) for text, value in shown if value is not None)
     seconds = sum(line["seconds"] for line in lines)
     times = (
-        f"{first['wait_seconds']:.1f} s sampled + {seconds:.1f} s trained"
-        f" + {sync_seconds:.1f} s synced"
+        f"sampling {first['wait_seconds']:.1f} s, training {seconds:.1f} s,"
+        f" weight sync {sync_seconds:.1f} s"
     )
-    return f"iteration {first['iteration'] + 1} of {num_iterations}: {known}, {times}"
+    return f"iteration {first['iteration'] + 1} of {num_iterations}: {known}; {times}"
 
 
 def evaluation_line(metrics: dict[str, Any], version: int, sets: Iterable[str]) -> str:
@@ -94,8 +95,10 @@ def evaluation_line(metrics: dict[str, Any], version: int, sets: Iterable[str]) 
     shown = _mean(metrics["evaluation/return_mean"]) + of_sets
     failed = metrics["evaluation/num_failed"]
     others = f", {failed} failed" if failed else ""
-    count = metrics["evaluation/num_trajectories"]
-    return f"evaluation after {version} iterations: reward {shown}, {count} trajectories{others}"
+    number = metrics["evaluation/num_trajectories"]
+    trajectories = f"{number} trajector{'y' if number == 1 else 'ies'}"
+    after = f"evaluation after {count(version, 'iteration')}"
+    return f"{after}: reward {shown}, {trajectories}{others}"
 
 
 def _mean(value: float | None) -> str:

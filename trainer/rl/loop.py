@@ -23,7 +23,7 @@ from pipelines.generation.run import OpenEngine
 from pipelines.generation.tasks import Task, read_tasks
 from pipelines.generation.trajectory import ENDS_THE_RUN
 from rollout_io.retokenize.tokenizer import ChatTokenizer, load_tokenizer
-from schemas.errors import RolloutError
+from schemas.errors import ConfigError, RolloutError
 from trainer.engine.open_engine import open_engine as open_usual
 from trainer.rl.collector import Collector
 from trainer.rl.config import ROLLOUTS, RlConfig
@@ -140,8 +140,9 @@ def run(
 def _refuse_several_processes() -> None:
     num_processes = os.environ.get("WORLD_SIZE", "1")
     if num_processes != "1":
-        got, hint = f"{num_processes} processes", "rollouts train takes several"
-        raise RolloutError("launch", "WORLD_SIZE", got, "one: rollouts rl has one trainer", hint)
+        text = f"WORLD_SIZE is {num_processes}, but rollouts rl trains in one process"
+        hint = "launch it without torchrun: only rollouts train runs in several processes"
+        raise ConfigError("launch", "WORLD_SIZE", num_processes, "1", hint, message=text)
 
 
 def _read(config: RlConfig) -> list[Task]:
@@ -176,7 +177,7 @@ class Loop:
             task = asyncio.current_task()
             assert task is not None
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-        with _says_how_to_go_on(config), learning.saved_when_it_fails(self.log):
+        with _hints_at_resuming(config), learning.saved_when_it_fails(self.log):
             async with self.engine, self._open_calls() as calls:
                 generator = Generator(self.engine, self.tokenizer, config.generation, calls)
                 for text in check_tokenizers(config.training, generator.metadata):
@@ -280,12 +281,13 @@ class Loop:
 
 
 @contextmanager
-def _says_how_to_go_on(config: RlConfig) -> Iterator[None]:
+def _hints_at_resuming(config: RlConfig) -> Iterator[None]:
     try:
         yield
     except RolloutError as error:
         if error.rule not in ENDS_THE_RUN:
             raise
-        kept = f"what finished is in {config.out}/{ROLLOUTS}: go on with --resume"
-        hint = f"{error.hint}; {kept}" if error.hint else kept
+        kept = "run the same command with --resume: finished groups are kept in"
+        kept = f"{kept} {config.out}/{ROLLOUTS}"
+        hint = f"{error.hint}; then {kept}" if error.hint else kept
         raise error.at(error.where, hint) from error

@@ -10,10 +10,16 @@ from typing import Any
 
 from pipelines.generation.config import HOW_IT_RUNS
 from rollout_io.dataset.atomic_files import replace_text
-from schemas.errors import RolloutError
+from schemas.errors import InputError, count
 from trainer.rl.config import RlConfig
 from trainer.run.checkpoint import discard_after, latest_checkpoint
-from trainer.run.resume import check_not_fewer, check_same, fixed_keys, saved_config
+from trainer.run.resume import (
+    check_not_fewer,
+    check_same,
+    fixed_keys,
+    no_saved_config,
+    saved_config,
+)
 from trainer.run.setup import refuse_existing_run
 from trainer.run.state import Progress
 
@@ -34,7 +40,8 @@ def find_checkpoint(config: RlConfig, *, resume: bool) -> Path | None:
     """Return the checkpoint to resume from; None to start from the beginning.
 
     Raises:
-        RolloutError: If there is a run that is not to be resumed, or it had another configuration.
+        InputError: If there is a run that is not to be resumed, or its files are invalid.
+        ConfigError: If it had a different configuration.
     """
     out = Path(config.out)
     if not resume:
@@ -51,8 +58,7 @@ def find_checkpoint(config: RlConfig, *, resume: bool) -> Path | None:
         check_not_fewer(before, "num_iterations", config.num_iterations)
     found = latest_checkpoint(out)
     if found and saved is None:
-        file = f"{out}/config.json"
-        raise RolloutError("resume_config", file, "nothing", "the configuration of the run")
+        raise no_saved_config(config.out, found)
     return found
 
 
@@ -77,7 +83,7 @@ def prepare(config: RlConfig, progress: Progress) -> dict[int, float | None]:
         Mean returns of existing evaluations, by version.
 
     Raises:
-        RolloutError: If `metrics.jsonl` lacks updates of the checkpoint.
+        InputError: If `metrics.jsonl` lacks updates of the checkpoint.
     """
     out = Path(config.out)
     metrics, kept = out / "metrics.jsonl", dict[str, dict[str, Any]]()
@@ -102,11 +108,11 @@ def lines_before(path: Path, progress: Progress) -> dict[str, dict[str, Any]]:
             if record["iteration"] < progress.position.batch + (_EVALUATED in record):
                 kept[line] = record
         except (ValueError, TypeError, KeyError) as error:
-            expected = "a line that a run wrote"
-            raise RolloutError("resume_metrics", str(path), repr(line[:60]), expected) from error
+            expected = "metrics of an iteration"
+            raise InputError("resume_metrics", str(path), repr(line[:60]), expected) from error
     num_updates = sum(_EVALUATED not in record for record in kept.values())
     if num_updates != progress.num_mini_batches:
-        got = f"{num_updates} lines of updates"
-        expected = f"{progress.num_mini_batches}, one a mini-batch of the checkpoint"
-        raise RolloutError("resume_metrics", str(path), got, expected)
+        got = f"{count(num_updates, 'line')} of updates"
+        expected = f"{progress.num_mini_batches}, one per mini-batch of the checkpoint"
+        raise InputError("resume_metrics", str(path), got, expected)
     return kept

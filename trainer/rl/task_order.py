@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 
 from pipelines.generation.tasks import Task
-from schemas.errors import RolloutError
+from schemas.errors import InputError
 
 _AGAIN = re.compile(r"(.+)@(\d+)")
 
@@ -50,10 +50,10 @@ def check_names(names: Collection[str]) -> None:
     """Reject ids that would collide with those of a later pass.
 
     Raises:
-        RolloutError: tasks.
+        InputError: tasks.
     """
     for name in names:
         found = _AGAIN.fullmatch(name)
         if found and found[1] in names:
-            got, expected = f"{found[1]!r} and {name!r}", "ids without @ and a number at the end"
-            raise RolloutError("tasks", "instance_id", got, expected)
+            got, expected = f"{found[1]!r} and {name!r}", "ids that do not end with @ and a number"
+            raise InputError("tasks", "instance_id", got, expected)

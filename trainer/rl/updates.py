@@ -15,7 +15,7 @@ from accelerate.utils import set_seed
 import rollout_io
 from pipelines.generation.aggregation import ENVIRONMENT
 from rollout_io.dataset.atomic_files import whole
-from schemas.errors import RolloutError
+from schemas.errors import ConfigError, InputError, RolloutError
 from trainer.batches.data import index_rows
 from trainer.batches.forest import RowLimit
 from trainer.batches.plan import Plan, dataset_returns, make_plan
@@ -202,15 +202,15 @@ def check_lengths(config: RlConfig, limit: RowLimit, context_tokens: int | None)
         context_tokens: Context length of the engine; None: unknown.
 
     Raises:
-        RolloutError: row_too_long.
+        ConfigError: row_too_long.
     """
     generation, cuts = config.generation, config.training.max_row_tokens is not None
-    hint = "--set generate.max_input_tokens=N, or cut rows off: --set train.max_row_tokens=N"
+    hint = "pass --set generate.max_input_tokens=N, or cut rows off: --set train.max_row_tokens=N"
     if generation.max_input_tokens is None:
         if context_tokens is not None and context_tokens > limit.num_tokens and not cuts:
             got = f"rows of up to {context_tokens} tokens (the engine's context)"
             expected = f"at most {limit.num_tokens} ({limit.reason})"
-            raise RolloutError("row_too_long", "[generate]", got, expected, hint)
+            raise ConfigError("row_too_long", "[generate]", got, expected, hint)
         return
     parts = generation.max_input_tokens, generation.max_response_tokens
     rooms = [] if cuts else [(limit.num_tokens, limit.reason)]
@@ -218,8 +218,8 @@ def check_lengths(config: RlConfig, limit: RowLimit, context_tokens: int | None)
     for room, reason in rooms:
         if sum(parts) > room:
             where = "[generate] max_input_tokens and max_response_tokens"
-            got, expected = f"{parts[0]} + {parts[1]} tokens", f"at most {room} together ({reason})"
-            raise RolloutError("row_too_long", where, got, expected, hint)
+            got, expected = f"{parts[0]} + {parts[1]} tokens", f"at most {room} in total ({reason})"
+            raise ConfigError("row_too_long", where, got, expected, hint)
 
 
 def note_of_long_rows(config: RlConfig, limit: RowLimit) -> str | None:
@@ -231,16 +231,17 @@ def note_of_long_rows(config: RlConfig, limit: RowLimit) -> str | None:
     if most <= training.tokens_per_micro_batch:
         return None
     return (
-        f"note: rows may have up to {most} tokens; one longer than train.tokens_per_micro_batch"
-        f" ({training.tokens_per_micro_batch}) is forwarded alone and takes the memory of its length"
+        f"note: rows may have up to {most} tokens; rows longer than train.tokens_per_micro_batch"
+        f" ({training.tokens_per_micro_batch}) are forwarded in separate micro-batches, which need more"
+        " memory"
     )
 
 
 def _check_some_worked(plan: Plan, rollouts: pl.LazyFrame, dataset: Path) -> None:
-    """Reject an iteration of which every trajectory failed: the next one would fail too."""
+    """Reject an iteration in which every trajectory failed: the next one would fail too."""
     if not plan.trajectories["failed"].all():
         return
     errors = rollouts.select(pl.col("error").drop_nulls().first()).collect()
-    got = f"{len(plan.trajectories)} failed trajectories, the first by {errors.item()}"
-    hint = f"mend the cause, remove {dataset}, and go on with --resume"
-    raise RolloutError("iteration_failed", str(dataset), got, "one that did not fail", hint)
+    got = f"every trajectory failed ({len(plan.trajectories)}), the first with {errors.item()}"
+    hint = f"fix the cause, remove {dataset}, and run the same command with --resume"
+    raise InputError("iteration_failed", str(dataset), got, hint=hint)

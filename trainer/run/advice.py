@@ -7,6 +7,7 @@ from typing import Any
 
 import polars as pl
 
+from schemas.errors import count
 from trainer.batches.plan import Plan, num_groups_of_one
 from trainer.config.functions import ADVANTAGE_ESTIMATOR, LOSS_REDUCTION
 from trainer.config.train_config import TrainConfig
@@ -28,29 +29,29 @@ def warnings_before(rows: pl.DataFrame, plan: Plan, config: TrainConfig) -> dict
     found = {}
     if plan.num_partial_groups and config.partial_groups == "train":
         found["partial_groups"] = (
-            f"{plan.num_partial_groups} groups have another number of trajectories than"
-            f" {plan.group_size}: where the lost ones are not lost by chance, baselines are biased"
-            "\nHint: --set partial_groups=mask leaves such groups out of the loss"
+            f"the number of trajectories is not {plan.group_size} in"
+            f" {count(plan.num_partial_groups, 'group')}: baselines are biased unless trajectories are"
+            " missing at random\nHint: pass --set partial_groups=mask to leave such groups out of the loss"
         )
     is_built_in = config.advantage_estimator in ADVANTAGE_ESTIMATOR.built_in
     if config.compares_groups and (alone := num_groups_of_one(plan)):
         found["groups_of_one"] = (
-            f"in {alone} of {sum(map(len, plan.batches))} groups only one trajectory is left to train:"
-            f" {config.advantage_estimator} has nothing to compare it with"
+            f"only one trajectory trains in {alone} of {count(sum(map(len, plan.batches)), 'group')}:"
+            f" {config.advantage_estimator} has no other trajectory to compare it with"
             + (", so its advantage is 0" if is_built_in else "")
         )
     budget = config.tokens_per_micro_batch
     lengths = rows["num_forwarded_tokens"].clip(upper_bound=config.max_row_tokens).to_numpy()
     if num_long := int((lengths > budget).sum()):
         found["long_rows"] = (
-            f"rows longer than tokens_per_micro_batch ({budget}): {num_long}, the longest of"
-            f" {lengths.max()} tokens; each is forwarded alone and takes the memory of its length"
+            f"rows longer than tokens_per_micro_batch ({budget}): {num_long}, the longest with"
+            f" {lengths.max()} tokens; each is forwarded in its own micro-batch, which needs more memory"
         )
     loss, reduction = config.policy_loss_type, config.loss_reduction
     if loss in ("gspo", "sapo") and reduction not in ("sequence_mean", "trajectory_mean"):
         found["loss_reduction"] = (
-            f"{loss} is meant for loss_reduction sequence_mean (or trajectory_mean, which gives a"
-            f" trajectory of several rows the weight of one); with {reduction} long rows weigh more"
+            f"{loss} is designed for loss_reduction sequence_mean (or trajectory_mean, where the weight"
+            f" of a trajectory does not depend on its rows); with {reduction}, long rows weigh more"
         )
     if config.sequence_layout != "merge":
         found |= warnings_about_rows(len(rows), rows["trajectory_id"].n_unique(), config)
@@ -83,16 +84,15 @@ def warnings_about(
     found = {}
     if differs_from_sampler(metrics):
         found["rollout_logprobs"] = (
-            "rollout_logprobs differ from the policy's own by"
+            "rollout_logprobs differ from the policy's log-probabilities by"
             f" {metrics['rollout_logprobs_abs_diff_mean']:.2g} nats on average"
             + (f"\nlikely cause: {cause}" if cause else "")
         )
     if metrics["num_trained_tokens"] and not metrics["num_trained_groups"]:
-        leave_out = "\nHint: drop_zero_variance_groups = true leaves such groups out"
+        leave_out = "\nHint: set drop_zero_variance_groups = true to leave such groups out"
         found["zero_gradient"] = (
-            "every advantage of a mini-batch is 0 (no group whose rewards vary),"
-            " so its update has a gradient of zero"
-            + ("" if config.drop_zero_variance_groups else leave_out)
+            "every advantage of the mini-batch is 0, because rewards do not vary within any group, so"
+            " the gradient is zero" + ("" if config.drop_zero_variance_groups else leave_out)
         )
     if config.sequence_layout == "merge":  # the number of rows is known only after merging
         found |= warnings_about_rows(
@@ -110,15 +110,15 @@ def warnings_about_rows(
     by_row_weight = not config.reduction_inputs.isdisjoint({"row", "num_rows"})
     by_row = {
         "policy_loss_type gspo: a ratio is the mean over a row": loss == "gspo",
-        f"policy_loss_type {loss}: it takes the row of a token": config.has_own_loss
+        f"policy_loss_type {loss}: it uses the row of a token": config.has_own_loss
         and "row" in config.loss_inputs,
-        f"loss_reduction {reduction}: every row weighs the same": is_built_in and by_row_weight,
-        f"loss_reduction {reduction}: it takes the row of a token": not is_built_in
+        f"loss_reduction {reduction}: every row has the same weight": is_built_in and by_row_weight,
+        f"loss_reduction {reduction}: it uses the row of a token": not is_built_in
         and by_row_weight,
         "tis_ratio_type sequence: a weight is the product over a row": config.corrects_for_sampler
         and config.importance_weights == "sequence",
-        "sequence_mask_metric: rows are left out one by one": config.sequence_mask_metric,
-        "outlier_token_is_threshold: rows are left out one by one": (
+        "sequence_mask_metric: rows are masked individually": config.sequence_mask_metric,
+        "outlier_token_is_threshold: rows are masked individually": (
             config.outlier_token_is_threshold_low or config.outlier_token_is_threshold_high
         ),
     }
@@ -126,7 +126,7 @@ def warnings_about_rows(
     if not affected or num_rows <= num_trajectories:
         return {}
     return {
-        "rows": f"{num_trajectories} trajectories are {num_rows} rows, and rows are what counts here"
-        f" ({affected}): other numbers than with a trajectory in one row"
-        + ("\nHint: --set sequence_layout=merge" if config.sequence_layout != "merge" else "")
+        "rows": f"trajectories ({num_trajectories}) are split into rows ({num_rows}), which changes the"
+        f" effect of settings that count rows ({affected})"
+        + ("\nHint: pass --set sequence_layout=merge" if config.sequence_layout != "merge" else "")
     }

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rollout_io.dataset.atomic_files import replace_text, whole
-from schemas.errors import RolloutError
+from schemas.errors import InputError
 from trainer.models.critic import Critic
 from trainer.models.lora import save_model
 
@@ -102,18 +102,20 @@ def latest_checkpoint(out: Path) -> Path | None:
     """Return the checkpoint named by `checkpoints/latest`; without that file, the newest, or None.
 
     Raises:
-        RolloutError: If it does not exist, or has no state to resume from.
+        InputError: If it does not exist, or has no state to resume from.
     """
     pointer, found = out / "checkpoints" / LATEST, _checkpoints(out)
     if pointer.exists():
         name = pointer.read_text(encoding="utf-8", errors="replace").strip()
         found = [path for path in found if path.name == name]
         if not found:
-            expected = "the name of a checkpoint beside it"
-            raise RolloutError("checkpoint_latest", str(pointer), repr(name), expected)
+            got = f"it names {name!r}, which is not a checkpoint in this directory"
+            hint = "write the name of a checkpoint into it, or remove it to use the newest one"
+            raise InputError("checkpoint_latest", str(pointer), got, hint=hint)
     if found and not (found[-1] / "state").is_dir():
-        hint = "start another run with --model this checkpoint"
-        raise RolloutError("checkpoint_state", str(found[-1]), "no state/", "one", hint)
+        got = "the checkpoint has no state/ to resume from"
+        hint = f"start a new run from it: --model {found[-1]}"
+        raise InputError("checkpoint_state", str(found[-1]), got, hint=hint)
     return found[-1] if found else None
 
 

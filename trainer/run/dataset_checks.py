@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import polars as pl
 
-from schemas.errors import RolloutError
+from schemas.errors import InputError, InvariantError, count
+from schemas.rules import RULES
 from trainer.batches.forest import RowLimit
 from trainer.batches.plan import Plan
 from trainer.config.train_config import TrainConfig
@@ -15,7 +16,7 @@ RECORD_MODE = (
 )
 MOST_SAID = 80
 """Maximum length of a JSON value in a message, in characters."""
-VALIDATE = "`rollouts validate DATASET` lists every such row"
+VALIDATE = "run `rollouts validate DATASET` to list all such rows"
 
 
 def check_rows(
@@ -41,7 +42,8 @@ def check_rows(
         The rows of `index` that train.
 
     Raises:
-        RolloutError: With the rule and the first row that breaks it; or if nothing trains at all.
+        InvariantError, InputError: With the rule and the first row that breaks it; or if nothing
+            trains at all.
     """
     masks = plan.trajectories.select("trajectory_id", "trains", "advantage")
     rows = index.join(masks, on="trajectory_id", maintain_order="left")
@@ -74,22 +76,22 @@ def _check_order(rows: pl.DataFrame) -> None:
         moved=~begins & (pl.col("instance_id") != pl.col("instance_id").shift()),
         back=~begins & (number <= number.shift()),
     )
-    for breach, rule, got, expected in (
-        ("again", "contiguous_trajectory", "its rows in several places", "side by side"),
-        ("moved", "unique_trajectory", "another instance_id than the row before", "the same"),
-        ("back", "step_index_sequence", "a step_index not above the one before", "a later step"),
+    for breach, rule, got in (
+        ("again", "contiguous_trajectory", "the rows of this trajectory are not contiguous"),
+        ("moved", "unique_trajectory", "its instance_id differs from the row before"),
+        ("back", "step_index_sequence", "its step_index is not above the one of the row before"),
     ):
-        _refuse(rows, pl.col(breach), rule, pl.lit(got), expected, VALIDATE)
+        _refuse(rows, pl.col(breach), rule, pl.lit(got), "", VALIDATE)
 
 
 def _check_lists(rows: pl.DataFrame) -> None:
     _refuse(
-        rows, ~pl.col("complete"), "columns_and_types", pl.lit("null among the tokens"),
-        "none in prompt_token_ids, response_ids and loss_mask", VALIDATE,
+        rows, ~pl.col("complete"), "columns_and_types",
+        pl.lit("prompt_token_ids, response_ids or loss_mask contains null"), "", VALIDATE,
     )  # fmt: skip
     _refuse(
-        rows, ~pl.col("aligned"), "lengths_align", pl.lit("lists of different lengths"),
-        "loss_mask, rollout_logprobs and rewards with one element per response token", VALIDATE,
+        rows, ~pl.col("aligned"), "lengths_align",
+        pl.lit("loss_mask, rollout_logprobs or rewards is not as long as response_ids"), "", VALIDATE,
     )  # fmt: skip
 
 
@@ -97,13 +99,12 @@ def _check_step_rewards(rows: pl.DataFrame, estimator: str) -> None:
     """Check the rewards of steps, which token-level estimators add up."""
     _refuse(
         rows, pl.col("trains") & ~pl.col("has_reward"), "unknown_reward",
-        pl.lit("null, neither reward nor rewards"),
-        f"what each step earned: {estimator} adds it up",
-        "pipelines.place_outcomes gives a trajectory's reward to its last step, 0 to the others",
+        pl.lit(f"reward and rewards are null, but {estimator} needs the reward of every step"), "",
+        "use pipelines.place_outcomes to give a trajectory's reward to its last step, and 0 to the others",
     )  # fmt: skip
     _refuse(
         rows, pl.col("trains") & ~pl.col("finite_reward"), "reward_finite",
-        pl.lit("a reward that is not finite"), "finite rewards", VALIDATE,
+        pl.lit("reward or rewards contains NaN or infinity"), "", VALIDATE,
     )  # fmt: skip
 
 
@@ -119,36 +120,38 @@ def _check_tokens(rows: pl.DataFrame, vocab_size: int) -> None:
     }.items():
         _refuse(
             rows, breach, "token_range", pl.format("token id {}", name),
-            f"0 to {vocab_size - 1}, the model's vocabulary",
-            "train the model whose tokenizer made these ids",
+            f"an id from 0 to {vocab_size - 1}, the model's vocabulary",
+            "train the model whose tokenizer produced these ids",
         )  # fmt: skip
     _refuse(
-        rows, ~pl.col("temperature").is_between(0, float("inf"), closed="none"), "temperature", pl.format("{}", "temperature"),
-        "finite and above 0, or 0: greedy rows are masked", "filter these rows out",
+        rows, ~pl.col("temperature").is_between(0, float("inf"), closed="none"), "temperature", pl.format("temperature {}", "temperature"),
+        "a finite temperature of at least 0", "filter out these rows",
     )  # fmt: skip
 
 
 def _refuse_nothing_to_learn(rows: pl.DataFrame, plan: Plan, config: TrainConfig) -> None:
     """Reject a run without any gradient; KL and entropy terms have their own."""
     if rows.is_empty():
-        raise RolloutError(
-            "mask_trains_something", config.dataset, "no token that trains", "at least one",
-            "every loss_mask is false, every group failed, no group has variance, or every row is greedy"
-            " (temperature 0)",
-        )  # fmt: skip
+        raise InvariantError(
+            "mask_trains_something",
+            config.dataset,
+            "no token trains",
+            hint="look for loss masks that are all false, failed trajectories, groups without variance,"
+            " and rows sampled at temperature 0",
+        )
     others = config.needs_reference or config.entropy_loss_coef > 0
     has_other_terms = config.is_supervised or config.has_own_loss
     if others or config.estimates_by_token or has_other_terms:
         return
     if (rows["advantage"] == 0).all():
         num_groups = sum(map(len, plan.batches))
-        raise RolloutError(
+        raise InputError(
             "zero_advantages",
             config.dataset,
-            f"advantages of 0 alone in {num_groups} groups",
-            "a group whose trained trajectories have different returns",
-            "rollouts stats DS shows the rewards; other ones (convert --rewards) or more attempts"
-            " (generate with a larger group_size) may help",
+            "every advantage is 0, because returns do not vary within any group"
+            f" ({count(num_groups, 'group')})",
+            hint="run `rollouts stats DS` to see the rewards, then add different ones (convert"
+            " --rewards) or sample more attempts (generate with a larger group_size)",
         )
 
 
@@ -167,7 +170,7 @@ def corrects_for_sampler(
             matters only if raw ones are not those of the sampled distribution.
 
     Raises:
-        RolloutError: If only some rows have log-probabilities, or they are not those of the
+        InvariantError, InputError: If only some rows have log-probabilities, or they are not those of the
             sampled distribution; or none has, and the loss or a mask needs them.
     """
     if not (config.corrects_for_sampler or config.is_anchored_on_sampler):
@@ -175,20 +178,20 @@ def corrects_for_sampler(
     if not rows["has_logprobs"].any():
         _refuse_without_logprobs(config)
         return False
-    off = "--set tis_ratio_type=none trains without the correction"
+    off = "pass --set tis_ratio_type=none to train without the correction"
     if config.is_anchored_on_sampler or config.masks_by_ratio:
-        off = "train without what has importance ratios: another policy_loss_type, no masks by them"
+        off = "train with a policy_loss_type and masks that need no importance ratios"
     _refuse(
-        rows, ~pl.col("has_logprobs"), "rollout_logprobs", pl.lit("null, though others have them"),
-        "log-probabilities in every row that trains, or in none", off,
+        rows, ~pl.col("has_logprobs"), "rollout_logprobs",
+        pl.lit("rollout_logprobs is null, but other rows that train have them"), "", off,
     )  # fmt: skip
-    for rule, expected in {
-        "logprobs_finite": "finite log-probabilities",
-        "logprobs_nonpositive": "log-probabilities of at most 0",
+    for rule, got in {
+        "logprobs_finite": "rollout_logprobs contains null, NaN or infinity",
+        "logprobs_nonpositive": "rollout_logprobs contains a value above 0",
     }.items():
-        _refuse(rows, ~pl.col(rule), rule, pl.lit("others"), expected, VALIDATE)
+        _refuse(rows, ~pl.col(rule), rule, pl.lit(got), "", VALIDATE)
     if not config.allow_mismatched_logprobs:
-        off += "; --set allow_mismatched_logprobs=true corrects all the same"
+        off += ", or --set allow_mismatched_logprobs=true to correct anyway"
         _refuse_mismatched_logprobs(rows, logprobs_mode, off)
     return config.corrects_for_sampler
 
@@ -197,25 +200,26 @@ def _refuse_mismatched_logprobs(rows: pl.DataFrame, logprobs_mode: str | None, o
     """Reject log-probabilities that are not those of the distribution that was sampled."""
     _refuse(
         rows, pl.col("token_source") == "retokenized", "rollout_logprobs",
-        pl.lit("log-probabilities of re-tokenized text"), "those of the engine's own tokens", off,
+        pl.lit("its rollout_logprobs belong to re-tokenized text, not to the engine's tokens"), "", off,
     )  # fmt: skip
     if logprobs_mode is None:
-        off = f"{RECORD_MODE}; else {off}"
+        off = f"{RECORD_MODE}; or {off}"
     if logprobs_mode != "processed":
         sampled = ("temperature", "top_p", "top_k", "sampling_extra")
         temperature, top_p, top_k, extra = (pl.col(name) for name in sampled)
-        mode = f"logprobs_mode {logprobs_mode or 'unknown'} at"
+        mode = "rollout_logprobs are not those of the sampled distribution (logprobs_mode"
+        mode = f"{mode} {logprobs_mode or 'unknown'},"
         _refuse(
             rows,
             (temperature != 1) | (top_p < 1) | (top_k > 0) | extra.is_not_null(),
             "rollout_logprobs",
             pl.format(
-                f"{mode} temperature {{}}, top_p {{}}, top_k {{}}{{}}",
+                f"{mode} temperature {{}}, top_p {{}}, top_k {{}}{{}})",
                 *(pl.col(name).cast(pl.String).fill_null("unset") for name in sampled[:3]),
                 (", " + extra.str.slice(0, MOST_SAID)).fill_null(""),
             ),
-            "log-probabilities of the distribution that was sampled",
-            f"{off}; vLLM records usable ones with --logprobs-mode processed_logprobs",
+            "",
+            f"{off}; or record usable ones, with vLLM's --logprobs-mode processed_logprobs",
         )  # fmt: skip
 
 
@@ -227,11 +231,9 @@ def _refuse_without_logprobs(config: TrainConfig) -> None:
     }
     for name, needs in needing.items():
         if needs:
-            expected, hint = (
-                f"the sampler's log-probabilities, for {name}",
-                "record them, or set others",
-            )
-            raise RolloutError("rollout_logprobs", config.dataset, "none", expected, hint)
+            got = f"no row has rollout_logprobs, which {name} needs"
+            hint = "record log-probabilities when sampling, or change this setting"
+            raise InputError("rollout_logprobs", config.dataset, got, hint=hint)
 
 
 def _refuse(
@@ -240,4 +242,5 @@ def _refuse(
     bad = rows.filter(breach)
     if len(bad):
         where = f"{bad['name'][0]} (the first of {len(bad)})"
-        raise RolloutError(rule, where, bad.select(got).item(0, 0), expected, hint)
+        kind = InvariantError if rule in RULES else InputError
+        raise kind(rule, where, bad.select(got).item(0, 0), expected, hint)

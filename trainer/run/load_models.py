@@ -11,6 +11,7 @@ from accelerate import Accelerator
 
 import rollout_io
 from rollout_io.formats.parsing.sampling import sampling_extra_of
+from schemas.errors import count
 from trainer.batches.forest import RowLimit
 from trainer.batches.plan import Plan
 from trainer.config.train_config import TrainConfig
@@ -110,8 +111,8 @@ def check_dataset(
     found = {}
     if num_greedy:
         found["greedy"] = (
-            f"warning: {num_greedy} rows were sampled at temperature 0: there is no distribution to"
-            " train, so they are masked"
+            f"warning: {count(num_greedy, 'row')} sampled at temperature 0 will not train: greedy samples"
+            " have no gradient"
         )
     if rows.is_empty():
         corrects = config.corrects_for_sampler
@@ -123,7 +124,8 @@ def check_dataset(
     corrects = corrects_for_sampler(rows, config, metadata.logprobs_mode)
     if config.corrects_for_sampler and not corrects:
         found["corrects"] = (
-            "note: no rollout_logprobs: importance correction (tis_ratio_type) is off"
+            "note: importance correction (tis_ratio_type) is off, because the dataset has no"
+            " rollout_logprobs"
         )
     if routing := check_replay(
         rollout_io.scan(config.dataset),
@@ -189,7 +191,7 @@ def _policy(config: TrainConfig, checkpoint: Path | None) -> Policy:
     if config.lora_rank:
         add_adapter(policy, adapter_settings(config), checkpoint and checkpoint / "adapter")
         trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
-        say(f"note: LoRA: {trained} parameters train")
+        say(f"note: LoRA trains {trained:,} parameters")
     return policy
 
 

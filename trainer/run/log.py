@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import math
 import os
-import sys
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,18 +18,23 @@ from trainer.distributed.processes import is_main
 from trainer.run.advice import warnings_about
 from trainer.run.run_metrics import GENERATED, LOOP_METRICS, METRICS, OWN_LOSS
 
+_LOGGER = logging.getLogger(__name__)
+ZERO_LOSS = 1e-6
+"""Absolute value below which a loss is printed as almost 0."""
+
 
 def say(text: str) -> None:
-    """Print a line to stderr, above a progress bar; only in the main process."""
+    """Log a line in the main process; the verbs show it on stderr."""
     if is_main():
-        print(text, file=sys.stderr, flush=True)  # noqa: T201
+        is_warning = text.startswith("warning: ")
+        _LOGGER.log(logging.WARNING if is_warning else logging.INFO, "%s", text)
 
 
 class RunLog:
-    """Logs the metrics of each mini-batch to `metrics.jsonl`, trackers and stderr.
+    """Logs the metrics of each mini-batch to `metrics.jsonl`, trackers and `logging`.
 
     Only the main process has a log. On a terminal, stderr shows a progress bar, otherwise a line
-    per mini-batch.
+    per mini-batch is logged.
 
     Args:
         accelerator: Has the trackers.
@@ -37,7 +42,7 @@ class RunLog:
         out: Directory of the run.
         num_planned: Maximum number of updates.
         num_made: Number of updates made before.
-        shows: Whether to print every mini-batch.
+        shows: Whether to show every mini-batch.
     """
 
     def __init__(
@@ -76,6 +81,12 @@ class RunLog:
         self.write_line(metrics)
         if self.shows:
             self._show(metrics)
+        if "zero_loss" not in self.warned and _is_zero_loss(metrics):
+            self.warned.add("zero_loss")
+            say(
+                "note: loss 0 is normal here: at probability ratio 1 the loss is minus the mean"
+                " advantage, which is 0; its gradient is not (grad_norm)"
+            )
         for name, text in warnings_about(metrics, self.config, cause).items():
             if name not in self.warned:
                 self.warned.add(name)
@@ -98,6 +109,11 @@ class RunLog:
             self.bar.update(1 - metrics["skipped"], numbers_of(metrics))
         else:
             say(progress_line(metrics, self.num_planned))
+
+
+def _is_zero_loss(metrics: dict[str, Any]) -> bool:
+    """True if an update has a gradient although its loss is 0."""
+    return bool(abs(metrics["loss"]) < ZERO_LOSS < metrics.get("grad_norm", 0.0))
 
 
 def _is_not_finite(value: Any) -> bool:

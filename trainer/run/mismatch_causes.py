@@ -35,10 +35,11 @@ def likely_cause(learner: Learner, batch: Batch, forests: Sequence[Forest]) -> s
     found = {**_misplaced(now, batch), **dict(_at_temperatures(learner, batch, forests[0]))}
     cause = min(found, key=lambda text: found[text])
     if found[cause] <= EXPLAINED * before:
-        return f"{cause} ({found[cause]:.2g} nats instead of {before:.2g} in one micro-batch)"
+        reduced = f"from {before:.2g} to {found[cause]:.2g} nats in one micro-batch"
+        return f"{cause} (undoing this reduces the difference {reduced})"
     return (
-        "other weights than the sampler's (another model, another precision, a later update);"
-        " no other temperature and no shift by a token explains it"
+        "the weights differ from the sampler's (a different model, precision or update); neither a"
+        " different temperature nor a shift by one token explains the difference"
     )
 
 
@@ -48,10 +49,10 @@ def _misplaced(now: Tensor, batch: Batch) -> dict[str, float]:
     apart = torch.where(row[1:] == row[:-1], 0.0, torch.nan)
     theirs = batch.rollout_logprobs
     return {
-        "rollout_logprobs are off by one: each is of the token before": _distance(
+        "rollout_logprobs are shifted by one: each belongs to the previous token": _distance(
             now[:-1] + apart, theirs[1:]
         ),
-        "rollout_logprobs are off by one: each is of the token after": _distance(
+        "rollout_logprobs are shifted by one: each belongs to the next token": _distance(
             now[1:] + apart, theirs[:-1]
         ),
     }
@@ -64,8 +65,10 @@ def _at_temperatures(learner: Learner, batch: Batch, forest: Forest) -> Iterator
             other = dataclasses.replace(
                 batch, temperature=torch.full_like(batch.temperature, temperature)
             )
-            said = " and ".join(f"{value:g}" for value in recorded)
-            text = f"rollout_logprobs are at temperature {temperature:g}, the rows say {said}"
+            noted = " and ".join(f"{value:g}" for value in recorded)
+            text = (
+                f"rollout_logprobs are at temperature {temperature:g}, but the rows record {noted}"
+            )
             yield text, _distance(_logprobs(learner, other, forest), batch.rollout_logprobs)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from rollout_io.dataset.locking import lock
-from schemas.errors import RolloutError
+from schemas.errors import ConfigError, InputError, count
 from trainer.config.train_config import TrainConfig
 from trainer.run.checkpoint import latest_checkpoint
 
@@ -30,7 +30,7 @@ MAY_CHANGE = {
 }
 """Keys that do not affect updates already made. `max_updates` and `num_epochs` may only grow, and
 are fixed if the learning rate decays towards the last update."""
-_HINT = "resume with the configuration of the run, or start another one"
+_HINT = "resume with the configuration of the run, or start a new run"
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS}
 
@@ -46,23 +46,30 @@ def find_checkpoint(config: TrainConfig) -> Path | None:
     """Return the latest checkpoint of the run in `config.out`; None if there is none yet.
 
     Raises:
-        RolloutError: If the configuration differs from that of the run, or `latest` is invalid.
+        ConfigError: If the configuration differs from the one of the run.
+        InputError: If `config.json` or `latest` is missing or invalid.
     """
     saved = saved_config(Path(config.out))
     if saved is not None:
         _check_same(saved, config)
     found = latest_checkpoint(Path(config.out))
     if found and saved is None:
-        file = f"{config.out}/config.json"
-        raise RolloutError("resume_config", file, "nothing", "the configuration of the run")
+        raise no_saved_config(config.out, found)
     return found
+
+
+def no_saved_config(out: str, checkpoint: Path) -> InputError:
+    """Build the error for a run whose checkpoints have no `config.json` beside them."""
+    got = "the file is missing, although the run has checkpoints"
+    hint = f"restore the file, or start a new run: --model {checkpoint}"
+    return InputError("resume_config", f"{out}/config.json", got, hint=hint)
 
 
 def saved_config(out: Path) -> dict[str, Any] | None:
     """Read the configuration that a run saved in its directory; None if there is none.
 
     Raises:
-        RolloutError: If it cannot be read.
+        InputError: If it cannot be read.
     """
     file = out / "config.json"
     if not file.is_file():
@@ -70,8 +77,8 @@ def saved_config(out: Path) -> dict[str, Any] | None:
     try:
         return dict(json.loads(file.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
-        expected = "the configuration of a run"
-        raise RolloutError("resume_config", str(file), str(error), expected) from error
+        got = f"cannot read the configuration of the run: {error}"
+        raise InputError("resume_config", str(file), got) from error
 
 
 def _check_same(saved: dict[str, Any], config: TrainConfig) -> None:
@@ -86,7 +93,7 @@ def check_same(
     """Check that a configuration equals the one that a run started with.
 
     Raises:
-        RolloutError: With the first key that differs and may not.
+        ConfigError: With the first key that differs and may not.
     """
     now = json.loads(json.dumps(given))
     kept = [key for key in now if key not in may_change]
@@ -97,42 +104,42 @@ def check_same(
         key, *others = different
         expected = f"{json.dumps(saved.get(key))}, as in {out}/config.json"
         also = f" (also different: {', '.join(others)})" if others else ""
-        raise RolloutError("resume_config", key, json.dumps(now[key]), expected, _HINT + also)
+        raise ConfigError("resume_config", key, json.dumps(now[key]), expected, _HINT + also)
 
 
 def check_not_fewer(saved: Mapping[str, Any], key: str, number: int) -> None:
     """Check that a number did not decrease.
 
     Raises:
-        RolloutError: If it did.
+        ConfigError: If it did.
     """
     if number < saved.get(key, 1):
         expected = f"at least {saved[key]}"
-        raise RolloutError("resume_config", key, str(number), expected, _HINT)
+        raise ConfigError("resume_config", key, str(number), expected, _HINT)
 
 
 def check_max_updates(max_updates: int | None, global_step: int) -> None:
     """Check that a run does not resume beyond its end.
 
     Raises:
-        RolloutError: If `max_updates` is less than the checkpoint's updates.
+        ConfigError: If `max_updates` is less than the checkpoint's updates.
     """
     if max_updates is not None and max_updates < global_step:
-        got, expected = str(max_updates), f"at least {global_step}, which are made"
-        raise RolloutError("resume_config", "max_updates", got, expected)
+        expected = f"at least {global_step}, the number of updates already made"
+        raise ConfigError("resume_config", "max_updates", str(max_updates), expected)
 
 
 def lines_to_keep(path: Path, num_lines: int) -> bytes:
     """Read the first `num_lines` lines of `metrics.jsonl`.
 
     Raises:
-        RolloutError: If it has fewer.
+        InputError: If it has fewer.
     """
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     whole = [line for line in lines if line.endswith(b"\n")]
     if len(whole) < num_lines:
-        got, expected = f"{len(whole)} lines", f"{num_lines}, one a mini-batch of the checkpoint"
-        raise RolloutError("resume_metrics", str(path), got, expected)
+        expected = f"{num_lines}, one per mini-batch of the checkpoint"
+        raise InputError("resume_metrics", str(path), count(len(whole), "line"), expected)
     return b"".join(whole[:num_lines])
 
 
@@ -147,7 +154,7 @@ def alone_in(out: Path) -> Iterator[None]:
     """Keep other processes from training in the same directory, if its filesystem supports locks.
 
     Raises:
-        RolloutError: If another process trains there.
+        InputError: If another process trains there.
     """
     try:
         held = lock(out / ".lock")
@@ -157,8 +164,8 @@ def alone_in(out: Path) -> Iterator[None]:
         yield
         return
     if held is None:
-        hint = "wait for its end, or stop it"
-        raise RolloutError("run_goes_on", str(out), "a process that trains there", "none", hint)
+        got, hint = "another process is training there", "wait until it ends, or stop it"
+        raise InputError("run_goes_on", str(out), got, hint=hint)
     try:
         yield
     finally:
@@ -170,16 +177,17 @@ def stops_when_full(out: Path) -> Iterator[None]:
     """Turn a full disk into an error that names the checkpoint to resume from.
 
     Raises:
-        RolloutError: If nothing more can be written.
+        InputError: disk_full.
     """
     try:
         yield
     except (OSError, SafetensorError) as error:
         if not _is_full(error):
             raise
-        latest = latest_checkpoint(out)
-        hint = f"make room and run again with --resume: {latest or 'no checkpoint'} is there"
-        raise RolloutError("disk_full", str(out), str(error), "room to write", hint) from error
+        hint = "free some disk space, then run the same command with --resume"
+        if latest := latest_checkpoint(out):
+            hint += f" to continue from {latest}"
+        raise InputError("disk_full", str(out), f"cannot write: {error}", hint=hint) from error
 
 
 def _is_full(error: OSError | SafetensorError) -> bool:

@@ -9,12 +9,12 @@ import polars as pl
 import pyarrow as pa
 
 from pipelines.tables import ROUTING
-from schemas.errors import RolloutError
+from schemas.errors import InputError
 from trainer.batches.recorded_routes import Routes
 from trainer.models.router_replay import WEIGHTS, Routers, routers_of
 
 RULE = "replay_routing"
-IGNORE = "--set replay_routing=false trains without the recorded experts"
+IGNORE = "pass --set replay_routing=false to train without the recorded experts"
 KEYS = ["trajectory_id", "step_index"]
 FACTS = pl.Struct({"num_routed": pl.Int64, "highest": pl.Int64, "repeats": pl.Boolean})
 
@@ -34,7 +34,7 @@ def check_replay(
         A note or warning for the user, or "".
 
     Raises:
-        RolloutError: If rows have recorded experts that are not ignored, and a model cannot use
+        InputError: If rows have recorded experts that are not ignored, and a model cannot use
             them: its family is unsupported, or its layers or experts differ.
     """
     if ROUTING not in rollouts.collect_schema():
@@ -44,7 +44,8 @@ def check_replay(
         return ""
     if not replays:
         return (
-            "note: recorded experts (rollout_expert_indices) are ignored: replay_routing is false"
+            "note: recorded experts (rollout_expert_indices) are ignored, because replay_routing is"
+            " false"
         )
     kind: Any = rollouts.collect_schema()[ROUTING]
     shape: tuple[int, ...] = kind.inner.shape
@@ -60,15 +61,16 @@ def check_replay(
 def _fitting(path: str, model: Any, shape: tuple[int, ...]) -> Routers:
     routers = routers_of(model)
     if routers is None:
-        got = f"{model.config.model_type}, for which routing cannot be replayed"
-        families = sorted({name.split("Top")[0] for name in WEIGHTS})
-        expected = f"a router of {', '.join(families)}: the dataset has rollout_expert_indices"
-        raise RolloutError(RULE, path, got, expected, IGNORE)
+        families = ", ".join(sorted({name.split("Top")[0] for name in WEIGHTS}))
+        got = (
+            f"cannot replay recorded experts (rollout_expert_indices) in {model.config.model_type};"
+        )
+        raise InputError(RULE, path, f"{got} supported families: {families}", hint=IGNORE)
     wanted = routers.num_layers, routers.topk
     if shape != wanted:
-        got, expected = (f"{a} layers with {b} experts a token" for a, b in (shape, wanted))
-        hint = f"train the model that was sampled; {IGNORE}"
-        raise RolloutError(RULE, ROUTING, got, f"{expected}, as in {path}", hint)
+        got, expected = (f"{a} layers with {b} experts per token" for a, b in (shape, wanted))
+        hint = f"train the model that was sampled, or {IGNORE}"
+        raise InputError(RULE, ROUTING, got, f"{expected}, as in {path}", hint)
     return routers
 
 
@@ -97,14 +99,14 @@ def _check_experts(rows: pl.DataFrame, path: str, routers: Routers) -> None:
     last = routers.num_experts - 1
     for breach, got, expected in (
         (pl.col("highest") > last, "expert {}", f"0 to {last}, the experts of {path}"),
-        (pl.col("repeats"), "an expert twice", f"{routers.topk} different ones a token and layer"),
+        (pl.col("repeats"), "the same expert twice", f"{routers.topk} different experts per token"),
     ):
         bad = rows.filter(breach)
         if len(bad):
             where = f"{bad['name'][0]} (the first of {len(bad)})"
             got = got.format(bad["highest"][0])
-            hint = f"train the model that was sampled; {IGNORE}"
-            raise RolloutError(RULE, where, got, expected, hint)
+            hint = f"train the model that was sampled, or {IGNORE}"
+            raise InputError(RULE, where, got, expected, hint)
 
 
 def _free_tokens(rows: pl.DataFrame) -> str:
@@ -114,5 +116,5 @@ def _free_tokens(rows: pl.DataFrame) -> str:
         return ""
     return (
         f"warning: {free} of {tokens.sum()} tokens to forward have no recorded experts"
-        " (rollout_expert_indices): they route freely"
+        " (rollout_expert_indices): the model chooses their experts"
     )

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from rollout_io.retokenize.tokenizer import load_tokenizer
-from schemas.errors import RolloutError
+from schemas.errors import InputError
 from schemas.metadata import DatasetMetadata
 from trainer.config.train_config import TrainConfig
 
@@ -29,7 +29,7 @@ def check_tokenizers(config: TrainConfig, metadata: DatasetMetadata) -> list[str
         Warnings and notes; one of them states what was compared.
 
     Raises:
-        RolloutError: If a model has another tokenizer, unless `allow_other_tokenizer` is set.
+        InputError: If a model has a different tokenizer, unless `allow_other_tokenizer` is set.
     """
     if metadata.tokenizer_fingerprint is None:
         return [_names(config.model, metadata)]
@@ -38,18 +38,18 @@ def check_tokenizers(config: TrainConfig, metadata: DatasetMetadata) -> list[str
         if path is None or not Path(path).is_dir():
             continue
         if not any(any(Path(path).glob(pattern)) for pattern in FILES):
-            said.append(f"note: no tokenizer in {path}: not compared with the dataset's")
+            said.append(f"note: {path} has no tokenizer to compare with the dataset's")
             continue
         tokenizer = load_tokenizer(path, needs_template=False)
         if tokenizer.fingerprint != metadata.tokenizer_fingerprint:
-            said.append(_other_tokenizer(config, path, metadata.tokenizer or "another one"))
+            said.append(_other_tokenizer(config, path, metadata.tokenizer or "name unknown"))
         elif path == config.model:
-            said.append(f"note: the tokenizer of {path} is the dataset's (same fingerprint)")
+            said.append(f"note: {path} has the dataset's tokenizer (fingerprints match)")
         recorded = metadata.chat_template_fingerprint
         if path == config.model and recorded not in {None, tokenizer.template_fingerprint}:
             said.append(
-                f"warning: the dataset's prompts have another chat template than {path}:"
-                " it will be prompted differently than it was trained"
+                f"warning: the dataset's prompts were rendered with a different chat template than {path}"
+                " has: prompts at inference will differ from those in training"
             )
     return said
 
@@ -57,15 +57,16 @@ def check_tokenizers(config: TrainConfig, metadata: DatasetMetadata) -> list[str
 def _names(model: str, metadata: DatasetMetadata) -> str:
     """Compare the names of the dataset's models with this model's."""
     names = metadata.models or tuple(name for name in (metadata.tokenizer,) if name)
-    advice = "`rollouts convert --tokenizer DIR` stores a fingerprint to compare"
+    advice = "convert with --tokenizer DIR to record a fingerprint"
     if not names:
-        return f"note: the dataset names no tokenizer and no model: not compared with {model}; {advice}"
+        missing = "the dataset records neither a tokenizer nor a model"
+        return f"note: {missing}, so {model} was not compared with it; {advice}"
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     if {_last_part(name) for name in names} & _names_of(model):
-        return f"note: compared the model's name ({shown}), not the tokenizer; {advice}"
+        return f"note: the model's name matches the dataset ({shown}), tokenizers were not compared; {advice}"
     return (
-        f"warning: the dataset's tokens are of {shown}, to go by its name another model than {model};"
-        f" the tokenizers were not compared: {advice}"
+        f"warning: the dataset was sampled from {shown}, judging by its name a different model than"
+        f" {model}, and the tokenizers were not compared; {advice}"
     )
 
 
@@ -86,12 +87,11 @@ def _last_part(name: str) -> str:
 
 def _other_tokenizer(config: TrainConfig, path: str, name: str) -> str:
     if not config.allow_other_tokenizer:
-        raise RolloutError(
+        raise InputError(
             "tokenizer_fingerprint",
             config.dataset,
-            f"token ids of another tokenizer ({name})",
-            f"those of {path}",
-            "train the model whose tokenizer made the ids; one that only has more tokens:"
-            " --set allow_other_tokenizer=true",
+            f"its token ids come from a different tokenizer ({name}) than {path} has",
+            hint="train the model whose tokenizer produced the ids; if its tokenizer only has"
+            " additional tokens, pass --set allow_other_tokenizer=true",
         )
-    return f"warning: the tokenizer of {path} is not the dataset's ({name})"
+    return f"warning: the tokenizer of {path} differs from the dataset's ({name})"

@@ -10,7 +10,7 @@ from accelerate.utils import set_seed
 
 import rollout_io
 from rollout_io.dataset.storage import Location, occupied
-from schemas.errors import RolloutError
+from schemas.errors import InputError
 from trainer.batches.data import index_rows
 from trainer.batches.forest import RowLimit
 from trainer.batches.plan import Plan, dataset_returns, make_plan, num_planned_updates
@@ -76,7 +76,7 @@ def set_up(config: TrainConfig, *, resume: bool) -> TrainingRun:
     set_seed(config.seed)
     loaded = agreed(accelerator, lambda: _load(config, resume=resume))
     if accelerator.num_processes > 1:
-        say(f"{accelerator.num_processes} processes")
+        say(f"training with {accelerator.num_processes} processes")
     learner, critic = make_learners(
         accelerator, loaded.config, loaded.models, corrects=loaded.corrects
     )
@@ -161,11 +161,12 @@ def refuse_existing_run(out: Path) -> None:
     """Reject a directory that holds a run or a dataset.
 
     Raises:
-        RolloutError: existing_run, out_is_free.
+        InputError: existing_run, out_is_free.
     """
     if out.is_dir() and (shards := Location.of(out).shards()):
         raise occupied(str(out), len(shards))
     for name in ("config.json", "metrics.jsonl", "checkpoints"):
         if (out / name).exists():
-            hint = "go on with it by --resume, choose another --out, or remove that run"
-            raise RolloutError("existing_run", str(out), f"a {name}", "no run yet", hint)
+            got = f"the directory already contains a run ({name})"
+            hint = "pass --resume to continue it, choose a different --out, or remove the run"
+            raise InputError("existing_run", str(out), got, hint=hint)

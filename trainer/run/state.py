@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from schemas.errors import RolloutError
+from schemas.errors import InputError
 from trainer.batches.plan import Plan
 from trainer.distributed.sharding import sharded_like, whole
 from trainer.models.critic import CriticLearner
@@ -122,7 +122,7 @@ def load_progress(path: Path, digest: str) -> Progress:
     """Load the progress of the run that wrote `path`.
 
     Raises:
-        RolloutError: If the state cannot be read, or was written for another dataset.
+        InputError: If the state cannot be read, or was written for a different dataset.
     """
     try:
         run = json.loads((path / "run.json").read_text(encoding="utf-8"))
@@ -140,8 +140,9 @@ def load_progress(path: Path, digest: str) -> Progress:
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise _unreadable(path, error) from error
     if not same:
-        got = "other trajectories, returns or tokens than the run began with"
-        raise RolloutError("resume_dataset", "dataset", got, "the same", "start another run")
+        got = "its trajectories, returns or tokens have changed since the run started"
+        hint = "resume with the original dataset, or start a new run"
+        raise InputError("resume_dataset", "dataset", got, hint=hint)
     return progress
 
 
@@ -149,7 +150,7 @@ def restore(path: Path, learner: Learner, critic: CriticLearner | None) -> None:
     """Restore the state of the optimizers and random number generators.
 
     Raises:
-        RolloutError: If the state cannot be read, or belongs to other models.
+        InputError: If the state cannot be read, or belongs to other models.
     """
     try:
         _restore_optimizer(learner.optimizer, learner.policy, path / "optimizer.safetensors")
@@ -161,10 +162,11 @@ def restore(path: Path, learner: Learner, critic: CriticLearner | None) -> None:
         raise _unreadable(path, error) from error
 
 
-def _unreadable(path: Path, error: Exception) -> RolloutError:
+def _unreadable(path: Path, error: Exception) -> InputError:
     got = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    hint = "name an earlier checkpoint in checkpoints/latest"
-    return RolloutError("checkpoint_state", str(path), got, "the state of a run", hint)
+    got = f"cannot read the state of the run: {got}"
+    hint = "write the name of an earlier checkpoint into checkpoints/latest"
+    return InputError("checkpoint_state", str(path), got, hint=hint)
 
 
 def _state_of(

@@ -13,7 +13,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from schemas.errors import RolloutError
+from schemas.errors import InputError, RolloutError
 from schemas.ragged import IntArray
 from trainer.algorithms.losses.correction import correct
 from trainer.algorithms.losses.kl import kl_estimates
@@ -130,7 +130,7 @@ def update(
         Metrics; `skipped` is 1 if no step was made.
 
     Raises:
-        RolloutError: If a user's loss or reduction fails, or its result is invalid.
+        InputError: If a user's loss or reduction fails, or its result is invalid.
     """
     num_trained = sum(forest.num_targets for forest in forests)
     inputs = _loss_inputs(learner, batch, forests, old_logprobs, ref_logprobs)
@@ -271,8 +271,8 @@ def _metrics(parts: Sequence[Mapping[str, Tensor]], loss_name: str) -> dict[str,
     for part in parts:
         if part.keys() != parts[0].keys():
             different = ", ".join(sorted(part.keys() ^ parts[0].keys()))
-            got, expected = f"metrics {different} of some micro-batches", "the same of all of them"
-            raise RolloutError(POLICY_LOSS.key, loss_name, got, expected)
+            got = f"it returns the metrics {different} for some micro-batches but not for others"
+            raise InputError(POLICY_LOSS.key, loss_name, got)
     found = {name: torch.cat([torch.zeros(0), *(part[name] for part in parts)]) for name in names}
     metrics: dict[str, float] = {}
     for name in ("loss", "policy_loss", "policy_kl"):

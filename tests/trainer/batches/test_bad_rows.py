@@ -78,19 +78,19 @@ def test_rows_that_are_in_order_are_let_through() -> None:
         (changed(2, response_ids=[None, 3]), r".*'a_1', row 0.*\[columns_and_types\]"),
         (
             changed(2, prompt_token_ids=[None]),
-            r".* found null among the tokens.*\[columns_and_types\]",
+            r".* loss_mask contains null.*\[columns_and_types\]",
         ),
         (
             changed(2, loss_mask=[True, None]),
-            r".* found null among the tokens.*\[columns_and_types\]",
+            r".* loss_mask contains null.*\[columns_and_types\]",
         ),
         (
             changed(2, temperature=NAN),
-            r".*: found NaN; expected finite and above 0.*\[temperature\]",
+            r".*: found temperature NaN; expected a finite .*\[temperature\]",
         ),
         (
             changed(2, temperature=INF),
-            r".*: found inf; expected finite and above 0.*\[temperature\]",
+            r".*: found temperature inf; expected a finite .*\[temperature\]",
         ),
     ],
 )

@@ -104,15 +104,15 @@ def test_only_known_metrics_are_drawn_by_default() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (None, ".*run/metrics.jsonl: found nothing; expected a run's metrics"),
-        ("", ".*: found no line; expected a line per update"),
+        (None, ".*run/metrics.jsonl: the file does not exist"),
+        ("", ".*: the file has no metrics yet"),
         (
             "{}\n",
             r".*metrics.jsonl:1: found '\{\}'; expected a JSON object with a glob",
         ),
         ('{"global_step": 1}\nnonsense\n', ".*metrics.jsonl:2: found 'nonsense'"),
         ("[1]\n", r"metrics.jsonl:1: found '\[1\]'"),
-        ('{"global_step": 0, "loss": 1.0, "skipped": 1}\n', "run: found no update"),
+        ('{"global_step": 0, "loss": 1.0, "skipped": 1}\n', "run: no optimizer step was made"),
     ],
 )
 def test_metrics_that_are_missing_broken_or_empty_are_refused(
@@ -129,9 +129,9 @@ def test_metrics_that_are_missing_broken_or_empty_are_refused(
 @pytest.mark.parametrize(
     ("image", "metric", "message"),
     [
-        ("curves.png", "los", "run: found no number for `los`; expected one"),
-        ("curves.docx", "loss", ".*: found suffix '.docx'; expected one of .*png"),
-        ("nowhere/curves.png", "loss", ".*: found no such directory"),
+        ("curves.png", "los", "run: metric `los` has no values"),
+        ("curves.docx", "loss", ".*: found extension '.docx'; expected one of .*png"),
+        ("nowhere/curves.png", "loss", ".*: its directory does not exist"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused(
@@ -156,5 +156,5 @@ def test_the_verb_is_registered_and_a_users_error_is_one_message(
 ) -> None:
     assert main(["plot", str(tmp_path)]) == 1
     printed = capfd.readouterr()
-    assert printed.err.startswith(f"Error: {tmp_path}/metrics.jsonl: found nothing")
-    assert "Hint: give the directory of a run" in printed.err
+    assert printed.err.startswith(f"Error: {tmp_path}/metrics.jsonl: the file does not exist")
+    assert "Hint: pass the directory of a run" in printed.err

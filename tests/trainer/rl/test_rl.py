@@ -139,7 +139,7 @@ def test_greedy_calls_of_an_agent_are_masked_and_counted_and_end_no_run(tmp_path
     assert [any(mask) for mask in rows["loss_mask"]] == [True, True, False] * 6
     assert [line["num_greedy_rows"] for line in lines_of(config.out)] == [3, 3, 3, 3]
     printed = capsys.readouterr().err
-    assert printed.count("warning: 6 rows were sampled at temperature 0: ") == 1
+    assert printed.count("warning: 6 rows sampled at temperature 0 will not train: ") == 1
     check_replay(config, result, tmp_path / "again")
 
 
@@ -167,7 +167,7 @@ def test_a_dead_engine_ends_the_run_and_a_resumed_one_loses_and_repeats_nothing(
 
     with pytest.raises(RolloutError, match="engine_down") as error:
         rl.run(config, open_engine=dying(16))
-    assert "go on with --resume" in error.value.hint
+    assert "run the same command with --resume" in error.value.hint
     held = [*ids_in(config), *ids_in(config, "unfinished")]
     assert len(held) == len(set(held)) == 16
     with pytest.raises(RolloutError, match="existing_run"):
@@ -240,7 +240,7 @@ def test_evaluations_are_datasets_of_their_own_and_are_not_sampled_again(tmp_pat
     assert command(["rl", str(file), "--out", config.out, "--resume"]) == 0
     said = capsys.readouterr()
     assert "reward " not in said.out
-    assert "nothing was left to train" in said.err
+    assert "all iterations are already trained" in said.err
 
 
 @pytest.mark.parametrize(
@@ -349,7 +349,9 @@ def test_whatever_trains_a_run_that_is_resumed_is_replayed_by_train(tmp_path, mo
 
 def test_several_processes_are_refused(tmp_path, model, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(RolloutError, match="found 2 processes; expected one"):
+    with pytest.raises(
+        RolloutError, match="WORLD_SIZE is 2, but rollouts rl trains in one process"
+    ):
         rl.run(config_of(tmp_path, model))
 
 

@@ -253,7 +253,7 @@ def test_a_lone_survivor_trains_nothing_and_is_warned_about(
     dataset = write_dataset(tmp_path / "ds", [*rewarded_rows(1), *survivor, *failed])
     settings = {"advantage_estimator": estimator, "partial_groups": "train"}
     result = run(dataset, model, tmp_path / "run", failed="trajectory", **settings)
-    said = "warning: in 1 of 2 groups only one trajectory is left to train"
+    said = "warning: only one trajectory trains in 1 of 2 groups"
     assert said in capsys.readouterr().err
     assert result.num_trained_groups == 1
     run(dataset, model, tmp_path / "whole", **settings)
@@ -286,7 +286,9 @@ def test_greedy_rows_are_masked_and_counted(
         )
     ]
     printed = capsys.readouterr().err
-    assert printed.count(f"warning: {len(cold)} rows were sampled at temperature 0: ") == 3
+    assert (
+        printed.count(f"warning: {len(cold)} rows sampled at temperature 0 will not train: ") == 3
+    )
     assert [r.num_greedy_rows for r in found] == [len(cold), 0, len(cold), len(cold)]
     assert found[0].metrics["num_greedy_rows"] == len(cold)
     for other in found[1:]:

@@ -71,17 +71,17 @@ def test_effective_share_is_between_one_token_and_all(differences: Sequence[floa
     assert np.all(np.diff([edges[0], *percentiles, edges[1]]) >= -1e-9)
 
 
-@pytest.mark.parametrize(("by", "which"), [(1, "before"), (-1, "after")])
+@pytest.mark.parametrize(("by", "which"), [(1, "previous"), (-1, "next")])
 def test_log_probabilities_of_neighbouring_tokens_are_recognised(by: int, which: str) -> None:
-    assert f"off by one: each is of the token {which}" in cause_of(moved(own(), by))
+    assert f"shifted by one: each belongs to the {which} token" in cause_of(moved(own(), by))
 
 
 @pytest.mark.parametrize(
     ("sampled", "recorded", "said"),
     [
-        (0.5, None, "are at temperature 0.5, the rows say 1"),
-        (1.0, 0.5, "are at temperature 1, the rows say 0.5"),
-        (0.7, 1.5, "are at temperature 0.7, the rows say 1.5"),
+        (0.5, None, "are at temperature 0.5, but the rows record 1"),
+        (1.0, 0.5, "are at temperature 1, but the rows record 0.5"),
+        (0.7, 1.5, "are at temperature 0.7, but the rows record 1.5"),
     ],
 )
 def test_another_temperature_is_recognised(

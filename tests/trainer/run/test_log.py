@@ -24,8 +24,8 @@ from trainer.run.advice import warnings_about
 from trainer.run.log import RunLog, progress_line
 from trainer.run.run_metrics import GENERATED, METRICS
 
-NOTE = "note: no rollout_logprobs: importance correction (tis_ratio_type) is off\n"
-HINT = "Hint: drop_zero_variance_groups = true"
+NOTE = "note: importance correction (tis_ratio_type) is off, because the dataset has no rollout_logprobs\n"
+HINT = "Hint: set drop_zero_variance_groups = true"
 
 
 @pytest.fixture(scope="module")
@@ -69,9 +69,10 @@ def test_each_update_is_a_line_on_stderr_where_that_is_no_terminal(
     assert printed.out == ""
     numbers = r"loss -?[\d.e-]+, reward 0\.5, \d+ tokens/s, \d+\.\d s\n"
     lines = (
-        r"note: the dataset names no tokenizer .*\n",
+        r"note: the dataset records neither a tokenizer .*\n",
         re.escape(NOTE),
         rf"update 1 of 3: {numbers}",
+        r"note: loss 0 is normal here: .*\n",
         r"mini-batch skipped: no token trains\n",
         rf"update 2 of 3: {numbers}",
     )
@@ -125,7 +126,7 @@ def test_log_probabilities_far_from_the_policys_are_warned_about_once_with_a_cau
     printed = capsys.readouterr().err
     assert printed.count("warning: ") == 1
     assert "warning: update 1: rollout_logprobs differ" in printed
-    assert "likely cause: other weights than the sampler's" in printed
+    assert "likely cause: the weights differ from the sampler's" in printed
 
 
 def test_log_probabilities_near_the_policys_are_not_warned_about() -> None:

@@ -216,7 +216,9 @@ def test_tracker_that_is_not_installed_is_refused(dataset: str, model: str, tmp_
 
 def test_existing_run_is_refused_and_left_alone(dataset: str, model: str, tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("kept\n")
-    with pytest.raises(RolloutError, match=r".* found a metrics\.jsonl.*\[existing_run\]"):
+    with pytest.raises(
+        RolloutError, match=r"already contains a run \(metrics\.jsonl\).*\[existing_run\]"
+    ):
         run(dataset, model, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
@@ -272,7 +274,7 @@ def test_users_error_is_one_message_and_exit_code_one(
     printed = capfd.readouterr()
     assert code == 1
     assert printed.out == ""
-    assert printed.err.startswith(f"Error: {tmp_path}: found no config.json")
+    assert printed.err.startswith(f"Error: {tmp_path}: config.json is missing")
     assert "Traceback" not in printed.err
     assert not (tmp_path / "run").exists()
 

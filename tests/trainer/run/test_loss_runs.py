@@ -107,7 +107,8 @@ def test_what_needs_the_samplers_log_probabilities_is_refused_without_them(
 ) -> None:
     dataset = write_dataset(tmp_path / "ds", some_trajectories())
     with pytest.raises(
-        RolloutError, match=rf".* found none; .* for .*{named}.*\[rollout_logprobs\]"
+        RolloutError,
+        match=rf"no row has rollout_logprobs, which .*{named}.* needs.*\[rollout_logprobs\]",
     ):
         run(dataset, model, tmp_path / "run", **settings)
 

@@ -230,7 +230,7 @@ def test_merging_changes_the_gradient_of_what_is_by_row_and_is_warned_about(
     config = TrainConfig(dataset="d", model="m", out="o", sequence_layout="step", **settings)
     warning = warnings_about_rows(10, 5, config)["rows"]
     assert warning.startswith("5 trajectories are 10 rows")
-    assert "Hint: --set sequence_layout=merge" in warning
+    assert "Hint: pass --set sequence_layout=merge" in warning
     assert not warnings_about_rows(5, 5, config)
 
 

@@ -206,8 +206,11 @@ def test_a_dry_run_says_which_functions_with_which_keys(
     ("settings", "message"),
     [
         (["policy_loss_type=no_such_file:loss"], "no_such_file:loss: found Module"),
-        (["policy_loss_type=tests.helpers.own_functions:regular"], "a parameter `low`"),
-        (["loss.low=1"], "keys of a function of your own"),
+        (
+            ["policy_loss_type=tests.helpers.own_functions:regular"],
+            "parameter `low` is neither an input nor",
+        ),
+        (["loss.low=1"], "`low` has no effect"),
     ],
 )
 def test_functions_are_refused_before_a_model_is_loaded(
@@ -225,7 +228,9 @@ def test_a_loss_that_fails_in_a_run_is_named(
     given += ["--set=partial_groups=train", f"--set=policy_loss_type={MINE}:fails"]
     assert main(given) == 1
     assert f"{MINE}:fails: found a tensor [] of torch.float32" in capfd.readouterr().err
-    with pytest.raises(RolloutError, match=f"{MINE}:unlike: found metrics policy_loss/of_"):
+    with pytest.raises(
+        RolloutError, match=f"{MINE}:unlike: it returns the metrics policy_loss/of_"
+    ):
         run(paths, tmp_path / "unlike", policy_loss_type=f"{MINE}:unlike")
 
 
@@ -233,7 +238,7 @@ def test_a_loss_on_the_sampler_needs_its_log_probabilities(
     paths: dict[str, str], tmp_path: Path
 ) -> None:
     dataset = write_dataset(tmp_path / "ds", some_trajectories())
-    with pytest.raises(RolloutError, match=f"found none; .*{MINE}:rollout_is"):
+    with pytest.raises(RolloutError, match=f"no row has rollout_logprobs, .*{MINE}:rollout_is"):
         run(paths | {"dataset": dataset}, tmp_path, policy_loss_type=f"{MINE}:rollout_is")
 
 

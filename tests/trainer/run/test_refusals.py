@@ -49,41 +49,42 @@ REFUSALS: dict[str, tuple[Rows, str, tuple[str, ...]]] = {
         with_row(response_ids=[VOCAB] * 4),
         "",
         (
-            "Error: trajectory 'g0_0', row 1 (the first of 1): found token id 61; expected 0 to 60",
-            "Hint: train the model whose tokenizer made these ids",
+            "Error: trajectory 'g0_0', row 1 (the first of 1): found token id 61; expected an id from 0 to",
+            "60, the model's vocabulary",
+            "Hint: train the model whose tokenizer produced these ids",
         ),
     ),
     "no log-probabilities for weights asked for": (
         rows_of(),
         "tis_ratio_type=token",
-        ("[rollout_logprobs]", "found none; expected the sampler's", "tis_ratio_type token"),
+        ("[rollout_logprobs]", "no row has rollout_logprobs", "tis_ratio_type token"),
     ),
     "raw log-probabilities at another temperature": (
         rows_of(**SAMPLED, temperature=0.7),
         "",
         (
-            "Error: trajectory 'g0_0', row 0 (the first of 8): found logprobs_mode"
-            " raw at temperature 0.7",
-            "Hint: --set tis_ratio_type=none trains without the correction",
+            "Error: trajectory 'g0_0', row 0 (the first of 8): rollout_logprobs are not"
+            " those of the sampled distribution (logprobs_mode raw, temperature 0.7",
+            "Hint: pass --set tis_ratio_type=none to train without the correction",
         ),
     ),
     "partial groups": (
         rows_of()[:-2],
         "partial_groups=refuse",
         (
-            "Error: group 'g1' (the first of 1): found 1 trajectories; expected 2, as",
-            "Hint: --set partial_groups=mask",
+            "Error: group 'g1' (the first of 1): found 1 trajectory; expected 2, the",
+            "Hint: pass --set partial_groups=mask",
         ),
     ),
     "advantages of zero alone": (
         rows_of(rewards=(1.0, 1.0)),
         "",
-        ("[zero_advantages]", "found advantages of 0 alone in 2 groups", "Hint: rollouts st"),
+        ("[zero_advantages]", "every advantage is 0", "(2 groups)", "Hint: run `rollouts st"),
     ),
     "gradients that only masked trajectories have": (
         [row | {"loss_mask": [row["reward"] is None] * 4} for row in rows_of()],
         "",
-        ("[mask_trains_something]", "found no token that trains; expected at least one"),
+        ("[mask_trains_something]", "no token trains"),
     ),
 }
 
@@ -115,7 +116,7 @@ def test_raw_log_probabilities_of_a_distribution_that_was_changed_are_refused(
         return
     said = (
         "Error: trajectory 'g0_1', row 0 (the first of 1): ",
-        f"found logprobs_mode {mode or 'unknown'} at ",
+        f"not those of the sampled distribution (logprobs_mode {mode or 'unknown'}, ",
         'repetition_penalty":1.1',
     )
     refused(
@@ -149,10 +150,10 @@ def test_the_history_says_what_a_dataset_without_the_column_was_sampled_with(
         return
     said = (
         "Error: trajectory 'g0_0', row 0 (the first of 8): ",
-        f"found logprobs_mode {mode or 'unknown'} at ",
+        f"not those of the sampled distribution (logprobs_mode {mode or 'unknown'}, ",
         f", {extra}",
-        "--set tis_ratio_type=none trains without the correction",
-        "vLLM records usable ones with --logprobs-mode processed_logprobs",
+        "pass --set tis_ratio_type=none to train without the correction",
+        "record usable ones, with vLLM's --logprobs-mode processed_logprobs",
     )
     refused(lambda out: train(dataset, model, out, dry_run=dry_run), tmp_path, capfd, said)
 
@@ -200,19 +201,20 @@ def test_zero_advantages_train_where_another_term_has_a_gradient(
         (
             rows_of()[:-2],
             "partial_groups=train",
-            "warning: 1 groups have another number of trajectories than 2",
+            "warning: the number of trajectories is not 2 in 1 group: ",
         ),
         (
             rows_of(),
             "policy_loss_type=gspo sequence_layout=step loss_reduction=sequence_mean",
-            "warning: 4 trajectories are 8 rows, and rows are what counts here (policy_loss_type gspo",
+            "warning: trajectories (4) are split into rows (8), which changes the effect of settings that"
+            " count rows (policy_loss_type gspo",
         ),
         (
             rows_of(**SAMPLED),
             "tis_ratio_type=sequence sequence_layout=step",
-            "(tis_ratio_type sequence: a weight is the product over a row): other numbers than with",
+            "count rows (tis_ratio_type sequence: a weight is the product over a row)",
         ),
-        (rows_of(), "", "note: no rollout_logprobs: importance correction (tis_ratio_type) is off"),
+        (rows_of(), "", "note: importance correction (tis_ratio_type) is off, because"),
     ],
 )
 def test_what_trains_otherwise_than_one_may_think_is_said_before_the_first_update(
@@ -263,23 +265,32 @@ def test_a_model_with_another_tokenizer_is_refused_unless_it_is_allowed(
     dataset, model = recorded
     save_tokenizer(model, "b")
     parts = (
-        f"Error: {dataset}: found token ids of another tokenizer (letters);",
-        f"expected those of {model}",
-        "Hint: train the model whose tokenizer made the ids",
+        f"Error: {dataset}: its token ids come from a different tokenizer (letters)",
+        f"than {model} has",
+        "Hint: train the model whose tokenizer produced the ids",
     )
     refused(lambda out: train(dataset, str(model), out, dry_run=dry_run), tmp_path, capfd, parts)
     allowed = "allow_other_tokenizer=true"
     assert train(dataset, str(model), tmp_path / "run", allowed, dry_run=dry_run) == 0
-    assert "is not the dataset's (letters)" in capfd.readouterr().err
+    assert "differs from the dataset's (letters)" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("metadata", "said"),
     [
-        ({}, "note: the dataset names no tokenizer and no model: not compared with"),
-        ({"models": ("org/MODEL", "b")}, "note: compared the model's name (org/MODEL, b), not the"),
-        ({"models": ("other",)}, "warning: the dataset's tokens are of other, to go by its name"),
-        ({"tokenizer": "other"}, "warning: the dataset's tokens are of other, to go by its name"),
+        ({}, "note: the dataset records neither a tokenizer nor a model, so"),
+        (
+            {"models": ("org/MODEL", "b")},
+            "note: the model's name matches the dataset (org/MODEL, b), tok",
+        ),
+        (
+            {"models": ("other",)},
+            "warning: the dataset was sampled from other, judging by its name",
+        ),
+        (
+            {"tokenizer": "other"},
+            "warning: the dataset was sampled from other, judging by its name",
+        ),
     ],
 )
 def test_without_a_fingerprint_train_says_that_names_alone_were_compared(
@@ -293,7 +304,7 @@ def test_without_a_fingerprint_train_says_that_names_alone_were_compared(
     assert train(dataset, str(tmp_path / "model"), tmp_path / "run", dry_run=True) == 0
     printed = capfd.readouterr().err
     assert printed.count(said) == 1
-    assert "same fingerprint" not in printed
+    assert "fingerprints match" not in printed
 
 
 def test_with_a_fingerprint_train_says_that_the_tokenizers_were_compared(
@@ -302,15 +313,15 @@ def test_with_a_fingerprint_train_says_that_the_tokenizers_were_compared(
     dataset, model = recorded
     save_tokenizer(model, "a")
     assert train(dataset, str(model), tmp_path / "run", dry_run=True) == 0
-    assert f"note: the tokenizer of {model} is the dataset's" in capfd.readouterr().err
+    assert f"note: {model} has the dataset's tokenizer" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("words", "template", "said"),
     [
         (("a",), "{{ messages }}", []),
-        (("a",), "{{ messages | length }}", ["warning: the dataset's prompts have another chat"]),
-        (None, None, ["note: no tokenizer in"]),
+        (("a",), "{{ messages | length }}", ["warning: the dataset's prompts were rendered"]),
+        (None, None, ["no tokenizer to compare"]),
     ],
 )
 def test_the_same_tokenizer_passes_another_template_and_none_are_told(
@@ -327,9 +338,13 @@ def test_the_same_tokenizer_passes_another_template_and_none_are_told(
     assert train(dataset, str(model), tmp_path / "run", dry_run=True) == 0
     printed = capfd.readouterr().err
     assert [
-        text for text in ("warning: the dataset's prompts", "note: no tok") if text in printed
+        text
+        for text in ("warning: the dataset's prompts", "no tokenizer to compare")
+        if text in printed
     ] == [
-        text[: len("warning: the dataset's prompts")] if "warning" in text else "note: no tok"
+        text[: len("warning: the dataset's prompts")]
+        if "warning" in text
+        else "no tokenizer to compare"
         for text in said
     ]
 
@@ -365,7 +380,7 @@ def test_a_broken_model_directory_is_refused(
     shutil.copytree(model, tmp_path / "model")
     weights = tmp_path / "model" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    parts = (f"Error: {tmp_path}/model: found ", "expected a causal LM that Transformers")
+    parts = (f"Error: {tmp_path}/model: ", "cannot load it as a causal LM")
     refused(
         lambda out: train(dataset, f"{tmp_path}/model", out, dry_run=dry_run),
         tmp_path,

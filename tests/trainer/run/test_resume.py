@@ -172,7 +172,7 @@ def test_a_dataset_with_other_returns_is_refused(
 @pytest.mark.parametrize(
     ("file", "text", "rule"),
     [
-        ("metrics.jsonl", "{}\n{", ".* found 1 lines; expected 2"),
+        ("metrics.jsonl", "{}\n{", ".* found 1 line; expected 2"),
         ("config.json", "{", "resume_config"),
         ("checkpoints/latest", "global_step_9\n", ".*'global_step_9'"),
         ("checkpoints/latest", "../..\n", "checkpoint_latest"),
@@ -198,7 +198,7 @@ def test_a_checkpoint_without_state_is_refused_and_left_alone(
 ) -> None:
     shutil.rmtree(out / "checkpoints" / "global_step_2" / "state")
     before = files_of(out)
-    with pytest.raises(RolloutError, match=r".* found no state/.*\[checkpoint_state\]"):
+    with pytest.raises(RolloutError, match=r".* has no state/.*\[checkpoint_state\]"):
         run(paths, out)
     assert files_of(out) == before
 
@@ -214,7 +214,7 @@ def test_a_dataset_with_other_tokens_is_refused(
     try:
         write_dataset(Path(paths["dataset"]), changed)
         with pytest.raises(
-            RolloutError, match=r"dataset: found other trajectories.*\[resume_dataset\]"
+            RolloutError, match=r"dataset: its trajectories, .* changed.*\[resume_dataset\]"
         ):
             run(paths, out)
     finally:
@@ -226,7 +226,9 @@ def test_checkpoints_without_their_configuration_are_refused(
     paths: dict[str, str], out: Path
 ) -> None:
     (out / "config.json").unlink()
-    with pytest.raises(RolloutError, match=r".*config.json: found nothing.*\[resume_config\]"):
+    with pytest.raises(
+        RolloutError, match=r".*config.json: the file is missing.*\[resume_config\]"
+    ):
         run(paths, out, learning_rate=0.1)
 
 
@@ -247,7 +249,7 @@ def test_a_run_that_goes_on_is_left_alone(paths: dict[str, str], out: Path) -> N
     before = files_of(out)
     with (
         alone_in(out),
-        pytest.raises(RolloutError, match=r".* a process that trains.*\[run_goes_on\]"),
+        pytest.raises(RolloutError, match=r".* another process is training there.*\[run_goes_on\]"),
     ):
         run(paths, out)
     assert files_of(out) == before

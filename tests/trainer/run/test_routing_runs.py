@@ -247,13 +247,19 @@ def cut(layers: slice, topk: slice) -> list[dict[str, Any]]:
 
 
 REFUSED: dict[str, tuple[list[dict[str, Any]], str]] = {
-    "layers": (cut(slice(2), slice(2)), "found 2 layers with 2 experts a token; expected 3 layers"),
-    "topk": (cut(slice(3), slice(1)), "found 3 layers with 1 experts a token; expected 3 layers"),
+    "layers": (
+        cut(slice(2), slice(2)),
+        "found 2 layers with 2 experts per token; expected 3 layers",
+    ),
+    "topk": (cut(slice(3), slice(1)), "found 3 layers with 1 experts per token; expected 3 layers"),
     "experts": (
         beyond(routed_rows()),
         "trajectory 'g0_1', row 0 (the first of 1): found expert 8; expected 0 to 7",
     ),
-    "repeated": (twice(routed_rows()), "row 0 (the first of 1): found an expert twice; expected 2"),
+    "repeated": (
+        twice(routed_rows()),
+        "row 0 (the first of 1): found the same expert twice; expected 2",
+    ),
 }
 
 
@@ -280,7 +286,7 @@ def test_a_model_that_cannot_replay_routes_is_refused_by_name_unless_they_are_ig
     assert "Mixtral" in str(refused.value)
     assert "--set replay_routing=false" in str(refused.value.hint)
     assert len(run(dataset, model, tmp_path / "ignored", replay_routing=False)) == 2
-    assert "are ignored: replay_routing is false" in capfd.readouterr().err
+    assert "are ignored, because replay_routing is false" in capfd.readouterr().err
 
 
 def test_tokens_without_recorded_experts_are_counted(

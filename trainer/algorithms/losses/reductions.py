@@ -52,7 +52,7 @@ def reduction_weights(units: Units, reduction: BoundFunction) -> FloatArray:
     later (by importance ratios) still count: nothing is renormalised.
 
     Raises:
-        RolloutError: If a user's reduction fails, or its result is invalid.
+        InputError: If a user's reduction fails, or its result is invalid.
 
     Example:
         Three targets in two rows; the first two belong to the first row:

@@ -1,0 +1,12 @@
+from collections.abc import Iterator
+
+import pytest
+
+from trainer.cli.shown_log import shown_log
+
+
+@pytest.fixture(autouse=True)
+def log_on_stderr() -> Iterator[None]:
+    """Show on stderr what a run logs, as the verbs do."""
+    with shown_log():
+        yield
