@@ -23,6 +23,7 @@ import trainer.distributed.launch
 import trainer.run.load_models
 from rollout_io.cli.main import run as run_command
 from tests.helpers.trainer_helpers import forests_of, learner_of, make_batch, tiny_policy
+from trainer.cli.shown_log import shown_log
 from trainer.config.train_config import TrainConfig
 from trainer.distributed.launch import make_accelerator
 from trainer.distributed.sharding import whole
@@ -104,7 +105,8 @@ def work(job: dict[str, Any]) -> None:
     if "file" in job:
         return gradient(job)
     config = TrainConfig(**job["config"] | job.get(f"rank {os.environ['RANK']}", {}))
-    train(config, resume=job.get("resume", False))
+    with shown_log():
+        train(config, resume=job.get("resume", False))
     return None
 
 

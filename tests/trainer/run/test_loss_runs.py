@@ -124,11 +124,14 @@ def test_what_needs_the_samplers_log_probabilities_is_refused_without_them(
             {"policy_loss_type": "dppo", "tis_ratio_type": "sequence"},
             "expected auto or none for tis_ratio_type",
         ),
-        ({"policy_loss_type": "cross_entropy", "sequence_mask_metric": "product"}, "has none"),
+        (
+            {"policy_loss_type": "cross_entropy", "sequence_mask_metric": "product"},
+            "found cross_entropy; expected a loss with importance ratios",
+        ),
         ({"loss_reduction": "seq_mean_token_sum_norm"}, "max_seq_len: found none"),
         ({"token_mask_is_threshold_low": 0.5}, "both or none"),
         ({"geo_mask_low": 1.2}, "geo_mask_low and geo_mask_high: found 1.2 and 1.01"),
-        ({"reference_model": "m"}, "kl_loss_coef or kl_reward_coef above 0"),
+        ({"reference_model": "m"}, "expected none, because kl_loss_coef and kl_reward_coef are 0"),
         ({"kl_loss_coef": 0.1, "kl_reward_coef": 0.1}, "at most one above 0"),
         ({"policy_loss_type": "cross_entropy", "kl_reward_coef": 0.1}, "uses no rewards"),
         ({"clip_ratio_c": 1.0}, "clip_ratio_c: found 1.0"),
@@ -149,7 +152,7 @@ def test_losses_meant_for_another_reduction_say_so(name: Any) -> None:
     config = {"dataset": "d", "model": "m", "out": "o", "policy_loss_type": name}
     plan = Plan(trajectories=rows, batches=(), num_groups_without_variance=0)
     [warning] = warnings_before(rows, plan, TrainConfig(**config)).values()
-    assert f"{name} is meant for loss_reduction sequence_mean" in warning
+    assert f"{name} is designed for loss_reduction sequence_mean" in warning
     other = TrainConfig(**config, loss_reduction="trajectory_mean")
     assert not warnings_before(rows, plan, other)
 

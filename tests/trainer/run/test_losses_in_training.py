@@ -229,7 +229,7 @@ def test_merging_changes_the_gradient_of_what_is_by_row_and_is_warned_about(
     assert relative_difference(step_rows, merged) > 1e-2
     config = TrainConfig(dataset="d", model="m", out="o", sequence_layout="step", **settings)
     warning = warnings_about_rows(10, 5, config)["rows"]
-    assert warning.startswith("5 trajectories are 10 rows")
+    assert warning.startswith("trajectories (5) are split into rows (10)")
     assert "Hint: pass --set sequence_layout=merge" in warning
     assert not warnings_about_rows(5, 5, config)
 

@@ -297,7 +297,7 @@ def test_a_full_disk_leaves_the_last_good_checkpoint_and_one_message(
     assert "unexpected" not in printed
     assert printed.count("\nError: ") == 1
     assert f"Error: {out}" in printed
-    assert "global_step_2 is there" in printed
+    assert f"continue from {out}/checkpoints/global_step_2" in printed
     assert files_of(out / "checkpoints" / "global_step_2") == good
     assert not list((out / "checkpoints").glob(".global_step_*"))
     assert main([*command, *given]) == 0

@@ -115,7 +115,7 @@ def test_what_counts_by_row_counts_steps_which_a_warning_says() -> None:
     settings: dict[str, Any] = {"sequence_layout": "tree", "loss_reduction": "sequence_mean"}
     config = TrainConfig(dataset="d", model="m", out="o", **settings)
     plan = Plan(trajectories=rows, batches=(), num_groups_without_variance=0)
-    assert "1 trajectories are 2 rows" in warnings_before(rows, plan, config)["rows"]
+    assert "trajectories (1) are split into rows (2)" in warnings_before(rows, plan, config)["rows"]
 
 
 @pytest.mark.slow
