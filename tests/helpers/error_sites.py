@@ -243,7 +243,7 @@ class _Project:
         return ()
 
     def _of_attribute(self, node: ast.Attribute, module: Module) -> set[str]:
-        """`self._rule`: what its class assigns; `error.rule`: no new id; `kind.key`: by keyword."""
+        """`self._rule`: what its class assigns; `error.rule`: no new id; `kind.key`, `unit.error_id`: by keyword."""
         if node.attr == "rule":
             return set()
         for scope in module.scopes(node):
@@ -254,7 +254,8 @@ class _Project:
                         return self._ids(inner.value, module)
         given = [
             (value, other)
-            for call, other in self._calls["Kind"]
+            for record in ("Kind", "_Unit")
+            for call, other in self._calls[record]
             if (value := _keyword(call, node.attr)) is not None
         ]
         if not given:

@@ -29,12 +29,12 @@ class _Unit(NamedTuple):
     """The kind of text that is decoded, for errors."""
 
     name: str
-    rule: str
+    error_id: str
     hint: str
 
 
-_LINE = _Unit("line", "json_line", "repair the line from its source, or delete it")
-_DOCUMENT = _Unit("file", "json_document", "write or copy the file again")
+_LINE = _Unit("line", error_id="json_line", hint="repair the line from its source, or delete it")
+_DOCUMENT = _Unit("file", error_id="json_document", hint="write or copy the file again")
 
 
 class Line(NamedTuple):
@@ -93,7 +93,7 @@ def _decode(decoder: msgspec.json.Decoder[T], content: bytes, where: str, unit: 
         raise _syntax_error(error, content, where, unit) from None
     except RecursionError:
         hint = "check the file: no engine nests JSON this deeply"
-        raise InputError(unit.rule, where, NESTED, hint=hint) from None
+        raise InputError(unit.error_id, where, NESTED, hint=hint) from None
 
 
 @contextmanager
@@ -132,7 +132,7 @@ def _refuse_not_utf8(content: bytes, where: str, unit: _Unit) -> None:
         content.decode()
     except UnicodeDecodeError as error:
         got = f"invalid UTF-8: byte 0x{content[error.start]:02x} in column {error.start + 1}"
-        raise InputError(unit.rule, where, got, hint="re-encode the file as UTF-8") from None
+        raise InputError(unit.error_id, where, got, hint="re-encode the file as UTF-8") from None
 
 
 def refuse_lfs_pointer(content: bytes, where: str) -> None:
@@ -170,8 +170,8 @@ def _syntax_error(
 ) -> InputError:
     if "truncated" in str(error):
         got = f"the {unit.name} is cut off after {count(len(content.rstrip()), 'byte')}"
-        return InputError(unit.rule, where, got, hint=unit.hint)
+        return InputError(unit.error_id, where, got, hint=unit.hint)
     text = re.sub(r" \(byte (\d+)\)", lambda m: f" in column {int(m[1]) + 1}", str(error))
     got = f"invalid JSON: {text.removeprefix('JSON is malformed: ')}"
     hint = f"repair the {unit.name}: JSON allows neither NaN nor comments"
-    return InputError(unit.rule, where, got, hint=hint)
+    return InputError(unit.error_id, where, got, hint=hint)

@@ -289,7 +289,7 @@ def test_what_one_process_alone_cannot_read_is_an_error_of_all(
     server.start(config=config, **{"rank 1": {"model": "elsewhere"}})
     assert server.answer() == [3, 3]
     for said in server.said():
-        assert "elsewhere does not exist" in said
+        assert "elsewhere: the model directory does not exist" in said
     assert not (tmp_path / "run").exists()
 
 
