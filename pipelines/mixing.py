@@ -12,7 +12,7 @@ import polars as pl
 from pipelines.filtering.filters import lot
 from pipelines.rewards import place_token_rewards
 from pipelines.tables import Frame, as_lazy
-from schemas.errors import RolloutError
+from schemas.errors import ConfigError, InputError, count
 
 _POSITION = "position in the mixture"
 _COUNTS = ("dataset", "num_groups_before", "num_groups", "num_trajectories")
@@ -48,8 +48,9 @@ def mix(
         The mixed rows; and per dataset: dataset, num_groups_before, num_groups, num_trajectories.
 
     Raises:
-        RolloutError: `unique_group`, `enough_groups`, `shares`, `nothing_left`, or
-            `columns_and_types` if a column has different types.
+        InputError: `unique_group`, `enough_groups`, `nothing_left`, or `columns_and_types` if a
+            column has different types.
+        ConfigError: `shares`.
 
     Example:
         Groups m1, m2 of "math" and c1 of "code", one trajectory each:
@@ -77,9 +78,9 @@ def group_quotas(
     """Split the total number of groups by shares, with the largest-remainder method.
 
     Raises:
-        RolloutError: `enough_groups` if a dataset has fewer groups than its share requires;
-            `shares` unless there is one number above 0 per dataset; `nothing_left` if the total
-            is 0.
+        InputError: `enough_groups` if a dataset has fewer groups than its share requires;
+            `nothing_left` if the total is 0.
+        ConfigError: `shares` unless there is one number above 0 per dataset.
 
     Example:
         >>> group_quotas({"math": 60, "code": 100}, {"math": 0.75, "code": 0.25}, None)
@@ -101,11 +102,10 @@ def group_quotas(
     for name, quota in quotas.items():
         if quota > sizes[name]:
             hint = "ask for fewer groups, or a smaller share of this dataset"
-            raise RolloutError(
-                "enough_groups", name, f"{sizes[name]} groups", f"at least {quota}", hint
-            )
+            got = count(sizes[name], "group")
+            raise InputError("enough_groups", name, got, f"at least {quota}", hint)
     if total == 0:
-        raise RolloutError("nothing_left", "mixture", "0 groups in all", "at least one")
+        raise InputError("nothing_left", "mixture", "no group is left")
     return {name: quotas[name] for name in sizes}
 
 
@@ -114,7 +114,7 @@ def _check_shares(sizes: Mapping[str, int], shares: Mapping[str, float]) -> None
     if set(shares) != set(sizes) or not good:
         got = ", ".join(f"{name}: {share}" for name, share in shares.items())
         expected = "one number above 0 for each of " + ", ".join(sizes)
-        raise RolloutError("shares", "mixture", got, expected, "leave out empty datasets")
+        raise ConfigError("shares", "mixture", got, expected, "leave out empty datasets")
 
 
 def _unit(shares: Mapping[str, float]) -> dict[str, float]:
@@ -139,10 +139,9 @@ def _refuse_shared(ids: Mapping[str, pl.DataFrame]) -> None:
         if len(shared):
             number = shared["instance_id"].n_unique()
             got = f"group {shared['instance_id'][0]!r} in both (the first of {number})"
-            hint = "prefix_names (--prefix-names) tells them apart by dataset"
-            raise RolloutError(
-                "unique_group", f"{one} and {other}", got, "groups of one dataset", hint
-            )
+            hint = "prefix ids with the dataset's name: --prefix-names (prefix_names=True)"
+            expected = "different groups"
+            raise InputError("unique_group", f"{one} and {other}", got, expected, hint)
 
 
 def _draw(ids: pl.DataFrame, num_groups: int, seed: int) -> pl.DataFrame:
@@ -188,14 +187,14 @@ def _common_schema(frames: Mapping[str, pl.LazyFrame]) -> pl.Schema:
             known = kinds.setdefault(column, kind)
             # Nested types may have a common supertype (structs with more fields): concat decides.
             if known != kind and not (known.is_nested() and kind.is_nested()):
-                where, got = f"{name}, column {column!r}", f"{kind} here, {known} before"
-                raise RolloutError("columns_and_types", where, got, "one type a column")
+                where = f"{name}, column {column!r}"
+                raise InputError("columns_and_types", where, f"type {kind}", f"{known}")
     try:
         return pl.concat(empty, how="diagonal_relaxed").schema
     except pl.exceptions.PolarsError as error:
         where = ", ".join(frames)
-        got = str(error).split("\n")[0]
-        raise RolloutError("columns_and_types", where, got, "one type a column") from None
+        got = f"cannot combine the columns: {str(error).splitlines()[0]}"
+        raise InputError("columns_and_types", where, got) from None
 
 
 def _place(

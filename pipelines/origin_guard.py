@@ -20,7 +20,7 @@ from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import Any, NamedTuple
 
 from pipelines.record.wire import Exchange, Message, Receive, Send
-from schemas.errors import RolloutError
+from schemas.errors import InputError, RolloutError
 
 Application = Callable[[Message, Receive, Send], Awaitable[Any]]
 
@@ -41,7 +41,7 @@ class Guard:
     Args:
         app: The protected application.
         listens_on: Address or host name that the server listens on.
-        allowed_hosts: Further host names that the server is reached by.
+        allowed_hosts: Further host names of the server.
         refused: Called with the error of every rejected request.
 
     Example:
@@ -77,29 +77,28 @@ class Guard:
             scope: ASGI scope of a request or a websocket.
 
         Raises:
-            RolloutError: one_host, foreign_host, foreign_origin.
+            InputError: one_host, foreign_host, foreign_origin.
         """
         where = scope["raw_path"].decode("latin-1").partition("?")[0]
         host = self._host(_values(scope, b"host"), where)
         for origin in _values(scope, b"origin"):
             if not _is_of(origin, host):
-                expected = "no request from a page of another site"
-                raise RolloutError("foreign_origin", where, f"the origin {origin!r}", expected)
+                got = f"requests from the origin {origin!r} are not allowed"
+                raise InputError("foreign_origin", where, got)
         sites = set(_values(scope, b"sec-fetch-site")) - _OWN_SITES
         if sites and not _follows_link(scope):
-            got, expected = f"a request from a page, {min(sites)}", "one of no other site"
-            raise RolloutError("foreign_origin", where, got, expected)
+            got = f"requests from pages of other sites are not allowed ({min(sites)})"
+            raise InputError("foreign_origin", where, got)
 
     def _host(self, hosts: list[str], where: str) -> _Authority:
         if len(hosts) != 1:
-            raise RolloutError("one_host", where, f"{len(hosts)} `Host` headers", "1")
+            raise InputError("one_host", where, f"{len(hosts)} `Host` headers", "1")
         host = _authority(hosts[0])
         if host is None or not self._is_served(host.name):
             names = ", ".join(sorted(self._names))
-            hint = "if it is a name of this machine, start the server with --allow-host NAME"
-            raise RolloutError(
-                "foreign_host", where, f"the host {hosts[0]!r}", f"one of {names}", hint
-            )
+            hint = "if it names this machine, start the server with --allow-host NAME"
+            got, expected = f"the host {hosts[0]!r}", f"one of {names}"
+            raise InputError("foreign_host", where, got, expected, hint)
         return host
 
     def _is_served(self, name: str) -> bool:

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 from pipelines.merging.segments import has_segment, is_joined, joined, segment_rewards
 from pipelines.tables import Frame, as_lazy, set_column
 from rollout_io.dataset.reader import PathLike, read_metadata
-from schemas.errors import RolloutError
+from schemas.errors import InputError
 from schemas.metadata import Outcome as Outcome
 from schemas.ragged import BoolArray, IntArray, Ragged, gather, list_lengths, offsets_of
 from schemas.types import as_table, without_views
@@ -44,7 +44,7 @@ def place_outcomes(frame: Frame, outcomes: Frame) -> pl.LazyFrame:
             or failed gets null, because unknown is not 0. Collected immediately.
 
     Raises:
-        RolloutError: `unique_outcome`.
+        InputError: `unique_outcome`.
 
     Example:
         Outcome 1.0 for a trajectory of three steps:
@@ -57,7 +57,7 @@ def place_outcomes(frame: Frame, outcomes: Frame) -> pl.LazyFrame:
     repeated = outcome.filter(pl.col("trajectory_id").is_duplicated())
     if len(repeated):
         got = f"{repeated['trajectory_id'][0]!r} twice (the first of {len(repeated)} rows)"
-        raise RolloutError("unique_outcome", "outcomes", got, "each trajectory_id once")
+        raise InputError("unique_outcome", "outcomes", got, "unique trajectory_ids")
     failed = pl.col("error").is_not_null() if _has(frame, "error") else pl.lit(value=False)
     # reward * 0.0, not 0.0: earlier steps of a trajectory without an outcome stay null.
     value = pl.when("is_last_step").then("reward").otherwise(pl.col("reward") * 0.0)
@@ -84,8 +84,8 @@ def place_rewards(frame: Frame) -> pl.LazyFrame:
     """
     frame = as_lazy(frame)
     if not _has(frame, "reward"):
-        hint = "place_outcomes(frame, outcomes) makes it"
-        raise RolloutError("columns_and_types", "table", "no column 'reward'", "rewards", hint)
+        hint = "add it with place_outcomes(frame, outcomes)"
+        raise InputError("columns_and_types", "table", "there is no column 'reward'", hint=hint)
 
     def spread(table: pa.Table) -> pa.Array:
         return place_rewards_table(table).column("rewards")
@@ -131,8 +131,7 @@ def place_token_rewards(frame: Frame, column: str = "rewards") -> pl.LazyFrame:
     """
     frame = as_lazy(frame)
     if not _has(frame, column):
-        expected = "a list of one number per response token"
-        raise RolloutError("columns_and_types", "table", f"no column {column!r}", expected)
+        raise InputError("columns_and_types", "table", f"there is no column {column!r}")
     given = pl.col(column).cast(pl.List(pl.Float64))
     total = pl.when(given.is_not_null()).then(given.list.sum())
     placed = frame.with_columns(given.alias("rewards"), total.alias("reward"))

@@ -8,7 +8,7 @@ import click
 
 from rollout_io.cli.output import emit, emit_json, example, note
 from rollout_io.cli.workers import workers_of, workers_options
-from schemas.errors import RolloutError
+from schemas.errors import ConfigError, count
 
 
 @click.command(epilog=example("rollouts drift shop/ --tokenizer .cache/smollm2"))
@@ -43,7 +43,7 @@ def drift(
     """Explain why steps do not continue the step before them.
 
     Causes: retokenized, template, edited, reset, new_agent, overlap, unknown. Prints a summary with
-    a hint for each cause, then the breaks: tokens kept | tokens lost -> tokens there now.
+    a hint for each cause, then the breaks: tokens kept | tokens lost -> new tokens.
     """
     from pipelines.drift_diagnosis.report import Report, render
     from pipelines.drift_diagnosis.retokenized import TextReading
@@ -53,13 +53,13 @@ def drift(
     from rollout_io.retokenize import load_tokenizer
 
     if compares_text and tokenizer is None:
-        hint = "rollouts drift DS --tokenizer DIR --retokenize"
-        raise RolloutError("tokenizer", "--retokenize", "no tokenizer", "--tokenizer DIR", hint)
+        hint = "run rollouts drift DS --tokenizer DIR --retokenize"
+        raise ConfigError("tokenizer", "--retokenize", "a tokenizer is required", hint=hint)
     loaded = None
     if tokenizer is not None:
         loaded = load_tokenizer(tokenizer, needs_template=compares_text)
     if loaded and read_metadata(dataset).tokenizer_fingerprint not in {None, loaded.fingerprint}:
-        note(f"{tokenizer} is not the tokenizer that this dataset was made with")
+        note(f"warning: this dataset was made with a different tokenizer than {tokenizer}")
     shown = 20 if limit is None and not as_json else limit
     chosen = workers_of(workers, engine, dataset)
     open_valid(dataset, chosen)
@@ -71,8 +71,9 @@ def drift(
     for line in render(report):
         emit(line)
     if texts:
-        emit("\nids made from the logged text, beside the exact ones")
+        emit("\nids recomputed from the logged text, compared with the exact ids")
         for name, value in texts.to_dict().items():
             emit(f"  {name:<24} {'-' if value is None else value}")
     if len(report.shown) < report.num_breaks:
-        note(f"{len(report.shown)} of {report.num_breaks} breaks listed: --limit N, or --json")
+        listed = f"{len(report.shown)} of {count(report.num_breaks, 'break')}"
+        note(f"listed {listed}; pass --limit N or --json for more")

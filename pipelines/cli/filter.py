@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from rollout_io.cli.output import emit_json, example, next_command, note, progress_bar
-from schemas.errors import RolloutError
+from schemas.errors import InputError
 
 if TYPE_CHECKING:
     import polars as pl
@@ -45,8 +45,10 @@ WHOLE = click.IntRange(min=0)
     is_flag=True,
     help="With --keep-rows: move the return to the last kept row.",
 )
-@click.option("--where", multiple=True, metavar="SQL", help="Any row matches: 'reward > 0'.")
-@click.option("--where-all", multiple=True, metavar="SQL", help="All rows match.")
+@click.option(
+    "--where", multiple=True, metavar="SQL", help="Keep if any row matches: 'reward > 0'."
+)
+@click.option("--where-all", multiple=True, metavar="SQL", help="Keep if all rows match.")
 @click.option("--drop-failed-groups", is_flag=True, help="Drop groups with a failed trajectory.")
 @click.option("--drop-failed", is_flag=True, help="Drop failed trajectories.")
 @click.option("--drop-unknown", is_flag=True, help="Drop trajectories without return or error.")
@@ -91,10 +93,10 @@ WHOLE = click.IntRange(min=0)
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def filter_(dataset: str, out: str | None, *, dry_run: bool, as_json: bool, **given: Any) -> None:
-    """Keep the trajectories that should train; mask or mix others.
+    """Select the trajectories to train on; mask the rest, or mix in other datasets.
 
     Filters apply in the order below, each to what the earlier ones kept; then masks, then the
-    mixture. Whole trajectories are dropped unless --keep-rows is given. The report counts what each
+    mixture. Complete trajectories are dropped unless --keep-rows is given. The report counts what each
     filter found. Memory use grows with the number of trajectories, not of tokens.
     """
     _check_usage(out, dry_run=dry_run, given=given)
@@ -157,7 +159,7 @@ class _Source:
             for name, before, found, groups, gone in counts.rows():
                 note(
                     f"  {name}: {found:,} of {before:,} trajectories {verb}, "
-                    f"{gone:,} of {groups:,} groups whole"
+                    f"with {gone:,} of {groups:,} complete groups"
                 )
 
 
@@ -228,8 +230,8 @@ def _combined(
     if len(set(names)) < len(names):
         names = [source.path for source in sources]
     if len(set(names)) < len(names):
-        hint = "give each dataset once"
-        raise RolloutError("unique_group", "--mix", "the same dataset twice", "others", hint)
+        got, hint = "the same dataset is given twice", "list each dataset once"
+        raise InputError("unique_group", "--mix", got, hint=hint)
     frames = {name: _with_sampling(source) for name, source in zip(names, sources, strict=True)}
     shares = dict(zip(names, given["share"], strict=True)) if given["share"] else None
     num = given["sample_groups"] if given["mix"] else None
@@ -278,17 +280,18 @@ def _common(found: dict[str, DatasetMetadata], outcome: Outcome | None) -> Datas
     returns = {path: outcome or metadata.outcome or "last" for path, metadata in found.items()}
     if len(set(returns.values())) > 1:
         got = ", ".join(f"outcome {value} in {path}" for path, value in returns.items())
-        hint = "--outcome sum, or last, defines the return of all trajectories"
-        raise RolloutError("file_metadata", "--mix", got, "one return for all", hint)
+        hint = "pass --outcome sum or --outcome last for all datasets"
+        message = f"--mix: the datasets define returns differently: {got}"
+        raise InputError("file_metadata", "--mix", got, hint=hint, message=message)
     first = next(iter(found.values()))
     for name, refused in SAID_OF_A_MIXTURE.items():
         said = {path: getattr(metadata, name) for path, metadata in found.items()}
         known = [path for path, value in said.items() if value is not None]
         differs = [path for path in known if said[path] != said[known[0]]]
         if differs and refused:
-            where, got = f"{known[0]} and {differs[0]}", f"different {name}"
-            hint = "convert one of them again, to what the other has"
-            raise RolloutError("file_metadata", where, got, "the same in all", hint)
+            where, got = f"{known[0]} and {differs[0]}", f"the datasets differ in {name}"
+            hint = "convert one of them again with the settings of the other"
+            raise InputError("file_metadata", where, got, hint=hint)
         if differs or len(known) < len(said):
             first = first.replace(**{name: None})
     models = {name for metadata in found.values() for name in metadata.models}

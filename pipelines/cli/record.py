@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+import sys
+import time
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from rollout_io.cli.output import emit, example, next_command, note
-from schemas.errors import RolloutError
+from schemas.errors import ConfigError, count
 from schemas.extras import requires_extra
+
+if TYPE_CHECKING:
+    from pipelines.record.recorder import Recorder
+    from pipelines.record.settings import RecordSettings
 
 _EXAMPLE = "rollouts record --upstream http://127.0.0.1:8000/v1 --out rollouts/ --port 8100"
 
@@ -21,7 +27,7 @@ _EXAMPLE = "rollouts record --upstream http://127.0.0.1:8000/v1 --out rollouts/ 
     multiple=True,
     required=True,
     metavar="URL",
-    help="Root URL of an engine (vLLM); repeat for more: each session uses one of them.",
+    help="Root URL of an engine (vLLM); may be repeated: each session uses one.",
 )
 @click.option("--out", required=True, metavar="DS", help="Dataset to append shards to.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
@@ -44,7 +50,7 @@ _EXAMPLE = "rollouts record --upstream http://127.0.0.1:8000/v1 --out rollouts/ 
     "--admin-key",
     envvar="ROLLOUTS_ADMIN_KEY",
     metavar="KEY",
-    help="Required to open sessions; each session then has a key for writing.  "
+    help="Key required to open sessions; each session then gets a key for writing.  "
     "[env: ROLLOUTS_ADMIN_KEY]",
 )
 @click.option("--policy-version", type=click.IntRange(min=0), help="Version of the weights.")
@@ -80,7 +86,7 @@ _EXAMPLE = "rollouts record --upstream http://127.0.0.1:8000/v1 --out rollouts/ 
     default=64,
     show_default=True,
     type=click.IntRange(min=1),
-    help="Maximum size of an engine's answer, MiB; of one event or line, a quarter of it.",
+    help="Maximum size of an engine's answer, MiB; a quarter of it for one event or line.",
 )
 @click.option(
     "--max-concurrency",
@@ -111,36 +117,100 @@ def record(*, host: str, port: int, max_request_mb: int, max_answer_mb: int, **g
     URL/s/INSTANCE/REPETITION/end to add the session to DS as a trajectory. Pending sessions are
     kept in DS/.recording, and the next start resumes them. See docs/record.md.
     """
-    for url in given["upstreams"]:
-        if not url.startswith(("http://", "https://")):
-            raise RolloutError("config_value", "--upstream", url, "http://HOST:PORT/v1")
-        if {"@", "?", "#"} & set(url):
-            hint = "a key goes into ROLLOUTS_UPSTREAM_API_KEY"
-            got, expected = "a URL with a user, a query or a fragment", "http://HOST:PORT/v1"
-            raise RolloutError("config_value", "--upstream", got, expected, hint)
-    from pipelines.origin_guard import is_host_name, is_loopback
-
-    for name in given["allowed_hosts"]:
-        if not is_host_name(name):
-            raise RolloutError("config_value", "--allow-host", repr(name), "a name without a port")
+    from pipelines.origin_guard import is_loopback
     from pipelines.record.settings import RecordSettings
     from schemas.metadata import DatasetMetadata
+
+    settings = RecordSettings(
+        max_request_bytes=max_request_mb << 20, max_answer_bytes=max_answer_mb << 20, **given
+    )
+    _check(settings)
 
     with requires_extra("record", "rollouts record"):
         import uvloop
 
         from pipelines.record.serving import serve
-    if not is_loopback(host) and given["admin_key"] is None:
-        note(f"warning: whoever reaches {host} can call the engine and write: --admin-key KEY")
-    settings = RecordSettings(
-        max_request_bytes=max_request_mb << 20, max_answer_bytes=max_answer_mb << 20, **given
+    if not is_loopback(host) and settings.admin_key is None:
+        note(
+            f"warning: anyone who can reach {host} can call the engine and write to the dataset; "
+            "set --admin-key KEY"
+        )
+    status = _Status()
+    serving = serve(
+        settings,
+        host=host,
+        port=port,
+        metadata=DatasetMetadata(logprobs_mode=settings.logprobs_mode),
+        announce=_announce,
+        show=status.show,
+        tell=_warn,
     )
-    metadata = DatasetMetadata(logprobs_mode=settings.logprobs_mode)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(settings, host=host, port=port, metadata=metadata, announce=_announce))
+        runner.run(serving)
+    status.close()
     next_command(f"rollouts validate {settings.out}")
+
+
+def _check(settings: RecordSettings) -> None:
+    from pipelines.origin_guard import is_host_name
+
+    expected = "a URL such as http://HOST:PORT/v1"
+    for url in settings.upstreams:
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError("config_value", "--upstream", repr(url), expected)
+        if {"@", "?", "#"} & set(url):
+            got, hint = "a user, query or fragment", "pass a key in ROLLOUTS_UPSTREAM_API_KEY"
+            message = f"--upstream: the URL must not contain {got}"
+            raise ConfigError("config_value", "--upstream", got, expected, hint, message=message)
+    for name in settings.allowed_hosts:
+        if not is_host_name(name):
+            expected = "a host name without a port"
+            raise ConfigError("config_value", "--allow-host", repr(name), expected)
 
 
 def _announce(url: str) -> None:
     emit(url)
-    note(f"base URL of a harness: {url}/s/INSTANCE/REPETITION/v1; its outcome: POST to .../end")
+    session = f"{url}/s/INSTANCE/REPETITION"
+    note(f"base URL for a harness: {session}/v1; report its outcome with POST {session}/end")
+
+
+def _warn(text: str) -> None:
+    note(f"warning: {text}")
+
+
+class _Status:
+    """Status line at the bottom of a terminal; without a terminal, prints nothing."""
+
+    def __init__(self) -> None:
+        self._is_terminal = sys.stderr.isatty()
+        self._last = (time.monotonic(), 0.0, 0.0)
+
+    def show(self, recorder: Recorder) -> None:
+        """Redraw the line."""
+        if self._is_terminal:
+            click.echo(f"\r\x1b[K{self._text(recorder)}", err=True, nl=False)
+
+    def _text(self, recorder: Recorder) -> str:
+        """Return the line, with rates since the previous one."""
+        from pipelines.record.recorder_metrics import number
+
+        metrics = recorder.metrics
+        now_s, calls, tokens = time.monotonic(), number(metrics.calls), number(metrics.tokens)
+        before_s, before_calls, before_tokens = self._last
+        self._last = (now_s, calls, tokens)
+        elapsed_s = max(now_s - before_s, 1e-9)
+        parts = [
+            count(recorder.sessions.num_open, "open session"),
+            f"{(calls - before_calls) / elapsed_s:,.1f} calls/s",
+            f"{(tokens - before_tokens) / elapsed_s:,.0f} tokens/s",
+            f"{number(metrics.drifts):,.0f} drifts",
+            f"{recorder.sessions.num_written:,} trajectories",
+        ]
+        if unrecorded := number(metrics.unrecorded):
+            parts.append(f"{unrecorded:,.0f} UNRECORDED")
+        return ", ".join(parts)
+
+    def close(self) -> None:
+        """Move past the line."""
+        if self._is_terminal:
+            note("")

@@ -124,7 +124,7 @@ def _sections(numbers: Mapping[str, Any]) -> Iterable[tuple[str, Sequence[str]]]
             table.append([name, *(_number(line[n]) for n in ("value", "num", "num_left_out"))])
         yield f"per {per}", columns(table)
     yield (
-        "savings: what each layout would forward",
+        "savings: tokens that each layout forwards",
         columns(_savings_table(numbers["savings"])),
     )
 

@@ -18,27 +18,27 @@ Told: TypeAlias = tuple[Cause, str]
 
 HINTS: dict[Cause, str] = {
     "retokenized": (
-        "the harness sends text, which is cut into other tokens than were sampled: send the "
-        "engine's own ids back (prompt token ids in, token ids out)"
+        "the harness sends text, which tokenizes differently from what was sampled: send the "
+        "engine's token ids back (prompt token ids in, token ids out)"
     ),
     "template": (
-        "the chat template lays earlier messages out anew: use one that keeps them as they were "
-        "generated, thinking included (such as --chat-template qwen3_acc_thinking)"
+        "the chat template renders earlier messages differently: use one that keeps them as they "
+        "were generated, with thinking (such as --chat-template qwen3_acc_thinking)"
     ),
     "edited": (
-        "the harness changes messages that were sent before: append only, and shorten a message "
-        "before it is first sent"
+        "the harness changes messages that it sent before: only append messages, and shorten a "
+        "message before it is first sent"
     ),
     "reset": (
-        "the harness begins a new context (a summary, dropped messages): each context is a "
-        "sequence of its own; longer contexts break less often"
+        "the harness starts a new context (a summary, dropped messages), which becomes a separate "
+        "sequence: use longer contexts to break less often"
     ),
-    "new_agent": "another agent's conversation; nothing is lost where lineages are merged apart",
+    "new_agent": "a different agent's conversation: merge with --rule lineage to lose no tokens",
     "overlap": (
-        "branches of one history (parallel calls, retries, several samples): one of them "
-        "continues it, and training as a tree forwards the shared tokens once"
+        "several calls branch from one history (parallel calls, retries, samples) and only one "
+        "can continue it: train with sequence_layout = tree to forward shared tokens once"
     ),
-    "unknown": "the ids alone do not tell: give --tokenizer DIR, or convert with messages",
+    "unknown": "the ids do not show the cause: pass --tokenizer DIR, or convert with messages",
 }
 """How to fix the harness, by cause."""
 

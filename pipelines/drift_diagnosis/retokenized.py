@@ -13,7 +13,7 @@ import pyarrow as pa
 from rollout_io.dataset.prefix_layout import Tokens, common_prefix
 from rollout_io.dataset.reader import PathLike, iter_tables, scan
 from rollout_io.retokenize import ChatTokenizer, retokenize
-from schemas.errors import RolloutError
+from schemas.errors import InputError, RolloutError
 
 _COLUMNS = ("token_source", "messages", "response_text", "prompt_token_ids", "response_ids")
 
@@ -101,15 +101,15 @@ def _text_ids(row: dict[str, Any], tokenizer: ChatTokenizer) -> tuple[Tokens, To
     """Tokenize the prompt and the response of a row from its text."""
     where = "messages"
     if row["token_source"] != "engine":
-        raise RolloutError("token_source", where, "ids that come from text", "exact ones")
+        raise InputError("token_source", where, "the ids were tokenized from text")
     if row.get("messages") is None or row.get("response_text") is None:
-        raise RolloutError("messages", where, "no logged text", "messages and response_text")
+        raise InputError("messages", where, "the row has no logged text")
     try:
         messages = json.loads(row["messages"])
     except (ValueError, RecursionError) as error:
-        raise RolloutError("messages", where, str(error), "JSON") from None
+        raise InputError("messages", where, f"invalid JSON: {error}") from None
     if not isinstance(messages, list):
-        raise RolloutError("messages", where, "text without roles", "a list of messages")
+        raise InputError("messages", where, "text without roles", "a list of messages")
     answer = {"role": "assistant", "content": row["response_text"]}
     read = retokenize([*messages, answer], tokenizer, num_given=len(messages))
     start, length = read.spans[0].tolist()

@@ -7,7 +7,7 @@ import polars as pl
 from pipelines.filtering.verdicts import check_expression, collect, holds
 from pipelines.rewards import Outcome, place_outcomes, trajectory_returns
 from pipelines.tables import Frame, as_lazy
-from schemas.errors import RolloutError
+from schemas.errors import InputError, InvariantError
 from schemas.types import with_absent
 
 _ROW = ("trajectory_id", "step_index")
@@ -40,8 +40,8 @@ def keep_rows(
         The kept rows, in order; and {num_rows,num_trajectories,num_groups}_{before,dropped}.
 
     Raises:
-        RolloutError: `return_unchanged` if a trajectory's return would change; `nothing_left`;
-            `step_index_sequence` if a step occurs twice.
+        InputError: `return_unchanged` if a trajectory's return would change; `nothing_left`.
+        InvariantError: `step_index_sequence` if a step occurs twice.
 
     Example:
         Steps of one trajectory, by agents main, checker and main, the last with reward 1.0:
@@ -54,8 +54,8 @@ def keep_rows(
     kept = index_rows(frame, condition)
     counts = count_rows(kept)
     if counts["num_rows_before"] and counts["num_rows_before"] == counts["num_rows_dropped"]:
-        got = f"0 of {counts['num_rows_before']} rows"
-        raise RolloutError("nothing_left", str(condition), got, "at least one")
+        got = f"no row is left: kept 0 of {counts['num_rows_before']:,} rows"
+        raise InputError("nothing_left", str(condition), got)
     rows = renumber(frame, kept)
     returns = trajectory_returns(frame, outcome).collect(engine="streaming")
     if move_outcome:
@@ -87,9 +87,9 @@ def _refuse_repeated(rows: pl.DataFrame) -> None:
     repeated = rows.filter(pl.struct(_ROW).is_duplicated())
     if len(repeated):
         first = repeated.row(0, named=True)
-        where, got = f"trajectory {first['trajectory_id']!r}", f"step {first['step_index']} twice"
-        hint = "rollouts validate DS"
-        raise RolloutError("step_index_sequence", where, got, "each step once", hint)
+        where = f"trajectory {first['trajectory_id']!r}"
+        got, hint = f"step {first['step_index']} occurs twice", "run rollouts validate DS"
+        raise InvariantError("step_index_sequence", where, got, hint=hint)
 
 
 def renumber(frame: Frame, kept: pl.DataFrame) -> pl.LazyFrame:
@@ -123,10 +123,9 @@ def _refuse_changed(before: pl.DataFrame, after: pl.DataFrame) -> None:
     if changed.is_empty():
         return
     first = changed.row(0, named=True)
-    raise RolloutError(
-        "return_unchanged",
-        f"trajectory {first['trajectory_id']!r} (the first of {len(changed)})",
-        f"return {first['return']} instead of {first['return_before']}",
-        "the return that it had: the row that holds it would be dropped",
-        "move_outcome (--move-outcome) places it on the last row that is left",
+    where = f"trajectory {first['trajectory_id']!r} (the first of {len(changed)})"
+    got = (
+        f"dropping rows would give it return {first['return']} instead of {first['return_before']}"
     )
+    hint = "move the return to the last kept row: --move-outcome (move_outcome=True)"
+    raise InputError("return_unchanged", where, got, hint=hint)

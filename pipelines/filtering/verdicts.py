@@ -15,7 +15,7 @@ import polars as pl
 from pipelines.rewards import Fold, Outcome, fold_trajectories, joined_steps
 from pipelines.tables import Frame, as_lazy
 from rollout_io.dataset.conditions import condition_of
-from schemas.errors import RolloutError
+from schemas.errors import ConfigError, InputError
 from schemas.types import with_absent
 
 STEPS = "joined steps"
@@ -58,8 +58,9 @@ def judge(frame: Frame, filters: Sequence[Filter], outcome: Outcome = "last") ->
         reason (name of the filter that drops it; null: kept).
 
     Raises:
-        RolloutError: `known_column` if a filter uses an unknown column; `condition` if it cannot be
-            computed; `unique_filter` if two filters have the same name.
+        InputError: `known_column` if a filter uses an unknown column; `condition` if it cannot be
+            computed.
+        ConfigError: `unique_filter` if two filters have the same name.
 
     Example:
         >>> judge(frame, [reward_range(minimum=0.5)]).select("trajectory_id", "reason").rows()
@@ -67,7 +68,7 @@ def judge(frame: Frame, filters: Sequence[Filter], outcome: Outcome = "last") ->
     """
     names = [f.name for f in filters]
     if len(set(names)) < len(names):
-        raise RolloutError("unique_filter", "filters", ", ".join(names), "each name once")
+        raise ConfigError("unique_filter", "filters", ", ".join(names), "unique names")
     frame = as_lazy(frame)
     frame = frame.with_columns(joined_steps(frame).alias(STEPS))
     features = {}
@@ -140,7 +141,7 @@ def apply_filters(
         The kept rows, in order; and the report.
 
     Raises:
-        RolloutError: `nothing_left` if the filters drop every trajectory of a non-empty frame.
+        InputError: `nothing_left` if the filters drop every trajectory of a non-empty frame.
 
     Example:
         >>> rows, counts = apply_filters(scan("rollouts/"), [zero_variance()])
@@ -160,24 +161,24 @@ def refuse_nothing(verdicts: pl.DataFrame, counts: pl.DataFrame, where: str) -> 
     lines = counts.filter(pl.col("num_trajectories_dropped") > 0)
     found = lines.select("filter", "num_trajectories_dropped").rows()
     why = "; ".join(f"{name}: {number} dropped" for name, number in found)
-    got = f"0 of {len(verdicts)} trajectories ({why})"
-    hint = "loosen the filter that dropped most, or look at the data: rollouts stats DS"
-    raise RolloutError("nothing_left", where, got, "at least one", hint)
+    got = f"no trajectory is left: kept 0 of {len(verdicts)} trajectories ({why})"
+    hint = "loosen the filter that dropped most, or inspect the data: rollouts stats DS"
+    raise InputError("nothing_left", where, got, hint=hint)
 
 
 def check_expression(frame: pl.LazyFrame, expression: pl.Expr, name: str) -> None:
     """Raise if an expression cannot be computed from the frame's columns, before reading any row.
 
     Raises:
-        RolloutError: `known_column` or `condition`.
+        InputError: `known_column` or `condition`.
     """
     schema = frame.collect_schema()
     for column in expression.meta.root_names():
         if column not in schema:
             names = ", ".join(name for name in schema if name != STEPS)
-            hint = f"columns: {names} (a text is written in quotes: '{column}')"
-            got = f"column {column!r}"
-            raise RolloutError("known_column", name, got, "a column of the dataset", hint)
+            hint = f"use one of the columns {names}, or quote a string: '{column}'"
+            got = f"the dataset has no column {column!r}"
+            raise InputError("known_column", name, got, hint=hint)
     # Running it on zero rows finds type errors without touching data.
     collect(pl.DataFrame(schema=schema).lazy().select(expression), name)
 
@@ -187,9 +188,9 @@ def collect(query: pl.LazyFrame, name: str) -> pl.DataFrame:
     try:
         return query.collect(engine="streaming")
     except pl.exceptions.PolarsError as error:
-        got = str(error).strip().split("\n")[0]
-        expected = "what applies to the columns' types"
-        raise RolloutError("condition", name, got, expected, "rollouts inspect DS") from None
+        got = f"cannot evaluate the condition: {str(error).strip().splitlines()[0]}"
+        hint = "check the columns' types: rollouts inspect DS"
+        raise InputError("condition", name, got, hint=hint) from None
 
 
 def holds(condition: str | pl.Expr) -> pl.Expr:
@@ -200,6 +201,6 @@ def holds(condition: str | pl.Expr) -> pl.Expr:
             needs its window: `max(step_index) OVER (PARTITION BY trajectory_id)`.
 
     Raises:
-        RolloutError: `condition` if it is not SQL, or not a condition on single rows.
+        InputError: `condition` if it is not SQL, or not a condition on single rows.
     """
     return pl.when(condition_of(condition)).then(statement=True).otherwise(statement=False)

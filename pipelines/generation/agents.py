@@ -17,7 +17,7 @@ from pipelines.generation.trajectory import ENDS_THE_RUN, seed_of, step_of
 from pipelines.generation.user_code import in_time, without_exit
 from rollout_io.formats.base import Step
 from rollout_io.retokenize.tokenizer import ChatTokenizer
-from schemas.errors import RolloutError
+from schemas.errors import ConfigError, InputError, RolloutError
 
 Agent = Callable[["Client", Task], Awaitable[float]]
 
@@ -106,10 +106,10 @@ class Client:
     def _sampling(self, changes: Mapping[str, Any]) -> Sampling:
         where = f"trajectory {self._task.trajectory_id!r}"
         if not self._is_open:
-            raise RolloutError("agent_calls", where, "a call after the agent's end", "none")
+            raise InputError("agent_calls", where, "the agent called after the agent's end")
         unknown = changes.keys() - {f.name for f in dataclasses.fields(Sampling)}
         if unknown:
-            raise RolloutError("sampling", where, repr(min(unknown)), "a field of Sampling")
+            raise ConfigError("sampling", where, repr(min(unknown)), "a field of Sampling")
         seed = seed_of(self._config.seed, self._task.trajectory_id, self._num_calls)
         self._num_calls += 1
         return dataclasses.replace(self._config.sampling, **{"seed": seed, **changes})
@@ -157,8 +157,9 @@ class AgentTrajectory:
         """Run the agent; the last step gets its reward, earlier steps get 0.
 
         Raises:
-            RolloutError: agent_raised, agent_timeout; agent_reward if the reward is not a finite
-                number; agent_calls if the agent made no call; and errors of the engine.
+            InputError: agent_raised, agent_timeout; agent_reward if the reward is not a finite
+                number; agent_calls if the agent made no call.
+            EngineError: Errors of the engine.
         """
         try:
             call = without_exit(self._agent(self._client, self._task))
@@ -169,9 +170,9 @@ class AgentTrajectory:
                 raise self._client.failure
         number = as_number(reward)
         if number is None:
-            raise RolloutError("agent_reward", self.where, f"{reward!r:.60}", "a finite number")
+            raise InputError("agent_reward", self.where, f"{reward!r:.60}", "a finite number")
         if not self.steps:
-            raise RolloutError("agent_calls", self.where, "no call", "at least one")
+            raise InputError("agent_calls", self.where, "the agent made no call of the model")
         for step in self.steps:
             step.reward = 0.0
         self.steps[-1].reward = number
@@ -181,9 +182,9 @@ def find_agent(name: str) -> Agent:
     """Import the agent named by `module:function`.
 
     Raises:
-        RolloutError: agent if it cannot be imported or is not an `async def`.
+        ConfigError: agent if it cannot be imported or is not an `async def`.
     """
     agent = resolve(name, "agent")
     if not inspect.iscoroutinefunction(agent):
-        raise RolloutError("agent", name, "a function that is not async", "an `async def`")
+        raise ConfigError("agent", name, "the agent is not an `async def`")
     return agent

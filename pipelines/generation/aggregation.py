@@ -11,7 +11,7 @@ import pyarrow as pa
 from pipelines.generation.environments import as_number, environment_class, resolve
 from pipelines.generation.texts import encodable
 from pipelines.generation.user_code import OwnThread
-from schemas.errors import RolloutError
+from schemas.errors import InputError, RolloutError
 
 ENVIRONMENT = "environment/"
 USED = ("instance_id", "is_last_step", "metrics", "error")
@@ -47,7 +47,7 @@ async def environment_metrics(
             try:
                 values = await _aggregated(name, partial(aggregate, metrics), timeout_s)
             except RolloutError as error:
-                warnings.append(f"{error}; its metrics are means")
+                warnings.append(f"{error} Using means instead.")
         for key, value in values.items():
             weighted.setdefault(key, []).append((value, len(metrics)))
     means = {
@@ -95,7 +95,7 @@ async def _aggregated(name: str, call: Callable[[], Any], timeout_s: float) -> d
     def numbers() -> dict[str, float]:
         made = call()
         if not isinstance(made, Mapping):
-            raise RolloutError("env_output", where, f"{made!r:.60}", "a dict")
+            raise InputError("env_output", where, f"{made!r:.60}", "a dict")
         found = {encodable(str(key)): as_number(value) for key, value in made.items()}
         return {key: number for key, number in found.items() if number is not None}
 

@@ -11,6 +11,7 @@ from pipelines.generation.tasks import Task
 from pipelines.generation.texts import encodable
 from rollout_io.conversion.rows import Settled, table_of
 from rollout_io.formats.base import Step
+from schemas.errors import RolloutError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,11 +21,13 @@ class Finished:
     Attributes:
         task: The task attempted.
         rows: Rows of the rollout table; at least one.
+        rule: Rule of the error that failed it; None if it succeeded, or its generator failed it.
         warnings: Problems that do not affect the rows.
     """
 
     task: Task
     rows: pa.Table
+    rule: str | None = None
     warnings: list[str] = field(default_factory=list)
 
     @property
@@ -36,20 +39,23 @@ class Finished:
 
 
 def finished_of(
-    task: Task, steps: Sequence[Step], error: str | None = None, warnings: Sequence[str] = ()
+    task: Task,
+    steps: Sequence[Step],
+    error: RolloutError | None = None,
+    warnings: Sequence[str] = (),
 ) -> Finished:
     """Build a trajectory from its steps; a failed one may have no steps and has unknown rewards."""
     if error is not None:
-        error = encodable(error)
         for step in steps:
             step.reward = None
     settled = Settled(
         instance_id=task.instance_id,
         repetition_id=task.repetition_id,
         steps=list(steps) or [Step(source=task.source)],
-        error=error,
+        error=None if error is None else encodable(error.failure),
     )
-    return Finished(task=task, rows=table_of([settled]), warnings=list(warnings))
+    rule = None if error is None else error.rule
+    return Finished(task=task, rows=table_of([settled]), rule=rule, warnings=list(warnings))
 
 
 def rows_of(finished: Sequence[Finished]) -> pa.Table:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pipelines.generation.engines.base import Sampling
 from pipelines.harness.commands import shown
 from rollout_io.configuration import Count, CountOrZero, Positive, load_record, out_of_bounds
-from schemas.errors import RolloutError
+from schemas.errors import ConfigError
 from schemas.metadata import Outcome
 
 History = Literal["append", "one_message", "retokenize", "step_wise"]
@@ -22,7 +22,7 @@ class GenerateConfig:
     """All settings of `rollouts generate`.
 
     Raises:
-        RolloutError: If a value is out of range, or two values contradict each other.
+        ConfigError: If a value is out of range, or two values contradict each other.
 
     Example:
         >>> GenerateConfig(tasks="t.jsonl", model="smollm2", out="ds", environment="gsm8k").history
@@ -122,7 +122,7 @@ class GenerateConfig:
 
     def __post_init__(self) -> None:
         for key, got, expected in _breaches(self):
-            raise RolloutError("config_value", key, got, expected)
+            raise ConfigError("config_value", key, got, expected)
         _ = self.sampling
 
     @property
@@ -188,7 +188,7 @@ def load_generate_config(
     """Read a configuration with `rollout_io.configuration.load_record`; `out` overrides the file.
 
     Raises:
-        RolloutError: config_file, config_key, config_value, sampling.
+        ConfigError: config_file, config_key, config_value, sampling.
     """
     required = {"tasks": "a file", "model": "a model directory", "out": "a directory (--out DS)"}
     examples = {"stop": '["</answer>"]', "urls": '["http://127.0.0.1:8000"]'}
@@ -210,14 +210,18 @@ def _breaches(c: GenerateConfig) -> Iterator[tuple[str, str, str]]:
         yield " and ".join(given), " and ".join(given.values()), "one of them"
     for name in given.keys() & {"agent", "harness"}:
         if c.history != "append":
-            yield f"history and {name}", c.history, "none: it is of environments alone"
+            yield f"history and {name}", c.history, "append: history applies to environments only"
     if c.harness is not None and c.requests_per_s is not None:
-        yield "requests_per_s and harness", str(c.requests_per_s), "none: a harness calls at will"
+        yield (
+            "requests_per_s and harness",
+            str(c.requests_per_s),
+            "no requests_per_s with a harness",
+        )
     if c.generator is not None and given.keys() & {"agent", "harness"}:
-        expected = "a generator alone; environment may name the environments of its tasks"
+        expected = f"no {' or '.join(given)} with a generator"
         yield f"{' and '.join(given)} and generator", str(c.generator), expected
     for key in ("zero_reward_on_non_stop", "mask_overlong"):
         if c.generator is not None and getattr(c, key):
-            yield f"{key} and generator", "true", "false: a generator sets its rewards and masks"
+            yield f"{key} and generator", "true", "false: the generator sets rewards and masks"
     if (c.engine == "vllm") != bool(c.urls):
-        yield "engine and urls", f"{c.engine} and {list(c.urls)}", "urls with vllm, and only there"
+        yield "engine and urls", f"{c.engine} and {list(c.urls)}", "urls with vllm only"

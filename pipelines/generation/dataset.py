@@ -13,7 +13,7 @@ from rollout_io.dataset.checking import require_valid
 from rollout_io.dataset.reader import read_metadata, scan
 from rollout_io.dataset.storage import Location
 from rollout_io.dataset.writer import RolloutWriter
-from schemas.errors import RolloutError
+from schemas.errors import ConfigError, InputError
 from schemas.metadata import DatasetMetadata
 
 VERB = "generate"
@@ -23,8 +23,8 @@ def missing_tasks(tasks: Sequence[Task], config: GenerateConfig) -> list[Task]:
     """List the tasks without a trajectory in `config.out`; failed trajectories count as done.
 
     Raises:
-        RolloutError: resume if `config.out` is not a generated dataset, or was generated with
-            settings that lead to other trajectories.
+        InputError: resume if `config.out` is not a generated dataset.
+        ConfigError: resume if it was generated with settings that lead to other trajectories.
     """
     if not _exists(config.out):
         return list(tasks)
@@ -43,15 +43,16 @@ def _check_same(config: GenerateConfig) -> None:
     history = read_metadata(config.out).made_by
     made = history[-1] if history else {}
     if made.get("verb") != VERB:
-        got, hint = "a dataset that was not generated", "choose another --out"
-        raise RolloutError("resume", config.out, got, "one to go on with, or none", hint)
+        got, hint = "the dataset was not generated", "choose a different --out"
+        raise InputError("resume", config.out, got, hint=hint)
     before: dict[str, Any] = made.get("config", {})
     now = identity(config)
     different = [key for key in now if before.get(key) != now[key]]
     if different:
         got = ", ".join(f"`{k}` was {before.get(k)!r} and is {now[k]!r}" for k in different)
-        hint = "choose another --out, or the configuration of before"
-        raise RolloutError("resume", config.out, got, "the same", hint)
+        hint = "choose a different --out, or restore the configuration"
+        message = f"{config.out}: cannot resume with different settings: {got}"
+        raise ConfigError("resume", config.out, got, hint=hint, message=message)
 
 
 class GroupWriter:

@@ -18,7 +18,7 @@ from pipelines.generation.tasks import Task, conversation
 from pipelines.generation.texts import encodable
 from pipelines.generation.user_code import OwnThread
 from rollout_io.retokenize.messages import normalize
-from schemas.errors import RolloutError
+from schemas.errors import ConfigError, InputError, RolloutError
 from schemas.extras import requires_extra
 
 _RULE = "env"
@@ -68,7 +68,7 @@ class Environment:
             The conversation that the model sees first.
 
         Raises:
-            RolloutError: env_raised, env_timeout, env_output.
+            InputError: env_raised, env_timeout, env_output.
         """
         self._own = await self._call("__init__", self._make)
         messages = [dict(message) for message in prompt]
@@ -80,13 +80,15 @@ class Environment:
         try:
             return conversation(made[0], f"{self._where}, init")
         except RolloutError as error:
-            raise self._nonsense("init", error.got, error.expected) from None
+            where = f"{self._where}, init"
+            given = ("env_output", where, error.got, error.expected)
+            raise InputError(*given, message=error.sentence) from None
 
     async def step(self, action: str) -> Outcome:
         """Take an action.
 
         Raises:
-            RolloutError: env_raised, env_timeout; env_output unless the result is a mapping with
+            InputError: env_raised, env_timeout; env_output unless the result is a mapping with
                 `observations` (messages), `reward` (a finite number) and `done` (a truth value).
         """
         name = f"step {self._turn}"
@@ -98,7 +100,8 @@ class Environment:
             raise self._nonsense(name, f"{made!r:.60}", "a dict")
         missing = [key for key in ("observations", "reward", "done") if key not in made]
         if missing:
-            raise self._nonsense(name, f"no `{missing[0]}`", "observations, reward, done")
+            got = f"the result has no `{missing[0]}`"
+            raise InputError("env_output", f"{self._where}, {name}", got)
         replaced = made.get("postprocessed_action")
         if not isinstance(replaced, str | None):
             raise self._nonsense(name, f"postprocessed_action {replaced!r:.60}", "text or None")
@@ -113,7 +116,7 @@ class Environment:
         """Return the environment's metrics that are numbers or truth values.
 
         Raises:
-            RolloutError: env_raised, env_timeout; env_output if they are not a mapping.
+            InputError: env_raised, env_timeout; env_output if they are not a mapping.
         """
         if not hasattr(self._own, "get_metrics"):
             return {}
@@ -129,7 +132,7 @@ class Environment:
         """Close the environment if it was made, within 30 s: interrupted runs wait for this too.
 
         Raises:
-            RolloutError: env_raised, env_timeout.
+            InputError: env_raised, env_timeout.
         """
         try:
             if self._own is not None and hasattr(self._own, "close"):
@@ -149,7 +152,9 @@ class Environment:
         try:
             return [normalize(m, f"observation {i}") for i, m in enumerate(observations)]
         except RolloutError as error:
-            raise self._nonsense(name, f"{error.where}: {error.got}", error.expected) from None
+            message = f"{self._where}, {name}, {error.sentence}"
+            given = ("env_output", f"{self._where}, {name}", error.got, error.expected)
+            raise InputError(*given, message=message) from None
 
     def _number(self, name: str, key: str, value: Any) -> float:
         number = as_number(value)
@@ -162,8 +167,8 @@ class Environment:
             raise self._nonsense(name, f"done {value!r:.60}", "True or False")
         return bool(value)
 
-    def _nonsense(self, name: str, got: str, expected: str) -> RolloutError:
-        return RolloutError("env_output", f"{self._where}, {name}", got, expected)
+    def _nonsense(self, name: str, got: str, expected: str) -> InputError:
+        return InputError("env_output", f"{self._where}, {name}", got, expected)
 
 
 class EnvConfig(dict[str, Any]):
@@ -180,12 +185,12 @@ def environment_of(task: Task, config: GenerateConfig) -> str:
     """Return the name of a task's environment.
 
     Raises:
-        RolloutError: environment if neither the task nor the configuration names one.
+        ConfigError: environment if neither the task nor the configuration names one.
     """
     name = task.env_class or config.environment
     if name is None:
         hint = "set environment (or agent) in the configuration, or env_class in the task"
-        raise RolloutError("environment", "task", "no environment", "its name", hint)
+        raise ConfigError("environment", "task", "no environment is set", hint=hint)
     return name
 
 
@@ -207,8 +212,9 @@ def environment_class(name: str) -> Callable[..., Any]:
     """Find the class or factory of an environment.
 
     Raises:
-        RolloutError: environment if `module:Class` does not exist or skyrl-gym does not know the
-            name; extra_installed if skyrl-gym is missing.
+        ConfigError: environment if `module:Class` does not exist or skyrl-gym does not know the
+            name.
+        MissingExtra: extra_installed if skyrl-gym is missing.
     """
     if ":" in name:
         return resolve(name, "environment")
@@ -216,8 +222,8 @@ def environment_class(name: str) -> Callable[..., Any]:
         import skyrl_gym  # type: ignore[import-untyped, import-not-found, unused-ignore]
     if name not in skyrl_gym.registry:
         known = ", ".join(skyrl_gym.registry)
-        hint = "your own: environment = module:Class"
-        raise RolloutError("environment", "skyrl-gym", repr(name), f"one of {known}", hint)
+        hint = "set environment = module:Class for a custom environment"
+        raise ConfigError("environment", "skyrl-gym", repr(name), f"one of {known}", hint)
     return partial(skyrl_gym.make, name)
 
 
@@ -249,7 +255,7 @@ def resolve(name: str, rule: str) -> Callable[..., Any]:
     """Import the class or function named by `module:name`.
 
     Raises:
-        RolloutError: {rule} if its module cannot be imported, or the name does not exist or is not
+        ConfigError: {rule} if its module cannot be imported, or the name does not exist or is not
             callable.
     """
     try:
@@ -257,17 +263,16 @@ def resolve(name: str, rule: str) -> Callable[..., Any]:
     except Exception as error:  # a module may raise anything
         absent = f"{error.name}." if isinstance(error, ModuleNotFoundError) else "."
         is_own = f"{name.partition(':')[0]}.".startswith(absent)
-        hint = "is its directory the present one, or on PYTHONPATH?" if is_own else ""
+        hint = "run from the module's directory, or add it to PYTHONPATH" if is_own else ""
         got = f"{type(error).__name__}: {error}"
         if ":" not in name:
             hint = "write module:name, with a colon"
         elif isinstance(error, AttributeError) and error.obj is not None and error.name:
             near = difflib.get_close_matches(error.name, dir(error.obj), 1)
             hint = f"did you mean `{near[0]}`?" if near else hint
-        expected = "the module:name of a class or function that can be imported"
-        raise RolloutError(rule, name, got, expected, hint) from None
+        raise ConfigError(rule, name, f"cannot import it: {got}", hint=hint) from None
     if not callable(found):
-        raise RolloutError(rule, name, f"a {type(found).__name__}", "a class or function")
+        raise ConfigError(rule, name, f"a {type(found).__name__}", "a class or function")
     make: Callable[..., Any] = found
     return make
 

@@ -25,7 +25,7 @@ from pipelines.generation.user_generator import OwnGenerator
 from pipelines.harness.launchers import find_harness
 from rollout_io.formats.base import Step
 from rollout_io.retokenize.tokenizer import ChatTokenizer
-from schemas.errors import RolloutError
+from schemas.errors import ConfigError, RolloutError
 from schemas.extras import requires_extra
 from schemas.metadata import DatasetMetadata
 
@@ -124,7 +124,7 @@ class Generator:
         A failed trajectory is yielded with its `error`, whatever its environment or agent did.
 
         Raises:
-            RolloutError: engine_down, engine_answer: no further trajectory is started; raised once
+            EngineError: engine_down, engine_answer: no further trajectory is started; raised once
                 the running ones have ended.
         """
         broken: BaseException | None = None
@@ -162,7 +162,7 @@ class Generator:
         """Run the trajectories of a unit; failed ones are retried up to `max_retries` times.
 
         Raises:
-            RolloutError: engine_down, engine_answer.
+            EngineError: engine_down, engine_answer.
         """
         finished = await self._try(unit)
         for number in range(1, self.config.max_retries + 1):
@@ -192,8 +192,7 @@ class Generator:
             error = raised
         else:
             apply_stop_rules(trajectory.steps, self.config)
-        failure = None if error is None else error.failure
-        return finished_of(task, trajectory.steps, failure, trajectory.warnings)
+        return finished_of(task, trajectory.steps, error, trajectory.warnings)
 
     def _trajectory(self, task: Task) -> Trajectory:
         task = copy.deepcopy(task)  # user code may change it: other attempts must not see that
@@ -201,8 +200,8 @@ class Generator:
             from pipelines.harness.trajectory import HarnessTrajectory
 
             if self._calls is None:
-                got, expected = "no server for its calls", "`calls` of `open_calls`"
-                raise RolloutError("harness", "Generator", got, expected)
+                got, hint = "a harness needs `calls`", "pass the result of `open_calls`"
+                raise ConfigError("harness", "Generator", got, hint=hint)
             return HarnessTrajectory(self._harness, self._calls, task, self.config)
         if self._agent is None:
             make = self._maker(task)
@@ -221,7 +220,8 @@ async def open_calls(
     """Serve the calls of harnesses (`pipelines.harness.recorded_calls.open_calls`), if configured.
 
     Raises:
-        RolloutError: extra_installed, address.
+        MissingExtra: extra_installed.
+        ConfigError: address.
     """
     if config.harness is None:
         yield None

@@ -25,7 +25,7 @@ from rollout_io.formats.skyrl_generator_output import Failed, to_generator_outpu
 from rollout_io.formats.skyrl_generator_types import GeneratorOutput, TrajectoryID
 from rollout_io.formats.skyrl_output_columns import trajectory_identity
 from rollout_io.retokenize.tokenizer import ChatTokenizer
-from schemas.errors import RolloutError
+from schemas.errors import InputError
 
 
 class GymGenerator:
@@ -36,7 +36,7 @@ class GymGenerator:
         tokenizer: Tokenizer of the engine, with the configured chat template.
         config: Settings; `sampling_params` of a call override them.
         failed: What a failed trajectory turns into placeholder rows: its whole `group`, as in
-            SkyRL, or the `trajectory` alone.
+            SkyRL, or only the `trajectory`.
 
     Example:
         >>> output = await GymGenerator(engine, tokenizer, config).generate(
@@ -73,7 +73,7 @@ class GymGenerator:
             the last row has the trajectory's return, where SkyRL's trainer expects it.
 
         Raises:
-            RolloutError: If the batch is not usable; one_sequence if a trajectory is not a single
+            InputError: If the batch is not usable; one_sequence if a trajectory is not a single
                 sequence because its environment replaced an action; and as `Generator.run`.
         """
         tasks = tasks_of(input_batch)
@@ -103,12 +103,12 @@ def tasks_of(batch: GeneratorInput) -> list[Task]:
     """Convert a GeneratorInput to tasks.
 
     Raises:
-        RolloutError: generator_input if there are no prompts, lists differ in length, or an id
+        InputError: generator_input if there are no prompts, lists differ in length, or an id
             occurs twice; tasks or message if a prompt is invalid.
     """
     prompts: Sequence[Any] = batch.get("prompts") or []
     if not prompts:
-        raise _bad("prompts", "none", "at least one")
+        raise _bad("prompts", "an empty list", "at least one prompt")
     optional: dict[str, Sequence[Any] | None] = {
         "env_classes": batch.get("env_classes"),
         "env_extras": batch.get("env_extras"),
@@ -118,7 +118,7 @@ def tasks_of(batch: GeneratorInput) -> list[Task]:
     for name, values in optional.items():
         given[name] = list(values) if values is not None else [None] * len(prompts)
         if len(given[name]) != len(prompts):
-            raise _bad(name, f"{len(given[name])} entries", f"{len(prompts)}, as prompts")
+            raise _bad(name, f"{len(given[name])} entries", f"{len(prompts)}, one per prompt")
     tasks = []
     for index, prompt in enumerate(prompts):
         own = given["trajectory_ids"][index]
@@ -135,7 +135,7 @@ def tasks_of(batch: GeneratorInput) -> list[Task]:
     ids = [task.trajectory_id for task in tasks]
     if len(set(ids)) < len(ids):
         twice = next(i for i in ids if ids.count(i) > 1)
-        raise _bad("trajectory_ids", f"{twice!r} twice", "each once")
+        raise _bad("trajectory_ids", f"{twice!r} twice", "unique ids")
     return tasks
 
 
@@ -144,10 +144,10 @@ def _one_row_each(rows: pa.Table) -> pa.Table:
     last = merged.column("is_last_step").to_pylist()
     if not all(last):
         where = f"trajectory {merged.column('trajectory_id')[last.index(False)].as_py()!r}"
-        got, hint = "several sequences: its environment replaced an action", "history = step_wise"
-        raise RolloutError("one_sequence", where, got, "one", hint)
+        got = "the steps form several sequences because the environment replaced an action"
+        raise InputError("one_sequence", where, got, hint="set history = step_wise")
     return merged
 
 
-def _bad(name: str, got: str, expected: str) -> RolloutError:
-    return RolloutError("generator_input", f"GeneratorInput, {name}", got, expected)
+def _bad(name: str, got: str, expected: str) -> InputError:
+    return InputError("generator_input", f"GeneratorInput, {name}", got, expected)

@@ -11,7 +11,7 @@ from pipelines.generation.config import History
 from pipelines.generation.observations import observation_ids
 from pipelines.generation.texts import encodable
 from rollout_io.retokenize.tokenizer import ChatTokenizer
-from schemas.errors import RolloutError
+from schemas.errors import InputError, count
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -50,7 +50,7 @@ def begin(history: History, prompt: Messages, tokenizer: ChatTokenizer, where: s
     """Start a conversation.
 
     Raises:
-        RolloutError: chat_template if the template does not accept the prompt.
+        InputError: chat_template if the template does not accept the prompt.
     """
     if history == "append":
         return Appended(prompt, tokenizer, where)
@@ -147,16 +147,16 @@ def final_rendering(
         [N] ids; (start, end) of each turn in them.
 
     Raises:
-        RolloutError: assistant_masks unless the template marks every assistant message.
+        InputError: assistant_masks unless the template marks every assistant message.
     """
     ids, mask = tokenizer.render_marked(messages, where=where)
     bounds = [0, *(i for i in range(1, len(mask)) if mask[i] != mask[i - 1]), len(mask)]
     runs = [(a, b) for a, b in pairwise(bounds) if a < b and mask[a]]
     num_answers = sum(message["role"] == "assistant" for message in messages)
     if len(runs) != num_answers:
-        got = f"{len(runs)} generated ranges of {num_answers} assistant messages"
-        hint = "a template that marks each: chat_template = qwen3_without_thinking"
-        raise RolloutError("assistant_masks", where, got, "one for each", hint)
+        got = f"the template marks {len(runs)} of {count(num_answers, 'assistant message')}"
+        hint = "use a template that marks each: chat_template = qwen3_without_thinking"
+        raise InputError("assistant_masks", where, got, hint=hint)
     return ids, runs[len(runs) - num_turns :]
 
 

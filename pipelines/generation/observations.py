@@ -8,7 +8,7 @@ from typing import Any
 from rollout_io.retokenize.fixed_base import BASE, fixed_base
 from rollout_io.retokenize.messages import normalize
 from rollout_io.retokenize.tokenizer import ChatTokenizer
-from schemas.errors import RolloutError
+from schemas.errors import InputError
 
 
 def observation_ids(
@@ -38,7 +38,7 @@ def observation_ids(
         where: Place for error messages.
 
     Raises:
-        RolloutError: fixed_base, chat_template, message: as `encode_messages`.
+        InputError: fixed_base, chat_template, message: as `encode_messages`.
 
     Example:
         With SmolLM2 ("<|im_start|>" is 1, "<|im_end|>" 2, newline 198), after a closed response:
@@ -50,14 +50,14 @@ def observation_ids(
     base = fixed_base(tokenizer, None, where)
     text = tokenizer.render([*BASE, *plain], generation_prompt=True, where=where)
     if not text.startswith(base.text):
-        got, hint = "a chat template that changes earlier messages", "history = step_wise"
-        raise RolloutError("fixed_base", where, got, "one that only appends", hint)
+        got, hint = "the chat template changes earlier messages", "set history = step_wise"
+        raise InputError("fixed_base", where, got, hint=hint)
     eos = tokenizer.eos_token_id
     ends_with_eos = eos is not None and base.anchor_ids[:1] == [eos]
     cut = 1 if ends_with_eos else len(base.anchor_ids)
     (ids,) = tokenizer.encode([base.anchor + text[len(base.text) :]], [where])
     if ids[:cut] != base.anchor_ids[:cut]:
-        got = "a token that reaches from the base into the message"
-        raise RolloutError("fixed_base", where, got, "the base's tokens first")
+        got = "a token spans the end of the base conversation and the message"
+        raise InputError("fixed_base", where, got)
     is_open = ends_with_eos and (not response_ids or response_ids[-1] != eos)
     return ids[0 if is_open else cut :]

@@ -38,7 +38,7 @@ class GenerateResult:
         num_response_tokens: Tokens sampled in these steps.
         duration_s: Duration of the run, in seconds.
         mean_return: Mean return of successful trajectories; None if there are none.
-        errors: Number of errors by rule.
+        errors: Number of errors by rule; `generator` for those that a generator reported.
         first_error: The first error in full; None if there was none.
         warnings: Distinct warnings about problems that do not affect the dataset.
     """
@@ -65,7 +65,7 @@ class GenerateResult:
         if error is not None:
             self.num_failed += 1
             self.first_error = self.first_error or error
-            rule = error.partition(":")[0]
+            rule = finished.rule or "generator"
             self.errors[rule] = self.errors.get(rule, 0) + 1
             return
         num_good = self.num_trajectories - self.num_failed

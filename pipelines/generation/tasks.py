@@ -10,7 +10,7 @@ from typing import Any
 
 from rollout_io.dataset.opening import read_input, refuse_irregular
 from rollout_io.retokenize.messages import normalize
-from schemas.errors import RolloutError
+from schemas.errors import InputError
 
 _OWN = ("prompt", "instance_id", "env_class")
 
@@ -50,7 +50,7 @@ def read_tasks(path: str, group_size: int) -> list[Task]:
         group_size: Attempts per task.
 
     Raises:
-        RolloutError: tasks if the file is unreadable or a record is not an object, has no prompt
+        InputError: tasks if the file is unreadable or a record is not an object, has no prompt
             or repeats an id; message if a prompt has an invalid message.
 
     Example:
@@ -63,11 +63,12 @@ def read_tasks(path: str, group_size: int) -> list[Task]:
     for index, (where, record) in enumerate(_records(Path(path))):
         task = _task(record, index, where)
         if task.instance_id in found:
-            got = f"instance_id {task.instance_id!r} again"
-            raise RolloutError("tasks", where, got, "each once: group_size says how many attempts")
+            got = f"instance_id {task.instance_id!r} occurs twice"
+            hint = "list each task once, and set group_size for several attempts"
+            raise InputError("tasks", where, got, hint=hint)
         found[task.instance_id] = task
     if not found:
-        raise RolloutError("tasks", path, "no task", "at least one")
+        raise InputError("tasks", path, "the file has no tasks")
     return [attempt for task in found.values() for attempt in attempts(task, group_size)]
 
 
@@ -91,14 +92,14 @@ def _records(path: Path) -> Iterator[tuple[str, Any]]:
     try:
         lines = read_input(path).decode().split("\n")  # splitlines() would split inside strings
     except UnicodeDecodeError as error:
-        raise _unreadable(path, error, "a JSON Lines file") from None
+        raise _unreadable(path, error, "JSON Lines") from None
     for number, line in enumerate(lines, 1):
         if line.strip():
             where = f"{path}:{number}"
             try:
                 yield where, json.loads(line)
             except (ValueError, RecursionError) as error:
-                raise RolloutError("tasks", where, str(error), "a JSON object") from None
+                raise InputError("tasks", where, f"invalid JSON: {error}") from None
 
 
 def _rows(path: Path) -> Iterator[tuple[str, Any]]:
@@ -109,24 +110,24 @@ def _rows(path: Path) -> Iterator[tuple[str, Any]]:
     try:
         rows = pq.read_table(path).to_pylist()
     except (OSError, pa.ArrowException) as error:
-        raise _unreadable(path, error, "a Parquet file") from None
+        raise _unreadable(path, error, "Parquet") from None
     for number, row in enumerate(rows):
         yield f"{path}, row {number}", row
 
 
-def _unreadable(path: Path, error: Exception, expected: str) -> RolloutError:
-    got = getattr(error, "strerror", None) or str(error)
-    return RolloutError("tasks", str(path), got.lower(), expected)
+def _unreadable(path: Path, error: Exception, kind: str) -> InputError:
+    reason = getattr(error, "strerror", None) or str(error)
+    return InputError("tasks", str(path), f"cannot read it as {kind}: {reason.lower()}")
 
 
 def _task(record: Any, index: int, where: str) -> Task:
     if not isinstance(record, Mapping):
-        raise RolloutError("tasks", where, type(record).__name__, "an object")
+        raise InputError("tasks", where, type(record).__name__, "an object")
     given = record.get("instance_id")
     name, env_class = str(index if given is None else given), record.get("env_class")
     if not name or not isinstance(env_class, str | None):
         got = f"instance_id {given!r}, env_class {env_class!r}"
-        raise RolloutError("tasks", where, got, "texts")
+        raise InputError("tasks", where, got, "non-empty strings")
     return Task(
         instance_id=name,
         repetition_id=0,
@@ -141,11 +142,13 @@ def conversation(prompt: Any, where: str) -> list[dict[str, Any]]:
     """Convert a prompt, a list of messages or a text, to messages.
 
     Raises:
-        RolloutError: tasks if it is neither text nor a list; message if an item is not a message.
+        InputError: tasks if it is neither text nor a list; message if an item is not a message.
     """
     if isinstance(prompt, str) and prompt:
         return [{"role": "user", "content": prompt}]
     if not isinstance(prompt, Sequence) or isinstance(prompt, str) or not prompt:
-        got = "no `prompt`" if prompt is None else f"prompt {prompt!r:.60}"
-        raise RolloutError("tasks", where, got, "a list of messages, or a text, not empty")
+        if prompt is None:
+            raise InputError("tasks", where, "the key `prompt` is missing")
+        got, expected = f"prompt {prompt!r:.60}", "a non-empty list of messages or text"
+        raise InputError("tasks", where, got, expected)
     return [normalize(message, f"{where}, message {i}") for i, message in enumerate(prompt)]

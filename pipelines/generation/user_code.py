@@ -10,7 +10,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from schemas.errors import RolloutError
+from schemas.errors import InputError, RolloutError
 
 Value = TypeVar("Value")
 
@@ -35,7 +35,7 @@ class OwnThread:
         """Call a function in the thread and return its result.
 
         Raises:
-            RolloutError: {rule}_timeout if there is no result in time; {rule}_raised if it raised.
+            InputError: {rule}_timeout if there is no result in time; {rule}_raised if it raised.
         """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Value] = loop.create_future()
@@ -140,7 +140,7 @@ async def in_time(awaitable: Awaitable[Value], timeout_s: float, rule: str, wher
     """Await user code with a time limit.
 
     Raises:
-        RolloutError: {rule}_timeout; {rule}_raised. A RolloutError raised by the code is passed on
+        InputError: {rule}_timeout; {rule}_raised. A RolloutError raised by the code is passed on
             unchanged.
     """
     work = _Leavable(awaitable)
@@ -152,7 +152,7 @@ async def in_time(awaitable: Awaitable[Value], timeout_s: float, rule: str, wher
         raise
     if not task.done():
         work.cancel(task)
-        raise RolloutError(f"{rule}_timeout", where, f"nothing after {timeout_s:g} s")
+        raise InputError(f"{rule}_timeout", where, f"no result within {timeout_s:g} s")
     try:
         return task.result()
     except (RolloutError, KeyboardInterrupt):
@@ -161,6 +161,6 @@ async def in_time(awaitable: Awaitable[Value], timeout_s: float, rule: str, wher
         raise _raised(rule, where, error) from error
 
 
-def _raised(rule: str, where: str, error: BaseException) -> RolloutError:
+def _raised(rule: str, where: str, error: BaseException) -> InputError:
     text = " ".join(str(error).split())[:300]
-    return RolloutError(f"{rule}_raised", where, f"{type(error).__name__}: {text}".strip(": "))
+    return InputError(f"{rule}_raised", where, f"{type(error).__name__}: {text}".strip(": "))

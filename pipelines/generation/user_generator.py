@@ -30,7 +30,7 @@ from rollout_io.formats.skyrl_output_columns import table_of, unknown_fields
 from rollout_io.retokenize.tokenizer import ChatTokenizer
 from schemas.checker import validate
 from schemas.columns import COLUMN_BY_NAME
-from schemas.errors import RolloutError
+from schemas.errors import ConfigError, InputError, RolloutError
 
 _RULE = "generator"
 
@@ -45,7 +45,7 @@ class OwnGenerator:
         phase: Purpose of its batches.
 
     Raises:
-        RolloutError: generator if the class does not exist or has no `async def generate`.
+        ConfigError: generator if the class does not exist or has no `async def generate`.
     """
 
     def __init__(
@@ -63,7 +63,8 @@ class OwnGenerator:
         """Generate the trajectories of a group; all fail if the call or its output does.
 
         Raises:
-            RolloutError: generator if it cannot be constructed; engine_down, engine_answer.
+            ConfigError: generator if it cannot be constructed.
+            EngineError: engine_down, engine_answer.
         """
         made = self._generator()
         where = f"generator {self._config.generator}, group {tasks[0].instance_id!r}"
@@ -73,7 +74,7 @@ class OwnGenerator:
             output = await in_time(call, self._config.agent_timeout_s, _RULE, where)
             finished = self._checked(output, tasks, version, where)
         except RolloutError as error:
-            finished = [finished_of(task, [], error.failure) for task in tasks]
+            finished = [finished_of(task, [], error) for task in tasks]
         is_whole = all(one.error is None for one in finished)
         if self._engine.failure is not None and not is_whole:
             raise self._engine.failure
@@ -86,8 +87,8 @@ class OwnGenerator:
                 made = self._make(self._engine, self._tokenizer, self._config)
             except Exception as error:
                 got = f"{type(error).__name__}: {error}"
-                expected = "a class that takes (engine, tokenizer, config)"
-                raise RolloutError(_RULE, name, got, expected) from error
+                got = f"cannot construct it from (engine, tokenizer, config): {got}"
+                raise ConfigError(_RULE, name, got) from error
             _check_interface(made, name)
             self._made = made
         return self._made
@@ -108,7 +109,7 @@ class OwnGenerator:
         """Check the output and split its rows by task, in order.
 
         Raises:
-            RolloutError: generator_output if it is not a GeneratorOutput; trajectories if they are
+            InputError: generator_output if it is not a GeneratorOutput; trajectories if they are
                 not exactly the requested ones; and the rules of `from_generator_output`.
         """
         try:
@@ -122,7 +123,8 @@ class OwnGenerator:
             raise error.at(f"{where}, {error.where}") from error
         except Exception as error:  # user-defined classes may raise anything
             got = f"{type(error).__name__}: {error}"
-            raise RolloutError("generator_output", where, got, "a GeneratorOutput") from error
+            got = f"invalid GeneratorOutput: {got}"
+            raise InputError("generator_output", where, got) from error
         rows = with_sampling(table, self._config, version)
         names = rows.column("trajectory_id")
         warnings = [f"generator {self._config.generator}: {', '.join(dropped)} dropped"]
@@ -157,15 +159,15 @@ def with_sampling(table: pa.Table, config: GenerateConfig, policy_version: int) 
 
 def _check_interface(made: Any, name: str) -> None:
     if not inspect.iscoroutinefunction(getattr(made, "generate", None)):
-        expected = "`async def generate(self, input_batch)`"
-        raise RolloutError(_RULE, name, "no such method", expected)
+        got = "the generator has no `async def generate(self, input_batch)`"
+        raise ConfigError(_RULE, name, got)
 
 
 def _with_ids(output: Any, tasks: Sequence[Task]) -> Mapping[str, Any]:
     """Add ids to an output without any: its rows are those of the tasks, in order."""
     if not isinstance(output, Mapping):
         got, expected = type(output).__name__, "a GeneratorOutput: a dict of lists"
-        raise RolloutError("generator_output", "output", got, expected)
+        raise InputError("generator_output", "output", got, expected)
     given = dict(output)
     if given.get("trajectory_ids") is not None or given.get("is_last_step") is not None:
         return given
@@ -173,7 +175,7 @@ def _with_ids(output: Any, tasks: Sequence[Task]) -> Mapping[str, Any]:
     if isinstance(responses, Sequence) and len(responses) != len(tasks):
         got = f"{len(responses)} rows without trajectory_ids"
         expected = f"{len(tasks)}, one for each prompt"
-        raise RolloutError("trajectories", "response_ids", got, expected)
+        raise InputError("trajectories", "response_ids", got, expected)
     given["trajectory_ids"] = [TrajectoryID(t.instance_id, t.repetition_id) for t in tasks]
     return given
 
@@ -186,8 +188,8 @@ def _check_trajectories(found: Sequence[str], asked: Sequence[str]) -> None:
         parts = [f"{len(found) - len(unknown)} of {len(asked)} trajectories"]
         parts += [f"without {', '.join(lost)}"] if lost else []
         parts += [f"with unknown {', '.join(unknown)}"] if unknown else []
-        expected = "each one that was asked for, and no other"
+        expected = "exactly the requested trajectories"
         hint = (
             'return a failed one as a placeholder row: prompt [0], response [0], reward 0, "error"'
         )
-        raise RolloutError("trajectories", "trajectory_ids", ", ".join(parts), expected, hint)
+        raise InputError("trajectories", "trajectory_ids", ", ".join(parts), expected, hint)

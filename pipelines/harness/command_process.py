@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from pipelines.generation.process_groups import Watch, signal_group
 from pipelines.generation.texts import encodable
-from schemas.errors import RolloutError
+from schemas.errors import InputError
 
 _STOP_S = 5.0
 _TAIL_BYTES, _TAIL_CHARACTERS = 64 << 10, 300
@@ -54,7 +54,7 @@ async def run_command(
         where: Place for error messages.
 
     Raises:
-        RolloutError: harness_start if the program does not exist; harness_timeout; harness_exit if
+        InputError: harness_start if the program does not exist; harness_timeout; harness_exit if
             its exit status is not 0.
     """
     paths = [folder / "stdout", folder / "stderr"]
@@ -69,25 +69,25 @@ async def run_command(
                 start_new_session=True,
             )
         except (OSError, ValueError) as error:
-            got = f"{words[0]!r}: {getattr(error, 'strerror', None) or error}"
+            reason = str(getattr(error, "strerror", None) or error).lower()
             is_long = getattr(error, "errno", None) == errno.E2BIG
-            hint = "{task_file} takes a prompt of any length" if is_long else "is it on PATH?"
-            raise RolloutError(
-                "harness_start", where, got.lower(), "a program that runs", hint
-            ) from None
+            hint = "pass long prompts with {task_file}" if is_long else "check that it is on PATH"
+            got = f"cannot start {words[0]!r}: {reason}"
+            raise InputError("harness_start", where, got, hint=hint) from None
     watch.add(process.pid)
     try:
         code = await asyncio.wait_for(process.wait(), timeout_s)
     except TimeoutError:
-        got = f"no end after {timeout_s:g} s{_and(_output(*paths).tail)}"
-        raise RolloutError("harness_timeout", where, got) from None
+        got = f"the harness did not end within {timeout_s:g} s{_and(_output(*paths).tail)}"
+        raise InputError("harness_timeout", where, got) from None
     finally:
         await _end(process)
         watch.remove(process.pid)
     output = _output(*paths)
     if code != 0:
         how = f"signal {-code}" if code < 0 else f"exit status {code}"
-        raise RolloutError("harness_exit", where, f"{how}{_and(output.tail)}", "exit status 0")
+        got = f"the harness ended with {how}{_and(output.tail)}"
+        raise InputError("harness_exit", where, got)
     return output
 
 

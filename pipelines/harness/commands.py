@@ -10,7 +10,7 @@ from pathlib import PurePath
 from typing import Any
 
 from pipelines.record.secrets import REDACTED, is_secret
-from schemas.errors import RolloutError
+from schemas.errors import ConfigError
 
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _FIELD = re.compile(r"\{([A-Za-z_]\w*)\}")
@@ -43,15 +43,16 @@ def words_of(command: str) -> list[str]:
     """Split a command line as a shell would, without expanding anything.
 
     Raises:
-        RolloutError: harness if a quote is not closed or there are no words.
+        ConfigError: harness if a quote is not closed or there are no words.
     """
     try:
         words = shlex.split(command)
     except ValueError as error:
-        got = str(error).lower()
-        raise RolloutError("harness", "harness", got, "a command line") from None
+        got = f"invalid command line: {str(error).lower()}"
+        raise ConfigError("harness", "harness", got) from None
     if not words:
-        raise RolloutError("harness", "harness", "no word", "module:function or a command line")
+        got, expected = "an empty command line", "module:function or a command line"
+        raise ConfigError("harness", "harness", got, expected)
     return words
 
 
@@ -69,15 +70,15 @@ def check_scripts(words: list[str]) -> None:
     """Reject a script on the command line that contains a task field: its text would run as code.
 
     Raises:
-        RolloutError: harness.
+        ConfigError: harness.
     """
     for at, (option, script) in enumerate(pairwise(words)):
         if not _SCRIPT.fullmatch(option) or not _takes_script(words[:at]):
             continue
         for name in sorted(fields_in(script) - _NO_CODE):
-            got = f"{{{name}}} in a script: text of the task would be run as code"
-            hint = f"""write "$1" in the script, and after it: sh {{{name}}}"""
-            raise RolloutError("harness", "harness", got, "a field as a word of its own", hint)
+            got = f"{{{name}}} inside a script would run the task's text as code"
+            hint = f"""write "$1" in the script and pass the field after it: sh {{{name}}}"""
+            raise ConfigError("harness", "harness", got, hint=hint)
 
 
 def _takes_script(words: list[str]) -> bool:

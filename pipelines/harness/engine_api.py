@@ -20,7 +20,7 @@ from pipelines.generation.trajectory import ENDS_THE_RUN
 from pipelines.record.upstreams import MODELS, VERSION_HEADER
 from pipelines.record.wire import JSON, Exchange, Message, Receive, Send, respond, unless_left
 from rollout_io.retokenize.tokenizer import ChatTokenizer
-from schemas.errors import RolloutError
+from schemas.errors import EngineError, InputError, RolloutError
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 MOST_BYTES, MOST_CHOICES = 64 << 20, 128
@@ -105,7 +105,7 @@ class EngineApp:
             raise
         except Exception as error:  # raised by the model: out of memory, for example
             got = f"{type(error).__name__}: {error}"
-            self.failure = RolloutError(ENGINE_DOWN, "engine", got, "an answer")
+            self.failure = EngineError(ENGINE_DOWN, "engine", got)
             raise self.failure from None
 
     async def _route(self, exchange: Exchange) -> None:
@@ -114,13 +114,12 @@ class EngineApp:
             model = {"id": self._name, "object": "model", "owned_by": "rollouts"}
             await exchange.say(200, {"object": "list", "data": [model]})
         elif path in {CHAT, TEXT}:
-            if exchange.method != "POST":
-                raise RolloutError("method", path, exchange.method, "POST")
+            exchange.require("POST")
             body = await exchange.body(MOST_BYTES)
             await unless_left(exchange, self._answer(exchange, body))
         else:
-            expected = ", ".join((CHAT, TEXT, MODELS))
-            raise RolloutError("no_such_path", path, "no such path", expected)
+            got = f"unknown path; available: {', '.join((CHAT, TEXT, MODELS))}"
+            raise InputError("no_such_path", path, got)
 
     async def _answer(self, exchange: Exchange, body: bytes) -> None:
         request, sampling = read_request(body, exchange.raw_path)
@@ -146,7 +145,7 @@ class EngineApp:
     async def _sample(self, path: str, request: _Request, sampling: Sampling) -> Sampled:
         if path == CHAT:
             if not request.messages:
-                raise _bad(path, "no `messages`", "a list of messages")
+                raise _bad(path, "`messages` is missing or empty")
             tools = None if request.tool_choice == "none" else request.tools
             return await self._engine.chat(
                 request.messages,
@@ -156,7 +155,7 @@ class EngineApp:
             )
         prompt = request.prompt
         if not prompt:
-            raise _bad(path, "no `prompt`", "a text or a list of token ids")
+            raise _bad(path, "`prompt` is missing or empty")
         ids = self._tokenizer.encode([prompt], [path])[0] if isinstance(prompt, str) else prompt
         return await self._engine.sample(ids, sampling)
 
@@ -172,23 +171,24 @@ def read_request(body: bytes, where: str) -> tuple[_Request, Sampling]:
     """Parse a request body; rejects fields that change sampling and are not supported.
 
     Raises:
-        RolloutError: engine_request if the body is not a valid request; sampling.
+        InputError: engine_request if the body is not a valid request.
+        ConfigError: sampling.
     """
     try:
         fields, request = _FIELDS.decode(body), _REQUEST.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise _bad(where, str(error), "the JSON of a completion request") from None
+        raise _bad(where, f"invalid request: {error}") from None
     if request.tool_choice not in _TOOL_CHOICES:
-        raise _bad(where, f"tool_choice {request.tool_choice!r:.40}", "auto or none")
-    others = {
+        raise _bad(where, f"tool_choice must be auto or none, not {request.tool_choice!r:.40}")
+    unsupported = {
         name: value
         for name, value in fields.items()
         if name not in _IGNORED
         and name not in _Request.__struct_fields__
         and value not in ((None, _DEFAULTS[name]) if name in _DEFAULTS else _NEUTRAL)
     }
-    if others:
-        raise _bad(where, ", ".join(map(repr, others)), "fields that this engine has")
+    if unsupported:
+        raise _bad(where, f"unsupported fields: {', '.join(map(repr, unsupported))}")
     stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
     usual = Sampling()
     return request, Sampling(
@@ -202,8 +202,8 @@ def read_request(body: bytes, where: str) -> tuple[_Request, Sampling]:
     )
 
 
-def _bad(where: str, got: str, expected: str) -> RolloutError:
-    return RolloutError("engine_request", where, got, expected)
+def _bad(where: str, got: str) -> InputError:
+    return InputError("engine_request", where, got)
 
 
 def _chat_choice(index: int, sampled: Sampled, stop: Sequence[str]) -> dict[str, Any]:

@@ -8,10 +8,10 @@ from pipelines.generation.engines.base import Engine
 from pipelines.generation.engines.http_pool import BROKEN, Limits
 from pipelines.generation.engines.vllm import VllmEngine
 from pipelines.record.upstreams import Answered, Upstreams
-from schemas.errors import RolloutError
+from schemas.errors import EngineError
 
 
-class EngineGone(RolloutError):
+class EngineGone(EngineError):
     """No attempt at a call was answered, so no other call would be."""
 
 

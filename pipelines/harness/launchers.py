@@ -31,7 +31,7 @@ from pipelines.harness.commands import (
 )
 from pipelines.harness.results import REWARD, outcome_of, parse_result
 from rollout_io.conversion.rewards import Outcome
-from schemas.errors import RolloutError
+from schemas.errors import ConfigError, InputError, RolloutError
 
 API_KEY = "none"
 
@@ -58,7 +58,7 @@ class Harness(Protocol):
         """Check that the harness can run these tasks.
 
         Raises:
-            RolloutError: harness.
+            ConfigError: harness.
         """
         ...
 
@@ -66,7 +66,7 @@ class Harness(Protocol):
         """Run a task to its end.
 
         Raises:
-            RolloutError: harness_reward, harness_timeout; harness_raised by a function;
+            InputError: harness_reward, harness_timeout; harness_raised by a function;
                 harness_exit and harness_start by a command.
         """
         ...
@@ -76,7 +76,7 @@ def find_harness(harness: str) -> Harness:
     """Build the harness of a configuration.
 
     Raises:
-        RolloutError: harness if the function does not exist or the command line is invalid.
+        ConfigError: harness if the function does not exist or the command line is invalid.
     """
     if is_function(harness):
         return FunctionHarness(resolve(harness, "harness"))
@@ -126,8 +126,9 @@ class CommandHarness:
         for task in tasks:
             missing = sorted(self._fields - {*OWN_FIELDS, *task.extras})
             if missing:
-                expected = f"one of {', '.join(OWN_FIELDS)}, or a field of the task ({task.source})"
-                raise RolloutError("harness", "harness", f"the field {{{missing[0]}}}", expected)
+                got = f"unknown field {{{missing[0]}}}: it is not a field of the task {task.source}"
+                hint = f"use a field of the task, or one of {', '.join(OWN_FIELDS)}"
+                raise ConfigError("harness", "harness", got, hint=hint)
 
     async def run(self, endpoint: Endpoint, task: Task, timeout_s: float, watch: Watch) -> Outcome:
         """See `Harness.run`."""
@@ -188,6 +189,7 @@ def _read_reward(path: Path, where: str, tail: str) -> Outcome:
         with path.open("rb") as file:
             text = file.read(1 << 20).decode(errors="replace")
     except OSError as error:
-        got = f"{error.strerror or error}".lower() + (f": {tail}" if tail else "")
-        raise RolloutError(REWARD, where, got, "a reward in {reward_file}") from None
+        reason = f"{error.strerror or error}".lower() + (f": {tail}" if tail else "")
+        got = f"cannot read the reward from {{reward_file}}: {reason}"
+        raise InputError(REWARD, where, got) from None
     return parse_result(text, where)

@@ -48,7 +48,7 @@ from pipelines.record.wire import STATUS, Exchange, Message, Receive, Send, resp
 from rollout_io.conversion.rewards import Outcome
 from rollout_io.formats.base import Run, Step
 from rollout_io.retokenize.tokenizer import ChatTokenizer
-from schemas.errors import RolloutError
+from schemas.errors import InputError, RolloutError, count
 
 Turn = Callable[[], AbstractAsyncContextManager[None]]
 
@@ -161,7 +161,8 @@ class Calls:
         for step in settled.steps:
             step.source = opened.task.source
         if fault is None and lost is not None:
-            fault = RolloutError("calls_lost", "journal", lost)
+            got = f"{count(session.num_lost, 'call')} could not be written"
+            fault = InputError("calls_lost", "journal", got)
         return list(settled.steps), fault
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -172,27 +173,26 @@ class Calls:
         target = target_of(exchange.raw_path, exchange.headers)
         opened = self._open.get(target.session or "")
         if opened is None:
-            got, expected = "no trajectory that is under way", "the base URL of one"
-            raise RolloutError("no_session", exchange.raw_path, got, expected)
+            got = "the URL belongs to no running trajectory"
+            raise InputError("no_session", exchange.raw_path, got)
         exchange.headers.pop("authorization", None)
         if target.rest in _KINDS:
-            if exchange.method != "POST":
-                raise RolloutError("method", exchange.raw_path, exchange.method, "POST")
+            exchange.require("POST")
             await self._call(exchange, opened, target.rest, target.agent)
         elif target.rest == MODELS:
             async with self._upstreams.answer("GET", MODELS, None, {}, None) as response:
                 content = await self._upstreams.whole(response)
                 await exchange.answer(response.status, content, passed_on(response))
         else:
-            expected = ", ".join([*_KINDS, MODELS])
-            raise RolloutError("no_such_path", exchange.raw_path, "no such path", expected)
+            got = f"unknown path; available: {', '.join([*_KINDS, MODELS])}"
+            raise InputError("no_such_path", exchange.raw_path, got)
 
     async def _call(
         self, exchange: Exchange, opened: OpenTrajectory, path: str, agent: str | None
     ) -> None:
         body = await exchange.body(self._recorder.settings.max_request_bytes)
         if self._open.get(opened.session.name) is not opened:
-            raise RolloutError("no_session", path, "a trajectory that has ended", "an open one")
+            raise InputError("no_session", path, "the trajectory has ended")
         running = asyncio.create_task(self._in_turn(exchange, opened, path, agent, body))
         opened.running.add(running)
         running.add_done_callback(opened.running.discard)
@@ -226,12 +226,13 @@ class Calls:
         """Parse a request, and complete it from the configuration.
 
         Raises:
-            RolloutError: engine_request if its answer could not be recorded; request_size.
+            InputError: engine_request if its answer could not be recorded; request_size.
         """
         try:
             fields = _DECODER.decode(body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise RolloutError("engine_request", path, str(error), "a JSON object") from None
+            got = f"the request is not a JSON object: {error}"
+            raise InputError("engine_request", path, got) from None
         model = (await self._upstreams.model()).id
         config, task = opened.config, opened.task
         seed = seed_of(config.seed, task.trajectory_id, opened.num_calls)
@@ -240,9 +241,10 @@ class Calls:
         made = msgspec.json.encode(completed(fields, own, config.max_response_tokens))
         asked = read_request(_KINDS[path], made)
         if asked is None or not asked.is_exact:
-            got = "no JSON" if asked is None else "`echo` or `use_beam_search`"
-            expected = "a request whose answer is sampled token by token"
-            raise RolloutError("engine_request", path, got, expected)
+            got = "`echo` and `use_beam_search` cannot be recorded"
+            if asked is None:
+                got = "the request is not JSON"
+            raise InputError("engine_request", path, got)
         return asked
 
 
@@ -259,7 +261,7 @@ async def open_calls(
         turn: Context entered around each call, while the engine works on it.
 
     Raises:
-        RolloutError: address if there is no free port.
+        ConfigError: address if there is no free port.
     """
     folder = tempfile.mkdtemp(prefix="rollouts-")
     with Watch(folder) as watch:

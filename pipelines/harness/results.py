@@ -9,10 +9,10 @@ from typing import Any
 from pipelines.generation.environments import as_number
 from pipelines.generation.texts import encodable
 from rollout_io.conversion.rewards import Outcome
-from schemas.errors import RolloutError
+from schemas.errors import InputError
 
 REWARD = "harness_reward"
-_EXPECTED = "a finite number, or an object with `reward` and maybe `metrics`"
+_EXPECTED = "a finite number, or an object with `reward` and optional `metrics`"
 
 
 def outcome_of(result: Any, where: str) -> Outcome:
@@ -24,7 +24,7 @@ def outcome_of(result: Any, where: str) -> Outcome:
         where: Place for error messages.
 
     Raises:
-        RolloutError: harness_reward if it is none of these.
+        InputError: harness_reward if it is none of these.
 
     Example:
         >>> outcome_of({"reward": 1, "metrics": {"turns": 3}}, "trajectory").metrics
@@ -37,20 +37,24 @@ def outcome_of(result: Any, where: str) -> Outcome:
         raise _bad(where, f"{result!r:.60}")
     unknown = sorted(map(repr, result.keys() - {"reward", "error", "metrics"}))
     if unknown:
-        raise _bad(where, f"the key {unknown[0]}", "numbers of your own go into `metrics`")
+        raise _bad(where, f"the key {unknown[0]}", "put further numbers into `metrics`")
     given, error = result.get("metrics") or {}, result.get("error")
     if not isinstance(given, Mapping) or not all(isinstance(name, str) and name for name in given):
-        raise _bad(where, f"metrics {given!r:.60}")
+        got = f"metrics is {given!r:.60}, not an object with non-empty keys"
+        raise InputError(REWARD, where, got)
     metrics = {encodable(name): as_number(value) for name, value in given.items()}
     bad = next((name for name, value in metrics.items() if value is None), None)
     if bad is not None:
-        raise _bad(where, f"metrics[{bad!r}] = {given[bad]!r:.60}", "metrics are finite numbers")
+        got = f"metrics[{bad!r}] is {given[bad]!r:.60}, not a finite number"
+        raise InputError(REWARD, where, got)
     if error is not None:
         reward, error = None, encodable(str(error))[:1000] or "failed"
     else:
         reward = as_number(result.get("reward"))
         if reward is None:
-            raise _bad(where, f"reward {result.get('reward')!r:.60}")
+            given_reward = result.get("reward")
+            got = f"the reward is {given_reward!r:.60}, not a finite number"
+            raise InputError(REWARD, where, got)
     return Outcome(
         where=where,
         reward=reward,
@@ -64,14 +68,14 @@ def parse_result(text: str, where: str) -> Outcome:
     """Parse an outcome from text: a number, or a JSON object.
 
     Raises:
-        RolloutError: As `outcome_of`.
+        InputError: As `outcome_of`.
     """
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
-        raise _bad(where, repr(text[-60:]) if text.strip() else "nothing") from None
+        raise _bad(where, repr(text[-60:]) if text.strip() else "an empty result") from None
     return outcome_of(found, where)
 
 
-def _bad(where: str, got: str, hint: str | None = None) -> RolloutError:
-    return RolloutError(REWARD, where, got, _EXPECTED, hint)
+def _bad(where: str, got: str, hint: str | None = None) -> InputError:
+    return InputError(REWARD, where, got, _EXPECTED, hint)

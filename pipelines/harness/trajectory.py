@@ -8,7 +8,7 @@ from pipelines.harness.launchers import Harness
 from pipelines.harness.recorded_calls import Calls
 from rollout_io.conversion.rewards import Outcome
 from rollout_io.formats.base import Step
-from schemas.errors import RolloutError
+from schemas.errors import InputError, RolloutError, count
 
 
 class HarnessTrajectory:
@@ -54,11 +54,14 @@ class HarnessTrajectory:
                 self.steps, fault = await self._calls.steps(opened, outcome)
                 failure = failure or fault
         if failure is None and outcome.error is not None:
-            failure = RolloutError("harness_error", self.where, outcome.error)
+            failure = InputError("harness_error", self.where, outcome.error)
         if failure is None and not self.steps:
-            got = f"{opened.num_calls} calls, none of them answered" if opened.num_calls else "none"
-            hint = f"does the harness use its base URL, {endpoint.base_url}?"
-            raise RolloutError("no_calls", self.where, got, "a call of the model", hint)
+            calls = count(opened.num_calls, "call")
+            got = f"the harness made {calls}, none of which was answered"
+            if not opened.num_calls:
+                got = "the harness made no call of the model"
+            hint = f"check that the harness uses its base URL, {endpoint.base_url}"
+            raise InputError("no_calls", self.where, got, hint=hint)
         if failure is not None:
             raise failure
 

@@ -29,7 +29,7 @@ from pipelines.tables import (
     set_column,
 )
 from rollout_io.dataset.prefix_layout import decode_prefixes, is_encoded, trajectory_starts
-from schemas.errors import RolloutError
+from schemas.errors import InvariantError
 from schemas.ragged import IntArray, Ragged, gather, offsets_of, ranges
 from schemas.types import PREFIX_TYPES, without_views
 
@@ -142,9 +142,8 @@ def _refuse_scattered(table: pa.Table) -> None:
         return
     counts = names.value_counts()
     name = next(c["values"] for c in counts.to_pylist() if c["counts"] > 1)
-    got, hint = "its rows in several places", "sort by instance_id, repetition_id, step_index"
-    where, expected = f"trajectory {name!r}", "side by side"
-    raise RolloutError("contiguous_trajectory", where, got, expected, hint)
+    got, hint = "its rows are not adjacent", "sort by instance_id, repetition_id, step_index"
+    raise InvariantError("contiguous_trajectory", f"trajectory {name!r}", got, hint=hint)
 
 
 def _assembled(table: pa.Table, out: pa.Table, made: dict[str, pa.Array]) -> pa.Table:

@@ -23,7 +23,7 @@ from pipelines.record.upstreams import MODELS, Upstreams, passed_on
 from pipelines.record.wire import Exchange, Message, Receive, Send, respond, unless_left
 from rollout_io.formats.parsing.jsonl import decode_line
 from rollout_io.formats.parsing.naming import split_session
-from schemas.errors import RolloutError
+from schemas.errors import EngineError, InputError, RolloutError
 
 _CALLS: dict[str, Kind] = {"/v1/chat/completions": "chat", "/v1/completions": "text"}
 _SMALL_BYTES = 1 << 20
@@ -94,25 +94,28 @@ class App:
     async def _route(self, exchange: Exchange) -> None:
         if exchange.raw_path in self._routes:
             method, handler = self._routes[exchange.raw_path]
-            _allow(exchange, method)
+            exchange.require(method)
             return await handler(exchange, Target(None, None, None, exchange.raw_path))
         target = target_of(exchange.raw_path, exchange.headers)
         self._check_key(target, exchange)
         if target.rest in _CALLS:
-            _allow(exchange, "POST")
+            exchange.require("POST")
             return await self._call(exchange, target)
         if target.rest == MODELS or _is_model(target.rest):
-            _allow(exchange, "GET")
+            exchange.require("GET")
             return await self._models(exchange, target)
         if target.session is not None and target.rest == "/end":
-            _allow(exchange, "POST")
+            exchange.require("POST")
             return await self._end(exchange, target)
         if target.session is not None and target.rest == "":
-            _allow(exchange, "GET")
+            exchange.require("GET")
             return await self._state(exchange, target)
-        expected = ", ".join([*_CALLS, MODELS, "/s/INSTANCE/REPETITION/v1/..."])
-        hint = "calls that are not recorded go to the engine itself"
-        raise RolloutError("no_such_path", exchange.raw_path, "no such path", expected, hint)
+        paths = ", ".join([*_CALLS, MODELS, "/s/INSTANCE/REPETITION/v1/..."])
+        got, hint = (
+            f"unknown path; available: {paths}",
+            "send other requests to the engine directly",
+        )
+        raise InputError("no_such_path", exchange.raw_path, got, hint=hint)
 
     def _check_key(self, target: Target, exchange: Exchange) -> None:
         admin = self.recorder.settings.admin_key
@@ -122,15 +125,18 @@ class App:
         if session is None and target.rest.startswith(MODELS):
             return
         if session is None or not _is_same(key, key_of(admin, session)):
-            hint = "use the base_url that POST /sessions gave"
-            where = session or exchange.raw_path
-            raise RolloutError("session_key", where, "no key of a session", "its own", hint)
+            got, hint = (
+                "the session key is missing or wrong",
+                "use the base_url from POST /sessions",
+            )
+            raise InputError("session_key", session or exchange.raw_path, got, hint=hint)
 
     def _check_admin(self, exchange: Exchange) -> None:
         admin = self.recorder.settings.admin_key
         if admin is not None and not _is_same(api_key_of(exchange.headers), admin):
-            hint = "Authorization: Bearer ADMIN_KEY"
-            raise RolloutError("admin_key", exchange.raw_path, "another key", "the admin's", hint)
+            hint = "send the header Authorization: Bearer ADMIN_KEY"
+            got = "the admin key is missing or wrong"
+            raise InputError("admin_key", exchange.raw_path, got, hint=hint)
 
     def _without_own_keys(self, exchange: Exchange) -> None:
         """Remove keys meant for the recorder before the request goes to the engine."""
@@ -142,8 +148,8 @@ class App:
     async def _call(self, exchange: Exchange, target: Target) -> None:
         settings = self.recorder.settings
         if target.session is None and settings.unassigned == "refuse":
-            hint = f"base URL {self.url}/s/INSTANCE/REPETITION/v1"
-            raise RolloutError("no_session", target.rest, "a call of no session", "one", hint)
+            hint = f"use the base URL {self.url}/s/INSTANCE/REPETITION/v1"
+            raise InputError("no_session", target.rest, "the request names no session", hint=hint)
         body = await exchange.body(settings.max_request_bytes)
         self._without_own_keys(exchange)
         asked = read_request(_CALLS[target.rest], body, await self._models_named())
@@ -189,7 +195,8 @@ class App:
             try:
                 content = await self.upstreams.whole(response)
             except BROKEN:
-                raise RolloutError("engine_down", path, "an answer that broke off") from None
+                got = "the connection broke before the answer was complete"
+                raise EngineError("engine_down", path, got) from None
             if names is not None:
                 ours, theirs = (msgspec.json.encode({"id": name})[1:-1] for name in names)
                 content = content.replace(theirs, ours)
@@ -213,7 +220,7 @@ class App:
         said = {**given.metrics, "reward": given.reward, "error": given.error}
         clash = sorted({"session", "reward", "error"} & given.metrics.keys())
         if clash:
-            raise RolloutError("reward_line", where, f"a metric {clash[0]!r}", "another name")
+            raise InputError("reward_line", where, f"a metric must not be named {clash[0]!r}")
         session = await self.recorder.end(target.session, said)
         await exchange.say(200, session.state())
 
@@ -224,7 +231,7 @@ class App:
             return await exchange.say(200, session.state())
         if self.recorder.sessions.is_written(target.session):
             return await exchange.say(200, {"session": target.session, "state": "written"})
-        raise RolloutError("unknown_session", target.session, "no such session", "one with a call")
+        raise InputError("unknown_session", target.session, "the session does not exist")
 
     async def _version(self, exchange: Exchange, _: Target) -> None:
         self._check_admin(exchange)
@@ -253,22 +260,18 @@ class App:
         await exchange.say(200, DESCRIPTION)
 
 
-def _allow(exchange: Exchange, method: str) -> None:
-    if exchange.method != method:
-        raise RolloutError("method", exchange.raw_path, exchange.method, method)
-
-
 async def _given(exchange: Exchange, decoder: msgspec.json.Decoder[T], where: str) -> T:
     """Decode the body of a request to the recorder itself; an empty body is an empty object.
 
     Raises:
-        RolloutError: media_type unless it is JSON, because web pages may send some other types to
+        InputError: media_type unless it is JSON, because web pages may send some other types to
             any address; json_line, record_type.
     """
     kind = exchange.headers.get("content-type", "")
     if kind.partition(";")[0].strip().lower() != "application/json":
-        got, hint = f"the content type {kind!r}", "Content-Type: application/json"
-        raise RolloutError("media_type", where, got, "application/json", hint)
+        hint = "send the header Content-Type: application/json"
+        got, expected = f"the content type {kind!r}", "application/json"
+        raise InputError("media_type", where, got, expected, hint)
     try:
         return decode_line(decoder, await exchange.body(_SMALL_BYTES) or b"{}", where)
     except RolloutError as error:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from schemas.errors import RolloutError
+from schemas.errors import EngineError, InputError
 
 if TYPE_CHECKING:
     import aiohttp
@@ -21,7 +21,7 @@ MOST_EVENTS, MOST_ITEMS = 1 << 20, 4096
 
 _LARGE_BYTES, _OTHER_BYTES = 1 << 20, 4 << 20
 # Above _LARGE_BYTES, fields other than the known long ones may take _OTHER_BYTES at most.
-_HINT = "rollouts record --max-answer-mb N"
+_HINT = "raise the limit: rollouts record --max-answer-mb N"
 
 
 class _Large(msgspec.Struct):
@@ -60,59 +60,64 @@ _LARGE, _ITEMS = msgspec.json.Decoder(_Large), msgspec.json.Decoder(_Items)
 _LARGE_REQUEST = msgspec.json.Decoder(_LargeRequest)
 
 
-def too_large(what: str, most_bytes: int) -> RolloutError:
+def too_large(what: str, most_bytes: int) -> EngineError:
     """Build the error for an answer that exceeds a bound."""
-    got, most = f"{what} of more than {most_bytes:,} bytes", f"at most {most_bytes:,}"
-    return RolloutError(ANSWER_SIZE, "the engine", got, most, _HINT)
+    got = f"{what} of more than {most_bytes:,} bytes"
+    message = f"The engine sent {got}"
+    return EngineError(ANSWER_SIZE, "engine", got, hint=_HINT, message=message)
 
 
 def check_head(response: aiohttp.ClientResponse) -> None:
     """Reject redirects and compressed answers.
 
     Raises:
-        RolloutError: engine_redirect, answer_encoding.
+        EngineError: engine_redirect, answer_encoding.
     """
     if 300 <= response.status < 400:
         to = repr(response.headers.get("location", "")[:200])
-        hint = "give --upstream the URL that it leads to"
-        got = f"a redirect (status {response.status}) to {to}"
-        raise RolloutError(REDIRECT, "the engine", got, "an answer", hint)
+        hint = "set --upstream to the target of the redirect"
+        got = f"redirects (status {response.status}) to {to}"
+        raise EngineError(REDIRECT, "engine", got, hint=hint, message=f"The engine {got}")
     encoding = response.headers.get("content-encoding", "identity").strip().lower()
     if encoding != "identity":
-        got, hint = f"an answer in {encoding[:40]!r}", "turn the compression of answers off there"
-        raise RolloutError(ANSWER_ENCODING, "the engine", got, "one that is not compressed", hint)
+        got, hint = f"compresses its answers ({encoding[:40]!r})", "turn compression off there"
+        raise EngineError(ANSWER_ENCODING, "engine", got, hint=hint, message=f"The engine {got}")
 
 
 def check_shape(content: bytes) -> None:
     """Reject an answer that would be far larger once it is decoded.
 
     Raises:
-        RolloutError: answer_size.
+        EngineError: answer_size.
         msgspec.MsgspecError: If it is not an answer.
     """
     if len(content) <= _LARGE_BYTES:
         return
     top = _LARGE.decode(content)
     num_other = _num_other(content, top)
-    for choice in _items(bytes(top.choices), "choices", ANSWER_SIZE, "the engine"):
+    choices = _items(bytes(top.choices))
+    if choices is None:
+        got = f"more than {MOST_ITEMS:,} choices"
+        raise EngineError(ANSWER_SIZE, "engine", got, message=f"The engine sent {got}")
+    for choice in choices:
         if choice[:1] == b"{":
             num_other += _num_other(choice, _LARGE.decode(choice))
     if num_other > _OTHER_BYTES:
-        raise too_large("fields that are no tokens, texts or log-probabilities", _OTHER_BYTES)
+        raise too_large("fields other than tokens, texts and log-probabilities", _OTHER_BYTES)
 
 
 def check_request(body: bytes) -> None:
     """Reject a request that would be far larger once it is decoded.
 
     Raises:
-        RolloutError: request_size.
+        InputError: request_size.
         msgspec.MsgspecError: If it is not a JSON object.
     """
     if len(body) <= _LARGE_BYTES:
         return
     if _num_other(body, _LARGE_REQUEST.decode(body)) > _OTHER_BYTES:
-        got = f"fields beside messages, prompt and tools of more than {_OTHER_BYTES:,} bytes"
-        raise RolloutError("request_size", "the request", got, f"at most {_OTHER_BYTES:,}")
+        got = f"fields other than messages, prompt and tools exceed {_OTHER_BYTES:,} bytes"
+        raise InputError("request_size", "request", got)
 
 
 def num_prompts(prompt: bytes) -> int:
@@ -122,22 +127,24 @@ def num_prompts(prompt: bytes) -> int:
         prompt: JSON: a text, token ids, or a list of either.
 
     Raises:
-        RolloutError: request_size.
+        InputError: request_size.
     """
     if not prompt.startswith(b"[") or not prompt[1:].lstrip().startswith((b'"', b"[")):
         return 1
-    return len(_items(prompt, "prompts", "request_size", "the request"))
+    prompts = _items(prompt)
+    if prompts is None:
+        raise InputError("request_size", "request", f"more than {MOST_ITEMS:,} prompts")
+    return len(prompts)
 
 
-def _items(content: bytes, what: str, rule: str, where: str) -> list[bytes]:
-    """Split a JSON list into its items; anything else has none."""
+def _items(content: bytes) -> list[bytes] | None:
+    """Split a JSON list into its items; anything else has none. None: there are too many."""
     if content[:1] != b"[":
         return []
     try:
         found = _ITEMS.decode(content)
     except msgspec.ValidationError:
-        got, most = f"more than {MOST_ITEMS:,} {what}", f"at most {MOST_ITEMS:,}"
-        raise RolloutError(rule, where, got, most) from None
+        return None
     return [item for raw in msgspec.structs.astuple(found) if (item := bytes(raw))]
 
 

@@ -6,8 +6,9 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
-from schemas.errors import RolloutError
+from schemas.errors import InputError
 from schemas.extras import requires_extra
 
 with requires_extra("record", "a recorder's client"):
@@ -65,7 +66,7 @@ class RecorderClient:
             repetition_id: Number of the attempt; None: the first unused number.
 
         Raises:
-            RolloutError: recorder if it does not answer, or rejects the request.
+            InputError: recorder if it does not answer, or rejects the request.
         """
         body = {"instance_id": instance_id, "repetition_id": repetition_id}
         opened = await self._post("/sessions", body)
@@ -85,11 +86,11 @@ class RecorderClient:
         """Set the version of the engines' weights for calls from now on.
 
         Raises:
-            RolloutError: As `session`.
+            InputError: As `session`.
         """
         await self._post("/policy_version", {"policy_version": version})
 
-    async def _post(self, path: str, body: object) -> dict[str, str]:
+    async def _post(self, path: str, body: object) -> dict[str, Any]:
         url = path if path.startswith("http") else self._url + path
         timeout = aiohttp.ClientTimeout(total=self._timeout_s)
         try:
@@ -100,13 +101,13 @@ class RecorderClient:
                 ) as client,
                 client.post(url, data=content, allow_redirects=False) as answer,
             ):
-                found: dict[str, str] = json.loads(await answer.read())
+                found: dict[str, Any] = json.loads(await answer.read())
         except (aiohttp.ClientError, TimeoutError, ConnectionError, ValueError) as error:
-            got = f"{type(error).__name__} {error}".strip()
-            hint = "is `rollouts record` up?"
-            raise RolloutError("recorder", self._url, got, "an answer", hint) from None
+            reason = f"{type(error).__name__} {error}".strip()
+            got, hint = f"no answer ({reason})", "check that `rollouts record` is running"
+            raise InputError("recorder", self._url, got, hint=hint) from None
         if not 200 <= answer.status < 300:
-            raise RolloutError(
-                "recorder", self._url, str(found.get("error", found)), "an answer of 2xx"
-            )
+            problem = found.get("error", found)
+            text = problem.get("message", problem) if isinstance(problem, dict) else problem
+            raise InputError("recorder", self._url, f"status {answer.status}: {text}")
         return found

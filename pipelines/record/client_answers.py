@@ -24,7 +24,7 @@ class Answer:
 
     Raises:
         Unread: If it is not a JSON object with choices.
-        RolloutError: answer_size.
+        EngineError: answer_size.
     """
 
     __slots__ = ("choices", "content", "fields")

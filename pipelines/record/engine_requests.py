@@ -29,7 +29,7 @@ class Asked:
         fields: Body fields as the client sent them.
         sent: Body fields for the engine: the same, and a request for exact tokens.
         hidden: Fields of the answer that the client did not ask for.
-        is_text: True if the client asked for text alone: no ids, no log-probabilities.
+        is_text: True if the client asked for text only: no ids, no log-probabilities.
         num_choices: Number of expected choices.
         is_exact: True if the engine returns tokens that were sampled one by one; false for an echo
             or a beam search.
@@ -64,7 +64,7 @@ def read_request(kind: Kind, body: bytes, models: tuple[str, str] | None = None)
         models: The model's name for clients, and for the engine.
 
     Raises:
-        RolloutError: request_size.
+        InputError: request_size.
 
     Example:
         >>> asked = read_request("chat", b'{"messages": [], "n": 2}')

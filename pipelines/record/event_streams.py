@@ -12,7 +12,7 @@ import msgspec
 from pipelines.record.bounds import ANSWER_SIZE, MOST_EVENTS, too_large
 from pipelines.record.client_answers import Answer, Unread
 from pipelines.record.engine_requests import Asked
-from schemas.errors import RolloutError
+from schemas.errors import EngineError
 
 DONE = b"[DONE]"
 _DATA = b"data:"
@@ -43,7 +43,7 @@ class Events:
         """Add bytes; returns the events that are complete now, including their ends.
 
         Raises:
-            RolloutError: answer_size if the incomplete event is too long.
+            EngineError: answer_size if the incomplete event is too long.
         """
         self._buffer += content
         events, begin, look = list[bytes](), 0, max(self._num_seen - _END_BYTES, 0)
@@ -91,12 +91,12 @@ class StreamedCall:
         """Record an event; returns what the client sees of it, or None.
 
         Raises:
-            RolloutError: answer_size.
+            EngineError: answer_size.
         """
         self._num_events += 1
         if self._num_events > MOST_EVENTS:
-            got, most = f"more than {MOST_EVENTS:,} events", f"at most {MOST_EVENTS:,}"
-            raise RolloutError(ANSWER_SIZE, "the engine", got, most)
+            got = f"more than {MOST_EVENTS:,} events"
+            raise EngineError(ANSWER_SIZE, "engine", got, message=f"The engine sent {got}")
         lines = event.splitlines()
         data = [line[len(_DATA) :] for line in lines if line.startswith(_DATA)]
         content = b"\n".join(data).strip()

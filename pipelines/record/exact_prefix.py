@@ -25,7 +25,7 @@ from pipelines.record.sessions import Seen, Session
 from rollout_io.formats.parsing.bodies import NO_JSON
 from rollout_io.retokenize.messages import normalize
 from rollout_io.retokenize.tokenizer import ChatTokenizer
-from schemas.errors import RolloutError
+from schemas.errors import InputError, RolloutError
 
 PATH = "/v1/completions"
 MOST_CONVERSATIONS = 8
@@ -122,7 +122,7 @@ class ExactPrefix:
 
     def _continued(self, so_far: Conversation, new: Sequence[dict[str, Any]]) -> list[int]:
         if not new or any(message["role"] not in {"user", "system"} for message in new):
-            raise RolloutError("new messages", "chat", "none, or of other roles", "a user's")
+            raise InputError("new messages", "chat", "the new messages are not the user's")
         response = so_far.ids[len(so_far.ids) - so_far.num_sampled :]
         return so_far.ids + observation_ids(response, new, self._tokenizer)
 
@@ -227,7 +227,7 @@ def _limit(fields: Fields, room: int | None) -> int | None:
 
 def _plain(messages: object) -> list[dict[str, Any]]:
     if not isinstance(messages, list):
-        raise RolloutError("messages", "chat", type(messages).__name__, "a list")
+        raise InputError("messages", "chat", type(messages).__name__, "a list")
     plain = [normalize(message, f"message {i}") for i, message in enumerate(messages)]
     return [
         {k: v for k, v in message.items() if k == "content" or not _is_empty(v)}

@@ -29,7 +29,7 @@ from rollout_io.dataset.atomic_files import sync
 from rollout_io.formats.base import Input, Place, Rejected, Run
 from rollout_io.formats.calls import find_sessions
 from rollout_io.formats.parsing.jsonl import decode_line, read_lines
-from schemas.errors import RolloutError
+from schemas.errors import InputError
 
 FOLDER = ".recording"
 FOLDER_BYTES = 256 << 20
@@ -135,7 +135,7 @@ class Journal:
         """Write one line; it is on disk when this returns.
 
         Raises:
-            RolloutError: journal if it could not be written; then none of it is in the log.
+            InputError: journal if it could not be written; then none of it is in the log.
         """
         content = msgspec.json.encode(record).replace(b"\n", b" ").replace(b"\r", b" ")
         return await self._write(self._path(folder, name), content + b"\n")
@@ -144,7 +144,7 @@ class Journal:
         """Test whether writing works again after a failure; readers skip the blank lines.
 
         Raises:
-            RolloutError: As `append`.
+            InputError: As `append`.
         """
         if self.problem is not None:
             await self._write(self._path(self.folder, "calls"), b"\n" * 4096)
@@ -276,7 +276,7 @@ def _last_time(path: Path) -> float:
 
 def _fail(entry: _Entry, problem: str) -> None:
     if not entry.done.done():
-        hint = "free some space there"
-        error = RolloutError("journal", str(entry.path), problem, "a call that is written", hint)
+        hint = "free disk space, or make the directory writable"
+        error = InputError("journal", str(entry.path), f"cannot write: {problem}", hint=hint)
         entry.done.set_exception(error)
         entry.done.exception()

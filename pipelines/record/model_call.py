@@ -19,7 +19,7 @@ from pipelines.record.recorder import Recorder
 from pipelines.record.sessions import Session
 from pipelines.record.upstreams import Answered, Upstreams, passed_on, version_of
 from pipelines.record.wire import Exchange
-from schemas.errors import RolloutError
+from schemas.errors import EngineError, RolloutError
 
 ABORTED, BROKEN_OFF = "abort", "error"
 _SSE = "text/event-stream"
@@ -58,7 +58,8 @@ class Call:
         """Send the call, record the answer, and return it to the client.
 
         Raises:
-            RolloutError: engine_down, journal; engine_redirect, answer_encoding, answer_size.
+            EngineError: engine_down, engine_redirect, answer_encoding, answer_size.
+            InputError: journal.
         """
         try:
             await self._run()
@@ -164,13 +165,13 @@ class Call:
         try:
             content = await self.upstreams.whole(response)
         except BROKEN as error:
-            got = f"an answer that broke off ({type(error).__name__})"
-            raise RolloutError("engine_down", self.path, got, "a whole answer") from None
+            got = f"the connection broke before the answer was complete ({type(error).__name__})"
+            raise EngineError("engine_down", self.path, got) from None
         headers = passed_on(response)
         try:
             answer = Answer(content)
         except Unread:
-            self._unrecorded("answers that are no completions", self.path)
+            self._unrecorded("answers that are not completions", self.path)
             await self.exchange.answer(200, content, headers)
             return
         recorded = msgspec.Raw(content)
@@ -186,7 +187,7 @@ class Call:
     async def _pass_on(self, response: Answered) -> None:
         """Pass on an answer that cannot be recorded, or an error."""
         if response.status == 200:
-            self._unrecorded("an echo, a beam search or no JSON", self.path)
+            self._unrecorded("echo, beam-search and non-JSON requests", self.path)
         await self.exchange.begin(response.status, passed_on(response))
         try:
             async for content in self.upstreams.parts(response):

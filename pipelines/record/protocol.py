@@ -7,7 +7,7 @@ import asyncio
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from pipelines.record.wire import error_body, status_of
-from schemas.errors import RolloutError
+from schemas.errors import InputError
 
 HEAD_BYTES = 64 << 10
 HEAD_TIMEOUT_S = 60.0
@@ -37,8 +37,8 @@ class BoundedProtocol(HttpToolsProtocol):
         super().data_received(data)
         self._num_kept_bytes = 0 if self._has_moved else self._num_kept_bytes + len(data)
         if self._num_kept_bytes > HEAD_BYTES and not self.transport.is_closing():
-            got, most = f"headers of more than {HEAD_BYTES:,} bytes", f"at most {HEAD_BYTES:,}"
-            self._refuse(RolloutError("head_size", "the request", got, most))
+            got = f"the headers are larger than {HEAD_BYTES:,} bytes"
+            self._refuse(InputError("head_size", "request", got))
 
     def on_message_begin(self) -> None:
         """Start the timer with the first byte of a request."""
@@ -75,10 +75,10 @@ class BoundedProtocol(HttpToolsProtocol):
             self._timer = None
 
     def _late(self) -> None:
-        got, expected = "no whole head of a request", f"one in {HEAD_TIMEOUT_S:g} s"
-        self._refuse(RolloutError("head_timeout", "the connection", got, expected))
+        got = f"the headers did not arrive within {HEAD_TIMEOUT_S:g} s"
+        self._refuse(InputError("head_timeout", "request", got))
 
-    def _refuse(self, error: RolloutError) -> None:
+    def _refuse(self, error: InputError) -> None:
         self._stop_waiting()
         status, content = status_of(error), error_body(error)
         head = b"HTTP/1.1 %d %s\r\n" % (status, _REASONS[status])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
+import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,9 +29,10 @@ from rollout_io.formats.parsing.bodies import Request
 from rollout_io.formats.parsing.completions import read_choices
 from rollout_io.formats.parsing.streams import whole_response
 from rollout_io.formats.parsing.tokens import strict_ids
-from schemas.errors import RolloutError
+from schemas.errors import InputError, RolloutError, count
 from schemas.metadata import DatasetMetadata
 
+_LOG = logging.getLogger(__name__)
 MOST_A_SHARD, SHARD_BYTES = 1024, 64 << 20
 _ANSWER = msgspec.json.Decoder(LoggedAnswer)
 _TICK_S = 0.25
@@ -43,7 +44,7 @@ class Recorder:
     Args:
         settings: Settings.
         metadata: Metadata of the dataset.
-        tell: Receives warnings for the user.
+        tell: Receives warnings for the user; by default, they are logged.
 
     Attributes:
         metrics: Counters.
@@ -55,7 +56,7 @@ class Recorder:
         self,
         settings: RecordSettings,
         metadata: DatasetMetadata | None = None,
-        tell: Callable[[str], object] = sys.stderr.write,
+        tell: Callable[[str], object] = _LOG.warning,
     ) -> None:
         self.settings, self.metrics = settings, Metrics()
         self.journal = Journal(settings.out)
@@ -90,7 +91,7 @@ class Recorder:
             self.journal.folder += 1
             await self._remove_folders(self.journal.folders())
         except RolloutError as failed:
-            self.warn(str(failed), "what is not in shards is in the journal, for the next start")
+            self.warn(str(failed), "the journal keeps unwritten sessions for the next start")
         finally:
             self._lock.release()
 
@@ -108,12 +109,13 @@ class Recorder:
         """Report a problem once per kind."""
         if what not in self._said:
             self._said.add(what)
-            self._tell(f"warning: {what}: {text}\n")
+            self._tell(f"{what}: {text}")
 
     def refused(self, error: RolloutError) -> None:
         """Count a rejected request, and report the first of its kind."""
         self.metrics.refused.inc()
-        self.warn("a request was refused", f"{error} ({error.hint})" if error.hint else str(error))
+        hint = f" Hint: {error.hint}" if error.hint else ""
+        self.warn("a request was refused", f"{error}{hint}")
 
     async def _recover(self) -> None:
         found, written = await asyncio.to_thread(
@@ -135,7 +137,7 @@ class Recorder:
         """Return the session of a call; without a name, a new session for this call.
 
         Raises:
-            RolloutError: session_ended.
+            InputError: session_ended.
         """
         folder = self.journal.next_folder()
         if name is None:
@@ -146,7 +148,7 @@ class Recorder:
         """Open a session; without a repetition, with the first unused one.
 
         Raises:
-            RolloutError: session_open, session_ended, session_name.
+            InputError: session_open, session_ended, session_name.
         """
         if repetition_id is None:
             repetition_id = self.sessions.free_repetition(instance_id)
@@ -174,7 +176,7 @@ class Recorder:
             about: `time`, and `agent` and `policy_version` if known.
 
         Raises:
-            RolloutError: journal if it was not written.
+            InputError: journal if it was not written.
         """
         known = {name: value for name, value in about.items() if value is not None}
         record = {"session": session.name, **known, "request": request, "response": response}
@@ -200,7 +202,7 @@ class Recorder:
             prompt = _ids(steps[0].prompt_token_ids)
             seen = Seen(answer, prompt, [_ids(step.response_ids) for step in steps])
         except (RolloutError, msgspec.MsgspecError) as error:
-            self.warn("a call without usable tokens", f"its session will have failed: {error}")
+            self.warn("a call has no usable tokens", f"its session will count as failed: {error}")
             return None
         self.metrics.tokens.inc(sum(map(len, seen.responses)))
         if session.count(agent, seen):
@@ -215,19 +217,20 @@ class Recorder:
             said: `reward`, `error`, and numbers and texts by name.
 
         Raises:
-            RolloutError: session_ended if it ended with another outcome; reward_line; journal if
+            InputError: session_ended if it ended with another outcome; reward_line; journal if
                 the outcome was not written.
         """
         session = self.sessions.find(name)
         if session is None and not said.get("error") and not self.sessions.is_written(name):
-            hint = "one that made no call may end with an error"
-            raise RolloutError("unknown_session", name, "no such session", "one with a call", hint)
+            hint = "end a session without calls with an error, or send its calls first"
+            raise InputError("unknown_session", name, "the session has no calls", hint=hint)
         record = {"session": name, "reward": None, **said, **losses_of(session, said)}
         outcome = parse_outcome(record, f"session {name}")[1]
         if session is not None and session.outcome is not None:
             if session.outcome == outcome:
                 return session
-            raise RolloutError("session_ended", name, "another end of a session", "the same again")
+            got = "the session has already ended with a different outcome"
+            raise InputError("session_ended", name, got)
         session = session or self.sessions.open(name, self.journal.next_folder())
         session.outcome = outcome
         with session.calling():  # keep it out of shards until the outcome is durable
@@ -257,7 +260,7 @@ class Recorder:
         """Write ended sessions to shards.
 
         Raises:
-            RolloutError: output_file; the sessions are kept for the next attempt.
+            InputError: output_file; the sessions are kept for the next attempt.
         """
         async with self._flushing:
             ended = [s for s in self.sessions if s.outcome is not None and not s.num_under_way]
@@ -296,7 +299,7 @@ class Recorder:
                     last = time.monotonic()
                     await self.flush()
             except RolloutError as error:
-                self.warn(error.rule, f"{error}; it is tried again")
+                self.warn(error.rule, f"{error} Retrying.")
 
     async def _keep_losses(self) -> None:
         """Record which open sessions lack calls, for a later start that ends them."""
@@ -344,7 +347,7 @@ def losses_of(session: Session | None, said: Mapping[str, Any]) -> dict[str, Any
     if session is not None and session.num_fallbacks:
         found["exact_prefix_fallbacks"] = session.num_fallbacks
     if session is not None and session.num_lost and not said.get("error"):
-        found["error"] = f"calls_lost: {session.num_lost} calls could not be written"
+        found["error"] = f"calls_lost: {count(session.num_lost, 'call')} could not be written"
     return found
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
 import socket
-import sys
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from pipelines.record.exact_prefix import ExactPrefix
 from pipelines.record.recorder import Recorder
 from pipelines.record.settings import RecordSettings
 from rollout_io.retokenize.tokenizer import load_tokenizer
-from schemas.errors import RolloutError
+from schemas.errors import ConfigError
 from schemas.extras import requires_extra
 from schemas.metadata import DatasetMetadata
 
@@ -26,13 +25,13 @@ with requires_extra("record", "rollouts record"):
     from pipelines.origin_guard import Guard
     from pipelines.record.app import App
     from pipelines.record.protocol import BoundedProtocol
-    from pipelines.record.recorder_metrics import number
     from pipelines.record.upstreams import Upstreams
 
 from pipelines.generation.engines.http_pool import Limits
 
 _ATTEMPTS, _TIMEOUT_S, _BACKOFF_S, _STOP_S = 5, 3600.0, 0.2, 600
-_LINE_S = 1.0
+_STATUS_S = 1.0
+_LOG = logging.getLogger(__name__)
 
 
 class _Server(uvicorn.Server):
@@ -66,7 +65,7 @@ async def serving(
     host: str = "127.0.0.1",
     port: int = 0,
     metadata: DatasetMetadata | None = None,
-    tell: Callable[[str], object] = sys.stderr.write,
+    tell: Callable[[str], object] = _LOG.warning,
 ) -> AsyncIterator[Serving]:
     """Serve for as long as the block lasts; on exit, wait for running calls.
 
@@ -75,10 +74,11 @@ async def serving(
         host: Address to listen on.
         port: 0 picks a free one.
         metadata: Metadata of the dataset.
-        tell: Receives warnings for the user.
+        tell: Receives warnings for the user; by default, they are logged.
 
     Raises:
-        RolloutError: address if it cannot be bound; out_is_free, output_file.
+        ConfigError: address if it cannot be bound.
+        InputError: out_is_free, output_file.
     """
     with listen(host, port) as listener:
         async with _serving(settings, listener, host, metadata, tell) as served:
@@ -152,14 +152,25 @@ async def serve(
     port: int,
     metadata: DatasetMetadata,
     announce: Callable[[str], object],
+    show: Callable[[Recorder], object],
+    tell: Callable[[str], object],
 ) -> None:
     """Serve until SIGINT or SIGTERM; a second signal does not wait for running calls.
+
+    Args:
+        settings: Settings.
+        host: Address to listen on.
+        port: 0 picks a free one.
+        metadata: Metadata of the dataset.
+        announce: Receives the root URL once the recorder is ready.
+        show: Called every second while the recorder runs.
+        tell: Receives warnings for the user.
 
     Raises:
         RolloutError: As `serving`.
     """
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
-    async with serving(settings, host=host, port=port, metadata=metadata) as served:
+    async with serving(settings, host=host, port=port, metadata=metadata, tell=tell) as served:
 
         def stopped() -> None:
             served.server.force_exit = stop.is_set()
@@ -168,53 +179,10 @@ async def serve(
         for number_ in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number_, stopped)
         announce(served.url)
-        line = Line(served.recorder)
         while not stop.is_set():
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(stop.wait(), _LINE_S)
-            line.show()
-        line.close()
-
-
-class Line:
-    """Status line at the bottom of a terminal; without a terminal, prints nothing.
-
-    Args:
-        recorder: The recorder to show.
-    """
-
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder, self._is_shown = recorder, sys.stderr.isatty()
-        self._last = (time.monotonic(), 0.0, 0.0)
-
-    def show(self) -> None:
-        """Redraw the line."""
-        if self._is_shown:
-            sys.stderr.write(f"\r\x1b[K{self.text()}")
-            sys.stderr.flush()
-
-    def text(self) -> str:
-        """Return the line, with rates since the previous one."""
-        metrics = self._recorder.metrics
-        now_s, calls, tokens = time.monotonic(), number(metrics.calls), number(metrics.tokens)
-        before_s, before_calls, before_tokens = self._last
-        self._last = (now_s, calls, tokens)
-        elapsed_s = max(now_s - before_s, 1e-9)
-        parts = [
-            f"{self._recorder.sessions.num_open} sessions open",
-            f"{(calls - before_calls) / elapsed_s:,.1f} calls/s",
-            f"{(tokens - before_tokens) / elapsed_s:,.0f} tokens/s",
-            f"{number(metrics.drifts):,.0f} drifts",
-            f"{self._recorder.sessions.num_written:,} trajectories",
-        ]
-        if unrecorded := number(metrics.unrecorded):
-            parts.append(f"{unrecorded:,.0f} UNRECORDED")
-        return ", ".join(parts)
-
-    def close(self) -> None:
-        """Move past the line."""
-        if self._is_shown:
-            sys.stderr.write("\n")
+                await asyncio.wait_for(stop.wait(), _STATUS_S)
+            show(served.recorder)
 
 
 def _exact_prefix(
@@ -237,7 +205,7 @@ def listen(host: str, port: int) -> socket.socket:
     """Return a socket bound to an address.
 
     Raises:
-        RolloutError: address if it is in use, or not an address of this machine.
+        ConfigError: address if it is in use, or not an address of this machine.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
@@ -246,6 +214,7 @@ def listen(host: str, port: int) -> socket.socket:
         listener.bind((host, port))
     except OSError as error:
         listener.close()
-        got = (error.strerror or str(error)).lower()
-        raise RolloutError("address", f"{host}:{port}", got, "a free one", "--port 0") from None
+        reason = (error.strerror or str(error)).lower()
+        got, hint = f"cannot listen here: {reason}", "pass --port 0 to pick a free port"
+        raise ConfigError("address", f"{host}:{port}", got, hint=hint) from None
     return listener

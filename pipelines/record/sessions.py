@@ -16,7 +16,7 @@ from rollout_io.conversion.rewards import Outcome
 from rollout_io.formats.base import Place
 from rollout_io.formats.parsing.bodies import Response
 from rollout_io.formats.parsing.naming import split_session
-from schemas.errors import RolloutError
+from schemas.errors import InputError
 
 UNASSIGNED = "unassigned"
 ABANDONED = "session_abandoned"
@@ -149,7 +149,7 @@ class Sessions:
         """Return the session of a call, opening it at its first call.
 
         Raises:
-            RolloutError: session_ended.
+            InputError: session_ended.
         """
         session = self._live.get(name)
         if session is None:
@@ -162,16 +162,18 @@ class Sessions:
         """Open a session.
 
         Raises:
-            RolloutError: session_ended or session_open if the name is in use; too_many_sessions.
+            InputError: session_ended or session_open if the name is in use; too_many_sessions.
         """
         if name in self._live and self._live[name].outcome is None:
-            raise RolloutError("session_open", name, "a session that is open already", "a new one")
+            raise InputError("session_open", name, "the session is already open")
         if name in self._live or self.is_written(name):
             raise _ended(name, None)
         if len(self._live) >= MOST_SESSIONS:
-            got, most = f"{len(self._live):,} sessions that are in no shard", f"{MOST_SESSIONS:,}"
-            hint = "end sessions (POST .../end) that are done"
-            raise RolloutError("too_many_sessions", name, got, f"fewer than {most}", hint)
+            got = (
+                f"{len(self._live):,} sessions are open or waiting for a shard, which is the limit"
+            )
+            hint = "end finished sessions: POST .../end"
+            raise InputError("too_many_sessions", name, got, hint=hint)
         session = self._live[name] = Session(name=name, folder=folder)
         return session
 
@@ -216,9 +218,7 @@ def trajectory_id(name: str) -> str:
     return f"{instance_id}_{repetition_id}"
 
 
-def _ended(name: str, error: str | None) -> RolloutError:
+def _ended(name: str, error: str | None) -> InputError:
     why = f" ({error})" if error else ""
-    hint = "give the next run another repetition"
-    return RolloutError(
-        "session_ended", name, f"a session that has ended{why}", "an open one", hint
-    )
+    hint = "use a new repetition for the next run"
+    return InputError("session_ended", name, f"the session has ended{why}", hint=hint)

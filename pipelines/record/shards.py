@@ -66,7 +66,7 @@ class Shards:
         error and the steps that can be read. Its calls go to `rejected.jsonl`.
 
         Raises:
-            RolloutError: output_file; nothing was written.
+            InputError: output_file; nothing was written.
         """
         left, tables, rejected = self._tables([_with_calls(ended) for ended in sessions])
         # First try each session as it is, then as failed with its readable steps, then without
@@ -185,7 +185,7 @@ def _with_calls(ended: Ended) -> Ended:
 def _as_failed(ended: Ended, rejected: Sequence[Rejected]) -> Ended:
     places = set(ended.run.places)
     first = _first([one for one in rejected if one.place in places])
-    return _failed(ended, "session_unusable" if first is None else str(first))
+    return _failed(ended, "session_unusable" if first is None else first.failure)
 
 
 def _without_steps(ended: Ended, _: Sequence[Rejected]) -> Ended:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from urllib.parse import quote, unquote
 
 from rollout_io.formats.parsing.naming import split_session
-from schemas.errors import RolloutError
+from schemas.errors import InputError
 
 KEY_PREFIX = "sk-rollouts-"
 SESSION_HEADER = "x-rollouts-session"
@@ -48,7 +48,7 @@ def target_of(raw_path: str, headers: Mapping[str, str]) -> Target:
         headers: Headers by lower-case name.
 
     Raises:
-        RolloutError: session_name if there is no instance or repetition, or it is not UTF-8.
+        InputError: session_name if there is no instance or repetition, or it is not UTF-8.
 
     Example:
         >>> target_of("/s/math%2F12/3/checker/v1/models", {})
@@ -100,9 +100,10 @@ def _names(parts: Sequence[str], where: str) -> tuple[str, str | None]:
     try:
         plain = [unquote(part, errors="strict") for part in parts]
     except UnicodeDecodeError:
-        raise RolloutError("session_name", where, "bytes that are no UTF-8", "UTF-8") from None
+        raise InputError("session_name", where, "the session name is not UTF-8") from None
     if not 2 <= len(plain) <= 3 or not all(plain):
-        hint = "/s/INSTANCE/REPETITION[/AGENT]/v1, each part percent-encoded"
-        raise RolloutError("session_name", where, repr("/".join(plain)), "a session", hint)
+        hint = "use /s/INSTANCE/REPETITION[/AGENT]/v1 with percent-encoded parts"
+        got, expected = repr("/".join(plain)), "INSTANCE/REPETITION[/AGENT]"
+        raise InputError("session_name", where, got, expected, hint)
     instance, repetition = split_session(f"{plain[0]}/{plain[1]}", where)
     return f"{instance}/{repetition}", plain[2] if len(plain) == 3 else None

@@ -16,7 +16,7 @@ from pipelines.generation.engines.base import ENGINE_DOWN
 from pipelines.generation.engines.http_pool import BROKEN, Limits, by_preference, payload
 from pipelines.record.bounds import check_head, too_large
 from pipelines.record.connector import BoundedConnector
-from schemas.errors import RolloutError
+from schemas.errors import EngineError, count
 
 _AWAY = frozenset({502, 503})
 _NOT_PASSED_ON = frozenset(
@@ -64,7 +64,7 @@ class Upstreams:
         gone: Type of the error raised when no attempt at a call is answered.
     """
 
-    gone: type[RolloutError] = RolloutError
+    gone: type[EngineError] = EngineError
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class Upstreams:
             session: Calls with the same session go to the same engine as long as it answers.
 
         Raises:
-            RolloutError: engine_down if none answered; engine_redirect, answer_encoding.
+            EngineError: engine_down if none answered; engine_redirect, answer_encoding.
         """
         response = await self._open(method, path, body, self._headers(headers), session)
         try:
@@ -130,7 +130,7 @@ class Upstreams:
         """Yield the body of an answer as it arrives.
 
         Raises:
-            RolloutError: answer_size.
+            EngineError: answer_size.
         """
         num_bytes = response.content_length or 0
         if num_bytes <= self._max_answer_bytes:
@@ -147,7 +147,7 @@ class Upstreams:
         """Read the whole body of an answer.
 
         Raises:
-            RolloutError: answer_size.
+            EngineError: answer_size.
         """
         return b"".join([content async for content in self.parts(response)])
 
@@ -155,7 +155,7 @@ class Upstreams:
         """Return the engines' model, as the first engine that answers names it.
 
         Raises:
-            RolloutError: engine_down if none answered with a list of models; as `answer` and
+            EngineError: engine_down if none answered with a list of models; as `answer` and
                 `whole`.
         """
         if self._model is None:
@@ -163,8 +163,8 @@ class Upstreams:
                 try:
                     self._model = _MODELS.decode(await self.whole(response)).data[0]
                 except (*BROKEN, msgspec.MsgspecError, IndexError):
-                    got, expected = f"status {response.status}", "a list of models"
-                    raise RolloutError(ENGINE_DOWN, MODELS, got, expected) from None
+                    got = f"the engine returned no list of models (status {response.status})"
+                    raise EngineError(ENGINE_DOWN, MODELS, got) from None
         return self._model
 
     async def _open(
@@ -182,20 +182,20 @@ class Upstreams:
             try:
                 response = await self._once(url, method, path, body, headers)
             except BROKEN as error:
-                got = f"{type(error).__name__} {error}".strip()
+                reason = f"{type(error).__name__} {error}".strip()
             else:
                 is_last = attempt >= attempts or len(urls) == 1
                 if response.status not in _AWAY or is_last:
                     return response
-                got = f"status {response.status}"
+                reason = f"status {response.status}"
                 response.close()
             if attempt >= attempts:
                 break
             self._retried()
             await asyncio.sleep(0 if attempt < len(urls) else self._limits.wait_s(attempt))
-        hint = f"is the server up? {url}/health"
-        expected = f"an answer in one of {attempts} attempts"
-        raise self.gone(ENGINE_DOWN, url, got, expected, hint)
+        hint = f"check that the server is up: {url}/health"
+        got = f"no answer after {count(attempts, 'attempt')} ({reason})"
+        raise self.gone(ENGINE_DOWN, url, got, hint=hint)
 
     async def _once(
         self, url: str, method: str, path: str, body: bytes | None, headers: dict[str, str]

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from schemas.errors import RolloutError
+from schemas.errors import InputError, RolloutError
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -78,11 +78,21 @@ class Exchange:
         self.has_begun = False
         self.status = 0
 
+    def require(self, method: str) -> None:
+        """Reject any other method.
+
+        Raises:
+            InputError: method.
+        """
+        if self.method != method:
+            message = f"{self.raw_path}: method {self.method} is not allowed; use {method}"
+            raise InputError("method", self.raw_path, self.method, method, message=message)
+
     async def body(self, most_bytes: int) -> bytes:
         """Read the whole body.
 
         Raises:
-            RolloutError: request_size; body_timeout if nothing arrived for a minute.
+            InputError: request_size; body_timeout if nothing arrived for a minute.
             ConnectionError: If the client disconnected.
         """
         parts: list[bytes] = []
@@ -91,16 +101,16 @@ class Exchange:
             try:
                 message = await asyncio.wait_for(self._receive(), BODY_TIMEOUT_S)
             except TimeoutError:
-                got, expected = "no part of its body", f"one every {BODY_TIMEOUT_S:g} s"
-                raise RolloutError("body_timeout", self.raw_path, got, expected) from None
+                got = f"no part of the body arrived for {BODY_TIMEOUT_S:g} s"
+                raise InputError("body_timeout", self.raw_path, got) from None
             if message["type"] == "http.disconnect":
                 raise ConnectionError
             parts.append(message.get("body", b""))
             num_bytes += len(parts[-1])
             if num_bytes > most_bytes:
-                hint = "rollouts record --max-request-mb N"
-                got, most = f"a body of more than {most_bytes:,} bytes", f"at most {most_bytes:,}"
-                raise RolloutError("request_size", self.raw_path, got, most, hint)
+                hint = "raise the limit: rollouts record --max-request-mb N"
+                got = f"the body is larger than {most_bytes:,} bytes"
+                raise InputError("request_size", self.raw_path, got, hint=hint)
             if not message.get("more_body"):
                 return b"".join(parts)
 

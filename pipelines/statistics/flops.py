@@ -10,7 +10,7 @@ from typing import Any
 
 from pipelines.statistics.savings import Cost
 from rollout_io.dataset.opening import read_input
-from schemas.errors import RolloutError
+from schemas.errors import InputError, RolloutError
 
 # Config keys of architectures whose parameters `_params` would count wrongly.
 _UNCOUNTED = ("kv_lora_rank", "n_shared_experts", "linear_num_value_heads", "mamba_d_state")
@@ -63,7 +63,7 @@ def read_model_shape(path: str, num_params: float | None = None) -> ModelShape:
         num_params: Overrides the counted number of parameters.
 
     Raises:
-        RolloutError: `input_file` if there is no such file; `model_config` if it lacks the sizes.
+        InputError: `input_file` if there is no such file; `model_config` if it lacks the sizes.
     """
     file = Path(path) / "config.json"
     config = _read(file)
@@ -75,22 +75,23 @@ def read_model_shape(path: str, num_params: float | None = None) -> ModelShape:
             num_params=params, num_layers=config["num_hidden_layers"], attention_width=width
         )
     except (KeyError, TypeError, ZeroDivisionError) as error:
-        got = f"no usable {error}" if isinstance(error, KeyError) else str(error)
-        hint = "leave --model out and give the number of parameters: --params 1.5e9"
-        expected = "layers, heads and sizes of a decoder with gated MLPs"
-        raise RolloutError("model_config", str(file), got, expected, hint) from None
+        got = f"cannot count the parameters of this model: {error}"
+        if isinstance(error, KeyError):
+            got = f"cannot count the parameters of this model: the key {error} is missing"
+        hint = "omit --model and pass the number of parameters: --params 1.5e9"
+        raise InputError("model_config", str(file), got, hint=hint) from None
 
 
 def _read(file: Path) -> Mapping[str, Any]:
-    hint = "give the directory of a Hugging Face model, or --params 1.5e9"
+    hint = "pass the directory of a Hugging Face model, or --params 1.5e9"
     try:
         config = json.loads(read_input(file))
     except RolloutError as error:
         raise error.at(error.where, hint) from None
     except ValueError:
-        raise RolloutError("input_file", str(file), "not JSON", "a config.json", hint) from None
+        raise InputError("input_file", str(file), "the file is not JSON", hint=hint) from None
     if not isinstance(config, dict):
-        raise RolloutError("input_file", str(file), "not an object", "a config.json", hint)
+        raise InputError("input_file", str(file), "the file is not a JSON object", hint=hint)
     text = config.get("text_config")
     return text if isinstance(text, dict) else config
 
@@ -98,7 +99,7 @@ def _read(file: Path) -> Mapping[str, Any]:
 def _params(config: Mapping[str, Any], width: int) -> float:
     for name in _UNCOUNTED:
         if config.get(name):
-            raise KeyError(f"count for a model with {name}")
+            raise TypeError(f"it has {name}")
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     key_width = width // heads * (config.get("num_key_value_heads") or heads)
     attention = 2 * hidden * (width + key_width)

@@ -9,7 +9,7 @@ from typing import Any, Protocol, Self
 import numpy as np
 import numpy.typing as npt
 
-from schemas.errors import RolloutError
+from schemas.errors import ConfigError
 from schemas.metadata import LogprobsMode
 
 ENGINE_DOWN = "engine_down"
@@ -36,7 +36,7 @@ class Sampling:
         extra: Further fields of the request, with the engine's names.
 
     Raises:
-        RolloutError: sampling if an engine cannot sample with a value.
+        ConfigError: sampling if an engine cannot sample with a value.
     """
 
     temperature: float = 1.0
@@ -52,14 +52,14 @@ class Sampling:
         top_k = self.top_k is None or self.top_k >= 1
         for name, holds, expected in (
             ("temperature", 0 <= self.temperature < float("inf"), "a finite number of at least 0"),
-            ("top_p", 0 < self.top_p <= 1, "above 0, at most 1"),
-            ("top_k", top_k, "at least 1; leave it out to sample from all tokens"),
-            ("min_p", 0 <= self.min_p < 1, "at least 0, below 1"),
+            ("top_p", 0 < self.top_p <= 1, "a number above 0, at most 1"),
+            ("top_k", top_k, "at least 1, or None for all tokens"),
+            ("min_p", 0 <= self.min_p < 1, "a number of at least 0, below 1"),
             ("max_tokens", self.max_tokens >= 1, "at least 1"),
-            ("stop", all(self.stop), "no empty string"),
+            ("stop", all(self.stop), "non-empty strings"),
         ):
             if not holds:
-                raise RolloutError("sampling", name, repr(getattr(self, name)), expected)
+                raise ConfigError("sampling", name, repr(getattr(self, name)), expected)
 
     @property
     def truncates(self) -> bool:
@@ -138,7 +138,7 @@ class Engine(Protocol):
                 prefix.
 
         Raises:
-            RolloutError: engine_down if there is no answer after all retries; context_length if the
+            EngineError: engine_down if there is no answer after all retries; context_length if the
                 prompt leaves no room for a response; engine_refused if the request is invalid;
                 engine_answer if the answer lacks something, with what it lacks.
         """
@@ -163,8 +163,8 @@ class Engine(Protocol):
             session: As in `sample`.
 
         Raises:
-            RolloutError: As in `sample`; chat_template if the template does not accept the
-                messages.
+            EngineError: As in `sample`.
+            InputError: chat_template if the template does not accept the messages.
         """
         ...
 
@@ -179,7 +179,7 @@ class Engine(Protocol):
             policy_version: Version number of the new weights.
 
         Raises:
-            RolloutError: engine_down; model_directory; engine_refused or model_load if the engine
-                cannot load the weights.
+            EngineError: engine_down; engine_refused if the engine cannot load the weights.
+            InputError: model_directory; model_load.
         """
         ...

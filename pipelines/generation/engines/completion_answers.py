@@ -14,7 +14,7 @@ from rollout_io.formats.parsing.bodies import Request, Response
 from rollout_io.formats.parsing.completions import read_choices
 from rollout_io.formats.parsing.jsonl import decode_line
 from rollout_io.formats.parsing.tokens import logprob_array, strict_ids, token_ids, usage_differs
-from schemas.errors import RolloutError
+from schemas.errors import EngineError, RolloutError
 
 _RESPONSE = msgspec.json.Decoder(Response)
 _ABORTED = "abort"
@@ -33,7 +33,7 @@ def read_sampled(
         sent: Ids of the prompt, if ids were sent: the answer must report the same.
 
     Raises:
-        RolloutError: engine_answer, with what is missing or inconsistent.
+        EngineError: engine_answer, with what is missing or inconsistent.
     """
     try:
         response = decode_line(_RESPONSE, body, where)
@@ -46,32 +46,35 @@ def read_sampled(
             raise
         got = f"{error.got} ({error.rule})"
         hint = error.hint if error.rule == "no_token_ids" else None
-        raise RolloutError("engine_answer", where, got, error.expected, hint) from None
+        message = f"{error.sentence.removesuffix('.')} ({error.rule})"
+        raise EngineError(
+            "engine_answer", where, got, error.expected, hint, message=message
+        ) from None
 
 
 def _sampled(
     steps: Sequence[Step], body: bytes, where: str, policy_version: int, sent: Sequence[int] | None
 ) -> Sampled:
     if len(steps) != 1:
-        raise RolloutError("engine_answer", where, f"{len(steps)} choices", "1")
+        raise EngineError("engine_answer", where, f"{len(steps)} choices", "1")
     step = steps[0]
     prompt, response = (
         _ids(step.prompt_token_ids, "prompt", where),
         _ids(step.response_ids, "response", where),
     )
     if sent is not None and prompt != list(sent):
-        got = f"a prompt of {len(prompt)} tokens that are not the {len(sent)} that were sent"
-        raise RolloutError("engine_answer", where, got, "the ids that were sent")
+        got = f"the engine's {len(prompt)} prompt ids differ from the {len(sent)} that were sent"
+        raise EngineError("engine_answer", where, got)
     for what, ids, number in zip(
         ("prompt", "response"), (prompt, response), step.num_counted, strict=True
     ):
         if number not in {None, len(ids)}:
             raise usage_differs(what, len(ids), number or 0, where)
     if step.rollout_logprobs is None:
-        hint = "the server must honour `logprobs`"
-        raise RolloutError("engine_answer", where, "no log-probabilities", "one per token", hint)
+        got, hint = "the answer has no log-probabilities", "use a server that supports `logprobs`"
+        raise EngineError("engine_answer", where, got, hint=hint)
     if step.stop_reason is None:
-        raise RolloutError("engine_answer", where, "no finish_reason", "why the response ended")
+        raise EngineError("engine_answer", where, "the answer has no finish_reason")
     logprobs = logprob_array(step.rollout_logprobs.tolist(), len(response), where)
     return Sampled(
         prompt_token_ids=prompt,

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Self
 import msgspec
 
 from pipelines.generation.engines.base import CONTEXT_LENGTH, ENGINE_DOWN
-from schemas.errors import RolloutError
+from schemas.errors import EngineError, count
 from schemas.extras import requires_extra
 
 with requires_extra("generate", "an engine over HTTP"):
@@ -66,6 +66,16 @@ class Limits:
         """Compute the wait after attempt number `attempt` (from 1), in seconds."""
         backoff_s: float = self.backoff_s * 2 ** min(attempt - 1, 60)
         return min(max(backoff_s, asked_s), self.max_backoff_s) * random.uniform(0.5, 1.5)
+
+
+class ServerError(EngineError):
+    """All attempts at a call failed.
+
+    Attributes:
+        status: HTTP status of the last answer; None if there was none.
+    """
+
+    status: int | None = None
 
 
 class _Answer(NamedTuple):
@@ -127,7 +137,7 @@ class Servers:
                 servers take turns.
 
         Raises:
-            RolloutError: engine_down, context_length, engine_refused.
+            EngineError: engine_down, context_length, engine_refused.
         """
         urls = self._order(session)
         headers = {} if session is None else {"X-Session-ID": session}
@@ -158,7 +168,7 @@ class Servers:
         attempts: int,
     ) -> bytes:
         for attempt in itertools.count(1):
-            root, asked_s = urls[(attempt - 1) % len(urls)], 0.0
+            root, asked_s, status = urls[(attempt - 1) % len(urls)], 0.0, None
             url = root + path
             try:
                 await self.welcome_back(root)
@@ -173,14 +183,17 @@ class Servers:
                     return answer.content
                 if answer.status < 500 and answer.status not in {408, 429}:
                     raise _refused(url, answer)
-                got = f"status {answer.status}: {_message(answer)}"
+                status = answer.status
+                got = f"status {status}: {_message(answer)}"
                 asked_s = _seconds(answer.retry_after)
             if attempt >= attempts:
                 break
             await asyncio.sleep(self.limits.wait_s(attempt, asked_s))
-        hint = f"is the server up? {url.partition('/v1')[0]}/health"
-        expected = f"an answer in one of {attempts} attempts"
-        raise RolloutError(ENGINE_DOWN, url, got, expected, hint)
+        hint = f"check that the server is up: {url.partition('/v1')[0]}/health"
+        got = f"no usable answer after {count(attempts, 'attempt')}: {got}"
+        failure = ServerError(ENGINE_DOWN, url, got, hint=hint)
+        failure.status = status
+        raise failure
 
     def lose(self, *roots: str) -> None:
         """Mark servers whose connections failed."""
@@ -239,16 +252,17 @@ def payload(body: bytes) -> bytes | io.BytesIO:
     return body if len(body) < _LARGE_BYTES else io.BytesIO(body)
 
 
-def _refused(url: str, answer: _Answer) -> RolloutError:
+def _refused(url: str, answer: _Answer) -> EngineError:
     message = _message(answer)
     if any(words in message for words in _NO_ROOM):
-        return RolloutError(CONTEXT_LENGTH, url, message, "a prompt that leaves room to respond")
+        return EngineError(CONTEXT_LENGTH, url, f"the prompt leaves no room to respond: {message}")
     hint = None
     if "tool" in message and "--" in message:
         hint = "start the server with --enable-auto-tool-choice --tool-call-parser NAME"
     if answer.status in {404, 405} and "/v1/" not in url:
         hint = "start the server with VLLM_SERVER_DEV_MODE=1 in its environment"
-    return RolloutError("engine_refused", url, f"status {answer.status}: {message}", "", hint)
+    got = f"status {answer.status}: {message}"
+    return EngineError("engine_refused", url, got, hint=hint)
 
 
 def _message(answer: _Answer) -> str:

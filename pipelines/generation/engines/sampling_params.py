@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipelines.generation.config import GenerateConfig
-from schemas.errors import RolloutError
+from schemas.errors import InputError
 
 _CONFIG_KEYS = {
     "max_tokens": "max_response_tokens",
@@ -47,8 +47,8 @@ def with_sampling_params(config: GenerateConfig, params: Mapping[str, Any]) -> G
     """Return a configuration with the `sampling_params` of a GeneratorInput, in vLLM's names.
 
     Raises:
-        RolloutError: generator_input if it asks for several samples per prompt; config_value,
-            sampling.
+        InputError: generator_input if it asks for several samples per prompt.
+        ConfigError: config_value, sampling.
 
     Example:
         >>> changed = with_sampling_params(
@@ -58,9 +58,9 @@ def with_sampling_params(config: GenerateConfig, params: Mapping[str, Any]) -> G
         (8, None, {'bad_words': ['a']})
     """
     if params.get("n", 1) != 1:
-        expected = "1: repeat the prompt, each with its repetition_id"
+        hint = "repeat the prompt instead, each time with a different repetition_id"
         where, got = "GeneratorInput, sampling_params", f"n = {params['n']}"
-        raise RolloutError("generator_input", where, got, expected)
+        raise InputError("generator_input", where, got, "n = 1", hint)
     changes: dict[str, Any] = {}
     extra = dict(config.sampling_extra)
     for name, value in params.items():

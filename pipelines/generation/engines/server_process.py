@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Self
 
 from pipelines.generation.process_groups import Watch, signal_group
-from schemas.errors import RolloutError
+from schemas.errors import EngineError
 
 _STOP_S = 30.0
 
@@ -82,7 +82,7 @@ class VllmServer:
         """Start the server and wait until it answers.
 
         Raises:
-            RolloutError: engine_start if it exits or does not answer in time, with its last output.
+            EngineError: engine_start if it exits or does not answer in time, with its last output.
         """
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
@@ -99,12 +99,11 @@ class VllmServer:
         while not self._answers():
             code = self._process.poll()
             if code is not None or time.monotonic() > deadline:
-                late = f"no answer within {self._start_timeout_s:g} s"
-                got = late if code is None else f"exit status {code}"
-                hint = "its last words: " + " | ".join(self._last_lines(5))
-                raise RolloutError(
-                    "engine_start", str(self.log), got, "a server that answers", hint
-                )
+                got = f"vLLM did not start within {self._start_timeout_s:g} s"
+                if code is not None:
+                    got = f"vLLM ended with exit status {code}"
+                hint = "read the end of its log: " + " | ".join(self._last_lines(5))
+                raise EngineError("engine_start", str(self.log), got, hint=hint)
             time.sleep(0.2)
 
     def stop(self, *, kill: bool = False) -> None:

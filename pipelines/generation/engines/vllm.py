@@ -11,9 +11,9 @@ import msgspec
 
 from pipelines.generation.engines.base import ENGINE_DOWN, Sampled, Sampling
 from pipelines.generation.engines.completion_answers import read_sampled
-from pipelines.generation.engines.http_pool import Limits, Servers
+from pipelines.generation.engines.http_pool import Limits, ServerError, Servers
 from rollout_io.formats.parsing.jsonl import decode_line
-from schemas.errors import RolloutError
+from schemas.errors import ConfigError, EngineError, InputError, count
 from schemas.metadata import LogprobsMode
 
 _COMPLETIONS, _CHAT = "/v1/completions", "/v1/chat/completions"
@@ -139,17 +139,18 @@ class VllmEngine:
         initial weights. A path that is not a model directory is rejected here: vLLM would exit.
         """
         if not any(Path(path).glob("*.safetensors")):
-            got, expected = "no *.safetensors", "a Hugging Face model directory"
-            raise RolloutError("model_directory", path, got, expected)
+            got = "not a Hugging Face model directory: it has no *.safetensors"
+            raise InputError("model_directory", path, got)
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(Path(path).absolute())}}
         try:
             await self.servers.call_each("/collective_rpc", body)
-        except RolloutError as error:
-            if not error.got.startswith("status 500"):
+        except ServerError as error:
+            if error.status != 500:
                 raise
-            expected, hint = "weights that vLLM loads", "the path must be one that the server reads"
-            # Cached keys and values are those of the old weights.
-            raise RolloutError("engine_refused", path, error.got, expected, hint) from None
+            got = f"vLLM cannot load the weights: {error.got}"
+            hint = "use a path that the server can read"
+            raise EngineError("engine_refused", path, got, hint=hint) from None
+        # Cached keys and values come from the old weights.
         await self.servers.call_each("/reset_prefix_cache", {})
         self.servers.when_returned = [("/collective_rpc", body), ("/reset_prefix_cache", {})]
         self.policy_version = policy_version
@@ -165,8 +166,8 @@ class VllmEngine:
         usual = fields | sampling_fields(sampling) | {"model": self._model}
         clash = sampling.extra.keys() & (usual.keys() | {"cache_salt"})
         if clash:
-            expected = "fields that are not set already"
-            raise RolloutError("sampling", "extra", ", ".join(sorted(clash)), expected)
+            got = f"these fields are already set: {', '.join(sorted(clash))}"
+            raise ConfigError("sampling", "extra", got)
         version = self.policy_version
 
         def body() -> dict[str, Any]:
@@ -182,8 +183,8 @@ class VllmEngine:
             if sampled is not None:
                 return sampled
             await asyncio.sleep(limits.wait_s(attempt))
-        got = f"{limits.max_attempts} responses that the engine aborted"
-        raise RolloutError(ENGINE_DOWN, path, got, "a whole one")
+        got = f"the engine aborted {count(limits.max_attempts, 'response')}"
+        raise EngineError(ENGINE_DOWN, path, got)
 
     async def _probe(self) -> LogprobsMode:
         """Find out whether the top log-probability depends on the temperature."""
@@ -192,8 +193,9 @@ class VllmEngine:
             # Nearer to 0 the token is almost certain, and a temperature would hardly change it.
             if usual < -0.1:
                 return "processed" if abs(sharp - usual) > 0.05 else "raw"
-        hint = 'say so: logprobs_mode="raw", which is vLLM\'s default, or "processed"'
-        raise RolloutError("engine_answer", _COMPLETIONS, "unclear log-probabilities", "", hint)
+        hint = 'pass logprobs_mode="raw" (vLLM\'s default) or "processed"'
+        got = "cannot tell raw from processed log-probabilities"
+        raise EngineError("engine_answer", _COMPLETIONS, got, hint=hint)
 
     async def _top(self, prompt: list[int], temperature: float) -> float:
         fields = sampling_fields(Sampling(temperature=temperature, max_tokens=1))
@@ -204,7 +206,7 @@ class VllmEngine:
         if not found or max(found) > 0:
             hint = "start the server with --logprobs-mode raw_logprobs or processed_logprobs"
             expected = "log-probabilities"
-            raise RolloutError("engine_answer", _COMPLETIONS, f"{found}", expected, hint)
+            raise EngineError("engine_answer", _COMPLETIONS, f"{found}", expected, hint)
         return max(found)
 
 
@@ -229,6 +231,7 @@ def sampling_fields(sampling: Sampling) -> dict[str, Any]:
 def _one_model(listed: Sequence[_Models]) -> str:
     names = [models.data[0].id if models.data else None for models in listed]
     if None in names or len(set(names)) != 1:
-        got, hint = ", ".join(map(str, names)), "or name the model"
-        raise RolloutError("engine_answer", "/v1/models", got, "the same model everywhere", hint)
+        got, hint = ", ".join(map(str, names)), "pass model=NAME"
+        message = f"/v1/models: the servers do not serve the same model: {got}"
+        raise EngineError("engine_answer", "/v1/models", got, hint=hint, message=message)
     return str(names[0])

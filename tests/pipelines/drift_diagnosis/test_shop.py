@@ -88,7 +88,7 @@ def test_the_verb_shows_the_text_on_both_sides(shop_dataset, smollm2_dir, capfd)
     assert "Hint: edited: the harness changes messages" in printed.out
     assert "shop-2_0 step 1 (main): edited, at token 61 of step 0, 11 tokens lost" in printed.out
     assert r"The correct answer is 17. | \n\n5 + 9 = 17. -> " in printed.out
-    assert "1 of 41 breaks listed" in printed.err
+    assert "listed 1 of 41 breaks" in printed.err
 
 
 @pytest.mark.model
@@ -115,7 +115,7 @@ def test_another_tokenizer_than_the_datasets_is_remarked_on(tmp_path, smollm2_di
         writer.write(pa.table(STEPS))
     assert run(["drift", str(tmp_path / "ds"), "--tokenizer", str(smollm2_dir)]) == 0
     printed = capfd.readouterr()
-    assert "is not the tokenizer that this dataset was made with" in printed.err
+    assert "this dataset was made with a different tokenizer than" in printed.err
     assert "1 steps follow another step of their trajectory: 1 continue it" in printed.out
 
 

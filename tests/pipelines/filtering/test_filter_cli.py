@@ -35,8 +35,10 @@ def test_a_filtered_dataset_says_how_it_was_made_and_what_went(shop_dataset, tmp
     assert run(["filter", str(shop_dataset), *arguments]) == 0
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert "zero variance: 20 of 48 trajectories dropped, 5 of 12 groups whole" in printed.err
-    assert "overlong: 12 of 28 trajectories masked, 1 of 7 groups whole" in printed.err
+    assert (
+        "zero variance: 20 of 48 trajectories dropped, with 5 of 12 complete groups" in printed.err
+    )
+    assert "overlong: 12 of 28 trajectories masked, with 1 of 7 complete groups" in printed.err
     assert f"next: rollouts stats {out}" in printed.err
     assert check(rows(out)).is_empty()
     made = rollout_io.read_metadata(out).made_by[-1]
@@ -150,7 +152,7 @@ def test_datasets_of_different_tokenizers_do_not_mix(tmp_path, capsys):
     ]
     out = tmp_path / "out"
     assert run(["filter", paths[0], "--mix", paths[1], "--out", str(out)]) == 1
-    assert "different tokenizer_fingerprint" in capsys.readouterr().err
+    assert "the datasets differ in tokenizer_fingerprint" in capsys.readouterr().err
     assert not out.exists()
 
 

@@ -176,7 +176,8 @@ def test_a_failed_trajectory_of_unknown_version_stays():
 
 def test_staleness_without_versions_is_refused():
     with pytest.raises(
-        RolloutError, match=r"staleness <= 0: found column 'policy_ver.*\[known_column\]"
+        RolloutError,
+        match=r"staleness <= 0: the dataset has no column 'policy_ver.*\[known_column\]",
     ):
         judge(table(*one_step(1.0)), [stale(1, 0)])
 

@@ -56,7 +56,7 @@ def test_an_overlong_group_of_one_may_be_all_there_is():
 
 def test_masking_by_stop_reasons_that_are_not_recorded_is_refused():
     with pytest.raises(
-        RolloutError, match=r"overlong: found column 'stop_reason'.*\[known_column\]"
+        RolloutError, match=r"overlong: the dataset has no column 'stop_reason'.*\[known_column\]"
     ):
         apply_masks(table(*one_step(1.0)), [overlong()])
 

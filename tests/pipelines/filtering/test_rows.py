@@ -78,7 +78,7 @@ def test_keeping_no_row_is_refused():
 
 def test_a_table_with_a_step_twice_is_refused():
     with pytest.raises(
-        RolloutError, match=r"trajectory 'a_0': found step 0 twi.*\[step_index_sequence\]"
+        RolloutError, match=r"trajectory 'a_0': step 0 occurs twi.*\[step_index_sequence\]"
     ):
         keep_rows(pl.concat([pl.from_arrow(AGENTS)] * 2), "step_index >= 0")
 

@@ -99,9 +99,9 @@ def test_a_line_of_tasks_ends_at_its_newline_whatever_else_is_in_it(tmp_path):
         ("{", "t.jsonl:2"),
         ("[]", "found list; expected an object"),
         ('{"prompt": []}', "found prompt []"),
-        ("{}", "found no `prompt`"),
+        ("{}", "the key `prompt` is missing"),
         ('{"prompt": [{"content": "a"}]}', "without a role"),
-        ('{"prompt": "a", "instance_id": 0}', "'0' again"),
+        ('{"prompt": "a", "instance_id": 0}', "'0' occurs twice"),
         ('{"prompt": "a", "env_class": 3}', "env_class 3"),
     ],
 )

@@ -35,7 +35,7 @@ def rewards_of(finished):
             {"how": "surrogate"},
             "env_raised: trajectory 't0_0', step 1: ValueError: \\ud83d",
         ),
-        ({"how": "hang"}, "env_timeout: trajectory 't0_0', step 1: nothing after 0.3 s"),
+        ({"how": "hang"}, "env_timeout: trajectory 't0_0', step 1: no result within 0.3 s"),
         ({"how": "raise", "at": "init"}, "env_raised: trajectory 't0_0', init: KeyError"),
         ({"how": "hang", "at": "init"}, "env_timeout: trajectory 't0_0', init"),
         *[({"how": how}, "env_output: trajectory 't0_0', step 1") for how in NONSENSE],
@@ -100,10 +100,10 @@ def test_an_environment_that_does_not_close_costs_a_warning_alone(engine, tokeni
         ("raise", "agent_raised: trajectory 't0_0': OSError: no sandbox", 1),
         ("exit", "agent_raised: trajectory 't0_0': RuntimeError: SystemExit: 3", 1),
         ("huge", "agent_reward: trajectory 't0_0': found 1000", 1),
-        ("hang", "agent_timeout: trajectory 't0_0': nothing after 1 s", 1),
+        ("hang", "agent_timeout: trajectory 't0_0': no result within 1 s", 1),
         ("nonsense", "agent_reward: trajectory 't0_0': found 'good'", 1),
         ("nan", "agent_reward: trajectory 't0_0': found nan", 1),
-        ("silent", "agent_calls: trajectory 't0_0': found no call", 0),
+        ("silent", "agent_calls: trajectory 't0_0': the agent made no call of the model", 0),
     ],
 )
 def test_a_broken_agent_fails_its_trajectory_by_name_and_its_calls_stay(
@@ -176,7 +176,7 @@ def test_a_module_that_does_not_import_is_refused_with_its_own_error(
     name = f"broken_{len(source)}"
     (tmp_path / f"{name}.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(RolloutError, match=f"{name}:Env: found {got}") as error:
+    with pytest.raises(RolloutError, match=f"{name}:Env: cannot import it: {got}") as error:
         environment_class(f"{name}:Env")
     assert error.value.hint == ""
 
@@ -194,15 +194,15 @@ def test_an_unknown_environment_or_agent_is_refused_before_anything_is_sampled(e
         ({"environment": "tests.helpers.generation_helpers:Nothing"}, "tests"),
         (
             {"environment": "tests.nowhere:Env"},
-            "tests.nowhere:Env: found ModuleNotFound",
+            "tests.nowhere:Env: cannot import it: ModuleNotFound",
         ),
-        ({"environment": None}, "task: found no environment"),
+        ({"environment": None}, "task: no environment is set"),
     ):
         generator = Generator(engine, tokenizer, config_of(**settings))
         with pytest.raises(RolloutError) as error:
             generator.check(tasks_of())
         assert str(error.value).startswith(got)
-    for name, got in (("not_async", "not async"), ("ASK", "a list")):
+    for name, got in (("not_async", "not an `async def`"), ("ASK", "a list")):
         with pytest.raises(RolloutError, match=got):
             Generator(engine, tokenizer, config_of(agent=f"{HERE}:{name}"))
 

@@ -75,7 +75,7 @@ def test_a_server_that_ends_at_once_is_an_error_with_its_last_words(tmp_path):
     stand_in(tmp_path, ENDS)
     with pytest.raises(RolloutError, match="exit status 1") as error, server_of(tmp_path):
         pass
-    assert error.value.hint == "its last words: starting | no such model"
+    assert error.value.hint == "read the end of its log: starting | no such model"
 
 
 def test_a_server_ends_when_the_process_that_started_it_is_killed(tmp_path):

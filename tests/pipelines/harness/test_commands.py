@@ -56,7 +56,7 @@ def test_a_field_that_no_task_has_is_refused_before_anything_runs():
     ],
 )
 def test_a_task_puts_no_code_into_a_script(command):
-    with pytest.raises(RolloutError, match="would be run as code"):
+    with pytest.raises(RolloutError, match="the task's text as code"):
         find_harness(command)
 
 

@@ -11,9 +11,11 @@ def test_the_verb_says_what_is_missing_or_wrong(capsys, tmp_path):
     assert run(["record", *given]) == 1
     assert "output_file" in capsys.readouterr().err
     assert run(["record", "--upstream", "http://127.0.0.1:9", "--out", "memory://ds"]) == 1
-    assert "a local one" in capsys.readouterr().err
+    assert "needs a local directory" in capsys.readouterr().err
     assert run(["record", "--upstream", "127.0.0.1:9", "--out", str(tmp_path / "ds")]) == 1
-    assert "found 127.0.0.1:9; expected http://HOST:PORT/v1" in capsys.readouterr().err
+    assert (
+        "found '127.0.0.1:9'; expected a URL such as http://HOST:PORT/v1" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("host", ["256.0.0.1", "192.0.2.1"])

@@ -121,7 +121,7 @@ def test_one_recorder_at_a_time(tmp_path, monkeypatch):
 
     async def main():
         async with recording(tmp_path / "ds", "http://127.0.0.1:9"):
-            with pytest.raises(RolloutError, match="another recorder at work"):
+            with pytest.raises(RolloutError, match="another recorder is writing"):
                 async with recording(tmp_path / "ds", "http://127.0.0.1:9"):
                     pass
 

@@ -80,7 +80,7 @@ def test_stats_are_printed_section_by_section(shop_dataset, capsys):
     assert titles == [
         *("rows", "trajectories", "rewards", "stop reasons of rows"),
         *("per step", "per trajectory", "per group"),
-        "savings: what each layout would forward",
+        "savings: tokens that each layout forwards",
     ]
     assert ["reward_mean", "0.25"] in [line.split() for line in printed.splitlines()]
 
