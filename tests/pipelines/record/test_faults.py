@@ -376,7 +376,7 @@ def test_once_there_is_room_again_calls_are_recorded_and_what_was_lost_is_said(t
 
     with running(FakeEngine()) as url:
         asyncio.run(main(url))
-    lost = "calls_lost: 1 calls could not be written"
+    lost = "calls_lost: 1 call could not be written"
     expected = (1.0, None) if on_full == "refuse" else (None, lost)
     assert outcomes(tmp_path / "ds") == {"a_0": expected}
     assert len(rows(tmp_path / "ds", "response_ids")) == 2
@@ -396,7 +396,7 @@ def test_what_was_lost_is_said_by_the_next_recorder_too(tmp_path):
 
     with running(FakeEngine()) as url:
         asyncio.run(main(url))
-    lost = "calls_lost: 1 calls could not be written"
+    lost = "calls_lost: 1 call could not be written"
     assert outcomes(tmp_path / "ds") == {"a_0": (None, lost)}
 
 
