@@ -12,7 +12,7 @@ import polars as pl
 from pipelines.filtering.filters import lot
 from pipelines.rewards import place_token_rewards
 from pipelines.tables import Frame, as_lazy
-from schemas.errors import ConfigError, InputError, count
+from schemas.errors import ConfigError, InputError, InvariantError, count
 
 _POSITION = "position in the mixture"
 _COUNTS = ("dataset", "num_groups_before", "num_groups", "num_trajectories")
@@ -48,8 +48,8 @@ def mix(
         The mixed rows; and per dataset: dataset, num_groups_before, num_groups, num_trajectories.
 
     Raises:
-        InputError: `unique_group`, `enough_groups`, `nothing_left`, or `columns_and_types` if a
-            column has different types.
+        InputError: `unique_group`, `enough_groups`, `nothing_left`.
+        InvariantError: `columns_and_types` if a column has different types.
         ConfigError: `shares`.
 
     Example:
@@ -188,13 +188,13 @@ def _common_schema(frames: Mapping[str, pl.LazyFrame]) -> pl.Schema:
             # Nested types may have a common supertype (structs with more fields): concat decides.
             if known != kind and not (known.is_nested() and kind.is_nested()):
                 where = f"{name}, column {column!r}"
-                raise InputError("columns_and_types", where, f"type {kind}", f"{known}")
+                raise InvariantError("columns_and_types", where, f"type {kind}", f"{known}")
     try:
         return pl.concat(empty, how="diagonal_relaxed").schema
     except pl.exceptions.PolarsError as error:
         where = ", ".join(frames)
         got = f"cannot combine the columns: {str(error).splitlines()[0]}"
-        raise InputError("columns_and_types", where, got) from None
+        raise InvariantError("columns_and_types", where, got) from None
 
 
 def _place(

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 from pipelines.merging.segments import has_segment, is_joined, joined, segment_rewards
 from pipelines.tables import Frame, as_lazy, set_column
 from rollout_io.dataset.reader import PathLike, read_metadata
-from schemas.errors import InputError
+from schemas.errors import InputError, InvariantError
 from schemas.metadata import Outcome as Outcome
 from schemas.ragged import BoolArray, IntArray, Ragged, gather, list_lengths, offsets_of
 from schemas.types import as_table, without_views
@@ -85,7 +85,7 @@ def place_rewards(frame: Frame) -> pl.LazyFrame:
     frame = as_lazy(frame)
     if not _has(frame, "reward"):
         hint = "add it with place_outcomes(frame, outcomes)"
-        raise InputError("columns_and_types", "table", "there is no column 'reward'", hint=hint)
+        raise InvariantError("columns_and_types", "table", "there is no column 'reward'", hint=hint)
 
     def spread(table: pa.Table) -> pa.Array:
         return place_rewards_table(table).column("rewards")
@@ -131,7 +131,7 @@ def place_token_rewards(frame: Frame, column: str = "rewards") -> pl.LazyFrame:
     """
     frame = as_lazy(frame)
     if not _has(frame, column):
-        raise InputError("columns_and_types", "table", f"there is no column {column!r}")
+        raise InvariantError("columns_and_types", "table", f"there is no column {column!r}")
     given = pl.col(column).cast(pl.List(pl.Float64))
     total = pl.when(given.is_not_null()).then(given.list.sum())
     placed = frame.with_columns(given.alias("rewards"), total.alias("reward"))

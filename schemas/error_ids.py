@@ -39,16 +39,6 @@ _INPUT = {
         "The recorder has an admin key, and the request has a different key or none.",
         "Send `Authorization: Bearer ADMIN_KEY`.",
     ),
-    "advantage_estimator": (
-        (
-            "The custom advantage estimator cannot be imported, has unsuitable parameters, or "
-            "returned an array of the wrong shape, type or values."
-        ),
-        (
-            "Return one finite number per element of its inputs, from a function with the "
-            "parameters in docs/algorithms.md."
-        ),
-    ),
     "advantage_estimator_raised": (
         "The custom advantage estimator raised an exception.",
         "Fix the function at the line that the message names.",
@@ -161,6 +151,10 @@ _INPUT = {
             "feature whose response cannot be recorded token by token."
         ),
         "Send a chat or text completion request without the field that the message names.",
+    ),
+    "enough_groups": (
+        "A dataset of the mixture has fewer groups than its share requires.",
+        "Pass a smaller `--sample-groups`, or a smaller `--share` for this dataset.",
     ),
     "env_output": (
         "The environment returned a value of the wrong type, or lacks a required key.",
@@ -383,16 +377,6 @@ _INPUT = {
         "Some exported rows have `rollout_logprobs` and others do not.",
         "Drop the column, or keep only the rows that have it.",
     ),
-    "loss_reduction": (
-        (
-            "The custom loss reduction cannot be imported, has unsuitable parameters, or returned "
-            "weights of the wrong shape, type or values."
-        ),
-        (
-            "Return one finite weight per target, from a function with the parameters in "
-            "docs/algorithms.md."
-        ),
-    ),
     "loss_reduction_raised": (
         "The custom loss reduction raised an exception.",
         "Fix the function at the line that the message names.",
@@ -448,6 +432,10 @@ _INPUT = {
     "mixed_time": (
         "Some calls of a session have a `time` and others do not.",
         "Give every call of the session its `time`, or none.",
+    ),
+    "model_config": (
+        "`config.json` lacks the layers, heads or sizes that the FLOP estimate needs.",
+        "Leave `--model` out and pass the number of parameters with `--params`.",
     ),
     "model_directory": (
         "The path is not a local Hugging Face model directory.",
@@ -520,9 +508,20 @@ _INPUT = {
         "A Harbor trial directory has no `result.json`, because the trial was stopped.",
         "Resume its job, or move the directory away.",
     ),
+    "nothing_left": (
+        "The filters dropped every trajectory or row, or the mixture has no groups.",
+        "Loosen the filter that dropped most, and look at the data with `rollouts stats DS`.",
+    ),
     "one_host": (
         "The request has no `Host` header, or several.",
         "Send exactly one `Host` header.",
+    ),
+    "one_sequence": (
+        (
+            "A trajectory of a GeneratorOutput has several sequences, because its environment "
+            "replaced an action."
+        ),
+        'Set `history = "step_wise"`.',
     ),
     "open_files": (
         "The process reached its limit of open files.",
@@ -557,16 +556,6 @@ _INPUT = {
     "pickle": (
         "The file is a pickle, which could run code and is not opened.",
         "Pass SkyRL's GeneratorOutput to `rollout_io.from_generator_output` in Python.",
-    ),
-    "policy_loss_type": (
-        (
-            "The custom policy loss cannot be imported, has unsuitable parameters, or returned "
-            "losses or metrics of the wrong shape, type or values."
-        ),
-        (
-            "Return one finite loss per target with a gradient, from a function with the "
-            "parameters in docs/algorithms.md."
-        ),
     ),
     "policy_loss_type_raised": (
         "The custom policy loss raised an exception.",
@@ -790,6 +779,10 @@ _INPUT = {
         ),
         "Store both values in every entry of `trajectory_ids`.",
     ),
+    "unique_group": (
+        "Two datasets of the mixture contain the same group, or a dataset is given twice.",
+        "Pass `--prefix-names`, or give each dataset once.",
+    ),
     "unique_outcome": (
         "The outcomes contain a `trajectory_id` twice.",
         "Keep one outcome per trajectory.",
@@ -889,10 +882,6 @@ _CONFIG = {
         ),
         "Set it to a value that the message allows.",
     ),
-    "enough_groups": (
-        "A dataset of the mixture has fewer groups than its share requires.",
-        "Pass a smaller `--sample-groups`, or a smaller `--share` for this dataset.",
-    ),
     "environment": (
         (
             "No environment is configured, skyrl-gym has no environment of this name, or the "
@@ -951,21 +940,6 @@ _CONFIG = {
         ),
         "Leave `lora_target_modules` out, or name linear layers of the decoder.",
     ),
-    "model_config": (
-        "`config.json` lacks the layers, heads or sizes that the FLOP estimate needs.",
-        "Leave `--model` out and pass the number of parameters with `--params`.",
-    ),
-    "nothing_left": (
-        "The filters dropped every trajectory or row, or the mixture has no groups.",
-        "Loosen the filter that dropped most, and look at the data with `rollouts stats DS`.",
-    ),
-    "one_sequence": (
-        (
-            "A trajectory of a GeneratorOutput has several sequences, because its environment "
-            "replaced an action."
-        ),
-        'Set `history = "step_wise"`.',
-    ),
     "ray_address": (
         "No Ray cluster answers at this address.",
         "Check the cluster with `ray status`, or unset `RAY_ADDRESS` to start one locally.",
@@ -991,10 +965,6 @@ _CONFIG = {
     "unique_filter": (
         "Two filters have the same name.",
         "Give every filter a different name.",
-    ),
-    "unique_group": (
-        "Two datasets of the mixture contain the same group, or a dataset is given twice.",
-        "Pass `--prefix-names`, or give each dataset once.",
     ),
 }
 
@@ -1082,6 +1052,16 @@ _EXTRA = {
 
 
 _INPUT_OR_CONFIG = {
+    "advantage_estimator": (
+        (
+            "The custom advantage estimator cannot be imported, has unsuitable parameters, or "
+            "returned an array of the wrong shape, type or values."
+        ),
+        (
+            "Return one finite number per element of its inputs, from a function with the "
+            "parameters in docs/algorithms.md."
+        ),
+    ),
     "chat_template": (
         (
             "The chat template is unknown, missing or unreadable, or raised an error while it "
@@ -1102,9 +1082,29 @@ _INPUT_OR_CONFIG = {
             "format separately."
         ),
     ),
+    "loss_reduction": (
+        (
+            "The custom loss reduction cannot be imported, has unsuitable parameters, or returned "
+            "weights of the wrong shape, type or values."
+        ),
+        (
+            "Return one finite weight per target, from a function with the parameters in "
+            "docs/algorithms.md."
+        ),
+    ),
     "out_is_free": (
         "The output path already exists, or a different process is writing to it.",
         "Choose a different `--out`, remove the old output, or wait for the other process.",
+    ),
+    "policy_loss_type": (
+        (
+            "The custom policy loss cannot be imported, has unsuitable parameters, or returned "
+            "losses or metrics of the wrong shape, type or values."
+        ),
+        (
+            "Return one finite loss per target with a gradient, from a function with the "
+            "parameters in docs/algorithms.md."
+        ),
     ),
     "resume_config": (
         (

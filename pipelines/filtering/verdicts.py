@@ -58,9 +58,8 @@ def judge(frame: Frame, filters: Sequence[Filter], outcome: Outcome = "last") ->
         reason (name of the filter that drops it; null: kept).
 
     Raises:
-        InputError: `known_column` if a filter uses an unknown column; `condition` if it cannot be
-            computed.
-        ConfigError: `unique_filter` if two filters have the same name.
+        ConfigError: `known_column` if a filter uses an unknown column; `condition` if it cannot be
+            computed; `unique_filter` if two filters have the same name.
 
     Example:
         >>> judge(frame, [reward_range(minimum=0.5)]).select("trajectory_id", "reason").rows()
@@ -170,7 +169,7 @@ def check_expression(frame: pl.LazyFrame, expression: pl.Expr, name: str) -> Non
     """Raise if an expression cannot be computed from the frame's columns, before reading any row.
 
     Raises:
-        InputError: `known_column` or `condition`.
+        ConfigError: `known_column` or `condition`.
     """
     schema = frame.collect_schema()
     for column in expression.meta.root_names():
@@ -178,7 +177,7 @@ def check_expression(frame: pl.LazyFrame, expression: pl.Expr, name: str) -> Non
             names = ", ".join(name for name in schema if name != STEPS)
             hint = f"use one of the columns {names}, or quote a string: '{column}'"
             got = f"the dataset has no column {column!r}"
-            raise InputError("known_column", name, got, hint=hint)
+            raise ConfigError("known_column", name, got, hint=hint)
     # Running it on zero rows finds type errors without touching data.
     collect(pl.DataFrame(schema=schema).lazy().select(expression), name)
 
@@ -190,7 +189,7 @@ def collect(query: pl.LazyFrame, name: str) -> pl.DataFrame:
     except pl.exceptions.PolarsError as error:
         got = f"cannot evaluate the condition: {str(error).strip().splitlines()[0]}"
         hint = "check the columns' types: rollouts inspect DS"
-        raise InputError("condition", name, got, hint=hint) from None
+        raise ConfigError("condition", name, got, hint=hint) from None
 
 
 def holds(condition: str | pl.Expr) -> pl.Expr:
@@ -201,6 +200,6 @@ def holds(condition: str | pl.Expr) -> pl.Expr:
             needs its window: `max(step_index) OVER (PARTITION BY trajectory_id)`.
 
     Raises:
-        InputError: `condition` if it is not SQL, or not a condition on single rows.
+        ConfigError: `condition` if it is not SQL, or not a condition on single rows.
     """
     return pl.when(condition_of(condition)).then(statement=True).otherwise(statement=False)

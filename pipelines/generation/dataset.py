@@ -13,7 +13,7 @@ from rollout_io.dataset.checking import require_valid
 from rollout_io.dataset.reader import read_metadata, scan
 from rollout_io.dataset.storage import Location
 from rollout_io.dataset.writer import RolloutWriter
-from schemas.errors import ConfigError, InputError
+from schemas.errors import ConfigError
 from schemas.metadata import DatasetMetadata
 
 VERB = "generate"
@@ -23,8 +23,8 @@ def missing_tasks(tasks: Sequence[Task], config: GenerateConfig) -> list[Task]:
     """List the tasks without a trajectory in `config.out`; failed trajectories count as done.
 
     Raises:
-        InputError: resume if `config.out` is not a generated dataset.
-        ConfigError: resume if it was generated with settings that lead to other trajectories.
+        ConfigError: resume if `config.out` is not a generated dataset, or was generated with
+            settings that lead to different trajectories.
     """
     if not _exists(config.out):
         return list(tasks)
@@ -44,7 +44,7 @@ def _check_same(config: GenerateConfig) -> None:
     made = history[-1] if history else {}
     if made.get("verb") != VERB:
         got, hint = "the dataset was not generated", "choose a different --out"
-        raise InputError("resume", config.out, got, hint=hint)
+        raise ConfigError("resume", config.out, got, hint=hint)
     before: dict[str, Any] = made.get("config", {})
     now = identity(config)
     different = [key for key in now if before.get(key) != now[key]]

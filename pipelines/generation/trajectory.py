@@ -18,7 +18,7 @@ from pipelines.generation.tasks import Task
 from rollout_io.formats.base import Step
 from rollout_io.formats.parsing.sampling import sampling_extra
 from rollout_io.retokenize.tokenizer import ChatTokenizer
-from schemas.errors import InputError, RolloutError
+from schemas.errors import EngineError, RolloutError
 
 COMPLETED = frozenset({"stop", "tool_calls", "complete"})
 """Stop reasons of a turn that was not cut off."""
@@ -90,9 +90,8 @@ class GymTrajectory:
         """Run all turns.
 
         Raises:
-            InputError: env_raised, env_timeout, env_output; context_length if the first prompt is
-                too long.
-            EngineError: Errors of the engine.
+            InputError: env_raised, env_timeout, env_output.
+            EngineError: context_length if the first prompt is too long; errors of the engine.
         """
         try:
             prompt = await self._environment.init(self.task.prompt)
@@ -128,7 +127,7 @@ class GymTrajectory:
         ids, most = talk.prompt_ids(), self.config.max_input_tokens
         if most is not None and len(ids) > most:
             got, expected = f"a prompt of {len(ids)} tokens", f"at most {most} (max_input_tokens)"
-            raise InputError(CONTEXT_LENGTH, self.where, got, expected)
+            raise EngineError(CONTEXT_LENGTH, self.where, got, expected)
         seed = seed_of(self.config.seed, self.task.trajectory_id, turn)
         sampling = dataclasses.replace(self.config.sampling, seed=seed)
         return await self.engine.sample(ids, sampling, session=self.task.trajectory_id), sampling

@@ -25,7 +25,6 @@ def test_every_id_of_the_catalogue_is_raised(sites):
     assert ERROR_IDS.keys() - {i for site in sites for i in site.ids} == set()
 
 
-@pytest.mark.xfail(strict=False, reason="some errors are raised as plain RolloutError")
 def test_every_error_is_of_a_kind_that_the_catalogue_says(sites):
     raised = {error for site in sites for error in site.raised}
     known = {(kind.__name__, i) for i, entry in ERROR_IDS.items() for kind in entry.kinds}
