@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
+import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, aclosing
@@ -21,6 +21,7 @@ from rollout_io.terminal import Bar
 from schemas.metadata import Outcome
 from schemas.ragged import list_lengths
 
+_LOGGER = logging.getLogger(__name__)
 _SECONDS_A_LINE = 10.0
 OpenEngine = Callable[[GenerateConfig], Engine]
 
@@ -116,7 +117,7 @@ async def _run(generator: Generator, tasks: Sequence[Task], result: GenerateResu
 
 
 class Progress(AbstractContextManager["Progress"]):
-    """Progress on stderr: a bar on a terminal, otherwise a line every ten seconds."""
+    """Progress: a bar on a terminal, otherwise a logged line every ten seconds."""
 
     def __init__(self, total: int) -> None:
         self._total, self._said_s = total, time.monotonic()
@@ -137,7 +138,7 @@ class Progress(AbstractContextManager["Progress"]):
         ):
             self._said_s = time.monotonic()
             done = f"{result.num_trajectories} of {self._total} trajectories"
-            sys.stderr.write(f"{done}, {_numbers(result)}\n")
+            _LOGGER.info("%s, %s", done, _numbers(result))
 
 
 def _numbers(result: GenerateResult) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,6 +32,31 @@ def emit_json(value: Any) -> None:
 def note(text: str) -> None:
     """Print a remark to stderr."""
     click.echo(text, err=True)
+
+
+class _ToStderr(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        mark = "warning: " if record.levelno >= logging.WARNING else ""
+        note(f"{mark}{record.getMessage()}")
+
+
+@contextmanager
+def shown_log() -> Iterator[None]:
+    """Print what the packages log to stderr, from level INFO on."""
+    loggers = [logging.getLogger(name) for name in ("pipelines", "trainer")]
+    if any(isinstance(known, _ToStderr) for known in loggers[0].handlers):
+        yield
+        return
+    handler, levels = _ToStderr(), [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+            logger.removeHandler(handler)
 
 
 def next_command(command: str) -> None:

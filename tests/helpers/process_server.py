@@ -22,8 +22,8 @@ import trainer.cli.train
 import trainer.distributed.launch
 import trainer.run.load_models
 from rollout_io.cli.main import run as run_command
+from rollout_io.cli.output import shown_log
 from tests.helpers.trainer_helpers import forests_of, learner_of, make_batch, tiny_policy
-from trainer.cli.shown_log import shown_log
 from trainer.config.train_config import TrainConfig
 from trainer.distributed.launch import make_accelerator
 from trainer.distributed.sharding import whole

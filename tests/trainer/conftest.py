@@ -2,7 +2,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from trainer.cli.shown_log import shown_log
+from rollout_io.cli.output import shown_log
 
 
 @pytest.fixture(autouse=True)

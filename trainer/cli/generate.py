@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rollout_io.cli.output import emit, emit_json, example, going_on, next_command, note
+from rollout_io.cli.output import emit, emit_json, example, going_on, next_command, note, shown_log
 
 if TYPE_CHECKING:
     from pipelines.generation.run import GenerateResult
@@ -42,7 +42,7 @@ def generate(*, config: str, out: str | None, overrides: tuple[str, ...], as_jso
 
     sys.path.insert(0, str(Path.cwd()))
     settings = load_generate_config(config, overrides, out=out)
-    with going_on("complete groups are kept; run the same command again to resume"):
+    with shown_log(), going_on("complete groups are kept; run the same command again to resume"):
         result = asyncio.run(run(settings, open_engine))
     for warning in result.warnings:
         note(f"warning: {warning}")

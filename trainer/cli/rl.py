@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rollout_io.cli.output import emit, emit_json, example, going_on, next_command, note
+from rollout_io.cli.output import emit, emit_json, example, going_on, next_command, note, shown_log
 from schemas.errors import count
-from trainer.cli.shown_log import shown_log
 
 if TYPE_CHECKING:
     from trainer.rl.loop import RlResult

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rollout_io.cli.output import emit, emit_json, example, going_on, note
+from rollout_io.cli.output import emit, emit_json, example, going_on, note, shown_log
 from schemas.errors import RolloutError, count
-from trainer.cli.shown_log import shown_log
 from trainer.reports.dry_run_report import plan_numbers, plan_text
 
 if TYPE_CHECKING:

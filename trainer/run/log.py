@@ -26,8 +26,8 @@ ZERO_LOSS = 1e-6
 def say(text: str) -> None:
     """Log a line in the main process; the verbs show it on stderr."""
     if is_main():
-        is_warning = text.startswith("warning: ")
-        _LOGGER.log(logging.WARNING if is_warning else logging.INFO, "%s", text)
+        remark = text.removeprefix("warning: ")
+        _LOGGER.log(logging.INFO if remark == text else logging.WARNING, "%s", remark)
 
 
 class RunLog:

@@ -175,7 +175,10 @@ def test_a_run_whose_trajectories_fail_says_why_and_the_next_that_they_are_not_t
     assert "first error: env_raised: trajectory '0_" in said
     assert '--where "error is not null"' in said
     assert run(arguments) == 0
-    assert "nothing was missing; failed trajectories are tried" in capsys.readouterr().err
+    assert (
+        "the dataset is complete; to retry failed trajectories, choose a new --out"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.nightly
