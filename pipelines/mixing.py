@@ -1,4 +1,4 @@
-"""Mix datasets: draw whole groups of each in given shares and interleave them evenly."""
+"""Mix datasets: draw complete groups from each in given shares, and interleave them evenly."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def mix(
     seed: int = 0,
     prefix_names: bool = False,
 ) -> tuple[pl.LazyFrame, pl.DataFrame]:
-    """Mix whole groups of several datasets.
+    """Mix complete groups of several datasets.
 
     Which groups are drawn depends only on the seed and the group ids (see `sample_groups`). Each
     dataset keeps its order, and its trajectories are spread evenly: trajectory i of the n drawn
@@ -37,7 +37,7 @@ def mix(
     `prefix_names`, every instance_id becomes "NAME/instance_id" instead (trajectory_id too).
 
     Args:
-        frames: Rows of whole trajectories of each dataset, by dataset name.
+        frames: Rows of each dataset (complete trajectories), by dataset name.
         shares: Share of groups per dataset, above 0, in any unit; None: proportional to the number
             of groups in each dataset.
         num_groups: Total number of groups; None: as many as the shares allow (all, without shares).
@@ -122,7 +122,7 @@ def _unit(shares: Mapping[str, float]) -> dict[str, float]:
 
 
 def _with_reward(frame: pl.LazyFrame) -> pl.LazyFrame:
-    """Add `reward` if only `rewards` exists: mixing would add nulls that contradict them."""
+    """Add `reward` if only `rewards` exists: mixing would add nulls that contradict `rewards`."""
     names = frame.collect_schema()
     alone = "rewards" in names and "reward" not in names
     return place_token_rewards(frame) if alone else frame

@@ -1,15 +1,15 @@
 """ASGI middleware that protects a server on the user's machine from other web pages.
 
 A page can send a form or plain text to any address without asking for permission, and its host
-name may resolve to this machine (DNS rebinding). So a request is served only if
+name may resolve to this machine (DNS rebinding). A request is therefore served only if
 
-- its `Host` is this machine: loopback, or a name that the server was given. If the server listens
-  beyond loopback, any IP address is accepted too: a name can be rebound, an address cannot;
+- its `Host` names this machine: loopback, or a name that the server was given. If the server
+  listens beyond loopback, any IP address is accepted too: a name can be rebound, an address cannot;
 - its `Origin`, which browsers send with requests that may change state, is the server itself;
-- its `Sec-Fetch-Site`, which browsers send with the rest, is not another site. Following a link is
-  allowed.
+- its `Sec-Fetch-Site`, which browsers send with all other requests, does not report another
+  site. Following a link is allowed.
 
-Programs send neither of the last two headers.
+Clients other than browsers send neither of the last two headers.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ FloatArray = npt.NDArray[np.float64]
 
 _RELATIVE_SPREAD, _LEAST_SPREAD = 1e-6, 1e-12
 # Relative and absolute tolerance for equal returns, see `are_equal`: far above the rounding of a
-# sum of float64 rewards, far below any difference between rewards that someone designed.
+# sum of float64 rewards, far below any intended difference between rewards.
 Fold = Callable[[pl.Expr], pl.Expr]
 
 
@@ -35,7 +35,7 @@ def dataset_outcome(path: PathLike, given: Outcome | None = None) -> Outcome:
 def place_outcomes(frame: Frame, outcomes: Frame) -> pl.LazyFrame:
     """Set each trajectory's outcome as the reward of its last step, and 0.0 for earlier steps.
 
-    Drops an existing `rewards` column, which would belong to other rewards; `place_rewards`
+    Drops an existing `rewards` column, which would no longer match; `place_rewards`
     recreates it. In a merged row, the step that ends the row gets the row's reward.
 
     Args:
@@ -71,7 +71,7 @@ def place_outcomes(frame: Frame, outcomes: Frame) -> pl.LazyFrame:
 
 
 def place_rewards(frame: Frame) -> pl.LazyFrame:
-    """Spread each scalar `reward` over `rewards`: all of it on the last token of its step.
+    """Convert each scalar `reward` to per-token `rewards`: all on the last token of its step.
 
     In a merged row, each step's reward is placed at the end of that step's segment. A null reward
     gives null `rewards`.
@@ -115,7 +115,7 @@ def place_rewards_table(table: pa.Table) -> pa.Table:
 
 
 def place_token_rewards(frame: Frame, column: str = "rewards") -> pl.LazyFrame:
-    """Use per-token rewards: sets `rewards`, and `reward` to their sum.
+    """Set `rewards` from a column of per-token rewards, and `reward` to their sum.
 
     A step of a merged row earns the rewards after the previous step's end up to its own end; the
     last step also earns those that follow. A null list makes both columns null.
@@ -167,7 +167,7 @@ def fold_trajectories(
     """Compute `trajectory_returns` and further columns in one pass over the rows.
 
     Args:
-        frame: Rows of whole trajectories.
+        frame: Rows of complete trajectories.
         outcome: How the return is computed.
         features: Further columns by name: the value in a row, and an aggregation over the rows of
             a trajectory.
@@ -191,10 +191,10 @@ def fold_trajectories(
 
 
 def are_equal(returns: pl.Expr) -> pl.Expr:
-    """True if two or more known values differ by rounding at most, so that no signal is left.
+    """True if two or more known values differ at most by rounding errors: they carry no signal.
 
-    Sums of rewards are rounded: values count as equal if they differ by less than one part in a
-    million, or by less than 1e-12. Null and NaN are unknown.
+    Sums of rewards have rounding errors: values are treated as equal if they differ by less than
+    one part in a million, or by less than 1e-12. Null and NaN are unknown.
 
     Example:
         >>> pl.select(are_equal(pl.lit(pl.Series([0.3, 0.1 + 0.2, None])))).item()
@@ -207,7 +207,7 @@ def are_equal(returns: pl.Expr) -> pl.Expr:
 
 
 def joined_steps(frame: pl.LazyFrame) -> pl.Expr:
-    """[{start, length}] of the steps that a merge joined in a row; null if it is one step."""
+    """Select {start, length} of each step merged into a row; null if the row is one step."""
     spans = pl.List(pl.Struct({"start": pl.Int32(), "length": pl.Int32()}))
     if not has_segment(frame, "start"):
         return pl.lit(None, dtype=spans)
@@ -241,7 +241,7 @@ def _over_rows(
 
 
 def _end_rewards(table: pa.Table) -> pa.ListArray:
-    """`segments` where the last step of a merged row gets the row's reward and the others 0."""
+    """Build `segments` where the last step of a merged row gets its reward, and the others 0."""
     segments = _flat_segments(table)
     reward = pc.fill_null(table.column("reward"), 0.0).to_numpy()
     values = np.where(segments.ends_row, reward[segments.row], 0.0)
@@ -249,13 +249,13 @@ def _end_rewards(table: pa.Table) -> pa.ListArray:
 
 
 def _summed_rewards(table: pa.Table) -> pa.ListArray:
-    """`segments` whose rewards sum the row's `rewards` from the previous step's end to each end."""
+    """Build `segments` where each step's reward sums `rewards` since the previous step's end."""
     segments = _flat_segments(table)
     rewards = Ragged.from_arrow(table.column("rewards"))
     end = np.where(segments.ends_row, rewards.lengths[segments.row], segments.end)
     end = rewards.offsets[segments.row] + np.minimum(end, rewards.lengths[segments.row])
     token = np.arange(len(rewards.values))
-    # Rows without segments own no tokens here: drop theirs, or searchsorted would give them away.
+    # Drop the tokens of rows without segments: searchsorted would assign them to other rows.
     row_has_some = np.bincount(segments.row, minlength=table.num_rows) > 0
     token = token[row_has_some[rewards.row_of(token)]]
     owner = np.searchsorted(end, token, side="right")
@@ -290,7 +290,7 @@ def _flat_segments(table: pa.Table) -> _Segments:
 def _with_rewards(
     table: pa.Table, segments: _Segments, values: FloatArray, *, known: pa.Array
 ) -> pa.ListArray:
-    """`segments` with new rewards in merged rows; null where the row's reward is unknown."""
+    """Build `segments` with new rewards in merged rows; null where the row's reward is unknown."""
     column = without_views(table.select(["segments"])).column(0).combine_chunks()
     flat = pc.list_flatten(column)
     merged = pa.array(is_joined(table)[segments.row])

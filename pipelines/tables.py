@@ -1,4 +1,4 @@
-"""Run Arrow transforms of whole trajectories inside Polars queries."""
+"""Run Arrow transforms of complete trajectories inside Polars queries."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def as_lazy(frame: Frame) -> pl.LazyFrame:
 def over_tables(frame: Frame, transform: Transform) -> pl.LazyFrame:
     """Apply a transform of Arrow tables inside a lazy query.
 
-    Each table holds whole trajectories. Rows stream through: memory use does not grow with the
+    Each table holds complete trajectories. Rows stream through: memory use does not grow with the
     frame.
     """
     return _streamed(as_lazy(frame), transform, lambda tables: tables)
 
 
 def over_valid_tables(frame: Frame, transform: Transform) -> pl.LazyFrame:
-    """Apply `over_tables`, and check the rows against the named invariants on the way in.
+    """Apply `over_tables` after checking the rows against the named invariants.
 
     Raises:
         ValidationError: On collection, if the frame breaks a named invariant.
@@ -69,7 +69,7 @@ def _streamed(
     empty = apply(as_table(pl.DataFrame(schema=frame.collect_schema())))
 
     def pieces(names: list[str], predicate: pl.Expr | None) -> Iterator[pl.DataFrame]:
-        # Optional for a source: `lazy_frame` applies both to what this yields.
+        # A source may ignore both: `lazy_frame` applies them to the yielded frames.
         del names, predicate
         batches = frame.collect_batches(maintain_order=True)
         return map(apply, check(map(as_table, _whole_trajectories(batches))))

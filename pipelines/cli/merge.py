@@ -58,7 +58,7 @@ def merge(
 @workers_options
 @JSON
 def unmerge(dataset: str, out: str, workers: int | None, engine: Any, *, as_json: bool) -> None:
-    """Split merged rows into exactly the steps that they were made of."""
+    """Split merged rows into exactly the steps that they were merged from."""
     from pipelines.merging.unmerge import unmerge_table
     from rollout_io.dataset.reader import read_metadata
 

@@ -22,10 +22,10 @@ class Break:
     Attributes:
         row: The step.
         origin: The earlier step that it is compared with.
-        shared: Number of leading tokens that both hold.
+        shared: Number of leading tokens that both have in common.
         resumes: True if it continues `origin`, which is not the step before it.
-        fork: The earlier step that it repeats in full although another step continues that one;
-            -1: none.
+        fork: The earlier step whose tokens it repeats in full, although another step continues that
+            step; -1: none.
         is_new_agent: True if no earlier step of the trajectory has the same agent; None: the agent
             is unknown.
     """
@@ -39,11 +39,11 @@ class Break:
 
 
 def find_breaks(tree: PrefixTree, steps: Steps, continued: IntArray, agents: Agents) -> list[Break]:
-    """Find the breaks of a table in row order; the first step of a trajectory is never one.
+    """Find the breaks of a table in row order; a trajectory's first step is never a break.
 
     A break that resumes no earlier step is compared with its parent in the prefix tree. If the
-    parent belongs to another agent, it is compared with the latest step of its own agent, unless it
-    branches off a whole step; if it has no parent, with the step before.
+    parent belongs to another agent, the break is compared with the latest step of the same agent,
+    unless it branches off a complete step. Without a parent, it is compared with the previous step.
 
     Args:
         tree: Prefix tree of the table.
@@ -101,7 +101,7 @@ def _forks(tree: PrefixTree, rows: IntArray) -> IntArray:
     """[K] Find the last ancestor of each row whose tokens are all among the shared ones.
 
     -1 if there is none. A step that shares only a part of its parent's response changed that
-    response, and does not count as a branch.
+    response, and is not a branch.
     """
     origin, shared = tree.parent[rows], tree.shared[rows]
     length = tree.prompt + tree.response

@@ -65,7 +65,7 @@ class Parting:
         before: Prompt and response of the compared step.
         num_prompt: Length of its prompt.
         prompt: The prompt that does not continue it.
-        shared: Number of leading tokens that both hold.
+        shared: Number of leading tokens that both have in common.
     """
 
     before: Tokens
@@ -91,7 +91,7 @@ class Parting:
 
 
 def tell(found: Break, parting: Parting, read: Callable[[], Reading | None]) -> Told:
-    """Name the cause of a break that resumes no earlier step, and the evidence.
+    """Determine the cause of a break that resumes no earlier step, and the evidence for it.
 
     Evidence is tried in this order: the prefix tree and the agents; text or messages; token ids.
 
@@ -120,7 +120,7 @@ def tell(found: Break, parting: Parting, read: Callable[[], Reading | None]) -> 
 
 
 def _from_ids(found: Break, parting: Parting) -> Told:
-    """Judge by ids alone: they show that messages were dropped, never why tokens changed."""
+    """Judge by token ids only: they show that messages were dropped, but not why tokens changed."""
     if parting.shared < parting.num_prompt and not parting.answer_returns:
         if found.fork >= 0:
             return "overlap", "a whole earlier step is repeated, and no id of its continuation"

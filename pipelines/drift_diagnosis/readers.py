@@ -29,7 +29,7 @@ def read_text(
     Args:
         before: Prompt and response of the earlier step.
         prompt: The later prompt.
-        shared: Number of leading tokens that both hold.
+        shared: Number of leading tokens that both have in common.
         tokenizer: The tokenizer of the ids.
 
     Returns:
@@ -123,7 +123,7 @@ def _is_same(old: Sequence[Piece], new: Sequence[Piece], *, plain: bool) -> bool
 
 
 def _turns(pieces: Sequence[Piece]) -> list[Turn]:
-    """Parse pieces into messages; a role alone between special tokens joins the text after it."""
+    """Parse pieces into messages; a role by itself is joined with the text after it."""
     turns: list[Turn] = []
     for turn in (Turn.parse(text) for text, _ in pieces if text.strip()):
         if turns and not turn.role and turns[-1].role and not turns[-1].text:

@@ -58,7 +58,7 @@ class Report:
         return int(self._groups["num_breaks"].sum())
 
     def by(self, *names: str) -> list[dict[str, Any]]:
-        """Sum num_breaks, num_continuing_lineage and num_lost_tokens per value of some columns.
+        """Sum num_breaks, num_continuing_lineage and num_lost_tokens by the given columns.
 
         Args:
             *names: Any of cause, agent and step_index.

@@ -20,17 +20,17 @@ _COLUMNS = ("token_source", "messages", "response_text", "prompt_token_ids", "re
 
 @dataclass(slots=True)
 class TextReading:
-    """Comparison of exact ids with those that `retokenize` makes of the logged text.
+    """Comparison of exact ids with those that `retokenize` computes from the logged text.
 
-    `response_text` is tokenized as the answer to `messages`. A token is off if it lies between the
+    `response_text` is tokenized as the answer to `messages`. A token is off if it is between the
     first and the last difference of the two versions, counted on the longer side.
 
     Attributes:
         num_compared: Steps with exact ids and both texts.
         num_not_compared: All other steps.
         first_reason: Why the first of these could not be compared; None: all were compared.
-        num_prompts_off: Steps whose prompt gets different ids. `messages` does not log the tools
-            that the prompt listed; they count as off.
+        num_prompts_off: Steps whose prompt gets different ids. `messages` does not contain the
+            tools listed in the prompt; their tokens are counted as off.
         num_prompt_tokens_off: Tokens off in prompts.
         num_responses_off: Steps whose response gets different ids.
         num_response_tokens_off: Tokens off in responses.

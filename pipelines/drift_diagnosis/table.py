@@ -57,7 +57,7 @@ _TEXTS = ("messages", "response_text")
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """Breaks of a table of whole trajectories.
+    """Prefix breaks found in a table of complete trajectories.
 
     Attributes:
         breaks: One row per break (`SCHEMA`).
@@ -74,13 +74,13 @@ def drift(frame: Frame, tokenizer: ChatTokenizer | PathLike | None = None) -> pl
     """Explain why steps do not continue the step before them: one row per break, in row order.
 
     A step is compared with its parent in the prefix tree (the earlier step that shares the longest
-    prefix with its prompt); if the parent belongs to another agent, with its own agent's latest
-    step; without a parent, with the step before. Merged rows are split first (`unmerge`).
+    prefix with its prompt); if the parent belongs to another agent, with the latest step of the
+    same agent; without a parent, with the previous step. Merged rows are split first (`unmerge`).
 
     Args:
-        frame: Whole trajectories. `agent`, `messages` and `response_text` improve the diagnosis.
-        tokenizer: The tokenizer of the ids, or its directory; None: judge by messages, or by ids
-            alone.
+        frame: Complete trajectories. `agent`, `messages` and `response_text` improve the diagnosis.
+        tokenizer: The tokenizer of the ids, or its directory; None: judge by messages, or by token
+            ids only.
 
     Returns:
         trajectory_id, step_index, agent of the step; cause (`HINTS`); continues_lineage: true if
@@ -134,7 +134,7 @@ def _all_diagnoses(
 
 
 def diagnose(table: pa.Table, tokenizer: ChatTokenizer | None = None) -> Diagnosis:
-    """Apply `drift` to an Arrow table of whole trajectories, in either layout."""
+    """Apply `drift` to an Arrow table of complete trajectories, in either layout."""
     if is_joined(table).any():
         table = unmerge_table(decode_prefixes(table) if is_encoded(table) else table)
     tree = prefix_tree(table)
@@ -162,7 +162,7 @@ def _agents(table: pa.Table) -> list[str | None]:
 
 
 def _continued(table: pa.Table, tree: PrefixTree) -> IntArray:
-    """[N] Find the row that each row continues by tokens alone, whatever the other columns are."""
+    """[N] Find the row that each row continues, judging by tokens only."""
     names = [n for n in table.column_names if n in _TOKENS or n in PREFIX_TYPES]
     return continued_rows(table.select(names), "lineage", tree)
 

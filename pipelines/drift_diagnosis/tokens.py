@@ -69,9 +69,9 @@ class Steps:
 def changed(lost: Tokens, now: Tokens) -> tuple[int, int] | None:
     """Count the leading tokens of each list that differ before both agree again.
 
-    They agree where the next 8 tokens are equal, or all that is left of `lost` if that is less. If
-    there are several such places, the one with the fewest changed tokens wins; None if there is
-    none.
+    They agree where the next 8 tokens are equal, or all remaining tokens of `lost` if there are
+    fewer. If there are several such places, the one with the fewest changed tokens wins; None if
+    there is none.
 
     Example:
         >>> changed(np.array([26951, 3834, 198, 12]), np.array([94224, 198, 12, 41151]))

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 Change = Literal["unchanged", "same_text", "layout", "text", "system", "messages"]
-"""What differs: nothing in the messages; only the ids; the layout; the text of messages; everything
-from the system message on; the list of messages."""
+"""How two conversations differ: not at all in the messages; only in ids; in layout; in the text of
+messages; in everything from the system message on; in the list of messages."""
 
 Reading: TypeAlias = tuple[Change, str]
 """A change, and the evidence for it."""
@@ -48,7 +48,7 @@ def compare(before: Sequence[Turn], now: Sequence[Turn], *, whole: bool) -> Read
 
     Args:
         before: Earlier messages, including the answer, from the first one that may differ.
-        now: Later messages from the same place on.
+        now: Later messages from the same position on.
         whole: Whether both start at the first message of the conversation.
 
     Example:

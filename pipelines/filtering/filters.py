@@ -42,7 +42,7 @@ _ROWS = {"any": "any row", "all": "all rows"}
 def where(condition: str | pl.Expr, rows: Literal["any", "all"] = "any") -> Filter:
     """Keep trajectories of which any row, or every row, matches a condition.
 
-    Null counts as false. An optional column that the table lacks counts as null. A merged row is
+    Null is treated as false, and an optional column missing from the table as null. A merged row is
     one row, with the last step's values.
 
     Args:
@@ -65,7 +65,7 @@ def where(condition: str | pl.Expr, rows: Literal["any", "all"] = "any") -> Filt
 
 
 def failed(masks: Literal["group", "trajectory"] = "trajectory") -> Filter:
-    """Drop failed trajectories, alone or with their whole group.
+    """Drop failed trajectories, either on their own or with their entire group.
 
     As a mask, `group` is the trainer's default (see `trainer.batches.plan`).
     """
@@ -76,7 +76,7 @@ def failed(masks: Literal["group", "trajectory"] = "trajectory") -> Filter:
 
 
 def unknown_return() -> Filter:
-    """Drop trajectories without a return that did not fail: training rejects them."""
+    """Drop trajectories that did not fail but have no return: training rejects them."""
     return Filter(name="unknown return", drops=_HEALTHY & pl.col("return").is_null())
 
 
@@ -85,7 +85,7 @@ def zero_variance() -> Filter:
 
     Variance is over trajectories, never over rows. Failed trajectories and unknown returns are
     ignored; a group with fewer than two known returns is kept, because its variance is undefined.
-    DAPO's dynamic sampling (arXiv:2503.14476, section 3.2) drops groups of accuracy 0 and 1.
+    DAPO's dynamic sampling (arXiv:2503.14476, section 3.2) drops groups with accuracy 0 or 1.
 
     Example:
         Returns [1, 1] in group a and [1, 0] in group b: drops a, keeps b.
@@ -114,7 +114,7 @@ def token_range(minimum: int | None = None, maximum: int | None = None) -> Filte
 
 
 def step_range(minimum: int | None = None, maximum: int | None = None) -> Filter:
-    """Keep trajectories with a number of steps in a range; a merged row counts all its steps."""
+    """Keep trajectories with a number of steps in a range, counting every step of merged rows."""
     steps = pl.col(STEPS).list.len().cast(pl.Int64).fill_null(1)
     return _in_range("steps", pl.col("value"), minimum, maximum, steps, pl.Expr.sum)
 
@@ -135,9 +135,9 @@ def stale(policy_version: int, max_staleness: int) -> Filter:
 def duplicates(within: Literal["group", "dataset"] = "group") -> Filter:
     """Drop trajectories that repeat an earlier one token for token, whatever their rewards.
 
-    Duplicates have the same steps with the same prompts and responses. A failed trajectory is
-    neither dropped nor counted as the earlier one. Trajectories are compared by 96-bit digests:
-    among ten million of them, the odds of a false match are 1 in 10^15.
+    Duplicates have the same steps with the same prompts and responses. A failed trajectory is never
+    dropped, nor is a later one dropped for repeating it. Trajectories are compared by 96-bit
+    digests: among ten million of them, the odds of a false match are 1 in 10^15.
 
     Args:
         within: Compare trajectories of the same group, or all of the dataset.
@@ -153,8 +153,8 @@ def duplicates(within: Literal["group", "dataset"] = "group") -> Filter:
 def overlong(stop_reasons: Collection[str] = RAN_OUT_OF_TOKENS) -> Filter:
     """Drop trajectories whose last step was cut off; used as a mask more often than as a filter.
 
-    This is DAPO's overlong filtering (arXiv:2503.14476, section 3.4). A step that was cut off
-    inside a trajectory does not count.
+    This is DAPO's overlong filtering (arXiv:2503.14476, section 3.4). Earlier steps that were cut
+    off are ignored.
     """
     cut = pl.col("stop_reason").str.to_lowercase().is_in(list(stop_reasons))
     row = (pl.col("is_last_step") & cut).fill_null(value=False)

@@ -16,12 +16,13 @@ def apply_masks(
 ) -> tuple[pl.LazyFrame, pl.DataFrame]:
     """Set `loss_mask` to false in all rows of the trajectories that the filters would drop.
 
-    Their rewards are kept, so they count in their group's baseline (failed ones have no reward).
-    Each filter sees only trajectories that no earlier filter masked. Masking is idempotent. Masking
-    every row is allowed; a table without trained tokens breaks `mask_trains_something`.
+    Their rewards are kept, so they are included in their group's baseline (failed ones have no
+    reward). Each filter sees only trajectories that no earlier filter masked. Masking is
+    idempotent. Masking every row is allowed; a table without trained tokens breaks
+    `mask_trains_something`.
 
     Args:
-        frame: Rows of whole trajectories, merged or not.
+        frame: Rows of complete trajectories, merged or not.
         filters: Usually `overlong()` and `failed("group")`.
         outcome: How returns are computed, for filters that need them.
 
@@ -46,7 +47,7 @@ def _renamed(counts: pl.DataFrame) -> pl.DataFrame:
 
 
 def mask(frame: Frame, verdicts: pl.DataFrame) -> pl.LazyFrame:
-    """Mask the trajectories that the verdicts give a reason for. Runs in the streaming engine."""
+    """Mask the trajectories that have a reason in `verdicts`. Runs in the streaming engine."""
     frame = as_lazy(frame)
     masked = verdicts.filter(pl.col("reason").is_not_null())
     if masked.is_empty():

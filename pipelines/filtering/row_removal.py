@@ -31,7 +31,7 @@ def keep_rows(
     was sampled.
 
     Args:
-        frame: Rows of whole trajectories; a merged row is kept or dropped as a whole.
+        frame: Rows of complete trajectories; a merged row is kept or dropped as a whole.
         condition: A Polars expression over any columns, or SQL; null counts as false.
         outcome: The return that must not change (see `trajectory_returns`).
         move_outcome: Move the return of every trajectory to its last kept row.

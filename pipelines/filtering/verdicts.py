@@ -1,4 +1,4 @@
-"""Verdicts: decide in one pass over the rows which filter drops (or masks) which trajectory.
+"""Decide in one pass over the rows which trajectories are dropped or masked, and by which filter.
 
 `judge` reads only ids, rewards and the columns that filters use, and keeps one line per trajectory
 in memory. `apply_filters` then drops trajectories; `pipelines.filtering.masks.apply_masks` excludes
@@ -49,7 +49,7 @@ def judge(frame: Frame, filters: Sequence[Filter], outcome: Outcome = "last") ->
     """Apply filters in order; each sees only what the earlier ones kept.
 
     Args:
-        frame: Rows of whole trajectories. Merging does not change the verdicts.
+        frame: Rows of complete trajectories. Merging does not change the verdicts.
         filters: The filters, in order.
         outcome: How returns are computed (see `trajectory_returns`).
 
@@ -91,7 +91,7 @@ def judge(frame: Frame, filters: Sequence[Filter], outcome: Outcome = "last") ->
 
 
 def keep(frame: Frame, verdicts: pl.DataFrame) -> pl.LazyFrame:
-    """Keep the rows of trajectories that the verdicts give no reason for, in order.
+    """Keep the rows of trajectories that have no reason in `verdicts`, in order.
 
     Runs in the streaming engine.
     """
@@ -106,7 +106,7 @@ def keep(frame: Frame, verdicts: pl.DataFrame) -> pl.LazyFrame:
 def report(verdicts: pl.DataFrame, filters: Sequence[Filter]) -> pl.DataFrame:
     """Count what each filter saw and dropped: one line per filter, with `REPORT_COLUMNS`.
 
-    A group counts as dropped when its last trajectory is dropped.
+    A group is counted as dropped when its last trajectory is dropped.
     """
     lines = []
     left = verdicts.select("instance_id", "reason")

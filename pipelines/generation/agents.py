@@ -23,7 +23,7 @@ Agent = Callable[["Client", Task], Awaitable[float]]
 
 
 class Client:
-    """Samples for an agent and records every call as a step, with its exact tokens.
+    """An agent's client: samples responses and records each call as a step, with exact tokens.
 
     Example:
         An agent that makes two calls; the second sees the answer to the first:
@@ -65,7 +65,7 @@ class Client:
             tools: OpenAI-style tool definitions.
             agent: Name of the caller ("main", "checker"), for the column `agent`.
             trains: Whether to train on the response; false writes an all-false loss mask.
-            changes: Fields of `Sampling` to override the configuration's.
+            changes: Fields of `Sampling` that override the configuration.
 
         Raises:
             RolloutError: As `Engine.chat`.
@@ -140,7 +140,7 @@ class Client:
 
 
 class AgentTrajectory:
-    """A trajectory made by an agent.
+    """A trajectory produced by an agent.
 
     Attributes:
         steps: Steps so far; kept if the trajectory fails.

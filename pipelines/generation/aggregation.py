@@ -29,7 +29,7 @@ async def environment_metrics(
     it. A key of several environments is averaged over them, weighted by number of trajectories.
 
     Args:
-        rows: Steps of whole trajectories with the columns `USED`; failed ones are ignored.
+        rows: Steps of complete trajectories with the columns `USED`; failed ones are ignored.
         names: Environment name per instance.
         timeout_s: Time limit of each call, in seconds.
 

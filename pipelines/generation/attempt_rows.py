@@ -21,7 +21,7 @@ class Finished:
     Attributes:
         task: The task attempted.
         rows: Rows of the rollout table; at least one.
-        rule: Rule of the error that failed it; None if it succeeded, or its generator failed it.
+        rule: Rule of the error; None if it succeeded, or if its generator reported the failure.
         warnings: Problems that do not affect the rows.
     """
 

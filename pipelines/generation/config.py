@@ -39,7 +39,7 @@ class GenerateConfig:
     """Rollout dataset to write or to resume; existing trajectories are not generated again."""
 
     engine: Literal["transformers", "vllm"] = "transformers"
-    """What samples: the model in this process, or vLLM servers at `urls`."""
+    """Engine that samples: the model in this process, or vLLM servers at `urls`."""
     urls: tuple[str, ...] = ()
     """vllm: `http://HOST:PORT` of each server; all calls of a trajectory go to the same server."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -68,8 +68,8 @@ class GenerateConfig:
     """How the prompt of the next turn is built. `append`: sampled tokens are kept, observations are
     appended as messages; `one_message`: observations are appended as plain text in the same
     assistant message; `step_wise`: the chat template renders all messages again for every turn;
-    `retokenize`: likewise, and the final rendering of the whole conversation is trained, using the
-    template's generation marks."""
+    `retokenize`: likewise, and the final rendering of the entire conversation is trained on, using
+    the template's generation marks."""
     chat_template: str | None = None
     """Name or file of a chat template that replaces the tokenizer's. With agents and harnesses on
     vLLM: the template that the servers were started with."""
@@ -104,7 +104,7 @@ class GenerateConfig:
     zero_reward_on_non_stop: bool = False
     """Set all rewards of a trajectory to 0 if its last turn was cut off."""
     mask_overlong: bool = False
-    """Do not train trajectories whose last turn ran out of tokens; rewards are kept."""
+    """Do not train on trajectories whose last turn ran out of tokens; rewards are kept."""
 
     max_concurrency: Count = 64
     """Maximum number of concurrent trajectories; >= 1."""
@@ -127,7 +127,7 @@ class GenerateConfig:
 
     @property
     def outcome(self) -> Outcome:
-        """Return of a trajectory: environments reward every turn, all else only the last step."""
+        """How returns are computed: environments reward every turn, all else only the last step."""
         return "sum" if self.uses_environments else "last"
 
     @property
@@ -175,7 +175,7 @@ def identity(config: GenerateConfig) -> dict[str, Any]:
 
 
 def plain_values(config: GenerateConfig) -> dict[str, Any]:
-    """Return the configuration as plain values that may be written: without credentials."""
+    """Return the configuration as plain values, without credentials, so that it may be written."""
     values = dataclasses.asdict(config)
     if config.harness is not None:
         values["harness"] = shown(config.harness)

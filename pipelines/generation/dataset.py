@@ -1,4 +1,4 @@
-"""Write generated trajectories to a dataset in whole groups, and find those still missing."""
+"""Write generated trajectories to a dataset in complete groups, and find missing ones."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def _check_same(config: GenerateConfig) -> None:
 class GroupWriter:
     """Writes complete groups, several per shard; on exit, writes everything that finished.
 
-    A shard is written whole or not at all, so no trajectory is ever written twice: whatever a
-    stopped run had not written is still missing. If an error ends the `with` block, all finished
+    A shard is written completely or not at all, so no trajectory is ever written twice: those that
+    a stopped run did not write are still missing. If an error ends the `with` block, all finished
     trajectories are written, including those of incomplete groups.
 
     Args:

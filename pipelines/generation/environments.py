@@ -129,7 +129,7 @@ class Environment:
         return {name: number for name, number in numbers.items() if number is not None}
 
     async def close(self) -> None:
-        """Close the environment if it was made, within 30 s: interrupted runs wait for this too.
+        """Close the environment if it exists, within 30 s: interrupted runs wait for this too.
 
         Raises:
             InputError: env_raised, env_timeout.

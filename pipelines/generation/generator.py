@@ -236,9 +236,9 @@ def _calls_module() -> ModuleType:
 
 
 class UnderWay:
-    """Units of tasks; runs as many at once as `max_concurrency` trajectories allow.
+    """Units of tasks, run concurrently within the limit of `max_concurrency` trajectories.
 
-    A unit that is larger than that runs alone.
+    A unit that exceeds the limit runs by itself.
 
     Args:
         generator: Runs the units.

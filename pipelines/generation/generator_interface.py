@@ -52,7 +52,7 @@ class GeneratorInput(TypedDict, total=False):
 
 
 class GeneratorInterface(Protocol):
-    """Generates trajectories, with the method of SkyRL's `GeneratorInterface`."""
+    """Generator of trajectories with the interface of SkyRL's `GeneratorInterface`."""
 
     async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
         """Generate one trajectory per prompt.

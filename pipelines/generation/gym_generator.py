@@ -35,8 +35,8 @@ class GymGenerator:
         engine: An entered engine.
         tokenizer: Tokenizer of the engine, with the configured chat template.
         config: Settings; `sampling_params` of a call override them.
-        failed: What a failed trajectory turns into placeholder rows: its whole `group`, as in
-            SkyRL, or only the `trajectory`.
+        failed: What is replaced by placeholder rows if a trajectory fails: its entire `group`, as
+            in SkyRL, or only the `trajectory`.
 
     Example:
         >>> output = await GymGenerator(engine, tokenizer, config).generate(
@@ -73,7 +73,7 @@ class GymGenerator:
             the last row has the trajectory's return, where SkyRL's trainer expects it.
 
         Raises:
-            InputError: If the batch is not usable; one_sequence if a trajectory is not a single
+            InputError: If the batch is invalid; one_sequence if a trajectory is not a single
                 sequence because its environment replaced an action; and as `Generator.run`.
         """
         tasks = tasks_of(input_batch)

@@ -60,7 +60,7 @@ def begin(history: History, prompt: Messages, tokenizer: ChatTokenizer, where: s
 
 
 class Rendered:
-    """Messages rendered again for every turn: its tokens need not continue the previous ones."""
+    """Messages rendered again for every turn; tokens of earlier turns may change."""
 
     def __init__(self, prompt: Messages, tokenizer: ChatTokenizer, where: str) -> None:
         self.messages = [dict(message) for message in prompt]
@@ -88,8 +88,8 @@ class Appended(Rendered):
     """Tokens in, tokens out: the next prompt is the last prompt, its response, and observations.
 
     So the steps of a trajectory merge into one sequence. Only if the environment replaces the
-    action does the next prompt contain tokens that differ from the sampled ones: those of its
-    text.
+    action does the next prompt contain tokens that differ from the sampled ones: those of the
+    replacement.
     """
 
     def __init__(self, prompt: Messages, tokenizer: ChatTokenizer, where: str) -> None:
@@ -135,13 +135,13 @@ class OneMessage(Appended):
 def final_rendering(
     messages: Messages, num_turns: int, tokenizer: ChatTokenizer, where: str
 ) -> tuple[list[int], list[tuple[int, int]]]:
-    """Render a whole conversation with its template, and locate what was generated.
+    """Render an entire conversation with its template, and locate what was generated.
 
     Args:
         messages: The conversation, ending with the last turn's answer.
         num_turns: Number of final assistant messages that the model wrote.
         tokenizer: Tokenizer whose chat template marks generated text with {% generation %}.
-        where: Place for error messages.
+        where: Location shown in error messages.
 
     Returns:
         [N] ids; (start, end) of each turn in them.

@@ -27,7 +27,7 @@ def observation_ids(
     The cut keeps whatever the template writes after a message's EOS (a newline in ChatML), which no
     engine samples. If the response ended without an EOS (by a stop string, or its length), an EOS
     comes first and closes its message. All returned ids belong to the next prompt, not to a
-    response, and never train.
+    response, and are never trained on.
 
     Source: https://jybsuper.github.io/posts/multiturn_tokenization/
 
@@ -35,7 +35,7 @@ def observation_ids(
         response_ids: [R] ids of the response.
         observations: Messages; may be empty: the model then writes another message.
         tokenizer: From `load_tokenizer`.
-        where: Place for error messages.
+        where: Location shown in error messages.
 
     Raises:
         InputError: fixed_base, chat_template, message: as `encode_messages`.

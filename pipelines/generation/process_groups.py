@@ -27,14 +27,14 @@ for folder in sys.argv[1:]:
 class Watch:
     """A small process that kills process groups once this process has ended.
 
-    SIGKILL leaves this process no time to end its children. The end of this process closes the pipe
-    that the watch reads.
+    SIGKILL leaves this process no time to end its children. However this process ends, the
+    operating system closes the pipe that the watch reads.
 
     Args:
         folder: A folder to remove at the same time.
 
     Attributes:
-        folder: The same.
+        folder: The folder to remove.
 
     Example:
         with Watch() as watch:

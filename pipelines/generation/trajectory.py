@@ -25,11 +25,11 @@ COMPLETED = frozenset({"stop", "tool_calls", "complete"})
 
 
 ENDS_THE_RUN = frozenset({ENGINE_DOWN, "engine_answer"})
-"""Rules of errors that every trajectory would hit: faults of the engine, not of a request."""
+"""Rules of errors that every trajectory would hit, because the engine is at fault."""
 
 
 def seed_of(seed: int | None, trajectory_id: str, call: int) -> int | None:
-    """Derive the seed of one call: reproducible, and different for every other call."""
+    """Derive the seed of one call; it is reproducible, and differs between calls."""
     if seed is None:
         return None
     text = f"{seed}/{trajectory_id}/{call}"
@@ -143,7 +143,7 @@ class GymTrajectory:
                 step.rollout_expert_indices = routes[: len(sampled.prompt_token_ids) + len(kept)]
 
     def _retokenize(self) -> None:
-        """Replace the sampled tokens with the template's rendering of the whole conversation."""
+        """Replace the sampled tokens with the template's rendering of the entire conversation."""
         num = len(self.steps)
         ids, spans = final_rendering(self._said, num, self.tokenizer, self.where)
         for step, (start, end) in zip(self.steps, spans, strict=True):

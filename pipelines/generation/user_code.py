@@ -18,13 +18,13 @@ _GRACE_S = 5.0
 
 
 class OwnThread:
-    """A thread for blocking calls, one after the other, so that their resources stay in one thread.
+    """A thread that runs blocking calls one after another, for resources tied to a thread.
 
     A thread cannot be killed: if a call hangs, its thread is abandoned and the next call gets a new
     one. Threads are daemons, so none keeps the process alive.
 
     Args:
-        rule: Prefix of the rules of errors.
+        rule: Prefix of the error rules.
     """
 
     def __init__(self, rule: str) -> None:
@@ -70,7 +70,7 @@ def _work_off(work: SimpleQueue[Callable[[], None] | None]) -> None:
 def _answer_of(function: Callable[[], Value]) -> tuple[Value | None, BaseException | None]:
     try:
         return function(), None
-    except StopIteration as error:  # the one exception that a future refuses
+    except StopIteration as error:  # the one exception that a future rejects
         return None, RuntimeError(f"StopIteration: {error}")
     except BaseException as error:
         return None, error
@@ -102,8 +102,8 @@ async def without_exit(awaitable: Awaitable[Value]) -> Value:
 class _Leavable(Awaitable[Value]):
     """An awaitable that can be abandoned even if it catches its cancellation.
 
-    A bare `except` in a loop would otherwise run as long as the event loop, which waits for it
-    before it closes.
+    Otherwise a task with a bare `except` in a loop would never end, and the event loop waits for
+    its tasks before it closes.
     """
 
     def __init__(self, awaitable: Awaitable[Value]) -> None:

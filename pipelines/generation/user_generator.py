@@ -60,7 +60,7 @@ class OwnGenerator:
             _check_interface(self._make, config.generator)
 
     async def finish(self, tasks: Sequence[Task]) -> list[Finished]:
-        """Generate the trajectories of a group; all fail if the call or its output does.
+        """Generate a group's trajectories; all fail if the call fails or its output is invalid.
 
         Raises:
             ConfigError: generator if it cannot be constructed.

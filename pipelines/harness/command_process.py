@@ -39,7 +39,7 @@ async def run_command(
     watch: Watch,
     where: str,
 ) -> Output:
-    """Run a command without a shell, in the current directory, to its end.
+    """Run a command to completion, without a shell, in the current directory.
 
     Its processes form a group: all have ended when this returns or raises, and they are killed when
     this process ends, however that happens. A process that leaves the group (`setsid`, a daemon) is
@@ -51,7 +51,7 @@ async def run_command(
         folder: Folder for its output.
         timeout_s: Time limit in seconds; then SIGTERM, and SIGKILL after a grace period.
         watch: Kills its processes if this process is killed.
-        where: Place for error messages.
+        where: Location shown in error messages.
 
     Raises:
         InputError: harness_start if the program does not exist; harness_timeout; harness_exit if

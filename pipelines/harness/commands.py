@@ -26,7 +26,7 @@ OWN_FIELDS = (
 """Fields available to every command, besides the extras of its task."""
 
 _NO_CODE = frozenset({"base_url", "api_key", "model", "task_file", "reward_file", "repetition_id"})
-"""Fields whose values no task controls."""
+"""Fields whose values cannot be set by a task."""
 
 
 def is_function(harness: str) -> bool:
@@ -99,7 +99,7 @@ def filled(words: list[str], values: Mapping[str, Any]) -> list[str]:
 
 
 def shown(harness: str) -> str:
-    """Return a harness as it may be written: values named like credentials are redacted.
+    """Return a harness in a form safe to write: values named like credentials are redacted.
 
     Example:
         >>> shown("solve --api-key sk-123 --retries 3")

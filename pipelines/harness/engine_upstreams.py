@@ -12,7 +12,7 @@ from schemas.errors import EngineError
 
 
 class EngineGone(EngineError):
-    """No attempt at a call was answered, so no other call would be."""
+    """No attempt at a call was answered, so other calls would fail too."""
 
 
 class PolicyUpstreams(Upstreams):

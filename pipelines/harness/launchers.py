@@ -52,7 +52,7 @@ class Endpoint:
 
 
 class Harness(Protocol):
-    """Runs a trajectory."""
+    """A program that makes one trajectory of a task by calling the model."""
 
     def check(self, tasks: Sequence[Task]) -> None:
         """Check that the harness can run these tasks.
@@ -63,7 +63,7 @@ class Harness(Protocol):
         ...
 
     async def run(self, endpoint: Endpoint, task: Task, timeout_s: float, watch: Watch) -> Outcome:
-        """Run a task to its end.
+        """Run a task to completion.
 
         Raises:
             InputError: harness_reward, harness_timeout; harness_raised by a function;
@@ -168,10 +168,10 @@ class CommandHarness:
                 raise type(error)(*given, message=message) from None
 
     def _variables(self, endpoint: Endpoint) -> dict[str, str]:
-        """Set the variables with which OpenAI clients configure themselves.
+        """Return the environment variables that configure OpenAI clients.
 
-        A command that uses {base_url} may call other models too: the address and key of a judge in
-        the environment are then left unchanged.
+        A command that contains {base_url} may also call another model, such as a judge, so the base
+        URL variables are then left unset here. An existing OPENAI_API_KEY is always kept.
         """
         url = {"OPENAI_BASE_URL": endpoint.base_url, "OPENAI_API_BASE": endpoint.base_url}
         key = {"OPENAI_API_KEY": os.environ.get("OPENAI_API_KEY", endpoint.api_key)}

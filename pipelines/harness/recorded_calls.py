@@ -59,11 +59,11 @@ _DECODER = msgspec.json.Decoder(Fields)
 
 @dataclass(kw_only=True, slots=True)
 class OpenTrajectory:
-    """A trajectory whose harness may call.
+    """A trajectory whose harness may send calls.
 
     Attributes:
         task: The task attempted.
-        config: Sampling settings for what requests leave out.
+        config: Sampling settings for fields that requests omit.
         session: Recorded calls.
         num_calls: Number of calls started.
         running: Running calls.
@@ -78,7 +78,7 @@ class OpenTrajectory:
     failure: RolloutError | None = None
 
     async def end_calls(self) -> None:
-        """Cancel running calls, since the harness has ended; what was sampled so far is recorded."""
+        """Cancel running calls, since the harness has ended; tokens sampled so far are recorded."""
         for call in self.running:
             call.cancel()
         for pending in (self.running, self.session.writing):
@@ -92,15 +92,15 @@ class Calls:
     Args:
         recorder: An entered recorder; this class never ends its sessions.
         upstreams: Entered upstreams.
-        engine: The answering engine; knows the version of its weights.
+        engine: The engine that answers; it knows the version of its weights.
         vocab_size: All ids must be below it.
         turn: Context entered around each call, while the engine works on it.
         watch: Kills the processes of harnesses when this process ends.
-        served: The application that serves the engine, if it is served here.
+        served: The application that serves the engine, if it is served by this process.
 
     Attributes:
         url: Root URL; set once it is known.
-        watch: The same watch.
+        watch: The watch that was passed in.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class Calls:
     async def _in_turn(
         self, exchange: Exchange, opened: OpenTrajectory, path: str, agent: str | None, body: bytes
     ) -> None:
-        """Answer a call when the engine may work on it, with the weights that it has then."""
+        """Wait for the call's turn on the engine, and answer it with the current weights."""
         async with self._turn():
             self._recorder.policy_version = self._engine.policy_version
             call = Call(
@@ -255,7 +255,7 @@ async def open_calls(
     """Serve the calls of harnesses on loopback for as long as the block lasts.
 
     Args:
-        config: Its `urls` are the engine's API; without any, the engine is served here too.
+        config: Its `urls` are the engine's API; without any, this process serves the engine too.
         engine: An entered engine.
         tokenizer: Tokenizer of the engine.
         turn: Context entered around each call, while the engine works on it.

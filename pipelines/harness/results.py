@@ -1,4 +1,4 @@
-"""Parse the result of a harness: a reward, or an object with more."""
+"""Parse the result of a harness: a number, or an object with reward or error, and metrics."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def outcome_of(result: Any, where: str) -> Outcome:
     Args:
         result: The reward, or a mapping: `reward` or `error` (why the run failed), and `metrics`,
             numbers by name.
-        where: Place for error messages.
+        where: Location shown in error messages.
 
     Raises:
         InputError: harness_reward if it is none of these.

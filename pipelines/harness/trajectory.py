@@ -1,4 +1,4 @@
-"""A trajectory made by a harness that calls its base URL."""
+"""A trajectory produced by a harness that calls its base URL."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class HarnessTrajectory:
         harness: The harness to run.
         calls: Serves its calls.
         task: The task to attempt.
-        config: Sampling settings for what its calls leave out, and its time limit.
+        config: Sampling settings for fields that its calls omit, and its time limit.
 
     Attributes:
         steps: Its calls, set when it ends; kept if the trajectory fails.

@@ -1,7 +1,7 @@
 """Find which step continues which: the chains of steps that a merge joins into one sequence.
 
 A step may continue an earlier step of its trajectory if its prompt starts with that step's prompt +
-response, token for token, and both agree in everything that one row can hold only once (see
+response, token for token, and both agree in every column of which a row holds a single value (see
 `join_keys`). At most one step continues a given step: the earliest candidate.
 
     consecutive   a step continues the step right before it, or none: the rule of SkyRL's
@@ -39,7 +39,7 @@ def continued_rows(
     """[N] Find the row that each row continues; -1 where a sequence starts.
 
     Args:
-        table: Whole trajectories, as for `prefix_tree`.
+        table: Complete trajectories, as for `prefix_tree`.
         rule: `lineage` or `consecutive`.
         tree: Prefix tree of the table, if it was computed already.
 
@@ -54,7 +54,7 @@ def continued_rows(
     """
     tree = tree or prefix_tree(table)
     keys = join_keys(table, tree)
-    # Most trajectories are decided by the longest shared prefix alone, at once and without reading
+    # Most trajectories are decided by the longest shared prefix, all at once and without reading
     # tokens; only the undecided ones are walked in Python.
     length = tree.prompt + tree.response
     whole = (tree.parent >= 0) & (tree.shared == length[tree.parent])
@@ -77,11 +77,11 @@ def continued_rows(
 
 
 def join_keys(table: pa.Table, tree: PrefixTree) -> IntArray:
-    """[N] Compute keys: rows may share a sequence if their keys are equal; -1: the row stays alone.
+    """[N] Compute keys: rows may share a sequence if their keys are equal; -1: never joined.
 
     One row holds a single value of each column in `SAME_IN_A_SEQUENCE`, and each column of
     `SAME_NULLNESS` is null for the whole row or not at all. A row that sampled nothing, or whose
-    `segments` already list its sampled ranges, stays alone.
+    `segments` already list its sampled ranges, is never joined.
     """
     keys = np.zeros(table.num_rows, np.int64)
     for name in (*SAME_IN_A_SEQUENCE, *SAME_NULLNESS):
@@ -111,7 +111,7 @@ def _paired(keys: IntArray, values: pa.ChunkedArray) -> IntArray:
 def _undecided(
     tree: PrefixTree, parent: IntArray, steps_back: IntArray
 ) -> Iterator[tuple[int, int]]:
-    """Find the trajectories where the longest shared prefix alone does not determine the chains."""
+    """Find the trajectories whose chains are not determined by the longest shared prefix."""
     num_rows = len(parent)
     is_root = (tree.parent < 0) & (tree.prompt > 0)
     in_reach = parent >= np.arange(num_rows) - steps_back
@@ -125,13 +125,13 @@ def _undecided(
 
 
 def _by_ancestors(above: list[int], keys: list[int], steps_back: int) -> list[int]:
-    """Find the step that each step of a trajectory continues among its ancestors in the tree.
+    """Find the step that each step of a trajectory continues, searching its ancestors in the tree.
 
     Candidates are ancestors in the prefix tree unless two steps hold the same tokens, which can
     happen only if a prompt adds nothing to its parent's tokens (see `_by_tokens`).
 
     Args:
-        above: The longest step that is a prefix of each prompt in full; -1: none.
+        above: For each prompt, the longest step whose tokens are all a prefix of it; -1: none.
         keys: See `join_keys`.
         steps_back: Maximum distance between a step and the step that it continues.
     """
@@ -218,7 +218,7 @@ def _ends(prompts: list[bytes], whole: list[bytes]) -> tuple[list[int], list[int
     ends = [number.setdefault(tokens, len(number)) for tokens in whole]
     above, last = [-1] * len(number), {}
     path: list[tuple[bytes, int]] = []
-    # Sorted order visits a prefix before what it starts, so `path` is always the current branch.
+    # Sorted order visits a prefix before its extensions, so `path` is always the current branch.
     for tokens in sorted({*prompts, *whole}):
         while path and not tokens.startswith(path[-1][0]):
             path.pop()

@@ -37,7 +37,7 @@ _ROW = "row that the step was merged into"
 
 
 def merge(frame: Frame, rule: Rule = "lineage", *, same_routes: bool = False) -> pl.LazyFrame:
-    """Merge steps that continue each other; takes and returns whole trajectories.
+    """Merge steps that continue each other; the frame must hold complete trajectories.
 
     Rows are joined only if they have equal values in `lineage.SAME_IN_A_SEQUENCE`, and agree on
     which of rollout_logprobs, reward, rewards and rollout_expert_indices are null. A row that has
@@ -46,9 +46,9 @@ def merge(frame: Frame, rule: Rule = "lineage", *, same_routes: bool = False) ->
 
     A merged row has the prompt of its first step, and all responses with the observations between
     them. Observations have loss_mask false, log-probability 0.0 and reward 0.0. `reward` is the
-    sum; policy_version the oldest. Routes of the prompt come from the first step, of a response
-    from the step that sampled it, of an observation from the step that received it. Every other
-    column has the last step's value. Rows are in the order of their last steps.
+    sum; policy_version the oldest. Routes of the prompt come from the first step, those of a
+    response from the step that sampled it, and those of an observation from the step that received
+    it. Every other column has the last step's value. Rows are in the order of their last steps.
 
     Args:
         frame: A rollout table.
@@ -66,7 +66,7 @@ def merge(frame: Frame, rule: Rule = "lineage", *, same_routes: bool = False) ->
 
 
 def merge_table(table: pa.Table, rule: Rule = "lineage", *, same_routes: bool = False) -> pa.Table:
-    """Apply `merge` to an Arrow table of whole trajectories, in either layout."""
+    """Apply `merge` to an Arrow table of complete trajectories, in either layout."""
     table = without_views(table)
     _refuse_scattered(table)
     if _has_joined(table):
@@ -97,7 +97,7 @@ def part_by_routes(frame: Frame) -> pl.LazyFrame:
 
 
 def part_by_routes_table(table: pa.Table) -> pa.Table:
-    """Apply `part_by_routes` to an Arrow table of whole trajectories."""
+    """Apply `part_by_routes` to an Arrow table of complete trajectories."""
     if ROUTING not in table.column_names or not _has_joined(table):
         return table
     table = decode_prefixes(table) if is_encoded(table) else table
@@ -225,7 +225,7 @@ def _join(column: Ragged, sequences: Sequences) -> Ragged:
 
 
 def _folded(table: pa.Table, sequences: Sequences) -> pa.Table:
-    """Fold the columns without tokens: the last step's, rewards summed, oldest version."""
+    """Fold the other columns: the last step's values, summed rewards, the oldest policy version."""
     tokens = {"prompt_token_ids", "response_ids", ROUTING, *PER_TOKEN, *PREFIX_TYPES}
     rest = table.drop_columns([n for n in table.column_names if n in tokens])
     out = rest.take(pa.array(sequences.last))

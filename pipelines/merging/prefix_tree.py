@@ -35,7 +35,7 @@ class PrefixTree:
 
 
 def prefix_tree(table: pa.Table) -> PrefixTree:
-    """Build the prefix tree of whole trajectories; with prefix columns, no token is read.
+    """Build the prefix tree of complete trajectories; with prefix columns, no token is read.
 
     Args:
         table: trajectory_id, response_ids, and `prompt_token_ids` or the columns of the `prefix`
@@ -71,7 +71,7 @@ class Ancestry:
         holder: [N] the row that adds the token just before the tokens that the row itself adds: its
             nearest ancestor that shares fewer tokens with its own parent. A root's holder is
             itself.
-        whole: [N] the longest ancestor whose whole prompt + response is a prefix of the row's
+        whole: [N] the longest ancestor whose entire prompt + response is a prefix of the row's
             prompt; -1: none. Follow `whole` from there to find shorter ones.
     """
 
@@ -94,7 +94,7 @@ class Ancestry:
         ]
 
     def whole_within(self, rows: IntArray, num_tokens: IntArray) -> IntArray:
-        """[K] Find the longest of each row and its ancestors that is whole within a prefix.
+        """[K] Find the longest of each row and its ancestors that fits entirely within a prefix.
 
         Args:
             rows: [K].

@@ -70,9 +70,9 @@ def _joined(parts: list[Routes]) -> Routes:
 def routed_alike(table: pa.Table, num_prompt: IntArray, continued: IntArray) -> BoolArray:
     """[N] True if a step was routed like the step that it continues, wherever that matters.
 
-    If true, the routes that `join_routing` gives their row agree with both steps at every token
-    that a trained token of theirs is computed from. A step's last token is excluded: nothing in the
-    step is computed from it. A token without routes counts as different from a token with routes.
+    If true, the routes that `join_routing` gives their row agree with both steps at every token on
+    which one of their trained tokens depends. A step's last token is excluded: no other token of
+    the step depends on it. A token without routes is treated as different from a token with routes.
 
     Args:
         table: Steps with routes, `response_ids` and `loss_mask`.

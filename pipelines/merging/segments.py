@@ -59,7 +59,7 @@ def nest(
 
     Args:
         out: [M] merged rows.
-        steps: [N] the steps that they were made of.
+        steps: [N] the steps that they were merged from.
         sequences: Assignment of steps to sequences.
         interleaved: [M] see `Sequences.interleaved`.
         extra: Further fields, one value per step ([N] each).
@@ -160,7 +160,7 @@ def has_segment(frame: pl.LazyFrame, name: str) -> bool:
 
 
 def joined(frame: pl.LazyFrame) -> pl.Expr:
-    """Expression: true if a row was merged from several steps."""
+    """Build an expression that is true if a row was merged from several steps."""
     if not has_segment(frame, JOINED):
         return pl.lit(value=False)
     return pl.col("segments").list.first().struct.field(JOINED).fill_null(value=False)
@@ -227,7 +227,7 @@ def _chosen(table: pa.Table, flat: pa.StructArray, steps: Steps, name: str, fiel
 def segment_rewards(
     table: pa.Table, responses: Ragged
 ) -> tuple[IntArray, npt.NDArray[np.float64], IntArray]:
-    """For all segments: flat index of the last token in `responses`, reward (null: 0), row."""
+    """Return each segment's last token (flat index in `responses`), reward (null: 0) and row."""
     column = table.column("segments")
     lengths = list_lengths(column)
     row = np.repeat(np.arange(len(lengths)), lengths)

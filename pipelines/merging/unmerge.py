@@ -1,4 +1,4 @@
-"""Split merged rows into the steps they were made of."""
+"""Split merged rows into the steps they were merged from."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from schemas.types import without_views
 
 
 def unmerge(frame: Frame) -> pl.LazyFrame:
-    """Split merged rows into the steps they were made of: the inverse of `merge`.
+    """Split merged rows into the steps they were merged from: the inverse of `merge`.
 
     A row that was not merged is kept as it is, even if its `segments` list several sampled ranges.
     `step_index` is renumbered.
@@ -36,7 +36,7 @@ def unmerge(frame: Frame) -> pl.LazyFrame:
 
 
 def unmerge_table(table: pa.Table) -> pa.Table:
-    """Apply `unmerge` to an Arrow table of whole trajectories."""
+    """Apply `unmerge` to an Arrow table of complete trajectories."""
     table = without_views(table)
     joined = is_joined(table)
     if not joined.any():
@@ -82,7 +82,7 @@ def _prompt_and_response(prompts: Ragged, responses: Ragged) -> Ragged:
 
 
 def _in_step_order(out: pa.Table, table: pa.Table, joined: BoolArray) -> pa.Table:
-    """Put the steps of a trajectory into the order they were taken, and renumber them.
+    """Put the steps of a trajectory into the order in which they were taken, and renumber them.
 
     Rows are ordered by their last steps. Steps can be interleaved again only if every row of the
     trajectory recorded its step indices; otherwise row order is kept.
@@ -104,5 +104,5 @@ def _in_step_order(out: pa.Table, table: pa.Table, joined: BoolArray) -> pa.Tabl
 
 
 def _ends(table: pa.Table) -> IntArray:
-    """[T] Last row of each trajectory."""
+    """[T] Return the last row of each trajectory."""
     return np.append(trajectory_starts(table)[1:], table.num_rows) - 1

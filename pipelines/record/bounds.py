@@ -1,7 +1,7 @@
-"""Bounds on what an engine may answer: its size, no compression, no redirects.
+"""Bounds on the answers of engines: limited size, no compression, no redirects.
 
-Decoding JSON that is mostly punctuation takes many times its size in Python objects. So the number
-of choices and fields of answers, and of prompts and fields of requests, is bounded too.
+JSON that is mostly punctuation takes many times its size in memory once it is decoded. Therefore,
+the number of choices and fields of answers, and of prompts and fields of requests, is bounded too.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def num_prompts(prompt: bytes) -> int:
 
 
 def _items(content: bytes) -> list[bytes] | None:
-    """Split a JSON list into its items; anything else has none. None: there are too many."""
+    """Split a JSON list into its items (none for other values); None if there are too many."""
     if content[:1] != b"[":
         return []
     try:

@@ -17,7 +17,7 @@ class Unread(ValueError):
 
 
 class Answer:
-    """A whole answer, or a chunk of one.
+    """A complete answer, or a chunk of one.
 
     Args:
         content: JSON of the answer.

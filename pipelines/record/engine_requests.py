@@ -27,7 +27,7 @@ class Asked:
     Attributes:
         kind: Kind of the endpoint.
         fields: Body fields as the client sent them.
-        sent: Body fields for the engine: the same, and a request for exact tokens.
+        sent: Body fields for the engine: the client's, and a request for exact tokens.
         hidden: Fields of the answer that the client did not ask for.
         is_text: True if the client asked for text only: no ids, no log-probabilities.
         num_choices: Number of expected choices.

@@ -1,4 +1,4 @@
-"""Server-sent events of a streamed answer: what to record and to show, and when it is complete."""
+"""Record and forward the server-sent events of a streamed answer, and detect its end."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Events:
         self._num_seen = 0
 
     def feed(self, content: bytes) -> list[bytes]:
-        """Add bytes; returns the events that are complete now, including their ends.
+        """Add bytes; returns the events that are complete now, including their terminators.
 
         Raises:
             EngineError: answer_size if the incomplete event is too long.

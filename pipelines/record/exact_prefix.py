@@ -1,11 +1,11 @@
-"""Continue growing chats token by token, for clients that only know the chat API.
+"""Continue growing chats token by token, for clients that support only the chat API.
 
 The first call of a conversation is sent unchanged. A later call that repeats its messages and the
 answer unmodified, followed by new messages, is sent as token ids:
 
     prompt = the last prompt + the tokens sampled for it + the ids of the new messages
 
-The client receives the engine's text completion as a chat completion. In any case of doubt (tools,
+The client receives the engine's text completion as a chat completion. When in doubt (tools,
 reasoning, an edited answer, a template that changes earlier messages, a field that only chat has)
 the call is sent unchanged, and counted with the reason.
 """
@@ -167,7 +167,7 @@ class ChatShown:
         self._model, self._has_begun = asked.model, False
 
     def whole(self, answer: Answer) -> bytes:
-        """Convert a whole answer."""
+        """Convert a complete answer."""
         (choice,) = answer.choices
         message = {"role": "assistant", "content": choice["text"], **_MESSAGE}
         made = {"message": message, **_without(choice, "text")}

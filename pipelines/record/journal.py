@@ -42,14 +42,14 @@ _TIME = re.compile(rb'"time":([0-9.]+)')
 
 @dataclass(kw_only=True, slots=True)
 class Recovered:
-    """State of a session that an earlier recorder left.
+    """State of a session left behind by an earlier recorder.
 
     Attributes:
         folder: Number of the session's folder.
         places: Places of its calls.
         outcome: Its outcome; None: it is open.
         num_unrecorded: Calls that are not in the log.
-        num_lost: Those of them that could not be written.
+        num_lost: Number of these calls that could not be written.
     """
 
     folder: int
@@ -162,7 +162,7 @@ class Journal:
             self._sizes.pop(self._path(folder, name), None)
 
     def _remove(self, folder: int) -> None:
-        """Rename before deleting, so that a folder with a number is always complete."""
+        """Rename before deleting, so that a numbered folder is always complete."""
         gone = self._root / f"{folder:05d}.done"
         with contextlib.suppress(OSError):
             self._path(folder, "calls").parent.rename(gone)

@@ -17,7 +17,7 @@ _WAIT_S = 5.0
 
 
 def lock_dataset(out: str | os.PathLike[str]) -> BaseFileLock:
-    """Lock the journal of a dataset's directory, until `release()` or the exit.
+    """Lock the journal of a dataset's directory, until `release()` or the end of the process.
 
     Raises:
         InputError: out_is_free if another recorder holds it; output_file if it is not local, or

@@ -93,7 +93,7 @@ class Call:
                     await self._answer(response, self.asked)
 
     async def _choose(self) -> None:
-        """Send token ids if they can continue the conversation, otherwise the request."""
+        """Send token ids if they can continue the conversation, otherwise the original request."""
         if self.asked is None:
             return
         self.body = self.asked.body

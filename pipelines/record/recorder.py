@@ -302,7 +302,7 @@ class Recorder:
                 self.warn(error.rule, f"{error} Retrying.")
 
     async def _keep_losses(self) -> None:
-        """Record which open sessions lack calls, for a later start that ends them."""
+        """Record which open sessions lack calls, in case a later recorder ends them."""
         for session in [s for s in self.sessions if s.outcome is None and s.places]:
             losses = session.num_unrecorded, session.num_lost
             if losses != session.losses_kept:

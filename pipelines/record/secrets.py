@@ -24,7 +24,7 @@ _ALONE = frozenset(
         *("password", "passwords", "pwd", "salt", "secret", "secrets", "signature"),
     }
 )
-"""Words that mark a name as a credential's, or as one of a field that carries credentials."""
+"""Words that mark a name as that of a credential, or of a field that contains credentials."""
 _NOT_TOKENS = frozenset({"bos", "eos", "mask", "pad", "sep", "stop", "unk", "as", "per"})
 _KEYS = frozenset(
     {
@@ -70,7 +70,7 @@ _TEXT = msgspec.json.Decoder(str)
 
 
 def is_secret(name: str) -> bool:
-    """True if a field of that name holds or carries a credential.
+    """True if a field with that name is or contains a credential.
 
     Example:
         >>> [

@@ -27,7 +27,7 @@ class Seen(NamedTuple):
     """Tokens of a recorded call.
 
     Attributes:
-        answer: The whole answer, with chunks joined.
+        answer: The complete answer, with chunks joined.
         prompt: [P] ids.
         responses: [R] ids of each choice.
     """
@@ -51,8 +51,8 @@ class Session:
         num_tokens: Tokens sampled so far.
         num_drifts: Calls that did not continue the tokens of the agent's previous call.
         num_unrecorded: Calls that were answered but not recorded.
-        num_lost: Those of them that could not be written.
-        losses_kept: Both numbers as last written to the journal.
+        num_lost: Number of these calls that could not be written.
+        losses_kept: num_unrecorded and num_lost as last written to the journal.
         num_fallbacks: Chats that could not be continued token by token although that is enabled.
         ends: For each agent's last call, the [prompt + response] ids of each choice.
         active_s: Time of the last start or end of a call, by the monotonic clock.

@@ -21,16 +21,16 @@ class RecordSettings:
             the key it was opened with. None: no keys.
         allowed_hosts: Host names of the recorder besides the address it listens on.
         policy_version: Initial version of the engines' weights.
-        idle_timeout_s: A session without a call for this long is abandoned, in seconds.
+        idle_timeout_s: Time without a call, in seconds, after which a session is abandoned.
         flush_s: Maximum time until an ended session is written to a shard, in seconds.
         max_request_bytes: Maximum size of a request body.
         max_answer_bytes: Maximum size of an engine's answer, streamed or not; a quarter of it for
             one line or event of a stream.
-        max_concurrency: Maximum number of concurrent calls; more wait.
+        max_concurrency: Maximum number of concurrent calls; further calls wait.
         on_full: If a call cannot be written: `refuse` it, or `serve` it unrecorded.
         unassigned: Calls outside of any session: `keep` each as its own session, or `refuse`.
         end_open: Whether to end open sessions on exit, without an outcome.
-        exact_prefix: Directory of the engines' tokenizer, to continue growing chats by tokens.
+        exact_prefix: Directory of the engines' tokenizer, to continue growing chats token by token.
         logprobs_mode: Distribution of the engines' log-probabilities; None: unknown.
     """
 

@@ -60,7 +60,7 @@ class Shards:
         return set(ids.to_series().to_list())
 
     def write(self, sessions: Sequence[Ended]) -> int:
-        """Write one shard, whole or not at all; returns its number of trajectories.
+        """Write one shard, completely or not at all; returns its number of trajectories.
 
         A session with an unusable call is written as a failed trajectory, with the reason as its
         error and the steps that can be read. Its calls go to `rejected.jsonl`.
@@ -89,7 +89,7 @@ class Shards:
     def _tables(
         self, sessions: Sequence[Ended]
     ) -> tuple[list[Ended], list[pa.Table], list[Rejected]]:
-        """Return the sessions that cannot be used, the rows of the others, and the reasons."""
+        """Return the unusable sessions, the rows of the usable ones, and the reasons."""
         reader = Reader(self._settings, {_key(ended): ended.outcome for ended in sessions})
         broken: list[Rejected] = []
         vocab_size = self._settings.metadata.vocab_size
@@ -162,7 +162,7 @@ def _models(sessions: Sequence[Ended]) -> tuple[str, ...]:
 
 
 def ended_of(session: Session) -> Ended:
-    """Convert a session to one to write."""
+    """Build the `Ended` record of a session."""
     assert session.outcome is not None
     instance_id, repetition_id = split_session(session.name, "session")
     run = Run(

@@ -152,7 +152,7 @@ class Upstreams:
         return b"".join([content async for content in self.parts(response)])
 
     async def model(self) -> Model:
-        """Return the engines' model, as the first engine that answers names it.
+        """Return the engines' model, as reported by the first engine that answers.
 
         Raises:
             EngineError: engine_down if none answered with a list of models; as `answer` and

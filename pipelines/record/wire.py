@@ -115,7 +115,7 @@ class Exchange:
                 return b"".join(parts)
 
     async def left(self) -> None:
-        """Wait until the client disconnects; call it only after the body was read."""
+        """Wait until the client disconnects; call this only after the body has been read."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
 
@@ -133,7 +133,7 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": content, "more_body": False})
 
     async def answer(self, status: int, content: bytes, headers: Headers = (JSON,)) -> None:
-        """Send a whole answer."""
+        """Send a complete answer."""
         length = (b"content-length", str(len(content)).encode())
         await self.begin(status, [*headers, length])
         await self.finish(content)

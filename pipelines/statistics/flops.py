@@ -21,8 +21,8 @@ class ModelShape:
     """Sizes of a model that determine its training FLOPs.
 
     Attributes:
-        num_params: Parameters that multiply a token: all except the input embeddings; of experts,
-            only those that a token is routed to.
+        num_params: Parameters that a token is multiplied by: all except the input embeddings; for
+            mixtures of experts, only the experts that a token is routed to.
         num_layers: Attention layers; 0 omits the attention term.
         attention_width: Number of query heads times head size (shared keys save no arithmetic).
     """
@@ -39,8 +39,9 @@ class ModelShape:
         The forward pass takes 2 operations per parameter and token, and 4 * width per layer and
         attended key for scores and values; the backward pass takes twice that (Kaplan et al. 2020,
         arXiv 2001.08361, section 2.1; Chowdhery et al. 2022, arXiv 2204.02311, appendix B, which
-        has T keys per token where we count each token's own). Excludes recomputation and the pass
-        for `old_logprobs`; every layer is assumed to attend to the whole context.
+        has T keys per token where we count the keys that each token attends to). Excludes
+        recomputation and the pass for `old_logprobs`; every layer is assumed to attend to the whole
+        context.
 
         Example:
             >>> ModelShape(num_params=100, num_layers=1, attention_width=2).training_flops(

@@ -70,9 +70,9 @@ class Metric(NamedTuple):
 def dataset_metrics(frame: Frame, outcome: Outcome = "last") -> pl.LazyFrame:
     """Compute the metrics of a table of step rows or merged rows; formulas are in docs/metrics.md.
 
-    A step is one LLM call, also inside a merged row, so merging changes no metric. Failed
-    trajectories count only in the numbers of failures; a trajectory with unknown return does not
-    count in metrics that need it. Both are reported in `num_left_out`. Standard deviations are
+    A step is one LLM call, even inside a merged row, so merging changes no metric. Failed
+    trajectories are counted only in the numbers of failures; a trajectory with an unknown return is
+    excluded from metrics that need it. Both are reported in `num_left_out`. Standard deviations are
     those of the population (divisor n).
 
     Returns:
@@ -95,8 +95,8 @@ def rollout_metrics(
     """Compute the metrics by name, like SkyRL's `rollout_metrics`; null values are omitted.
 
     Args:
-        frame: Rows of whole trajectories, merged or not.
-        per: Unit that wins if a metric exists both per step and per trajectory.
+        frame: Rows of complete trajectories, merged or not.
+        per: Unit that takes precedence if a metric exists both per step and per trajectory.
         outcome: How returns are computed.
 
     Example:
@@ -113,7 +113,7 @@ def rollout_metrics(
 def read_metrics(
     path: PathLike, outcome: Outcome | None = None, workers: Workers | None = None
 ) -> pl.DataFrame:
-    """Compute `dataset_metrics` of a dataset, with its own `outcome`; workers read its shards."""
+    """Compute `dataset_metrics` of a dataset; by default, with the `outcome` in its metadata."""
     outcome = dataset_outcome(path, outcome)
     if workers is None or workers == Workers():
         return dataset_metrics(scan(path), outcome).collect(engine="streaming")
@@ -206,7 +206,7 @@ def _lists(values: IntArray, offsets: IntArray) -> pa.Array:
 
 
 def _turns(table: pa.Table, response_lengths: IntArray) -> pa.Array:
-    """Lengths of the sampled ranges: a row's segments, or its whole response."""
+    """Return the lengths of the sampled ranges: a row's segments, or its entire response."""
     if "segments" not in table.column_names:
         return _lists(response_lengths, np.arange(table.num_rows + 1))
     column = table.column("segments")

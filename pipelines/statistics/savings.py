@@ -81,9 +81,9 @@ def dataset_savings(
 ) -> dict[str, Cost]:
     """Compute the cost of a dataset in each of `LAYOUTS`; failed trajectories are excluded.
 
-    Merged rows count as the steps that they were made of, so merging a dataset changes no result.
-    Routing is not read: a trajectory with routing in only some rows merges into more sequences than
-    are counted here.
+    Merged rows are counted as the steps that they were merged from, so merging a dataset changes no
+    result. Routing is not read: a trajectory with routing in only some rows merges into more
+    sequences than are counted here.
 
     Time is linear in the distinct tokens of each trajectory (in all tokens of the steps, for merged
     rows); memory is bounded by a row group and `max_open_tokens`. A group's tokens are held from
@@ -92,8 +92,10 @@ def dataset_savings(
 
     Args:
         path: A dataset.
-        max_open_tokens: Maximum number of tokens in open groups; one larger group is allowed alone.
-        workers: Count within shards in parallel; groups can span shards and are counted here.
+        max_open_tokens: Maximum number of tokens in open groups; a larger group is counted by
+            itself.
+        workers: Count within shards in parallel. Groups can span shards, so they are counted in
+            this process.
 
     Example:
         Steps of one trajectory, prompts [1, 2] and [1, 2, 3, 9], responses [3] and [4]:
@@ -129,7 +131,7 @@ def _count(path: PathLike) -> tuple[dict[str, Cost], dict[str, Group]]:
 
 
 def _pieces(path: PathLike, names: Iterable[str]) -> Iterator[pa.Table]:
-    """Yield whole trajectories that did not fail, with prefix columns."""
+    """Yield complete trajectories that did not fail, with prefix columns."""
     schema = scan(path).collect_schema()
     for table in iter_tables(path, [n for n in dict.fromkeys(names) if n in schema], decode=False):
         kept = table.filter(pa.array(~_failed(table))) if "error" in table.column_names else table

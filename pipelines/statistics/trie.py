@@ -10,10 +10,10 @@ from rollout_io.dataset.prefix_layout import Tokens, common_prefix
 
 
 class Node:
-    """A run of tokens without a branch; `Node.root()` makes an empty trie.
+    """A run of tokens without a branch; `Node.root()` creates an empty trie.
 
-    A place in the trie is a node and a depth: that of a token on the path from the root to the
-    node's end. It stays valid when nodes are split later.
+    A position in the trie is a node and a depth, namely that of a token on the path from the root
+    to the node's end. It stays valid when nodes are split later.
 
     Attributes:
         begin: Number of tokens before the node's first.
@@ -30,7 +30,7 @@ class Node:
 
     @classmethod
     def root(cls) -> Node:
-        """Make an empty trie."""
+        """Create an empty trie."""
         return cls(0, np.zeros(0, np.int32), None)
 
     def insert(self, depth: int, tokens: Tokens) -> tuple[Node, int]:
@@ -84,7 +84,7 @@ class Node:
 
 @dataclass(slots=True)
 class Group:
-    """Number of a group's trajectories that have not been read yet, and of its distinct tokens."""
+    """Numbers of a group's unread trajectories and of its distinct tokens."""
 
     num_tokens: int = 0
     num_trajectories: int = 0
@@ -102,7 +102,7 @@ class OpenTries:
 
     Attributes:
         num_tokens: Tokens of the open groups.
-        later: Groups that did not fit when their first trajectory came.
+        later: Groups that did not fit when their first trajectory was read.
     """
 
     def __init__(self, groups: dict[str, Group], max_tokens: int) -> None:
@@ -112,12 +112,13 @@ class OpenTries:
         self.later: dict[str, Group] = {}
 
     def next(self, instance: str) -> Node | None:
-        """Return the trie for the next trajectory of a group; None if it waits for a later pass."""
+        """Return the trie for a group's next trajectory; None if it must wait for a later pass."""
         group = self._groups.get(instance)
         if group is None or instance in self.later:
             return None
         if instance not in self._open:
-            # A group that alone exceeds the bound is counted alone: it could never fit otherwise.
+            # A group that exceeds the bound by itself is counted by itself: it would never fit
+            # otherwise.
             if self.num_tokens and self.num_tokens + group.num_tokens > self._max_tokens:
                 self.later[instance] = group
                 return None

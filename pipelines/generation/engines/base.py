@@ -28,11 +28,11 @@ class Sampling:
         top_p: Sample from the smallest set of tokens whose probabilities sum to this; 1: all.
         top_k: Sample from this number of most likely tokens; None: all.
         min_p: Minimum probability of a token relative to the most likely one; 0: all.
-        max_tokens: Maximum length of the response; shorter if the model's context ends before.
+        max_tokens: Maximum length of the response; shorter if the model's context fills up first.
         stop: Strings that end the response. `Sampled.text` includes the matched string,
             `Sampled.response_ids` the token that completed it.
-        seed: None: the engine's. Requests with the same seed and prompt get the same answer, so the
-            repetitions of a group need different seeds.
+        seed: Random seed; None: chosen by the engine. Requests with the same seed and prompt get
+            the same answer, so the repetitions of a group need different seeds.
         extra: Further fields of the request, with the engine's names.
 
     Raises:
@@ -69,16 +69,16 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampled:
-    """One response, exact.
+    """One response with its exact tokens.
 
     Attributes:
         prompt_token_ids: [P] ids that the engine saw; after `chat`, those of its template.
         response_ids: [R >= 1] sampled ids, including the end-of-sequence token.
         rollout_logprobs: [R] nats, of the distribution given by the engine's `logprobs_mode`.
         stop_reason: `stop` (end of sequence, or a stop string), `length`, `tool_calls`, or another
-            word of the engine.
+            reason given by the engine.
         text: The response without special tokens.
-        policy_version: Version of the weights that started the response.
+        policy_version: Version of the weights when the response was started.
         message: The assistant message parsed by the engine (content, tool_calls, reasoning), to
             append for the next `chat`; None after `sample`.
         rollout_expert_indices: [1 to P + R tokens, layers, topk] int16, if the engine returns them.
@@ -95,14 +95,14 @@ class Sampled:
 
 
 class Engine(Protocol):
-    """Samples responses. Any number of calls may run concurrently, and each can be cancelled.
+    """A source of responses. Calls may run concurrently in any number, and can be cancelled.
 
     An engine is an asynchronous context manager that closes what it opened.
     """
 
     @property
     def logprobs_mode(self) -> LogprobsMode:
-        """Distribution of its log-probabilities, known once the engine was entered.
+        """Distribution of the log-probabilities, known once the engine has been entered.
 
         `raw`: the model's distribution at temperature 1; `processed`: the sampled distribution,
         after temperature and truncation.
@@ -116,7 +116,7 @@ class Engine(Protocol):
 
     @property
     def context_tokens(self) -> int | None:
-        """Maximum length of a prompt and its response together, known once the engine was entered.
+        """Maximum length of prompt + response, known once the engine has been entered.
 
         None if the engine does not report it.
         """
@@ -140,7 +140,7 @@ class Engine(Protocol):
         Raises:
             EngineError: engine_down if there is no answer after all retries; context_length if the
                 prompt leaves no room for a response; engine_refused if the request is invalid;
-                engine_answer if the answer lacks something, with what it lacks.
+                engine_answer if the answer is incomplete, naming what is missing.
         """
         ...
 
@@ -169,7 +169,7 @@ class Engine(Protocol):
         ...
 
     async def load_weights(self, path: str, *, policy_version: int) -> None:
-        """Load other weights and sample with them from now on.
+        """Load new weights, and sample with them from now on.
 
         Running calls may continue with the new weights; their `policy_version` is still that of
         their start.

@@ -28,9 +28,9 @@ def read_sampled(
 
     Args:
         body: JSON of a chat or text completion.
-        where: Place of the call, for error messages.
-        policy_version: Version of the weights that started the response.
-        sent: Ids of the prompt, if ids were sent: the answer must report the same.
+        where: Location of the call, shown in error messages.
+        policy_version: Version of the weights when the response was started.
+        sent: Ids of the prompt, if it was sent as ids: the answer must report the same ids.
 
     Raises:
         EngineError: engine_answer, with what is missing or inconsistent.

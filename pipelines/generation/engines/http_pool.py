@@ -47,7 +47,7 @@ class Limits:
     Attributes:
         max_concurrent: Maximum number of concurrent calls.
         requests_per_s: Maximum number of calls started per second; None: unlimited.
-        timeout_s: Time limit of one answer in full, in seconds.
+        timeout_s: Time limit for one complete answer, in seconds.
         connect_timeout_s: Time limit for connecting, in seconds.
         max_attempts: Attempts per call. The default waits about three minutes for a server.
         backoff_s: Wait before the first retry, in seconds.
@@ -98,8 +98,8 @@ class Servers:
         api_key: Sent as the bearer token.
 
     Attributes:
-        when_returned: Requests (path and body) that a server gets first after a failed connection:
-            it may have been restarted.
+        when_returned: Requests (path and body) that a server gets first after a failed connection,
+            because it may have been restarted.
     """
 
     def __init__(self, urls: Sequence[str], limits: Limits, *, api_key: str | None = None) -> None:
@@ -147,7 +147,7 @@ class Servers:
     async def call_each(self, path: str, body: Body = None) -> list[bytes]:
         """Call every server, as `call` does; answers are in the order of `urls`.
 
-        At most three attempts: these requests are more than sampling.
+        There are at most three attempts, because these requests do more than sample.
         """
         attempts = min(self.limits.max_attempts, _EACH_ATTEMPTS)
         calls = (self._repeat([url], path, body, {}, attempts) for url in self.urls)

@@ -59,7 +59,7 @@ class VllmEngine:
         limits: Concurrency, rate, timeouts and retries.
         api_key: The servers' `--api-key`.
         policy_version: Version of the servers' weights.
-        logprobs_mode: Distribution of their log-probabilities; None: found out with two calls.
+        logprobs_mode: Distribution of their log-probabilities; None: determined with two calls.
 
     Attributes:
         servers: HTTP client of the servers.
@@ -187,7 +187,7 @@ class VllmEngine:
         raise EngineError(ENGINE_DOWN, path, got)
 
     async def _probe(self) -> LogprobsMode:
-        """Find out whether the top log-probability depends on the temperature."""
+        """Determine whether the top log-probability depends on the temperature."""
         for prompt in _PROBES:
             usual, sharp = await asyncio.gather(*(self._top(prompt, t) for t in (1.0, 0.25)))
             # Nearer to 0 the token is almost certain, and a temperature would hardly change it.
