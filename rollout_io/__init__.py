@@ -1,4 +1,4 @@
-"""Convert harness logs to rollout tables and back: reader, writer, formats, command line."""
+"""Conversion of harness logs to rollout tables and back: reader, writer, formats, command line."""
 
 from typing import TYPE_CHECKING
 

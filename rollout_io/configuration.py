@@ -62,8 +62,8 @@ def load_record(
         list_examples: Example value of each list-valued key, for hints.
 
     Raises:
-        ConfigError: config_file: unreadable, or not TOML; config_key: unknown (the hint names the
-            nearest key), or missing; config_value: wrong type, or refused by `kind`.
+        ConfigError: config_file: unreadable, or not TOML; config_key: unknown (the hint suggests the
+            closest key), or missing; config_value: wrong type, or rejected by `kind`.
     """
     given = read_toml(toml_path) | given_options(options)
     values = checked_values(kind, given, overrides, str(toml_path), list_examples=list_examples)
@@ -111,12 +111,12 @@ def checked_values(
 
 
 def given_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the command-line options that were given, which are not None."""
+    """Return the command-line options that are not None."""
     return {key: value for key, value in (options or {}).items() if value is not None}
 
 
 def _names(dotted: str, types: Mapping[str, Any], where: str) -> list[str]:
-    """Split a dotted key into names, if its first name is a key that holds a table."""
+    """Split a dotted key into its names if the first one is a key that holds a table."""
     if typing.get_origin(types.get(dotted.partition(".")[0])) is not dict:
         return [dotted]
     try:
@@ -133,7 +133,9 @@ def _names(dotted: str, types: Mapping[str, Any], where: str) -> list[str]:
 
 
 def _with_entry(table: Any, names: Sequence[str], value: Any) -> dict[str, Any]:
-    """Return a copy of a table with an entry set at any depth; other values become tables.
+    """Return a copy of a table with an entry set at any depth.
+
+    Values on the path to the entry that are not tables are replaced by tables.
 
     Example:
         >>> _with_entry({"a": {"x": 1}, "b": 2}, ["a", "y"], 3)
@@ -148,8 +150,8 @@ def out_of_bounds(record: Any) -> Iterator[tuple[str, str, str]]:
     """Yield (key, value, expectation) for each value outside the bounds of its annotation.
 
     Args:
-        record: A dataclass whose fields bound their numbers, `Annotated[int, msgspec.Meta(ge=1)]`.
-            None is in bounds; NaN and infinity never are.
+        record: A dataclass that declares bounds as `Annotated[int, msgspec.Meta(ge=1)]`. None is
+            always in bounds; NaN and infinity never are.
 
     Example:
         >>> @dataclass
@@ -167,7 +169,7 @@ def out_of_bounds(record: Any) -> Iterator[tuple[str, str, str]]:
 
 @lru_cache
 def _bounds(kind: Any) -> tuple[tuple[str, Meta, str], ...]:
-    """The key of each bounded number of a record, its bounds, and these in words."""
+    """Return (key, bounds, bounds in words) for each bounded number of a record."""
     hints = typing.get_type_hints(kind, include_extras=True)
     return tuple(
         (key, bound, _bounds_in_words(typing.get_args(part)[0], bound))
@@ -184,7 +186,7 @@ def _is_within(value: float, bound: Meta) -> bool:
 
 
 def _bounds_in_words(number: type[Any], bound: Meta) -> str:
-    """Bounds in words.
+    """Describe bounds in words.
 
     Example:
         >>> _bounds_in_words(int, Meta(ge=1, le=9)), _bounds_in_words(float, Meta(gt=0))

@@ -1,4 +1,4 @@
-"""Detect a user's file that hides one of our packages.
+"""Detection of user files that hide one of our packages.
 
 `python FILE` and `python -m MODULE` search the directory of the file, or the working directory,
 before the installed packages. A `schemas.py` or `trainer/` there is imported instead of ours.
@@ -25,7 +25,7 @@ def require_ours(*packages: str) -> None:
         packages: Names in `PACKAGES`; other names are not checked.
 
     Raises:
-        HiddenPackageError: Names the file, the package that it hides, and how to avoid the clash.
+        HiddenPackageError: A file hides a package; the message explains how to avoid it.
     """
     for name in packages:
         ours = Path(__file__).parents[1] / name

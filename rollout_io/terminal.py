@@ -1,4 +1,4 @@
-"""What people see on a terminal: progress bars, and aligned columns."""
+"""Terminal output: progress bars and aligned columns."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Bar:
         unit: Unit of `total`; "B" is shown as kB, MB and so on.
         label: Description of the work.
         done: Value to start from.
-        shows: False to show no bar on a terminal either.
-        stays: True to leave the bar on the screen in the end.
+        shows: False hides the bar even on a terminal.
+        stays: True leaves the bar on the screen after `close`.
 
     Attributes:
         is_shown: True if there is a bar.
@@ -41,7 +41,7 @@ class Bar:
         self.is_shown = shows and sys.stderr.isatty()
         if not self.is_shown:
             return
-        # Imported only for a terminal: rich takes 0.1 s.
+        # Imported only for a terminal: importing rich takes 0.1 s.
         from rich.console import Console
         from rich.progress import (
             BarColumn,
@@ -81,15 +81,15 @@ class Bar:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since the bar was made; 0 if it is not shown."""
+        """Seconds since the bar was created; 0 if it is not shown."""
         return (self._progress.tasks[0].elapsed or 0.0) if self.is_shown else 0.0
 
     def update(self, increment: int = 1, text: str | None = None) -> None:
         """Move the bar.
 
         Args:
-            increment: Added to its value.
-            text: Shown after the bar from now on; None keeps the last one.
+            increment: Amount added to the bar's value.
+            text: Text shown after the bar from now on; None keeps the current text.
         """
         if not self.is_shown:
             return

@@ -99,7 +99,7 @@ def _empty_prompt(draw: Draw, rows: list[Row]) -> None:
 
 def _empty_response(draw: Draw, rows: list[Row]) -> None:
     _any(draw, rows).update({"response_ids": [], "loss_mask": []})
-    # mask_trains_something must still hold: let the first and last row train
+    # mask_trains_something must still hold: train on the first and last row
     rows[0]["loss_mask"] = [True] * len(rows[0]["response_ids"])
     rows[-1]["loss_mask"] = [True] * len(rows[-1]["response_ids"])
 
@@ -126,7 +126,7 @@ def _mask_all(draw: Draw, rows: list[Row]) -> None:
 
 
 def _answer_in_prompt(draw: Draw, rows: list[Row]) -> None:
-    """Put a row's response into its own prompt, as logs do that record messages after the call."""
+    """Put a row's response into its own prompt, like logs that record messages after the call."""
     row = _any(draw, rows)
     header, answer = [1, 2], [3] * draw(st.integers(MIN_ANSWER_TOKENS, MIN_ANSWER_TOKENS + 3))
     row["prompt_token_ids"] = [*header, *answer, *header]

@@ -1,4 +1,4 @@
-"""`check` lists every breach of the named invariants as data; `validate` is `check` + raise."""
+"""Checks of the named invariants: `check` returns breaches as data, `validate` raises them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ValidationError(InvariantError):
 
     @classmethod
     def of(cls, breaches: pl.DataFrame, source: str = "table") -> ValidationError:
-        """The error of at least one breach, built from the first breach."""
+        """Return the error for at least one breach, worded after the first one."""
         first, more = breaches.row(0, named=True), len(breaches) - 1
         where = f"{source}, {row_place(first)}" if first["row"] is not None else source
         others = f" (and {count(more, 'more error')})" if more else ""
@@ -60,7 +60,7 @@ class ValidationError(InvariantError):
 
 
 def row_place(breach: Mapping[str, Any]) -> str:
-    """The row of a breach: `row 3 (trajectory shop-1_0, step 2)`."""
+    """Return the row of a breach as text: `row 3 (trajectory shop-1_0, step 2)`."""
     parts = []
     if breach["trajectory_id"] is not None:
         parts.append(f"trajectory {breach['trajectory_id']}")
@@ -70,7 +70,7 @@ def row_place(breach: Mapping[str, Any]) -> str:
 
 
 class Checker:
-    """Checks a dataset table by table; every table is cut at trajectory boundaries.
+    """Checker of a dataset, table by table; every table is cut at trajectory boundaries.
 
     Attributes:
         num_rows: Rows seen so far.
@@ -162,7 +162,7 @@ class Checker:
 
 
 def check(data: Any, *, vocab_size: int | None = None) -> pl.DataFrame:
-    """Return every breach of the named invariants in a whole table.
+    """Return every breach of the named invariants in an entire table.
 
     Args:
         data: Any Arrow-compatible table.
@@ -196,7 +196,7 @@ def raise_errors(breaches: pl.DataFrame, where: str = "table") -> None:
 
 
 def check_types(table: pa.Table, row_offset: int = 0) -> tuple[pl.DataFrame, frozenset[str]]:
-    """Check columns_and_types, and name the columns that later checks must skip.
+    """Check columns_and_types, and return the columns that later checks must skip.
 
     Returns:
         Breaches, and the names of the columns at fault.

@@ -50,14 +50,16 @@ SEGMENT_FIELDS: tuple[pa.Field, ...] = (
 """Fields of every segment. Per-step values (reward, stop_reason, user columns) follow them."""
 
 JOINED = "joined"
-"""Field of `segments`: true if a merge created the segment, which is then one step. Other segments
+"""Field of `segments`: true if a merge created the segment, which then is one step. Other segments
 only mark the sampled ranges of a row; `unmerge` does not split them."""
 
 NUM_ROUTED = "num_routed_tokens"
 """Field of `segments`: number of leading tokens of the step's prompt + response with routing."""
 
 COLUMNS: tuple[Column, ...] = (
-    Column(name="instance_id", type=pa.string(), meaning="the task or prompt; names the group"),
+    Column(
+        name="instance_id", type=pa.string(), meaning="the task or prompt; identifies the group"
+    ),
     Column(name="repetition_id", type=pa.int32(), meaning="which attempt at the instance, from 0"),
     Column(
         name="trajectory_id", type=pa.string(), meaning="`{instance_id}_{repetition_id}`, unique"
@@ -84,7 +86,7 @@ COLUMNS: tuple[Column, ...] = (
         name="loss_mask",
         type=pa.list_(pa.bool_()),
         length=Length.RESPONSE,
-        meaning="true where the response token trains",
+        meaning="true for response tokens that are trained on",
     ),
     Column(
         name="rollout_logprobs",

@@ -1,4 +1,4 @@
-"""Every error id with its kind, its cause and its fix; docs/errors.md is made of them.
+"""Catalogue of error ids with kind, cause and fix; docs/errors.md is generated from it.
 
 Only the documentation and the tests import this module. A test compares the ids with those that
 the code raises.
@@ -24,7 +24,7 @@ class ErrorId:
     """An error id.
 
     Attributes:
-        kinds: The class of its errors; several if it depends on where the cause is.
+        kinds: Classes of the errors; several if the class depends on where the cause is.
         cause: One sentence: what is wrong.
         fix: One sentence: what to do.
     """

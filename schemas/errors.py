@@ -22,7 +22,7 @@ _FIELDS = ("rule", "where", "got", "expected", "hint")
 
 
 class RolloutError(ValueError):
-    """The user's data, settings or environment break a rule; no traceback is needed to fix it.
+    """Error in the user's data, settings or environment, which is fixed without a traceback.
 
     Args:
         rule: Id of the rule ("lengths_align", "json_line", ...).
@@ -30,7 +30,7 @@ class RolloutError(ValueError):
         got: What was found there.
         expected: What the rule asks for.
         hint: The next command or action.
-        message: The whole sentence, with its place. None: it is made of `where`, `got` and
+        message: The complete sentence, with its place. None: composed of `where`, `got` and
             `expected`.
 
     Example:
@@ -75,7 +75,7 @@ class RolloutError(ValueError):
         return f"{self.rule}: {self.sentence.removesuffix('.')}"
 
     def at(self, where: str, hint: str | None = None) -> Self:
-        """The same error with a more precise place, and another hint if one is given."""
+        """Return the same error with a more precise place, and another hint if one is given."""
         error = copy(self)
         error.where, error.hint = where, hint or self.hint
         if self.message is not None:
@@ -87,7 +87,7 @@ class RolloutError(ValueError):
         return error
 
     def fields(self) -> dict[str, str | None]:
-        """The structured fields and the sentence, for JSON."""
+        """Return the structured fields and the sentence, for JSON."""
         return {name: getattr(self, name) for name in _FIELDS} | {"message": self.sentence}
 
 
@@ -104,7 +104,7 @@ class ConfigError(RolloutError):
 
 
 class EngineError(RolloutError):
-    """An inference engine is down, refuses a request, or answers something unusable."""
+    """An inference engine is down, refuses a request, or returns an unusable response."""
 
 
 class MissingExtra(RolloutError):
@@ -118,7 +118,7 @@ _KINDS = {
 
 
 def encode(error: RolloutError) -> dict[str, str | None]:
-    """An error as JSON, for another process: `decode` reads it."""
+    """Return an error as JSON for another process; `decode` reads it."""
     kinds = [kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _KINDS]
     return {"kind": kinds[0], **error.fields()}
 
@@ -130,7 +130,7 @@ def decode(encoded: Mapping[str, Any]) -> RolloutError:
 
 
 def raise_first(errors: Sequence[RolloutError]) -> NoReturn:
-    """Raise the first error, saying how many more records were rejected."""
+    """Raise the first error, with the number of further rejected records."""
     first, more = copy(errors[0]), len(errors) - 1
     if more:
         first.message = f"{first.sentence[:-1]} (and {count(more, 'more record')} rejected)."
@@ -138,7 +138,7 @@ def raise_first(errors: Sequence[RolloutError]) -> NoReturn:
 
 
 def count(number: int, noun: str, ending: str = "s") -> str:
-    """The number with its noun: `1 row`, `2 rows`, `2 trajectories`."""
+    """Return the number with its noun: `1 row`, `2 rows`, `2 trajectories`."""
     if number == 1:
         return f"1 {noun}"
     is_y = noun[-1:] == "y" and noun[-2:-1] not in set("aeiou") and ending == "s"

@@ -16,7 +16,7 @@ def requires_extra(extra: str, where: str) -> Iterator[None]:
 
     Args:
         extra: Name of the extra in `pyproject.toml`; several, separated by commas.
-        where: What needs the package: "rollouts plot", "lora_rank".
+        where: Command or setting that needs the package: "rollouts plot", "lora_rank".
 
     Raises:
         MissingExtra: extra_installed.
@@ -38,7 +38,7 @@ def requires_extra(extra: str, where: str) -> Iterator[None]:
 def explained(error: ImportError, extra: str, where: str) -> ImportError | MissingExtra:
     """Return the error to raise for a failed import: see `requires_extra`.
 
-    It is the error itself if a module of ours is missing, or an installed package fails.
+    The error is returned unchanged if one of our modules is missing, or an installed package fails.
     """
     package = (error.name or "").partition(".")[0]
     if package in _OURS or not isinstance(error, ModuleNotFoundError):

@@ -103,7 +103,7 @@ def layout_of(pairs: Mapping[bytes, bytes] | None) -> Layout | None:
 
 
 def version_of(pairs: Mapping[bytes, bytes] | None) -> int:
-    """Return the schema version that a file declares; other programs' files count as current."""
+    """Return the schema version that a file declares; files of other programs are treated as current."""
     version = _ours(pairs).get("schema_version", SCHEMA_VERSION)
     if not isinstance(version, int):
         raise _unreadable("schema_version", version, "a whole number")

@@ -40,7 +40,7 @@ class Ragged:
     def from_arrow(cls, column: pa.Array | pa.ChunkedArray) -> Ragged:
         """View a list, large-list or list-view column; copies only to join several chunks.
 
-        Elements must not be null. Offsets have 64 bits, so 2^31 elements are no limit.
+        Elements must not be null. Offsets have 64 bits, so there may be more than 2^31 elements.
         """
         lengths = list_lengths(column)
         return cls(_flat_values(column), offsets_of(lengths), np.asarray(pc.is_valid(column)))
@@ -80,12 +80,12 @@ def _flat_values(column: pa.Array | pa.ChunkedArray) -> npt.NDArray[Any]:
 
 
 def list_lengths(column: pa.Array | pa.ChunkedArray) -> IntArray:
-    """[N] number of elements of each list; 0 for a null list."""
+    """Return the number of elements of each list, [N]; 0 for a null list."""
     return np.asarray(pc.fill_null(pc.list_value_length(column), 0), np.int64)
 
 
 def offsets_of(lengths: IntArray) -> IntArray:
-    """[N + 1] offsets of rows of these lengths."""
+    """Return the offsets of rows with the given lengths, [N + 1]."""
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
 
 

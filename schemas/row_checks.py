@@ -190,7 +190,7 @@ def check_routing(view: View) -> Iterator[pl.DataFrame]:
     column = view.table.column(name)
     lengths = list_lengths(column)
     limit = prompts + view.ragged("response_ids").lengths
-    # A negative length was reported by prefix_reference already.
+    # prefix_reference has already reported negative lengths.
     outside = ~view.is_null(name) & ((lengths < 1) | (lengths > limit)) & (prompts >= 0)
     rows = np.flatnonzero(outside)
     got, expected = [f"{n}" for n in lengths[rows]], [f"1 to {n}" for n in limit[rows]]
@@ -214,9 +214,9 @@ def check_prompts(view: View) -> Iterator[pl.DataFrame]:
     """Check response_in_prompt: no row's answer is the last assistant message of its own prompt.
 
     The answer is the row's first sampled range. A prompt ends with the header of the answer, and
-    its last two tokens identify that header: the prompt's last assistant message is what follows
-    the last earlier occurrence of this pair. A row breaks the rule if its answer trains, has at
-    least `MIN_ANSWER_TOKENS` tokens and begins that message. A row is exempt if an earlier row of
+    its last two tokens identify that header: the prompt's last assistant message follows the last
+    earlier occurrence of this pair. A row breaks the rule if its answer is trained
+    on, has at least `MIN_ANSWER_TOKENS` tokens and begins that message. A row is exempt if an earlier row of
     its trajectory sampled the same tokens: the model repeated itself.
     """
     if not view.has("prompt_token_ids", "response_ids", "loss_mask", "trajectory_id"):
@@ -290,7 +290,7 @@ class _SampledRanges:
         return bool(np.array_equal(values[: self.length[index]], self.tokens(index)))
 
     def trains(self, index: int) -> bool:
-        """True if a token of the range trains; false if the mask has another length."""
+        """True if a token of the range is trained on; false if the mask has a wrong length."""
         row = self.row[index]
         mask, start = self.mask.row(row), self.start[index] - self.response.offsets[row]
         is_aligned = len(mask) == len(self.response.row(row))
@@ -298,7 +298,7 @@ class _SampledRanges:
 
 
 def _first_rows(view: View) -> IntArray:
-    """[N] first row of each row's trajectory, by adjacent ids."""
+    """Return the first row of each row's trajectory by adjacent ids, [N]."""
     is_first = changes(view.strings("trajectory_id"))
     first: IntArray = np.maximum.accumulate(np.where(is_first, np.arange(len(is_first)), 0))
     return first
@@ -309,7 +309,7 @@ def _last_messages(prompt: Ragged, wanted: BoolArray) -> tuple[IntArray, IntArra
 
     Args:
         prompt: All prompts.
-        wanted: [N] rows to look at; their prompts must have at least two headers' tokens.
+        wanted: [N] rows to search; their prompts must be at least as long as two headers.
 
     Returns:
         The rows in order, and the flat position after each message's header.
@@ -363,10 +363,10 @@ ROW_CHECKS: tuple[RowCheck, ...] = (
 
 
 def row_sums(column: Ragged) -> npt.NDArray[np.float64]:
-    """[N] sum of each row; 0 for an empty row."""
+    """Return the sum of each row, [N]; 0 for an empty row."""
     sums = np.zeros(len(column.lengths), np.float64)
     filled = np.flatnonzero(column.lengths)
-    # reduceat returns the next row's first element for an empty row, hence only the filled ones.
+    # reduceat returns the next row's first element for an empty row: skip empty rows.
     if len(filled):
         sums[filled] = np.add.reduceat(column.values, column.offsets[filled])
     return sums

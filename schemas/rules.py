@@ -1,4 +1,4 @@
-"""Named invariants of a rollout table; errors and reports print these ids."""
+"""Named invariants of a rollout table; errors and reports print their names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hypothesis strategies: whole valid rollout tables, and tables that break exactly one invariant.
+"""Hypothesis strategies for valid rollout tables, and for tables that break one invariant.
 
 For property tests of your own code (`pip install "rollout-io[testing]"`):
 
@@ -34,7 +34,7 @@ _PER_TRAJECTORY = ("temperature", "top_p", "top_k", "sampling_extra", "agent")
 
 
 def values_of(kind: pa.DataType) -> st.SearchStrategy[Any]:
-    """Draw values of a declared Arrow type, from few so that neighbours are often equal."""
+    """Draw values of a declared Arrow type from a small set, so that neighbours are often equal."""
     if pa.types.is_map(kind):
         return st.dictionaries(st.sampled_from(["score", "turns"]), _HALVES, max_size=2).map(
             lambda d: list(d.items())

@@ -62,7 +62,7 @@ class Runs:
 
 
 def changes(column: pa.ChunkedArray) -> BoolArray:
-    """[N] true where a value differs from that of the previous row, and on the first row."""
+    """Return true where a value differs from the previous row, and on the first row, [N]."""
     changed = np.ones(len(column), np.bool_)
     if len(column) > 1:
         changed[1:] = np.asarray(pc.not_equal(column.slice(1), column.slice(0, len(column) - 1)))
@@ -70,7 +70,7 @@ def changes(column: pa.ChunkedArray) -> BoolArray:
 
 
 def check_structure(view: View, runs: Runs, seen: set[str]) -> Iterator[pl.DataFrame]:
-    """Check ids, contiguity, step order and inner boundaries of a table of whole trajectories.
+    """Check ids, contiguity, step order and inner boundaries of a table of complete trajectories.
 
     Args:
         view: The table.
@@ -138,7 +138,7 @@ def _boundaries(view: View, runs: Runs) -> pl.DataFrame:
 
 
 def check_outcome(view: View, runs: Runs) -> Iterator[pl.DataFrame]:
-    """Check outcome_on_last_step: if inner rows have a reward, so has the last (errors aside)."""
+    """Check outcome_on_last_step: the last row has a reward if inner rows have (errors aside)."""
     if not view.has("reward"):
         return
     reward = view.table.column("reward").to_numpy()
@@ -155,7 +155,7 @@ def check_outcome(view: View, runs: Runs) -> Iterator[pl.DataFrame]:
 
 
 def check_prefix(view: View) -> Iterator[pl.DataFrame]:
-    """Check prefix_reference: each row refers to an earlier row, and to no more than its length."""
+    """Check prefix_reference: each row refers to existing tokens of an earlier row."""
     names = [field.name for field in PREFIX_FIELDS]
     if not view.has(*names, "response_ids", "trajectory_id"):
         return
@@ -190,7 +190,7 @@ def check_whole(view: View) -> pl.DataFrame:
 
 
 def _first_rows(view: View) -> IntArray:
-    """[N] first row of each row's trajectory, by adjacent ids."""
+    """Return the first row of each row's trajectory by adjacent ids, [N]."""
     changed = changes(view.strings("trajectory_id"))
     first: IntArray = np.flatnonzero(changed)[np.cumsum(changed) - 1]
     return first

@@ -25,7 +25,7 @@ BREACH_SCHEMA: dict[str, Any] = {
     "expected": pl.String,
     "message": pl.String,
 }
-"""One breach: its rule, its place in the dataset (null: the whole table), and what was found."""
+"""One breach: its rule, its place in the dataset (null: the entire table), and what was found."""
 
 _NONE = pl.DataFrame(schema=BREACH_SCHEMA)
 
@@ -56,7 +56,7 @@ class View:
         return self._ragged[name]
 
     def prompt_lengths(self) -> IntArray | None:
-        """[N] prompt lengths in either layout; None if the columns are unusable.
+        """Return prompt lengths in either layout, [N]; None if the columns are unusable.
 
         -1 where `prefix_length` is negative, which prefix_reference reports.
         """
@@ -77,7 +77,7 @@ class View:
         return self.table.column(name).cast(pa.large_string())
 
     def is_null(self, name: str) -> BoolArray:
-        """[N] true where a column is null; all true for an absent column."""
+        """Return true where a column is null, [N]; all true for an absent column."""
         if not self.has(name):
             return np.ones(self.table.num_rows, np.bool_)
         return np.asarray(self.table.column(name).is_null())

@@ -1,4 +1,4 @@
-"""Opening a dataset for a verb, with a clear error for anything that is not a dataset."""
+"""Functions that open a dataset for a verb, with a clear error if it is not a dataset."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def open_dataset(path: str) -> pl.LazyFrame:
 
     Raises:
         InputError: There is no dataset.
-        InvariantError: It is not a rollout table.
+        InvariantError: The dataset is not a rollout table.
     """
     import polars as pl
 
@@ -39,7 +39,7 @@ def open_valid(path: str, workers: Workers | None = None) -> pl.LazyFrame:
 
     Raises:
         InputError: There is no dataset.
-        InvariantError: It is not a rollout table, or breaks an invariant.
+        InvariantError: The dataset is not a rollout table, or breaks an invariant.
     """
     from rollout_io.cli.workers import workers_of
     from rollout_io.dataset.checking import require_valid

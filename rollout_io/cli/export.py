@@ -22,7 +22,7 @@ FORMATS = {
     "slime": "a .pt for --load-debug-rollout-data",
     "hf": "a Hugging Face dataset folder",
 }
-"""Output of `rollout_io.formats.NAME_export`, by NAME."""
+"""Export formats by name, with a description of the output."""
 
 
 @click.command(epilog=example("rollouts export shop/ --format skyrl --out shop.json"))

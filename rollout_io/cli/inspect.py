@@ -112,7 +112,7 @@ def matching(frame: pl.LazyFrame, where: str | None) -> list[str]:
 
 
 def known(trajectory_id: str, ids: Sequence[str]) -> str:
-    """Return the id if it is one of `ids`, else raise an error that names the nearest one."""
+    """Return the id if it is one of `ids`, else raise an error that suggests the closest one."""
     if trajectory_id not in ids:
         near = difflib.get_close_matches(trajectory_id, ids, 1)
         hint = f"did you mean {near[0]}?" if near else None
@@ -122,14 +122,14 @@ def known(trajectory_id: str, ids: Sequence[str]) -> str:
 
 
 def rows_of(frame: pl.LazyFrame, ids: Sequence[str]) -> pl.DataFrame:
-    """Return all rows of these trajectories, in order."""
+    """Return all rows of the given trajectories, in order."""
     import polars as pl
 
     return frame.filter(pl.col("trajectory_id").is_in(ids, nulls_equal=True)).collect()
 
 
 def problem_of(rows: pl.DataFrame, where: str) -> ValidationError | None:
-    """Return the error of the invariants that these rows break; None if they are valid."""
+    """Return the error for the invariants that the rows break; None if all rows are valid."""
     from schemas.checker import ValidationError, validate
 
     try:

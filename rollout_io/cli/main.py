@@ -1,4 +1,4 @@
-"""The `rollouts` command: finds the verbs, runs one, and maps errors to messages and exit codes.
+"""The `rollouts` command, which runs a verb and maps errors to messages and exit codes.
 
 Exit codes: 0 success, 1 findings or invalid input, 2 wrong usage or an unexpected error, 130
 interrupted, 143 terminated. Verbs are click commands, registered as entry points of the group
@@ -68,7 +68,7 @@ class Verbs(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the verb, or suggest the nearest one."""
+        """Find the verb, or suggest the closest one."""
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError:
@@ -154,7 +154,7 @@ def _report(error: RolloutError) -> int:
 
 
 def _file_error(error: OSError) -> RolloutError | None:
-    """Convert an error about a file or the limit on open files; None for any other error."""
+    """Convert an error about a file, or the open-file limit, to a user error; None for others."""
     from rollout_io.dataset.opening import too_many_open_files
 
     if limit := too_many_open_files(error, str(error.filename or "this process")):

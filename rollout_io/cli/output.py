@@ -15,7 +15,7 @@ from rollout_io.terminal import Bar
 
 
 def example(command: str) -> str:
-    """Return the epilog of a verb's help: a command that works."""
+    """Return the epilog of a verb's help, which shows an example command."""
     return f"\b\nExample:\n  {command}"
 
 
@@ -30,7 +30,7 @@ def emit_json(value: Any) -> None:
 
 
 def note(text: str) -> None:
-    """Print a remark to stderr."""
+    """Print a message to stderr."""
     click.echo(text, err=True)
 
 
@@ -42,7 +42,7 @@ class _ToStderr(logging.Handler):
 
 @contextmanager
 def shown_log() -> Iterator[None]:
-    """Print what the packages log to stderr, from level INFO on."""
+    """Print the log messages of the packages to stderr, at level INFO and above."""
     loggers = [logging.getLogger(name) for name in ("pipelines", "trainer")]
     if any(isinstance(known, _ToStderr) for known in loggers[0].handlers):
         yield
@@ -66,7 +66,7 @@ def next_command(command: str) -> None:
 
 @contextmanager
 def going_on(how: str) -> Iterator[None]:
-    """Print how to resume after an interrupt or SIGTERM, and let it end the verb."""
+    """Print how to resume if an interrupt or SIGTERM ends the verb."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit):

@@ -34,8 +34,8 @@ LEGEND: dict[Kind, str] = {
     "observed": "not sampled",
 }
 
-SHOWN_CHARS = 400  # of a prompt's text
-SHOWN_IDS = 24  # of a span without text
+SHOWN_CHARS = 400  # characters of a prompt
+SHOWN_IDS = 24  # token ids of a span without text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,14 +55,13 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepView:
-    """One row of a trajectory.
+    """One row of a trajectory; attributes named like columns hold their values.
 
     Attributes:
         num_shared_tokens: Number of leading prompt tokens that the previous row also holds.
         num_new_tokens: Number of the remaining prompt tokens.
         prompt: Text of the new part, or of the last message sent; None if unknown.
         num_steps: Number of steps in the row; more than one if it is merged.
-        others: The columns of the same names.
     """
 
     step_index: int
@@ -153,7 +152,7 @@ def _texts(row: dict[str, Any]) -> dict[tuple[int, int], str | None]:
 
 
 def _kinds(row: dict[str, Any]) -> list[Kind]:
-    """[R] kind of each response token."""
+    """Return the kind of each response token, [R]."""
     segments = row.get("segments")
     sampled = [segments is None] * len(row["response_ids"])
     for segment in segments or ():

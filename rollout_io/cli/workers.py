@@ -39,7 +39,7 @@ def workers_options(command: F) -> F:
 
 
 def workers_of(num: int | None, engine: Engine, dataset: str) -> Workers:
-    """Return the chosen workers; by default as many as pay off for the size of the dataset."""
+    """Return the chosen workers; the default number depends on the size of the dataset."""
     from rollout_io.dataset.parallel import Workers, num_cores
     from rollout_io.dataset.storage import find_shards
 

@@ -1,4 +1,4 @@
-"""The answers of a conversation: the messages that train, each of them once."""
+"""The answers of a conversation: the messages to train on, each exactly once."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _SAID = ("content", "reasoning_content", "tool_calls")
 
 
 def is_answer(message: Mapping[str, Any]) -> bool:
-    """True if the message is output of the model.
+    """True if the message contains output of the model.
 
-    An assistant message without text, reasoning and tool calls is a failed call, or one whose
-    output was not logged: the sampled tokens are unknown.
+    If an assistant message has no text, reasoning or tool calls, the call failed or its output was
+    not logged: the sampled tokens are unknown.
     """
     return message["role"] == "assistant" and any(message.get(name) for name in _SAID)
 
@@ -59,7 +59,7 @@ def _cut(step: Logged) -> Logged | None:
 
 
 def _refuse_repeated(conversations: Iterable[Conversation]) -> None:
-    """Refuse a first answer that is the last assistant message of its own prompt.
+    """Reject a first answer that equals the last assistant message of its own prompt.
 
     If the prompt contains the answer more often than earlier conversations of the trajectory
     produced it, the log recorded the prompt after the call. Short answers are exempt, see

@@ -1,4 +1,4 @@
-"""Reading of runs into checked tables; a run that cannot be used is rejected as a whole."""
+"""Conversion of runs to checked tables; a run with an invalid record is rejected entirely."""
 
 from __future__ import annotations
 
@@ -31,12 +31,11 @@ from schemas.rules import RULES
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """Settings that all chunks of a conversion share.
+    """Settings that all chunks of a conversion share; see also `Choices`.
 
     Attributes:
         tokenizer: Directory of the tokenizer against which exact ids are checked; None if unknown.
         about: Facts about the logs as a whole, by name.
-        others: As in `Choices`.
     """
 
     adapter: Adapter
@@ -57,7 +56,7 @@ class Part(NamedTuple):
 
 @dataclass(slots=True)
 class Reader:
-    """Reads the runs of a log in order.
+    """Reader of the runs of a log, in order.
 
     Attributes:
         settings: Settings of the conversion.
@@ -90,10 +89,10 @@ class Reader:
                 yield Part([run], table)
 
     def settle(self, runs: Sequence[Run]) -> list[tuple[Run, Settled]]:
-        """Read the runs, and return those that are readable with their trajectories."""
+        """Read the runs; return each readable run with its trajectory."""
         batch: list[tuple[Run, Settled]] = []
         options = self.settings.options
-        with np.errstate(over="ignore"):  # the checks refuse infinity
+        with np.errstate(over="ignore"):  # the checks reject infinity
             for run in runs:
                 try:
                     with contained(run.places[0].where if run.places else run.instance_id):
@@ -124,7 +123,7 @@ class Reader:
 def other_routing(
     where: str, shape: tuple[int, ...], known: tuple[int, ...] | None
 ) -> InvariantError:
-    """Return the error for routing of a second model."""
+    """Return the error for routing whose shape differs from that of earlier calls."""
     got, before = (f"{layers} layers, top {topk}" for layers, topk in (shape, known or shape))
     message = f"{where}: the routing has {got}, but that of earlier calls has {before}"
     hint = "convert the logs of each model to a separate dataset"
@@ -139,7 +138,7 @@ def _routing_of(table: pa.Table) -> tuple[int, ...] | None:
 
 
 def tabulated(batch: Sequence[tuple[Run, Settled]], rejected: list[Rejected]) -> Iterator[Part]:
-    """Yield one table; if that fails, halve the batch until the run at fault is found."""
+    """Yield the batch as one table; if that fails, split it in half to find the faulty run."""
     try:
         yield Part([run for run, _ in batch], table_of([settled for _, settled in batch]))
     except (ArithmeticError, ValueError) as error:
@@ -152,7 +151,7 @@ def tabulated(batch: Sequence[tuple[Run, Settled]], rejected: list[Rejected]) ->
 
 
 def _fault(run: Run, settled: Settled, error: Exception) -> RolloutError:
-    """Find out why a run makes no table: invalid token ids, or else some other value."""
+    """Return the error for a run that fits no table: invalid token ids or another value."""
     if isinstance(error, RolloutError):
         return error
     try:
@@ -185,7 +184,7 @@ def sound(part: Part, rejected: list[Rejected], vocab_size: int | None) -> pa.Ta
     faults: dict[str, RolloutError] = {}
     for breach in breaches.iter_rows(named=True):
         row = breach["row"]
-        # A breach of the whole table, or of an unknown trajectory, rejects all runs of the part.
+        # A breach of the entire table, or of an unknown trajectory, rejects all runs of the part.
         if row is None or names[row].as_py() not in by_name:
             error = _breach(breach, runs[0].places[0].where)
             rejected += [r for run in runs for r in of_run(run, error)]
@@ -222,7 +221,7 @@ def _breach(breach: dict[str, Any], where: str) -> RolloutError:
 
 
 def of_run(run: Run, error: RolloutError) -> Iterator[Rejected]:
-    """Yield all records of a run: the one at fault with its error, the others as incomplete."""
+    """Yield all records of a run: the faulty one with its error, the rest as incomplete."""
     guilty = {place for place in run.places if _is_at(error.where, place)}
     for place in run.places:
         if guilty and place not in guilty:

@@ -42,8 +42,8 @@ class Report:
     """Result of a chunk.
 
     Attributes:
-        trajectory_ids: Document of each trajectory, for formats of tables: the plan does not know
-            their trajectories.
+        trajectory_ids: Document of each trajectory id, only for table formats: the plan does not
+            know which trajectories their documents contain.
         routing: (layers, experts per token), if there is routing.
     """
 
@@ -77,7 +77,7 @@ class Report:
         """Record the trajectories of a document.
 
         Raises:
-            InvariantError: `unique_trajectory`: another document has one of them.
+            InvariantError: `unique_trajectory`: another document contains one of the trajectories.
         """
         names = dict.fromkeys(table.column("trajectory_id").to_pylist(), where)
         for name in names:

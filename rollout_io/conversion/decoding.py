@@ -1,4 +1,4 @@
-"""Check that exact ids belong to the tokenizer, by decoding them and comparing with logged text."""
+"""Comparison of decoded ids with logged text, to check that the tokenizer is the right one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def check_decoded(steps: Iterable[Step], directory: str) -> None:
     """Decode the sampled ids and compare them with the text in the log.
 
     If the log has the text of each token next to its log-probability, all tokens are compared;
-    otherwise the text of one response per run.
+    otherwise only the text of one response per run.
 
     Args:
         steps: Steps of one run.
@@ -35,7 +35,7 @@ def check_decoded(steps: Iterable[Step], directory: str) -> None:
         tokenizer = cached_tokenizer(directory, None)
         ids = _ids(step)
         if not ids or max(ids) >= tokenizer.vocab_size or min(ids) < 0:
-            continue  # token_range reports these
+            continue  # reported by token_range
         decoded = tokenizer.decode_each(ids) if told else tokenizer.decode(ids)
         is_sampled = is_sampled or not told
         for text in texts:

@@ -1,4 +1,4 @@
-"""`convert`: logs to a dataset, in chunks that survive an interruption."""
+"""Conversion of logs to a dataset, in chunks that survive an interruption."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Conversion:
         format: Format of the logs.
         about: Facts about the logs as a whole.
         num_resumed: Number of chunks that an earlier, interrupted run had finished.
-        was_done: True if the dataset was complete already.
+        was_done: True if the dataset was already complete.
     """
 
     summary: Summary
@@ -64,15 +64,15 @@ def convert(
 
     The dataset appears once it is complete. An interrupted run leaves its finished chunks in a
     hidden directory inside `out`; the same call resumes from them, and does nothing if the dataset
-    is complete already. With `on_error="skip"`, unusable records are written to
-    `out/rejected.jsonl`, all records of a run together: records read = written + rejected.
+    is already complete. With `on_error="skip"`, a run with an unusable record is rejected: all its
+    records are written to `out/rejected.jsonl`, so records read = written + rejected.
 
     Args:
         inputs: Files, directories, or "-" for standard input; gzip and Zstandard are decompressed.
         out: Directory to write, local or an fsspec URL.
         choices: Choices of the user; None: the defaults.
         workers: Processes that read and write chunks; `Workers(2, "ray")` uses Ray.
-        progress: Called with (bytes, rows) since the last call; each input byte counts twice in all.
+        progress: Called with (bytes, rows) since the last call; each input byte is counted twice.
         chunk_bytes: Number of log bytes per chunk.
 
     Raises:
@@ -177,7 +177,7 @@ def _chunks(
     settings: Settings,
     staging: Staging,
 ) -> Iterator[Chunk]:
-    """Yield the chunks of a conversion, each with its place in the dataset."""
+    """Yield the chunks of a conversion, each with its directory and its part of the dataset."""
     facts = [[run.instance_id, run.repetition_id, run.num_bytes] for runs in parts for run in runs]
     whole = Part.of([settings.metadata.made_by, facts], num_parts=len(parts))
     for i, runs in enumerate(parts):
@@ -188,7 +188,7 @@ def _chunks(
 def _conclude(
     staging: Staging, log: Log, planned: Plan, reports: Sequence[Report], choices: Choices
 ) -> Summary:
-    """Refuse or write the rejected records, and return the counts of the whole conversion.
+    """Write or raise the errors of rejected records; return the counts of the conversion.
 
     Raises:
         RolloutError: Chunks contradict each other, a record was rejected and `on_error` is `fail`,

@@ -1,4 +1,4 @@
-"""Inputs of a conversion: directories are searched, compressed files and pipes are saved."""
+"""Inputs of a conversion: files in directories, and copies of compressed files and pipes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def open_inputs(
     Args:
         paths: Paths as given by the user.
         spool: Directory for decompressed and saved files.
-        is_log: Predicate: the directory is one log.
+        is_log: Returns true for a directory that is itself a log.
         out: Output directory; files inside it are not inputs.
 
     Raises:
@@ -64,7 +64,7 @@ def open_inputs(
 
 
 def _refuse_odd_names(path: Path) -> None:
-    """Refuse names that are not UTF-8: they go into the column `source`, which is text."""
+    """Reject names that are not valid UTF-8: the column `source` stores them as text."""
     for file in (path, *(path.rglob("*") if path.is_dir() else ())):
         name = str(file)
         if name != name.encode(errors="replace").decode():
@@ -103,7 +103,7 @@ def open_file(name: str, spool: Path) -> Input:
 
 
 def digests_of(given: Input) -> list[list[str]]:
-    """Return name and content digest of each file of an input, which identify its content."""
+    """Return the name and content digest of each file of an input."""
     files = sorted(given.path.rglob("*")) if given.path.is_dir() else [given.path]
     return [[str(f.relative_to(given.path)), digest_of(f)] for f in files if f.is_file()]
 
@@ -150,7 +150,7 @@ def _unpacked(stream: BufferedReader) -> Iterator[bytes]:
 
 
 def copies_in(inputs: Iterable[Input]) -> Iterator[tuple[Input, InputError]]:
-    """Yield the files with the content of an earlier one, each with a `duplicate_input` error."""
+    """Yield each file with the same content as an earlier one, and a `duplicate_input` error."""
     by_size: defaultdict[int, list[Input]] = defaultdict(list)
     for given in inputs:
         if given.path.is_file() and (num_bytes := given.path.stat().st_size):

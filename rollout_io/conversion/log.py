@@ -35,7 +35,7 @@ def open_log(
     *,
     skips: bool = False,
 ) -> Log:
-    """Open the inputs, and detect their format unless one is named.
+    """Open the inputs, and detect their format if `format_name` is `auto`.
 
     Args:
         paths: Files and directories, or "-" for standard input.

@@ -1,4 +1,4 @@
-"""Outcomes of trajectories: merging the log's rewards with those of the rewards file."""
+"""Outcomes of trajectories: the log's rewards, merged with those of the rewards file."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def settle(
     given: Outcome | None,
     reward_key: str | None = None,
 ) -> Settled:
-    """Return a trajectory with its outcome in its steps.
+    """Return a trajectory with its outcome stored in its steps.
 
     The outcome is that of the rewards file, else the reward named `reward_key`, else the log's own.
     The rewards file overrides the log completely: differing values of the log are kept as the
-    metric `logged_reward` (unless a metric holds it already) and the text `logged_error`. The last
+    metric `logged_reward` (unless a metric already holds it) and the text `logged_error`. The last
     step gets the outcome and the metrics. If the outcome is known, earlier steps without a reward
     get 0.0. The rewards of a failed trajectory become null, and their values are kept as
     `metrics["reward"]`. A trajectory without steps becomes a single row of empty lists.
@@ -94,7 +94,7 @@ def _texts(logged: Trajectory, given: Outcome | None) -> dict[str, str]:
 def unknown(keys: Collection[Key], outcomes: Mapping[Key, Outcome]) -> Iterator[Rejected]:
     """Yield outcomes of trajectories that are not in `keys`, as `unknown_session` errors.
 
-    A failed trajectory may be missing from the log: it made no call.
+    A failed trajectory may be missing from the log, as it may have made no call.
     """
     found = {k: o for k, o in outcomes.items() if o.error is None and k not in keys}
     known = [_session(k) for k in keys] if found else []

@@ -42,12 +42,12 @@ def plan(
     """Collect the findings of an adapter, and name the runs.
 
     Runs without a repetition are numbered in order within their instance; with `group_by` all runs
-    are. A second run of the same name is rejected, and so is an outcome without a run.
+    are. A second run with the same name is rejected, and so is an outcome without a run.
 
     Args:
         found: Findings of `Adapter.find`.
         outcomes: Outcomes from the rewards file.
-        group_by: Labels whose values, joined by "/", identify the instance instead.
+        group_by: Labels whose values, joined by "/", replace the instance id.
     """
     made, runs = Plan(), []
     for item in found:
@@ -118,7 +118,7 @@ def _regrouped(
 
 
 def _number(runs: Iterable[Run]) -> None:
-    """Number the runs that have no repetition, in order, with the free numbers."""
+    """Assign free repetition numbers, in order, to the runs that have none."""
     runs = list(runs)
     taken: defaultdict[str, set[int]] = defaultdict(set)
     for run in runs:

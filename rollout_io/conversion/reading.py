@@ -1,4 +1,4 @@
-"""`read_log`: read small logs into one table in memory."""
+"""Conversion of small logs to one table in memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from schemas.errors import raise_first
 
 
 def read_log(inputs: PathLike | Sequence[PathLike], choices: Choices | None = None) -> pa.Table:
-    """Read logs into one rollout table, as `convert` does.
+    """Convert logs to one rollout table, by the same rules as `convert`.
 
     Args:
         inputs: As for `convert`.

@@ -1,4 +1,4 @@
-"""Rejected records: one line of `rejected.jsonl` each, with place, error and content."""
+"""Rejected records as lines of `rejected.jsonl`, each with location, error and content."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def decode(values: dict[str, Any]) -> Rejected:
 def lines(rejections: Iterable[Rejected]) -> Iterator[bytes]:
     r"""Yield the lines of `rejected.jsonl`.
 
-    `source` is the place of the record, `where` that of the fault, and `record` its text, in which
-    bytes that are not UTF-8 are written as `\xNN`. `record` is null if the record is not a range of
+    `source` is the location of the record, `where` that of the error, and `record` the text of the
+    record, with bytes that are not UTF-8 written as `\xNN`. `record` is null if the record is not a range of
     bytes (a directory, or part of a document), or is longer than 64 MiB.
     """
     for place, error in rejections:

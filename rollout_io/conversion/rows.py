@@ -69,8 +69,8 @@ def table_of(batch: Sequence[Settled]) -> pa.Table:
     """Build one row per step; optional and user columns exist if any step has a value.
 
     Raises:
-        ArithmeticError, ValueError: A value does not fit its column, or several models have
-            routing.
+        ArithmeticError, ValueError: A value does not fit its column, or the routing comes
+            from several models.
         RolloutError: usage_counts.
     """
     rows = _Rows.of(batch)
@@ -88,7 +88,7 @@ def table_of(batch: Sequence[Settled]) -> pa.Table:
 
 
 def _check_counts(steps: Sequence[Step], which: int, ids: pa.Array | None) -> None:
-    """Compare the numbers of ids with the engine's own counts, if it reports them."""
+    """Compare the numbers of ids with the counts that the engine reported, if any."""
     counted = [step.num_counted[which] for step in steps]
     if ids is None or not any(counted):
         return
@@ -151,7 +151,7 @@ def _loss_masks(rows: _Rows, kind: pa.DataType) -> pa.Array:
 
 
 def _rewards(rows: _Rows, kind: pa.DataType) -> pa.Array | None:
-    """Build the rewards; a failed run keeps an all-null column, as its reward is unknown."""
+    """Build the `reward` column; None if all rewards are unknown and no trajectory failed."""
     found = pa.array([s.reward for s in rows.steps], kind)
     is_unknown = found.null_count == len(found)
     return None if is_unknown and all(t.error is None for t in rows.trajectories) else found

@@ -27,7 +27,7 @@ from schemas.errors import InputError, RolloutError
 
 DONE = "converted.json"
 REJECTED = "rejected.jsonl"
-# After these errors the input is fine, and a second try can use the finished chunks.
+# After these errors the input is fine, and another attempt can reuse the finished chunks.
 _KEEPS_CHUNKS = frozenset({"output_file", "worker"})
 _PLAN, _LOCK, _REPORT, _PUBLISHING = "plan.json", "lock", "report.json", "publishing.json"
 
@@ -72,7 +72,7 @@ class Staging:
 
     @contextmanager
     def resumable(self) -> Iterator[None]:
-        """Lock the directory; keep finished chunks after an interruption, not after bad input."""
+        """Lock the directory; keep finished chunks after an interruption, but not after bad input."""
         guarded = False
         try:
             with self.locked():
@@ -93,13 +93,13 @@ class Staging:
             raise
 
     def _clear_if_free(self) -> None:
-        """Remove the staging directory unless it is another process's or holds finished chunks."""
+        """Remove the staging directory unless it is locked or holds finished chunks."""
         with suppress(RolloutError), self.locked():
             if not self.holds_chunks():
                 self.clear()
 
     def begin(self, identity: dict[str, Any]) -> None:
-        """Start or resume the conversion of this identity; remove the files of any other."""
+        """Start or resume the conversion with this identity; remove the chunks of any other."""
         is_same = _read_json(self.folder.join(_PLAN)) == identity
         for path in self.folder.fs.ls(self.folder.path, detail=False):
             name = path.rsplit("/", 1)[-1]
@@ -109,7 +109,7 @@ class Staging:
             _write_json(self.folder.join(_PLAN), identity)
 
     def chunk_path(self, index: int) -> str:
-        """Return a path to write a chunk to, which does not exist yet."""
+        """Return a new path to write a chunk to."""
         return str(self.out.fs.unstrip_protocol(self._unfinished(index).path))
 
     def _unfinished(self, index: int) -> Location:
@@ -160,7 +160,7 @@ class Staging:
         self.clear()
 
     def clear(self) -> None:
-        """Remove the staging directory, and the dataset directory if it was created for it."""
+        """Remove the staging directory, and the dataset directory if the conversion created it."""
         _remove(self.folder)
         fs, path = self.out.fs, self.out.path
         if self._may_remove and fs.isdir(path) and not fs.ls(path):
@@ -184,7 +184,7 @@ class Staging:
         return any(fs.exists(f"{name}/{_REPORT}") for name in names if not name.endswith(".tmp"))
 
     def write_rejected(self, lines: Iterable[bytes]) -> None:
-        """Write `rejected.jsonl` into the dataset, whole or not at all."""
+        """Write `rejected.jsonl` into the dataset atomically."""
         temporary = self.folder.join(REJECTED)
         with writable(self.where):
             with self.out.fs.open(temporary.path, "wb") as file:
@@ -212,7 +212,7 @@ def _read_json(location: Location) -> dict[str, Any] | None:
 
 
 def _write_json(location: Location, value: dict[str, Any]) -> None:
-    """Write a file whole or not at all."""
+    """Write a JSON file atomically."""
     temporary = Location(location.fs, f"{location.path}.tmp")
     with writable(location.path):
         with location.fs.open(temporary.path, "wb") as file:

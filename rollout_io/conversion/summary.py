@@ -37,7 +37,7 @@ class Summary:
     numbers: set[str] = field(default_factory=set)
 
     def add(self, table: pa.Table) -> None:
-        """Add the counts of a table of whole trajectories."""
+        """Add the counts of a table of complete trajectories."""
         frame = pl.DataFrame(pl.from_arrow(table.select(_known(table))))
         absent = {n: pl.lit(None, kind) for n, kind in _ABSENT.items() if n not in frame.columns}
         counts = frame.with_columns(**absent).select(**_COUNTS).row(0, named=True)
@@ -160,7 +160,7 @@ _COUNTS = {
 def _num_restarted(table: pa.Table) -> int:
     """Count trajectories that return to the prompt of their first step after a different one.
 
-    Several samples of one prompt (`n` of a request) are adjacent and do not count.
+    Several samples of one prompt (`n` of a request) are adjacent rows and are not counted.
     """
     prompt = Ragged.from_arrow(table.column("prompt_token_ids"))
     index = np.asarray(table.column("step_index"), np.int64)

@@ -46,7 +46,7 @@ class Retokenizer:
         """Encode a conversation as one row: the first prompt, then everything after it.
 
         The loss mask is true on the model's messages, and `spans` lists them. An assistant message
-        that is not an answer (`is_answer`) does not train.
+        that is not an answer (`is_answer`) is masked.
         """
         from rollout_io.retokenize import retokenize
 
@@ -84,7 +84,7 @@ class Retokenizer:
         )
 
     def completion(self, text: Completion) -> Step:
-        """Encode text without roles as one row; both parts verbatim, without a template.
+        """Encode a prompt and a response without roles as one row, verbatim, without a template.
 
         Raises:
             RolloutError: `nonempty_prompt`, `nonempty_response`: one of the texts is empty.
@@ -114,7 +114,7 @@ def cached_tokenizer(directory: str, chat_template: str | None) -> ChatTokenizer
     return _loaded(directory, chat_template, versions)
 
 
-@lru_cache(maxsize=2)  # the chosen template, and the tokenizer's own to decode exact ids
+@lru_cache(maxsize=2)  # one with the chosen template, one with its own to decode exact ids
 def _loaded(directory: str, chat_template: str | None, _: tuple[int, ...]) -> ChatTokenizer:
     from rollout_io.retokenize import load_tokenizer
 
@@ -124,12 +124,12 @@ def _loaded(directory: str, chat_template: str | None, _: tuple[int, ...]) -> Ch
 def retokenizer_of(
     tokenizer: str | None, chat_template: str | None, *, is_needed: bool
 ) -> tuple[Retokenizer | None, DatasetMetadata]:
-    """Return the re-tokeniser, and the tokenizer's metadata for the dataset.
+    """Return the re-tokeniser, and dataset metadata about the tokenizer.
 
     Args:
-        tokenizer: Directory; any other name is only recorded, if no text has to be encoded.
+        tokenizer: Directory; if there is no text to encode, any other name is accepted and recorded.
         chat_template: See `Retokenizer`.
-        is_needed: True if the log is text.
+        is_needed: True if the log contains text to encode.
 
     Raises:
         ConfigError: `tokenizer`, `chat_template`: missing or unusable.
@@ -140,7 +140,7 @@ def retokenizer_of(
             raise ConfigError("tokenizer", "--chat-template", got, "", hint)
         return None, DatasetMetadata()
     made = Retokenizer(directory=tokenizer, chat_template=chat_template) if is_needed else None
-    if not Path(tokenizer).is_dir():  # a name suffices if all tokens turn out to be exact
+    if not Path(tokenizer).is_dir():  # a name suffices if all ids are exact
         return made, DatasetMetadata(tokenizer=tokenizer)
     loaded = cached_tokenizer(tokenizer, chat_template if is_needed else None)
     metadata = DatasetMetadata(
@@ -186,7 +186,7 @@ def with_tokens(trajectory: Trajectory, retokenizer: Retokenizer | None) -> list
 
 
 def text_alone(where: str) -> InputError:
-    """Return the error for a log without tokens, if there is no re-tokeniser."""
+    """Return the error for a log without token ids if there is no re-tokeniser."""
     got = "the log has text but no token ids"
     hint = "pass --tokenizer DIR to re-tokenise the text (approximate), or collect exact ids from "
     hint += "the engine (return_token_ids)"

@@ -1,4 +1,4 @@
-"""Arrow list arrays from one array per row."""
+"""Arrow list arrays built from one array per row."""
 
 from __future__ import annotations
 

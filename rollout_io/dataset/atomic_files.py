@@ -1,4 +1,4 @@
-"""Durable local files and folders, written whole or not at all."""
+"""Durable local files and folders, written atomically."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def whole(final: Path, mark: str = "partial") -> Iterator[Path]:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write or replace a UTF-8 file, whole or not at all."""
+    """Write or replace a UTF-8 file atomically."""
     with whole(path) as partial:
         partial.write_text(text, encoding="utf-8")
 
@@ -43,7 +43,7 @@ def settle(partial: Path, final: Path) -> None:
     for path in (*partial.rglob("*"), partial):
         sync(path)
     partial.replace(final)
-    sync(final.parent)  # the rename itself is durable only once the directory is
+    sync(final.parent)  # the rename is durable only once the directory is synced
 
 
 def sync(path: Path) -> None:
@@ -57,7 +57,7 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def writable(where: str, hint: str | None = None) -> Iterator[None]:
-    """Convert an error about a path that cannot be written.
+    """Convert an OSError while writing to a path to a user error.
 
     Args:
         where: The path.

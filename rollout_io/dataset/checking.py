@@ -1,7 +1,7 @@
 """Checks of a dataset against the named invariants, shard by shard.
 
-Code that reads a dataset to write or to train reads it through `checked_tables`, or piece by piece
-through `checked` and `refuse_split`, or calls `require_valid` first.
+Code that rewrites a dataset or trains on it reads it with `checked_tables`, or piece by piece with
+`checked` and `refuse_split`, or calls `require_valid` first.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def checked_tables(
     """Iterate over a dataset like `iter_tables`, and check every named invariant in the same pass.
 
     All columns are read and checked, whatever `columns` selects. The last table is yielded only
-    after the whole dataset has been checked, so a dataset of one table yields nothing before that.
+    after the entire dataset has been checked; in a dataset of one table, that is the only table.
 
     Raises:
         ValidationError: The dataset breaks a named invariant.
@@ -85,7 +85,7 @@ def checker_of(path: PathLike) -> Checker:
 def checked(checker: Checker, piece: PathLike, *, decode: bool = True) -> Iterator[pa.Table]:
     """Yield the tables of one piece of a dataset (see `pieces`), each checked first.
 
-    `refuse_split` checks what only the whole dataset can show.
+    Invariants that span several pieces are checked by `refuse_split`.
 
     Args:
         checker: Checks the tables; `refuse_split` needs it afterwards.
@@ -101,7 +101,7 @@ def checked(checker: Checker, piece: PathLike, *, decode: bool = True) -> Iterat
 
 
 def structure_of(piece: PathLike) -> Checker:
-    """Rebuild the checker of a piece that is known to be valid, from its ids alone."""
+    """Rebuild the checker of a piece known to be valid, reading only its structure columns."""
     checker = Checker()
     for table in iter_tables(piece, STRUCTURE_COLUMNS):
         checker.check(table)
@@ -116,7 +116,7 @@ def refuse_split(path: PathLike, checkers: Sequence[Checker]) -> None:
         checkers: The checker of each of its `pieces`, in order.
 
     Raises:
-        ValidationError: A trajectory spans two pieces, or the last one is cut off.
+        ValidationError: A trajectory spans two pieces, or the last trajectory is incomplete.
     """
     if not _are_apart(checkers):
         require_valid(path)
@@ -125,7 +125,7 @@ def refuse_split(path: PathLike, checkers: Sequence[Checker]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Breaches of one shard, and the checker after it."""
+    """Breaches of one shard, and the checker that found them."""
 
     breaches: pl.DataFrame
     checker: Checker

@@ -1,9 +1,9 @@
-"""Conditions on rows in SQL: expressions over the columns of one row, and nothing more.
+"""Row conditions in SQL, restricted to expressions over the columns of one row.
 
 Polars reads the files of a subquery (`reward IN (SELECT x FROM read_csv('...'))`) while it parses
 the condition. The tokens of a condition are therefore checked first: without SELECT, FROM, WITH,
 TABLE and VALUES there is no subquery, and string literals, quoted names and numbers are accepted
-only in the one form that every SQL tokenizer reads alike. The syntax tree that Polars builds then
+only in the one form that all SQL tokenizers read alike. The syntax tree that Polars builds then
 decides whether the rest is a condition on a row.
 """
 
@@ -91,7 +91,7 @@ def refused(error: Exception, where: str) -> ConfigError:
 
 
 def _check_words(text: str, where: str) -> None:
-    """Refuse tokens that could form more than an expression over columns.
+    """Reject tokens that could form anything but an expression over columns.
 
     Raises:
         ConfigError: condition.

@@ -1,8 +1,8 @@
 """Footer metadata of a shard: its place in the dataset, and a digest of the footer.
 
 Parquet has checksums for pages but none for the footer. A flipped bit there can change a column's
-type or the dataset's metadata without an error. And if a shard is missing, or replaced by another
-dataset's shard of the same name, every remaining file is still valid.
+type or the dataset's metadata without an error. If a shard is missing, or replaced by another
+dataset's shard of the same name, each file is still valid by itself.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Place:
 
 @dataclass(slots=True)
 class Places:
-    """Assigns places to the shards of one part, in order.
+    """Places of the shards of one part, assigned in order.
 
     Attributes:
         part: The part that is written.
@@ -100,7 +100,7 @@ class Places:
 
     @classmethod
     def of_whole(cls, metadata: Mapping[bytes, bytes], table: pa.Table) -> Places:
-        """Number the shards of a single writer, identified by its metadata and first rows."""
+        """Return the places of a single writer, identified by its metadata and first rows."""
         facts = {key.decode(): value.decode() for key, value in metadata.items()}
         first = cls(Part(writing=""))
         first.add(table)
@@ -188,7 +188,7 @@ def verify(file: pq.ParquetFile, source: Any) -> None:
 
     Args:
         file: The Parquet file.
-        source: The open file: a flipped bit can hide the digest from Parquet's parser.
+        source: The open file, in case a flipped bit hides the digest from Parquet's parser.
 
     Raises:
         pa.ArrowInvalid: The footer is damaged.

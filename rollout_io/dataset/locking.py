@@ -1,4 +1,4 @@
-"""Locks of one process on a directory; the lock of a killed process is released at once."""
+"""File locks held by a process, which are released at once if the process is killed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from filelock import BaseFileLock, FileLock, Timeout
 def lock(path: Path, wait_s: float = 0.0) -> BaseFileLock | None:
     """Lock a local file until `release()` or the end of the process; create it if necessary.
 
-    Any thread may release it.
+    Any thread may release the lock.
 
     Args:
         path: Path of the lock file, which is not deleted on release.
@@ -20,7 +20,7 @@ def lock(path: Path, wait_s: float = 0.0) -> BaseFileLock | None:
         The lock; None if another process holds it.
 
     Raises:
-        OSError: The file cannot be written, or its filesystem has no locks.
+        OSError: The file cannot be written, or its filesystem does not support locks.
     """
     held = FileLock(path, timeout=wait_s, poll_interval=0.1, thread_local=False)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,8 @@
-"""Opening of inputs: only regular files and pipes of our own, which cannot block or never end."""
+"""Functions that open input files.
+
+Only regular files and pipes inherited by this process are accepted; anything else could block or
+never end.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from pathlib import Path
 from schemas.errors import InputError
 
 MAX_DOCUMENT_BYTES = 4 << 30
-"""Size limit of an input that is read into memory as a whole."""
+"""Size limit of an input that is read into memory entirely."""
 
 _BUFFER_BYTES = 1 << 20
 _OPEN_DESCRIPTOR = re.compile(r"/(?:dev|proc/self)/fd/(\d+)|/dev/stdin")
@@ -31,7 +35,7 @@ def open_input(path: str | os.PathLike[str]) -> BufferedReader:
     """Open a regular file, or an open pipe of this process (`<(...)`, `/dev/fd/63`).
 
     Raises:
-        InputError: `input_file`: it is unreadable, or neither a file nor such a pipe.
+        InputError: `input_file`: the input is unreadable, or neither a file nor such a pipe.
     """
     where = os.fspath(path)
     try:
@@ -51,7 +55,7 @@ def open_input(path: str | os.PathLike[str]) -> BufferedReader:
 
 
 def too_many_open_files(error: OSError, where: str) -> InputError | None:
-    """Convert an error about the limit on open files; None for any other error."""
+    """Convert an error about the open-file limit to a user error; None for any other error."""
     if error.errno not in {errno.EMFILE, errno.ENFILE}:
         return None
     got, hint = "too many open files", "raise the limit: ulimit -n 1024"
@@ -72,7 +76,7 @@ def standard_input() -> BufferedReader:
 
 
 def refuse_irregular(path: str | os.PathLike[str]) -> None:
-    """Refuse anything but a regular file, for libraries that open a path themselves.
+    """Reject anything but a regular file, for libraries that open a path themselves.
 
     Raises:
         InputError: `input_file`: see `open_input`.
@@ -84,10 +88,10 @@ def refuse_irregular(path: str | os.PathLike[str]) -> None:
 
 
 def read_input(path: str | os.PathLike[str], max_bytes: int = MAX_DOCUMENT_BYTES) -> bytes:
-    """Read a whole input.
+    """Read an entire input into memory.
 
     Raises:
-        InputError: `input_file`: see `open_input`; or it is larger than `max_bytes`.
+        InputError: `input_file`: see `open_input`; or the input is larger than `max_bytes`.
     """
     with open_input(path) as file:
         content = file.read(max_bytes + 1)

@@ -1,4 +1,4 @@
-"""Map a function over tasks: in this process, in several local processes, or on Ray."""
+"""Parallel map over tasks: in this process, in several local processes, or on Ray."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Workers:
 
     Attributes:
         num: Number of processes; 1 is this process. With `ray`: CPUs of the cluster that is
-            started, unless RAY_ADDRESS names a running one.
-        engine: `local`, or `ray` (Ray Data; tasks and results must be visible to all its nodes).
+            started, unless RAY_ADDRESS is set.
+        engine: `local`, or `ray` (Ray Data; all its nodes need access to the same files).
 
     Example:
         >>> dict(Workers().map(len, ["a", "bcd"]))
@@ -91,7 +91,7 @@ def _on_ray(function: Callable[[T], R], tasks: Sequence[T], num: int) -> Iterato
 def _ray_task(
     function: Callable[[T], R], tasks: Sequence[T], row: dict[str, Any]
 ) -> dict[str, Any]:
-    """Run one task; return a user error as a result, as Ray would wrap an exception."""
+    """Run one task; return a user error as a result, because Ray would wrap an exception."""
     index = row["item"]
     try:
         return {"index": index, "result": function(tasks[index]), "error": None}
@@ -101,7 +101,7 @@ def _ray_task(
 
 @contextmanager
 def _cluster(num: int) -> Iterator[Any]:
-    """Yield `ray.data`, connected; shut down the cluster afterwards if this call started it."""
+    """Connect to Ray and yield `ray.data`; afterwards, stop the cluster if it was started here."""
     with requires_extra("ray", "--engine ray"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import ray

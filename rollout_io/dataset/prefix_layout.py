@@ -32,7 +32,7 @@ def encode_prefixes(table: pa.Table) -> pa.Table:
     root.
 
     Args:
-        table: Whole trajectories, rows in order.
+        table: Complete trajectories, rows in order.
 
     Example:
         Steps with prompts [1, 2] and [1, 2, 3, 9] and responses [3] and [4]:
@@ -81,7 +81,7 @@ def is_encoded(table: pa.Table) -> bool:
 
 
 def trajectory_starts(table: pa.Table) -> IntArray:
-    """[T] first row of each trajectory of a valid table."""
+    """Return the first row of each trajectory of a valid table, [T]."""
     return np.flatnonzero(changes(table.column("trajectory_id").cast(pa.large_string())))
 
 
@@ -111,7 +111,7 @@ def find_parents(prompts: Ragged, responses: Ragged, starts: IntArray) -> tuple[
 
 
 def _rows(column: Ragged) -> Iterator[bytes]:
-    """Return the bytes of each row, which compare and slice faster than arrays."""
+    """Yield the bytes of each row, which are faster to compare and slice than arrays."""
     bounds = pairwise((column.offsets * _TOKEN_BYTES).tolist())
     values = np.ascontiguousarray(column.values).data.cast("B")
     return (values[begin:end].tobytes() for begin, end in bounds)
@@ -138,11 +138,11 @@ _POSITION = itemgetter(0)
 
 
 class _Tree:
-    """The tokens of a trajectory's steps as a tree of runs; each token belongs to its latest step.
+    """The tokens of a trajectory's steps as a tree of runs (`_TokenRange`).
 
-    A new step descends from the root along its own tokens and takes over the runs on its way, so
-    the run where it leaves the tree names the latest step with that common prefix. A run keeps only
-    the tokens behind that point. A step visits O(log steps) runs on average, for any shape of tree
+    Each token belongs to the latest step that contains it: a new step descends from the root along
+    its own tokens and takes over the runs on its way, so the run where it leaves the tree belongs
+    to the latest step with that common prefix, and keeps only the tokens after that point. A step visits O(log steps) runs on average, for any shape of tree
     (runs are the preferred paths of a link-cut tree).
     """
 
@@ -154,7 +154,7 @@ class _Tree:
         """Add the next step.
 
         Args:
-            tokens: Bytes of its prompt + response.
+            tokens: Bytes of the step's prompt + response.
             num_prompt: Number of these bytes that belong to the prompt.
 
         Returns:

@@ -1,4 +1,4 @@
-"""Readers of rollout datasets: tables of whole trajectories, Polars, Hugging Face."""
+"""Readers of rollout datasets: tables of complete trajectories, Polars, Hugging Face."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def scan(path: PathLike) -> pl.LazyFrame:
 def iter_tables(
     path: PathLike, columns: Sequence[str] | None = None, *, decode: bool = True
 ) -> Iterator[pa.Table]:
-    """Yield the logical table in pieces of whole trajectories, in order.
+    """Yield the logical table in pieces of complete trajectories, in order.
 
     Args:
         path: Directory, glob or file, local or an fsspec URL.
@@ -74,8 +74,7 @@ def iter_tables(
 def pieces(path: PathLike) -> list[str]:
     """Return paths that can be read separately, in order.
 
-    These are the shards, or the whole dataset if trajectories span shards.
-
+    These are the shards, or the entire dataset if trajectories span shards.
 
     Example:
         >>> [table for piece in pieces("rollouts/") for table in iter_tables(piece)]
@@ -92,7 +91,7 @@ def shard_paths(path: PathLike) -> list[str]:
 
 
 def shard_sizes(path: PathLike) -> dict[str, int]:
-    """Return the number of rows of each shard by its file name, or path if names recur, in order."""
+    """Return the rows per shard, in order, by file name (by path if file names recur)."""
     shards = _open_shards(path)
     names = [posixpath.basename(shard.location.path) for shard in shards]
     if len(set(names)) < len(names):
@@ -101,7 +100,7 @@ def shard_sizes(path: PathLike) -> dict[str, int]:
 
 
 def read(path: PathLike, columns: Sequence[str] | None = None) -> pa.Table:
-    """Read the whole logical table (see `iter_tables`), with its metadata in the Arrow schema."""
+    """Read the entire logical table (see `iter_tables`), with its metadata in the Arrow schema."""
     table = pa.concat_tables(iter_tables(path, columns))
     return table.replace_schema_metadata(read_metadata(path).encode("full"))
 
@@ -168,8 +167,9 @@ class _Shard:
     def row_groups(
         self, names: Sequence[str], predicate: pl.Expr | None = None
     ) -> Iterator[tuple[int, pa.Table]]:
-        """Yield row groups as stored, upgraded, except those where `predicate` keeps no row.
+        """Yield row groups in their stored layout, upgraded to the current schema version.
 
+        Row groups in which no row satisfies `predicate` are skipped.
         List and string columns have plain types, even if the file has large or view types.
         """
         with ExitStack() as stack:
@@ -240,7 +240,7 @@ def _source(location: Location) -> Iterator[Any]:
 
 @contextmanager
 def _readable(location: Location, row_group: int | None = None) -> Iterator[None]:
-    """Convert the errors of Parquet readers on a damaged file to one error with its place."""
+    """Convert the errors of Parquet readers on a damaged file to one user error with its place."""
     try:
         yield
     except (pa.ArrowException, OSError, EOFError, UnicodeError, binascii.Error) as error:
@@ -277,7 +277,7 @@ def _logical_schema(stored: pa.Schema) -> pa.Schema:
 
 
 def _schema_of(shards: Sequence[_Shard]) -> pa.Schema:
-    """Return all columns of all shards."""
+    """Return the schema with all columns of all shards."""
     for shard in shards:
         raise_errors(misnamed_columns(shard.schema.empty_table()), shard.location.path)
     try:
@@ -320,7 +320,7 @@ def _tables(
 
 
 def _align(shards: Sequence[_Shard], names: Sequence[str]) -> Iterator[pa.Table]:
-    """Re-cut the tables of other programs' files, so that no trajectory spans two."""
+    """Re-cut tables from files of other programs, so that no trajectory spans two tables."""
     keyed = list(dict.fromkeys([*names, "trajectory_id"]))
     for shard in shards:
         if "trajectory_id" not in shard.names:
@@ -345,7 +345,7 @@ def _align(shards: Sequence[_Shard], names: Sequence[str]) -> Iterator[pa.Table]
 
 
 def _physical(names: Sequence[str]) -> list[str]:
-    """Return the names with the prefix columns in place of the prompts."""
+    """Return the names with the prefix columns instead of `prompt_token_ids`."""
     prefix = [field.name for field in PREFIX_FIELDS]
     at = names.index("prompt_token_ids")
     return [*names[:at], *prefix, *names[at + 1 :]]

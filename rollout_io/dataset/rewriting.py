@@ -1,4 +1,4 @@
-"""Rewrite a dataset shard by shard; finished shards survive an interruption."""
+"""Rewriting of a dataset, shard by shard; finished shards survive an interruption."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def rewrite(
     Args:
         dataset: Path of a dataset.
         out: Directory to write, local or an fsspec URL.
-        transform: Maps whole trajectories to whole trajectories; a module-level function.
+        transform: Maps complete trajectories to complete trajectories; a module-level function.
         metadata: Metadata of the new files.
         decode: If true, the transform receives full prompts (see `iter_tables`).
         workers: Processes that do the work; None: this process.
@@ -112,7 +112,7 @@ def rewrite(
 
 @contextmanager
 def _named_by_the_whole(dataset: str) -> Iterator[None]:
-    """Report a breach for the whole dataset: a trajectory that spans shards looks invalid in one."""
+    """Report breaches for the entire dataset: one shard may hold only part of a trajectory."""
     try:
         yield
     except ValidationError:

@@ -17,7 +17,7 @@ from schemas.errors import InputError, count
 
 SHARD_PREFIX = "part-"
 SHARD_SUFFIX = ".parquet"
-STAGING = ".converting"  # directory of an unfinished conversion; readers skip names with a dot
+STAGING = ".converting"  # directory of an unfinished conversion; readers skip hidden names
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Location:
 
     @classmethod
     def of(cls, path: str | os.PathLike[str]) -> Location:
-        """Resolve a local path or a URL that fsspec knows ("s3://...", "memory://...").
+        """Resolve a local path or a URL that fsspec supports ("s3://...", "memory://...").
 
         Raises:
             InputError: The filesystem is unknown, its package is missing, or the path is empty.
@@ -96,7 +96,7 @@ def occupied(where: str, num_shards: int) -> InputError:
 
 
 def temporary(final: Location) -> Location:
-    """Return a name beside `final` that no reader takes for a shard."""
+    """Return a temporary path beside `final` that no reader mistakes for a shard."""
     folder, name = posixpath.split(final.path)
     return Location(final.fs, posixpath.join(folder, f".{name}.{uuid.uuid4().hex[:8]}.tmp"))
 

@@ -1,7 +1,7 @@
 """Worker processes, each with a pipe that no other process holds open.
 
-A message to a dead process therefore fails at once, and a partial answer of one is an error. A
-queue shared by several processes blocks in both cases, as its other end remains open.
+Sending to a dead process therefore fails at once, and a partial answer from it is an error. A queue
+shared by several processes would block in both cases, as its other end remains open.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _start() -> _Worker:
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
     """Block SIGINT in processes that are started here, so that only this one handles Ctrl-C."""
-    resource_tracker.ensure_running()  # started lazily with the first process, it would unblock SIGINT
+    resource_tracker.ensure_running()  # else the first process starts it, unblocking SIGINT
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -110,7 +110,7 @@ def _uninterrupted() -> Iterator[None]:
 
 @contextmanager
 def _alive(worker: _Worker) -> Iterator[None]:
-    """Convert a broken pipe to an error that names the process's exit code.
+    """Convert a broken pipe to an error that reports the exit code of the process.
 
     Raises:
         InputError: worker.
@@ -143,7 +143,7 @@ def _answer(function: Callable[[T], R], task: T) -> tuple[R | None, Exception | 
     except RolloutError as error:
         return None, error
     except Exception as error:
-        error.add_note(traceback.format_exc())  # a traceback itself cannot be sent
+        error.add_note(traceback.format_exc())  # a traceback cannot be pickled
         return None, error
 
 

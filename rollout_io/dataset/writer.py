@@ -1,4 +1,4 @@
-"""Writer of rollout datasets: checks trajectories and publishes each shard whole or not at all."""
+"""Writer of rollout datasets, which checks trajectories and publishes each shard atomically."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from schemas.metadata import DatasetMetadata
 from schemas.types import PREFIX_TYPES, as_table, cast_column, cast_table
 
 ROW_GROUP_ROWS = 4096
-ROW_GROUP_BYTES = 128 << 20  # bounds memory: readers and transforms hold one row group
+ROW_GROUP_BYTES = 128 << 20  # bounds memory: readers and transforms hold one row group at a time
 SHARD_BYTES = 512 << 20
 
 
@@ -39,14 +39,14 @@ class RolloutWriter:
     """Streaming writer of a rollout dataset directory.
 
     Rows may arrive in any batches; a trajectory is kept together in one row group. A table that
-    breaks a named invariant is refused. An exception in the `with` block removes everything
+    breaks a named invariant is rejected. An exception in the `with` block removes everything
     written.
 
     Args:
         path: Directory, local or an fsspec URL.
         layout: `prefix` (prompts refer to earlier steps) or `full`.
-        metadata: Metadata of the files; None takes it from the first table, if that came from
-            `read`.
+        metadata: Metadata of the files; None: that of the first table, if it was
+            returned by `read`.
         append: Add shards to an existing directory; several writers may share it.
         row_group_rows: Maximum rows of a row group; a longer trajectory gets a longer one.
         shard_bytes: Size after which a new shard begins: encoded, uncompressed bytes.
@@ -306,7 +306,7 @@ def _close(file: Any) -> None:
 
 @contextmanager
 def _writable(final: Location) -> Iterator[None]:
-    """Convert a full disk, or a type that Parquet lacks, to an error with its place."""
+    """Convert a full disk, or a type that Parquet lacks, to a user error with the path."""
     try:
         with writable(final.path):
             yield
@@ -340,7 +340,7 @@ def _leaves(path: str, kind: pa.DataType) -> list[str]:
 
 
 def _logical(table: pa.Table) -> pa.Table:
-    """Drop the physical columns of an earlier write: every write computes them again."""
+    """Drop the physical columns of an earlier write: every write recomputes them."""
     return table.drop_columns([n for n in table.column_names if n in PREFIX_TYPES])
 
 
@@ -364,7 +364,7 @@ def _complete_rows(table: pa.Table) -> int:
 
 
 def _row_groups(table: pa.Table, num_rows: int) -> list[pa.Table]:
-    """Cut at trajectory starts, with as many whole trajectories per group as `num_rows` allows."""
+    """Cut at trajectory starts, with as many complete trajectories per group as `num_rows` allows."""
     bounds = [*trajectory_starts(table).tolist(), table.num_rows]
     cuts = [0]
     for here, following in pairwise(bounds):

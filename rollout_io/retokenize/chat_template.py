@@ -17,14 +17,14 @@ TEMPLATES = {
     "qwen3_with_thinking": "system, user and assistant; content unchanged",
     "qwen3_without_thinking": "the same, but only the last assistant message keeps its thinking",
 }
-"""Templates in the package, for ChatML tokenizers (`<|im_start|>`, `<|im_end|>`), with a summary.
+"""Templates in the package, for ChatML tokenizers (`<|im_start|>`, `<|im_end|>`), with summaries.
 
 - chatml_tools_thinking: everything in a conversation: all roles, tools, tool calls, reasoning in
   <think> tags before the content, consecutive tool messages in one user block. It adds no text
-  besides these markers and the tool definitions. A conversation only ever grows at its end.
+  besides these markers and the tool definitions. New messages never change earlier text.
 - qwen3_acc_thinking: tools, tool calls, consecutive tool messages in one user block; assistant
-  content verbatim, thinking kept in every message ("accumulated"), so that a conversation only
-  ever grows at its end. `reasoning_content` is not rendered: put thinking into the content.
+  content verbatim, thinking kept in every message ("accumulated"), so that new messages never
+  change earlier text. `reasoning_content` is not rendered: put thinking into the content.
 - qwen3_with_thinking: plain ChatML (system, user, assistant), content verbatim. No tools.
 - qwen3_without_thinking: the same, but every assistant message except the conversation's last
   loses everything up to its last </think>. Re-tokenisation renders each message as the last one

@@ -1,6 +1,6 @@
 """The fixed-base encoding of messages: their tokens after a constant base conversation.
 
-Rendering messages alone would add a default system prompt. Rendering them in their own conversation
+Rendering messages by themselves would add a default system prompt. Rendering them in their own conversation
 would not reproduce what the model generated either: templates like Qwen3's depend on the position.
 They strip <think>...</think> from assistant messages before the last user message, and put an empty
 think block into the last assistant message if it has none, so a message's text changes when another
@@ -26,7 +26,7 @@ BASE: tuple[Message, ...] = (
     {"role": "system", "content": "You are a helpful assistant."},
     {"role": "user", "content": "I am a user."},
 )
-"""Conversation before the messages when they are rendered; it never changes."""
+"""Constant conversation that is rendered before the messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ def encode_messages(
 
         encode(messages) = ids(template(base + messages)) minus its prefix ids(template(base))
 
-    See this module's docstring for why nothing simpler works.
+    The module docstring explains why simpler encodings fail.
 
     Pass consecutive tool messages in one call: Qwen3 renders them as one user block.
 
@@ -89,8 +89,8 @@ def encode_messages(
 
     Raises:
         InputError: chat_template: the template raised an error; fixed_base: the base is not a
-            prefix of base + messages; generation_prompt: the template has none where it needs
-            one; message; tool_arguments; tokenizer.
+            prefix of base + messages; generation_prompt: the template needs one but has
+            none; message; tool_arguments; tokenizer.
 
     Example:
         With Qwen3's tokenizer and template:
@@ -171,14 +171,14 @@ def _fixed_base(tokenizer: ChatTokenizer, tools_json: str) -> FixedBase:
     anchor = text[max(start, 0) :]
     ids, anchor_ids, both = tokenizer.encode([text, anchor, anchor + header], [where] * 3)
     if ids[len(ids) - len(anchor_ids) :] != anchor_ids:
-        # The tail alone merges differently here: use the whole base as context.
+        # After the tail, the text is tokenised differently: use the entire base as context.
         anchor, anchor_ids = text, ids
         (both,) = tokenizer.encode([prompted], [where])
     return FixedBase(text, anchor, anchor_ids, header, both[len(anchor_ids) :])
 
 
 def _check_headless(tokenizer: ChatTokenizer, text: str, tools: Tools | None, where: str) -> None:
-    """Refuse a template whose headers would count as generated, as it has no generation prompt."""
+    """Reject a template with answer headers but no generation prompt: they would be trained on."""
     answer = {"role": "assistant", "content": "answer"}
     shown = _after(text, tokenizer.render([*BASE, answer], tools, where=where), where)
     if not shown.lstrip().startswith("answer"):

@@ -63,8 +63,8 @@ def refuse_dropped_texts(
 ) -> None:
     """Raise an error if a prompt lacks the content of one of its messages.
 
-    Reasoning may be missing: some templates drop it from earlier answers, as they did for the
-    engine.
+    Reasoning may be missing: some templates drop it from earlier answers, and the engine used the same
+    template.
 
     Args:
         messages: Normalised messages.
@@ -100,12 +100,16 @@ def dropped(part: str, tokenizer: ChatTokenizer, where: str) -> InputError:
 
 
 def is_chatml(tokenizer: ChatTokenizer) -> bool:
-    """True if ChatML's markers are single tokens."""
+    """True if each ChatML marker is a single token."""
     return all(len(ids) == 1 for ids in tokenizer.encode(_IM_MARKS, _IM_MARKS))
 
 
 def _parts(message: Mapping[str, Any]) -> Iterator[_Part]:
-    """Yield the reasoning, the content between think tags, and each call's name and arguments."""
+    """Yield each part of a message.
+
+    Parts are its reasoning, the role of a tool message, each piece of its content (split at think
+    tags), and the name and each argument of every tool call.
+    """
     if reasoning := message.get("reasoning_content", "").strip():
         without = {k: v for k, v in message.items() if k != "reasoning_content"}
         yield _Part(f"the reasoning {_shown(reasoning)}", reasoning, without)

@@ -17,8 +17,8 @@ def normalize(message: object, where: str) -> dict[str, Any]:
 
     - `content`: None or absent becomes ""; text parts are joined by newlines, as vLLM does for
       templates that expect strings.
-    - `tool_calls`: arguments in a JSON string (OpenAI's form) become an object, which Transformers
-      requires and vLLM converts to; missing arguments become {}.
+    - `tool_calls`: arguments in a JSON string (OpenAI's form) become an object, as Transformers
+      requires and vLLM does; missing arguments become {}.
     - Reasoning under any common name (`reasoning_content`, `reasoning`, `thinking`) becomes
       `reasoning_content`.
 

@@ -86,7 +86,7 @@ def retokenize(
         tokenizer: From `load_tokenizer`.
         tools: Tool schemas for the template.
         logprobs: Log-probabilities of each assistant message's span, nats; None if unknown.
-        num_given: Number of leading messages that are part of the prompt whoever wrote them, such
+        num_given: Number of leading messages that are part of the prompt whatever their role, such
             as few-shot examples or a shortened history; the first answer comes after these.
         where: Name of the conversation, for errors.
 
@@ -126,9 +126,9 @@ def encode_response(
 
     Each assistant message, and each run of other messages between two of them, is encoded after a
     fixed base (`encode_messages`) and appended. In an assistant message, the mask is false on the
-    header (the generation prompt) and after the last EOS token; without an EOS token, everything
-    after the header is true. A token that fuses the header's end with leading whitespace of the
-    message is true. User and tool messages are false.
+    header (the generation prompt) and after the last EOS token; without an EOS token, it is true on
+    everything after the header. It is true on a token that fuses the header's end with leading
+    whitespace of the message, and false on user and tool messages.
 
     Args:
         messages: Assistant, user and tool messages.

@@ -66,9 +66,10 @@ class ChatTokenizer:
 
     @cached_property
     def template_fingerprint(self) -> str | None:
-        """SHA-256 (hex) of the chat template's text; of several named templates, of all as JSON.
+        """SHA-256 (hex) of the chat template's text; None if there is no template.
 
-        With `template_kwargs`, of both as JSON. None if there is no template.
+        Several named templates are hashed together as JSON, and so are a template and its
+        `template_kwargs`.
         """
         template = self.backend.chat_template
         if not template:
@@ -126,11 +127,11 @@ class ChatTokenizer:
     def render_marked(
         self, messages: Sequence[Message], *, where: str = "messages"
     ) -> tuple[list[int], list[bool]]:
-        """Return the ids of a conversation, and true for those inside {% generation %} blocks.
+        """Return the ids of a conversation and a mask, true inside {% generation %} blocks.
 
         Raises:
             InputError: chat_template: the template raised an error, or there is none;
-                assistant_masks: it has no such blocks.
+                assistant_masks: the template has no such blocks.
         """
         if not _MARK.search(str(self.backend.chat_template or "")):
             hint = "set chat_template = qwen3_without_thinking, or a file with such marks"
@@ -145,7 +146,7 @@ class ChatTokenizer:
         return list(made["input_ids"]), [bool(mark) for mark in made["assistant_masks"]]
 
     def encode(self, texts: Sequence[str], places: Sequence[str]) -> list[list[int]]:
-        """Return the ids of each text; adds no special tokens but recognises those in the text.
+        """Return the ids of each text; special tokens are recognised in the text but never added.
 
         Args:
             texts: Any number of texts.
@@ -196,13 +197,12 @@ def load_tokenizer(
     Args:
         path: Directory of a downloaded model.
         chat_template: Name or file of a template (`find_template`); None: that of the tokenizer.
-        needs_template: If true, refuse a tokenizer without a template; encoding text needs none.
+        needs_template: If true, reject a tokenizer without a template; encoding text needs none.
 
     Raises:
         InputError: input_file: one of its files is not a regular file; tokenizer: not a
             directory, or it cannot be loaded; chat_template: unknown template, or the tokenizer has
-            none;
-            extra_installed: `transformers` is missing.
+            none; extra_installed: `transformers` is missing.
     """
     where = os.fspath(path)
     if not Path(where).is_dir():
@@ -234,7 +234,7 @@ def _load(where: str) -> Any:
             where, local_files_only=True, trust_remote_code=False
         )
         is_empty = not backend.encode("user", add_special_tokens=False)
-    except Exception as error:  # Transformers lets any error of its parsers through
+    except Exception as error:  # Transformers does not wrap the errors of its parsers
         got = f"the tokenizer cannot be loaded: {_one_line(error)}"
         raise InputError("tokenizer", where, got, "", hint) from None
     if is_empty:
