@@ -6,10 +6,10 @@
     {"event_type": "reward", "rollout_id": "r1", "attempt_id": "0", "timestamp": 1796.0,
      "data": {"value": 1.0, "source": "agent", "reason": "solved"}}
 
-The events of one attempt at one rollout are a run. Its calls are ordered by time, and all of them
+The events of one attempt at a rollout form a run. Its calls are ordered by time, and all of them
 are kept (the API's `format=triplet` keeps one per prompt). Events of other types are ignored.
-Events name no task, so each rollout is its own group, unless the rollouts are given as well (`GET
-/api/rollouts`: `rollout_id`, `input`, `status`); rollouts of equal inputs are then one group.
+Events name no task, so each rollout forms a separate group. If the rollouts are given as well (`GET
+/api/rollouts`: `rollout_id`, `input`, `status`), rollouts with equal inputs form one group.
 """
 
 from __future__ import annotations
@@ -177,8 +177,8 @@ class _Rollout:
 
     Attributes:
         attempts: Times and places of the events of each attempt.
-        damaged: Errors of damaged records by attempt; None: the whole rollout is affected.
-        record: Place of the rollout's own record.
+        damaged: Errors of damaged records by attempt; key None: damage to the entire rollout.
+        record: Place of the record of the rollout.
     """
 
     attempts: dict[str, list[tuple[float, Place]]] = field(default_factory=dict)
@@ -191,8 +191,8 @@ class _Rollout:
 def find_attempts(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
     """Yield attempts in the order of their rollouts; the last one includes the rollout's record.
 
-    A damaged event rejects its attempt, if the attempt is still readable; a damaged record of a
-    rollout rejects all its attempts.
+    If an event is damaged, its attempt is rejected, provided that the event still names it. If the
+    record of a rollout is damaged, all attempts at the rollout are rejected.
     """
     rollouts: dict[str, _Rollout] = {}
     first: dict[bytes, str] = {}
@@ -394,7 +394,7 @@ def _steps(head: _Head, where: str, *, failed: bool) -> list[Step]:
     if call.response is None and bytes(call.response_token_ids) != b"null":
         steps = [_triplet(call, where)]
     else:
-        with np.errstate(over="ignore"):  # an overflow to infinity is refused by logprobs_finite
+        with np.errstate(over="ignore"):  # an overflow to infinity is rejected by logprobs_finite
             steps = read_choices(call.response, call.request, where, failed=failed)
         _refuse_difference(call, steps, where)
     version = call.model_version

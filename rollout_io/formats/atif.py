@@ -1,7 +1,7 @@
 """ATIF, the agent trajectory interchange format (1.0 to 1.8), which Harbor's agents write.
 
 An agent step is one model call: its `metrics` have `prompt_token_ids` (since 1.4),
-`completion_token_ids` (since 1.3) and `logprobs`. A run is spread over documents: sub-agents in
+`completion_token_ids` (since 1.3) and `logprobs`. A run may span several documents: sub-agents in
 their own files (`trajectory_path`) or embedded (`trajectory_id`), and continuations after a
 compaction (`continued_trajectory_ref`). Steps marked `is_copied_context` are recorded elsewhere and
 skipped here. ATIF does not contain rewards, outcomes, or the messages that were sent.
@@ -133,7 +133,7 @@ class LoggedRun:
 
 
 def read_trajectory(path: Path, progress: Callable[[int], object]) -> Document:
-    """Read one ATIF file, whose version must be known and whose steps must count 1..n.
+    """Read one ATIF file, whose version must be known and whose steps must be numbered 1..n.
 
     Raises:
         InputError: `atif_version`, `atif_step_id`, `atif_duplicate_id`, or as for
@@ -146,7 +146,7 @@ def read_trajectory(path: Path, progress: Callable[[int], object]) -> Document:
 
 
 def has_tokens(document: Document) -> bool:
-    """True if a document has the ids of single calls; a step can also sum up several calls."""
+    """True if a document has ids and each of its steps is one call, not a sum of several."""
     calls = [step for step in document.steps if step.is_call]
     known = any(step.metrics and step.metrics.completion_token_ids for step in calls)
     return known and all((step.llm_call_count or 1) == 1 for step in calls)
@@ -255,7 +255,7 @@ def _referred(document: Document) -> Iterator[str | None]:
 
 
 def _enter(run: LoggedRun, scope: _Scope, ref: _Ref, where: str) -> None:
-    """Walk the sub-agent that a step refers to: embedded in this or an outer document, or a file."""
+    """Walk the sub-agent of a step: embedded in this or an outer document, or a separate file."""
     holder: _Scope | None = scope
     while holder is not None and ref.trajectory_id is not None:
         for index, child in enumerate(holder.embedded):

@@ -1,6 +1,6 @@
-"""Adapters find the runs in a harness's logs and read them one by one.
+"""The interface of adapters, which find the runs in a harness's logs and read them.
 
-An `Adapter` is registered as an entry point of the group `rollout_io.formats`, under the name for
+An `Adapter` is registered as an entry point of the group `rollout_io.formats`, under its name for
 `rollouts convert --format`. It locates the runs of a log in a quick pass (`find`) and reads one of
 them at a time (`read`). The conversion does the rest: order, groups, rewards, re-tokenisation,
 checks, rejected records, files, processes, resuming.
@@ -22,7 +22,7 @@ from schemas.errors import ConfigError, RolloutError
 
 
 class Input(NamedTuple):
-    """A log that was given to a conversion.
+    """An input log of a conversion.
 
     Attributes:
         name: Name of the log in messages.
@@ -34,12 +34,12 @@ class Input(NamedTuple):
 
 
 class Place(msgspec.Struct, frozen=True, gc=False):
-    """Place of one record: a line of a file, part of a document, or a document.
+    """Place of one record: a line of a file, part of a document, or a complete document.
 
     Attributes:
-        path: File that holds its bytes.
+        path: File that contains the record.
         where: Name of the place in messages: "shop.jsonl:12".
-        offset: Offset of its first byte; None if the record is not a range of bytes.
+        offset: Offset of the record's first byte; None if the record is not a range of bytes.
         num_bytes: Size of the record.
     """
 
@@ -54,14 +54,15 @@ class Run:
     """One run of one task, found but not yet read.
 
     Attributes:
-        instance_id: Task of the run; the runs of one instance form the group.
+        instance_id: Task of the run; the runs of one instance form a group.
         repetition_id: Index of the attempt; None: the conversion numbers it in the order of the
             log.
         places: Places of its records, in order.
         labels: Other identifiers of the run, for `--group-by`.
         index: Index of the run within its document.
         failed: True if the rewards file reports a failure; the run may then lack tokens.
-        rewarded: True if the rewards file has its outcome; the log's may then be ambiguous.
+        rewarded: True if the rewards file has the run's outcome; the outcome in the log may then be
+            ambiguous.
     """
 
     instance_id: str
@@ -86,7 +87,7 @@ class Rejected(NamedTuple):
 
 
 class About(NamedTuple):
-    """A fact about a log as a whole, which is added to the history of the dataset."""
+    """A fact about an entire log, which is added to the history of the dataset."""
 
     name: str
     value: Any
@@ -101,9 +102,10 @@ class Options:
 
     Attributes:
         reward: Name of the run's reward that is its outcome; None: the format's default.
-        timeouts: A run that timed out counts as failed (`fail`) or is used (`keep`).
-        overflows: A run that exceeded the context gets reward 0 (`zero`), counts as failed (`fail`)
-            or is used unchanged (`keep`).
+        timeouts: Handling of runs that timed out: treat them as failed (`fail`) or use them
+            (`keep`).
+        overflows: Handling of runs that exceeded the context: set their reward to 0 (`zero`), treat
+            them as failed (`fail`), or use them unchanged (`keep`).
         other_fields: Handling of fields of a GeneratorOutput that match no column: `refuse`,
             `keep` as columns, or `drop`.
     """
@@ -125,7 +127,7 @@ class Options:
 
 
 Ids = npt.NDArray[np.int32] | bytes
-"""Token ids, [n] int32; or a JSON list of them as bytes, so that a batch is parsed at once."""
+"""Token ids, [n] int32; or a JSON list of them as bytes, so that a batch can be parsed at once."""
 
 _NO_TOKENS = np.zeros(0, np.int32)
 
@@ -139,14 +141,15 @@ class Step(msgspec.Struct, kw_only=True, gc=False):
         response_ids: [R] ids.
         rollout_logprobs: [R] float32 nats, or None; an `array("f")` is fastest.
         rollout_expert_indices: [tokens, layers, topk] int16, or None.
-        loss_mask: [R] bool, or None: all tokens as in `trains`.
+        loss_mask: [R] bool, or None: `trains` applies to all tokens.
         trains: False if the harness excludes the response from training.
-        spans: (start, length) of each sampled range of the response; None: the whole response.
+        spans: (start, length) of each sampled range of the response; None: the entire response.
         token_source: `engine` or `retokenized`.
-        num_counted: Numbers of prompt and response tokens that the engine reported, each or None.
+        num_counted: Numbers of prompt and response tokens that the engine reported; each may be
+            None.
         texts: Verbatim texts of the response, without special tokens, tool calls and the like.
         token_text: Concatenation of the separately decoded tokens of the response, or None.
-        others: The columns of the same names.
+        others: Values of the columns of the same names.
     """
 
     source: str
@@ -184,8 +187,8 @@ class Conversation:
             `reasoning_content`, `tool_calls`, `tool_call_id`, `name`.
         tools: OpenAI-style tool definitions, if the log has them.
         num_given: Number of leading messages that are part of the prompt, whoever wrote them, such
-            as examples or a compacted history; they do not train.
-        logprobs: Log-probabilities of each assistant message after these, nats; or None.
+            as examples or a compacted history; these are not trained on.
+        logprobs: Log-probabilities of each assistant message after the leading ones, nats; or None.
         others: As in `Step`.
     """
 
@@ -207,7 +210,7 @@ class Conversation:
 class Completion:
     """A prompt and its continuation as decoded by a tokenizer: text without roles.
 
-    It is re-tokenised verbatim, without a template; the whole response trains.
+    It is re-tokenised verbatim, without a template; the entire response is trained on.
 
     Attributes:
         source: File and position that it was read from.
@@ -239,9 +242,9 @@ class Trajectory:
     Attributes:
         steps: Steps in order; several conversations are several contexts (sub-agents, compactions).
         reward: Outcome of the run; None if unknown.
-        error: Reason of the failure, or None. A failed run may have no steps.
+        error: Reason for the failure, or None. A failed run may have no steps.
         metrics: All numbers about the run, including each reward under its own name.
-        user_values: Texts about the run, which become user columns.
+        user_values: Strings about the run, which become user columns.
     """
 
     steps: Sequence[Logged]
@@ -264,11 +267,11 @@ class Adapter:
         recognizes: Predicate: a file or directory is of this format, judging by its content. It is
             called with any existing file or directory (no pipe), must be fast and must not raise.
         find: `find(inputs, progress)` yields, in the order of the dataset, every run, every record
-            that cannot be used, and facts about the log as a whole. Every record is part of exactly
+            that cannot be used, and facts about the entire log. Every record is part of exactly
             one run or rejection.
         read: `read(run, options)` returns the `Trajectory` of a run; if `is_table`, the rows of a
             document as a table. Raises `RolloutError` if the run cannot be used.
-        is_text: True if its runs are text, at least mostly.
+        is_text: True if the runs of the format are text, at least mostly.
         is_table: True if `read` returns rows that have ids and rewards already.
     """
 

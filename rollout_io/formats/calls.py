@@ -6,10 +6,10 @@
 
 `request` and `response` are those of an OpenAI-compatible server, with `return_token_ids` and
 `logprobs` requested. `final`, `reward`, `policy_version`, `agent` and `time` are optional; without
-`time`, the calls of a session are ordered by line.
+`time`, the calls of a session are taken in file order.
 
 A first pass records the places of each session's calls; then the sessions are read one by one.
-Memory use is a few words per call, however long the contexts are.
+Memory use is a few words per call, regardless of context length.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ _DECODER = msgspec.json.Decoder(_Call)
 def find_sessions(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
     """Yield sessions in natural order (shop-2 before shop-10), repetitions ascending.
 
-    A damaged call rejects its session, if the line still names it. A copy of a call is rejected
-    alone.
+    If a call is damaged, its session is rejected, provided that the line still names it. A copy of
+    a call is rejected without its session.
     """
     sessions: defaultdict[bytes, list[Place]] = defaultdict(list)
     models = ModelNames()
@@ -116,7 +116,7 @@ def find_sessions(inputs: Sequence[Input], progress: Progress) -> Iterator[Found
 
 
 def _session(content: bytes, where: str) -> bytes:
-    """Parse the session of a line where it is not the first key, or of a damaged line."""
+    """Parse the session of a line that is damaged or does not begin with it."""
     try:
         refuse_not_utf8(content, where)
         return decode_line(_HEAD_DECODER, content, where).session.encode()
@@ -130,8 +130,8 @@ def _session(content: bytes, where: str) -> bytes:
 def read_session(run: Run, _: Options) -> Trajectory:
     """Read the calls of a session in order, one step per sampled choice.
 
-    Lines that carry `time` give the same steps in any order. A call's reward goes to its last
-    choice; that of the last call is the outcome.
+    If all lines have `time`, their order in the file does not matter. A call's reward goes to its
+    last choice; the reward of the last call is the outcome.
 
     Raises:
         InputError: A call cannot be used, or the order of the calls is ambiguous.

@@ -4,9 +4,10 @@
      "message": {"role": "user", "content": "..."}, ...}
     {"type": "assistant", ..., "message": {"id": "msg_1", "content": [{"type": "text", ...}]}}
 
-A session is a run, even if its lines are spread over files; lines without a `sessionId` (titles,
-snapshots) belong to the first session of their file. `claude_code_contexts` builds conversations
-from the lines. The log has no reward, no token ids, no system prompt and no tool definitions.
+A session is a run, even if its lines are spread over several files; lines without a `sessionId`
+(titles, snapshots) belong to the first session of their file. `claude_code_contexts` builds
+conversations from the lines. The log has no reward, no token ids, no system prompt and no tool
+definitions.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class _Head(msgspec.Struct, gc=False):
 
 
 class _Shape(msgspec.Struct, gc=False):
-    """A line that only this format has."""
+    """A line of a shape that only this format has."""
 
     type: str
     message: dict[str, msgspec.Raw]
@@ -93,7 +94,7 @@ _EXPORT_DECODER = msgspec.json.Decoder(_Export)
 def find_sessions(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
     """Yield sessions in the order in which they begin, then exports.
 
-    A damaged line rejects its session, if the line still names it.
+    If a line is damaged, its session is rejected, provided that the line still names it.
     """
     yield About("groups", _GROUPS)
     exports = [given for given in inputs if _is_export(given.path)]

@@ -2,8 +2,8 @@
 
 - The main agent's lines are in the order of the log; a sub-agent's lines (`isSidechain`) share an
   `agentId`, or form a chain of `parentUuid`.
-- A reply of the API is spread over several lines (one block each) with the same `message.id`. It is
-  one message with all its tool calls, wherever their results are.
+- An API reply is spread over several lines (one block each) with the same `message.id`. These lines
+  form one message with all its tool calls, wherever the results are logged.
 - A compaction (`compact_boundary`, or the summary that it leaves) begins a new context.
 - A user prompt whose parent is not the end of the context branches off at that parent: a new
   context begins with the lines up to it. The abandoned context is kept if the model answered in it.
@@ -88,7 +88,7 @@ class Line(NamedTuple):
 
     @property
     def is_prompt(self) -> bool:
-        """True if a user wrote the line, not a tool."""
+        """True if a user, not a tool, wrote the line."""
         message = self.message
         if message is None or self.is_answer:
             return False
@@ -101,7 +101,8 @@ class _Context:
 
     Attributes:
         lines: Lines in order.
-        num_shared: Number of leading lines from an earlier context, whose answers train only there.
+        num_shared: Number of leading lines from an earlier context, whose answers are trained on
+            only there.
     """
 
     lines: list[Line] = field(default_factory=list)
@@ -134,7 +135,7 @@ class _Thread:
         self.contexts[-1].lines.append(line)
 
     def _go_back(self, found: list[Line], at: int) -> None:
-        """Branch off after a line, unless only the results of its own tool calls follow it."""
+        """Branch off after a line, unless only the results of its tool calls follow it."""
         context, later = self.contexts[-1], found[at + 1 :]
         if found is not context.lines or any(line.is_answer for line in later):
             if found is not context.lines or _goes_on(found[at], later):
@@ -145,7 +146,7 @@ class _Thread:
 
 
 def _goes_on(line: Line, later: Sequence[Line]) -> bool:
-    """True if more than the results of a line's own tool calls follows it."""
+    """True if a line is followed by more than the results of its tool calls."""
     assert line.message is not None
     return any(
         other.is_prompt
@@ -243,7 +244,7 @@ def _messages(context: Iterable[Line]) -> list[dict[str, Any]]:
 
 
 def _refuse_others(piece: dict[str, Any], where: str) -> None:
-    """Refuse content that a model cannot have written.
+    """Reject content that a model cannot have written.
 
     Raises:
         InputError: `message`.

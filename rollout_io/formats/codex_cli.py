@@ -91,7 +91,7 @@ _EVENT_DECODER = msgspec.json.Decoder(_Event)
 
 
 def find_sessions(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
-    """Yield one run per file; a damaged line rejects its file."""
+    """Yield one run per file; a file with a damaged line is rejected."""
     yield About("groups", _GROUPS)
     for given in inputs:
         yield from _find_session(given, progress)

@@ -52,7 +52,7 @@ def load_formats(entries: Mapping[str, EntryPoint] | None = None) -> Formats:
     """Import all formats.
 
     Args:
-        entries: Entry points by name; None: `adapters()`, plus the formats that are recognised only
+        entries: Entry points by name; None: `adapters()`, plus the formats that are recognized only
             to be rejected.
     """
     formats = Formats({} if entries is not None else dict(REFUSED), {})
@@ -121,8 +121,8 @@ def detect(paths: Mapping[str, Path], formats: Mapping[str, Adapter]) -> str:
         formats: Adapters by name.
 
     Raises:
-        InputError: `known_format`: an input matches no format, all match several, or the inputs
-            differ; `input_file`; `lfs_pointer`.
+        InputError: `known_format`: an input matches no format, all match several formats, or the
+            inputs differ; `input_file`; `lfs_pointer`.
     """
     found = {name: recognize(path, formats) for name, path in paths.items()}
     common = [name for name in formats if all(name in names for names in found.values())]
@@ -145,9 +145,9 @@ def detect(paths: Mapping[str, Path], formats: Mapping[str, Adapter]) -> str:
 
 
 def first_lines(path: Path) -> Iterator[bytes]:
-    """Yield those of the first 8 lines that are not blank; none if the file is unreadable.
+    """Yield the non-blank lines among the first 8; none if the file is unreadable.
 
-    A line of more than 64 MiB is cut there and ends the sequence.
+    A line longer than 64 MiB is cut off at that length and ends the sequence.
     """
     try:
         if not path.is_file():

@@ -2,8 +2,9 @@
 
 A trial is one trajectory: its model calls are the steps, in order, including compactions and
 sub-agents. Harbor does not number attempts: the trials of one task (name and checksum) in one job
-form a group, numbered in the order of their names. This is inferred, and recorded in the history of
-the dataset. A single ATIF file is its own instance, as ATIF contains no task and no reward.
+form a group, numbered in the order of their names. The groups are inferred, which is recorded in
+the history of the dataset. A single ATIF file is a separate instance, as ATIF contains no task and
+no reward.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _TRIAL = msgspec.json.Decoder(Trial)
 def find_trials(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
     """Yield trials, group by group in order of first appearance, and single trajectory files.
 
-    An ATIF file to which another one refers is part of that one.
+    An ATIF file that another file refers to is part of that file's run.
     """
     sources: list[Source] = []
     for given in inputs:
@@ -65,7 +66,7 @@ def find_trials(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
 
 
 def _inner_files(sources: Iterable[Source]) -> set[Path]:
-    """Return the trajectory files to which others refer."""
+    """Return the trajectory files that other files refer to."""
     inner: set[Path] = set()
     for source in sources:
         path = source.path

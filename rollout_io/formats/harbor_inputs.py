@@ -1,4 +1,4 @@
-"""Search of Harbor's inputs for runs: job and trial directories, results and trajectory files."""
+"""Search for runs in Harbor's inputs: job and trial directories, results and trajectory files."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def _unknown(path: Path, got: str) -> InputError:
 def keyed(sources: Sequence[Source]) -> dict[Key, Source]:
     """Return runs by instance and repetition, groups in order of first appearance.
 
-    Trials with the same task name but another checksum or job become separate instances:
+    Trials with the same task name but different checksums or jobs become separate instances:
     `task@job@checksum`.
     """
     _refuse_repeated(sources)

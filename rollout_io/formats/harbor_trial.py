@@ -91,7 +91,7 @@ class Trial(_Part, gc=False):
 
     @property
     def failure(self) -> _Exception | None:
-        """The exception of the trial, or of the first of its steps that failed."""
+        """The exception of the trial, or of its first failed step."""
         found = [part.exception_info for part in (self, *(self.step_results or ()))]
         return next((e for e in found if e is not None), None)
 
@@ -102,7 +102,7 @@ class Trial(_Part, gc=False):
 
 
 def user_values(trial: Trial) -> dict[str, str]:
-    """Return the trial's texts: its name, model, exception, and Harbor's verdict on the reward.
+    """Return the trial's strings: its name, model, exception, and Harbor's verdict on the reward.
 
     `reward_valid` follows Harbor 0.25: a reward is valid without an exception, or if the agent
     spent its budget or refused the task.
@@ -119,12 +119,12 @@ def user_values(trial: Trial) -> dict[str, str]:
 
 
 def outcome_of(trial: Trial, where: str, options: Options, *, is_needed: bool = True) -> Trajectory:
-    """Return the outcome without steps, by the rules of SkyRL's Harbor generator by default.
+    """Return the outcome without steps; the defaults follow SkyRL's Harbor generator.
 
     Without an exception, the reward is the verifier's `reward`, or its only number; null if there
     is none. After `ContextLengthExceededError` it is 0.0, whatever the verifier reports
-    (`overflows`: zero, fail, keep). After `AgentTimeoutError` the trial has failed (`timeouts`:
-    fail, keep), and after any other exception. `keep` uses the verifier's number.
+    (`overflows`: zero, fail, keep). After `AgentTimeoutError` (`timeouts`: fail, keep) and after
+    any other exception, the trial has failed. `keep` uses the verifier's number.
 
     Raises:
         InputError: `reward_key`: several numbers, none of them named `reward`.
@@ -338,6 +338,7 @@ def _reason(trial: Trial, part: _Part) -> str:
         return "there is no agent result"
     asked = (trial.config.agent.kwargs or {}).get("collect_rollout_details") is True
     details = part.agent_result.rollout_details
-    found = "null" if details is None else "an empty list" if not details else "empty elements"
+    empty = "contains only empty elements" if details else "is an empty list"
+    found = "is null" if details is None else empty
     why = "although collect_rollout_details" if asked else "since collect_rollout_details"
-    return f"the value is {found} {why} is {'' if asked else 'not '}true"
+    return f"the value {found} {why} is {'' if asked else 'not '}true"

@@ -1,6 +1,6 @@
 """Export to a Hugging Face dataset folder, for `datasets.load_dataset(folder)` and the Hub.
 
-`data/train-*.parquet` contain the whole logical table (layout `full`); README.md is the dataset
+`data/train-*.parquet` contain the complete logical table (layout `full`); README.md is the dataset
 card with the configuration, features and sizes that `datasets` reads (5.2.0).
 """
 

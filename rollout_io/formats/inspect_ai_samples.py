@@ -122,7 +122,7 @@ class _Model(msgspec.Struct, gc=False):
 
 
 class _Result(msgspec.Struct, gc=False):
-    """The fields that tell how a message came about."""
+    """The fields that show how a message was produced."""
 
     role: str | None = None
     source: str | None = None
@@ -238,7 +238,7 @@ def _message(raw: msgspec.Raw, sample: Sample, where: str) -> Message:
 
 
 def _resolved(raw: msgspec.Raw, sample: Sample, where: str) -> msgspec.Raw:
-    """Insert the texts that Inspect moved to the attachments back into the JSON."""
+    """Put the texts that Inspect moved to attachments back into the JSON."""
     if b"attachment://" not in bytes(raw):
         return raw
 

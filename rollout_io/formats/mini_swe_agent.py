@@ -144,8 +144,8 @@ def read_run(run: Run, _: Options) -> Trajectory:
     """Read the calls of a run.
 
     The exit status (`Submitted`, `LimitsExceeded`, ...) becomes the `stop_reason` of the last call
-    and the text `exit_status`; a run that ended with an exception of the program (`traceback`) has
-    failed.
+    and the column `exit_status`; a run that ended with an exception of the program (`traceback`)
+    has failed.
 
     Raises:
         RolloutError: no_calls, no_token_ids, record_type, ...
@@ -202,8 +202,8 @@ def _error(info: _Info) -> str | None:
 def recognizes(path: Path) -> bool:
     """True if a file is a trajectory of mini-swe-agent.
 
-    A bare list of messages is one if every user message between the first and the last reply is
-    command output in this agent's form (`<returncode>`).
+    A bare list of messages is recognized if every user message between the first and the last reply
+    is command output in this agent's form (`<returncode>`).
     """
     if is_document(path, _HEAD_DECODER, _MARKS):
         return True
@@ -222,7 +222,8 @@ def _is_bare(path: Path) -> bool:
 
 
 ADAPTER = Adapter(
-    summary="mini-swe-agent's trajectories (.traj.json), the oldest lists of messages too",
+    summary="mini-swe-agent's trajectories (.traj.json), including the oldest version, "
+    "a plain list of messages",
     recognizes=recognizes,
     find=find_runs,
     read=read_run,

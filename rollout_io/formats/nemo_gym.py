@@ -4,8 +4,8 @@
      "_ng_rollout_index": 3, "response": {"output": [item, ...], "usage": {...}}, ...}
 
 `response` is a Responses object whose output holds all calls of the run (see `parsing.responses`).
-Such an object alone, or as the `input` of an object, is accepted too: a run without a reward and,
-as no task is given, in its own group. So is a pretty-printed document of one run.
+A bare Responses object, or one as the `input` of an object, is accepted too: a run without a reward
+and, since no task is given, in a separate group. So is a pretty-printed document of one run.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def find_rollouts(inputs: Sequence[Input], progress: Progress) -> Iterator[Found
     """Yield runs in the order of their tasks.
 
     Instance and repetition are `_ng_task_index` and `_ng_rollout_index`. Without these, each
-    response is its own group, which is recorded in the history of the dataset.
+    response forms a separate group, which is recorded in the history of the dataset.
     """
     documents = [given for given in inputs if _is_document(given.path)]
     lines = [given for given in inputs if given not in documents]
@@ -140,7 +140,7 @@ def find_rollouts(inputs: Sequence[Input], progress: Progress) -> Iterator[Found
 
 
 def _part_tasks(runs: Sequence[Run]) -> bool:
-    """Rename tasks of several collections that share an index; true if there are any."""
+    """Rename tasks of different collections that share an index; return whether there are any."""
     inputs: dict[str, set[str]] = {}
     for run in runs:
         inputs.setdefault(run.instance_id, set()).add(run.labels.get("input", ""))
@@ -210,8 +210,8 @@ def read_rollout(run: Run, _: Options) -> Trajectory:
     """Read all calls of a run, in order; a prompt need not extend the one before it.
 
     All numbers of the line become metrics, including its reward, and so do numbers in objects that
-    contain only numbers (`scores.style`). With `mask_sample`, no token of the run trains. With
-    `response.error`, the trajectory has failed.
+    contain only numbers (`scores.style`). With `mask_sample`, no token of the run is trained on.
+    With `response.error`, the trajectory has failed.
 
     Raises:
         RolloutError: no_token_ids, no_response, ...

@@ -6,9 +6,9 @@
 
 Each element of `expected_output` (or of a list document) is a run. A message's `token_ids` are the
 tokens that it adds to the context, so the prompt of a call consists of all ids before its answer;
-log-probabilities are part of the answer. The document states no group: each run is its own
-instance. A document with `seen_token_ids` and `output_prompt_token_ids`, a prompt as seen and as
-rendered again, has no run: it is recognised and refused.
+log-probabilities are part of the answer. The document states no group: each run is a separate
+instance. A document with `seen_token_ids` and `output_prompt_token_ids` (a prompt as seen and as
+rendered again) contains no run: it is recognized but rejected.
 """
 
 from __future__ import annotations

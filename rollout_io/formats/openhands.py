@@ -172,7 +172,7 @@ def read_run(run: Run, _: Options) -> Trajectory:
     `report.resolved`, `resolved` and (the resolver's) `success`; with `error_eval` the evaluation
     itself failed, and the reward is unknown. All numbers and booleans of these objects are metrics.
     `error` marks the run as failed, unless the agent spent its iterations or budget, or was stuck
-    in a loop; the error is then only kept as the text `exit_status`.
+    in a loop; the error is then only stored as `exit_status`.
 
     Raises:
         RolloutError: no_calls, no_token_ids, record_type, ...

@@ -13,8 +13,9 @@ r"""Conversion of OpenHands events to the calls of its agents.
     delegate                          start of a sub-agent with a separate context, up to the
                                       observation of this action
 
-Events for the program only are ignored: recall, state changes, null. The workspace description that
-OpenHands renders from a recall is therefore missing from the messages: the log does not contain it.
+Events that concern only the program are ignored: recall, state changes, null. The workspace
+description that OpenHands renders from a recall is therefore missing from the messages: the log
+does not contain it.
 """
 
 from __future__ import annotations
@@ -227,7 +228,7 @@ def _delegate(args: _Args, identity: int) -> _Agent:
 
 
 def _condense(agent: _Agent, args: _Args, identity: int) -> None:
-    """Forget events, and insert the summary in their place."""
+    """Remove the forgotten events, and insert the summary instead."""
     first, last = args.forgotten_events_start_id, args.forgotten_events_end_id
     forgotten = set(args.forgotten_event_ids or ())
     kept = [

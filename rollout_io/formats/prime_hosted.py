@@ -4,12 +4,12 @@
     rollouts_raw.json   one page of the API: {"samples": [...], "total": 32, "page": 1, ...}
     metadata.json       {"run": {"id": ..., "rollouts_per_example": 8, ...}}
 
-A directory with these files is one log, with the rollouts of `results.jsonl` (else of the page); a
-single file of rollouts is a log as well.
+A directory with these files is one log, with the rollouts of `results.jsonl` (or else of the page);
+a single file of rollouts is a log as well.
 
 The group is not stated: several groups share a `problem_id`. Within a group, the advantage is the
 reward minus one baseline, so rows of a step with the same problem, prompt and `reward - advantage`
-form a group; if there are more of them than `rollouts_per_example`, they form several, in order.
+form a group; more rows than `rollouts_per_example` form several groups, in order.
 """
 
 from __future__ import annotations

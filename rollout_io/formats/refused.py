@@ -1,4 +1,4 @@
-"""Formats that are recognised but refused, with a hint what to convert instead."""
+"""Formats that are recognized but rejected, with a hint about what to convert instead."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _PARTS: msgspec.json.Decoder[_Results[msgspec.Raw]] = msgspec.json.Decoder(_Resu
 def _refused(
     summary: str, record: type[msgspec.Struct], marks: Sequence[bytes], hint: str
 ) -> Adapter:
-    """Return an adapter that rejects every record of its logs, alone or in a list `results`.
+    """Return an adapter that rejects every record: a document, or an element of a list `results`.
 
     Args:
         summary: One-line description of the format.
@@ -81,7 +81,7 @@ def _refused(
 
 REFUSED = {
     "terminal_bench": _refused(
-        "Terminal-Bench 1 results: recognized but refused, since they have no conversation",
+        "Terminal-Bench 1 results: recognized but rejected, since they have no conversation",
         _TerminalBench,
         (b'"is_resolved"', b'"recording_path"'),
         "convert the agent's logs (sessions/ and agent-logs/ of the trial) with --rewards",

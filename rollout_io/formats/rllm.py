@@ -6,8 +6,8 @@
             {"prompt_ids": [...], "response_ids": [...], "logprobs": [...], "weight_version": 3,
              "chat_completions": [...], "reward": 0.0}, ...]}, ...]}
 
-An episode is a run, and its trajectories are its agents. Its group is the part of its id before the
-colon, else its task. Episodes of an evaluation have empty id lists; their text is read instead.
+An episode is a run, and its trajectories are its agents. The group is the part of the id before the
+colon, or else the task. Episodes of an evaluation have empty id lists; their text is read instead.
 `episode_schema` 2 stores each message once, in `message_nodes`.
 """
 
@@ -400,7 +400,7 @@ def _is_beside(name: str) -> bool:
 
 
 ADAPTER = Adapter(
-    summary="rLLM: episodes, one JSON document each, and run directories of them",
+    summary="rLLM: episodes, one JSON document each, or run directories",
     recognizes=recognizes,
     find=find_episodes,
     read=read_episode,

@@ -1,7 +1,7 @@
 """The `skyrl` format: a GeneratorOutput as one JSON object, as `rollouts export` writes it.
 
 Its fields become columns of the rollout table (see `from_generator_output`), except
-`rollout_metrics`, which concern the whole output: they are added to the history of the dataset
+`rollout_metrics`, which concern the entire output: they are added to the history of the dataset
 (`made_by`).
 """
 

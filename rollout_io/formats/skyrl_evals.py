@@ -4,9 +4,9 @@
         {"input_prompt": "...", "output_response": "...", "score": 1.0, "stop_reason": "stop",
          "env_class": "gsm8k", "env_extras": {...}, "data_source": "openai/gsm8k"}
     dumped_evals/global_step_N_evals/aggregated_results.jsonl   aggregated metrics, no rollouts
-    dumped_data/global_step_N_training_input.pkl   refused: loading a pickle runs its code
+    dumped_data/global_step_N_training_input.pkl   rejected: loading a pickle runs its code
 
-A line of an evaluation is a run, as text decoded with its special tokens. The file does not state
+A line of an evaluation is a run: text decoded with special tokens. The file does not state
 groups: lines of one evaluation and data source with the same prompt form a group. The directory of
 an evaluation is one log.
 """
@@ -176,7 +176,7 @@ def recognizes(path: Path) -> bool:
 
 
 ADAPTER = Adapter(
-    summary="SkyRL's dumped evaluations: decoded text without roles (pickles are refused)",
+    summary="SkyRL's dumped evaluations: decoded text without roles (pickles are rejected)",
     recognizes=recognizes,
     find=find_dumps,
     read=read_sample,

@@ -51,7 +51,7 @@ def to_generator_output(
 
     Args:
         table: A valid rollout table, in any Arrow-compatible form.
-        failed: Rows that become placeholders if a trajectory has an `error`: its whole `group`, as
+        failed: Rows that become placeholders if a trajectory has an `error`: its entire `group`, as
             in SkyRL, or only the `trajectory`.
         outcome: Return of a trajectory: the last step's reward, or the sum over its steps.
 
@@ -98,7 +98,7 @@ def from_generator_output(
     group_size: int | None = None,
     other_fields: OtherFields = "refuse",
 ) -> pa.Table:
-    """Convert a GeneratorOutput to a rollout table; applies SkyRL's checks and all invariants.
+    """Convert a GeneratorOutput to a rollout table, with SkyRL's checks and all invariants.
 
     Args:
         output: Lists or NumPy arrays; `trajectory_ids` as objects with `instance_id` and
@@ -148,7 +148,7 @@ def write_generator_output(
     failed: Failed = "group",
     outcome: Outcome = "last",
 ) -> None:
-    """Write a table as a GeneratorOutput in JSON; the file is written whole or not at all."""
+    """Write a table as a GeneratorOutput in JSON; the file is written completely or not at all."""
     output = to_generator_output(table, failed, outcome)
     try:
         text = json.dumps(output, allow_nan=False, separators=(",", ":"), default=asdict)
@@ -189,7 +189,7 @@ def read_generator_output(
 
 
 def _with_placeholders(table: pa.Table, failed: Failed) -> tuple[pa.Table, BoolArray]:
-    """Return the rows to export, and true for placeholders: one per failed trajectory."""
+    """Return the rows to export and a mask of placeholders, one per failed trajectory."""
     if "error" not in table.column_names:
         return table, np.zeros(table.num_rows, np.bool_)
     unit = table.column("instance_id" if failed == "group" else "trajectory_id")

@@ -24,7 +24,7 @@ class TrajectoryID:
     repetition_id: int
 
     def to_string(self) -> str:
-        """`{instance_id}_{repetition_id}`."""
+        """Return `{instance_id}_{repetition_id}`."""
         return f"{self.instance_id}_{self.repetition_id}"
 
     def __eq__(self, other: object) -> bool:
@@ -38,8 +38,8 @@ class TrajectoryID:
 class GeneratorOutput(TypedDict, total=False):
     """Output of a SkyRL generator: a list per field, one entry per row with P + R tokens.
 
-    The first four fields are required. A row is a trajectory, or one step of it with
-    `is_last_step`.
+    The first four fields are required. A row is a trajectory or, with `is_last_step`, one of its
+    steps.
     """
 
     prompt_token_ids: Sequence[Sequence[int]]
@@ -49,11 +49,11 @@ class GeneratorOutput(TypedDict, total=False):
     rewards: Sequence[float] | Sequence[Sequence[float]]
     """[N], or [N][R]; never mixed."""
     loss_masks: Sequence[Sequence[int]]
-    """[N][R] 1 where the token trains, else 0."""
+    """[N][R] 1 where the token is trained on, else 0."""
     stop_reasons: Sequence[str | None] | None
     """[N]."""
     rollout_metrics: Mapping[str, Any] | None
-    """Metrics of the whole output."""
+    """Metrics of the entire output."""
     rollout_logprobs: Sequence[Sequence[float]] | None
     """[N][R] nats, 0 at tokens that were not sampled."""
     trajectory_ids: Sequence[TrajectoryID] | None

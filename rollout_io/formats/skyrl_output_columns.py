@@ -36,7 +36,7 @@ OtherFields = Literal["refuse", "keep", "drop"]
 def table_of(
     output: Mapping[str, Any], group_size: int | None, other_fields: OtherFields = "refuse"
 ) -> pa.Table:
-    """Return the columns; checks types and lengths of the fields, but not the invariants."""
+    """Return the columns; check types and lengths of the fields, but not the invariants."""
     others = unknown_fields(output)
     _check_fields(output, others if other_fields == "refuse" else [])
     identities = _identities(output, group_size)
@@ -200,7 +200,7 @@ def _placeholders(
     identities: Sequence[TrajectoryID],
     last: Sequence[bool],
 ) -> list[bool]:
-    """Find the rows that are the placeholder of a failed trajectory: alone, each field 0 or [0]."""
+    """Find the placeholders of failed trajectories: one row, with 0 or [0] in each field."""
     if stops is None:
         return [False] * len(last)
 
@@ -238,7 +238,7 @@ def _integers(output: Mapping[str, Any], name: str) -> list[npt.NDArray[Any]]:
 
 def _floats(output: Mapping[str, Any], name: str, dtype: Any) -> list[npt.NDArray[Any]]:
     rows = [_array(output, name, r, "fiu") for r in range(len(output[name]))]
-    with np.errstate(over="ignore"):  # overflow gives infinity, which the invariants refuse
+    with np.errstate(over="ignore"):  # overflow gives infinity, which the invariants reject
         return [row.astype(dtype) for row in rows]
 
 

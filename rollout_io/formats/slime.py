@@ -6,8 +6,8 @@
          "status": "completed", "weight_versions": ["3"], "remove_sample": False, ...}, ...]}
 
 A sample is a sequence: its response may contain several turns, and `loss_mask` is 0 between them.
-Samples with the same `rollout_id` (or `index`, if that is null) are one run. The file is a pickle;
-torch's loader for plain data reads it and runs none of its code.
+Samples with the same `rollout_id` (or `index`, if that is null) form one run. The file is a pickle;
+torch's loader for plain data reads it without running its code.
 """
 
 from __future__ import annotations
@@ -350,7 +350,7 @@ def _numbers(values: Mapping[Any, Any], where: str) -> dict[str, float]:
 
 
 def _error(samples: Sequence[_Sample], outcome: float | None) -> str | None:
-    """Return the reason of a failure, from the statuses of the sequences."""
+    """Return the reason for a failure, from the statuses of the sequences."""
     statuses = [sample.status for sample in samples]
     if "failed" in statuses:
         return "status: failed"
@@ -359,7 +359,7 @@ def _error(samples: Sequence[_Sample], outcome: float | None) -> str | None:
 
 
 def _oldest(versions: Sequence[str]) -> int | None:
-    """Return the smallest version; None if there is none, or one is not a number."""
+    """Return the smallest version; None if there are none or one is not a number."""
     is_known = versions and all(v.isdecimal() and len(v) <= _MOST_VERSION_DIGITS for v in versions)
     oldest = min(map(int, versions)) if is_known else None
     return oldest if oldest is not None and oldest <= INT32_MAX else None
@@ -376,7 +376,7 @@ def _json(value: Any) -> str | None:
 
 @lru_cache(maxsize=2)
 def _load(path: Path, _modified: int, where: str) -> list[Any]:
-    """Load the samples of a file; caches two files, as runs are read one by one."""
+    """Load the samples of a file; two files are cached, as runs are read one by one."""
     with open_input(path) as file:
         refuse_lfs_pointer(file.read(_LFS_BYTES), where)
     if not _is_zip(path):

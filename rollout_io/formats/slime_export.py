@@ -1,4 +1,4 @@
-"""Export to slime: a `.pt` file from which `--load-debug-rollout-data` trains without an engine.
+"""Export to slime: a `.pt` file for `--load-debug-rollout-data`, which trains without an engine.
 
 `slime.observability.rollout_data_utils.load_debug_rollout_data` (slime at 4c4adbbf) reads
 `{"rollout_id": ..., "samples": [...]}`, in which a sample has the form of
@@ -34,7 +34,7 @@ FIELDS = {
     *("prompt_token_ids", "response_ids", "loss_mask", "rollout_logprobs", "reward", ROUTES),
     *("messages", "response_text", "policy_version"),
 }
-"""Columns with a field of their own; all others go to the sample's `metadata`."""
+"""Columns with a corresponding field; all others go to the sample's `metadata`."""
 
 ROLLOUT_ID = 0
 
@@ -43,13 +43,14 @@ def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exporte
     """Write one sample per row. The output is one document: all samples are held in memory.
 
     `tokens` holds prompt + response; `response_length`, `loss_mask` and `rollout_log_probs`
-    describe the response; `reward` is the column's. `group_index` numbers the instances, `index`
-    and `rollout_id` the trajectories, from 0 by first appearance. `status` is completed, truncated
-    (stop_reason length), aborted (abort) or failed; `weight_versions` holds the policy version.
+    describe the response; `reward` is copied from the column. `group_index` numbers the instances,
+    `index` and `rollout_id` the trajectories, from 0 by first appearance. `status` is completed,
+    truncated (stop_reason length), aborted (abort) or failed; `weight_versions` holds the policy
+    version.
 
     Masked trajectories are kept with `remove_sample`, for which slime clears the loss mask. A
     failed one has the status failed and reward 0.0, which slime's baseline includes if its group is
-    kept. A row without tokens becomes [0, 0], of which one is the response.
+    kept. A row without tokens becomes [0, 0]: one prompt token and one response token.
 
     Raises:
         ValidationError: The dataset breaks an invariant.
@@ -135,7 +136,7 @@ def _plain(metadata: dict[str, Any]) -> Any:
 
 
 def _complete(samples: list[dict[str, Any]], uniform: Uniform, torch: Any) -> None:
-    """Give removed samples the same fields as the others: slime looks at the first sample only."""
+    """Give removed samples the same fields as the others: slime only looks at the first."""
     shape = next((_shape(s) for s in samples if s["rollout_routed_experts"]), ())
     for sample in samples:
         num = sample["response_length"]
@@ -153,7 +154,7 @@ def _shape(sample: dict[str, Any]) -> tuple[int, int]:
 
 
 def _routes(sample: dict[str, Any], routes: list[Any], shape: tuple[int, ...], torch: Any) -> Any:
-    """[tokens - 1, layers, topk] int32 routing of a sample."""
+    """Return the routing of a sample, [tokens - 1, layers, topk] int32."""
     wanted = len(sample["tokens"]) - 1
     if len(routes) < wanted and not sample["remove_sample"]:
         where, got = (

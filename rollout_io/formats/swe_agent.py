@@ -126,9 +126,9 @@ def _problem(config: msgspec.Raw) -> str | None:
 def read_run(run: Run, _: Options) -> Trajectory:
     """Read the calls of a run.
 
-    The exit status becomes the `stop_reason` of the last call and the text `exit_status`. A run has
-    failed if the environment or the model's server ended it (exit_environment_error, exit_error,
-    exit_api), but not if it spent its budget or submitted nothing.
+    The exit status becomes the `stop_reason` of the last call and the column `exit_status`. A run
+    has failed if the environment or the model's server ended it (exit_environment_error,
+    exit_error, exit_api), but not if it spent its budget or submitted nothing.
 
     Raises:
         InputError: no_calls, no_prompt, record_type, ...
@@ -174,7 +174,7 @@ def _calls_of_steps(logged: _TrajectoryFile, where: str) -> Iterator[Call]:
 
 
 def _end_of_prompt(call: Call) -> int | None:
-    """Return the index of the reply in its own prompt, if it is its last assistant message."""
+    """Return the index of the reply in its prompt, if it is the last assistant message there."""
     spoken = (i for i, message in enumerate(call.prompt) if message["role"] == "assistant")
     last = max(spoken, default=None)
     return None if last is None or call.prompt[last] != call.reply else last
@@ -183,7 +183,7 @@ def _end_of_prompt(call: Call) -> int | None:
 def _match(response: str, replies: list[tuple[str | None, Message]]) -> tuple[str | None, Message]:
     """Return the next reply in the history with a step's text; it includes the tool calls.
 
-    A response that is not in the history (the model was asked again) has only its text.
+    If the response is not in the history (the model was asked again), only its text is known.
     """
     for index, (agent, reply) in enumerate(replies):
         if reply["content"] == response:

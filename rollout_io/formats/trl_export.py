@@ -3,7 +3,7 @@
 `trl.trainer.grpo_trainer.GRPOTrainer._generate` (TRL 1.16.0) reads from a rollout function's
 result:
 - `prompt_ids`, `completion_ids`, `logprobs`: required, a list of lists each;
-- `env_mask`: 1 where the completion token trains;
+- `env_mask`: 1 where the completion token is trained on;
 - any other key: passed to the reward functions under its name.
 
 `group_id` and `model_version` are named as in `trl.experimental.async_grpo` (RolloutSample).
@@ -40,11 +40,12 @@ def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exporte
     `prompt_ids`, `completion_ids` list<int32>, `env_mask` list<int8> (the `loss_mask`), `logprobs`
     list<float32> or null, `reward` float64 unchanged, `group_id` int64 (instances by first
     appearance). All other columns follow under their own names. TRL aborts at a failed rollout and
-    requires whole groups, so masked trajectories are left out.
+    requires complete groups, so masked trajectories are left out.
 
     Raises:
         ValidationError: The dataset breaks an invariant.
-        RolloutError: A null reward; log-probabilities on some rows only; `out` or a name is taken.
+        RolloutError: A null reward; log-probabilities on some rows only; `out` exists, or a name is
+            taken.
     """
     failures, uniform = Failures.of(dataset, failed), Uniform(dataset, ["rollout_logprobs"])
     done, groups = Exported(), Groups()

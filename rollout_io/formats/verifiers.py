@@ -4,8 +4,8 @@
     <run>/traces.jsonl
     rollouts/step_<N>/<train|eval>/<all|effective>/traces.jsonl
 
-An episode is a run; one that occurs in several subsets is one run with several records. Its group
-is the one that its trainer named, else its task. A row is a run; its group is its example.
+An episode is a run; if it occurs in several subsets, it is one run with several records. Its group
+is the one that the trainer named, or else its task. A row is a run; its example is its group.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ _SHAPE = msgspec.json.Decoder(_Shape)
 def find_rollouts(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
     """Yield episodes and rows in the order of the logs, and how their groups were inferred.
 
-    An episode with a known id is another record of the first one's run.
+    An episode whose id occurred before is another record of the same run.
     """
     files = [file for given in inputs for file in _files_of(given)]
     episodes: dict[str, Run] = {}
@@ -269,7 +269,7 @@ def _same(first: Logged, second: Logged) -> bool:
 
 
 def _read_episode(place: Place, options: Options, *, failed: bool) -> Trajectory:
-    """Read an episode; the agents that do not train come first, so that the policy's call is last.
+    """Read an episode; untrained agents come first, so that the policy's call is last.
 
     The outcome is the reward (scores times weights) of the last trained trace that has one; all
     rewards are metrics. The calls of untrained traces without tokens (judges, users) are counted,
@@ -334,7 +334,7 @@ def _policy(episode: _Named) -> _Policy:
 
 
 def _prefixes(traces: Sequence[Trace]) -> list[tuple[str, Trace]]:
-    """Return a prefix of metric names per trace: none for the last trace, else its agent's name."""
+    """Return a prefix of metric names per trace: the agent's name, but none for the last."""
     names = [trace.agent.name for trace in traces]
     shared = [n if names.count(n) == 1 else f"{n}{names[:i].count(n)}" for i, n in enumerate(names)]
     return [

@@ -115,7 +115,7 @@ def read_row(content: bytes, where: str, metadata: Metadata, options: Options) -
     """Read the run of a row: its calls with their tokens, or else its text.
 
     Metrics are the reward, `metrics` and all other numbers of the row. Step rewards are left out if
-    each of them copies the row's.
+    each of them is a copy of the row's reward.
 
     Raises:
         RolloutError: no_token_ids: only some calls have tokens; no_calls; ...

@@ -147,7 +147,7 @@ class Graph:
         """Yield one step per model call; a shared node is in several prompts but sampled once.
 
         Args:
-            failed: If true, calls may lack tokens, since the run does not train.
+            failed: If true, calls may lack tokens, since the run is not trained on.
         """
         for index in self.sampled:
             if len(self.tokens[index]):
@@ -156,9 +156,9 @@ class Graph:
     def conversations(self) -> Iterator[Conversation]:
         """Yield the text of each path from the root to a leaf with new output of the model.
 
-        A node that several paths share counts as sampled in the first one that trains, and is part
-        of the prompt in the others. An assistant message from elsewhere between two sampled ones
-        ends a context.
+        A node that several paths share is sampled in the first of them that is trained on, and is
+        part of the prompt in the others. An assistant message from elsewhere between two sampled
+        ones ends a context.
         """
         sampled = set(self.sampled)
         for path, num_shared in self._branches():
@@ -170,7 +170,7 @@ class Graph:
                 yield self._conversation(path[: last + 1], said[: last + 1], first)
 
     def _branches(self) -> list[tuple[list[int], int]]:
-        """Return the path to each leaf, and the number of leading nodes that another path owns."""
+        """Return the path to each leaf, and the number of leading nodes of another path."""
         known: set[int] = set()
         found = []
         for leaf in sorted(self.leaves, key=lambda leaf: leaf not in self.trained):
@@ -240,7 +240,7 @@ class Graph:
         )
 
     def _trained(self) -> set[int]:
-        """Return the nodes of branches that train: all but abandoned attempts at a compaction."""
+        """Return the nodes of branches to train on: all but abandoned attempts at a compaction."""
         nodes = self.trace.nodes
         links = [(i, link) for i, node in enumerate(nodes) for link in node.semantic_parents or ()]
         accepted = {link.node for _, link in links if link.type == "compaction"}

@@ -6,7 +6,7 @@ A line is a run. `input` and `output` were decoded without special tokens. The s
 messages are therefore lost, and neither roles nor exact tokens can be recovered; the history of the
 dataset records that. The file does not state verl's groups: lines of one file and step with the
 same `input` form a group. The outcome is `score`; all other numbers (`reward_extra_info`) are
-metrics too.
+metrics.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 and `verl.trainer.ppo.v1.agent_loop_tq` adds `uid`, `session_id` and the index of an output in its
 session:
 
-- `prompts`, `responses`, `response_mask` (1 where the token trains), `rollout_log_probs`;
+- `prompts`, `responses`, `response_mask` (1 where the token is trained on), `rollout_log_probs`;
 - `rm_scores`: a reward per response token, the trainer's `token_level_scores`;
 - `routed_experts`: all tokens of prompt + response, zeros where the engine recorded none;
 - `min_global_steps`: version of the weights that sampled.
@@ -53,8 +53,8 @@ def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exporte
 
     Raises:
         ValidationError: The dataset breaks an invariant.
-        RolloutError: A null reward; log-probabilities or routing on some rows only; `out` or a name
-            is taken.
+        RolloutError: A null reward; log-probabilities or routing on some rows only; `out` exists,
+            or a name is taken.
 
     Example:
         >>> # response_ids [7, 8, 9], reward 0.5, rewards null
@@ -76,7 +76,7 @@ def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exporte
 
 
 def _scores(table: pa.Table, rewards: list[float]) -> pa.Array:
-    """[tokens] of each row: its `rewards`, or else zeros and its reward on the last token."""
+    """Return the scores of each row, [tokens]: `rewards`, or zeros and `reward` at the end."""
     responses = Ragged.from_arrow(table.column("response_ids"))
     scores = np.zeros(responses.offsets[-1])
     scores[responses.offsets[1:] - 1] = rewards
@@ -89,7 +89,7 @@ def _scores(table: pa.Table, rewards: list[float]) -> pa.Array:
 
 
 def _routes(table: pa.Table) -> pa.Array:
-    """[prompt + response, layers, topk] of each row, padded with zeros."""
+    """Return the routing of each row, [prompt + response, layers, topk], padded with zeros."""
     column = table.column(ROUTES)
     kind = column.type
     lengths = list_lengths(column)

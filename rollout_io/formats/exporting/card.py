@@ -48,7 +48,7 @@ class Statistics:
     group_sizes: dict[str, int] = field(default_factory=dict)
 
     def add(self, table: pa.Table) -> None:
-        """Add the counts of a table of whole trajectories."""
+        """Add the counts of a table of complete trajectories."""
         self.num_rows += table.num_rows
         for name in ("prompt_token_ids", "response_ids"):
             self.num_tokens += pc.sum(pc.list_value_length(table.column(name))).as_py() or 0
@@ -120,7 +120,7 @@ def _feature(f: pa.Field, indent: str) -> Iterator[str]:
 
 
 def _type(kind: pa.DataType, indent: str, leaf: str, struct: str) -> Iterator[str]:
-    """Yield a feature in the YAML of `datasets`: lists and structs are keys, others a dtype."""
+    """Yield a feature in the YAML of `datasets`: lists and structs as keys, the rest as a dtype."""
     if pa.types.is_list(kind) or pa.types.is_fixed_size_list(kind):
         if leaf == "list":
             yield f"{indent}list:"
@@ -137,7 +137,7 @@ def _type(kind: pa.DataType, indent: str, leaf: str, struct: str) -> Iterator[st
 
 
 def _scalar(text: str) -> str:
-    """Return a YAML scalar that every reader takes for text."""
+    """Return a YAML scalar that every reader parses as a string."""
     plain = re.fullmatch(r"[a-z_]*[a-z_][a-z0-9_]*", text) and text not in _YAML_WORDS
     return text if plain else json.dumps(text)
 

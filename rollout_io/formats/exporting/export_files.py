@@ -1,4 +1,4 @@
-"""Files written whole or not at all, and Parquet that any reader accepts."""
+"""Files that are written completely or not at all, and Parquet that any reader accepts."""
 
 from __future__ import annotations
 

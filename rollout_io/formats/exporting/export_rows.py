@@ -31,7 +31,7 @@ class Exported:
 
     Attributes:
         left_out: Number of rows that were not written, by reason.
-        remarks: Sentences about the file that its reader should know.
+        remarks: Remarks for the user of the file.
     """
 
     num_rows_read: int = 0
@@ -45,7 +45,7 @@ class Exported:
             self.left_out[reason] = self.left_out.get(reason, 0) + num_rows
 
     def close(self, dataset: PathLike) -> Exported:
-        """Check the counts, and refuse an export without rows."""
+        """Check the counts, and reject an export without rows."""
         assert self.num_rows_read == self.num_rows_written + sum(self.left_out.values())
         if self.num_rows_written == 0:
             got, hint = "every group has a failed trajectory", None
@@ -67,7 +67,7 @@ class Exported:
 
 
 def declared_tables(dataset: PathLike) -> Iterator[pa.Table]:
-    """Yield the dataset in pieces of whole trajectories, cast to the declared types and checked.
+    """Yield pieces of complete trajectories, cast to the declared types and checked.
 
     Raises:
         ValidationError: The dataset breaks a named invariant.
@@ -98,11 +98,11 @@ class Failures:
         return cls(*(pa.array(s.to_list(), pa.string()) for s in (ids["trajectory_id"], groups)))
 
     def failed(self, table: pa.Table) -> BoolArray:
-        """[N] true for rows of failed trajectories."""
+        """Return [N] booleans: true for rows of failed trajectories."""
         return np.asarray(pc.is_in(table.column("trajectory_id"), self.trajectories))
 
     def masked(self, table: pa.Table) -> BoolArray:
-        """[N] true for rows of failed trajectories, and for rows masked because of them."""
+        """Return [N] booleans: true for failed trajectories and those masked because of them."""
         in_group: BoolArray = np.asarray(pc.is_in(table.column("instance_id"), self.groups))
         return self.failed(table) | in_group
 
@@ -118,7 +118,7 @@ class Failures:
 
 @dataclass(slots=True)
 class Groups:
-    """Numbers instances and trajectories by first appearance, and counts their rows."""
+    """Numbers of instances and trajectories by first appearance, with counts of their rows."""
 
     num_rows_of_instance: dict[str, int] = field(default_factory=dict)
     num_rows_of_trajectory: dict[str, int] = field(default_factory=dict)
@@ -163,7 +163,7 @@ class Groups:
 
 
 class Uniform:
-    """Checks that a column has a value on every row or on none, as some formats require."""
+    """A check that a column has a value on every row or on none, as some formats require."""
 
     def __init__(self, dataset: PathLike, names: Sequence[str]) -> None:
         self._where, self._names = os.fspath(dataset), names

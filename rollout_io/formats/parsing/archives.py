@@ -19,7 +19,7 @@ from rollout_io.dataset.opening import open_input
 from schemas.errors import InputError, RolloutError
 
 MAX_MEMBER_BYTES = 1 << 30
-"""Larger members, by their uncompressed size, are refused."""
+"""Limit on the uncompressed size of a member."""
 
 _START = b"PK\x03\x04"
 _ZSTANDARD = 93  # compression method in the zip specification
@@ -49,7 +49,7 @@ def is_zip(path: Path) -> bool:
 
 
 def members_of(path: Path, where: str) -> dict[str, zipfile.ZipInfo]:
-    """Return the members of an archive by name, in order; the last one of a name is the valid one.
+    """Return the members of an archive by name, in order; of equal names, the last one is valid.
 
     Raises:
         InputError: zip_archive.

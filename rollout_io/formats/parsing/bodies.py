@@ -8,7 +8,7 @@ Source of the fields: vLLM's OpenAI-compatible server with `return_token_ids` an
     completions  {"choices": [{"prompt_token_ids": [...], "token_ids": [...],
                   "logprobs": {"token_logprobs": [...]}, "text": ...}, ...]}
     streamed     a list of chunks (objects, or server-sent lines "data: {...}"): prompt ids in the
-                 first, pieces of all else in each (`delta` instead of `message`)
+                 first, pieces of the rest in each (`delta` instead of `message`)
     LiteLLM      `choices[i].provider_specific_fields.token_ids`
 """
 
@@ -46,7 +46,7 @@ class Token(msgspec.Struct, gc=False):
 
 
 class Logprobs(msgspec.Struct, gc=False):
-    """Log-probabilities of a response: `content` for chats, the others for text completions."""
+    """Log-probabilities of a response: `content` for chats, the rest for text completions."""
 
     content: list[Token] | None = None
     token_logprobs: list[float] | None = None
@@ -109,7 +109,7 @@ class Choice(msgspec.Struct, gc=False):
 
 
 class Usage(msgspec.Struct, gc=False):
-    """Token counts of the engine; 0 if it did not count."""
+    """Token counts of the engine; 0 if it reported none."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
@@ -126,7 +126,7 @@ class Response(msgspec.Struct, gc=False):
 
 
 Answer = Response | list[Response | str] | str | None
-"""A response: complete; streamed as objects or server-sent lines; or the stream as one text."""
+"""A response: complete; streamed as objects or server-sent lines; or the stream as one string."""
 
 
 def ids_of(choice: Choice, where: str) -> bytes:

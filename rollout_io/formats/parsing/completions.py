@@ -38,7 +38,7 @@ def read_choices(
         answer: Response of the engine.
         request: Body of the request.
         where: Place of the call, for errors.
-        failed: If true, ids may be missing, since the run does not train.
+        failed: If true, ids may be missing, since the run is not trained on.
 
     Raises:
         InputError: no_token_ids, no_response; choice_index, conflicting_ids, logprob_tokens,

@@ -46,7 +46,7 @@ Parts = str | Sequence[str | Part] | None
 
 
 def parts_in(content: Parts) -> list[Part]:
-    """Return the parts of a content: one for a text, none for None."""
+    """Return the parts of a content: one for a string, none for None."""
     if content is None or isinstance(content, str):
         return [Part(text=content)] if content else []
     return [Part(text=part) if isinstance(part, str) else part for part in content]

@@ -1,4 +1,4 @@
-"""Search of a directory that is one log for its files."""
+"""Search for the files of a log that is a directory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _RECORDS = (".jsonl", ".json", ".gz", ".zst", ".pt", ".eval", ".parquet", ".traj
 def logs_below(
     directory: Path, is_log: Callable[[str], bool], is_beside: Callable[[str], bool]
 ) -> list[Path]:
-    """Return the logs in a directory, in natural order; none if it may hold other records too.
+    """Return the logs in a directory, in natural order; none if it may hold other records.
 
     Hidden directories and files are ignored. A directory of more than 20,000 files, or of more than
     five levels, is not searched: its logs have to be given by name.

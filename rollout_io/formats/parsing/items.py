@@ -52,8 +52,8 @@ _RESULT_DECODER = msgspec.json.Decoder(_Result)
 def read_item(item: Item, where: str) -> Message | None:
     """Return the contribution of an item to a conversation; `extend` joins the assistant's pieces.
 
-    The reasoning is its text if available, else its summary. None for an item that only the API can
-    read.
+    Reasoning is taken from its text or, if there is none, from its summary. An item that only the
+    API can read gives None.
 
     Raises:
         InputError: `message`: an item of an unknown type, or a message without a role.

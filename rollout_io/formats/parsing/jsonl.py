@@ -38,7 +38,7 @@ _DOCUMENT = _Unit("file", error_id="json_document", hint="write or copy the file
 
 
 class Line(NamedTuple):
-    """One line that is not blank."""
+    """A non-blank line."""
 
     number: int
     offset: int
@@ -48,7 +48,7 @@ class Line(NamedTuple):
 def read_lines(file: BinaryIO) -> Iterator[Line]:
     """Yield the lines of a file with numbers (from 1) and byte offsets; blank lines are skipped.
 
-    A longer line than `MAX_LINE_BYTES` is cut off behind that limit, so that it is not valid JSON.
+    A line longer than `MAX_LINE_BYTES` is cut off after that limit, so it is not valid JSON.
     """
     offset, number = 0, 0
     while content := file.readline(MAX_LINE_BYTES + 1):
@@ -117,7 +117,7 @@ def contained(where: str) -> Iterator[None]:
 
 
 def refuse_not_utf8(content: bytes, where: str) -> None:
-    """Raise an error for a record that is not UTF-8; `decode_line` checks only decoded fields.
+    """Raise an error for a record that is not UTF-8; `decode_line` only checks decoded fields.
 
     Raises:
         InputError: json_line.

@@ -70,7 +70,7 @@ class _Chat(msgspec.Struct, gc=False):
 
     @property
     def thought(self) -> str | None:
-        """The reasoning beside the content."""
+        """The reasoning outside the content."""
         named = (self.reasoning, self.thinking, self.thinking_blocks)
         texts = (self.reasoning_content, *map(all_text, named))
         return next((text for text in texts if text), None)
@@ -218,7 +218,7 @@ def openai_tools(tools: Any) -> list[Message] | None:
 
 
 def prompt_key(prompt: Sequence[Message] | str) -> str:
-    """Return a digest of a prompt; of messages, only those before the first answer count."""
+    """Return a digest of a prompt: its text, or its messages before the first answer."""
     if not isinstance(prompt, str):
         answers = (i for i, message in enumerate(prompt) if message["role"] == "assistant")
         prompt = prompt[: next(answers, len(prompt))]

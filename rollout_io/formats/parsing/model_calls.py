@@ -118,7 +118,7 @@ def steps_of(
         calls: Calls in order.
         where: Place of the run, for errors.
         failed: True if the run failed. It may then have no calls, and calls without tokens are left
-            out if others have them.
+            out if other calls have them.
 
     Raises:
         InputError: `no_calls`; `no_token_ids`: only some responses have tokens.

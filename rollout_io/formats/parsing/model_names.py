@@ -17,7 +17,7 @@ _TEXT = msgspec.json.Decoder(str)
 
 
 class ModelNames:
-    """Collects the first `model` value of each record.
+    """Collector of the first `model` value of each record.
 
     Example:
         >>> names = ModelNames()
@@ -52,7 +52,7 @@ class ModelNames:
             except (
                 msgspec.MsgspecError,
                 UnicodeDecodeError,
-            ):  # the record itself is refused elsewhere
+            ):  # the record itself is rejected elsewhere
                 continue
         return sorted(name for name in found if name)
 

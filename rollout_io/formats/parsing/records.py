@@ -1,4 +1,4 @@
-"""Records of line logs: reading them again, and finding copies and damage."""
+"""Records of line logs: reading them again, and finding copied or damaged ones."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DUPLICATE = "duplicate_record"
 INCOMPLETE = "incomplete_trajectory"
 _BLANK_BYTES = 2  # a line end, which the last line may lack
 _TOLD_BYTES = 1 << 20
-"""Progress is reported per megabyte: a call per line would take as long as finding its end."""
+"""Progress is reported per megabyte: a call per line would take as long as reading the line."""
 
 _TEXT_DECODER = msgspec.json.Decoder(str)
 
@@ -73,7 +73,7 @@ def _descriptor(path: Path) -> _Descriptor:
 
 
 def lines_of(inputs: Sequence[Input], progress: Progress) -> Iterator[tuple[Place, bytes]]:
-    """Yield the lines of all inputs that are not blank, each with its place.
+    """Yield the non-blank lines of all inputs, each with its place.
 
     Raises:
         InputError: `input_file`, `lfs_pointer`.
@@ -95,7 +95,7 @@ def lines_of(inputs: Sequence[Input], progress: Progress) -> Iterator[tuple[Plac
 def without_copies(places: Sequence[Place]) -> tuple[list[Place], list[Rejected]]:
     """Separate lines from copies of an earlier line, which get a `duplicate_record` error.
 
-    Only lines of similar size are read again; trailing blanks make no difference.
+    Only lines of similar size are read again; trailing blanks are ignored.
 
     Args:
         places: Lines in the order of the log.
@@ -142,7 +142,7 @@ def named_in(content: bytes, key: str) -> str | None:
 
 
 def incomplete(places: Iterable[Place], damage: RolloutError) -> Iterator[Rejected]:
-    """Reject the other records of a run with a damaged one, as runs are used as a whole."""
+    """Reject the other records of a run with a damaged one, as partial runs are not used."""
     got = f"a different record of its run is damaged ({damage.rule}: {damage.where})"
     hint = "delete the damaged record if the run is complete without it"
     for place in places:

@@ -198,7 +198,7 @@ def _routes(raw: msgspec.Raw) -> msgspec.Raw:
 
 
 def _check_usage(usage: Usage | None, steps: Sequence[Step], where: str) -> None:
-    """Compare with the server's counts, which cover all calls or, for some agents, the last."""
+    """Compare steps with the server's counts, which cover all calls or only the last one."""
     if usage is None:
         return
     counts = [(len(step.prompt_token_ids), len(step.response_ids)) for step in steps]

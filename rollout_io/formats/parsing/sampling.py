@@ -51,7 +51,7 @@ class SamplingFields(msgspec.Struct, gc=False):
     use_beam_search: Any = False
     best_of: Any = 1
     extra_body: Any = None
-    """Fields that the OpenAI client merges into the body: any of these again, and `top_k`."""
+    """Fields that the OpenAI client merges into the body: any of the fields above, and `top_k`."""
 
 
 _VALUES = attrgetter(*SamplingFields.__struct_fields__)
@@ -69,11 +69,11 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 def sampling_extra(fields: SamplingFields | Mapping[str, Any]) -> str | None:
     """Return the fields that change the distribution, as JSON for the `sampling_extra` column.
 
-    None if there are none.
+    Return None if there are none.
 
     Args:
-        fields: Fields of a request, possibly with others. `top_k` counts here, but it is not in
-            `SamplingFields`, since it has its own column.
+        fields: Fields of a request, possibly with others. `top_k` is included here, but not in
+            `SamplingFields`, since it has a separate column.
 
     Example:
         >>> sampling_extra({"repetition_penalty": 1.0, "min_p": 0.1, "seed": 7})

@@ -80,7 +80,7 @@ def _chunks(pieces: Iterable[Response | str], where: str) -> Iterable[Response]:
 
 
 def _check_piece(choice: Choice, place: str) -> None:
-    """Refuse ids that are not a list, and a wrong number of log-probabilities."""
+    """Reject ids that are not a list, and a wrong number of log-probabilities."""
     text, logprobs = ids_of(choice, place), choice.logprobs
     if text == b"null":
         return
@@ -96,7 +96,7 @@ def _check_piece(choice: Choice, place: str) -> None:
 
 
 def _usage_of(chunks: Sequence[Response]) -> Usage | None:
-    """Return the counts of the whole answer, if the last usage covers all choices."""
+    """Return the counts of the complete answer, if the last usage covers all choices."""
     told = [chunk for chunk in chunks if chunk.usage is not None]
     if not told:
         return None

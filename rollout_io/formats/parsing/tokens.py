@@ -34,7 +34,7 @@ _ROUTES_DECODER = msgspec.json.Decoder(list[list[list[_Expert]]] | None)
 
 
 def broken(rule: str, where: str, got: str, expected: str = "") -> InvariantError:
-    """Return the error of a named invariant, with its hint."""
+    """Return the error for a named invariant, with its hint."""
     return InvariantError(rule, where, got, expected, RULES[rule].hint)
 
 
@@ -67,7 +67,7 @@ def parse_ids(texts: Sequence[bytes]) -> tuple[npt.NDArray[np.int32], IntArray]:
         texts: Valid JSON texts.
 
     Raises:
-        ValueError: One is not a list of integers, or has a number beyond 32 bits; `strict_ids`
+        ValueError: A text is not a list of integers, or has a number beyond 32 bits; `strict_ids`
             finds out which.
 
     Example:
@@ -183,7 +183,7 @@ def logprob_array(values: Sequence[float], num_tokens: int, where: str) -> npt.N
     if len(values) != num_tokens:
         expected = f"{num_tokens}, one per response token"
         raise broken("lengths_align", where, count(len(values), "logprob"), expected)
-    with np.errstate(over="ignore"):  # an overflow to infinity is refused below
+    with np.errstate(over="ignore"):  # an overflow to infinity is rejected below
         found = np.array(values, np.float32)
     if len(found) and not found.min() > LOGPROB_SENTINEL:
         raise broken("logprobs_finite", where, f"logprob {min(values)}", "a value above -9999")

@@ -83,8 +83,9 @@ def holds(whole: str, part: str) -> bool:
 
     Engines omit special tokens, reasoning and tool calls from a text, strip it, and decode tokens
     one by one, without the preceding space and with fragments of characters. If the part does not
-    occur verbatim, its letters must occur in order; its ASCII letters, if a fragment of a character
-    is in either: an engine writes one as U+FFFD in the text and as an empty token, or the reverse.
+    occur verbatim, its letters must occur in order. If either has a fragment of a character, only
+    ASCII letters are compared: engines write a fragment as U+FFFD in the text and as an empty
+    token, or the reverse.
     """
     if part in whole:
         return True

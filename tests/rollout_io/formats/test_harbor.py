@@ -221,8 +221,8 @@ def test_a_reward_for_a_trial_that_is_not_there_is_refused(tmp_path, trial):
         (None, True, "the value is null although collect_rollout_details is true"),
         (None, False, "the value is null since collect_rollout_details is not true"),
         ([], True, "the value is an empty list although"),
-        ([{}], True, "the value is empty elements although"),
-        ([element([], [])], False, "the value is empty elements since"),
+        ([{}], True, "the value contains only empty elements although"),
+        ([element([], [])], False, "the value contains only empty elements since"),
     ],
 )
 def test_each_reason_for_no_tokens_is_named(tmp_path, trial, details, asked, reason):
