@@ -59,7 +59,7 @@ def place_outcomes(frame: Frame, outcomes: Frame) -> pl.LazyFrame:
         got = f"{repeated['trajectory_id'][0]!r} twice (the first of {len(repeated)} rows)"
         raise InputError("unique_outcome", "outcomes", got, "unique trajectory_ids")
     failed = pl.col("error").is_not_null() if _has(frame, "error") else pl.lit(value=False)
-    # reward * 0.0, not 0.0: earlier steps of a trajectory without an outcome stay null.
+    # reward * 0.0, not 0.0: earlier steps of a trajectory without an outcome remain null.
     value = pl.when("is_last_step").then("reward").otherwise(pl.col("reward") * 0.0)
     joined = frame.drop("reward", "rewards", strict=False).join(
         outcome.lazy(), on="trajectory_id", how="left", maintain_order="left"

@@ -211,6 +211,6 @@ class _Status:
         return ", ".join(parts)
 
     def close(self) -> None:
-        """Move past the line."""
+        """End the status line, so that further output starts on a new line."""
         if self._is_terminal:
             note("")

@@ -207,7 +207,7 @@ def _in_range(
 
 
 def _digests(rows: pl.Series) -> pl.Series:
-    """Sum the digests of each row's steps: independent of the order of steps and of merging."""
+    """Sum the digests of each row's steps, so that order and merging have no effect."""
     table = as_table(rows.struct.unnest().select("prompt_token_ids", "response_ids"))
     prompts = Ragged.from_arrow(table.column("prompt_token_ids"))
     responses = Ragged.from_arrow(table.column("response_ids"))

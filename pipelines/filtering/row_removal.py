@@ -1,4 +1,4 @@
-"""Drop rows from inside trajectories so that the table stays valid."""
+"""Drop rows from inside trajectories and keep the table valid."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def keep_rows(
     `step_index` counts the kept rows from 0, and the last of them is marked last. A trajectory
     without a kept row is dropped. No reward is lost silently: if dropping rows would change a
     trajectory's return (because its last step is dropped, say), this raises, unless `move_outcome`
-    places the original return on the last kept row and 0.0 on the rows before it. Null stays null,
-    and failed trajectories stay failed. `segments` keep the step indices of the trajectory as it
-    was sampled.
+    places the original return on the last kept row and 0.0 on the rows before it. Null remains
+    null, and failed trajectories remain failed. `segments` keep the step indices of the trajectory
+    as it was sampled.
 
     Args:
         frame: Rows of complete trajectories; a merged row is kept or dropped as a whole.
-        condition: A Polars expression over any columns, or SQL; null counts as false.
+        condition: A Polars expression over any columns, or SQL; null is treated as false.
         outcome: The return that must not change (see `trajectory_returns`).
         move_outcome: Move the return of every trajectory to its last kept row.
 

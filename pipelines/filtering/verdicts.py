@@ -193,7 +193,7 @@ def collect(query: pl.LazyFrame, name: str) -> pl.DataFrame:
 
 
 def holds(condition: str | pl.Expr) -> pl.Expr:
-    """Turn a condition on a row into a Boolean expression; null counts as false.
+    """Turn a condition on a row into a Boolean expression; null is treated as false.
 
     Args:
         condition: A Polars expression, or SQL such as `reward > 0 AND agent = 'main'`. An aggregate

@@ -87,7 +87,7 @@ class Client:
         trains: bool = True,
         **changes: Any,
     ) -> Sampled:
-        """Continue exact tokens; arguments are those of `chat`.
+        """Continue exact tokens; the other arguments are those of `chat`.
 
         Raises:
             RolloutError: As `Engine.sample`.

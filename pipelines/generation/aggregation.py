@@ -74,7 +74,7 @@ def aggregate_of(name: str) -> Aggregate | None:
 
 
 def _by_environment(rows: pa.Table, names: Mapping[str, str]) -> dict[str, list[dict[str, float]]]:
-    """Group the metrics of trajectories that did not fail by environment."""
+    """Group metrics by environment, excluding failed trajectories."""
     columns = [name for name in USED if name in rows.column_names]
     found: dict[str, list[dict[str, float]]] = {}
     for row in rows.select(columns).to_pylist():

@@ -59,8 +59,9 @@ class GenerateConfig:
     """Instead of an environment: `module:function` of a `harness(endpoint, task) -> reward`, or a
     command line; each trajectory calls the model at its own base URL."""
     generator: str | None = None
-    """Instead of all these: `module:Class` with SkyRL's `async def generate(GeneratorInput) ->
-    GeneratorOutput`; constructed as `Class(engine, tokenizer, config)`, called once per group."""
+    """Instead of an environment, agent or harness: `module:Class` with SkyRL's `async def
+    generate(GeneratorInput) -> GeneratorOutput`; constructed as `Class(engine, tokenizer, config)`,
+    called once per group."""
     generator_config: dict[str, Any] = field(default_factory=dict)
     """Settings for your generator, which reads them from `config.generator_config`."""
 

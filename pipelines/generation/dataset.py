@@ -20,7 +20,7 @@ VERB = "generate"
 
 
 def missing_tasks(tasks: Sequence[Task], config: GenerateConfig) -> list[Task]:
-    """List the tasks without a trajectory in `config.out`; failed trajectories count as done.
+    """List the tasks without a trajectory in `config.out`; failed trajectories are not repeated.
 
     Raises:
         ConfigError: resume if `config.out` is not a generated dataset, or was generated with
@@ -56,7 +56,7 @@ def _check_same(config: GenerateConfig) -> None:
 
 
 class GroupWriter:
-    """Writes complete groups, several per shard; on exit, writes everything that finished.
+    """A writer of complete groups, several per shard; on exit, it writes everything finished.
 
     A shard is written completely or not at all, so no trajectory is ever written twice: those that
     a stopped run did not write are still missing. If an error ends the `with` block, all finished

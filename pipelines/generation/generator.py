@@ -57,7 +57,7 @@ class Trajectory(Protocol):
 
 
 class Generator:
-    """Runs tasks against an engine: in environments, or with an agent, a harness or a generator.
+    """Runner of tasks on an engine: in environments, or with an agent, harness or generator.
 
     Args:
         engine: An entered engine.

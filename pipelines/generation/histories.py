@@ -17,7 +17,7 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class Conversation(Protocol):
-    """Builds the prompts of a trajectory, turn by turn.
+    """A builder of a trajectory's prompts, turn by turn.
 
     Attributes:
         messages: The conversation so far, for display.

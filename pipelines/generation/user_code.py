@@ -88,7 +88,7 @@ def _settle(
 
 
 async def without_exit(awaitable: Awaitable[Value]) -> Value:
-    """Await a result, turning SystemExit into an error: it would end the process.
+    """Await a result, turning SystemExit, which would end the process, into an error.
 
     Raises:
         RuntimeError: If the awaitable raised SystemExit.

@@ -36,7 +36,7 @@ _RULE = "generator"
 
 
 class OwnGenerator:
-    """Calls the generator named by `config.generator`, and converts its output to rows.
+    """The generator named by `config.generator`, whose output is converted to rows.
 
     Args:
         engine: Passed to the generator; must be entered before the first call.
@@ -164,7 +164,7 @@ def _check_interface(made: Any, name: str) -> None:
 
 
 def _with_ids(output: Any, tasks: Sequence[Task]) -> Mapping[str, Any]:
-    """Add ids to an output without any: its rows are those of the tasks, in order."""
+    """Add ids to an output that has none: its rows are those of the tasks, in order."""
     if not isinstance(output, Mapping):
         got, expected = type(output).__name__, "a GeneratorOutput: a dict of lists"
         raise InputError("generator_output", "output", got, expected)

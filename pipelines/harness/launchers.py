@@ -42,7 +42,7 @@ class Endpoint:
 
     Attributes:
         base_url: For an OpenAI client: "http://127.0.0.1:8123/s/5f0c.../0/v1".
-        model: Name of the model; any other name is answered by the same model.
+        model: Name of the model; requests with any other name are answered by the same model.
         api_key: A placeholder for clients that require a key.
     """
 

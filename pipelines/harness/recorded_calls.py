@@ -2,7 +2,8 @@
 
     harness -> /s/TOKEN/0/v1 (here) -> engine's OpenAI API
                      |
-                the journal of a recorder -> the trajectory's steps, as `rollouts record` makes them
+                the journal of a recorder -> the trajectory's steps, as `rollouts record` builds
+                them
 
 Calls are kept until their trajectory has ended, in a directory that is removed when the process
 ends, however that happens.

@@ -40,7 +40,7 @@ def completed(fields: Fields, usual: Mapping[str, Any], max_response_tokens: int
     r"""Complete a request.
 
     Args:
-        fields: Fields that the client sent; null counts as missing.
+        fields: Fields that the client sent; null is treated as missing.
         usual: Defaults. `model` and `cache_salt` always override the client's.
         max_response_tokens: Upper bound of the requested length.
 

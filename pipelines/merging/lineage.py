@@ -11,7 +11,8 @@ response, token for token, and both agree in every column of which a row holds a
                   can be resumed
 
 If a trajectory has a row that cannot be joined (it sampled nothing, or its `segments` already list
-sampled ranges), both rules act as `consecutive`: such a row cannot record which step it was.
+sampled ranges), both rules act like `consecutive`: such a row cannot record its original step
+index.
 """
 
 from __future__ import annotations

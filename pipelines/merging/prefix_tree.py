@@ -114,7 +114,7 @@ class Ancestry:
 
 
 def _followed(to: IntArray) -> IntArray:
-    """[N] Follow each row's pointer to the row that points to itself, by pointer doubling."""
+    """[N] Follow pointers from each row to a row that points to itself, by pointer doubling."""
     while not np.array_equal(further := to[to], to):
         to = further
     return to

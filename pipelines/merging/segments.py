@@ -127,7 +127,7 @@ def _concat_structs(made: pa.StructArray, kept: pa.StructArray) -> pa.StructArra
 
 
 def _interleave(is_made: BoolArray, lengths: IntArray, num_made: int) -> IntArray:
-    """Compute the take-indices that put made and kept segments into row order."""
+    """Compute the take-indices that put new and kept segments into row order."""
     from_made = np.repeat(is_made, lengths)
     order = np.empty(len(from_made), np.int64)
     order[from_made] = np.arange(int(from_made.sum()))

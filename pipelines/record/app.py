@@ -279,7 +279,7 @@ async def _given(exchange: Exchange, decoder: msgspec.json.Decoder[T], where: st
 
 
 def _is_model(path: str) -> bool:
-    """True if the path is that of one model, and no dots lead out of the models' path."""
+    """True if the path is that of one model, and contains no dots that leave the models' path."""
     named = path.startswith(f"{MODELS}/")
     return named and not {".", ".."} & set(unquote(path).split("/"))
 

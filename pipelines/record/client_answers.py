@@ -54,15 +54,15 @@ class Answer:
         return msgspec.json.encode(shown | {"choices": choices})
 
     def indices(self) -> list[int]:
-        """Indices of the choices."""
+        """Return the indices of the choices."""
         return [_index(choice) for choice in self.choices]
 
     def finished(self) -> list[int]:
-        """Indices of the choices that end here."""
+        """Return the indices of the choices that end here."""
         return [_index(c) for c in self.choices if c.get("finish_reason", NULL) != NULL]
 
     def sampled(self) -> list[int]:
-        """Indices of the choices that have tokens here."""
+        """Return the indices of the choices that have tokens here."""
         absent = (NULL, msgspec.Raw(b"[]"))
         return [_index(c) for c in self.choices if c.get("token_ids", NULL) not in absent]
 

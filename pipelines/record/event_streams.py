@@ -18,12 +18,12 @@ DONE = b"[DONE]"
 _DATA = b"data:"
 _END_BYTES = 4
 
-# Possessive \r\n?+: a \r\n split over two reads must not count as two line ends.
+# Possessive \r\n?+: a \r\n split over two reads must not be parsed as two line ends.
 _END = re.compile(rb"(?:\r\n?+|\n)(?:\r\n|\n|\r(?!\Z))")
 
 
 class Events:
-    r"""Cuts a stream of bytes into events at blank lines, with any line ending.
+    r"""A parser that splits a stream of bytes into events at blank lines, with any line ending.
 
     Args:
         max_event_bytes: Maximum size of an event, and so of a line.

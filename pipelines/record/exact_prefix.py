@@ -157,7 +157,7 @@ class ExactPrefix:
 
 
 class ChatShown:
-    """Converts a text completion to a chat completion.
+    """A converter from text completions to chat completions.
 
     Args:
         asked: The chat request.

@@ -91,7 +91,7 @@ class Journal:
     def recover(self) -> dict[str, Recovered]:
         """Load the sessions of an earlier recorder that are not known to be in a shard.
 
-        An incomplete last line is removed: no client was told that it was recorded.
+        An incomplete last line is removed: no client received confirmation of it.
         """
         found: dict[str, Recovered] = {}
         for gone in self._root.glob("*.done"):

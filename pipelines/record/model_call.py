@@ -132,7 +132,7 @@ class Call:
         self._count(recorded)
 
     async def _forward(self, response: Answered, stream: StreamedCall) -> bytearray:
-        """Forward events as they come; holds back and returns those from the answer's end on."""
+        """Forward events as they arrive, but return those from the answer's end on."""
         # The client gets the end only after the call is on disk: a finished answer is a recorded
         # one.
         events, held = Events(self.recorder.settings.max_answer_bytes // 4), bytearray()

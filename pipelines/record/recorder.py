@@ -244,7 +244,7 @@ class Recorder:
         return session
 
     async def end_unassigned(self, session: Session) -> None:
-        """End a session made for a single call; if that was not recorded, drop the session."""
+        """End a session that was opened for one call; drop it if the call was not recorded."""
         if not session.places:
             self.sessions.drop(session)
             return

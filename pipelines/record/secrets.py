@@ -136,7 +136,7 @@ def _is_schema(value: msgspec.Raw) -> bool:
 
 
 def _without_query(value: msgspec.Raw) -> msgspec.Raw:
-    """Remove the user and the query from a URL; other texts are unchanged."""
+    """Remove the user and the query from a URL; leave other texts unchanged."""
     text = _TEXT.decode(bytes(value))
     if "://" not in text:
         return value

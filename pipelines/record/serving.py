@@ -155,7 +155,7 @@ async def serve(
     show: Callable[[Recorder], object],
     tell: Callable[[str], object],
 ) -> None:
-    """Serve until SIGINT or SIGTERM; a second signal does not wait for running calls.
+    """Serve until SIGINT or SIGTERM; after a second signal, do not wait for running calls.
 
     Args:
         settings: Settings.

@@ -92,7 +92,7 @@ def path_of(session: str, key: str | None = None) -> str:
 
 
 def key_of(admin_key: str, session: str) -> str:
-    """Derive the key of a session, which allows writing to that session only."""
+    """Derive the key of a session, which gives write access to that session only."""
     return hmac.new(admin_key.encode(), session.encode(), hashlib.sha256).hexdigest()[:32]
 
 

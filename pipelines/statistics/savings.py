@@ -6,9 +6,9 @@
     tree_per_trajectory  every distinct prefix of a trajectory once
     tree_per_group       every distinct prefix of an instance's trajectories once
 
-Each layout determines how many leading tokens of each row are forwarded already; everything else
-follows from lengths. In the `prefix` layout this needs no tokens, except if a prompt adds nothing
-to its parent (two answers to one prompt), and across the trajectories of a group.
+Each layout determines how many leading tokens of each row have already been forwarded; everything
+else follows from lengths. In the `prefix` layout this needs no tokens, except if a prompt adds
+nothing to its parent (two answers to one prompt), and across the trajectories of a group.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ class _Suffixes:
         self._response = Ragged.from_arrow(table.column("response_ids"))
 
     def insert(self, root: Node, tree: PrefixTree, start: int, end: int) -> list[int]:
-        """Insert a trajectory into a trie; returns how many leading tokens of each row it held."""
+        """Insert a trajectory into a trie; return how many leading tokens of each row existed."""
         nodes: list[Node] = []
         known: list[int] = []
         for row in range(start, end):
@@ -211,7 +211,7 @@ def _trajectories(tree: PrefixTree) -> Iterator[tuple[int, int]]:
 
 
 def _instances(table: pa.Table, tree: PrefixTree) -> list[str]:
-    """[T] Instance of each trajectory."""
+    """[T] Return the instance of each trajectory."""
     names: list[str] = table.column("instance_id").take(pa.array(tree.starts)).to_pylist()
     return names
 

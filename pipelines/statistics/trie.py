@@ -72,7 +72,7 @@ class Node:
         return node
 
     def _split(self, depth: int) -> Node:
-        """Cut this node at a depth inside it and keep the rest; returns the part before."""
+        """Cut this node at a depth inside it, keep the rest, and return the part before."""
         assert self.above is not None
         at = depth - self.begin
         before = Node(self.begin, self.tokens[:at], self.above)

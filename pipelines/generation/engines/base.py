@@ -63,7 +63,7 @@ class Sampling:
 
     @property
     def truncates(self) -> bool:
-        """True if some tokens cannot be sampled; their probability goes to the others."""
+        """True if some tokens cannot be sampled, so that the others become more likely."""
         return self.top_p < 1 or self.top_k is not None or self.min_p > 0
 
 
@@ -72,7 +72,7 @@ class Sampled:
     """One response with its exact tokens.
 
     Attributes:
-        prompt_token_ids: [P] ids that the engine saw; after `chat`, those of its template.
+        prompt_token_ids: [P] ids that the engine saw; after `chat`, those rendered by its template.
         response_ids: [R >= 1] sampled ids, including the end-of-sequence token.
         rollout_logprobs: [R] nats, of the distribution given by the engine's `logprobs_mode`.
         stop_reason: `stop` (end of sequence, or a stop string), `length`, `tool_calls`, or another

@@ -21,7 +21,7 @@ _STOP_S = 30.0
 
 
 class VllmServer:
-    """Starts vLLM, waits until it answers, and ends it with all its processes.
+    """A private vLLM server; stopping it ends all its processes.
 
     The server also ends when this process ends, however that happens.
 
