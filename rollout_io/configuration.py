@@ -62,8 +62,8 @@ def load_record(
         list_examples: Example value of each list-valued key, for hints.
 
     Raises:
-        ConfigError: config_file: unreadable, or not TOML; config_key: unknown (the hint suggests the
-            closest key), or missing; config_value: wrong type, or rejected by `kind`.
+        ConfigError: config_file: unreadable, or not TOML; config_key: unknown (the hint suggests
+            the closest key), or missing; config_value: wrong type, or rejected by `kind`.
     """
     given = read_toml(toml_path) | given_options(options)
     values = checked_values(kind, given, overrides, str(toml_path), list_examples=list_examples)

@@ -50,7 +50,7 @@ SEGMENT_FIELDS: tuple[pa.Field, ...] = (
 """Fields of every segment. Per-step values (reward, stop_reason, user columns) follow them."""
 
 JOINED = "joined"
-"""Field of `segments`: true if a merge created the segment, which then is one step. Other segments
+"""Field of `segments`: true if a merge created the segment; it then holds one step. Other segments
 only mark the sampled ranges of a row; `unmerge` does not split them."""
 
 NUM_ROUTED = "num_routed_tokens"

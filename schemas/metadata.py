@@ -74,7 +74,7 @@ class DatasetMetadata:
 
     @classmethod
     def decode(cls, pairs: Mapping[bytes, bytes] | None) -> DatasetMetadata:
-        """Read what `encode` wrote; keys of other programs are ignored."""
+        """Parse the output of `encode`; keys of other programs are ignored."""
         found = _ours(pairs)
         names = {field.name for field in dataclasses.fields(cls)} & found.keys()
         values = {name: found[name] for name in names}
@@ -103,7 +103,7 @@ def layout_of(pairs: Mapping[bytes, bytes] | None) -> Layout | None:
 
 
 def version_of(pairs: Mapping[bytes, bytes] | None) -> int:
-    """Return the schema version that a file declares; files of other programs are treated as current."""
+    """Return the schema version that a file declares; other files are treated as current."""
     version = _ours(pairs).get("schema_version", SCHEMA_VERSION)
     if not isinstance(version, int):
         raise _unreadable("schema_version", version, "a whole number")

@@ -94,7 +94,7 @@ def matching(frame: pl.LazyFrame, where: str | None) -> list[str]:
     """Return the ids of trajectories with a row that satisfies the condition, in order.
 
     Raises:
-        ConfigError: The condition is not SQL, names an unknown column, or does not fit its type.
+        ConfigError: The condition is not SQL, refers to an unknown column, or does not fit a type.
     """
     from rollout_io.dataset.conditions import condition_of
     from schemas.types import with_absent
@@ -140,7 +140,7 @@ def problem_of(rows: pl.DataFrame, where: str) -> ValidationError | None:
 
 
 def sound_rows(rows: pl.DataFrame, problem: ValidationError) -> pl.DataFrame:
-    """Return the rows of trajectories without errors; none if an error concerns the whole table."""
+    """Return the rows of trajectories without errors; none if the table itself has an error."""
     import polars as pl
 
     broken = problem.breaches["trajectory_id"]

@@ -151,7 +151,7 @@ def tabulated(batch: Sequence[tuple[Run, Settled]], rejected: list[Rejected]) ->
 
 
 def _fault(run: Run, settled: Settled, error: Exception) -> RolloutError:
-    """Return the error for a run that fits no table: invalid token ids or another value."""
+    """Return the error for a run that fails to convert: invalid ids, or another bad value."""
     if isinstance(error, RolloutError):
         return error
     try:

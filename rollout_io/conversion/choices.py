@@ -28,7 +28,7 @@ class Choices:
     Attributes:
         format: Format of the logs; `auto` detects it from their content.
         rewards: JSONL file of outcomes, which replace those of the logs.
-        group_by: Labels that identify the instance (the group) instead of the format's own rule.
+        group_by: Labels that identify the instance (the group), replacing the format's rule.
         options: Options for reading runs.
         tokenizer: Local directory of a tokenizer, to re-tokenise text and to check exact tokens.
             With exact tokens any other name is only recorded.
@@ -112,5 +112,5 @@ def refuse_misfits(choices: Choices, log: Log) -> None:
 
 
 def tool_name() -> str:
-    """Return name and version of this library."""
+    """Return the name and version of this library."""
     return f"rollout-io {__version__}"

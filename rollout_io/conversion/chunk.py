@@ -64,7 +64,7 @@ class Report:
 
     @classmethod
     def decode(cls, values: dict[str, Any]) -> Self:
-        """Read what `encode` wrote."""
+        """Parse the output of `encode`."""
         rejected = [rejections.decode(r) for r in values["rejected"]]
         return cls(
             summary=Summary.decode(values["summary"]),

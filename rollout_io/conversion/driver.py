@@ -128,7 +128,7 @@ def convert(
 def identity_of(
     log: Log, rewards: Input | None, choices: Choices, chunk_bytes: int
 ) -> dict[str, Any]:
-    """Identify a conversion by file contents, choices and version, as JSON."""
+    """Return the identity of a conversion as JSON: file contents, choices and version."""
     files = [*log.inputs, *([rewards] if rewards else [])]
     return {
         "tool": tool_name(),
@@ -188,7 +188,7 @@ def _chunks(
 def _conclude(
     staging: Staging, log: Log, planned: Plan, reports: Sequence[Report], choices: Choices
 ) -> Summary:
-    """Write or raise the errors of rejected records; return the counts of the conversion.
+    """Write the rejected records, or raise their first error; return the total counts.
 
     Raises:
         RolloutError: Chunks contradict each other, a record was rejected and `on_error` is `fail`,

@@ -26,7 +26,7 @@ def read_log(inputs: PathLike | Sequence[PathLike], choices: Choices | None = No
         choices: See `Choices`; a bad record is always an error.
 
     Raises:
-        RolloutError: Bad records (the error names the first one), or invalid arguments.
+        RolloutError: Bad records (the error reports the first one), or invalid arguments.
 
     Example:
         >>> read_log(["shop.calls.jsonl"], Choices(rewards="shop.rewards.jsonl")).num_rows

@@ -23,7 +23,7 @@ def encode(rejected: Rejected) -> dict[str, Any]:
 
 
 def decode(values: dict[str, Any]) -> Rejected:
-    """Read what `encode` wrote."""
+    """Parse the output of `encode`."""
     path, where, offset, num_bytes = values["place"]
     place = Place(Path(path), where, offset, num_bytes)
     return Rejected(place, errors.decode(values["error"]))
@@ -33,8 +33,8 @@ def lines(rejections: Iterable[Rejected]) -> Iterator[bytes]:
     r"""Yield the lines of `rejected.jsonl`.
 
     `source` is the location of the record, `where` that of the error, and `record` the text of the
-    record, with bytes that are not UTF-8 written as `\xNN`. `record` is null if the record is not a range of
-    bytes (a directory, or part of a document), or is longer than 64 MiB.
+    record, with bytes that are not UTF-8 written as `\xNN`. `record` is null if the record is not a
+    range of bytes (a directory, or part of a document), or is longer than 64 MiB.
     """
     for place, error in rejections:
         is_told = place.offset is not None and place.num_bytes <= _TOLD_BYTES

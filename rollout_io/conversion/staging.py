@@ -72,7 +72,7 @@ class Staging:
 
     @contextmanager
     def resumable(self) -> Iterator[None]:
-        """Lock the directory; keep finished chunks after an interruption, but not after bad input."""
+        """Lock the directory; keep finished chunks after an interruption, not after bad input."""
         guarded = False
         try:
             with self.locked():

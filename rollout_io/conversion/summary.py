@@ -67,7 +67,7 @@ class Summary:
 
     @classmethod
     def decode(cls, values: dict[str, Any]) -> Self:
-        """Read what `encode` wrote."""
+        """Parse the output of `encode`."""
         sets = {name: set(values[name]) for name in ("instances", "numbers")}
         return cls(**values | sets)
 

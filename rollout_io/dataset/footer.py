@@ -73,7 +73,7 @@ class Place:
 
     @classmethod
     def decode(cls, pairs: Mapping[bytes, bytes]) -> Place | None:
-        """Read what `encode` wrote; None for an appended shard, which has no place."""
+        """Parse the output of `encode`; None for an appended shard, which has no place."""
         return cls(**json.loads(pairs[PLACE])) if PLACE in pairs else None
 
     def precedes(self, other: Place) -> bool:

@@ -2,7 +2,7 @@
 
 Polars runs a source in its own threads, and continues for a moment after a query is abandoned
 (`head`, an exception, an interrupt). If Python shuts down meanwhile, the process aborts. At exit,
-sources therefore stop at their next frame, and the exit waits for them.
+sources therefore stop at their next frame, and the process waits for them.
 """
 
 from __future__ import annotations

@@ -142,8 +142,9 @@ class _Tree:
 
     Each token belongs to the latest step that contains it: a new step descends from the root along
     its own tokens and takes over the runs on its way, so the run where it leaves the tree belongs
-    to the latest step with that common prefix, and keeps only the tokens after that point. A step visits O(log steps) runs on average, for any shape of tree
-    (runs are the preferred paths of a link-cut tree).
+    to the latest step with that common prefix, and keeps only the tokens after that point. A step
+    visits O(log steps) runs on average, for any shape of tree (runs are the preferred paths of a
+    link-cut tree).
     """
 
     def __init__(self) -> None:

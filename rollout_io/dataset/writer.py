@@ -45,12 +45,12 @@ class RolloutWriter:
     Args:
         path: Directory, local or an fsspec URL.
         layout: `prefix` (prompts refer to earlier steps) or `full`.
-        metadata: Metadata of the files; None: that of the first table, if it was
-            returned by `read`.
-        append: Add shards to an existing directory; several writers may share it.
+        metadata: Metadata of the files; None: that of the first table, if
+            `read` returned it.
+        append: If true, add shards to an existing directory; several writers may share it.
         row_group_rows: Maximum rows of a row group; a longer trajectory gets a longer one.
         shard_bytes: Size after which a new shard begins: encoded, uncompressed bytes.
-        checked: Skip the checks; the caller has checked the tables.
+        checked: If true, skip the checks, because the caller has checked the tables.
         part: Part of the dataset that this writer writes; None: all of it. Ignored with `append`,
             whose shards are independent of each other.
 
@@ -364,7 +364,7 @@ def _complete_rows(table: pa.Table) -> int:
 
 
 def _row_groups(table: pa.Table, num_rows: int) -> list[pa.Table]:
-    """Cut at trajectory starts, with as many complete trajectories per group as `num_rows` allows."""
+    """Cut at trajectory starts into groups of at most `num_rows` rows, longer for one trajectory."""
     bounds = [*trajectory_starts(table).tolist(), table.num_rows]
     cuts = [0]
     for here, following in pairwise(bounds):

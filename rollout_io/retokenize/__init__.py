@@ -1,4 +1,4 @@
-"""Tokenisation of text with a chat template, for conversations that were logged without token ids."""
+"""Tokenisation of text with a chat template, for conversations logged without token ids."""
 
 from typing import TYPE_CHECKING
 

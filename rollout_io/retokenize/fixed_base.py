@@ -1,11 +1,11 @@
 """The fixed-base encoding of messages: their tokens after a constant base conversation.
 
-Rendering messages by themselves would add a default system prompt. Rendering them in their own conversation
-would not reproduce what the model generated either: templates like Qwen3's depend on the position.
-They strip <think>...</think> from assistant messages before the last user message, and put an empty
-think block into the last assistant message if it has none, so a message's text changes when another
-is appended. After the base, every assistant message is the last one and follows the last user
-message: the position in which it was generated, with its thinking.
+Rendering messages by themselves would add a default system prompt. Rendering them in their own
+conversation would not reproduce what the model generated either: templates like Qwen3's depend on
+the position. They strip <think>...</think> from assistant messages before the last user message,
+and put an empty think block into the last assistant message if it has none, so a message's text
+changes when another is appended. After the base, every assistant message is the last one and
+follows the last user message: the position in which it was generated, with its thinking.
 """
 
 from __future__ import annotations

@@ -63,8 +63,8 @@ def refuse_dropped_texts(
 ) -> None:
     """Raise an error if a prompt lacks the content of one of its messages.
 
-    Reasoning may be missing: some templates drop it from earlier answers, and the engine used the same
-    template.
+    Reasoning may be missing: some templates drop it from earlier answers, and the engine used the
+    same template.
 
     Args:
         messages: Normalised messages.

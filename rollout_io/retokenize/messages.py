@@ -24,7 +24,7 @@ def normalize(message: object, where: str) -> dict[str, Any]:
 
     Raises:
         InputError: message: not an object with a role, or content that is not text (the error
-            names an image part); tool_arguments: arguments that are not a JSON object.
+            identifies an image part); tool_arguments: arguments that are not a JSON object.
 
     Example:
         >>> call = {"function": {"name": "add", "arguments": '{"a": 1}'}}

@@ -225,7 +225,7 @@ def _check_role(role: str, where: str) -> None:
 
 
 def _generated(piece: Piece, base: FixedBase, eos: int | None, where: str) -> tuple[int, int]:
-    """Return start and end of an assistant message's generated tokens."""
+    """Return the start and end of an assistant message's generated tokens."""
     pairs = enumerate(zip(piece.ids, base.generation_prompt_ids, strict=False))
     shorter = min(len(piece.ids), len(base.generation_prompt_ids))
     start = next((i for i, (ours, header) in pairs if ours != header), shorter)
