@@ -65,7 +65,7 @@ _RULES = (
     Rule(
         name="lengths_align",
         meaning="loss_mask, rollout_logprobs and rewards have one element per response token",
-        hint="align them before writing: shifted log-probabilities mistrain silently",
+        hint="align them before writing: shifted log-probabilities silently corrupt training",
     ),
     Rule(
         name="token_range",

@@ -169,9 +169,9 @@ def _check_usage(out: str | None, *, dry_run: bool, given: dict[str, Any]) -> No
     if (given["max_staleness"] is None) != (given["policy_version"] is None):
         raise click.UsageError("--max-staleness and --policy-version go together.")
     if given["move_outcome"] and given["keep_rows"] is None:
-        raise click.UsageError("--move-outcome goes with --keep-rows.")
+        raise click.UsageError("--move-outcome requires --keep-rows.")
     if given["share"] and len(given["share"]) != 1 + len(given["mix"]):
-        raise click.UsageError("--share is given for DS and for each --mix, in this order.")
+        raise click.UsageError("Pass --share once for DS and once for each --mix, in that order.")
 
 
 def _filters(given: dict[str, Any]) -> list[Filter]:

@@ -101,7 +101,9 @@ def _text_ids(row: dict[str, Any], tokenizer: ChatTokenizer) -> tuple[Tokens, To
     """Tokenize the prompt and the response of a row from its text."""
     where = "messages"
     if row["token_source"] != "engine":
-        raise InputError("token_source", where, "the ids were tokenized from text")
+        raise InputError(
+            "token_source", where, "the ids come from re-tokenized text, not from the engine"
+        )
     if row.get("messages") is None or row.get("response_text") is None:
         raise InputError("messages", where, "the row has no logged text")
     try:

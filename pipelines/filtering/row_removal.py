@@ -124,8 +124,7 @@ def _refuse_changed(before: pl.DataFrame, after: pl.DataFrame) -> None:
         return
     first = changed.row(0, named=True)
     where = f"trajectory {first['trajectory_id']!r} (the first of {len(changed)})"
-    got = (
-        f"dropping rows would give it return {first['return']} instead of {first['return_before']}"
-    )
+    was, now = first["return_before"], first["return"]
+    got = f"dropping rows would change its return from {was} to {now}"
     hint = "move the return to the last kept row: --move-outcome (move_outcome=True)"
     raise InputError("return_unchanged", where, got, hint=hint)

@@ -161,7 +161,7 @@ def refuse_nothing(verdicts: pl.DataFrame, counts: pl.DataFrame, where: str) -> 
     found = lines.select("filter", "num_trajectories_dropped").rows()
     why = "; ".join(f"{name}: {number} dropped" for name, number in found)
     got = f"no trajectory is left: kept 0 of {len(verdicts)} trajectories ({why})"
-    hint = "loosen the filter that dropped most, or inspect the data: rollouts stats DS"
+    hint = "loosen the filter that dropped the most, or inspect the data: rollouts stats DS"
     raise InputError("nothing_left", where, got, hint=hint)
 
 

@@ -106,7 +106,9 @@ class Client:
     def _sampling(self, changes: Mapping[str, Any]) -> Sampling:
         where = f"trajectory {self._task.trajectory_id!r}"
         if not self._is_open:
-            raise InputError("agent_calls", where, "the agent called after the agent's end")
+            raise InputError(
+                "agent_calls", where, "the agent called the model after it had finished"
+            )
         unknown = changes.keys() - {f.name for f in dataclasses.fields(Sampling)}
         if unknown:
             raise ConfigError("sampling", where, repr(min(unknown)), "a field of Sampling")
@@ -172,7 +174,7 @@ class AgentTrajectory:
         if number is None:
             raise InputError("agent_reward", self.where, f"{reward!r:.60}", "a finite number")
         if not self.steps:
-            raise InputError("agent_calls", self.where, "the agent made no call of the model")
+            raise InputError("agent_calls", self.where, "the agent made no calls to the model")
         for step in self.steps:
             step.reward = 0.0
         self.steps[-1].reward = number

@@ -43,7 +43,7 @@ def _check_same(config: GenerateConfig) -> None:
     history = read_metadata(config.out).made_by
     made = history[-1] if history else {}
     if made.get("verb") != VERB:
-        got, hint = "the dataset was not generated", "choose a different --out"
+        got, hint = "the dataset was not created by `rollouts generate`", "choose a different --out"
         raise ConfigError("resume", config.out, got, hint=hint)
     before: dict[str, Any] = made.get("config", {})
     now = identity(config)

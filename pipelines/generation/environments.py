@@ -272,7 +272,9 @@ def resolve(name: str, rule: str) -> Callable[..., Any]:
             hint = f"did you mean `{near[0]}`?" if near else hint
         raise ConfigError(rule, name, f"cannot import it: {got}", hint=hint) from None
     if not callable(found):
-        raise ConfigError(rule, name, f"a {type(found).__name__}", "a class or function")
+        raise ConfigError(
+            rule, name, f"a value of type {type(found).__name__}", "a class or function"
+        )
     make: Callable[..., Any] = found
     return make
 

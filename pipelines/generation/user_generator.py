@@ -186,10 +186,8 @@ def _check_trajectories(found: Sequence[str], asked: Sequence[str]) -> None:
     unknown = [name for name in found if name not in set(asked)]
     if lost or unknown:
         parts = [f"{len(found) - len(unknown)} of {len(asked)} trajectories"]
-        parts += [f"without {', '.join(lost)}"] if lost else []
-        parts += [f"with unknown {', '.join(unknown)}"] if unknown else []
+        parts += [f"no {', '.join(lost)}"] if lost else []
+        parts += [f"but also the unknown {', '.join(unknown)}"] if unknown else []
         expected = "exactly the requested trajectories"
-        hint = (
-            'return a failed one as a placeholder row: prompt [0], response [0], reward 0, "error"'
-        )
+        hint = 'return a failed one as a placeholder row: prompt [0], response [0], reward 0, stop reason "error"'
         raise InputError("trajectories", "trajectory_ids", ", ".join(parts), expected, hint)

@@ -77,7 +77,7 @@ def check_scripts(words: list[str]) -> None:
             continue
         for name in sorted(fields_in(script) - _NO_CODE):
             got = f"{{{name}}} inside a script would run the task's text as code"
-            hint = f"""write "$1" in the script and pass the field after it: sh {{{name}}}"""
+            hint = f"""write "$1" in the script, and add two arguments after the script: sh {{{name}}}"""
             raise ConfigError("harness", "harness", got, hint=hint)
 
 

@@ -57,9 +57,9 @@ class HarnessTrajectory:
             failure = InputError("harness_error", self.where, outcome.error)
         if failure is None and not self.steps:
             calls = count(opened.num_calls, "call")
-            got = f"the harness made {calls}, none of which was answered"
+            got = f"the harness made {calls}, but got no answer"
             if not opened.num_calls:
-                got = "the harness made no call of the model"
+                got = "the harness made no calls to the model"
             hint = f"check that the harness uses its base URL, {endpoint.base_url}"
             raise InputError("no_calls", self.where, got, hint=hint)
         if failure is not None:

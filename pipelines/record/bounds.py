@@ -103,7 +103,7 @@ def check_shape(content: bytes) -> None:
         if choice[:1] == b"{":
             num_other += _num_other(choice, _LARGE.decode(choice))
     if num_other > _OTHER_BYTES:
-        raise too_large("fields other than tokens, texts and log-probabilities", _OTHER_BYTES)
+        raise too_large("other fields (all but tokens, texts and log-probabilities)", _OTHER_BYTES)
 
 
 def check_request(body: bytes) -> None:

@@ -41,8 +41,8 @@ def with_answers(trajectory: Trajectory) -> list[Logged]:
         return list(trajectory.steps)
     steps = [cut for step in trajectory.steps if (cut := _cut(step)) is not None]
     if trajectory.steps and not steps and trajectory.error is None:
-        got = "no answer of the run has text, reasoning or tool calls"
-        hint = "give the run an `error` in --rewards if every call of the model failed"
+        got = "no answer in the run has text, reasoning or tool calls"
+        hint = "give the run an `error` in --rewards if every model call failed"
         raise InputError("no_calls", trajectory.steps[0].source, got, "", hint)
     _refuse_repeated(step for step in steps if isinstance(step, Conversation))
     return steps

@@ -162,7 +162,7 @@ def _fault(run: Run, settled: Settled, error: Exception) -> RolloutError:
     except RolloutError as found:
         return found
     where, got = run.places[0].where, " ".join(str(error).split())
-    hint = "check the run for a number that is too large, or a value of a different type"
+    hint = "check the run for a number that is too large, or a value of the wrong type"
     return InvariantError("columns_and_types", where, got, "", hint)
 
 

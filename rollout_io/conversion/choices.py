@@ -107,7 +107,7 @@ def refuse_misfits(choices: Choices, log: Log) -> None:
     """
     for name, value in (("--rewards", choices.rewards), ("--group-by", choices.group_by)):
         if value and log.adapter.is_table:
-            got = f"logs in the format {log.format} already name and reward their rows"
+            got = f"logs in the format {log.format} already contain groups and rewards"
             raise ConfigError("choices", name, got, "", f"omit {name}")
 
 

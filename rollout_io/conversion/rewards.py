@@ -111,7 +111,9 @@ def parse_outcome(record: dict[str, Any], where: str) -> tuple[Key, Outcome]:
     others = {name: value for name, value in record.items() if name not in names}
     clash = sorted(others.keys() & {*RESERVED_NAMES, ""})
     if clash:
-        got = f"the key {clash[0]!r} is empty or the name of a column of the rollout table"
+        got = "a key is empty"
+        if clash[0]:
+            got = f"the key {clash[0]!r} is the name of a column of the rollout table"
         raise InputError(_RULE, where, got, "", "rename the key")
     metrics = {k: _number(k, v, where) for k, v in others.items() if isinstance(v, int | float)}
     texts = {k: _text(v) for k, v in others.items() if k not in metrics and v is not None}
@@ -130,7 +132,7 @@ def _key(fields: _Fields, where: str) -> Key:
     key = split_session(fields.session, where)
     given = (fields.instance_id, fields.repetition_id)
     if any(g is not None and g != k for g, k in zip(given, key, strict=True)):
-        got = f"instance {given[0]}, repetition {given[1]} contradicts session {fields.session!r}"
+        got = f"instance_id or repetition_id contradicts session {fields.session!r}"
         raise InputError(_RULE, where, got, "", "remove one of the two")
     return key
 

@@ -62,7 +62,7 @@ class Staging:
         with writable(self.where):
             held = lock(Path(self.folder.join(_LOCK).path))
         if held is None:
-            got = "a different process is writing to this directory"
+            got = "another process is writing to this directory"
             hint = "wait for it, or choose a different --out"
             raise InputError("out_is_free", self.where, got, "", hint)
         try:

@@ -32,7 +32,7 @@ _TOKEN = re.compile(
     re.VERBOSE,
 )
 _QUERY_WORDS = frozenset({"select", "from", "with", "table", "values"})
-_HINT = "write a condition as after WHERE: reward > 0 AND agent = 'main'"
+_HINT = "write a condition as you would after WHERE in SQL: reward > 0 AND agent = 'main'"
 _VALUES = frozenset({"Column", "Literal", "FieldByName"})
 _WINDOWS = frozenset({"Over", "Window"})
 _LIST_SCOPE = "Eval"
@@ -41,7 +41,7 @@ _ACROSS_ROWS = {
     "Len": "an aggregate",
     "Rank": "a rank",
     "IntRange": "a row number",
-    "Shift": "another row's value",
+    "Shift": "a shift",
 }
 _NOT_ROWWISE = {
     "SubPlan": "a subquery",
@@ -101,13 +101,13 @@ def _check_words(text: str, where: str) -> None:
     while position < len(text):
         token = _TOKEN.match(text, position)
         if token is None or token["comment"]:
-            got = f"unexpected {text[position : position + 12]!r} in column {position + 1}"
+            got = f"unexpected {text[position : position + 12]!r} at character {position + 1}"
             raise ConfigError("condition", where, got, "", _HINT)
         word = (token["word"] or "").lower()
         if word in _QUERY_WORDS and (before, word) != ("distinct", "from"):
             # `IS DISTINCT FROM` is the only use of FROM inside an expression.
             hint = f"write '{word}' for a text value, \"{word}\" for a column"
-            got = f"a condition cannot contain {token[0]}, which begins or belongs to a query"
+            got = f"a condition cannot contain {token[0]}, which is a keyword of SQL queries"
             raise ConfigError("condition", where, got, "", hint)
         num_operators += token.lastgroup in {None, "name", "word"} and not token[0].isspace()
         before = before if token[0].isspace() else word

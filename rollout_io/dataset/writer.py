@@ -163,7 +163,7 @@ class RolloutWriter:
 
     def _refuse_if_closed(self) -> None:
         if not self._is_open:
-            got, hint = "the writer is closed, or failed before", "create a new writer"
+            got, hint = "the writer is closed, or an earlier write failed", "create a new writer"
             raise InputError("writer_is_open", self._where, got, "", hint)
 
     def abort(self) -> None:

@@ -20,7 +20,7 @@ import msgspec
 from rollout_io.formats.base import Step
 from rollout_io.formats.parsing.jsonl import read_document
 from rollout_io.formats.parsing.tokens import logprob_array, token_ids
-from schemas.errors import InputError, count
+from schemas.errors import InputError
 
 NO_TOKENS = "no_token_ids"
 VERSIONS = tuple(f"ATIF-v1.{minor}" for minor in range(9))
@@ -202,7 +202,9 @@ def _refuse_tokenless(document: Document, path: Path) -> None:
         return
     if not calls and (document.subagent_trajectories or document.continued_trajectory_ref):
         return
-    got = f"none of {count(len(calls), 'call')} has token ids" if calls else "there are no calls"
+    got = f"none of the {len(calls)} calls has token ids" if calls else "there are no calls"
+    if len(calls) == 1:
+        got = "the only call has no token ids"
     if calls:
         got += f" (the first has {_missing(calls[0].metrics)})"
     if document.schema_version in VERSIONS[:_IDS_SINCE]:

@@ -121,7 +121,7 @@ def _expand_directory(path: Path, errors: list[RolloutError]) -> list[Source]:
         raise _unknown(path, "the directory has no trial (no result.json)")
     if head.n_total_trials is not None and num_trials < head.n_total_trials:
         got = f"{num_trials} of {head.n_total_trials} trials are present"
-        hint = "resume the job, copy its missing trials, or give the trials by name"
+        hint = "resume the job, copy its missing trials, or pass the trial directories one by one"
         errors.append(InputError("missing_trials", str(path), got, hint=hint))
     return found
 
@@ -209,8 +209,8 @@ def _refuse_repeated(sources: Iterable[Source]) -> None:
     for source in sources:
         identity = (source.head.is_trial and source.head.id) or str(source.path.resolve())
         if identity in known:
-            got = f"the run is already given as {known[identity].path}"
-            hint = "give each run once"
+            got = f"the run was already given as {known[identity].path}"
+            hint = "pass each run only once"
             raise InputError("duplicate_input", str(source.path), got, hint=hint)
         known[identity] = source
 

@@ -237,7 +237,7 @@ def _part_steps(
         elements = []
     elif not all(elements):
         index = next(i for i, element in enumerate(elements) if not element)
-        raise _no_tokens(f"{place}[{index}]", "the agent has no calls, but a different one does")
+        raise _no_tokens(f"{place}[{index}]", "this agent has no calls, but another agent has some")
     path = directory / "agent" / "trajectory.json" if directory else None
     document = read_trajectory(path, progress) if path is not None and is_file(path) else None
     if document is None or path is None or (elements and not has_tokens(document)):

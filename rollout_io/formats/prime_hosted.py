@@ -132,7 +132,7 @@ class _Groups:
         other = self.first.setdefault((row.run_id, row.step, row.sample_id), place)
         if other != place:
             is_copy = read_record(other).rstrip() == read_record(place).rstrip()
-            hint = "give each page once"
+            hint = "pass each page only once"
             got = f"sample {row.sample_id} of step {row.step} is already in {other.where}"
             if is_copy:
                 raise InputError(DUPLICATE, place.where, got, hint=hint)

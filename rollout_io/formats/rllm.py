@@ -45,7 +45,7 @@ from rollout_io.formats.parsing.tokens import INT32_MAX, logprob_array, same_ids
 from schemas.errors import InputError, count
 
 _GROUPS = "inferred: episodes whose id does not begin with their task are grouped by equal tasks"
-_SAVE_TRAINING = "save the episodes of training: those of an evaluation have no ids"
+_SAVE_TRAINING = "save training episodes: evaluation episodes have no ids"
 _NO_JSON = msgspec.Raw(b"null")
 _NO_IDS = frozenset({b"null", b"[]"})
 _Version = Annotated[int, msgspec.Meta(ge=-INT32_MAX - 1, le=INT32_MAX)]
@@ -252,7 +252,7 @@ def _steps(trajectory: _Trajectory, agent: str, where: str, *, failed: bool) -> 
         if _has_tokens(step):
             yield _step(step, _chat(step, trajectory, place), agent, place)
         elif not failed:
-            got = "the step has no token ids, but a different step has"
+            got = "the step has no token ids, but another step has them"
             raise InputError("no_token_ids", place, got, hint=_SAVE_TRAINING)
 
 

@@ -176,7 +176,7 @@ def read_generator_output(
         InputError: `json_file`: not one JSON object; otherwise as `from_generator_output`.
     """
     where = os.fspath(file)
-    hint = "rollouts export DS --format skyrl --out " + where
+    hint = "write the file again: rollouts export DS --format skyrl --out " + where
     content = read_input(file)
     try:
         output = json.loads(content)
@@ -231,7 +231,7 @@ def _is_filled(table: pa.Table, name: str, masked: BoolArray, rule: str) -> bool
     if len(alive) and alive.any() != alive.all():
         row = int(np.flatnonzero(~valid & ~masked)[0])
         hint = f"drop the column, or keep only the rows with a value (`{name} IS NOT NULL`)"
-        got = "the value is null, but a different row has one"
+        got = "the value is null, but other rows have a value"
         raise InputError(rule, _place(table, row, name), got, hint=hint)
     return bool(alive.all() if len(alive) else valid.any() or name == "rewards")
 

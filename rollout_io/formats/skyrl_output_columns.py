@@ -141,7 +141,9 @@ def _identities(output: Mapping[str, Any], group_size: int | None) -> list[Traje
         raise _error("fields", "trajectory_ids", "is_last_step is given without trajectory_ids")
     num_rows = len(output["response_ids"])
     if group_size is None or group_size < 1 or num_rows % group_size:
-        got = f"the field is missing, and group_size={group_size} does not divide {num_rows} rows"
+        got = "the field is missing"
+        if group_size is not None:
+            got += f", and {num_rows} rows do not split into groups of {group_size}"
         hint = "pass group_size=n, the number of attempts per prompt"
         raise _error("fields", "trajectory_ids", got, hint=hint)
     return [TrajectoryID(str(row // group_size), row % group_size) for row in range(num_rows)]
@@ -316,8 +318,8 @@ def _routes(output: Mapping[str, Any], failed: Sequence[bool]) -> pa.Array | Non
     if not shapes:
         return None
     if len(shapes) > 1:
-        got = f"shapes [tokens, *{sorted(shapes)}]"
-        raise _error("routing_shape", _ROUTES, got, "one number of layers and one topk")
+        got = f"rows with different (layers, topk): {', '.join(map(str, sorted(shapes)))}"
+        raise _error("routing_shape", _ROUTES, got, "the same layers and topk in every row")
     return routing_array(arrays, *shapes.pop())
 
 

@@ -291,7 +291,7 @@ def _array(value: Any, where: str, kinds: str) -> npt.NDArray[Any]:
     if "b" not in kinds and isinstance(value, list) and bool in set(map(type, value)):
         raise InputError("record_type", where, "booleans", "a flat list of numbers")
     if found.ndim != 1 or (len(found) and found.dtype.kind not in kinds):
-        got = f"a {type(value).__name__} of dtype {found.dtype} and shape {found.shape}"
+        got = f"{type(value).__name__}, dtype {found.dtype}, shape {found.shape}"
         raise InputError("record_type", where, got, "a flat list of numbers")
     return found
 

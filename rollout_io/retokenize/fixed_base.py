@@ -154,7 +154,7 @@ def fixed_base(tokenizer: ChatTokenizer, tools: Tools | None, where: str) -> Fix
     try:
         key = json.dumps(list(tools) if tools else None)
     except (TypeError, ValueError, RecursionError) as error:
-        got = f"the tools are no list of JSON schemas: {error}"
+        got = f"the tools are not a list of JSON schemas: {error}"
         raise InputError("tools", where, got) from None
     return _fixed_base(tokenizer, key)
 
@@ -183,7 +183,7 @@ def _check_headless(tokenizer: ChatTokenizer, text: str, tools: Tools | None, wh
     shown = _after(text, tokenizer.render([*BASE, answer], tools, where=where), where)
     if not shown.lstrip().startswith("answer"):
         got = f"the template has no generation prompt, but begins answers with {shown[:40]!r}"
-        hint = "write that beginning in the template if add_generation_prompt is true"
+        hint = "change the template so that it appends this text when add_generation_prompt is true"
         raise InputError("generation_prompt", where, got, "", hint)
 
 

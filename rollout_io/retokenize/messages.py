@@ -32,7 +32,11 @@ def normalize(message: object, where: str) -> dict[str, Any]:
         {'role': 'assistant', 'content': '', 'tool_calls': [{'function': {'name': 'add', 'arguments': {'a': 1}}}]}
     """
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise _bad(where, f"a {type(message).__name__} without a role", "an object with a role")
+        raise _bad(
+            where,
+            f"a value of type {type(message).__name__} without a role",
+            "an object with a role",
+        )
     result = {k: v for k, v in message.items() if v is not None and k not in REASONING_FIELDS}
     result["content"] = _text(message.get("content"), where)
     reasoning = next((v for k in REASONING_FIELDS if (v := message.get(k)) is not None), None)
@@ -97,9 +101,13 @@ def _arguments(arguments: object, where: str) -> object:
         except (ValueError, RecursionError):
             parsed = None
     if not isinstance(parsed, Mapping):
-        hint = "put a call that could not be parsed into the message's content, as text"
+        hint = "if the call could not be parsed, move it to the message's content as text"
         is_text = isinstance(arguments, str)
-        got = f"arguments {arguments!r:.80}" if is_text else f"a {type(arguments).__name__}"
+        got = (
+            f"arguments {arguments!r:.80}"
+            if is_text
+            else f"arguments of type {type(arguments).__name__}"
+        )
         raise InputError("tool_arguments", where, got, "a JSON object", hint)
     return parsed
 

@@ -235,7 +235,7 @@ def _generated(piece: Piece, base: FixedBase, eos: int | None, where: str) -> tu
     if piece.text.startswith(base.generation_prompt) and start < end:
         return start, end
     got = f"the assistant message begins with {piece.text[:60]!r}, but must begin with the "
-    got += f"generation prompt, {base.generation_prompt!r}, and text after it"
+    got += f"generation prompt, {base.generation_prompt!r}, followed by text"
     hint = "use a template that renders what the model generates, such as qwen3_acc_thinking"
     raise InputError("generation_prompt", where, got, "", hint)
 
@@ -243,7 +243,7 @@ def _generated(piece: Piece, base: FixedBase, eos: int | None, where: str) -> tu
 def _aligned(
     logprobs: Logprobs, spans: list[tuple[int, int]], mask: npt.NDArray[np.bool_], where: str
 ) -> npt.NDArray[np.float32]:
-    hint = "omit the log-probabilities: the text was split into different tokens than sampled"
+    hint = "omit the log-probabilities: the text was split into different tokens than those sampled"
     try:
         arrays = [np.array(list(values), np.float32) for values in logprobs]
     except (TypeError, ValueError) as error:

@@ -85,6 +85,6 @@ def _estimated(
         return finite_array(function, found, num, what), None
     if not isinstance(found, CriticAdvantages):
         expected = "CriticAdvantages(advantages, value_targets), because it takes `values`"
-        raise refused(function, f"a {type(found).__name__}", expected)
+        raise refused(function, f"a value of type {type(found).__name__}", expected)
     targets = finite_array(function, found.value_targets, num, "value of each trained token")
     return finite_array(function, found.advantages, num, what), targets

@@ -113,7 +113,10 @@ def _checked(function: Function, found: Any, logprobs: Tensor) -> TokenLoss:
     _check_tensor(function, "clipped", clipped, logprobs, expected, dtype=torch.bool)
     if not isinstance(metrics, Mapping):
         raise refused(
-            function, f"a {type(metrics).__name__}", "a mapping of names to tensors", part="metrics"
+            function,
+            f"a value of type {type(metrics).__name__}",
+            "a mapping of names to tensors",
+            part="metrics",
         )
     for name, values in metrics.items():
         expected = f"a finite tensor [{num}], whose mean over the mini-batch is reported"
@@ -137,7 +140,9 @@ def _check_tensor(
     dtype: torch.dtype | None = None,
 ) -> None:
     if not isinstance(found, Tensor):
-        raise refused(function, f"a {type(found).__name__}", expected, hint, part=part)
+        raise refused(
+            function, f"a value of type {type(found).__name__}", expected, hint, part=part
+        )
     shape, device = list(found.shape), logprobs.device
     if found.shape != logprobs.shape or (dtype and found.dtype != dtype):
         got = f"a tensor {shape} of {found.dtype}"

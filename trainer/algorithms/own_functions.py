@@ -59,11 +59,11 @@ def finite_array(function: Function, found: Any, num: int, what: str) -> FloatAr
     try:
         array = np.asarray(found)
     except Exception as error:  # such as a tensor on a GPU, or with gradient
-        got = f"a {type(found).__name__} that NumPy cannot convert ({error})"
+        got = f"a value of type {type(found).__name__}, which NumPy cannot convert ({error})"
         raise refused(function, got, expected) from None
     if array.dtype.kind not in "fiu":
-        got = f"a {type(found).__name__}"
-        got += f" of {array.dtype}" if isinstance(found, np.ndarray | list) else ""
+        got = f"a value of type {type(found).__name__}"
+        got += f" and dtype {array.dtype}" if isinstance(found, np.ndarray | list) else ""
         raise refused(function, got, expected)
     if array.shape != (num,):
         raise refused(function, f"shape {list(array.shape)}", expected)

@@ -105,7 +105,8 @@ def _unknown_key(key: str, own: Collection[Function], fields: Collection[str]) -
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     names = " and ".join(function.name for function in own)
     expected = f"a parameter of {names}"
-    hint = f"did you mean `{near[0]}`?" if near else f"known keys: {', '.join(known) or 'none'}"
+    hint = f"use one of {', '.join(known)}" if known else "remove the key: no function takes it"
+    hint = f"did you mean `{near[0]}`?" if near else hint
     return ConfigError("config_key", "[loss]", f"`{key}`", expected, hint)
 
 
@@ -158,7 +159,9 @@ def _check_keys(function: Function, config: LossConfig) -> None:
     for name, parameter in function.keys.items():
         if name not in values and parameter.default is Parameter.empty:
             got = f"parameter `{name}` is neither an input nor a key of [loss]"
-            known = f"set `{name}` in [loss], or take one of the {known_inputs(function.kind)}"
+            known = (
+                f"set `{name}` in [loss], or rename it to one of the {known_inputs(function.kind)}"
+            )
             hint = nearest_inputs(function) or known
             raise InputError(function.kind.key, function.name, got, hint=hint)
         annotation = getattr(parameter.annotation, "__name__", parameter.annotation)

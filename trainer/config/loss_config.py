@@ -202,7 +202,7 @@ def _contradictions(c: LossConfig) -> Iterator[tuple[str, str, str]]:
     low, high = c.token_mask_is_threshold_low, c.token_mask_is_threshold_high
     if (low is None) != (high is None):
         keys = "token_mask_is_threshold_low and token_mask_is_threshold_high"
-        yield keys, f"{low} and {high}", "both or none"
+        yield keys, f"{low} and {high}", "both or neither"
     if c.loss_reduction == "seq_mean_token_sum_norm" and c.max_seq_len is None:
         yield "max_seq_len", "none", "a length, which seq_mean_token_sum_norm needs"
     if c.is_anchored_on_sampler and not c.has_own_loss and c.importance_weights is not None:

@@ -100,7 +100,9 @@ def _check_launch(optimizer: str) -> None:
     if num_accumulated != "1":
         hint = "set groups_per_mini_batch: it determines the size of an optimizer step"
         got = f"gradient_accumulation_steps {num_accumulated}"
-        raise ConfigError("launch", where, got, "1, because others divide the gradient", hint)
+        raise ConfigError(
+            "launch", where, got, "1, because other values would divide the gradient", hint
+        )
     if _is_on("ACCELERATE_USE_DEEPSPEED"):
         hint = "use FSDP2: it shards parameters, gradients and optimizer state like ZeRO-3"
         raise ConfigError("launch", where, "DeepSpeed", expected, hint)

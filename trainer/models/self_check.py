@@ -122,7 +122,7 @@ def _forests(
         found["packed rows that replay their routing"] = replays
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if longest:
-        found["rows beside a long one"] = _with_position(found["packed rows"], longest - 1)
+        found["rows packed with a long row"] = _with_position(found["packed rows"], longest - 1)
     if trees:
         found["a branching tree"] = _forest(tokens, ROWS)
     return found

@@ -140,12 +140,14 @@ def _chosen(lines: Mapping[str, Sequence[Mapping[str, Any]]], metrics: Sequence[
     for metric in dict.fromkeys(metrics):
         if not is_there(metric):
             near = difflib.get_close_matches(metric, known, 1)
-            hint = f"did you mean `{near[0]}`?" if near else f"known metrics: {', '.join(known)}"
+            hint = f"did you mean `{near[0]}`?" if near else f"use one of {', '.join(known)}"
             got = f"metric `{metric}` has no values"
             raise InputError("metric", ", ".join(lines), got, hint=hint)
     found = list(dict.fromkeys(metrics)) or [metric for metric in DEFAULT if is_there(metric)]
     if not found:
-        raise InputError("metric", ", ".join(lines), "no optimizer step was made, nothing to plot")
+        raise InputError(
+            "metric", ", ".join(lines), "no optimizer step was made, so there is nothing to plot"
+        )
     return found
 
 

@@ -180,7 +180,7 @@ OWN_KEYS: dict[str, dict[str, str]] = {
     | _OUT
     | {
         "tasks": _TOP,
-        "policy_version": "leave it out: iterations are counted",
+        "policy_version": "leave it out: it is the number of the iteration",
         "groups_per_shard": "leave it out: each group is a shard",
     },
     "train": _MODEL
@@ -199,7 +199,7 @@ OWN_KEYS: dict[str, dict[str, str]] = {
         "engine": _ENGINE,
         "urls": _ENGINE,
         "dtype": _ENGINE,
-        "policy_version": "leave it out: iterations are counted",
+        "policy_version": "leave it out: it is the number of the iteration",
     },
 }
 """Keys of the tables that the loop sets itself, and what to do instead."""

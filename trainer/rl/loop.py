@@ -140,8 +140,8 @@ def run(
 def _refuse_several_processes() -> None:
     num_processes = os.environ.get("WORLD_SIZE", "1")
     if num_processes != "1":
-        text = f"WORLD_SIZE is {num_processes}, but rollouts rl trains in one process"
-        hint = "launch it without torchrun: only rollouts train runs in several processes"
+        text = f"WORLD_SIZE is {num_processes}, but `rollouts rl` trains in one process"
+        hint = "launch it without torchrun: only `rollouts train` supports several processes"
         raise ConfigError("launch", "WORLD_SIZE", num_processes, "1", hint, message=text)
 
 

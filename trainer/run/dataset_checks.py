@@ -78,8 +78,12 @@ def _check_order(rows: pl.DataFrame) -> None:
     )
     for breach, rule, got in (
         ("again", "contiguous_trajectory", "the rows of this trajectory are not contiguous"),
-        ("moved", "unique_trajectory", "its instance_id differs from the row before"),
-        ("back", "step_index_sequence", "its step_index is not above the one of the row before"),
+        ("moved", "unique_trajectory", "its instance_id differs from that of the previous row"),
+        (
+            "back",
+            "step_index_sequence",
+            "its step_index is not greater than that of the previous row",
+        ),
     ):
         _refuse(rows, pl.col(breach), rule, pl.lit(got), "", VALIDATE)
 

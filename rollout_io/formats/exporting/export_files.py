@@ -34,7 +34,7 @@ def new_export(out: str | os.PathLike[str]) -> Iterator[Path]:
 def replaced_export(out: str | os.PathLike[str]) -> Iterator[Path]:
     """Like `new_export`, but replace an existing file."""
     target = Path(out)
-    hint = f"ls -ld {target.parent}"
+    hint = f"check that the directory is writable: ls -ld {target.parent}"
     with writable(os.fspath(out), hint), whole(target, f"{os.getpid()}.tmp") as path:
         yield path
 

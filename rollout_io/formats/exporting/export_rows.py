@@ -188,7 +188,7 @@ class Uniform:
         return self._has_values.get(name, False)
 
     def _refuse(self, table: pa.Table, name: str, row: int) -> None:
-        got = "the column has a value on some rows only"
+        got = "the column has values in only some of the rows"
         hint = f"drop the column, or keep only the rows with a value (`{name} IS NOT NULL`)"
         raise InputError("all_or_none", _place(self._where, table, name, row), got, hint=hint)
 

@@ -65,7 +65,10 @@ def _in_order(choices: Sequence[Choice], where: str) -> Sequence[Choice]:
     choices = sorted(choices, key=lambda choice: choice.index)
     indices = [choice.index for choice in choices]
     if indices != list(range(len(choices))):
-        got, expected = f"choices of index {indices}", f"each of 0..{len(choices) - 1} once"
+        got, expected = (
+            f"choices with the indices {indices}",
+            f"each index from 0 to {len(choices) - 1} once",
+        )
         hint = "keep the response exactly as the engine returned it"
         raise InputError("choice_index", where, got, expected, hint)
     return choices

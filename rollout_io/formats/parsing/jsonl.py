@@ -138,7 +138,7 @@ def _refuse_not_utf8(content: bytes, where: str, unit: _Unit) -> None:
 def refuse_lfs_pointer(content: bytes, where: str) -> None:
     """Raise an error for a Git LFS pointer, which replaces a large file until it is fetched."""
     if content.startswith(b"version https://git-lfs"):
-        got = f"the file is a Git LFS pointer of {len(content)} bytes, not its content"
+        got = f"the file is a Git LFS pointer ({len(content)} bytes), not the actual data"
         raise InputError("lfs_pointer", where, got, hint="git lfs pull")
 
 

@@ -21,7 +21,7 @@ def split_session(session: str, where: str) -> tuple[str, int]:
     """
     instance_id, _, repetition = session.rpartition("/")
     if not instance_id or not _REPETITION.fullmatch(repetition):
-        expected = "'instance/repetition', where repetition is an integer from 0"
+        expected = "'instance/repetition', where repetition is a non-negative integer"
         hint = "number the attempts at each instance: shop-1/0, shop-1/1, ..."
         raise InputError("session_name", where, f"session {session!r}", expected, hint)
     return instance_id, int(repetition)

@@ -49,7 +49,7 @@ def read_record(place: Place) -> bytes:
     file = _descriptor(place.path)  # keeps the file open: another thread may clear the cache
     content = os.pread(file.number, place.num_bytes, place.offset)
     if len(content) != place.num_bytes:
-        got = "the file became shorter while it was read"
+        got = "the file shrank while it was being read"
         hint = "convert the log after its writer has finished"
         raise InputError("input_file", place.where, got, hint=hint)
     return content

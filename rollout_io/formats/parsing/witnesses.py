@@ -49,7 +49,7 @@ def check_tokens(logprobs: Logprobs, ids: Ids, texts: Iterable[str], where: str)
         return None
     for text in texts:
         if text not in whole and not holds(whole, text):
-            got = f"the logprobs are of the text {shortened(whole)}, not of {shortened(text)}"
+            got = f"the logprobs belong to the text {shortened(whole)}, not to {shortened(text)}"
             raise InputError("logprob_tokens", where, got, hint=_HINT)
     return whole
 
@@ -74,7 +74,7 @@ def _check_names(names: Sequence[str], ids: Ids, where: str) -> None:
     if names == expected or len(names) != len(expected):
         return  # a different length: lengths_align reports it
     at = next(i for i, name in enumerate(names) if name != expected[i])
-    got = f"logprob {at} is of {names[at]!r}, but token_ids has id {found[at]} there"
+    got = f"logprob {at} is for {names[at]!r}, but token_ids has id {found[at]} there"
     raise InputError("logprob_tokens", where, got, hint=_HINT)
 
 

@@ -255,7 +255,10 @@ def test_the_report_adds_up_over_pieces_and_keeps_the_first_breaks():
 @pytest.mark.parametrize(
     ("columns", "reason"),
     [
-        ({"token_source": "retokenized"}, "the ids were tokenized from text"),
+        (
+            {"token_source": "retokenized"},
+            "the ids come from re-tokenized text, not from the engine",
+        ),
         ({"messages": None}, "no logged text"),
         ({"messages": "{"}, "[messages]"),
         ({"messages": '"text"'}, "text without roles"),

@@ -38,7 +38,7 @@ def test_the_rows_that_stay_are_numbered_anew_and_the_final_one_is_last():
 
 
 def test_dropping_the_row_that_holds_the_outcome_is_refused_unless_it_may_move():
-    with pytest.raises(RolloutError, match=r"return 0\.0 instead of 1\.0") as info:
+    with pytest.raises(RolloutError, match=r"return from 1\.0 to 0\.0") as info:
         keep_rows(AGENTS, "step_index < 2")
     assert (info.value.rule, info.value.where) == (
         "return_unchanged",
@@ -51,13 +51,13 @@ def test_dropping_the_row_that_holds_the_outcome_is_refused_unless_it_may_move()
 def test_a_reward_on_an_inner_row_counts_where_the_return_is_the_sum():
     rows = table(("a", 0, [{"reward": 0.5}, {"reward": 1.0}]))
     assert keep_rows(rows, "step_index = 1")[0].collect()["reward"].to_list() == [1.0]
-    with pytest.raises(RolloutError, match=r"return 1\.0 instead of 1\.5"):
+    with pytest.raises(RolloutError, match=r"return from 1\.5 to 1\.0"):
         keep_rows(rows, "step_index = 1", outcome="sum")
 
 
 def test_an_unknown_return_does_not_become_a_known_one():
     rows = table(("a", 0, [{"reward": 0.5}, {"reward": None}]))
-    with pytest.raises(RolloutError, match=r"return 0\.5 instead of None"):
+    with pytest.raises(RolloutError, match=r"return from None to 0\.5"):
         keep_rows(rows, "step_index = 0")
     moved, _ = keep_rows(rows, "step_index = 0", move_outcome=True)
     assert moved.collect()["reward"].to_list() == [None]

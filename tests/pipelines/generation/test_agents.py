@@ -42,7 +42,7 @@ def test_a_client_takes_no_calls_after_its_agents_end_and_no_unknown_field(engin
     with pytest.raises(RolloutError, match="'temprature'"):
         asyncio.run(client.chat(ASK, temprature=1.0))
     client.close()
-    with pytest.raises(RolloutError, match="after the agent's end"):
+    with pytest.raises(RolloutError, match="the agent called the model after it had finished"):
         asyncio.run(client.sample([1]))
 
 

@@ -103,7 +103,7 @@ def test_an_environment_that_does_not_close_costs_a_warning_alone(engine, tokeni
         ("hang", "agent_timeout: trajectory 't0_0': no result within 1 s", 1),
         ("nonsense", "agent_reward: trajectory 't0_0': found 'good'", 1),
         ("nan", "agent_reward: trajectory 't0_0': found nan", 1),
-        ("silent", "agent_calls: trajectory 't0_0': the agent made no call of the model", 0),
+        ("silent", "agent_calls: trajectory 't0_0': the agent made no calls to the model", 0),
     ],
 )
 def test_a_broken_agent_fails_its_trajectory_by_name_and_its_calls_stay(
@@ -202,7 +202,7 @@ def test_an_unknown_environment_or_agent_is_refused_before_anything_is_sampled(e
         with pytest.raises(RolloutError) as error:
             generator.check(tasks_of())
         assert str(error.value).startswith(got)
-    for name, got in (("not_async", "not an `async def`"), ("ASK", "a list")):
+    for name, got in (("not_async", "not an `async def`"), ("ASK", "a value of type list")):
         with pytest.raises(RolloutError, match=got):
             Generator(engine, tokenizer, config_of(agent=f"{HERE}:{name}"))
 

@@ -135,7 +135,7 @@ def test_of_two_conversions_at_once_the_second_is_refused_by_name(tmp_path):
 
     convert([log], out, progress=try_too)
     assert refused[0].rule == "out_is_free"
-    assert refused[0].got == "a different process is writing to this directory"
+    assert refused[0].got == "another process is writing to this directory"
     assert rollout_io.read(out).num_rows == 1
     assert ".converting" not in files_in(out)
 

@@ -173,7 +173,7 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path, capsys):
 def test_a_large_file_that_git_did_not_fetch_is_called_so(tmp_path, formats):
     pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
     (tmp_path / "results.jsonl").write_text(pointer)
-    with pytest.raises(RolloutError, match=rf".*pointer of {len(pointer)} bytes.*\[lfs_pointer\]"):
+    with pytest.raises(RolloutError, match=rf".*pointer \({len(pointer)} bytes\).*\[lfs_pointer\]"):
         recognize(tmp_path / "results.jsonl", formats)
 
 

@@ -108,7 +108,9 @@ def _placeholder() -> Output:
 def _rows(draw: st.DrawFn) -> Output:
     ids = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=4)
     prompt, response = draw(ids), draw(ids)
-    assume((prompt, response) != ([0], [0]))  # the tokens of a placeholder, whose routes are padding
+    assume(
+        (prompt, response) != ([0], [0])
+    )  # the tokens of a placeholder, whose routes are padding
     num_tokens = len(response)
 
     def per_token(values: st.SearchStrategy[Any]) -> list[Any]:

@@ -54,16 +54,19 @@ def test_sub_agent_files_given_beside_their_run_are_read_once(golden, main_first
     [
         (
             "golden/terminus_2/hello-world-invalid-json.trajectory.json",
-            "none of 4 calls has token ids",
+            "none of the 4 calls has token ids",
         ),
-        (f"golden/terminus_2/{GOLDEN.replace('.', '-linear-history.')}.json", "none of 3 calls"),
+        (
+            f"golden/terminus_2/{GOLDEN.replace('.', '-linear-history.')}.json",
+            "none of the 3 calls",
+        ),
         (
             f"golden/terminus_2/{GOLDEN.replace('.', '-linear-history.')}.cont-1.json",
-            "none of 4 calls",
+            "none of the 4 calls",
         ),
-        ("golden/openhands/hello-world.trajectory.json", "none of 2 calls has token ids"),
-        ("golden/openhands/hello-world.trajectory.no_function_calling.json", "none of 2 calls"),
-        ("atif_other/openagents.login-trace.trajectory.json", "none of 6 calls has token ids"),
+        ("golden/openhands/hello-world.trajectory.json", "none of the 2 calls has token ids"),
+        ("golden/openhands/hello-world.trajectory.no_function_calling.json", "none of the 2 calls"),
+        ("atif_other/openagents.login-trace.trajectory.json", "none of the 6 calls has token ids"),
         ("golden/openhands/hello-world.traces.json", "traces export has text but no token ids"),
         ("golden/terminus_2/hello-world-context-summarization.traces.json", "no token ids"),
     ],
@@ -325,7 +328,7 @@ def test_without_ids_in_either_record_both_reasons_are_named(tmp_path, trial):
     error = refusal(write_trial(tmp_path, record, atif(text, version="1.2")))
     assert error.rule == "no_token_ids"
     assert "null although" in error.got
-    assert "none of 1 call has token ids" in error.got
+    assert "the only call has no token ids" in error.got
     assert "ATIF-v1.2 has no field for prompt ids" in error.got
 
 

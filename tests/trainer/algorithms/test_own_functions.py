@@ -217,8 +217,8 @@ def test_a_loss_may_return_what_it_clipped_and_metrics(x: Targets) -> None:
     ("make", "message"),
     [
         ("sum", r"found a tensor \[\] of torch.float64; expected a tensor \[3\] of torch.float64"),
-        ("number", "found a float; expected a tensor"),
-        ("none", "found a NoneType; expected a tensor"),
+        ("number", "found a value of type float; expected a tensor"),
+        ("none", "found a value of type NoneType; expected a tensor"),
         ("long", r"found a tensor \[6\] of torch.float64"),
         ("float32", r"found a tensor \[3\] of torch.float32"),
         ("int", r"found a tensor \[3\] of torch.int64"),
@@ -227,7 +227,7 @@ def test_a_loss_may_return_what_it_clipped_and_metrics(x: Targets) -> None:
         ("inf", "found -inf at target 0"),
         ("clipped", r"clipped: found a tensor \[3\] of torch.float64; .* of torch.bool"),
         ("metrics", r"metrics\['mean'\]: found a tensor \[\] of torch.float64"),
-        ("names", "metrics: found a list"),
+        ("names", "metrics: found a value of type list"),
     ],
 )
 def test_a_loss_that_does_not_fit_is_named(make: str, message: str) -> None:
@@ -290,7 +290,7 @@ def test_an_estimator_that_takes_values_has_a_critic() -> None:
     assert value_targets is not None
     assert (advantages.tolist(), value_targets.tolist()) == ([-1, 0, 1], [0, 1, 2])
     for make, message in (
-        ("array", "found a ndarray; .* CriticAdv"),
+        ("array", "found a value of type ndarray; .* CriticAdv"),
         ("short", r"shape \[2\]; .* value"),
     ):
         c = config(advantage_estimator=own(with_critic), loss={"make": make})
@@ -301,16 +301,16 @@ def test_an_estimator_that_takes_values_has_a_critic() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        ("text", "found a list of <U1; expected"),
-        ("none", "found a NoneType; expected"),
+        ("text", "found a value of type list and dtype <U1; expected"),
+        ("none", "found a value of type NoneType; expected"),
         (
             "short",
             r"found shape \[2\]; expected an array \[3\] of finite numbers, the advantage of each traj",
         ),
         ("column", r"found shape \[3, 1\]"),
         ("nan", "found nan at element 0"),
-        ("graph", "found a Tensor that NumPy .*requires grad"),
-        ("ragged", r"found a list that NumPy cannot convert \("),
+        ("graph", "found a value of type Tensor, which NumPy .*requires grad"),
+        ("ragged", r"found a value of type list, which NumPy cannot convert \("),
     ],
 )
 def test_advantages_that_do_not_fit_are_named(make: str, message: str) -> None:
@@ -347,7 +347,11 @@ def test_a_reduction_gets_its_arrays_by_name(rows: list[int]) -> None:
         ({"loss_reduction": "mean"}, "expected one of token_mean", None),
         ({"policy_loss_type": "no_such_module:f"}, "ModuleNotFoundError", "PYTHONPATH"),
         ({"policy_loss_type": f"{HERE}:none"}, "AttributeError", None),
-        ({"policy_loss_type": f"{HERE}:NOT_CALLABLE"}, "found a int; expected a", None),
+        (
+            {"policy_loss_type": f"{HERE}:NOT_CALLABLE"},
+            "found a value of type int; expected a",
+            None,
+        ),
         ({"policy_loss_type": own(no_logprobs)}, "logprobs among them", "did you mean `logprobs`?"),
         (
             {"policy_loss_type": own(skyrl_names)},
@@ -384,7 +388,7 @@ GOOD = {"beta": 1, "power": 2, "name": "a"}
     ("table", "message", "hint"),
     [
         (GOOD | {"bta": 1}, f"`bta`; expected a parameter of {own(typed)}", "mean `beta`?"),
-        (GOOD | {"zzzz": 1}, "`zzzz`", "known keys: beta, name, on, power"),
+        (GOOD | {"zzzz": 1}, "`zzzz`", "use one of beta, name, on, power"),
         (GOOD | {"beta": "a"}, f"[loss] beta, of {own(typed)}: found 'a'; expected a number", None),
         (GOOD | {"beta": True}, "found True; expected a number", None),
         (GOOD | {"power": 1.5}, "found 1.5; expected a whole number", None),

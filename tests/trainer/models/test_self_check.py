@@ -79,7 +79,7 @@ def test_a_forward_that_depends_on_the_longest_row_beside_is_found() -> None:
     rotary.forward = lambda x, position_ids: usual(
         x, position_ids * (1 + position_ids.amax() // 100)
     )
-    assert "log-probabilities of rows beside a long one differ" in checked(policy)
+    assert "log-probabilities of rows packed with a long row differ" in checked(policy)
 
 
 LONGROPE = {

@@ -352,7 +352,7 @@ def test_whatever_trains_a_run_that_is_resumed_is_replayed_by_train(tmp_path, mo
 def test_several_processes_are_refused(tmp_path, model, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(
-        RolloutError, match="WORLD_SIZE is 2, but rollouts rl trains in one process"
+        RolloutError, match="WORLD_SIZE is 2, but `rollouts rl` trains in one process"
     ):
         rl.run(config_of(tmp_path, model))
 

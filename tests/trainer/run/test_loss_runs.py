@@ -129,7 +129,7 @@ def test_what_needs_the_samplers_log_probabilities_is_refused_without_them(
             "found cross_entropy; expected a loss with importance ratios",
         ),
         ({"loss_reduction": "seq_mean_token_sum_norm"}, "max_seq_len: found none"),
-        ({"token_mask_is_threshold_low": 0.5}, "both or none"),
+        ({"token_mask_is_threshold_low": 0.5}, "both or neither"),
         ({"geo_mask_low": 1.2}, "geo_mask_low and geo_mask_high: found 1.2 and 1.01"),
         ({"reference_model": "m"}, "expected none, because kl_loss_coef and kl_reward_coef are 0"),
         ({"kl_loss_coef": 0.1, "kl_reward_coef": 0.1}, "at most one above 0"),
