@@ -364,7 +364,7 @@ def _complete_rows(table: pa.Table) -> int:
 
 
 def _row_groups(table: pa.Table, num_rows: int) -> list[pa.Table]:
-    """Cut at trajectory starts into groups of at most `num_rows` rows, longer for one trajectory."""
+    """Cut at trajectory starts into groups of up to `num_rows` rows, or one longer trajectory."""
     bounds = [*trajectory_starts(table).tolist(), table.num_rows]
     cuts = [0]
     for here, following in pairwise(bounds):
