@@ -137,8 +137,8 @@ tokens.
 
 `rollouts train ... --dry-run` loads the models, performs all checks, prints the plan (`--json` for machines) and writes
 nothing. For one epoch and each layout, it prints the number of sequences, tokens to forward, the longest row, the
-micro-batches per update, and the tokens repeated by cutting trees. Masked trajectories, and tokens after a row's last
-trained token, are not forwarded.
+micro-batches per update, and the tokens repeated by cutting trees. Masked trajectories, and the last trained token of a
+row and all tokens after it, are not forwarded.
 
 It also estimates the peak memory of one process, in bytes, for P weights of which T train:
 

@@ -53,7 +53,7 @@ def advantages_of_rewards(
         estimator: The run's `advantage_estimator`.
 
     Returns:
-        [N] float64 each: advantages, and critic targets (None without a critic).
+        Advantages, and target values of the critic (None without a critic), [N] float64 each.
 
     Raises:
         InputError: As `advantages_of_returns`.
@@ -65,7 +65,7 @@ def advantages_of_rewards(
 
 
 def _numbered(index: IntArray) -> IntArray:
-    """Renumber units from 0 without gaps: some trajectories and groups have no trained token."""
+    """Renumber indices from 0 without gaps: some trajectories or groups have no trained token."""
     return np.asarray(np.unique(index, return_inverse=True)[1], np.int64)
 
 

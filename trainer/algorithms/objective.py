@@ -25,7 +25,7 @@ from trainer.config.loss_config import KLEstimator
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Targets:
-    """M targets of whole rows, all on one device.
+    """M targets of complete rows, all on one device.
 
     Attributes:
         logprobs: [M] current policy, with gradient.
@@ -52,8 +52,8 @@ class Objective:
         policy_loss: The policy loss.
         reduction: The reduction.
         needs_old_logprobs: Whether the loss depends on `old_logprobs`.
-        selection: Decides which targets the policy loss treats differently: ClipCovSettings, or the
-            fraction of kl_cov. None: the loss does not select.
+        selection: How the policy loss selects targets for special treatment: ClipCovSettings, or
+            the fraction of kl_cov. None: it does not.
         correction: Corrections for the sampler; None: none.
         kl_estimator: Estimator of the divergence from the reference.
         kl_coef: Weight of that divergence.
@@ -76,14 +76,14 @@ def select(
     advantages: Tensor,
     selection: ClipCovSettings | float,
 ) -> Tensor:
-    """[M] bool: the targets of a mini-batch that clip_cov leaves out or kl_cov penalises."""
+    """Select the targets that clip_cov leaves out or kl_cov penalises ([M] bool)."""
     if isinstance(selection, ClipCovSettings):
         return selected_by_clip_cov(logprobs, old_logprobs, advantages, selection)
     return kl_cov_selection(covariances(advantages, logprobs), fraction=selection)
 
 
 def policy_loss(t: Targets, loss: BoundFunction) -> TokenLoss:
-    """Compute the loss per target by `policy_loss_type`, neither reduced nor corrected.
+    """Compute the loss per target with `policy_loss_type`, neither reduced nor corrected.
 
     Raises:
         InputError: If a user's loss fails, or its result is invalid.

@@ -16,15 +16,15 @@ FloatArray = npt.NDArray[np.float64]
 
 
 def call_own(function: Function, given: Mapping[str, Any]) -> Any:
-    """Call a function with arguments by name; arrays are copies, so that it may change them.
+    """Call a function with arguments by name, passing copies of arrays because it may change them.
 
     Raises:
-        InputError: {key}_raised if it raised, with the location.
+        InputError: {key}_raised, with the location, if the function raised.
     """
     given = {n: v.copy() if isinstance(v, np.ndarray) else v for n, v in given.items()}
     try:
         return function.call(**given)
-    except Exception as error:  # a function of the user's may raise anything
+    except Exception as error:  # a user function may raise anything
         frames = traceback.extract_tb(error.__traceback__)[1:]
         path = function.place.rpartition(":")[0]
         own = [frame for frame in frames if frame.filename == path] or frames
@@ -53,7 +53,7 @@ def finite_array(function: Function, found: Any, num: int, what: str) -> FloatAr
         what: Meaning of an element, for messages.
 
     Raises:
-        InputError: If it is not numbers, has the wrong shape, or is not finite.
+        InputError: If the result is not numeric, has the wrong shape, or is not finite.
     """
     expected = f"an array [{num}] of finite numbers, the {what}"
     try:

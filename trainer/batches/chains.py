@@ -1,4 +1,4 @@
-"""Order the trained tokens of a trajectory as one chain, however its steps are split into rows."""
+"""Order a trajectory's trained tokens as one chain, however its steps are split into rows."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ FloatArray = npt.NDArray[np.float64]
 class Chains:
     """N trained tokens in temporal order, trajectory by trajectory, for recursions over time.
 
-    Within a trajectory they are in the order of its steps. Tokens that do not train, including
-    observations, are not part of the chain: nothing is discounted there, and they need no value.
+    Within a trajectory, tokens are in the order of its steps. Untrained tokens, including
+    observations, are not part of the chain: they are not discounted and need no value.
 
     Attributes:
-        slots: [N] int64 index of each token in the batch's response tokens laid end to end.
+        slots: [N] int64 index of each token in the batch's concatenated response tokens.
         trajectory: [N] int64, not decreasing.
         rewards: [N] float64 reward of each token: see `credit`.
     """
@@ -35,18 +35,18 @@ class Chains:
 
 
 def make_chains(rows: pa.Table, trains: BoolArray) -> Chains:
-    """Chain the trained tokens of whole trajectories.
+    """Chain the trained tokens of complete trajectories.
 
-    A row with `rewards` has rewards per token; any other row has its `reward` at the end of its
-    step, and a merged row each step's reward at the end of that step. Steps, merged rows and
+    A row with `rewards` has rewards per token. Any other row has its `reward` at the end of its
+    step; if it is merged, it has each step's reward at the end of that step. Steps, merged rows and
     mixtures of both give the same tokens in the same order with the same rewards.
 
     Args:
         rows: trajectory_id, response_ids, reward, and optionally rewards and segments.
-        trains: [T] true for the rows' response tokens, laid end to end, that train.
+        trains: [T] true for trained tokens among the rows' concatenated response tokens.
 
     Returns:
-        The chains. Unknown rewards count as 0: reject them before.
+        The chains. Unknown rewards are treated as 0: reject them before calling this.
 
     Example:
         A merged row, response [3, 9, 4], whose steps [3] and [4] earned 0.5 and 1.0:
@@ -85,14 +85,13 @@ def credit(
 ) -> FloatArray:
     """Assign each reward to the last trained token at or before it.
 
-    So a reward at a token or step that does not train goes to the tokens that led to it. A reward
-    before every trained token of its trajectory is dropped: no trained choice could have changed
-    it.
+    So a reward at an untrained token or step goes to the tokens that led to it. A reward before
+    every trained token of its trajectory is dropped: no trained token could have changed it.
 
     Args:
         trajectory: [N] trajectory of each trained token.
         last: [K] index of the last trained token at or before each reward; -1 for none.
-        rewards: [K].
+        rewards: [K] rewards.
         reward_trajectory: [K] trajectory of each reward.
 
     Returns:
@@ -116,8 +115,8 @@ def _ranked_steps(
 ) -> tuple[Steps, IntArray]:
     """List the steps of the rows, and rank them by the order in which they were taken.
 
-    Rows are ordered by their last steps. If a merge interleaved the steps of a trajectory, all its
-    rows recorded their step indices.
+    Rows are ordered by their last steps. If a merge interleaved the steps of a trajectory, all of
+    its rows have recorded step indices.
     """
     split = is_joined(rows)
     number = np.arange(rows.num_rows)
@@ -135,7 +134,7 @@ def _ranked_steps(
 
 
 def _step_rewards(rows: pa.Table, steps: Steps) -> FloatArray:
-    """[S] Scalar reward of each step; 0 if unknown."""
+    """Return the scalar reward of each step ([S]; 0 if unknown)."""
     reward = pc.fill_null(rows.column("reward"), 0.0).to_numpy().astype(np.float64)[steps.row]
     split = steps.segment >= 0
     if split.any():

@@ -32,7 +32,7 @@ UNUSED_COLUMNS = ("messages", "response_text", "metrics", "source")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """R rows with T response tokens in all, including failed and masked trajectories.
+    """R rows with T response tokens in total, including failed and masked trajectories.
 
     Attributes:
         names: [R] trajectory and step of each row, for messages.
@@ -42,15 +42,16 @@ class Batch:
         group_names: Instance id of each group.
         trajectory: [R] trajectory of each row, 0..num_trajectories-1.
         mini_batch: [R] optimizer step, within the batch, that each row belongs to.
-        trains: [T] bool: the loss mask, and false in failed or masked trajectories and in greedy
+        trains: [T] bool: the loss mask, but false in failed or masked trajectories and in greedy
             rows.
-        greedy: [R] bool: rows that would train if they had not been sampled at temperature 0, where
-            a token has probability 1 and so no gradient.
-        truncated: [R] bool: rows with tokens that would train without `max_row_tokens`.
-        advantages: [T] float32; initially the trajectory's: see `trainer.run.batch_advantages`.
+        greedy: [R] bool: rows excluded from training only because they were sampled at temperature
+            0, where a token has probability 1 and so no gradient.
+        truncated: [R] bool: rows with tokens excluded from training only by `max_row_tokens`.
+        advantages: [T] float32; initially those of trajectories: see
+            `trainer.run.batch_advantages`.
         chains: The trained tokens in the order of their trajectories' steps.
         temperature: [T] float32.
-        rollout_logprobs: [T] float32 nats; NaN in rows without.
+        rollout_logprobs: [T] float32 nats; NaN in rows without log-probabilities.
         routes: Recorded experts of the R rows to replay; None if there are none.
     """
 
@@ -75,7 +76,7 @@ def index_rows(rollouts: pl.LazyFrame) -> pl.DataFrame:
     """Measure lengths, token range and sampling of every row in a streaming pass.
 
     `num_forwarded_tokens` is the cost of the row as a chain: its prompt, and its response up to but
-    excluding its last trained token (less than the prompt if nothing trains).
+    excluding its last trained token (less than the prompt if it has no trained token).
     """
     rollouts = _with_optional_columns(rollouts)
     greedy = _is_greedy()
@@ -115,7 +116,7 @@ def index_rows(rollouts: pl.LazyFrame) -> pl.DataFrame:
 
 
 def _is_greedy() -> pl.Expr:
-    """Select rows that train no token; rows of different temperatures are never merged."""
+    """Select rows sampled at temperature 0; rows of different temperatures are never merged."""
     return (pl.col("temperature") == 0).fill_null(value=False)
 
 
@@ -147,11 +148,11 @@ def read_rows(
     merge_rule: Literal["lineage", "consecutive", "keep"] | None = None,
     replay_routing: bool = True,
 ) -> pl.DataFrame:
-    """Read the rows of some groups, merged if configured, and join the plan: input of `to_batch`.
+    """Read the input of `to_batch`: rows of some groups, merged if configured, joined to the plan.
 
     Rows are in the order of `groups`, so concatenating the tables of several lists of groups equals
-    reading them at once. Routes are dropped unless they are replayed; in that case, steps that were
-    routed differently are not merged, so that each is forwarded as it was sampled.
+    reading all groups at once. Routes are dropped unless they are replayed. If they are, steps that
+    were routed differently are not merged, so that each is forwarded as it was sampled.
     """
     names = UNUSED_COLUMNS if replay_routing else (*UNUSED_COLUMNS, ROUTING)
     unused = [name for name in names if name in rollouts.collect_schema()]
@@ -192,7 +193,7 @@ def read_rows(
 def to_batch(table: pl.DataFrame, max_row_tokens: int | None = None) -> Batch:
     """Convert a table of rows with trains, advantage and mini_batch to a batch.
 
-    Tokens beyond the first `max_row_tokens` of a row do not train.
+    Tokens beyond the first `max_row_tokens` of a row are not trained.
     """
     prompts = _ragged(table["prompt_token_ids"])
     responses = _ragged(table["response_ids"])

@@ -2,8 +2,8 @@
 
 A forest is a token array in depth-first order. `position_ids` is a token's depth in its tree, and
 `subtree_end` the end of the range of tokens below it: position q may attend to k iff
-`k <= q < subtree_end[k]`. Chains side by side are a forest without sharing, which is how
-independent rows are packed; rows that share prefixes have the same type.
+`k <= q < subtree_end[k]`. Independent rows are packed as chains side by side, a forest without
+sharing; rows that share prefixes form trees of the same type.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Forest:
         subtree_end: [N] int64 end (exclusive) of the tokens that may attend to each token.
         target_parent: [M] int64 position whose hidden state predicts each target.
         target_token: [M] int64 id of the predicted token.
-        target_slot: [M] int64 index of each target in the batch's response tokens laid end to end,
-            with which values per target are gathered.
+        target_slot: [M] int64 index of each target in the batch's concatenated response tokens, for
+            gathering values per target.
         routes: [N, layers, topk] int16 experts of each token, -1 if the model routes it; None: the
             model routes all.
     """
@@ -68,7 +68,7 @@ class Forest:
 
 
 def attention_mask(subtree_end: Tensor) -> Tensor:
-    """[1, 1, N, N] bool: true where query q (rows) may attend to key k (columns).
+    """Return [1, 1, N, N] bool, true where query q (rows) may attend to key k (columns).
 
     Example:
         >>> attention_mask(torch.tensor([3, 2, 3]))[0, 0].int().tolist()  # 0 has children 1 and 2
@@ -80,9 +80,9 @@ def attention_mask(subtree_end: Tensor) -> Tensor:
 
 
 def chain_lengths(prompts: Ragged, responses: Ragged, is_target: BoolArray) -> IntArray:
-    """[R] Count the tokens of each row to forward: up to the parent of its last target.
+    """Count the tokens of each row to forward ([R]), up to the parent of its last target.
 
-    Later tokens predict nothing, so a row of p prompt tokens whose last target is at response
+    Later tokens predict no target, so a row of p prompt tokens whose last target is at response
     position t costs p + t; a row without targets costs nothing.
     """
     slot = np.flatnonzero(is_target)
@@ -103,7 +103,7 @@ def chain_forest(
 
     Args:
         prompts: Prompt tokens of R rows; not empty in rows with targets.
-        responses: Response tokens of the same R rows, T in all.
+        responses: Response tokens of the same R rows, T in total.
         is_target: [T] bool, true for response tokens that are targets.
         rows: Rows to pack, in this order.
         routes: Routes of the R rows, or None.
@@ -145,7 +145,7 @@ def chain_forest(
 
 
 def forest_of(arrays: Mapping[str, IntArray], routes: Routes | None, row: IntArray) -> Forest:
-    """Build a forest from its arrays, and from the routes of the row that each token belongs to."""
+    """Build a forest from its arrays and from the routes of each token's row."""
     tensors = {name: torch.from_numpy(v.astype(np.int64)) for name, v in arrays.items()}
     if routes is not None:
         tensors["routes"] = torch.from_numpy(routes.at(row, arrays["position_ids"]))
@@ -153,7 +153,7 @@ def forest_of(arrays: Mapping[str, IntArray], routes: Routes | None, row: IntArr
 
 
 def _lengths(column: Ragged, rows: IntArray) -> IntArray:
-    """[rows] Lengths of some rows, in time linear in their number."""
+    """Return the lengths of some rows ([rows]) in time linear in their number."""
     return column.offsets[rows + 1] - column.offsets[rows]
 
 
@@ -172,8 +172,8 @@ def pack(lengths: IntArray, budget: int) -> list[IntArray]:
     """Pack rows into few bins of at most `budget` tokens, by first-fit decreasing.
 
     Args:
-        lengths: [R] tokens per row; empty rows are left out, a row above the budget gets its own
-            bin.
+        lengths: [R] tokens per row; empty rows are left out, a row above the budget gets a
+            separate bin.
         budget: Maximum number of tokens per bin.
 
     Returns:
@@ -186,7 +186,7 @@ def pack(lengths: IntArray, budget: int) -> list[IntArray]:
     above = np.flatnonzero(lengths > budget)
     lengths = np.where(lengths > budget, 0, lengths)
     num_leaves = 1 << max(len(lengths) - 1, 0).bit_length()
-    free = [budget] * (2 * num_leaves)  # segment tree: each node has the most room below it
+    free = [budget] * (2 * num_leaves)  # segment tree: each node holds the most room below it
     bins: dict[int, list[int]] = {}
     for row in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[row])
@@ -269,10 +269,10 @@ def chain_forests(
     num_ranks: int = 1,
     routes: Routes | None = None,
 ) -> list[Forest]:
-    """Build micro-batches of at most `budget` tokens that hold the targets of `rows`, each once.
+    """Build micro-batches of at most `budget` tokens that hold each target of `rows` once.
 
-    A row above the budget is a micro-batch of its own. The number of micro-batches is a multiple of
-    `num_ranks`, the processes that share them, if there are enough rows.
+    A row above the budget forms a separate micro-batch. The number of micro-batches is a multiple
+    of `num_ranks`, the processes that share them, if there are enough rows.
     """
     lengths = chain_lengths(prompts, responses, is_target)[rows]
     return [

@@ -27,10 +27,10 @@ class Plan:
             masked), advantage (float64, 0 if it does not train or the estimator works per token),
             mini_batch (int64, its optimizer step within its batch).
         batches: Instance ids of each batch, in order of the groups' first appearance.
-        num_groups_without_variance: Groups of two or more that train and whose returns are all
-            equal; `drop_zero_variance_groups` leaves them out.
+        num_groups_without_variance: Trained groups of two or more whose returns are all equal;
+            `drop_zero_variance_groups` leaves them out.
         group_size: Expected number of trajectories per group.
-        num_partial_groups: Groups of another size; 0 if groups have no baseline.
+        num_partial_groups: Groups whose size differs; 0 if groups have no baseline.
     """
 
     trajectories: pl.DataFrame
@@ -42,7 +42,7 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanSettings:
-    """How a dataset is planned; `trainer.config.train_config` describes the keys of these names.
+    """Settings of a plan; `trainer.config.train_config` describes fields that are keys.
 
     Attributes:
         needs_outcomes: Whether every trajectory must have a return or an error.
@@ -64,7 +64,7 @@ class PlanSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Passes:
-    """How often a run passes over its batches; keys of the configuration."""
+    """Numbers of passes over the dataset and each batch; keys of the configuration."""
 
     num_epochs: int
     epochs_per_batch: int
@@ -86,12 +86,12 @@ def make_plan(returns: pl.DataFrame, settings: PlanSettings) -> Plan:
 
     Args:
         returns: instance_id, trajectory_id, return, error: one row per trajectory.
-        settings: How the run plans.
+        settings: Settings of the plan.
 
     Raises:
         InvariantError: If no group is left.
         InputError: If a trajectory has neither a return nor an error, unless the loss takes no
-            advantages; if partial groups are refused; if a user's estimator fails.
+            advantages; if partial groups are rejected; if a user's estimator fails.
     """
     if settings.needs_outcomes:
         _check_outcomes(returns)
@@ -129,20 +129,20 @@ def make_plan(returns: pl.DataFrame, settings: PlanSettings) -> Plan:
 
 
 def num_planned_updates(plan: Plan, passes: Passes) -> int:
-    """Maximum number of optimizer steps of a run; mini-batches without gradient are skipped."""
+    """Compute the maximum number of optimizer steps; mini-batches without gradient are skipped."""
     per_epoch = sum(math.ceil(len(b) / passes.groups_per_mini_batch) for b in plan.batches)
     planned = per_epoch * passes.epochs_per_batch * passes.num_epochs
     return min(planned, passes.max_updates or planned)
 
 
 def num_groups_of_one(plan: Plan) -> int:
-    """Count the groups of which only one trajectory trains, and so has no baseline."""
+    """Count the groups with a single trained trajectory, which has no baseline."""
     trained = plan.trajectories.filter("trains")
     return int((trained.group_by("instance_id").len()["len"] == 1).sum())
 
 
 def _partial_groups(returns: pl.DataFrame, settings: PlanSettings) -> tuple[int, list[str]]:
-    """Return the expected group size, and the groups of another size."""
+    """Return the expected group size, and the groups whose size differs."""
     sizes = returns.group_by("instance_id", maintain_order=True).len()
     size = settings.group_size or int(sizes.select(pl.col("len").max().fill_null(1)).item())
     partial = sizes.filter((pl.col("len") != size) & settings.compares_groups)
@@ -180,10 +180,10 @@ def _groups_without_variance(trajectories: pl.DataFrame) -> list[str]:
 
 
 def trajectory_advantages(trajectories: pl.DataFrame, estimator: BoundFunction | None) -> pl.Series:
-    """Compute the advantage of each trajectory from its return; 0 if it does not train.
+    """Compute the advantage of each trajectory from its return; 0 if the trajectory is untrained.
 
     Args:
-        trajectories: instance_id, return and trains of whole groups.
+        trajectories: instance_id, return and trains of complete groups.
         estimator: Takes returns; None: all advantages are 0.
     """
     trains = trajectories["trains"].to_numpy()

@@ -1,4 +1,4 @@
-"""Read the next batch while the current one trains."""
+"""Read the next batch while training on the current one."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from pipelines.merging.routing import Routing
 from schemas.ragged import IntArray, Ragged
 
 NO_ROUTE = -1
-"""Stands for the experts of a token that the model routes itself."""
+"""Placeholder for the experts of a token that the model routes itself."""
 ExpertArray = npt.NDArray[np.int16]
 
 
@@ -37,7 +37,7 @@ class Routes:
         return cls(found.tokens, *found.shape)
 
     def at(self, row: IntArray, depth: IntArray) -> ExpertArray:
-        """[N, layers, topk] Look up the experts of the N tokens at `depth` of `row`; -1 if unknown.
+        """Look up the experts of the tokens at `depth` of `row` ([N, layers, topk]; -1 if unknown).
 
         Example:
             >>> values = np.array([[0, 3], [1, 2]], np.int16)  # two tokens of one row, one layer
@@ -52,7 +52,7 @@ class Routes:
         return found.reshape(-1, self.num_layers, self.topk)
 
     def numbered(self, rows: IntArray, lengths: IntArray) -> list[IntArray]:
-        """Number the routings of leading tokens: equal numbers mean equal experts in every layer.
+        """Number the routes of leading tokens: equal numbers mean equal experts in every layer.
 
         Args:
             rows: [K] rows.

@@ -1,10 +1,10 @@
 """Build forests that forward each distinct token once: the trie of a mini-batch's rows.
 
 Tokens are distinguished by id and, if rows have recorded routes, by experts: a token that was
-routed in two ways has two hidden states, and is forwarded twice.
+routed in two ways has two hidden states and is forwarded twice.
 
-Rows are sorted by their tokens, so each row shares with the previous row everything that it shares
-with any earlier one. The tokens that each row adds to the previous one, in order, are the trie in
+Rows are sorted by their tokens, so a row shares no more tokens with any earlier row than with the
+previous one. The tokens that each row adds to the previous one, in order, are the trie in
 depth-first order, and the shared lengths of neighbours determine its branches: no token is read
 again after the sort.
 """
@@ -31,7 +31,7 @@ class Trie:
     """R rows in the depth-first order of their trees.
 
     Attributes:
-        rows: [R] row of the batch.
+        rows: [R] row index in the batch.
         tokens: R arrays of the tokens to forward: int32 ids, or int64 with the id in the lower half
             and the number of the token's routing in the upper half.
         lengths: [R] number of tokens, at least one.
@@ -74,7 +74,7 @@ def make_trie(
     rows: IntArray,
     routes: Routes | None = None,
 ) -> Trie:
-    """Sort rows into a trie by comparing whole token lists, never token by token in Python.
+    """Sort rows into a trie by comparing full token lists, never token by token in Python.
 
     Args:
         prompts: Prompt tokens of all rows of the batch.
@@ -109,7 +109,7 @@ def make_trie(
 
 
 def _keys(prompts: Ragged, responses: Ragged, lengths: IntArray, rows: IntArray) -> list[bytes]:
-    """[R] Collect the tokens of each row to forward, as int32 bytes."""
+    """Collect the tokens of each row to forward, as int32 bytes."""
     prompt, response = (
         part.values.astype(np.int32, copy=False).view(np.uint8).data
         for part in (prompts, responses)
@@ -140,9 +140,9 @@ def trie_forest(
     Args:
         trie: Rows of the batch.
         prompts: Prompt tokens of all rows of the batch.
-        responses: Response tokens of all rows of the batch, T in all.
-        is_target: [T] bool, true for targets; the trie must hold the parents of all.
-        routes: The routes with which the trie was made.
+        responses: Response tokens of all rows of the batch, T in total.
+        is_target: [T] bool, true for targets, whose parents must all be in the trie.
+        routes: The routes with which the trie was built.
     """
     new = trie.lengths - trie.shared
     begin = np.cumsum(new) - new
@@ -172,10 +172,11 @@ def trie_forest(
 
 
 def _branches(trie: Trie, begin: IntArray) -> tuple[IntArray, IntArray]:
-    """[N] Compute `subtree_end` of the tokens, and [R] the row whose tokens each row extends.
+    """Compute `subtree_end` of the tokens ([N]), and the row that each row extends ([R]).
 
     A stack holds the path from the root to the end of the current row, as pieces: the row that
-    added the tokens, and their depth range. Pieces that a later row does not share end there.
+    added the tokens, and their depth range. The parts of pieces that a row does not share end
+    before that row.
     """
     num_tokens = trie.num_tokens
     shared, lengths, begins = trie.shared.tolist(), trie.lengths.tolist(), begin.tolist()
@@ -209,7 +210,7 @@ def tree_forests(
     num_ranks: int = 1,
     routes: Routes | None = None,
 ) -> list[Forest]:
-    """Build micro-batches of at most `budget` tokens that hold the targets of a trie, each once.
+    """Build micro-batches of at most `budget` tokens that hold each target of a trie once.
 
     A tree above the budget is cut between rows where that repeats the fewest tokens in total. The
     number of micro-batches is a multiple of `num_ranks`, the processes that share them, if there
@@ -234,7 +235,7 @@ def cut(trie: Trie, budget: int) -> list[IntArray]:
     the fewest tokens in total; among such cuts, there are as few as possible.
 
     Args:
-        trie: R rows; one of more than `budget` tokens becomes its own run.
+        trie: R rows; a row of more than `budget` tokens becomes a separate run.
         budget: Maximum number of tokens per run.
 
     Returns:

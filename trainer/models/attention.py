@@ -1,9 +1,10 @@
 """Attention over a forest without a mask of tokens x tokens.
 
-Chains side by side are causal, each within itself; `trainer.models.tree_attention` handles trees. A
-model asks Transformers for its masks, and Transformers calls the mask function registered here.
-Inside `forest_mask` it returns the forest and the window that the model asked for, which the
-attention function registered here uses; outside, both behave like Transformers' SDPA.
+Chains side by side attend causally, each only to itself; `trainer.models.tree_attention` handles
+trees. A model asks Transformers for its masks, and Transformers calls the mask function registered
+here. Inside `forest_mask`, this function returns the forest and the window that the model asked
+for, which the attention function registered here uses; outside, both behave like Transformers'
+SDPA.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ UNKNOWN = ("softcap", "position_bias", "s_aux", "sinks", "indices", "block_indic
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ForestMask:
-    """What a layer receives as `attention_mask`.
+    """The `attention_mask` that a layer receives.
 
     Attributes:
         lengths: Tokens of each chain; None if a tree branches.
         tree: [1, 1, 2, N] int64: depth and `subtree_end` of each token.
-        window: Number of tokens that a token sees towards the root, itself included; None: all.
+        window: Number of tokens that a token sees towards the root, including itself; None: all.
     """
 
     lengths: list[int] | None
@@ -83,7 +84,8 @@ def forest_mask(config: Any, forest: Forest) -> Iterator[Tensor | None]:
 
     Yields:
         The model's `attention_mask`: None for a model with chain attention, which asks for its
-        masks itself; otherwise [1, 1, N, N] bool: see `trainer.batches.forest.attention_mask`.
+        masks during the forward pass; otherwise [1, 1, N, N] bool: see
+        `trainer.batches.forest.attention_mask`.
     """
     if not takes_chains(config):
         yield attention_mask(forest.subtree_end)
@@ -98,7 +100,7 @@ def forest_mask(config: Any, forest: Forest) -> Iterator[Tensor | None]:
 
 
 def lengths_of_chains(subtree_end: Tensor) -> Tensor | None:
-    """[C] int64 Count the tokens of each chain; None if a tree branches.
+    """Count the tokens of each chain ([C] int64); return None if a tree branches.
 
     Example:
         >>> lengths_of_chains(torch.tensor([2, 2, 3])).tolist()
@@ -143,8 +145,8 @@ def chain_attention(
 ) -> tuple[Tensor, None]:
     """Compute attention as Transformers' `AttentionInterface` expects.
 
-    The window comes from the mask: what layers pass or hold as `sliding_window` is for kernels that
-    make their own masks, and some models pass None although they have one, or nothing at all.
+    The window comes from the mask. The `sliding_window` of layers is meant for kernels that build
+    their own masks, and some models with a window pass None or omit it.
 
     Args:
         module: The attention layer.
@@ -160,8 +162,8 @@ def chain_attention(
         [1, N, heads, size], and no attention weights.
 
     Raises:
-        ValueError: If the layer caps or biases its scores, which SDPA cannot do; or its mask does
-            not come from Transformers, and so ignores the forest.
+        ValueError: If the layer caps or biases its scores, which SDPA does not support; or if its
+            mask does not come from Transformers, and so ignores the forest.
     """
     if not isinstance(attention_mask, ForestMask):
         if FOREST.get() is not None:
@@ -198,7 +200,7 @@ def _causal(
 ) -> Tensor:
     """Attend within a chain of n tokens with O(n) memory, or O(window^2) for longer chains.
 
-    A chain longer than its window is cut into blocks of queries, each with the keys in its reach.
+    A chain longer than its window is cut into blocks of queries, each with the keys in its window.
     """
     groups, size = query.shape[1] // key.shape[1], query.shape[2]
     in_kernel = query.device.type == "cpu" or _dtype(query) != torch.float32

@@ -1,4 +1,4 @@
-"""The critic for gae: values of the context before each trained token, and its updates."""
+"""The critic for gae: it predicts the value of the context before each trained token."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ VALUE_HEAD = "value_head.safetensors"
 class Critic(nn.Module):
     """A linear value head on the last hidden states of a causal LM.
 
-    It stays in evaluation mode, like the policy. The language-model head is kept for checkpoints,
-    but not trained.
+    The critic stays in evaluation mode, like the policy. The language-model head is kept for
+    checkpoints, but not trained.
 
     Args:
         model: A causal LM, not shared with the policy.
@@ -54,7 +54,7 @@ class Critic(nn.Module):
         return self.model._no_split_modules
 
     def forward(self, forest: Forest) -> Tensor:
-        """[M] float32 Compute the value of the prompt and response before each target."""
+        """Compute the value of the prompt and response before each target ([M] float32)."""
         hidden = hidden_before_targets(self.model, forest)
         with torch.autocast(hidden.device.type, enabled=False):
             values: Tensor = self.value_head(hidden.to(self.value_head.weight.dtype))[:, 0]
@@ -78,9 +78,9 @@ class Critic(nn.Module):
 
 
 def load_critic(path: str, *, gradient_checkpointing: bool = False, trees: bool = False) -> Critic:
-    """Load a critic from a model directory; without a value head there, it starts with zeros.
+    """Load a critic from a model directory; a missing value head is initialised with zeros.
 
-    With zeros every value is 0 at first, and gae starts from the discounted returns.
+    Then all values are 0 at first, and gae starts from the discounted returns.
 
     Raises:
         InputError: If the model cannot be loaded, or the value head belongs to a different model.
@@ -109,7 +109,7 @@ class CriticLearner:
         accelerator: Device, precision, gradient reduction.
         critic: The critic.
         optimizer: Its optimizer.
-        value_clip: Largest change of a value that the loss follows; None: any.
+        value_clip: Maximum change of a value before the loss is clipped; None: no clipping.
         learning_rate: Peak learning rate.
         max_grad_norm: Largest L2 norm of the gradient; a larger one is scaled down.
     """
@@ -138,7 +138,7 @@ def critic_values(learner: CriticLearner, batch: Batch, forests: Sequence[Forest
 def clipped_value_loss(
     values: Tensor, old_values: Tensor, targets: Tensor, *, clip: float | None
 ) -> Tensor:
-    """Compute the clipped squared error of values (PPO, as in Baselines' ppo2).
+    """Compute the clipped squared error of values (PPO, as in OpenAI Baselines' ppo2).
 
         V' = V_old + clip(V - V_old, -clip, clip)
         loss = 0.5 * max((V - target)^2, (V' - target)^2)
@@ -168,7 +168,7 @@ def update_critic(
     """Accumulate the gradient of one mini-batch's value loss and step.
 
     The loss is the mean over the mini-batch's targets, independent of micro-batches. No step is
-    made if nothing trains or the gradient is not finite.
+    made without targets, or if the gradient is not finite.
 
     Args:
         learner: Critic and optimizer.

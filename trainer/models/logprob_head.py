@@ -28,13 +28,13 @@ def target_logprobs(
         logprob = z[token] - log(sum(exp(z)))
         entropy = -sum(p * log(p)),  p = softmax(z)
 
-    The gradient, where g and h are those of logprob and entropy:
+    With g and h the gradients of logprob and entropy, the gradient is
 
         dz_j = g * (1[j = token] - p_j) - h * p_j * (log(p_j) + entropy)
 
     The softmax is in float32, in blocks of rows. The backward pass overwrites the logits with their
-    gradient, so no other operation may need them there; PyTorch raises if one does. So a chunk
-    stores its logits once, in their own precision, forward and backward.
+    gradient, so no other operation may need them in its backward pass; PyTorch raises if one does.
+    So a chunk stores its logits only once, in their original precision, in both passes.
 
     Args:
         logits: [C, V] output of the head.

@@ -1,4 +1,4 @@
-"""LoRA: low-rank adapters (by peft) that train while the policy's own weights are frozen."""
+"""LoRA: training of low-rank adapters (by peft) while the policy's weights are frozen."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ class AdapterSettings:
 
     Attributes:
         rank: Rank of the adapters.
-        alpha: Their output is multiplied by this divided by `rank`.
-        target_modules: Names, or suffixes of names, of the layers with one; None: `linear_layers`.
+        alpha: The adapters' output is multiplied by alpha / rank.
+        target_modules: Names, or suffixes of names, of the layers with an adapter; None: those of
+            `linear_layers`.
         model: Model directory of the policy.
     """
 
@@ -42,7 +43,7 @@ class AdapterSettings:
 
 
 def add_adapter(policy: Policy, adapter: AdapterSettings, path: Path | None = None) -> None:
-    """Add adapters to a policy's linear layers; from then on only they have a gradient.
+    """Add adapters to a policy's linear layers; afterwards only the adapters have a gradient.
 
     Each matrix B starts at 0, so the policy is unchanged at first:
 
@@ -51,7 +52,7 @@ def add_adapter(policy: Policy, adapter: AdapterSettings, path: Path | None = No
     Args:
         policy: A policy with the float32 weights of the model directory.
         adapter: The adapters to add.
-        path: Directory of an adapter to resume from, as `save_model` writes it.
+        path: Directory of an adapter to resume from, as written by `save_model`.
 
     Raises:
         MissingExtra: If peft is not installed.
@@ -81,10 +82,10 @@ def add_adapter(policy: Policy, adapter: AdapterSettings, path: Path | None = No
 
 
 def linear_layers(model: Any) -> list[str]:
-    """List suffixes of linear layers' names, without the head; only attention if there are experts.
+    """List name suffixes of linear layers except the head; only attention if there are experts.
 
-    In Transformers, experts and routers are not linear layers, but peft would match them by the
-    suffix of a linear layer next to them.
+    In Transformers, experts and routers are not linear layers, but peft would match those whose
+    name ends like that of a linear layer.
     """
     head, modules = model.get_output_embeddings(), list(model.named_modules())
     layers = [n.split(".") for n, m in modules if isinstance(m, nn.Linear) and m is not head]
@@ -141,8 +142,8 @@ def _file_name(name: str) -> str:
 def save_model(model: PreTrainedModel, path: Path, state: Mapping[str, Tensor]) -> None:
     """Write a model directory; adapters are merged, and also written to `adapter/`.
 
-    The model itself is unchanged: adding adapters and subtracting them again would round its
-    weights.
+    The model is unchanged: adding adapters to its weights and subtracting them again would cause
+    rounding errors.
 
     Args:
         model: A model with or without adapters.
@@ -163,7 +164,7 @@ def save_model(model: PreTrainedModel, path: Path, state: Mapping[str, Tensor]) 
 
 
 def merged_weights(state: Mapping[str, Tensor], scaling: float) -> dict[str, Tensor]:
-    """Merge adapters into the weights, without changing what the model computes.
+    """Merge adapters into the weights, without changing the model's outputs.
 
     Example:
         >>> import torch
@@ -192,7 +193,7 @@ def merged_weights(state: Mapping[str, Tensor], scaling: float) -> dict[str, Ten
 
 
 class WithoutAdapter(nn.Module):
-    """A policy with its adapters switched off, as a reference without weights of its own.
+    """A policy with its adapters disabled, as a reference without separate weights.
 
     Args:
         policy: The policy, prepared for training.
@@ -200,7 +201,7 @@ class WithoutAdapter(nn.Module):
 
     def __init__(self, policy: nn.Module) -> None:
         super().__init__()
-        self.policy = (policy,)  # a tuple, so that it is not a submodule with weights counted twice
+        self.policy = (policy,)  # in a tuple, so that it is no submodule whose weights count twice
 
     def forward(self, forest: Forest, temperature: Tensor) -> tuple[Tensor, Tensor]:
         """See `Policy.forward`."""

@@ -30,7 +30,7 @@ def make_optimizer(
     learning_rate: float,
     device: torch.device,
 ) -> torch.optim.Optimizer:
-    """Make the AdamW of `settings.optimizer` for trained parameters; torch's is fused on a GPU.
+    """Make the AdamW optimizer of `settings.optimizer`; torch's is fused on a GPU.
 
     Args:
         parameters: Parameters of a model; frozen ones are ignored.
@@ -61,7 +61,7 @@ class RateSchedule:
 
     Attributes:
         kind: After the warmup: constant, or decaying to 0.
-        warmup_updates: W, updates over which the rate rises.
+        warmup_updates: W, the number of updates over which the rate rises.
         num_planned: N, the maximum number of updates.
 
     Example:
@@ -85,7 +85,7 @@ class RateSchedule:
             cosine    (1 + cos(pi p)) / 2
 
         So no update has a rate of 0. After the warmup, these are the schedules of
-        `transformers.get_scheduler`, whose warmup starts with an update at 0.
+        `transformers.get_scheduler`, whose warmup starts at a rate of 0.
 
         Args:
             global_step: s, the number of updates so far, not counting skipped ones.

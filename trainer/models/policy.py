@@ -34,11 +34,11 @@ UNREADABLE = (OSError, EOFError, RuntimeError, UnpicklingError, SafetensorError)
 
 
 class Policy(nn.Module):
-    """Computes log-probability and entropy of each target of a forest.
+    """A causal LM that computes log-probability and entropy of each target of a forest.
 
-    Everything, including the head, runs inside `forward`, so that wrappers that gather parameters
-    or reduce gradients around it see every use. The model stays in evaluation mode, because the
-    sampler had no dropout either.
+    Everything, including the head, runs inside `forward`, so that wrappers of `forward` that gather
+    parameters or reduce gradients cover every use of the parameters. The model stays in evaluation
+    mode, because the sampler had no dropout either.
 
     Args:
         model: A causal LM whose layers are full or sliding-window attention.
@@ -68,7 +68,7 @@ class Policy(nn.Module):
         return self.model._no_split_modules
 
     def forward(self, forest: Forest, temperature: Tensor) -> tuple[Tensor, Tensor]:
-        """Forward a forest once.
+        """Compute log-probabilities and entropies in one forward pass.
 
         Args:
             forest: N tokens, M targets, on the model's device.
@@ -76,7 +76,8 @@ class Policy(nn.Module):
 
         Returns:
             `logprobs` [M] float32 nats, with gradient; `entropy` [M] float32 nats of the
-            distribution each target was drawn from, without gradient unless `entropy_gradient`.
+            distribution from which each target was drawn, without gradient unless
+            `entropy_gradient`.
         """
         with replayed(forest.routes):
             hidden = hidden_before_targets(self.model, forest)
@@ -105,7 +106,7 @@ class Policy(nn.Module):
         Transformers does this only in training mode, which would also enable dropout.
 
         Raises:
-            ConfigError: If no layers are known to be functions of their inputs.
+            ConfigError: If the model has no layers that support recomputation.
         """
         layers = [m for m in self.model.modules() if isinstance(m, GradientCheckpointingLayer)]
         if not layers:
@@ -119,7 +120,7 @@ class Policy(nn.Module):
 
 
 def hidden_before_targets(model: Any, forest: Forest) -> Tensor:
-    """[M, hidden_size] Compute the last hidden state of each target's parent."""
+    """Compute the last hidden state of each target's parent ([M, hidden_size])."""
     with forest_mask(model.config, forest) as mask:
         output = model.base_model(
             input_ids=forest.token_ids[None],
@@ -134,7 +135,7 @@ def hidden_before_targets(model: Any, forest: Forest) -> Tensor:
 def load_policy(
     path: str, *, logprob_chunk_tokens: int, entropy_gradient: bool = False, trees: bool = False
 ) -> Policy:
-    """Load a model directory with float32 weights, and check the policy on a few tokens.
+    """Load a model directory as a policy with float32 weights, and check it on a few tokens.
 
     Args:
         path: The directory.
@@ -144,8 +145,8 @@ def load_policy(
 
     Raises:
         InputError: If it is not a model directory; if Transformers cannot load the model without
-            remote code; if its layers ignore a forest's attention mask; if this policy does not
-            reproduce its log-probabilities.
+            remote code; if its layers ignore a forest's attention mask; if the policy does not
+            reproduce the model's log-probabilities.
     """
     if not (Path(path) / "config.json").is_file():
         raise _no_model_directory(path)

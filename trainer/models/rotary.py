@@ -1,8 +1,8 @@
 """Make rotary frequencies depend on the configuration only, not on what is packed together.
 
 For LongRoPE and dynamic NTK, Transformers chooses the frequencies by the largest position in a
-forward pass, so that one long row would change every other row in it. vLLM chooses them once, by
-the longest row that it might ever serve. We do the same, to compare with its log-probabilities.
+forward pass, so one long row would affect every other row in it. vLLM chooses the frequencies once,
+for the longest row that it may serve. We do the same, so that log-probabilities are comparable.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ def longest_row(module: nn.Module) -> int | None:
 def _stretch(kind: Mapping[str, Any]) -> float | None:
     """Return the longest row's length as a multiple of `max_position_embeddings`.
 
-    None if the frequencies do not depend on it.
+    Returns None if the frequencies do not depend on the length.
     """
     if kind["rope_type"] == "longrope":
         return 1.0
-    if kind["rope_type"] == "dynamic" and not kind.get("alpha"):  # alpha fixes the base itself
+    if kind["rope_type"] == "dynamic" and not kind.get("alpha"):  # alpha fixes the base
         return float(kind["factor"])
     return None
 

@@ -1,11 +1,11 @@
-"""Router replay (R3): the mixture-of-experts layers of a model use recorded experts.
+"""Router replay (R3): make the mixture-of-experts layers of a model use recorded experts.
 
-Transformers' routers return logits, weights and experts of each token; the experts' layer uses the
-last two. A forward hook on the router replaces them: the experts by the recorded ones, and the
-weights by those that the router's logits give to these experts, computed as the router does. So
-gradients reach the router through the weights, never through the choice. Models are not modified.
-A family of models is supported by an entry in `WEIGHTS`: the class of its routers, and the function
-that computes weights.
+Transformers' routers return logits, weights and experts of each token; the expert layer uses the
+last two. A forward hook on the router replaces the experts with the recorded ones, and the weights
+with those that the router would compute for these experts from its logits. So gradients reach the
+router through the weights, never through the choice. Models are not modified. To support a family
+of models, add an entry to `WEIGHTS`: the class of its routers, and the function that computes
+weights.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ WEIGHTS: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "DeepseekV2TopkRouter": _of_deepseek_v2,
     "DeepseekV3TopkRouter": _of_deepseek_v3,
 }
-"""Functions that compute weights [N, topk] of experts [N, topk] from logits [N, experts], by
-router.
+"""Functions that compute weights [N, topk] of experts [N, topk] from logits [N, experts], by router
+class.
 
 Limits on the choice, such as groups or a bias, do not affect the weights in these families.
 """
@@ -82,7 +82,7 @@ class Routers:
 
 
 def routers_of(model: Any) -> Routers | None:
-    """Find the routers of a Transformers model; None unless its family is in `WEIGHTS`."""
+    """Find the routers of a Transformers model; return None unless its family is in `WEIGHTS`."""
     layers = list(getattr(model.base_model, "layers", ()))
     found = {
         number: module
@@ -126,7 +126,7 @@ def replayed(routes: Tensor | None) -> Iterator[None]:
 def same_routes() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Return contexts for a forward pass and its recomputation, for `torch.utils.checkpoint`.
 
-    The backward pass recomputes outside of the context in which the forward pass ran.
+    The second context is needed because the backward pass runs outside `replayed`.
     """
     return nullcontext(), replayed(_REPLAYED.get())
 
@@ -134,7 +134,7 @@ def same_routes() -> tuple[AbstractContextManager[None], AbstractContextManager[
 def _replay(
     layer: int, router: nn.Module, _: object, output: tuple[Tensor, Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Forward hook of a router: keeps its logits, and replaces weights and experts."""
+    """Replace a router's weights and experts in a forward hook; its logits are kept."""
     routes = _REPLAYED.get()
     if routes is None:
         return output

@@ -16,7 +16,7 @@ from trainer.batches.forest import Forest
 from trainer.models.router_replay import recorded
 
 WINDOW = 4
-"""Size of sliding windows during the check; its rows are longer."""
+"""Size of sliding windows during the check, which uses longer rows."""
 ROWS = (
     tuple(range(11)),
     (*range(5), 11, 12, 13, 14),
@@ -25,16 +25,16 @@ ROWS = (
 """Three rows that share tokens: a fork, and a fork below it. Numbers are in depth-first order."""
 SUPPORTED = "train a decoder with full or sliding-window attention and a linear head"
 TOLERANCE = 1e-3
-"""Nats. Rounding in float32 gives less than a tenth of this."""
+"""Tolerated difference, nats. Rounding in float32 causes less than a tenth of this."""
 
 
 @torch.no_grad()
 def check_policy(policy: nn.Module, path: str, *, trees: bool = False) -> None:
     """Compare log-probabilities of a few rows with the model's own eager forward pass.
 
-    This detects, even in unknown architectures: a head with other logits than the model's, rows
-    that leak into each other, misplaced windows, wrong weights of replayed experts, and forward
-    passes in which a long row changes the others.
+    Even in unknown architectures, this detects a head whose logits differ from the model's, rows
+    that attend to each other, misplaced windows, wrong weights of replayed experts, and forward
+    passes in which a long row affects the others.
 
     Args:
         policy: The policy, a `trainer.models.policy.Policy`.
@@ -97,7 +97,10 @@ def _tokens(model: Any) -> Tensor:
 
 
 def _plain_forward(model: Any, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-    """[n - 1] Log-probabilities of a row's tokens after its first; and [n, layers, topk] routes."""
+    """Return the log-probabilities of all tokens of a row but the first, and its routes.
+
+    Their shapes are [n - 1] and [n, layers, topk].
+    """
     usual = model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:
@@ -112,7 +115,10 @@ def _plain_forward(model: Any, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
 def _forests(
     model: Any, tokens: Tensor, routes: Sequence[Tensor], *, trees: bool
 ) -> dict[str, Forest]:
-    """Build the rows in every way they may be forwarded, the targets of the first row first."""
+    """Build forests of the rows in every form in which a policy may forward them.
+
+    The targets of the first row come first.
+    """
     ends = [sum(map(len, ROWS[:n])) for n in range(len(ROWS) + 1)]
     chains = [range(start, end) for start, end in pairwise(ends)]
     packed = tokens[[number for row in ROWS for number in row]]
@@ -129,7 +135,7 @@ def _forests(
 
 
 def _forest(tokens: Tensor, rows: Sequence[Sequence[int]]) -> Forest:
-    """Build a forest of the tokens numbered in `rows`; all but the first of a row are targets."""
+    """Build a forest of the tokens numbered in `rows`; all but a row's first token are targets."""
     size = 1 + max(map(max, rows))
     depth, end = torch.zeros(size, dtype=torch.int64), torch.zeros(size, dtype=torch.int64)
     for row in rows:

@@ -2,7 +2,7 @@
 
 On a CPU it runs piece by piece: the tokens between two branches attend to their ancestors, gathered
 into a contiguous range, and causally to themselves. On CUDA it uses FlexAttention, whose kernel
-skips blocks without attention. Neither ever allocates tokens x tokens.
+skips blocks without attention. Neither allocates a mask of tokens x tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transformers.integrations.flex_attention import flex_attention_forward
 BLOCK = 128
 """Block size of FlexAttention's mask, for queries and keys."""
 QUERIES = 1024
-"""Maximum number of queries of a piece at once, which bounds the size of masks."""
+"""Maximum number of queries processed at once, which bounds the size of masks."""
 
 
 def tree_attention(
@@ -44,7 +44,7 @@ def tree_attention(
         value: Same shape as `key`.
         tree: [1, 1, 2, N] int64: depth and `subtree_end` of each token; pass the same object in
             every layer, because derived masks are cached per object.
-        window: Number of tokens that a token sees towards the root, itself included; None: all.
+        window: Number of tokens that a token sees towards the root, including itself; None: all.
         dropout: Probability.
         scaling: Factor of the scores; None: 1 / sqrt(size).
 
@@ -68,12 +68,12 @@ def tree_attention(
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Tokens without a branch between them.
+    """A run of tokens without a branch in between.
 
     Attributes:
         size: Number of tokens.
         depth: Depth of the first token.
-        above: Number of the piece that ends with its parent; None for the root of a tree.
+        above: Number of the piece that ends with the first token's parent; None at a root.
     """
 
     size: int
@@ -133,7 +133,7 @@ def _by_pieces(
 
 
 def _causal(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
-    """[queries, keys] bool Causal mask for queries that are the last of the keys."""
+    """Build the causal mask ([queries, keys] bool) of queries at the last positions of the keys."""
     query = torch.arange(num_keys - num_queries, num_keys, device=device)[:, None]
     key = torch.arange(num_keys, device=device)
     return (key <= query) if window is None else (key <= query) & (key > query - window)
@@ -141,10 +141,10 @@ def _causal(num_queries: int, num_keys: int, window: int | None, device: torch.d
 
 @lru_cache(maxsize=8)
 def block_mask(tree: Tensor, window: int | None) -> BlockMask:
-    """Build FlexAttention's mask of a forest from (N / 128)^2 blocks, without tokens x tokens.
+    """Build FlexAttention's mask of a forest from (N / 128)^2 blocks, not from tokens x tokens.
 
-    A block of keys is visible to a block of queries if a subtree of its tokens reaches there; the
-    mask is evaluated per token only if not all of them do.
+    A block of keys is visible to a block of queries if the subtree of any of its tokens reaches
+    that block; the mask is evaluated per token only if some do not.
     """
     num_tokens = tree.shape[-1]
     depth, end = pad(tree[0, 0], (0, -num_tokens % BLOCK))
@@ -171,6 +171,6 @@ def block_mask(tree: Tensor, window: int | None) -> BlockMask:
 
 
 def _numbered(wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """[1, 1, Q] number of key blocks, and [1, 1, Q, K] their indices, wanted ones first."""
+    """Return the number of wanted key blocks [1, 1, Q], and block indices, wanted ones first."""
     order = wanted.int().argsort(dim=1, descending=True, stable=True)
     return wanted.sum(1)[None, None].int(), order[None, None].int()

@@ -24,7 +24,7 @@ from trainer.rl.schedule import num_allowed
 from trainer.run.settings import plan_settings
 
 DROPPED_IN_A_ROW = 30
-"""A run ends after this many iterations' worth of consecutive groups without variance."""
+"""Number of iterations' worth of consecutive groups without variance after which a run ends."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -32,7 +32,7 @@ class BegunGroup:
     """A group that was started.
 
     Attributes:
-        deadline: Last iteration that may train it.
+        deadline: Last iteration that may train on the group.
         tables: Rows of its finished trajectories, by repetition.
     """
 
@@ -49,13 +49,13 @@ class Collector:
 
     Args:
         generator: Runs trajectories.
-        tasks: Infinite iterator of tasks from `trainer.rl.task_order.shuffled_tasks`; those of
-            `groups` are skipped.
+        tasks: Infinite iterator of tasks from `trainer.rl.task_order.shuffled_tasks`; tasks that
+            are already in `groups` are skipped.
         groups: Stores finished groups.
         config: Configuration of the run.
 
     Attributes:
-        iteration: Current iteration, which is also the number of iterations already trained.
+        iteration: Current iteration, which is also the number of completed iterations.
     """
 
     def __init__(
@@ -84,11 +84,11 @@ class Collector:
 
     @property
     def num_begun(self) -> int:
-        """Number of groups that count: those of iterations, and running ones."""
+        """Number of groups in iterations, plus those still running."""
         return self._groups.num_kept + len(self._begun)
 
     def num_newly_dropped(self) -> int:
-        """Return the number of groups without variance since the last call."""
+        """Return the number of groups dropped for lack of variance since the last call."""
         found = self._num_dropped - self._num_dropped_said
         self._num_dropped_said = self._num_dropped
         return found
@@ -100,7 +100,7 @@ class Collector:
         return found
 
     def advance(self, iteration: int) -> None:
-        """Start the groups allowed after `iteration` iterations were trained and loaded."""
+        """Start the groups allowed after the weights of `iteration` iterations were loaded."""
         self.iteration = iteration
         self._start_all()
 
@@ -128,7 +128,7 @@ class Collector:
                 return
 
     def _begin_group(self) -> bool:
-        """Start another group if allowed; returns whether it did."""
+        """Start another group if allowed, and return whether one was started."""
         config, num_iterations = self._config, self._config.num_iterations
         allowed = num_allowed(
             iteration=self.iteration,

@@ -33,7 +33,7 @@ EVALUATIONS = "evaluations"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluateConfig(GenerateConfig):
-    """The table `[evaluate]` or `[evaluate.NAME]`: when to evaluate, and changes to `[generate]`."""
+    """The table `[evaluate]` or `[evaluate.NAME]`: interval, and changes to `[generate]`."""
 
     every_iterations: Count = 10
     """Iterations between evaluations; >= 1. Evaluations also run before the first update and at the
@@ -62,24 +62,24 @@ class RlConfig:
     out: str
     """Local directory of the run; must not contain a run, unless that is resumed."""
     num_iterations: Annotated[int, Meta(ge=1, le=MOST_ITERATIONS)]
-    """Number of batches to sample and train; from 1 to 100000."""
+    """Number of batches to sample and train on; from 1 to 100000."""
 
     max_staleness: CountOrZero = 0
-    """Maximum number of iterations by which a row's weights may be behind those it trains; >= 0.
-    With 0, groups of an iteration start when the previous one has been trained; otherwise sampling
-    continues during training."""
+    """Maximum number of iterations between the weights that sample a row and those that it updates;
+    >= 0. With 0, the groups of an iteration start when the previous iteration is complete;
+    otherwise sampling continues during training."""
     weight_sync: Literal["wait", "now"] = "wait"
-    """How to treat running calls when the engine gets new weights. `wait`: let them finish and start
-    no others; `now`: continue them with the new weights, if the engine can."""
+    """How to treat running calls when the engine gets new weights. `wait`: let them finish, and
+    hold new calls until then; `now`: continue them with the new weights, if the engine can."""
     seed: int = 0
     """Seed of the order of tasks in each pass, of the trainer, and of the embedded engine unless
-    `[generate]` has a `seed`."""
+    `[generate]` sets `seed`."""
     save_every_iterations: Count | None = None
-    """Iterations between checkpoints; >= 1. The first and the last iteration always save one. None:
-    only these."""
+    """Iterations between checkpoints; >= 1. The first and the last iteration always save a
+    checkpoint. None: only these."""
 
     generate: dict[str, Any] = field(default_factory=dict)
-    """Table with keys of `rollouts generate`."""
+    """Table: keys of `rollouts generate`."""
     train: dict[str, Any] = field(default_factory=dict)
     """Table: keys of `rollouts train`; `groups_per_batch` is the number of groups per iteration."""
     evaluate: dict[str, Any] | None = None
@@ -114,7 +114,7 @@ class RlConfig:
 
     @property
     def training(self) -> TrainConfig:
-        """Configuration of training on the growing dataset; `rollouts train` with it replays the loop."""
+        """Configuration for training on the growing dataset, or for replay by `rollouts train`."""
         settings = self.train | {
             "dataset": f"{self.out}/{ROLLOUTS}/*",
             "model": self.model,
@@ -126,7 +126,7 @@ class RlConfig:
         return _record("train", TrainConfig, settings)
 
     def evaluations(self, version: int) -> dict[str, EvaluateConfig]:
-        """Return the evaluation sets for the weights of a version, by name; "" is a single set."""
+        """Return the evaluation sets for a version of the weights, by name ("": a single set)."""
         if self.evaluate is None:
             return {}
         shared, sets = evaluation_sets(self.evaluate)
@@ -154,7 +154,7 @@ class RlConfig:
         return any(is_last or version % one.every_iterations == 0 for one in planned)
 
     def resolved(self) -> dict[str, Any]:
-        """Return every key with its value, including those of tables, as saved."""
+        """Return all keys and values to save, including those of tables."""
         sets = {name: plain_values(one) for name, one in self.evaluations(0).items()}
         return dataclasses.asdict(self) | {
             "generate": plain_values(self.generation),
@@ -253,7 +253,7 @@ def load_rl_config(
 def _evaluate_values(
     table: Mapping[str, Any], overrides: Sequence[str], where: str
 ) -> dict[str, Any]:
-    """Parse the values of `[evaluate]` and of its sets, including sets that only overrides name."""
+    """Parse the values of `[evaluate]` and its sets, including sets named only by overrides."""
     shared, sets = evaluation_sets(table)
     known = EvaluateConfig.__dataclass_fields__
     plain, nested = _by_table(overrides, lambda name: name not in known)
@@ -276,7 +276,7 @@ def _table_values(
 def _by_table(
     overrides: Sequence[str], is_table: Callable[[str], bool]
 ) -> tuple[list[str], dict[str, list[str]]]:
-    """Split overrides into those of top-level keys, and those of keys in tables, by table."""
+    """Split overrides into those of top-level keys and, by table, those of keys in tables."""
     plain: list[str] = []
     nested: dict[str, list[str]] = {}
     for override in overrides:

@@ -48,7 +48,7 @@ async def evaluate(
     version: int,
     calls: Calls | None = None,
 ) -> dict[str, Any]:
-    """Sample what the evaluation of a version lacks, set by set, and return its metrics.
+    """Sample the missing evaluation trajectories of a version, set by set, and return the metrics.
 
     Raises:
         RolloutError: As `pipelines.generation.run.generate`.
@@ -63,7 +63,7 @@ async def evaluate(
 async def _sample(
     engine: Engine, tokenizer: ChatTokenizer, sampling: GenerateConfig, calls: Calls | None
 ) -> None:
-    """Sample what the dataset of a set lacks."""
+    """Sample the trajectories that are missing from the dataset of a set."""
     missing = missing_tasks(read_tasks(sampling.tasks, sampling.group_size), sampling)
     if missing:
         generator = Generator(engine, tokenizer, sampling, calls, "eval")
@@ -86,7 +86,7 @@ def _tokenizer_of(
 def measure(planned: Mapping[str, EvaluateConfig], config: RlConfig) -> dict[str, Any]:
     """Compute the metrics of evaluation datasets: over all of them, and per set.
 
-    Returns are computed as the set's generation defines, unless `[train]` has an `outcome`.
+    Returns use `[train] outcome` if it is set, and otherwise the outcome of the evaluation set.
     """
     metrics, parts = dict[str, Any](), list[pl.DataFrame]()
     for name, one in planned.items():
@@ -105,7 +105,7 @@ def measure(planned: Mapping[str, EvaluateConfig], config: RlConfig) -> dict[str
 
 
 def set_metrics(name: str, returns: pl.DataFrame, planned: EvaluateConfig) -> dict[str, Any]:
-    """Compute SkyRL's metrics of an evaluation set, in total and per `data_source` of its tasks.
+    """Compute SkyRL's metrics of an evaluation set: overall, and per `data_source` of its tasks.
 
     A set without a name has `eval/all/...` and `eval/{source}/...`, as in SkyRL, where tasks
     without a source are `unknown`; a named set has `eval/{name}/...`, and
@@ -114,7 +114,8 @@ def set_metrics(name: str, returns: pl.DataFrame, planned: EvaluateConfig) -> di
     Args:
         name: Name of the set.
         returns: instance_id and return of the trajectories that did not fail.
-        planned: Its `tasks` have the sources; `group_size` is the largest n of `pass_at_n`.
+        planned: Settings of the set: `tasks` have the sources; `group_size` is the largest n of
+            `pass_at_n`.
     """
     tasks, unknown = read_tasks(planned.tasks, 1), None if name else "unknown"
     source = {t.instance_id: t.extras.get("data_source") or unknown for t in tasks}

@@ -31,11 +31,12 @@ class Groups:
         size: Groups per iteration.
         names: Instance ids of all finished groups, including dropped ones.
         num_kept: Number of groups in iterations.
-        unfinished: Trajectories of groups that an earlier process did not finish, by group.
+        unfinished: Finished trajectories of groups that an earlier process left incomplete, by
+            group.
 
     Raises:
-        InputError: resume_rollouts if an iteration has too many groups, or a group of another
-            iteration.
+        InputError: resume_rollouts if an iteration has too many groups, or a group that belongs to
+            a different iteration.
     """
 
     def __init__(self, config: RlConfig) -> None:
@@ -64,17 +65,17 @@ class Groups:
         deadline: int,
         others: Sequence[int],
     ) -> int:
-        """Write a finished group; returns the iteration that trains it.
+        """Write a finished group, and return the iteration that trains on it.
 
         Args:
             name: Instance id of the group.
             tables: Rows of the group.
             metadata: Metadata of the dataset.
-            deadline: Last iteration that may train it.
+            deadline: Last iteration that may train on the group.
             others: Deadlines of the groups still running.
 
         Raises:
-            RolloutError: Errors of the writer, including a full disk.
+            RolloutError: On errors of the writer, including a full disk.
         """
         first = next(number for number, free in enumerate(self._room) if free)
         room = self._room[first : max(deadline, *others, first) + 1]
@@ -86,7 +87,7 @@ class Groups:
         return iteration
 
     def drop(self, name: str, tables: Tables, metadata: DatasetMetadata) -> None:
-        """Write a finished group that no iteration trains.
+        """Write a finished group that no iteration trains on.
 
         Raises:
             RolloutError: As `add`.
@@ -120,7 +121,7 @@ class Groups:
         self._room[iteration] -= len(found)
 
     def _read_unfinished(self) -> dict[str, dict[int, pa.Table]]:
-        """Read unfinished groups; duplicates left by a process killed in `put_aside` collapse."""
+        """Read unfinished groups, without duplicates left by a process killed in `put_aside`."""
         found: dict[str, dict[int, pa.Table]] = {}
         for path in Location.of(self._out / UNFINISHED).shards():
             table = rollout_io.read(path)

@@ -1,4 +1,4 @@
-"""Metrics of an iteration's rollouts, and its line in the terminal."""
+"""Metrics of an iteration's rollouts, and its line for the terminal."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from schemas.errors import count
 
 
 def rollout_numbers(dataset: Path, iteration: int) -> dict[str, Any]:
-    """Compute staleness and lengths of the groups that an iteration trains.
+    """Compute staleness and lengths of the groups that an iteration trains on.
 
     Returns:
         `staleness_mean`, `staleness_max`, `staleness_histogram` over sampled rows;
-        `response_tokens_mean`, `steps_mean` over trajectories; None if there is nothing to count.
+        `response_tokens_mean`, `steps_mean` over trajectories; None if there are no rows.
     """
     scanned = rollout_io.scan(dataset)
     names = scanned.collect_schema().names()
@@ -106,6 +106,6 @@ def _mean(value: float | None) -> str:
 
 
 def mean_of(lines: Sequence[dict[str, Any]], name: str) -> float | None:
-    """Average a number over the lines that have it; None if there are none."""
+    """Average a metric over the lines that have it; None if no line does."""
     values = [line[name] for line in lines if line.get(name) is not None]
     return sum(values) / len(values) if values else None

@@ -58,7 +58,7 @@ class RlResult:
     Attributes:
         out: Directory of the run.
         checkpoint: Model directory of the final policy.
-        num_iterations: Iterations trained.
+        num_iterations: Completed iterations.
         num_updates: Optimizer steps made.
         num_skipped_updates: Mini-batches without a step.
         num_trained_groups: Groups that contributed a nonzero gradient to a step.
@@ -86,7 +86,7 @@ def run(
     Args:
         config: Configuration of the run.
         resume: Resume the run in `OUT/` from its latest checkpoint, with the groups sampled since.
-        open_engine: Opens the engine; None: as `[generate]` configures.
+        open_engine: Opens the engine; None: use the engine of `[generate]`.
 
     Returns:
         The result; `OUT/` then holds `config.json`, `metrics.jsonl`, `rollouts/`, `weights/`,
@@ -146,7 +146,7 @@ def _refuse_several_processes() -> None:
 
 
 def _read(config: RlConfig) -> list[Task]:
-    """Read the tasks, one attempt each; also checks the tasks of evaluations."""
+    """Read the tasks, one attempt each, and check the tasks of evaluations."""
     tasks = read_tasks(config.tasks, 1)
     check_names({task.instance_id for task in tasks})
     for planned in config.evaluations(0).values():
@@ -173,7 +173,7 @@ class Loop:
         """Run all remaining iterations."""
         config, learning, groups = self.config, self.learning, Groups(self.config)
         if threading.current_thread() is threading.main_thread():
-            # Not by raising SIGINT: background jobs of a shell ignore it.
+            # Cancel instead of raising SIGINT, which background jobs of a shell ignore.
             task = asyncio.current_task()
             assert task is not None
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
@@ -220,7 +220,7 @@ class Loop:
         say(iteration_line(lines, last, self.sync_s))
 
     async def _environment_metrics(self, path: Path) -> dict[str, float]:
-        """Compute the metrics that the environments aggregate themselves."""
+        """Compute the metrics that the environments define."""
         config = self.config.generation
         if not config.uses_environments:
             return {}
@@ -236,7 +236,7 @@ class Loop:
         return found
 
     async def _begin_engine(self) -> None:
-        """Load the run's weights into the engine, whatever it has: servers outlive runs."""
+        """Load the run's weights into the engine, even if it has some: servers outlive runs."""
         version = self.learning.iteration
         if version:
             await self._sync()
@@ -261,7 +261,7 @@ class Loop:
         say(evaluation_line(found, version, self.config.evaluations(version)))
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
-        """Run blocking work in the trainer's thread, while sampling continues."""
+        """Run blocking work in the trainer's thread while sampling continues."""
         return await asyncio.get_running_loop().run_in_executor(self.thread, work)
 
     def result(self) -> RlResult:

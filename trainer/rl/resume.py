@@ -1,4 +1,4 @@
-"""Find what the loop resumes from in a run's directory."""
+"""Find the state in a run's directory from which the loop resumes."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def find_checkpoint(config: RlConfig, *, resume: bool) -> Path | None:
     """Return the checkpoint to resume from; None to start from the beginning.
 
     Raises:
-        InputError: If there is a run that is not to be resumed, or its files are invalid.
-        ConfigError: If it had a different configuration.
+        InputError: If there is a run but `resume` is false, or the run's files are invalid.
+        ConfigError: If the run had a different configuration.
     """
     out = Path(config.out)
     if not resume:

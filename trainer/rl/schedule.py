@@ -1,4 +1,4 @@
-"""Decide when a group may start, and which iteration trains it."""
+"""Decide when a group may start, and which iteration trains on it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from itertools import accumulate
 
 
 def num_allowed(*, iteration: int, max_staleness: int, num_iterations: int, size: int) -> int:
-    """Compute how many groups, finished and running, are allowed during an iteration.
+    """Compute how many groups may have been started, finished or not, during an iteration.
 
         min(max_staleness + iteration + 1, num_iterations) * size
 
     Args:
         iteration: Current iteration, from 0.
-        max_staleness: Maximum number of iterations by which a group's weights may be behind.
+        max_staleness: Maximum staleness of a group, in iterations.
         num_iterations: Number of iterations of the run.
         size: Groups per iteration.
 
@@ -28,12 +28,12 @@ def num_allowed(*, iteration: int, max_staleness: int, num_iterations: int, size
 
 
 def place(room: Sequence[int], deadlines: Sequence[int]) -> int:
-    """Choose the iteration that trains a finished group.
+    """Choose the iteration that trains on a finished group.
 
-    It is the first with a free place that no running group needs: each of those can still be placed
-    in its last allowed iteration or before. So the trainer waits for a slow group instead of
-    training it too late. `num_allowed` guarantees that such an iteration exists, and that it is not
-    too late for the finished group itself.
+    This is the first iteration with a free place that no running group needs: every running group
+    can still be placed in its last allowed iteration or before. So the trainer waits for a slow
+    group instead of training on it too late. `num_allowed` guarantees that such an iteration
+    exists, and that it is not too late for the finished group itself.
 
     Args:
         room: Free places of each iteration.

@@ -1,4 +1,4 @@
-"""Order of tasks: all of them, pass after pass, each pass shuffled differently."""
+"""Order of tasks: repeated passes over all tasks, each shuffled differently."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _AGAIN = re.compile(r"(.+)@(\d+)")
 
 
 def shuffled_tasks(tasks: Sequence[Task], seed: int) -> Iterator[Task]:
-    """Yield tasks endlessly; ids get the suffix `@2` in the second pass, and so on.
+    """Yield tasks endlessly; ids have the suffix `@2` in the second pass, and so on.
 
     Args:
         tasks: One attempt at each task.

@@ -1,4 +1,4 @@
-"""The training half of the loop: batches one by one, checkpoints, weights for the engine."""
+"""The training half of the loop: updates, checkpoints, and weights for the engine."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from trainer.run.setup import TrainingRun
 from trainer.run.state import Position, Progress, load_progress, restore
 
 DIGEST = "rollouts rl"
-"""Stands for the digest of a dataset, which would change as the run's dataset grows."""
+"""Replaces the digest of the dataset, which would change as the run's dataset grows."""
 KEPT_WEIGHTS = 2
 
 
 class Learning:
-    """Policy, optimizer and other trained state, across iterations. Methods block.
+    """Policy, optimizer and other training state across iterations; its methods block.
 
     Args:
         config: Configuration of the run.
@@ -70,7 +70,7 @@ class Learning:
 
     @property
     def iteration(self) -> int:
-        """Number of trained iterations, which is the version of the policy's weights."""
+        """Number of completed iterations, which is the version of the policy's weights."""
         return self.progress.position.batch
 
     @property
@@ -81,7 +81,7 @@ class Learning:
         return self.config.num_iterations * steps
 
     def open_log(self) -> RunLog:
-        """Return the log of the run, to be entered."""
+        """Return the log of the run, a context manager."""
         return RunLog(
             self._learner.accelerator,
             self.training,
@@ -92,7 +92,7 @@ class Learning:
         )
 
     def update(self, dataset: Path, numbers: dict[str, Any], log: RunLog) -> list[dict[str, Any]]:
-        """Train an iteration as `rollouts train` would on that part of the run's dataset.
+        """Train on an iteration as `rollouts train` would on the same part of the dataset.
 
         Args:
             dataset: Groups of the iteration.
@@ -103,7 +103,7 @@ class Learning:
             Metrics of its mini-batches.
 
         Raises:
-            RolloutError: If rows cannot be trained as configured, or every trajectory failed.
+            RolloutError: If rows cannot be used as configured, or every trajectory failed.
         """
         run, iteration = self._run(dataset), self.iteration
         set_rates(run, self.progress.global_step)
@@ -114,7 +114,7 @@ class Learning:
             after = dataclasses.replace(update.position, batch=iteration + update.position.batch)
             there = dataclasses.replace(update, position=after)
             self.progress, metrics = count_update(run, self.progress, there)
-            if any(name.startswith(ENVIRONMENT) for name in numbers):  # the environments' own
+            if any(name.startswith(ENVIRONMENT) for name in numbers):  # metrics of the environments
                 metrics = {n: v for n, v in metrics.items() if not n.startswith(ENVIRONMENT)}
             metrics = {"iteration": iteration} | metrics | numbers
             log.write(metrics, update.cause)
@@ -129,7 +129,7 @@ class Learning:
         return path
 
     def _checkpoints(self) -> Checkpoints:
-        """Where the run's checkpoints are."""
+        """Location and settings of the run's checkpoints."""
         return Checkpoints(
             out=Path(self.training.out),
             source=Path(self.training.model),
@@ -149,7 +149,7 @@ class Learning:
             raise
 
     def write_weights(self) -> Path:
-        """Write the policy to `weights/version_N/`, a model directory; keeps the newest two."""
+        """Write the policy to the model directory `weights/version_N/`; the newest two are kept."""
         folder = Path(self.config.out) / "weights"
         path = folder / f"version_{self.iteration}"
         if path.exists():
@@ -194,7 +194,7 @@ class Learning:
 
 
 def check_lengths(config: RlConfig, limit: RowLimit, context_tokens: int | None) -> None:
-    """Check that sampled rows will fit the trainer's model and the engine, before sampling.
+    """Check before sampling that sampled rows will fit the trainer's model and the engine.
 
     Args:
         config: Configuration of the run.
@@ -223,7 +223,7 @@ def check_lengths(config: RlConfig, limit: RowLimit, context_tokens: int | None)
 
 
 def note_of_long_rows(config: RlConfig, limit: RowLimit) -> str | None:
-    """Note that rows longer than a micro-batch need more memory, if there may be any."""
+    """Return a note on memory if rows may be longer than a micro-batch, else None."""
     generation, training = config.generation, config.training
     most = min(limit.num_tokens, training.max_row_tokens or limit.num_tokens)
     if generation.max_input_tokens is not None:

@@ -1,4 +1,4 @@
-"""Load new weights into an engine that is in use."""
+"""An engine wrapper that loads new weights while the engine is in use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Warnings before a run, and while it trains."""
+"""Warnings before and during training."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ LARGE_DIFFERENCE_NATS = 0.3
 
 
 def warnings_before(rows: pl.DataFrame, plan: Plan, config: TrainConfig) -> dict[str, str]:
-    """List what the user should know before the first update.
+    """List warnings to show before the first update.
 
     Args:
-        rows: Rows that train, as they are in the dataset.
+        rows: Trained rows, as stored in the dataset.
         plan: Plan of the run.
         config: Configuration of the run.
 
@@ -66,7 +66,7 @@ def differs_from_sampler(metrics: Mapping[str, Any]) -> bool:
 def warnings_about(
     metrics: Mapping[str, Any], config: TrainConfig, cause: str | None = None
 ) -> dict[str, str]:
-    """List what the user should know about an update.
+    """List warnings about an update.
 
     Args:
         metrics: Metrics of the update.
@@ -94,7 +94,7 @@ def warnings_about(
             "every advantage of the mini-batch is 0, because rewards do not vary within any group, so"
             " the gradient is zero" + ("" if config.drop_zero_variance_groups else leave_out)
         )
-    if config.sequence_layout == "merge":  # the number of rows is known only after merging
+    if config.sequence_layout == "merge":  # the number of rows is only known after merging
         found |= warnings_about_rows(
             metrics.get("num_rows", 0), metrics.get("num_trajectories", 0), config
         )

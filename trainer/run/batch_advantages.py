@@ -19,9 +19,9 @@ class Estimates:
     """Result of `estimate` for a batch of T response tokens; all float32.
 
     Attributes:
-        advantages: [T] advantages to train with; 0 at tokens that do not train, 1 if unused.
-        raw: [T] the same before `advantage_batch_normalize`.
-        value_targets: [T] target values of the critic, NaN at tokens that do not train; None
+        advantages: [T] advantages to train with; 0 at untrained tokens, 1 if the loss uses none.
+        raw: [T] advantages before `advantage_batch_normalize`.
+        value_targets: [T] target values of the critic, NaN at untrained tokens; None
             without a critic.
     """
 
@@ -32,12 +32,12 @@ class Estimates:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Estimation:
-    """How a batch's advantages are estimated.
+    """Settings for estimating a batch's advantages.
 
     Attributes:
-        estimator: Takes the rewards of tokens; None: the batch has its trajectories' advantages.
-        batch_normalize: Whether to normalise them to mean 0 and variance 1.
-        is_supervised: Whether the loss takes none.
+        estimator: Takes the rewards of tokens; None: advantages are those of the trajectories.
+        batch_normalize: Whether to normalise advantages to mean 0 and variance 1.
+        is_supervised: Whether the loss uses no advantages.
     """
 
     estimator: BoundFunction | None
@@ -49,9 +49,9 @@ def estimate(batch: Batch, estimation: Estimation, values: Tensor | None = None)
     """Estimate advantages per trained token with `advantage_estimator`.
 
     Args:
-        batch: A whole batch: means and variances are over all its trained tokens, independent of
+        batch: A complete batch: means and variances are over all its trained tokens, independent of
             mini-batches and micro-batches.
-        estimation: How the run estimates.
+        estimation: Settings of the run.
         values: [T] float32 critic values at the trained tokens; None without a critic.
 
     Raises:
@@ -78,7 +78,7 @@ def estimate(batch: Batch, estimation: Estimation, values: Tensor | None = None)
 def _along_chains(
     batch: Batch, estimator: BoundFunction | None, values: FloatArray | None
 ) -> tuple[FloatArray, FloatArray | None]:
-    """[N] Compute advantages and critic targets, in the order of `batch.chains`."""
+    """Compute advantages and critic targets ([N] each), in the order of `batch.chains`."""
     slots = batch.chains.slots
     if estimator is None:
         return batch.advantages.numpy()[slots].astype(np.float64), None

@@ -1,4 +1,4 @@
-"""Count what the mini-batches of a batch consist of, before they train."""
+"""Metrics of a batch and its mini-batches that are known before training on them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from trainer.run.run_metrics import GENERATED
 def sequence_metrics(
     rollouts: pl.LazyFrame, groups: Sequence[str], outcome: Outcome, *, merges: bool
 ) -> dict[str, float]:
-    """Compute SkyRL's metrics of a batch as it was generated: per turn, before merging.
+    """Compute SkyRL's metrics of a batch as generated: per turn, before merging.
 
     Args:
         rollouts: The dataset.
         groups: Groups of the batch.
         outcome: How returns are computed.
-        merges: Whether turns are merged afterwards, and so counted here.
+        merges: Whether turns will be merged; if so, the number of turns is included.
     """
     chosen = rollouts.filter(pl.col("instance_id").is_in(list(groups)))
     used = [name for name in USED if name in rollouts.collect_schema()]
@@ -43,11 +43,11 @@ def batch_metrics(
 ) -> list[dict[str, Any]]:
     """Compute counts, rewards and advantages of each mini-batch.
 
-    Failed trajectories have no return and enter no mean; a mean over nothing is None.
+    Failed trajectories have no return and are excluded from means; a mean of no values is None.
 
     Args:
         plan: Plan of the run.
-        batch: A batch of it.
+        batch: A batch of the plan.
         groups: Groups of the batch.
         estimates: Advantages of the batch.
     """
@@ -80,7 +80,7 @@ def batch_metrics(
 
 
 def _passed(trajectories: pl.DataFrame) -> pl.DataFrame:
-    """Per mini-batch, the share of groups that have a trajectory with a return above 0."""
+    """Compute the share of groups in each mini-batch that have a return above 0."""
     known = trajectories.filter(~pl.col("failed"))
     groups = known.group_by("mini_batch", "instance_id").agg(passed=(pl.col("return") > 0).any())
     share = pl.col("passed").mean().alias("reward/avg_pass_at_n")

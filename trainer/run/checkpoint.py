@@ -1,4 +1,4 @@
-"""Checkpoints: Hugging Face model directories that are written whole or not at all."""
+"""Checkpoints: Hugging Face model directories, written atomically."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PREFIX, LATEST = "global_step_", "latest"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checkpoints:
-    """Where a run's checkpoints are, and what they have in common.
+    """Location and shared settings of a run's checkpoints.
 
     Attributes:
         out: Directory of the run.
@@ -102,7 +102,7 @@ def latest_checkpoint(out: Path) -> Path | None:
     """Return the checkpoint named by `checkpoints/latest`; without that file, the newest, or None.
 
     Raises:
-        InputError: If it does not exist, or has no state to resume from.
+        InputError: If the checkpoint does not exist, or has no state to resume from.
     """
     pointer, found = out / "checkpoints" / LATEST, _checkpoints(out)
     if pointer.exists():
@@ -120,7 +120,7 @@ def latest_checkpoint(out: Path) -> Path | None:
 
 
 def discard_after(out: Path, global_step: int) -> None:
-    """Delete the checkpoints of later updates, and partial ones of killed runs."""
+    """Delete checkpoints of later updates, and incomplete checkpoints of killed runs."""
     for path in (out / "checkpoints").glob(f".{PREFIX}*"):
         shutil.rmtree(path)
     for path in _checkpoints(out):
@@ -150,7 +150,7 @@ def _step(path: Path) -> int:
 
 
 def remove_directory(path: Path) -> None:
-    """Rename before deleting, so that a checkpoint is never half deleted."""
+    """Rename a directory before deleting it, so that no checkpoint is ever half deleted."""
     removed = path.with_name(f".{path.name}.removed")
     shutil.rmtree(removed, ignore_errors=True)
     path.rename(removed)

@@ -1,4 +1,4 @@
-"""Reject rows that cannot be trained as configured, before anything is trained."""
+"""Reject rows that cannot be used for training as configured, before the first update."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def check_rows(
         The rows of `index` that train.
 
     Raises:
-        InvariantError, InputError: With the rule and the first row that breaks it; or if nothing
-            trains at all.
+        InvariantError, InputError: With the rule and the first row that breaks it; or if no row is
+            trained on.
     """
     masks = plan.trajectories.select("trajectory_id", "trains", "advantage")
     rows = index.join(masks, on="trajectory_id", maintain_order="left")
@@ -55,20 +55,20 @@ def check_rows(
     if must_learn:
         _refuse_nothing_to_learn(rows, plan, config)
     _check_tokens(rows, vocab_size)
-    # A merged row and its longest step end with the same trained token: both forward equally many.
+    # A merged row and its longest step end with the same trained token, so their costs are equal.
     forwarded = rows["num_forwarded_tokens"].clip(upper_bound=config.max_row_tokens)
     limit.check(forwarded.to_numpy(), rows["name"].to_list())
     return rows
 
 
 def num_greedy_rows(index: pl.DataFrame, plan: Plan) -> int:
-    """Count rows of training trajectories left out because they were sampled at temperature 0."""
+    """Count rows of trained trajectories left out because they were sampled at temperature 0."""
     trained = plan.trajectories.filter("trains")["trajectory_id"]
     return index.filter(pl.col("greedy") & pl.col("trajectory_id").is_in(trained.implode())).height
 
 
 def _check_order(rows: pl.DataFrame) -> None:
-    """Check the order of rows, on which estimators along a trajectory rely."""
+    """Check the order of rows, on which token-level estimators rely."""
     number = pl.col("step_index")
     begins = (pl.col("trajectory_id") != pl.col("trajectory_id").shift()).fill_null(value=True)
     rows = rows.with_columns(
@@ -113,7 +113,7 @@ def _check_step_rewards(rows: pl.DataFrame, estimator: str) -> None:
 
 
 def _check_tokens(rows: pl.DataFrame, vocab_size: int) -> None:
-    """Check that tokens follow a prompt, are in the vocabulary, and have a valid temperature."""
+    """Check that prompts are not empty, and that token ids and temperatures are valid."""
     _refuse(
         rows, pl.col("num_prompt_tokens") == 0, "nonempty_prompt", pl.lit("0 prompt tokens"),
         "at least one", VALIDATE,
@@ -162,7 +162,7 @@ def _refuse_nothing_to_learn(rows: pl.DataFrame, plan: Plan, config: TrainConfig
 def corrects_for_sampler(
     rows: pl.DataFrame, config: TrainConfig, logprobs_mode: str | None
 ) -> bool:
-    """Decide whether importance weights and masks apply: configured, and `rollout_logprobs` exist.
+    """Decide whether importance weights and masks are configured and `rollout_logprobs` exist.
 
     Without `rollout_logprobs`, default weights are switched off; explicitly requested ones are an
     error.
@@ -170,12 +170,13 @@ def corrects_for_sampler(
     Args:
         rows: Rows that train.
         config: Configuration of the run.
-        logprobs_mode: Mode of `rollout_logprobs` in the dataset. Unknown counts as raw, which
-            matters only if raw ones are not those of the sampled distribution.
+        logprobs_mode: Mode of `rollout_logprobs` in the dataset. An unknown mode is treated as raw,
+            which matters only if raw log-probabilities differ from those of the sampled
+            distribution.
 
     Raises:
-        InvariantError, InputError: If only some rows have log-probabilities, or they are not those of the
-            sampled distribution; or none has, and the loss or a mask needs them.
+        InvariantError, InputError: If only some rows have log-probabilities; if these are not from
+            the sampled distribution; or if no row has any, but the loss or a mask needs them.
     """
     if not (config.corrects_for_sampler or config.is_anchored_on_sampler):
         return False
@@ -201,7 +202,7 @@ def corrects_for_sampler(
 
 
 def _refuse_mismatched_logprobs(rows: pl.DataFrame, logprobs_mode: str | None, off: str) -> None:
-    """Reject log-probabilities that are not those of the distribution that was sampled."""
+    """Reject log-probabilities that are not those of the sampled distribution."""
     _refuse(
         rows, pl.col("token_source") == "retokenized", "rollout_logprobs",
         pl.lit("its rollout_logprobs belong to re-tokenized text, not to the engine's tokens"), "", off,

@@ -21,7 +21,7 @@ from trainer.config.loss_config import KLEstimator
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KlReward:
-    """How the divergence is charged to the rewards.
+    """Settings for subtracting the divergence from rewards.
 
     Attributes:
         kl_estimator: Estimator of the divergence.
@@ -49,16 +49,17 @@ def charge_kl(
     """Subtract coef times the estimated divergence from every trained token's reward.
 
     A trajectory's return decreases by the sum over its trained tokens, and advantages are estimated
-    again within its group; for token-level estimators, each token's reward decreases by its own.
+    again within its group. For token-level estimators, each token's reward decreases by the token's
+    own amount.
 
     Args:
-        batch: A whole batch.
+        batch: A complete batch.
         plan: Plan of the run.
         groups: Groups of the batch.
-        settings: How the divergence is charged.
+        settings: Settings of the run.
         old_logprobs: [T] log-probabilities of the policy at the start of the batch, at the trained
             tokens.
-        ref_logprobs: [T] those of the reference.
+        ref_logprobs: [T] log-probabilities of the reference.
         coef: Weight of the divergence.
 
     Returns:
@@ -85,7 +86,7 @@ def charge_kl(
 def _advantages_of_returns(
     plan: Plan, groups: Sequence[str], estimator: BoundFunction, change: FloatArray
 ) -> FloatArray:
-    """Compute advantages of a batch's trajectories, ordered by id, after a change of returns."""
+    """Compute advantages of a batch's trajectories, ordered by id, from changed returns."""
     trajectories = plan.trajectories.filter(pl.col("instance_id").is_in(list(groups)))
     trajectories = trajectories.sort("trajectory_id")
     assert len(trajectories) == len(change)
@@ -94,7 +95,7 @@ def _advantages_of_returns(
 
 
 def next_coef(coef: float, metrics: dict[str, float], batch: Batch, settings: KlReward) -> float:
-    """Return the coefficient of the next batch: constant, or from the adaptive controller."""
+    """Return the coefficient of the next batch: constant, or set by the adaptive controller."""
     if settings.target is None or "loss/avg_kl" not in metrics:
         return coef
     return adapted_kl_coef(

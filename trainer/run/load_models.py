@@ -37,7 +37,7 @@ class Models:
         reference: Reference of the KL divergence, if needed.
         critic: Critic of the advantage estimator, if needed.
         limit: Maximum row length.
-        vocab_size: All models have the token ids 0 to vocab_size - 1.
+        vocab_size: Token ids of all models are 0 to vocab_size - 1.
     """
 
     policy: Policy
@@ -55,7 +55,7 @@ class Models:
 
 
 def load_models(config: TrainConfig, checkpoint: Path | None) -> Models:
-    """Load the models; policy and critic come from `checkpoint`, if given.
+    """Load the models; the policy and the critic come from `checkpoint`, if given.
 
     Raises:
         RolloutError: If a model cannot be trained as configured.
@@ -142,7 +142,7 @@ def check_dataset(
 def make_learners(
     accelerator: Accelerator, config: TrainConfig, models: Models, *, corrects: bool
 ) -> tuple[Learner, CriticLearner | None]:
-    """Make optimizers, and place everything on the processes and devices of the run.
+    """Make optimizers, and place models and optimizers on the run's processes and devices.
 
     Raises:
         RolloutError: If the launch or an optimizer needs something unavailable.
@@ -196,7 +196,7 @@ def _policy(config: TrainConfig, checkpoint: Path | None) -> Policy:
 
 
 def _reference(config: TrainConfig) -> Policy | None:
-    """Load the frozen reference, if one with weights of its own is needed."""
+    """Load the frozen reference, if one with separate weights is needed."""
     if not config.needs_reference or (config.lora_rank and not config.reference_model):
         return None
     path = config.reference_model or config.model

@@ -33,16 +33,16 @@ def say(text: str) -> None:
 class RunLog:
     """Logs the metrics of each mini-batch to `metrics.jsonl`, trackers and `logging`.
 
-    Only the main process has a log. On a terminal, stderr shows a progress bar, otherwise a line
-    per mini-batch is logged.
+    Only the main process has a log. If stderr is a terminal, it shows a progress bar; otherwise a
+    line per mini-batch is logged.
 
     Args:
         accelerator: Has the trackers.
         config: Configuration of the run.
         out: Directory of the run.
         num_planned: Maximum number of updates.
-        num_made: Number of updates made before.
-        shows: Whether to show every mini-batch.
+        num_made: Number of updates before this process started.
+        shows: Whether to show each mini-batch.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class RunLog:
                 say(f"warning: update {metrics['global_step']}: {text}")
 
     def write_line(self, metrics: dict[str, Any]) -> None:
-        """Write a line; NaN and infinity become null, because JSON has neither."""
+        """Write a line; NaN and infinity become null, because JSON supports neither."""
         finite = {k: None if _is_not_finite(v) else v for k, v in metrics.items()}
         self.file.write(json.dumps(finite) + "\n")
         self.file.flush()
@@ -138,7 +138,7 @@ def progress_line(metrics: dict[str, Any], num_planned: int) -> str:
 
 
 def numbers_of(metrics: dict[str, Any]) -> str:
-    """Format the most important numbers."""
+    """Format the most important metrics."""
     reward = metrics["return_mean"]
     shown = "" if reward is None else f"reward {reward:.3g}, "
     return f"loss {metrics['loss']:.4g}, {shown}{metrics['tokens_per_s']:.0f} tokens/s"

@@ -34,8 +34,8 @@ class TrainResult:
         out: Directory of the run.
         checkpoint: Model directory of the final policy.
         num_updates: Optimizer steps made.
-        num_skipped_updates: Mini-batches without a step, because nothing trained or the gradient
-            was not finite.
+        num_skipped_updates: Mini-batches without a step, because they had no trained tokens or the
+            gradient was not finite.
         num_groups: Groups in the plan.
         num_trained_groups: Groups that contributed a nonzero gradient to a step.
         num_groups_without_variance: Groups of two or more whose returns are all equal; in the plan
@@ -60,13 +60,13 @@ class TrainResult:
 def train(config: TrainConfig, *, resume: bool = False) -> TrainResult:
     """Train a policy on a rollout dataset.
 
-    Every check comes before the first update and before anything is written.
+    All checks precede the first update and any output.
 
     Args:
         config: Configuration of the run.
         resume: Resume from the latest checkpoint in `OUT/`, or start if there is none. On a CPU
-            with the same number of threads, all metrics except times are bit for bit those of an
-            uninterrupted run.
+            with the same number of threads, all metrics except times equal those of an
+            uninterrupted run bit for bit.
 
     Returns:
         The result; `OUT/` then holds `config.json`, `metrics.jsonl` (one line per mini-batch) and
@@ -112,7 +112,7 @@ def train(config: TrainConfig, *, resume: bool = False) -> TrainResult:
 
 
 def _open(config: TrainConfig, run: TrainingRun, held: ExitStack) -> None:
-    """Lock the run's directory, and remove whatever lies after the point to resume from."""
+    """Lock the run's directory, and remove everything after the point to resume from."""
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
     held.enter_context(alone_in(out))
@@ -122,7 +122,7 @@ def _open(config: TrainConfig, run: TrainingRun, held: ExitStack) -> None:
 
 
 def _write(accelerator: Accelerator, out: Path, work: Callable[[], object] | None) -> None:
-    """Write in the main process; a full disk stops all. Other processes may pass no `work`."""
+    """Write in the main process; a full disk stops all. Other processes may pass None as `work`."""
 
     def write() -> None:
         with stops_when_full(out):
@@ -135,7 +135,7 @@ def _write(accelerator: Accelerator, out: Path, work: Callable[[], object] | Non
 def count_update(
     run: TrainingRun, progress: Progress, update: MiniBatchUpdate
 ) -> tuple[Progress, dict[str, Any]]:
-    """Count an update and set the learning rates of the next.
+    """Count an update, and set the learning rates of the next one.
 
     Returns:
         The progress after the update, and its metrics including these counts.
@@ -157,7 +157,7 @@ def _open_log(run: TrainingRun) -> AbstractContextManager[RunLog | None]:
 
 
 def set_rates(run: TrainingRun, global_step: int) -> None:
-    """Set the learning rates for the update after `global_step` others."""
+    """Set the learning rates for the update that follows `global_step` updates."""
     factor = run.schedule.factor(global_step)
     for learner in (run.learner, run.critic):
         if learner:

@@ -33,11 +33,11 @@ Share = tuple[pl.DataFrame | None, dict[str, float]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MiniBatchUpdate:
-    """One mini-batch's update.
+    """Result of one mini-batch's update.
 
     Attributes:
         moving: Groups of the mini-batch with a gradient.
-        position: Position of the run after it.
+        position: Position of the run after the update.
         metrics: Metrics of the update.
         cause: Likely cause of a mismatch with the sampler's log-probabilities, if there is one.
     """
@@ -59,7 +59,7 @@ class PreparedBatch:
         ref_logprobs: [T] reference log-probabilities for the loss; None if not needed.
         value_targets: [T] target values of the critic; None without a critic.
         kl_coef: `kl_coef` of the next batch.
-        metrics: Metrics of each mini-batch known before its update.
+        metrics: Metrics of each mini-batch that are known before its update.
     """
 
     batch: Batch
@@ -74,7 +74,7 @@ class PreparedBatch:
 def mini_batch_updates(
     run: TrainingRun, position: Position, *, explains: bool = True
 ) -> Iterator[MiniBatchUpdate]:
-    """Train mini-batches from a position on.
+    """Train on the mini-batches from a position onwards, and yield their results.
 
     Args:
         run: The run.
@@ -165,12 +165,12 @@ def _prepare(
 
 
 def _known(run: TrainingRun, batch: Batch, mini_batches: Sequence[MiniBatch]) -> dict[str, Tensor]:
-    """Compute the model outputs at the start of a batch that its updates need: see `Position`."""
+    """Compute the model outputs that the updates of a batch need: see `Position`."""
     learner, settings, known = run.learner, run.settings, {}
     forests = [forest for mini_batch in mini_batches for forest in mini_batch.forests]
     if run.critic:
         known["values"] = critic_values(run.critic, batch, forests)
-    # With a single update, old log-probabilities are the policy's current ones: saves a pass.
+    # With a single update, old log-probabilities are the policy's current ones, which saves a pass.
     several = len(mini_batches) * settings.passes.epochs_per_batch > 1
     if (several and learner.objective.needs_old_logprobs) or settings.kl_reward:
         known["old_logprobs"] = policy_logprobs(learner, batch, forests)
@@ -195,7 +195,7 @@ def _read_share(run: TrainingRun, groups: Sequence[str]) -> Share:
 def _load(
     run: TrainingRun, shares: Iterator[Share]
 ) -> tuple[Batch, list[MiniBatch], dict[str, float]]:
-    """Load the next batch; returns it with its mini-batches and generation metrics."""
+    """Load the next batch, and return it with its mini-batches and generation metrics."""
     accelerator, packing = run.learner.accelerator, run.settings.packing
     rows, generated = agreed(accelerator, lambda: next(shares))
     batch = to_batch(exchange_rows(accelerator, rows), packing.max_row_tokens)

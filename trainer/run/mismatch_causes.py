@@ -77,7 +77,7 @@ def _logprobs(learner: Learner, batch: Batch, forest: Forest) -> Tensor:
 
 
 def _distance(ours: Tensor, theirs: Tensor) -> float:
-    """Mean absolute difference where both are known; infinity if they never are."""
+    """Compute the mean absolute difference where both are known; infinity if nowhere."""
     distance = (ours - theirs).abs()
     known = distance[~distance.isnan()]
     return float(known.mean()) if len(known) else float("inf")

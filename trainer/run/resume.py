@@ -1,4 +1,4 @@
-"""Find the checkpoint to resume from, and what to keep of the run's directory."""
+"""Find the checkpoint to resume from, and the part of the run's directory to keep."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS}
 
 
 def fixed_keys(config: TrainConfig) -> set[str]:
-    """Return the keys of `MAY_CHANGE` that do affect updates under this configuration."""
+    """Return the keys of `MAY_CHANGE` that affect past updates under this configuration."""
     fixed = {"max_updates", "num_epochs"} if config.learning_rate_schedule != "constant" else set()
     by_micro_batch = "micro_batch" in config.reduction_inputs
     return fixed | ({"tokens_per_micro_batch"} if by_micro_batch else set())
@@ -46,7 +46,7 @@ def find_checkpoint(config: TrainConfig) -> Path | None:
     """Return the latest checkpoint of the run in `config.out`; None if there is none yet.
 
     Raises:
-        ConfigError: If the configuration differs from the one of the run.
+        ConfigError: If the configuration differs from the run's.
         InputError: If `config.json` or `latest` is missing or invalid.
     """
     saved = saved_config(Path(config.out))
@@ -59,7 +59,7 @@ def find_checkpoint(config: TrainConfig) -> Path | None:
 
 
 def no_saved_config(out: str, checkpoint: Path) -> InputError:
-    """Build the error for a run whose checkpoints have no `config.json` beside them."""
+    """Build the error for a run that has checkpoints but no `config.json`."""
     got = "the file is missing, although the run has checkpoints"
     hint = f"restore the file, or start a new run: --model {checkpoint}"
     return InputError("resume_config", f"{out}/config.json", got, hint=hint)
@@ -90,14 +90,14 @@ def _check_same(saved: dict[str, Any], config: TrainConfig) -> None:
 def check_same(
     saved: Mapping[str, Any], given: Mapping[str, Any], may_change: Collection[str], out: Path
 ) -> None:
-    """Check that a configuration equals the one that a run started with.
+    """Check that a configuration equals the one with which a run started.
 
     Raises:
-        ConfigError: With the first key that differs and may not.
+        ConfigError: With the first key whose value differs but must not.
     """
     now = json.loads(json.dumps(given))
     kept = [key for key in now if key not in may_change]
-    # A run of an earlier version lacks newer keys; one that is empty changes nothing of its updates.
+    # A run of an earlier version lacks newer keys; an empty value does not affect its updates.
     compared = [key for key in kept if key in saved or now[key]]
     different = [key for key in compared if saved.get(key) != now[key]]
     if different:
@@ -133,7 +133,7 @@ def lines_to_keep(path: Path, num_lines: int) -> bytes:
     """Read the first `num_lines` lines of `metrics.jsonl`.
 
     Raises:
-        InputError: If it has fewer.
+        InputError: If the file has fewer lines.
     """
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     whole = [line for line in lines if line.endswith(b"\n")]

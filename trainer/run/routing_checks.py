@@ -1,4 +1,4 @@
-"""Check that the models can use the recorded experts (R3), before anything is trained."""
+"""Check that the models can use the recorded experts (R3), before the first update."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _fitting(path: str, model: Any, shape: tuple[int, ...]) -> Routers:
 
 
 def _facts(rollouts: pl.LazyFrame, layers: list[int]) -> pl.DataFrame:
-    """Measure each row's routes, in layers with a router: number of tokens, largest id, repeats."""
+    """Measure each row's routes in layers with a router: number of tokens, largest id, repeats."""
 
     def look(column: pl.Series) -> pl.Series:
         routes = Routes.from_arrow(pa.chunked_array([column.to_arrow()]))

@@ -15,15 +15,16 @@ class Metric(NamedTuple):
 _GENERATED = {
     "generate/num_seq_before_merge": Metric(
         "sequences",
-        "Turns of the batch. It and the metrics named `generate/...` or `environment/...` are on a"
-        " batch's first line; the two around merging only with `sequence_layout` merge.",
+        "Turns of the batch. This metric and those named `generate/...` or `environment/...` appear"
+        " only on the first line of a batch; the two merge metrics only with `sequence_layout`"
+        " merge.",
     ),
     "generate/num_seq_after_merge": Metric("sequences", "Sequences after merging."),
-    "generate/batch_num_seq": Metric("sequences", "Sequences that the batch trains on."),
+    "generate/batch_num_seq": Metric("sequences", "Sequences of the batch."),
 }
 GENERATED = ("generate/", "environment/")
-"""Prefixes of metrics that a batch shares with `rollouts stats`; per step if a metric exists both
-per step and per trajectory."""
+"""Prefixes of metrics that are also in `rollouts stats`; per step if a metric exists both per step
+and per trajectory."""
 OWN_LOSS = "policy_loss/"
 """Prefix of the metrics that a user's policy loss returns."""
 
@@ -46,12 +47,13 @@ METRICS = {
     "grad_norm": Metric("1", "L2 norm of the gradient before clipping; null if not finite."),
     "clip_ratio": Metric(
         "fraction",
-        "Trained tokens that the bounds of the policy loss restrict: without gradient, or, with"
-        " cispo, with a clipped weight. Your own loss can return these, and metrics that are"
-        " named `policy_loss/...`.",
+        "Trained tokens restricted by the bounds of the policy loss: those without gradient or,"
+        " with cispo, with a clipped weight. Your own loss can return this metric, and others that"
+        " are named `policy_loss/...`.",
     ),
     "cispo/ratio_mean": Metric(
-        "1", "Mean of exp(l - anchor) over the trained tokens; these four only with cispo."
+        "1",
+        "Mean of exp(l - anchor) over the trained tokens; the `cispo/` metrics exist only with cispo.",
     ),
     "cispo/ratio_clamped_mean": Metric("1", "Mean of the clipped ratios, which are the weights."),
     "cispo/ratio_max": Metric("1", "Largest ratio."),
@@ -69,27 +71,28 @@ METRICS = {
         " micro-batches; only with `sequence_layout` tree.",
     ),
     "num_micro_batches": Metric("forwards", "Micro-batches of the mini-batch, over all processes."),
-    "skipped": Metric("0 or 1", "1: no step, as no token trains or the gradient is not finite."),
+    "skipped": Metric("0 or 1", "1: no step: no trained tokens, or a gradient that is not finite."),
     "is_ratio_mean": Metric(
         "1",
         "Mean over the trained tokens of exp(`old_logprobs` - `rollout_logprobs`), before caps and"
-        " masks. It and the following ones are absent if that correction is off.",
+        " masks. This and the following ratio metrics are absent without the correction.",
     ),
     "is_ratio_std": Metric("1", "Sample standard deviation of these ratios."),
     "is_ratio_max": Metric("1", "Largest of these ratios."),
     "is_ratio_min": Metric("1", "Smallest of these ratios."),
     "tis_token_clip_high_ratio": Metric(
-        "fraction", "Trained tokens, of those not left out before, whose weight is capped."
+        "fraction", "Fraction of the trained tokens kept so far whose weight is capped."
     ),
     "tis_seq_clip_high_ratio": Metric(
         "fraction",
-        "Rows whose weight is capped; rows are those with a trained token, here and below.",
+        "Rows whose weight is capped; here and below, only rows with a trained token count.",
     ),
     "outlier_seq_masked_ratio": Metric("fraction", "Rows left out because of an outlier token."),
     "outlier_seq_over_high_ratio": Metric("fraction", "Rows with a token above the threshold."),
     "outlier_seq_under_low_ratio": Metric("fraction", "Rows with a token below the threshold."),
     "token_mask_ratio": Metric(
-        "fraction", "Trained tokens left out individually, of those in rows not left out."
+        "fraction",
+        "Trained tokens left out individually, as a fraction of those in rows that are kept.",
     ),
     "geo_sequence_mask_masked_ratio": Metric("fraction", "Rows left out by the geometric mean."),
     "geo_sequence_mask_over_high_ratio": Metric("fraction", "Rows above `geo_mask_high`."),
@@ -99,10 +102,13 @@ METRICS = {
     "product_sequence_mask_under_low_ratio": Metric("fraction", "Rows below `product_mask_low`."),
     "rollout_logprobs_abs_diff_mean": Metric(
         "nats",
-        "Mean absolute difference between `old_logprobs` (the current policy's, if the loss needs"
-        " none) and `rollout_logprobs`; absent unless every trained token has one.",
+        "Mean absolute difference between `old_logprobs` (or the current policy's, if the loss does"
+        " not need them) and `rollout_logprobs`; absent unless every trained token has a"
+        " `rollout_logprobs` value.",
     ),
-    "rollout_logprobs_abs_diff_std": Metric("nats", "Sample standard deviation of them."),
+    "rollout_logprobs_abs_diff_std": Metric(
+        "nats", "Sample standard deviation of these differences."
+    ),
     "rollout_logprobs_abs_diff_max": Metric("nats", "Largest of these differences."),
     "rollout_logprobs_abs_diff_min": Metric("nats", "Smallest of these differences."),
     "rollout_logprobs_abs_diff_p50": Metric("nats", "Median of these differences."),
@@ -114,11 +120,11 @@ METRICS = {
     "is_effective_share": Metric(
         "fraction",
         "Effective sample size of the ratios exp(`old_logprobs` - `rollout_logprobs`) over the"
-        " number of trained tokens: 1 if all are equal.",
+        " number of trained tokens: 1 if all ratios are equal.",
     ),
     "num_groups": Metric("groups", "Groups in the mini-batch."),
     "num_trained_groups": Metric(
-        "groups", "Groups with a trained token whose advantage is not 0: they have a gradient."
+        "groups", "Groups with a gradient, that is, with a trained token whose advantage is not 0."
     ),
     "num_trajectories": Metric("trajectories", "Trajectories in the mini-batch."),
     "num_failed": Metric("trajectories", "Failed trajectories."),
@@ -129,39 +135,45 @@ METRICS = {
     "reward/avg_raw_reward": Metric("reward", "Same as `return_mean`, with SkyRL's name."),
     "reward/mean_positive_reward": Metric("reward", "Mean return, with negative returns as 0."),
     "reward/avg_pass_at_n": Metric(
-        "fraction", "Groups with a return above 0, of groups with a trajectory that did not fail."
+        "fraction",
+        "Groups with a return above 0, as a fraction of those with a trajectory that did not fail.",
     ),
-    "loss/avg_final_rewards": Metric("reward", "Mean return of the trajectories that train."),
+    "loss/avg_final_rewards": Metric("reward", "Mean return of the trained trajectories."),
     "loss/avg_raw_advantages": Metric(
         "1", "Mean advantage of the trained tokens, before `advantage_batch_normalize`."
     ),
-    "loss/avg_raw_advantages_abs": Metric("1", "Mean of their absolute values."),
+    "loss/avg_raw_advantages_abs": Metric("1", "Mean of the absolute values of these advantages."),
     "loss/avg_kl": Metric(
         "nats",
-        "Mean estimate of the batch's KL divergence from the reference, per trained token; these"
-        " three only with `kl_reward_coef`.",
+        "Mean estimate of the batch's KL divergence from the reference, per trained token; this"
+        " and the next two metrics exist only with `kl_reward_coef`.",
     ),
     "loss/avg_kl_max": Metric("nats", "Largest of these estimates."),
-    "loss/kl_reward_coef": Metric("1", "Coefficient with which they are subtracted from rewards."),
-    "critic/critic_loss": Metric(
-        "1", "Clipped value loss: its mean over the trained tokens; these four only with gae."
+    "loss/kl_reward_coef": Metric(
+        "1", "Coefficient with which these estimates are subtracted from rewards."
     ),
-    "critic/values_mean": Metric("reward", "Mean value of the trained tokens."),
+    "critic/critic_loss": Metric(
+        "1",
+        "Mean clipped value loss over the trained tokens; `critic/` metrics exist only with a critic.",
+    ),
+    "critic/values_mean": Metric("reward", "Mean value at the trained tokens."),
     "critic/values_clipfrac": Metric(
         "fraction", "Trained tokens whose clipped value determines the loss, without gradient."
     ),
     "critic/grad_norm": Metric(
-        "1", "L2 norm of the critic's gradient before clipping; null if not finite: no step."
+        "1",
+        "L2 norm of the critic's gradient before clipping; null, without a step, if not finite.",
     ),
     **_GENERATED,
     "num_rows": Metric("rows", "Rows of the mini-batch, in `sequence_layout`."),
     "num_greedy_rows": Metric(
-        "rows", "Rows that do not train because they were sampled at temperature 0."
+        "rows", "Rows excluded from training because they were sampled at temperature 0."
     ),
     "num_truncated_rows": Metric("rows", "Rows with tokens cut off by `max_row_tokens`."),
     "learning_rate": Metric("1", "The policy's learning rate in this update."),
     "seconds": Metric(
-        "s", "Duration of the update; a batch's first includes loading and the old-logprobs pass."
+        "s",
+        "Duration of the update; the first of a batch includes loading and the `old_logprobs` pass.",
     ),
     "tokens_per_s": Metric("tokens/s", "`num_forwarded_tokens` over `seconds`."),
 }
@@ -192,8 +204,8 @@ LOOP_METRICS = {
     ),
     "evaluation/return_mean": Metric(
         "reward",
-        "Mean return of an evaluation's trajectories that did not fail, over all sets; it and the"
-        " following ones are on separate lines.",
+        "Mean return of an evaluation's trajectories that did not fail, over all sets; this and the"
+        " following metrics are on separate lines.",
     ),
     "evaluation/num_trajectories": Metric("trajectories", "Number of trajectories."),
     "evaluation/num_failed": Metric("trajectories", "Number of failed trajectories."),
@@ -205,7 +217,8 @@ LOOP_METRICS = {
     "eval/{source}/pass_at_{n}": Metric(
         "fraction",
         "Chance that at least one of n of a task's trajectories, drawn without replacement, has a"
-        " return above 0; n from 1 to `group_size`; mean over tasks with at least n successful ones.",
+        " return above 0; n from 1 to `group_size`; mean over tasks with at least n trajectories"
+        " that did not fail.",
     ),
     "eval/{name}/..., eval/{name}/{source}/...": Metric(
         "",

@@ -1,4 +1,4 @@
-"""Check that a model's token ids are those of a dataset."""
+"""Check that a model and a dataset use the same token ids."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ FILES = ("tokenizer*", "vocab.*", "*.model", "*.tiktoken")
 def check_tokenizers(config: TrainConfig, metadata: DatasetMetadata) -> list[str]:
     """Compare the tokenizers of all models of a run with the dataset's.
 
-    Compares fingerprints if the dataset has one. Otherwise, as in a log of exact tokens converted
-    without `--tokenizer`, only names of models can be compared, which differ for many reasons. A
+    Fingerprints are compared if the dataset has one. Otherwise (for example, if a log of exact
+    tokens was converted without `--tokenizer`) only model names can be compared, which may differ
+    for other reasons. A
     model directory without tokenizer files cannot be compared. A different chat template does not
     change the dataset's token ids.
 
     Args:
         config: Configuration of the run.
-        metadata: Metadata of its dataset.
+        metadata: Metadata of the run's dataset.
 
     Returns:
         Warnings and notes; one of them states what was compared.
@@ -71,7 +72,7 @@ def _names(model: str, metadata: DatasetMetadata) -> str:
 
 
 def _names_of(model: str) -> set[str]:
-    """Return a model's names: of its directory, and in its configuration."""
+    """Return a model's names: its directory's, and the one in its configuration."""
     found = [str(Path(model).resolve()), str(Path(model).absolute())]
     try:
         config = json.loads((Path(model) / "config.json").read_bytes())

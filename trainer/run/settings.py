@@ -1,4 +1,4 @@
-"""The few values that each part of a run is handed of its configuration."""
+"""Settings of each part of a run, extracted from its configuration."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from trainer.run.kl_reward import KlReward
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchSettings:
-    """How a run's batches are read, packed, passed over and estimated.
+    """Settings for reading and packing a run's batches, and for estimating their advantages.
 
     Attributes:
         outcome: How returns are computed.
         passes: Passes over the dataset and over each batch.
-        packing: How rows are read and packed.
-        estimation: How advantages are estimated.
-        kl_reward: How the divergence is charged to the rewards; None: it is not.
+        packing: Reading and packing of rows.
+        estimation: Estimation of advantages.
+        kl_reward: KL divergence in the reward; None: disabled.
     """
 
     outcome: Outcome
@@ -40,7 +40,7 @@ class BatchSettings:
 
 
 def batch_settings(config: TrainConfig) -> BatchSettings:
-    """Take what the batches of a run need; `outcome` and `merge_rule` are resolved."""
+    """Extract the settings of batches; `outcome` and `merge_rule` must be resolved."""
     return BatchSettings(
         outcome=config.outcome or "last",
         passes=passes_of(config),
@@ -51,7 +51,7 @@ def batch_settings(config: TrainConfig) -> BatchSettings:
 
 
 def plan_settings(config: TrainConfig) -> PlanSettings:
-    """Take what `make_plan` needs."""
+    """Extract the settings of `make_plan`."""
     return PlanSettings(
         needs_outcomes=not config.is_supervised,
         compares_groups=config.compares_groups,
@@ -66,7 +66,7 @@ def plan_settings(config: TrainConfig) -> PlanSettings:
 
 
 def passes_of(config: TrainConfig) -> Passes:
-    """Take how often batches are passed over."""
+    """Extract the numbers of passes."""
     return Passes(
         num_epochs=config.num_epochs,
         epochs_per_batch=config.epochs_per_batch,
@@ -76,7 +76,7 @@ def passes_of(config: TrainConfig) -> Passes:
 
 
 def packing_of(config: TrainConfig) -> Packing:
-    """Take how rows are read and packed."""
+    """Extract how rows are read and packed."""
     return Packing(
         sequence_layout=config.sequence_layout,
         merge_rule=config.merge_rule,
@@ -88,7 +88,7 @@ def packing_of(config: TrainConfig) -> Packing:
 
 
 def estimation_of(config: TrainConfig) -> Estimation:
-    """Take how a batch's advantages are estimated."""
+    """Extract how a batch's advantages are estimated."""
     return Estimation(
         estimator=bind(ADVANTAGE_ESTIMATOR, config) if config.estimates_by_token else None,
         batch_normalize=config.advantage_batch_normalize,
@@ -97,7 +97,7 @@ def estimation_of(config: TrainConfig) -> Estimation:
 
 
 def kl_reward_of(config: TrainConfig) -> KlReward:
-    """Take how the divergence is charged to the rewards."""
+    """Extract how the divergence is subtracted from rewards."""
     return KlReward(
         kl_estimator=config.kl_estimator_type,
         estimator=_trajectory_estimator(config),
@@ -107,14 +107,14 @@ def kl_reward_of(config: TrainConfig) -> KlReward:
 
 
 def optimizer_settings(config: TrainConfig) -> OptimizerSettings:
-    """Take what the optimizers share."""
+    """Extract the settings that all optimizers share."""
     return OptimizerSettings(
         optimizer=config.optimizer, betas=config.betas, weight_decay=config.weight_decay
     )
 
 
 def rate_schedule(config: TrainConfig, num_planned: int) -> RateSchedule:
-    """Take the schedule of the learning rates, for a number of planned updates."""
+    """Build the learning-rate schedule for a number of planned updates."""
     return RateSchedule(
         kind=config.learning_rate_schedule,
         warmup_updates=config.warmup_updates,
@@ -123,7 +123,7 @@ def rate_schedule(config: TrainConfig, num_planned: int) -> RateSchedule:
 
 
 def adapter_settings(config: TrainConfig) -> AdapterSettings:
-    """Take the adapters; `lora_rank` is set."""
+    """Extract the settings of adapters; `lora_rank` must be set."""
     assert config.lora_rank is not None
     return AdapterSettings(
         rank=config.lora_rank,
@@ -134,7 +134,7 @@ def adapter_settings(config: TrainConfig) -> AdapterSettings:
 
 
 def objective_of(config: LossConfig, *, corrects: bool) -> Objective:
-    """Take the loss.
+    """Build the objective of a configuration.
 
     Args:
         config: Configuration of the run.
@@ -164,7 +164,7 @@ def objective_of(config: LossConfig, *, corrects: bool) -> Objective:
 
 
 def correction_of(config: LossConfig) -> CorrectionSettings:
-    """Take the corrections for the sampler."""
+    """Extract the corrections for the sampler."""
     by_token = config.importance_weights == "token"
     caps = config.token_tis_ratio_clip_high, config.sequence_tis_ratio_clip_high
     rows = {

@@ -33,11 +33,11 @@ from trainer.run.update import Learner
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingRun:
-    """A run before its first update: everything is checked and loaded, nothing is written.
+    """A run before its first update: everything is checked and loaded; nothing has been written.
 
     Attributes:
         config: Configuration of the run, resolved.
-        settings: What its batches need of the configuration.
+        settings: Settings of its batches.
         learner: Policy and optimizer, in their state at `progress`.
         critic: Critic and optimizer, if the run has one.
         rollouts: The dataset.
@@ -45,9 +45,9 @@ class TrainingRun:
         schedule: Learning rates of its updates.
         num_greedy_rows: Rows masked because they were sampled at temperature 0.
         limit: Maximum row length.
-        checkpoints: Where its checkpoints are.
+        checkpoints: Location and settings of its checkpoints.
         progress: Where the run starts or resumes.
-        kept_metrics: Lines of `metrics.jsonl` up to there.
+        kept_metrics: Lines of `metrics.jsonl` up to `progress`.
     """
 
     config: TrainConfig
@@ -65,7 +65,7 @@ class TrainingRun:
 
 
 def set_up(config: TrainConfig, *, resume: bool) -> TrainingRun:
-    """Plan, check and load a run, or the rest of a resumed one; nothing is written.
+    """Plan, check and load a run, or the rest of a resumed one, without writing anything.
 
     Raises:
         RolloutError: See `train`.
@@ -107,7 +107,7 @@ def set_up(config: TrainConfig, *, resume: bool) -> TrainingRun:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedRun:
-    """A run as read from files: models have no optimizer and no device yet."""
+    """A run loaded from files, before optimizers are made and models are placed on devices."""
 
     config: TrainConfig
     checkpoint: Path | None

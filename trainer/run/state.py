@@ -32,8 +32,9 @@ class Position:
         batch: Number of completed batches, over all epochs.
         mini_batch: Number of completed mini-batches of the next batch, over `epochs_per_batch`.
         kl_coef: Coefficient of the divergence in that batch's reward.
-        known: Model outputs at the start of that batch, [T] float32 on the CPU, by name: those of
-            `old_logprobs`, `ref_logprobs` and `values` that the run needs. Empty between batches.
+        known: Model outputs at the start of that batch, [T] float32 on the CPU, by name: those
+            that the run needs of `old_logprobs`, `ref_logprobs` and `values`. Empty between
+            batches.
     """
 
     batch: int = 0
@@ -47,7 +48,7 @@ class Progress:
     """Progress of a run.
 
     Attributes:
-        position: What comes next.
+        position: Position of the run.
         global_step: Optimizer steps made.
         num_skipped: Mini-batches without a step.
         trained: Groups that contributed a gradient to a step.
@@ -78,7 +79,7 @@ OptimizerTensors = dict[str, dict[str, Tensor]]
 
 
 def optimizer_tensors(learner: Learner, critic: CriticLearner | None) -> OptimizerTensors:
-    """Gather the optimizers' state as whole tensors; all processes must call this together."""
+    """Gather the optimizers' state as full tensors; all processes must call this together."""
     keep = learner.accelerator.is_main_process
     found = {"optimizer": _state_of(learner.optimizer, learner.policy, keep=keep)}
     if critic is not None:
@@ -87,7 +88,7 @@ def optimizer_tensors(learner: Learner, critic: CriticLearner | None) -> Optimiz
 
 
 def save_state(path: Path, optimizers: OptimizerTensors, digest: str, progress: Progress) -> None:
-    """Write the directory `path` as JSON and safetensors, which never execute code when read."""
+    """Write the state to the directory `path` as JSON and safetensors, which never execute code."""
     path.mkdir()
     for name, tensors in optimizers.items():
         save_file(tensors, path / f"{name}.safetensors")
@@ -172,7 +173,7 @@ def _unreadable(path: Path, error: Exception) -> InputError:
 def _state_of(
     optimizer: torch.optim.Optimizer, model: nn.Module, *, keep: bool
 ) -> dict[str, Tensor]:
-    """Return state by parameter and name (`lm_head.weight.exp_avg`), without settings."""
+    """Return an optimizer's state tensors by parameter and name (`lm_head.weight.exp_avg`)."""
     names, found = [name for name, _ in _parameters(optimizer, model)], {}
     state: dict[int, dict[str, Any]] = optimizer.state_dict()["state"]
     for number, values in state.items():
@@ -183,7 +184,10 @@ def _state_of(
 
 
 def _flat(values: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Flatten state: bitsandbytes counts steps with an int, and nests and shares tensors."""
+    """Flatten optimizer state into named tensors.
+
+    bitsandbytes stores the step as an int, nests dicts, and shares tensors between parameters.
+    """
     for name, value in values.items():
         if isinstance(value, dict):
             yield from ((inner, tensor.clone()) for inner, tensor in _flat(value))

@@ -1,4 +1,4 @@
-"""One optimizer step, micro-batch by micro-batch."""
+"""One optimizer step, computed micro-batch by micro-batch."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ NO_SHARE = ("loss", "policy_loss", "policy_entropy", "clip_ratio")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Learner:
-    """Objects that change during training, and how they are trained.
+    """The policy, its optimizer, and the settings of its updates.
 
     Attributes:
         accelerator: Device, precision, gradient reduction.
@@ -65,10 +65,11 @@ class LossInputs:
     """Inputs of a mini-batch's loss besides the policy's outputs, per response token; on the CPU.
 
     Attributes:
-        old_logprobs: [T] policy at the start of the batch. None: use the current policy's.
+        old_logprobs: [T] policy at the start of the batch; None: use the current policy's.
         ref_logprobs: [T] reference policy; None without one.
         weights: [T] float32 weights that reduce the losses of the mini-batch's targets.
-        selected: [T] bool, targets that clip_cov leaves out or kl_cov penalises; else None.
+        selected: [T] bool, targets that clip_cov leaves out or kl_cov penalises; None for other
+            losses.
     """
 
     old_logprobs: Tensor | None
@@ -85,7 +86,7 @@ def policy_logprobs(
 
     Args:
         learner: The learner with the policy.
-        batch: Has each target's temperature.
+        batch: The batch, with each target's temperature.
         forests: Micro-batches; each process forwards its share of them.
         policy: Another policy, such as the learner's reference; None: the learner's policy.
 
@@ -115,11 +116,11 @@ def update(
 
         loss = sum of w (c p + kl_loss_coef k - entropy_loss_coef h)
 
-    No step is made if nothing trains or the gradient is not finite.
+    No step is made without trained tokens, or if the gradient is not finite.
 
     Args:
         learner: Policy and optimizer.
-        batch: Values per token, which the forests' targets index.
+        batch: The batch; the forests' targets index its tokens.
         forests: Micro-batches that hold every target of the mini-batch once; all targets of a row
             are in the same one. Each process forwards its share of them.
         old_logprobs: [T] policy at the start of the batch; None if the loss does not need them, or
@@ -183,7 +184,7 @@ def _loss_inputs(
 
 
 def _units(batch: Batch, forests: Sequence[Forest], slots: IntArray) -> Units:
-    """Find the units of the targets at `slots`; totals count their mini-batch's rows."""
+    """Find row, trajectory, group and micro-batch of targets; totals are over the mini-batch."""
     row = batch.responses.row_of(slots)
     micro_batch = np.zeros(len(batch.trains), np.int64)
     for number, forest in enumerate(forests):
@@ -211,7 +212,7 @@ def _micro_batch(
     """Compute the loss with gradient, and metrics: per target [M], or per row of the forest.
 
     If a user's loss fails in one of several processes, the error is added to `failures` and the
-    loss is 0, because the others wait for this process's share of the gradient.
+    loss is 0, because the other processes wait for this one's share of the gradient.
     """
     objective, device = learner.objective, learner.accelerator.device
     slot = forest.target_slot
@@ -290,5 +291,5 @@ def _metrics(parts: Sequence[Mapping[str, Tensor]], loss_name: str) -> dict[str,
 
 
 def _deviation(values: Tensor) -> Tensor:
-    """Sample standard deviation; 0 for a single value."""
+    """Compute the sample standard deviation; 0 for a single value."""
     return values.std() if len(values) > 1 else values.new_zeros(())

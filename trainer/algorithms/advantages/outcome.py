@@ -2,7 +2,7 @@
 
 Each function takes the returns ([n] float64, finite) and the groups ([n] int, 0..num_groups-1) of n
 trajectories. Equal returns in a group give exactly 0; groups do not affect each other. A baseline
-needs two trajectories: a group of one has advantage 0 and does not train (a run warns about it).
+needs two trajectories: a group of one has advantage 0 and no gradient (a run warns about it).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ EPSILON = 1e-6
 def grpo(
     returns: FloatArray, group_index: IntArray, *, normalize_by_std: bool = True
 ) -> FloatArray:
-    """Group-relative advantages: GRPO (arXiv:2402.03300, eq. 4.1.2), outcome supervision.
+    """Compute group-relative advantages: GRPO (arXiv:2402.03300, eq. 4.1.2), outcome supervision.
 
         A_i = (R_i - mean_g) / (std_g + 1e-6)        normalize_by_std
         A_i =  R_i - mean_g                          otherwise (Dr. GRPO, arXiv:2503.20783)
@@ -50,7 +50,7 @@ def grpo(
 
 
 def rloo(returns: FloatArray, group_index: IntArray) -> FloatArray:
-    """Leave-one-out advantages: RLOO (arXiv:2402.14740, section 2.2).
+    """Compute leave-one-out advantages: RLOO (arXiv:2402.14740, section 2.2).
 
         A_i = R_i - mean of the group's other returns
             = (R_i - mean_g) * n / (n - 1)
@@ -71,13 +71,13 @@ def rloo(returns: FloatArray, group_index: IntArray) -> FloatArray:
 
 
 def maxrl(returns: FloatArray, group_index: IntArray) -> FloatArray:
-    """Mean-normalised advantages: MaxRL (arXiv:2602.02710).
+    """Compute mean-normalised advantages: MaxRL (arXiv:2602.02710).
 
         A_i = (R_i - mean_g(R)) / (mean_g(|R|) + 1e-6)
 
     For returns >= 0, for which the method was designed, mean |R| is the mean. With negative returns
     the mean can approach 0 or change sign; mean |R| does neither, so A keeps the sign of
-    R_i - mean_g and is at most n + 1 in size. Returns that are all 0 give 0.
+    R_i - mean_g, and |A| is at most n + 1. Returns that are all 0 give 0.
 
     Args:
         returns: [n] float64, one per trajectory; finite.
@@ -96,7 +96,7 @@ def maxrl(returns: FloatArray, group_index: IntArray) -> FloatArray:
 
 
 def _centred(returns: FloatArray, group_index: IntArray) -> tuple[FloatArray, IntArray]:
-    """Subtract each group's mean, exactly 0 for equal returns; also returns [n] group sizes."""
+    """Subtract each group's mean (exactly 0 for equal returns), and return [n] group sizes too."""
     assert returns.shape == group_index.shape
     counts = np.bincount(group_index)[group_index]
     mean = np.bincount(group_index, returns)[group_index] / counts

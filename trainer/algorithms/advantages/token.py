@@ -1,9 +1,9 @@
 """Advantages per token, along the chain of a trajectory's trained tokens.
 
-Every array is [N] float64 over the trained tokens of whole trajectories, as laid out by
+Every array is [N] float64 over the trained tokens of complete trajectories, in the order of
 `trainer.batches.chains`: the next token is the trajectory's next trained token, possibly in the
 next step or row. Observations in between are not time steps. Value and return after a trajectory's
-last token are 0. Statistics are over the trained tokens of the whole batch.
+last token are 0. Statistics are over all trained tokens of the batch.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ VARIANCE_EPSILON = 1e-8
 
 
 class CriticAdvantages(NamedTuple):
-    """What an estimator with a critic makes of N trained tokens.
+    """Result of an estimator with a critic for N trained tokens.
 
     Attributes:
         advantages: [N] float64.
-        value_targets: [N] float64: the values that the critic is trained towards.
+        value_targets: [N] float64: target values of the critic.
     """
 
     advantages: FloatArray
@@ -33,11 +33,11 @@ class CriticAdvantages(NamedTuple):
 
 
 def reinforce_plus_plus(rewards: FloatArray, trajectory: IntArray, *, gamma: float) -> FloatArray:
-    """REINFORCE++ (arXiv:2501.03262): whitened discounted returns.
+    """Compute REINFORCE++ advantages (arXiv:2501.03262): whitened discounted returns.
 
     Args:
-        rewards: [N] what each token earned.
-        trajectory: [N] not decreasing.
+        rewards: [N] reward of each token.
+        trajectory: [N] trajectory of each token, not decreasing.
         gamma: Discount per trained token, in [0, 1].
 
     Returns:
@@ -54,26 +54,26 @@ def whitened_gae(
     gamma: float,
     gae_lambda: float,
 ) -> CriticAdvantages:
-    """`gae`, whitened; the critic's targets are the advantages before that plus the values.
+    """Compute whitened `gae` advantages; value targets are the unwhitened advantages plus values.
 
     Args:
-        rewards: [N] what each token earned.
-        values: [N] as of `gae`.
-        trajectory: [N] not decreasing.
+        rewards: [N] reward of each token.
+        values: [N] as in `gae`.
+        trajectory: [N] trajectory of each token, not decreasing.
         gamma: Discount per trained token, in [0, 1].
-        gae_lambda: As `lam` of `gae`.
+        gae_lambda: `lam` of `gae`.
     """
     advantages = gae(rewards, values, trajectory, gamma=gamma, lam=gae_lambda)
     return CriticAdvantages(whiten(advantages), advantages + values)
 
 
 def discounted_returns(rewards: FloatArray, trajectory: IntArray, *, gamma: float) -> FloatArray:
-    """Sum the discounted rewards from each token on; whitened, these are REINFORCE++ advantages.
+    """Sum the discounted rewards from each token onwards.
 
         G_t = r_t + gamma * G_{t+1}
 
-    REINFORCE++ (arXiv:2501.03262) without its KL penalty, which would be part of the rewards: there
-    is no group baseline, A = whiten(G).
+    The advantages of REINFORCE++ (arXiv:2501.03262) are A = whiten(G), without a group baseline.
+    Its KL penalty, if used, is part of the rewards.
 
     Args:
         rewards: [N] reward of each token.
@@ -145,7 +145,7 @@ def batch_normalize(advantages: FloatArray) -> FloatArray:
         (A - mean) / sqrt(max(var, 1e-8))    var: divisor n
 
     Runs after any estimator, over all trained tokens of the batch, so longer trajectories weigh
-    more. Equal advantages, or a single one, give exactly 0, and nothing trains.
+    more. Equal advantages, or a single one, give exactly 0, and so no gradient.
 
     Example:
         >>> batch_normalize(np.array([1.0, 3.0])).tolist()
@@ -158,7 +158,7 @@ def batch_normalize(advantages: FloatArray) -> FloatArray:
 
 
 def _backwards(terms: FloatArray, trajectory: IntArray, factor: float) -> FloatArray:
-    """Solve x_t = terms_t + factor * x_{t+1} backwards inside each trajectory."""
+    """Solve x_t = terms_t + factor * x_{t+1} backwards within each trajectory."""
     values, owners = terms.tolist(), trajectory.tolist()
     for t in range(len(values) - 2, -1, -1):
         if owners[t] == owners[t + 1]:

@@ -49,14 +49,14 @@ class Correction(NamedTuple):
 
 
 def bounds(values: Tensor, low: float | None, high: float | None) -> Bounds:
-    """Compare with two bounds, either of which may be None; a bound itself is inside."""
+    """Compare values with two inclusive bounds, either of which may be None."""
     nothing = torch.zeros_like(values, dtype=torch.bool)
     over = nothing if high is None else values > high
     return Bounds(over, nothing if low is None else values < low)
 
 
 def token_weights(log_ratio: Tensor, cap: float) -> Tensor:
-    """Truncated importance sampling per token: min(exp(clamp(log_ratio, -20, 20)), cap).
+    """Compute truncated importance weights: min(exp(clamp(log_ratio, -20, 20)), cap).
 
     Only large weights are truncated.
 
@@ -94,22 +94,22 @@ def row_ratios(
 
 
 def any_in_row(flags: Tensor, row: Tensor) -> Tensor:
-    """[R] bool: True for rows with a flagged target."""
+    """Find rows with a flagged target ([R] bool)."""
     return row_sums(flags.float(), row) > 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CorrectionSettings:
-    """Which corrections for the sampler apply.
+    """Corrections for the sampler to apply.
 
     Attributes:
-        weights: Importance weights per token, or per row; None: 1.
+        weights: Importance weights per token, or per row; None: all weights are 1.
         max_weight: Maximum weight.
         outliers: Leave out rows with a token whose ratio is outside this range.
         tokens: Leave out tokens whose ratio is outside this range.
         row_metric: Leave out rows by the product or the geometric mean of their ratios; None: by
             neither.
-        rows: Range of `row_metric` that is kept.
+        rows: Range of `row_metric` in which rows are kept.
     """
 
     weights: Literal["token", "sequence"] | None
@@ -125,8 +125,8 @@ def correct(
 ) -> Correction:
     """Apply all corrections of `settings`.
 
-    In this order, each to the targets that the earlier ones kept: rows with an outlier, tokens,
-    importance weights, rows by their ratio. Targets left out still count in denominators.
+    They apply in this order, each to the targets that the earlier ones kept: rows with an outlier,
+    tokens, importance weights, rows by their ratio. Targets left out still count in denominators.
 
     Args:
         old_logprobs: [M] nats.

@@ -1,7 +1,7 @@
-"""Losses that treat the tokens that lower entropy most differently (arXiv:2505.22617).
+"""Losses with special treatment of the tokens that lower entropy most (arXiv:2505.22617).
 
 The tokens are selected once per mini-batch, without gradient, from the policy's log-probabilities
-before the step. So the selection does not depend on micro-batches.
+before the step, so the selection does not depend on micro-batches.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from trainer.algorithms.losses.ratios import probability_ratio
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClipCovSettings:
-    """Which targets Clip-Cov leaves out; see `clip_cov_selection` and `regular`."""
+    """Settings of Clip-Cov's selection; see `clip_cov_selection` and `regular`."""
 
     ratio: float
     low: float
@@ -32,7 +32,7 @@ def covariances(advantages: Tensor, logprobs: Tensor) -> Tensor:
         cov = (A - mean A) (l - mean l)          means over the M targets
 
     Args:
-        advantages: [M] as estimated, not yet divided by anything.
+        advantages: [M] as estimated.
         logprobs: [M] nats.
 
     Returns:
@@ -46,8 +46,8 @@ def clip_cov_selection(
 ) -> Tensor:
     """Select the targets that Clip-Cov leaves out.
 
-    Draws max(int(ratio M), 1) of the targets with low < cov < high that PPO does not clip (fewer if
-    there are fewer), with torch's generator on the CPU.
+    Draws max(int(ratio M), 1) of the targets with low < cov < high that PPO does not clip (or all,
+    if there are fewer), with torch's generator on the CPU.
 
     Args:
         covariance: [M].
@@ -69,7 +69,7 @@ def clip_cov_selection(
 def kl_cov_selection(covariance: Tensor, *, fraction: float) -> Tensor:
     """Select the targets that KL-Cov penalises: the max(int(fraction M), 1) largest covariances.
 
-    Ties go to the first.
+    Among equal covariances, the first targets are selected.
 
     Returns:
         [M] bool.
@@ -83,7 +83,7 @@ def kl_cov_selection(covariance: Tensor, *, fraction: float) -> Tensor:
 def selected_by_clip_cov(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, settings: ClipCovSettings
 ) -> Tensor:
-    """[M] bool: the targets of a mini-batch that Clip-Cov leaves out."""
+    """Select the targets of a mini-batch that Clip-Cov leaves out ([M] bool)."""
     clipped = regular(
         logprobs,
         old_logprobs,
@@ -109,7 +109,7 @@ def clip_cov(
     eps_clip_low: float,
     eps_clip_high: float,
 ) -> TokenLoss:
-    """Clip-Cov: loss = 0 where selected, `regular` elsewhere. `clipped` are the selected."""
+    """Compute Clip-Cov: 0 at selected targets, reported as `clipped`; `regular` elsewhere."""
     losses, _, _ = regular(
         logprobs,
         old_logprobs,
@@ -128,11 +128,12 @@ def kl_cov(
     *,
     ppo_kl_coef: float,
 ) -> TokenLoss:
-    """KL-Cov: the unclipped surrogate, plus a penalty for selected targets; none are `clipped`.
+    """Compute KL-Cov: the unclipped surrogate, plus a penalty at selected targets.
 
         loss = -r A + ppo_kl_coef |l - l_old| where selected
 
-    The penalty has no gradient at l = l_old, so it has no effect on the first update of a batch.
+    No targets are `clipped`. The penalty has no gradient at l = l_old, so it has no effect on the
+    first update of a batch.
     """
     ratio = probability_ratio(logprobs, old_logprobs)
     penalty = torch.where(selected, ppo_kl_coef * (logprobs - old_logprobs).abs(), 0.0)

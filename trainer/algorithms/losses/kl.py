@@ -18,9 +18,9 @@ def kl_estimates(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator)
         d  = l - l_ref
         k1 = d        abs = |d|        k2 = d^2 / 2        k3 = exp(-d) + d - 1
 
-    k3 clamps d to +-20 and its result to at most 10; beyond that it has no gradient. As a loss on
-    the policy's own samples, only k2 has the gradient of the divergence; the gradient of k1 is 0 on
-    average.
+    k3 clamps d to +-20 and its result to at most 10; beyond these bounds it has no gradient. As a
+    loss on the policy's own samples, only k2 has the gradient of the divergence; the expected
+    gradient of k1 is 0.
 
     Args:
         logprobs: [M] nats, with or without gradient.
@@ -28,7 +28,7 @@ def kl_estimates(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator)
         estimator: Name of the estimator.
 
     Returns:
-        [M] nats; 0 where both agree.
+        [M] nats; 0 where the log-probabilities are equal.
 
     Example:
         >>> policy, reference = torch.tensor([-1.0]), torch.tensor([-3.0])
@@ -47,7 +47,7 @@ def kl_estimates(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator)
 
 
 def rewards_less_kl(rewards: Tensor, estimates: Tensor, coef: float) -> Tensor:
-    """KL in the reward (arXiv:1909.08593, eq. 2): rewards - max(coef, 0) * estimates, [M] each."""
+    """Subtract max(coef, 0) * estimates from rewards (arXiv:1909.08593, eq. 2); [M] each."""
     return rewards - max(coef, 0.0) * estimates
 
 

@@ -36,7 +36,7 @@ class TokenLoss(NamedTuple):
 
 
 def ppo_clip(ratio: Tensor, advantages: Tensor, low: float, high: float) -> TokenLoss:
-    """PPO's clipped surrogate for any ratio; targets without gradient are `clipped`.
+    """Compute PPO's clipped surrogate for any ratio; targets without gradient are `clipped`.
 
     loss = -min(ratio * A, clip(ratio, 1 - low, 1 + high) * A)
     """
@@ -52,7 +52,7 @@ def regular(
     eps_clip_low: float,
     eps_clip_high: float,
 ) -> TokenLoss:
-    """PPO's clipped surrogate (arXiv:1707.06347, eq. 7), with separate bounds.
+    """Compute PPO's clipped surrogate (arXiv:1707.06347, eq. 7), with separate bounds.
 
     loss = -min(r A, clip(r, 1 - eps_clip_low, 1 + eps_clip_high) A)
     """
@@ -69,7 +69,7 @@ def dual_clip(
     eps_clip_high: float,
     clip_ratio_c: float,
 ) -> TokenLoss:
-    """`regular` with an upper bound on the loss where A < 0 (arXiv:1912.09729).
+    """Compute `regular` with an upper bound on the loss where A < 0 (arXiv:1912.09729).
 
         loss = min(regular, -clip_ratio_c A)  where A < 0;  regular elsewhere
 
@@ -96,14 +96,14 @@ def gspo(
     eps_clip_low: float,
     eps_clip_high: float,
 ) -> TokenLoss:
-    """GSPO-token: PPO's clip of a row's ratio (arXiv:2507.18071, eqs. 14 and 15).
+    """Compute GSPO-token: PPO's clip of a row's ratio (arXiv:2507.18071, eqs. 14 and 15).
 
         s    = exp(min(l - sg[l] + sg[mean over the row of (l - l_old)], 10))
         loss = -min(s A, clip(s, 1 - eps_clip_low, 1 + eps_clip_high) A)
 
-    The value of s is the geometric mean of the row's ratios; its gradient is the token's. A row is
-    whatever is forwarded as one sequence: with the layout `step`, each turn has its own ratio. The
-    paper averages over rows (loss_reduction sequence_mean); its bounds are around 3e-4.
+    The value of s is the geometric mean of the row's ratios; its gradient flows only through the
+    token's l. A row is one forwarded sequence: with the layout `step`, each turn has its own ratio.
+    The paper averages over rows (loss_reduction sequence_mean); its bounds are around 3e-4.
 
     Args:
         logprobs: [M].
@@ -130,7 +130,7 @@ def cispo(
     cispo_eps_clip_high: float,
     cispo_anchor: Literal["old", "rollout"],
 ) -> TokenLoss:
-    """CISPO: the policy gradient with a clipped weight (arXiv:2506.13585).
+    """Compute CISPO: the policy gradient with a clipped weight (arXiv:2506.13585).
 
         loss = -sg[clip(exp(l - anchor), 1 - cispo_eps_clip_low, 1 + cispo_eps_clip_high)] A l
 
@@ -152,7 +152,7 @@ def rollout_is(
     eps_clip_low: float,
     eps_clip_high: float,
 ) -> TokenLoss:
-    """The policy gradient weighted by the ratio to the sampler, or by 0 if that is out of bounds.
+    """Compute the policy gradient weighted by the ratio to the sampler, or by 0 out of bounds.
 
         r    = exp(l - l_roll)
         loss = -sg[r if 1 - eps_clip_low < r < 1 + eps_clip_high else 0] A l
@@ -173,7 +173,9 @@ def dppo(
     dppo_delta_low: float,
     dppo_delta_high: float,
 ) -> TokenLoss:
-    """DPPO: targets masked by the divergence from the sampler (arXiv:2602.04879, eqs. 13 and 14).
+    """Compute DPPO: targets masked by the divergence from the sampler.
+
+    Source: arXiv:2602.04879, eqs. 13 and 14.
 
         p = exp(l), q = exp(l_roll)
         D_tv = |p - q|
@@ -204,7 +206,7 @@ def sapo(
     sapo_tau_pos: float,
     sapo_tau_neg: float,
 ) -> TokenLoss:
-    """SAPO: a smooth gate instead of a clip (arXiv:2511.20347).
+    """Compute SAPO: a smooth gate instead of a clip (arXiv:2511.20347).
 
         tau  = sapo_tau_pos where A > 0, else sapo_tau_neg
         loss = -(4 / tau) sigmoid(tau (r - 1)) A
@@ -219,7 +221,7 @@ def sapo(
 
 
 def importance_sampling(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor) -> TokenLoss:
-    """The unclipped surrogate: loss = -r A."""
+    """Compute the unclipped surrogate: loss = -r A."""
     ratio = probability_ratio(logprobs, old_logprobs)
     metrics = {"importance_ratio": ratio.detach()}
     clipped = torch.zeros_like(advantages, dtype=torch.bool)
@@ -227,5 +229,5 @@ def importance_sampling(logprobs: Tensor, old_logprobs: Tensor, advantages: Tens
 
 
 def cross_entropy(logprobs: Tensor) -> TokenLoss:
-    """Supervised loss = -l: no advantages, no ratios, nothing clipped."""
+    """Compute the supervised loss -l: no advantages, no ratios, no clipping."""
     return TokenLoss(-logprobs, torch.zeros_like(logprobs, dtype=torch.bool))

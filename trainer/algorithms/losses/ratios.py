@@ -10,12 +10,12 @@ MAX_LOG_RATIO = 20.0
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
-    """exp(log_ratio), with the exponent clamped to +-20 so that it stays finite."""
+    """Compute exp(log_ratio), with the exponent clamped to +-20 so that it stays finite."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def probability_ratio(logprobs: Tensor, base_logprobs: Tensor) -> Tensor:
-    """exp(logprobs - base_logprobs), with the exponent clamped to +-20 so that it stays finite."""
+    """Compute exp(logprobs - base_logprobs), with the exponent clamped to +-20."""
     return bounded_exp(logprobs - base_logprobs)
 
 
@@ -38,5 +38,5 @@ def row_sums(values: Tensor, row: Tensor) -> Tensor:
 
 
 def row_counts(row: Tensor, like: Tensor) -> Tensor:
-    """[R] Count the targets of each row, at least 1, in the dtype of `like`."""
+    """Count the targets of each row ([R], at least 1, in the dtype of `like`)."""
     return row_sums(torch.ones_like(row, dtype=like.dtype), row).clamp(min=1)

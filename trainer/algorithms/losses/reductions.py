@@ -16,12 +16,11 @@ FloatArray = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Units:
-    """Units of the M targets of a mini-batch, over all micro-batches and processes.
+    """Row, trajectory, group and micro-batch of each of a mini-batch's M targets, on all processes.
 
     Attributes:
         row: [M] int64 row of each target, from 0.
-        num_rows: Number of rows in the mini-batch. Rows and other units count even if they have no
-            target.
+        num_rows: Number of rows in the mini-batch. All totals include units without a target.
         trajectory: [M] trajectory of each target, from 0.
         num_trajectories: Number of trajectories in the mini-batch.
         group: [M] group of each target, from 0.
@@ -49,7 +48,7 @@ def reduction_weights(units: Units, reduction: BoundFunction) -> FloatArray:
     """Compute the weight of each of a mini-batch's M targets, by `loss_reduction`.
 
     Rows, trajectories and groups without targets count as a loss of 0. Targets left out of the loss
-    later (by importance ratios) still count: nothing is renormalised.
+    later (by importance ratios) still count: weights are not renormalised.
 
     Raises:
         InputError: If a user's reduction fails, or its result is invalid.
@@ -79,32 +78,32 @@ def reduction_weights(units: Units, reduction: BoundFunction) -> FloatArray:
 
 
 def token_mean(num_targets: int) -> FloatArray:
-    """1 / M."""
+    """Compute weights of 1 / M."""
     return np.full(num_targets, 1 / max(num_targets, 1))
 
 
 def sequence_mean(row: IntArray, num_rows: int) -> FloatArray:
-    """1 / (num_rows * targets of the row) (arXiv:2402.03300)."""
+    """Compute weights of 1 / (num_rows * targets of the row) (arXiv:2402.03300)."""
     return _mean_of_means(row, num_rows)
 
 
 def seq_mean_token_sum_norm(row: IntArray, num_rows: int, *, max_seq_len: int) -> FloatArray:
-    """1 / (num_rows * max_seq_len) (arXiv:2503.20783)."""
+    """Compute weights of 1 / (num_rows * max_seq_len) (arXiv:2503.20783)."""
     return np.full(len(row), 1 / (num_rows * max_seq_len)) if len(row) else np.zeros(0)
 
 
 def prompt_mean(group: IntArray, num_groups: int) -> FloatArray:
-    """1 / (num_groups * targets of the group)."""
+    """Compute weights of 1 / (num_groups * targets of the group)."""
     return _mean_of_means(group, num_groups)
 
 
 def trajectory_mean(trajectory: IntArray, num_trajectories: int) -> FloatArray:
-    """1 / (num_trajectories * targets of the trajectory)."""
+    """Compute weights of 1 / (num_trajectories * targets of the trajectory)."""
     return _mean_of_means(trajectory, num_trajectories)
 
 
 def token_mean_legacy(micro_batch: IntArray, num_micro_batches: int) -> FloatArray:
-    """1 / (num_micro_batches * targets of the micro-batch)."""
+    """Compute weights of 1 / (num_micro_batches * targets of the micro-batch)."""
     return _mean_of_means(micro_batch, num_micro_batches)
 
 
