@@ -62,7 +62,7 @@ def train(
     from trainer.config.train_config import load_config
     from trainer.distributed.processes import is_main
 
-    sys.path.append(str(Path.cwd()))  # for functions of the user; last, so that it hides nothing
+    sys.path.append(str(Path.cwd()))  # for user functions; last, so that it shadows no module
     try:
         settings = load_config(config, overrides, dataset=dataset, model=model, out=out)
         with requires_extra("train", "rollouts train"):

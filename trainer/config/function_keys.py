@@ -1,4 +1,4 @@
-"""The values of the keys of the functions that a configuration names: bound, and checked."""
+"""Bind functions named by a configuration to the values of their keys, and check these."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class BoundFunction:
 
     Attributes:
         function: The function.
-        keys: Values of its parameters that are no inputs.
+        keys: Values of its parameters that are not inputs.
     """
 
     function: Function
@@ -57,8 +57,8 @@ def check_functions(config: LossConfig) -> None:
     """Check the functions that a configuration names, and the keys of its table `[loss]`.
 
     Raises:
-        ConfigError: config_key, config_value if a key of `[loss]` belongs to no function, or to the
-            configuration, or its value has the wrong type.
+        ConfigError: config_key, config_value if a key of `[loss]` is a parameter of no function, is
+            also a key of the configuration, or has a value of the wrong type.
         InputError: As `find`.
     """
     own = [function for function in functions_of(config) if function.is_own]
@@ -87,7 +87,7 @@ def is_plain(value: Any) -> bool:
 
 
 def functions_of(config: LossConfig) -> Iterator[Function]:
-    """The user's functions that a configuration names; built-in ones are not imported."""
+    """Yield the user functions that a configuration names; built-in ones are not imported."""
     for kind in KINDS:
         name = getattr(config, kind.key, None)
         if name is not None and name not in kind.built_in:
@@ -114,7 +114,7 @@ def _unknown_key(key: str, own: Collection[Function], fields: Collection[str]) -
 def suggesting_loss_keys(
     given: Mapping[str, Any], overrides: Sequence[str], fields: Collection[str], table: str = ""
 ) -> Iterator[None]:
-    """Suggest `loss.KEY` for an unknown key that is near a parameter of a user function.
+    """Suggest `loss.KEY` for an unknown key that resembles a parameter of a user function.
 
     Args:
         given: Keys of the configuration file.
@@ -154,7 +154,7 @@ _PLAIN: dict[str, tuple[tuple[type, ...], str]] = {
 
 
 def _check_keys(function: Function, config: LossConfig) -> None:
-    """Check that every parameter has a value, of the parameter's type if from `[loss]`."""
+    """Check that every parameter has a value, and that values from `[loss]` have its type."""
     values = key_values(function, config)
     for name, parameter in function.keys.items():
         if name not in values and parameter.default is Parameter.empty:

@@ -1,7 +1,7 @@
-"""Functions that the configuration names: built-in ones, or your own as `module:function`.
+"""Functions named by the configuration: built-in ones, or your own as `module:function`.
 
 The names of a function's parameters determine its arguments. A parameter named like an input of its
-kind gets that array or tensor; every other one is a key of the table `[loss]`, or of the
+kind gets that array or tensor; every other parameter is a key of the table `[loss]` or of the
 configuration. See `trainer.algorithms.protocols` for the inputs and results of each kind.
 """
 
@@ -20,15 +20,15 @@ from schemas.errors import ConfigError, InputError
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Kind:
-    """Functions that a key of the configuration can name.
+    """A kind of function that a key of the configuration can name.
 
     Attributes:
         key: The key.
         inputs: Names of the parameters that get an array or a tensor, for user functions.
-        needs_one_of: A function takes exactly one of these, or at least one.
-        exactly_one: Which of the two.
-        module: Where the built-in functions are.
-        built_in: Path under `module` of each built-in function and its inputs. They are repeated
+        needs_one_of: Inputs of which a function must take exactly one, or at least one.
+        exactly_one: Whether exactly one is required.
+        module: Module of the built-in functions.
+        built_in: Path under `module` of each built-in function, and its inputs, which are repeated
             here because the configuration is checked without importing torch.
     """
 
@@ -99,7 +99,7 @@ class Function:
     """A function named by the configuration.
 
     Attributes:
-        kind: Which key names it.
+        kind: Kind of function.
         name: Its name in the configuration.
         is_own: Whether it is a user function, `module:function`.
         inputs: Its parameters that get arrays or tensors.
@@ -118,7 +118,7 @@ class Function:
 
     @property
     def place(self) -> str:
-        """File and line where it is defined, "" if they are unknown."""
+        """File and line of the definition; "" if unknown."""
         try:
             line = inspect.getsourcelines(inspect.unwrap(self.call))[1]
             return f"{inspect.getsourcefile(inspect.unwrap(self.call))}:{line}"
@@ -202,7 +202,7 @@ def _check_parameters(function: Function, parameters: Mapping[str, Parameter]) -
 
 
 def nearest_inputs(function: Function) -> str | None:
-    """Suggest near matches for parameters without a value."""
+    """Suggest similar inputs for parameters without a value."""
     for name in function.keys:
         if near := difflib.get_close_matches(name, function.kind.inputs, n=1, cutoff=0.7):
             return f"`{name}`: did you mean `{near[0]}`?"

@@ -23,17 +23,18 @@ class LossConfig:
     `sapo`, `rollout_is`, `dppo`, `clip_cov`, `kl_cov`, `importance_sampling`, `cross_entropy`
     (supervised: ignores advantages), or your own `module:function`: see docs/algorithms.md."""
     eps_clip_low: Fraction = 0.2
-    """Lower clip bound of the probability ratio is 1 - this; in [0, 1]. Not for cispo, dppo,
-    sapo."""
+    """The lower clip bound of the probability ratio is 1 - `eps_clip_low`; in [0, 1]. Not used by
+    cispo, dppo and sapo."""
     eps_clip_high: NonNegative = 0.2
-    """Upper clip bound of the probability ratio is 1 + this; >= 0. Not for cispo, dppo, sapo."""
+    """The upper clip bound of the probability ratio is 1 + `eps_clip_high`; >= 0. Not used by
+    cispo, dppo and sapo."""
     clip_ratio_c: Annotated[float, Meta(gt=1)] = 3.0
     """dual_clip: upper bound of the loss of a token with advantage A < 0, as a multiple of -A; >
     1."""
     cispo_eps_clip_low: Fraction = 1.0
-    """cispo: lower clip bound of the weight is 1 - this; in [0, 1]."""
+    """cispo: the lower clip bound of the weight is 1 - `cispo_eps_clip_low`; in [0, 1]."""
     cispo_eps_clip_high: NonNegative = 4.0
-    """cispo: upper clip bound of the weight is 1 + this; >= 0."""
+    """cispo: the upper clip bound of the weight is 1 + `cispo_eps_clip_high`; >= 0."""
     cispo_anchor: Literal["old", "rollout"] = "old"
     """cispo: whether the weight is the ratio to `old_logprobs` or to `rollout_logprobs`."""
     dppo_type: Literal["binary_tv", "binary_kl"] = "binary_tv"
@@ -45,32 +46,31 @@ class LossConfig:
     sapo_tau_pos: Positive = 1.0
     """sapo: temperature of the gate where the advantage is positive; > 0."""
     sapo_tau_neg: Positive = 1.05
-    """sapo: temperature of the gate where it is not; > 0."""
+    """sapo: temperature of the gate where the advantage is 0 or negative; > 0."""
     clip_cov_ratio: Fraction = 2e-4
-    """clip_cov: fraction of the mini-batch's trained tokens to detach; in [0, 1]."""
+    """clip_cov: fraction of the mini-batch's trained tokens to leave out of the loss; in [0, 1]."""
     clip_cov_lb: float = 1.0
-    """clip_cov: only tokens with a covariance above this are candidates."""
+    """clip_cov: only tokens with a covariance above this bound are candidates."""
     clip_cov_ub: float = 5.0
-    """clip_cov: only tokens with a covariance below this are candidates; above `clip_cov_lb`."""
+    """clip_cov: only tokens with a covariance below this bound are candidates; > `clip_cov_lb`."""
     kl_cov_frac: Fraction = 0.2
     """kl_cov: fraction of the mini-batch's trained tokens to penalise; in [0, 1]."""
     ppo_kl_coef: NonNegative = 1.0
     """kl_cov: weight of the penalty; >= 0."""
 
     loss_reduction: str = "token_mean"
-    """How the tokens' losses are reduced to one number: a mean over tokens (`token_mean`), over
-    rows of their means (`sequence_mean`), over groups of their means (`prompt_mean`), over
-    trajectories of their means (`trajectory_mean`), over micro-batches of their means
-    (`token_mean_legacy`,
-    which therefore depends on `tokens_per_micro_batch`), a sum divided by rows times `max_seq_len`
-    (`seq_mean_token_sum_norm`), or your own `module:function`: see docs/algorithms.md."""
+    """How the losses of tokens are reduced to one number: the mean over tokens (`token_mean`); the
+    mean of the means per row (`sequence_mean`), per group (`prompt_mean`), per trajectory
+    (`trajectory_mean`) or per micro-batch (`token_mean_legacy`, which therefore depends on
+    `tokens_per_micro_batch`); the sum divided by the number of rows times `max_seq_len`
+    (`seq_mean_token_sum_norm`); or your own `module:function`: see docs/algorithms.md."""
     max_seq_len: Count | None = None
-    """seq_mean_token_sum_norm: constant length used for every row; >= 1."""
+    """seq_mean_token_sum_norm: constant that replaces the length of every row; >= 1."""
 
     tis_ratio_type: Literal["auto", "token", "sequence"] | None = "auto"
-    """Importance weights that correct for the sampler: the ratio of each token, or its product over
-    the row; both need `rollout_logprobs`. auto: per token if the dataset has `rollout_logprobs`,
-    unless the policy loss already contains the ratio to them. none: no weights."""
+    """Importance weights that correct for the sampler: the ratio of each token, or the product of
+    ratios over the row; both need `rollout_logprobs`. auto: per token if the dataset has
+    `rollout_logprobs`, unless the policy loss itself uses them. none: no weights."""
     token_tis_ratio_clip_high: Positive = 2.0
     """Maximum importance weight of a token; > 0."""
     sequence_tis_ratio_clip_high: Positive = 5.0
@@ -78,28 +78,28 @@ class LossConfig:
     sequence_mask_metric: Literal["geometric", "product"] | None = None
     """Leave out rows by the geometric mean, or the product, of their tokens' importance ratios."""
     geo_mask_low: NonNegative = 0.99
-    """Minimum geometric mean of a row that is kept; >= 0."""
+    """Minimum geometric mean at which a row is kept; >= 0."""
     geo_mask_high: Positive = 1.01
-    """Maximum geometric mean of a row that is kept."""
+    """Maximum geometric mean at which a row is kept."""
     product_mask_low: NonNegative = 0.5
-    """Minimum product of a row that is kept; >= 0."""
+    """Minimum product at which a row is kept; >= 0."""
     product_mask_high: Positive = 2.0
-    """Maximum product of a row that is kept."""
+    """Maximum product at which a row is kept."""
     outlier_token_is_threshold_low: NonNegative | None = None
-    """Leave out rows with a token whose importance ratio is below this; suggested: 1e-4."""
+    """Leave out rows with a token whose importance ratio is below this bound; suggested: 1e-4."""
     outlier_token_is_threshold_high: Positive | None = None
-    """Leave out rows with a token whose importance ratio is above this; suggested: 100."""
+    """Leave out rows with a token whose importance ratio is above this bound; suggested: 100."""
     token_mask_is_threshold_low: NonNegative | None = None
-    """Leave out tokens whose importance ratio is below this. Requires `..._high`."""
+    """Leave out tokens whose importance ratio is below this bound. Requires `..._high`."""
     token_mask_is_threshold_high: Positive | None = None
-    """Leave out tokens whose importance ratio is above this. Requires `..._low`."""
+    """Leave out tokens whose importance ratio is above this bound. Requires `..._low`."""
     allow_mismatched_logprobs: bool = False
-    """Correct even if `rollout_logprobs` are not of the distribution that was sampled."""
+    """Apply the correction even if `rollout_logprobs` are not those of the sampled distribution."""
 
     kl_loss_coef: NonNegative = 0.0
     """Weight of the KL divergence from `reference_model` in the loss; >= 0. 0 disables it."""
     kl_reward_coef: NonNegative = 0.0
-    """Weight of that divergence in the reward instead; >= 0. 0 disables it."""
+    """Weight of the KL divergence from `reference_model` in the reward; >= 0. 0 disables it."""
     kl_ctrl_type: Literal["fixed", "adaptive"] = "fixed"
     """Whether `kl_reward_coef` is constant, or adapts from batch to batch to reach `kl_target`."""
     kl_target: Positive = 0.1
@@ -107,15 +107,15 @@ class LossConfig:
     kl_horizon: Count = 10000
     """adaptive: trajectories over which the coefficient may change by 20 %; >= 1."""
     kl_estimator_type: KLEstimator = "k3"
-    """Estimator of that divergence, in the loss and in the reward."""
+    """Estimator of the KL divergence, in the loss and in the reward."""
     reference_model: str | None = None
     """Model directory of the frozen reference. None: `model` in its initial state."""
     entropy_loss_coef: NonNegative = 0.0
     """Weight of the entropy bonus in the loss; >= 0. 0 disables it."""
 
     loss: dict[str, Any] = field(default_factory=dict)
-    """Table: keys of your own loss, estimator and reduction, by the names of their parameters; with
-    `--set`, `loss.KEY=VALUE`. In the configuration of `rollouts rl` it is `[train.loss]`."""
+    """Table: parameters of your own loss, estimator and reduction, by name; with `--set`, use
+    `loss.KEY=VALUE`. In the configuration of `rollouts rl`, the table is `[train.loss]`."""
 
     @property
     def loss_inputs(self) -> frozenset[str]:

@@ -1,4 +1,4 @@
-"""Configuration of a training run: TOML, then `key=value` overrides, then checks."""
+"""Configuration of a training run: read from TOML, overridden by `key=value`, and checked."""
 
 from __future__ import annotations
 
@@ -51,12 +51,13 @@ class TrainConfig(LossConfig):
     seed: CountOrZero = 0
     """Seed of torch, NumPy and random; from 0 to 2^32 - 1."""
     outcome: Literal["last", "sum"] | None = None
-    """Return of a trajectory: its last step's reward, or the sum over its steps. None: from the
-    dataset, else `last`. Token-level estimators use the rewards of every step in either case."""
+    """Return of a trajectory: the reward of its last step, or the sum over its steps. None: as the
+    dataset specifies, else `last`. Token-level estimators use the rewards of every step in either
+    case."""
     advantage_estimator: str = "grpo"
-    """Per trajectory, from its return (`grpo`, `rloo`, `maxrl`), per token along its steps, from
-    the reward of each step (`reinforce++`, `gae`), or your own `module:function`: see
-    docs/algorithms.md."""
+    """How advantages are estimated: per trajectory, from its return (`grpo`, `rloo`, `maxrl`); per
+    token, from the reward of each step (`reinforce++`, `gae`); or by your own `module:function`:
+    see docs/algorithms.md."""
     normalize_by_std: bool = True
     """GRPO: divide by the group's standard deviation; false uses reward minus group mean."""
     advantage_batch_normalize: bool = False
@@ -64,15 +65,15 @@ class TrainConfig(LossConfig):
     gamma: Fraction = 1.0
     """reinforce++ and gae: discount per trained token; in [0, 1]."""
     gae_lambda: Fraction = 1.0
-    """gae: 0 for one-step differences of values, up to 1 for returns minus values."""
+    """gae: from 0 (one-step differences of values) to 1 (returns minus values)."""
     failed: Literal["group", "trajectory"] = "group"
-    """What a failed trajectory masks: its whole group, or only itself."""
+    """Whether a failed trajectory masks its entire group, or only itself."""
     group_size: Count | None = None
     """Expected number of trajectories per group; >= 1. None: the size of the largest group."""
     partial_groups: Literal["refuse", "mask", "train"] = "refuse"
-    """What to do with groups of another size than `group_size`, counting failed trajectories, if
-    groups have baselines (grpo, rloo, maxrl): refuse the run, mask the group, or train it after a
-    warning."""
+    """What to do with groups whose size differs from `group_size`, counting failed trajectories, if
+    groups have baselines (grpo, rloo, maxrl): reject the run, mask the group, or train on it after
+    a warning."""
     drop_zero_variance_groups: bool = False
     """Leave out groups of two or more whose returns are all equal, before batches are planned."""
 
@@ -88,37 +89,37 @@ class TrainConfig(LossConfig):
     """Maximum number of optimizer steps; >= 1. None: no limit."""
 
     sequence_layout: Literal["step", "merge", "tree"] = "merge"
-    """What is forwarded: each step separately; steps that continue each other, merged; or, as a
-    tree, each distinct token once, with the same numbers as `step`."""
+    """How steps are forwarded: each separately; with steps that continue each other merged; or as a
+    tree, each distinct token once, with the same results as `step`."""
     merge_rule: Literal["lineage", "consecutive", "keep"] | None = None
-    """merge: which step continues which: see docs/merging.md. `consecutive` is SkyRL's rule; `keep`
-    trains the rows of the dataset as they are. None: `keep` if the dataset was merged, else
+    """merge: which steps to merge: see docs/merging.md. `consecutive` is SkyRL's rule; `keep` trains
+    on the rows of the dataset as they are. None: `keep` if the dataset was merged, else
     `lineage`."""
     tree_scope: Literal["trajectory", "group"] = "group"
-    """tree: whether steps share tokens within a trajectory or within a whole group."""
+    """tree: whether steps share tokens within a trajectory or within a group."""
     tokens_per_micro_batch: Count = 2048
     """Maximum number of tokens in one forward pass; >= 1. It determines memory use, and hardly
-    affects speed. A longer row is forwarded alone."""
+    affects speed. A longer row is forwarded in a separate pass."""
     max_row_tokens: Count | None = None
-    """Maximum length of a row; >= 1. Tokens beyond it are cut off: they do not train, and are
-    counted (`num_truncated_rows`). None: rows longer than the model's context are refused."""
+    """Maximum length of a row; >= 1. Tokens beyond it are not trained on, and such rows are
+    counted (`num_truncated_rows`). None: rows longer than the model's context are rejected."""
     logprob_chunk_tokens: Count = 1024
     """Number of target tokens whose logits are in memory at once; >= 1."""
     gradient_checkpointing: bool = False
     """Recompute the layers' activations in the backward pass: less memory, more time."""
     replay_routing: bool = True
-    """Mixtures of experts use the experts recorded in the dataset (`rollout_expert_indices`, R3);
-    false ignores them."""
+    """Mixture-of-experts models use the experts recorded in the dataset (`rollout_expert_indices`,
+    R3); false ignores them."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the forward pass; weights and optimizer state are float32 either way."""
 
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
-    """torch's AdamW, or that of bitsandbytes with 8-bit moments; also for the critic."""
+    """AdamW of torch, or of bitsandbytes with 8-bit moments; also for the critic."""
     learning_rate: Positive = 1e-6
     """Peak learning rate of the policy; > 0."""
     learning_rate_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """After the warmup: constant, or decaying to 0 over the planned updates; also for the
-    critic."""
+    """Learning rate after the warmup: constant, or decaying to 0 over the planned updates; also for
+    the critic."""
     warmup_updates: CountOrZero = 0
     """Updates over which the learning rate rises linearly; >= 0."""
     weight_decay: NonNegative = 1e-2
@@ -126,25 +127,25 @@ class TrainConfig(LossConfig):
     betas: tuple[float, float] = (0.9, 0.999)
     """AdamW decay rates of the two moments; in [0, 1)."""
     max_grad_norm: Positive = 1.0
-    """Maximum L2 norm of the gradient, by clipping; > 0."""
+    """L2 norm to which larger gradients are clipped; > 0."""
 
     lora_rank: Count | None = None
-    """Rank of LoRA adapters, which then train instead of the policy's weights; >= 1. None: no
-    adapters. The critic's weights train in either case."""
+    """Rank of LoRA adapters, which are then trained instead of the policy's weights; >= 1. None: no
+    adapters. The critic's weights are trained in either case."""
     lora_alpha: Count = 16
-    """The adapters' output is multiplied by this divided by `lora_rank`; >= 1."""
+    """The adapters' output is multiplied by `lora_alpha` / `lora_rank`; >= 1."""
     lora_target_modules: tuple[str, ...] | None = None
-    """Names, or suffixes of names, of the linear layers with an adapter. None: all except the head;
-    in a mixture of experts, only those of attention."""
+    """Names, or suffixes of names, of the linear layers that get an adapter. None: all except the
+    head; in mixture-of-experts models, only those of attention."""
 
     critic_model: str | None = None
-    """gae: model directory from which the critic starts; one in a checkpoint's `critic/` includes a
-    value head. None: `model`, with a value head of zeros."""
+    """gae: model directory to initialise the critic from; a checkpoint's `critic/` includes a value
+    head. None: `model`, with a value head of zeros."""
     critic_learning_rate: Positive = 5e-6
     """gae: peak learning rate of the critic; > 0. Its other settings are the policy's."""
     value_clip: Positive | None = 0.2
-    """gae: maximum distance of a value from the old one in the critic's loss, by clipping; > 0.
-    None: no clipping."""
+    """gae: in the critic's loss, values are clipped to this distance from the old value; > 0. None:
+    no clipping."""
 
     save_every_updates: Count | None = None
     """Optimizer steps between checkpoints; >= 1. None: only at the end, where a checkpoint is
@@ -152,11 +153,11 @@ class TrainConfig(LossConfig):
     keep_checkpoints: Count | None = None
     """Number of checkpoints to keep, newest first; >= 1. None: all."""
     trackers: tuple[str, ...] = ()
-    """Accelerate trackers that receive the metrics too, such as `tensorboard`."""
+    """Accelerate trackers that also receive the metrics, such as `tensorboard`."""
 
     @property
     def estimator_inputs(self) -> frozenset[str]:
-        """The arrays that the advantage estimator takes."""
+        """Names of the arrays that the advantage estimator takes."""
         return inputs_of(ADVANTAGE_ESTIMATOR, self.advantage_estimator)
 
     @property
@@ -219,7 +220,7 @@ def _contradictions(c: TrainConfig) -> Iterator[tuple[str, str, str]]:
 def load_config(
     toml_path: str | Path | None, overrides: Sequence[str], **options: str
 ) -> TrainConfig:
-    """Read a configuration: `rollout_io.configuration.load_record`.
+    """Read a configuration with `rollout_io.configuration.load_record`.
 
     Args:
         toml_path: TOML file of top-level keys, or None.

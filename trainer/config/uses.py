@@ -1,4 +1,4 @@
-"""What a run uses of the functions that a configuration can name, for notes and reports."""
+"""Functions that a run uses, with their keys, for notes and reports."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Use:
     """A function as a run uses it.
 
     Attributes:
-        name: As the configuration names it.
-        place: FILE:LINE of a function of the user's; None: built-in, or unknown.
-        keys: The values of its keys.
+        name: Name in the configuration.
+        place: FILE:LINE of a user function; None: built-in, or unknown.
+        keys: Values of its keys.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Use:
 
 
 def uses(config: TrainConfig) -> dict[str, Use]:
-    """The loss, the estimator (unless the loss takes no advantages) and the reduction, by key."""
+    """Return loss, estimator (unless the loss takes no advantages) and reduction, by key."""
     found = {}
     for kind in KINDS:
         if kind is ADVANTAGE_ESTIMATOR and config.is_supervised:

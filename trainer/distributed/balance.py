@@ -12,7 +12,7 @@ from schemas.ragged import IntArray
 from trainer.batches.forest import Forest
 
 DEPTH_OF_DOUBLE_COST = 16_384
-"""Depth at which a token's attention costs as much as everything else: 6 x hidden_size, roughly."""
+"""Depth at which a token's attention costs as much as the rest: about 6 x hidden_size."""
 ONE = torch.zeros(1, dtype=torch.int64)
 NONE = torch.zeros(0, dtype=torch.int64)
 FILLER = Forest(
@@ -25,8 +25,8 @@ FILLER = Forest(
 )
 """A token without targets, forwarded by a process that has no micro-batch while others have one.
 
-Every parameter takes part in its loss of 0, with a gradient of 0, because wrappers that reduce
-gradients or gather parameters wait for every process.
+Its loss of 0 involves every parameter, with a gradient of 0, because wrappers that reduce gradients
+or gather parameters wait for every process.
 """
 
 
@@ -44,7 +44,7 @@ def balance(costs: Sequence[float], num_ranks: int) -> IntArray:
 
     Returns:
         [rounds, num_ranks] micro-batch of each rank in each round; -1 if none is left. A single
-        rank gets all of them in order.
+        rank gets all micro-batches in order.
 
     Example:
         >>> balance([1.0, 7.0, 3.0, 6.0, 2.0], 2).tolist()  # rank 0: 7, 2 and 1; rank 1: 6 and 3
@@ -64,7 +64,7 @@ def balance(costs: Sequence[float], num_ranks: int) -> IntArray:
 
 
 def own_forests(accelerator: Accelerator, forests: Sequence[Forest]) -> list[tuple[int, Forest]]:
-    """Select this process's share, numbered; all shares have equal length, -1 numbers a filler."""
+    """Select and number this process's share; fillers, numbered -1, make shares equally long."""
     rounds = balance([cost(forest) for forest in forests], accelerator.num_processes)
     numbers = rounds[:, accelerator.process_index].tolist()
     return [(number, forests[number] if number >= 0 else FILLER) for number in numbers]

@@ -22,7 +22,7 @@ from schemas.errors import ConfigError, count
 from trainer.distributed.sharding import is_sharded
 
 PATIENCE = timedelta(hours=2)
-"""How long processes wait for each other, for example while one writes a large checkpoint."""
+"""Maximum time that processes wait for each other, for example during a large checkpoint."""
 
 
 def make_accelerator(
@@ -76,7 +76,7 @@ def wrap(
     """Place a model, and replicate or shard its parameters over the processes.
 
     Raises:
-        ConfigError: If the launch asks for sharded parameters but they are not.
+        ConfigError: If the launch requests sharded parameters but they are not sharded.
     """
     model, optimizer = accelerator.prepare(model, optimizer)
     if _is_on("ACCELERATE_USE_FSDP") and not is_sharded(model):
@@ -87,7 +87,7 @@ def wrap(
 
 
 def wrap_frozen(accelerator: Accelerator, model: nn.Module) -> Any:
-    """Place a model that is only evaluated; sharded if the others are."""
+    """Place a model that is only evaluated, sharded if the trained models are."""
     model.requires_grad_(requires_grad=False)
     if accelerator.is_fsdp2:
         return fsdp2_prepare_model(accelerator, model)

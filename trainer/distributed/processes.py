@@ -1,8 +1,8 @@
 """Exchange results between the processes that train one model.
 
 All processes make the same plan and hold the same batch; each reads and forwards its own share, and
-results are exchanged so that all have the same numbers. With a single process, these functions do
-nothing.
+results are exchanged so that all have the same values. With a single process, nothing is
+exchanged.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ def gather_bytes(accelerator: Accelerator, data: bytes) -> list[bytes]:
 
 
 def agreed(accelerator: Accelerator, work: Callable[[], T]) -> T:
-    """Run local work in every process; a user error in one of them is raised in all.
+    """Run local work in every process; a user error in one process is raised in all.
 
     Args:
-        accelerator: Knows the processes.
+        accelerator: The Accelerator of the run.
         work: Must not communicate between processes.
 
     Returns:
         The local result of `work`, once all processes are done.
 
     Raises:
-        RolloutError: Raised by `work` here, or else in another process.
+        RolloutError: If `work` raises it in this process or, failing that, in another one.
     """
     if accelerator.num_processes == 1:
         return work()
@@ -95,7 +95,7 @@ def own_groups(accelerator: Accelerator, groups: Sequence[str]) -> Sequence[str]
 
 
 def exchange_rows(accelerator: Accelerator, rows: pl.DataFrame | None) -> pl.DataFrame:
-    """Concatenate the rows that all processes read, by rank; None if a process read nothing."""
+    """Concatenate the rows read by all processes, by rank; `rows` is None if none were read."""
     if accelerator.num_processes == 1:
         assert rows is not None
         return rows
@@ -107,10 +107,10 @@ def exchange_rows(accelerator: Accelerator, rows: pl.DataFrame | None) -> pl.Dat
 
 
 def combine(accelerator: Accelerator, values: Tensor, forests: Sequence[Forest]) -> Tensor:
-    """Combine what each process computed for its targets.
+    """Combine the values that each process computed for its targets.
 
     Args:
-        accelerator: Knows the processes.
+        accelerator: The Accelerator of the run.
         values: [T] float32 on the CPU, known at the targets of this process's share, 0 elsewhere.
         forests: The distributed micro-batches, which determine all targets.
 
@@ -130,11 +130,12 @@ def combine(accelerator: Accelerator, values: Tensor, forests: Sequence[Forest])
 def gather_parts(
     accelerator: Accelerator, parts: Mapping[int, Mapping[str, Tensor]]
 ) -> list[Mapping[str, Tensor]]:
-    """Gather the named tensors of all micro-batches, ordered by their numbers; on the CPU.
+    """Gather the named tensors of all micro-batches on the CPU, ordered by micro-batch number.
 
     Args:
-        accelerator: Knows the processes.
-        parts: Tensors of this process's share, by number; fillers (below 0) are ignored.
+        accelerator: The Accelerator of the run.
+        parts: Tensors of this process's share, by micro-batch number; fillers (below 0) are
+            ignored.
     """
     if accelerator.num_processes == 1:
         return [parts[number] for number in sorted(parts)]

@@ -1,4 +1,4 @@
-"""Sharded parameters, and their conversion to whole tensors."""
+"""Sharded parameters, and their conversion to full tensors."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """True if this process holds only a part of the parameters."""
+    """True if this process holds only part of the parameters."""
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Gather a tensor on the CPU, whole if it is sharded. All processes must call this together."""
+    """Copy a tensor to the CPU, gathering its shards. All processes must call this together."""
     tensor = tensor.detach()
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
 
@@ -27,10 +27,10 @@ def whole_weights(model: nn.Module, *, keep: bool) -> dict[str, Tensor] | None:
 
     Args:
         model: The model.
-        keep: Whether this process needs the weights; others only help to gather them.
+        keep: Whether this process needs the weights; other processes only help to gather them.
 
     Returns:
-        None if the model is not sharded, or `keep` is false.
+        Weights by name; None if the model is not sharded, or `keep` is false.
     """
     if not is_sharded(model):
         return None
@@ -43,7 +43,7 @@ def whole_weights(model: nn.Module, *, keep: bool) -> dict[str, Tensor] | None:
 
 
 def under(module: str, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Select the weights of a submodule, by their names in it.
+    """Select the weights of a submodule, by their names within the submodule.
 
     Example:
         >>> under("model", {"model.head": torch.zeros(1), "value_head.bias": torch.zeros(1)}).keys()
@@ -54,7 +54,7 @@ def under(module: str, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def sharded_like(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """Shard an optimizer's tensor like its parameter; unchanged if that is not sharded."""
+    """Shard an optimizer's tensor like its parameter; unchanged if the parameter is not sharded."""
     if isinstance(parameter, DTensor) and tensor.shape == parameter.shape:
         mesh = parameter.device_mesh
         return distribute_tensor(tensor.to(mesh.device_type), mesh, parameter.placements)

@@ -25,13 +25,14 @@ class Request:
         prompt: [P >= 1] ids.
         sampling: Sampling settings.
         max_tokens: Maximum length of the response, limited by the model's context.
-        generator: Random numbers of this request, so that its samples do not depend on the batch.
-        is_wanted: Returns whether the caller still waits.
+        generator: Random number generator of this request, so that its samples do not depend on the
+            batch.
+        is_wanted: Returns whether the caller is still waiting.
         response: Ids sampled so far.
-        logprobs: Log-probability of each of them, nats.
-        routes: [tokens, layers, topk] int16 experts of forwarded tokens, one part per forward pass:
-            in total prompt + response without its last token. Empty if no router is known.
-        stop_reason: None while the response continues.
+        logprobs: Log-probability of each sampled id, nats.
+        routes: [tokens, layers, topk] int16 experts of forwarded tokens, one part per forward pass;
+            in total, prompt and response except the last token. Empty without supported routers.
+        stop_reason: Reason why the response ended; None while it continues.
     """
 
     prompt: Sequence[int]
@@ -45,7 +46,7 @@ class Request:
     stop_reason: str | None = None
 
     def take(self, logits: Tensor, ends: Collection[int], decode: Decode) -> None:
-        """Sample the next token from [V] logits, and check whether the response ends with it."""
+        """Sample the next token from [V] logits, and check whether it ends the response."""
         token, logprob = sample_token(logits, self.sampling, self.generator)
         self.response.append(token)
         self.logprobs.append(logprob)
@@ -130,7 +131,7 @@ def _keep_routes(rows: Sequence[Request], routes: Tensor | None, is_real: Tensor
 
 
 def _padded(prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    """[N, longest] Pad ids on the left; also returns a mask with 1 for real tokens."""
+    """Pad ids on the left ([N, longest]); also return a mask with 1 for real tokens."""
     missing = [max(map(len, prompts)) - len(prompt) for prompt in prompts]
     ids = [[0] * num + list(prompt) for num, prompt in zip(missing, prompts, strict=True)]
     real = [[0] * num + [1] * len(prompt) for num, prompt in zip(missing, prompts, strict=True)]

@@ -26,11 +26,11 @@ _GATHERING_S = 0.005
 class TransformersEngine:
     """An `Engine` whose log-probabilities are exactly those of the sampled distribution.
 
-    Calls that wait at the same time form a batch; later calls wait for its end. The samples of a
+    Calls that wait at the same time form a batch; later calls wait until it ends. The samples of a
     call with a seed do not depend on the batch, up to rounding.
 
     Args:
-        model: A Transformers causal LM; may be a policy's `model`, between its updates.
+        model: A Transformers causal LM; may be the `model` of a policy, used between its updates.
         tokenizer: Tokenizer and chat template of the model.
         policy_version: Version of the weights.
         max_batch_size: Maximum number of calls per batch.
@@ -136,7 +136,7 @@ class TransformersEngine:
         return dataclasses.replace(sampled, message=message, stop_reason=reason)
 
     async def load_weights(self, path: str, *, policy_version: int) -> None:
-        """See `Engine.load_weights`; a running batch ends with the old weights."""
+        """See `Engine.load_weights`; a running batch finishes with the old weights."""
         async with self._weights:
             await asyncio.to_thread(self._load, path)
             self.policy_version = policy_version
@@ -173,7 +173,7 @@ class TransformersEngine:
         return request, future
 
     async def _run(self) -> None:
-        """Run batches until no call waits."""
+        """Run batches until no call is waiting."""
         try:
             while self._waiting:
                 await asyncio.sleep(_GATHERING_S)
@@ -257,6 +257,6 @@ def _check(prompt: Sequence[int], sampling: Sampling, config: Any) -> None:
 
 
 def _cut(text: str, stop: Sequence[str]) -> str:
-    """Cut text after the first stop string in it."""
+    """Cut text after its first stop string."""
     ends = [text.find(s) + len(s) for s in stop if s in text]
     return text[: min(ends)] if ends else text

@@ -14,8 +14,8 @@ def sampled_distribution(logits: Tensor, sampling: Sampling) -> Tensor:
     """Compute the log-probabilities of the distribution to sample from.
 
     p = softmax(logits / temperature), restricted by min_p, then top_k, then top_p (vLLM's order),
-    and renormalised. Ties at a threshold of min_p or top_k are kept. Temperature 0 counts as 1
-    here; `sample_token` then takes the most likely token.
+    and renormalised. Ties at a threshold of min_p or top_k are kept. Temperature 0 is treated as
+    1 here; `sample_token` then takes the most likely token.
 
     Args:
         logits: [V] logits of the next token.
@@ -46,7 +46,7 @@ def sampled_distribution(logits: Tensor, sampling: Sampling) -> Tensor:
 def sample_token(
     logits: Tensor, sampling: Sampling, generator: torch.Generator
 ) -> tuple[int, float]:
-    """Sample a token from [V] logits; returns it with its log-probability in nats."""
+    """Sample a token from [V] logits, and return it with its log-probability in nats."""
     logprobs = sampled_distribution(logits, sampling)
     if sampling.temperature == 0:
         token = int(logprobs.argmax())

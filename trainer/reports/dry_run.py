@@ -25,19 +25,19 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tree_per_trajectory": {"sequence_layout": "tree", "tree_scope": "trajectory"},
     "tree_per_group": {"sequence_layout": "tree", "tree_scope": "group"},
 }
-"""Layouts that a run can forward, with the settings that select them."""
+"""Layouts that a run can forward, and the settings that select them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """Forward passes with gradient in one pass over the dataset, in one layout.
+    """Numbers of one pass over the dataset in one layout, for forward passes with gradient.
 
     Attributes:
         num_sequences: Rows with trained tokens.
-        num_tokens: Tokens to forward: in each row, up to the last one that a target needs.
-        repeated_share: Tokens forwarded over distinct tokens, minus 1; None: rows are chains.
+        num_tokens: Tokens to forward: in each row, those before its last trained token.
+        repeated_share: Tokens to forward over distinct tokens, minus 1; None: rows are chains.
         longest_tokens: Tokens of the longest row.
-        micro_batches: Number of micro-batches of each update that has any.
+        micro_batches: Number of micro-batches of each update with trained tokens.
         largest_micro_batch_tokens: Tokens of the largest micro-batch.
     """
 
@@ -57,21 +57,21 @@ class DryRun:
         num_groups: Groups in the plan.
         num_trajectories: Trajectories in the plan.
         num_failed: Failed trajectories.
-        num_masked: Trajectories that do not train because they failed or are masked.
+        num_masked: Trajectories excluded from training because they failed or are masked.
         num_groups_without_variance: As in `Plan`.
         num_partial_groups: As in `Plan`.
         num_batches: Batches in one pass over the dataset.
         num_epochs: Passes over the dataset.
         num_mini_batches: Mini-batches in one pass over the dataset, times `epochs_per_batch`.
         num_updates: Maximum number of optimizer steps of the run.
-        num_updates_made: Optimizer steps made before a resume.
+        num_updates_made: Optimizer steps made before resuming.
         num_trained_tokens: Response tokens in the loss in one pass over the dataset.
-        trained_layout: The layout in `layouts` that the run trains with.
-        layouts: Forward passes in one pass over the dataset, by layout.
+        trained_layout: The layout in `layouts` with which the run trains.
+        layouts: Numbers of one pass over the dataset, by layout.
         max_row_tokens: Maximum row length.
         memory: Memory of one process.
         functions: Policy loss, advantage estimator and reduction, by key, with the values of their
-            keys. A loss without advantages has no estimator.
+            keys. There is no estimator if the loss uses no advantages.
     """
 
     num_groups: int
@@ -94,7 +94,7 @@ class DryRun:
 
 
 def dry_run(config: TrainConfig, *, resume: bool = False) -> DryRun:
-    """Plan, check and load a run like `train`, and count what it would forward; writes nothing.
+    """Plan, check and load a run like `train`, and count what it would forward, without output.
 
     Counting reads the dataset once per layout, batch by batch.
 
@@ -130,7 +130,7 @@ def dry_run(config: TrainConfig, *, resume: bool = False) -> DryRun:
 
 
 def _count(run: TrainingRun, settings: dict[str, Any]) -> tuple[Layout, int]:
-    """Count what one pass forwards in a layout, and the tokens that train."""
+    """Count sequences and tokens that one pass forwards in a layout, and trained tokens."""
     packing = packing_of(resolved(dataclasses.replace(run.config, **settings)))
     num_trained, lengths = 0, [np.zeros(0, np.int64)]
     parts: list[tuple[list[int], int | None]] = []

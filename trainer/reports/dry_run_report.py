@@ -15,7 +15,7 @@ GIB = 1 << 30
 
 
 def plan_numbers(plan: DryRun) -> dict[str, Any]:
-    """Return the whole report as JSON types; memory is in bytes."""
+    """Return the complete report as JSON types; memory is in bytes."""
     numbers = dataclasses.asdict(plan)
     memory = {f"{name}_bytes": size for name, size in numbers["memory"].items()}
     return numbers | {"memory": memory | {"total_bytes": plan.memory.total}}

@@ -1,4 +1,4 @@
-"""Estimate the peak memory of a run, per process, before it trains."""
+"""Estimate the peak memory of a run, per process, before training."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainer.run.setup import TrainingRun
 MOMENTS_BYTES = {"adamw": 8, "adamw_8bit": 2}
 """Bytes of optimizer state per parameter."""
 PROBE_TOKENS = 32
-"""Length of the shortest of three chains that are forwarded to measure activations."""
+"""Length of the shortest of the three chains forwarded to measure activations."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,7 +85,7 @@ def _activations(run: TrainingRun, num_tokens: int) -> int:
 def _kept_by_a_forward(run: TrainingRun, num_tokens: int) -> int:
     """Measure the bytes that autograd saves for a chain whose tokens after the first are targets.
 
-    Logits are not counted: they exist one chunk at a time, however long the chain.
+    Logits are not counted: only one chunk of them exists at a time, however long the chain is.
     """
     policy, device = run.learner.policy, run.learner.accelerator.device
     own = {p.untyped_storage().data_ptr() for p in policy.parameters()}

@@ -32,7 +32,7 @@ DEFAULT = (
 """Metrics plotted by default, if a run has them."""
 MAX_MARKED = 60
 SMOOTHED = 100
-"""Number of points from which a running mean is plotted over the curve."""
+"""Minimum number of points for which a running mean is plotted over the curve."""
 
 Curve = tuple[list[int], list[float]]
 
@@ -80,10 +80,10 @@ def plot_runs(runs: Sequence[Path], out: Path, metrics: Sequence[str] = ()) -> l
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read the lines of a run's `metrics.jsonl`; ignores a line that is still being written.
+    """Read the lines of a run's `metrics.jsonl`, except a line that is still being written.
 
     Raises:
-        InputError: If there is no such file, it is empty, or a line is invalid.
+        InputError: If the file does not exist or is empty, or a line is invalid.
     """
     file = path / "metrics.jsonl" if path.is_dir() else path
     if not file.exists():
