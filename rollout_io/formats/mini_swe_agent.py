@@ -222,8 +222,7 @@ def _is_bare(path: Path) -> bool:
 
 
 ADAPTER = Adapter(
-    summary="mini-swe-agent's trajectories (.traj.json), including the oldest version, "
-    "a plain list of messages",
+    summary="mini-swe-agent's trajectories (.traj.json), including the oldest (a list of messages)",
     recognizes=recognizes,
     find=find_runs,
     read=read_run,

@@ -2,7 +2,7 @@ r"""Conversion of OpenHands events to the calls of its agents.
 
     action with tool_call_metadata    a tool call in the response that it contains; all events with
                                       the same `model_response` are one assistant message
-    observation with it               the tool message of that call
+    observation with the same field   the tool message of that call
     message                           an assistant message if from the agent, else a user message
     system                            the system message, and the tools
     other actions of the agent        older agents, which wrote actions as text: the thought, then

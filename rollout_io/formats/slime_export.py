@@ -1,4 +1,4 @@
-"""Export to slime: a `.pt` file for `--load-debug-rollout-data`, which trains without an engine.
+"""Export to slime: a `.pt` file for `--load-debug-rollout-data` (training without an engine).
 
 `slime.observability.rollout_data_utils.load_debug_rollout_data` (slime at 4c4adbbf) reads
 `{"rollout_id": ..., "samples": [...]}`, in which a sample has the form of
@@ -136,7 +136,7 @@ def _plain(metadata: dict[str, Any]) -> Any:
 
 
 def _complete(samples: list[dict[str, Any]], uniform: Uniform, torch: Any) -> None:
-    """Give removed samples the same fields as the others: slime only looks at the first."""
+    """Give removed samples the same fields as the others: slime only inspects the first."""
     shape = next((_shape(s) for s in samples if s["rollout_routed_experts"]), ())
     for sample in samples:
         num = sample["response_length"]
