@@ -92,8 +92,8 @@ class TrainConfig(LossConfig):
     """How steps are forwarded: each separately; with steps that continue each other merged; or as a
     tree, each distinct token once, with the same results as `step`."""
     merge_rule: Literal["lineage", "consecutive", "keep"] | None = None
-    """merge: which steps to merge: see docs/merging.md. `consecutive` is SkyRL's rule; `keep` trains
-    on the rows of the dataset as they are. None: `keep` if the dataset was merged, else
+    """merge: which steps to merge: see docs/merging.md. `consecutive` is SkyRL's rule; `keep`
+    trains on the rows of the dataset as they are. None: `keep` if the dataset was merged, else
     `lineage`."""
     tree_scope: Literal["trajectory", "group"] = "group"
     """tree: whether steps share tokens within a trajectory or within a group."""
