@@ -133,7 +133,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         | {"original_max_position_embeddings": 32, "short_mscale": 1.1, "long_mscale": 1.3}
     },
     "qwen2, no windows": {"use_sliding_window": False},
-    "qwen3_next, full attention alone": {"layer_types": ["full_attention"] * 4},
+    "qwen3_next, full attention only": {"layer_types": ["full_attention"] * 4},
 }
 """What a configuration of the same architecture can turn on or off."""
 
@@ -215,7 +215,7 @@ class Verdict:
     def text(self) -> str:
         """For the table of the docs: no figures, which depend on the machine."""
         layouts = ", ".join(self.layouts) or "refused"
-        reason = re.sub(r"differ by \S+", "differ", self.reason.partition(" Please ")[0])
+        reason = re.sub(r"differ by \S+ nats", "differ", self.reason.partition(" Please ")[0])
         return f"{layouts} | {reason}".rstrip()
 
 
