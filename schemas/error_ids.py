@@ -41,7 +41,7 @@ _INPUT = {
     ),
     "advantage_estimator_raised": (
         "The custom advantage estimator raised an exception.",
-        "Fix the function at the line that the message names.",
+        "Correct the function at the line that the message names.",
     ),
     "agent_calls": (
         "The agent made no model call, or made a call after it had returned.",
@@ -49,7 +49,7 @@ _INPUT = {
     ),
     "agent_raised": (
         "The agent raised an exception.",
-        "Fix the exception in the agent's code.",
+        "Correct the agent's code, or handle the exception there.",
     ),
     "agent_reward": (
         "The agent did not return a finite number as its reward.",
@@ -86,7 +86,7 @@ _INPUT = {
     ),
     "atif_step_id": (
         "The steps of an ATIF file are not numbered 1..n.",
-        "Copy the file again from its source, because steps are missing or out of order.",
+        "Copy the file from its source again, because steps are missing or out of order.",
     ),
     "atif_version": (
         "The ATIF file has an unknown `schema_version`.",
@@ -94,7 +94,7 @@ _INPUT = {
     ),
     "body_timeout": (
         "The client stopped sending the body of its request.",
-        "Send the body without pauses of a minute.",
+        "Send the body without pausing for a minute or longer.",
     ),
     "calls_lost": (
         (
@@ -123,7 +123,7 @@ _INPUT = {
             "The log holds two copies of the token ids or log-probabilities of a call, and they "
             "differ."
         ),
-        "Convert the log as its program wrote it.",
+        "Convert the original log, unmodified.",
     ),
     "dangling_reference": (
         "The log refers to a trajectory, message, attachment or node that it does not contain.",
@@ -162,11 +162,11 @@ _INPUT = {
     ),
     "env_raised": (
         "The environment raised an exception.",
-        "Fix the exception in the environment's code.",
+        "Correct the environment's code, or handle the exception there.",
     ),
     "env_timeout": (
         "A call of the environment did not return before `env_timeout_s`.",
-        "Raise `env_timeout_s`, or fix the call that hangs.",
+        "Raise `env_timeout_s`, or correct the call that hangs.",
     ),
     "existing_run": (
         "The output directory already contains a training run.",
@@ -214,7 +214,7 @@ _INPUT = {
     "fixed_base": (
         (
             "The chat template changes earlier messages when messages are appended, so new "
-            "messages cannot be tokenized on their own."
+            "messages cannot be tokenized separately."
         ),
         'Set `history = "step_wise"`, or use a chat template that only appends.',
     ),
@@ -228,7 +228,7 @@ _INPUT = {
     ),
     "format_loads": (
         "An installed format cannot be imported, or is not an `Adapter`.",
-        "Install the package of the format again, or remove it.",
+        "Reinstall the package that provides the format, or remove it.",
     ),
     "free_name": (
         "The dataset has a column with the name of a column that the export format adds.",
@@ -249,7 +249,7 @@ _INPUT = {
             "A GeneratorInput lacks prompts, has fields of different lengths, repeats a trajectory"
             " id, or sets `n` to a value other than 1."
         ),
-        "Pass one entry per prompt, each with a trajectory id that no other entry has.",
+        "Pass one entry per prompt, each with a unique trajectory id.",
     ),
     "generator_output": (
         "The custom generator returned a value that is not a valid GeneratorOutput.",
@@ -257,15 +257,15 @@ _INPUT = {
     ),
     "generator_raised": (
         "The custom generator raised an exception.",
-        "Fix the exception in the generator's code.",
+        "Correct the generator's code, or return failed trajectories as placeholder rows.",
     ),
     "generator_timeout": (
         "The custom generator did not return before `agent_timeout_s`.",
-        "Raise `agent_timeout_s`, or fix the call that hangs.",
+        "Raise `agent_timeout_s`, or correct the call that hangs.",
     ),
     "group": (
         "A run of the log names no instance or group.",
-        "Convert the log as its program wrote it, with the ids that the message names.",
+        "Convert the original log, unmodified, with the ids that the message names.",
     ),
     "harbor_input": (
         (
@@ -276,15 +276,15 @@ _INPUT = {
     ),
     "harness_error": (
         "The harness reported that it failed.",
-        "Fix the cause that the message quotes from the harness.",
+        "Correct the problem that the harness reports in the message.",
     ),
     "harness_exit": (
         "The command of the harness ended with a non-zero exit status or by a signal.",
-        "Fix the command; the message contains the end of its output.",
+        "Correct the command; the message contains the end of its output.",
     ),
     "harness_raised": (
         "The harness function raised an exception.",
-        "Fix the exception in the harness.",
+        'Correct the harness function, or return `{"error": TEXT}` for a run that failed.',
     ),
     "harness_reward": (
         "The harness returned no valid reward, or its reward file cannot be read.",
@@ -304,7 +304,7 @@ _INPUT = {
     ),
     "head_timeout": (
         "The client did not send complete request headers within a minute.",
-        "Send the headers without pauses.",
+        "Send the headers without pausing.",
     ),
     "image_file": (
         "The directory of the image does not exist.",
@@ -315,7 +315,10 @@ _INPUT = {
             "A different record of the same run was rejected, and runs are converted completely or"
             " not at all."
         ),
-        ("Fix the record that the message names, or remove it if the run is complete without it."),
+        (
+            "Correct the record that the message names, or remove it if the run is complete "
+            "without it."
+        ),
     ),
     "input_file": (
         (
@@ -379,7 +382,7 @@ _INPUT = {
     ),
     "loss_reduction_raised": (
         "The custom loss reduction raised an exception.",
-        "Fix the function at the line that the message names.",
+        "Correct the function at the line that the message names.",
     ),
     "mask_kind": (
         "`loss_masks` of a GeneratorOutput holds a value other than 0 or 1.",
@@ -419,7 +422,7 @@ _INPUT = {
     ),
     "metric": (
         "The run has no numbers for this metric, or has made no update.",
-        "Pass `--metric` a name that the message lists.",
+        "Set `--metric` to a name that the message lists.",
     ),
     "metrics_file": (
         "`metrics.jsonl` is missing, empty or invalid.",
@@ -460,9 +463,9 @@ _INPUT = {
     ),
     "new messages": (
         (
-            "The latest messages of a chat are missing or not all from the user or system, so "
-            "`rollouts record --exact-prefix` sends the call unchanged (counted, never printed as "
-            "an error)."
+            "A chat does not end with new messages from only the user or system, so `rollouts "
+            "record --exact-prefix` forwards the call unchanged (counted, never printed as an "
+            "error)."
         ),
         (
             "Append only user or system messages to a conversation that should continue token by "
@@ -510,7 +513,7 @@ _INPUT = {
     ),
     "nothing_left": (
         "The filters dropped every trajectory or row, or the mixture has no groups.",
-        "Loosen the filter that dropped most, and look at the data with `rollouts stats DS`.",
+        "Loosen the filter that dropped the most, and look at the data with `rollouts stats DS`.",
     ),
     "one_host": (
         "The request has no `Host` header, or several.",
@@ -528,14 +531,11 @@ _INPUT = {
         "Raise the limit, for example with `ulimit -n 4096`.",
     ),
     "other_tokenizer": (
-        (
-            "The tokenizer decodes the logged token ids to a different text than the one that was "
-            "logged."
-        ),
-        "Pass `--tokenizer` the tokenizer of the model that sampled the tokens.",
+        "The tokenizer decodes the logged token ids to text that differs from the logged text.",
+        "Set `--tokenizer` to the tokenizer of the model that sampled the tokens.",
     ),
     "output_file": (
-        "The output cannot be written there.",
+        "The output cannot be written to this path.",
         "Choose a path with free space, to which this user may write; record to a local disk.",
     ),
     "parquet_file": (
@@ -559,7 +559,7 @@ _INPUT = {
     ),
     "policy_loss_type_raised": (
         "The custom policy loss raised an exception.",
-        "Fix the function at the line that the message names.",
+        "Correct the function at the line that the message names.",
     ),
     "readable_file": (
         "A Parquet shard of the dataset is damaged, cut off, or not Parquet.",
@@ -585,7 +585,7 @@ _INPUT = {
         "Send a smaller request, or raise `rollouts record --max-request-mb`.",
     ),
     "resume_dataset": (
-        "The dataset has different trajectories, returns or tokens than when the run began.",
+        "The trajectories, returns or tokens of the dataset have changed since the run began.",
         "Restore the dataset, or start a new run.",
     ),
     "resume_metrics": (
@@ -597,8 +597,8 @@ _INPUT = {
     ),
     "resume_rollouts": (
         (
-            "The rollouts of an iteration have more groups than the run samples, or groups that a "
-            "different iteration has too."
+            "The rollouts of an iteration have more groups than the run samples, or groups that "
+            "also belong to a different iteration."
         ),
         "Remove the directory that the message names, so that its groups are sampled again.",
     ),
@@ -657,13 +657,10 @@ _INPUT = {
     ),
     "sampled_item": (
         (
-            "A Responses log has token ids on an item that the model was given, instead of on an "
+            "A Responses log has token ids on an item of the model's input, instead of on an "
             "item that it sampled."
         ),
-        (
-            "Log the token ids that the model server returns, on the items that it returns them "
-            "with."
-        ),
+        "Log the token ids on the items with which the model server returned them.",
     ),
     "schema_version": (
         (
@@ -720,8 +717,8 @@ _INPUT = {
     "text_kept": (
         "The chat template leaves out a part of a message, so the tokens would not contain it.",
         (
-            "Pass `--chat-template` a template that renders all of the message, or put the text "
-            "into its content."
+            "Set `--chat-template` to a template that renders the entire message, or put the "
+            "text into the message's content."
         ),
     ),
     "token_fields": (
@@ -736,18 +733,18 @@ _INPUT = {
         "Run `rollouts drift --retokenize` only on datasets with exact token ids.",
     ),
     "tokenizer_fingerprint": (
-        "The model's tokenizer differs from the tokenizer that made the dataset's token ids.",
+        "The model's tokenizer differs from the tokenizer that produced the dataset's token ids.",
         (
-            "Train the model whose tokenizer made the ids, or pass `--set "
+            "Train the model whose tokenizer produced the ids, or pass `--set "
             "allow_other_tokenizer=true` if the model's tokenizer only adds tokens."
         ),
     ),
     "tokens_disagree": (
         "Two files describe the same run with different calls or tokens.",
-        "Convert each run separately, or pass only the file that is right.",
+        "Convert each run separately, or pass only the correct file.",
     ),
     "too_many_sessions": (
-        "The recorder holds 100,000 sessions that are not written yet.",
+        "The recorder holds 100,000 sessions that have not been written yet.",
         "End the sessions that are done (`POST .../end`).",
     ),
     "tool_arguments": (
@@ -774,7 +771,7 @@ _INPUT = {
     ),
     "trajectory_id": (
         (
-            "A trajectory id of a GeneratorOutput has no `instance_id` text, or no whole "
+            "A trajectory id of a GeneratorOutput has no string `instance_id`, or no integer "
             "`repetition_id` below 2147483648."
         ),
         "Store both values in every entry of `trajectory_ids`.",
@@ -788,7 +785,7 @@ _INPUT = {
         "Keep one outcome per trajectory.",
     ),
     "unknown_outcome": (
-        "A trajectory without an error has no finite return, so it cannot be trained.",
+        "A trajectory without an error has no finite return, so it cannot be trained on.",
         ("Convert with `--rewards FILE`, or leave these trajectories out with `rollouts filter`."),
     ),
     "unknown_reward": (
@@ -807,7 +804,7 @@ _INPUT = {
             "Reading the record raised an unexpected exception, which is a bug in the format's "
             "reader."
         ),
-        "Report it with the record.",
+        "Report the bug, and attach the record.",
     ),
     "usage_counts": (
         "The token counts in the log (`usage`) differ from the number of its token ids.",
@@ -905,7 +902,7 @@ _CONFIG = {
     ),
     "group_by": (
         "`--group-by` names a label that a run of the log does not have.",
-        "Pass one of the labels that the message lists, or leave `--group-by` out.",
+        "Set `--group-by` to labels that the message lists, or leave it out.",
     ),
     "harness": (
         (
@@ -920,7 +917,7 @@ _CONFIG = {
     ),
     "known_column": (
         "The dataset has no column of this name.",
-        "Use a column that the message lists, and write a text in single quotes.",
+        "Use a column that the message lists, and put strings in single quotes.",
     ),
     "known_trajectory": (
         "The dataset has no trajectory with this id.",
@@ -941,7 +938,7 @@ _CONFIG = {
         "Leave `lora_target_modules` out, or name linear layers of the decoder.",
     ),
     "ray_address": (
-        "No Ray cluster answers at this address.",
+        "No Ray cluster responds at this address.",
         "Check the cluster with `ray status`, or unset `RAY_ADDRESS` to start one locally.",
     ),
     "resume": (
@@ -959,7 +956,7 @@ _CONFIG = {
         "Set it to a value that the message allows.",
     ),
     "shares": (
-        "The shares of the mixture do not name each dataset with a number above 0.",
+        "The shares of the mixture do not assign a number above 0 to each dataset.",
         ("Pass one positive share per dataset, and leave out datasets that should not contribute."),
     ),
     "unique_filter": (
@@ -1018,7 +1015,7 @@ _ENGINE = {
     ),
     "engine_redirect": (
         "The engine redirected the request to a different URL.",
-        "Pass `--upstream` the URL that the message names.",
+        "Set `--upstream` to the URL that the message names.",
     ),
     "engine_refused": (
         (
@@ -1068,8 +1065,8 @@ _INPUT_OR_CONFIG = {
             "rendered the messages."
         ),
         (
-            "Pass `--chat-template` a name that `rollouts templates` lists, or a Jinja file that "
-            "renders these messages."
+            "Set `--chat-template` to a name that `rollouts templates` lists, or to a Jinja file "
+            "that renders these messages."
         ),
     ),
     "known_format": (
@@ -1078,7 +1075,7 @@ _INPUT_OR_CONFIG = {
             "inputs have different formats."
         ),
         (
-            "Pass `--format` one of the names that `rollouts formats` lists, and convert each "
+            "Set `--format` to one of the names that `rollouts formats` lists, and convert each "
             "format separately."
         ),
     ),
@@ -1118,7 +1115,7 @@ _INPUT_OR_CONFIG = {
             "`--reward` names a reward that the log does not have, the log has several rewards and"
             " none was chosen, or the log's format has fixed rewards."
         ),
-        "Pass `--reward` one of the names that the message lists, or leave it out.",
+        "Set `--reward` to one of the names that the message lists, or leave it out.",
     ),
     "row_too_long": (
         "A row has more tokens than the model's context, or the configured lengths exceed it.",

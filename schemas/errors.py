@@ -104,7 +104,7 @@ class ConfigError(RolloutError):
 
 
 class EngineError(RolloutError):
-    """An inference engine is down, refuses a request, or returns an unusable response."""
+    """An inference engine is down, rejects a request, or returns an unusable response."""
 
 
 class MissingExtra(RolloutError):
