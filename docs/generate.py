@@ -1,4 +1,4 @@
-"""Write the generated pages of docs/: `make docs`. A test compares them."""
+"""Generate pages of docs/ (`make docs`); a test checks that they are up to date."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DOCS = Path(__file__).parent
 
 
 def table_page() -> str:
-    """The rollout table: columns, physical columns, named invariants."""
+    """Build table.md: columns, physical columns and named invariants."""
     physical = "\n".join(f"| {f.name} | {f.type} |" for f in PREFIX_FIELDS)
     rules = "\n".join(
         f"| {r.name} | {r.severity} | {r.meaning} | {r.hint} |" for r in RULES.values()
@@ -58,19 +58,19 @@ cannot be skipped.
 {rules}
 
 `response_in_prompt` compares tokens. The last {HEADER_TOKENS} tokens of a prompt identify the header of the answer. The prompt's
-last assistant message starts after the last earlier occurrence of these tokens. A row breaks the rule if its first sampled
-range trains, has at least {MIN_ANSWER_TOKENS} tokens, and begins that message. It is exempt if an earlier row of its trajectory
+last assistant message starts after the last earlier occurrence of these tokens. A row breaks the rule if its first sampled range
+is trained, has at least {MIN_ANSWER_TOKENS} tokens, and begins that message. It is exempt if an earlier row of its trajectory
 sampled the same tokens, because then the model repeated itself. Shorter answers are not compared.
 """
 
 
 def errors_page() -> str:
-    """Every error id by kind, with its cause and its fix."""
+    """Build errors.md: the cause and the fix of every error id, by kind."""
     lines = [
         "# Errors",
         "",
         "Every error message ends with an id in brackets: `Error: calls.jsonl:3: ... [json_line]`. This",
-        "page has the cause and the fix of each id, by kind. In Python, a kind is a class in",
+        "page lists the cause and the fix of each id, by kind. In Python, a kind is a class in",
         "`schemas.errors` that derives from `RolloutError`, and the id is `error.rule`.",
     ]
     for kinds in dict.fromkeys(entry.kinds for entry in ERROR_IDS.values()):
@@ -83,7 +83,7 @@ def errors_page() -> str:
 
 
 def training_page() -> str:
-    """Every key of `TrainConfig` and `LossConfig`, and of `metrics.jsonl`."""
+    """Build training.md, with every key of `TrainConfig`, `LossConfig` and `metrics.jsonl`."""
     rows, loss_rows = (
         "\n".join(f"| `{n}` | {k} | {d} | {doc} |" for n, k, d, doc in config_fields(*source))
         for source in (
@@ -109,23 +109,25 @@ changes the gradient. [algorithms.md](algorithms.md) has all algorithms with the
 
 **Output.** RUN contains `config.json` (the resolved configuration), `metrics.jsonl` (one line per update) and
 `checkpoints/global_step_N/` (model directories that Transformers can load). Progress goes to stderr: a bar on a terminal,
-else one line per update. Suspicious values cause a warning, once per run.
+else one line per update. Suspicious values cause a warning, once per run. Called from Python, `trainer.train` writes
+these lines to the logger `trainer`: `logging.basicConfig(level="INFO")` shows them.
 
 **Checks.** All checks run before the first update and before anything is written. A run is rejected if, for example,
 
 - the model's tokenizer differs from the dataset's fingerprint. (A different chat template is a warning. A model without
-  tokenizer files cannot be compared; a dataset without a fingerprint is compared by model names. A message says which.)
+  tokenizer files cannot be compared; a dataset without a fingerprint is compared by model names. A message reports
+  which.)
 - token ids exceed the vocabulary, or rows exceed the model's context (`max_row_tokens` truncates them instead);
 - rows are not in step order;
 - importance weights cannot use the `rollout_logprobs`;
-- nothing can be learned: no token trains, or every advantage is 0 because no group has varying returns, and neither a KL
-  nor an entropy term has a gradient. reinforce++ and gae warn during training instead, because their advantages are only
-  known per batch.
+- nothing can be learned: no token is trained, or every advantage is 0 because no group has varying returns, and neither
+  a KL nor an entropy term has a gradient. reinforce++ and gae warn during training instead, because their advantages are
+  only known per batch.
 
 **Partial groups** have fewer or more trajectories than `group_size` (default: the size of the largest group, with failed
-trajectories). Trajectories lost by the infrastructure are missing from baselines and bias them, because losses are not
-random: long trajectories time out more often. Estimators that compare groups (grpo, rloo, maxrl) therefore reject partial
-groups by default; `partial_groups` masks them, or trains with the trajectories that exist.
+trajectories). Trajectories lost by the infrastructure are missing from baselines and bias them, because trajectories are
+not lost at random: long ones time out more often. Estimators that compare groups (grpo, rloo, maxrl) therefore reject
+partial groups by default; `partial_groups` masks such groups, or trains on the trajectories that exist.
 
 **Mismatch of sampler and trainer.** Every line of `metrics.jsonl` compares the policy's log-probabilities with
 `rollout_logprobs`: mean, spread and percentiles of the differences, their sign (`rollout_logprobs_diff_mean`; near 0 for
@@ -140,7 +142,7 @@ nothing. For one epoch and each layout, it prints the number of sequences, token
 micro-batches per update, and the tokens repeated by cutting trees. Masked trajectories, and the last trained token of a
 row and all tokens after it, are not forwarded.
 
-It also estimates the peak memory of one process, in bytes, for P weights of which T train:
+It also estimates the peak memory of one process, in bytes, for P weights of which T are trained:
 
 | part | bytes |
 |---|---|
@@ -171,8 +173,8 @@ change results: groups are distributed for reading and micro-batches for forward
 advantages, denominators, metrics and the gradient equal those of one process up to rounding (tested to a relative 1e-4).
 Only `num_micro_batches` may increase: micro-batches are split if a process would have none, and balanced so that each round
 has similar cost. All processes make the same number of forwards; a process without a micro-batch forwards a single token
-without a target, whose gradient is 0. Checkpoints do not depend on the number of processes, so you can resume with another
-number.
+without a target, which contributes no gradient. Checkpoints do not depend on the number of processes, so you can resume
+with another number.
 
 Only the main process writes files and messages. An error in one process ends all of them with one message. Processes wait up
 to two hours for each other, enough to write a large checkpoint.
@@ -182,7 +184,7 @@ Enable FSDP2 (sharding of parameters, gradients and optimizer state, as in ZeRO-
     accelerate launch --use_fsdp --fsdp_version 2 --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP \\
         --fsdp_reshard_after_forward true --num_processes 8 --no_python rollouts train ...
 
-The reference model and the critic are sharded like the policy. Every process first loads and checks the whole model in host
+The reference model and the critic are sharded like the policy. Every process first loads and checks the complete model in host
 memory. Gradients are reduced after every micro-batch, because no process holds all of them. With `dtype=bfloat16`, weights are
 gathered in bfloat16 and activations between layers are bfloat16 (without FSDP, autocast keeps them in float32); gradients are
 reduced in float32. FSDP2 is tested on a CPU, with `fully_shard` directly and through Accelerate over gloo, but not yet on GPUs.
@@ -217,8 +219,8 @@ with one message and leaves earlier checkpoints intact.
 
 ## Optimizer and learning rate
 
-AdamW trains policy and critic, with torch's fused implementation on a GPU. `optimizer = "adamw_8bit"` stores its moments in 8
-bits, a quarter of the memory (`pip install "rollout-io[bnb]"`).
+The policy and the critic are trained with AdamW, in torch's fused implementation on a GPU. `optimizer = "adamw_8bit"` stores
+its moments in 8 bits, a quarter of the memory (`pip install "rollout-io[bnb]"`).
 
 After `s` updates of `N` planned ones (`max_updates`, or all mini-batches), with `W = warmup_updates`, the next update's learning
 rate is `learning_rate` times
@@ -252,8 +254,8 @@ for this).
   groups and selection biases (DeepSeek) only affect the selection, and do not apply to recorded experts.
 - **Unrecorded tokens** are routed normally: tokens after the recorded leading part, and rows where the column is null. Layers are
   numbered as in the model, including dense ones; routes recorded for a dense layer are ignored.
-- **Passes.** The passes for old, new and reference log-probabilities all replay, and `gradient_checkpointing` recomputes with the
-  same experts. The critic is routed normally, because it does not have to match a sampler.
+- **Passes.** The passes for old, new and reference log-probabilities all replay the experts, and `gradient_checkpointing`
+  recomputes with the same experts. The critic is routed normally, because it does not have to match a sampler.
 - **Layouts.** A token's hidden state depends on the experts of all tokens before it. In `tree`, rows share a token only if they
   agree on it and all tokens before it, including experts. In `merge`, a step joins the one before it only if their routes agree,
   and merged rows are split where they do not, whatever `merge_rule` is. So every layout gives the same results as `step`. If
@@ -276,9 +278,10 @@ so attention memory grows linearly. On CUDA in bfloat16, one kernel processes al
 windows); otherwise there is one call per row. Sliding windows are those of the model's own masks. Models that bypass Transformers'
 attention interface get a dense mask; models that cap attention scores (Gemma 2) are rejected.
 
-**Check at load.** When a model is loaded, short rows, longer than its (temporarily reduced) windows, are forwarded alone, packed,
-next to a row at the last position and, for `tree`, as a tree. A model whose log-probabilities differ from its own eager forward by
-0.001 nats is rejected (`model_layers`). [models.md](models.md) lists the tested architectures.
+**Check at load.** When a model is loaded, its windows are temporarily reduced, and short rows that exceed them are forwarded
+individually, packed, packed with a row at the model's last position, and (for `tree`) as a tree. A model whose log-probabilities
+differ from its own eager forward by 0.001 nats is rejected (`model_layers`). [models.md](models.md) lists the tested
+architectures.
 
 **Rotary frequencies** do not depend on packing. For LongRoPE and dynamic NTK, Transformers chooses them by the longest row of a
 forward; this trainer chooses once, like vLLM. LongRoPE (Phi-3) uses the long factors if `max_position_embeddings` in config.json is
@@ -292,9 +295,9 @@ policy and the critic. Dropout is always off.
 
 **Measurements.** `python -m benchmarks.training` compares one step on the shop data with a padded Transformers loop. With
 `--groups shop-0 shop-1 --tokens 2816` on two cores: 25.8 s against 96.5 s (3.7x), 605 MiB against 2,304 MiB of peak memory above
-weights and gradients (3.8x), and gradients that differ by 2.0e-4 in float32. `--long` uses one micro-batch of 100,000 tokens. With
-`--layers 2` and the full output head, 97,272 tokens, of which 63,192 train, took 6.4 GB above weights and gradients; their logits
-alone would take 12.4 GB.
+weights and gradients (3.8x), and gradients that differ by 2.0e-4 in float32. `--long` uses one micro-batch of 100,000 tokens.
+With `--layers 2` and the full output head, 97,272 tokens, of which 63,192 are trained, took 6.4 GB above weights and gradients;
+their logits alone would take 12.4 GB.
 
 ## Configuration
 
@@ -327,11 +330,11 @@ BOUNDED = {
     "NonNegative": "float",
     "Fraction": "float",
 }
-"""Numbers with bounds, which the meaning of a key states."""
+"""Types shown without their bounds, which the meaning of a key states."""
 
 
 def config_fields(file: str, name: str) -> list[tuple[str, str, str, str]]:
-    """(name, type, default, docstring) of each field of a class in a file of the repository."""
+    """List (name, type, default, docstring) of each field of a class in a file."""
     tree = ast.parse((DOCS.parent / file).read_text())
     aliases = {ast.unparse(n.targets[0]): n.value for n in tree.body if isinstance(n, ast.Assign)}
     body = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == name).body
@@ -350,7 +353,7 @@ def config_fields(file: str, name: str) -> list[tuple[str, str, str, str]]:
 
 
 def formats_page() -> str:
-    """The page on formats, its table of them as pyproject.toml and `REFUSED` register them."""
+    """Build formats.md, with a table of the formats in pyproject.toml and `REFUSED`."""
     project = tomllib.loads((DOCS.parent / "pyproject.toml").read_text())["project"]
     entries = project["entry-points"]["rollout_io.formats"]
     known = {name: pkgutil.resolve_name(value) for name, value in entries.items()} | REFUSED
@@ -359,7 +362,7 @@ def formats_page() -> str:
 
 
 def generation_page() -> str:
-    """The page on generation, with every key of `GenerateConfig`."""
+    """Build generation.md, with every key of `GenerateConfig`."""
     fields = config_fields("pipelines/generation/config.py", "GenerateConfig")
     rows = [f"| `{n}` | {k} | {d} | {doc} |" for n, k, d, doc in fields]
     return _with_table(
@@ -368,7 +371,7 @@ def generation_page() -> str:
 
 
 def rl_page() -> str:
-    """The page on `rollouts rl`, with the keys of `RlConfig` and the metrics it adds."""
+    """Build rl.md, with the keys of `RlConfig` and the metrics that the loop adds."""
     fields = config_fields("trainer/rl/config.py", "RlConfig")
     rows = [f"| `{n}` | {k} | {d} | {doc} |" for n, k, d, doc in fields]
     own = [
@@ -385,7 +388,7 @@ def rl_page() -> str:
 
 
 def _with_table(name: str, lines: list[str]) -> str:
-    """A page, with these lines between its marks."""
+    """Return a page with these lines between its marks."""
     page = (DOCS / name).read_text()
     before, begin, rest = page.partition("<!-- begin generated: make docs -->\n")
     _, end, after = rest.partition("<!-- end generated -->\n")
@@ -395,7 +398,7 @@ def _with_table(name: str, lines: list[str]) -> str:
 
 
 def tree_page() -> str:
-    """The page on trees, with a picture of a forest from examples/."""
+    """Build tree.md, with a picture of a forest from examples/."""
     page = (DOCS / "tree.md").read_text()
     before, begin, rest = page.partition("<!-- begin generated: make docs -->\n")
     _, end, after = rest.partition("<!-- end generated -->\n")

@@ -22,7 +22,7 @@ CELL = re.compile(r"```python\n(.*?)```\n(?:\n```text\n.*?```\n)?", re.DOTALL)
 
 
 def rendered(page: str) -> str:
-    """The page, with the output of each block."""
+    """Return the page with the output of each block."""
     names: dict[str, Any] = {}
 
     def with_output(cell: re.Match[str]) -> str:

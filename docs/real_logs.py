@@ -1,6 +1,6 @@
-"""Convert public logs: the second generated table of docs/formats.md.
+"""Convert public logs for the second generated table of docs/formats.md.
 
-`python docs/real_logs.py LOGS` writes the table; tests/rollout_io/formats/test_real_logs.py compares it. Text is
+`python docs/real_logs.py LOGS` writes the table; tests/rollout_io/formats/test_real_logs.py checks it. Text is
 re-tokenised with Qwen3's tokenizer and official chat template, from installed packages.
 """
 
@@ -28,7 +28,7 @@ _REASON_CHARS = 150
 
 
 def real_logs_table(logs: Path, tokenizer: Path) -> str:
-    """One row per file below a directory of logs."""
+    """Build a table with one row per file below a directory of logs."""
     files = sorted(p for p in logs.rglob("*") if p.is_file() and p.name not in _SKIPPED)
     return "\n".join(
         [HEAD, "|---|---|---|---|---|---|---|", *(_row(f, logs, tokenizer) for f in files)]
@@ -73,7 +73,7 @@ def _num_rejected(out: Path) -> int:
 
 
 def _reasons(out: Path, logs: Path) -> str:
-    """The rules that records break, each with its count and its first error."""
+    """List the rules that records break, each with its count and its first error."""
     rejected = _rejected(out)
     firsts: dict[str, str] = {}
     for rule, got in sorted(rejected.iter_rows(), key=lambda row: row[0] == INCOMPLETE):
@@ -88,7 +88,7 @@ def _shown(rule: str, got: str, logs: Path) -> str:
 
 
 def page_with(table: str) -> str:
-    """The formats page with this table."""
+    """Return the formats page with this table."""
     before, begin, rest = PAGE.read_text().partition(BEGIN)
     _, end, after = rest.partition(END)
     assert end, f"{PAGE} has lost its marks"

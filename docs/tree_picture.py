@@ -26,7 +26,7 @@ GROUP, TOKENS_PER_CHARACTER, PIECES = "shop-7", 10, 14
 
 
 def picture() -> str:
-    """The pieces of a group's forest, indented by depth, and the attention mask."""
+    """Draw the pieces of a group's forest, indented by depth, and the attention mask."""
     forest, num_steps = _forest()
     found = pieces(_tree(forest))
     lines, depth = [], list[int]()
@@ -39,15 +39,14 @@ def picture() -> str:
         if number < PIECES:
             lines.append(f"{bar:32}depth {piece.depth:3}  predicts {inside:3}")
         begin += piece.size
-    lines.append(f"... and {len(found) - PIECES} more pieces")
+    lines.append(f"... and {len(found) - PIECES} more")
     return (
         f"The group {GROUP} of examples/shop.calls.jsonl: {num_steps} steps, {forest.num_tokens} tokens"
-        f" to forward.\nPieces without a branch, positions of their tokens:\n\n```\n"
+        f" to forward.\nEach line is an unbranched piece, with the positions of its tokens:\n\n```\n"
         + "\n".join(lines)
-        + f"\n```\n\nWho attends to whom, queries downwards, a character for {TOKENS_PER_CHARACTER} x"
-        f" {TOKENS_PER_CHARACTER} tokens (`#` all,\n`+` some, `.` none):\n\n```\n"
-        + "\n".join(_mask(forest))
-        + "\n```\n"
+        + f"\n```\n\nThe attention mask, with one row per block of {TOKENS_PER_CHARACTER} queries and one"
+        f" character per {TOKENS_PER_CHARACTER} x {TOKENS_PER_CHARACTER} tokens\n(`#` all attend, `+` some,"
+        " `.` none):\n\n```\n" + "\n".join(_mask(forest)) + "\n```\n"
     )
 
 

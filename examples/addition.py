@@ -34,7 +34,7 @@ class Addition:
 
 
 def is_right(answer: str, number: int) -> float:
-    """1 if the last number of the answer is the expected one, else 0."""
+    """Return 1 if the last number of the answer is the expected one, else 0."""
     return float(re.findall(r"\d+", answer)[-1:] == [str(number)])
 
 

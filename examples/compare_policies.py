@@ -1,7 +1,7 @@
 """Compare two policies on the responses of a dataset, with plain Transformers.
 
-For each group that the run trained on, print how the mean log-probability per trained token changed,
-for rewarded and for unrewarded trajectories.
+For each group that the run trained on, print the change in mean log-probability per
+trained token, for rewarded and for unrewarded trajectories.
 
     python examples/compare_policies.py DATASET MODEL RUN
 """
@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def trained_groups(frame: pl.LazyFrame, run: str) -> list[str]:
-    """The groups that were trained: those with reward variance, in the order of the dataset."""
+    """Return the groups that were trained on: those with reward variance, in the order of the dataset."""
     lines = (Path(run) / "metrics.jsonl").read_text().splitlines()
     num_groups = sum(json.loads(line)["num_groups"] for line in lines)
     returns = pipelines.trajectory_returns(frame).group_by("instance_id", maintain_order=True)
@@ -45,7 +45,7 @@ def trained_groups(frame: pl.LazyFrame, run: str) -> list[str]:
 
 
 def compare(frame: pl.LazyFrame, before: str, after: str, groups: list[str]) -> pl.DataFrame:
-    """Change of the mean log-probability of rewarded and unrewarded trajectories, per group."""
+    """Compute the change in mean log-probability of rewarded and unrewarded trajectories, per group."""
     rows = frame.filter(pl.col("instance_id").is_in(groups)).collect()
     returns = pipelines.trajectory_returns(rows.lazy()).collect()
     change = mean_logprobs(rows, after) - mean_logprobs(rows, before)
@@ -69,13 +69,13 @@ def compare(frame: pl.LazyFrame, before: str, after: str, groups: list[str]) -> 
 
 @torch.no_grad()
 def mean_logprobs(rows: pl.DataFrame, model_dir: str) -> pl.Series:
-    """[N] mean log-probability of the trained tokens of each row."""
+    """Return the [N] mean log-probability of the trained tokens of each row."""
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
     means = []
     columns = rows.select("prompt_token_ids", "response_ids", "loss_mask")
     for prompt, response, mask in columns.iter_rows():
         ids = torch.tensor([prompt + response])
-        # Logits of the response alone: the vocabulary costs more than the layers of a small model.
+        # Compute logits for the response only: the vocabulary costs more than the layers of a small model.
         kept = model(ids, logits_to_keep=len(response) + 1).logits
         logits = kept[0, :-1].log_softmax(-1)
         logprobs = logits.gather(-1, ids[0, len(prompt) :, None])[:, 0]

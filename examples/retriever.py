@@ -40,7 +40,7 @@ class BM25:
         }
 
     def search(self, query: str, topk: int) -> list[tuple[str, float]]:
-        """Up to `topk` documents that share a word with the query, with scores, best first."""
+        """Return up to `topk` documents that share a word with the query, with scores, best first."""
         scores = [self._score(words(query), counts) for counts in self.counts]
         best = sorted(range(len(scores)), key=lambda i: -scores[i])[:topk]
         return [(self.documents[i], scores[i]) for i in best if scores[i] > 0]
@@ -56,7 +56,7 @@ def words(text: str) -> list[str]:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers one request per connection."""
+    """Handler of one request per connection."""
 
     timeout = 10
     """Seconds to wait for a client."""

@@ -77,7 +77,7 @@ def search_r1(out: Path, port: int, overrides: Sequence[str]) -> int:
 
 
 def write_data(out: Path) -> None:
-    """Write two documents about each person, and one question each with SkyRL's columns."""
+    """Write two documents and a question about each person, with SkyRL's columns."""
     chosen = random.Random(0)
     homes = {name: chosen.choice(CITIES) for name in NAMES}
     documents = []
@@ -104,7 +104,7 @@ def question(name: str) -> dict[str, str]:
 
 
 def demonstration(name: str, home: str, index: BM25) -> list[dict[str, str]]:
-    """An example conversation for the prompt, in the environment's format."""
+    """Build an example conversation for the prompt, in the environment's format."""
     hits = index.search(name, default_topk())
     result = "".join(f"Doc {number}: {text}\n" for number, (text, _) in enumerate(hits, 1))
     found = f"\n<information>{json.dumps({'result': result})}</information>\n"
@@ -157,7 +157,7 @@ def train_again(out: Path, layout: str) -> int:
 
 
 def compare(out: Path) -> int:
-    """Print each layout's updates side by side; 1 if their gradients or weights differ, else 0."""
+    """Print each layout's updates side by side; return 1 if they differ, else 0."""
     step, merge = (read_metrics(out / layout) for layout in LAYOUTS)
     for number, (a, b) in enumerate(zip(step, merge, strict=True), 1):
         print(
