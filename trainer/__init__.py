@@ -66,7 +66,7 @@ def dry_run(config: TrainConfig, *, resume: bool = False) -> DryRun:
     """Check a run like `train`, and report what it would do: see `trainer.reports.dry_run.dry_run`.
 
     Raises:
-        RolloutError: As `train`.
+        RolloutError: As for `train`.
     """
     with requires_extra("train", "rollouts train"):
         from trainer.reports.dry_run import dry_run as plan_run

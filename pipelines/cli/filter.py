@@ -243,7 +243,10 @@ def _combined(
 
 
 def _with_sampling(source: _Source) -> pl.LazyFrame:
-    """Add the sampling settings of the dataset's history: a mixture keeps only one history."""
+    """Add the sampling settings from the dataset's history as a column.
+
+    A mixture keeps the history of only one dataset, so those of the others would be lost.
+    """
     import polars as pl
 
     from rollout_io.dataset.reader import read_metadata

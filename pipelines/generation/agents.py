@@ -68,7 +68,7 @@ class Client:
             changes: Fields of `Sampling` that override the configuration.
 
         Raises:
-            RolloutError: As `Engine.chat`.
+            RolloutError: As for `Engine.chat`.
         """
         sampling = self._sampling(changes)
         session = self._task.trajectory_id
@@ -90,7 +90,7 @@ class Client:
         """Continue exact tokens; the other arguments are those of `chat`.
 
         Raises:
-            RolloutError: As `Engine.sample`.
+            RolloutError: As for `Engine.sample`.
         """
         sampling = self._sampling(changes)
         session = self._task.trajectory_id

@@ -61,7 +61,7 @@ def aggregate_of(name: str) -> Aggregate | None:
     """Return the static `aggregate_metrics` of an environment; None if it has none.
 
     Raises:
-        RolloutError: As `environment_class`.
+        RolloutError: As for `environment_class`.
     """
     if ":" in name:
         return getattr(resolve(name, "environment"), "aggregate_metrics", None)

@@ -151,7 +151,7 @@ class Generator:
         """Run all tasks and return their trajectories in the order of the tasks.
 
         Raises:
-            RolloutError: As `run`.
+            RolloutError: As for `run`.
         """
         order = {task.trajectory_id: index for index, task in enumerate(tasks)}
         async with aclosing(self.run(tasks)) as found:

@@ -1,4 +1,4 @@
-"""Make texts from user code storable in a dataset."""
+"""Sanitize text from user code so that it can be stored in a dataset."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def parse_result(text: str, where: str) -> Outcome:
     """Parse an outcome from text: a number, or a JSON object.
 
     Raises:
-        InputError: As `outcome_of`.
+        InputError: As for `outcome_of`.
     """
     try:
         found = json.loads(text)

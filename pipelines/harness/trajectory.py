@@ -35,7 +35,7 @@ class HarnessTrajectory:
         """Run the harness; the last step gets its reward, earlier steps get 0.
 
         Raises:
-            RolloutError: As `Harness.run`; harness_error if it reports a failure; no_calls; errors
+            RolloutError: As for `Harness.run`; harness_error if it reports a failure; no_calls; errors
                 that make its calls unusable; engine_down.
         """
         failure: RolloutError | None = None

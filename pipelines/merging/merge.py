@@ -184,9 +184,9 @@ def _stored_tokens(
 ) -> tuple[Ragged, Ragged]:
     """Build prompts and responses of the sequences from the prefix columns, each token once.
 
-    A token has the same position in every step that holds it, counted from the prompt's start. So
-    tokens of a step that neither the step nor its sequence stores are copied from the same
-    positions of its parent's sequence.
+    A token has the same position, counted from the prompt's start, in every step that holds it.
+    So if some of a step's tokens are stored neither in the step nor in its sequence, they are
+    copied from the same positions in the sequence of the step's parent.
     """
     length = tree.prompt[sequences.last] + tree.response[sequences.last]
     offsets = offsets_of(length)

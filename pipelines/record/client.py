@@ -86,7 +86,7 @@ class RecorderClient:
         """Set the version of the engines' weights for calls from now on.
 
         Raises:
-            InputError: As `session`.
+            InputError: As for `session`.
         """
         await self._post("/policy_version", {"policy_version": version})
 

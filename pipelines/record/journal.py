@@ -144,7 +144,7 @@ class Journal:
         """Test whether writing works again after a failure; readers skip the blank lines.
 
         Raises:
-            InputError: As `append`.
+            InputError: As for `append`.
         """
         if self.problem is not None:
             await self._write(self._path(self.folder, "calls"), b"\n" * 4096)

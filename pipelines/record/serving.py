@@ -167,7 +167,7 @@ async def serve(
         tell: Receives warnings for the user.
 
     Raises:
-        RolloutError: As `serving`.
+        RolloutError: As for `serving`.
     """
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     async with serving(settings, host=host, port=port, metadata=metadata, tell=tell) as served:

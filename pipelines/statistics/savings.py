@@ -117,7 +117,7 @@ def dataset_savings(
 
 
 def _count(path: PathLike) -> tuple[dict[str, Cost], dict[str, Group]]:
-    """Count everything within trajectories, and the sizes of the groups."""
+    """Compute the cost of every layout but `tree_per_group`, and the sizes of the groups."""
     costs: dict[str, Cost] = {}
     groups: dict[str, Group] = {}
     for table in map(_steps, _pieces(path, _JOINS)):

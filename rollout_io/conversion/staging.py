@@ -173,7 +173,7 @@ class Staging:
         return record if names and record.get("shards") == names else None
 
     def is_publishing(self, identity: dict[str, Any] | None = None) -> bool:
-        """True if a conversion (of this identity) was interrupted while moving its shards."""
+        """True if a conversion (with this identity, if given) was interrupted while moving shards."""
         begun = _read_json(self.folder.join(_PUBLISHING)) is not None
         return begun and identity in (None, _read_json(self.folder.join(_PLAN)))
 

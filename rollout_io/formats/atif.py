@@ -286,7 +286,7 @@ def _enter_embedded(run: LoggedRun, holder: _Scope, index: int) -> None:
 
 
 def _enter_file(run: LoggedRun, path: Path, continued: _Scope | None) -> None:
-    """Walk a file at most once: the continuation of a document, or a sub-agent."""
+    """Walk the file of a continuation or a sub-agent, unless it has already been walked."""
     if (path.resolve(), "$") in run.entered:
         return
     run.entered.add((path.resolve(), "$"))

@@ -31,7 +31,7 @@ def bind(kind: Kind, config: LossConfig) -> BoundFunction:
     """Bind the function that a configuration names to the values of its keys.
 
     Raises:
-        RolloutError: As `trainer.config.functions.find`.
+        RolloutError: As for `trainer.config.functions.find`.
 
     Example:
         >>> from trainer.config.functions import LOSS_REDUCTION
@@ -59,7 +59,7 @@ def check_functions(config: LossConfig) -> None:
     Raises:
         ConfigError: config_key, config_value if a key of `[loss]` is a parameter of no function, is
             also a key of the configuration, or has a value of the wrong type.
-        InputError: As `find`.
+        InputError: As for `find`.
     """
     own = [function for function in functions_of(config) if function.is_own]
     fields = config.__dataclass_fields__

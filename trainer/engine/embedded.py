@@ -78,7 +78,7 @@ class TransformersEngine:
             settings: Further arguments of the constructor.
 
         Raises:
-            InputError: As `load_policy` and `load_tokenizer`.
+            InputError: As for `load_policy` and `load_tokenizer`.
         """
         model = load_policy(path, logprob_chunk_tokens=1024).model
         tokenizer = load_tokenizer(path, chat_template, needs_template=False)

@@ -198,7 +198,7 @@ def _causal(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """Attend within a chain of n tokens with O(n) memory, or O(window^2) for longer chains.
+    """Attend within a chain of n tokens in O(n) memory, plus O(window^2) if n exceeds the window.
 
     A chain longer than its window is cut into blocks of queries, each with the keys in its window.
     """

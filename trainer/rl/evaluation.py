@@ -51,7 +51,7 @@ async def evaluate(
     """Sample the missing evaluation trajectories of a version, set by set, and return the metrics.
 
     Raises:
-        RolloutError: As `pipelines.generation.run.generate`.
+        RolloutError: As for `pipelines.generation.run.generate`.
     """
     planned = config.evaluations(version)
     for one in planned.values():
@@ -63,7 +63,7 @@ async def evaluate(
 async def _sample(
     engine: Engine, tokenizer: ChatTokenizer, sampling: GenerateConfig, calls: Calls | None
 ) -> None:
-    """Sample the trajectories that are missing from the dataset of a set."""
+    """Sample the trajectories that are missing from an evaluation set's dataset."""
     missing = missing_tasks(read_tasks(sampling.tasks, sampling.group_size), sampling)
     if missing:
         generator = Generator(engine, tokenizer, sampling, calls, "eval")

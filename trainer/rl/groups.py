@@ -90,7 +90,7 @@ class Groups:
         """Write a finished group that no iteration trains on.
 
         Raises:
-            RolloutError: As `add`.
+            RolloutError: As for `add`.
         """
         _write(self._out / DROPPED, [tables], metadata)
         self.names.add(name)
@@ -99,7 +99,7 @@ class Groups:
         """Store the finished trajectories of incomplete groups, for a later process.
 
         Raises:
-            RolloutError: As `add`.
+            RolloutError: As for `add`.
         """
         before = Location.of(self._out / UNFINISHED).shards()
         if any(groups):

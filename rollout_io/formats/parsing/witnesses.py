@@ -20,7 +20,7 @@ _HINT = "collect the call again: shifted log-probabilities silently corrupt trai
 
 
 def check_tokens(logprobs: Logprobs, ids: Ids, texts: Iterable[str], where: str) -> str | None:
-    """Compare the tokens of log-probabilities with the ids and the text of a response.
+    """Compare the tokens logged with the log-probabilities to a response's ids and text.
 
     Args:
         logprobs: Log-probabilities as logged.
@@ -97,5 +97,5 @@ def holds(whole: str, part: str) -> bool:
 
 
 def shortened(text: str) -> str:
-    """Shorten a text for errors."""
+    """Shorten text for an error message."""
     return repr(text if len(text) <= 60 else f"{text[:40]}...{text[-15:]}")
