@@ -275,12 +275,12 @@ has a different number of layers or of experts per token, or lacks a recorded ex
 
 **Packing.** Rows are packed into micro-batches without padding. Each row attends only to itself, without a mask of tokens x tokens,
 so attention memory grows linearly. On CUDA in bfloat16, one kernel processes all rows (PyTorch's `varlen_attn`, if it supports
-windows); otherwise there is one call per row. Sliding windows are those of the model's own masks. Models that bypass Transformers'
+windows); otherwise there is one call per row. Sliding windows are taken from the model's own attention masks. Models that bypass Transformers'
 attention interface get a dense mask; models that cap attention scores (Gemma 2) are rejected.
 
 **Check at load.** When a model is loaded, its windows are temporarily reduced, and short rows that exceed them are forwarded
 individually, packed, packed with a row at the model's last position, and (for `tree`) as a tree. A model whose log-probabilities
-differ from its own eager forward by 0.001 nats is rejected (`model_layers`). [models.md](models.md) lists the tested
+differ from those of its own eager forward by 0.001 nats or more is rejected (`model_layers`). [models.md](models.md) lists the tested
 architectures.
 
 **Rotary frequencies** do not depend on packing. For LongRoPE and dynamic NTK, Transformers chooses them by the longest row of a

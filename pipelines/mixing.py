@@ -12,7 +12,7 @@ import polars as pl
 from pipelines.filtering.filters import lot
 from pipelines.rewards import place_token_rewards
 from pipelines.tables import Frame, as_lazy
-from schemas.errors import ConfigError, InputError, InvariantError, count
+from schemas.errors import ConfigError, InputError, InvariantError, count, first_of
 
 _POSITION = "position in the mixture"
 _COUNTS = ("dataset", "num_groups_before", "num_groups", "num_trajectories")
@@ -138,7 +138,7 @@ def _refuse_shared(ids: Mapping[str, pl.DataFrame]) -> None:
         shared = ids[one].join(ids[other], on="instance_id", how="semi", maintain_order="left")
         if len(shared):
             number = shared["instance_id"].n_unique()
-            got = f"group {shared['instance_id'][0]!r} in both (the first of {number})"
+            got = first_of(f"group {shared['instance_id'][0]!r} in both", number)
             hint = "prefix ids with the dataset's name: --prefix-names (prefix_names=True)"
             expected = "different groups"
             raise InputError("unique_group", f"{one} and {other}", got, expected, hint)

@@ -143,3 +143,13 @@ def count(number: int, noun: str, ending: str = "s") -> str:
         return f"1 {noun}"
     is_y = noun[-1:] == "y" and noun[-2:-1] not in set("aeiou") and ending == "s"
     return f"{number:,} {noun[:-1]}ies" if is_y else f"{number:,} {noun}{ending}"
+
+
+def first_of(place: str, number: int) -> str:
+    """The place of the first finding, with the number of all unless it is the only one.
+
+    Example:
+        >>> first_of("row 3", 1), first_of("row 3", 12)
+        ('row 3', 'row 3 (the first of 12)')
+    """
+    return place if number == 1 else f"{place} (the first of {number:,})"

@@ -81,7 +81,7 @@ _RULES = (
     Rule(
         name="response_in_prompt",
         meaning="no prompt contains its response as the last assistant message",
-        hint="end each prompt before its response: the log recorded its messages after the call",
+        hint="log the messages before the response is appended to them, not after the call",
         severity="warning",
     ),
     Rule(

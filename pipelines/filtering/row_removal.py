@@ -7,7 +7,7 @@ import polars as pl
 from pipelines.filtering.verdicts import check_expression, collect, holds
 from pipelines.rewards import Outcome, place_outcomes, trajectory_returns
 from pipelines.tables import Frame, as_lazy
-from schemas.errors import InputError, InvariantError
+from schemas.errors import InputError, InvariantError, first_of
 from schemas.types import with_absent
 
 _ROW = ("trajectory_id", "step_index")
@@ -123,7 +123,7 @@ def _refuse_changed(before: pl.DataFrame, after: pl.DataFrame) -> None:
     if changed.is_empty():
         return
     first = changed.row(0, named=True)
-    where = f"trajectory {first['trajectory_id']!r} (the first of {len(changed)})"
+    where = first_of(f"trajectory {first['trajectory_id']!r}", len(changed))
     was, now = first["return_before"], first["return"]
     got = f"dropping rows would change its return from {was} to {now}"
     hint = "move the return to the last kept row: --move-outcome (move_outcome=True)"

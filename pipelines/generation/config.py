@@ -97,8 +97,8 @@ class GenerateConfig:
     stop: tuple[str, ...] = ()
     """Strings that end a turn; they are included in its response."""
     seed: int | None = None
-    """Base seed: each call derives its own from it, its trajectory and its turn. None: the engine's
-    random numbers, which are faster on vLLM."""
+    """Base seed: each call derives its own from it, its trajectory and its turn. None: the engine
+    draws its own random numbers, which is faster on vLLM."""
     sampling_extra: dict[str, Any] = field(default_factory=dict)
     """vllm: further fields of each request."""
 

@@ -127,7 +127,8 @@ def _task(record: Any, index: int, where: str) -> Task:
     name, env_class = str(index if given is None else given), record.get("env_class")
     if not name or not isinstance(env_class, str | None):
         got = f"instance_id {given!r}, env_class {env_class!r}"
-        raise InputError("tasks", where, got, "non-empty strings")
+        expected = "a non-empty instance_id, and a string or null as env_class"
+        raise InputError("tasks", where, got, expected)
     return Task(
         instance_id=name,
         repetition_id=0,

@@ -80,7 +80,7 @@ def check_head(response: aiohttp.ClientResponse) -> None:
         raise EngineError(REDIRECT, "engine", got, hint=hint, message=f"The engine {got}")
     encoding = response.headers.get("content-encoding", "identity").strip().lower()
     if encoding != "identity":
-        got, hint = f"compresses its answers ({encoding[:40]!r})", "turn compression off there"
+        got, hint = f"compresses its responses ({encoding[:40]!r})", "turn it off in the engine"
         raise EngineError(ANSWER_ENCODING, "engine", got, hint=hint, message=f"The engine {got}")
 
 

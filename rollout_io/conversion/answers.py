@@ -80,7 +80,7 @@ def _refuse_repeated(conversations: Iterable[Conversation]) -> None:
         is_long = _is_long(conversation.messages[conversation.num_given])
         if is_long and given[-1:] == own[:1] and given.count(own[0]) > answered[own[0]]:
             got = "the last assistant message of the prompt is the answer itself"
-            hint = "end each prompt before its answer: the log recorded its messages after the call"
+            hint = "log the messages before the answer is appended to them, not after the call"
             raise InvariantError("response_in_prompt", conversation.source, got, "", hint)
         answered.update(own)
 

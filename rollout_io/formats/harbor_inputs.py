@@ -157,7 +157,9 @@ def _read_head(path: Path) -> Head:
         if error.rule == "json_document" and _is_json_lines(path):
             raise _unknown(path, "the file has several JSON documents (JSON Lines)") from None
         if error.rule == "record_type":
-            raise _unknown(path, f"the document is not from Harbor ({error.sentence})") from None
+            raise _unknown(
+                path, f"the document is not from Harbor ({error.sentence.removesuffix('.')})"
+            ) from None
         raise
 
 

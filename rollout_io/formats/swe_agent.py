@@ -162,7 +162,7 @@ def _calls_of_steps(logged: _TrajectoryFile, where: str) -> Iterator[Call]:
         here = f"{where}, trajectory[{index}]"
         if not step.prompt:
             if step.response:
-                got, hint = "the response has no prompt (`query`)", "write the file again"
+                got, hint = "the response has no prompt (`query`)", "run SWE-agent again"
                 raise InputError("no_prompt", here, got, hint=hint)
             continue
         agent, reply = _match(step.response or "", replies)

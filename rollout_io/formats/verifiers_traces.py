@@ -201,7 +201,7 @@ class Graph:
     def missing(self) -> InputError:
         """Return the error for a run in which only some calls have tokens."""
         index = self.without_tokens[0]
-        got = "the model's message has no `token_ids`, but another one does"
+        got = "this model message has no `token_ids`, but others of the run have them"
         return InputError("no_token_ids", self._place(index), got, hint=_ASK)
 
     def _step(self, index: int, *, failed: bool) -> Step:

@@ -11,7 +11,7 @@ import numpy as np
 import polars as pl
 
 from pipelines.rewards import are_equal, trajectory_returns
-from schemas.errors import InputError, InvariantError, count
+from schemas.errors import InputError, InvariantError, count, first_of
 from schemas.metadata import Outcome
 from trainer.algorithms.estimators import advantages_of_returns
 from trainer.config.function_keys import BoundFunction
@@ -150,7 +150,7 @@ def _partial_groups(returns: pl.DataFrame, settings: PlanSettings) -> tuple[int,
         num = partial["len"][0]
         raise InputError(
             "partial_groups",
-            f"group {partial['instance_id'][0]!r} (the first of {len(partial)})",
+            first_of(f"group {partial['instance_id'][0]!r}", len(partial)),
             f"{num} trajector{'y' if num == 1 else 'ies'}",
             str(size) if settings.group_size else f"{size}, the size of the largest group",
             "pass --set partial_groups=mask to leave such groups out of the loss, or"
@@ -166,7 +166,7 @@ def _check_outcomes(returns: pl.DataFrame) -> None:
         value = unknown["return"][0]
         raise InputError(
             "unknown_outcome",
-            f"trajectory {unknown['trajectory_id'][0]!r} (the first of {len(unknown)})",
+            first_of(f"trajectory {unknown['trajectory_id'][0]!r}", len(unknown)),
             f"its return is {'unknown' if value is None else value}, and it has no `error`",
             hint="convert with --rewards FILE, or leave these out:"
             ' rollouts filter DS --where "reward is not null or error is not null" --out KNOWN',

@@ -97,8 +97,8 @@ def functions_of(config: LossConfig) -> Iterator[Function]:
 def _unknown_key(key: str, own: Collection[Function], fields: Collection[str]) -> ConfigError:
     if not own:
         near = difflib.get_close_matches(key, {*fields} - {"loss"}, n=1, cutoff=0.5)
-        hint = "name your function, module:function, in policy_loss_type, advantage_estimator or"
-        hint = f"did you mean `{near[0]}`, outside the table?" if near else f"{hint} loss_reduction"
+        hint = "set policy_loss_type, advantage_estimator or loss_reduction to module:function"
+        hint = f"did you mean `{near[0]}`? It belongs outside [loss]" if near else hint
         got = f"`{key}` has no effect, because every configured function is built in"
         return ConfigError("config_key", "[loss]", got, hint=hint)
     known = sorted({name for function in own for name in function.keys} - {*fields})

@@ -222,5 +222,5 @@ def row_limit(config: Any) -> RowLimit:
     return RowLimit(
         num_tokens=context or MOST_POSITIONS,
         reason="the model's max_position_embeddings" if context else "32-bit positions",
-        hint="filter out long trajectories, or cut rows off: --set max_row_tokens=N",
+        hint="filter out long trajectories, or truncate rows: --set max_row_tokens=N",
     )

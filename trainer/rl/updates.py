@@ -205,7 +205,7 @@ def check_lengths(config: RlConfig, limit: RowLimit, context_tokens: int | None)
         ConfigError: row_too_long.
     """
     generation, cuts = config.generation, config.training.max_row_tokens is not None
-    hint = "pass --set generate.max_input_tokens=N, or cut rows off: --set train.max_row_tokens=N"
+    hint = "pass --set generate.max_input_tokens=N, or truncate rows: --set train.max_row_tokens=N"
     if generation.max_input_tokens is None:
         if context_tokens is not None and context_tokens > limit.num_tokens and not cuts:
             got = f"rows of up to {context_tokens} tokens (the engine's context)"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import polars as pl
 
-from schemas.errors import InputError, InvariantError, count
+from schemas.errors import InputError, InvariantError, count, first_of
 from schemas.rules import RULES
 from trainer.batches.forest import RowLimit
 from trainer.batches.plan import Plan
@@ -154,7 +154,7 @@ def _refuse_nothing_to_learn(rows: pl.DataFrame, plan: Plan, config: TrainConfig
             config.dataset,
             "every advantage is 0, because returns do not vary within any group"
             f" ({count(num_groups, 'group')})",
-            hint="run `rollouts stats DS` to see the rewards, then add different ones (convert"
+            hint="run `rollouts stats DS` to see the rewards, then supply rewards that differ within a group (convert"
             " --rewards) or sample more attempts (generate with a larger group_size)",
         )
 
@@ -246,6 +246,6 @@ def _refuse(
 ) -> None:
     bad = rows.filter(breach)
     if len(bad):
-        where = f"{bad['name'][0]} (the first of {len(bad)})"
+        where = first_of(bad["name"][0], len(bad))
         kind = InvariantError if rule in RULES else InputError
         raise kind(rule, where, bad.select(got).item(0, 0), expected, hint)

@@ -9,7 +9,7 @@ import polars as pl
 import pyarrow as pa
 
 from pipelines.tables import ROUTING
-from schemas.errors import InputError
+from schemas.errors import InputError, first_of
 from trainer.batches.recorded_routes import Routes
 from trainer.models.router_replay import WEIGHTS, Routers, routers_of
 
@@ -103,7 +103,7 @@ def _check_experts(rows: pl.DataFrame, path: str, routers: Routers) -> None:
     ):
         bad = rows.filter(breach)
         if len(bad):
-            where = f"{bad['name'][0]} (the first of {len(bad)})"
+            where = first_of(bad["name"][0], len(bad))
             got = got.format(bad["highest"][0])
             hint = f"train the model that was sampled, or {IGNORE}"
             raise InputError(RULE, where, got, expected, hint)

@@ -42,7 +42,7 @@ def test_dropping_the_row_that_holds_the_outcome_is_refused_unless_it_may_move()
         keep_rows(AGENTS, "step_index < 2")
     assert (info.value.rule, info.value.where) == (
         "return_unchanged",
-        "trajectory 'a_0' (the first of 1)",
+        "trajectory 'a_0'",
     )
     rows, _ = keep_rows(AGENTS, "step_index < 2", move_outcome=True)
     assert rows.select("reward", "is_last_step").collect().rows() == [(0.0, False), (1.0, True)]

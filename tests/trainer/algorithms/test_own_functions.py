@@ -412,7 +412,7 @@ def test_keys_are_checked_with_the_configuration(
 def test_built_in_functions_have_no_keys_of_their_own() -> None:
     with pytest.raises(RolloutError, match="`eps_clip_hgh` has no effect") as error:
         config(loss={"eps_clip_hgh": 0.1})
-    assert error.value.hint == "did you mean `eps_clip_high`, outside the table?"
+    assert error.value.hint == "did you mean `eps_clip_high`? It belongs outside [loss]"
 
 
 def test_keys_come_from_a_table_and_from_overrides(tmp_path: Path) -> None:

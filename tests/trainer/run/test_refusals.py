@@ -49,7 +49,7 @@ REFUSALS: dict[str, tuple[Rows, str, tuple[str, ...]]] = {
         with_row(response_ids=[VOCAB] * 4),
         "",
         (
-            "Error: trajectory 'g0_0', row 1 (the first of 1): found token id 61; expected an id from 0 to",
+            "Error: trajectory 'g0_0', row 1: found token id 61; expected an id from 0 to",
             "60, the model's vocabulary",
             "Hint: train the model whose tokenizer produced these ids",
         ),
@@ -72,7 +72,7 @@ REFUSALS: dict[str, tuple[Rows, str, tuple[str, ...]]] = {
         rows_of()[:-2],
         "partial_groups=refuse",
         (
-            "Error: group 'g1' (the first of 1): found 1 trajectory; expected 2, the",
+            "Error: group 'g1': found 1 trajectory; expected 2, the",
             "Hint: pass --set partial_groups=mask",
         ),
     ),
@@ -115,7 +115,7 @@ def test_raw_log_probabilities_of_a_distribution_that_was_changed_are_refused(
         assert train(dataset, model, tmp_path / "run", settings, dry_run=dry_run) == 0
         return
     said = (
-        "Error: trajectory 'g0_1', row 0 (the first of 1): ",
+        "Error: trajectory 'g0_1', row 0: ",
         f"not those of the sampled distribution (logprobs_mode {mode or 'unknown'}, ",
         'repetition_penalty":1.1',
     )

@@ -254,11 +254,11 @@ REFUSED: dict[str, tuple[list[dict[str, Any]], str]] = {
     "topk": (cut(slice(3), slice(1)), "found 3 layers with 1 experts per token; expected 3 layers"),
     "experts": (
         beyond(routed_rows()),
-        "trajectory 'g0_1', row 0 (the first of 1): found expert 8; expected 0 to 7",
+        "trajectory 'g0_1', row 0: found expert 8; expected 0 to 7",
     ),
     "repeated": (
         twice(routed_rows()),
-        "row 0 (the first of 1): found the same expert twice; expected 2",
+        "row 0: found the same expert twice; expected 2",
     ),
 }
 
