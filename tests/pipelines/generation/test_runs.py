@@ -109,7 +109,7 @@ def test_another_configuration_does_not_go_on_with_a_dataset(
     more = config_in(tmp_path, model_dir, num_tasks=2, max_concurrency=1)
     assert generate_with(SpyEngine(model, tokenizer), more).num_trajectories == 2
     foreign = config_of(tasks=more.tasks, model=model_dir, out=str(shop_dataset))
-    with pytest.raises(RolloutError, match="not generated"):
+    with pytest.raises(RolloutError, match="was not created by `rollouts generate`"):
         generate_with(SpyEngine(model, tokenizer), foreign)
 
 

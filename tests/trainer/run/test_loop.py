@@ -224,7 +224,9 @@ def test_existing_run_is_refused_and_left_alone(dataset: str, model: str, tmp_pa
 
 
 def test_a_run_is_not_written_into_a_dataset(dataset: str, model: str) -> None:
-    with pytest.raises(RolloutError, match=r".* found 1 shard.*\[out_is_free\]"):
+    with pytest.raises(
+        RolloutError, match=r".* already contains a dataset \(1 shard\).*\[out_is_free\]"
+    ):
         run(dataset, model, Path(dataset))
 
 

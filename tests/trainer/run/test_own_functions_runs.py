@@ -205,7 +205,7 @@ def test_a_dry_run_says_which_functions_with_which_keys(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (["policy_loss_type=no_such_file:loss"], "no_such_file:loss: found Module"),
+        (["policy_loss_type=no_such_file:loss"], "no_such_file:loss: cannot import it: Module"),
         (
             ["policy_loss_type=tests.helpers.own_functions:regular"],
             "parameter `low` is neither an input nor",
