@@ -355,5 +355,5 @@ def test_logprobs_in_a_part_of_the_rows_are_refused(tmp_path: Path) -> None:
     rows = two_step_trajectory(np.random.default_rng(0), "a", 0, reward=1.0)
     rows[1]["rollout_logprobs"] = [-1.0] * 4
     index = checked(scan(tmp_path, rows))
-    with pytest.raises(RolloutError, match=r"row 0 .* rollout_logprobs is null, but other rows"):
+    with pytest.raises(RolloutError, match=r"row 0.* rollout_logprobs is null, but other rows"):
         corrects_for_sampler(index, config(), "raw")
