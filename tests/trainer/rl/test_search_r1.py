@@ -208,6 +208,7 @@ def test_the_page_names_the_settings_that_the_example_has():
 SMALL = ["num_iterations=1", "train.groups_per_batch=2", "train.groups_per_mini_batch=1"]
 
 
+@pytest.mark.nightly  # four minutes of an otherwise idle machine
 @pytest.mark.vllm
 def test_the_example_samples_from_a_real_vllm(tmp_path, start_vllm):
     with start_vllm("--logprobs-mode", "processed_logprobs") as server:
