@@ -120,7 +120,14 @@ def test_a_harness_trains_on_the_embedded_engine_killed_and_resumed(
     check_killed_and_resumed(config, harness, tmp_path)
 
 
-@pytest.mark.parametrize(("harness", "max_staleness"), [("mini", 1), ("harbor", 0), ("openai", 0)])
+@pytest.mark.parametrize(
+    ("harness", "max_staleness"),
+    [
+        ("mini", 1),
+        pytest.param("harbor", 0, marks=pytest.mark.nightly),
+        pytest.param("openai", 0, marks=pytest.mark.nightly),
+    ],
+)
 def test_a_harness_trains_on_vllm_killed_and_resumed(
     harness, max_staleness, loop_of, server, smollm2_dir, tmp_path
 ):
@@ -130,6 +137,7 @@ def test_a_harness_trains_on_vllm_killed_and_resumed(
         check_the_engine_spoke_for_the_policy(tmp_path / "run", smollm2_dir)
 
 
+@pytest.mark.nightly  # tests/vllm/test_rl.py kills a server on every change
 def test_a_server_that_is_killed_comes_back_with_the_policys_weights(
     loop_of, server, smollm2_dir, tmp_path
 ):
