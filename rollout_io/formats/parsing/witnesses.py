@@ -13,8 +13,8 @@ from schemas.errors import InputError, count
 
 _NAMED = "token_id:"
 _REPLACEMENT = "\ufffd"
-_UNDECODED = re.compile(r"[\ufffd\u0120\u010a\u2581\u00c3]|\\x|bytes:")
-"""Fragments of characters, and tokens in the vocabulary's own spelling."""
+_SPELLED = re.compile(r"[\u0120\u010a\u2581\u00c3]|\\x|bytes:")
+"""Marks of tokens in the vocabulary's own spelling, which writes bytes beyond ASCII as other letters."""
 
 _HINT = "collect the call again: shifted log-probabilities silently corrupt training"
 
@@ -83,17 +83,28 @@ def holds(whole: str, part: str) -> bool:
 
     Engines omit special tokens, reasoning and tool calls from a text, strip it, and decode tokens
     one by one, without the preceding space and with fragments of characters. If the part does not
-    occur verbatim, its letters must occur in order. If either has a fragment of a character, only
-    ASCII letters are compared: engines write a fragment as U+FFFD in the text and as an empty
-    token, or the reverse.
+    occur verbatim, its letters must occur in order. A fragment of a character is U+FFFD in the
+    text, in the tokens, or in both (an engine may write it as an empty token): in the text it
+    is ignored, in the tokens it matches any one letter beyond ASCII.
+
+    Example:
+        >>> holds("caf\ufffd\ufffd!", "café!"), holds("caf\ufffd\ufffd!", "cafés!")
+        (True, False)
     """
     if part in whole:
         return True
-    whole, part = "".join(whole.split()), "".join(part.split())
-    if _UNDECODED.search(whole) or _REPLACEMENT in part:
+    whole, part = ("".join(text.split()) for text in (whole, part.replace(_REPLACEMENT, "")))
+    if _SPELLED.search(whole):
         whole, part = (text.encode("ascii", "ignore").decode() for text in (whole, part))
     letters = iter(whole)
-    return all(letter in letters for letter in part)
+    if _REPLACEMENT not in whole:
+        return all(letter in letters for letter in part)
+    return all(
+        any(
+            found == letter or (found == _REPLACEMENT and not letter.isascii()) for found in letters
+        )
+        for letter in part
+    )
 
 
 def shortened(text: str) -> str:

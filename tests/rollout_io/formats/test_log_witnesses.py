@@ -173,6 +173,24 @@ def test_a_fragment_of_a_character_may_be_empty_in_tokens_and_text(tokens, text)
     assert not holds("".join(tokens), f"{text}!")
 
 
+@pytest.mark.parametrize(
+    ("tokens", "text", "is_held"),
+    [
+        ("\u4f60\u597d\ufffd\ufffd", "\u4f60\u597d\U0001f600", True),
+        ("\u4f60\u597d\ufffd\ufffd", "\u518d\u89c1\U0001f600", False),
+        ("\ufffd\u4f60\u597d", "\u518d\u4f60\u597d", True),
+        ("\u4f60\u597d", "\u518d\ufffd", False),
+        ("\u4f60\u597d", "\u4f60\ufffd", True),
+        ("a\ufffd\ufffdb", "a\u518d\u89c1b", True),
+        ("a\ufffdb", "a\u518d\u89c1b", False),
+        ("a\ufffdb", "axb", False),
+        ("\ufffda", "a\u518d", False),
+    ],
+)
+def test_letters_of_every_script_are_compared_around_fragments(tokens, text, is_held):
+    assert holds(tokens, text) is is_held
+
+
 def test_log_probabilities_of_another_answer_are_refused(tmp_path):
     lines = (WIRE / "chat.calls.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines[:2]]
