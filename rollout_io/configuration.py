@@ -147,11 +147,11 @@ def _with_entry(table: Any, names: Sequence[str], value: Any) -> dict[str, Any]:
 
 
 def out_of_bounds(record: Any) -> Iterator[tuple[str, str, str]]:
-    """Yield (key, value, expectation) for each value outside the bounds of its annotation.
+    """Yield (key, value, expectation) for each value outside of what its annotation allows.
 
     Args:
-        record: A dataclass that declares bounds as `Annotated[int, msgspec.Meta(ge=1)]`. None is
-            always in bounds; NaN and infinity never are.
+        record: A dataclass that declares bounds as `Annotated[int, msgspec.Meta(ge=1)]`, and
+            choices as `Literal`. None is always in bounds; NaN and infinity never are.
 
     Example:
         >>> @dataclass
@@ -165,6 +165,21 @@ def out_of_bounds(record: Any) -> Iterator[tuple[str, str, str]]:
         value = getattr(record, key)
         if value is not None and not _is_within(value, bound):
             yield key, str(value), expected
+    for key, known, expected in _literals(kind):
+        value = getattr(record, key)
+        if value is not None and value not in known:
+            yield key, repr(value), expected
+
+
+@lru_cache
+def _literals(kind: Any) -> tuple[tuple[str, tuple[str, ...], str], ...]:
+    """Return (key, values, values in words) for each `Literal` of a record."""
+    return tuple(
+        (key, typing.get_args(part), _expected(part))
+        for key, hint in typing.get_type_hints(kind).items()
+        for part in (hint, *typing.get_args(hint))
+        if typing.get_origin(part) is Literal
+    )
 
 
 @lru_cache

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -92,19 +92,20 @@ WHOLE = click.IntRange(min=0)
     "from the dataset, else last]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
-def filter_(dataset: str, out: str | None, *, dry_run: bool, as_json: bool, **given: Any) -> None:
+def filter_(dataset: str, out: str | None, *, dry_run: bool, as_json: bool, **options: Any) -> None:
     """Select the trajectories to train on; mask the rest, or mix in other datasets.
 
     Filters apply in the order below, each to what the earlier ones kept; then masks, then the
     mixture. Complete trajectories are dropped unless --keep-rows is given. The report counts what each
     filter found. Memory use grows with the number of trajectories, not of tokens.
     """
-    _check_usage(out, dry_run=dry_run, given=given)
-    sources = [_Source.decide(path, given) for path in (dataset, *given["mix"])]
-    frame, mixture = _combined(sources, given)
+    choices = _Choices(**options)
+    _check_usage(out, choices, dry_run=dry_run)
+    sources = [_Source.decide(path, choices) for path in (dataset, *choices.mix)]
+    frame, mixture = _combined(sources, choices)
     if not dry_run:
         assert out is not None
-        _write(frame, out, sources, given)
+        _write(frame, out, sources, choices)
     if as_json:
         reports = [source.as_json() for source in sources]
         emit_json({"datasets": reports, "mixture": mixture})
@@ -121,6 +122,39 @@ def filter_(dataset: str, out: str | None, *, dry_run: bool, as_json: bool, **gi
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class _Choices:
+    """The options that decide which rows the new dataset has, in the order of `--help`."""
+
+    keep_rows: str | None
+    move_outcome: bool
+    where: tuple[str, ...]
+    where_all: tuple[str, ...]
+    drop_failed_groups: bool
+    drop_failed: bool
+    drop_unknown: bool
+    max_staleness: int | None
+    policy_version: int | None
+    min_tokens: int | None
+    max_tokens: int | None
+    min_steps: int | None
+    max_steps: int | None
+    min_reward: float | None
+    max_reward: float | None
+    dedup: Literal["group", "dataset"] | None
+    drop_overlong: bool
+    drop_zero_variance: bool
+    sample_groups: int | None
+    seed: int
+    mask_overlong: bool
+    mask_failed_groups: bool
+    mask_failed: bool
+    mix: tuple[str, ...]
+    share: tuple[float, ...]
+    prefix_names: bool
+    outcome: Outcome | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Source:
     """One dataset with its filters and masks applied."""
 
@@ -131,20 +165,20 @@ class _Source:
     masked: pl.DataFrame
 
     @classmethod
-    def decide(cls, path: str, given: dict[str, Any]) -> _Source:
+    def decide(cls, path: str, choices: _Choices) -> _Source:
         from pipelines.filtering.masks import apply_masks
         from pipelines.filtering.row_removal import keep_rows
         from pipelines.filtering.verdicts import apply_filters
         from pipelines.rewards import dataset_outcome
         from rollout_io.cli.dataset import open_valid
 
-        frame, outcome = open_valid(path), dataset_outcome(path, given["outcome"])
+        frame, outcome = open_valid(path), dataset_outcome(path, choices.outcome)
         rows: dict[str, int] = {}
-        if given["keep_rows"] is not None:
-            move = given["move_outcome"]
-            frame, rows = keep_rows(frame, given["keep_rows"], outcome=outcome, move_outcome=move)
-        frame, dropped = apply_filters(frame, _filters(given), outcome)
-        frame, masked = apply_masks(frame, _masks(given), outcome)
+        if choices.keep_rows is not None:
+            move = choices.move_outcome
+            frame, rows = keep_rows(frame, choices.keep_rows, outcome=outcome, move_outcome=move)
+        frame, dropped = apply_filters(frame, _filters(choices), outcome)
+        frame, masked = apply_masks(frame, _masks(choices), outcome)
         return cls(path=path, frame=frame, rows=rows, dropped=dropped, masked=masked)
 
     def as_json(self) -> dict[str, Any]:
@@ -163,68 +197,65 @@ class _Source:
                 )
 
 
-def _check_usage(out: str | None, *, dry_run: bool, given: dict[str, Any]) -> None:
+def _check_usage(out: str | None, choices: _Choices, *, dry_run: bool) -> None:
     if out is None and not dry_run:
         raise click.UsageError("Missing option '--out' (or --dry-run).")
-    if (given["max_staleness"] is None) != (given["policy_version"] is None):
+    if (choices.max_staleness is None) != (choices.policy_version is None):
         raise click.UsageError("--max-staleness and --policy-version go together.")
-    if given["move_outcome"] and given["keep_rows"] is None:
+    if choices.move_outcome and choices.keep_rows is None:
         raise click.UsageError("--move-outcome requires --keep-rows.")
-    if given["share"] and len(given["share"]) != 1 + len(given["mix"]):
+    if choices.share and len(choices.share) != 1 + len(choices.mix):
         raise click.UsageError("Pass --share once for DS and once for each --mix, in that order.")
 
 
-def _filters(given: dict[str, Any]) -> list[Filter]:
+def _filters(choices: _Choices) -> list[Filter]:
     from pipelines.filtering import filters
 
-    found = [filters.where(condition) for condition in given["where"]]
-    found += [filters.where(condition, rows="all") for condition in given["where_all"]]
-    if given["drop_failed_groups"]:
+    found = [filters.where(condition) for condition in choices.where]
+    found += [filters.where(condition, rows="all") for condition in choices.where_all]
+    if choices.drop_failed_groups:
         found.append(filters.failed("group"))
-    if given["drop_failed"]:
+    if choices.drop_failed:
         found.append(filters.failed())
-    if given["drop_unknown"]:
+    if choices.drop_unknown:
         found.append(filters.unknown_return())
-    if given["max_staleness"] is not None:
-        found.append(filters.stale(given["policy_version"], given["max_staleness"]))
-    ranges = {
-        "tokens": filters.token_range,
-        "steps": filters.step_range,
-        "reward": filters.reward_range,
-    }
-    for name, between in ranges.items():
-        ends = given[f"min_{name}"], given[f"max_{name}"]
-        if ends != (None, None):
-            found.append(between(*ends))
-    if given["dedup"] is not None:
-        found.append(filters.duplicates(given["dedup"]))
-    if given["drop_overlong"]:
+    if choices.max_staleness is not None and choices.policy_version is not None:
+        found.append(filters.stale(choices.policy_version, choices.max_staleness))
+    if (choices.min_tokens, choices.max_tokens) != (None, None):
+        found.append(filters.token_range(choices.min_tokens, choices.max_tokens))
+    if (choices.min_steps, choices.max_steps) != (None, None):
+        found.append(filters.step_range(choices.min_steps, choices.max_steps))
+    if (choices.min_reward, choices.max_reward) != (None, None):
+        found.append(filters.reward_range(choices.min_reward, choices.max_reward))
+    if choices.dedup is not None:
+        found.append(filters.duplicates(choices.dedup))
+    if choices.drop_overlong:
         found.append(filters.overlong())
-    if given["drop_zero_variance"]:
+    if choices.drop_zero_variance:
         found.append(filters.zero_variance())
-    if given["sample_groups"] is not None and not given["mix"]:
-        found.append(filters.sample_groups(given["sample_groups"], given["seed"]))
+    if choices.sample_groups is not None and not choices.mix:
+        found.append(filters.sample_groups(choices.sample_groups, choices.seed))
     return list({rule.name: rule for rule in found}.values())
 
 
-def _masks(given: dict[str, Any]) -> list[Filter]:
+def _masks(choices: _Choices) -> list[Filter]:
     from pipelines.filtering import filters
 
-    found = [filters.overlong()] if given["mask_overlong"] else []
-    if given["mask_failed_groups"]:
+    found = [filters.overlong()] if choices.mask_overlong else []
+    if choices.mask_failed_groups:
         found.append(filters.failed("group"))
-    if given["mask_failed"]:
+    if choices.mask_failed:
         found.append(filters.failed())
     return found
 
 
 def _combined(
-    sources: Sequence[_Source], given: dict[str, Any]
+    sources: Sequence[_Source], choices: _Choices
 ) -> tuple[pl.LazyFrame, list[dict[str, Any]]]:
     """Mix the sources into the frame to write, and report the mixture."""
     from pipelines.mixing import mix
 
-    if len(sources) == 1 and not given["prefix_names"]:
+    if len(sources) == 1 and not choices.prefix_names:
         return sources[0].frame, []
     names = [Path(source.path).name for source in sources]
     if len(set(names)) < len(names):
@@ -233,11 +264,11 @@ def _combined(
         got, hint = "the same dataset is given twice", "list each dataset once"
         raise InputError("unique_group", "--mix", got, hint=hint)
     frames = {name: _with_sampling(source) for name, source in zip(names, sources, strict=True)}
-    shares = dict(zip(names, given["share"], strict=True)) if given["share"] else None
-    num = given["sample_groups"] if given["mix"] else None
-    prefix = given["prefix_names"]
+    shares = dict(zip(names, choices.share, strict=True)) if choices.share else None
+    num = choices.sample_groups if choices.mix else None
+    prefix = choices.prefix_names
     frame, counts = mix(
-        frames, shares=shares, num_groups=num, seed=given["seed"], prefix_names=prefix
+        frames, shares=shares, num_groups=num, seed=choices.seed, prefix_names=prefix
     )
     return frame, counts.to_dicts()
 
@@ -258,18 +289,17 @@ def _with_sampling(source: _Source) -> pl.LazyFrame:
     return source.frame.with_columns(sampling_extra=pl.lit(said)) if said else source.frame
 
 
-def _write(
-    frame: pl.LazyFrame, out: str, sources: Sequence[_Source], given: dict[str, Any]
-) -> None:
+def _write(frame: pl.LazyFrame, out: str, sources: Sequence[_Source], choices: _Choices) -> None:
     import polars as pl
 
     from rollout_io.dataset.reader import read_metadata
     from rollout_io.dataset.writer import RolloutWriter
 
     paths = [source.path for source in sources]
-    asked = {name: v for name, v in given.items() if v is not None and v is not False and v != ()}
+    values = asdict(choices)
+    asked = {name: v for name, v in values.items() if v is not None and v is not False and v != ()}
     found = {path: read_metadata(path) for path in paths}
-    metadata = _common(found, given["outcome"]).made("filter", parents=paths, **asked)
+    metadata = _common(found, choices.outcome).made("filter", parents=paths, **asked)
     num_rows = frame.select(pl.len()).collect(engine="streaming").item()
     progress = progress_bar(num_rows, " rows", "filter")
     with RolloutWriter(out, metadata=metadata) as writer, progress as bar:

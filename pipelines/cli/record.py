@@ -110,7 +110,9 @@ _EXAMPLE = "rollouts record --upstream http://127.0.0.1:8000/v1 --out rollouts/ 
     help="Calls without a session: record each as its own session, or return an error.",
 )
 @click.option("--end-open", is_flag=True, help="On exit, end open sessions too, without a reward.")
-def record(*, host: str, port: int, max_request_mb: int, max_answer_mb: int, **given: Any) -> None:
+def record(
+    *, host: str, port: int, max_request_mb: int, max_answer_mb: int, **options: Any
+) -> None:
     """Record the calls of any harness: a proxy that speaks the OpenAI API.
 
     Set a harness's base URL to URL/s/INSTANCE/REPETITION[/AGENT]/v1. POST {"reward": 1.0} to
@@ -122,7 +124,7 @@ def record(*, host: str, port: int, max_request_mb: int, max_answer_mb: int, **g
     from schemas.metadata import DatasetMetadata
 
     settings = RecordSettings(
-        max_request_bytes=max_request_mb << 20, max_answer_bytes=max_answer_mb << 20, **given
+        max_request_bytes=max_request_mb << 20, max_answer_bytes=max_answer_mb << 20, **options
     )
     _check(settings)
 

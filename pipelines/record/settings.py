@@ -5,12 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from rollout_io.configuration import Count, CountOrZero, out_of_bounds
+from schemas.errors import ConfigError
 from schemas.metadata import LogprobsMode
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordSettings:
     """Settings of a recorder.
+
+    Raises:
+        ConfigError: `config_value`: a value is out of bounds.
 
     Attributes:
         out: Local dataset directory; shards are appended to an existing one.
@@ -21,7 +26,8 @@ class RecordSettings:
             the key it was opened with. None: no keys.
         allowed_hosts: Host names of the recorder besides the address it listens on.
         policy_version: Initial version of the engines' weights.
-        idle_timeout_s: Time without a call, in seconds, after which a session is abandoned.
+        idle_timeout_s: Time without a call, in seconds, after which a session is abandoned;
+            `math.inf`: never.
         flush_s: Maximum time until an ended session is written to a shard, in seconds.
         max_request_bytes: Maximum size of a request body.
         max_answer_bytes: Maximum size of an engine's answer, streamed or not; a quarter of it for
@@ -40,14 +46,18 @@ class RecordSettings:
     served_model_name: str | None = None
     admin_key: str | None = None
     allowed_hosts: tuple[str, ...] = ()
-    policy_version: int | None = None
+    policy_version: CountOrZero | None = None
     idle_timeout_s: float = 1800.0
     flush_s: float = 2.0
-    max_request_bytes: int = 64 << 20
-    max_answer_bytes: int = 64 << 20
-    max_concurrency: int = 1024
+    max_request_bytes: Count = 64 << 20
+    max_answer_bytes: Count = 64 << 20
+    max_concurrency: Count = 1024
     on_full: Literal["refuse", "serve"] = "refuse"
     unassigned: Literal["keep", "refuse"] = "keep"
     end_open: bool = False
     exact_prefix: str | None = None
     logprobs_mode: LogprobsMode | None = None
+
+    def __post_init__(self) -> None:
+        for key, got, expected in out_of_bounds(self):
+            raise ConfigError("config_value", key, got, expected)

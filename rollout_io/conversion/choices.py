@@ -7,18 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rollout_io import __version__
+from rollout_io.configuration import out_of_bounds
 from rollout_io.conversion.batch import Settings
 from rollout_io.conversion.log import AUTO, Log
 from rollout_io.conversion.text import about_template, retokenizer_of
 from rollout_io.formats.base import Options
 from rollout_io.formats.parsing.model_names import MODELS
 from schemas.errors import ConfigError
-
-_KNOWN = {
-    "layout": ("prefix", "full"),
-    "logprobs_mode": (None, "raw", "processed"),
-    "on_error": ("fail", "skip"),
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,11 +48,8 @@ class Choices:
         if isinstance(given, str):
             hint = f"pass group_by=({given!r},)"
             raise ConfigError("choices", "group_by", repr(given), "a tuple of labels", hint)
-        for name, known in _KNOWN.items():
-            value = getattr(self, name)
-            if value not in known:
-                expected = "one of " + ", ".join(map(repr, known))
-                raise ConfigError("choices", name, repr(value), expected)
+        for name, got, expected in out_of_bounds(self):
+            raise ConfigError("choices", name, got, expected)
 
 
 def settings_of(choices: Choices, log: Log, about: Mapping[str, Any]) -> Settings:
