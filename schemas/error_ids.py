@@ -644,14 +644,14 @@ _INPUT = {
             "`--set tis_ratio_type=none`."
         ),
     ),
-    "routing_whole": (
+    "routing_complete": (
         (
             "The export to slime needs routed experts for all tokens but the last, and the row has"
             " fewer."
         ),
         "Drop the column `rollout_expert_indices`, or record complete routes.",
     ),
-    "run_goes_on": (
+    "run_in_use": (
         "A different process is training in this output directory.",
         "Wait until that process ends, or stop it.",
     ),

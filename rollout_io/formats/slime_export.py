@@ -162,7 +162,7 @@ def _routes(sample: dict[str, Any], routes: list[Any], shape: tuple[int, ...], t
             f"routing of {count(len(routes), 'token')}",
         )
         expected, hint = f"{wanted}, all but the last token", f"drop the column {ROUTES}"
-        raise InputError("routing_whole", f"trajectory {where!r}", got, expected, hint)
+        raise InputError("routing_complete", f"trajectory {where!r}", got, expected, hint)
     found = torch.zeros((wanted, *shape), dtype=torch.int32)
     if routes:
         found[: len(routes)] = torch.tensor(routes[:wanted], dtype=torch.int32)

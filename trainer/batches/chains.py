@@ -51,7 +51,11 @@ def make_chains(rows: pa.Table, trains: BoolArray) -> Chains:
     Example:
         A merged row, response [3, 9, 4], whose steps [3] and [4] earned 0.5 and 1.0:
 
-        >>> chains = make_chains(row, np.array([True, False, True]))
+        >>> first = {"start": 0, "length": 1, "step_index": 0, "joined": True, "reward": 0.5}
+        >>> last = {"start": 2, "length": 1, "step_index": 1, "joined": True, "reward": 1.0}
+        >>> row = {"response_ids": [[3, 9, 4]], "reward": [1.0], "segments": [[first, last]]}
+        >>> rows = pa.table({"trajectory_id": ["shop-1_0"], **row})
+        >>> chains = make_chains(rows, np.array([True, False, True]))
         >>> chains.slots.tolist(), chains.rewards.tolist()
         ([0, 2], [0.5, 1.0])
     """

@@ -87,8 +87,7 @@ def pieces(tree: Tensor) -> list[Piece]:
 
     Example:
         >>> pieces(torch.tensor([[[[0, 1, 1], [3, 2, 3]]]]))  # 0 has children 1 and 2
-        [Piece(size=1, depth=0, above=None), Piece(size=1, depth=1, above=0),
-         Piece(size=1, depth=1, above=0)]
+        [Piece(size=1, depth=0, above=None), Piece(size=1, depth=1, above=0), Piece(size=1, depth=1, above=0)]
     """
     depth, subtree_end = tree[0, 0].cpu()
     runs: Any = torch.unique_consecutive

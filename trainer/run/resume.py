@@ -165,7 +165,7 @@ def alone_in(out: Path) -> Iterator[None]:
         return
     if held is None:
         got, hint = "another process is training there", "wait until it ends, or stop it"
-        raise InputError("run_goes_on", str(out), got, hint=hint)
+        raise InputError("run_in_use", str(out), got, hint=hint)
     try:
         yield
     finally:
