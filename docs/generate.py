@@ -45,7 +45,7 @@ In the `prefix` layout (the default on disk), these columns replace `prompt_toke
 
 A dataset is a directory of Parquet shards. The writer stores page checksums, and the reader verifies them. The footer
 of a shard also stores a digest of its schema, metadata and row counts, and its position in the dataset. A flipped bit in
-a footer, a missing shard, and a shard of another dataset under the same name are therefore errors (`readable_file`,
+a footer, a missing shard, and a shard of a different dataset under the same name are therefore errors (`readable_file`,
 `shards_complete`). Shards written by `record`, `generate` and `rl` are independent: any of them may be removed.
 
 Every verb checks all shards of its input against the invariants below before it trains or publishes anything. The check
@@ -99,7 +99,7 @@ def training_page() -> str:
 Train a policy on a rollout dataset. DS may be local or any fsspec URL (`s3://...`); RUN is a local directory.
 
 **Batches.** Groups are used in the order of their first appearance. `groups_per_batch` groups share one pass for the old
-log-probabilities; `groups_per_mini_batch` groups make one optimizer step, however many turns they have. Memory holds the
+log-probabilities; `groups_per_mini_batch` groups form one optimizer step, however many turns they have. Memory holds the
 current batch and the next one, which is read in the background.
 
 **Defaults.** Advantages are GRPO's: computed from the trajectory's return and applied to all its rows. The loss is PPO's
@@ -116,16 +116,16 @@ these lines to the logger `trainer`: `logging.basicConfig(level="INFO")` shows t
 
 - the model's tokenizer differs from the dataset's fingerprint. (A different chat template is a warning. A model without
   tokenizer files cannot be compared; a dataset without a fingerprint is compared by model names. A message reports
-  which.)
+  what was compared.)
 - token ids exceed the vocabulary, or rows exceed the model's context (`max_row_tokens` truncates them instead);
 - rows are not in step order;
 - importance weights cannot use the `rollout_logprobs`;
-- nothing can be learned: no token is trained, or every advantage is 0 because no group has varying returns, and neither
+- nothing can be learned: there is no token to train on, or every advantage is 0 because no group has varying returns, and neither
   a KL nor an entropy term has a gradient. reinforce++ and gae warn during training instead, because their advantages are
   only known per batch.
 
-**Partial groups** have fewer or more trajectories than `group_size` (default: the size of the largest group, with failed
-trajectories). Trajectories lost by the infrastructure are missing from baselines and bias them, because trajectories are
+**Partial groups** have fewer or more trajectories than `group_size` (default: the size of the largest group, counting failed
+trajectories). Trajectories lost to infrastructure failures are missing from baselines and bias them, because trajectories are
 not lost at random: long ones time out more often. Estimators that compare groups (grpo, rloo, maxrl) therefore reject
 partial groups by default; `partial_groups` masks such groups, or trains on the trajectories that exist.
 
@@ -137,7 +137,7 @@ tokens.
 
 ## The plan: `--dry-run`
 
-`rollouts train ... --dry-run` loads the models, performs all checks, prints the plan (`--json` for machines) and writes
+`rollouts train ... --dry-run` loads the models, performs all checks, prints the plan (`--json` for machine-readable output) and writes
 nothing. For one epoch and each layout, it prints the number of sequences, tokens to forward, the longest row, the
 micro-batches per update, and the tokens repeated by cutting trees. Masked trajectories, and the last trained token of a
 row and all tokens after it, are not forwarded.
@@ -170,11 +170,11 @@ file extension. It needs `pip install "rollout-io[plot]"`, but not torch.
 
 Use the second command for several processes on a CPU. The number of processes is not part of the configuration and does not
 change results: groups are distributed for reading and micro-batches for forwarding, and values are exchanged, so that
-advantages, denominators, metrics and the gradient equal those of one process up to rounding (tested to a relative 1e-4).
+advantages, denominators, metrics and the gradient equal those of one process up to rounding (tested to a relative difference of 1e-4).
 Only `num_micro_batches` may increase: micro-batches are split if a process would have none, and balanced so that each round
-has similar cost. All processes make the same number of forwards; a process without a micro-batch forwards a single token
+has similar cost. All processes run the same number of forward passes; a process without a micro-batch forwards a single token
 without a target, which contributes no gradient. Checkpoints do not depend on the number of processes, so you can resume
-with another number.
+with a different number.
 
 Only the main process writes files and messages. An error in one process ends all of them with one message. Processes wait up
 to two hours for each other, enough to write a large checkpoint.
@@ -235,7 +235,7 @@ The critic's learning rate follows the same schedule. Skipped mini-batches do no
 
 `lora_rank = 16` trains adapters in the policy's linear layers instead of its weights (`pip install "rollout-io[lora]"`). Only the
 adapters have optimizer state, and the reference model of a KL term is the same model with its adapters disabled, unless
-`reference_model` names another. Use about ten times the learning rate of full training. In mixture-of-experts models, only
+`reference_model` names a different one. Use about ten times the learning rate of full training. In mixture-of-experts models, only
 attention layers get adapters; experts and routers are frozen. The critic of gae is always fully trained.
 
 A checkpoint is a model directory with merged adapters, for Transformers and vLLM. Its `adapter/` can be loaded onto `model` with
@@ -267,13 +267,13 @@ OLMoE, Mixtral, DeepSeek-V2 and DeepSeek-V3 are supported. To support another fa
 to `trainer/models/router_replay.py` that maps logits and experts to weights. When such a model is loaded, rows that replay its own
 selection are compared with its eager forward.
 
-The run is rejected (`replay_routing`) before anything is written if the dataset has routes and the model is of an unsupported family,
+The run is rejected (`replay_routing`) before anything is written if the dataset has routes and the model belongs to an unsupported family,
 has a different number of layers or of experts per token, or lacks a recorded expert, or if a token lists an expert twice.
 `--set replay_routing=false` ignores the routes, with a message. A warning counts the tokens that are forwarded without a route.
 
 ## Memory and speed
 
-**Packing.** Rows are packed into micro-batches without padding. Each row attends only to itself, without a mask of tokens x tokens,
+**Packing.** Rows are packed into micro-batches without padding. Each row attends only to itself, without a tokens x tokens mask,
 so attention memory grows linearly. On CUDA in bfloat16, one kernel processes all rows (PyTorch's `varlen_attn`, if it supports
 windows); otherwise there is one call per row. Sliding windows are taken from the model's own attention masks. Models that bypass Transformers'
 attention interface get a dense mask; models that cap attention scores (Gemma 2) are rejected.
@@ -283,8 +283,8 @@ individually, packed, packed with a row at the model's last position, and (for `
 differ from those of its own eager forward by 0.001 nats or more is rejected (`model_layers`). [models.md](models.md) lists the tested
 architectures.
 
-**Rotary frequencies** do not depend on packing. For LongRoPE and dynamic NTK, Transformers chooses them by the longest row of a
-forward; this trainer chooses once, like vLLM. LongRoPE (Phi-3) uses the long factors if `max_position_embeddings` in config.json is
+**Rotary frequencies** do not depend on packing. For LongRoPE and dynamic NTK, Transformers bases them on the longest row of a
+forward pass; this trainer chooses them once, as vLLM does. LongRoPE (Phi-3) uses the long factors if `max_position_embeddings` in config.json is
 above `original_max_position_embeddings`, else the short ones. vLLM compares its `--max-model-len` instead, by default
 `max_position_embeddings`; if you serve with a smaller value, write it into config.json as `max_position_embeddings`. Dynamic NTK
 with `factor` uses the base for `max_position_embeddings * factor` positions.

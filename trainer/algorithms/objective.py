@@ -53,8 +53,8 @@ class Objective:
         reduction: The reduction.
         needs_old_logprobs: Whether the loss depends on `old_logprobs`.
         selection: How the policy loss selects targets for special treatment: ClipCovSettings, or
-            the fraction of kl_cov. None: it does not.
-        correction: Corrections for the sampler; None: none.
+            the fraction of kl_cov. None: no selection.
+        correction: Corrections for the sampler; None: no correction.
         kl_estimator: Estimator of the divergence from the reference.
         kl_coef: Weight of that divergence.
         entropy_coef: Weight of the entropy bonus.

@@ -1,7 +1,7 @@
 """Arguments and results of user functions: policy losses, estimators and reductions.
 
 A configuration names such a function as `module:function`. Parameters named like an input receive
-that input. Every other parameter is a key: it gets the value of that key in the configuration, or
+that input. All other parameters are keys: each gets the value of that key in the configuration, or
 in the table `[loss]` (`[train.loss]` for `rollouts rl`), or keeps its default. `**keys` gets every
 key of that table.
 
@@ -32,12 +32,12 @@ class PolicyLoss(Protocol):
         logprobs: [M] float32 nats: log-probability of each target under the current policy, at
             the temperature at which it was sampled; with gradient. Required.
         old_logprobs: [M] float32 nats under the policy at the start of the batch.
-        rollout_logprobs: [M] float32 nats, the sampler's. A loss that takes them is rejected for a
-            dataset without them; `tis_ratio_type = "auto"` then adds no importance weights.
+        rollout_logprobs: [M] float32 nats, the sampler's. A loss that takes them requires a
+            dataset with them, and `tis_ratio_type = "auto"` adds no importance weights to it.
         advantages: [M] float32, as the estimator returned them, not normalised. A loss without them
             is supervised: it needs no rewards, and is not corrected for the sampler.
         row: [M] int64: row of each target, from 0. Rows depend on the layout.
-        **keys: Every other parameter is a key.
+        **keys: All other parameters are keys.
 
     Returns:
         [M] losses with gradient, in the dtype of `logprobs`, finite; or a `TokenLoss`, which also
@@ -69,7 +69,7 @@ class AdvantageEstimator(Protocol):
             `rewards` only.
         values: [N] float64: the critic's value of the context before each token. With `rewards`
             only; an estimator with this parameter needs a critic, which the run trains.
-        **keys: Every other parameter is a key.
+        **keys: All other parameters are keys.
 
     Returns:
         [n] or [N] finite numbers (a NumPy array, a CPU tensor or a list); with `values`, a
@@ -100,7 +100,7 @@ class LossReduction(Protocol):
         micro_batch: [M] int64: micro-batch of each target, from 0 without gaps.
         num_micro_batches: Micro-batches of the mini-batch. The result of a reduction that
             takes this or `micro_batch` depends on `tokens_per_micro_batch`.
-        **keys: Every other parameter is a key.
+        **keys: All other parameters are keys.
 
     Returns:
         [M] finite weights (a NumPy array, a CPU tensor or a list).

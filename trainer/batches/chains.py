@@ -90,7 +90,7 @@ def credit(
     """Assign each reward to the last trained token at or before it.
 
     So a reward at an untrained token or step goes to the tokens that led to it. A reward before
-    every trained token of its trajectory is dropped: no trained token could have changed it.
+    the first trained token of its trajectory is dropped: no trained token could have changed it.
 
     Args:
         trajectory: [N] trajectory of each trained token.

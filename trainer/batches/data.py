@@ -45,7 +45,7 @@ class Batch:
         trains: [T] bool: the loss mask, but false in failed or masked trajectories and in greedy
             rows.
         greedy: [R] bool: rows excluded from training only because they were sampled at temperature
-            0, where a token has probability 1 and so no gradient.
+            0, where a token has probability 1 and thus no gradient.
         truncated: [R] bool: rows with tokens excluded from training only by `max_row_tokens`.
         advantages: [T] float32; initially those of trajectories: see
             `trainer.run.batch_advantages`.
@@ -73,7 +73,7 @@ class Batch:
 
 
 def index_rows(rollouts: pl.LazyFrame) -> pl.DataFrame:
-    """Measure lengths, token range and sampling of every row in a streaming pass.
+    """Collect the lengths, token range and sampling settings of every row in one streaming pass.
 
     `num_forwarded_tokens` is the cost of the row as a chain: its prompt, and its response up to but
     excluding its last trained token (less than the prompt if it has no trained token).
@@ -116,7 +116,7 @@ def index_rows(rollouts: pl.LazyFrame) -> pl.DataFrame:
 
 
 def _is_greedy() -> pl.Expr:
-    """Select rows sampled at temperature 0; rows of different temperatures are never merged."""
+    """Select rows sampled at temperature 0; rows with different temperatures are never merged."""
     return (pl.col("temperature") == 0).fill_null(value=False)
 
 
@@ -191,9 +191,9 @@ def read_rows(
 
 
 def to_batch(table: pl.DataFrame, max_row_tokens: int | None = None) -> Batch:
-    """Convert a table of rows with trains, advantage and mini_batch to a batch.
+    """Convert a table of rows with the columns trains, advantage and mini_batch to a batch.
 
-    Tokens beyond the first `max_row_tokens` of a row are not trained.
+    Tokens beyond the first `max_row_tokens` of a row are excluded from training.
     """
     prompts = _ragged(table["prompt_token_ids"])
     responses = _ragged(table["response_ids"])

@@ -34,8 +34,8 @@ class Forest:
         target_token: [M] int64 id of the predicted token.
         target_slot: [M] int64 index of each target in the batch's concatenated response tokens, for
             gathering values per target.
-        routes: [N, layers, topk] int16 experts of each token, -1 if the model routes it; None: the
-            model routes all.
+        routes: [N, layers, topk] int16 experts of each token, -1 where the model's own router
+            decides; None: it decides for all tokens.
     """
 
     token_ids: Tensor
@@ -235,7 +235,7 @@ class RowLimit:
 
     Attributes:
         num_tokens: Maximum number of tokens in a row.
-        reason: What sets the limit, for the message.
+        reason: Source of the limit, for the message.
         hint: How to handle a longer row.
     """
 

@@ -46,7 +46,7 @@ class MiniBatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Packing:
-    """Settings for reading and packing rows: keys of the configuration, `merge_rule` resolved."""
+    """Settings for reading and packing rows: configuration keys, with `merge_rule` resolved."""
 
     sequence_layout: Literal["step", "merge", "tree"]
     merge_rule: Literal["lineage", "consecutive", "keep"] | None

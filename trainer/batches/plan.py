@@ -24,7 +24,7 @@ class Plan:
     Attributes:
         trajectories: One row per trajectory of the planned groups: instance_id, trajectory_id,
             return (float64, null if failed), failed (bool), trains (bool: neither failed nor
-            masked), advantage (float64, 0 if it does not train or the estimator works per token),
+            masked), advantage (float64, 0 if it is masked or the estimator works per token),
             mini_batch (int64, its optimizer step within its batch).
         batches: Instance ids of each batch, in order of the groups' first appearance.
         num_groups_without_variance: Trained groups of two or more whose returns are all equal;
@@ -42,7 +42,7 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanSettings:
-    """Settings of a plan; `trainer.config.train_config` describes fields that are keys.
+    """Settings of a plan; `trainer.config.train_config` describes those that are its keys.
 
     Attributes:
         needs_outcomes: Whether every trajectory must have a return or an error.
@@ -111,7 +111,7 @@ def make_plan(returns: pl.DataFrame, settings: PlanSettings) -> Plan:
         got = "it has no rows"
         if constant:
             equal = f"returns do not vary within {count(len(constant), 'group')}"
-            got = f"drop_zero_variance_groups leaves no group to train: {equal}"
+            got = f"drop_zero_variance_groups leaves no group to train on: {equal}"
         hint = "run `rollouts stats DS` to see the rewards"
         raise InvariantError("mask_trains_something", "dataset", got, hint=hint)
     return Plan(
@@ -154,7 +154,7 @@ def _partial_groups(returns: pl.DataFrame, settings: PlanSettings) -> tuple[int,
             f"{num} trajector{'y' if num == 1 else 'ies'}",
             str(size) if settings.group_size else f"{size}, the size of the largest group",
             "pass --set partial_groups=mask to leave such groups out of the loss, or"
-            " --set partial_groups=train to train them as they are",
+            " --set partial_groups=train to train on them as they are",
         )
     return size, partial["instance_id"].to_list()
 
@@ -180,7 +180,7 @@ def _groups_without_variance(trajectories: pl.DataFrame) -> list[str]:
 
 
 def trajectory_advantages(trajectories: pl.DataFrame, estimator: BoundFunction | None) -> pl.Series:
-    """Compute the advantage of each trajectory from its return; 0 if the trajectory is untrained.
+    """Compute the advantage of each trajectory from its return; 0 if it is excluded from training.
 
     Args:
         trajectories: instance_id, return and trains of complete groups.

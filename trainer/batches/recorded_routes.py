@@ -12,13 +12,13 @@ from pipelines.merging.routing import Routing
 from schemas.ragged import IntArray, Ragged
 
 NO_ROUTE = -1
-"""Placeholder for the experts of a token that the model routes itself."""
+"""Placeholder for experts that were not recorded: the model's own router decides."""
 ExpertArray = npt.NDArray[np.int16]
 
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """Experts of a leading part of prompt + response of R rows.
+    """Experts of the leading tokens of prompt + response, for R rows.
 
     Attributes:
         tokens: R rows of [tokens, layers * topk] int16; a row may be empty.
@@ -67,7 +67,7 @@ class Routes:
         for row, length in zip(rows.tolist(), lengths.tolist(), strict=True):
             known = self.tokens.row(row)[:length].tobytes()
             parts = [known[at : at + width] for at in range(0, len(known), width)]
-            number = np.zeros(length, np.int64)  # 0: the model routes the token
+            number = np.zeros(length, np.int64)  # 0: the model's own router decides
             number[: len(parts)] = [numbers.setdefault(part, len(numbers) + 1) for part in parts]
             found.append(number)
         return found

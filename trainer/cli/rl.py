@@ -55,7 +55,7 @@ def rl(
     emit_json(dataclasses.asdict(result)) if as_json else emit(_report(result))
     next_command(f"rollouts plot {result.out}")
     if result.return_mean is None:
-        note("note: all iterations are already trained; increase num_iterations to continue")
+        note("note: all iterations are already complete; increase num_iterations to continue")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Bind functions named by a configuration to the values of their keys, and check these."""
+"""Bind functions named by a configuration to the values of their keys, and check those values."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def check_functions(config: LossConfig) -> None:
     """Check the functions that a configuration names, and the keys of its table `[loss]`.
 
     Raises:
-        ConfigError: config_key, config_value if a key of `[loss]` is a parameter of no function, is
-            also a key of the configuration, or has a value of the wrong type.
+        ConfigError: config_key, config_value if a key of `[loss]` is not a parameter of any
+            function, is also a key of the configuration, or has a value of the wrong type.
         InputError: As for `find`.
     """
     own = [function for function in functions_of(config) if function.is_own]

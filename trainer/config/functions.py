@@ -1,7 +1,7 @@
 """Functions named by the configuration: built-in ones, or your own as `module:function`.
 
 The names of a function's parameters determine its arguments. A parameter named like an input of its
-kind gets that array or tensor; every other parameter is a key of the table `[loss]` or of the
+kind gets that array or tensor; all other parameters are keys of the table `[loss]` or of the
 configuration. See `trainer.algorithms.protocols` for the inputs and results of each kind.
 """
 
@@ -25,8 +25,8 @@ class Kind:
     Attributes:
         key: The key.
         inputs: Names of the parameters that get an array or a tensor, for user functions.
-        needs_one_of: Inputs of which a function must take exactly one, or at least one.
-        exactly_one: Whether exactly one is required.
+        needs_one_of: A function must take at least one of these inputs.
+        exactly_one: Whether it must take exactly one of them.
         module: Module of the built-in functions.
         built_in: Path under `module` of each built-in function, and its inputs, which are repeated
             here because the configuration is checked without importing torch.

@@ -76,7 +76,7 @@ class LossConfig:
     sequence_tis_ratio_clip_high: Positive = 5.0
     """Maximum importance weight of a row; > 0."""
     sequence_mask_metric: Literal["geometric", "product"] | None = None
-    """Leave out rows by the geometric mean, or the product, of their tokens' importance ratios."""
+    """Leave out rows based on the geometric mean or the product of their importance ratios."""
     geo_mask_low: NonNegative = 0.99
     """Minimum geometric mean at which a row is kept; >= 0."""
     geo_mask_high: Positive = 1.01
@@ -105,7 +105,7 @@ class LossConfig:
     kl_target: Positive = 0.1
     """adaptive: target divergence, nats per trained token; > 0."""
     kl_horizon: Count = 10000
-    """adaptive: trajectories over which the coefficient may change by 20 %; >= 1."""
+    """adaptive: number of trajectories over which the coefficient may change by 20%; >= 1."""
     kl_estimator_type: KLEstimator = "k3"
     """Estimator of the KL divergence, in the loss and in the reward."""
     reference_model: str | None = None
@@ -155,7 +155,7 @@ class LossConfig:
 
     @property
     def masks_by_ratio(self) -> bool:
-        """True if tokens or rows are left out by their importance ratios."""
+        """True if tokens or rows are left out based on their importance ratios."""
         thresholds = (
             self.outlier_token_is_threshold_low,
             self.outlier_token_is_threshold_high,

@@ -89,8 +89,8 @@ class TrainConfig(LossConfig):
     """Maximum number of optimizer steps; >= 1. None: no limit."""
 
     sequence_layout: Literal["step", "merge", "tree"] = "merge"
-    """How steps are forwarded: each separately; with steps that continue each other merged; or as a
-    tree, each distinct token once, with the same results as `step`."""
+    """How steps are forwarded: each separately (`step`); merged into one row if they continue each
+    other (`merge`); or as a tree, each distinct token once, with the same results as `step`."""
     merge_rule: Literal["lineage", "consecutive", "keep"] | None = None
     """merge: which steps to merge: see docs/merging.md. `consecutive` is SkyRL's rule; `keep`
     trains on the rows of the dataset as they are. None: `keep` if the dataset was merged, else
@@ -114,7 +114,7 @@ class TrainConfig(LossConfig):
     """Precision of the forward pass; weights and optimizer state are float32 either way."""
 
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
-    """AdamW of torch, or of bitsandbytes with 8-bit moments; also for the critic."""
+    """AdamW from torch, or from bitsandbytes with 8-bit moments; also for the critic."""
     learning_rate: Positive = 1e-6
     """Peak learning rate of the policy; > 0."""
     learning_rate_schedule: Literal["constant", "linear", "cosine"] = "constant"

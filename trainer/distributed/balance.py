@@ -31,7 +31,7 @@ or gather parameters wait for every process.
 
 
 def cost(forest: Forest) -> float:
-    """Estimate the time of a forward pass, in tokens: linear cost, plus attention by depth."""
+    """Estimate the time of a forward pass, in tokens: linear cost, plus attention cost by depth."""
     return forest.num_tokens + int(forest.position_ids.sum()) / DEPTH_OF_DOUBLE_COST
 
 
@@ -64,7 +64,7 @@ def balance(costs: Sequence[float], num_ranks: int) -> IntArray:
 
 
 def own_forests(accelerator: Accelerator, forests: Sequence[Forest]) -> list[tuple[int, Forest]]:
-    """Select and number this process's share; fillers, numbered -1, make shares equally long."""
+    """Select and number this process's share; fillers, numbered -1, pad it to the common length."""
     rounds = balance([cost(forest) for forest in forests], accelerator.num_processes)
     numbers = rounds[:, accelerator.process_index].tolist()
     return [(number, forests[number] if number >= 0 else FILLER) for number in numbers]

@@ -33,7 +33,7 @@ def make_accelerator(
     Args:
         out: Directory of the run.
         dtype: Precision of the forward pass.
-        optimizer: Kind of optimizer, which must fit the launch.
+        optimizer: Kind of optimizer; adamw_8bit does not work with FSDP.
         trackers: Accelerate trackers of the run.
 
     Raises:

@@ -43,7 +43,7 @@ def whole_weights(model: nn.Module, *, keep: bool) -> dict[str, Tensor] | None:
 
 
 def under(module: str, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Select the weights of a submodule, by their names within the submodule.
+    """Select the weights of a submodule, keyed by their names within it.
 
     Example:
         >>> under("model", {"model.head": torch.zeros(1), "value_head.bias": torch.zeros(1)}).keys()
@@ -73,7 +73,7 @@ def clip_and_step(
 ) -> float:
     """Clip the gradient's L2 norm over the shards of all processes, step, and clear the gradient.
 
-    No step is made if the norm is not finite.
+    No step is taken if the norm is not finite.
 
     Returns:
         The norm before clipping.

@@ -118,7 +118,7 @@ class TransformersEngine:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         session: str | None = None,
     ) -> Sampled:
-        """See `Engine.chat`; messages are normalised as vLLM does for templates.
+        """See `Engine.chat`; messages are normalised for the template as in vLLM.
 
         Tool calls are parsed in the Hermes style.
         """

@@ -11,7 +11,7 @@ def open_engine(config: GenerateConfig) -> Engine:
     """Open the engine of a configuration.
 
     Raises:
-        RolloutError: As the engine's constructor.
+        RolloutError: As for the engine's constructor.
         MissingExtra: extra_installed.
     """
     extra = "train" if config.engine == "transformers" else "generate"

@@ -1,10 +1,9 @@
-"""Attention over a forest without a mask of tokens x tokens.
+"""Attention over a forest without a tokens x tokens mask.
 
 Chains side by side attend causally, each only to itself; `trainer.models.tree_attention` handles
 trees. A model asks Transformers for its masks, and Transformers calls the mask function registered
-here. Inside `forest_mask`, this function returns the forest and the window that the model asked
-for, which the attention function registered here uses; outside, both behave like Transformers'
-SDPA.
+here. Inside `forest_mask`, this function returns the forest and the requested window, and the
+attention function registered here uses them; outside, both behave like Transformers' SDPA.
 """
 
 from __future__ import annotations
@@ -163,11 +162,11 @@ def chain_attention(
 
     Raises:
         ValueError: If the layer caps or biases its scores, which SDPA does not support; or if its
-            mask does not come from Transformers, and so ignores the forest.
+            mask does not come from Transformers and therefore ignores the forest.
     """
     if not isinstance(attention_mask, ForestMask):
         if FOREST.get() is not None:
-            raise ValueError("the model makes its attention mask without Transformers")
+            raise ValueError("the model builds its attention mask without Transformers")
         output, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **settings
         )

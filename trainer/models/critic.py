@@ -50,7 +50,7 @@ class Critic(nn.Module):
 
     @property
     def _no_split_modules(self) -> Any:
-        """Layer classes to shard one by one, as Accelerate asks for them."""
+        """Layer classes to shard one by one; Accelerate reads this attribute."""
         return self.model._no_split_modules
 
     def forward(self, forest: Forest) -> Tensor:
@@ -80,7 +80,7 @@ class Critic(nn.Module):
 def load_critic(path: str, *, gradient_checkpointing: bool = False, trees: bool = False) -> Critic:
     """Load a critic from a model directory; a missing value head is initialised with zeros.
 
-    Then all values are 0 at first, and gae starts from the discounted returns.
+    In that case, all values are 0 at first, and gae starts from the discounted returns.
 
     Raises:
         InputError: If the model cannot be loaded, or the value head belongs to a different model.
@@ -147,7 +147,7 @@ def clipped_value_loss(
         values: [M] current values, with gradient.
         old_values: [M] values at the start of the batch.
         targets: [M] gae's A + V_old, before whitening.
-        clip: Maximum distance from the old value that lowers the loss; None: 0.5 * (V - target)^2.
+        clip: Largest change of a value that can lower the loss; None: 0.5 * (V - target)^2.
 
     Returns:
         [M] loss per target, not reduced.
@@ -168,7 +168,7 @@ def update_critic(
     """Accumulate the gradient of one mini-batch's value loss and step.
 
     The loss is the mean over the mini-batch's targets, independent of micro-batches. No step is
-    made without targets, or if the gradient is not finite.
+    taken without targets, or if the gradient is not finite.
 
     Args:
         learner: Critic and optimizer.

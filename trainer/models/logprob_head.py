@@ -34,7 +34,7 @@ def target_logprobs(
 
     The softmax is in float32, in blocks of rows. The backward pass overwrites the logits with their
     gradient, so no other operation may need them in its backward pass; PyTorch raises if one does.
-    So a chunk stores its logits only once, in their original precision, in both passes.
+    A chunk's logits are thus stored only once, in their original precision, in both passes.
 
     Args:
         logits: [C, V] output of the head.

@@ -1,4 +1,4 @@
-"""LoRA: training of low-rank adapters (by peft) while the policy's weights are frozen."""
+"""LoRA: train low-rank adapters (from peft) while the policy's weights are frozen."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def add_adapter(policy: Policy, adapter: AdapterSettings, path: Path | None = No
 
     Raises:
         MissingExtra: If peft is not installed.
-        ConfigError: If `lora_target_modules` names no linear layers of the decoder.
+        ConfigError: If `lora_target_modules` does not name linear layers of the decoder.
         InputError: If the adapter cannot be read, or belongs to a different model.
     """
     with requires_extra("lora", "lora_rank"):
@@ -85,7 +85,7 @@ def linear_layers(model: Any) -> list[str]:
     """List name suffixes of linear layers except the head; only attention if there are experts.
 
     In Transformers, experts and routers are not linear layers, but peft would match those whose
-    name ends like that of a linear layer.
+    names have the same ending as a linear layer's.
     """
     head, modules = model.get_output_embeddings(), list(model.named_modules())
     layers = [n.split(".") for n, m in modules if isinstance(m, nn.Linear) and m is not head]
@@ -98,8 +98,8 @@ def _check_targets(model: Any, adapter: AdapterSettings, names: Sequence[str]) -
     head = model.get_output_embeddings()
     for name, layer in _layers(model):
         if layer is head or not isinstance(layer.base_layer, nn.Linear):
-            kind = "the head" if layer is head else f"a {type(layer.base_layer).__name__}"
-            got = f"{name} is {kind}, but adapters need linear layers of the decoder"
+            kind = "is the head" if layer is head else f"has type {type(layer.base_layer).__name__}"
+            got = f"{name} {kind}, but adapters need linear layers of the decoder"
             raise _no_targets(adapter, got, names)
 
 
@@ -201,7 +201,7 @@ class WithoutAdapter(nn.Module):
 
     def __init__(self, policy: nn.Module) -> None:
         super().__init__()
-        self.policy = (policy,)  # in a tuple, so that it is no submodule whose weights count twice
+        self.policy = (policy,)  # a tuple, or it would be a submodule whose weights count twice
 
     def forward(self, forest: Forest, temperature: Tensor) -> tuple[Tensor, Tensor]:
         """See `Policy.forward`."""

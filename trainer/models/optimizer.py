@@ -16,7 +16,7 @@ from schemas.extras import requires_extra
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerSettings:
-    """Keys of the configuration that the policy's optimizer and the critic's share."""
+    """Configuration keys shared by the optimizers of the policy and the critic."""
 
     optimizer: Literal["adamw", "adamw_8bit"]
     betas: tuple[float, float]
@@ -30,7 +30,7 @@ def make_optimizer(
     learning_rate: float,
     device: torch.device,
 ) -> torch.optim.Optimizer:
-    """Make the AdamW optimizer of `settings.optimizer`; torch's is fused on a GPU.
+    """Make the AdamW optimizer named by `settings.optimizer`; torch's is fused on a GPU.
 
     Args:
         parameters: Parameters of a model; frozen ones are ignored.

@@ -41,7 +41,7 @@ class Policy(nn.Module):
     mode, because the sampler had no dropout either.
 
     Args:
-        model: A causal LM whose layers are full or sliding-window attention.
+        model: A causal LM whose layers use full or sliding-window attention.
         logprob_chunk_tokens: Number of targets whose logits are in memory at once.
         entropy_gradient: Whether the entropy has a gradient.
     """
@@ -64,7 +64,7 @@ class Policy(nn.Module):
 
     @property
     def _no_split_modules(self) -> Any:
-        """Layer classes to shard one by one, as Accelerate asks for them."""
+        """Layer classes to shard one by one; Accelerate reads this attribute."""
         return self.model._no_split_modules
 
     def forward(self, forest: Forest, temperature: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """Make rotary frequencies depend on the configuration only, not on what is packed together.
 
-For LongRoPE and dynamic NTK, Transformers chooses the frequencies by the largest position in a
-forward pass, so one long row would affect every other row in it. vLLM chooses the frequencies once,
+For LongRoPE and dynamic NTK, Transformers bases the frequencies on the largest position in a
+forward pass, so one long row would affect all other rows in it. vLLM chooses the frequencies once,
 for the longest row that it may serve. We do the same, so that log-probabilities are comparable.
 """
 
@@ -32,7 +32,7 @@ def fix_frequencies(model: Any) -> None:
 
 
 def longest_row(module: nn.Module) -> int | None:
-    """Return the row length that determines a rotary module's frequencies; None if constant."""
+    """Return the row length that determines a module's frequencies, or None if they are fixed."""
     config = getattr(module, "config", None)
     if config is None or not hasattr(module, "rope_type"):
         return None

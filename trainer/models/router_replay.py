@@ -66,7 +66,7 @@ Limits on the choice, such as groups or a bias, do not affect the weights in the
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Routers:
-    """Routers of a model of a supported family.
+    """Routers of a model from a supported family.
 
     Attributes:
         by_layer: Router by layer number, for layers that have one.
@@ -102,7 +102,7 @@ def routers_of(model: Any) -> Routers | None:
 
 
 def make_replayable(model: Any) -> None:
-    """Make the routers of a model use the experts of `replayed`, if they are supported."""
+    """Make the routers of a model, if supported, use the experts that `replayed` sets."""
     routers = routers_of(model)
     for layer, router in routers.by_layer.items() if routers else ():
         router.register_forward_hook(partial(_replay, layer))
@@ -113,8 +113,8 @@ def replayed(routes: Tensor | None) -> Iterator[None]:
     """Use recorded experts in forward passes inside this context.
 
     Args:
-        routes: [N, layers, topk] experts of the N forwarded tokens, -1 if the model routes a token;
-            None: the model routes all.
+        routes: [N, layers, topk] experts of the N forwarded tokens, -1 where the model's own router
+            decides; None: it decides for all tokens.
     """
     token = _REPLAYED.set(routes)
     try:

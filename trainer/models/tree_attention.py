@@ -2,7 +2,7 @@
 
 On a CPU it runs piece by piece: the tokens between two branches attend to their ancestors, gathered
 into a contiguous range, and causally to themselves. On CUDA it uses FlexAttention, whose kernel
-skips blocks without attention. Neither allocates a mask of tokens x tokens.
+skips blocks without attention. Neither allocates a tokens x tokens mask.
 """
 
 from __future__ import annotations
@@ -142,8 +142,8 @@ def _causal(num_queries: int, num_keys: int, window: int | None, device: torch.d
 def block_mask(tree: Tensor, window: int | None) -> BlockMask:
     """Build FlexAttention's mask of a forest from (N / 128)^2 blocks, not from tokens x tokens.
 
-    A block of keys is visible to a block of queries if the subtree of any of its tokens reaches
-    that block; the mask is evaluated per token only if some do not.
+    A block of keys is visible to a block of queries if the subtree of any key reaches into the
+    query block; the mask is evaluated per token unless all queries see all keys.
     """
     num_tokens = tree.shape[-1]
     depth, end = pad(tree[0, 0], (0, -num_tokens % BLOCK))

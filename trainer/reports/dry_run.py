@@ -30,7 +30,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """Numbers of one pass over the dataset in one layout, for forward passes with gradient.
+    """Counts for one pass over the dataset in one layout, for forward passes with gradient.
 
     Attributes:
         num_sequences: Rows with trained tokens.
@@ -64,10 +64,10 @@ class DryRun:
         num_epochs: Passes over the dataset.
         num_mini_batches: Mini-batches in one pass over the dataset, times `epochs_per_batch`.
         num_updates: Maximum number of optimizer steps of the run.
-        num_updates_made: Optimizer steps made before resuming.
+        num_updates_made: Optimizer steps taken before resuming.
         num_trained_tokens: Response tokens in the loss in one pass over the dataset.
         trained_layout: The layout in `layouts` with which the run trains.
-        layouts: Numbers of one pass over the dataset, by layout.
+        layouts: Counts for one pass over the dataset, by layout.
         max_row_tokens: Maximum row length.
         memory: Memory of one process.
         functions: Policy loss, advantage estimator and reduction, by key, with the values of their
@@ -94,7 +94,7 @@ class DryRun:
 
 
 def dry_run(config: TrainConfig, *, resume: bool = False) -> DryRun:
-    """Plan, check and load a run like `train`, and count what it would forward, without output.
+    """Plan, check and load a run like `train`, and count what it would forward; write nothing.
 
     Counting reads the dataset once per layout, batch by batch.
 

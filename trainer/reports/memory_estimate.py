@@ -20,7 +20,7 @@ PROBE_TOKENS = 32
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Memory:
-    """Bytes on one process's device, without libraries, the CUDA context and fragmentation.
+    """Bytes on one process's device, excluding libraries, the CUDA context and fragmentation.
 
     Attributes:
         weights: Policy and critic, and the copies in `dtype` that a forward pass makes.

@@ -49,7 +49,7 @@ def plot_runs(runs: Sequence[Path], out: Path, metrics: Sequence[str] = ()) -> l
         The plotted metrics.
 
     Raises:
-        InputError: If metrics are missing or invalid; if no run has a metric.
+        InputError: If metrics are missing or invalid, or a metric has no values in any run.
         ConfigError: If matplotlib does not support the format.
         MissingExtra: If matplotlib is not installed.
     """
@@ -146,7 +146,7 @@ def _chosen(lines: Mapping[str, Sequence[Mapping[str, Any]]], metrics: Sequence[
     found = list(dict.fromkeys(metrics)) or [metric for metric in DEFAULT if is_there(metric)]
     if not found:
         raise InputError(
-            "metric", ", ".join(lines), "no optimizer step was made, so there is nothing to plot"
+            "metric", ", ".join(lines), "no optimizer step was taken, so there is nothing to plot"
         )
     return found
 

@@ -24,7 +24,7 @@ from trainer.rl.schedule import num_allowed
 from trainer.run.settings import plan_settings
 
 DROPPED_IN_A_ROW = 30
-"""Number of iterations' worth of consecutive groups without variance after which a run ends."""
+"""A run ends after this many iterations' worth of consecutive groups without variance."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -84,7 +84,7 @@ class Collector:
 
     @property
     def num_begun(self) -> int:
-        """Number of groups in iterations, plus those still running."""
+        """Number of groups assigned to iterations, plus those still running."""
         return self._groups.num_kept + len(self._begun)
 
     def num_newly_dropped(self) -> int:
@@ -100,7 +100,7 @@ class Collector:
         return found
 
     def advance(self, iteration: int) -> None:
-        """Start the groups allowed after the weights of `iteration` iterations were loaded."""
+        """Start the groups allowed once the weights after `iteration` iterations are loaded."""
         self.iteration = iteration
         self._start_all()
 

@@ -107,7 +107,7 @@ class RlConfig:
 
     @property
     def generation(self) -> GenerateConfig:
-        """Configuration that samples rollouts; its `out` is not used."""
+        """Configuration for sampling rollouts; its `out` is not used."""
         settings = {"seed": self.seed} if self._is_embedded else {}
         paths = {"tasks": self.tasks, "model": self.model, "out": f"{self.out}/{ROLLOUTS}"}
         return _record("generate", GenerateConfig, settings | self.generate | paths)
@@ -226,7 +226,7 @@ def load_rl_config(
 
     Raises:
         InputError: config_file, input_file.
-        ConfigError: config_key, config_value, sampling: as `rollout_io.configuration.load_record`,
+        ConfigError: config_key, config_value, sampling: as for `configuration.load_record`,
             with the table in the key.
     """
     given, where = read_toml(toml_path) | given_options({"out": out}), str(toml_path)

@@ -114,8 +114,8 @@ def set_metrics(name: str, returns: pl.DataFrame, planned: EvaluateConfig) -> di
     Args:
         name: Name of the set.
         returns: instance_id and return of the trajectories that did not fail.
-        planned: Settings of the set: `tasks` have the sources; `group_size` is the largest n of
-            `pass_at_n`.
+        planned: Settings of the set: `tasks` contains the sources; `group_size` is the largest n
+            of `pass_at_n`.
     """
     tasks, unknown = read_tasks(planned.tasks, 1), None if name else "unknown"
     source = {t.instance_id: t.extras.get("data_source") or unknown for t in tasks}

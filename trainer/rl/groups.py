@@ -30,7 +30,7 @@ class Groups:
     Attributes:
         size: Groups per iteration.
         names: Instance ids of all finished groups, including dropped ones.
-        num_kept: Number of groups in iterations.
+        num_kept: Number of groups assigned to iterations.
         unfinished: Finished trajectories of groups that an earlier process left incomplete, by
             group.
 

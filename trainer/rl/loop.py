@@ -59,7 +59,7 @@ class RlResult:
         out: Directory of the run.
         checkpoint: Model directory of the final policy.
         num_iterations: Completed iterations.
-        num_updates: Optimizer steps made.
+        num_updates: Optimizer steps taken.
         num_skipped_updates: Mini-batches without a step.
         num_trained_groups: Groups that contributed a nonzero gradient to a step.
         num_greedy_rows: Rows masked because they were sampled at temperature 0.
@@ -95,7 +95,7 @@ def run(
     Raises:
         RolloutError: If the configuration, model, tasks or environments are not usable; if the
             engine fails; if every trajectory of an iteration failed; if the run to resume had
-            another configuration, or is still running; if the disk is full.
+            a different configuration, or is still running; if the disk is full.
     """
     _refuse_several_processes()
     checkpoint = find_checkpoint(config, resume=resume)
@@ -236,7 +236,7 @@ class Loop:
         return found
 
     async def _begin_engine(self) -> None:
-        """Load the run's weights into the engine, even if it has some: servers outlive runs."""
+        """Load the run's weights into the engine, which may hold others: servers outlive runs."""
         version = self.learning.iteration
         if version:
             await self._sync()

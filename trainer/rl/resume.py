@@ -77,7 +77,7 @@ def flat(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def prepare(config: RlConfig, progress: Progress) -> dict[int, float | None]:
-    """Truncate a run's directory to the state to resume from, and save the configuration.
+    """Roll a run's directory back to the state to resume from, and save the configuration.
 
     Returns:
         Mean returns of existing evaluations, by version.

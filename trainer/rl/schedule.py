@@ -8,7 +8,7 @@ from itertools import accumulate
 
 
 def num_allowed(*, iteration: int, max_staleness: int, num_iterations: int, size: int) -> int:
-    """Compute how many groups may have been started, finished or not, during an iteration.
+    """Compute how many groups, finished or not, may have been started by a given iteration.
 
         min(max_staleness + iteration + 1, num_iterations) * size
 

@@ -19,7 +19,7 @@ def shuffled_tasks(tasks: Sequence[Task], seed: int) -> Iterator[Task]:
 
     Args:
         tasks: One attempt at each task.
-        seed: Determines the order of each pass, together with its number.
+        seed: Determines the order of each pass, together with the number of the pass.
 
     Example:
         >>> tasks = [Task(instance_id=name, repetition_id=0, prompt=[]) for name in "ab"]

@@ -36,7 +36,7 @@ def warnings_before(rows: pl.DataFrame, plan: Plan, config: TrainConfig) -> dict
     is_built_in = config.advantage_estimator in ADVANTAGE_ESTIMATOR.built_in
     if config.compares_groups and (alone := num_groups_of_one(plan)):
         found["groups_of_one"] = (
-            f"only one trajectory trains in {alone} of {count(sum(map(len, plan.batches)), 'group')}:"
+            f"only one trajectory is trained on in {alone} of {count(sum(map(len, plan.batches)), 'group')}:"
             f" {config.advantage_estimator} has no other trajectory to compare it with"
             + (", so its advantage is 0" if is_built_in else "")
         )

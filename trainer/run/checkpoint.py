@@ -61,9 +61,9 @@ def save_checkpoint(
     Adapters are merged into the model, and also written to `adapter/` in peft's format. A critic is
     written to `critic/`, which `critic_model` accepts.
 
-    The directory is written under another name, synced, and renamed; then `checkpoints/latest` is
-    updated; then old checkpoints are renamed and deleted. An existing checkpoint of the same update
-    is kept.
+    The directory is written under a temporary name, synced, and renamed; then `checkpoints/latest`
+    is updated; then old checkpoints are renamed and deleted. An existing checkpoint of the same
+    update is kept.
 
     Args:
         model: The model, float32.

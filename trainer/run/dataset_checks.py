@@ -39,7 +39,7 @@ def check_rows(
         must_learn: Whether to reject rows from which nothing can be learned.
 
     Returns:
-        The rows of `index` that train.
+        The rows of `index` to train on.
 
     Raises:
         InvariantError, InputError: With the rule and the first row that breaks it; or if no row is
@@ -62,7 +62,7 @@ def check_rows(
 
 
 def num_greedy_rows(index: pl.DataFrame, plan: Plan) -> int:
-    """Count rows of trained trajectories left out because they were sampled at temperature 0."""
+    """Count the rows of trained trajectories left out because they have temperature 0."""
     trained = plan.trajectories.filter("trains")["trajectory_id"]
     return index.filter(pl.col("greedy") & pl.col("trajectory_id").is_in(trained.implode())).height
 
@@ -100,7 +100,7 @@ def _check_lists(rows: pl.DataFrame) -> None:
 
 
 def _check_step_rewards(rows: pl.DataFrame, estimator: str) -> None:
-    """Check the rewards of steps, which token-level estimators add up."""
+    """Check the rewards of steps, which token-level estimators sum."""
     _refuse(
         rows, pl.col("trains") & ~pl.col("has_reward"), "unknown_reward",
         pl.lit(f"reward and rewards are null, but {estimator} needs the reward of every step"), "",
@@ -139,7 +139,7 @@ def _refuse_nothing_to_learn(rows: pl.DataFrame, plan: Plan, config: TrainConfig
         raise InvariantError(
             "mask_trains_something",
             config.dataset,
-            "no token trains",
+            "there are no tokens to train on",
             hint="look for loss masks that are all false, failed trajectories, groups without variance,"
             " and rows sampled at temperature 0",
         )
@@ -168,7 +168,7 @@ def corrects_for_sampler(
     error.
 
     Args:
-        rows: Rows that train.
+        rows: Rows to train on.
         config: Configuration of the run.
         logprobs_mode: Mode of `rollout_logprobs` in the dataset. An unknown mode is treated as raw,
             which matters only if raw log-probabilities differ from those of the sampled
@@ -188,7 +188,7 @@ def corrects_for_sampler(
         off = "train with a policy_loss_type and masks that need no importance ratios"
     _refuse(
         rows, ~pl.col("has_logprobs"), "rollout_logprobs",
-        pl.lit("rollout_logprobs is null, but other rows that train have them"), "", off,
+        pl.lit("rollout_logprobs is null here but present in other rows to train on"), "", off,
     )  # fmt: skip
     for rule, got in {
         "logprobs_finite": "rollout_logprobs contains null, NaN or infinity",
@@ -231,7 +231,7 @@ def _refuse_mismatched_logprobs(rows: pl.DataFrame, logprobs_mode: str | None, o
 def _refuse_without_logprobs(config: TrainConfig) -> None:
     needing = {
         f"policy_loss_type {config.policy_loss_type}": config.is_anchored_on_sampler,
-        "a mask by importance ratios": config.masks_by_ratio,
+        "a mask based on importance ratios": config.masks_by_ratio,
         f"tis_ratio_type {config.tis_ratio_type}": config.tis_ratio_type in ("token", "sequence"),
     }
     for name, needs in needing.items():

@@ -27,7 +27,7 @@ class KlReward:
         kl_estimator: Estimator of the divergence.
         estimator: Takes returns; None: advantages are estimated per token.
         target: Target of the adaptive controller, nats; None: the coefficient is constant.
-        horizon: Sequences over which the controller may change the coefficient by 20 %.
+        horizon: Sequences over which the controller may change the coefficient by 20%.
     """
 
     kl_estimator: KLEstimator

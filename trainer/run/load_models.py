@@ -81,7 +81,7 @@ class Checked:
 
     Attributes:
         corrects: Whether importance weights and masks apply.
-        num_greedy_rows: Rows that do not train because they were sampled at temperature 0.
+        num_greedy_rows: Rows excluded from training because they were sampled at temperature 0.
         remarks: Notes and warnings by subject.
     """
 
@@ -103,7 +103,7 @@ def check_dataset(
         must_learn: Whether to reject a dataset from which nothing can be learned.
 
     Raises:
-        RolloutError: If a row cannot be trained as configured.
+        RolloutError: If a row cannot be trained on as configured.
     """
     size, limit = models.vocab_size, models.limit
     rows = check_rows(index, plan, config, vocab_size=size, limit=limit, must_learn=must_learn)
@@ -111,8 +111,8 @@ def check_dataset(
     found = {}
     if num_greedy:
         found["greedy"] = (
-            f"warning: {count(num_greedy, 'row')} sampled at temperature 0 will not train: greedy samples"
-            " have no gradient"
+            f"warning: {count(num_greedy, 'row')} sampled at temperature 0 will be excluded from training: greedy"
+            " samples have no gradient"
         )
     if rows.is_empty():
         corrects = config.corrects_for_sampler

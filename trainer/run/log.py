@@ -20,7 +20,7 @@ from trainer.run.run_metrics import GENERATED, LOOP_METRICS, METRICS, OWN_LOSS
 
 _LOGGER = logging.getLogger(__name__)
 ZERO_LOSS = 1e-6
-"""Absolute value below which a loss is printed as almost 0."""
+"""Absolute value below which a loss is treated as 0."""
 
 
 def say(text: str) -> None:
@@ -129,7 +129,11 @@ def progress_line(metrics: dict[str, Any], num_planned: int) -> str:
         'update 2 of 6: loss -0.0123, reward 0.5, 850 tokens/s, 3.2 s'
     """
     if metrics["skipped"]:
-        why = "the gradient is not finite" if metrics["num_trained_tokens"] else "no token trains"
+        why = (
+            "the gradient is not finite"
+            if metrics["num_trained_tokens"]
+            else "no tokens to train on"
+        )
         return f"mini-batch skipped: {why}"
     numbers = numbers_of(metrics)
     return (

@@ -33,7 +33,7 @@ class TrainResult:
     Attributes:
         out: Directory of the run.
         checkpoint: Model directory of the final policy.
-        num_updates: Optimizer steps made.
+        num_updates: Optimizer steps taken.
         num_skipped_updates: Mini-batches without a step, because they had no trained tokens or the
             gradient was not finite.
         num_groups: Groups in the plan.
@@ -74,8 +74,8 @@ def train(config: TrainConfig, *, resume: bool = False) -> TrainResult:
 
     Raises:
         RolloutError: If the dataset, the model or the configuration cannot be used for training; if
-            the run to resume had another dataset or configuration, or is still running; if the disk
-            is full.
+            the run to resume had a different dataset or configuration, or is still running; if the
+            disk is full.
     """
     run = set_up(config, resume=resume)
     plan, config = run.plan, run.config
@@ -122,7 +122,7 @@ def _open(config: TrainConfig, run: TrainingRun, held: ExitStack) -> None:
 
 
 def _write(accelerator: Accelerator, out: Path, work: Callable[[], object] | None) -> None:
-    """Write in the main process; a full disk stops all. Other processes may pass None as `work`."""
+    """Run `work` in the main process; a full disk stops all processes. Others may pass None."""
 
     def write() -> None:
         with stops_when_full(out):

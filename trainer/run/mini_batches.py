@@ -1,4 +1,4 @@
-"""Train batch by batch: load it, evaluate the models, update by its mini-batches."""
+"""Train batch by batch: load one, evaluate the models on it, and update per mini-batch."""
 
 from __future__ import annotations
 

@@ -22,12 +22,12 @@ FACTS = pl.Struct({"num_routed": pl.Int64, "highest": pl.Int64, "repeats": pl.Bo
 def check_replay(
     rollouts: pl.LazyFrame, models: dict[str, Any], rows: pl.DataFrame, *, replays: bool
 ) -> str:
-    """Check the recorded experts of the rows that train against the models that will use them.
+    """Check the recorded experts of the rows to train on against the models that will use them.
 
     Args:
         rollouts: The dataset.
         models: Transformers models by directory.
-        rows: Rows of `trainer.batches.data.index_rows` that train.
+        rows: Rows of `trainer.batches.data.index_rows` to train on.
         replays: False: recorded experts are ignored.
 
     Returns:
@@ -75,7 +75,7 @@ def _fitting(path: str, model: Any, shape: tuple[int, ...]) -> Routers:
 
 
 def _facts(rollouts: pl.LazyFrame, layers: list[int]) -> pl.DataFrame:
-    """Measure each row's routes in layers with a router: number of tokens, largest id, repeats."""
+    """Summarise each row's routes in router layers: number of tokens, largest id, repeats."""
 
     def look(column: pl.Series) -> pl.Series:
         routes = Routes.from_arrow(pa.chunked_array([column.to_arrow()]))

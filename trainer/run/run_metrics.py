@@ -63,7 +63,8 @@ METRICS = {
     ),
     "num_trained_tokens": Metric("tokens", "Response tokens in the loss."),
     "num_forwarded_tokens": Metric(
-        "tokens", "Tokens forwarded with gradient, without the pass for the old log-probabilities."
+        "tokens",
+        "Tokens forwarded with gradient, excluding the pass for the old log-probabilities.",
     ),
     "repeated_share": Metric(
         "fraction",
@@ -71,7 +72,9 @@ METRICS = {
         " micro-batches; only with `sequence_layout` tree.",
     ),
     "num_micro_batches": Metric("forwards", "Micro-batches of the mini-batch, over all processes."),
-    "skipped": Metric("0 or 1", "1: no step: no trained tokens, or a gradient that is not finite."),
+    "skipped": Metric(
+        "0 or 1", "1 if no step was taken: no trained tokens, or the gradient is not finite."
+    ),
     "is_ratio_mean": Metric(
         "1",
         "Mean over the trained tokens of exp(`old_logprobs` - `rollout_logprobs`), before caps and"
@@ -94,10 +97,14 @@ METRICS = {
         "fraction",
         "Trained tokens left out individually, as a fraction of those in rows that are kept.",
     ),
-    "geo_sequence_mask_masked_ratio": Metric("fraction", "Rows left out by the geometric mean."),
+    "geo_sequence_mask_masked_ratio": Metric(
+        "fraction", "Rows left out because of the geometric mean."
+    ),
     "geo_sequence_mask_over_high_ratio": Metric("fraction", "Rows above `geo_mask_high`."),
     "geo_sequence_mask_under_low_ratio": Metric("fraction", "Rows below `geo_mask_low`."),
-    "product_sequence_mask_masked_ratio": Metric("fraction", "Rows left out by the product."),
+    "product_sequence_mask_masked_ratio": Metric(
+        "fraction", "Rows left out because of the product."
+    ),
     "product_sequence_mask_over_high_ratio": Metric("fraction", "Rows above `product_mask_high`."),
     "product_sequence_mask_under_low_ratio": Metric("fraction", "Rows below `product_mask_low`."),
     "rollout_logprobs_abs_diff_mean": Metric(
@@ -162,7 +169,7 @@ METRICS = {
     ),
     "critic/grad_norm": Metric(
         "1",
-        "L2 norm of the critic's gradient before clipping; null, without a step, if not finite.",
+        "L2 norm of the critic's gradient before clipping; null if not finite (then no step is taken).",
     ),
     **_GENERATED,
     "num_rows": Metric("rows", "Rows of the mini-batch, in `sequence_layout`."),

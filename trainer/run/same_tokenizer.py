@@ -18,9 +18,8 @@ def check_tokenizers(config: TrainConfig, metadata: DatasetMetadata) -> list[str
 
     Fingerprints are compared if the dataset has one. Otherwise (for example, if a log of exact
     tokens was converted without `--tokenizer`) only model names can be compared, which may differ
-    for other reasons. A
-    model directory without tokenizer files cannot be compared. A different chat template does not
-    change the dataset's token ids.
+    for other reasons. A model directory without tokenizer files cannot be compared. A different
+    chat template does not change the dataset's token ids.
 
     Args:
         config: Configuration of the run.
@@ -64,10 +63,10 @@ def _names(model: str, metadata: DatasetMetadata) -> str:
         return f"note: {missing}, so {model} was not compared with it; {advice}"
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     if {_last_part(name) for name in names} & _names_of(model):
-        return f"note: the model's name matches the dataset ({shown}), tokenizers were not compared; {advice}"
+        return f"note: the model's name matches the dataset ({shown}), but the tokenizers were not compared; {advice}"
     return (
-        f"warning: the dataset was sampled from {shown}, judging by its name a different model than"
-        f" {model}, and the tokenizers were not compared; {advice}"
+        f"warning: the dataset was sampled from {shown}; judging by its name, this is a different model"
+        f" than {model}, and the tokenizers were not compared; {advice}"
     )
 
 

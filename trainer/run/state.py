@@ -1,4 +1,4 @@
-"""State in a checkpoint beside the models: everything needed to resume."""
+"""State in a checkpoint alongside the models: everything needed to resume."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Position:
         mini_batch: Number of completed mini-batches of the next batch, over `epochs_per_batch`.
         kl_coef: Coefficient of the divergence in that batch's reward.
         known: Model outputs at the start of that batch, [T] float32 on the CPU, by name: those
-            that the run needs of `old_logprobs`, `ref_logprobs` and `values`. Empty between
+            of `old_logprobs`, `ref_logprobs` and `values` that the run needs. Empty between
             batches.
     """
 
@@ -49,7 +49,7 @@ class Progress:
 
     Attributes:
         position: Position of the run.
-        global_step: Optimizer steps made.
+        global_step: Optimizer steps taken.
         num_skipped: Mini-batches without a step.
         trained: Groups that contributed a gradient to a step.
     """

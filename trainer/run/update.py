@@ -116,7 +116,7 @@ def update(
 
         loss = sum of w (c p + kl_loss_coef k - entropy_loss_coef h)
 
-    No step is made without trained tokens, or if the gradient is not finite.
+    No step is taken without trained tokens, or if the gradient is not finite.
 
     Args:
         learner: Policy and optimizer.
@@ -128,7 +128,7 @@ def update(
         ref_logprobs: [T] the learner's reference; None without one.
 
     Returns:
-        Metrics; `skipped` is 1 if no step was made.
+        Metrics; `skipped` is 1 if no step was taken.
 
     Raises:
         InputError: If a user's loss or reduction fails, or its result is invalid.

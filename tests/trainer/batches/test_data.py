@@ -102,7 +102,7 @@ def test_groups_without_variance_are_counted_and_left_out_only_if_asked() -> Non
 def test_a_plan_that_would_leave_no_group_says_so() -> None:
     table = returns(("same", 1.0, None), ("same", 1.0, None))
     with pytest.raises(
-        RolloutError, match=r"leaves no group to train: returns do not vary within 1 group\b"
+        RolloutError, match=r"leaves no group to train on: returns do not vary within 1 group\b"
     ):
         make_plan(table, plan_settings(config(drop_zero_variance_groups=True)))
 
@@ -273,7 +273,7 @@ def test_index_counts_what_a_chain_forwards(tmp_path: Path) -> None:
         ({"response_ids": [VOCAB] * 4}, f".* found token id {VOCAB}; expected an id from 0 to 60"),
         ({"prompt_token_ids": list(range(61)) * 2}, ".* found 125 tokens to forward"),
         ({"temperature": -1.0}, ".*: found temperature -1.0; expected a finite"),
-        ({"loss_mask": [False] * 4}, "d: no token trains"),
+        ({"loss_mask": [False] * 4}, "d: there are no tokens to train on"),
     ],
 )
 def test_row_that_cannot_train_is_refused_before_anything_is_trained(
@@ -355,5 +355,5 @@ def test_logprobs_in_a_part_of_the_rows_are_refused(tmp_path: Path) -> None:
     rows = two_step_trajectory(np.random.default_rng(0), "a", 0, reward=1.0)
     rows[1]["rollout_logprobs"] = [-1.0] * 4
     index = checked(scan(tmp_path, rows))
-    with pytest.raises(RolloutError, match=r"row 0.* rollout_logprobs is null, but other rows"):
+    with pytest.raises(RolloutError, match=r"row 0.* rollout_logprobs is null here but present"):
         corrects_for_sampler(index, config(), "raw")

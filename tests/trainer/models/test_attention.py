@@ -135,7 +135,9 @@ def test_a_mask_of_the_models_own_making_is_refused() -> None:
     model.model.layers[0].self_attn.forward = lambda attention_mask, **given: attend(
         attention_mask=torch.zeros(attention_mask.tree.shape[-1]), **given
     )
-    with pytest.raises(ValueError, match="the model makes its attention mask without Transformers"):
+    with pytest.raises(
+        ValueError, match="the model builds its attention mask without Transformers"
+    ):
         policy(forest, torch.ones(forest.num_targets))
 
 

@@ -209,7 +209,10 @@ def test_only_the_layers_that_are_named_have_adapters(
     [
         (("nothing",), "peft cannot add adapters: Target modules {'nothing'} not found"),
         (("lm_head",), "lm_head is the head, but adapters need linear layers"),
-        (("embed_tokens",), "model.embed_tokens is a Embedding, but adapters need linear layers"),
+        (
+            ("embed_tokens",),
+            "model.embed_tokens has type Embedding, but adapters need linear layers",
+        ),
         (("q_proj", "norm"), "peft cannot add adapters: Target module LlamaRMSNorm"),
     ],
 )

@@ -112,7 +112,7 @@ def test_only_known_metrics_are_drawn_by_default() -> None:
         ),
         ('{"global_step": 1}\nnonsense\n', ".*metrics.jsonl:2: found 'nonsense'"),
         ("[1]\n", r"metrics.jsonl:1: found '\[1\]'"),
-        ('{"global_step": 0, "loss": 1.0, "skipped": 1}\n', "run: no optimizer step was made"),
+        ('{"global_step": 0, "loss": 1.0, "skipped": 1}\n', "run: no optimizer step was taken"),
     ],
 )
 def test_metrics_that_are_missing_broken_or_empty_are_refused(

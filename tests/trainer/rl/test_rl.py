@@ -139,7 +139,10 @@ def test_greedy_calls_of_an_agent_are_masked_and_counted_and_end_no_run(tmp_path
     assert [any(mask) for mask in rows["loss_mask"]] == [True, True, False] * 6
     assert [line["num_greedy_rows"] for line in lines_of(config.out)] == [3, 3, 3, 3]
     printed = capsys.readouterr().err
-    assert printed.count("warning: 6 rows sampled at temperature 0 will not train: ") == 1
+    assert (
+        printed.count("warning: 6 rows sampled at temperature 0 will be excluded from training: ")
+        == 1
+    )
     check_replay(config, result, tmp_path / "again")
 
 
@@ -240,7 +243,7 @@ def test_evaluations_are_datasets_of_their_own_and_are_not_sampled_again(tmp_pat
     assert command(["rl", str(file), "--out", config.out, "--resume"]) == 0
     said = capsys.readouterr()
     assert "reward " not in said.out
-    assert "all iterations are already trained" in said.err
+    assert "all iterations are already complete" in said.err
 
 
 @pytest.mark.parametrize(

@@ -253,7 +253,7 @@ def test_a_lone_survivor_trains_nothing_and_is_warned_about(
     dataset = write_dataset(tmp_path / "ds", [*rewarded_rows(1), *survivor, *failed])
     settings = {"advantage_estimator": estimator, "partial_groups": "train"}
     result = run(dataset, model, tmp_path / "run", failed="trajectory", **settings)
-    said = "warning: only one trajectory trains in 1 of 2 groups"
+    said = "warning: only one trajectory is trained on in 1 of 2 groups"
     assert said in capsys.readouterr().err
     assert result.num_trained_groups == 1
     run(dataset, model, tmp_path / "whole", **settings)
@@ -289,7 +289,10 @@ def test_greedy_rows_are_masked_and_counted(
     ]
     printed = capsys.readouterr().err
     assert (
-        printed.count(f"warning: {len(cold)} rows sampled at temperature 0 will not train: ") == 3
+        printed.count(
+            f"warning: {len(cold)} rows sampled at temperature 0 will be excluded from training: "
+        )
+        == 3
     )
     assert [r.num_greedy_rows for r in found] == [len(cold), 0, len(cold), len(cold)]
     assert found[0].metrics["num_greedy_rows"] == len(cold)
@@ -297,7 +300,7 @@ def test_greedy_rows_are_masked_and_counted(
         for name in ("loss", "grad_norm", "num_trained_tokens"):
             assert other.metrics[name] == pytest.approx(found[0].metrics[name], rel=1e-4)
     whole = [row | {"temperature": 0.0} for row in rows]
-    with pytest.raises(RolloutError, match="no token trains") as error:
+    with pytest.raises(RolloutError, match="there are no tokens to train on") as error:
         run(write_dataset(tmp_path / "cold", whole), model, tmp_path / "cold_run")
     assert "temperature 0" in str(error.value.hint)
 

@@ -54,7 +54,7 @@ def test_an_update_is_one_line() -> None:
     line = "update 2 of 6: loss -0.0123, reward 0.5, 850 tokens/s, 3.2 s"
     assert progress_line(metrics(), 6) == line
     skipped = progress_line(metrics(skipped=1, num_trained_tokens=0), 6)
-    assert skipped == "mini-batch skipped: no token trains"
+    assert skipped == "mini-batch skipped: no tokens to train on"
     skipped = progress_line(metrics(skipped=1), 6)
     assert skipped == "mini-batch skipped: the gradient is not finite"
 
@@ -73,7 +73,7 @@ def test_each_update_is_a_line_on_stderr_where_that_is_no_terminal(
         re.escape(NOTE),
         rf"update 1 of 3: {numbers}",
         r"note: loss 0 is normal here: .*\n",
-        r"mini-batch skipped: no token trains\n",
+        r"mini-batch skipped: no tokens to train on\n",
         rf"update 2 of 3: {numbers}",
     )
     assert re.fullmatch("".join(lines), printed.err)

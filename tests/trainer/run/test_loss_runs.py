@@ -97,7 +97,7 @@ def test_reference_has_the_numerics_of_the_policy(dataset: str, model: str, tmp_
         ({"policy_loss_type": "rollout_is"} | ON_SAMPLER, "rollout_is"),
         ({"policy_loss_type": "dppo"} | ON_SAMPLER, "dppo"),
         ({"policy_loss_type": "cispo", "cispo_anchor": "rollout"} | ON_SAMPLER, "cispo"),
-        ({"sequence_mask_metric": "product"}, "a mask by importance ratios"),
+        ({"sequence_mask_metric": "product"}, "a mask based on importance ratios"),
         ({"tis_ratio_type": "sequence"}, "tis_ratio_type sequence"),
         ({"tis_ratio_type": "token"}, "tis_ratio_type token"),
     ],

@@ -84,7 +84,7 @@ REFUSALS: dict[str, tuple[Rows, str, tuple[str, ...]]] = {
     "gradients that only masked trajectories have": (
         [row | {"loss_mask": [row["reward"] is None] * 4} for row in rows_of()],
         "",
-        ("[mask_trains_something]", "no token trains"),
+        ("[mask_trains_something]", "there are no tokens to train on"),
     ),
 }
 
@@ -281,15 +281,15 @@ def test_a_model_with_another_tokenizer_is_refused_unless_it_is_allowed(
         ({}, "note: the dataset records neither a tokenizer nor a model, so"),
         (
             {"models": ("org/MODEL", "b")},
-            "note: the model's name matches the dataset (org/MODEL, b), tok",
+            "note: the model's name matches the dataset (org/MODEL, b), but the tokenizers",
         ),
         (
             {"models": ("other",)},
-            "warning: the dataset was sampled from other, judging by its name",
+            "warning: the dataset was sampled from other; judging by its name",
         ),
         (
             {"tokenizer": "other"},
-            "warning: the dataset was sampled from other, judging by its name",
+            "warning: the dataset was sampled from other; judging by its name",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""Advantages from the returns of trajectories: one number each, broadcast to all its tokens.
+"""Advantages from returns: one number per trajectory, broadcast to all its tokens.
 
 Each function takes the returns ([n] float64, finite) and the groups ([n] int, 0..num_groups-1) of n
 trajectories. Equal returns in a group give exactly 0; groups do not affect each other. A baseline
@@ -25,8 +25,8 @@ def grpo(
         A_i = (R_i - mean_g) / (std_g + 1e-6)        normalize_by_std
         A_i =  R_i - mean_g                          otherwise (Dr. GRPO, arXiv:2503.20783)
 
-    std_g is the sample standard deviation of the group (divisor n - 1). Equal returns
-    give exactly 0, and so does a group of one.
+    std_g is the sample standard deviation of the group (divisor n - 1). Equal returns, or a
+    group of one, give exactly 0.
 
     Args:
         returns: [n] float64, one per trajectory; finite.

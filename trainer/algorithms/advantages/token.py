@@ -145,7 +145,7 @@ def batch_normalize(advantages: FloatArray) -> FloatArray:
         (A - mean) / sqrt(max(var, 1e-8))    var: divisor n
 
     Runs after any estimator, over all trained tokens of the batch, so longer trajectories weigh
-    more. Equal advantages, or a single one, give exactly 0, and so no gradient.
+    more. Equal advantages, or a single one, give exactly 0 and thus no gradient.
 
     Example:
         >>> batch_normalize(np.array([1.0, 3.0])).tolist()

@@ -1,4 +1,4 @@
-"""Correction for the sampler: importance weights and masks from rho = exp(l_old - l_roll).
+"""Correct for the mismatch with the sampler: weights and masks from rho = exp(l_old - l_roll).
 
 The trainer's numerics, and sometimes its weights, differ from the sampler's. Corrections carry no
 gradient. Sources: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL
@@ -107,8 +107,8 @@ class CorrectionSettings:
         max_weight: Maximum weight.
         outliers: Leave out rows with a token whose ratio is outside this range.
         tokens: Leave out tokens whose ratio is outside this range.
-        row_metric: Leave out rows by the product or the geometric mean of their ratios; None: by
-            neither.
+        row_metric: Leave out rows based on the product or the geometric mean of their ratios; None:
+            keep all rows.
         rows: Range of `row_metric` in which rows are kept.
     """
 

@@ -73,7 +73,7 @@ def dual_clip(
 
         loss = min(regular, -clip_ratio_c A)  where A < 0;  regular elsewhere
 
-    Targets without gradient, by either bound, are `clipped`.
+    Targets whose gradient is 0 because of either bound are `clipped`.
     """
     losses, clipped, _ = regular(
         logprobs,

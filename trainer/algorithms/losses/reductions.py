@@ -16,7 +16,7 @@ FloatArray = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Units:
-    """Row, trajectory, group and micro-batch of each of a mini-batch's M targets, on all processes.
+    """Row, trajectory, group and micro-batch of a mini-batch's M targets, across all processes.
 
     Attributes:
         row: [M] int64 row of each target, from 0.
@@ -45,7 +45,7 @@ class Units:
 
 
 def reduction_weights(units: Units, reduction: BoundFunction) -> FloatArray:
-    """Compute the weight of each of a mini-batch's M targets, by `loss_reduction`.
+    """Compute the weight that `loss_reduction` gives to each of a mini-batch's M targets.
 
     Rows, trajectories and groups without targets count as a loss of 0. Targets left out of the loss
     later (by importance ratios) still count: weights are not renormalised.
