@@ -26,7 +26,7 @@ class Client:
     """An agent's client: samples responses and records each call as a step, with exact tokens.
 
     Example:
-        An agent that makes two calls; the second sees the answer to the first:
+        An agent that makes two calls; the second sees the response to the first:
 
         >>> async def agent(client, task):
         ...     first = await client.chat(task.prompt)
@@ -37,7 +37,7 @@ class Client:
     Attributes:
         tokenizer: Tokenizer of the engine.
         steps: Calls recorded so far.
-        failure: An error that ends the whole run, not only this trajectory; kept even if the agent
+        failure: An error that ends the entire run, not only this trajectory; kept even if the agent
             caught it.
     """
 
@@ -58,10 +58,10 @@ class Client:
         trains: bool = True,
         **changes: Any,
     ) -> Sampled:
-        """Answer a conversation, rendered by the engine's chat template.
+        """Sample a response to a conversation, rendered by the engine's chat template.
 
         Args:
-            messages: OpenAI-style messages; `Sampled.message` is the answer as one of them.
+            messages: OpenAI-style messages; `Sampled.message` is the response in the same form.
             tools: OpenAI-style tool definitions.
             agent: Name of the caller ("main", "checker"), for the column `agent`.
             trains: Whether to train on the response; false writes an all-false loss mask.
@@ -87,7 +87,7 @@ class Client:
         trains: bool = True,
         **changes: Any,
     ) -> Sampled:
-        """Continue exact tokens; the other arguments are those of `chat`.
+        """Continue exact tokens; the other arguments are as in `chat`.
 
         Raises:
             RolloutError: As for `Engine.sample`.

@@ -26,7 +26,8 @@ async def environment_metrics(
     """Compute `environment/{key}` with the environments' static `aggregate_metrics(metrics)`.
 
     If an environment has none, or it fails, each key is averaged over the trajectories that have
-    it. A key of several environments is averaged over them, weighted by number of trajectories.
+    it. A key that several environments report is averaged over them, weighted by their numbers of
+    trajectories.
 
     Args:
         rows: Steps of complete trajectories with the columns `USED`; failed ones are ignored.

@@ -69,7 +69,7 @@ class GenerateConfig:
     """How the prompt of the next turn is built. `append`: sampled tokens are kept, observations are
     appended as messages; `one_message`: observations are appended as plain text in the same
     assistant message; `step_wise`: the chat template renders all messages again for every turn;
-    `retokenize`: likewise, and the final rendering of the entire conversation is trained on, using
+    `retokenize`: the same, but the final rendering of the entire conversation is trained on, using
     the template's generation marks."""
     chat_template: str | None = None
     """Name or file of a chat template that replaces the tokenizer's. With agents and harnesses on
@@ -97,8 +97,8 @@ class GenerateConfig:
     stop: tuple[str, ...] = ()
     """Strings that end a turn; they are included in its response."""
     seed: int | None = None
-    """Base seed: each call derives its own from it, its trajectory and its turn. None: the engine
-    draws its own random numbers, which is faster on vLLM."""
+    """Base seed: each call's seed is derived from it, the trajectory and the turn. None: calls have
+    no seed, which is faster on vLLM."""
     sampling_extra: dict[str, Any] = field(default_factory=dict)
     """vllm: further fields of each request."""
 
@@ -128,7 +128,7 @@ class GenerateConfig:
 
     @property
     def outcome(self) -> Outcome:
-        """How returns are computed: environments reward every turn, all else only the last step."""
+        """How returns are computed: environments reward every turn, all others the last step."""
         return "sum" if self.uses_environments else "last"
 
     @property

@@ -59,12 +59,12 @@ class GroupWriter:
     """A writer of complete groups, several per shard; on exit, it writes everything finished.
 
     A shard is written completely or not at all, so no trajectory is ever written twice: those that
-    a stopped run did not write are still missing. If an error ends the `with` block, all finished
+    a stopped run did not write are generated again. If an error ends the `with` block, all finished
     trajectories are written, including those of incomplete groups.
 
     Args:
         out: Dataset directory.
-        tasks: Expected tasks; a group is complete when all its tasks in this list finished.
+        tasks: Expected tasks; a group is complete when all its tasks in this list have finished.
         metadata: Metadata from the generator.
         config: Provides `groups_per_shard`, and the history of the dataset.
     """

@@ -45,7 +45,7 @@ class Outcome:
 
 
 class Environment:
-    """One environment of one trajectory, called in its own thread.
+    """The environment of one trajectory, called in its own thread.
 
     Results are checked in that thread too, because user-defined values can execute any code.
 
@@ -89,7 +89,7 @@ class Environment:
 
         Raises:
             InputError: env_raised, env_timeout; env_output unless the result is a mapping with
-                `observations` (messages), `reward` (a finite number) and `done` (a truth value).
+                `observations` (messages), `reward` (a finite number) and `done` (a Boolean).
         """
         name = f"step {self._turn}"
         self._turn += 1
@@ -113,7 +113,7 @@ class Environment:
         )
 
     async def metrics(self) -> dict[str, float]:
-        """Return the environment's metrics that are numbers or truth values.
+        """Return the environment's metrics that are numbers or Booleans.
 
         Raises:
             InputError: env_raised, env_timeout; env_output if they are not a mapping.
@@ -172,7 +172,7 @@ class Environment:
 
 
 class EnvConfig(dict[str, Any]):
-    """A dict whose keys are attributes too, as skyrl-gym's environments expect."""
+    """A dict whose keys are also attributes, as skyrl-gym's environments expect."""
 
     def __getattr__(self, name: str) -> Any:
         if name not in self:
@@ -280,7 +280,7 @@ def resolve(name: str, rule: str) -> Callable[..., Any]:
 
 
 def as_number(value: Any) -> float | None:
-    """Convert a finite number or truth value of Python, NumPy or torch; None for anything else."""
+    """Convert a finite number or Boolean from Python, NumPy or torch; None for anything else."""
     if isinstance(value, str | bytes) or value is None:
         return None
     try:

@@ -48,7 +48,7 @@ class Trajectory(Protocol):
     warnings: list[str]
 
     async def run(self) -> None:
-        """Run the whole attempt.
+        """Run the entire attempt.
 
         Raises:
             RolloutError: The reason why it failed.
@@ -60,7 +60,7 @@ class Generator:
     """Runner of tasks on an engine: in environments, or with an agent, harness or generator.
 
     Args:
-        engine: An entered engine.
+        engine: An engine whose context has been entered.
         tokenizer: Tokenizer of the engine, with the configured chat template.
         config: Settings; `tasks` and `out` are not used.
         calls: Serves the calls of harnesses; see `open_calls`.
@@ -119,7 +119,7 @@ class Generator:
         return [list(group) for _, group in groupby(tasks, key=attrgetter("instance_id"))]
 
     async def run(self, tasks: Sequence[Task]) -> AsyncGenerator[Finished, None]:
-        """Yield each trajectory as it ends, running `max_concurrency` of them at once.
+        """Yield each trajectory as it ends, running up to `max_concurrency` of them at once.
 
         A failed trajectory is yielded with its `error`, whatever its environment or agent did.
 
@@ -195,7 +195,7 @@ class Generator:
         return finished_of(task, trajectory.steps, error, trajectory.warnings)
 
     def _trajectory(self, task: Task) -> Trajectory:
-        task = copy.deepcopy(task)  # user code may change it: other attempts must not see that
+        task = copy.deepcopy(task)  # user code may change it: other attempts must not see this
         if self._harness is not None:
             from pipelines.harness.trajectory import HarnessTrajectory
 

@@ -29,14 +29,14 @@ from schemas.errors import InputError
 
 
 class GymGenerator:
-    """SkyRL's `GeneratorInterface` over environments.
+    """SkyRL's `GeneratorInterface`, implemented with environments or an agent.
 
     Args:
-        engine: An entered engine.
+        engine: An engine whose context has been entered.
         tokenizer: Tokenizer of the engine, with the configured chat template.
         config: Settings; `sampling_params` of a call override them.
-        failed: What is replaced by placeholder rows if a trajectory fails: its entire `group`, as
-            in SkyRL, or only the `trajectory`.
+        failed: Rows to replace with placeholders if a trajectory fails: its entire `group`, as in
+            SkyRL, or only the `trajectory`.
 
     Example:
         >>> output = await GymGenerator(engine, tokenizer, config).generate(
@@ -74,7 +74,7 @@ class GymGenerator:
 
         Raises:
             InputError: If the batch is invalid; one_sequence if a trajectory is not a single
-                sequence because its environment replaced an action; and as `Generator.run`.
+                sequence because its environment replaced an action; and as for `Generator.run`.
         """
         tasks = tasks_of(input_batch)
         own = dataclasses.replace(self.config, generator=None)

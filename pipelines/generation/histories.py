@@ -87,9 +87,8 @@ class Rendered:
 class Appended(Rendered):
     """Tokens in, tokens out: the next prompt is the last prompt, its response, and observations.
 
-    So the steps of a trajectory merge into one sequence. Only if the environment replaces the
-    action does the next prompt contain tokens that differ from the sampled ones: those of the
-    replacement.
+    The steps of a trajectory therefore merge into one sequence, unless the environment replaces an
+    action: the next prompt then contains the tokens of the replacement instead of the sampled ones.
     """
 
     def __init__(self, prompt: Messages, tokenizer: ChatTokenizer, where: str) -> None:
@@ -135,11 +134,11 @@ class OneMessage(Appended):
 def final_rendering(
     messages: Messages, num_turns: int, tokenizer: ChatTokenizer, where: str
 ) -> tuple[list[int], list[tuple[int, int]]]:
-    """Render an entire conversation with its template, and locate what was generated.
+    """Render an entire conversation with its template, and locate the generated turns.
 
     Args:
-        messages: The conversation, ending with the last turn's answer.
-        num_turns: Number of final assistant messages that the model wrote.
+        messages: The conversation, ending with the last turn's response.
+        num_turns: Number of generated turns: the last assistant messages of the conversation.
         tokenizer: Tokenizer whose chat template marks generated text with {% generation %}.
         where: Location shown in error messages.
 

@@ -25,9 +25,9 @@ def observation_ids(
         ids(template(base + observations, generation prompt)) minus ids(template(base))
 
     The cut keeps whatever the template writes after a message's EOS (a newline in ChatML), which no
-    engine samples. If the response ended without an EOS (by a stop string, or its length), an EOS
-    comes first and closes its message. All returned ids belong to the next prompt, not to a
-    response, and are never trained on.
+    engine samples. If the response ended without an EOS (at a stop string or the length limit), the
+    returned ids start with the EOS that closes its message. All returned ids belong to the next
+    prompt, not to a response, and are never trained on.
 
     Source: https://jybsuper.github.io/posts/multiturn_tokenization/
 
@@ -38,7 +38,7 @@ def observation_ids(
         where: Location shown in error messages.
 
     Raises:
-        InputError: fixed_base, chat_template, message: as `encode_messages`.
+        InputError: fixed_base, chat_template, message: as for `encode_messages`.
 
     Example:
         With SmolLM2 ("<|im_start|>" is 1, "<|im_end|>" 2, newline 198), after a closed response:

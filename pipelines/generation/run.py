@@ -57,7 +57,7 @@ class GenerateResult:
     warnings: list[str] = field(default_factory=list)
 
     def count(self, finished: Finished, outcome: Outcome) -> None:
-        """Add a trajectory, whose return is computed by `outcome`."""
+        """Add a trajectory; `outcome` defines how its return is computed."""
         lengths, error = list_lengths(finished.rows.column("response_ids")), finished.error
         self.num_trajectories += 1
         self.num_steps += int((lengths > 0).sum())
@@ -81,7 +81,7 @@ async def generate(config: GenerateConfig, open_engine: OpenEngine) -> GenerateR
 
     Args:
         config: Settings.
-        open_engine: Opens the engine; called only if something is missing.
+        open_engine: Opens the engine; called only if trajectories are missing.
 
     Raises:
         RolloutError: Before generating, if the configuration, the tasks, the environments or the

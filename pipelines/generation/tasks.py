@@ -45,8 +45,8 @@ def read_tasks(path: str, group_size: int) -> list[Task]:
     """Read tasks from a file and list the attempts at them, grouped by task.
 
     Args:
-        path: JSON Lines, or Parquet by file extension. `prompt` is a list of messages, or a text,
-            which becomes a user message; `instance_id` defaults to the line number, from 0.
+        path: JSON Lines, or Parquet if its extension is .parquet. `prompt` is a list of messages,
+            or text, which becomes a user message; `instance_id` defaults to the line number from 0.
         group_size: Attempts per task.
 
     Raises:
@@ -140,7 +140,7 @@ def _task(record: Any, index: int, where: str) -> Task:
 
 
 def conversation(prompt: Any, where: str) -> list[dict[str, Any]]:
-    """Convert a prompt, a list of messages or a text, to messages.
+    """Convert a prompt (a list of messages, or text) to messages.
 
     Raises:
         InputError: tasks if it is neither text nor a list; message if an item is not a message.

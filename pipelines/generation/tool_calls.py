@@ -14,7 +14,7 @@ def assistant_message(text: str) -> dict[str, Any]:
     r"""Parse a response's text into an OpenAI-style assistant message.
 
     Text before the first tool call becomes the content, null if empty. If any call is not a JSON
-    object with a name and an object of arguments, the whole text is content.
+    object with a name and an object of arguments, the entire text becomes the content.
 
     Example:
         >>> text = 'Let me see. <tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>'

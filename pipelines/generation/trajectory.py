@@ -160,7 +160,7 @@ class GymTrajectory:
 
 
 def apply_stop_rules(steps: Sequence[Step], config: GenerateConfig) -> None:
-    """Apply `zero_reward_on_non_stop` and `mask_overlong`, by the last step's stop reason."""
+    """Apply `zero_reward_on_non_stop` and `mask_overlong`, based on the last step's stop reason."""
     reason = steps[-1].stop_reason or ""
     if config.zero_reward_on_non_stop and reason not in COMPLETED:
         for step in steps:

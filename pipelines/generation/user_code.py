@@ -1,4 +1,4 @@
-"""Call user code with a time limit, in threads that may hang."""
+"""Call user code with a time limit; threads that hang are abandoned."""
 
 from __future__ import annotations
 

@@ -39,9 +39,9 @@ class OwnGenerator:
     """The generator named by `config.generator`, whose output is converted to rows.
 
     Args:
-        engine: Passed to the generator; must be entered before the first call.
+        engine: Passed to the generator; its context must be entered before the first call.
         tokenizer: Passed to the generator.
-        config: Passed to the generator, which is constructed at the first call.
+        config: Passed to the generator, which is constructed on the first call.
         phase: Purpose of its batches.
 
     Raises:
@@ -63,7 +63,7 @@ class OwnGenerator:
         """Generate a group's trajectories; all fail if the call fails or its output is invalid.
 
         Raises:
-            ConfigError: generator if it cannot be constructed.
+            ConfigError: generator if the generator cannot be constructed.
             EngineError: engine_down, engine_answer.
         """
         made = self._generator()
@@ -164,7 +164,7 @@ def _check_interface(made: Any, name: str) -> None:
 
 
 def _with_ids(output: Any, tasks: Sequence[Task]) -> Mapping[str, Any]:
-    """Add ids to an output that has none: its rows are those of the tasks, in order."""
+    """Add ids to an output that has none: it must have one row per task, in order."""
     if not isinstance(output, Mapping):
         got, expected = type(output).__name__, "a GeneratorOutput: a dict of lists"
         raise InputError("generator_output", "output", got, expected)
@@ -186,8 +186,8 @@ def _check_trajectories(found: Sequence[str], asked: Sequence[str]) -> None:
     unknown = [name for name in found if name not in set(asked)]
     if lost or unknown:
         parts = [f"{len(found) - len(unknown)} of {len(asked)} trajectories"]
-        parts += [f"no {', '.join(lost)}"] if lost else []
-        parts += [f"but also the unknown {', '.join(unknown)}"] if unknown else []
+        parts += [f"missing {', '.join(lost)}"] if lost else []
+        parts += [f"plus unknown {', '.join(unknown)}"] if unknown else []
         expected = "exactly the requested trajectories"
         hint = 'return a failed one as a placeholder row: prompt [0], response [0], reward 0, stop reason "error"'
         raise InputError("trajectories", "trajectory_ids", ", ".join(parts), expected, hint)

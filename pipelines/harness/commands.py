@@ -67,7 +67,7 @@ def fields_in(command: str) -> set[str]:
 
 
 def check_scripts(words: list[str]) -> None:
-    """Reject a script on the command line that contains a task field: its text would run as code.
+    """Reject command-line scripts that contain a task field: the task's text would run as code.
 
     Raises:
         ConfigError: harness.
@@ -99,7 +99,7 @@ def filled(words: list[str], values: Mapping[str, Any]) -> list[str]:
 
 
 def shown(harness: str) -> str:
-    """Return a harness in a form safe to write: values named like credentials are redacted.
+    """Return a harness in a form that is safe to write: values named like credentials are redacted.
 
     Example:
         >>> shown("solve --api-key sk-123 --retries 3")

@@ -1,7 +1,7 @@
 """Serve any `Engine` as an OpenAI-compatible API: exact tokens, log-probabilities, tools, streams.
 
-A response is sampled in full; a stream returns it in a few chunks. Log-probabilities name their
-tokens by id (`token_id:N`).
+A response is sampled in full before any of it is sent; a stream returns it in a few chunks.
+Log-probabilities name their tokens by id (`token_id:N`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _DEFAULTS = {
     "add_generation_prompt": True,
     "response_format": {"type": "text"},
 }
-"""Fields that are accepted only with this value."""
+"""Fields that are accepted only with the given value."""
 
 _TOOL_CHOICES: tuple[Any, ...] = (None, "auto", "none")
 
@@ -75,15 +75,15 @@ _FIELDS, _REQUEST = msgspec.json.Decoder(dict[str, Any]), msgspec.json.Decoder(_
 
 
 class EngineApp:
-    """ASGI application that answers completion requests with an engine.
+    """ASGI application that serves completion requests with an engine.
 
     Args:
-        engine: An entered engine.
+        engine: An engine whose context has been entered.
         tokenizer: Tokenizer of the engine.
         name: Name of the model for clients; requests may use any name.
 
     Attributes:
-        failure: An engine error that every other call would hit; None if there was none.
+        failure: An engine error that all further calls would hit too; None if there was none.
     """
 
     def __init__(self, engine: Engine, tokenizer: ChatTokenizer, name: str) -> None:
@@ -91,7 +91,7 @@ class EngineApp:
         self.failure: RolloutError | None = None
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Answer one request."""
+        """Handle one request."""
         await respond(scope, receive, send, self._watched)
 
     async def _watched(self, exchange: Exchange) -> None:
@@ -168,7 +168,7 @@ class EngineApp:
 
 
 def read_request(body: bytes, where: str) -> tuple[_Request, Sampling]:
-    """Parse a request body; rejects fields that change sampling and are not supported.
+    """Parse a request body; reject unsupported fields that would change sampling.
 
     Raises:
         InputError: engine_request if the body is not a valid request.

@@ -1,4 +1,4 @@
-"""Engines whose weights the RL loop sets: a restarted engine loads them before it answers."""
+"""Engines whose weights the RL loop sets: a restarted engine loads them before serving calls."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from schemas.errors import EngineError
 
 
 class EngineGone(EngineError):
-    """No attempt at a call was answered, so other calls would fail too."""
+    """No attempt at a call got a response, so further calls would fail too."""
 
 
 class PolicyUpstreams(Upstreams):
-    """Engines that answer the calls of harnesses.
+    """Engines that serve the calls of harnesses.
 
     Args:
         urls: Root of each engine.

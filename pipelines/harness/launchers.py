@@ -42,7 +42,7 @@ class Endpoint:
 
     Attributes:
         base_url: For an OpenAI client: "http://127.0.0.1:8123/s/5f0c.../0/v1".
-        model: Name of the model; requests with any other name are answered by the same model.
+        model: Name of the model; requests with any other name are served by the same model.
         api_key: A placeholder for clients that require a key.
     """
 
@@ -52,7 +52,7 @@ class Endpoint:
 
 
 class Harness(Protocol):
-    """A program that makes one trajectory of a task by calling the model."""
+    """A program that produces one trajectory of a task by calling the model."""
 
     def check(self, tasks: Sequence[Task]) -> None:
         """Check that the harness can run these tasks.

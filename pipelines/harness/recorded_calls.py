@@ -68,7 +68,7 @@ class OpenTrajectory:
         session: Recorded calls.
         num_calls: Number of calls started.
         running: Running calls.
-        failure: An error that ends the whole run, not only this trajectory.
+        failure: An error that ends the entire run, not only this trajectory.
     """
 
     task: Task
@@ -91,9 +91,9 @@ class Calls:
     """ASGI application that serves the calls of open trajectories, and no others.
 
     Args:
-        recorder: An entered recorder; this class never ends its sessions.
-        upstreams: Entered upstreams.
-        engine: The engine that answers; it knows the version of its weights.
+        recorder: A recorder whose context has been entered; this class never ends its sessions.
+        upstreams: Upstreams whose context has been entered.
+        engine: The engine that serves the calls; provides the version of its weights.
         vocab_size: All ids must be below it.
         turn: Context entered around each call, while the engine works on it.
         watch: Kills the processes of harnesses when this process ends.
@@ -167,7 +167,7 @@ class Calls:
         return list(settled.steps), fault
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Answer one request."""
+        """Handle one request."""
         await respond(scope, receive, send, self._route)
 
     async def _route(self, exchange: Exchange) -> None:
@@ -202,7 +202,7 @@ class Calls:
     async def _in_turn(
         self, exchange: Exchange, opened: OpenTrajectory, path: str, agent: str | None, body: bytes
     ) -> None:
-        """Wait for the call's turn on the engine, and answer it with the current weights."""
+        """Wait for the call's turn on the engine, and serve it with the current weights."""
         async with self._turn():
             self._recorder.policy_version = self._engine.policy_version
             call = Call(
@@ -227,7 +227,7 @@ class Calls:
         """Parse a request, and complete it from the configuration.
 
         Raises:
-            InputError: engine_request if its answer could not be recorded; request_size.
+            InputError: engine_request if the response could not be recorded; request_size.
         """
         try:
             fields = _DECODER.decode(body)
@@ -242,7 +242,7 @@ class Calls:
         made = msgspec.json.encode(completed(fields, own, config.max_response_tokens))
         asked = read_request(_KINDS[path], made)
         if asked is None or not asked.is_exact:
-            got = "`echo` and `use_beam_search` cannot be recorded"
+            got = "requests with `echo` or `use_beam_search` cannot be recorded"
             if asked is None:
                 got = "the request is not JSON"
             raise InputError("engine_request", path, got)
@@ -257,7 +257,7 @@ async def open_calls(
 
     Args:
         config: Its `urls` are the engine's API; without any, this process serves the engine too.
-        engine: An entered engine.
+        engine: An engine whose context has been entered.
         tokenizer: Tokenizer of the engine.
         turn: Context entered around each call, while the engine works on it.
 
@@ -289,7 +289,7 @@ async def open_calls(
 
 @asynccontextmanager
 async def answering_at_loopback(app: Application) -> AsyncIterator[str]:
-    """Serve an application on a free port of the loopback interface; yields its root URL."""
+    """Serve an application on a free port of the loopback interface; yield its root URL."""
     with listen(_HOST, 0) as listener:
         async with answering(Guard(app, _HOST), listener, stop_s=_STOP_S):
             yield f"http://{_HOST}:{listener.getsockname()[1]}"

@@ -21,7 +21,7 @@ def usual_fields(config: GenerateConfig, seed: int | None, policy_version: int) 
 
     Args:
         config: Sampling settings.
-        seed: Seed of this call; None: the engine's random numbers.
+        seed: Seed of this call; None: no seed is sent.
         policy_version: Version of the engine's weights; hides cache entries of older weights.
     """
     usual = sampling_fields(config.sampling)
@@ -42,7 +42,7 @@ def completed(fields: Fields, usual: Mapping[str, Any], max_response_tokens: int
     Args:
         fields: Fields that the client sent; null is treated as missing.
         usual: Defaults. `model` and `cache_salt` always override the client's.
-        max_response_tokens: Upper bound of the requested length.
+        max_response_tokens: Upper bound on the requested length.
 
     Example:
         >>> made = completed({"max_tokens": msgspec.Raw(b"9")}, {"temperature": 0.5}, 4)
@@ -62,7 +62,7 @@ def completed(fields: Fields, usual: Mapping[str, Any], max_response_tokens: int
 
 
 def _number(raw: msgspec.Raw) -> float:
-    """Parse a number, or one written as text, which vLLM accepts too; 0 for anything else."""
+    """Parse a number or a numeric string, which vLLM also accepts; return 0 for anything else."""
     try:
         return msgspec.convert(msgspec.json.decode(raw), float, strict=False)
     except msgspec.ValidationError:

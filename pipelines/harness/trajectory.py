@@ -57,7 +57,7 @@ class HarnessTrajectory:
             failure = InputError("harness_error", self.where, outcome.error)
         if failure is None and not self.steps:
             calls = count(opened.num_calls, "call")
-            got = f"the harness made {calls}, but got no answer"
+            got = f"the harness made {calls}, but got no response"
             if not opened.num_calls:
                 got = "the harness made no calls to the model"
             hint = f"check that the harness uses its base URL, {endpoint.base_url}"

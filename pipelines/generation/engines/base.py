@@ -13,10 +13,10 @@ from schemas.errors import ConfigError
 from schemas.metadata import LogprobsMode
 
 ENGINE_DOWN = "engine_down"
-"""Rule of the error when an engine does not answer after all retries, whatever the request."""
+"""Rule of the error raised if an engine does not respond after all retries."""
 
 CONTEXT_LENGTH = "context_length"
-"""Rule of the error when a prompt leaves no room for a response in the model's context."""
+"""Rule of the error raised if a prompt leaves no room for a response in the model's context."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,17 +26,17 @@ class Sampling:
     Attributes:
         temperature: Divisor of the logits; 0 takes the most likely token.
         top_p: Sample from the smallest set of tokens whose probabilities sum to this; 1: all.
-        top_k: Sample from this number of most likely tokens; None: all.
+        top_k: Sample from this many of the most likely tokens; None: all.
         min_p: Minimum probability of a token relative to the most likely one; 0: all.
         max_tokens: Maximum length of the response; shorter if the model's context fills up first.
         stop: Strings that end the response. `Sampled.text` includes the matched string,
             `Sampled.response_ids` the token that completed it.
         seed: Random seed; None: chosen by the engine. Requests with the same seed and prompt get
-            the same answer, so the repetitions of a group need different seeds.
+            the same response, so the repetitions of a group need different seeds.
         extra: Further fields of the request, with the engine's names.
 
     Raises:
-        ConfigError: sampling if an engine cannot sample with a value.
+        ConfigError: sampling if a value is out of range.
     """
 
     temperature: float = 1.0
@@ -95,14 +95,14 @@ class Sampled:
 
 
 class Engine(Protocol):
-    """A source of responses. Calls may run concurrently in any number, and can be cancelled.
+    """A source of responses. Any number of calls may run concurrently; each can be cancelled.
 
     An engine is an asynchronous context manager that closes what it opened.
     """
 
     @property
     def logprobs_mode(self) -> LogprobsMode:
-        """Distribution of the log-probabilities, known once the engine has been entered.
+        """Distribution of the log-probabilities, known once the context has been entered.
 
         `raw`: the model's distribution at temperature 1; `processed`: the sampled distribution,
         after temperature and truncation.
@@ -116,7 +116,7 @@ class Engine(Protocol):
 
     @property
     def context_tokens(self) -> int | None:
-        """Maximum length of prompt + response, known once the engine has been entered.
+        """Maximum length of prompt + response, known once the context has been entered.
 
         None if the engine does not report it.
         """
@@ -132,15 +132,15 @@ class Engine(Protocol):
         """Continue exact tokens.
 
         Args:
-            prompt_token_ids: [P >= 1] ids; equal to `Sampled.prompt_token_ids`.
+            prompt_token_ids: [P >= 1] ids; returned unchanged in `Sampled.prompt_token_ids`.
             sampling: Sampling settings.
             session: Calls with the same session go to the same server, which has cached their
                 prefix.
 
         Raises:
-            EngineError: engine_down if there is no answer after all retries; context_length if the
-                prompt leaves no room for a response; engine_refused if the request is invalid;
-                engine_answer if the answer is incomplete, naming what is missing.
+            EngineError: engine_down if the engine does not respond after all retries;
+                context_length if the prompt leaves no room for a response; engine_refused if the
+                request is invalid; engine_answer if parts of the response are missing.
         """
         ...
 
@@ -153,7 +153,7 @@ class Engine(Protocol):
         chat_template_kwargs: Mapping[str, Any] | None = None,
         session: str | None = None,
     ) -> Sampled:
-        """Answer a conversation, rendered by the engine's own chat template.
+        """Sample a response to a conversation, rendered by the engine's own chat template.
 
         Args:
             messages: OpenAI-style messages.
@@ -171,8 +171,8 @@ class Engine(Protocol):
     async def load_weights(self, path: str, *, policy_version: int) -> None:
         """Load new weights, and sample with them from now on.
 
-        Running calls may continue with the new weights; their `policy_version` is still that of
-        their start.
+        Running calls may continue with the new weights; their `policy_version` remains the one that
+        they started with.
 
         Args:
             path: A Hugging Face model directory that the engine can read.

@@ -1,4 +1,4 @@
-"""Check answers of OpenAI-compatible servers, so that no training data is guessed."""
+"""Check responses of OpenAI-compatible servers, so that no training data is guessed."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _KEPT = ("role", "content", "tool_calls", "reasoning", "reasoning_content")
 def read_sampled(
     body: bytes, where: str, *, policy_version: int, sent: Sequence[int] | None = None
 ) -> Sampled | None:
-    """Parse the single response of an answer; None if the engine aborted it.
+    """Parse a response that has a single choice; None if the engine aborted it.
 
     Args:
         body: JSON of a chat or text completion.
         where: Location of the call, shown in error messages.
         policy_version: Version of the weights when the response was started.
-        sent: Ids of the prompt, if it was sent as ids: the answer must report the same ids.
+        sent: Ids of the prompt, if it was sent as ids: the response must report the same ids.
 
     Raises:
-        EngineError: engine_answer, with what is missing or inconsistent.
+        EngineError: engine_answer if data is missing or inconsistent.
     """
     try:
         response = decode_line(_RESPONSE, body, where)
@@ -71,10 +71,10 @@ def _sampled(
         if number not in {None, len(ids)}:
             raise usage_differs(what, len(ids), number or 0, where)
     if step.rollout_logprobs is None:
-        got, hint = "the answer has no log-probabilities", "use a server that supports `logprobs`"
+        got, hint = "the response has no log-probabilities", "use a server that supports `logprobs`"
         raise EngineError("engine_answer", where, got, hint=hint)
     if step.stop_reason is None:
-        raise EngineError("engine_answer", where, "the answer has no finish_reason")
+        raise EngineError("engine_answer", where, "the response has no finish_reason")
     logprobs = logprob_array(step.rollout_logprobs.tolist(), len(response), where)
     return Sampled(
         prompt_token_ids=prompt,

@@ -40,14 +40,14 @@ class Limits:
 
     A call is retried after a failed, broken or timed-out connection, after status 408, 429 or 5xx,
     and after a response that the engine aborted; on the next server if there are several. That is
-    safe because sampling has no side effects and only one answer is kept. Retry n waits
+    safe because sampling has no side effects and only one response is kept. Retry n waits
     backoff_s * 2^(n-1) seconds, at most max_backoff_s, times a random factor from 0.5 to 1.5, or as
-    long as the server asks, within the same bound.
+    long as the server asks, within the same limit.
 
     Attributes:
         max_concurrent: Maximum number of concurrent calls.
         requests_per_s: Maximum number of calls started per second; None: unlimited.
-        timeout_s: Time limit for one complete answer, in seconds.
+        timeout_s: Time limit for one complete response, in seconds.
         connect_timeout_s: Time limit for connecting, in seconds.
         max_attempts: Attempts per call. The default waits about three minutes for a server.
         backoff_s: Wait before the first retry, in seconds.
@@ -72,7 +72,7 @@ class ServerError(EngineError):
     """All attempts at a call failed.
 
     Attributes:
-        status: HTTP status of the last answer; None if there was none.
+        status: HTTP status of the last response; None if there was none.
     """
 
     status: int | None = None
@@ -90,7 +90,7 @@ class _Answer(NamedTuple):
 
 
 class Servers:
-    """Servers that give equivalent answers.
+    """Servers that return equivalent responses.
 
     Args:
         urls: Root of each server, "http://127.0.0.1:8000"; a trailing "/v1" is removed.
@@ -98,8 +98,8 @@ class Servers:
         api_key: Sent as the bearer token.
 
     Attributes:
-        when_returned: Requests (path and body) that a server gets first after a failed connection,
-            because it may have been restarted.
+        when_returned: Requests (path and body) to send first after a failed connection, because the
+            server may have been restarted.
     """
 
     def __init__(self, urls: Sequence[str], limits: Limits, *, api_key: str | None = None) -> None:
@@ -128,12 +128,12 @@ class Servers:
     async def call(
         self, path: str, body: Callable[[], Body] | Body = None, *, session: str | None = None
     ) -> bytes:
-        """Call one of the servers and return the body of a successful answer (2xx).
+        """Call one of the servers and return the body of a successful response (2xx).
 
         Args:
             path: "/v1/completions".
             body: Sent as JSON by POST; None: GET. A function is called again for every attempt.
-            session: Calls with the same session go to the same server as long as it answers. None:
+            session: Calls with the same session go to the same server as long as it responds. None:
                 servers take turns.
 
         Raises:
@@ -145,7 +145,7 @@ class Servers:
         return await self._repeat(urls, path, body, headers, attempts)
 
     async def call_each(self, path: str, body: Body = None) -> list[bytes]:
-        """Call every server, as `call` does; answers are in the order of `urls`.
+        """Call every server, as `call` does; responses are in the order of `urls`.
 
         There are at most three attempts, because these requests do more than sample.
         """
@@ -177,7 +177,7 @@ class Servers:
                 self.lose(root)
                 got = f"{type(error).__name__} {error}".strip()
             except TimeoutError:
-                got = f"no answer within {self.limits.timeout_s:g} s"
+                got = f"no response within {self.limits.timeout_s:g} s"
             else:
                 if answer.is_success:
                     return answer.content
@@ -190,7 +190,7 @@ class Servers:
                 break
             await asyncio.sleep(self.limits.wait_s(attempt, asked_s))
         hint = f"check that the server is up: {url.partition('/v1')[0]}/health"
-        got = f"no usable answer after {count(attempts, 'attempt')}: {got}"
+        got = f"no usable response after {count(attempts, 'attempt')}: {got}"
         failure = ServerError(ENGINE_DOWN, url, got, hint=hint)
         failure.status = status
         raise failure

@@ -44,10 +44,10 @@ def sampling_params(config: GenerateConfig) -> dict[str, Any]:
 
 
 def with_sampling_params(config: GenerateConfig, params: Mapping[str, Any]) -> GenerateConfig:
-    """Return a configuration with the `sampling_params` of a GeneratorInput, in vLLM's names.
+    """Return a configuration with the `sampling_params` of a GeneratorInput, named as in vLLM.
 
     Raises:
-        InputError: generator_input if it asks for several samples per prompt.
+        InputError: generator_input if they request several samples per prompt.
         ConfigError: config_value, sampling.
 
     Example:

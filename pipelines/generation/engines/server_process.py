@@ -79,10 +79,11 @@ class VllmServer:
         return self._process is not None
 
     def start(self) -> None:
-        """Start the server and wait until it answers.
+        """Start the server and wait until it responds.
 
         Raises:
-            EngineError: engine_start if it exits or does not answer in time, with its last output.
+            EngineError: engine_start if it exits or does not respond in time; the error includes
+                the end of its log.
         """
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(

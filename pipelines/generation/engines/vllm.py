@@ -1,4 +1,4 @@
-"""vLLM's OpenAI-compatible server as an engine: token prompts, chat with tools, live weights."""
+"""vLLM's OpenAI-compatible server as an engine: token prompts, chat with tools, weight updates."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _MODELS, _PROBED = msgspec.json.Decoder(_Models), msgspec.json.Decoder(_Probed)
 
 
 class VllmEngine:
-    """An `Engine` on running servers; enter it before the first call.
+    """An `Engine` that uses running servers; enter its context before the first call.
 
     To train with off-policy corrections at temperatures other than 1 or with truncated sampling,
     start the servers with `--logprobs-mode processed_logprobs`; for tools, with
@@ -55,7 +55,7 @@ class VllmEngine:
 
     Args:
         urls: Root of each server; all serve the same model.
-        model: Served name of the model; None: the first that the servers list.
+        model: Served name of the model; None: the first model that the servers list.
         limits: Concurrency, rate, timeouts and retries.
         api_key: The servers' `--api-key`.
         policy_version: Version of the servers' weights.
@@ -85,7 +85,7 @@ class VllmEngine:
     @property
     def logprobs_mode(self) -> LogprobsMode:
         """See `Engine.logprobs_mode`."""
-        assert self._logprobs_mode is not None, "enter the engine first"
+        assert self._logprobs_mode is not None, "enter the engine's context first"
         return self._logprobs_mode
 
     async def __aenter__(self) -> Self:
@@ -135,8 +135,8 @@ class VllmEngine:
     async def load_weights(self, path: str, *, policy_version: int) -> None:
         """See `Engine.load_weights`; the servers must see the same files under the same path.
 
-        A server that disconnects and returns loads them again, because a restarted server has its
-        initial weights. A path that is not a model directory is rejected here: vLLM would exit.
+        A server that disconnects and comes back loads them again, because a restarted server has
+        its initial weights. A path that is not a model directory is rejected here: vLLM would exit.
         """
         if not any(Path(path).glob("*.safetensors")):
             got = "not a Hugging Face model directory: it has no *.safetensors"
@@ -171,7 +171,7 @@ class VllmEngine:
         version = self.policy_version
 
         def body() -> dict[str, Any]:
-            """Build the request per attempt: the salt hides cache entries of older weights."""
+            """Build one attempt's request: its salt hides cache entries of older weights."""
             nonlocal version
             version = self.policy_version
             return {**usual, **sampling.extra, "cache_salt": f"policy_version={version}"}
@@ -190,7 +190,7 @@ class VllmEngine:
         """Determine whether the top log-probability depends on the temperature."""
         for prompt in _PROBES:
             usual, sharp = await asyncio.gather(*(self._top(prompt, t) for t in (1.0, 0.25)))
-            # Nearer to 0 the token is almost certain, and a temperature would hardly change it.
+            # Closer to 0, the token is almost certain and the temperature hardly changes that.
             if usual < -0.1:
                 return "processed" if abs(sharp - usual) > 0.05 else "raw"
         hint = 'pass logprobs_mode="raw" (vLLM\'s default) or "processed"'
@@ -211,7 +211,7 @@ class VllmEngine:
 
 
 def sampling_fields(sampling: Sampling) -> dict[str, Any]:
-    """Return the fields of a request, explicit so that server defaults have no effect."""
+    """Return a request's sampling fields, all explicit so that server defaults do not apply."""
     fields: dict[str, Any] = {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,

@@ -1,4 +1,4 @@
-"""An engine for user code that remembers fatal errors."""
+"""An engine wrapper that is passed to user code and remembers fatal errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from schemas.errors import RolloutError
 
 
 class Watched(WrappedEngine):
-    """An `Engine` that remembers an error that ends the run, even if its caller caught it.
+    """An `Engine` that remembers errors that end the run, even if the caller catches them.
 
     Attributes:
         failure: The first such error; None if there was none.

@@ -12,7 +12,7 @@ from schemas.metadata import LogprobsMode
 
 
 class WrappedEngine(ABC):
-    """An `Engine` that forwards to another one and adds something around each call.
+    """An `Engine` that forwards each call to another engine inside a context.
 
     Args:
         engine: The engine to wrap.
@@ -26,7 +26,7 @@ class WrappedEngine(ABC):
 
     @abstractmethod
     def turn(self) -> AbstractAsyncContextManager[None]:
-        """Return a context that is entered around every call of the engine."""
+        """Return the context to enter around an engine call."""
 
     @property
     def logprobs_mode(self) -> LogprobsMode:

@@ -207,7 +207,7 @@ def test_a_bad_output_fails_its_trajectories_with_the_rule_and_the_generator(
 
 
 def test_lost_and_unknown_trajectories_are_named(model, tokenizer):
-    for spoil, named in (("lost", "2 of 3 trajectories, no t0_2"), ("unknown", "other_0")):
+    for spoil, named in (("lost", "2 of 3 trajectories, missing t0_2"), ("unknown", "other_0")):
         found, _ = finished_by(tokenizer, model, "Spoiling", generator_config={"spoil": spoil})
         assert named in found[0].error
 
