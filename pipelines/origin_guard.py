@@ -1,12 +1,13 @@
-"""ASGI middleware that protects a server on the user's machine from other web pages.
+"""ASGI middleware that protects a server on the user's machine from web pages of other sites.
 
 A page can send a form or plain text to any address without asking for permission, and its host
 name may resolve to this machine (DNS rebinding). A request is therefore served only if
 
-- its `Host` names this machine: loopback, or a name that the server was given. If the server
-  listens beyond loopback, any IP address is accepted too: a name can be rebound, an address cannot;
+- its `Host` names this machine: loopback, or a name that the server was configured with. If the
+  server does not listen on loopback only, any IP address is accepted too: a name can be rebound, an
+  address cannot;
 - its `Origin`, which browsers send with requests that may change state, is the server itself;
-- its `Sec-Fetch-Site`, which browsers send with all other requests, does not report another
+- its `Sec-Fetch-Site`, which browsers send with all other requests, does not report a different
   site. Following a link is allowed.
 
 Clients other than browsers send neither of the last two headers.
@@ -36,7 +37,7 @@ class _Authority(NamedTuple):
 
 
 class Guard:
-    """ASGI application that forwards allowed requests to another one and rejects the rest.
+    """ASGI application that forwards allowed requests to another application, and rejects others.
 
     Args:
         app: The protected application.

@@ -86,21 +86,21 @@ _EXAMPLE = "rollouts record --upstream http://127.0.0.1:8000/v1 --out rollouts/ 
     default=64,
     show_default=True,
     type=click.IntRange(min=1),
-    help="Maximum size of an engine's answer, MiB; a quarter of it for one event or line.",
+    help="Maximum size of an engine's response, MiB; one event or line may take up a quarter.",
 )
 @click.option(
     "--max-concurrency",
     default=1024,
     show_default=True,
     type=click.IntRange(min=1),
-    help="Maximum number of concurrent calls; more wait.",
+    help="Maximum number of concurrent calls; further calls wait.",
 )
 @click.option(
     "--on-full",
     type=click.Choice(["refuse", "serve"]),
     default="refuse",
     show_default=True,
-    help="If a call cannot be written: return an error, or answer without recording.",
+    help="If a call cannot be written: return an error, or serve it without recording.",
 )
 @click.option(
     "--unassigned",

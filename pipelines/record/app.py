@@ -55,8 +55,8 @@ class App:
     """ASGI application of the recorder.
 
     Args:
-        recorder: An entered recorder.
-        upstreams: Entered upstreams.
+        recorder: A recorder whose context has been entered.
+        upstreams: Upstreams whose context has been entered.
         url: Root URL for clients: "http://127.0.0.1:8100".
         exact: Continues conversations token by token; None: disabled.
     """
@@ -81,7 +81,7 @@ class App:
         }
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Answer one request."""
+        """Handle one request."""
         await respond(scope, receive, send, self._counted)
 
     async def _counted(self, exchange: Exchange) -> None:
@@ -195,7 +195,7 @@ class App:
             try:
                 content = await self.upstreams.whole(response)
             except BROKEN:
-                got = "the connection broke before the answer was complete"
+                got = "the connection broke before the response was complete"
                 raise EngineError("engine_down", path, got) from None
             if names is not None:
                 ours, theirs = (msgspec.json.encode({"id": name})[1:-1] for name in names)
@@ -261,11 +261,11 @@ class App:
 
 
 async def _given(exchange: Exchange, decoder: msgspec.json.Decoder[T], where: str) -> T:
-    """Decode the body of a request to the recorder itself; an empty body is an empty object.
+    """Decode the body of a request to the recorder itself; an empty body is read as {}.
 
     Raises:
-        InputError: media_type unless it is JSON, because web pages may send some other types to
-            any address; json_line, record_type.
+        InputError: media_type unless the content type is JSON, because web pages may send some
+            other types to any address; json_line, record_type.
     """
     kind = exchange.headers.get("content-type", "")
     if kind.partition(";")[0].strip().lower() != "application/json":
@@ -279,7 +279,7 @@ async def _given(exchange: Exchange, decoder: msgspec.json.Decoder[T], where: st
 
 
 def _is_model(path: str) -> bool:
-    """True if the path is that of one model, and contains no dots that leave the models' path."""
+    """True if the path names a model, without dot segments that lead out of the models' path."""
     named = path.startswith(f"{MODELS}/")
     return named and not {".", ".."} & set(unquote(path).split("/"))
 

@@ -1,7 +1,7 @@
-"""Bounds on the answers of engines: limited size, no compression, no redirects.
+"""Bounds on the responses of engines: limited size, no compression, no redirects.
 
 JSON that is mostly punctuation takes many times its size in memory once it is decoded. Therefore,
-the number of choices and fields of answers, and of prompts and fields of requests, is bounded too.
+the choices and fields of responses and the prompts and fields of requests are bounded too.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ REFUSED_ANSWERS = frozenset({ANSWER_SIZE, ANSWER_ENCODING, REDIRECT})
 MOST_EVENTS, MOST_ITEMS = 1 << 20, 4096
 
 _LARGE_BYTES, _OTHER_BYTES = 1 << 20, 4 << 20
-# Above _LARGE_BYTES, fields other than the known long ones may take _OTHER_BYTES at most.
+# Above _LARGE_BYTES, fields other than the known long ones may take at most _OTHER_BYTES.
 _HINT = "raise the limit: rollouts record --max-answer-mb N"
 
 
 class _Large(msgspec.Struct):
-    """Fields of an answer or a choice that may be long."""
+    """Fields of a response or a choice that may be long."""
 
     choices: msgspec.Raw = msgspec.Raw()
     prompt_token_ids: msgspec.Raw = msgspec.Raw()
@@ -61,14 +61,14 @@ _LARGE_REQUEST = msgspec.json.Decoder(_LargeRequest)
 
 
 def too_large(what: str, most_bytes: int) -> EngineError:
-    """Build the error for an answer that exceeds a bound."""
+    """Build the error for a response that exceeds a bound."""
     got = f"{what} of more than {most_bytes:,} bytes"
     message = f"The engine sent {got}"
     return EngineError(ANSWER_SIZE, "engine", got, hint=_HINT, message=message)
 
 
 def check_head(response: aiohttp.ClientResponse) -> None:
-    """Reject redirects and compressed answers.
+    """Reject redirects and compressed responses.
 
     Raises:
         EngineError: engine_redirect, answer_encoding.
@@ -80,16 +80,19 @@ def check_head(response: aiohttp.ClientResponse) -> None:
         raise EngineError(REDIRECT, "engine", got, hint=hint, message=f"The engine {got}")
     encoding = response.headers.get("content-encoding", "identity").strip().lower()
     if encoding != "identity":
-        got, hint = f"compresses its responses ({encoding[:40]!r})", "turn it off in the engine"
+        got, hint = (
+            f"compresses its responses ({encoding[:40]!r})",
+            "turn off compression in the engine",
+        )
         raise EngineError(ANSWER_ENCODING, "engine", got, hint=hint, message=f"The engine {got}")
 
 
 def check_shape(content: bytes) -> None:
-    """Reject an answer that would be far larger once it is decoded.
+    """Reject a response that would be far larger once it is decoded.
 
     Raises:
         EngineError: answer_size.
-        msgspec.MsgspecError: If it is not an answer.
+        msgspec.MsgspecError: If it is not a completion.
     """
     if len(content) <= _LARGE_BYTES:
         return
@@ -138,7 +141,7 @@ def num_prompts(prompt: bytes) -> int:
 
 
 def _items(content: bytes) -> list[bytes] | None:
-    """Split a JSON list into its items (none for other values); None if there are too many."""
+    """Split a JSON list into its items; [] for other values, None if there are too many items."""
     if content[:1] != b"[":
         return []
     try:

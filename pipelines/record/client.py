@@ -24,7 +24,7 @@ class RecordedSession:
         base_url: Base URL for the harness, instead of the engine's.
         reward: Outcome to set; None: unknown.
         error: Reason to set if the run failed; None: it succeeded.
-        metrics: Numbers to set.
+        metrics: Metrics to set, by name.
     """
 
     name: str
@@ -35,7 +35,7 @@ class RecordedSession:
 
 
 class RecorderClient:
-    """Client of a running recorder.
+    """Client for a running recorder.
 
     Args:
         url: Root URL of the recorder.
@@ -66,7 +66,7 @@ class RecorderClient:
             repetition_id: Number of the attempt; None: the first unused number.
 
         Raises:
-            InputError: recorder if it does not answer, or rejects the request.
+            InputError: recorder if it does not respond, or rejects the request.
         """
         body = {"instance_id": instance_id, "repetition_id": repetition_id}
         opened = await self._post("/sessions", body)
@@ -104,7 +104,7 @@ class RecorderClient:
                 found: dict[str, Any] = json.loads(await answer.read())
         except (aiohttp.ClientError, TimeoutError, ConnectionError, ValueError) as error:
             reason = f"{type(error).__name__} {error}".strip()
-            got, hint = f"no answer ({reason})", "check that `rollouts record` is running"
+            got, hint = f"no response ({reason})", "check that `rollouts record` is running"
             raise InputError("recorder", self._url, got, hint=hint) from None
         if not 200 <= answer.status < 300:
             problem = found.get("error", found)

@@ -1,4 +1,4 @@
-"""Answers of an engine, reduced to what the client asked for."""
+"""Responses of an engine, reduced to the fields that the client requested."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _EMPTY_DELTA = b"{}"
 
 
 class Unread(ValueError):
-    """An answer that is not a completion: it is passed on unchanged."""
+    """The response is not a completion: it is passed on unchanged."""
 
 
 class Answer:
-    """A complete answer, or a chunk of one.
+    """A complete response, or a chunk of one.
 
     Args:
-        content: JSON of the answer.
+        content: JSON of the response.
 
     Raises:
         Unread: If it is not a JSON object with choices.
@@ -39,9 +39,9 @@ class Answer:
             raise Unread from None
 
     def shown(self, asked: Asked) -> bytes | None:
-        """Return what the client asked for; None if the chunk only carries tokens.
+        """Return the response for the client; None for a chunk that only carries tokens.
 
-        Fields that the client did not ask for are null, as engines write them in that case.
+        Fields that the client did not request are null, as in the engine's own responses.
         """
         if asked.model is None and not asked.hidden:
             return self.content

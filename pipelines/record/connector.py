@@ -1,4 +1,4 @@
-"""Connections to engines, with a bound on informational responses before an answer."""
+"""Connections to engines, with a bound on informational responses before the final response."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _KEEP_ALIVE_S = 4.0
 
 
 class BoundedConnector(aiohttp.TCPConnector):
-    """A connector without a limit on connections, each of which is a `BoundedHandler`."""
+    """A connector with any number of connections, each handled by a `BoundedHandler`."""
 
     def __init__(self) -> None:
         super().__init__(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
@@ -33,7 +33,7 @@ class BoundedHandler(ResponseHandler):
     _num_informational = 0
 
     def feed_data(self, data: Any, size: int = 0) -> None:
-        """Receive the head of a response, before its body."""
+        """Receive the status line and headers of a response."""
         status = data[0].code
         self._num_informational = self._num_informational + 1 if 100 <= status < 200 else 0
         if status == _SWITCHING:
@@ -44,7 +44,7 @@ class BoundedHandler(ResponseHandler):
             self._refuse(f"more than {MOST_INFORMATIONAL} informational responses")
 
     def _refuse(self, got: str) -> None:
-        self.set_exception(HttpProcessingError(code=502, message=f"{got} before the answer"))
+        self.set_exception(HttpProcessingError(code=502, message=f"{got} before the response"))
         if self.transport is not None:
             self.transport.close()
 

@@ -27,9 +27,9 @@ class Asked:
     Attributes:
         kind: Kind of the endpoint.
         fields: Body fields as the client sent them.
-        sent: Body fields for the engine: the client's, and a request for exact tokens.
-        hidden: Fields of the answer that the client did not ask for.
-        is_text: True if the client asked for text only: no ids, no log-probabilities.
+        sent: Body fields for the engine: the client's, plus those that request exact tokens.
+        hidden: Fields of the response that the client did not request.
+        is_text: True if the client requested only text: no ids, no log-probabilities.
         num_choices: Number of expected choices.
         is_exact: True if the engine returns tokens that were sampled one by one; false for an echo
             or a beam search.
@@ -56,7 +56,7 @@ class Asked:
 
 
 def read_request(kind: Kind, body: bytes, models: tuple[str, str] | None = None) -> Asked | None:
-    r"""Parse a body; None if it is not a JSON object: the engine then rejects it.
+    r"""Parse a body; None if it is not a JSON object, which the engine will reject.
 
     Args:
         kind: Kind of the endpoint.

@@ -1,4 +1,4 @@
-"""Record and forward the server-sent events of a streamed answer, and detect its end."""
+"""Record and forward the server-sent events of a streamed response, and detect its end."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Events:
     r"""A parser that splits a stream of bytes into events at blank lines, with any line ending.
 
     Args:
-        max_event_bytes: Maximum size of an event, and so of a line.
+        max_event_bytes: Maximum size of an event, and thus of a line.
 
     Example:
         >>> events = Events()
@@ -40,7 +40,7 @@ class Events:
         self._num_seen = 0
 
     def feed(self, content: bytes) -> list[bytes]:
-        """Add bytes; returns the events that are complete now, including their terminators.
+        """Add bytes; return the events that are now complete, including their terminators.
 
         Raises:
             EngineError: answer_size if the incomplete event is too long.
@@ -63,14 +63,14 @@ class Events:
 
 
 class StreamedCall:
-    """A streamed answer while it arrives.
+    """A streamed response while it arrives.
 
     Args:
         asked: The request.
-        show: Returns what the client sees of a chunk, or None.
+        show: Converts a chunk for the client; returns None to hide it.
 
     Attributes:
-        is_done: True once the engine marked the end of the stream.
+        is_done: True once the engine has marked the end of the stream.
     """
 
     def __init__(self, asked: Asked, show: Callable[[Answer], bytes | None]) -> None:
@@ -88,7 +88,7 @@ class StreamedCall:
         return len(self._finished) >= self._asked.num_choices
 
     def take(self, event: bytes) -> bytes | None:
-        """Record an event; returns what the client sees of it, or None.
+        """Record an event; return the event to send to the client, or None to hide it.
 
         Raises:
             EngineError: answer_size.
@@ -120,7 +120,7 @@ class StreamedCall:
         return b"\n".join([*others, b"data: " + shown]) + b"\n\n"
 
     def recorded(self, reason: str) -> msgspec.Raw | None:
-        """Return the chunks as one JSON list; None if cut off before any token was sampled.
+        """Return the chunks as one JSON list; None if the stream ended before any token.
 
         Args:
             reason: Finish reason for choices that were cut off.
@@ -136,7 +136,7 @@ class StreamedCall:
         return msgspec.Raw(b"[" + (content + b",".join(ends)).removesuffix(b",") + b"]")
 
     def _of_sampled(self) -> bytes:
-        """Return the chunks of a cut-off call, without choices that had no token yet."""
+        """Return the chunks of a cut-off call, without choices that had no tokens yet."""
         chunks = (bytes(self._content[a:b]) for a, b in pairwise([0, *self._ends]))
         return b"".join(
             chunk for chunk in chunks if self._sampled.issuperset(Answer(chunk[:-1]).indices())

@@ -1,13 +1,13 @@
 """Continue growing chats token by token, for clients that support only the chat API.
 
 The first call of a conversation is sent unchanged. A later call that repeats its messages and the
-answer unmodified, followed by new messages, is sent as token ids:
+response unmodified, followed by new messages, is sent as token ids:
 
     prompt = the last prompt + the tokens sampled for it + the ids of the new messages
 
 The client receives the engine's text completion as a chat completion. When in doubt (tools,
-reasoning, an edited answer, a template that changes earlier messages, a field that only chat has)
-the call is sent unchanged, and counted with the reason.
+reasoning, an edited response, a template that changes earlier messages, a chat-only field), the
+call is sent unchanged, and counted with the reason.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ _MESSAGE = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "r
 
 
 class Conversation(NamedTuple):
-    """A conversation so far.
+    """The conversation so far.
 
     Attributes:
-        messages: Messages, ending with the engine's answer.
+        messages: Messages, ending with the engine's response.
         ids: Prompt and response of the last call.
         num_sampled: Number of ids at the end that are the response.
     """
@@ -127,7 +127,7 @@ class ExactPrefix:
         return so_far.ids + observation_ids(response, new, self._tokenizer)
 
     def remember(self, session: Session, agent: str | None, asked: Asked, seen: Seen) -> None:
-        """Store an answered call if it can be continued."""
+        """Store a completed call if it can be continued."""
         text = _answer_text(seen)
         if asked.kind != "chat" or text is None or session.outcome is not None:
             return
@@ -167,7 +167,7 @@ class ChatShown:
         self._model, self._has_begun = asked.model, False
 
     def whole(self, answer: Answer) -> bytes:
-        """Convert a complete answer."""
+        """Convert a complete response."""
         (choice,) = answer.choices
         message = {"role": "assistant", "content": choice["text"], **_MESSAGE}
         made = {"message": message, **_without(choice, "text")}
@@ -206,7 +206,7 @@ def _without(choice: Fields, name: str) -> dict[str, Any]:
 
 
 def _chat_only(fields: Fields) -> str | None:
-    """Name a field that a text completion does not have, or treats differently; None if none."""
+    """Find a field that a text completion lacks or treats differently; None if there is none."""
     for name, value in fields.items():
         if name in _CARRIED | _DROPPED or bytes(value) in _OPTIONAL:
             continue
@@ -217,7 +217,7 @@ def _chat_only(fields: Fields) -> str | None:
 
 
 def _limit(fields: Fields, room: int | None) -> int | None:
-    """Return `max_tokens`: the client's, else all that the context has left, as for a chat."""
+    """Return `max_tokens`: the client's value, else the room left in the context, as for a chat."""
     for name in ("max_completion_tokens", "max_tokens"):
         most = value_of(fields, name)
         if most is not None:
@@ -236,7 +236,7 @@ def _plain(messages: object) -> list[dict[str, Any]]:
 
 
 def _is_empty(value: object) -> bool:
-    """True if a field is empty, like those that clients add when they send an answer back."""
+    """True if a field is empty, like those that clients add when they send a response back."""
     return value in _EMPTY or (isinstance(value, dict) and all(map(_is_empty, value.values())))
 
 
@@ -247,7 +247,7 @@ def _longest(known: Sequence[Conversation], messages: list[dict[str, Any]]) -> C
 
 
 def _answer_text(seen: Seen) -> str | None:
-    """Return the answer's text, if it is only text and was not cut off by an error."""
+    """Return the response's text; None unless it is plain text and was not cut off by an error."""
     choices = seen.answer.choices
     if len(choices) != 1 or choices[0].finish_reason not in _ENDED:
         return None

@@ -1,10 +1,10 @@
-"""Durable logs of calls and outcomes, in a format that `convert` reads too.
+"""Durable logs of calls and outcomes, in a format that `convert` can also read.
 
     DS/.recording/lock                  held by the running recorder
     DS/.recording/00000/calls.jsonl     one call per line: the `calls` format
     DS/.recording/00000/rewards.jsonl   one ended session per line: the rewards file
     DS/.recording/00000/lost.jsonl      open sessions with calls that are not in the log
-    DS/.recording/00000/written.jsonl   which sessions are in shards
+    DS/.recording/00000/written.jsonl   sessions that are in shards
 
 All lines of a session are in one numbered folder, which is deleted once all its sessions are in
 shards.
@@ -46,8 +46,8 @@ class Recovered:
 
     Attributes:
         folder: Number of the session's folder.
-        places: Places of its calls.
-        outcome: Its outcome; None: it is open.
+        places: Locations of its calls in the log.
+        outcome: Its outcome; None: it is still open.
         num_unrecorded: Calls that are not in the log.
         num_lost: Number of these calls that could not be written.
     """
@@ -71,10 +71,10 @@ class Journal:
     Lines that wait at the same time are written together, with a single sync.
 
     Args:
-        out: Directory of the dataset, local.
+        out: Local directory of the dataset.
 
     Attributes:
-        problem: Why the last write failed; None: it succeeded.
+        problem: Reason why the last write failed; None: it succeeded.
         last_time_s: Time of the latest call found.
         folder: Number of the folder for new sessions.
     """
@@ -150,7 +150,7 @@ class Journal:
             await self._write(self._path(self.folder, "calls"), b"\n" * 4096)
 
     def next_folder(self) -> int:
-        """Return the folder for a new session; starts a new one when the current one is full."""
+        """Return the folder for a new session; start a new one when the current one is full."""
         if self._sizes.get(self._path(self.folder, "calls"), 0) > FOLDER_BYTES:
             self.folder += 1
         return self.folder
@@ -243,7 +243,7 @@ def _truncate(path: Path, size: int) -> None:
 
 
 def _cut_to_lines(path: Path) -> int:
-    """Truncate an incomplete last line; returns the size."""
+    """Remove an incomplete last line; return the resulting size."""
     if not path.exists():
         return 0
     with path.open("rb+") as file:

@@ -1,4 +1,4 @@
-"""One recorder at a time for a dataset."""
+"""Allow only one recorder per dataset at a time."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def lock_dataset(out: str | os.PathLike[str]) -> BaseFileLock:
     """Lock the journal of a dataset's directory, until `release()` or the end of the process.
 
     Raises:
-        InputError: out_is_free if another recorder holds it; output_file if it is not local, or
-            cannot be written.
+        InputError: out_is_free if another recorder holds the lock; output_file if the directory is
+            not local or not writable.
     """
     where = os.fspath(out)
     if not Location.of(where).is_local:

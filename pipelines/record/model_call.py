@@ -36,9 +36,9 @@ class Call:
         session: Session of the call.
         agent: Agent within the session.
         exact: Continues conversations token by token; None: disabled.
-        as_chat: Converts the answer to chat if a text completion was sent instead.
+        as_chat: Converts the response to chat if a text completion was requested instead.
         about: Further fields to record.
-        is_recorded: True if a part of a cut-off answer was recorded.
+        is_recorded: True if part of a cut-off response was recorded.
     """
 
     recorder: Recorder
@@ -55,7 +55,7 @@ class Call:
     is_recorded: bool = False
 
     async def run(self) -> None:
-        """Send the call, record the answer, and return it to the client.
+        """Send the call, record the response, and return it to the client.
 
         Raises:
             EngineError: engine_down, engine_redirect, answer_encoding, answer_size.
@@ -93,7 +93,7 @@ class Call:
                     await self._answer(response, self.asked)
 
     async def _choose(self) -> None:
-        """Send token ids if they can continue the conversation, otherwise the original request."""
+        """Choose the body: token ids if they can continue the conversation, else the request."""
         if self.asked is None:
             return
         self.body = self.asked.body
@@ -132,9 +132,9 @@ class Call:
         self._count(recorded)
 
     async def _forward(self, response: Answered, stream: StreamedCall) -> bytearray:
-        """Forward events as they arrive, but return those from the answer's end on."""
-        # The client gets the end only after the call is on disk: a finished answer is a recorded
-        # one.
+        """Forward events as they arrive, but hold back and return the end of the response."""
+        # The client gets the end only after the call is on disk: every finished response is
+        # recorded.
         events, held = Events(self.recorder.settings.max_answer_bytes // 4), bytearray()
         async for content in self.upstreams.parts(response):
             shown = bytearray()
@@ -149,7 +149,7 @@ class Call:
         return held
 
     async def _record_cut(self, stream: StreamedCall, reason: str) -> None:
-        """Record what was sampled of a cut-off call; errors are only logged: the client is gone."""
+        """Record the tokens sampled before a call was cut off; errors are only reported."""
         self.recorder.metrics.cut_off.inc()
         recorded = stream.recorded(reason)
         assert self.asked is not None
@@ -165,13 +165,13 @@ class Call:
         try:
             content = await self.upstreams.whole(response)
         except BROKEN as error:
-            got = f"the connection broke before the answer was complete ({type(error).__name__})"
+            got = f"the connection broke before the response was complete ({type(error).__name__})"
             raise EngineError("engine_down", self.path, got) from None
         headers = passed_on(response)
         try:
             answer = Answer(content)
         except Unread:
-            self._unrecorded("answers that are not completions", self.path)
+            self._unrecorded("responses that are not completions", self.path)
             await self.exchange.answer(200, content, headers)
             return
         recorded = msgspec.Raw(content)
@@ -185,7 +185,7 @@ class Call:
         return answer.shown(self.asked)
 
     async def _pass_on(self, response: Answered) -> None:
-        """Pass on an answer that cannot be recorded, or an error."""
+        """Pass on a response that cannot be recorded, or an error."""
         if response.status == 200:
             self._unrecorded("echo, beam-search and non-JSON requests", self.path)
         await self.exchange.begin(response.status, passed_on(response))
@@ -228,7 +228,7 @@ class Call:
         self.recorder.warn(what, f"served unrecorded: {text}")
 
     def _refused(self, error: RolloutError) -> None:
-        """Count a call whose answer was rejected; what was sampled before is recorded."""
+        """Count a call whose response was rejected; tokens received before that are recorded."""
         if not self.is_recorded:
             self.session.num_unrecorded += 1
             self.recorder.metrics.unrecorded.inc()

@@ -7,7 +7,7 @@ from typing import Any
 _TEXT, _NUMBER = {"type": "string"}, {"type": "number"}
 _WHOLE = {"type": "integer", "minimum": 0, "maximum": 999_999_999}
 _ERROR = {
-    "description": "Refused, by the recorder or the engine: {error: {message, type, code}}.",
+    "description": "Rejected by the recorder or the engine: {error: {message, type, code}}.",
     "content": {"application/json": {"schema": {"type": "object"}}},
 }
 
@@ -83,7 +83,7 @@ _VERSION = _object(
 )
 _ANY: dict[str, Any] = {"type": "object"}
 _ANSWER = {
-    "description": "As the engine answers, streamed or not.",
+    "description": "The engine's response, streamed or not.",
     "content": {"application/json": {"schema": _ANY}, "text/event-stream": {"schema": _ANY}},
 }
 _CALLS = {
@@ -111,13 +111,15 @@ DESCRIPTION: dict[str, Any] = {
             "get": _operation("State of a session.", {"200": _json(_ANY)}, None, _SESSION)
         },
         "/policy_version": {
-            "post": _operation("Name the engine's weights.", {"200": _json(_VERSION)}, _VERSION)
+            "post": _operation(
+                "Set the version of the weights.", {"200": _json(_VERSION)}, _VERSION
+            )
         },
         "/health": {
             "get": _operation(
-                "Whether calls are written.", {"200": _json(_ANY), "507": _json(_ANY)}
+                "Report whether calls can be written.", {"200": _json(_ANY), "507": _json(_ANY)}
             )
         },
-        "/metrics": {"get": _operation("For Prometheus.", {"200": _METRICS})},
+        "/metrics": {"get": _operation("Metrics for Prometheus.", {"200": _METRICS})},
     },
 }

@@ -1,4 +1,4 @@
-"""uvicorn's HTTP/1.1 protocol with bounds on the size and duration of request heads."""
+"""uvicorn's HTTP/1.1 protocol with limits on the size and arrival time of request headers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _REASONS = {408: b"Request Timeout", 431: b"Request Header Fields Too Large"}
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """One connection with bounded request heads."""
+    """One connection with bounded request headers."""
 
     _num_kept_bytes = 0
     _has_moved = False

@@ -39,7 +39,7 @@ _TICK_S = 0.25
 
 
 class Recorder:
-    """The sessions of one dataset; enter it before the first call.
+    """The sessions of one dataset; enter the context before the first call.
 
     Args:
         settings: Settings.
@@ -145,7 +145,7 @@ class Recorder:
         return self.sessions.called(name, folder)
 
     def open(self, instance_id: str, repetition_id: int | None) -> Session:
-        """Open a session; without a repetition, with the first unused one.
+        """Open a session; if no repetition is given, use the first unused one.
 
         Raises:
             InputError: session_open, session_ended, session_name.
@@ -172,7 +172,7 @@ class Recorder:
         Args:
             session: Session of the call.
             request: Fields that the client sent.
-            response: The engine's answer: an object, or a list of chunks.
+            response: The engine's response: an object, or a list of chunks.
             about: `time`, and `agent` and `policy_version` if known.
 
         Raises:
@@ -202,7 +202,7 @@ class Recorder:
             prompt = _ids(steps[0].prompt_token_ids)
             seen = Seen(answer, prompt, [_ids(step.response_ids) for step in steps])
         except (RolloutError, msgspec.MsgspecError) as error:
-            self.warn("a call has no usable tokens", f"its session will count as failed: {error}")
+            self.warn("a call has no usable tokens", f"its session will be marked failed: {error}")
             return None
         self.metrics.tokens.inc(sum(map(len, seen.responses)))
         if session.count(agent, seen):
@@ -217,7 +217,7 @@ class Recorder:
             said: `reward`, `error`, and numbers and texts by name.
 
         Raises:
-            InputError: session_ended if it ended with another outcome; reward_line; journal if
+            InputError: session_ended if it ended with a different outcome; reward_line; journal if
                 the outcome was not written.
         """
         session = self.sessions.find(name)

@@ -14,12 +14,12 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.calls = self._counter("calls", "Calls that were recorded.")
-        self.tokens = self._counter("tokens", "Tokens that were sampled in them.")
-        self.drifts = self._counter("drifts", "Calls that did not continue the call before.")
-        self.cut_off = self._counter("cut_off", "Recorded calls that ended before their end.")
-        self.unrecorded = self._counter("unrecorded", "Answered calls that were not recorded.")
-        self.refused = self._counter("refused", "Requests that were answered with 4xx or 5xx.")
-        self.retries = self._counter("retries", "Repeated calls of an engine.")
+        self.tokens = self._counter("tokens", "Tokens sampled in recorded calls.")
+        self.drifts = self._counter("drifts", "Calls that did not continue the previous call.")
+        self.cut_off = self._counter("cut_off", "Calls whose stream was cut off.")
+        self.unrecorded = self._counter("unrecorded", "Calls that were served but not recorded.")
+        self.refused = self._counter("refused", "Requests rejected with 4xx or 5xx.")
+        self.retries = self._counter("retries", "Retries of calls to an engine.")
         self.written = self._counter("trajectories", "Trajectories in shards.")
         self.exact_prefix = Counter(
             "rollouts_record_exact_prefix",
@@ -29,10 +29,10 @@ class Metrics:
         )
         self.open = self._gauge("open_sessions", "Sessions that have not ended.")
         self.waiting = self._gauge("ended_sessions", "Ended sessions that are in no shard yet.")
-        self.under_way = self._gauge("calls_under_way", "Calls that are not answered yet.")
+        self.under_way = self._gauge("calls_under_way", "Calls in progress.")
         self.first_token = Histogram(
             "rollouts_record_first_byte_seconds",
-            "From a request to the first byte of its answer.",
+            "Time from a request to the first byte of its response.",
             buckets=_BUCKETS,
             registry=self.registry,
         )

@@ -24,7 +24,7 @@ _ALONE = frozenset(
         *("password", "passwords", "pwd", "salt", "secret", "secrets", "signature"),
     }
 )
-"""Words that mark a name as that of a credential, or of a field that contains credentials."""
+"""Words that mark the name of a credential, or of a field that contains credentials."""
 _NOT_TOKENS = frozenset({"bos", "eos", "mask", "pad", "sep", "stop", "unk", "as", "per"})
 _KEYS = frozenset(
     {

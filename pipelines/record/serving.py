@@ -49,7 +49,7 @@ class Serving:
 
     Attributes:
         url: Root URL.
-        recorder: Its bookkeeping.
+        recorder: Bookkeeping of its sessions.
         server: Set `should_exit` on it to stop.
     """
 
@@ -77,7 +77,7 @@ async def serving(
         tell: Receives warnings for the user; by default, they are logged.
 
     Raises:
-        ConfigError: address if it cannot be bound.
+        ConfigError: address if the address cannot be bound.
         InputError: out_is_free, output_file.
     """
     with listen(host, port) as listener:
@@ -205,7 +205,7 @@ def listen(host: str, port: int) -> socket.socket:
     """Return a socket bound to an address.
 
     Raises:
-        ConfigError: address if it is in use, or not an address of this machine.
+        ConfigError: address if the address is in use, or does not belong to this machine.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)

@@ -27,7 +27,7 @@ class Seen(NamedTuple):
     """Tokens of a recorded call.
 
     Attributes:
-        answer: The complete answer, with chunks joined.
+        answer: The complete response, with chunks joined.
         prompt: [P] ids.
         responses: [R] ids of each choice.
     """
@@ -44,18 +44,18 @@ class Session:
     Attributes:
         name: "instance/repetition".
         folder: Folder of the journal.
-        places: Places of its calls in the journal.
-        outcome: Its outcome; None: it is open.
+        places: Locations of its calls in the journal.
+        outcome: Its outcome; None: it is still open.
         num_under_way: Number of running calls.
         writing: Writes of running calls; they complete even if nobody waits for them.
         num_tokens: Tokens sampled so far.
         num_drifts: Calls that did not continue the tokens of the agent's previous call.
-        num_unrecorded: Calls that were answered but not recorded.
+        num_unrecorded: Calls that were served but not recorded.
         num_lost: Number of these calls that could not be written.
         losses_kept: num_unrecorded and num_lost as last written to the journal.
-        num_fallbacks: Chats that could not be continued token by token although that is enabled.
+        num_fallbacks: Calls that `exact_prefix` could not continue token by token.
         ends: For each agent's last call, the [prompt + response] ids of each choice.
-        active_s: Time of the last start or end of a call, by the monotonic clock.
+        active_s: Time when the session was opened or a call last ended, on the monotonic clock.
     """
 
     name: str
@@ -84,7 +84,7 @@ class Session:
             self.active_s = time.monotonic()
 
     def count(self, agent: str | None, seen: Seen) -> bool:
-        """Count a call; true if it drifts: continues none of the previous call's choices."""
+        """Count a call; true if it drifts, i.e. continues none of the previous call's choices."""
         before = self.ends.get(agent, [])
         drifts = bool(before) and not any(_continues(seen.prompt, end) for end in before)
         self.ends[agent] = [np.concatenate([seen.prompt, r]) for r in seen.responses]
@@ -146,7 +146,7 @@ class Sessions:
         return trajectory_id(name) in self._written
 
     def called(self, name: str, folder: int) -> Session:
-        """Return the session of a call, opening it at its first call.
+        """Return the session of a call, opening it on its first call.
 
         Raises:
             InputError: session_ended.

@@ -60,7 +60,7 @@ class Shards:
         return set(ids.to_series().to_list())
 
     def write(self, sessions: Sequence[Ended]) -> int:
-        """Write one shard, completely or not at all; returns its number of trajectories.
+        """Write one shard, completely or not at all; return its number of trajectories.
 
         A session with an unusable call is written as a failed trajectory, with the reason as its
         error and the steps that can be read. Its calls go to `rejected.jsonl`.
@@ -147,7 +147,7 @@ def _key(ended: Ended) -> Key:
 
 
 def _first(rejected: Sequence[Rejected]) -> RolloutError | None:
-    """Return the first error that is not a consequence of another one."""
+    """Return the first error that was not caused by another error."""
     errors = sorted((error for _, error in rejected), key=lambda error: error.rule == INCOMPLETE)
     return errors[0] if errors else None
 

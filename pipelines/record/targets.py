@@ -1,7 +1,7 @@
 """Find the session, agent and API path of a call, in its URL, a header or the API key.
 
     /s/INSTANCE/REPETITION[/AGENT]/v1/...         base URL of a session
-    /k/KEY/INSTANCE/REPETITION[/AGENT]/v1/...     the same, with the key it was opened with
+    /k/KEY/INSTANCE/REPETITION[/AGENT]/v1/...     the same, with the session's key
     X-Rollouts-Session: INSTANCE/REPETITION[/AGENT]
     Authorization: Bearer sk-rollouts-INSTANCE/REPETITION[/AGENT]
 
@@ -48,7 +48,7 @@ def target_of(raw_path: str, headers: Mapping[str, str]) -> Target:
         headers: Headers by lower-case name.
 
     Raises:
-        InputError: session_name if there is no instance or repetition, or it is not UTF-8.
+        InputError: session_name if the instance or repetition is missing, or is not UTF-8.
 
     Example:
         >>> target_of("/s/math%2F12/3/checker/v1/models", {})

@@ -1,4 +1,4 @@
-"""Engines behind a recorder: send a call to one that answers, and stream its answer."""
+"""Engines behind a recorder: send a call to one that responds, and stream its response."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _NOT_PASSED_ON = frozenset(
 Answered = aiohttp.ClientResponse
 MODELS = "/v1/models"
 VERSION_HEADER = "x-rollouts-policy-version"
-"""Header of an engine's answer: version of the weights that sampled it."""
+"""Header of an engine's response: version of the weights that sampled it."""
 
 
 class Model(msgspec.Struct):
@@ -48,20 +48,20 @@ _MODELS = msgspec.json.Decoder(_Models)
 
 
 class Upstreams:
-    """Engines that give equivalent answers.
+    """Engines that return equivalent responses.
 
-    A call is repeated if no byte of an answer arrived, on the next engine if there are several:
+    A call is retried if no byte of a response has arrived, on the next engine if there are several:
     that is safe because sampling has no side effects.
 
     Args:
         urls: Root URL of each engine; a trailing "/v1" is removed.
         limits: Attempts, waits and timeouts.
         api_key: Sent as the bearer token instead of the client's.
-        retried: Called at every retry.
-        max_answer_bytes: Maximum size of an answer's body.
+        retried: Called on every retry.
+        max_answer_bytes: Maximum size of a response's body.
 
     Attributes:
-        gone: Type of the error raised when no attempt at a call is answered.
+        gone: Type of the error raised if no attempt at a call gets a response.
     """
 
     gone: type[EngineError] = EngineError
@@ -107,17 +107,17 @@ class Upstreams:
         headers: Mapping[str, str],
         session: str | None,
     ) -> AsyncIterator[Answered]:
-        """Send a request; yields the answer once its head arrived, with the body unread.
+        """Send a request; yield the response once its headers have arrived, with the body unread.
 
         Args:
             method: "POST".
             path: "/v1/chat/completions".
             body: Body to send.
             headers: The client's headers, by lower-case name.
-            session: Calls with the same session go to the same engine as long as it answers.
+            session: Calls with the same session go to the same engine as long as it responds.
 
         Raises:
-            EngineError: engine_down if none answered; engine_redirect, answer_encoding.
+            EngineError: engine_down if no engine responds; engine_redirect, answer_encoding.
         """
         response = await self._open(method, path, body, self._headers(headers), session)
         try:
@@ -127,7 +127,7 @@ class Upstreams:
             response.close()
 
     async def parts(self, response: Answered) -> AsyncIterator[bytes]:
-        """Yield the body of an answer as it arrives.
+        """Yield the body of a response as it arrives.
 
         Raises:
             EngineError: answer_size.
@@ -141,10 +141,10 @@ class Upstreams:
                     break
                 yield content
         if num_bytes > self._max_answer_bytes:
-            raise too_large("an answer", self._max_answer_bytes)
+            raise too_large("a response", self._max_answer_bytes)
 
     async def whole(self, response: Answered) -> bytes:
-        """Read the whole body of an answer.
+        """Read the entire body of a response.
 
         Raises:
             EngineError: answer_size.
@@ -152,11 +152,11 @@ class Upstreams:
         return b"".join([content async for content in self.parts(response)])
 
     async def model(self) -> Model:
-        """Return the engines' model, as reported by the first engine that answers.
+        """Return the engines' model, as reported by the first engine that responds.
 
         Raises:
-            EngineError: engine_down if none answered with a list of models; as `answer` and
-                `whole`.
+            EngineError: engine_down if the response is not a list of models; and as for `answer`
+                and `whole`.
         """
         if self._model is None:
             async with self.answer("GET", MODELS, None, {}, None) as response:
@@ -194,7 +194,7 @@ class Upstreams:
             self._retried()
             await asyncio.sleep(0 if attempt < len(urls) else self._limits.wait_s(attempt))
         hint = f"check that the server is up: {url}/health"
-        got = f"no answer after {count(attempts, 'attempt')} ({reason})"
+        got = f"no response after {count(attempts, 'attempt')} ({reason})"
         raise self.gone(ENGINE_DOWN, url, got, hint=hint)
 
     async def _once(
@@ -220,13 +220,13 @@ class Upstreams:
 
 
 def version_of(response: Answered) -> int | None:
-    """Read the version of the weights that answered, if the engine reports it."""
+    """Read the version of the weights that sampled a response, if the engine reports it."""
     text = response.headers.get(VERSION_HEADER, "")
     return int(text) if text.isdecimal() and int(text) < 2**31 else None
 
 
 def passed_on(response: Answered) -> list[tuple[bytes, bytes]]:
-    """Select the headers of an answer that are forwarded to the client."""
+    """Select the response headers to forward to the client."""
     return [
         (name.lower(), value)
         for name, value in response.raw_headers

@@ -1,4 +1,4 @@
-"""One HTTP exchange over ASGI: reads a bounded body, answers, and notices a disconnected client."""
+"""One HTTP exchange over ASGI: read a bounded body, respond, and notice a disconnected client."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ STATUS = {
 
 
 class Exchange:
-    """A request and its answer.
+    """A request and its response.
 
     Args:
         scope: ASGI scope.
@@ -64,8 +64,8 @@ class Exchange:
         method: "GET".
         raw_path: Path as received, percent-encoded.
         headers: Headers by lower-case name; the last one wins if repeated.
-        has_begun: True once the head of the answer was sent.
-        status: Status of the answer; 0 before.
+        has_begun: True once the response headers have been sent.
+        status: Status of the response; 0 until then.
     """
 
     __slots__ = ("_receive", "_send", "has_begun", "headers", "method", "raw_path", "status")
@@ -89,7 +89,7 @@ class Exchange:
             raise InputError("method", self.raw_path, self.method, method, message=message)
 
     async def body(self, most_bytes: int) -> bytes:
-        """Read the whole body.
+        """Read the entire body.
 
         Raises:
             InputError: request_size; body_timeout if nothing arrived for a minute.
@@ -120,7 +120,7 @@ class Exchange:
             pass
 
     async def begin(self, status: int, headers: Headers) -> None:
-        """Send the head of the answer."""
+        """Send the status and headers of the response."""
         self.has_begun, self.status = True, status
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
@@ -133,17 +133,17 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": content, "more_body": False})
 
     async def answer(self, status: int, content: bytes, headers: Headers = (JSON,)) -> None:
-        """Send a complete answer."""
+        """Send a complete response."""
         length = (b"content-length", str(len(content)).encode())
         await self.begin(status, [*headers, length])
         await self.finish(content)
 
     async def say(self, status: int, value: Any) -> None:
-        """Answer with JSON."""
+        """Respond with JSON."""
         await self.answer(status, msgspec.json.encode(value))
 
     async def refuse(self, error: RolloutError) -> None:
-        """Answer with an error; in a stream that has started, as its last event."""
+        """Respond with an error; in a stream that has started, send it as the last event."""
         content = error_body(error)
         if self.has_begun:
             await self.finish(b"data: " + content + b"\n\n")
@@ -165,7 +165,7 @@ def error_body(error: RolloutError) -> bytes:
 
 
 async def unless_left(exchange: Exchange, work: Awaitable[None]) -> bool:
-    """Do some work, but cancel it if the client disconnects; returns whether it was done."""
+    """Do some work, but cancel it if the client disconnects; return whether it was completed."""
     doing = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(exchange.left())
     try:
@@ -184,7 +184,7 @@ async def unless_left(exchange: Exchange, work: Awaitable[None]) -> bool:
 async def respond(
     scope: Message, receive: Receive, send: Send, route: Callable[[Exchange], Awaitable[None]]
 ) -> None:
-    """Answer one request through a route; errors that the route raises become responses."""
+    """Handle one request with a route; a RolloutError that it raises becomes the response."""
     if scope["type"] != "http":
         return
     exchange = Exchange(scope, receive, send)
