@@ -22,8 +22,8 @@ from schemas.types import as_table, without_views
 FloatArray = npt.NDArray[np.float64]
 
 _RELATIVE_SPREAD, _LEAST_SPREAD = 1e-6, 1e-12
-# Relative and absolute tolerance for equal returns, see `are_equal`: far above the rounding of a
-# sum of float64 rewards, far below any intended difference between rewards.
+# Relative and absolute tolerance for equal returns (see `are_equal`): far above the rounding error
+# of a sum of float64 rewards, far below any intended difference between rewards.
 Fold = Callable[[pl.Expr], pl.Expr]
 
 
@@ -241,7 +241,7 @@ def _over_rows(
 
 
 def _end_rewards(table: pa.Table) -> pa.ListArray:
-    """Build `segments` where the last step of a merged row gets its reward, and the others 0."""
+    """Build `segments` where a merged row's last step gets the row's reward, and the others 0."""
     segments = _flat_segments(table)
     reward = pc.fill_null(table.column("reward"), 0.0).to_numpy()
     values = np.where(segments.ends_row, reward[segments.row], 0.0)

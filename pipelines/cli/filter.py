@@ -30,7 +30,7 @@ SAID_OF_A_MIXTURE = {
     "tokenizer": False,
     "chat_template_fingerprint": False,
 }
-"""Metadata that describe rows, and whether datasets that differ in them cannot be mixed."""
+"""Metadata fields that describe rows; true: datasets that differ in the field cannot be mixed."""
 
 WHOLE = click.IntRange(min=0)
 
@@ -39,7 +39,7 @@ WHOLE = click.IntRange(min=0)
 @click.argument("dataset", metavar="DS")
 @click.option("--out", metavar="DS2", help="Directory of the new dataset.")
 @click.option("--dry-run", is_flag=True, help="Print the report; write nothing.")
-@click.option("--keep-rows", metavar="SQL", help="Drop all other rows and renumber the steps.")
+@click.option("--keep-rows", metavar="SQL", help="Keep only matching rows; renumber the steps.")
 @click.option(
     "--move-outcome",
     is_flag=True,
@@ -62,18 +62,22 @@ WHOLE = click.IntRange(min=0)
 )
 @click.option("--min-steps", type=WHOLE, metavar="N", help="At least N steps.")
 @click.option("--max-steps", type=WHOLE, metavar="N", help="At most N steps.")
-@click.option("--min-reward", type=float, metavar="X", help="Return of X or more (never null).")
-@click.option("--max-reward", type=float, metavar="X", help="Return of X or less (never null).")
+@click.option("--min-reward", type=float, metavar="X", help="Return of X or more (null: dropped).")
+@click.option("--max-reward", type=float, metavar="X", help="Return of X or less (null: dropped).")
 @click.option(
     "--dedup", type=click.Choice(["group", "dataset"]), help="Drop exact repeats within a scope."
 )
 @click.option("--drop-overlong", is_flag=True, help="Drop trajectories that were cut off.")
-@click.option("--drop-zero-variance", is_flag=True, help="Drop groups whose returns are equal.")
-@click.option("--sample-groups", type=WHOLE, metavar="N", help="Draw N groups (of the mixture).")
+@click.option("--drop-zero-variance", is_flag=True, help="Drop groups with equal returns.")
+@click.option(
+    "--sample-groups", type=WHOLE, metavar="N", help="Draw N groups (of the mixture, if any)."
+)
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed for drawing groups.")
-@click.option("--mask-overlong", is_flag=True, help="Do not train trajectories cut off at the end.")
-@click.option("--mask-failed-groups", is_flag=True, help="Do not train groups with a failure.")
-@click.option("--mask-failed", is_flag=True, help="Do not train failed trajectories.")
+@click.option(
+    "--mask-overlong", is_flag=True, help="Do not train on trajectories that were cut off."
+)
+@click.option("--mask-failed-groups", is_flag=True, help="Do not train on groups with a failure.")
+@click.option("--mask-failed", is_flag=True, help="Do not train on failed trajectories.")
 @click.option(
     "--mix", multiple=True, metavar="DS3", help="Mix in a dataset, with the same filters."
 )
@@ -97,7 +101,7 @@ def filter_(dataset: str, out: str | None, *, dry_run: bool, as_json: bool, **op
 
     Filters apply in the order below, each to what the earlier ones kept; then masks, then the
     mixture. Complete trajectories are dropped unless --keep-rows is given. The report counts what each
-    filter found. Memory use grows with the number of trajectories, not of tokens.
+    filter found. Memory use grows with the number of trajectories, not with their length.
     """
     choices = _Choices(**options)
     _check_usage(out, choices, dry_run=dry_run)
@@ -193,7 +197,7 @@ class _Source:
             for name, before, found, groups, gone in counts.rows():
                 note(
                     f"  {name}: {found:,} of {before:,} trajectories {verb}, "
-                    f"with {gone:,} of {groups:,} complete groups"
+                    f"including {gone:,} of {groups:,} groups entirely"
                 )
 
 
@@ -201,7 +205,7 @@ def _check_usage(out: str | None, choices: _Choices, *, dry_run: bool) -> None:
     if out is None and not dry_run:
         raise click.UsageError("Missing option '--out' (or --dry-run).")
     if (choices.max_staleness is None) != (choices.policy_version is None):
-        raise click.UsageError("--max-staleness and --policy-version go together.")
+        raise click.UsageError("--max-staleness and --policy-version must be passed together.")
     if choices.move_outcome and choices.keep_rows is None:
         raise click.UsageError("--move-outcome requires --keep-rows.")
     if choices.share and len(choices.share) != 1 + len(choices.mix):
@@ -276,7 +280,7 @@ def _combined(
 def _with_sampling(source: _Source) -> pl.LazyFrame:
     """Add the sampling settings from the dataset's history as a column.
 
-    A mixture keeps the history of only one dataset, so those of the others would be lost.
+    A mixture keeps the history of only one dataset; the settings of the others would be lost.
     """
     import polars as pl
 

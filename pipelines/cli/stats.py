@@ -39,13 +39,13 @@ _SECTIONS = {
     "--model",
     type=click.Path(),
     metavar="DIR",
-    help="Estimate training FLOPs for the model of DIR/config.json.",
+    help="Estimate training FLOPs for the model described by DIR/config.json.",
 )
 @click.option(
     "--params",
     type=click.FloatRange(min=0, min_open=True),
     metavar="N",
-    help="Parameters of the model, such as 1.5e9; without --model, attention is not counted.",
+    help="Number of parameters, such as 1.5e9; without --model, attention is not counted.",
 )
 @workers_options
 @click.option("--json", "as_json", is_flag=True, help="Print the numbers as JSON.")
@@ -61,8 +61,8 @@ def stats(
 ) -> None:
     """Print counts, rewards and metrics of a dataset, and the tokens that training would forward.
 
-    Rewards are per trajectory, metrics per step, trajectory and group, lengths per row. Savings are
-    the tokens that each layout forwards, without failed trajectories.
+    Rewards are per trajectory, metrics per step, trajectory and group, lengths per row. Savings
+    compare the tokens that each layout forwards, excluding failed trajectories.
     """
     shape = _model_shape(model, params)
     numbers = dataset_numbers(dataset, outcome, shape, workers_of(workers, engine, dataset))
@@ -76,7 +76,7 @@ def stats(
 def dataset_numbers(
     dataset: str, outcome: Outcome | None, shape: ModelShape | None, workers: Workers | None = None
 ) -> dict[str, Any]:
-    """Collect the statistics of a dataset, with `metrics` by unit and name, `savings` by layout."""
+    """Collect a dataset's statistics, with `metrics` by unit and name and `savings` by layout."""
     from pipelines.statistics.metrics import read_metrics
     from pipelines.statistics.savings import dataset_savings
     from pipelines.statistics.summary import dataset_statistics

@@ -1,4 +1,4 @@
-"""Diagnose prefix breaks: which steps continue no earlier one, where they differ, and why."""
+"""Diagnose prefix breaks: which steps do not continue the step before them, where, and why."""
 
 from typing import TYPE_CHECKING
 

@@ -22,7 +22,7 @@ class Break:
     Attributes:
         row: The step.
         origin: The earlier step that it is compared with.
-        shared: Number of leading tokens that both have in common.
+        shared: Number of leading tokens that both share.
         resumes: True if it continues `origin`, which is not the step before it.
         fork: The earlier step whose tokens it repeats in full, although another step continues that
             step; -1: none.
@@ -98,10 +98,10 @@ def _break(
 
 
 def _forks(tree: PrefixTree, rows: IntArray) -> IntArray:
-    """[K] Find the last ancestor of each row whose tokens are all among the shared ones.
+    """[K] For each row, find the last ancestor whose tokens are all among the shared ones.
 
-    -1 if there is none. A step that shares only a part of its parent's response changed that
-    response, and is not a branch.
+    -1 if there is none. A step that shares only a part of its parent's response has changed that
+    response and is not a branch.
     """
     origin, shared = tree.parent[rows], tree.shared[rows]
     length = tree.prompt + tree.response

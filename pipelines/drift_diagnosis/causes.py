@@ -65,7 +65,7 @@ class Parting:
         before: Prompt and response of the compared step.
         num_prompt: Length of its prompt.
         prompt: The prompt that does not continue it.
-        shared: Number of leading tokens that both have in common.
+        shared: Number of leading tokens that both share.
     """
 
     before: Tokens
@@ -98,22 +98,25 @@ def tell(found: Break, parting: Parting, read: Callable[[], Reading | None]) -> 
     Args:
         found: The break.
         parting: The tokens on both sides.
-        read: Compares the text or the messages of both sides; None if neither is available.
+        read: Compares the text or messages of both sides; returns None if neither is available.
     """
     if not len(parting.now):
-        return "overlap", "the prompt ends within that step: asked again, or gone back"
+        return (
+            "overlap",
+            "the prompt ends within that step: a retry, or a return to an earlier turn",
+        )
     if not len(parting.lost):
         return "overlap", "all of that step is repeated, and another step continues it"
     reading = read()
     if found.is_new_agent and (reading is None or reading[0] not in _REPEATS):
         if found.fork >= 0:
-            return "overlap", "another agent's branch of a history that goes on elsewhere"
+            return "overlap", "another agent's branch of a history that continues elsewhere"
         return "new_agent", "the first step of this agent"
     if reading is None:
         return _from_ids(found, parting)
     change, evidence = reading
     if change == "messages" and found.fork >= 0 and not parting.answer_returns:
-        return "overlap", "a whole earlier step is repeated, and none of its continuation"
+        return "overlap", "an entire earlier step is repeated, but none of its continuation"
     if change == "system" and found.is_new_agent is False:
         return "reset", evidence
     return _BY_CHANGE[change], evidence
@@ -123,11 +126,11 @@ def _from_ids(found: Break, parting: Parting) -> Told:
     """Judge by token ids only: they show that messages were dropped, but not why tokens changed."""
     if parting.shared < parting.num_prompt and not parting.answer_returns:
         if found.fork >= 0:
-            return "overlap", "a whole earlier step is repeated, and no id of its continuation"
+            return "overlap", "an entire earlier step is repeated, but no id of its continuation"
         if found.is_new_agent is False:
-            return "reset", "the same agent, and no ids of that step's answer return"
-        return "unknown", "no ids of that step's answer return: a new context or another agent"
+            return "reset", "the same agent, but no ids of that step's response recur"
+        return "unknown", "no ids of that step's response recur: a new context or another agent"
     meets = changed(parting.lost, parting.now)
     if meets is None:
-        return "unknown", "the ids change from there on, and do not return"
+        return "unknown", "the ids differ from there on and never agree again"
     return "unknown", f"{meets[0]} ids became {meets[1]}, then the same ids follow again"

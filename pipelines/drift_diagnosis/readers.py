@@ -29,8 +29,8 @@ def read_text(
     Args:
         before: Prompt and response of the earlier step.
         prompt: The later prompt.
-        shared: Number of leading tokens that both have in common.
-        tokenizer: The tokenizer of the ids.
+        shared: Number of leading tokens that both share.
+        tokenizer: The tokenizer that produced the ids.
 
     Returns:
         None if some ids are unknown to the tokenizer, or if the text differs and no special tokens
@@ -42,7 +42,7 @@ def read_text(
         return None
     old, new = (_pieces(ids, tokenizer) for ids in sides)
     if _is_same(old, new, plain=not _is_mark(prompt, tokenizer).any()):
-        return "same_text", "the same text in other ids"
+        return "same_text", "the same text in different ids"
     if all(end is None for _, end in (*old, *new)):
         return None
     return compare(_turns(old), _turns(new), whole=whole)
@@ -77,7 +77,7 @@ def _num_ids(tokenizer: ChatTokenizer) -> int:
 
 
 def decode(ids: Tokens, tokenizer: ChatTokenizer) -> str:
-    """Decode ids; an id unknown to the tokenizer, which would drop it, is shown as <id>."""
+    """Decode ids; show those unknown to the tokenizer as <id>, because it would drop them."""
     unknown = np.flatnonzero(_is_unknown(ids, tokenizer)).tolist()
     if not unknown:
         return tokenizer.decode(ids.tolist())
@@ -96,7 +96,7 @@ def _is_mark(ids: Tokens, tokenizer: ChatTokenizer) -> BoolArray:
 
 
 def _message_start(kept: Tokens, tokenizer: ChatTokenizer) -> tuple[int, bool]:
-    """Locate the last message among shared tokens; also returns whether it is the first message."""
+    """Locate the last message in shared tokens; also return whether it is the first message."""
     marks = np.flatnonzero(_is_mark(kept, tokenizer))
     start = int(marks[-1]) if len(marks) else 0
     whole = start < _LONGEST_HEADER and not any(

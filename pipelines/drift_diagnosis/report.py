@@ -74,7 +74,7 @@ class Report:
         return sums.sort(order, descending=flags).to_dicts()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the whole report as JSON types."""
+        """Return the complete report as JSON types."""
         causes = [row | {"hint": HINTS[row["cause"]]} for row in self.by("cause")]
         totals = {name: int(self._groups[name].sum()) for name in _SUMS}
         return {
@@ -106,7 +106,7 @@ def render(report: Report) -> Iterator[str]:
     )
     yield (
         f"{found['num_continuing_lineage']} of these continue an earlier step "
-        f"(no loss to a lineage merge); {found['num_lost_tokens']:,} tokens lost"
+        f"(no loss with a lineage merge); {found['num_lost_tokens']:,} tokens lost"
     )
     if not report.num_breaks:
         return

@@ -22,7 +22,7 @@ _COLUMNS = ("token_source", "messages", "response_text", "prompt_token_ids", "re
 class TextReading:
     """Comparison of exact ids with those that `retokenize` computes from the logged text.
 
-    `response_text` is tokenized as the answer to `messages`. A token is off if it is between the
+    `response_text` is tokenized as the response to `messages`. A token is off if it is between the
     first and the last difference of the two versions, counted on the longer side.
 
     Attributes:
@@ -35,7 +35,7 @@ class TextReading:
         num_responses_off: Steps whose response gets different ids.
         num_response_tokens_off: Tokens off in responses.
         num_ends_added: Responses that are off only by an end token that was never sampled (the
-            answer was cut off).
+            response was cut off).
     """
 
     num_compared: int = 0

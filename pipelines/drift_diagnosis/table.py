@@ -79,8 +79,8 @@ def drift(frame: Frame, tokenizer: ChatTokenizer | PathLike | None = None) -> pl
 
     Args:
         frame: Complete trajectories. `agent`, `messages` and `response_text` improve the diagnosis.
-        tokenizer: The tokenizer of the ids, or its directory; None: judge by messages, or by token
-            ids only.
+        tokenizer: The tokenizer that produced the ids, or its directory; None: judge by messages,
+            or by token ids only.
 
     Returns:
         trajectory_id, step_index, agent of the step; cause (`HINTS`); continues_lineage: true if
@@ -111,7 +111,7 @@ def drift(frame: Frame, tokenizer: ChatTokenizer | PathLike | None = None) -> pl
 def diagnose_dataset(
     path: PathLike, tokenizer: ChatTokenizer | None = None, workers: Workers | None = None
 ) -> Iterator[Diagnosis]:
-    """Diagnose a dataset piece by piece; tokens of steps that continue are not read."""
+    """Diagnose a dataset piece by piece; prompts of steps without a break are not decoded."""
     names = _names(scan(path).collect_schema().names(), tokenizer)
     if workers is None or workers == Workers():
         yield from _diagnoses(names, tokenizer, path)
@@ -189,7 +189,7 @@ def _left_for(row: int, causes: dict[int, Told], agents: list[str | None]) -> To
     cause, _ = causes.get(first, ("overlap", ""))
     is_other = len(names) > 1 if None not in names else cause == "new_agent"
     told: Cause = "new_agent" if is_other else "overlap"
-    return told, "continues that step; others stand between them"
+    return told, "continues that step; other steps are in between"
 
 
 def _read(

@@ -70,8 +70,8 @@ def changed(lost: Tokens, now: Tokens) -> tuple[int, int] | None:
     """Count the leading tokens of each list that differ before both agree again.
 
     They agree where the next 8 tokens are equal, or all remaining tokens of `lost` if there are
-    fewer. If there are several such places, the one with the fewest changed tokens wins; None if
-    there is none.
+    fewer. If there are several such places, the one with the fewest changed tokens wins; if there
+    is none, the result is None.
 
     Example:
         >>> changed(np.array([26951, 3834, 198, 12]), np.array([94224, 198, 12, 41151]))
@@ -108,7 +108,7 @@ def _meets_at_the_end(lost: Tokens, now: Tokens) -> tuple[int, int] | None:
 
 
 def _find(tokens: bytes, among: bytes) -> int:
-    """Find int32 tokens among others; returns the token index of the first match, -1 for none."""
+    """Find a run of int32 tokens in a longer one; return the index of the first match, or -1."""
     at = among.find(tokens)
     # A match that does not start at a multiple of 4 bytes straddles two tokens.
     while at % 4 and at >= 0:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 Change = Literal["unchanged", "same_text", "layout", "text", "system", "messages"]
-"""How two conversations differ: not at all in the messages; only in ids; in layout; in the text of
+"""How two conversations differ: the messages are equal; only in ids; in layout; in the text of
 messages; in everything from the system message on; in the list of messages."""
 
 Reading: TypeAlias = tuple[Change, str]
@@ -47,7 +47,7 @@ def compare(before: Sequence[Turn], now: Sequence[Turn], *, whole: bool) -> Read
     otherwise `messages`.
 
     Args:
-        before: Earlier messages, including the answer, from the first one that may differ.
+        before: Earlier messages, including the response, from the first one that may differ.
         now: Later messages from the same position on.
         whole: Whether both start at the first message of the conversation.
 
@@ -65,10 +65,10 @@ def compare(before: Sequence[Turn], now: Sequence[Turn], *, whole: bool) -> Read
     num_returning = sum(turn in new for turn in old[at + 1 :])
     begins_anew = whole and at == 0 and not num_returning
     if begins_anew and old and new and "system" in {old[0].role, new[0].role}:
-        return "system", "another first message: " + _difference(old[0], new[0])
+        return "system", "a different first message: " + _difference(old[0], new[0])
     if at < len(old) and [t.role for t in new[: len(old)]] == [t.role for t in old]:
         return "text", _difference(old[at], new[at])
-    return "messages", f"of {len(old) - at} messages from there on, {num_returning} return"
+    return "messages", f"of {len(old) - at} messages from there on, {num_returning} recur"
 
 
 def _history(turns: list[Turn]) -> list[Turn]:

@@ -40,10 +40,10 @@ _ROWS = {"any": "any row", "all": "all rows"}
 
 
 def where(condition: str | pl.Expr, rows: Literal["any", "all"] = "any") -> Filter:
-    """Keep trajectories of which any row, or every row, matches a condition.
+    """Keep trajectories in which any row, or every row, matches a condition.
 
     Null is treated as false, and an optional column missing from the table as null. A merged row is
-    one row, with the last step's values.
+    treated as one row, with the last step's values.
 
     Args:
         condition: A Polars expression over any columns, or SQL.
@@ -103,18 +103,18 @@ def dynamic_sampling(num_groups: int | None = None) -> list[Filter]:
 
 
 def reward_range(minimum: float | None = None, maximum: float | None = None) -> Filter:
-    """Keep trajectories whose return is in a range, ends included; null is outside."""
+    """Keep trajectories whose return is in a range, bounds included; null is outside."""
     return _in_range("reward", pl.col("return"), minimum, maximum)
 
 
 def token_range(minimum: int | None = None, maximum: int | None = None) -> Filter:
-    """Keep trajectories whose longest sequence (prompt + response) has a length in a range."""
+    """Keep trajectories by the length of their longest sequence (prompt + response)."""
     tokens = [pl.col(n).list.len().cast(pl.Int64) for n in ("prompt_token_ids", "response_ids")]
     return _in_range("tokens", pl.col("value"), minimum, maximum, tokens[0] + tokens[1])
 
 
 def step_range(minimum: int | None = None, maximum: int | None = None) -> Filter:
-    """Keep trajectories with a number of steps in a range, counting every step of merged rows."""
+    """Keep trajectories by their number of steps, counting every step of merged rows."""
     steps = pl.col(STEPS).list.len().cast(pl.Int64).fill_null(1)
     return _in_range("steps", pl.col("value"), minimum, maximum, steps, pl.Expr.sum)
 
@@ -200,7 +200,7 @@ def _in_range(
         *([] if minimum is None else [(f"{name} >= {minimum}", value >= minimum)]),
         *([] if maximum is None else [(f"{name} <= {maximum}", value <= maximum)]),
     ]
-    assert limits, "a range needs an end"
+    assert limits, "a range needs a minimum or a maximum"
     inside = pl.all_horizontal(test for _, test in limits).fill_null(value=False)
     joined = ", ".join(text for text, _ in limits)
     return Filter(name=joined, row=row, fold=fold, drops=~inside)
@@ -221,7 +221,7 @@ def _digests(rows: pl.Series) -> pl.Series:
 
 def _digest(prompt: Tokens, response: Tokens, start: int, length: int) -> int:
     """Hash one step: the tokens before `start` in prompt + response are its prompt."""
-    # The prompt's length is hashed too: the same tokens split elsewhere are another step.
+    # The prompt's length is hashed too: the same tokens split elsewhere are a different step.
     digest = blake2b((len(prompt) + start).to_bytes(8, "big"), digest_size=12)
     for tokens in (prompt, response[: start + length]):
         digest.update(tokens.astype(np.int32).tobytes())

@@ -18,7 +18,7 @@ def apply_masks(
 
     Their rewards are kept, so they are included in their group's baseline (failed ones have no
     reward). Each filter sees only trajectories that no earlier filter masked. Masking is
-    idempotent. Masking every row is allowed; a table without trained tokens breaks
+    idempotent. Masking every row is allowed; a table without trained tokens violates
     `mask_trains_something`.
 
     Args:
@@ -30,7 +30,7 @@ def apply_masks(
         All rows, in order; and the report, with `num_trajectories_masked` and `num_groups_masked`.
 
     Example:
-        A trajectory of two steps, the last of which stopped for `length`:
+        A trajectory of two steps; the last one stopped with `length`:
 
         >>> rows, counts = apply_masks(steps, [overlong()])
         >>> rows.select("loss_mask").collect().to_series().to_list()

@@ -33,7 +33,7 @@ def keep_rows(
     Args:
         frame: Rows of complete trajectories; a merged row is kept or dropped as a whole.
         condition: A Polars expression over any columns, or SQL; null is treated as false.
-        outcome: The return that must not change (see `trajectory_returns`).
+        outcome: How returns, which must not change, are computed (see `trajectory_returns`).
         move_outcome: Move the return of every trajectory to its last kept row.
 
     Returns:

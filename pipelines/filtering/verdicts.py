@@ -200,6 +200,6 @@ def holds(condition: str | pl.Expr) -> pl.Expr:
             needs its window: `max(step_index) OVER (PARTITION BY trajectory_id)`.
 
     Raises:
-        ConfigError: `condition` if it is not SQL, or not a condition on single rows.
+        ConfigError: `condition` if it is not valid SQL, or not a condition on single rows.
     """
     return pl.when(condition_of(condition)).then(statement=True).otherwise(statement=False)

@@ -1,14 +1,14 @@
 """Find which step continues which: the chains of steps that a merge joins into one sequence.
 
 A step may continue an earlier step of its trajectory if its prompt starts with that step's prompt +
-response, token for token, and both agree in every column of which a row holds a single value (see
+response, token for token, and both agree in every column that has a single value per row (see
 `join_keys`). At most one step continues a given step: the earliest candidate.
 
     consecutive   a step continues the step right before it, or none: the rule of SkyRL's
                   merge_stepwise_output
-    lineage       a step continues the longest earlier step that has no continuation yet: so the
-                  main agent continues after a sub-agent's calls, and a context that was set aside
-                  can be resumed
+    lineage       a step continues the longest earlier step that has no continuation yet: the main
+                  agent can thus continue after a sub-agent's calls, and a context that was set
+                  aside can be resumed
 
 If a trajectory has a row that cannot be joined (it sampled nothing, or its `segments` already list
 sampled ranges), both rules act like `consecutive`: such a row cannot record its original step
@@ -55,8 +55,8 @@ def continued_rows(
     """
     tree = tree or prefix_tree(table)
     keys = join_keys(table, tree)
-    # Most trajectories are decided by the longest shared prefix, all at once and without reading
-    # tokens; only the undecided ones are walked in Python.
+    # The longest shared prefix decides most trajectories, all at once and without reading tokens;
+    # only the undecided ones are processed in Python.
     length = tree.prompt + tree.response
     whole = (tree.parent >= 0) & (tree.shared == length[tree.parent])
     joins = whole & (keys >= 0) & (keys == keys[tree.parent])
@@ -80,8 +80,8 @@ def continued_rows(
 def join_keys(table: pa.Table, tree: PrefixTree) -> IntArray:
     """[N] Compute keys: rows may share a sequence if their keys are equal; -1: never joined.
 
-    One row holds a single value of each column in `SAME_IN_A_SEQUENCE`, and each column of
-    `SAME_NULLNESS` is null for the whole row or not at all. A row that sampled nothing, or whose
+    A row holds a single value of each column in `SAME_IN_A_SEQUENCE`, and each column of
+    `SAME_NULLNESS` is null for the entire row or not at all. A row that sampled nothing, or whose
     `segments` already list its sampled ranges, is never joined.
     """
     keys = np.zeros(table.num_rows, np.int64)
@@ -100,7 +100,7 @@ def _paired(keys: IntArray, values: pa.ChunkedArray) -> IntArray:
     """Combine keys with a column: equal only where both are equal."""
     if pa.types.is_dictionary(values.type):
         values = values.cast(values.type.value_type)
-    # Combined first: old PyArrow cannot combine a dictionary array without chunks.
+    # Combine the chunks first: old PyArrow cannot combine a dictionary array that has none.
     codes = pc.dictionary_encode(values.combine_chunks(), null_encoding="encode").indices
     combined = keys * (len(keys) + 1) + np.asarray(codes, np.int64)
     if len(keys) == 0 or (combined == combined[0]).all():
@@ -118,7 +118,7 @@ def _undecided(
     in_reach = parent >= np.arange(num_rows) - steps_back
     sure = is_root | ((parent >= 0) & in_reach & (tree.prompt > tree.shared))
     _, first, count = np.unique(parent, return_index=True, return_counts=True)
-    # Two rows claim one parent: which of them continues it depends on the rest of the trajectory.
+    # If two rows claim one parent, the rest of the trajectory decides which of them continues it.
     sure[first[(count > 1) & (parent[first] >= 0)]] = False
     trajectory = np.searchsorted(tree.starts, np.flatnonzero(~sure), side="right") - 1
     bounds = np.append(tree.starts, num_rows).tolist()
@@ -132,7 +132,7 @@ def _by_ancestors(above: list[int], keys: list[int], steps_back: int) -> list[in
     happen only if a prompt adds nothing to its parent's tokens (see `_by_tokens`).
 
     Args:
-        above: For each prompt, the longest step whose tokens are all a prefix of it; -1: none.
+        above: For each prompt, the longest step whose tokens are a prefix of it; -1: none.
         keys: See `join_keys`.
         steps_back: Maximum distance between a step and the step that it continues.
     """

@@ -1,8 +1,8 @@
 """Prefix-aware merging: steps that continue each other token for token become one sequence.
 
-Tokens that the next prompt adds are observations: they join the response, untrained. `segments`
-keeps every per-step value, so `unmerge` restores the steps. `pipelines.merging.lineage` decides
-which step continues which, by the rule `lineage` or `consecutive`.
+Tokens that the next prompt adds are observations: they become part of the response, but are not
+trained on. `segments` keeps every per-step value, so `unmerge` restores the steps.
+`pipelines.merging.lineage` decides which step continues which, by `lineage` or `consecutive`.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ _ROW = "row that the step was merged into"
 
 
 def merge(frame: Frame, rule: Rule = "lineage", *, same_routes: bool = False) -> pl.LazyFrame:
-    """Merge steps that continue each other; the frame must hold complete trajectories.
+    """Merge steps that continue each other; the frame must contain complete trajectories.
 
     Rows are joined only if they have equal values in `lineage.SAME_IN_A_SEQUENCE`, and agree on
     which of rollout_logprobs, reward, rewards and rollout_expert_indices are null. A row that has
     an empty response or already has `segments` is kept as it is. Merged rows are split first, so
-    merging twice changes nothing, and another rule can be applied.
+    merging twice changes nothing, and a different rule can be applied.
 
     A merged row has the prompt of its first step, and all responses with the observations between
     them. Observations have loss_mask false, log-probability 0.0 and reward 0.0. `reward` is the
     sum; policy_version the oldest. Routes of the prompt come from the first step, those of a
     response from the step that sampled it, and those of an observation from the step that received
-    it. Every other column has the last step's value. Rows are in the order of their last steps.
+    it. All other columns have the last step's value. Rows are in the order of their last steps.
 
     Args:
         frame: A rollout table.
         rule: `lineage`, or `consecutive` (the rule of SkyRL's merge_stepwise_output).
         same_routes: Join steps only if the merged row can keep all routes that their trained tokens
-            depend on: see `routing.routed_alike`.
+            depend on (see `routing.routed_alike`).
 
     Example:
         Steps of one trajectory, prompts [1, 2] and [1, 2, 3, 9], responses [3] and [4]:
@@ -147,7 +147,7 @@ def _refuse_scattered(table: pa.Table) -> None:
 
 
 def _assembled(table: pa.Table, out: pa.Table, made: dict[str, pa.Array]) -> pa.Table:
-    """Assemble the logical columns in the table's order, from `made` where present, else `out`."""
+    """Assemble the logical columns in the table's order, from `made` if present, else `out`."""
     fields = [f for f in table.schema if f.name not in PREFIX_TYPES]
     prompts = next(n for n in table.column_names if n in ("prompt_token_ids", *PREFIX_TYPES))
     if prompts in PREFIX_TYPES:

@@ -68,8 +68,8 @@ class Ancestry:
     """Ancestors of a tree's rows, looked up for many rows at once in O(log rows) steps.
 
     Attributes:
-        holder: [N] the row that adds the token just before the tokens that the row itself adds: its
-            nearest ancestor that shares fewer tokens with its own parent. A root's holder is
+        holder: [N] the ancestor that adds the last token shared by the row and its parent: the
+            nearest one that shares fewer tokens with its own parent. A root's holder is the root
             itself.
         whole: [N] the longest ancestor whose entire prompt + response is a prefix of the row's
             prompt; -1: none. Follow `whole` from there to find shorter ones.
@@ -78,7 +78,7 @@ class Ancestry:
     def __init__(self, tree: PrefixTree) -> None:
         rows = np.arange(len(tree.parent))
         self._length = tree.prompt + tree.response
-        # Binary lifting: level i jumps 2**i ancestors, and knows the fewest tokens shared on the
+        # Binary lifting: level i jumps 2**i ancestors, and stores the fewest tokens shared on the
         # way.
         up, fewest = np.where(tree.parent < 0, rows, tree.parent), tree.shared
         self._levels: list[tuple[IntArray, IntArray]] = []
@@ -94,11 +94,11 @@ class Ancestry:
         ]
 
     def whole_within(self, rows: IntArray, num_tokens: IntArray) -> IntArray:
-        """[K] Find the longest of each row and its ancestors that fits entirely within a prefix.
+        """[K] Find the longest among each row and its ancestors that is contained in a prefix.
 
         Args:
-            rows: [K].
-            num_tokens: [K] length of that prefix, in tokens of the row's prompt + response.
+            rows: [K] rows to start from.
+            num_tokens: [K] length of the prefix, in tokens of the row's prompt + response.
 
         Returns:
             [K] rows; -1 for none.
@@ -107,7 +107,7 @@ class Ancestry:
         return np.where(self._length[found] <= num_tokens, found, self.whole[found])
 
     def _adding(self, rows: IntArray, num_tokens: IntArray) -> IntArray:
-        """[K] Find the nearest of each row and its ancestors that shares at most `num_tokens`."""
+        """[K] Find the nearest among each row and its ancestors that shares <= `num_tokens`."""
         for up, fewest in reversed(self._levels):
             rows = np.where(fewest[rows] > num_tokens, up[rows], rows)
         return rows

@@ -1,9 +1,9 @@
 """Join the routed experts of merged rows without loss, and split them again.
 
-In a merged row, each token has the routes of the earliest step that recorded routes for it. So the
-prompt has the first step's routes and a response those of the step that sampled it. The response's
-last token, which an engine does not route while sampling it, and the observation after it have the
-next step's routes.
+In a merged row, each token has the routes of the earliest step that recorded routes for it: the
+prompt has the first step's routes, and a response has those of the step that sampled it. The
+response's last token, which an engine does not route while sampling it, and the observation after
+it have the next step's routes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Routes = npt.NDArray[np.int16]
 def join_routing(
     column: pa.ChunkedArray, sequences: Sequences
 ) -> tuple[pa.Array, dict[str, pa.Array]]:
-    """Join the routes of sequences, and keep per step what the joined routes cannot restore.
+    """Join the routes of sequences; a step keeps its own routes if the joined ones differ.
 
     Args:
         column: [N] `rollout_expert_indices` of the steps.
@@ -70,9 +70,9 @@ def _joined(parts: list[Routes]) -> Routes:
 def routed_alike(table: pa.Table, num_prompt: IntArray, continued: IntArray) -> BoolArray:
     """[N] True if a step was routed like the step that it continues, wherever that matters.
 
-    If true, the routes that `join_routing` gives their row agree with both steps at every token on
-    which one of their trained tokens depends. A step's last token is excluded: no other token of
-    the step depends on it. A token without routes is treated as different from a token with routes.
+    If true, the routes that `join_routing` gives their row match both steps at every token that one
+    of their trained tokens depends on. A step's last token is excluded: no other token of the step
+    depends on it. A token without routes is treated as different from a token with routes.
 
     Args:
         table: Steps with routes, `response_ids` and `loss_mask`.

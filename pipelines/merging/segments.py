@@ -142,7 +142,7 @@ class Steps:
     Attributes:
         row: [S] row of each step.
         start: [S] start of the step's response in the row's response.
-        length: [S] tokens in the step's response; -1: the whole response.
+        length: [S] tokens in the step's response; -1: the row's entire response.
         segment: [S] flat index of the step's segment; -1 if its row is not split.
     """
 
@@ -183,7 +183,7 @@ def is_joined(table: pa.Table) -> BoolArray:
 
 
 def steps_of(table: pa.Table, split: BoolArray) -> Steps:
-    """List the steps of all rows; only rows with `split` true are taken apart."""
+    """List the steps of all rows; a row where `split` is false is one step."""
     column = table.column("segments")
     lengths = list_lengths(column)
     count = np.where(split, lengths, 1)

@@ -12,7 +12,7 @@ from schemas.ragged import BoolArray, IntArray, offsets_of
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """N steps as M sequences, in the order of their last steps.
+    """N steps grouped into M sequences, in the order of their last steps.
 
     Attributes:
         order: [N] the steps, sequence by sequence.

@@ -1,4 +1,4 @@
-"""Estimate the arithmetic of a training update."""
+"""Estimate the FLOPs of a training update."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pipelines.statistics.savings import Cost
 from rollout_io.dataset.opening import read_input
 from schemas.errors import InputError, RolloutError
 
-# Config keys of architectures whose parameters `_params` would count wrongly.
+# Config keys of architectures whose parameters `_params` would miscount.
 _UNCOUNTED = ("kv_lora_rank", "n_shared_experts", "linear_num_value_heads", "mamba_d_state")
 
 
@@ -32,7 +32,7 @@ class ModelShape:
     attention_width: int = 0
 
     def training_flops(self, cost: Cost) -> float:
-        """Estimate the floating-point operations of forward and backward over a dataset.
+        """Estimate the floating-point operations of the forward and backward pass over a dataset.
 
             6 * num_params * num_tokens + 12 * num_layers * attention_width * num_attended
 
@@ -40,8 +40,8 @@ class ModelShape:
         attended key for scores and values; the backward pass takes twice that (Kaplan et al. 2020,
         arXiv 2001.08361, section 2.1; Chowdhery et al. 2022, arXiv 2204.02311, appendix B, which
         has T keys per token where we count the keys that each token attends to). Excludes
-        recomputation and the pass for `old_logprobs`; every layer is assumed to attend to the whole
-        context.
+        recomputation and the pass for `old_logprobs`; every layer is assumed to attend to the
+        entire context.
 
         Example:
             >>> ModelShape(num_params=100, num_layers=1, attention_width=2).training_flops(
@@ -64,7 +64,7 @@ def read_model_shape(path: str, num_params: float | None = None) -> ModelShape:
         num_params: Overrides the counted number of parameters.
 
     Raises:
-        InputError: `input_file` if there is no such file; `model_config` if it lacks the sizes.
+        InputError: `input_file` if the file does not exist; `model_config` if sizes are missing.
     """
     file = Path(path) / "config.json"
     config = _read(file)
@@ -100,7 +100,7 @@ def _read(file: Path) -> Mapping[str, Any]:
 def _params(config: Mapping[str, Any], width: int) -> float:
     for name in _UNCOUNTED:
         if config.get(name):
-            raise TypeError(f"it has {name}")
+            raise TypeError(f"architectures with `{name}` are not supported")
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     key_width = width // heads * (config.get("num_key_value_heads") or heads)
     attention = 2 * hidden * (width + key_width)

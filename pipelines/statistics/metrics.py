@@ -72,8 +72,8 @@ def dataset_metrics(frame: Frame, outcome: Outcome = "last") -> pl.LazyFrame:
 
     A step is one LLM call, even inside a merged row, so merging changes no metric. Failed
     trajectories are counted only in the numbers of failures; a trajectory with an unknown return is
-    excluded from metrics that need it. Both are reported in `num_left_out`. Standard deviations are
-    those of the population (divisor n).
+    excluded from metrics that need it. Both are reported in `num_left_out`. Standard deviations
+    have the divisor n (population).
 
     Returns:
         Columns per (step, trajectory, group), metric, value (null if no unit was counted), num
@@ -130,8 +130,8 @@ def pass_at_k(num: int, num_correct: int, k: int) -> float:
 
         pass@k = 1 - C(n - c, k) / C(n, k)
 
-    Attempts are drawn without replacement; unbiased for k independent attempts (Chen et al. 2021,
-    arXiv 2107.03374). 0 if no attempt is correct, 1 if fewer than k are wrong.
+    Attempts are drawn without replacement, which is unbiased for k independent attempts (Chen et
+    al. 2021, arXiv 2107.03374). 0 if no attempt is correct, 1 if fewer than k are wrong.
 
     Args:
         num: n, the number of attempts, at least k.
@@ -148,7 +148,7 @@ def pass_at_k(num: int, num_correct: int, k: int) -> float:
 
 
 def trajectories(frame: Frame, outcome: Outcome = "last") -> pl.LazyFrame:
-    """Collect what the metrics need, one row per trajectory, in order of appearance.
+    """Collect the inputs of the metrics, one row per trajectory, in order of appearance.
 
     Returns:
         Columns instance_id, trajectory_id, return (null if unknown or failed), error, and lists:

@@ -7,8 +7,8 @@
     tree_per_group       every distinct prefix of an instance's trajectories once
 
 Each layout determines how many leading tokens of each row have already been forwarded; everything
-else follows from lengths. In the `prefix` layout this needs no tokens, except if a prompt adds
-nothing to its parent (two answers to one prompt), and across the trajectories of a group.
+else follows from lengths. In the `prefix` layout, tokens are read only if a prompt adds nothing to
+its parent (two responses to one prompt), and to compare the trajectories of a group.
 """
 
 from __future__ import annotations
@@ -172,8 +172,8 @@ def _begins(table: pa.Table, tree: PrefixTree) -> dict[str, IntArray]:
 def _known_in_trajectory(table: pa.Table, tree: PrefixTree) -> IntArray:
     """[N] Count the leading tokens of each row that earlier rows of its trajectory hold.
 
-    Tokens that a prompt adds to its parent are new, and so is everything after them. Only if it
-    adds none must its response be compared with other responses.
+    Tokens that a prompt adds to its parent are new, as are all tokens after them. Only the response
+    to a prompt that adds none has to be compared with other responses.
     """
     known = tree.shared.copy()
     adds_nothing = (tree.parent >= 0) & (tree.prompt == tree.shared)
@@ -229,7 +229,7 @@ def _count_groups(
 def _count_in_groups(
     path: PathLike, groups: dict[str, Group], cost: Cost, max_open_tokens: int
 ) -> dict[str, Group]:
-    """Count the groups that fit into memory together; returns those left for another pass."""
+    """Count the groups that fit into memory together; return those left for another pass."""
     tries = OpenTries(groups, max_open_tokens)
     for table in _pieces(path, _TOKENS):
         tree, tokens = prefix_tree(table), _Suffixes(table)

@@ -33,7 +33,7 @@ def dataset_statistics(
     """Summarise a rollout table with counts and means, separately per row and per trajectory.
 
     Rewards are returns of trajectories (see `trajectory_returns`). Failed trajectories and unknown
-    outcomes are counted but do not enter means. A group has reward variance if two of its known
+    outcomes are counted but excluded from means. A group has reward variance if two of its known
     returns differ.
 
     Args:

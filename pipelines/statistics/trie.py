@@ -1,4 +1,4 @@
-"""Tries of token sequences: find the tokens of a sequence that another one already holds."""
+"""Tries of token sequences: find the leading tokens that a sequence shares with earlier ones."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from rollout_io.dataset.prefix_layout import Tokens, common_prefix
 class Node:
     """A run of tokens without a branch; `Node.root()` creates an empty trie.
 
-    A position in the trie is a node and a depth, namely that of a token on the path from the root
-    to the node's end. It stays valid when nodes are split later.
+    A position in the trie is a node and the depth of a token on the path from the root to the
+    node's end. It remains valid when nodes are split later.
 
     Attributes:
-        begin: Number of tokens before the node's first.
+        begin: Number of tokens before the node's first token.
         tokens: The node's tokens.
         above: Parent node; None for the root.
         below: Child nodes, by first token.
@@ -84,7 +84,7 @@ class Node:
 
 @dataclass(slots=True)
 class Group:
-    """Numbers of a group's unread trajectories and of its distinct tokens."""
+    """Number of a group's distinct tokens, and of its trajectories that were not read yet."""
 
     num_tokens: int = 0
     num_trajectories: int = 0
@@ -117,8 +117,8 @@ class OpenTries:
         if group is None or instance in self.later:
             return None
         if instance not in self._open:
-            # A group that exceeds the bound by itself is counted by itself: it would never fit
-            # otherwise.
+            # A group that exceeds the bound on its own is opened once no other group is open: it
+            # would never fit otherwise.
             if self.num_tokens and self.num_tokens + group.num_tokens > self._max_tokens:
                 self.later[instance] = group
                 return None

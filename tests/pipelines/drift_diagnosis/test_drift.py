@@ -125,9 +125,13 @@ def test_a_known_agent_whose_answer_does_not_return_began_a_new_context():
         ([*ASKED, said("4, I think."), AGAIN], "unknown", "repeat the earlier ones word for word"),
         ([*ASKED, said("4"), AGAIN], "edited", "assistant message, after '4': ', I think.' -> ''"),
         ([*ASKED, said("4, I think.\n"), AGAIN], "template", "whitespace"),
-        ([*ASKED, {"role": "user", "content": "Summary: 4."}], "reset", "0 return"),
-        ([ASKED[0], {"role": "user", "content": "3+3?"}], "reset", "0 return"),
-        ([{"role": "system", "content": "Check."}, AGAIN], "new_agent", "another first message"),
+        ([*ASKED, {"role": "user", "content": "Summary: 4."}], "reset", "0 recur"),
+        ([ASKED[0], {"role": "user", "content": "3+3?"}], "reset", "0 recur"),
+        (
+            [{"role": "system", "content": "Check."}, AGAIN],
+            "new_agent",
+            "a different first message",
+        ),
     ],
 )
 def test_without_a_tokenizer_the_logged_messages_tell(now, cause, evidence):

@@ -36,9 +36,10 @@ def test_a_filtered_dataset_says_how_it_was_made_and_what_went(shop_dataset, tmp
     printed = capsys.readouterr()
     assert printed.out == ""
     assert (
-        "zero variance: 20 of 48 trajectories dropped, with 5 of 12 complete groups" in printed.err
+        "zero variance: 20 of 48 trajectories dropped, including 5 of 12 groups entirely"
+        in printed.err
     )
-    assert "overlong: 12 of 28 trajectories masked, with 1 of 7 complete groups" in printed.err
+    assert "overlong: 12 of 28 trajectories masked, including 1 of 7 groups entirely" in printed.err
     assert f"next: rollouts stats {out}" in printed.err
     assert check(rows(out)).is_empty()
     made = rollout_io.read_metadata(out).made_by[-1]
