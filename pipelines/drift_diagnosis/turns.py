@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 Change = Literal["unchanged", "same_text", "layout", "text", "system", "messages"]
-"""How two conversations differ: the messages are equal; only in ids; in layout; in the text of
+"""How two conversations differ: in none of the messages; only in ids; in layout; in the text of
 messages; in everything from the system message on; in the list of messages."""
 
 Reading: TypeAlias = tuple[Change, str]

@@ -140,7 +140,7 @@ def duplicates(within: Literal["group", "dataset"] = "group") -> Filter:
     digests: among ten million of them, the odds of a false match are 1 in 10^15.
 
     Args:
-        within: Compare trajectories of the same group, or all of the dataset.
+        within: Compare trajectories within each group, or across the dataset.
     """
     names = ("prompt_token_ids", "response_ids", STEPS)
     row = pl.struct(names).map_batches(_digests, return_dtype=pl.Int128, is_elementwise=True)

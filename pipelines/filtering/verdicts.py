@@ -197,7 +197,7 @@ def holds(condition: str | pl.Expr) -> pl.Expr:
 
     Args:
         condition: A Polars expression, or SQL such as `reward > 0 AND agent = 'main'`. An aggregate
-            needs its window: `max(step_index) OVER (PARTITION BY trajectory_id)`.
+            needs a window: `max(step_index) OVER (PARTITION BY trajectory_id)`.
 
     Raises:
         ConfigError: `condition` if it is not valid SQL, or not a condition on single rows.

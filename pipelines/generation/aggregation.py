@@ -1,4 +1,4 @@
-"""Aggregate environment metrics with the environments' `aggregate_metrics`, like SkyRL-gym."""
+"""Aggregate environment metrics with the environments' `aggregate_metrics`, as SkyRL-gym does."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def environment_metrics(
     Args:
         rows: Steps of complete trajectories with the columns `USED`; failed ones are ignored.
         names: Environment name per instance.
-        timeout_s: Time limit of each call, in seconds.
+        timeout_s: Time limit for each call, in seconds.
 
     Returns:
         The metrics (empty if no environment has `aggregate_metrics`), and warnings.

@@ -114,9 +114,9 @@ class GenerateConfig:
     max_retries: CountOrZero = 0
     """Retries of a failed trajectory; >= 0. Only the last attempt is written."""
     env_timeout_s: Positive = 300.0
-    """Time limit of one environment call, seconds; > 0. The trajectory fails when it expires."""
+    """Time limit for one environment call, seconds; > 0. The trajectory fails when it expires."""
     agent_timeout_s: Positive = 3600.0
-    """Time limit of one run of an agent or harness, or one call of a generator, in seconds; > 0.
+    """Time limit for one run of an agent or harness, or one call of a generator, in seconds; > 0.
     Trajectories fail when it expires."""
     groups_per_shard: Count = 8
     """Number of complete groups per shard; >= 1. The last shard may have fewer."""

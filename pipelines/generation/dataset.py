@@ -56,7 +56,7 @@ def _check_same(config: GenerateConfig) -> None:
 
 
 class GroupWriter:
-    """A writer of complete groups, several per shard; on exit, it writes everything finished.
+    """A writer of complete groups, several per shard; on exit, it writes all that have finished.
 
     A shard is written completely or not at all, so no trajectory is ever written twice: those that
     a stopped run did not write are generated again. If an error ends the `with` block, all finished

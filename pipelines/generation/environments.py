@@ -52,7 +52,7 @@ class Environment:
     Args:
         make: Constructs the user's environment.
         where: The trajectory, for error messages.
-        timeout_s: Time limit of each call, in seconds.
+        timeout_s: Time limit for each call, in seconds.
     """
 
     def __init__(self, make: Callable[[], Any], where: str, timeout_s: float) -> None:

@@ -57,7 +57,7 @@ class Trajectory(Protocol):
 
 
 class Generator:
-    """Runner of tasks on an engine: in environments, or with an agent, harness or generator.
+    """A runner for tasks on an engine: in environments, or with an agent, harness or generator.
 
     Args:
         engine: An engine whose context has been entered.

@@ -17,7 +17,7 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class Conversation(Protocol):
-    """A builder of a trajectory's prompts, turn by turn.
+    """A conversation that builds a trajectory's prompts turn by turn.
 
     Attributes:
         messages: The conversation so far, for display.

@@ -28,7 +28,7 @@ OpenEngine = Callable[[GenerateConfig], Engine]
 
 @dataclass(kw_only=True, slots=True)
 class GenerateResult:
-    """Result of a generation.
+    """Result of a generation run.
 
     Attributes:
         out: The dataset.

@@ -46,7 +46,8 @@ def read_tasks(path: str, group_size: int) -> list[Task]:
 
     Args:
         path: JSON Lines, or Parquet if its extension is .parquet. `prompt` is a list of messages,
-            or text, which becomes a user message; `instance_id` defaults to the line number from 0.
+            or text, which becomes a user message; `instance_id` defaults to the line number (from
+            0).
         group_size: Attempts per task.
 
     Raises:

@@ -10,8 +10,8 @@ response, token for token, and both agree in every column that has a single valu
                   agent can thus continue after a sub-agent's calls, and a context that was set
                   aside can be resumed
 
-If a trajectory has a row that cannot be joined (it sampled nothing, or its `segments` already list
-sampled ranges), both rules act like `consecutive`: such a row cannot record its original step
+If a trajectory has a row that cannot be joined (its response is empty, or its `segments` already
+list sampled ranges), both rules act like `consecutive`: such a row cannot record its original step
 index.
 """
 
@@ -81,7 +81,7 @@ def join_keys(table: pa.Table, tree: PrefixTree) -> IntArray:
     """[N] Compute keys: rows may share a sequence if their keys are equal; -1: never joined.
 
     A row holds a single value of each column in `SAME_IN_A_SEQUENCE`, and each column of
-    `SAME_NULLNESS` is null for the entire row or not at all. A row that sampled nothing, or whose
+    `SAME_NULLNESS` is null for the entire row or not at all. A row with an empty response, or whose
     `segments` already list its sampled ranges, is never joined.
     """
     keys = np.zeros(table.num_rows, np.int64)

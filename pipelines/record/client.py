@@ -40,7 +40,7 @@ class RecorderClient:
     Args:
         url: Root URL of the recorder.
         admin_key: Admin key that the recorder was started with.
-        timeout_s: Time limit of each request, in seconds.
+        timeout_s: Time limit for each request, in seconds.
 
     Example:
         recorder = RecorderClient("http://127.0.0.1:8100")

@@ -120,7 +120,7 @@ class StreamedCall:
         return b"\n".join([*others, b"data: " + shown]) + b"\n\n"
 
     def recorded(self, reason: str) -> msgspec.Raw | None:
-        """Return the chunks as one JSON list; None if the stream ended before any token.
+        """Return the chunks as a JSON list; None if the stream ended before a token was sampled.
 
         Args:
             reason: Finish reason for choices that were cut off.

@@ -202,7 +202,9 @@ class Recorder:
             prompt = _ids(steps[0].prompt_token_ids)
             seen = Seen(answer, prompt, [_ids(step.response_ids) for step in steps])
         except (RolloutError, msgspec.MsgspecError) as error:
-            self.warn("a call has no usable tokens", f"its session will be marked failed: {error}")
+            self.warn(
+                "a call has no usable tokens", f"its session will be marked as failed: {error}"
+            )
             return None
         self.metrics.tokens.inc(sum(map(len, seen.responses)))
         if session.count(agent, seen):
