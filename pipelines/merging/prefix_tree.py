@@ -107,7 +107,7 @@ class Ancestry:
         return np.where(self._length[found] <= num_tokens, found, self.whole[found])
 
     def _adding(self, rows: IntArray, num_tokens: IntArray) -> IntArray:
-        """[K] For each row, find the nearest on its path to the root that shares <= `num_tokens`."""
+        """[K] For each row, find the nearest towards its root that shares <= `num_tokens`."""
         for up, fewest in reversed(self._levels):
             rows = np.where(fewest[rows] > num_tokens, up[rows], rows)
         return rows
