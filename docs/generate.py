@@ -53,7 +53,7 @@ cannot be skipped.
 
 ## Named invariants
 
-| rule | severity | what holds | hint |
+| rule | severity | invariant | hint |
 |---|---|---|---|
 {rules}
 

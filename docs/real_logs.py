@@ -1,7 +1,7 @@
 """Convert public logs for the second generated table of docs/formats.md.
 
 `python docs/real_logs.py LOGS` writes the table; tests/rollout_io/formats/test_real_logs.py checks it. Text is
-re-tokenised with Qwen3's tokenizer and official chat template, from installed packages.
+re-tokenized with Qwen3's tokenizer and official chat template, from installed packages.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Train a policy from a rollout dataset. Importing this package imports no torch.
+"""Train a policy from a rollout dataset. Importing this package does not import torch.
 
 Example:
     >>> import trainer

@@ -26,7 +26,7 @@ class PolicyLoss(Protocol):
 
     A target is a trained response token. Tensors are [M], one element per target, on the device of
     the policy. M is at least 1. All targets of a row are in one micro-batch; those of a trajectory
-    or a group may not be.
+    or a group may be spread over several.
 
     Args:
         logprobs: [M] float32 nats: log-probability of each target under the current policy, at
@@ -55,9 +55,9 @@ class AdvantageEstimator(Protocol):
 
     An estimator of `returns` is called with all trained trajectories of the dataset and, with
     `kl_reward_coef`, again with the groups of each batch, so an advantage may depend only on its
-    group. It applies to every trained token of the trajectory. An estimator of `rewards` is called
-    for each batch (`groups_per_batch` groups) with its N trained tokens, in the order of their
-    trajectories' steps, whatever rows they are in; the values are the same in every layout.
+    group. The advantage applies to every trained token of the trajectory. An estimator of `rewards`
+    is called for each batch (`groups_per_batch` groups) with its N trained tokens, in the order of
+    their trajectories' steps, whatever rows they are in; the values are the same in every layout.
 
     Args:
         returns: [n] float64, finite: return of each trajectory (`outcome`).

@@ -75,8 +75,9 @@ class Batch:
 def index_rows(rollouts: pl.LazyFrame) -> pl.DataFrame:
     """Collect the lengths, token range and sampling settings of every row in one streaming pass.
 
-    `num_forwarded_tokens` is the cost of the row as a chain: its prompt, and its response up to but
-    excluding its last trained token (less than the prompt if it has no trained token).
+    `num_forwarded_tokens` is the cost of forwarding the row as a chain: its prompt, and its
+    response up to but excluding its last trained token (less than the prompt if it has no trained
+    token).
     """
     rollouts = _with_optional_columns(rollouts)
     greedy = _is_greedy()

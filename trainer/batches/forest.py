@@ -177,7 +177,7 @@ def pack(lengths: IntArray, budget: int) -> list[IntArray]:
         budget: Maximum number of tokens per bin.
 
     Returns:
-        Rows of each bin, ascending; bins by their first row.
+        Rows of each bin, ascending; bins are ordered by their first row.
 
     Example:
         >>> [rows.tolist() for rows in pack(np.array([3, 5, 0, 2]), 5)]
@@ -213,7 +213,7 @@ def spread(bins: Sequence[IntArray], lengths: IntArray, num_ranks: int) -> list[
         num_ranks: Processes that share the bins.
 
     Returns:
-        Rows of each bin, ascending; bins by their first row.
+        Rows of each bin, ascending; bins are ordered by their first row.
 
     Example:
         >>> bins = [np.array([0, 2, 3]), np.array([1])]

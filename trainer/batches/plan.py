@@ -30,7 +30,7 @@ class Plan:
         num_groups_without_variance: Trained groups of two or more whose returns are all equal;
             `drop_zero_variance_groups` leaves them out.
         group_size: Expected number of trajectories per group.
-        num_partial_groups: Groups whose size differs; 0 if groups have no baseline.
+        num_partial_groups: Groups of a different size; 0 if groups have no baseline.
     """
 
     trajectories: pl.DataFrame
@@ -42,13 +42,13 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanSettings:
-    """Settings of a plan; `trainer.config.train_config` describes those that are its keys.
+    """Settings of a plan; fields not described here are keys of `TrainConfig`.
 
     Attributes:
         needs_outcomes: Whether every trajectory must have a return or an error.
         compares_groups: Whether advantages depend on the returns of a trajectory's group.
-        estimator: Estimates the advantage of each trajectory; None: they are estimated per token,
-            or not at all.
+        estimator: Estimates the advantage of each trajectory; None: advantages are estimated per
+            token, or not at all.
     """
 
     needs_outcomes: bool

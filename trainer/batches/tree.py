@@ -5,8 +5,8 @@ routed in two ways has two hidden states and is forwarded twice.
 
 Rows are sorted by their tokens, so a row shares no more tokens with any earlier row than with the
 previous one. The tokens that each row adds to the previous one, in order, are the trie in
-depth-first order, and the shared lengths of neighbours determine its branches: no token is read
-again after the sort.
+depth-first order, and the lengths that neighbours share determine its branches, without reading
+the tokens again.
 """
 
 from __future__ import annotations
@@ -175,8 +175,8 @@ def _branches(trie: Trie, begin: IntArray) -> tuple[IntArray, IntArray]:
     """Compute `subtree_end` of the tokens ([N]), and the row that each row extends ([R]).
 
     A stack holds the path from the root to the end of the current row, as pieces: the row that
-    added the tokens, and their depth range. The parts of pieces that a row does not share end
-    before that row.
+    added the tokens, and their depth range. Pieces, or parts of them, that a row does not
+    share end before that row.
     """
     num_tokens = trie.num_tokens
     shared, lengths, begins = trie.shared.tolist(), trie.lengths.tolist(), begin.tolist()

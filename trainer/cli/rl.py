@@ -43,7 +43,8 @@ def rl(
 
     RUN/rollouts/ keeps every sampled rollout, one directory per iteration: `rollouts train
     'RUN/rollouts/*'` repeats the same updates. RUN/metrics.jsonl is input for `rollouts plot`;
-    RUN/checkpoints/ can be loaded by Transformers and by --resume, which loses no finished group.
+    Transformers can load RUN/checkpoints/, and --resume continues from there without losing a
+    finished group.
     """
     from trainer.rl import load_rl_config, run
 

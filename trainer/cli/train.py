@@ -38,7 +38,9 @@ EXAMPLE = "rollouts train shop/ --model smollm2/ --out run/ --set learning_rate=
 )
 @click.option("--resume", is_flag=True, help="Resume from RUN's latest checkpoint.")
 @click.option(
-    "--dry-run", is_flag=True, help="Run all checks and print the plan; train and write nothing."
+    "--dry-run",
+    is_flag=True,
+    help="Run all checks and print the plan, without training or writing.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def train(

@@ -120,7 +120,7 @@ def suggesting_loss_keys(
         given: Keys of the configuration file.
         overrides: `key=value` strings.
         fields: Keys of the configuration.
-        table: "NAME." of the enclosing table.
+        table: Prefix "NAME." of the enclosing table.
     """
     try:
         yield

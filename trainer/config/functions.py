@@ -196,8 +196,7 @@ def _check_parameters(function: Function, parameters: Mapping[str, Parameter]) -
     of_tokens = function.inputs & {"trajectory", "values"}
     if kind is ADVANTAGE_ESTIMATOR and "returns" in function.inputs and of_tokens:
         got = f"returns and {', '.join(sorted(of_tokens))}"
-        several = "inputs with one element per token"
-        expected = f"rewards instead of returns, because the others are {several}"
+        expected = "rewards instead of returns, because the other inputs have one element per token"
         raise InputError(kind.key, function.name, got, expected)
 
 

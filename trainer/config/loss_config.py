@@ -24,10 +24,10 @@ class LossConfig:
     (supervised: ignores advantages), or your own `module:function`: see docs/algorithms.md."""
     eps_clip_low: Fraction = 0.2
     """The lower clip bound of the probability ratio is 1 - `eps_clip_low`; in [0, 1]. Not used by
-    cispo, dppo and sapo."""
+    cispo, dppo or sapo."""
     eps_clip_high: NonNegative = 0.2
     """The upper clip bound of the probability ratio is 1 + `eps_clip_high`; >= 0. Not used by
-    cispo, dppo and sapo."""
+    cispo, dppo or sapo."""
     clip_ratio_c: Annotated[float, Meta(gt=1)] = 3.0
     """dual_clip: upper bound of the loss of a token with advantage A < 0, as a multiple of -A; >
     1."""

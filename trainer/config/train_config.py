@@ -44,7 +44,7 @@ class TrainConfig(LossConfig):
     model: str
     """Hugging Face model directory to start from (`config.json` and safetensors)."""
     out: str
-    """Local directory of the run; must not contain a run, unless that is resumed."""
+    """Local directory of the run; must not contain a run, unless that run is resumed."""
 
     allow_other_tokenizer: bool = False
     """Train even if the model's tokenizer does not match the dataset's tokenizer fingerprint."""
@@ -98,8 +98,8 @@ class TrainConfig(LossConfig):
     tree_scope: Literal["trajectory", "group"] = "group"
     """tree: whether steps share tokens within a trajectory or within a group."""
     tokens_per_micro_batch: Count = 2048
-    """Maximum number of tokens in one forward pass; >= 1. It determines memory use, and hardly
-    affects speed. A longer row is forwarded in a separate pass."""
+    """Maximum number of tokens in one forward pass; >= 1. It determines memory use, and has
+    little effect on speed. A longer row is forwarded in a separate pass."""
     max_row_tokens: Count | None = None
     """Maximum length of a row; >= 1. Tokens beyond it are not trained on, and such rows are
     counted (`num_truncated_rows`). None: rows longer than the model's context are rejected."""
@@ -229,8 +229,8 @@ def load_config(
 
     Raises:
         InputError: If the file is unreadable.
-        ConfigError: If a key is unknown (the hint is the nearest name), a
-            value has the wrong type or is out of range, or `dataset`, `model` or `out` is missing.
+        ConfigError: If a key is unknown (the hint is the nearest name), a value has the wrong type
+            or is out of range, or `dataset`, `model` or `out` is missing.
 
     Example:
         >>> paths = {"dataset": "ds", "model": "m", "out": "o"}

@@ -31,7 +31,7 @@ or gather parameters wait for every process.
 
 
 def cost(forest: Forest) -> float:
-    """Estimate the time of a forward pass, in tokens: linear cost, plus attention cost by depth."""
+    """Estimate a forward pass's time, in tokens: linear cost, plus attention growing with depth."""
     return forest.num_tokens + int(forest.position_ids.sum()) / DEPTH_OF_DOUBLE_COST
 
 

@@ -42,7 +42,7 @@ def make_accelerator(
     available = [str(tracker) for tracker in get_available_trackers()]
     for tracker in trackers:
         if tracker not in available:
-            expected = f"an installed tracker ({', '.join(available) or 'there is none'})"
+            expected = f"an installed tracker ({', '.join(available) or 'none is installed'})"
             raise ConfigError("config_value", "trackers", f"`{tracker}`", expected)
     _check_launch(optimizer)
     num_launched = int(os.environ.get("WORLD_SIZE", "1"))

@@ -1,4 +1,4 @@
-"""Plot metrics of runs as an image (`rollouts plot`). Imports no torch."""
+"""Plot metrics of runs as an image (`rollouts plot`). Does not import torch."""
 
 from __future__ import annotations
 

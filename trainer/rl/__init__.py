@@ -1,4 +1,4 @@
-"""The RL loop: generate, train, load the new weights, repeat. Imports no torch.
+"""The RL loop: generate, train, load the new weights, repeat. Does not import torch.
 
 Example:
     >>> from trainer import rl

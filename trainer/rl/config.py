@@ -60,7 +60,7 @@ class RlConfig:
     tasks: str
     """Tasks to sample: JSON Lines or Parquet, as for `rollouts generate`."""
     out: str
-    """Local directory of the run; must not contain a run, unless that is resumed."""
+    """Local directory of the run; must not contain a run, unless that run is resumed."""
     num_iterations: Annotated[int, Meta(ge=1, le=MOST_ITERATIONS)]
     """Number of batches to sample and train on; from 1 to 100000."""
 

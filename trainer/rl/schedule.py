@@ -31,7 +31,7 @@ def place(room: Sequence[int], deadlines: Sequence[int]) -> int:
     """Choose the iteration that trains on a finished group.
 
     This is the first iteration with a free place that no running group needs: every running group
-    can still be placed in its last allowed iteration or before. So the trainer waits for a slow
+    can still be placed in its last allowed iteration or earlier. So the trainer waits for a slow
     group instead of training on it too late. `num_allowed` guarantees that such an iteration
     exists, and that it is not too late for the finished group itself.
 

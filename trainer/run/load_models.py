@@ -47,7 +47,7 @@ class Models:
     vocab_size: int
 
     def replaying(self, config: TrainConfig) -> dict[str, Any]:
-        """Return the models that use recorded experts, by directory; the critic does not."""
+        """Return the models that use recorded experts (not the critic), by directory."""
         found = {config.model: self.policy.model}
         if self.reference:
             found[config.reference_model or config.model] = self.reference.model

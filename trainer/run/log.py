@@ -33,11 +33,11 @@ def say(text: str) -> None:
 class RunLog:
     """Logs the metrics of each mini-batch to `metrics.jsonl`, trackers and `logging`.
 
-    Only the main process has a log. If stderr is a terminal, it shows a progress bar; otherwise a
+    Only the main process has a log. A progress bar is shown if stderr is a terminal; otherwise, one
     line per mini-batch is logged.
 
     Args:
-        accelerator: Has the trackers.
+        accelerator: Provides the trackers.
         config: Configuration of the run.
         out: Directory of the run.
         num_planned: Maximum number of updates.

@@ -21,8 +21,8 @@ TEMPERATURES = (1.0, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.5)
 def likely_cause(learner: Learner, batch: Batch, forests: Sequence[Forest]) -> str:
     """Name the likely cause of a mismatch in a mini-batch.
 
-    Recomputes the log-probabilities of one micro-batch at other temperatures, and compares them
-    with those of neighbouring tokens. A cause is named if it leaves at most a third of the
+    Recomputes the log-probabilities of one micro-batch at other temperatures, and tries a shift of
+    `rollout_logprobs` by one token. A cause is named if it leaves at most a third of the
     difference.
 
     Args:

@@ -88,7 +88,7 @@ def policy_logprobs(
         learner: The learner with the policy.
         batch: The batch, with each target's temperature.
         forests: Micro-batches; each process forwards its share of them.
-        policy: Another policy, such as the learner's reference; None: the learner's policy.
+        policy: A different policy, such as the learner's reference; None: the learner's policy.
 
     Returns:
         [T] float32 on the CPU; NaN at response tokens that are not targets.

@@ -40,7 +40,7 @@ class Correction(NamedTuple):
         weights: [M] factor of each target's loss; 0 if it is left out.
         per_target: Per metric, up to [M] numbers, for targets that earlier corrections kept. Their
             means over the mini-batch are reported.
-        per_row: Per metric, [R] numbers, reported likewise.
+        per_row: Per metric, [R] numbers, reported in the same way.
     """
 
     weights: Tensor
@@ -100,7 +100,7 @@ def any_in_row(flags: Tensor, row: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CorrectionSettings:
-    """Corrections for the sampler to apply.
+    """Settings of the corrections for the sampler.
 
     Attributes:
         weights: Importance weights per token, or per row; None: all weights are 1.
@@ -126,7 +126,8 @@ def correct(
     """Apply all corrections of `settings`.
 
     They apply in this order, each to the targets that the earlier ones kept: rows with an outlier,
-    tokens, importance weights, rows by their ratio. Targets left out still count in denominators.
+    tokens, importance weights, rows based on their ratio. Targets left out still count in
+    denominators.
 
     Args:
         old_logprobs: [M] nats.

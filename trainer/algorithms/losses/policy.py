@@ -2,7 +2,7 @@
 
 In all equations l is `logprobs` (with gradient), l_old `old_logprobs`, l_roll `rollout_logprobs`,
 A `advantages`, r = exp(l - l_old) with the exponent clamped to +-20, and sg[.] stops the gradient.
-All tensors are [M], one element per target; no targets give an empty loss.
+All tensors are [M], one element per target; without targets, the loss is empty.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def gspo(
     eps_clip_low: float,
     eps_clip_high: float,
 ) -> TokenLoss:
-    """Compute GSPO-token: PPO's clip of a row's ratio (arXiv:2507.18071, eqs. 14 and 15).
+    """Compute GSPO-token: PPO's clip applied to a row's ratio (arXiv:2507.18071, eqs. 14 and 15).
 
         s    = exp(min(l - sg[l] + sg[mean over the row of (l - l_old)], 10))
         loss = -min(s A, clip(s, 1 - eps_clip_low, 1 + eps_clip_high) A)
