@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, TypeVar
@@ -26,15 +26,30 @@ NESTED = "lists or objects are nested too deeply"
 
 
 class _Unit(NamedTuple):
-    """The kind of text that is decoded, for errors."""
+    """The kind of text that is decoded, for errors.
+
+    Attributes:
+        position: Format of a place in the text, from a byte offset.
+    """
 
     name: str
     error_id: str
     hint: str
+    position: Callable[[int], str]
 
 
-_LINE = _Unit("line", error_id="json_line", hint="repair the line from its source, or delete it")
-_DOCUMENT = _Unit("file", error_id="json_document", hint="write or copy the file again")
+_LINE = _Unit(
+    "line",
+    error_id="json_line",
+    hint="repair the line from its source, or delete it",
+    position=lambda offset: f"at column {offset + 1}",
+)
+_DOCUMENT = _Unit(
+    "file",
+    error_id="json_document",
+    hint="write or copy the file again",
+    position=lambda offset: f"at byte {offset}",
+)
 
 
 class Line(NamedTuple):
@@ -98,7 +113,7 @@ def _decode(decoder: msgspec.json.Decoder[T], content: bytes, where: str, unit: 
 
 @contextmanager
 def contained(where: str) -> Iterator[None]:
-    """Convert any error that a record's content causes to an error of this record.
+    """Convert any error that a record's content causes into an error of that record.
 
     Errors of the file system pass through: they do not concern a single record.
 
@@ -131,7 +146,8 @@ def _refuse_not_utf8(content: bytes, where: str, unit: _Unit) -> None:
     try:
         content.decode()
     except UnicodeDecodeError as error:
-        got = f"invalid UTF-8: byte 0x{content[error.start]:02x} in column {error.start + 1}"
+        byte, place = content[error.start], unit.position(error.start)
+        got = f"invalid UTF-8: 0x{byte:02x} {place}"
         raise InputError(unit.error_id, where, got, hint="re-encode the file as UTF-8") from None
 
 
@@ -171,7 +187,7 @@ def _syntax_error(
     if "truncated" in str(error):
         got = f"the {unit.name} is cut off after {count(len(content.rstrip()), 'byte')}"
         return InputError(unit.error_id, where, got, hint=unit.hint)
-    text = re.sub(r" \(byte (\d+)\)", lambda m: f" in column {int(m[1]) + 1}", str(error))
+    text = re.sub(r" \(byte (\d+)\)", lambda m: f" {unit.position(int(m[1]))}", str(error))
     got = f"invalid JSON: {text.removeprefix('JSON is malformed: ')}"
     hint = f"repair the {unit.name}: JSON allows neither NaN nor comments"
     return InputError(unit.error_id, where, got, hint=hint)

@@ -314,9 +314,9 @@ def test_an_error_says_how_many_more_records_are_bad(tmp_path: Path) -> None:
     ("content", "got"),
     [
         (b'{"session": "a/0", "requ', "the line is cut off after 24 bytes"),
-        (b'{"session": NaN}', "invalid JSON: invalid character in column 13"),
-        (b'{"session": "a\xff/0"}', "invalid UTF-8: byte 0xff in column 15"),
-        (b'{"extra": "\xff"}', "invalid UTF-8: byte 0xff in column 12"),
+        (b'{"session": NaN}', "invalid JSON: invalid character at column 13"),
+        (b'{"session": "a\xff/0"}', "invalid UTF-8: 0xff at column 15"),
+        (b'{"extra": "\xff"}', "invalid UTF-8: 0xff at column 12"),
     ],
 )
 def test_a_line_that_is_not_json_is_named(content: bytes, got: str, tmp_path: Path) -> None:

@@ -205,6 +205,20 @@ def test_a_bare_list_of_another_chat_is_not_recognised(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("content", "got"),
+    [
+        (b'{\n"messages": NaN}', "invalid JSON: invalid character at byte 14"),
+        (b'{\n"messages": "\xff"}', "invalid UTF-8: 0xff at byte 15"),
+    ],
+)
+def test_an_error_of_a_document_states_the_byte(tmp_path, content, got):
+    path = tmp_path / "a.traj.json"
+    path.write_bytes(content)
+    _, (rejected,), _ = found_in(ADAPTER, path)
+    assert (rejected.error.rule, rejected.error.got) == ("json_document", got)
+
+
+@pytest.mark.parametrize(
     ("content", "rule"),
     [
         (b"", "json_document"),
