@@ -43,7 +43,7 @@ class ValidationError(InvariantError):
 
     @classmethod
     def of(cls, breaches: pl.DataFrame, source: str = "table") -> ValidationError:
-        """Return the error for at least one breach, worded after the first one."""
+        """Return the error for at least one breach; its message describes the first one."""
         first, more = breaches.row(0, named=True), len(breaches) - 1
         where = f"{source}, {row_place(first)}" if first["row"] is not None else source
         others = f" (and {count(more, 'more error')})" if more else ""
@@ -70,7 +70,7 @@ def row_place(breach: Mapping[str, Any]) -> str:
 
 
 class Checker:
-    """Checker of a dataset, table by table; every table is cut at trajectory boundaries.
+    """Incremental checker of a dataset, given as tables of complete trajectories in order.
 
     Attributes:
         num_rows: Rows seen so far.
@@ -95,7 +95,7 @@ class Checker:
 
     @classmethod
     def after(cls, parts: Sequence[Checker]) -> Checker:
-        """Return the checker that has seen everything that `parts` saw, in that order."""
+        """Return a checker in the state after checking the tables of all `parts`, in order."""
         whole = cls()
         whole.num_rows = sum(part.num_rows for part in parts)
         whole.trajectory_ids = set().union(*(part.trajectory_ids for part in parts))
@@ -106,7 +106,7 @@ class Checker:
         return whole
 
     def check(self, data: Any) -> pl.DataFrame:
-        """Return the breaches of the next table; row numbers count from the first table.
+        """Return the breaches of the next table; rows are numbered from the start of the dataset.
 
         Args:
             data: Any Arrow-compatible table, with `prompt_token_ids` or the prefix columns.
@@ -162,7 +162,7 @@ class Checker:
 
 
 def check(data: Any, *, vocab_size: int | None = None) -> pl.DataFrame:
-    """Return every breach of the named invariants in an entire table.
+    """Return every breach of the named invariants in a table.
 
     Args:
         data: Any Arrow-compatible table.

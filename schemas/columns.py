@@ -50,11 +50,11 @@ SEGMENT_FIELDS: tuple[pa.Field, ...] = (
 """Fields of every segment. Per-step values (reward, stop_reason, user columns) follow them."""
 
 JOINED = "joined"
-"""Field of `segments`: true if a merge created the segment; it then holds one step. Other segments
-only mark the sampled ranges of a row; `unmerge` does not split them."""
+"""Field of `segments`: true for a segment that a merge created, which holds exactly one step. Other
+segments only mark the sampled ranges of a row; `unmerge` does not split them."""
 
 NUM_ROUTED = "num_routed_tokens"
-"""Field of `segments`: number of leading tokens of the step's prompt + response with routing."""
+"""Field of `segments`: number of leading tokens of the step (prompt + response) with routing."""
 
 COLUMNS: tuple[Column, ...] = (
     Column(
@@ -99,7 +99,7 @@ COLUMNS: tuple[Column, ...] = (
         name="reward",
         type=pa.float64(),
         nullable=True,
-        meaning="the row's scalar reward (of a merged row: the sum); null is unknown, never 0",
+        meaning="the row's scalar reward (for a merged row, the sum); null means unknown, never 0",
     ),
     Column(
         name="rewards",
@@ -128,7 +128,7 @@ COLUMNS: tuple[Column, ...] = (
         name="policy_version",
         type=pa.int32(),
         nullable=True,
-        meaning="version of the weights that sampled the row; of a merged row: the oldest",
+        meaning="version of the weights that sampled the row; for a merged row, the oldest",
     ),
     Column(name="temperature", type=pa.float32(), nullable=True, meaning="sampling temperature"),
     Column(name="top_p", type=pa.float32(), nullable=True, meaning="nucleus truncation; 1 is off"),

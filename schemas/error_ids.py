@@ -279,7 +279,7 @@ _INPUT = {
         "Correct the problem that the harness reports in the message.",
     ),
     "harness_exit": (
-        "The command of the harness ended with a non-zero exit status or by a signal.",
+        "The command of the harness exited with a non-zero status, or was killed by a signal.",
         "Correct the command; the message contains the end of its output.",
     ),
     "harness_raised": (
@@ -307,7 +307,7 @@ _INPUT = {
         "Send the headers without pausing.",
     ),
     "image_file": (
-        "The directory of the image does not exist.",
+        "The directory for the image does not exist.",
         "Create the directory, or choose a different `--out`.",
     ),
     "incomplete_trajectory": (
@@ -446,8 +446,8 @@ _INPUT = {
     ),
     "model_layers": (
         (
-            "The model has layers or attention that the trainer does not support, or its packed "
-            "log-probabilities differ from its own forward pass."
+            "The model has layers or attention that the trainer does not support, or its "
+            "log-probabilities of packed rows differ from those of its own forward pass."
         ),
         (
             "Choose an architecture that docs/models.md lists, or pass `--set "
@@ -456,7 +456,7 @@ _INPUT = {
     ),
     "model_load": (
         (
-            "The weights, the adapter or the value head cannot be loaded, or do not fit "
+            "The weights, the adapter or the value head cannot be loaded, or do not match "
             "`config.json`."
         ),
         "Download the model again, or choose a checkpoint whose files belong to this model.",
@@ -539,7 +539,7 @@ _INPUT = {
         "Choose a path with free space, to which this user may write; record to a local disk.",
     ),
     "parquet_file": (
-        "The Parquet file is damaged, cut off, or not one that TRL wrote.",
+        "The Parquet file is damaged or cut off, or was not written by TRL.",
         "Copy the file again.",
     ),
     "partial_groups": (
@@ -591,7 +591,7 @@ _INPUT = {
     "resume_metrics": (
         (
             "`metrics.jsonl` has fewer lines than the checkpoint has mini-batches, or a line that "
-            "no run wrote."
+            "was not written by a run."
         ),
         "Restore the run's `metrics.jsonl` from a copy, or start a new run.",
     ),
@@ -614,7 +614,7 @@ _INPUT = {
             "Dropping rows would change the return of a trajectory, because a dropped row holds "
             "reward."
         ),
-        "Pass `--move-outcome` to place the outcome on the last row that is left.",
+        "Pass `--move-outcome` to place the outcome on the last remaining row.",
     ),
     "reward_kind": (
         (
@@ -678,7 +678,7 @@ _INPUT = {
         "Use the `base_url` and key that `POST /sessions` returned.",
     ),
     "session_name": (
-        "A session is not named `INSTANCE/REPETITION`, with a repetition that counts from 0.",
+        "A session name is not `INSTANCE/REPETITION`, with repetitions numbered from 0.",
         "Name sessions `shop-1/0`, `shop-1/1`, ..., and percent-encode them in URLs.",
     ),
     "session_open": (
@@ -849,15 +849,15 @@ _CONFIG = {
     ),
     "choices": (
         (
-            "An option of the conversion has an unknown value, does not suit the log's format, or "
-            "has the wrong type."
+            "An option of the conversion has an unknown value, does not apply to the log's format, "
+            "or has the wrong type."
         ),
         "Pass one of the values that the message lists, or leave the option out.",
     ),
     "condition": (
         (
             "The SQL condition cannot be parsed, is not a condition on each row, is too long, or "
-            "does not suit the types of the columns."
+            "does not match the types of the columns."
         ),
         "Write an SQL expression over the columns of one row, such as `reward > 0`.",
     ),
@@ -976,8 +976,8 @@ _ENGINE = {
     ),
     "answer_size": (
         (
-            "The engine's response exceeds a limit of the recorder: its bytes, the events of its "
-            "stream, its choices, or the bytes of fields other than tokens, texts and "
+            "The engine's response exceeds a limit of the recorder: on its size, the number of its "
+            "stream events or choices, or the size of fields other than tokens, texts and "
             "log-probabilities."
         ),
         (
@@ -1051,7 +1051,7 @@ _EXTRA = {
 _INPUT_OR_CONFIG = {
     "advantage_estimator": (
         (
-            "The custom advantage estimator cannot be imported, has unsuitable parameters, or "
+            "The custom advantage estimator cannot be imported, has the wrong parameters, or "
             "returned an array of the wrong shape, type or values."
         ),
         (
@@ -1081,7 +1081,7 @@ _INPUT_OR_CONFIG = {
     ),
     "loss_reduction": (
         (
-            "The custom loss reduction cannot be imported, has unsuitable parameters, or returned "
+            "The custom loss reduction cannot be imported, has the wrong parameters, or returned "
             "weights of the wrong shape, type or values."
         ),
         (
@@ -1095,18 +1095,18 @@ _INPUT_OR_CONFIG = {
     ),
     "policy_loss_type": (
         (
-            "The custom policy loss cannot be imported, has unsuitable parameters, or returned "
+            "The custom policy loss cannot be imported, has the wrong parameters, or returned "
             "losses or metrics of the wrong shape, type or values."
         ),
         (
-            "Return one finite loss per target with a gradient, from a function with the "
+            "Return one finite, differentiable loss per target, from a function with the "
             "parameters in docs/algorithms.md."
         ),
     ),
     "resume_config": (
         (
             "The configuration differs from that of the run to resume or asks for fewer updates "
-            "than it made, or the run's `config.json` is missing or invalid."
+            "than the run has made, or the run's `config.json` is missing or invalid."
         ),
         "Use the settings in the run's `config.json`, or start a new run.",
     ),

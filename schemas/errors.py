@@ -22,7 +22,7 @@ _FIELDS = ("rule", "where", "got", "expected", "hint")
 
 
 class RolloutError(ValueError):
-    """Error in the user's data, settings or environment, which is fixed without a traceback.
+    """Error in the user's data, settings or environment; fixing it needs no traceback.
 
     Args:
         rule: Id of the rule ("lengths_align", "json_line", ...).
@@ -71,11 +71,11 @@ class RolloutError(ValueError):
 
     @property
     def failure(self) -> str:
-        """The text of a failed trajectory's `error` column: the rule's id first, to count by."""
+        """The text for the `error` column; begins with the rule's id, so that it can be counted."""
         return f"{self.rule}: {self.sentence.removesuffix('.')}"
 
     def at(self, where: str, hint: str | None = None) -> Self:
-        """Return the same error with a more precise place, and another hint if one is given."""
+        """Return the same error with a more precise place, and a new hint if one is given."""
         error = copy(self)
         error.where, error.hint = where, hint or self.hint
         if self.message is not None:
@@ -146,7 +146,7 @@ def count(number: int, noun: str, ending: str = "s") -> str:
 
 
 def first_of(place: str, number: int) -> str:
-    """The place of the first finding, with the number of all unless it is the only one.
+    """Return the place of the first finding, with the total number if there are several.
 
     Example:
         >>> first_of("row 3", 1), first_of("row 3", 12)

@@ -38,7 +38,8 @@ def requires_extra(extra: str, where: str) -> Iterator[None]:
 def explained(error: ImportError, extra: str, where: str) -> ImportError | MissingExtra:
     """Return the error to raise for a failed import: see `requires_extra`.
 
-    The error is returned unchanged if one of our modules is missing, or an installed package fails.
+    The error is returned unchanged if one of our modules is missing, or if an installed package
+    fails to import.
     """
     package = (error.name or "").partition(".")[0]
     if package in _OURS or not isinstance(error, ModuleNotFoundError):

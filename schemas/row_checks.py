@@ -17,9 +17,9 @@ from schemas.ragged import BoolArray, IntArray, Ragged, list_lengths
 from schemas.structure_checks import changes
 from schemas.view import View
 
-# A prompt's last two tokens identify the header of the answer ("<|im_start|>assistant\n").
+# A prompt's last two tokens identify the assistant header ("<|im_start|>assistant\n").
 HEADER_TOKENS = 2
-# Shorter answers ("OK") recur in a conversation by chance.
+# Shorter responses ("OK") can recur in a conversation by chance.
 MIN_ANSWER_TOKENS = 16
 # vLLM clamps -inf log-probabilities to this value before it serialises them as JSON.
 LOGPROB_SENTINEL = -9999.0
@@ -251,7 +251,7 @@ def check_prompts(view: View) -> Iterator[pl.DataFrame]:
 
 @dataclass(frozen=True, slots=True)
 class _SampledRanges:
-    """The sampled ranges of all responses, ordered by row, without those that exceed the response.
+    """The sampled ranges of all responses, ordered by row, except those that exceed the response.
 
     Attributes:
         row, start, length: [S] int64 each; `start` is a position in the flat response.
@@ -265,7 +265,7 @@ class _SampledRanges:
 
     @classmethod
     def of(cls, view: View) -> _SampledRanges:
-        """Collect the ranges; a row without segments has one range, its whole response."""
+        """Collect the ranges; a row without segments has one range, its entire response."""
         response = view.ragged("response_ids")
         length = response.lengths
         row, start = np.arange(len(length)), np.zeros(len(length), np.int64)
@@ -298,7 +298,7 @@ class _SampledRanges:
 
 
 def _first_rows(view: View) -> IntArray:
-    """Return the first row of each row's trajectory by adjacent ids, [N]."""
+    """Return the first row of each row's trajectory (a run of equal ids), [N]."""
     is_first = changes(view.strings("trajectory_id"))
     first: IntArray = np.maximum.accumulate(np.where(is_first, np.arange(len(is_first)), 0))
     return first

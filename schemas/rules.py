@@ -21,7 +21,7 @@ class Rule:
 _RULES = (
     Rule(
         name="columns_and_types",
-        meaning="required columns exist, types are as declared, and nulls only where allowed",
+        meaning="required columns exist, types are as declared, and nulls occur only where allowed",
         hint="cast the column to the declared type (docs/table.md), or drop it if it is optional",
     ),
     Rule(
@@ -75,7 +75,7 @@ _RULES = (
     Rule(
         name="mask_trains_something",
         meaning="loss_mask is true for at least one response token",
-        hint="set loss_mask to true for the tokens to train: without any, training has no effect",
+        hint="set loss_mask to true for tokens to train on: without any, training has no effect",
         severity="warning",
     ),
     Rule(

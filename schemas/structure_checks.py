@@ -89,7 +89,7 @@ def check_structure(view: View, runs: Runs, seen: set[str]) -> Iterator[pl.DataF
     yield view.breaches("unique_trajectory", rows, "trajectory_id", got, expected, sentence)
 
     rows = runs.start[split]
-    got = ["a trajectory that goes on after rows of another"] * len(rows)
+    got = ["a trajectory that continues after rows of another"] * len(rows)
     expected = "all rows of a trajectory side by side"
     sentence = "the trajectory continues after rows of a different trajectory"
     yield view.breaches("contiguous_trajectory", rows, "trajectory_id", got, expected, sentence)
@@ -138,7 +138,7 @@ def _boundaries(view: View, runs: Runs) -> pl.DataFrame:
 
 
 def check_outcome(view: View, runs: Runs) -> Iterator[pl.DataFrame]:
-    """Check outcome_on_last_step: the last row has a reward if inner rows have (errors aside)."""
+    """Check outcome_on_last_step in trajectories whose `error` is null."""
     if not view.has("reward"):
         return
     reward = view.table.column("reward").to_numpy()
@@ -179,7 +179,7 @@ def check_prefix(view: View) -> Iterator[pl.DataFrame]:
 
 
 def check_whole(view: View) -> pl.DataFrame:
-    """Check prefix_reference: no row is missing, as parents are counted from the first row."""
+    """Check prefix_reference: no row is missing, because parents are counted from the first."""
     steps = view.array("step_index")
     index = np.arange(len(steps)) - _first_rows(view)
     rows = np.flatnonzero(steps != index)
@@ -190,7 +190,7 @@ def check_whole(view: View) -> pl.DataFrame:
 
 
 def _first_rows(view: View) -> IntArray:
-    """Return the first row of each row's trajectory by adjacent ids, [N]."""
+    """Return the first row of each row's trajectory (a run of equal ids), [N]."""
     changed = changes(view.strings("trajectory_id"))
     first: IntArray = np.flatnonzero(changed)[np.cumsum(changed) - 1]
     return first

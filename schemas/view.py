@@ -37,7 +37,7 @@ class View:
     Attributes:
         table: The table, with `prompt_token_ids` or the prefix columns.
         row_offset: Number of rows of the dataset before this table.
-        unusable: Columns that are missing, have a wrong type or forbidden nulls.
+        unusable: Columns that are missing, have the wrong type, or contain forbidden nulls.
     """
 
     table: pa.Table
