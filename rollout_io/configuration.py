@@ -55,7 +55,7 @@ def load_record(
         kind: Dataclass of the record.
         toml_path: TOML file with top-level keys, or None.
         overrides: `key=value` strings, which take precedence over file and options; the last one
-            for a key wins. Values are TOML, but strings need no quotes. `none` is None, and so is
+            for a key wins. Values are TOML, but strings need no quotes. `none` means None, as does
             `"none"` in a file. `key.name=value` sets one entry of a key that is a table.
         options: Typed values by key, which take precedence over the file; None if not given.
         required: Required keys, each with a short description of its value.
@@ -147,7 +147,7 @@ def _with_entry(table: Any, names: Sequence[str], value: Any) -> dict[str, Any]:
 
 
 def out_of_bounds(record: Any) -> Iterator[tuple[str, str, str]]:
-    """Yield (key, value, expectation) for each value outside of what its annotation allows.
+    """Yield (key, value, expectation) for each value that its annotation does not allow.
 
     Args:
         record: A dataclass that declares bounds as `Annotated[int, msgspec.Meta(ge=1)]`, and

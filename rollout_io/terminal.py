@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 class Bar:
     """A progress bar on stderr. It is not shown, and costs nothing, unless stderr is a terminal.
 
-    Text that is printed to `sys.stderr` meanwhile appears above the bar.
+    Text printed to `sys.stderr` while the bar is shown appears above it.
 
     Args:
         total: Value at which the bar is full.
@@ -105,7 +105,7 @@ class Bar:
 
 
 def columns(table: Sequence[Sequence[str]]) -> list[str]:
-    """Align columns: the first to the left, the others to the right.
+    """Align columns: the first one left, all others right.
 
     Example:
         >>> columns([["layout", "tokens"], ["step", "8"]])

@@ -56,7 +56,7 @@ def inspect(
     """Show prompts, responses and trained tokens of trajectories.
 
     A trajectory is shown in full if the condition holds for at least one of its rows. Exit code 1 if
-    a row shown breaks a named invariant.
+    a displayed row breaks a named invariant.
     """
     from rollout_io.cli.trajectory_text import legend, render
     from rollout_io.dataset.checking import require_valid
@@ -94,7 +94,7 @@ def matching(frame: pl.LazyFrame, where: str | None) -> list[str]:
     """Return the ids of trajectories with a row that satisfies the condition, in order.
 
     Raises:
-        ConfigError: The condition is not SQL, refers to an unknown column, or does not fit a type.
+        ConfigError: The condition is not SQL, refers to an unknown column, or has a type error.
     """
     from rollout_io.dataset.conditions import condition_of
     from schemas.types import with_absent

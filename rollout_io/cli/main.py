@@ -107,7 +107,7 @@ def rollouts() -> None:
 
     Data is written to stdout, everything else to stderr. Exit code 0: success; 1: problems were
     found, or the input is invalid; 2: wrong usage or an unexpected error. An error ends with its
-    id, such as [json_line]; docs/errors.md has the cause and the fix of each id.
+    id, such as [json_line]; docs/errors.md has a cause and a fix for each id.
     """
 
 

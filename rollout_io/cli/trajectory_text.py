@@ -29,8 +29,8 @@ MARKS: dict[Kind, tuple[str, str]] = {
 }
 STYLES: dict[Kind, str] = {"trained": "32", "masked": "33", "observed": "2"}
 LEGEND: dict[Kind, str] = {
-    "trained": "trains",
-    "masked": "sampled, does not train",
+    "trained": "trained on",
+    "masked": "sampled, not trained on",
     "observed": "not sampled",
 }
 
@@ -55,7 +55,7 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepView:
-    """One row of a trajectory; attributes named like columns hold their values.
+    """One row of a trajectory; an attribute with a column's name holds its value.
 
     Attributes:
         num_shared_tokens: Number of leading prompt tokens that the previous row also holds.
@@ -213,7 +213,7 @@ def _render_step(step: StepView, *, color: bool) -> list[str]:
         f"step {step.step_index}" if step.num_steps == 1 else f"{step.num_steps} steps",
         *([step.agent] if step.agent is not None else []),
         f"prompt {num_prompt} = {step.num_shared_tokens} shared + {step.num_new_tokens} new",
-        f"response {sum(s.num_tokens for s in step.spans)}, {num_trained} train",
+        f"response {sum(s.num_tokens for s in step.spans)}, {num_trained} trained on",
         *([step.stop_reason] if step.stop_reason is not None else []),
         *([f"reward {_number(step.reward)}"] if step.reward is not None else []),
     ]

@@ -29,7 +29,7 @@ def validate(
 ) -> None:
     """Check page checksums, types and all named invariants of a dataset.
 
-    Exit code 1 if a rule of severity `error` is broken; warnings alone exit with 0.
+    Exit code 1 if a rule of severity `error` is broken; 0 if there are only warnings.
     """
     import polars as pl
 

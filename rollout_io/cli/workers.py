@@ -10,7 +10,7 @@ import click
 if TYPE_CHECKING:
     from rollout_io.dataset.parallel import Engine, Workers
 
-_BYTES_PER_PROCESS = 64 << 20  # starting a process takes as long as reading some tens of MB
+_BYTES_PER_PROCESS = 64 << 20  # starting a process takes as long as reading tens of MB
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -33,7 +33,7 @@ def workers_options(command: F) -> F:
         "--workers",
         type=click.IntRange(1),
         metavar="N",
-        help="Number of processes, at most one per shard.  [default: by the size of the dataset]",
+        help="Number of processes, at most one per shard.  [default: based on the dataset size]",
     )
     return option(engine_option(command))
 

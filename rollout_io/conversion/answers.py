@@ -30,8 +30,8 @@ def is_answer(message: Mapping[str, Any]) -> bool:
 def with_answers(trajectory: Trajectory) -> list[Logged]:
     """Return the steps of a trajectory, with each conversation cut after its last answer.
 
-    Messages after the last answer are omitted, since no call saw them, and so are conversations
-    without an answer. Everything before the first answer becomes the prompt (`num_given`).
+    Messages after the last answer are omitted because no call saw them. Conversations without an
+    answer are omitted too. Everything before the first answer becomes the prompt (`num_given`).
 
     Raises:
         InputError: `no_calls`: a run that did not fail has no answer.

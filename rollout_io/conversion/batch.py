@@ -208,7 +208,7 @@ def in_order(rejected: Iterable[Rejected], inputs: Sequence[Input]) -> list[Reje
 
 
 def errors_of(rejected: Iterable[Rejected], inputs: Sequence[Input]) -> list[RolloutError]:
-    """Return the errors in the order of the logs; consequential errors come last."""
+    """Return the errors in the order of the logs; errors caused by other errors come last."""
     errors = [r.error for r in in_order(rejected, inputs)]
     return sorted(errors, key=lambda error: error.rule == INCOMPLETE)
 

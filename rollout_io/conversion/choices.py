@@ -26,7 +26,7 @@ class Choices:
         group_by: Labels that identify the instance (the group), replacing the format's rule.
         options: Options for reading runs.
         tokenizer: Local directory of a tokenizer, to re-tokenise text and to check exact tokens.
-            With exact tokens any other name is only recorded.
+            For logs with exact tokens, any other name is accepted and only recorded.
         chat_template: Name or file of the template for re-tokenisation; None: the tokenizer's own.
         layout: Store prompts as references to earlier steps (`prefix`), or in full (`full`).
         logprobs_mode: Distribution of the log-probabilities: `raw` or `processed`; None if unknown.
@@ -61,7 +61,7 @@ def settings_of(choices: Choices, log: Log, about: Mapping[str, Any]) -> Setting
         about: Facts about the log as a whole.
 
     Raises:
-        ConfigError: `choices`, `tokenizer`, `chat_template`: a choice is impossible.
+        ConfigError: `choices`, `tokenizer`, `chat_template`: a choice cannot be used.
     """
     refuse_misfits(choices, log)
     retokenizer, tokenizer = retokenizer_of(

@@ -192,7 +192,7 @@ def _conclude(
 
     Raises:
         RolloutError: Chunks contradict each other, a record was rejected and `on_error` is `fail`,
-            or no row is left.
+            or no rows remain.
     """
     _refuse_mixtures(reports)
     rejected = planned.rejected + [r for report in reports for r in report.rejected]

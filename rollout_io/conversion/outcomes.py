@@ -23,7 +23,7 @@ def settle(
 ) -> Settled:
     """Return a trajectory with its outcome stored in its steps.
 
-    The outcome is that of the rewards file, else the reward named `reward_key`, else the log's own.
+    The outcome comes from the rewards file, else from the log (its reward `reward_key`, if given).
     The rewards file overrides the log completely: differing values of the log are kept as the
     metric `logged_reward` (unless a metric already holds it) and the text `logged_error`. The last
     step gets the outcome and the metrics. If the outcome is known, earlier steps without a reward

@@ -42,7 +42,7 @@ def plan(
     """Collect the findings of an adapter, and name the runs.
 
     Runs without a repetition are numbered in order within their instance; with `group_by` all runs
-    are. A second run with the same name is rejected, and so is an outcome without a run.
+    are. A second run with the same name is rejected, as is an outcome without a run.
 
     Args:
         found: Findings of `Adapter.find`.

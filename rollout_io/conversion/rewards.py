@@ -54,7 +54,7 @@ def read_rewards(name: str | Path, path: Path | None = None) -> dict[Key, Outcom
 
     A line has `session` ("instance/repetition") or `instance_id` and `repetition_id`, and `reward`
     (a number, or null if unknown) or `error` (a string) or both. Other numbers and booleans become
-    metrics, other strings become user columns.
+    metrics; other strings become user columns.
 
     Args:
         name: Name of the file in messages.

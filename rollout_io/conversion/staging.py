@@ -4,7 +4,7 @@
     DS/.converting/lock                 held by the running process (local directories)
     DS/.converting/inputs/              decompressed files, and copies of pipes
     DS/.converting/chunk-00000/         shards of a finished chunk, and report.json
-    DS/.converting/chunk-00001.4f.tmp/  unfinished chunk, with an id of its writer
+    DS/.converting/chunk-00001.4f.tmp/  unfinished chunk, with its writer's id
     DS/converted.json                   identity of the finished conversion
 
 A chunk's directory is renamed once it is complete, so a directory with the final name is complete.
@@ -99,7 +99,7 @@ class Staging:
                 self.clear()
 
     def begin(self, identity: dict[str, Any]) -> None:
-        """Start or resume the conversion with this identity; remove the chunks of any other."""
+        """Start or resume the conversion with this identity; remove chunks of a different one."""
         is_same = _read_json(self.folder.join(_PLAN)) == identity
         for path in self.folder.fs.ls(self.folder.path, detail=False):
             name = path.rsplit("/", 1)[-1]

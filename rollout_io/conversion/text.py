@@ -127,7 +127,7 @@ def retokenizer_of(
     """Return the re-tokeniser, and dataset metadata about the tokenizer.
 
     Args:
-        tokenizer: Directory; without text to encode, any other name is accepted and recorded.
+        tokenizer: Directory; if there is no text to encode, any other name is only recorded.
         chat_template: See `Retokenizer`.
         is_needed: True if the log contains text to encode.
 

@@ -57,7 +57,7 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def writable(where: str, hint: str | None = None) -> Iterator[None]:
-    """Convert an OSError while writing to a path to a user error.
+    """Convert an OSError that is raised while writing to a path into a user error.
 
     Args:
         where: The path.

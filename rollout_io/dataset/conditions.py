@@ -46,7 +46,7 @@ _ACROSS_ROWS = {
 _NOT_ROWWISE = {
     "SubPlan": "a subquery",
     "Selector": "a pattern of column names",
-    "Explode": "a list spread over rows",
+    "Explode": "an exploded list",
 }
 
 
@@ -78,7 +78,7 @@ def condition_of(condition: str | pl.Expr) -> pl.Expr:
     if (found := _first(tree, _NOT_ROWWISE)) is not None:
         raise ConfigError("condition", where, found, "a condition on each row", _HINT)
     if (found := _first(tree, _ACROSS_ROWS)) is not None:
-        got, expected = f"{found} over the whole dataset", "a condition on each row"
+        got, expected = f"{found} over the entire dataset", "a condition on each row"
         hint = "name the group: max(step_index) OVER (PARTITION BY trajectory_id)"
         raise ConfigError("condition", where, got, expected, hint)
     return condition

@@ -29,7 +29,7 @@ class Part:
     """One writer's part of a dataset.
 
     Attributes:
-        writing: Digest that identifies the write; equal for all its parts.
+        writing: Digest that identifies the write; the same for all its parts.
         index: Index of the part, from 0.
         num_parts: Number of parts of the write.
     """
@@ -90,7 +90,7 @@ class Places:
     """Places of the shards of one part, assigned in order.
 
     Attributes:
-        part: The part that is written.
+        part: The part being written.
     """
 
     part: Part

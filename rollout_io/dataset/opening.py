@@ -24,7 +24,7 @@ _BUFFER_BYTES = 1 << 20
 _OPEN_DESCRIPTOR = re.compile(r"/(?:dev|proc/self)/fd/(\d+)|/dev/stdin")
 _KINDS = {
     stat.S_IFDIR: "a directory",
-    stat.S_IFIFO: "a pipe, which may never be written",
+    stat.S_IFIFO: "a pipe, which may block forever",
     stat.S_IFCHR: "a character device, which may never end",
     stat.S_IFBLK: "a block device",
     stat.S_IFSOCK: "a socket",

@@ -125,7 +125,7 @@ def _cluster(num: int) -> Iterator[Any]:
 
 
 def _refuse_silent(address: str) -> None:
-    """Check that a cluster answers: Ray waits for minutes if none does.
+    """Check that a cluster responds: Ray waits for minutes if none does.
 
     Raises:
         ConfigError: `ray_address`.

@@ -91,7 +91,7 @@ def shard_paths(path: PathLike) -> list[str]:
 
 
 def shard_sizes(path: PathLike) -> dict[str, int]:
-    """Return the rows per shard, in order, by file name (by path if file names recur)."""
+    """Return the rows per shard, in order, by file name (by path if file names repeat)."""
     shards = _open_shards(path)
     names = [posixpath.basename(shard.location.path) for shard in shards]
     if len(set(names)) < len(names):
@@ -240,7 +240,7 @@ def _source(location: Location) -> Iterator[Any]:
 
 @contextmanager
 def _readable(location: Location, row_group: int | None = None) -> Iterator[None]:
-    """Convert the errors of Parquet readers on a damaged file to one user error with its place."""
+    """Convert the errors of Parquet readers on a damaged file to a user error with the path."""
     try:
         yield
     except (pa.ArrowException, OSError, EOFError, UnicodeError, binascii.Error) as error:
@@ -255,7 +255,7 @@ def _readable(location: Location, row_group: int | None = None) -> Iterator[None
 
 
 def _refuse_renamed(file: pq.ParquetFile) -> None:
-    """Compare column names with Arrow's copy of them, as the footer has no checksum."""
+    """Compare column names with Arrow's copy of them, because the footer has no checksum."""
     copy = (file.metadata.metadata or {}).get(b"ARROW:schema")
     if copy is not None:
         names = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(copy))).names

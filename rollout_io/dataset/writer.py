@@ -38,21 +38,21 @@ SHARD_BYTES = 512 << 20
 class RolloutWriter:
     """Streaming writer of a rollout dataset directory.
 
-    Rows may arrive in any batches; a trajectory is kept together in one row group. A table that
-    breaks a named invariant is rejected. An exception in the `with` block removes everything
+    Rows may arrive in batches of any size; a trajectory is kept together in one row group. A table
+    that breaks a named invariant is rejected. An exception in the `with` block removes everything
     written.
 
     Args:
         path: Directory, local or an fsspec URL.
         layout: `prefix` (prompts refer to earlier steps) or `full`.
-        metadata: Metadata of the files; None: that of the first table, if
-            `read` returned it.
+        metadata: Metadata of the files; None: the metadata of the first table, if it is from
+            `read`.
         append: If true, add shards to an existing directory; several writers may share it.
-        row_group_rows: Maximum rows of a row group; a longer trajectory gets a longer one.
+        row_group_rows: Maximum rows of a row group, unless one trajectory has more.
         shard_bytes: Size after which a new shard begins: encoded, uncompressed bytes.
         checked: If true, skip the checks, because the caller has checked the tables.
-        part: Part of the dataset that this writer writes; None: all of it. Ignored with `append`,
-            whose shards are independent of each other.
+        part: Part of the dataset that this writer writes; None: all of it. Ignored with `append`:
+            appended shards are independent of each other.
 
     Raises:
         InputError: The path already holds a dataset, and `append` is false.
@@ -319,7 +319,7 @@ def _writable(final: Location) -> Iterator[None]:
 def _encodings(schema: pa.Schema) -> tuple[list[str], dict[str, str]]:
     """Choose dictionary encoding for columns whose values recur.
 
-    Token ids of the `prefix` layout hardly recur: without a dictionary they compress better and
+    Token ids of the `prefix` layout rarely recur: without a dictionary they compress better and
     faster. Log-probabilities are split by byte significance.
     """
     split = [f.name for f in schema if f.name == "rollout_logprobs"]

@@ -378,7 +378,7 @@ def _error(run: Run, records: Sequence[_Head], *, has_reward: bool) -> str | Non
             f": {status.error_message}" if status.error_message else ""
         )
     if "superseded_by" in run.labels and not has_reward:
-        return f"tried again: attempt {run.labels['superseded_by']}"
+        return f"superseded by attempt {run.labels['superseded_by']}"
     return None
 
 

@@ -149,7 +149,7 @@ class Step(msgspec.Struct, kw_only=True, gc=False):
             None.
         texts: Verbatim texts of the response, without special tokens, tool calls and the like.
         token_text: Concatenation of the separately decoded tokens of the response, or None.
-        others: Values of the columns of the same names.
+        others: Values of the columns with the same names.
     """
 
     source: str
@@ -264,14 +264,14 @@ class Adapter:
 
     Attributes:
         summary: One-line description of the format.
-        recognizes: Predicate: a file or directory is of this format, judging by its content. It is
-            called with any existing file or directory (no pipe), must be fast and must not raise.
+        recognizes: Returns true if the content of a file or directory is in this format. Called
+            with any existing file or directory (not a pipe); must be fast and must not raise.
         find: `find(inputs, progress)` yields, in the order of the dataset, every run, every record
             that cannot be used, and facts about the entire log. Every record is part of exactly
             one run or rejection.
         read: `read(run, options)` returns the `Trajectory` of a run; if `is_table`, the rows of a
             document as a table. Raises `RolloutError` if the run cannot be used.
-        is_text: True if the runs of the format are text, at least mostly.
+        is_text: True if all or most runs in this format are text.
         is_table: True if `read` returns rows that have ids and rewards already.
     """
 

@@ -94,7 +94,7 @@ def find_sessions(inputs: Sequence[Input], progress: Progress) -> Iterator[Found
     for place, content in lines_of(inputs, progress):
         models.see(content)
         match = _SESSION_FIRST.match(content)
-        # The regular expression spares parsing long lines; anything unusual is parsed.
+        # The regular expression avoids parsing long lines; lines that it does not match are parsed.
         try:
             name = match[1] if match else b""
             name = name if name and name.isascii() else _session(content, place.where)
@@ -135,7 +135,7 @@ def read_session(run: Run, _: Options) -> Trajectory:
 
     Raises:
         InputError: A call cannot be used, or the order of the calls is ambiguous.
-        InvariantError: A call is not consistent, or `final` is not on the last call only.
+        InvariantError: A call is inconsistent, or `final` is not on the last call only.
     """
     session = f"{run.instance_id}/{run.repetition_id}"
     entries = [_read(place, session) for place in run.places]

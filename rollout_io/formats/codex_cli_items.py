@@ -22,7 +22,7 @@ class Context:
     Attributes:
         messages: Messages in order.
         where: Place of the last message.
-        num_given: Number of leading messages from an earlier context: compacted or rolled back to.
+        num_given: Number of leading messages that a compaction or rollback kept.
     """
 
     messages: list[Message] = field(default_factory=list)

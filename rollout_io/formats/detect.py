@@ -27,7 +27,7 @@ HINT = "list the formats with `rollouts formats`; pass --format NAME to see why 
 
 _NUM_LINES = 8  # a damaged first line must not hide the format
 _LINE_BYTES = 64 << 20
-_LFS_BYTES = 1024  # maximum length of a pointer, by its specification
+_LFS_BYTES = 1024  # maximum length of a pointer, according to the specification
 
 
 class Formats(NamedTuple):

@@ -105,7 +105,7 @@ def read_trial(run: Run, options: Options) -> Trajectory:
     """Read the calls of a trial, or of a trajectory file.
 
     A failed trial is kept with its `error`; if its tokens are missing, it has no steps, and the
-    error mentions it. A trial without an exception must have its tokens. All keys of the verifier's
+    error says so. A trial without an exception must have its tokens. All keys of the verifier's
     rewards become metrics.
 
     Raises:

@@ -178,7 +178,7 @@ def _reward(rewards: dict[str, float], where: str, key: str | None = None) -> fl
 def read_steps(
     trial: Trial, result: Path, directory: Path | None, progress: Callable[[int], object]
 ) -> list[Step]:
-    """Return all calls of a trial, in order; in a multi-step trial with each step's reward.
+    """Return all calls of a trial, in order, with each step's reward in a multi-step trial.
 
     Args:
         trial: Content of `result`.

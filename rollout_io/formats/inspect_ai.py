@@ -162,8 +162,8 @@ def read_sample(run: Run, options: Options) -> Trajectory:
 
     Every score is a metric (letters as in Inspect: C 1, P 0.5, I and N 0; dictionaries key by key).
     A single score is the reward; with several, choose one with `--reward`. A sample with an
-    `error`, or one that an operator stopped, has failed; see `Options` for limits of time and
-    context.
+    `error` has failed, as has a sample that an operator stopped; see `Options` for time and context
+    limits.
 
     Raises:
         RolloutError: no_calls, no_token_ids, dangling_reference, record_type, ...

@@ -4,8 +4,9 @@
      "_ng_rollout_index": 3, "response": {"output": [item, ...], "usage": {...}}, ...}
 
 `response` is a Responses object whose output holds all calls of the run (see `parsing.responses`).
-A bare Responses object, or one as the `input` of an object, is accepted too: a run without a reward
-and, since no task is given, in a separate group. So is a pretty-printed document of one run.
+A bare Responses object, or an object with one as its `input`, is accepted too: it is a run without
+a reward and, since it has no task, forms a separate group. A file may also be one run as a
+pretty-printed JSON document.
 """
 
 from __future__ import annotations
@@ -209,7 +210,7 @@ def _response_id(names: _Names, content: bytes, where: str) -> str | None:
 def read_rollout(run: Run, _: Options) -> Trajectory:
     """Read all calls of a run, in order; a prompt need not extend the one before it.
 
-    All numbers of the line become metrics, including its reward, and so do numbers in objects that
+    All numbers of the line become metrics, including its reward and the numbers in objects that
     contain only numbers (`scores.style`). With `mask_sample`, no token of the run is trained on.
     With `response.error`, the trajectory has failed.
 

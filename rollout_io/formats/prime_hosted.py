@@ -107,7 +107,7 @@ _METRICS_DECODER = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 @dataclass(slots=True)
 class _Group:
-    """Rows of one baseline; None if their advantage is unknown."""
+    """Rows with the same baseline, which is None if their advantage is unknown."""
 
     name: str
     baseline: float | None
@@ -179,7 +179,9 @@ def find_rollouts(inputs: Sequence[Input], progress: Progress) -> Iterator[Found
         count = log.page and _count(log.page)
         if count and count.total > num_rows:
             pages = f"page {count.page} of {count.total_pages}"
-            partial[given.name] = f"{num_rows} of {count.total} rows ({pages}): groups may be cut"
+            partial[given.name] = (
+                f"{num_rows} of {count.total} rows ({pages}): groups may be partial"
+            )
     if partial:
         yield About("partial", partial)
 

@@ -115,7 +115,7 @@ def read_sample(run: Run, _: Options) -> Trajectory:
     """Read the text of a line.
 
     The outcome is `score`, or its sum if it is a list (one number per token). A run with the stop
-    reason `error` has failed: SkyRL replaced its text by a placeholder.
+    reason `error` has failed: SkyRL replaced its text with a placeholder.
 
     Raises:
         InputError: `record_type`: a field has the wrong type.

@@ -39,8 +39,8 @@ def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exporte
 
     Rewards depend on the `outcome` in the dataset's metadata.
 
-    The whole table is held in memory, as the output is one document. A masked trajectory becomes
-    one placeholder row, in the place of its last row. `rollout_metrics` of a converted
+    The entire table is held in memory, because the output is one document. A masked trajectory
+    becomes one placeholder row, at the position of its last row. `rollout_metrics` of a converted
     GeneratorOutput are restored if the dataset consists of that one file, unchanged.
 
     Raises:

@@ -46,7 +46,7 @@ def to_generator_output(
     Rewards are per token if the column `rewards` has a value on every row, else scalars. The scalar
     of a merged row (one with `segments`) is its last step's reward, because SkyRL's trainer reads
     the outcome there; `reward` of such a row is the sum over its steps. SkyRL takes the return of a
-    trajectory from its last row alone. With `outcome` sum, the last row of a trajectory of several
+    trajectory only from its last row. With `outcome` sum, the last row of a trajectory of several
     rows therefore gets the sum of all rewards, as a scalar, and the other rows get 0.
 
     Args:

@@ -43,7 +43,7 @@ from rollout_io.formats.verifiers_traces import runs
 from schemas.errors import InputError, RolloutError, count
 from schemas.extras import requires_extra
 
-_ALONE = "inferred: where a sample names no group, its run is one"
+_ALONE = "inferred: a run whose samples name no group is a separate group"
 _PICKLE = "data.pkl"
 _FIELDS = (b"rollout_id", b"samples")
 _SAMPLE_FIELDS = (b"response_length", b"group_index")
@@ -101,7 +101,7 @@ def recognizes(path: Path) -> bool:
 def find_samples(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
     """Yield runs, file by file, in the order of their first samples.
 
-    The instance is `FILE/GROUP`: the file name without its extension (the whole path, if two files
+    The instance is `FILE/GROUP`: the file name without its extension (the entire path, if two files
     share a name), and `group_index`.
     """
     names = [Path(given.name).name.split(".")[0] or given.name for given in inputs]

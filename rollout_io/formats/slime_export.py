@@ -49,7 +49,7 @@ def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exporte
     version.
 
     Masked trajectories are kept with `remove_sample`, for which slime clears the loss mask. A
-    failed one has the status failed and reward 0.0, which slime's baseline includes if its group is
+    failed one has status failed and reward 0.0, which slime's baseline includes if the group is
     kept. A row without tokens becomes [0, 0]: one prompt token and one response token.
 
     Raises:

@@ -2,7 +2,7 @@
 
 `trl.trainer.grpo_trainer.GRPOTrainer._generate` (TRL 1.16.0) reads from a rollout function's
 result:
-- `prompt_ids`, `completion_ids`, `logprobs`: required, a list of lists each;
+- `prompt_ids`, `completion_ids`, `logprobs`: required, each a list of lists;
 - `env_mask`: 1 where the completion token is trained on;
 - any other key: passed to the reward functions under its name.
 
@@ -39,7 +39,7 @@ def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exporte
 
     `prompt_ids`, `completion_ids` list<int32>, `env_mask` list<int8> (the `loss_mask`), `logprobs`
     list<float32> or null, `reward` float64 unchanged, `group_id` int64 (instances by first
-    appearance). All other columns follow under their own names. TRL aborts at a failed rollout and
+    appearance). All other columns follow under their own names. TRL aborts on a failed rollout and
     requires complete groups, so masked trajectories are left out.
 
     Raises:

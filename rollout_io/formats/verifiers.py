@@ -5,7 +5,7 @@
     rollouts/step_<N>/<train|eval>/<all|effective>/traces.jsonl
 
 An episode is a run; if it occurs in several subsets, it is one run with several records. Its group
-is the one that the trainer named, or else its task. A row is a run; its example is its group.
+is the one in the record, or else its task. A row is a run, and its example is its group.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from schemas.errors import InputError, RolloutError, count
 
 _LOGS = {"results.jsonl", "traces.jsonl"}
 _BESIDE = {METADATA, "config.json"}
-_TASKS = "inferred: where no group is named, the episodes of one task (its key) are one"
-_EXAMPLES = "inferred: where no environment is named, the rows of one example in one file are one"
+_TASKS = "inferred: episodes that name no group are grouped by task (its key)"
+_EXAMPLES = "inferred: rows that name no environment are grouped by file and example"
 _NO_JSON = msgspec.Raw(b"null")
 
 
@@ -334,7 +334,7 @@ def _policy(episode: _Named) -> _Policy:
 
 
 def _prefixes(traces: Sequence[Trace]) -> list[tuple[str, Trace]]:
-    """Return a prefix of metric names per trace: the agent's name, but none for the last."""
+    """Return a prefix of metric names per trace: the agent's name, but no prefix for the last."""
     names = [trace.agent.name for trace in traces]
     shared = [n if names.count(n) == 1 else f"{n}{names[:i].count(n)}" for i, n in enumerate(names)]
     return [

@@ -157,8 +157,8 @@ class Graph:
         """Yield the text of each path from the root to a leaf with new output of the model.
 
         A node that several paths share is sampled in the first of them that is trained on, and is
-        part of the prompt in the others. An assistant message from elsewhere between two sampled
-        ones ends a context.
+        part of the prompt in the others. A context ends before an assistant message that the model
+        did not sample.
         """
         sampled = set(self.sampled)
         for path, num_shared in self._branches():
@@ -170,7 +170,7 @@ class Graph:
                 yield self._conversation(path[: last + 1], said[: last + 1], first)
 
     def _branches(self) -> list[tuple[list[int], int]]:
-        """Return the path to each leaf, and the number of leading nodes of another path."""
+        """Return the path to each leaf, and the number of leading nodes in an earlier path."""
         known: set[int] = set()
         found = []
         for leaf in sorted(self.leaves, key=lambda leaf: leaf not in self.trained):
@@ -201,7 +201,7 @@ class Graph:
     def missing(self) -> InputError:
         """Return the error for a run in which only some calls have tokens."""
         index = self.without_tokens[0]
-        got = "this model message has no `token_ids`, but others of the run have them"
+        got = "this model message has no `token_ids`, but others in the run have them"
         return InputError("no_token_ids", self._place(index), got, hint=_ASK)
 
     def _step(self, index: int, *, failed: bool) -> Step:

@@ -6,10 +6,11 @@ session:
 
 - `prompts`, `responses`, `response_mask` (1 where the token is trained on), `rollout_log_probs`;
 - `rm_scores`: a reward per response token, the trainer's `token_level_scores`;
-- `routed_experts`: all tokens of prompt + response, zeros where the engine recorded none;
-- `min_global_steps`: version of the weights that sampled.
+- `routed_experts`: for all tokens of prompt + response; zeros where the engine recorded none;
+- `min_global_steps`: version of the weights that sampled the response.
 
-`verl.utils.tensordict_utils.list_of_dict_to_tensordict` accepts rows with such fields as tensors.
+`verl.utils.tensordict_utils.list_of_dict_to_tensordict` accepts rows once these fields are
+converted to tensors.
 """
 
 from __future__ import annotations

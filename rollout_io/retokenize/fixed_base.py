@@ -35,7 +35,7 @@ class FixedBase:
 
     Attributes:
         text: The rendered base.
-        anchor: Tail of `text` from its last EOS token (the whole text if there is none). Tokenizers
+        anchor: Tail of `text` from its last EOS token (all of it if there is none). Tokenizers
             split texts at special tokens, so this tail suffices as context to encode what follows
             the base.
         anchor_ids: Ids of `anchor`.
@@ -178,7 +178,7 @@ def _fixed_base(tokenizer: ChatTokenizer, tools_json: str) -> FixedBase:
 
 
 def _check_headless(tokenizer: ChatTokenizer, text: str, tools: Tools | None, where: str) -> None:
-    """Reject a template with answer headers but no generation prompt: they would be trained on."""
+    """Reject assistant headers without a generation prompt: the headers would be trained on."""
     answer = {"role": "assistant", "content": "answer"}
     shown = _after(text, tokenizer.render([*BASE, answer], tools, where=where), where)
     if not shown.lstrip().startswith("answer"):

@@ -138,7 +138,7 @@ def encode_response(
         where: Name of the conversation, for errors.
 
     Raises:
-        InputError: message_role: another role; generation_prompt: an assistant message that
+        InputError: message_role: an unsupported role; generation_prompt: an assistant message that
             does not begin with the generation prompt, or renders to nothing after it; text_kept:
             the template drops a part of a message; otherwise as `encode_messages`.
         InvariantError: lengths_align: a wrong number of lists or values.

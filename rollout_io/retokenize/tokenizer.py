@@ -54,7 +54,7 @@ class ChatTokenizer:
     def fingerprint(self) -> str:
         """SHA-256 (hex) of the mapping from ids to tokens, including added tokens.
 
-        It is equal for all copies of a tokenizer, whatever the format of their files and their text
+        It is equal for all copies of a tokenizer, regardless of their file format and their text
         processing (normalisation, added special tokens, padding, templates).
         """
         return _digest(json.dumps(self.backend.get_vocab(), sort_keys=True))
@@ -68,7 +68,7 @@ class ChatTokenizer:
     def template_fingerprint(self) -> str | None:
         """SHA-256 (hex) of the chat template's text; None if there is no template.
 
-        Several named templates are hashed together as JSON, and so are a template and its
+        Several named templates are hashed together as JSON, as are a template and its
         `template_kwargs`.
         """
         template = self.backend.chat_template
@@ -196,7 +196,7 @@ def load_tokenizer(
 
     Args:
         path: Directory of a downloaded model.
-        chat_template: Name or file of a template (`find_template`); None: that of the tokenizer.
+        chat_template: Name or file of a template (`find_template`); None: the tokenizer's own.
         needs_template: If true, reject a tokenizer without a template; encoding text needs none.
 
     Raises:

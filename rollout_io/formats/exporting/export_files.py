@@ -85,7 +85,7 @@ class ParquetFile:
 
 
 def renamed(table: pa.Table, names: Mapping[str, str], added: Mapping[str, pa.Array]) -> pa.Table:
-    """Rename columns to another project's names, make masks integers, and add columns.
+    """Rename columns to another project's names, convert masks to integers, and add columns.
 
     Args:
         table: Rows without an error; the column `error` is dropped.

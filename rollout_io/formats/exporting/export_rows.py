@@ -21,13 +21,13 @@ from schemas.types import cast_table, with_absent
 Failed = Literal["group", "trajectory"]
 PathLike = str | os.PathLike[str]
 
-FAILED = "of failed trajectories"
-IN_FAILED_GROUP = "of trajectories in the group of a failed one"
+FAILED = "from failed trajectories"
+IN_FAILED_GROUP = "from the group of a failed trajectory"
 
 
 @dataclass(kw_only=True, slots=True)
 class Exported:
-    """Counts of an export: rows read are rows written plus rows left out.
+    """Counts of an export: rows read = rows written + rows left out.
 
     Attributes:
         left_out: Number of rows that were not written, by reason.
@@ -118,7 +118,7 @@ class Failures:
 
 @dataclass(slots=True)
 class Groups:
-    """Numbers of instances and trajectories by first appearance, with counts of their rows."""
+    """Instances and trajectories, numbered by first appearance, with counts of their rows."""
 
     num_rows_of_instance: dict[str, int] = field(default_factory=dict)
     num_rows_of_trajectory: dict[str, int] = field(default_factory=dict)

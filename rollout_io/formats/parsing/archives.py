@@ -1,6 +1,6 @@
 """Members of zip archives, read within limits; nothing is extracted to disk or executed.
 
-pyarrow decompresses Zstandard members (method 93): `zipfile` supports them only since Python 3.14.
+pyarrow decompresses Zstandard members (method 93): `zipfile` supports them from Python 3.14 on.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def is_zip(path: Path) -> bool:
 
 
 def members_of(path: Path, where: str) -> dict[str, zipfile.ZipInfo]:
-    """Return the members of an archive by name, in order; of equal names, the last one is valid.
+    """Return the members of an archive by name, in order; of duplicate names, the last one counts.
 
     Raises:
         InputError: zip_archive.
@@ -61,8 +61,8 @@ def read_member(path: Path, name: str, where: str) -> bytes:
     """Read the bytes of a member.
 
     Raises:
-        InputError: zip_archive: the member is missing, damaged, encrypted, of an unknown
-            compression, or larger than `MAX_MEMBER_BYTES`.
+        InputError: zip_archive: the member is missing, damaged, encrypted, compressed with an
+            unknown method, or larger than `MAX_MEMBER_BYTES`.
     """
     archive = _opened(path, where)
     try:

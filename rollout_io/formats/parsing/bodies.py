@@ -70,7 +70,7 @@ class ToolCall(msgspec.Struct, gc=False):
 
 
 class Message(msgspec.Struct, gc=False):
-    """An answer of the model."""
+    """An assistant message in a response."""
 
     reasoning: str | None = None
     reasoning_content: str | None = None
@@ -94,7 +94,7 @@ class Provider(msgspec.Struct, gc=False):
 
 
 class Choice(msgspec.Struct, gc=False):
-    """One of the n answers, or a piece of one."""
+    """One of the n choices of a response, or a piece of one."""
 
     index: int = 0
     message: Message | None = None
@@ -109,7 +109,7 @@ class Choice(msgspec.Struct, gc=False):
 
 
 class Usage(msgspec.Struct, gc=False):
-    """Token counts of the engine; 0 if it reported none."""
+    """Token counts reported by the engine; None or 0 if it reported none."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None

@@ -44,7 +44,7 @@ def read_choices(
         InputError: no_token_ids, no_response; choice_index, conflicting_ids, logprob_tokens,
             usage_counts: the call contradicts itself.
         InvariantError: nonempty_prompt, nonempty_response, routing_shape. The invariants of the
-            numbers are checked later, with the whole table.
+            numbers are checked later, on the complete table.
     """
     response = whole_response(answer, where)
     choices = _in_order(response.choices, where)

@@ -68,7 +68,7 @@ def all_text(content: Parts) -> str:
 
 
 def tool_call(call_id: str | None, name: str, arguments: str) -> Message:
-    """Build a tool call; its JSON arguments are made canonical."""
+    """Build a tool call, with its JSON arguments in canonical form."""
     function = {"name": name, "arguments": canonical_json(arguments)}
     return known({"id": call_id, "type": "function", "function": function})
 
@@ -76,7 +76,7 @@ def tool_call(call_id: str | None, name: str, arguments: str) -> Message:
 def canonical_json(text: str | bytes) -> str:
     r"""Return JSON without whitespace and needless escapes, so that equal values have equal texts.
 
-    Keys keep their order and numbers all digits. Text that is not JSON is returned unchanged.
+    Keys keep their order, and numbers keep all digits. Text that is not JSON is returned unchanged.
 
     Example:
         >>> canonical_json('{ "n" : 1.0, "who": "Zo\u00eb" }')
@@ -107,7 +107,7 @@ def json_text(raw: msgspec.Raw, where: str) -> str:
 
 
 def joined(before: str, text: str) -> str:
-    """Join two texts by a newline; an empty text adds no line."""
+    """Join two texts with a newline; an empty text adds no line."""
     return f"{before}\n{text}" if before and text else before or text
 
 

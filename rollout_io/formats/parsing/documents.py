@@ -74,7 +74,7 @@ def is_document(path: Path, decoder: msgspec.json.Decoder[Any], marks: Iterable[
 
 
 def run_of_file(place: Place, stated: str | None, suffixes: Sequence[str]) -> Run:
-    """Return the run of a document, named by its content or its file (see `with_group_rule`).
+    """Return the run of a document, named after its content or its file (see `with_group_rule`).
 
     Args:
         place: The document; `where` is the name of the file.

@@ -1,6 +1,6 @@
 """Conversion of logged messages of any API to OpenAI's chat form; no other module knows the APIs.
 
-`read_messages` understands the names of every API that harnesses use:
+`read_messages` understands the field names of every API that harnesses use:
 
     content            a string, or parts of type text, input_text, output_text
     reasoning          `reasoning_content`, `reasoning`, `thinking`, `thinking_blocks`, or parts

@@ -85,8 +85,8 @@ def contexts_of(calls: Iterable[Call]) -> list[Context]:
     """Return the contexts of calls, ordered by their first calls.
 
     A call continues the latest context of its agent that its prompt extends (including the last
-    reply), unless an assistant message follows that the context did not write. Any other call
-    begins a new context (a sub-agent, or a shortened history).
+    reply), unless the prompt has another assistant message after that reply. Any other call begins
+    a new context (a sub-agent, or a shortened history).
     """
     found: list[Context] = []
     for call in calls:

@@ -1,6 +1,6 @@
 """Responses objects (OpenAI's Responses API) whose items have the engine's exact tokens.
 
-The output contains the model's items (messages, reasoning, function calls) and the answers to them.
+The output contains the model's items (messages, reasoning, function calls) and the replies to them.
 The last item of each model call has `prompt_token_ids`, `generation_token_ids` and
 `generation_log_probs` (and `routed_experts`), which cover all items of the call.
 """
@@ -72,7 +72,7 @@ class _Item(msgspec.Struct, gc=False):
 
     @property
     def is_answer(self) -> bool:
-        """True if the item is input to the model, in answer to its output."""
+        """True if the item is input to the model, in reply to its output."""
         others = {"user", "system", "developer", "tool"}
         return self.type.endswith(("_output", "_response")) or self.role in others
 
@@ -93,7 +93,7 @@ def read_steps(
     """Return the model calls of a run, in order, one step each.
 
     Args:
-        response: Response whose output holds the whole run.
+        response: Response whose output holds the complete run.
         sent: Messages before the output; None if unknown.
         where: Prefix of places within the response, such as `a.jsonl:3, response.`.
         failed: If true, calls without tokens are left out, even if no call remains.

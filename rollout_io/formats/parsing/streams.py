@@ -1,4 +1,4 @@
-"""Assembly of streamed answers into complete responses."""
+"""Assembly of streamed chunks into complete responses."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _check_piece(choice: Choice, place: str) -> None:
 
 
 def _usage_of(chunks: Sequence[Response]) -> Usage | None:
-    """Return the counts of the complete answer, if the last usage covers all choices."""
+    """Return the counts of the complete response, if the last usage covers all choices."""
     told = [chunk for chunk in chunks if chunk.usage is not None]
     if not told:
         return None
@@ -107,7 +107,7 @@ def _usage_of(chunks: Sequence[Response]) -> Usage | None:
 
 
 def _one_prompt(prompts: Iterable[msgspec.Raw], where: str) -> msgspec.Raw:
-    """Return the prompt of a streamed answer, whose chunks may repeat or omit it."""
+    """Return the prompt of a streamed response, whose chunks may repeat or omit it."""
     told = [raw for raw in prompts if bytes(raw) != b"null"]
     for other in told[1:]:
         same_ids(bytes(told[0]), bytes(other), "prompt_token_ids", where)
@@ -120,7 +120,7 @@ def _join_choice(index: int, pieces: Sequence[Choice], where: str) -> Choice:
     reasons = [p.finish_reason for p in pieces if p.finish_reason is not None]
     texts = [p.text for p in pieces if p.text is not None]
     if len(routes) > 1:
-        got = f"{len(routes)} streamed chunks have routed_experts, but only one can"
+        got = f"{len(routes)} streamed chunks have routed_experts; at most one may"
         raise broken("routing_shape", where, got)
     return Choice(
         index=index,

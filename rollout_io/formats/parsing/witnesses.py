@@ -1,4 +1,4 @@
-"""Facts that a log states twice; if they differ, one is shifted or from another call."""
+"""Checks of facts that a log states twice: if they differ, one is shifted or from another call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from schemas.errors import InputError, count
 _NAMED = "token_id:"
 _REPLACEMENT = "\ufffd"
 _SPELLED = re.compile(r"[\u0120\u010a\u2581\u00c3]|\\x|bytes:")
-"""Marks of tokens in the vocabulary's own spelling, which writes bytes beyond ASCII as other letters."""
+"""Signs that tokens are spelled as in the vocabulary (bytes as substitute letters), not decoded."""
 
 _HINT = "collect the call again: shifted log-probabilities silently corrupt training"
 

@@ -390,7 +390,7 @@ def test_the_trainer_masks_and_leaves_out_the_same(rows, masks):
 
 @pytest.mark.parametrize("condition", ["sum(reward) > 3", "step_index = max(step_index)", pl.len()])
 def test_an_aggregate_over_the_whole_dataset_is_refused_with_the_way_to_say_it(condition):
-    with pytest.raises(RolloutError, match="an aggregate over the whole dataset") as info:
+    with pytest.raises(RolloutError, match="an aggregate over the entire dataset") as info:
         where(condition)
     assert "OVER (PARTITION BY trajectory_id)" in info.value.hint
 

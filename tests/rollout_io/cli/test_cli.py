@@ -285,7 +285,7 @@ def test_inspect_marks_what_trains_where_there_is_no_colour(dataset: str, capsys
     printed = capsys.readouterr()
     assert "[+ You're asked to calculate" in printed.out
     assert "\x1b" not in printed.out
-    assert "[+ trains +]" in printed.err
+    assert "[+ trained on +]" in printed.err
     assert "1 of 1 trajectory shown" in printed.err
 
 
@@ -448,7 +448,7 @@ def test_colour_replaces_brackets_on_a_terminal() -> None:
     text = render(view_trajectory([row(response_text="hello")]), color=True)
     assert "\x1b[32mhello\x1b[0m" in text
     assert "[+" not in text
-    assert "\x1b[32mtrains\x1b[0m" in legend(color=True)
+    assert "\x1b[32mtrained on\x1b[0m" in legend(color=True)
 
 
 def test_a_log_cannot_drive_the_terminal() -> None:

@@ -114,9 +114,9 @@ def test_every_verb_refuses_a_condition_that_names_a_file(tmp_path, secret, verb
     ("condition", "what"),
     [
         ("columns('^re.*$') > 0", "a pattern of column names"),
-        ("unnest(response_ids) > 3", "a list spread over rows"),
+        ("unnest(response_ids) > 3", "an exploded list"),
         ("max(reward) OVER () = 1", "an aggregate"),
-        ("rank() OVER (ORDER BY reward) = 1", "over the whole dataset"),
+        ("rank() OVER (ORDER BY reward) = 1", "over the entire dataset"),
         ("row_number() OVER () = 1", "row number"),
         ("lag(reward) OVER (ORDER BY step_index) > 0", "a shift"),
         ("count(*) > 1", "an aggregate"),
@@ -223,7 +223,7 @@ def test_whatever_a_condition_says_it_is_an_expression_or_an_error(text):
 
 
 def test_expressions_of_polars_are_held_to_the_same_rule():
-    with pytest.raises(RolloutError, match="an aggregate over the whole dataset"):
+    with pytest.raises(RolloutError, match="an aggregate over the entire dataset"):
         where(pl.col("reward").max() > 0)
     with pytest.raises(RolloutError, match="a shift"):
         where(pl.col("reward").shift(1) > 0)

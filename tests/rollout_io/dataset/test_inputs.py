@@ -205,7 +205,7 @@ def test_no_input_of_any_verb_is_waited_for_or_read_without_an_end(tmp_path, sho
     codes = [line for line in done.stderr.splitlines() if line[:2] in {"0 ", "1 ", "2 "}]
     assert len(codes) == 26
     assert all(line.startswith("1 ") for line in codes), done.stderr
-    kinds = ("a pipe, which may never be written", "a character device, which may never end")
+    kinds = ("a pipe, which may block forever", "a character device, which may never end")
     for kind in kinds:
         assert done.stderr.count(f": it is {kind}. [input_file]") == 13, done.stderr
 

@@ -176,7 +176,7 @@ def test_refused_requests_are_counted_and_a_run_of_them_alone_has_failed(tmp_pat
 def test_an_attempt_that_was_tried_again_has_failed_unless_it_has_a_reward(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", request(), request(attempt="1"), rollout())
     runs, _ = read_all(ADAPTER, path)
-    assert [t.error for _, t in runs] == [None, "tried again: attempt 0"]
+    assert [t.error for _, t in runs] == [None, "superseded by attempt 0"]
     path = write_lines(tmp_path / "b.jsonl", request(), reward(1), request(attempt="1"))
     assert [t.error for _, t in read_all(ADAPTER, path)[0]] == [None, None]
 
@@ -305,5 +305,5 @@ def test_a_last_attempt_that_is_damaged_is_still_the_last(tmp_path):
     log = write_lines(tmp_path / "a.jsonl", *events, ended)
     ((run, found),), rejected = read_all(ADAPTER, log)
     assert (run.labels["attempt_id"], run.labels["superseded_by"]) == ("0", "1")
-    assert found.error == "tried again: attempt 1"
+    assert found.error == "superseded by attempt 1"
     assert len(rejected) == 2

@@ -268,15 +268,15 @@ def test_slime_files_load_without_running_code_whatever_the_users_columns_hold(t
 
 
 COUNTS = [
-    ("skyrl", "group", 3, {"of failed trajectories": 1}),
-    ("skyrl", "trajectory", 3, {"of failed trajectories": 1}),
-    *((name, "trajectory", 2, {"of failed trajectories": 2}) for name in ("trl", "verl")),
+    ("skyrl", "group", 3, {"from failed trajectories": 1}),
+    ("skyrl", "trajectory", 3, {"from failed trajectories": 1}),
+    *((name, "trajectory", 2, {"from failed trajectories": 2}) for name in ("trl", "verl")),
     *(
         (
             name,
             "group",
             1,
-            {"of failed trajectories": 2, "of trajectories in the group of a failed one": 1},
+            {"from failed trajectories": 2, "from the group of a failed trajectory": 1},
         )
         for name in ("trl", "verl")
     ),
@@ -302,7 +302,7 @@ def test_every_row_read_is_written_or_counted(
 def test_the_closing_line_says_what_was_left_out(failed_dataset, tmp_path, capsys):
     export(failed_dataset, "verl", tmp_path, "--failed", "trajectory")
     printed = capsys.readouterr()
-    line = "4 rows read: 2 written, 2 left out (2 of failed trajectories)\n"
+    line = "4 rows read: 2 written, 2 left out (2 from failed trajectories)\n"
     assert printed.err.endswith(f"(verl): {line}")
     assert printed.out == ""
 

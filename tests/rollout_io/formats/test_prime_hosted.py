@@ -97,7 +97,7 @@ def test_rows_that_were_not_saved_are_named(tmp_path):
     whole = directory(tmp_path / "whole", rows)
     cut = directory(tmp_path / "cut", rows, total=5, total_pages=3)
     assert "partial" not in planned(ADAPTER, whole).about
-    said = "2 of 5 rows (page 1 of 3): groups may be cut"
+    said = "2 of 5 rows (page 1 of 3): groups may be partial"
     assert planned(ADAPTER, cut).about["partial"] == {str(cut): said}
     file = cut / "rollouts_raw.json"
     assert planned(ADAPTER, file).about["partial"] == {str(file): said}
