@@ -122,7 +122,7 @@ def _names(dotted: str, types: Mapping[str, Any], where: str) -> list[str]:
     try:
         found: Any = tomllib.loads(f"{dotted} = 0")
     except tomllib.TOMLDecodeError as error:
-        hint = 'quote names with characters besides letters, digits, _ and -: table."my.name"'
+        hint = 'quote names with characters other than letters, digits, _ and -: table."my.name"'
         got = f"`{dotted}` is not a TOML key"
         raise ConfigError("config_key", where, got, "", hint) from error
     names = []

@@ -151,7 +151,7 @@ def _other_sum(draw: Draw, rows: list[Row]) -> None:
     row = _any(draw, rows)
     row["rewards"] = [1.0] * len(row["response_ids"])
     row["reward"] = len(row["rewards"]) + draw(st.sampled_from([0.5, -0.5]))
-    # outcome_on_last_step must still hold: every other trajectory ends with a reward
+    # outcome_on_last_step must still hold: all other trajectories end with a reward
     rows[-1 if rows[-1] is not row else 0].update({"rewards": None, "reward": 1.0})
     for end in rows:
         if end["is_last_step"] and end is not row:

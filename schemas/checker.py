@@ -235,7 +235,7 @@ def misnamed_columns(table: pa.Table) -> pl.DataFrame:
 
 
 def _repeated_fields(kind: pa.DataType) -> Iterator[tuple[str, int]]:
-    """Yield the duplicate field names of every struct inside a type, with their counts."""
+    """Yield the duplicate field names of every struct in a type, with their counts."""
     if pa.types.is_nested(kind):
         fields = [kind.field(i) for i in range(kind.num_fields)]
         counts = Counter(field.name for field in fields)

@@ -115,7 +115,7 @@ COLUMNS: tuple[Column, ...] = (
         meaning=(
             "the ranges of `response_ids` that were sampled, in order, with the original step "
             "index; a segment that a merge created (`joined`) is one step and keeps its per-step "
-            "values; null: the whole response is one step"
+            "values; null: the entire response is one step"
         ),
     ),
     Column(

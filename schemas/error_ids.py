@@ -485,7 +485,7 @@ _INPUT = {
         "Write the trajectory again with a SWE-agent version that logs `query`.",
     ),
     "no_response": (
-        "A logged call has no response, or an error of the engine instead of one.",
+        "A logged call has no response, or the response is an error of the engine.",
         "Delete its line, or give its session an `error` in `--rewards`.",
     ),
     "no_samples": (

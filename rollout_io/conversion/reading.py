@@ -19,7 +19,7 @@ from schemas.errors import raise_first
 
 
 def read_log(inputs: PathLike | Sequence[PathLike], choices: Choices | None = None) -> pa.Table:
-    """Convert logs to one rollout table, by the same rules as `convert`.
+    """Convert logs to one rollout table, following the same rules as `convert`.
 
     Args:
         inputs: As for `convert`.

@@ -114,7 +114,7 @@ def cached_tokenizer(directory: str, chat_template: str | None) -> ChatTokenizer
     return _loaded(directory, chat_template, versions)
 
 
-@lru_cache(maxsize=2)  # one with the chosen template, one with its own to decode exact ids
+@lru_cache(maxsize=2)  # with the chosen template, and with the tokenizer's own
 def _loaded(directory: str, chat_template: str | None, _: tuple[int, ...]) -> ChatTokenizer:
     from rollout_io.retokenize import load_tokenizer
 

@@ -60,7 +60,7 @@ def lazy_frame(pieces: Pieces, schema: pl.Schema) -> pl.LazyFrame:
 
     Args:
         pieces: Receives the columns that a query uses and its predicate; it may skip frames in
-            which no row satisfies the predicate (None: no predicate). Frames may have more columns.
+            which no row satisfies the predicate (None: no predicate). Frames may have others.
         schema: Schema of all columns.
     """
 

@@ -25,7 +25,7 @@ _ROOT = (-1, 0)
 
 
 def encode_prefixes(table: pa.Table) -> pa.Table:
-    """Replace `prompt_token_ids` by the prefix columns.
+    """Replace `prompt_token_ids` with the prefix columns.
 
     A row's parent is the earlier row of its trajectory whose prompt + response shares the longest
     prefix with this prompt; the latest one if there are several. A row without shared tokens is a
@@ -61,7 +61,7 @@ def encode_prefixes(table: pa.Table) -> pa.Table:
 
 
 def decode_prefixes(table: pa.Table) -> pa.Table:
-    """Replace the prefix columns by `prompt_token_ids`: the inverse of `encode_prefixes`.
+    """Replace the prefix columns with `prompt_token_ids`: the inverse of `encode_prefixes`.
 
     The table must have passed `prefix_reference`.
     """

@@ -76,7 +76,7 @@ from schemas.errors import InputError, InvariantError, RolloutError
 _ROLLOUTS = (
     "inferred: events name no task; each rollout is an instance (--group-by prompt joins them)"
 )
-_INPUTS = "inferred: the rollouts of one `data_id`, or else of equal inputs"
+_INPUTS = "inferred: rollouts with the same `data_id`, or else with equal inputs"
 _NO_JSON = msgspec.Raw(b"null")
 _BLANK = b" \t\r\n,["
 _MARKS = (b'"event_type"', b'"rollout_id"')

@@ -187,7 +187,7 @@ def _order(session: str, entries: list[_Entry]) -> None:
 
 
 def _order_ties(entries: list[_Entry]) -> None:
-    """Order calls of equal time by the length of their prompts."""
+    """Order calls with equal times by the length of their prompts."""
     entries.sort(key=lambda e: (e.call.time, e.call.final, _prompt_size(e.call), e.content))
 
 

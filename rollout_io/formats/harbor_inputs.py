@@ -164,7 +164,7 @@ def _read_head(path: Path) -> Head:
 
 
 def _is_json_lines(path: Path) -> bool:
-    """True if a file has several lines, the first of which is a complete JSON object."""
+    """True if a file has several lines and its first line is a complete JSON object."""
     lines = list(islice(first_lines(path), 2))
     try:
         return len(lines) > 1 and bool(_OBJECT.decode(lines[0]))

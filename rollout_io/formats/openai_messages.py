@@ -146,7 +146,7 @@ def _metrics(content: bytes, where: str) -> dict[str, float]:
 
 
 def recognizes(path: Path) -> bool:
-    """True if a file has lines of messages with roles, and no field of another format."""
+    """True if a file has lines of messages with roles, and no fields of another format."""
     return any(_is_line(line) for line in first_lines(path))
 
 

@@ -47,7 +47,7 @@ from schemas.errors import InputError, InvariantError, RolloutError
 
 RESULTS, PAGE, METADATA = "results.jsonl", "rollouts_raw.json", "metadata.json"
 _TOLERANCE = 1e-5  # reward - advantage differs by rounding within a group
-_GROUPS = "inferred: rows of one step, problem and prompt with one reward - advantage"
+_GROUPS = "inferred: rows with the same step, problem, prompt and (reward - advantage)"
 _MARKS = (b'"samples"',)
 
 
@@ -116,7 +116,7 @@ class _Group:
 
 @dataclass(slots=True)
 class _Groups:
-    """The groups found so far, by the fields that their rows share besides the baseline."""
+    """The groups found so far, by the fields other than the baseline that their rows share."""
 
     by_key: dict[tuple[str, ...], list[_Group]] = field(default_factory=dict)
     num_of_problem: dict[str, int] = field(default_factory=dict)

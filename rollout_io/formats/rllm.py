@@ -44,7 +44,7 @@ from rollout_io.formats.parsing.records import read_record
 from rollout_io.formats.parsing.tokens import INT32_MAX, logprob_array, same_ids, strict_ids
 from schemas.errors import InputError, count
 
-_GROUPS = "inferred: episodes whose id does not begin with their task are grouped by equal tasks"
+_GROUPS = "inferred: episodes whose id does not begin with their task are grouped by task"
 _SAVE_TRAINING = "save training episodes: evaluation episodes have no ids"
 _NO_JSON = msgspec.Raw(b"null")
 _NO_IDS = frozenset({b"null", b"[]"})

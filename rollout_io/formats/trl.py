@@ -4,10 +4,10 @@ Columns: `step`, `prompt` and `completion` (lists of messages, or text), one num
 reward function, user columns, `advantage`. A row is a run. Completions were decoded without special
 tokens; if they are text, the history of the dataset records that. The file does not state TRL's
 groups: rows of one step with the same prompt form a group, which is recorded as well. Nor does it
-state the weights of the reward functions: a single numeric column is the outcome; with several,
-`--reward` chooses one.
+state the weights of the reward functions: if there is one numeric column, it is the outcome; if
+there are several, `--reward` chooses one.
 
-The arguments of tools are a struct of all names used in the file: null ones are dropped.
+Tool arguments are a struct with all names used in the file: those that are null are dropped.
 """
 
 from __future__ import annotations

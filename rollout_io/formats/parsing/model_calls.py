@@ -2,7 +2,7 @@
 
 The steps are exact if the log has raw API responses with the engine's tokens. Otherwise each
 context becomes one conversation: a chain of calls, each of which saw the prompt and the reply of
-the one before.
+the previous one.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Call:
 
 @dataclass(kw_only=True, slots=True)
 class Context:
-    """A chain of calls, each of which saw the prompt and the reply of the one before.
+    """A chain of calls, each of which saw the prompt and the reply of the previous one.
 
     Attributes:
         first: First call.

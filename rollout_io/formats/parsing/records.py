@@ -78,7 +78,7 @@ def lines_of(inputs: Sequence[Input], progress: Progress) -> Iterator[tuple[Plac
     Raises:
         InputError: `input_file`, `lfs_pointer`.
     """
-    _descriptor.cache_clear()  # the file at a path may have been replaced since
+    _descriptor.cache_clear()  # the file at a path may have been replaced since its last use
     for name, path in inputs:
         told = 0
         with open_input(path) as file:

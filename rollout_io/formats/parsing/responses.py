@@ -133,7 +133,7 @@ def read_steps(
 
 
 def _calls(items: Sequence[_Item], where: str) -> Iterator[range]:
-    """Yield the items of each model call: up to the item with tokens, or up to an answer."""
+    """Yield the items of each model call: up to the item with tokens, or up to a reply."""
     start = 0
     for i, item in enumerate(items):
         if item.is_answer and item.has_tokens:

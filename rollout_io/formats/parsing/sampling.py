@@ -1,4 +1,4 @@
-"""Request fields besides temperature, top_p and top_k that change the sampled distribution."""
+"""Request fields other than temperature, top_p, top_k that change the sampled distribution."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def sampling_extra(fields: SamplingFields | Mapping[str, Any]) -> str | None:
     Return None if there are none.
 
     Args:
-        fields: Fields of a request, possibly with others. `top_k` is included here, but not in
+        fields: Fields of a request, possibly among others. `top_k` is included here, but not in
             `SamplingFields`, since it has a separate column.
 
     Example:

@@ -69,7 +69,7 @@ def test_rows_with_one_baseline_are_a_group_whatever_their_problem_says(tmp_path
     assert groups_of(plan) == ["group-0", "group-1", "group-0", "group-1"]
     assert plan.runs[0].instance_id == "r/step-3/problem-1/group-0"
     assert [run.repetition_id for run in plan.runs] == [0, 0, 1, 1]
-    assert plan.about["groups"].startswith("inferred: rows of one step, problem and prompt")
+    assert plan.about["groups"].startswith("inferred: rows with the same step, problem, prompt")
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,7 @@ def test_episodes_of_one_task_are_a_group_by_id_or_else_by_task(tmp_path):
     assert names[4].startswith("task-")
     assert names[5] == "e"
     assert [run.repetition_id for run in plan.runs[:3]] == [0, 1, 2]
-    assert "equal tasks" in plan.about["groups"]
+    assert "are grouped by task" in plan.about["groups"]
 
 
 def test_rewards_of_steps_and_of_several_agents_keep_their_names(tmp_path):

@@ -103,7 +103,7 @@ def test_rows_of_two_files_that_name_no_environment_are_not_one_group(tmp_path):
     paths = [write_lines(tmp_path / f"{n}.jsonl", row(reward=n)) for n in (0, 1)]
     plan = planned(ADAPTER, *paths)
     assert [run.instance_id for run in plan.runs] == [f"{path}/3" for path in paths]
-    assert "in one file" in plan.about["groups"]
+    assert "by file and example" in plan.about["groups"]
 
 
 @pytest.mark.parametrize(
