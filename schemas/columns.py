@@ -7,8 +7,10 @@ from it. One row is one sequence: one step of a trajectory, or several merged st
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 import pyarrow as pa
 
@@ -40,7 +42,8 @@ class Column:
     meaning: str
 
 
-METRICS_TYPE = pa.map_(pa.string(), pa.float64())
+METRICS_TYPE = pa.list_(pa.struct([("key", pa.string()), ("value", pa.float64())]))
+"""Not a map: `datasets`, Daft and others cannot read maps."""
 
 SEGMENT_FIELDS: tuple[pa.Field, ...] = (
     pa.field("start", pa.int32()),
@@ -225,6 +228,16 @@ def arrow_schema(optional: tuple[str, ...] | None = None) -> pa.Schema:
     )
 
 
+def metrics_dict(entries: Iterable[Mapping[str, Any]] | None) -> dict[str, float] | None:
+    """Return the metrics of one row as a dictionary.
+
+    Example:
+        >>> metrics_dict([{"key": "turns", "value": 3.0}])
+        {'turns': 3.0}
+    """
+    return None if entries is None else {entry["key"]: entry["value"] for entry in entries}
+
+
 def documentation_table() -> str:
     """Return the declared columns as a Markdown table (part of docs/table.md)."""
     lines = ["| column | type | null | length | meaning |", "|---|---|---|---|---|"]
@@ -236,8 +249,8 @@ def documentation_table() -> str:
 
 
 def _type_name(kind: pa.DataType) -> str:
-    if pa.types.is_map(kind):
-        return f"map<{kind.key_type}, {kind.item_type}>"
+    if kind == METRICS_TYPE:
+        return "list<struct<key, value>>"
     if pa.types.is_list(kind):
         inner = kind.value_type
         return "list<struct>" if pa.types.is_struct(inner) else f"list<{inner}>"

@@ -85,7 +85,7 @@ def is_string(kind: pa.DataType) -> bool:
 def accepts(declared: pa.DataType, actual: pa.DataType) -> bool:
     """True if `actual` equals `declared` up to large and view variants.
 
-    A list of {key, value} structs is accepted for a map, and a struct may have additional fields.
+    A map is accepted for a list of {key, value} structs, and a struct may have additional fields.
 
     Example:
         >>> accepts(pa.list_(pa.int32()), pa.large_list(pa.int32()))
@@ -93,8 +93,8 @@ def accepts(declared: pa.DataType, actual: pa.DataType) -> bool:
         >>> accepts(pa.list_(pa.int32()), pa.list_(pa.int64()))
         False
     """
-    if pa.types.is_map(declared):
-        return accepts(_entries(declared), _entries(actual) if pa.types.is_map(actual) else actual)
+    if pa.types.is_map(actual):
+        return accepts(declared, _entries(actual))
     if pa.types.is_list(declared):
         return is_list(actual) and accepts(declared.value_type, actual.value_type)
     if pa.types.is_struct(declared):
@@ -216,15 +216,13 @@ def _nullable(name: str) -> bool:
 def cast_column(
     column: pa.Array | pa.ChunkedArray, target: pa.DataType
 ) -> pa.Array | pa.ChunkedArray:
-    """Cast a column, including list views, and lists of {key, value} structs to a map."""
+    """Cast a column, including list views, and maps to lists of {key, value} structs."""
     if column.type == target:
         return column
     if isinstance(column, pa.ChunkedArray):
         return pa.chunked_array([cast_column(chunk, target) for chunk in column.chunks], target)
     if pa.types.is_list_view(column.type) or pa.types.is_large_list_view(column.type):
         column = _without_view(column)
-    if pa.types.is_map(target) and not pa.types.is_map(column.type):
-        return _to_map(column, target)
     return column.cast(target)
 
 
@@ -235,15 +233,6 @@ def _without_view(lists: pa.Array) -> pa.Array:
         values = cast_column(values, _plain(values.type))
     mask = lists.is_null() if lists.null_count else None
     return pa.LargeListArray.from_arrays(_offsets(lists, pa.int64()), values, mask=mask)
-
-
-def _to_map(entries: pa.Array, target: pa.MapType) -> pa.Array:
-    lists = entries.cast(_entries(target))
-    flat = pc.list_flatten(lists)
-    starts = _offsets(lists, pa.int32())
-    keys, values = pc.struct_field(flat, 0), pc.struct_field(flat, 1)
-    mask = lists.is_null() if lists.null_count else None
-    return pa.MapArray.from_arrays(starts, keys, values, type=target, mask=mask)
 
 
 def _offsets(lists: pa.Array, kind: pa.DataType) -> pa.Array:

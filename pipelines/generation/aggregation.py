@@ -11,6 +11,7 @@ import pyarrow as pa
 from pipelines.generation.environments import as_number, environment_class, resolve
 from pipelines.generation.texts import encodable
 from pipelines.generation.user_code import OwnThread
+from schemas.columns import metrics_dict
 from schemas.errors import InputError, RolloutError
 
 ENVIRONMENT = "environment/"
@@ -80,7 +81,9 @@ def _by_environment(rows: pa.Table, names: Mapping[str, str]) -> dict[str, list[
     found: dict[str, list[dict[str, float]]] = {}
     for row in rows.select(columns).to_pylist():
         if row["is_last_step"] and row.get("error") is None:
-            found.setdefault(names[row["instance_id"]], []).append(dict(row["metrics"] or ()))
+            found.setdefault(names[row["instance_id"]], []).append(
+                metrics_dict(row["metrics"]) or {}
+            )
     return found
 
 

@@ -17,6 +17,7 @@ from pipelines.rewards import Outcome, dataset_outcome, trajectory_returns
 from pipelines.tables import Frame, as_lazy
 from rollout_io.dataset.parallel import Workers
 from rollout_io.dataset.reader import PathLike, pieces, scan
+from schemas.columns import METRICS_TYPE
 from schemas.ragged import IntArray, Ragged, list_lengths, offsets_of
 from schemas.types import as_table, cast_column
 
@@ -28,7 +29,6 @@ USED = (
 )
 """Columns that the metrics are computed from."""
 _LIST = pl.List(pl.Int64)
-_NUMBERS = pa.list_(pa.struct([("key", pa.string()), ("value", pa.float64())]))
 _ROW_SCHEMA: dict[str, pl.DataType] = {
     "instance_id": pl.String(),
     "trajectory_id": pl.String(),
@@ -220,10 +220,10 @@ def _turns(table: pa.Table, response_lengths: IntArray) -> pa.Array:
 def _environment(table: pa.Table, steps: Steps, offsets: IntArray) -> pa.Array:
     """[N] Collect the {key, value} pairs of all steps of each row."""
     if "metrics" not in table.column_names:
-        return pa.array([[]] * table.num_rows, _NUMBERS)
+        return pa.array([[]] * table.num_rows, METRICS_TYPE)
     if "segments" in table.column_names:
         table = step_columns(table.select(["step_index", "segments", "metrics"]), steps)
-    column = cast_column(table.column("metrics"), _NUMBERS)
+    column = cast_column(table.column("metrics"), METRICS_TYPE)
     ends = offsets_of(list_lengths(column))
     pairs = pc.list_flatten(column)
     flat = pairs.combine_chunks() if isinstance(pairs, pa.ChunkedArray) else pairs

@@ -8,6 +8,7 @@ from typing import Any, Self
 import numpy as np
 import polars as pl
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from schemas.errors import count as _num
 from schemas.ragged import Ragged
@@ -176,8 +177,8 @@ def _numbers(table: pa.Table) -> set[str]:
     """Return the names of all metrics."""
     if "metrics" not in table.column_names:
         return set()
-    metrics = table.column("metrics").combine_chunks()
-    return set(metrics.keys.unique().to_pylist())
+    entries = pc.list_flatten(table.column("metrics"))
+    return set(pc.struct_field(entries, "key").unique().to_pylist())
 
 
 def _known(table: pa.Table) -> list[str]:

@@ -20,7 +20,7 @@ from rollout_io.dataset.polars_sources import lazy_frame
 from rollout_io.dataset.prefix_layout import decode_prefixes, trajectory_starts
 from rollout_io.dataset.storage import Location, find_shards
 from schemas.checker import DECODE_COLUMNS, check_references, misnamed_columns, raise_errors
-from schemas.columns import COLUMN_BY_NAME, METRICS_TYPE, PREFIX_FIELDS
+from schemas.columns import COLUMN_BY_NAME, PREFIX_FIELDS
 from schemas.errors import ConfigError, InputError, InvariantError
 from schemas.extras import requires_extra
 from schemas.metadata import DatasetMetadata, layout_of, upgrade, version_of
@@ -113,15 +113,13 @@ def read_metadata(path: PathLike) -> DatasetMetadata:
 def to_hf(path: PathLike) -> Any:
     """Return the logical table as an in-memory `datasets.Dataset`.
 
-    Maps become lists of {key, value}, because `datasets` has no maps.
-
     Raises:
         MissingExtra: The `datasets` package is not installed.
     """
     with requires_extra("hf", "to_hf"):
         from datasets import Dataset
         from datasets.table import InMemoryTable
-    return Dataset(InMemoryTable(_without_maps(read(path))))
+    return Dataset(InMemoryTable(read(path)))
 
 
 def stored_tables(path: PathLike) -> Iterator[pa.Table]:
@@ -355,12 +353,3 @@ def _frame(table: pa.Table) -> pl.DataFrame:
     frame = pl.from_arrow(table)
     assert isinstance(frame, pl.DataFrame)
     return frame
-
-
-def _without_maps(table: pa.Table) -> pa.Table:
-    for index, field in enumerate(table.schema):
-        if field.type == METRICS_TYPE:
-            entry = pa.struct([("key", pa.string()), ("value", pa.float64())])
-            column = table.column(index).cast(pa.list_(entry))
-            table = table.set_column(index, field.name, column)
-    return table

@@ -29,7 +29,7 @@ from rollout_io.formats.skyrl_output_columns import (
     unknown_fields,
 )
 from schemas.checker import validate
-from schemas.columns import JOINED
+from schemas.columns import JOINED, metrics_dict
 from schemas.errors import InputError
 from schemas.metadata import Outcome
 from schemas.ragged import BoolArray, IntArray, Ragged, list_lengths
@@ -321,7 +321,7 @@ def _routes(table: pa.Table, masked: BoolArray) -> list[Any] | None:
 def _env_metrics(table: pa.Table) -> list[dict[str, float] | None] | None:
     if "metrics" not in table.column_names:
         return None
-    return [None if entries is None else dict(entries) for entries in _values(table, "metrics")]
+    return [metrics_dict(entries) for entries in _values(table, "metrics")]
 
 
 def _rollout_metrics(table: pa.Table) -> Mapping[str, Any] | None:

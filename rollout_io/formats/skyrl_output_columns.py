@@ -350,7 +350,8 @@ def _assemble(arrays: Mapping[str, Any]) -> pa.Table:
 def _to_arrow(values: Any, kind: pa.DataType | None) -> pa.Array:
     if kind is None:
         return values
-    return ragged_array(values, kind) if pa.types.is_list(kind) else pa.array(values, kind)
+    is_ragged = pa.types.is_list(kind) and not pa.types.is_struct(kind.value_type)
+    return ragged_array(values, kind) if is_ragged else pa.array(values, kind)
 
 
 def _json(metrics: Any) -> bytes:

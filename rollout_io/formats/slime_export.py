@@ -25,6 +25,7 @@ from rollout_io.formats.exporting.export_rows import (
     declared_tables,
     rewards_of,
 )
+from schemas.columns import metrics_dict
 from schemas.errors import InputError, count
 from schemas.extras import requires_extra
 
@@ -131,7 +132,7 @@ def _messages(text: str | None) -> Any:
 def _plain(metadata: dict[str, Any]) -> Any:
     """Restrict values to JSON types, so that loading the file runs no code."""
     if metadata.get("metrics") is not None:
-        metadata["metrics"] = dict(metadata["metrics"])
+        metadata["metrics"] = metrics_dict(metadata["metrics"])
     return json.loads(json.dumps(metadata, default=str))
 
 

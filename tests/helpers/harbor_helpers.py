@@ -10,6 +10,7 @@ import pytest
 
 from rollout_io import Choices, Options, read_log
 from schemas import check
+from schemas.columns import metrics_dict
 from schemas.errors import RolloutError
 
 Record = dict[str, Any]
@@ -80,7 +81,7 @@ def convert(*paths: Path, rewards: Path | None = None, **options: str) -> pl.Dat
     assert check(table).is_empty()
     if "metrics" in table.column_names:
         index = table.column_names.index("metrics")
-        texts = [m and json.dumps(dict(m)) for m in table.column("metrics").to_pylist()]
+        texts = [m and json.dumps(metrics_dict(m)) for m in table.column("metrics").to_pylist()]
         table = table.set_column(index, "metrics", pa.array(texts, pa.string()))
     frame = pl.DataFrame(pl.from_arrow(table))
     absent = [pl.lit(None).alias(name) for name in KEPT if name not in frame.columns]

@@ -10,6 +10,7 @@ import rollout_io
 from pipelines import merge, unmerge
 from rollout_io import Choices, Options, read_log
 from schemas import check
+from schemas.columns import metrics_dict
 from tests.conftest import ROOT
 
 PEERS = ROOT / "tests" / "data" / "peers"
@@ -64,7 +65,7 @@ def test_the_reward_of_a_real_trial_lies_on_its_last_call_and_a_timeout_is_the_u
         else:
             assert rows[-1]["error"].startswith("AgentTimeoutError")
             assert [r["reward"] for r in rows] == [None] * len(rows)
-            assert dict(rows[-1]["metrics"])["reward"] == reward
+            assert metrics_dict(rows[-1]["metrics"])["reward"] == reward
     kept = [row for row in harbor_rows(timeouts="keep") if row["is_last_step"]]
     assert sorted(row["reward"] for row in kept) == [0.0, 1.0, 1.0]
     assert all("error" not in row for row in kept)

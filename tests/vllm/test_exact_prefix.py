@@ -7,6 +7,7 @@ import pytest
 
 from pipelines.drift_diagnosis import diagnose_dataset
 from rollout_io.cli.main import run
+from schemas.columns import metrics_dict
 from tests.helpers.recorder_helpers import recording, rows
 
 pytestmark = pytest.mark.vllm
@@ -94,5 +95,5 @@ def test_what_is_not_certain_is_sent_as_it_is_and_says_why(
     sent = Counter(call["sent"] for call in calls)
     assert set(sent) <= {"first", reason}
     assert sent[reason] > 0
-    metrics = [dict(row["metrics"]) for row in rows(out, "metrics") if row["metrics"]]
+    metrics = [metrics_dict(row["metrics"]) for row in rows(out, "metrics") if row["metrics"]]
     assert sum(m.get("exact_prefix_fallbacks", 0) for m in metrics) == sent[reason]

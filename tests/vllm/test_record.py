@@ -4,6 +4,7 @@ import json
 import pytest
 
 from rollout_io.cli.main import run
+from schemas.columns import metrics_dict
 from tests.helpers.recorder_helpers import chunks_of, recording, rows
 
 pytestmark = pytest.mark.vllm
@@ -128,5 +129,5 @@ def test_what_a_real_engine_tells_a_client_is_the_same_through_the_recorder(
     made = rows(tmp_path / "ds", "response_ids", "rollout_logprobs", "reward", "error", "metrics")
     assert len(made) == (len(CHATS) - 2 + (1 if stream else 0)) + 1 + 6 + num_repeated
     assert all(len(row["response_ids"]) == len(row["rollout_logprobs"]) > 0 for row in made)
-    assert dict(made[-1]["metrics"]) == {"unrecorded_calls": 1.0}
+    assert metrics_dict(made[-1]["metrics"]) == {"unrecorded_calls": 1.0}
     assert run(["validate", str(tmp_path / "ds")]) == 0

@@ -59,7 +59,7 @@ def test_skyrl_gyms_environments_run_by_name(engine, tokenizer, tmp_path):
     _, table = trajectories(engine, tokenizer, tasks, environment="gsm8k", max_turns=2)
     validate(table)
     assert table["trajectory_id"].to_pylist() == ["0_0", "0_1", "1_0", "1_0", "1_1", "1_1"]
-    assert table["metrics"][3].as_py() == [("steps", 2.0)]
+    assert table["metrics"][3].as_py() == [{"key": "steps", "value": 2.0}]
     assert "final numeric answer" in table["messages"][3].as_py()
     assert table["source"].to_pylist()[0] == f"{file}:1"
 

@@ -62,7 +62,7 @@ def test_what_cannot_be_looked_at_or_written_down_fails_its_trajectory_alone(eng
     validate(table)
     errors = [finished.error for finished in found]
     assert errors == ["env_raised: trajectory 't0_0', step 0: TypeError: no text of it", None]
-    assert table["metrics"].to_pylist()[-1] == [("num_\\ud83d", 1.0)]
+    assert table["metrics"].to_pylist()[-1] == [{"key": "num_\\ud83d", "value": 1.0}]
 
 
 @pytest.mark.parametrize(

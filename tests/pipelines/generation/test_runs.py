@@ -12,6 +12,7 @@ import rollout_io
 from pipelines.generation.config import load_generate_config
 from pipelines.generation.run import generate
 from rollout_io.cli.main import run
+from schemas.columns import metrics_dict
 from schemas.errors import RolloutError
 from tests.conftest import ROOT
 from tests.helpers.generation_helpers import (
@@ -89,9 +90,8 @@ def test_shards_hold_whole_groups_and_come_as_these_complete(tmp_path, model, to
         assert len({i.partition("_")[0] for i in ids}) == 2
     rows = rollout_io.scan(config.out).collect()
     assert set(rows["policy_version"]) == {3}
-    assert rollout_io.read(config.out)["metrics"].to_pylist() == (
-        [None, None, [("turns", 3.0), ("is_good", 1.0)]] * 8
-    )
+    metrics = rollout_io.read(config.out)["metrics"].to_pylist()
+    assert [*map(metrics_dict, metrics)] == [None, None, {"turns": 3.0, "is_good": 1.0}] * 8
     metadata = rollout_io.read_metadata(config.out)
     assert metadata.logprobs_mode == "processed"
     assert metadata.tokenizer_fingerprint == tokenizer.fingerprint

@@ -15,6 +15,7 @@ import rollout_io
 from pipelines.generation.config import GenerateConfig
 from pipelines.generation.run import generate
 from rollout_io.cli.main import run as command
+from schemas.columns import metrics_dict
 from tests.conftest import ROOT
 from tests.helpers.harness_helpers import HERE
 from tests.helpers.rl_helpers import (
@@ -116,7 +117,7 @@ def test_a_command_line_trains_online_and_its_secrets_are_written_nowhere(tmp_pa
     rl.run(config)
     rows = rows_in(config)
     assert "error" not in rows.columns
-    assert {name for row in rows["metrics"].to_list() for name in dict(row)} == {"chars"}
+    assert {name for row in rows["metrics"].to_list() for name in metrics_dict(row)} == {"chars"}
     written = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
     assert written
     assert not [path for path in written if b"sk-secret-1" in path.read_bytes()]

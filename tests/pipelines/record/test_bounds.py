@@ -10,6 +10,7 @@ from pipelines.record import event_streams as streams
 from pipelines.record.client_answers import Answer
 from pipelines.record.engine_requests import read_request
 from pipelines.record.event_streams import Events, StreamedCall
+from schemas.columns import metrics_dict
 from schemas.errors import RolloutError
 from tests.helpers.hostile_engine import ANSWERS, hostile
 from tests.helpers.recorder_helpers import TEXT, recorder_process, rows
@@ -101,7 +102,7 @@ def test_a_stream_that_passes_the_bound_is_recorded_as_that(tmp_path):
     (row,) = rows(tmp_path / "ds", "stop_reason", "response_ids", "reward", "metrics")
     assert row["stop_reason"] == "answer_size"
     assert set(row["response_ids"]) == {5}
-    assert dict(row["metrics"]) == {"unrecorded_calls": 1.0}
+    assert metrics_dict(row["metrics"]) == {"unrecorded_calls": 1.0}
 
 
 @pytest.mark.parametrize("piece", [b"x" * 9, b"data: x\n"])

@@ -7,6 +7,7 @@ from pipelines.record.client import RecorderClient
 from pipelines.record.targets import key_of, path_of, target_of
 from rollout_io.cli.main import run
 from rollout_io.dataset.reader import read_metadata
+from schemas.columns import metrics_dict
 from schemas.errors import RolloutError
 from tests.helpers.fake_engine import FakeEngine, running
 from tests.helpers.recorder_helpers import CHAT, TEXT, outcomes, recording, rows
@@ -73,7 +74,7 @@ def test_a_session_is_named_by_url_header_or_api_key_and_all_is_one_trajectory(e
     made = rows(tmp_path / "ds", "agent", "reward", "metrics", "messages", "trajectory_id")
     assert [row["agent"] for row in made] == [None, "b", "c", "d"]
     assert [row["reward"] for row in made] == [0.0, 0.0, 0.0, 0.5]
-    assert dict(made[-1]["metrics"]) == {"num_tests": 3.0}
+    assert metrics_dict(made[-1]["metrics"]) == {"num_tests": 3.0}
     assert json.loads(made[0]["messages"]) == CHAT["messages"]
     assert read_metadata(tmp_path / "ds").models == (CHAT["model"],)
     assert run(["validate", str(tmp_path / "ds")]) == 0

@@ -13,6 +13,7 @@ from rollout_io.conversion.batch import Reader, Settings
 from rollout_io.formats.base import Input, Place
 from rollout_io.formats.calls import ADAPTER, read_session
 from rollout_io.formats.parsing import records
+from schemas.columns import metrics_dict
 from schemas.errors import RolloutError
 from schemas.metadata import DatasetMetadata
 from tests.helpers.conversion_helpers import (
@@ -109,7 +110,9 @@ def test_the_log_s_own_reward_is_chosen_by_its_key(tmp_path, trial):
     assert run([*arguments, "--reward", "style", "--out", str(tmp_path / "ds")]) == 0
     table = rollout_io.read(tmp_path / "ds")
     assert table["reward"].to_pylist() == [1.0, 1.0]
-    assert dict(table["metrics"][0].as_py()) | rewards == dict(table["metrics"][0].as_py())
+    assert metrics_dict(table["metrics"][0].as_py()) | rewards == metrics_dict(
+        table["metrics"][0].as_py()
+    )
     error = refusal([tmp_path / "job"], tmp_path / "x", Choices(options=Options(reward="stile")))
     assert error.hint == "did you mean --reward style?"
 
@@ -190,7 +193,7 @@ def test_a_rewards_file_wins_over_the_log(tmp_path):
     convert([log], tmp_path / "ds", Choices(rewards=str(rewards)))
     table = rollout_io.read(tmp_path / "ds")
     assert table["reward"].to_pylist() == [1.0, 0.5]
-    assert table["metrics"].to_pylist() == [[("logged_reward", 0.25)], None]
+    assert table["metrics"].to_pylist() == [[{"key": "logged_reward", "value": 0.25}], None]
     assert table["style"].to_pylist() == ["x", None]
 
 

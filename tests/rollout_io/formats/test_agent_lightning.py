@@ -12,6 +12,7 @@ from hypothesis import given, settings
 
 from rollout_io.formats.agent_lightning import ADAPTER
 from schemas import check
+from schemas.columns import metrics_dict
 from schemas.errors import RolloutError
 from tests.conftest import ROOT
 from tests.helpers.adapter_helpers import convert_with, planned, read_all, write_lines
@@ -98,7 +99,7 @@ def test_real_events_keep_all_samples_and_count_refused_requests(tmp_path):
     sampled = [choice for r in logged("sum-1-1") for choice in r["choices"]]
     assert [r["response_ids"] for r in rows] == [choice["token_ids"] for choice in sampled]
     assert rows[0]["prompt_token_ids"] == rows[1]["prompt_token_ids"]
-    assert dict(rows[-1]["metrics"])["num_failed_requests"] == 1
+    assert metrics_dict(rows[-1]["metrics"])["num_failed_requests"] == 1
     records = [json.loads(line) for line in EVENTS.read_text(encoding="utf-8").splitlines()]
     assert conversion.summary.num_records == len(records)
 

@@ -16,6 +16,7 @@ import rollout_io
 from rollout_io import Choices, read_log
 from rollout_io.formats.parsing.naming import natural_key, split_session
 from schemas import check
+from schemas.columns import metrics_dict
 from schemas.errors import RolloutError
 from tests.conftest import EXAMPLES
 
@@ -73,7 +74,7 @@ def refusal(
 def frame(table: pa.Table) -> pl.DataFrame:
     if "metrics" in table.column_names:  # a map, which only newer Polars have: as dicts in JSON
         index = table.column_names.index("metrics")
-        texts = [m and json.dumps(dict(m)) for m in table.column("metrics").to_pylist()]
+        texts = [m and json.dumps(metrics_dict(m)) for m in table.column("metrics").to_pylist()]
         table = table.set_column(index, "metrics", pa.array(texts, pa.string()))
     return pl.DataFrame(pl.from_arrow(table))
 

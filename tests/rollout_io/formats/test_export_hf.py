@@ -56,7 +56,10 @@ def test_the_data_folder_is_a_valid_rollout_dataset(shop_dataset, tmp_path):
 
 def user_table():
     """The user's own columns, with names and types that YAML and `datasets` may stumble over."""
-    segments = [[{"start": 0, "length": 1, "step_index": 0, "metrics": [("turns", 2.0)]}], None]
+    segments = [
+        [{"start": 0, "length": 1, "step_index": 0, "metrics": [{"key": "turns", "value": 2.0}]}],
+        None,
+    ]
     fields = [(n, pa.int32()) for n in ("start", "length", "step_index")]
     kind = pa.list_(pa.struct([*fields, ("metrics", METRICS_TYPE)]))
     return pa.table(

@@ -296,7 +296,7 @@ def test_a_generator_output_is_converted_with_the_place_of_each_row(tmp_path, ca
     assert table["loss_mask"].to_pylist() == [[True], [False, True], []]
     assert table["reward"].to_pylist() == [0.0, 1.0, None]
     assert table["error"].to_pylist()[2].startswith("failed")
-    assert table["metrics"].to_pylist() == [None, [("turns", 2.0)], None]
+    assert table["metrics"].to_pylist() == [None, [{"key": "turns", "value": 2.0}], None]
     assert table["source"].to_pylist() == [f"{file}, row {row}" for row in range(3)]
     assert format_noted_in(tmp_path / "ds") == "skyrl"
     assert "2 calls -> " in capsys.readouterr().err

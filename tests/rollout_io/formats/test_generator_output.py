@@ -187,7 +187,7 @@ def test_the_worked_example_has_these_rows() -> None:
     assert table["step_index"].to_pylist() == [0, 1, 0]
     assert table["loss_mask"].to_pylist() == [[True], [False, True], [True, True]]
     assert table["reward"].to_pylist() == [0.0, 1.0, 0.5]
-    assert table["metrics"].to_pylist() == [None, [("turns", 2.0)], []]
+    assert table["metrics"].to_pylist() == [None, [{"key": "turns", "value": 2.0}], []]
     assert to_generator_output(table) == TWO_TRAJECTORIES
 
 

@@ -17,6 +17,7 @@ from rollout_io import Choices, read_log
 from rollout_io.dataset.prefix_layout import encode_prefixes
 from rollout_io.formats.nemo_gym import recognizes
 from schemas import check
+from schemas.columns import metrics_dict
 from schemas.errors import RolloutError
 from schemas.metadata import DatasetMetadata
 
@@ -101,7 +102,7 @@ def test_the_real_group_gives_exactly_the_ids_and_log_probabilities_of_its_lines
         assert np.array_equal(np.array(row["rollout_logprobs"], np.float32), logprobs)
         assert row["source"] == f"{path}:{number}, response.output[1]"
         assert row["reward"] == line["reward"] == 0.0
-        assert dict(row["metrics"])["subtask_score"] == line["subtask_score"]
+        assert metrics_dict(row["metrics"])["subtask_score"] == line["subtask_score"]
         assert row["agent"] == "simple_agent"
         reasoning, text = line["response"]["output"]
         assert reasoning["summary"][0]["text"] in row["response_text"]
@@ -202,7 +203,7 @@ def test_masked_runs_train_no_token(tmp_path: Path) -> None:
         tmp_path, run(output, mask_sample=True), run(output, rollout=1, mask_sample=False)
     )
     assert [r["loss_mask"] for r in rows] == [[False, False], [True, True]]
-    assert [dict(r["metrics"])["mask_sample"] for r in rows] == [1.0, 0.0]
+    assert [metrics_dict(r["metrics"])["mask_sample"] for r in rows] == [1.0, 0.0]
 
 
 def test_every_number_of_a_run_is_a_metric_and_its_indices_are_not(tmp_path: Path) -> None:
@@ -210,7 +211,7 @@ def test_every_number_of_a_run_is_a_metric_and_its_indices_are_not(tmp_path: Pat
     others = {"details": {"log": "x", "n": 1}, "name": "A", "none": None, "list": [1]}
     row = rows_of(tmp_path, run(message(**tokens([1], [2])), **numbers, **others))[0]
     wanted = {"reward": 0.5, "passed": 1.0, "rewards.style": 1.0, "rewards.tests": 0.25}
-    assert dict(row["metrics"]) == wanted
+    assert metrics_dict(row["metrics"]) == wanted
     assert (row["reward"], row["temperature"]) == (0.5, pytest.approx(0.7))
 
 
@@ -339,7 +340,7 @@ def test_an_error_in_the_response_makes_a_failed_trajectory_that_keeps_its_numbe
     assert [r["error"] for r in rows] == [None, "no answer"]
     assert [r["reward"] for r in rows] == [1.0, None]
     assert rows[1]["source"].endswith("a.jsonl:1")
-    assert (rows[1]["response_ids"], dict(rows[1]["metrics"])) == ([], {"reward": 1.0})
+    assert (rows[1]["response_ids"], metrics_dict(rows[1]["metrics"])) == ([], {"reward": 1.0})
 
 
 def test_an_incomplete_response_says_why_its_last_call_stopped(tmp_path: Path) -> None:
@@ -352,7 +353,11 @@ def test_an_incomplete_response_says_why_its_last_call_stopped(tmp_path: Path) -
 def test_a_rewards_file_wins_and_the_reward_of_the_log_stays_a_metric(tmp_path: Path) -> None:
     outcome = {"session": "0/0", "reward": 0.25, "judge": "b"}
     row = rows_of(tmp_path, run(message(**tokens([1], [2]))), **outcome)[0]
-    assert (row["reward"], row["judge"], dict(row["metrics"])) == (0.25, "b", {"reward": 1.0})
+    assert (row["reward"], row["judge"], metrics_dict(row["metrics"])) == (
+        0.25,
+        "b",
+        {"reward": 1.0},
+    )
 
 
 def test_an_error_in_the_rewards_file_lets_a_run_without_tokens_pass(tmp_path: Path) -> None:
