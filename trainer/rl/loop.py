@@ -41,7 +41,8 @@ from trainer.rl.task_order import check_names, first_name, shuffled_tasks
 from trainer.rl.updates import Learning, check_lengths, note_of_long_rows
 from trainer.rl.weight_swap import WeightSwapEngine
 from trainer.run.checkpoint import checkpoint_path
-from trainer.run.log import RunLog, say
+from trainer.run.log import RunLog
+from trainer.run.remarks import say, show, warn
 from trainer.run.resume import alone_in, stops_when_full
 from trainer.run.same_tokenizer import check_tokenizers
 
@@ -180,8 +181,8 @@ class Loop:
         with _hints_at_resuming(config), learning.saved_when_it_fails(self.log):
             async with self.engine, self._open_calls() as calls:
                 generator = Generator(self.engine, self.tokenizer, config.generation, calls)
-                for text in check_tokenizers(config.training, generator.metadata):
-                    say(text)
+                for remark in check_tokenizers(config.training, generator.metadata):
+                    show(remark)
                 check_lengths(config, learning.models.limit, self.engine.context_tokens)
                 await self._begin_engine()
                 order = shuffled_tasks(self.tasks, config.seed)
@@ -216,7 +217,7 @@ class Loop:
         await self._sync()
         self.return_mean = mean_of(lines, "return_mean")
         for text in collector.new_warnings():
-            say(f"warning: {text}")
+            warn(text)
         say(iteration_line(lines, last, self.sync_s))
 
     async def _environment_metrics(self, path: Path) -> dict[str, float]:
@@ -232,7 +233,7 @@ class Loop:
         names = {i: environment_of(tasks[first_name(i, tasks)], config) for i in ids}
         found, problems = await environment_metrics(rows, names, config.env_timeout_s)
         for text in problems:
-            say(f"warning: {text}")
+            warn(text)
         return found
 
     async def _begin_engine(self) -> None:

@@ -24,9 +24,10 @@ from trainer.distributed.launch import make_accelerator
 from trainer.rl.config import RlConfig
 from trainer.run.checkpoint import Checkpoints, remove_directory, write_model
 from trainer.run.load_models import Models, check_dataset, load_models, make_learners
-from trainer.run.log import RunLog, say
+from trainer.run.log import RunLog
 from trainer.run.loop import count_update, save, set_rates
 from trainer.run.mini_batches import mini_batch_updates
+from trainer.run.remarks import say, show
 from trainer.run.settings import batch_settings, objective_of, plan_settings, rate_schedule
 from trainer.run.setup import TrainingRun
 from trainer.run.state import Position, Progress, load_progress, restore
@@ -172,10 +173,10 @@ class Learning:
         _check_some_worked(plan, rollouts, dataset)
         index = index_rows(rollouts)
         checked = check_dataset(config, self.models, index, plan, must_learn=False)
-        for name, text in checked.remarks.items():
+        for name, remark in checked.remarks.items():
             if name not in self._said:
                 self._said.add(name)
-                say(text)
+                show(remark)
         objective = objective_of(config, corrects=checked.corrects)
         return TrainingRun(
             config=config,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from logging import WARNING
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from trainer.models.optimizer import make_optimizer
 from trainer.models.policy import Policy, load_policy, row_limit
 from trainer.run.advice import warnings_before
 from trainer.run.dataset_checks import check_rows, corrects_for_sampler, num_greedy_rows
-from trainer.run.log import say
+from trainer.run.remarks import Remark, say
 from trainer.run.routing_checks import check_replay
 from trainer.run.settings import adapter_settings, objective_of, optimizer_settings
 from trainer.run.update import Learner
@@ -87,7 +88,7 @@ class Checked:
 
     corrects: bool
     num_greedy_rows: int
-    remarks: dict[str, str]
+    remarks: dict[str, Remark]
 
 
 def check_dataset(
@@ -110,10 +111,11 @@ def check_dataset(
     num_greedy = num_greedy_rows(index, plan)
     found = {}
     if num_greedy:
-        found["greedy"] = (
-            f"warning: {count(num_greedy, 'row')} sampled at temperature 0 will be excluded from training: greedy"
+        text = (
+            f"{count(num_greedy, 'row')} sampled at temperature 0 will be excluded from training: greedy"
             " samples have no gradient"
         )
+        found["greedy"] = Remark(text, WARNING)
     if rows.is_empty():
         corrects = config.corrects_for_sampler
         return Checked(corrects=corrects, num_greedy_rows=num_greedy, remarks=found)
@@ -123,7 +125,7 @@ def check_dataset(
         rows = rows.with_columns(sampling_extra=pl.lit(said, pl.String))
     corrects = corrects_for_sampler(rows, config, metadata.logprobs_mode)
     if config.corrects_for_sampler and not corrects:
-        found["corrects"] = (
+        found["corrects"] = Remark(
             "note: importance correction (tis_ratio_type) is off, because the dataset has no"
             " rollout_logprobs"
         )
@@ -133,9 +135,9 @@ def check_dataset(
         rows,
         replays=config.replay_routing,
     ):
-        found["routing"] = routing
+        found["routing"] = Remark(routing, WARNING)
     texts = warnings_before(rows, plan, config)
-    found |= {name: f"warning: {text}" for name, text in texts.items()}
+    found |= {name: Remark(text, WARNING) for name, text in texts.items()}
     return Checked(corrects=corrects, num_greedy_rows=num_greedy, remarks=found)
 
 

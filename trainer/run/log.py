@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
 import math
 import os
 from pathlib import Path
@@ -14,20 +13,12 @@ from accelerate import Accelerator
 
 from rollout_io.terminal import Bar
 from trainer.config.train_config import TrainConfig
-from trainer.distributed.processes import is_main
 from trainer.run.advice import warnings_about
+from trainer.run.remarks import say, warn
 from trainer.run.run_metrics import GENERATED, LOOP_METRICS, METRICS, OWN_LOSS
 
-_LOGGER = logging.getLogger(__name__)
 ZERO_LOSS = 1e-6
 """Absolute value below which a loss is treated as 0."""
-
-
-def say(text: str) -> None:
-    """Log a line in the main process; the verbs show it on stderr."""
-    if is_main():
-        remark = text.removeprefix("warning: ")
-        _LOGGER.log(logging.INFO if remark == text else logging.WARNING, "%s", remark)
 
 
 class RunLog:
@@ -90,7 +81,7 @@ class RunLog:
         for name, text in warnings_about(metrics, self.config, cause).items():
             if name not in self.warned:
                 self.warned.add(name)
-                say(f"warning: update {metrics['global_step']}: {text}")
+                warn(f"update {metrics['global_step']}: {text}")
 
     def write_line(self, metrics: dict[str, Any]) -> None:
         """Write a line; NaN and infinity become null, because JSON supports neither."""

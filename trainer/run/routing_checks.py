@@ -115,6 +115,6 @@ def _free_tokens(rows: pl.DataFrame) -> str:
     if not free:
         return ""
     return (
-        f"warning: {free} of {tokens.sum()} tokens to forward have no recorded experts"
+        f"{free} of {tokens.sum()} tokens to forward have no recorded experts"
         " (rollout_expert_indices): the model chooses their experts"
     )

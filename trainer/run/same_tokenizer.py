@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+from logging import WARNING
 from pathlib import Path
 
 from rollout_io.retokenize.tokenizer import load_tokenizer
 from schemas.errors import InputError
 from schemas.metadata import DatasetMetadata
 from trainer.config.train_config import TrainConfig
+from trainer.run.remarks import Remark
 
 FILES = ("tokenizer*", "vocab.*", "*.model", "*.tiktoken")
 
 
-def check_tokenizers(config: TrainConfig, metadata: DatasetMetadata) -> list[str]:
+def check_tokenizers(config: TrainConfig, metadata: DatasetMetadata) -> list[Remark]:
     """Compare the tokenizers of all models of a run with the dataset's.
 
     Fingerprints are compared if the dataset has one. Otherwise (for example, if a log of exact
@@ -38,36 +40,40 @@ def check_tokenizers(config: TrainConfig, metadata: DatasetMetadata) -> list[str
         if path is None or not Path(path).is_dir():
             continue
         if not any(any(Path(path).glob(pattern)) for pattern in FILES):
-            said.append(f"note: {path} has no tokenizer to compare with the dataset's")
+            said.append(Remark(f"note: {path} has no tokenizer to compare with the dataset's"))
             continue
         tokenizer = load_tokenizer(path, needs_template=False)
         if tokenizer.fingerprint != metadata.tokenizer_fingerprint:
             said.append(_other_tokenizer(config, path, metadata.tokenizer or "name unknown"))
         elif path == config.model:
-            said.append(f"note: {path} has the dataset's tokenizer (fingerprints match)")
+            said.append(Remark(f"note: {path} has the dataset's tokenizer (fingerprints match)"))
         recorded = metadata.chat_template_fingerprint
         if path == config.model and recorded not in {None, tokenizer.template_fingerprint}:
-            said.append(
-                f"warning: the dataset's prompts were rendered with a different chat template than {path}"
+            text = (
+                f"the dataset's prompts were rendered with a different chat template than {path}"
                 " has: prompts at inference will differ from those in training"
             )
+            said.append(Remark(text, WARNING))
     return said
 
 
-def _names(model: str, metadata: DatasetMetadata) -> str:
+def _names(model: str, metadata: DatasetMetadata) -> Remark:
     """Compare the names of the dataset's models with this model's."""
     names = metadata.models or tuple(name for name in (metadata.tokenizer,) if name)
     advice = "convert with --tokenizer DIR to record a fingerprint"
     if not names:
         missing = "the dataset records neither a tokenizer nor a model"
-        return f"note: {missing}, so {model} was not compared with it; {advice}"
+        return Remark(f"note: {missing}, so {model} was not compared with it; {advice}")
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     if {_last_part(name) for name in names} & _names_of(model):
-        return f"note: the model's name matches the dataset ({shown}), but the tokenizers were not compared; {advice}"
-    return (
-        f"warning: the dataset was sampled from {shown}; judging by its name, this is a different model"
+        return Remark(
+            f"note: the model's name matches the dataset ({shown}), but the tokenizers were not compared; {advice}"
+        )
+    text = (
+        f"the dataset was sampled from {shown}; judging by its name, this is a different model"
         f" than {model}, and the tokenizers were not compared; {advice}"
     )
+    return Remark(text, WARNING)
 
 
 def _names_of(model: str) -> set[str]:
@@ -85,7 +91,7 @@ def _last_part(name: str) -> str:
     return name.rstrip("/").rpartition("/")[2].casefold()
 
 
-def _other_tokenizer(config: TrainConfig, path: str, name: str) -> str:
+def _other_tokenizer(config: TrainConfig, path: str, name: str) -> Remark:
     if not config.allow_other_tokenizer:
         raise InputError(
             "tokenizer_fingerprint",
@@ -94,4 +100,4 @@ def _other_tokenizer(config: TrainConfig, path: str, name: str) -> str:
             hint="train the model whose tokenizer produced the ids; if its tokenizer only has"
             " additional tokens, pass --set allow_other_tokenizer=true",
         )
-    return f"warning: the tokenizer of {path} differs from the dataset's ({name})"
+    return Remark(f"the tokenizer of {path} differs from the dataset's ({name})", WARNING)

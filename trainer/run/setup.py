@@ -23,7 +23,7 @@ from trainer.models.critic import CriticLearner
 from trainer.models.optimizer import RateSchedule
 from trainer.run.checkpoint import Checkpoints
 from trainer.run.load_models import Models, check_dataset, load_models, make_learners
-from trainer.run.log import say
+from trainer.run.remarks import Remark, say, show
 from trainer.run.resume import check_max_updates, find_checkpoint, lines_to_keep
 from trainer.run.same_tokenizer import check_tokenizers
 from trainer.run.settings import BatchSettings, batch_settings, plan_settings, rate_schedule
@@ -140,9 +140,9 @@ def _load(config: TrainConfig, *, resume: bool) -> LoadedRun:
     compared = check_tokenizers(config, rollout_io.read_metadata(config.dataset))
     models = load_models(config, checkpoint)
     checked = check_dataset(config, models, index, plan)
-    own = [f"note: {key}: {use}" for key, use in uses(config).items() if use.place]
-    for text in (*own, *compared, *checked.remarks.values()):
-        say(text)
+    own = [Remark(f"note: {key}: {use}") for key, use in uses(config).items() if use.place]
+    for remark in (*own, *compared, *checked.remarks.values()):
+        show(remark)
     return LoadedRun(
         config=config,
         checkpoint=checkpoint,

@@ -1,0 +1,38 @@
+"""Notes and warnings about a run, for the person who started it."""
+
+from __future__ import annotations
+
+import logging
+from typing import NamedTuple
+
+from trainer.distributed.processes import is_main
+
+_LOGGER = logging.getLogger(__name__)
+
+
+class Remark(NamedTuple):
+    """A line about a run.
+
+    Attributes:
+        text: A sentence, without "warning:".
+        level: `logging.INFO` or `logging.WARNING`.
+    """
+
+    text: str
+    level: int = logging.INFO
+
+
+def say(text: str) -> None:
+    """Log a note in the main process; the verbs show it on stderr."""
+    show(Remark(text))
+
+
+def warn(text: str) -> None:
+    """Log a warning in the main process; the verbs show it on stderr after "warning: "."""
+    show(Remark(text, logging.WARNING))
+
+
+def show(remark: Remark) -> None:
+    """Log a remark in the main process."""
+    if is_main():
+        _LOGGER.log(remark.level, "%s", remark.text)
