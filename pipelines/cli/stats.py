@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rollout_io.cli.output import emit, emit_json, example
+from rollout_io.cli.output import emit, emit_json, example, note
 from rollout_io.cli.workers import workers_of, workers_options
 from rollout_io.terminal import columns
 
 if TYPE_CHECKING:
+    from pipelines.cli.stats_screen import Overview
     from pipelines.rewards import Outcome
     from pipelines.statistics.flops import ModelShape
     from pipelines.statistics.savings import Cost
@@ -27,8 +28,10 @@ _SECTIONS = {
 }
 
 
-@click.command(epilog=example("rollouts stats shop/ --model Qwen3-8B/"))
-@click.argument("dataset", metavar="DS")
+@click.command(
+    epilog=example("rollouts stats shop/ --model Qwen3-8B/\n  rollouts stats shop/ solvable/")
+)
+@click.argument("datasets", metavar="DS [DS2]", nargs=-1, required=True)
 @click.option(
     "--outcome",
     type=click.Choice(["last", "sum"]),
@@ -48,29 +51,59 @@ _SECTIONS = {
     help="Number of parameters, such as 1.5e9; without --model, attention is not counted.",
 )
 @workers_options
-@click.option("--json", "as_json", is_flag=True, help="Print the numbers as JSON.")
+@click.option("--all", "shows_all", is_flag=True, help="Print every number and metric by its name.")
+@click.option("--json", "as_json", is_flag=True, help="Print every number and metric as JSON.")
 def stats(
-    dataset: str,
+    datasets: tuple[str, ...],
     outcome: Any,
     model: str | None,
     params: float | None,
     workers: int | None,
     engine: Any,
     *,
+    shows_all: bool,
     as_json: bool,
 ) -> None:
-    """Print counts, rewards and metrics of a dataset, and the tokens that training would forward.
+    """Summarise a dataset, or compare two: counts, lengths, rewards, and tokens to train on.
 
-    Rewards are per trajectory, metrics per step, trajectory and group, lengths per row. Savings
-    compare the tokens that each layout forwards, excluding failed trajectories.
+    A reward is the return of a trajectory. Layouts are those of `sequence_layout` of `rollouts
+    train`; their tokens exclude failed trajectories. --all and --json add metrics per step,
+    trajectory and group (docs/metrics.md).
     """
+    if len(datasets) > 2:
+        raise click.UsageError("stats compares at most two datasets.")
+    if len(datasets) == 2 and shows_all:
+        raise click.UsageError("--all shows one dataset; pass --json to compare all numbers.")
     shape = _model_shape(model, params)
-    numbers = dataset_numbers(dataset, outcome, shape, workers_of(workers, engine, dataset))
-    if as_json:
-        emit_json(numbers)
+    chosen = {path: workers_of(workers, engine, path) for path in datasets}
+    if as_json or shows_all:
+        found = [dataset_numbers(path, outcome, shape, chosen[path]) for path in datasets]
+        if not as_json:
+            emit(all_numbers(found[0]))
+        elif len(found) == 1:
+            emit_json(found[0])
+        else:
+            emit_json([{"dataset": p} | one for p, one in zip(datasets, found, strict=True)])
         return
-    for title, lines in _sections(numbers):
-        emit(f"{title}\n" + "\n".join(f"  {line}" for line in lines) + "\n")
+    from pipelines.cli.stats_screen import comparison, screen
+
+    overviews = [_overview(path, outcome, shape, chosen[path]) for path in datasets]
+    emit(screen(overviews[0]) if len(overviews) == 1 else comparison(*overviews))
+    note("every number and metric: --all, or --json")
+
+
+def _overview(
+    dataset: str, outcome: Outcome | None, shape: ModelShape | None, workers: Workers
+) -> Overview:
+    from pipelines.cli.stats_screen import Overview
+    from pipelines.statistics.savings import dataset_savings
+    from pipelines.statistics.summary import dataset_summary
+    from rollout_io.cli.dataset import open_valid
+
+    open_valid(dataset, workers)
+    summary = dataset_summary(dataset, outcome, workers)
+    savings = _savings(dataset_savings(dataset, workers=workers), shape)
+    return Overview.of(dataset, summary, savings)
 
 
 def dataset_numbers(
@@ -108,6 +141,15 @@ def _savings(costs: Mapping[str, Cost], shape: ModelShape | None) -> dict[str, d
         if shape is not None:
             table[layout]["training_flops"] = shape.training_flops(cost)
     return table
+
+
+def all_numbers(numbers: Mapping[str, Any]) -> str:
+    """Return every number by its name, in sections."""
+    sections = [
+        f"{title}\n" + "\n".join(f"  {line}" for line in lines)
+        for title, lines in _sections(numbers)
+    ]
+    return "\n\n".join(sections) + "\n"
 
 
 def _sections(numbers: Mapping[str, Any]) -> Iterable[tuple[str, Sequence[str]]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -47,6 +48,28 @@ def dataset_statistics(
         rows_per_trajectory_{mean,max}, prompt and response tokens per row {mean,max},
         reward_{mean,min,max}, num_groups_with_variance, stop_reasons.
     """
+    return dataset_summary(data, outcome, workers).numbers
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Counts and means of a dataset, with the values that they summarise.
+
+    Attributes:
+        numbers: The result of `dataset_statistics`.
+        lengths: One row per row of the dataset: trajectory_id, prompt, response (tokens).
+        returns: One row per trajectory: instance_id, trajectory_id, return, error.
+    """
+
+    numbers: dict[str, Any]
+    lengths: pl.DataFrame
+    returns: pl.DataFrame
+
+
+def dataset_summary(
+    data: Frame | PathLike, outcome: Outcome | None = None, workers: Workers | None = None
+) -> Summary:
+    """Read the lengths and returns of a dataset, and summarise them (see `dataset_statistics`)."""
     if not isinstance(data, str | os.PathLike):
         frame = as_lazy(data)
         parts = [_Part(_lengths_of(frame), *_returns_and_reasons(frame, outcome or "last"))]
@@ -56,7 +79,8 @@ def dataset_statistics(
         read = partial(_read_part, dataset_outcome(data, outcome))
         parts = list(workers.map_in_order(read, pieces(data)))
     lengths, returns, reasons = (pl.concat(frames) for frames in zip(*parts, strict=True))
-    return _rows(lengths) | _returns(returns) | _stop_reasons(reasons)
+    numbers = _rows(lengths) | _returns(returns) | _stop_reasons(reasons)
+    return Summary(numbers, lengths, returns)
 
 
 class _Part(NamedTuple):

@@ -1,11 +1,20 @@
 import json
 import tempfile
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
+import polars as pl
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipelines import dataset_statistics
+from pipelines.statistics.distributions import (
+    Distribution,
+    length_distributions,
+    reward_distribution,
+)
+from pipelines.statistics.summary import dataset_summary
 from rollout_io import RolloutWriter, scan
 from rollout_io.cli.main import run
 from schemas.strategies import rollout_tables
@@ -73,8 +82,8 @@ def test_counts_are_those_of_the_rows_spelled_out(table):
     assert found["num_failed"] == len(failed)
 
 
-def test_stats_are_printed_section_by_section(shop_dataset, capsys):
-    assert run(["stats", str(shop_dataset)]) == 0
+def test_all_numbers_are_printed_section_by_section(shop_dataset, capsys):
+    assert run(["stats", str(shop_dataset), "--all"]) == 0
     printed = capsys.readouterr().out
     titles = [line for line in printed.splitlines() if line and not line.startswith(" ")]
     assert titles == [
@@ -83,6 +92,78 @@ def test_stats_are_printed_section_by_section(shop_dataset, capsys):
         "savings: tokens that each layout forwards",
     ]
     assert ["reward_mean", "0.25"] in [line.split() for line in printed.splitlines()]
+
+
+def test_stats_print_one_screen_in_words(shop_dataset, capsys):
+    assert run(["stats", str(shop_dataset)]) == 0
+    printed = capsys.readouterr().out
+    lines = [" ".join(line.split()) for line in printed.splitlines()]
+    assert lines[0] == str(shop_dataset)
+    assert len(lines) <= 40
+    assert max(map(len, printed.splitlines())) <= 100
+    assert "205 rows of 48 trajectories in 12 groups, 0 failed" in lines
+    assert "response of a row 47.5 61 64 64 ▁▁▁▁▁▁▁▁▁▁▁█" in lines
+    assert "mean 0.25, 25.0% solved (reward 1)" in lines
+    assert f"1 12 {'█' * 10}" in lines
+    assert (
+        "groups: 7 with different rewards, 5 with equal rewards (no gradient from group baselines)"
+        in lines
+    )
+    assert [line.split()[:4] for line in lines[-3:]] == [
+        ["step", "205", "43,897", "100.0%"],
+        ["merge", "82", "19,536", "44.5%"],
+        ["tree", "12", "13,896", "31.7%"],
+    ]
+    assert "_" not in printed.removeprefix(lines[0]).replace("sequence_layout", "")
+
+
+def test_stats_of_two_datasets_show_the_change(shop_dataset, tmp_path, capsys):
+    kept = str(tmp_path / "kept")
+    assert run(["filter", str(shop_dataset), "--drop-zero-variance", "--out", kept]) == 0
+    capsys.readouterr()
+    assert run(["stats", str(shop_dataset), kept]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert lines[:3] == [f"A {shop_dataset}", f"B {kept}", "A B change"]
+    assert "trajectories 48 28 -41.7%" in lines
+    assert "failed trajectories 0 0 =" in lines
+    assert "solved (reward 1) 25.0% 42.9% +17.9 points" in lines
+    assert run(["stats", str(shop_dataset), kept, "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert [(one["dataset"], one["num_trajectories"]) for one in printed] == [
+        (str(shop_dataset), 48),
+        (kept, 28),
+    ]
+
+
+@settings(relaxed, max_examples=10)
+@given(rollout_tables())
+def test_the_screen_of_any_dataset_agrees_with_its_statistics(table):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "ds"
+        with RolloutWriter(path) as writer:
+            writer.write(table)
+        summary = dataset_summary(path)
+        with redirect_stdout(StringIO()) as printed:
+            assert run(["stats", str(path)]) == 0
+            assert run(["stats", str(path), str(path)]) == 0
+    lengths, rewards = length_distributions(summary), reward_distribution(summary)
+    prompt, rows = lengths["prompt of a row"], summary.numbers["num_rows"]
+    assert (prompt.mean, prompt.max) == (
+        summary.numbers["prompt_tokens_per_row_mean"],
+        summary.numbers["prompt_tokens_per_row_max"],
+    )
+    assert sum(prompt.counts) == rows
+    known = summary.numbers["num_trajectories"] - summary.numbers["num_unknown_reward"]
+    assert rewards.num_known == known - summary.numbers["num_failed"]
+    assert rewards.num_varied == summary.numbers["num_groups_with_variance"]
+    num_groups = rewards.num_varied + rewards.num_equal + rewards.num_single
+    assert num_groups == summary.numbers["num_groups"]
+    assert f"{rows:,} row" in printed.getvalue()
+
+
+def test_quantiles_are_values_that_occur():
+    found = Distribution.of(pl.Series(range(1, 101)))
+    assert (found.median, found.p95, found.max) == (50, 95, 100)
 
 
 def test_stats_as_json_keep_the_numbers_of_the_dataset_at_the_top(shop_dataset, capsys):

@@ -1,0 +1,229 @@
+"""The screen that `rollouts stats` prints: groups, lengths, rewards and tokens by layout."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from pipelines.statistics.distributions import (
+    Distribution,
+    Rewards,
+    length_distributions,
+    reward_distribution,
+)
+from pipelines.statistics.summary import Summary
+from rollout_io.cli.output import wants_color
+from schemas.errors import count
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+LAYOUTS = {"step": "step", "merge_lineage": "merge", "tree_per_group": "tree"}
+"""Values of `sequence_layout` by the name of the layout in the savings."""
+
+_WIDTH, _BAR = 100, 30
+_LEVELS = "▁▂▃▄▅▆▇█"
+
+
+@dataclass(frozen=True, slots=True)
+class Overview:
+    """What the screen shows of one dataset."""
+
+    path: str
+    numbers: Mapping[str, Any]
+    lengths: Mapping[str, Distribution]
+    rewards: Rewards
+    savings: Mapping[str, Mapping[str, Any]]
+
+    @classmethod
+    def of(cls, path: str, summary: Summary, savings: Mapping[str, Mapping[str, Any]]) -> Overview:
+        """Build the overview of a dataset from its summary and the cost of each layout."""
+        lengths, rewards = length_distributions(summary), reward_distribution(summary)
+        return cls(path, summary.numbers, lengths, rewards, savings)
+
+
+def screen(overview: Overview) -> str:
+    """Return the screen of one dataset, about 30 lines."""
+    numbers = overview.numbers
+    return _rendered(
+        [
+            *_section(overview.path, _counts(numbers)),
+            *_section("Lengths", _lengths(overview.lengths)),
+            *_section("Rewards", _rewards(overview.rewards, numbers)),
+            *_section("Tokens that training forwards, by sequence_layout", _layouts(overview)),
+        ]
+    )
+
+
+def comparison(first: Overview, second: Overview) -> str:
+    """Return the screen that compares two datasets."""
+    table = _table("", "A", "B", "change")
+    for (name, before, form), (_, after, _) in zip(_lines(first), _lines(second), strict=True):
+        table.add_row(name, form(before), form(after), _change(before, after, form))
+    paths = [Text(f"{name}  {one.path}") for name, one in (("A", first), ("B", second))]
+    return _rendered([*paths, table])
+
+
+def _number(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
+
+
+def _lines(overview: Overview) -> list[tuple[str, Any, Callable[[Any], str]]]:
+    """List the compared numbers: label, value, and how the value is printed."""
+    numbers, rewards = overview.numbers, overview.rewards
+    found: list[tuple[str, Any, Callable[[Any], str]]] = [
+        ("rows", numbers["num_rows"], _number),
+        ("trajectories", numbers["num_trajectories"], _number),
+        ("groups", numbers["num_groups"], _number),
+        ("failed trajectories", numbers["num_failed"], _number),
+        ("trajectories without a reward", numbers["num_unknown_reward"], _number),
+        ("tokens trained on", numbers["num_trained_tokens"], _number),
+    ]
+    for label, one in overview.lengths.items():
+        found.append((f"{label}, mean", one.mean, _number))
+        found.append((f"{label}, p95", one.p95, _number))
+        found.append((f"{label}, max", one.max, _number))
+    found += [
+        ("reward, mean", rewards.mean, _number),
+        ("solved (reward 1)", rewards.solved, _share),
+        ("groups with different rewards", rewards.num_varied, _number),
+        ("groups with equal rewards", rewards.num_equal, _number),
+    ]
+    for name, layout in LAYOUTS.items():
+        found.append((f"tokens forwarded, {layout}", overview.savings[name]["num_tokens"], _number))
+    return found
+
+
+def _change(before: Any, after: Any, form: Callable[[Any], str]) -> str:
+    if before is None or after is None:
+        return "-"
+    if before == after:
+        return "="
+    if form is _share:
+        return f"{100 * (after - before):+.1f} points"
+    if not before:
+        return f"+{form(after)}" if after > 0 else form(after)
+    return f"{(after - before) / abs(before):+.1%}"
+
+
+def _counts(numbers: Mapping[str, Any]) -> Iterable[RenderableType]:
+    rows, trajectories = numbers["num_rows"], numbers["num_trajectories"]
+    failed, without = numbers["num_failed"], numbers["num_rows_without_logprobs"]
+    of_groups = f"{count(trajectories, 'trajectory')} in {count(numbers['num_groups'], 'group')}"
+    yield Text(f"{count(rows, 'row')} of {of_groups}, {failed:,} failed")
+    yield Text(
+        f"{count(numbers['num_prompt_tokens'], 'prompt token')}, "
+        f"{count(numbers['num_response_tokens'], 'response token')} "
+        f"({numbers['num_trained_tokens']:,} trained on)"
+    )
+    if without:
+        yield Text(f"{count(without, 'row')} without log-probabilities")
+    if reasons := numbers["stop_reasons"]:
+        listed = [f"{name} {num:,}" for name, num in list(reasons.items())[:5]]
+        yield Text(f"stop reasons: {', '.join(listed)}{', ...' if len(reasons) > 5 else ''}")
+
+
+def _lengths(lengths: Mapping[str, Distribution]) -> Iterable[RenderableType]:
+    table = _table("tokens, unless rows", "mean", "median", "p95", "max", left=("from min to max",))
+    for label, one in lengths.items():
+        mean = "-" if one.mean is None else f"{one.mean:,.1f}"
+        ends = [_number(value) for value in (one.median, one.p95, one.max)]
+        table.add_row(label, mean, *ends, _sparkline(one.counts))
+    yield table
+
+
+def _rewards(rewards: Rewards, numbers: Mapping[str, Any]) -> Iterable[RenderableType]:
+    unknown = numbers["num_unknown_reward"]
+    without = f"{count(unknown, 'trajectory')} without a reward" if unknown else ""
+    if rewards.mean is None:
+        yield Text(without or "no trajectory has a reward")
+        return
+    solved = "" if rewards.solved is None else f", {rewards.solved:.1%} solved (reward 1)"
+    yield Text(f"mean {rewards.mean:.4g}{solved}{f'; {without}' if without else ''}")
+    table = _table("reward", "trajectories", left=("",))
+    most = max(num for _, num in rewards.bars)
+    for label, num in rewards.bars:
+        table.add_row(label, f"{num:,}", _bar(num / most))
+    yield table
+    single = f", {rewards.num_single:,} with fewer than two rewards" if rewards.num_single else ""
+    yield Text(
+        f"groups: {rewards.num_varied:,} with different rewards, {rewards.num_equal:,} with equal "
+        f"rewards (no gradient from group baselines){single}"
+    )
+
+
+def _layouts(overview: Overview) -> Iterable[RenderableType]:
+    has_flops = "training_flops" in overview.savings["step"]
+    flops = ("training FLOPs",) if has_flops else ()
+    table = _table("layout", "sequences", "tokens", "of step", *flops, left=("",))
+    for name, layout in LAYOUTS.items():
+        cost = overview.savings[name]
+        share = cost["relative_tokens"]
+        cells = [_number(cost["num_sequences"]), _number(cost["num_tokens"]), _share(share)]
+        cells += [f"{cost['training_flops']:.3g}"] if has_flops else []
+        table.add_row(layout, *cells, _bar(share or 0.0))
+    yield table
+
+
+def _table(first: str, *right: str, left: Sequence[str] = ()) -> Table:
+    """Return a table without lines: the first and the last columns left, all others right."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column(first, no_wrap=True)
+    for name in right:
+        table.add_column(name, justify="right", no_wrap=True)
+    for name in left:
+        table.add_column(name, no_wrap=True)
+    return table
+
+
+def _section(title: str, lines: Iterable[RenderableType]) -> list[RenderableType]:
+    return [Text(title, style="bold"), Padding(Group(*lines), (0, 0, 1, 2))]
+
+
+def _bar(share: float) -> str:
+    return _drawn("█" * max(round(share * _BAR), int(share > 0)))
+
+
+def _sparkline(counts: Sequence[int]) -> str:
+    """Draw a histogram in one line; bins without units are blank."""
+    most = max(counts, default=0)
+    levels = [-(-num * len(_LEVELS) // most) for num in counts] if most else []
+    return _drawn("".join(" " if not level else _LEVELS[level - 1] for level in levels))
+
+
+def _drawn(blocks: str) -> str:
+    """Replace blocks by ASCII characters if stdout cannot encode them."""
+    try:
+        blocks.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        return "".join(" " if c == " " else "#" for c in blocks)
+    return blocks
+
+
+def _rendered(parts: Sequence[RenderableType]) -> str:
+    color = wants_color(sys.stdout)
+    console = Console(
+        width=None if sys.stdout.isatty() else _WIDTH,
+        force_terminal=color,
+        no_color=not color,
+        highlight=False,
+        markup=False,
+        emoji=False,
+    )
+    with console.capture() as captured:
+        for part in parts:
+            console.print(part)
+    return "\n".join(line.rstrip() for line in captured.get().rstrip().split("\n"))

@@ -1,0 +1,134 @@
+"""Distributions of lengths and rewards: quantiles and histograms."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+
+from pipelines.rewards import are_equal
+from pipelines.statistics.summary import Summary
+
+_MOST_DISTINCT = 6
+NUM_BINS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """Quantiles of a quantity, and its histogram in `NUM_BINS` equal bins from min to max.
+
+    Attributes:
+        mean: None, as are all other values, if there are no units.
+        median: Lower middle value for an even number of units.
+        p95: Value that 95% of the units do not exceed.
+        min: Smallest value.
+        max: Largest value.
+        counts: Units per bin; empty without units.
+
+    Example:
+        >>> Distribution.of(pl.Series([1, 2, 3, 10])).p95
+        10
+    """
+
+    mean: float | None
+    median: int | None
+    p95: int | None
+    min: int | None
+    max: int | None
+    counts: tuple[int, ...]
+
+    @classmethod
+    def of(cls, values: pl.Series) -> Distribution:
+        """Measure a series of integers."""
+        if values.is_empty():
+            return cls(None, None, None, None, None, ())
+        found = values.sort().to_list()
+        counts, _ = np.histogram(found, bins=NUM_BINS)
+        return cls(
+            mean=sum(found) / len(found),
+            median=found[(len(found) - 1) // 2],
+            p95=found[-(-95 * len(found) // 100) - 1],
+            min=found[0],
+            max=found[-1],
+            counts=tuple(counts.tolist()),
+        )
+
+
+def length_distributions(summary: Summary) -> dict[str, Distribution]:
+    """Return the distributions of lengths in tokens, and of rows per trajectory, by label."""
+    rows = summary.lengths
+    of_trajectory = rows.group_by("trajectory_id").agg(
+        pl.len(),
+        response=pl.col("response").sum(),
+        longest=(pl.col("prompt") + pl.col("response")).max(),
+    )
+    return {
+        "prompt of a row": Distribution.of(rows["prompt"]),
+        "response of a row": Distribution.of(rows["response"]),
+        "responses of a trajectory": Distribution.of(of_trajectory["response"]),
+        "longest row of a trajectory": Distribution.of(of_trajectory["longest"]),
+        "rows of a trajectory": Distribution.of(of_trajectory["len"]),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Rewards:
+    """Returns of the trajectories that did not fail.
+
+    Attributes:
+        num_known: Trajectories with a known return.
+        mean: None without a known return.
+        solved: Share of known returns that are 1; None unless all are 0 or 1.
+        bars: Label of a value or range of values, and the number of trajectories with it.
+        num_varied: Groups with different returns.
+        num_equal: Groups of two or more known returns that are all equal.
+        num_single: Groups with fewer than two known returns.
+    """
+
+    num_known: int
+    mean: float | None
+    solved: float | None
+    bars: tuple[tuple[str, int], ...]
+    num_varied: int
+    num_equal: int
+    num_single: int
+
+
+def reward_distribution(summary: Summary) -> Rewards:
+    """Return the distribution of a dataset's returns."""
+    known = pl.col("return").fill_nan(None)
+    groups = summary.returns.group_by("instance_id").agg(
+        equal=are_equal(pl.col("return")), single=known.count() < 2
+    )
+    values = summary.returns.select(known).to_series().drop_nulls().to_list()
+    is_binary = bool(values) and set(values) <= {0.0, 1.0}
+    num_equal, num_single = int(groups["equal"].sum()), int(groups["single"].sum())
+    return Rewards(
+        num_known=len(values),
+        mean=sum(values) / len(values) if values else None,
+        solved=sum(values) / len(values) if is_binary else None,
+        bars=_bars(values),
+        num_varied=len(groups) - num_equal - num_single,
+        num_equal=num_equal,
+        num_single=num_single,
+    )
+
+
+def _bars(values: Sequence[float]) -> tuple[tuple[str, int], ...]:
+    """Count each value if there are few, else the values in equal ranges.
+
+    Example:
+        >>> _bars([0.0, 1.0, 1.0])
+        (('0', 1), ('1', 2))
+    """
+    distinct = sorted(set(values))
+    finite = [value for value in values if np.isfinite(value)]
+    if len(distinct) <= _MOST_DISTINCT or len(finite) < len(values):
+        kept = distinct[:_MOST_DISTINCT]
+        return tuple((f"{value:g}", values.count(value)) for value in kept)
+    counts, edges = np.histogram(finite, bins=_MOST_DISTINCT)
+    ranges = zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True)
+    labels = [f"{low:.3g} to {high:.3g}" for low, high in ranges]
+    return tuple(zip(labels, counts.tolist(), strict=True))
