@@ -23,7 +23,7 @@ OWN_FIELDS = (
     *("base_url", "api_key", "model", "task_file", "reward_file"),
     *("instance_id", "repetition_id", "prompt"),
 )
-"""Fields available to every command, besides the extras of its task."""
+"""Fields available to every command, in addition to the extras of its task."""
 
 _NO_CODE = frozenset({"base_url", "api_key", "model", "task_file", "reward_file", "repetition_id"})
 """Fields whose values cannot be set by a task."""
@@ -67,7 +67,7 @@ def fields_in(command: str) -> set[str]:
 
 
 def check_scripts(words: list[str]) -> None:
-    """Reject command-line scripts that contain a task field: the task's text would run as code.
+    """Reject scripts in a command line that contain a task field, whose text would run as code.
 
     Raises:
         ConfigError: harness.
@@ -99,7 +99,7 @@ def filled(words: list[str], values: Mapping[str, Any]) -> list[str]:
 
 
 def shown(harness: str) -> str:
-    """Return a harness in a form that is safe to write: values named like credentials are redacted.
+    """Return a harness in a form that is safe to store: values named like credentials are redacted.
 
     Example:
         >>> shown("solve --api-key sk-123 --retries 3")
@@ -119,7 +119,7 @@ def without(text: str, secrets: Sequence[str]) -> str:
 
 
 def secrets_in(harness: str) -> list[str]:
-    """List values named like credentials, and users in URLs; longest first.
+    """List values named like credentials, and user parts of URLs, longest first.
 
     Example:
         >>> secrets_in("env API_KEY=one solve --token two --tokens 3 http://user:four@host/")

@@ -260,7 +260,7 @@ def _chunks(
     request: _Request,
     usage: dict[str, int],
 ) -> Iterator[dict[str, Any]]:
-    """Yield the chunks of a stream: the prompt with the first, then each choice and its end."""
+    """Yield a stream's chunks: each choice and its end; the first chunk also has the prompt."""
     if about["object"] == "chat.completion":
         about = about | {"object": "chat.completion.chunk"}
     prompt = _prompt(first)

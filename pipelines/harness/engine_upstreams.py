@@ -12,7 +12,7 @@ from schemas.errors import EngineError
 
 
 class EngineGone(EngineError):
-    """No attempt at a call got a response, so further calls would fail too."""
+    """Error of a call that got no response on any attempt, so further calls would fail too."""
 
 
 class PolicyUpstreams(Upstreams):

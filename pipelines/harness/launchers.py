@@ -66,8 +66,8 @@ class Harness(Protocol):
         """Run a task to completion.
 
         Raises:
-            InputError: harness_reward, harness_timeout; harness_raised by a function;
-                harness_exit and harness_start by a command.
+            InputError: harness_reward, harness_timeout; harness_raised for a function;
+                harness_start and harness_exit for a command.
         """
         ...
 
@@ -126,7 +126,7 @@ class CommandHarness:
         for task in tasks:
             missing = sorted(self._fields - {*OWN_FIELDS, *task.extras})
             if missing:
-                got = f"unknown field {{{missing[0]}}}: it is not a field of the task {task.source}"
+                got = f"unknown field {{{missing[0]}}}: the task {task.source} has no such field"
                 hint = f"use a field of the task, or one of {', '.join(OWN_FIELDS)}"
                 raise ConfigError("harness", "harness", got, hint=hint)
 

@@ -142,7 +142,7 @@ class Calls:
         """Build the steps of a trajectory whose calls have ended, with its outcome.
 
         Returns:
-            The steps that can be read, and the reason if the calls cannot be used as they are.
+            The steps that can be read; and why the calls cannot be used as they are, or None.
         """
         session = opened.session
         losses = losses_of(session, {"error": outcome.error})
@@ -256,7 +256,7 @@ async def open_calls(
     """Serve the calls of harnesses on loopback for as long as the block lasts.
 
     Args:
-        config: Its `urls` are the engine's API; without any, this process serves the engine too.
+        config: Its `urls` are the engine's API; if it has none, this process serves the engine.
         engine: An engine whose context has been entered.
         tokenizer: Tokenizer of the engine.
         turn: Context entered around each call, while the engine works on it.

@@ -17,12 +17,12 @@ _NOT_ASKED = ("max_tokens", "return_token_ids", "include_stop_str_in_output", "s
 
 
 def usual_fields(config: GenerateConfig, seed: int | None, policy_version: int) -> dict[str, Any]:
-    """Return the fields of a request that specifies no sampling settings.
+    """Return the default fields of a harness's requests.
 
     Args:
         config: Sampling settings.
         seed: Seed of this call; None: no seed is sent.
-        policy_version: Version of the engine's weights; hides cache entries of older weights.
+        policy_version: Version of the engine's weights; prevents cache hits from older weights.
     """
     usual = sampling_fields(config.sampling)
     fields = {name: value for name, value in usual.items() if name not in _NOT_ASKED}

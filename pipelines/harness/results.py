@@ -19,12 +19,12 @@ def outcome_of(result: Any, where: str) -> Outcome:
     """Check the result of a run and convert it to an outcome.
 
     Args:
-        result: The reward, or a mapping: `reward` or `error` (why the run failed), and `metrics`,
-            numbers by name.
+        result: The reward, or a mapping with `reward` or `error` (why the run failed), and
+            optionally `metrics` (numbers by name).
         where: Location shown in error messages.
 
     Raises:
-        InputError: harness_reward if it is none of these.
+        InputError: harness_reward if the result is neither.
 
     Example:
         >>> outcome_of({"reward": 1, "metrics": {"turns": 3}}, "trajectory").metrics

@@ -21,7 +21,7 @@ class HarnessTrajectory:
         config: Sampling settings for fields that its calls omit, and its time limit.
 
     Attributes:
-        steps: Its calls, set when it ends; kept if the trajectory fails.
+        steps: Recorded calls, set when the harness ends; kept if the trajectory fails.
         warnings: Always empty.
     """
 

@@ -57,8 +57,8 @@ class App:
     Args:
         recorder: A recorder whose context has been entered.
         upstreams: Upstreams whose context has been entered.
-        url: Root URL for clients: "http://127.0.0.1:8100".
-        exact: Continues conversations token by token; None: disabled.
+        url: Root URL for clients, such as "http://127.0.0.1:8100".
+        exact: Continues conversations token by token; None if disabled.
     """
 
     def __init__(
@@ -261,7 +261,7 @@ class App:
 
 
 async def _given(exchange: Exchange, decoder: msgspec.json.Decoder[T], where: str) -> T:
-    """Decode the body of a request to the recorder itself; an empty body is read as {}.
+    """Decode the body of a request to the recorder itself; an empty body is treated as {}.
 
     Raises:
         InputError: media_type unless the content type is JSON, because web pages may send some
@@ -279,7 +279,7 @@ async def _given(exchange: Exchange, decoder: msgspec.json.Decoder[T], where: st
 
 
 def _is_model(path: str) -> bool:
-    """True if the path names a model, without dot segments that lead out of the models' path."""
+    """True if the path names a model, and has no dot segments, which could lead elsewhere."""
     named = path.startswith(f"{MODELS}/")
     return named and not {".", ".."} & set(unquote(path).split("/"))
 

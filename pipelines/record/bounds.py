@@ -54,7 +54,7 @@ _Items = msgspec.defstruct(
     "_Items",
     [(f"item{i}", msgspec.Raw, msgspec.Raw()) for i in range(MOST_ITEMS)],
     array_like=True,
-    forbid_unknown_fields=True,  # msgspec bounds a list while decoding only this way
+    forbid_unknown_fields=True,  # the only way to bound a list while msgspec decodes it
 )
 _LARGE, _ITEMS = msgspec.json.Decoder(_Large), msgspec.json.Decoder(_Items)
 _LARGE_REQUEST = msgspec.json.Decoder(_LargeRequest)
@@ -106,7 +106,7 @@ def check_shape(content: bytes) -> None:
         if choice[:1] == b"{":
             num_other += _num_other(choice, _LARGE.decode(choice))
     if num_other > _OTHER_BYTES:
-        raise too_large("other fields (all but tokens, texts and log-probabilities)", _OTHER_BYTES)
+        raise too_large("fields (other than tokens, texts and log-probabilities)", _OTHER_BYTES)
 
 
 def check_request(body: bytes) -> None:
@@ -127,7 +127,7 @@ def num_prompts(prompt: bytes) -> int:
     """Count the prompts of a text completion.
 
     Args:
-        prompt: JSON: a text, token ids, or a list of either.
+        prompt: A text, token ids, or a list of either, as JSON.
 
     Raises:
         InputError: request_size.

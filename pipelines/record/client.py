@@ -17,14 +17,14 @@ with requires_extra("record", "a recorder's client"):
 
 @dataclass(kw_only=True, slots=True)
 class RecordedSession:
-    """An open session.
+    """An open session, whose outcome you set before it ends.
 
     Attributes:
         name: "instance/repetition".
-        base_url: Base URL for the harness, instead of the engine's.
-        reward: Outcome to set; None: unknown.
-        error: Reason to set if the run failed; None: it succeeded.
-        metrics: Metrics to set, by name.
+        base_url: Base URL for the harness to use instead of the engine's.
+        reward: Reward of the run; None if unknown.
+        error: Why the run failed; None if it succeeded.
+        metrics: Metrics of the run, by name.
     """
 
     name: str
@@ -63,10 +63,10 @@ class RecorderClient:
 
         Args:
             instance_id: Id of the task.
-            repetition_id: Number of the attempt; None: the first unused number.
+            repetition_id: Number of the attempt; None for the first unused number.
 
         Raises:
-            InputError: recorder if it does not respond, or rejects the request.
+            InputError: recorder if the recorder does not respond, or rejects the request.
         """
         body = {"instance_id": instance_id, "repetition_id": repetition_id}
         opened = await self._post("/sessions", body)

@@ -13,7 +13,7 @@ _EMPTY_DELTA = b"{}"
 
 
 class Unread(ValueError):
-    """The response is not a completion: it is passed on unchanged."""
+    """Error for a response that is not a completion, and is passed on unchanged."""
 
 
 class Answer:
@@ -39,7 +39,7 @@ class Answer:
             raise Unread from None
 
     def shown(self, asked: Asked) -> bytes | None:
-        """Return the response for the client; None for a chunk that only carries tokens.
+        """Return the response to send to the client; None for a chunk that carries only tokens.
 
         Fields that the client did not request are null, as in the engine's own responses.
         """
@@ -58,11 +58,11 @@ class Answer:
         return [_index(choice) for choice in self.choices]
 
     def finished(self) -> list[int]:
-        """Return the indices of the choices that end here."""
+        """Return the indices of the choices that end in this response or chunk."""
         return [_index(c) for c in self.choices if c.get("finish_reason", NULL) != NULL]
 
     def sampled(self) -> list[int]:
-        """Return the indices of the choices that have tokens here."""
+        """Return the indices of the choices that have tokens in this response or chunk."""
         absent = (NULL, msgspec.Raw(b"[]"))
         return [_index(c) for c in self.choices if c.get("token_ids", NULL) not in absent]
 

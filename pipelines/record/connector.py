@@ -24,9 +24,9 @@ class BoundedConnector(aiohttp.TCPConnector):
 
 
 class BoundedHandler(ResponseHandler):
-    """One connection that turns endless informational responses (1xx) into an error.
+    """One connection that turns an endless series of informational responses (1xx) into an error.
 
-    aiohttp skips any number of them, and each one extends its timeout. A protocol switch (101),
+    aiohttp skips any number of them, and each one extends the timeout. A protocol switch (101),
     which no request asks for, is an error too.
     """
 
@@ -37,7 +37,7 @@ class BoundedHandler(ResponseHandler):
         status = data[0].code
         self._num_informational = self._num_informational + 1 if 100 <= status < 200 else 0
         if status == _SWITCHING:
-            self._refuse("a switch of protocols (status 101)")
+            self._refuse("a protocol switch (status 101)")
         elif self._num_informational <= MOST_INFORMATIONAL:
             super().feed_data(data, size)
         elif self._num_informational == MOST_INFORMATIONAL + 1:

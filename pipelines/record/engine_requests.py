@@ -33,7 +33,7 @@ class Asked:
         num_choices: Number of expected choices.
         is_exact: True if the engine returns tokens that were sampled one by one; false for an echo
             or a beam search.
-        model: The client's name of the model if it differs from the engine's.
+        model: The client's name for the model if it differs from the engine's.
     """
 
     kind: Kind
@@ -56,12 +56,12 @@ class Asked:
 
 
 def read_request(kind: Kind, body: bytes, models: tuple[str, str] | None = None) -> Asked | None:
-    r"""Parse a body; None if it is not a JSON object, which the engine will reject.
+    r"""Parse a body; None if it is not a JSON object (the engine then rejects the request).
 
     Args:
         kind: Kind of the endpoint.
         body: Body as received.
-        models: The model's name for clients, and for the engine.
+        models: The model's names for clients and for the engine; None if they are the same.
 
     Raises:
         InputError: request_size.

@@ -63,7 +63,7 @@ class Events:
 
 
 class StreamedCall:
-    """A streamed response while it arrives.
+    """A streamed response, processed as it arrives.
 
     Args:
         asked: The request.
@@ -84,7 +84,7 @@ class StreamedCall:
 
     @property
     def is_whole(self) -> bool:
-        """True if every choice has its finish reason."""
+        """True once every choice has a finish reason."""
         return len(self._finished) >= self._asked.num_choices
 
     def take(self, event: bytes) -> bytes | None:
@@ -136,7 +136,7 @@ class StreamedCall:
         return msgspec.Raw(b"[" + (content + b",".join(ends)).removesuffix(b",") + b"]")
 
     def _of_sampled(self) -> bytes:
-        """Return the chunks of a cut-off call, without choices that had no tokens yet."""
+        """Return a cut-off call's chunks, except those of choices that have no tokens yet."""
         chunks = (bytes(self._content[a:b]) for a, b in pairwise([0, *self._ends]))
         return b"".join(
             chunk for chunk in chunks if self._sampled.issuperset(Answer(chunk[:-1]).indices())

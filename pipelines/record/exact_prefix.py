@@ -1,13 +1,13 @@
 """Continue growing chats token by token, for clients that support only the chat API.
 
 The first call of a conversation is sent unchanged. A later call that repeats its messages and the
-response unmodified, followed by new messages, is sent as token ids:
+response unmodified and appends new messages is sent as token ids:
 
     prompt = the last prompt + the tokens sampled for it + the ids of the new messages
 
 The client receives the engine's text completion as a chat completion. When in doubt (tools,
 reasoning, an edited response, a template that changes earlier messages, a chat-only field), the
-call is sent unchanged, and counted with the reason.
+call is sent unchanged and counted by reason.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Conversation(NamedTuple):
     Attributes:
         messages: Messages, ending with the engine's response.
         ids: Prompt and response of the last call.
-        num_sampled: Number of ids at the end that are the response.
+        num_sampled: Number of ids at the end that belong to the response.
     """
 
     messages: list[dict[str, Any]]
@@ -72,7 +72,7 @@ class Unsure:
     """The reason why a call is sent unchanged.
 
     Attributes:
-        reason: A word or two; `FIRST`: there is no conversation to continue.
+        reason: A word or two; `FIRST` if there is no conversation to continue.
     """
 
     reason: str
@@ -98,7 +98,7 @@ class ExactPrefix:
             session: Session of the call.
             agent: Agent within the session.
             asked: A chat request.
-            room: Context length of the engines, in tokens; None: unknown.
+            room: Context length of the engines, in tokens; None if unknown.
         """
         known = self._known.get(session.name, {}).get(agent, [])
         if not known:
@@ -175,7 +175,7 @@ class ChatShown:
         return msgspec.json.encode(self._named(answer.fields) | top)
 
     def chunk(self, answer: Answer) -> bytes:
-        """Convert a chunk; a chunk with the role precedes the first one."""
+        """Convert a chunk; before the first one, insert a chunk with the role."""
         top = self._named(answer.fields) | {"object": "chat.completion.chunk"}
         choices = [
             {"delta": {"content": choice["text"]}, **_without(choice, "text")}
@@ -236,7 +236,7 @@ def _plain(messages: object) -> list[dict[str, Any]]:
 
 
 def _is_empty(value: object) -> bool:
-    """True if a field is empty, like those that clients add when they send a response back."""
+    """True if a field is empty, such as those that clients add when they send a response back."""
     return value in _EMPTY or (isinstance(value, dict) and all(map(_is_empty, value.values())))
 
 

@@ -47,9 +47,9 @@ class Recovered:
     Attributes:
         folder: Number of the session's folder.
         places: Locations of its calls in the log.
-        outcome: Its outcome; None: it is still open.
+        outcome: Its outcome; None if it is still open.
         num_unrecorded: Calls that are not in the log.
-        num_lost: Number of these calls that could not be written.
+        num_lost: Number of unrecorded calls that could not be written.
     """
 
     folder: int
@@ -74,8 +74,8 @@ class Journal:
         out: Local directory of the dataset.
 
     Attributes:
-        problem: Reason why the last write failed; None: it succeeded.
-        last_time_s: Time of the latest call found.
+        problem: Why the last write failed; None if it succeeded.
+        last_time_s: Time of the latest call that `recover` found, in seconds since 1970.
         folder: Number of the folder for new sessions.
     """
 
@@ -89,7 +89,7 @@ class Journal:
         self.folder = 0
 
     def recover(self) -> dict[str, Recovered]:
-        """Load the sessions of an earlier recorder that are not known to be in a shard.
+        """Load the sessions of an earlier recorder, except those known to be in a shard.
 
         An incomplete last line is removed: no client received confirmation of it.
         """
@@ -141,7 +141,7 @@ class Journal:
         return await self._write(self._path(folder, name), content + b"\n")
 
     async def probe(self) -> None:
-        """Test whether writing works again after a failure; readers skip the blank lines.
+        """After a failure, test whether writing works again, with blank lines that readers skip.
 
         Raises:
             InputError: As for `append`.
@@ -162,7 +162,7 @@ class Journal:
             self._sizes.pop(self._path(folder, name), None)
 
     def _remove(self, folder: int) -> None:
-        """Rename before deleting, so that a numbered folder is always complete."""
+        """Delete a folder, renaming it first so that a numbered folder is always complete."""
         gone = self._root / f"{folder:05d}.done"
         with contextlib.suppress(OSError):
             self._path(folder, "calls").parent.rename(gone)

@@ -31,12 +31,13 @@ class Call:
 
     Attributes:
         path: API path.
-        asked: The client's request; None: it cannot be recorded.
+        asked: The client's request; None if it cannot be recorded.
         body: Body as received, then as sent to the engine.
         session: Session of the call.
         agent: Agent within the session.
-        exact: Continues conversations token by token; None: disabled.
-        as_chat: Converts the response to chat if a text completion was requested instead.
+        exact: Continues conversations token by token; None if disabled.
+        as_chat: Converts the response to a chat completion; None unless the call was sent as a text
+            completion.
         about: Further fields to record.
         is_recorded: True if part of a cut-off response was recorded.
     """
@@ -107,7 +108,7 @@ class Call:
             self.path, self.body, self.as_chat = PATH, made, ChatShown(self.asked)
         sent = made.reason if isinstance(made, Unsure) else "tokens"
         self.about["sent"] = sent
-        kind = "field" if sent.startswith("field ") else sent  # unbounded label values otherwise
+        kind = "field" if sent.startswith("field ") else sent  # bounds the number of label values
         self.recorder.metrics.exact_prefix.labels(sent=kind).inc()
 
     async def _stream(self, response: Answered, asked: Asked) -> None:
@@ -133,8 +134,8 @@ class Call:
 
     async def _forward(self, response: Answered, stream: StreamedCall) -> bytearray:
         """Forward events as they arrive, but hold back and return the end of the response."""
-        # The client gets the end only after the call is on disk: every finished response is
-        # recorded.
+        # The client gets the end only once the call is on disk, so that every response that it
+        # receives in full is recorded.
         events, held = Events(self.recorder.settings.max_answer_bytes // 4), bytearray()
         async for content in self.upstreams.parts(response):
             shown = bytearray()
@@ -228,7 +229,7 @@ class Call:
         self.recorder.warn(what, f"served unrecorded: {text}")
 
     def _refused(self, error: RolloutError) -> None:
-        """Count a call whose response was rejected; tokens received before that are recorded."""
+        """Report a call whose response was rejected; count it unless part of it was recorded."""
         if not self.is_recorded:
             self.session.num_unrecorded += 1
             self.recorder.metrics.unrecorded.inc()

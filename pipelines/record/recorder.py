@@ -97,7 +97,7 @@ class Recorder:
 
     @property
     def num_waiting(self) -> int:
-        """Ended sessions that are not in a shard yet."""
+        """Number of ended sessions that are not in a shard yet."""
         return sum(s.outcome is not None for s in self.sessions)
 
     def update_gauges(self) -> None:
@@ -106,7 +106,7 @@ class Recorder:
         self.metrics.waiting.set(self.num_waiting)
 
     def warn(self, what: str, text: str) -> None:
-        """Report a problem once per kind."""
+        """Report a problem if it is the first of its kind."""
         if what not in self._said:
             self._said.add(what)
             self._tell(f"{what}: {text}")
@@ -155,7 +155,7 @@ class Recorder:
         return self.sessions.open(f"{instance_id}/{repetition_id}", self.journal.next_folder())
 
     def now_s(self) -> float:
-        """Return seconds since 1970, later than any previous call."""
+        """Return the time in seconds since 1970, later than on any previous call."""
         # Strictly increasing, because readers order the calls of a session by time.
         self._last_time_s = max(time.time(), self._last_time_s + 1e-6)
         return self._last_time_s
@@ -167,13 +167,13 @@ class Recorder:
         response: msgspec.Raw,
         **about: Any,
     ) -> None:
-        """Write a call; it is on disk when this returns.
+        """Write a call to the journal; it is on disk when this returns.
 
         Args:
             session: Session of the call.
             request: Fields that the client sent.
             response: The engine's response: an object, or a list of chunks.
-            about: `time`, and `agent` and `policy_version` if known.
+            about: `time`; `agent` and `policy_version` if known.
 
         Raises:
             InputError: journal if it was not written.
@@ -215,7 +215,7 @@ class Recorder:
         """End a session; repeating the same outcome has no effect.
 
         Args:
-            name: Name of the session; it may be new if it ends with an error.
+            name: Name of the session, which may be new if it ends with an error.
             said: `reward`, `error`, and numbers and texts by name.
 
         Raises:
@@ -304,7 +304,7 @@ class Recorder:
                 self.warn(error.rule, f"{error} Retrying.")
 
     async def _keep_losses(self) -> None:
-        """Record which open sessions lack calls, in case a later recorder ends them."""
+        """Record which open sessions have missing calls, in case a later recorder ends them."""
         for session in [s for s in self.sessions if s.outcome is None and s.places]:
             losses = session.num_unrecorded, session.num_lost
             if losses != session.losses_kept:
@@ -327,7 +327,7 @@ class Recorder:
 
 
 def _cut(sessions: Sequence[Session]) -> Iterator[list[Session]]:
-    """Split sessions into groups for one shard each, bounded in number and size."""
+    """Split sessions into groups, one per shard, of bounded number and size."""
     together: list[Session] = []
     num_bytes = 0
     for session in sessions:

@@ -1,8 +1,8 @@
 """Redact credentials in a request's body: they are sent to the engine but never written to disk.
 
-Whatever the model reads is kept unchanged: texts are never searched. Everything else is judged by
-its name, at any depth: fields for headers and for parameters of other servers, and fields named
-like credentials. URLs are kept up to the query.
+Text that the model reads is kept unchanged and never searched. Elsewhere, at any depth, fields for
+headers, fields for parameters of other servers, and fields named like credentials are redacted.
+URLs are kept without user and query.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _KEYWORDS = frozenset({"type", "$ref", "anyOf", "oneOf", "allOf", "enum", "const
 _OF_MODEL = frozenset({"arguments"})
 """Fields that the model wrote or reads; never searched."""
 _URLS = frozenset({"url", "urls", "uri", "endpoint", "base"})
-# Fast path: most values match nothing here, and are not parsed at all.
+# Fast path: most values do not match this, and are not parsed at all.
 _SUSPECT = re.compile(
     rb"auth|bearer|cookie|credential|env|extra|header|jwt|key|litellm|oauth|pass|pwd|query|salt"
     rb"|secret|signature|token|://|\\",
@@ -70,7 +70,7 @@ _TEXT = msgspec.json.Decoder(str)
 
 
 def is_secret(name: str) -> bool:
-    """True if a field with that name is or contains a credential.
+    """True if a field with this name is, or contains, a credential.
 
     Example:
         >>> [
@@ -122,7 +122,7 @@ def _without(value: msgspec.Raw, *, are_names: bool = False, are_urls: bool = Fa
             kept = [_without(item, are_urls=are_urls) for item in items]
             return value if kept == items else msgspec.Raw(msgspec.json.encode(kept))
         return _without_query(value) if are_urls and content[:1] == b'"' else value
-    except (msgspec.MsgspecError, RecursionError, ValueError):  # not searchable: redact it all
+    except (msgspec.MsgspecError, RecursionError, ValueError):  # not searchable: redact all
         return _REDACTED
 
 

@@ -116,7 +116,7 @@ async def _serving(
 async def answering(
     app: Guard, listener: socket.socket, *, stop_s: int
 ) -> AsyncIterator[uvicorn.Server]:
-    """Answer requests for as long as the block lasts.
+    """Serve requests for as long as the block lasts.
 
     Args:
         app: The application.
@@ -188,7 +188,7 @@ async def serve(
 def _exact_prefix(
     settings: RecordSettings, metadata: DatasetMetadata
 ) -> tuple[ExactPrefix | None, DatasetMetadata]:
-    """Set up exact continuation, and add the tokenizer to the metadata."""
+    """Set up token-by-token continuation of chats, and add the tokenizer to the metadata."""
     if settings.exact_prefix is None:
         return None, metadata
     tokenizer = load_tokenizer(settings.exact_prefix)

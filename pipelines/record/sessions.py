@@ -43,19 +43,19 @@ class Session:
 
     Attributes:
         name: "instance/repetition".
-        folder: Folder of the journal.
+        folder: Number of the journal folder.
         places: Locations of its calls in the journal.
-        outcome: Its outcome; None: it is still open.
+        outcome: Its outcome; None if it is still open.
         num_under_way: Number of running calls.
         writing: Writes of running calls; they complete even if nobody waits for them.
         num_tokens: Tokens sampled so far.
         num_drifts: Calls that did not continue the tokens of the agent's previous call.
         num_unrecorded: Calls that were served but not recorded.
-        num_lost: Number of these calls that could not be written.
-        losses_kept: num_unrecorded and num_lost as last written to the journal.
+        num_lost: Number of unrecorded calls that could not be written.
+        losses_kept: num_unrecorded and num_lost, as last written to the journal.
         num_fallbacks: Calls that `exact_prefix` could not continue token by token.
         ends: For each agent's last call, the [prompt + response] ids of each choice.
-        active_s: Time when the session was opened or a call last ended, on the monotonic clock.
+        active_s: When the session was opened or its last call ended, on the monotonic clock.
     """
 
     name: str
@@ -84,7 +84,7 @@ class Session:
             self.active_s = time.monotonic()
 
     def count(self, agent: str | None, seen: Seen) -> bool:
-        """Count a call; true if it drifts, i.e. continues none of the previous call's choices."""
+        """Count a call; return true if it drifts (continues no choice of the previous call)."""
         before = self.ends.get(agent, [])
         drifts = bool(before) and not any(_continues(seen.prompt, end) for end in before)
         self.ends[agent] = [np.concatenate([seen.prompt, r]) for r in seen.responses]
@@ -200,7 +200,7 @@ class Sessions:
             del self._live[session.name]
 
     def idle(self, timeout_s: float) -> list[Session]:
-        """List open sessions without any activity for `timeout_s` seconds."""
+        """List open sessions that have been inactive for `timeout_s` seconds."""
         before = time.monotonic() - timeout_s
         return [
             s for s in self if s.outcome is None and not s.num_under_way and s.active_s < before

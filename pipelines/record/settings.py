@@ -20,24 +20,26 @@ class RecordSettings:
     Attributes:
         out: Local dataset directory; shards are appended to an existing one.
         upstreams: Root URL of each engine; all serve the same model.
-        upstream_api_key: Key for the engines; None: the client's key, unless that names a session.
+        upstream_api_key: Key for the engines; None forwards the client's key, unless that names a
+            session.
         served_model_name: Name of the model for clients; None: the engines' name.
         admin_key: Required to open sessions and to set the policy version; calls of a session then
-            need the key that was returned when it was opened. None: no keys.
+            need the key that was returned when it was opened. None disables keys.
         allowed_hosts: Host names of the recorder besides the address it listens on.
         policy_version: Initial version of the engines' weights.
-        idle_timeout_s: Time without a call, in seconds, after which a session is abandoned;
-            `math.inf`: never.
+        idle_timeout_s: Time without a call, in seconds, after which a session is ended as
+            abandoned; `math.inf` disables this.
         flush_s: Maximum time until an ended session is written to a shard, in seconds.
         max_request_bytes: Maximum size of a request body.
         max_answer_bytes: Maximum size of an engine's response, streamed or not; one line or event
             of a stream may take up a quarter of it.
         max_concurrency: Maximum number of concurrent calls; further calls wait.
-        on_full: If a call cannot be written: `refuse` it, or `serve` it unrecorded.
-        unassigned: Calls outside of any session: `keep` each as its own session, or `refuse`.
-        end_open: Whether to end open sessions on exit, without an outcome.
+        on_full: How to handle a call that cannot be written: `refuse` it, or `serve` it unrecorded.
+        unassigned: How to handle calls outside of any session: `keep` each as its own session, or
+            `refuse` it.
+        end_open: Whether to end open sessions on exit, with an unknown reward.
         exact_prefix: Directory of the engines' tokenizer, to continue growing chats token by token.
-        logprobs_mode: Distribution of the engines' log-probabilities; None: unknown.
+        logprobs_mode: Distribution of the engines' log-probabilities; None if unknown.
     """
 
     out: str

@@ -89,7 +89,7 @@ class Shards:
     def _tables(
         self, sessions: Sequence[Ended]
     ) -> tuple[list[Ended], list[pa.Table], list[Rejected]]:
-        """Return the unusable sessions, the rows of the usable ones, and the reasons."""
+        """Return the unusable sessions, the rows of the usable ones, and the rejected calls."""
         reader = Reader(self._settings, {_key(ended): ended.outcome for ended in sessions})
         broken: list[Rejected] = []
         vocab_size = self._settings.metadata.vocab_size
@@ -125,8 +125,8 @@ def settle(ended: Ended, vocab_size: int) -> tuple[Settled, RolloutError | None]
         vocab_size: All ids must be below it.
 
     Returns:
-        The trajectory, with the steps that can be read, and the first reason if the session's calls
-        cannot be used as they are.
+        The trajectory with the steps that can be read; and why the session's calls cannot be used
+        as they are, or None.
     """
     settings, fault = _settings(DatasetMetadata(), None), None
     for again in (_as_failed, _without_steps, None):

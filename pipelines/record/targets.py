@@ -1,4 +1,4 @@
-"""Find the session, agent and API path of a call, in its URL, a header or the API key.
+"""Find a call's session, agent and API path in its URL, a header or its API key.
 
     /s/INSTANCE/REPETITION[/AGENT]/v1/...         base URL of a session
     /k/KEY/INSTANCE/REPETITION[/AGENT]/v1/...     the same, with the session's key
@@ -31,7 +31,7 @@ class Target(NamedTuple):
         session: "instance/repetition"; None if the request names none.
         agent: Agent within the session.
         key: Session key in the URL.
-        rest: Path without the session: "/v1/chat/completions", "/end", "".
+        rest: Path without the session, such as "/v1/chat/completions", "/end" or "".
     """
 
     session: str | None

@@ -30,7 +30,7 @@ _NOT_PASSED_ON = frozenset(
 Answered = aiohttp.ClientResponse
 MODELS = "/v1/models"
 VERSION_HEADER = "x-rollouts-policy-version"
-"""Header of an engine's response: version of the weights that sampled it."""
+"""Response header with the version of the weights that sampled the response."""
 
 
 class Model(msgspec.Struct):
@@ -50,8 +50,8 @@ _MODELS = msgspec.json.Decoder(_Models)
 class Upstreams:
     """Engines that return equivalent responses.
 
-    A call is retried if no byte of a response has arrived, on the next engine if there are several:
-    that is safe because sampling has no side effects.
+    If no byte of a response has arrived, a call is retried, on the next engine if there are
+    several. This is safe because sampling has no side effects.
 
     Args:
         urls: Root URL of each engine; a trailing "/v1" is removed.
@@ -110,8 +110,8 @@ class Upstreams:
         """Send a request; yield the response once its headers have arrived, with the body unread.
 
         Args:
-            method: "POST".
-            path: "/v1/chat/completions".
+            method: HTTP method.
+            path: Path such as "/v1/chat/completions".
             body: Body to send.
             headers: The client's headers, by lower-case name.
             session: Calls with the same session go to the same engine as long as it responds.

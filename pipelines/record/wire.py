@@ -61,9 +61,9 @@ class Exchange:
         send: ASGI send.
 
     Attributes:
-        method: "GET".
+        method: HTTP method, such as "GET".
         raw_path: Path as received, percent-encoded.
-        headers: Headers by lower-case name; the last one wins if repeated.
+        headers: Headers by lower-case name; if one is repeated, the last one wins.
         has_begun: True once the response headers have been sent.
         status: Status of the response; 0 until then.
     """
@@ -79,7 +79,7 @@ class Exchange:
         self.status = 0
 
     def require(self, method: str) -> None:
-        """Reject any other method.
+        """Reject the request if it uses a different method.
 
         Raises:
             InputError: method.
@@ -165,7 +165,7 @@ def error_body(error: RolloutError) -> bytes:
 
 
 async def unless_left(exchange: Exchange, work: Awaitable[None]) -> bool:
-    """Do some work, but cancel it if the client disconnects; return whether it was completed."""
+    """Do some work, but cancel it if the client disconnects; return whether it completed."""
     doing = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(exchange.left())
     try:
