@@ -37,8 +37,8 @@ class Client:
     Attributes:
         tokenizer: Tokenizer of the engine.
         steps: Calls recorded so far.
-        failure: An error that ends the entire run, not only this trajectory; kept even if the agent
-            caught it.
+        failure: An error that ends the entire run, not only this trajectory; set even if the agent
+            catches it.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Client:
         trains: bool = True,
         **changes: Any,
     ) -> Sampled:
-        """Continue exact tokens; the other arguments are as in `chat`.
+        """Sample a continuation of exact prompt tokens; the other arguments are as in `chat`.
 
         Raises:
             RolloutError: As for `Engine.sample`.

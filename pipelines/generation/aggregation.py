@@ -16,7 +16,7 @@ from schemas.errors import InputError, RolloutError
 
 ENVIRONMENT = "environment/"
 USED = ("instance_id", "is_last_step", "metrics", "error")
-"""Columns from which these metrics are computed."""
+"""Columns from which environment metrics are computed."""
 Metrics = Mapping[str, float]
 Aggregate = Callable[[Sequence[Metrics]], Any]
 
@@ -26,13 +26,13 @@ async def environment_metrics(
 ) -> tuple[dict[str, float], list[str]]:
     """Compute `environment/{key}` with the environments' static `aggregate_metrics(metrics)`.
 
-    If an environment has none, or it fails, each key is averaged over the trajectories that have
-    it. A key that several environments report is averaged over them, weighted by their numbers of
-    trajectories.
+    If an environment has no such method, or the method fails, each key is averaged over the
+    trajectories that report it. A key that several environments report is averaged over these,
+    weighted by the number of trajectories of each.
 
     Args:
         rows: Steps of complete trajectories with the columns `USED`; failed ones are ignored.
-        names: Environment name per instance.
+        names: Environment name by instance_id.
         timeout_s: Time limit for each call, in seconds.
 
     Returns:

@@ -21,7 +21,8 @@ class Finished:
     Attributes:
         task: The task attempted.
         rows: Rows of the rollout table; at least one.
-        rule: Rule of the error; None if it succeeded, or if its generator reported the failure.
+        rule: Rule of the error; None if the trajectory succeeded, or if its failure was reported by
+            a generator.
         warnings: Problems that do not affect the rows.
     """
 
@@ -32,7 +33,7 @@ class Finished:
 
     @property
     def error(self) -> str | None:
-        """The reason why it failed; None if it succeeded."""
+        """Why the trajectory failed; None if it succeeded."""
         has = "error" in self.rows.column_names
         error: str | None = self.rows.column("error")[0].as_py() if has else None
         return error
@@ -59,5 +60,5 @@ def finished_of(
 
 
 def rows_of(finished: Sequence[Finished]) -> pa.Table:
-    """Concatenate the rows of trajectories in their order."""
+    """Concatenate the rows of trajectories, in order."""
     return pa.concat_tables([one.rows for one in finished], promote_options="default")

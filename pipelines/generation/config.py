@@ -63,14 +63,14 @@ class GenerateConfig:
     generate(GeneratorInput) -> GeneratorOutput`; constructed as `Class(engine, tokenizer, config)`,
     called once per group."""
     generator_config: dict[str, Any] = field(default_factory=dict)
-    """Settings for your generator, which reads them from `config.generator_config`."""
+    """Settings that a custom generator reads from `config.generator_config`."""
 
     history: History = "append"
-    """How the prompt of the next turn is built. `append`: sampled tokens are kept, observations are
-    appended as messages; `one_message`: observations are appended as plain text in the same
+    """How the prompt of the next turn is built. `append`: sampled tokens are kept, and observations
+    are appended as messages; `one_message`: observations are appended as plain text in the same
     assistant message; `step_wise`: the chat template renders all messages again for every turn;
-    `retokenize`: the same, but the final rendering of the entire conversation is trained on, using
-    the template's generation marks."""
+    `retokenize`: like `step_wise`, but the model is trained on the final rendering of the entire
+    conversation, using the template's generation marks."""
     chat_template: str | None = None
     """Name or file of a chat template that replaces the tokenizer's. With agents and harnesses on
     vLLM: the template that the servers were started with."""
@@ -128,7 +128,7 @@ class GenerateConfig:
 
     @property
     def outcome(self) -> Outcome:
-        """How returns are computed: environments reward every turn, all others the last step."""
+        """How returns are computed: `sum` for environments, which reward every turn, or `last`."""
         return "sum" if self.uses_environments else "last"
 
     @property
@@ -176,7 +176,7 @@ def identity(config: GenerateConfig) -> dict[str, Any]:
 
 
 def plain_values(config: GenerateConfig) -> dict[str, Any]:
-    """Return the configuration as plain values, without credentials, so that it may be written."""
+    """Return the configuration as plain values, without credentials, so that it can be saved."""
     values = dataclasses.asdict(config)
     if config.harness is not None:
         values["harness"] = shown(config.harness)

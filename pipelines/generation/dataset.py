@@ -56,17 +56,17 @@ def _check_same(config: GenerateConfig) -> None:
 
 
 class GroupWriter:
-    """A writer of complete groups, several per shard; on exit, it writes all that have finished.
+    """A writer of complete groups, several per shard; on exit, it writes all finished trajectories.
 
     A shard is written completely or not at all, so no trajectory is ever written twice: those that
-    a stopped run did not write are generated again. If an error ends the `with` block, all finished
-    trajectories are written, including those of incomplete groups.
+    a stopped run did not write are generated again. On exit, even after an error, the finished
+    trajectories of incomplete groups are written too.
 
     Args:
         out: Dataset directory.
         tasks: Expected tasks; a group is complete when all its tasks in this list have finished.
         metadata: Metadata from the generator.
-        config: Provides `groups_per_shard`, and the history of the dataset.
+        config: Provides `groups_per_shard`, and the settings to store in the metadata.
     """
 
     def __init__(

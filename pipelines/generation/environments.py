@@ -47,7 +47,7 @@ class Outcome:
 class Environment:
     """The environment of one trajectory, called in its own thread.
 
-    Results are checked in that thread too, because user-defined values can execute any code.
+    Results are checked in that thread too, because user-defined values can run arbitrary code.
 
     Args:
         make: Constructs the user's environment.
@@ -129,7 +129,7 @@ class Environment:
         return {name: number for name, number in numbers.items() if number is not None}
 
     async def close(self) -> None:
-        """Close the environment if it exists, within 30 s: interrupted runs wait for this too.
+        """Close the environment if it exists, within 30 s: even interrupted runs wait for this.
 
         Raises:
             InputError: env_raised, env_timeout.

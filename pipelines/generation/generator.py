@@ -67,8 +67,8 @@ class Generator:
         phase: Purpose of the batches, passed to a custom generator.
 
     Raises:
-        RolloutError: agent, environment, generator, harness or extra_installed if the configured
-            one does not exist.
+        RolloutError: agent, environment, generator or harness if the configured one does not
+            exist; extra_installed.
     """
 
     def __init__(
@@ -238,7 +238,7 @@ def _calls_module() -> ModuleType:
 class UnderWay:
     """Units of tasks, run concurrently within the limit of `max_concurrency` trajectories.
 
-    A unit that exceeds the limit runs by itself.
+    A unit that is larger than the limit runs by itself.
 
     Args:
         generator: Runs the units.

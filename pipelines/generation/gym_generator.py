@@ -70,7 +70,7 @@ class GymGenerator:
         Returns:
             A GeneratorOutput with one row per trajectory and a reward per token. With an agent or
             `history = step_wise`, it has one row per step (SkyRL's `step_wise_trajectories`), and
-            the last row has the trajectory's return, where SkyRL's trainer expects it.
+            each trajectory's last row has its return, where SkyRL's trainer expects it.
 
         Raises:
             InputError: If the batch is invalid; one_sequence if a trajectory is not a single

@@ -26,7 +26,7 @@ class Conversation(Protocol):
     messages: list[dict[str, Any]]
 
     def prompt_ids(self) -> list[int]:
-        """[P] Return the ids for the next call."""
+        """[P] Return the prompt ids for the next call."""
         ...
 
     def extend(
@@ -60,7 +60,7 @@ def begin(history: History, prompt: Messages, tokenizer: ChatTokenizer, where: s
 
 
 class Rendered:
-    """Messages rendered again for every turn; tokens of earlier turns may change."""
+    """Messages that are rendered again for every turn; tokens of earlier turns may change."""
 
     def __init__(self, prompt: Messages, tokenizer: ChatTokenizer, where: str) -> None:
         self.messages = [dict(message) for message in prompt]
@@ -113,7 +113,7 @@ class OneMessage(Appended):
     """All turns in one assistant message, with observations as plain text inside it.
 
     If the message continues after a turn, the turn's final EOS is removed from the conversation and
-    from the response. A turn that sampled nothing else keeps it in both.
+    from the response. A turn whose only token is the EOS keeps it in both.
     """
 
     def extend(
@@ -138,7 +138,7 @@ def final_rendering(
 
     Args:
         messages: The conversation, ending with the last turn's response.
-        num_turns: Number of generated turns: the last assistant messages of the conversation.
+        num_turns: Number of generated turns, which are the conversation's last assistant messages.
         tokenizer: Tokenizer whose chat template marks generated text with {% generation %}.
         where: Location shown in error messages.
 

@@ -19,7 +19,7 @@ def observation_ids(
 ) -> list[int]:
     r"""Return the ids between a response and the first token of the next one.
 
-    Uses fixed-base encoding, where `base` is a constant conversation and ids() is cut after its
+    Uses fixed-base encoding, where `base` is a constant conversation whose ids are cut after its
     last end-of-sequence (EOS) token:
 
         ids(template(base + observations, generation prompt)) minus ids(template(base))
@@ -33,7 +33,7 @@ def observation_ids(
 
     Args:
         response_ids: [R] ids of the response.
-        observations: Messages; may be empty: the model then writes another message.
+        observations: Messages; if there are none, the model writes another message.
         tokenizer: From `load_tokenizer`.
         where: Location shown in error messages.
 

@@ -31,7 +31,7 @@ class Watch:
     operating system closes the pipe that the watch reads.
 
     Args:
-        folder: A folder to remove at the same time.
+        folder: A folder to remove when the groups are killed.
 
     Attributes:
         folder: The folder to remove.

@@ -1,4 +1,4 @@
-"""Parse tool calls in the Hermes style, as Qwen and SmolLM2 write them."""
+"""Parse tool calls in the Hermes format, which Qwen and SmolLM2 use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 def assistant_message(text: str) -> dict[str, Any]:
     r"""Parse a response's text into an OpenAI-style assistant message.
 
-    Text before the first tool call becomes the content, null if empty. If any call is not a JSON
+    Text before the first tool call becomes the content (null if empty). If any call is not a JSON
     object with a name and an object of arguments, the entire text becomes the content.
 
     Example:

@@ -29,7 +29,7 @@ ENDS_THE_RUN = frozenset({ENGINE_DOWN, "engine_answer"})
 
 
 def seed_of(seed: int | None, trajectory_id: str, call: int) -> int | None:
-    """Derive the seed of one call; it is reproducible, and differs between calls."""
+    """Derive the seed of one call: reproducible, but different for each call."""
     if seed is None:
         return None
     text = f"{seed}/{trajectory_id}/{call}"

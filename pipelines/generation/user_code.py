@@ -100,10 +100,10 @@ async def without_exit(awaitable: Awaitable[Value]) -> Value:
 
 
 class _Leavable(Awaitable[Value]):
-    """An awaitable that can be abandoned even if it catches its cancellation.
+    """An awaitable that can be abandoned even if the awaited code catches its cancellation.
 
-    Otherwise a task with a bare `except` in a loop would never end, and the event loop waits for
-    its tasks before it closes.
+    Otherwise a task with a bare `except` in a loop would never end, and the event loop would wait
+    for it before closing.
     """
 
     def __init__(self, awaitable: Awaitable[Value]) -> None:
@@ -127,7 +127,7 @@ class _Leavable(Awaitable[Value]):
                 resume = partial(steps.throw, error)
 
     def cancel(self, task: asyncio.Future[Value]) -> None:
-        """Cancel the task; abandon it if it still runs after a grace period."""
+        """Cancel the task; abandon it if it is still running after a grace period."""
         task.cancel()
         asyncio.get_running_loop().call_later(_GRACE_S, self._leave, task)
 

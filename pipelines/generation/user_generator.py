@@ -109,8 +109,8 @@ class OwnGenerator:
         """Check the output and split its rows by task, in order.
 
         Raises:
-            InputError: generator_output if it is not a GeneratorOutput; trajectories if they are
-                not exactly the requested ones; and the rules of `from_generator_output`.
+            InputError: generator_output if it is not a GeneratorOutput; trajectories unless it
+                contains exactly those requested; and the rules of `from_generator_output`.
         """
         try:
             given = _with_ids(output, tasks)
@@ -189,5 +189,5 @@ def _check_trajectories(found: Sequence[str], asked: Sequence[str]) -> None:
         parts += [f"missing {', '.join(lost)}"] if lost else []
         parts += [f"plus unknown {', '.join(unknown)}"] if unknown else []
         expected = "exactly the requested trajectories"
-        hint = 'return a failed one as a placeholder row: prompt [0], response [0], reward 0, stop reason "error"'
+        hint = 'return a failed trajectory as a placeholder row: prompt [0], response [0], reward 0, stop reason "error"'
         raise InputError("trajectories", "trajectory_ids", ", ".join(parts), expected, hint)

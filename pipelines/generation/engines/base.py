@@ -33,7 +33,7 @@ class Sampling:
             `Sampled.response_ids` the token that completed it.
         seed: Random seed; None: chosen by the engine. Requests with the same seed and prompt get
             the same response, so the repetitions of a group need different seeds.
-        extra: Further fields of the request, with the engine's names.
+        extra: Further fields of the request, named as in the engine's API.
 
     Raises:
         ConfigError: sampling if a value is out of range.
@@ -97,7 +97,7 @@ class Sampled:
 class Engine(Protocol):
     """A source of responses. Any number of calls may run concurrently; each can be cancelled.
 
-    An engine is an asynchronous context manager that closes what it opened.
+    An engine is an asynchronous context manager that releases its resources on exit.
     """
 
     @property
@@ -129,7 +129,7 @@ class Engine(Protocol):
     async def sample(
         self, prompt_token_ids: Sequence[int], sampling: Sampling, *, session: str | None = None
     ) -> Sampled:
-        """Continue exact tokens.
+        """Sample a continuation of exact prompt tokens.
 
         Args:
             prompt_token_ids: [P >= 1] ids; returned unchanged in `Sampled.prompt_token_ids`.
@@ -171,8 +171,8 @@ class Engine(Protocol):
     async def load_weights(self, path: str, *, policy_version: int) -> None:
         """Load new weights, and sample with them from now on.
 
-        Running calls may continue with the new weights; their `policy_version` remains the one that
-        they started with.
+        Running calls may continue with the new weights, but keep the `policy_version` with which
+        they started.
 
         Args:
             path: A Hugging Face model directory that the engine can read.

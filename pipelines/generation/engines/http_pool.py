@@ -25,7 +25,7 @@ with requires_extra("generate", "an engine over HTTP"):
 Body = Mapping[str, Any] | None
 
 _NO_ROOM = ("context length", "max_tokens must be at least 1")
-# Shorter than uvicorn's 5 s: a connection that the server is about to close is never reused.
+# Shorter than uvicorn's 5 s, so that a connection about to be closed is never reused.
 _KEEP_ALIVE_S = 4.0
 _EACH_ATTEMPTS = 3
 _LARGE_BYTES = 1 << 20
@@ -38,18 +38,19 @@ BROKEN = (aiohttp.ClientError, TimeoutError, ConnectionError)
 class Limits:
     """Limits on concurrency, rate and time of calls, and on retries.
 
-    A call is retried after a failed, broken or timed-out connection, after status 408, 429 or 5xx,
-    and after a response that the engine aborted; on the next server if there are several. That is
+    A call is retried, on the next server if there are several, after a failed, broken or timed-out
+    connection, after status 408, 429 or 5xx, and after a response that the engine aborted. This is
     safe because sampling has no side effects and only one response is kept. Retry n waits
-    backoff_s * 2^(n-1) seconds, at most max_backoff_s, times a random factor from 0.5 to 1.5, or as
-    long as the server asks, within the same limit.
+    backoff_s * 2^(n-1) seconds, or longer if the server asks for it, but at most max_backoff_s; the
+    wait is then multiplied by a random factor from 0.5 to 1.5.
 
     Attributes:
         max_concurrent: Maximum number of concurrent calls.
         requests_per_s: Maximum number of calls started per second; None: unlimited.
         timeout_s: Time limit for one complete response, in seconds.
         connect_timeout_s: Time limit for connecting, in seconds.
-        max_attempts: Attempts per call. The default waits about three minutes for a server.
+        max_attempts: Attempts per call. The default waits about three minutes for a
+            server that is down.
         backoff_s: Wait before the first retry, in seconds.
         max_backoff_s: Maximum wait between attempts, before the random factor.
     """
@@ -131,8 +132,9 @@ class Servers:
         """Call one of the servers and return the body of a successful response (2xx).
 
         Args:
-            path: "/v1/completions".
-            body: Sent as JSON by POST; None: GET. A function is called again for every attempt.
+            path: Path such as "/v1/completions".
+            body: Sent as JSON in a POST request; None sends a GET request. A function is called
+                again for every attempt.
             session: Calls with the same session go to the same server as long as it responds. None:
                 servers take turns.
 
@@ -147,7 +149,7 @@ class Servers:
     async def call_each(self, path: str, body: Body = None) -> list[bytes]:
         """Call every server, as `call` does; responses are in the order of `urls`.
 
-        There are at most three attempts, because these requests do more than sample.
+        There are at most three attempts, because these requests have side effects.
         """
         attempts = min(self.limits.max_attempts, _EACH_ATTEMPTS)
         calls = (self._repeat([url], path, body, {}, attempts) for url in self.urls)
@@ -213,7 +215,7 @@ class Servers:
             for path, body in self.when_returned:
                 answer = await self._once(root + path, body, {})
                 if not answer.is_success:
-                    raise aiohttp.ClientConnectionError(f"status {answer.status} of {path}")
+                    raise aiohttp.ClientConnectionError(f"status {answer.status} from {path}")
             self._lost.discard(root)
 
     async def _once(
@@ -243,7 +245,7 @@ class Servers:
 
 
 def by_preference(urls: Sequence[str], session: str) -> list[str]:
-    """Order servers by rendezvous hashing: adding or removing one moves only its own sessions."""
+    """Order servers by rendezvous hashing: adding or removing a server moves only its sessions."""
     return sorted(urls, key=lambda url: hashlib.sha256(f"{session} {url}".encode()).digest())
 
 

@@ -59,7 +59,7 @@ class VllmEngine:
         limits: Concurrency, rate, timeouts and retries.
         api_key: The servers' `--api-key`.
         policy_version: Version of the servers' weights.
-        logprobs_mode: Distribution of their log-probabilities; None: determined with two calls.
+        logprobs_mode: Distribution of their log-probabilities; None: detected with a few calls.
 
     Attributes:
         servers: HTTP client of the servers.
@@ -135,8 +135,9 @@ class VllmEngine:
     async def load_weights(self, path: str, *, policy_version: int) -> None:
         """See `Engine.load_weights`; the servers must see the same files under the same path.
 
-        A server that disconnects and comes back loads them again, because a restarted server has
-        its initial weights. A path that is not a model directory is rejected here: vLLM would exit.
+        A server that disconnects and comes back loads the weights again, because a restarted server
+        has its initial weights. A path that is not a model directory is rejected here, because it
+        would make vLLM exit.
         """
         if not any(Path(path).glob("*.safetensors")):
             got = "not a Hugging Face model directory: it has no *.safetensors"
@@ -171,7 +172,7 @@ class VllmEngine:
         version = self.policy_version
 
         def body() -> dict[str, Any]:
-            """Build one attempt's request: its salt hides cache entries of older weights."""
+            """Build the request of one attempt; its salt avoids cache hits from older weights."""
             nonlocal version
             version = self.policy_version
             return {**usual, **sampling.extra, "cache_salt": f"policy_version={version}"}
@@ -190,7 +191,7 @@ class VllmEngine:
         """Determine whether the top log-probability depends on the temperature."""
         for prompt in _PROBES:
             usual, sharp = await asyncio.gather(*(self._top(prompt, t) for t in (1.0, 0.25)))
-            # Closer to 0, the token is almost certain and the temperature hardly changes that.
+            # Near 0, the token is almost certain at any temperature.
             if usual < -0.1:
                 return "processed" if abs(sharp - usual) > 0.05 else "raw"
         hint = 'pass logprobs_mode="raw" (vLLM\'s default) or "processed"'
@@ -211,7 +212,7 @@ class VllmEngine:
 
 
 def sampling_fields(sampling: Sampling) -> dict[str, Any]:
-    """Return a request's sampling fields, all explicit so that server defaults do not apply."""
+    """Return a request's sampling fields, all explicit so that no server defaults apply."""
     fields: dict[str, Any] = {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
