@@ -33,14 +33,14 @@ def mix(
     from it gets position (i + 1/2) / n. Ties go to the earlier dataset. A column that a dataset
     lacks is null in its rows.
 
-    A group is one task of one dataset: an instance_id that occurs in two datasets is rejected. With
-    `prefix_names`, every instance_id becomes "NAME/instance_id" instead (trajectory_id too).
+    A group is one task of one dataset, so an instance_id that occurs in two datasets is rejected.
+    With `prefix_names`, "NAME/" is prepended to every instance_id and trajectory_id instead.
 
     Args:
         frames: Rows of each dataset (complete trajectories), by dataset name.
-        shares: Share of groups per dataset, above 0, in any unit; None: proportional to the number
+        shares: Share of groups per dataset, above 0, on any scale; None: proportional to the number
             of groups in each dataset.
-        num_groups: Total number of groups; None: as many as the shares allow (all, without shares).
+        num_groups: Total number of groups; None: as many as the shares allow (without shares, all).
         seed: Seed for drawing the groups.
         prefix_names: Prefix ids with the dataset name to keep groups apart.
 
@@ -92,7 +92,7 @@ def group_quotas(
     _check_shares(sizes, wanted)
     total = num_groups
     if total is None:
-        # 1e-9 absorbs rounding: a quotient of 99.9999999999 means 100 groups.
+        # 1e-9 absorbs rounding errors: a quotient of 99.9999999999 means 100 groups.
         total = int(min(sizes[name] / share for name, share in _unit(wanted).items()) + 1e-9)
     exact = {name: share * total for name, share in _unit(wanted).items()}
     quotas = {name: int(value) for name, value in exact.items()}
@@ -161,7 +161,7 @@ def _interleaved(
 
 
 def _positions(drawn: Mapping[str, pl.DataFrame]) -> dict[str, pl.DataFrame]:
-    """Assign each drawn trajectory its position in the mixture, as trajectory_id -> row index."""
+    """For each dataset, list the drawn trajectory ids with their positions in the mixture."""
     places = [
         data.select(
             "trajectory_id",

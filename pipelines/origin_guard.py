@@ -4,8 +4,8 @@ A page can send a form or plain text to any address without asking for permissio
 name may resolve to this machine (DNS rebinding). A request is therefore served only if
 
 - its `Host` names this machine: loopback, or a name that the server was configured with. If the
-  server does not listen on loopback only, any IP address is accepted too: a name can be rebound, an
-  address cannot;
+  server does not listen on loopback only, any IP address is accepted too, because names can be
+  rebound but addresses cannot;
 - its `Origin`, which browsers send with requests that may change state, is the server itself;
 - its `Sec-Fetch-Site`, which browsers send with all other requests, does not report a different
   site. Following a link is allowed.
@@ -37,7 +37,7 @@ class _Authority(NamedTuple):
 
 
 class Guard:
-    """ASGI application that forwards allowed requests to another application, and rejects others.
+    """ASGI application that forwards allowed requests to another application and rejects the rest.
 
     Args:
         app: The protected application.
@@ -134,7 +134,7 @@ def _plain(name: str) -> str:
 
 
 def _authority(text: str) -> _Authority | None:
-    """Parse "localhost:8100" into name and port; None if it is malformed."""
+    """Parse an authority such as "localhost:8100"; None if it is malformed."""
     found = _AUTHORITY.fullmatch(text.lower())
     return found and _Authority(_plain(found[1]), None if found[2] is None else int(found[2]))
 

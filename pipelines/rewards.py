@@ -33,15 +33,15 @@ def dataset_outcome(path: PathLike, given: Outcome | None = None) -> Outcome:
 
 
 def place_outcomes(frame: Frame, outcomes: Frame) -> pl.LazyFrame:
-    """Set each trajectory's outcome as the reward of its last step, and 0.0 for earlier steps.
+    """Set the reward of each trajectory's last step to its outcome, and earlier rewards to 0.0.
 
-    Drops an existing `rewards` column, which would no longer match; `place_rewards`
-    recreates it. In a merged row, the step that ends the row gets the row's reward.
+    Drops an existing `rewards` column, which would no longer match; `place_rewards` recreates it.
+    In a merged row, the step that ends the row gets the row's reward.
 
     Args:
         frame: Rows of steps, merged or not.
         outcomes: Columns `trajectory_id` (unique) and `reward`. A trajectory that is missing here
-            or failed gets null, because unknown is not 0. Collected immediately.
+            or failed gets null, because an unknown outcome is not 0. Collected immediately.
 
     Raises:
         InputError: `unique_outcome`.
@@ -191,10 +191,10 @@ def fold_trajectories(
 
 
 def are_equal(returns: pl.Expr) -> pl.Expr:
-    """True if two or more known values differ at most by rounding errors: they carry no signal.
+    """True if there are two or more known values, and they differ at most by rounding errors.
 
-    Sums of rewards have rounding errors: values are treated as equal if they differ by less than
-    one part in a million, or by less than 1e-12. Null and NaN are unknown.
+    Sums of rewards have rounding errors: values are treated as equal if they differ by at most one
+    part in a million, or by at most 1e-12. Null and NaN are unknown.
 
     Example:
         >>> pl.select(are_equal(pl.lit(pl.Series([0.3, 0.1 + 0.2, None])))).item()
@@ -225,9 +225,9 @@ def _over_rows(
     transform: Callable[[pa.Table], pa.Array | pa.ChunkedArray],
     out: str,
 ) -> pl.Expr:
-    """Compute a column from others with a row-wise function on Arrow tables.
+    """Compute a column from other columns with a row-wise function on Arrow tables.
 
-    Compatible with streaming.
+    Works in the streaming engine.
     """
 
     def apply(rows: pl.Series) -> pl.Series:
@@ -241,7 +241,7 @@ def _over_rows(
 
 
 def _end_rewards(table: pa.Table) -> pa.ListArray:
-    """Build `segments` where a merged row's last step gets the row's reward, and the others 0."""
+    """Build `segments` where a merged row's last step gets the row's reward, and other steps 0."""
     segments = _flat_segments(table)
     reward = pc.fill_null(table.column("reward"), 0.0).to_numpy()
     values = np.where(segments.ends_row, reward[segments.row], 0.0)
@@ -249,7 +249,7 @@ def _end_rewards(table: pa.Table) -> pa.ListArray:
 
 
 def _summed_rewards(table: pa.Table) -> pa.ListArray:
-    """Build `segments` where each step's reward sums `rewards` since the previous step's end."""
+    """Build `segments` where each step's reward is the sum of `rewards` since the previous step."""
     segments = _flat_segments(table)
     rewards = Ragged.from_arrow(table.column("rewards"))
     end = np.where(segments.ends_row, rewards.lengths[segments.row], segments.end)

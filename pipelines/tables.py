@@ -40,14 +40,14 @@ def as_lazy(frame: Frame) -> pl.LazyFrame:
 def over_tables(frame: Frame, transform: Transform) -> pl.LazyFrame:
     """Apply a transform of Arrow tables inside a lazy query.
 
-    Each table holds complete trajectories. Rows stream through: memory use does not grow with the
+    Each table holds complete trajectories. Rows are streamed, so memory use does not grow with the
     frame.
     """
     return _streamed(as_lazy(frame), transform, lambda tables: tables)
 
 
 def over_valid_tables(frame: Frame, transform: Transform) -> pl.LazyFrame:
-    """Apply `over_tables` after checking the rows against the named invariants.
+    """Apply `over_tables`, checking the rows against the named invariants first.
 
     Raises:
         ValidationError: On collection, if the frame breaks a named invariant.
@@ -69,7 +69,7 @@ def _streamed(
     empty = apply(as_table(pl.DataFrame(schema=frame.collect_schema())))
 
     def pieces(names: list[str], predicate: pl.Expr | None) -> Iterator[pl.DataFrame]:
-        # A source may ignore both: `lazy_frame` applies them to the yielded frames.
+        # These may be ignored here: `lazy_frame` applies them to the yielded frames.
         del names, predicate
         batches = frame.collect_batches(maintain_order=True)
         return map(apply, check(map(as_table, _whole_trajectories(batches))))

@@ -17,17 +17,17 @@ Agents = Sequence[str | None]
 
 @dataclass(frozen=True, slots=True)
 class Break:
-    """A step that does not continue the step before it; steps are given as rows of the table.
+    """A step that does not continue the step before it; each step is identified by its table row.
 
     Attributes:
         row: The step.
-        origin: The earlier step that it is compared with.
+        origin: The earlier step with which the break is compared.
         shared: Number of leading tokens that both share.
-        resumes: True if it continues `origin`, which is not the step before it.
-        fork: The earlier step whose tokens it repeats in full, although another step continues that
-            step; -1: none.
-        is_new_agent: True if no earlier step of the trajectory has the same agent; None: the agent
-            is unknown.
+        resumes: True if `row` continues `origin`, although `origin` is not the step before it.
+        fork: An earlier step whose tokens `row` repeats in full, although another step continues
+            it; -1 if there is none.
+        is_new_agent: True if no earlier step of the trajectory has the same agent; None if the
+            agent is unknown.
     """
 
     row: int
@@ -42,14 +42,14 @@ def find_breaks(tree: PrefixTree, steps: Steps, continued: IntArray, agents: Age
     """Find the breaks of a table in row order; a trajectory's first step is never a break.
 
     A break that resumes no earlier step is compared with its parent in the prefix tree. If the
-    parent belongs to another agent, the break is compared with the latest step of the same agent,
+    parent belongs to another agent, the break is compared with the latest step of its own agent,
     unless it branches off a complete step. Without a parent, it is compared with the previous step.
 
     Args:
         tree: Prefix tree of the table.
         steps: Tokens of the table, read only where agents differ.
-        continued: [N] the row that each row continues, -1: none (`continued_rows`).
-        agents: N agent names; None: unknown.
+        continued: [N] the row that each row continues; -1 if none (see `continued_rows`).
+        agents: [N] agent names; None where unknown.
 
     Example:
         Prompts [1, 2], [1, 2, 3, 9] and [1, 7], responses [3], [4] and [5], agents unknown:
@@ -68,7 +68,7 @@ def find_breaks(tree: PrefixTree, steps: Steps, continued: IntArray, agents: Age
 
 
 class _Agents:
-    """The latest earlier step of each row's agent."""
+    """For each row, the latest earlier step of the same agent."""
 
     def __init__(self, agents: Agents, start: IntArray) -> None:
         self.names = agents
@@ -98,10 +98,10 @@ def _break(
 
 
 def _forks(tree: PrefixTree, rows: IntArray) -> IntArray:
-    """[K] For each row, find the last ancestor whose tokens are all among the shared ones.
+    """[K] For each row, find the last ancestor whose tokens the row repeats in full.
 
-    -1 if there is none. A step that shares only a part of its parent's response has changed that
-    response and is not a branch.
+    The result is -1 if there is none. A step that shares only a part of its parent's response has
+    changed that response and is not a branch.
     """
     origin, shared = tree.parent[rows], tree.shared[rows]
     length = tree.prompt + tree.response

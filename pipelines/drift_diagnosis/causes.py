@@ -31,7 +31,7 @@ HINTS: dict[Cause, str] = {
     ),
     "reset": (
         "the harness starts a new context (a summary, dropped messages), which becomes a separate "
-        "sequence: use longer contexts to break less often"
+        "sequence: use longer contexts to start new ones less often"
     ),
     "new_agent": "a different agent's conversation: merge with --rule lineage to lose no tokens",
     "overlap": (
@@ -43,7 +43,7 @@ HINTS: dict[Cause, str] = {
 """How to fix the harness, by cause."""
 
 KEEPS_TOKENS: frozenset[Cause] = frozenset({"new_agent", "overlap"})
-"""Causes of steps that were never meant to continue the compared step: no tokens are lost."""
+"""Causes that lose no tokens, because the step was never meant to continue the compared step."""
 
 _BY_CHANGE: dict[Change, Cause] = {
     "unchanged": "unknown",
@@ -63,9 +63,9 @@ class Parting:
 
     Attributes:
         before: Prompt and response of the compared step.
-        num_prompt: Length of its prompt.
-        prompt: The prompt that does not continue it.
-        shared: Number of leading tokens that both share.
+        num_prompt: Length of the compared step's prompt.
+        prompt: The prompt that does not continue the compared step.
+        shared: Number of leading tokens that `before` and `prompt` share.
     """
 
     before: Tokens
@@ -126,11 +126,11 @@ def _from_ids(found: Break, parting: Parting) -> Told:
     """Judge by token ids only: they show that messages were dropped, but not why tokens changed."""
     if parting.shared < parting.num_prompt and not parting.answer_returns:
         if found.fork >= 0:
-            return "overlap", "an entire earlier step is repeated, but no id of its continuation"
+            return "overlap", "an entire earlier step is repeated, but no ids of its continuation"
         if found.is_new_agent is False:
             return "reset", "the same agent, but no ids of that step's response recur"
         return "unknown", "no ids of that step's response recur: a new context or another agent"
     meets = changed(parting.lost, parting.now)
     if meets is None:
         return "unknown", "the ids differ from there on and never agree again"
-    return "unknown", f"{meets[0]} ids became {meets[1]}, then the same ids follow again"
+    return "unknown", f"{meets[0]} ids became {meets[1]}, then the ids agree again"

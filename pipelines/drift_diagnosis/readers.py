@@ -15,10 +15,10 @@ from rollout_io.dataset.prefix_layout import Tokens
 from rollout_io.retokenize import ChatTokenizer
 from schemas.ragged import BoolArray
 
-_LONGEST_HEADER = 16  # tokens before the text of a conversation's first message, at most
+_LONGEST_HEADER = 16  # at most this many tokens precede the text of the first message
 
 Piece: TypeAlias = tuple[str, int | None]
-"""Text between two special tokens, and the id that ends it (None: end of the ids)."""
+"""Text between two special tokens, and the id of the second one (None at the end of the ids)."""
 
 
 def read_text(
@@ -49,10 +49,15 @@ def read_text(
 
 
 def read_messages(before: str | None, response: str | None, now: str | None) -> Reading | None:
-    """Compare the columns `messages` (before, now) and `response_text`.
+    """Compare two logged conversations.
+
+    Args:
+        before: `messages` of the earlier step, as JSON.
+        response: `response_text` of the earlier step.
+        now: `messages` of the later step, as JSON.
 
     Returns:
-        None if one of them is missing or is not a list of messages.
+        None if an argument is missing, or either conversation is not a list of messages.
     """
     old, new = _parsed(before), _parsed(now)
     if old is None or new is None or response is None:
@@ -65,7 +70,7 @@ def read_messages(before: str | None, response: str | None, now: str | None) -> 
 
 @lru_cache(maxsize=8)
 def special_ids(tokenizer: ChatTokenizer) -> npt.NDArray[np.int64]:
-    """List the special tokens that mark messages, sorted; excludes <think> and <tool_call>."""
+    """Return the sorted ids of the special tokens; usually without <think> and <tool_call>."""
     backend = tokenizer.backend
     added = (i for i, token in backend.added_tokens_decoder.items() if token.special)
     return np.array(sorted({*backend.all_special_ids, *added}), np.int64)
@@ -77,7 +82,7 @@ def _num_ids(tokenizer: ChatTokenizer) -> int:
 
 
 def decode(ids: Tokens, tokenizer: ChatTokenizer) -> str:
-    """Decode ids; show those unknown to the tokenizer as <id>, because it would drop them."""
+    """Decode ids; show ids that the tokenizer does not know, and would drop, as <id>."""
     unknown = np.flatnonzero(_is_unknown(ids, tokenizer)).tolist()
     if not unknown:
         return tokenizer.decode(ids.tolist())
@@ -96,7 +101,7 @@ def _is_mark(ids: Tokens, tokenizer: ChatTokenizer) -> BoolArray:
 
 
 def _message_start(kept: Tokens, tokenizer: ChatTokenizer) -> tuple[int, bool]:
-    """Locate the last message in shared tokens; also return whether it is the first message."""
+    """Find the start of the last message in shared tokens, and whether it is the first message."""
     marks = np.flatnonzero(_is_mark(kept, tokenizer))
     start = int(marks[-1]) if len(marks) else 0
     whole = start < _LONGEST_HEADER and not any(
@@ -123,7 +128,7 @@ def _is_same(old: Sequence[Piece], new: Sequence[Piece], *, plain: bool) -> bool
 
 
 def _turns(pieces: Sequence[Piece]) -> list[Turn]:
-    """Parse pieces into messages; a role by itself is joined with the text after it."""
+    """Parse pieces into messages; a piece with only a role is joined with the text after it."""
     turns: list[Turn] = []
     for turn in (Turn.parse(text) for text, _ in pieces if text.strip()):
         if turns and not turn.role and turns[-1].role and not turns[-1].text:

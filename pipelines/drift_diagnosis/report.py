@@ -22,10 +22,10 @@ _SUMS = ("num_breaks", "num_continuing_lineage", "num_lost_tokens")
 
 @dataclass(slots=True)
 class Report:
-    """Counts over all breaks of a dataset, and its first breaks in full.
+    """Counts over all breaks of a dataset, with the first breaks in full.
 
     Attributes:
-        limit: Number of breaks to keep; None: all.
+        limit: Maximum number of breaks to keep in full; None keeps all.
         num_steps: Number of steps.
         num_following: Number of steps that follow another step of their trajectory.
         shown: The first breaks.
@@ -64,8 +64,8 @@ class Report:
             *names: Any of cause, agent and step_index.
 
         Returns:
-            Sorted by most lost tokens, then most breaks; in order of turns if grouped by
-            step_index.
+            One dict per group, with the most lost tokens first, then the most breaks; sorted by
+            turn if `names` includes step_index.
         """
         sums = self._groups.group_by(names).agg(pl.col(_SUMS).sum())
         by_turn = "step_index" in names
@@ -74,7 +74,7 @@ class Report:
         return sums.sort(order, descending=flags).to_dicts()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the complete report as JSON types."""
+        """Return the complete report as JSON-compatible values."""
         causes = [row | {"hint": HINTS[row["cause"]]} for row in self.by("cause")]
         totals = {name: int(self._groups[name].sum()) for name in _SUMS}
         return {

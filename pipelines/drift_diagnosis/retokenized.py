@@ -28,14 +28,14 @@ class TextReading:
     Attributes:
         num_compared: Steps with exact ids and both texts.
         num_not_compared: All other steps.
-        first_reason: Why the first of these could not be compared; None: all were compared.
+        first_reason: Why the first of these could not be compared; None if all were compared.
         num_prompts_off: Steps whose prompt gets different ids. `messages` does not contain the
             tools listed in the prompt; their tokens are counted as off.
         num_prompt_tokens_off: Tokens off in prompts.
         num_responses_off: Steps whose response gets different ids.
         num_response_tokens_off: Tokens off in responses.
-        num_ends_added: Responses that are off only by an end token that was never sampled (the
-            response was cut off).
+        num_ends_added: Responses that are off only by an end token that was never sampled, because
+            the response was cut off.
     """
 
     num_compared: int = 0

@@ -74,13 +74,13 @@ def drift(frame: Frame, tokenizer: ChatTokenizer | PathLike | None = None) -> pl
     """Explain why steps do not continue the step before them: one row per break, in row order.
 
     A step is compared with its parent in the prefix tree (the earlier step that shares the longest
-    prefix with its prompt); if the parent belongs to another agent, with the latest step of the
-    same agent; without a parent, with the previous step. Merged rows are split first (`unmerge`).
+    prefix with its prompt); if the parent belongs to another agent, with the latest step of its
+    own agent; without a parent, with the previous step. Merged rows are split first (`unmerge`).
 
     Args:
         frame: Complete trajectories. `agent`, `messages` and `response_text` improve the diagnosis.
-        tokenizer: The tokenizer that produced the ids, or its directory; None: judge by messages,
-            or by token ids only.
+        tokenizer: The tokenizer that produced the ids, or its directory; None: the diagnosis uses
+            messages, or only token ids.
 
     Returns:
         trajectory_id, step_index, agent of the step; cause (`HINTS`); continues_lineage: true if
@@ -111,7 +111,7 @@ def drift(frame: Frame, tokenizer: ChatTokenizer | PathLike | None = None) -> pl
 def diagnose_dataset(
     path: PathLike, tokenizer: ChatTokenizer | None = None, workers: Workers | None = None
 ) -> Iterator[Diagnosis]:
-    """Diagnose a dataset piece by piece; prompts of steps without a break are not decoded."""
+    """Diagnose a dataset piece by piece; prompts are decoded only where a break is found."""
     names = _names(scan(path).collect_schema().names(), tokenizer)
     if workers is None or workers == Workers():
         yield from _diagnoses(names, tokenizer, path)

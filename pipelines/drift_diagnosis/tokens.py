@@ -22,9 +22,10 @@ class Steps:
     """The N rows of a table, decoded one at a time.
 
     Attributes:
-        holder: [N] the row that holds the tokens before `begin` (see `Ancestry`).
-        begin: [N] leading tokens that the row takes from its parent; 0 if it stores its prompt.
-        prompt_lengths: [N] tokens of each prompt.
+        holder: [N] the row that stores the last token before `begin` (see `Ancestry`).
+        begin: [N] number of leading tokens that the row takes from its parent; 0 if it stores its
+            entire prompt.
+        prompt_lengths: [N] number of tokens in each prompt.
         own: The part of each prompt that the row stores.
         responses: The responses.
     """
@@ -69,9 +70,9 @@ class Steps:
 def changed(lost: Tokens, now: Tokens) -> tuple[int, int] | None:
     """Count the leading tokens of each list that differ before both agree again.
 
-    They agree where the next 8 tokens are equal, or all remaining tokens of `lost` if there are
-    fewer. If there are several such places, the one with the fewest changed tokens wins; if there
-    is none, the result is None.
+    They agree where the next 8 tokens are equal (if fewer tokens of `lost` remain, all of these).
+    If there are several such places, the one with the fewest changed tokens wins; if there is none,
+    the result is None.
 
     Example:
         >>> changed(np.array([26951, 3834, 198, 12]), np.array([94224, 198, 12, 41151]))
@@ -90,7 +91,7 @@ def changed(lost: Tokens, now: Tokens) -> tuple[int, int] | None:
 
 
 def returns(response: Tokens, now: Tokens) -> bool:
-    """True if any 8 consecutive tokens of a response (all, if it has fewer) occur in a prompt.
+    """True if any 8 consecutive tokens of a response (or all, if it is shorter) occur in a prompt.
 
     False for an empty response.
     """

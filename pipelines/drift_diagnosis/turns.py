@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 Change = Literal["unchanged", "same_text", "layout", "text", "system", "messages"]
-"""How two conversations differ: in none of the messages; only in ids; in layout; in the text of
-messages; in everything from the system message on; in the list of messages."""
+"""How two conversations differ, in this order: not in their messages; only in ids; in layout; in
+the text of messages; in everything from the system message on; in the list of messages."""
 
 Reading: TypeAlias = tuple[Change, str]
 """A change, and the evidence for it."""
@@ -43,8 +43,8 @@ class Turn:
 def compare(before: Sequence[Turn], now: Sequence[Turn], *, whole: bool) -> Reading:
     """Classify how a later conversation changed an earlier one that it should repeat and extend.
 
-    The change is `text` if the later conversation has the earlier roles in the same order,
-    otherwise `messages`.
+    If neither the layout nor a new system message explains the change, it is `text` if the roles of
+    the earlier messages are unchanged, otherwise `messages`.
 
     Args:
         before: Earlier messages, including the response, from the first one that may differ.
@@ -58,7 +58,7 @@ def compare(before: Sequence[Turn], now: Sequence[Turn], *, whole: bool) -> Read
     """
     for name, form in _FORMS:
         if list(map(form, before)) == list(map(form, now))[: len(before)]:
-            return "layout", f"{name} differ, all else is the same"
+            return "layout", f"{name} differ; everything else is the same"
     old, new = [_bordered(t) for t in before], _history([_bordered(t) for t in now])
     pairs = enumerate(zip(old, new, strict=False))
     at = next((i for i, (a, b) in pairs if a != b), min(len(old), len(new)))
@@ -90,11 +90,11 @@ def _called(turn: Turn) -> Turn:
     return Turn(turn.role, re.sub(r"\s*(</?tool_call>)\s*", r"\1", text))
 
 
-# In order: each form ignores more than the one before, so the first that matches is the cause.
+# Each form ignores more than the one before it, so the first that matches is the cause.
 _FORMS: tuple[tuple[str, Callable[[Turn], Turn]], ...] = (
     ("special tokens, or whitespace where messages begin or end,", _bordered),
     ("think blocks", _unthinking),
-    ("the spelling of tool calls", _called),
+    ("spellings of tool calls", _called),
 )
 
 

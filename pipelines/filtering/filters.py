@@ -4,8 +4,8 @@ Edge cases:
 
     failed trajectory (`error` set)   has no return. `where`, the ranges and `stale` treat it like
                                       any other; `zero_variance` and `duplicates` ignore it
-    null return, no error             unknown, never 0: outside every reward range, and no evidence
-                                      of variance
+    null return, no error             is unknown, not 0: it is outside every reward range, and
+                                      `zero_variance` ignores it
     group of one                      kept by `zero_variance`: its variance is undefined
 """
 
@@ -28,7 +28,7 @@ RAN_OUT_OF_TOKENS = (
     *("length", "max_tokens", "max_output_tokens", "model_length", "truncated"),
     *("context_length", "context_length_exceeded", "model_context_window_exceeded"),
 )
-"""Lower-case stop reasons of a trajectory that was cut off."""
+"""Stop reasons, in lower case, that mean a response was cut off."""
 
 Tokens = npt.NDArray[np.int32]
 
@@ -95,7 +95,7 @@ def zero_variance() -> Filter:
 
 
 def dynamic_sampling(num_groups: int | None = None) -> list[Filter]:
-    """Build the filters of dynamic sampling: groups with reward variance, at most `num_groups`.
+    """Build the filters of dynamic sampling: keep at most `num_groups` groups with reward variance.
 
     `apply_filters` raises if nothing is left.
     """
@@ -108,13 +108,13 @@ def reward_range(minimum: float | None = None, maximum: float | None = None) -> 
 
 
 def token_range(minimum: int | None = None, maximum: int | None = None) -> Filter:
-    """Keep trajectories by the length of their longest sequence (prompt + response)."""
+    """Keep trajectories whose longest sequence (prompt + response) has a length in a range."""
     tokens = [pl.col(n).list.len().cast(pl.Int64) for n in ("prompt_token_ids", "response_ids")]
     return _in_range("tokens", pl.col("value"), minimum, maximum, tokens[0] + tokens[1])
 
 
 def step_range(minimum: int | None = None, maximum: int | None = None) -> Filter:
-    """Keep trajectories by their number of steps, counting every step of merged rows."""
+    """Keep trajectories whose number of steps is in a range, counting every step of merged rows."""
     steps = pl.col(STEPS).list.len().cast(pl.Int64).fill_null(1)
     return _in_range("steps", pl.col("value"), minimum, maximum, steps, pl.Expr.sum)
 
@@ -221,7 +221,7 @@ def _digests(rows: pl.Series) -> pl.Series:
 
 def _digest(prompt: Tokens, response: Tokens, start: int, length: int) -> int:
     """Hash one step: the tokens before `start` in prompt + response are its prompt."""
-    # The prompt's length is hashed too: the same tokens split elsewhere are a different step.
+    # The prompt's length is hashed too: the same tokens, split differently, are another step.
     digest = blake2b((len(prompt) + start).to_bytes(8, "big"), digest_size=12)
     for tokens in (prompt, response[: start + length]):
         digest.update(tokens.astype(np.int32).tobytes())

@@ -18,8 +18,8 @@ def apply_masks(
 
     Their rewards are kept, so they are included in their group's baseline (failed ones have no
     reward). Each filter sees only trajectories that no earlier filter masked. Masking is
-    idempotent. Masking every row is allowed; a table without trained tokens violates
-    `mask_trains_something`.
+    idempotent. Masking every row is allowed here, but validation rejects a table that is entirely
+    masked (`mask_trains_something`).
 
     Args:
         frame: Rows of complete trajectories, merged or not.

@@ -33,7 +33,7 @@ def keep_rows(
     Args:
         frame: Rows of complete trajectories; a merged row is kept or dropped as a whole.
         condition: A Polars expression over any columns, or SQL; null is treated as false.
-        outcome: How returns, which must not change, are computed (see `trajectory_returns`).
+        outcome: How returns are computed (see `trajectory_returns`); they must not change.
         move_outcome: Move the return of every trajectory to its last kept row.
 
     Returns:
@@ -68,8 +68,8 @@ def index_rows(frame: pl.LazyFrame, condition: str | pl.Expr) -> pl.DataFrame:
     """Evaluate the condition on every row, and compute the new step numbers.
 
     Returns:
-        One line per row: instance_id, trajectory_id, step_index, kept, and the new step_index
-        (int32) and is_last_step (bool), which are meaningless where `kept` is false.
+        One entry per row of the frame: instance_id, trajectory_id, step_index, kept, and the new
+        step_index (int32) and is_last_step (bool), which are meaningless where `kept` is false.
     """
     test, kept = holds(condition), pl.col("kept")
     frame = with_absent(frame, test.meta.root_names())

@@ -34,8 +34,8 @@ class Filter:
         row: Expression over the columns of one row (merged or not) and `pl.col(STEPS)`, from which
             `value` is computed.
         fold: Aggregates the rows' values to the trajectory's `value`.
-        absent_is_null: Treat optional columns that the table lacks as null in `row`; otherwise they
-            are an error.
+        absent_is_null: In `row`, treat optional columns that the table lacks as null instead of
+            raising an error.
     """
 
     name: str
@@ -58,8 +58,8 @@ def judge(frame: Frame, filters: Sequence[Filter], outcome: Outcome = "last") ->
         reason (name of the filter that drops it; null: kept).
 
     Raises:
-        ConfigError: `known_column` if a filter uses an unknown column; `condition` if it cannot be
-            computed; `unique_filter` if two filters have the same name.
+        ConfigError: `known_column` if a filter uses an unknown column; `condition` if a filter
+            cannot be computed; `unique_filter` if two filters have the same name.
 
     Example:
         >>> judge(frame, [reward_range(minimum=0.5)]).select("trajectory_id", "reason").rows()
@@ -131,10 +131,10 @@ REPORT_COLUMNS = {
 def apply_filters(
     frame: Frame, filters: Sequence[Filter], outcome: Outcome = "last"
 ) -> tuple[pl.LazyFrame, pl.DataFrame]:
-    """Drop trajectories. Verdicts are computed now; the rows stream when the result is used.
+    """Drop trajectories. Verdicts are computed immediately; rows stream when the result is used.
 
-    A single filter is idempotent, but a list may not be: `zero_variance` finds more groups after a
-    later filter thins them, so put it last.
+    A single filter is idempotent, but a list may not be: a filter that follows `zero_variance` can
+    leave groups without variance, so put `zero_variance` last.
 
     Returns:
         The kept rows, in order; and the report.

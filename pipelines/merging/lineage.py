@@ -1,10 +1,10 @@
 """Find which step continues which: the chains of steps that a merge joins into one sequence.
 
 A step may continue an earlier step of its trajectory if its prompt starts with that step's prompt +
-response, token for token, and both agree in every column that has a single value per row (see
+response, token for token, and both agree in the columns that must not vary within a row (see
 `join_keys`). At most one step continues a given step: the earliest candidate.
 
-    consecutive   a step continues the step right before it, or none: the rule of SkyRL's
+    consecutive   a step continues the step right before it, or none; this is the rule of SkyRL's
                   merge_stepwise_output
     lineage       a step continues the longest earlier step that has no continuation yet: the main
                   agent can thus continue after a sub-agent's calls, and a context that was set
@@ -42,7 +42,7 @@ def continued_rows(
     Args:
         table: Complete trajectories, as for `prefix_tree`.
         rule: `lineage` or `consecutive`.
-        tree: Prefix tree of the table, if it was computed already.
+        tree: Prefix tree of the table, if it has already been computed.
 
     Example:
         Prompts [1], [7] and [1, 2, 3], responses [2], [8] and [4]: the third step continues the
@@ -55,8 +55,8 @@ def continued_rows(
     """
     tree = tree or prefix_tree(table)
     keys = join_keys(table, tree)
-    # The longest shared prefix decides most trajectories, all at once and without reading tokens;
-    # only the undecided ones are processed in Python.
+    # The longest shared prefixes decide most trajectories, in one pass and without reading tokens;
+    # only the undecided trajectories are processed in Python.
     length = tree.prompt + tree.response
     whole = (tree.parent >= 0) & (tree.shared == length[tree.parent])
     joins = whole & (keys >= 0) & (keys == keys[tree.parent])
@@ -78,7 +78,7 @@ def continued_rows(
 
 
 def join_keys(table: pa.Table, tree: PrefixTree) -> IntArray:
-    """[N] Compute keys: rows may share a sequence if their keys are equal; -1: never joined.
+    """[N] Compute keys: only rows with equal keys may share a sequence; rows with -1 never do.
 
     A row holds a single value of each column in `SAME_IN_A_SEQUENCE`, and each column of
     `SAME_NULLNESS` is null for the entire row or not at all. A row with an empty response, or whose
@@ -97,10 +97,10 @@ def join_keys(table: pa.Table, tree: PrefixTree) -> IntArray:
 
 
 def _paired(keys: IntArray, values: pa.ChunkedArray) -> IntArray:
-    """Combine keys with a column: equal only where both are equal."""
+    """Combine keys with a column's values: results are equal only where both are equal."""
     if pa.types.is_dictionary(values.type):
         values = values.cast(values.type.value_type)
-    # Combine the chunks first: old PyArrow cannot combine a dictionary array that has none.
+    # Combine the chunks first: old PyArrow cannot combine a dictionary array without chunks.
     codes = pc.dictionary_encode(values.combine_chunks(), null_encoding="encode").indices
     combined = keys * (len(keys) + 1) + np.asarray(codes, np.int64)
     if len(keys) == 0 or (combined == combined[0]).all():
@@ -118,7 +118,7 @@ def _undecided(
     in_reach = parent >= np.arange(num_rows) - steps_back
     sure = is_root | ((parent >= 0) & in_reach & (tree.prompt > tree.shared))
     _, first, count = np.unique(parent, return_index=True, return_counts=True)
-    # If two rows claim one parent, the rest of the trajectory decides which of them continues it.
+    # If two rows claim the same parent, the rest of the trajectory decides which continues it.
     sure[first[(count > 1) & (parent[first] >= 0)]] = False
     trajectory = np.searchsorted(tree.starts, np.flatnonzero(~sure), side="right") - 1
     bounds = np.append(tree.starts, num_rows).tolist()
@@ -212,8 +212,8 @@ def _ends(prompts: list[bytes], whole: list[bytes]) -> tuple[list[int], list[int
     """Locate steps in the trie of their tokens.
 
     Returns:
-        The end node of each step; the last end node inside its prompt, -1 for none; the end node
-        above each end node.
+        For each step, its end node, and the last end node within its prompt (-1 for none); for each
+        end node, the end node above it.
     """
     number: dict[bytes, int] = {}
     ends = [number.setdefault(tokens, len(number)) for tokens in whole]

@@ -79,7 +79,7 @@ def merge_table(table: pa.Table, rule: Rule = "lineage", *, same_routes: bool = 
 
 
 def part_by_routes(frame: Frame) -> pl.LazyFrame:
-    """Split merged rows where steps were routed differently; other joins are kept.
+    """Split merged rows between steps that were routed differently; other joins are kept.
 
     Works for either merge rule: after `merge(steps)`, the result equals
     `merge(steps, same_routes=True)`. Rows without routes are kept as they are.
@@ -117,7 +117,7 @@ def _has_joined(table: pa.Table) -> bool:
 
 
 def _joined(table: pa.Table, tree: PrefixTree, continued: IntArray) -> pa.Table:
-    """Build the merged rows from steps, given the step that each one continues."""
+    """Build the merged rows from steps, given the step that each step continues."""
     sequences = Sequences.of_steps(tree, continued)
     out = _folded(table, sequences)
     tokens = _stored_tokens if is_encoded(table) else _full_tokens
@@ -147,7 +147,7 @@ def _refuse_scattered(table: pa.Table) -> None:
 
 
 def _assembled(table: pa.Table, out: pa.Table, made: dict[str, pa.Array]) -> pa.Table:
-    """Assemble the logical columns in the table's order, from `made` if present, else `out`."""
+    """Assemble the logical columns in the table's order, from `made` if it has them, else `out`."""
     fields = [f for f in table.schema if f.name not in PREFIX_TYPES]
     prompts = next(n for n in table.column_names if n in ("prompt_token_ids", *PREFIX_TYPES))
     if prompts in PREFIX_TYPES:
@@ -214,7 +214,7 @@ def _part(values: np.ndarray, starts: IntArray, lengths: IntArray) -> Ragged:
 
 
 def _join(column: Ragged, sequences: Sequences) -> Ragged:
-    """Join a per-token column over merged rows: 0 (false) at observations; null stays null."""
+    """Join a per-token column in merged rows: observations get 0 (false), and null stays null."""
     valid = column.valid[sequences.head]
     lengths = np.where(valid, np.diff(sequences.offsets), 0)
     values = np.zeros(int(sequences.offsets[-1]), column.values.dtype)
@@ -235,7 +235,7 @@ def _folded(table: pa.Table, sequences: Sequences) -> pa.Table:
         unknown = np.asarray(reward.is_null())[sequences.head]
         out = set_column(out, "reward", pa.array(sums, pa.float64(), mask=unknown))
     if "policy_version" in table.column_names and len(sequences.head):
-        # The maximum stands in for null, so that a known version always wins; all null gives null.
+        # The maximum replaces null, so that known versions win; all null gives null.
         newest = np.iinfo(np.int32).max
         versions = np.asarray(pc.fill_null(table.column("policy_version"), newest))
         oldest = np.minimum.reduceat(versions[sequences.order], sequences.first)

@@ -19,8 +19,8 @@ class PrefixTree:
     Attributes:
         starts: [T] first row of each trajectory.
         start: [N] first row of the trajectory that each row belongs to.
-        parent: [N] the earlier row of the trajectory whose prompt + response shares the longest
-            prefix with this prompt (ties: the latest); -1 for a root.
+        parent: [N] the row, earlier in the trajectory, whose prompt + response shares the longest
+            prefix with this row's prompt (ties: the latest); -1 for a root.
         shared: [N] number of tokens shared with the parent.
         prompt: [N] number of prompt tokens.
         response: [N] number of response tokens.
@@ -72,7 +72,7 @@ class Ancestry:
             nearest one that shares fewer tokens with its own parent. A root's holder is the root
             itself.
         whole: [N] the longest ancestor whose entire prompt + response is a prefix of the row's
-            prompt; -1: none. Follow `whole` from there to find shorter ones.
+            prompt; -1 if none. Follow `whole` from there to find shorter ones.
     """
 
     def __init__(self, tree: PrefixTree) -> None:
@@ -94,11 +94,11 @@ class Ancestry:
         ]
 
     def whole_within(self, rows: IntArray, num_tokens: IntArray) -> IntArray:
-        """[K] For each row, find the longest step on its path to the root that a prefix contains.
+        """[K] On each row's path to the root, find the longest step within a given prefix.
 
         Args:
             rows: [K] rows to start from.
-            num_tokens: [K] length of the prefix, in tokens of the row's prompt + response.
+            num_tokens: [K] length of the prefix of the row's prompt + response, in tokens.
 
         Returns:
             [K] rows; -1 for none.
@@ -107,7 +107,7 @@ class Ancestry:
         return np.where(self._length[found] <= num_tokens, found, self.whole[found])
 
     def _adding(self, rows: IntArray, num_tokens: IntArray) -> IntArray:
-        """[K] For each row, find the nearest towards its root that shares <= `num_tokens`."""
+        """[K] On each row's path to the root, find the nearest row that shares <= `num_tokens`."""
         for up, fewest in reversed(self._levels):
             rows = np.where(fewest[rows] > num_tokens, up[rows], rows)
         return rows

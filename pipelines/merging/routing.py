@@ -27,7 +27,7 @@ Routes = npt.NDArray[np.int16]
 def join_routing(
     column: pa.ChunkedArray, sequences: Sequences
 ) -> tuple[pa.Array, dict[str, pa.Array]]:
-    """Join the routes of sequences; a step keeps its own routes if the joined ones differ.
+    """Join the routes of each sequence; a step keeps its own routes if the joined ones differ.
 
     Args:
         column: [N] `rollout_expert_indices` of the steps.
@@ -39,7 +39,7 @@ def join_routing(
 
     Example:
         One layer, top-1. Steps with routes [5, 6] (prompt 1 token, response 2) and [5, 6, 7, 8]:
-        the sequence has [5, 6, 7, 8], and num_routed_tokens of the steps is 2 and 4.
+        the sequence has [5, 6, 7, 8], and the steps' num_routed_tokens are 2 and 4.
     """
     routes = Routing.of(column)
     joined: list[Routes | None] = [None] * len(sequences.head)
@@ -76,15 +76,15 @@ def routed_alike(table: pa.Table, num_prompt: IntArray, continued: IntArray) -> 
 
     Args:
         table: Steps with routes, `response_ids` and `loss_mask`.
-        num_prompt: [N] tokens of each prompt.
-        continued: [N] the step that each step continues; -1 for none, where the result is false.
+        num_prompt: [N] number of tokens in each prompt.
+        continued: [N] the step that each step continues; -1 for none (the result is then false).
     """
     routes = Routing.of(table.column(ROUTING))
     num_routed = routes.tokens.lengths
     mask = Ragged.from_arrow(table.column("loss_mask"))
     slot = np.flatnonzero(mask.values)
     row = mask.row_of(slot)
-    num_used = np.zeros(len(continued), np.int64)  # leading tokens that the last trained one sees
+    num_used = np.zeros(len(continued), np.int64)  # tokens before the last trained token
     num_used[row] = num_prompt[row] + slot - mask.offsets[row]
     alike = np.zeros(len(continued), np.bool_)
     for step in np.flatnonzero(continued >= 0).tolist():

@@ -35,7 +35,7 @@ _OWN_NAMES = frozenset({JOINED, NUM_ROUTED, *(field.name for field in SEGMENT_FI
 
 
 def segment_name(column: str) -> str:
-    """Name the field of `segments` that keeps a column: the column's name, unless it is taken."""
+    """Name the field of `segments` that stores a column: the column's name, unless it is taken."""
     taken = column in _OWN_NAMES or column.startswith("column.")
     return f"column.{column}" if taken else column
 
@@ -52,7 +52,7 @@ def nest(
     interleaved: BoolArray,
     extra: dict[str, pa.Array],
 ) -> pa.Table:
-    """Set the `segments` of merged rows; rows of one step keep theirs.
+    """Set the `segments` of merged rows; rows that consist of one step keep theirs.
 
     If the steps of a trajectory are interleaved over several rows, its one-step rows get a segment
     too, which records their step index.
@@ -61,7 +61,7 @@ def nest(
         out: [M] merged rows.
         steps: [N] the steps that they were merged from.
         sequences: Assignment of steps to sequences.
-        interleaved: [M] see `Sequences.interleaved`.
+        interleaved: [M] from `Sequences.interleaved`.
         extra: Further fields, one value per step ([N] each).
     """
     is_made = (sequences.count > 1) | interleaved
@@ -142,7 +142,7 @@ class Steps:
     Attributes:
         row: [S] row of each step.
         start: [S] start of the step's response in the row's response.
-        length: [S] tokens in the step's response; -1: the row's entire response.
+        length: [S] number of tokens in the step's response; -1 for the row's entire response.
         segment: [S] flat index of the step's segment; -1 if its row is not split.
     """
 

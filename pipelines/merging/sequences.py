@@ -21,8 +21,9 @@ class Sequences:
         last: [M] last step of each sequence.
         of: [N] sequence of each step.
         start: [N] start of the step's response in the response of its sequence.
-        known: [N] leading tokens of the step's prompt that the sequence holds before the step.
-        offsets: [M + 1] start of each sequence's response when they are laid end to end.
+        known: [N] number of leading tokens of the step's prompt that earlier steps of its sequence
+            hold.
+        offsets: [M + 1] start of each sequence's response when all responses are concatenated.
     """
 
     order: IntArray

@@ -24,7 +24,7 @@ class ModelShape:
         num_params: Parameters that a token is multiplied by: all except the input embeddings; for
             mixtures of experts, only the experts that a token is routed to.
         num_layers: Attention layers; 0 omits the attention term.
-        attention_width: Number of query heads times head size (shared keys save no arithmetic).
+        attention_width: Number of query heads times head size (shared key heads save no FLOPs).
     """
 
     num_params: float
@@ -38,10 +38,10 @@ class ModelShape:
 
         The forward pass takes 2 operations per parameter and token, and 4 * width per layer and
         attended key for scores and values; the backward pass takes twice that (Kaplan et al. 2020,
-        arXiv 2001.08361, section 2.1; Chowdhery et al. 2022, arXiv 2204.02311, appendix B, which
-        has T keys per token where we count the keys that each token attends to). Excludes
-        recomputation and the pass for `old_logprobs`; every layer is assumed to attend to the
-        entire context.
+        arXiv 2001.08361, section 2.1; Chowdhery et al. 2022, arXiv 2204.02311, appendix B; it
+        counts T keys per token, but we count only the keys that each token attends to). Excludes
+        recomputation and the forward pass for `old_logprobs`; assumes that every layer attends to
+        the entire context.
 
         Example:
             >>> ModelShape(num_params=100, num_layers=1, attention_width=2).training_flops(
@@ -64,7 +64,8 @@ def read_model_shape(path: str, num_params: float | None = None) -> ModelShape:
         num_params: Overrides the counted number of parameters.
 
     Raises:
-        InputError: `input_file` if the file does not exist; `model_config` if sizes are missing.
+        InputError: `input_file` if the file does not exist or is not a JSON object; `model_config`
+            if the parameters cannot be counted.
     """
     file = Path(path) / "config.json"
     config = _read(file)

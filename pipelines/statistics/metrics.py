@@ -27,7 +27,7 @@ USED = (
     *("instance_id", "trajectory_id", "step_index", "response_ids", "loss_mask"),
     *("segments", "metrics", "reward", "error"),
 )
-"""Columns that the metrics are computed from."""
+"""Columns from which the metrics are computed."""
 _LIST = pl.List(pl.Int64)
 _ROW_SCHEMA: dict[str, pl.DataType] = {
     "instance_id": pl.String(),
@@ -71,13 +71,13 @@ def dataset_metrics(frame: Frame, outcome: Outcome = "last") -> pl.LazyFrame:
     """Compute the metrics of a table of step rows or merged rows; formulas are in docs/metrics.md.
 
     A step is one LLM call, even inside a merged row, so merging changes no metric. Failed
-    trajectories are counted only in the numbers of failures; a trajectory with an unknown return is
-    excluded from metrics that need it. Both are reported in `num_left_out`. Standard deviations
+    trajectories are counted only in the numbers of failures, and trajectories with an unknown
+    return are excluded from metrics that need one; `num_left_out` includes both. Standard deviations
     have the divisor n (population).
 
     Returns:
-        Columns per (step, trajectory, group), metric, value (null if no unit was counted), num
-        (units counted), num_left_out.
+        Columns `per` (step, trajectory or group), `metric`, `value` (null if no unit was counted),
+        `num` (units counted) and `num_left_out`.
 
     Example:
         One trajectory of two steps, whose responses have 1 and 3 tokens:
@@ -130,8 +130,9 @@ def pass_at_k(num: int, num_correct: int, k: int) -> float:
 
         pass@k = 1 - C(n - c, k) / C(n, k)
 
-    Attempts are drawn without replacement, which is unbiased for k independent attempts (Chen et
-    al. 2021, arXiv 2107.03374). 0 if no attempt is correct, 1 if fewer than k are wrong.
+    This is the chance for k of the n attempts drawn without replacement, an unbiased estimate for k
+    independent attempts (Chen et al. 2021, arXiv 2107.03374). It is 0 if no attempt is correct, and
+    1 if fewer than k are wrong.
 
     Args:
         num: n, the number of attempts, at least k.

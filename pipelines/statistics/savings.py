@@ -1,8 +1,8 @@
-"""Count the tokens and FLOPs that training would forward in each layout, before booking a GPU.
+"""Count the tokens that training would forward in each layout, before you rent a GPU.
 
     step                 every step separately
-    merge_consecutive    the sequences that `merge` makes with either rule: a row that continues
-    merge_lineage        another costs only the tokens it adds
+    merge_consecutive    the sequences that `merge` builds with rule `consecutive`
+    merge_lineage        the sequences that `merge` builds with rule `lineage`
     tree_per_trajectory  every distinct prefix of a trajectory once
     tree_per_group       every distinct prefix of an instance's trajectories once
 
@@ -65,11 +65,11 @@ class Cost:
         self.num_attended += other.num_attended
 
     def add(self, begin: IntArray, end: IntArray) -> None:
-        """Count rows that forward only their tokens from `begin` to `end`.
+        """Add rows, counting only their tokens from `begin` to `end`.
 
         Args:
-            begin: [N] leading tokens of each row that another row forwards.
-            end: [N] tokens of each row's prompt + response.
+            begin: [N] number of leading tokens of each row that are forwarded with another row.
+            end: [N] number of tokens in each row's prompt + response.
         """
         self.num_sequences += int(((begin == 0) & (end > 0)).sum())
         self.num_tokens += int((end - begin).sum())
@@ -85,15 +85,15 @@ def dataset_savings(
     result. Routing is not read: a trajectory with routing in only some rows merges into more
     sequences than are counted here.
 
-    Time is linear in the distinct tokens of each trajectory (in all tokens of the steps, for merged
-    rows); memory is bounded by a row group and `max_open_tokens`. A group's tokens are held from
-    its first trajectory to its last. If groups are so scattered that the open ones would exceed the
-    bound, the rest are counted in further passes over the dataset.
+    Time is linear in the distinct tokens of each trajectory (for merged rows, in all tokens of the
+    steps); memory is bounded by a row group and `max_open_tokens`. A group is open, with its tokens
+    in memory, from its first trajectory to its last. If groups are so scattered that the open ones
+    would exceed the bound, the rest are counted in further passes over the dataset.
 
     Args:
         path: A dataset.
-        max_open_tokens: Maximum number of tokens in open groups; a larger group is counted by
-            itself.
+        max_open_tokens: Maximum number of tokens in open groups; a group that is larger is
+            counted by itself.
         workers: Count within shards in parallel. Groups can span shards, so they are counted in
             this process.
 
@@ -117,7 +117,7 @@ def dataset_savings(
 
 
 def _count(path: PathLike) -> tuple[dict[str, Cost], dict[str, Group]]:
-    """Compute the cost of every layout but `tree_per_group`, and the sizes of the groups."""
+    """Compute the cost of every layout except `tree_per_group`, and the sizes of the groups."""
     costs: dict[str, Cost] = {}
     groups: dict[str, Group] = {}
     for table in map(_steps, _pieces(path, _JOINS)):
@@ -160,7 +160,7 @@ def _steps(table: pa.Table) -> pa.Table:
 
 
 def _begins(table: pa.Table, tree: PrefixTree) -> dict[str, IntArray]:
-    """[N] Count the leading tokens of each row that another row forwards, by layout."""
+    """[N] For each layout, count the leading tokens of each row that another row forwards."""
     end = tree.prompt + tree.response
     begins = {"step": np.zeros_like(end)}
     for rule in ("consecutive", "lineage"):
@@ -170,10 +170,10 @@ def _begins(table: pa.Table, tree: PrefixTree) -> dict[str, IntArray]:
 
 
 def _known_in_trajectory(table: pa.Table, tree: PrefixTree) -> IntArray:
-    """[N] Count the leading tokens of each row that earlier rows of its trajectory hold.
+    """[N] Count each row's leading tokens that earlier rows of its trajectory already hold.
 
-    Tokens that a prompt adds to its parent are new, as are all tokens after them. Only the response
-    to a prompt that adds none has to be compared with other responses.
+    Tokens that a prompt adds to its parent are new, as are all tokens after them. A response
+    has to be compared with other responses only if its prompt adds no tokens.
     """
     known = tree.shared.copy()
     adds_nothing = (tree.parent >= 0) & (tree.prompt == tree.shared)
@@ -193,7 +193,7 @@ class _Suffixes:
         self._response = Ragged.from_arrow(table.column("response_ids"))
 
     def insert(self, root: Node, tree: PrefixTree, start: int, end: int) -> list[int]:
-        """Insert a trajectory into a trie; return how many leading tokens of each row existed."""
+        """Insert a trajectory into a trie; return how many tokens of each row were already in it."""
         nodes: list[Node] = []
         known: list[int] = []
         for row in range(start, end):
@@ -211,7 +211,7 @@ def _trajectories(tree: PrefixTree) -> Iterator[tuple[int, int]]:
 
 
 def _instances(table: pa.Table, tree: PrefixTree) -> list[str]:
-    """[T] Return the instance of each trajectory."""
+    """[T] Return the instance_id of each trajectory."""
     names: list[str] = table.column("instance_id").take(pa.array(tree.starts)).to_pylist()
     return names
 

@@ -123,7 +123,7 @@ def _lengths_of(frame: pl.LazyFrame) -> pl.DataFrame:
 
 
 def _lengths(table: pa.Table) -> pl.DataFrame:
-    """Measure each row: lengths, trained tokens, missing log-probabilities."""
+    """Compute the lengths, number of trained tokens and missing log-probabilities of each row."""
     response = list_lengths(table.column("response_ids"))
     if is_encoded(table):
         shared = np.asarray(table.column("prefix_length"), np.int64)

@@ -12,8 +12,8 @@ from rollout_io.dataset.prefix_layout import Tokens, common_prefix
 class Node:
     """A run of tokens without a branch; `Node.root()` creates an empty trie.
 
-    A position in the trie is a node and the depth of a token on the path from the root to the
-    node's end. It remains valid when nodes are split later.
+    A position in the trie is given by a node, and the depth of a token on the path from the root to
+    the node's end. It remains valid when nodes are split later.
 
     Attributes:
         begin: Number of tokens before the node's first token.
@@ -41,7 +41,7 @@ class Node:
             tokens: Any number of tokens; new ones are copied.
 
         Returns:
-            The node that holds the last token, and how many leading tokens existed already.
+            The node that holds the last token, and how many leading tokens were there already.
 
         Example:
             >>> root = Node.root()
@@ -72,7 +72,7 @@ class Node:
         return node
 
     def _split(self, depth: int) -> Node:
-        """Cut this node at a depth inside it, keep the rest, and return the part before."""
+        """Cut this node at a depth inside it; keep the end, and return a new node for the start."""
         assert self.above is not None
         at = depth - self.begin
         before = Node(self.begin, self.tokens[:at], self.above)
@@ -84,13 +84,13 @@ class Node:
 
 @dataclass(slots=True)
 class Group:
-    """Number of a group's distinct tokens, and of its trajectories that were not read yet."""
+    """Number of a group's distinct tokens, and of its trajectories that have not been read yet."""
 
     num_tokens: int = 0
     num_trajectories: int = 0
 
     def include(self, other: Group) -> None:
-        """Add the group's counts in another part of the dataset."""
+        """Add the same group's counts from another part of the dataset."""
         self.num_tokens += other.num_tokens
         self.num_trajectories += other.num_trajectories
 
@@ -112,13 +112,13 @@ class OpenTries:
         self.later: dict[str, Group] = {}
 
     def next(self, instance: str) -> Node | None:
-        """Return the trie for a group's next trajectory; None if it must wait for a later pass."""
+        """Return the trie for a group's next trajectory; None if this pass excludes the group."""
         group = self._groups.get(instance)
         if group is None or instance in self.later:
             return None
         if instance not in self._open:
-            # A group that exceeds the bound on its own is opened once no other group is open: it
-            # would never fit otherwise.
+            # A group that exceeds the bound on its own is opened when no other group is open,
+            # because it would never fit otherwise.
             if self.num_tokens and self.num_tokens + group.num_tokens > self._max_tokens:
                 self.later[instance] = group
                 return None

@@ -57,7 +57,7 @@ def test_the_worked_example_breaks_where_two_ids_became_one():
     assert (found["kept_ids"], found["lost_ids"]) == ([69622, 11397], [26951, 3834])
     assert (found["now_ids"], found["num_lost_tokens"]) == ([94224], 4)
     assert (found["cause"], found["continues_lineage"]) == ("unknown", False)
-    assert found["evidence"] == "2 ids became 1, then the same ids follow again"
+    assert found["evidence"] == "2 ids became 1, then the ids agree again"
     assert found["kept_text"] is found["lost_text"] is found["now_text"] is None
 
 

@@ -67,7 +67,7 @@ def test_a_tool_call_that_the_template_spells_anew_is_the_templates(qwen):
     found = only_break(two_steps(qwen, response, answer), qwen)
     assert (found["cause"], found["evidence"].split(" differ")[0]) == (
         "template",
-        "the spelling of tool calls",
+        "spellings of tool calls",
     )
 
 
