@@ -109,7 +109,7 @@ class Guard:
 
 
 def is_loopback(host: str) -> bool:
-    """True if an address to listen on is reachable from this machine only.
+    """True if a server that listens on this address is reachable only from this machine.
 
     Example:
         >>> [is_loopback(host) for host in ("localhost", "127.0.0.1", "[::1]", "0.0.0.0", "box")]

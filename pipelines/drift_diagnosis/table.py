@@ -79,8 +79,8 @@ def drift(frame: Frame, tokenizer: ChatTokenizer | PathLike | None = None) -> pl
 
     Args:
         frame: Complete trajectories. `agent`, `messages` and `response_text` improve the diagnosis.
-        tokenizer: The tokenizer that produced the ids, or its directory; None: the diagnosis uses
-            messages, or only token ids.
+        tokenizer: The tokenizer that produced the ids, or its directory; if None, the
+            diagnosis uses messages or only token ids.
 
     Returns:
         trajectory_id, step_index, agent of the step; cause (`HINTS`); continues_lineage: true if

@@ -54,14 +54,15 @@ class GenerateConfig:
     env_configs: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Per environment name: keys that extend or override `env_config`."""
     agent: str | None = None
-    """Instead of an environment: `module:function`, `async def agent(client, task) -> reward`."""
+    """Instead of an environment: an `async def agent(client, task) -> reward`, as
+    `module:function`."""
     harness: str | None = None
-    """Instead of an environment: `module:function` of a `harness(endpoint, task) -> reward`, or a
-    command line; each trajectory calls the model at its own base URL."""
+    """Instead of an environment: a function `harness(endpoint, task) -> reward`, as
+    `module:function`, or a command line; each trajectory calls the model at its own base URL."""
     generator: str | None = None
-    """Instead of an environment, agent or harness: `module:Class` with SkyRL's `async def
-    generate(GeneratorInput) -> GeneratorOutput`; constructed as `Class(engine, tokenizer, config)`,
-    called once per group."""
+    """Instead of an environment, agent or harness: a class with SkyRL's `async def
+    generate(GeneratorInput) -> GeneratorOutput`, as `module:Class`; constructed as `Class(engine,
+    tokenizer, config)` and called once per group."""
     generator_config: dict[str, Any] = field(default_factory=dict)
     """Settings that a custom generator reads from `config.generator_config`."""
 
@@ -73,7 +74,7 @@ class GenerateConfig:
     conversation, using the template's generation marks."""
     chat_template: str | None = None
     """Name or file of a chat template that replaces the tokenizer's. With agents and harnesses on
-    vLLM: the template that the servers were started with."""
+    vLLM, give the template that the servers were started with."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments of the chat template, such as `enable_thinking = false`."""
     group_size: Count = 1
@@ -128,7 +129,7 @@ class GenerateConfig:
 
     @property
     def outcome(self) -> Outcome:
-        """How returns are computed: `sum` for environments, which reward every turn, or `last`."""
+        """How returns are computed: `sum` for environments, which reward each turn; else `last`."""
         return "sum" if self.uses_environments else "last"
 
     @property

@@ -124,8 +124,8 @@ class Generator:
         A failed trajectory is yielded with its `error`, whatever its environment or agent did.
 
         Raises:
-            EngineError: engine_down, engine_answer: no further trajectory is started; raised once
-                the running ones have ended.
+            EngineError: engine_down, engine_answer; no further trajectory is started, and the
+                error is raised once the running ones have ended.
         """
         broken: BaseException | None = None
         under_way = UnderWay(self, self.units(tasks))

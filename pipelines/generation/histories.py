@@ -37,7 +37,7 @@ class Conversation(Protocol):
         Args:
             response_ids: [R] ids sampled for `prompt_ids()`.
             text: The response as text.
-            replaced: The environment's replacement of the text; None: unchanged.
+            replaced: The environment's replacement for the text; None if it is unchanged.
             observations: The environment's messages.
 
         Returns:
@@ -143,7 +143,7 @@ def final_rendering(
         where: Location shown in error messages.
 
     Returns:
-        [N] ids; (start, end) of each turn in them.
+        [N] ids, and the (start, end) of each turn among them.
 
     Raises:
         InputError: assistant_masks unless the template marks every assistant message.

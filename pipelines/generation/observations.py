@@ -24,9 +24,9 @@ def observation_ids(
 
         ids(template(base + observations, generation prompt)) minus ids(template(base))
 
-    The cut keeps whatever the template writes after a message's EOS (a newline in ChatML), which no
-    engine samples. If the response ended without an EOS (at a stop string or the length limit), the
-    returned ids start with the EOS that closes its message. All returned ids belong to the next
+    The cut keeps text that the template writes after a message's EOS (a newline in ChatML) and that
+    no engine samples. If the response ended without an EOS (at a stop string or the length limit),
+    the returned ids start with the EOS that closes its message. All returned ids belong to the next
     prompt, not to a response, and are never trained on.
 
     Source: https://jybsuper.github.io/posts/multiturn_tokenization/

@@ -58,11 +58,11 @@ class Watch:
         self.close()
 
     def add(self, group: int) -> None:
-        """Kill a process group when this process ends."""
+        """Register a process group to be killed when this process ends."""
         self._say(f"+{group}\n")
 
     def remove(self, group: int) -> None:
-        """Forget a process group: it has ended."""
+        """Forget a process group that has ended."""
         self._say(f"-{group}\n")
 
     def close(self) -> None:

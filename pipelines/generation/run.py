@@ -85,8 +85,8 @@ async def generate(config: GenerateConfig, open_engine: OpenEngine) -> GenerateR
 
     Raises:
         RolloutError: Before generating, if the configuration, the tasks, the environments or the
-            dataset are invalid; engine_down or engine_answer if the engine fails, after finished
-            trajectories were written.
+            dataset are invalid; engine_down or engine_answer if the engine fails (finished
+            trajectories are written first).
     """
     tokenizer = dataclasses.replace(
         load_tokenizer(config.model, config.chat_template),

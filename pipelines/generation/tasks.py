@@ -23,9 +23,9 @@ class Task:
         instance_id: Id of the task.
         repetition_id: Number of the attempt.
         prompt: OpenAI-style messages.
-        env_class: Environment of the task; None: the configured one.
+        env_class: Environment of the task; None for the configured one.
         extras: Further fields, for the environment.
-        source: File and position.
+        source: File that contains the task, and the position in it.
     """
 
     instance_id: str

@@ -35,7 +35,7 @@ class OwnThread:
         """Call a function in the thread and return its result.
 
         Raises:
-            InputError: {rule}_timeout if there is no result in time; {rule}_raised if it raised.
+            InputError: {rule}_timeout if there is no result in time; {rule}_raised if it raises.
         """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Value] = loop.create_future()

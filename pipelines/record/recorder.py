@@ -39,7 +39,7 @@ _TICK_S = 0.25
 
 
 class Recorder:
-    """The sessions of one dataset; enter the context before the first call.
+    """A recorder of one dataset's sessions; enter its context before the first call.
 
     Args:
         settings: Settings.

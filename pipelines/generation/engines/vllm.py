@@ -59,7 +59,7 @@ class VllmEngine:
         limits: Concurrency, rate, timeouts and retries.
         api_key: The servers' `--api-key`.
         policy_version: Version of the servers' weights.
-        logprobs_mode: Distribution of their log-probabilities; None: detected with a few calls.
+        logprobs_mode: Distribution of their log-probabilities; None to detect it with a few calls.
 
     Attributes:
         servers: HTTP client of the servers.
