@@ -1,4 +1,4 @@
-"""Conversion of harness logs to rollout tables and back: reader, writer, formats, command line."""
+"""Rollout tables as files: reader, writer, conversion from and to harness logs, command line."""
 
 from typing import TYPE_CHECKING
 

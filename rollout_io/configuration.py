@@ -49,7 +49,7 @@ def load_record(
     required: Mapping[str, str],
     list_examples: Mapping[str, str] | None = None,
 ) -> Record:
-    """Read a configuration record: a TOML file, then command-line options, then `--set`.
+    """Read a configuration record from a TOML file, command-line options and `--set`.
 
     Args:
         kind: Dataclass of the record.
@@ -57,13 +57,14 @@ def load_record(
         overrides: `key=value` strings, which take precedence over file and options; the last one
             for a key wins. Values are TOML, but strings need no quotes. `none` means None, as does
             `"none"` in a file. `key.name=value` sets one entry of a key that is a table.
-        options: Typed values by key, which take precedence over the file; None if not given.
+        options: Typed values, by key; a value that is not None takes precedence over the file.
         required: Required keys, each with a short description of its value.
         list_examples: Example value of each list-valued key, for hints.
 
     Raises:
-        ConfigError: config_file: unreadable, or not TOML; config_key: unknown (the hint suggests
-            the closest key), or missing; config_value: wrong type, or rejected by `kind`.
+        ConfigError: config_file: the file is not TOML; config_key: a key is unknown (the hint
+            suggests the closest one) or missing; config_value: a value has the wrong type or is
+            out of bounds.
     """
     given = read_toml(toml_path) | given_options(options)
     values = checked_values(kind, given, overrides, str(toml_path), list_examples=list_examples)
@@ -101,7 +102,7 @@ def checked_values(
         where = f"--set {table}{override}"
         dotted, equals, text = (part.strip() for part in override.partition("="))
         if not equals:
-            raise ConfigError("config_key", where, "an override has the form key=value")
+            raise ConfigError("config_key", where, "an override must have the form key=value")
         key, *names = _names(dotted, types, where)
         value = text if types.get(key) is str else _from_text(text)
         if names:
@@ -116,7 +117,7 @@ def given_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _names(dotted: str, types: Mapping[str, Any], where: str) -> list[str]:
-    """Split a dotted key into its names if the first one is a key that holds a table."""
+    """Split a dotted key into its names if the first name is the key of a table."""
     if typing.get_origin(types.get(dotted.partition(".")[0])) is not dict:
         return [dotted]
     try:
@@ -147,7 +148,7 @@ def _with_entry(table: Any, names: Sequence[str], value: Any) -> dict[str, Any]:
 
 
 def out_of_bounds(record: Any) -> Iterator[tuple[str, str, str]]:
-    """Yield (key, value, expectation) for each value that its annotation does not allow.
+    """Yield (key, value, expectation) for each value that violates the annotation of its key.
 
     Args:
         record: A dataclass that declares bounds as `Annotated[int, msgspec.Meta(ge=1)]`, and

@@ -19,7 +19,7 @@ class HiddenPackageError(ImportError):
 
 
 def require_ours(*packages: str) -> None:
-    """Check that these names would import our packages, without importing them.
+    """Check that importing these names would load our packages, without importing any.
 
     Args:
         packages: Names in `PACKAGES`; other names are not checked.

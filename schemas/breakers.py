@@ -1,4 +1,4 @@
-"""Functions that break one named invariant of a valid table and leave all others intact."""
+"""Functions, each of which breaks one named invariant of a valid table and no other."""
 
 from __future__ import annotations
 

@@ -180,7 +180,7 @@ def check(data: Any, *, vocab_size: int | None = None) -> pl.DataFrame:
 
 
 def validate(data: Any, *, vocab_size: int | None = None) -> None:
-    """Raise on the errors (not the warnings) that `check` finds.
+    """Raise an error if `check` finds errors; warnings are ignored.
 
     Raises:
         ValidationError: With all breaches of severity `error`.

@@ -53,7 +53,7 @@ SEGMENT_FIELDS: tuple[pa.Field, ...] = (
 """Fields of every segment. Per-step values (reward, stop_reason, user columns) follow them."""
 
 JOINED = "joined"
-"""Field of `segments`: true for a segment that a merge created, which holds exactly one step. Other
+"""Field of `segments`: true for a segment that a merge created. It holds exactly one step. Other
 segments only mark the sampled ranges of a row; `unmerge` does not split them."""
 
 NUM_ROUTED = "num_routed_tokens"

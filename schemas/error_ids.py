@@ -57,11 +57,11 @@ _INPUT = {
     ),
     "agent_timeout": (
         "The agent did not finish before `agent_timeout_s`.",
-        "Raise `agent_timeout_s`, or bound the agent's turns.",
+        "Raise `agent_timeout_s`, or limit the agent's turns.",
     ),
     "all_or_none": (
         (
-            "The export format needs a value on every row or on none, and a column has both values"
+            "The export format needs a value in every row or in none, but a column has both values"
             " and nulls."
         ),
         "Drop the column, or keep only the rows where it is not null.",
@@ -69,7 +69,7 @@ _INPUT = {
     "assistant_masks": (
         (
             "The chat template does not mark the text that the model generates (`{% generation "
-            "%}`), or does not mark every assistant message once."
+            "%}`), or does not mark every assistant message exactly once."
         ),
         (
             "Set `chat_template` to a template with `{% generation %}` marks, such as "
@@ -147,8 +147,8 @@ _INPUT = {
     ),
     "engine_request": (
         (
-            "A request of a harness is not a JSON object, lacks `messages` or `prompt`, or uses a "
-            "feature whose response cannot be recorded token by token."
+            "A request from a harness is not a JSON object, lacks `messages` or `prompt`, or uses "
+            "a feature whose response cannot be recorded token by token."
         ),
         "Send a chat or text completion request without the field that the message names.",
     ),
@@ -165,7 +165,7 @@ _INPUT = {
         "Correct the environment's code, or handle the exception there.",
     ),
     "env_timeout": (
-        "A call of the environment did not return before `env_timeout_s`.",
+        "A call to the environment did not return before `env_timeout_s`.",
         "Raise `env_timeout_s`, or correct the call that hangs.",
     ),
     "existing_run": (
@@ -291,12 +291,12 @@ _INPUT = {
         "Return a finite reward as docs/rl.md describes, or write it to `{reward_file}`.",
     ),
     "harness_start": (
-        "The program of the harness cannot be started.",
+        "The harness's program cannot be started.",
         "Install the program, or put it on PATH; pass a long prompt through `{task_file}`.",
     ),
     "harness_timeout": (
         "The harness did not finish before its time limit.",
-        "Raise `agent_timeout_s`, or bound the turns of the harness.",
+        "Raise `agent_timeout_s`, or limit the turns of the harness.",
     ),
     "head_size": (
         "The headers of the request exceed 64 KiB.",
@@ -463,9 +463,9 @@ _INPUT = {
     ),
     "new messages": (
         (
-            "A chat does not end with new messages from only the user or system, so `rollouts "
-            "record --exact-prefix` forwards the call unchanged (counted, never printed as an "
-            "error)."
+            "The new messages at the end of a chat are not all user or system messages, so "
+            "`rollouts record --exact-prefix` forwards the call unchanged (it counts such calls, "
+            "but prints no error)."
         ),
         (
             "Append only user or system messages to a conversation that should continue token by "
@@ -473,7 +473,7 @@ _INPUT = {
         ),
     ),
     "no_calls": (
-        "The log, run or file contains no model call, or no response of the model.",
+        "The log, run or file contains no model call, or no model response.",
         "Remove the run, or give it an `error` in `--rewards` if the agent failed.",
     ),
     "no_conversation": (
@@ -485,7 +485,7 @@ _INPUT = {
         "Write the trajectory again with a SWE-agent version that logs `query`.",
     ),
     "no_response": (
-        "A logged call has no response, or the response is an error of the engine.",
+        "A logged call has no response, or the response is an error from the engine.",
         "Delete its line, or give its session an `error` in `--rewards`.",
     ),
     "no_samples": (
@@ -590,8 +590,8 @@ _INPUT = {
     ),
     "resume_metrics": (
         (
-            "`metrics.jsonl` has fewer lines than the checkpoint has mini-batches, or a line that "
-            "was not written by a run."
+            "`metrics.jsonl` has fewer lines than mini-batches were trained before the checkpoint, "
+            "or a line that was not written by a run."
         ),
         "Restore the run's `metrics.jsonl` from a copy, or start a new run.",
     ),
@@ -611,21 +611,21 @@ _INPUT = {
     ),
     "return_unchanged": (
         (
-            "Dropping rows would change the return of a trajectory, because a dropped row holds "
+            "Dropping rows would change the return of a trajectory, because a dropped row has a "
             "reward."
         ),
         "Pass `--move-outcome` to place the outcome on the last remaining row.",
     ),
     "reward_kind": (
         (
-            "The rewards of a GeneratorOutput mix numbers per row with lists per token, or only "
-            "some exported rows have `rewards`."
+            "The rewards of a GeneratorOutput are a number for some rows and a list for others, or "
+            "only some exported rows have `rewards`."
         ),
         "Use one number per row, or one list per row.",
     ),
     "reward_known": (
-        "The export format needs a reward on every row, and a row has none.",
-        "Convert with `--rewards FILE`, filter these trajectories, or set their `error`.",
+        "The export format needs a reward in every row, but a row has none.",
+        "Convert with `--rewards FILE`, filter out these trajectories, or set their `error`.",
     ),
     "reward_line": (
         (
@@ -649,7 +649,7 @@ _INPUT = {
             "The export to slime needs routed experts for all tokens but the last, and the row has"
             " fewer."
         ),
-        "Drop the column `rollout_expert_indices`, or record complete routes.",
+        "Drop the column `rollout_expert_indices`, or record routing for all tokens but the last.",
     ),
     "run_in_use": (
         "A different process is training in this output directory.",
@@ -657,8 +657,8 @@ _INPUT = {
     ),
     "sampled_item": (
         (
-            "A Responses log has token ids on an item of the model's input, instead of on an "
-            "item that it sampled."
+            "A Responses log has token ids on an input item instead of on an item that the model "
+            "sampled."
         ),
         "Log the token ids on the items with which the model server returned them.",
     ),
@@ -764,8 +764,8 @@ _INPUT = {
     ),
     "trajectories": (
         (
-            "The custom generator returned trajectories that were not requested, or not all that "
-            "were."
+            "The custom generator returned trajectories that were not requested, or omitted "
+            "requested ones."
         ),
         "Return every requested trajectory once, and a failed one as a placeholder row.",
     ),
@@ -1019,8 +1019,8 @@ _ENGINE = {
     ),
     "engine_refused": (
         (
-            "The engine rejected the request: a setting, a token id or a feature that it does not "
-            "support, or weights that it cannot load."
+            "The engine rejected the request because it does not support a setting, a token id or "
+            "a feature, or cannot load the weights."
         ),
         (
             "Follow the engine's explanation in the message: remove the unsupported setting, or "

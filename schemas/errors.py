@@ -1,4 +1,4 @@
-"""Errors that a person can act on: a sentence, the id of the rule, and how to fix it.
+"""Errors that a user can act on, each with a sentence, the id of a rule, and a hint.
 
     RolloutError
         InvariantError   rollout data breaks a named invariant
@@ -28,7 +28,7 @@ class RolloutError(ValueError):
         rule: Id of the rule ("lengths_align", "json_line", ...).
         where: Place of the breach: "file.jsonl:12", "part-00000.parquet, row 7", "--format".
         got: What was found there.
-        expected: What the rule asks for.
+        expected: What the rule requires.
         hint: The next command or action.
         message: The complete sentence, with its place. None: composed of `where`, `got` and
             `expected`.

@@ -216,8 +216,8 @@ def check_prompts(view: View) -> Iterator[pl.DataFrame]:
     The answer is the row's first sampled range. A prompt ends with the header of the answer, and
     its last two tokens identify that header: the prompt's last assistant message follows the last
     earlier occurrence of this pair. A row breaks the rule if its answer is trained on, has at least
-    `MIN_ANSWER_TOKENS` tokens and begins that message. A row is exempt if an earlier row of its
-    trajectory sampled the same tokens: the model repeated itself.
+    `MIN_ANSWER_TOKENS` tokens, and that message begins with it. A row is exempt if an earlier row
+    of its trajectory sampled the same tokens, because the model then repeated itself.
     """
     if not view.has("prompt_token_ids", "response_ids", "loss_mask", "trajectory_id"):
         return

@@ -36,7 +36,7 @@ class Runs:
     Attributes:
         start: [R] first row of each run.
         run: [N] run that each row belongs to.
-        restarted: [R] true for a run that restarts the id of the run before it.
+        restarted: [R] true for a run that has the id of the run before it, but restarts at step 0.
     """
 
     start: IntArray
@@ -62,7 +62,7 @@ class Runs:
 
 
 def changes(column: pa.ChunkedArray) -> BoolArray:
-    """Return true where a value differs from the previous row, and on the first row, [N]."""
+    """Return [N] booleans: true in the first row, and where the value of the row before differs."""
     changed = np.ones(len(column), np.bool_)
     if len(column) > 1:
         changed[1:] = np.asarray(pc.not_equal(column.slice(1), column.slice(0, len(column) - 1)))
@@ -179,7 +179,7 @@ def check_prefix(view: View) -> Iterator[pl.DataFrame]:
 
 
 def check_whole(view: View) -> pl.DataFrame:
-    """Check prefix_reference: no row is missing, because parents are counted from the first."""
+    """Check prefix_reference: no row is missing, as parents are numbered from the first row."""
     steps = view.array("step_index")
     index = np.arange(len(steps)) - _first_rows(view)
     rows = np.flatnonzero(steps != index)

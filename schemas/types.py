@@ -216,7 +216,7 @@ def _nullable(name: str) -> bool:
 def cast_column(
     column: pa.Array | pa.ChunkedArray, target: pa.DataType
 ) -> pa.Array | pa.ChunkedArray:
-    """Cast a column, including list views, and maps to lists of {key, value} structs."""
+    """Cast a column. List views are supported; a map becomes a list of {key, value} structs."""
     if column.type == target:
         return column
     if isinstance(column, pa.ChunkedArray):

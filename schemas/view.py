@@ -1,4 +1,4 @@
-"""A table as the checks see it: flat arrays, cached, and breaches as data."""
+"""Access to a table for the checks: flat arrays, unpacked once, and breaches as data."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 Polars reads the files of a subquery (`reward IN (SELECT x FROM read_csv('...'))`) while it parses
 the condition. The tokens of a condition are therefore checked first: without SELECT, FROM, WITH,
 TABLE and VALUES there is no subquery, and string literals, quoted names and numbers are accepted
-only in the one form that all SQL tokenizers read alike. The syntax tree that Polars builds then
+only in forms that all SQL tokenizers read the same way. The syntax tree that Polars builds then
 decides whether the rest is a condition on a row.
 """
 
@@ -58,7 +58,7 @@ def condition_of(condition: str | pl.Expr) -> pl.Expr:
             An aggregate needs a window: `max(step_index) OVER (PARTITION BY trajectory_id)`.
 
     Raises:
-        ConfigError: condition: it is not SQL, or not a condition on each row.
+        ConfigError: condition: the text is not SQL, or is not a condition on each row.
 
     Example:
         >>> str(condition_of("reward > 0"))

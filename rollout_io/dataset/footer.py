@@ -100,14 +100,14 @@ class Places:
 
     @classmethod
     def of_whole(cls, metadata: Mapping[bytes, bytes], table: pa.Table) -> Places:
-        """Return the places of a single writer, identified by its metadata and first rows."""
+        """Return the places for a single writer; metadata and first rows identify the write."""
         facts = {key.decode(): value.decode() for key, value in metadata.items()}
         first = cls(Part(writing=""))
         first.add(table)
         return cls(Part.of([facts, first.next(is_last=True).after]))
 
     def add(self, table: pa.Table) -> None:
-        """Add the rows of a table, in either layout, to the next shard."""
+        """Count the rows of a table, in either layout, as part of the next shard."""
         self._rows.update("\n".join(table.column("trajectory_id").to_pylist()).encode())
         for name in ("response_ids", "prompt_token_ids", "prompt_suffix_ids"):
             if name in table.column_names:
@@ -188,7 +188,7 @@ def verify(file: pq.ParquetFile, source: Any) -> None:
 
     Args:
         file: The Parquet file.
-        source: The open file, in case a flipped bit hides the digest from Parquet's parser.
+        source: The open file, to find a digest that a flipped bit hides from Parquet's parser.
 
     Raises:
         pa.ArrowInvalid: The footer is damaged.

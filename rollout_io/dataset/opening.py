@@ -32,7 +32,7 @@ _KINDS = {
 
 
 def open_input(path: str | os.PathLike[str]) -> BufferedReader:
-    """Open a regular file, or an open pipe of this process (`<(...)`, `/dev/fd/63`).
+    """Open a regular file, or a pipe that this process inherited (`<(...)`, `/dev/fd/63`).
 
     Raises:
         InputError: `input_file`: the input is unreadable, or neither a file nor such a pipe.
@@ -104,7 +104,7 @@ def read_input(path: str | os.PathLike[str], max_bytes: int = MAX_DOCUMENT_BYTES
 def digest_of(path: str | os.PathLike[str]) -> str:
     """Return the SHA-256 of a file's content as hexadecimal.
 
-    Size and modification time do not identify content: a copy can keep both.
+    Size and modification time do not identify content: they can be equal for different files.
 
     Raises:
         InputError: `input_file`: see `open_input`.

@@ -26,8 +26,8 @@ class Workers:
     """Where tasks run.
 
     Attributes:
-        num: Number of processes; 1 is this process. With `ray`: CPUs of the cluster that is
-            started, unless RAY_ADDRESS is set.
+        num: Number of processes; 1 is this process. With `ray`: number of CPUs of the cluster that
+            is started if RAY_ADDRESS is not set.
         engine: `local`, or `ray` (Ray Data; all its nodes need access to the same files).
 
     Example:
@@ -45,14 +45,14 @@ class Workers:
     def map(
         self, function: Callable[[T], R], tasks: Iterable[T]
     ) -> Generator[tuple[int, R], None, None]:
-        """Yield the index and result of each task, as they finish.
+        """Yield the index and result of each task as soon as it finishes.
 
         Args:
             function: A module-level function (or `functools.partial` of one), which can be pickled.
             tasks: Arguments of the calls.
 
         Raises:
-            RolloutError: The error of a task; `worker`: a process died.
+            RolloutError: Raised by a task; `worker`: a process died.
         """
         if self.engine == "ray" and (given := list(tasks)):
             yield from _on_ray(function, given, self.num)

@@ -21,7 +21,7 @@ _SETTLES_S = 0.02  # lets Polars' threads finish with the last frame
 
 
 class _Work:
-    """Counter of running sources, which can stop them."""
+    """Counter of running sources that can also stop them."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -59,8 +59,8 @@ def lazy_frame(pieces: Pieces, schema: pl.Schema) -> pl.LazyFrame:
     """Return a LazyFrame over the frames of a generator function.
 
     Args:
-        pieces: Receives the columns that a query uses and its predicate; it may skip frames in
-            which no row satisfies the predicate (None: no predicate). Frames may have others.
+        pieces: Called with the columns that a query uses and its predicate (or None). It may skip
+            frames in which no row satisfies the predicate, and yield additional columns.
         schema: Schema of all columns.
     """
 

@@ -28,8 +28,8 @@ def encode_prefixes(table: pa.Table) -> pa.Table:
     """Replace `prompt_token_ids` with the prefix columns.
 
     A row's parent is the earlier row of its trajectory whose prompt + response shares the longest
-    prefix with this prompt; the latest one if there are several. A row without shared tokens is a
-    root.
+    prefix with the row's prompt (the latest such row if there are several). A row that shares no
+    tokens with an earlier row is a root.
 
     Args:
         table: Complete trajectories, rows in order.
@@ -63,7 +63,7 @@ def encode_prefixes(table: pa.Table) -> pa.Table:
 def decode_prefixes(table: pa.Table) -> pa.Table:
     """Replace the prefix columns with `prompt_token_ids`: the inverse of `encode_prefixes`.
 
-    The table must have passed `prefix_reference`.
+    The table must satisfy the invariant `prefix_reference`.
     """
     suffix = Ragged.from_arrow(table.column("prompt_suffix_ids"))
     responses = Ragged.from_arrow(table.column("response_ids"))
@@ -95,7 +95,7 @@ def find_parents(prompts: Ragged, responses: Ragged, starts: IntArray) -> tuple[
 
     Returns:
         parent: [N] index of the parent within the trajectory, -1 for a root.
-        shared: [N] number of leading tokens of the parent's prompt + response in this prompt.
+        shared: [N] number of leading tokens that the prompt shares with the parent's sequence.
     """
     is_first = np.zeros(len(prompts.lengths), np.bool_)
     is_first[starts] = True
@@ -123,8 +123,8 @@ class _TokenRange:
     Attributes:
         step: Index of the step in its trajectory.
         tokens: Bytes of the tokens from the range's start to the step's end.
-        exits: Where other steps branch off, as ascending positions from the step's start, each with
-            the ranges that begin there, keyed by first token.
+        exits: Branches to the ranges of other steps, as ascending positions from the step's start,
+            each with the ranges that begin there, keyed by first token.
     """
 
     __slots__ = ("exits", "step", "tokens")
@@ -140,9 +140,9 @@ _POSITION = itemgetter(0)
 class _Tree:
     """The tokens of a trajectory's steps as a tree of runs (`_TokenRange`).
 
-    Each token belongs to the latest step that contains it: a new step descends from the root along
-    its own tokens and takes over the runs on its way, so the run where it leaves the tree belongs
-    to the latest step with that common prefix, and keeps only the tokens after that point. A step
+    Each token belongs to the latest step that contains it. A new step descends from the root along
+    its tokens and takes over the runs that it passes. Where it leaves the tree, it finds a run of
+    the latest step with that common prefix; this run keeps only the tokens after that point. A step
     visits O(log steps) runs on average, for any shape of tree (runs are the preferred paths of a
     link-cut tree).
     """

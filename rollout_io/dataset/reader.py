@@ -59,8 +59,8 @@ def iter_tables(
     Args:
         path: Directory, glob or file, local or an fsspec URL.
         columns: Columns to read; None reads all.
-        decode: If false, pieces that are stored in `prefix` layout keep its three columns instead
-            of `prompt_token_ids`.
+        decode: If false, pieces that are stored in `prefix` layout keep the three prefix columns
+            instead of `prompt_token_ids`.
 
     Raises:
         ConfigError: A column does not exist.
@@ -91,7 +91,7 @@ def shard_paths(path: PathLike) -> list[str]:
 
 
 def shard_sizes(path: PathLike) -> dict[str, int]:
-    """Return the rows per shard, in order, by file name (by path if file names repeat)."""
+    """Return the number of rows of each shard, in order, by file name (or path if names repeat)."""
     shards = _open_shards(path)
     names = [posixpath.basename(shard.location.path) for shard in shards]
     if len(set(names)) < len(names):
@@ -318,7 +318,7 @@ def _tables(
 
 
 def _align(shards: Sequence[_Shard], names: Sequence[str]) -> Iterator[pa.Table]:
-    """Re-cut tables from files of other programs, so that no trajectory spans two tables."""
+    """Re-cut the tables of files that other programs wrote so that no trajectory spans two."""
     keyed = list(dict.fromkeys([*names, "trajectory_id"]))
     for shard in shards:
         if "trajectory_id" not in shard.names:

@@ -37,7 +37,7 @@ _Task = tuple[str, str, Part]
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Number of rows and tokens (prompt + response) before and after."""
+    """Number of rows and tokens (prompt + response) before and after a rewrite."""
 
     num_rows_before: int = 0
     num_tokens_before: int = 0
@@ -112,7 +112,7 @@ def rewrite(
 
 @contextmanager
 def _named_by_the_whole(dataset: str) -> Iterator[None]:
-    """Report breaches for the entire dataset: one shard may hold only part of a trajectory."""
+    """Check the entire dataset after an error: one shard may hold only part of a trajectory."""
     try:
         yield
     except ValidationError:
@@ -138,7 +138,7 @@ def _rewrite_piece(
     task: _Task,
     progress: Progress | None = None,
 ) -> tuple[Counts, Checker]:
-    """Rewrite one piece; return the checker of its input as well."""
+    """Rewrite one piece; return its counts and the checker of its input."""
     source, out, part = task
     counts, checker = Counts(), checker_of(source)
     try:
@@ -169,7 +169,7 @@ def _states(dataset: str) -> list[Any]:
 
 
 def _state(shard: Location) -> str:
-    """Return the digest of a shard's content, or the version that an object store gives it."""
+    """Return the digest of a shard's content, or the version that an object store reports."""
     if shard.is_local:
         return digest_of(shard.path)
     info = shard.fs.info(shard.path)

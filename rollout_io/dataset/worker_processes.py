@@ -33,7 +33,7 @@ class _Worker(NamedTuple):
 def map_in_processes(
     function: Callable[[T], R], tasks: Iterable[T], num: int
 ) -> Generator[tuple[int, R], None, None]:
-    """Yield the index and result of each task, as they finish.
+    """Yield the index and result of each task as soon as it finishes.
 
     The processes end with this generator, however it ends, and with this process if it is killed.
 
@@ -43,7 +43,7 @@ def map_in_processes(
         num: Maximum number of processes.
 
     Raises:
-        RolloutError: The error of a task; `worker`: a process died.
+        RolloutError: Raised by a task; `worker`: a process died.
     """
     numbered = enumerate(tasks)
     first = list(islice(numbered, num))
@@ -100,7 +100,7 @@ def _start() -> _Worker:
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
     """Block SIGINT in processes that are started here, so that only this one handles Ctrl-C."""
-    resource_tracker.ensure_running()  # else the first process starts it, unblocking SIGINT
+    resource_tracker.ensure_running()  # starting it later would unblock SIGINT
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

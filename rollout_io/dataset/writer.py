@@ -49,10 +49,10 @@ class RolloutWriter:
             `read`.
         append: If true, add shards to an existing directory; several writers may share it.
         row_group_rows: Maximum rows of a row group, unless one trajectory has more.
-        shard_bytes: Size after which a new shard begins: encoded, uncompressed bytes.
+        shard_bytes: Size in bytes, encoded but uncompressed, after which a new shard begins.
         checked: If true, skip the checks, because the caller has checked the tables.
-        part: Part of the dataset that this writer writes; None: all of it. Ignored with `append`:
-            appended shards are independent of each other.
+        part: Part of the dataset that this writer writes; None: the entire dataset. Ignored with
+            `append`, because appended shards are independent of each other.
 
     Raises:
         InputError: The path already holds a dataset, and `append` is false.
@@ -122,7 +122,7 @@ class RolloutWriter:
             self.abort()
 
     def write(self, data: Any) -> None:
-        """Add rows: a Table, RecordBatch or Polars frame; it may end inside a trajectory."""
+        """Add the rows of a Table, RecordBatch or Polars frame, which may end mid-trajectory."""
         self._refuse_if_closed()
         try:
             self._add(as_table(data))
@@ -306,7 +306,7 @@ def _close(file: Any) -> None:
 
 @contextmanager
 def _writable(final: Location) -> Iterator[None]:
-    """Convert a full disk, or a type that Parquet lacks, to a user error with the path."""
+    """Convert errors about a full disk or an unsupported type to a user error with the path."""
     try:
         with writable(final.path):
             yield
@@ -364,7 +364,7 @@ def _complete_rows(table: pa.Table) -> int:
 
 
 def _row_groups(table: pa.Table, num_rows: int) -> list[pa.Table]:
-    """Cut at trajectory starts into groups of up to `num_rows` rows, or one longer trajectory."""
+    """Cut a table into groups of up to `num_rows` rows; a longer trajectory forms one group."""
     bounds = [*trajectory_starts(table).tolist(), table.num_rows]
     cuts = [0]
     for here, following in pairwise(bounds):

@@ -8,8 +8,8 @@
 
 The events of one attempt at a rollout form a run. Its calls are ordered by time, and all of them
 are kept (the API's `format=triplet` keeps one per prompt). Events of other types are ignored.
-Events name no task, so each rollout forms a separate group. If the rollouts are given as well (`GET
-/api/rollouts`: `rollout_id`, `input`, `status`), rollouts with equal inputs form one group.
+Events name no task, so each rollout forms a separate group. If the log also has rollout records
+(`GET /api/rollouts`: `rollout_id`, `input`, `status`), rollouts with equal inputs form one group.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ from rollout_io.formats.parsing.tokens import (
 from schemas.errors import InputError, InvariantError, RolloutError
 
 _ROLLOUTS = (
-    "inferred: events name no task; each rollout is an instance (--group-by prompt joins them)"
+    "inferred: events name no task, so each rollout is an instance (--group-by prompt groups "
+    "rollouts with the same first prompt)"
 )
 _INPUTS = "inferred: rollouts with the same `data_id`, or else with equal inputs"
 _NO_JSON = msgspec.Raw(b"null")
@@ -101,7 +102,7 @@ class _Status(msgspec.Struct, gc=False):
 
 
 class _Head(msgspec.Struct, gc=False):
-    """An event or a rollout."""
+    """The fields that identify an event or a rollout record."""
 
     rollout_id: str
     event_type: str | None = None
@@ -189,10 +190,10 @@ class _Rollout:
 
 
 def find_attempts(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
-    """Yield attempts in the order of their rollouts; the last one includes the rollout's record.
+    """Yield attempts by rollout; the last attempt of a rollout includes the rollout's record.
 
-    If an event is damaged, its attempt is rejected, provided that the event still names it. If the
-    record of a rollout is damaged, all attempts at the rollout are rejected.
+    If an event is damaged, its attempt is rejected, provided that the event still names the
+    attempt. If the record of a rollout is damaged, all attempts at the rollout are rejected.
     """
     rollouts: dict[str, _Rollout] = {}
     first: dict[bytes, str] = {}
@@ -411,7 +412,7 @@ def _steps(head: _Head, where: str, *, failed: bool) -> list[Step]:
 
 
 def _refuse_difference(call: _Call, steps: Sequence[Step], where: str) -> None:
-    """Compare the only choice of a response with the triplet beside it, if the event has both."""
+    """Reject a response whose only choice has different ids than the event's triplet fields."""
     if len(steps) > 1:
         return
     for name, ids in (
@@ -438,7 +439,7 @@ def _triplet(call: _Call, where: str) -> Step:
 
 
 def _routes(raw: msgspec.Raw, num_tokens: int, place: str) -> npt.NDArray[np.int16] | None:
-    """Read nested lists, or a NumPy file in base64, which is how vLLM sends routing."""
+    """Read routing from nested lists, or from a NumPy file in base64 as vLLM sends it."""
     text = bytes(raw)
     if not text.startswith(b'"'):
         return route_array(raw, num_tokens, place)

@@ -34,11 +34,11 @@ class Input(NamedTuple):
 
 
 class Place(msgspec.Struct, frozen=True, gc=False):
-    """Place of one record: a line of a file, part of a document, or a complete document.
+    """Location of one record: a line of a file, part of a document, or a complete document.
 
     Attributes:
         path: File that contains the record.
-        where: Name of the place in messages: "shop.jsonl:12".
+        where: Name of the location in messages: "shop.jsonl:12".
         offset: Offset of the record's first byte; None if the record is not a range of bytes.
         num_bytes: Size of the record.
     """
@@ -55,8 +55,8 @@ class Run:
 
     Attributes:
         instance_id: Task of the run; the runs of one instance form a group.
-        repetition_id: Index of the attempt; None: the conversion numbers it in the order of the
-            log.
+        repetition_id: Index of the attempt; None if the conversion is to number the attempts, in
+            the order of the log.
         places: Places of its records, in order.
         labels: Other identifiers of the run, for `--group-by`.
         index: Index of the run within its document.
@@ -101,7 +101,7 @@ class Options:
     """The user's choices about reading runs.
 
     Attributes:
-        reward: Name of the run's reward that is its outcome; None: the format's default.
+        reward: Name of the reward to use as the run's outcome; None: the format's default.
         timeouts: Handling of runs that timed out: treat them as failed (`fail`) or use them
             (`keep`).
         overflows: Handling of runs that exceeded the context: set their reward to 0 (`zero`), treat
@@ -135,13 +135,15 @@ _NO_TOKENS = np.zeros(0, np.int32)
 class Step(msgspec.Struct, kw_only=True, gc=False):
     """One LLM call, or one of its choices.
 
+    Attributes that are not listed are values of the columns with the same names.
+
     Attributes:
-        source: File and position that it was read from.
+        source: File and position from which the step was read.
         prompt_token_ids: [P] ids.
         response_ids: [R] ids.
         rollout_logprobs: [R] float32 nats, or None; an `array("f")` is fastest.
         rollout_expert_indices: [tokens, layers, topk] int16, or None.
-        loss_mask: [R] bool, or None: `trains` applies to all tokens.
+        loss_mask: [R] bool; None if `trains` applies to all tokens.
         trains: False if the harness excludes the response from training.
         spans: (start, length) of each sampled range of the response; None: the entire response.
         token_source: `engine` or `retokenized`.
@@ -149,7 +151,6 @@ class Step(msgspec.Struct, kw_only=True, gc=False):
             None.
         texts: Verbatim texts of the response, without special tokens, tool calls and the like.
         token_text: Concatenation of the separately decoded tokens of the response, or None.
-        others: Values of the columns with the same names.
     """
 
     source: str
@@ -181,15 +182,17 @@ class Step(msgspec.Struct, kw_only=True, gc=False):
 class Conversation:
     """One context of an agent as text; its tokens can only be approximated by re-tokenisation.
 
+    Attributes that are not listed are the same as in `Step`.
+
     Attributes:
-        source: File and position that it was read from.
+        source: File and position from which the context was read.
         messages: OpenAI-style messages in order: `role`, `content`, and if known
             `reasoning_content`, `tool_calls`, `tool_call_id`, `name`.
         tools: OpenAI-style tool definitions, if the log has them.
-        num_given: Number of leading messages that are part of the prompt, whoever wrote them, such
+        num_given: Number of leading messages that are part of the prompt, whatever their role, such
             as examples or a compacted history; these are not trained on.
-        logprobs: Log-probabilities of each assistant message after the leading ones, nats; or None.
-        others: As in `Step`.
+        logprobs: Log-probabilities of each assistant message after the first `num_given` messages,
+            nats; None if unknown.
     """
 
     source: str
@@ -210,13 +213,13 @@ class Conversation:
 class Completion:
     """A prompt and its continuation as decoded by a tokenizer: text without roles.
 
-    It is re-tokenised verbatim, without a template; the entire response is trained on.
+    The text is re-tokenised verbatim, without a template; the entire response is trained on.
+    Attributes that are not listed are the same as in `Step`.
 
     Attributes:
-        source: File and position that it was read from.
+        source: File and position from which the text was read.
         prompt: Text of the prompt; not empty.
         response: Text of the response; not empty.
-        others: As in `Step`.
     """
 
     source: str
@@ -242,7 +245,7 @@ class Trajectory:
     Attributes:
         steps: Steps in order; several conversations are several contexts (sub-agents, compactions).
         reward: Outcome of the run; None if unknown.
-        error: Reason for the failure, or None. A failed run may have no steps.
+        error: Why the run failed; None if it succeeded. A failed run may have no steps.
         metrics: All numbers about the run, including each reward under its own name.
         user_values: Strings about the run, which become user columns.
     """
@@ -266,7 +269,7 @@ class Adapter:
         summary: One-line description of the format.
         recognizes: Returns true if the content of a file or directory is in this format. Called
             with any existing file or directory (not a pipe); must be fast and must not raise.
-        find: `find(inputs, progress)` yields, in the order of the dataset, every run, every record
+        find: `find(inputs, progress)` yields every run, in the order of the dataset, every record
             that cannot be used, and facts about the entire log. Every record is part of exactly
             one run or rejection.
         read: `read(run, options)` returns the `Trajectory` of a run; if `is_table`, the rows of a
@@ -291,7 +294,7 @@ def one_run_a_document(
     Args:
         inputs: Files, one document each.
         progress: Called with the size of each file.
-        name: Returns instance and repetition of a document.
+        name: Returns the instance and repetition of a document.
     """
     for given in inputs:
         num_bytes = given.path.stat().st_size

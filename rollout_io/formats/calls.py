@@ -86,8 +86,8 @@ _DECODER = msgspec.json.Decoder(_Call)
 def find_sessions(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
     """Yield sessions in natural order (shop-2 before shop-10), repetitions ascending.
 
-    If a call is damaged, its session is rejected, provided that the line still names it. A copy of
-    a call is rejected without its session.
+    If a call is damaged, its session is rejected, provided that the line still names the session. A
+    copy of a call is rejected, but its session is not.
     """
     sessions: defaultdict[bytes, list[Place]] = defaultdict(list)
     models = ModelNames()
@@ -116,7 +116,7 @@ def find_sessions(inputs: Sequence[Input], progress: Progress) -> Iterator[Found
 
 
 def _session(content: bytes, where: str) -> bytes:
-    """Parse the session of a line that is damaged or does not begin with it."""
+    """Parse the session of a line that is damaged or does not begin with its session."""
     try:
         refuse_not_utf8(content, where)
         return decode_line(_HEAD_DECODER, content, where).session.encode()

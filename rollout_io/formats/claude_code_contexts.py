@@ -1,8 +1,8 @@
-"""Contexts of a Claude Code session: its lines as conversations.
+"""Contexts of a Claude Code session, built from its lines as conversations.
 
 - The main agent's lines are in the order of the log; a sub-agent's lines (`isSidechain`) share an
   `agentId`, or form a chain of `parentUuid`.
-- An API reply is spread over several lines (one block each) with the same `message.id`. These lines
+- An API response may take several lines (one block each) with the same `message.id`. These lines
   form one message with all its tool calls, wherever the results are logged.
 - A compaction (`compact_boundary`, or the summary that it leaves) begins a new context.
 - A user prompt whose parent is not the end of the context branches off at that parent: a new
@@ -101,8 +101,8 @@ class _Context:
 
     Attributes:
         lines: Lines in order.
-        num_shared: Number of leading lines from an earlier context, whose answers are trained on
-            only there.
+        num_shared: Number of leading lines from an earlier context; answers in these lines are
+            trained on only in that context.
     """
 
     lines: list[Line] = field(default_factory=list)
@@ -222,7 +222,7 @@ def _conversation(agent: str, context: _Context) -> Conversation:
 
 
 def _messages(context: Iterable[Line]) -> list[dict[str, Any]]:
-    """Convert to OpenAI-style messages; lines of one API reply are joined."""
+    """Convert a context to OpenAI-style messages; lines of one API response are joined."""
     made: list[dict[str, Any]] = []
     replies: dict[str, dict[str, Any]] = {}
     for line in context:

@@ -51,7 +51,7 @@ class Thread:
         return [context for context in self.contexts if context.is_answered_after(0)]
 
     def instruct(self, text: str | None) -> None:
-        """Begin with a system prompt, unless the context has messages."""
+        """Add a system prompt if the context is still empty."""
         if text and not self.messages:
             self.messages.append({"role": "system", "content": text})
 

@@ -27,7 +27,7 @@ HINT = "list the formats with `rollouts formats`; pass --format NAME to see why 
 
 _NUM_LINES = 8  # a damaged first line must not hide the format
 _LINE_BYTES = 64 << 20
-_LFS_BYTES = 1024  # maximum length of a pointer, according to the specification
+_LFS_BYTES = 1024  # maximum size of a Git LFS pointer, according to the specification
 
 
 class Formats(NamedTuple):
@@ -121,8 +121,8 @@ def detect(paths: Mapping[str, Path], formats: Mapping[str, Adapter]) -> str:
         formats: Adapters by name.
 
     Raises:
-        InputError: `known_format`: an input matches no format, all match several formats, or the
-            inputs differ; `input_file`; `lfs_pointer`.
+        InputError: `known_format`: an input matches no format, several formats match all inputs, or
+            the inputs have different formats; `input_file`; `lfs_pointer`.
     """
     found = {name: recognize(path, formats) for name, path in paths.items()}
     common = [name for name in formats if all(name in names for names in found.values())]
@@ -166,7 +166,7 @@ def first_lines(path: Path) -> Iterator[bytes]:
 def has_record(path: Path, decoder: msgspec.json.Decoder[Any]) -> bool:
     """True if a decoder accepts one of the first lines of a file; for `Adapter.recognizes`.
 
-    A damaged line must not hide the format of a log: the reader reports it.
+    A damaged line must not hide the format of a log; the reader reports the damage.
     """
     return any(_decodes(line, decoder) for line in first_lines(path))
 

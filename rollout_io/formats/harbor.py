@@ -2,9 +2,9 @@
 
 A trial is one trajectory: its model calls are the steps, in order, including compactions and
 sub-agents. Harbor does not number attempts: the trials of one task (name and checksum) in one job
-form a group, numbered in the order of their names. The groups are inferred, which is recorded in
-the history of the dataset. A single ATIF file is a separate instance, as ATIF contains no task and
-no reward.
+form a group, numbered in the order of their names. The history of the dataset records that the
+groups were inferred. A single ATIF file is a separate instance, as ATIF records neither task nor
+reward.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class _JobConfig(msgspec.Struct, gc=False):
 
 
 class Head(msgspec.Struct, gc=False):
-    """The fields that identify a document's kind, and the trial."""
+    """The fields that identify the trial and the kind of a document."""
 
     trial_name: str | None = None
     task_name: str | None = None

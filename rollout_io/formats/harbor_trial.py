@@ -104,7 +104,7 @@ class Trial(_Part, gc=False):
 def user_values(trial: Trial) -> dict[str, str]:
     """Return the trial's strings: its name, model, exception, and Harbor's verdict on the reward.
 
-    `reward_valid` follows Harbor 0.25: a reward is valid without an exception, or if the agent
+    `reward_valid` follows Harbor 0.25: a reward is valid if there was no exception, or if the agent
     spent its budget or refused the task.
     """
     exception = trial.failure
@@ -287,7 +287,7 @@ def _element(detail: _Detail, index: int, place: str) -> list[Step]:
 
 
 def _agreed(elements: Sequence[Sequence[Step]], run: LoggedRun, place: str) -> list[Step]:
-    """Merge both records of the calls: tokens of the first, order and text of the second."""
+    """Merge both records of the calls: tokens from the first, order and text from the second."""
     lineages: list[list[Step]] = [[] for _ in range(run.num_subagents + 1)]
     for step, lineage in zip(run.steps, run.lineages, strict=True):
         lineages[lineage].append(step)

@@ -77,7 +77,7 @@ _SAMPLE_DECODER = msgspec.json.Decoder(Sample)
 def find_samples(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
     """Yield samples in the order of the logs.
 
-    Instance and repetition are sample id and epoch; with logs of several tasks, the instance is
+    Instance and repetition are sample id and epoch; if the logs have several tasks, the instance is
     "task/id". `log_status` lists the logs that did not end successfully.
     """
     found: list[Found] = []

@@ -117,7 +117,7 @@ class _Model(msgspec.Struct, gc=False):
 
     @property
     def failed(self) -> bool:
-        """True if the call has no response; Inspect then writes an empty one."""
+        """True if the call has no response; Inspect logs an empty one for a failed call."""
         return bool(self.error or self.output.error) or not self.output.choices
 
 

@@ -5,8 +5,8 @@
 
 `response` is a Responses object whose output holds all calls of the run (see `parsing.responses`).
 A bare Responses object, or an object with one as its `input`, is accepted too: it is a run without
-a reward and, since it has no task, forms a separate group. A file may also be one run as a
-pretty-printed JSON document.
+a reward and, since it has no task, forms a separate group. A file may also contain a single run as
+a pretty-printed JSON document.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def find_rollouts(inputs: Sequence[Input], progress: Progress) -> Iterator[Found
     """Yield runs in the order of their tasks.
 
     Instance and repetition are `_ng_task_index` and `_ng_rollout_index`. Without these, each
-    response forms a separate group, which is recorded in the history of the dataset.
+    response forms a separate group, and the history of the dataset records that rule.
     """
     documents = [given for given in inputs if _is_document(given.path)]
     lines = [given for given in inputs if given not in documents]
@@ -141,7 +141,7 @@ def find_rollouts(inputs: Sequence[Input], progress: Progress) -> Iterator[Found
 
 
 def _part_tasks(runs: Sequence[Run]) -> bool:
-    """Rename tasks of different collections that share an index; return whether there are any."""
+    """Rename tasks that share an index across collections; return whether there are any."""
     inputs: dict[str, set[str]] = {}
     for run in runs:
         inputs.setdefault(run.instance_id, set()).add(run.labels.get("input", ""))

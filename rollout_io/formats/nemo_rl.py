@@ -6,7 +6,7 @@
 
 Each element of `expected_output` (or of a list document) is a run. A message's `token_ids` are the
 tokens that it adds to the context, so the prompt of a call consists of all ids before its answer;
-only answers have log-probabilities. The document does not state groups: each run is a separate
+only answers have log-probabilities. The document records no groups: each run is a separate
 instance. A document with `seen_token_ids` and `output_prompt_token_ids` (a prompt as seen and as
 rendered again) contains no run: it is recognized but rejected.
 """

@@ -4,9 +4,9 @@
      "instance_id": "shop-1", "reward": 1.0, "tools": [...]}
     [{"role": "user", ...}, {"role": "assistant", ...}]
 
-A line is a run. Its group is `instance_id`, else `id`; lines with neither are grouped by the
-messages before the first answer, which is recorded in the history of the dataset. The outcome is
-`reward`, else `score`; numbers in `rewards`, `scores` and `metrics` are kept as well.
+A line is a run. Its group is `instance_id`, or else `id`; lines with neither field are grouped by
+the messages before their first answer, and the history of the dataset records that rule. The
+outcome is `reward`, or else `score`; numbers in `rewards`, `scores` and `metrics` are metrics too.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@
 A directory with these files is one log, with the rollouts of `results.jsonl` (or else of the page);
 a single file of rollouts is a log as well.
 
-The group is not stated: several groups share a `problem_id`. Within a group, the advantage is the
-reward minus one baseline, so rows of a step with the same problem, prompt and `reward - advantage`
-form a group; more rows than `rollouts_per_example` form several groups, in order.
+Rows do not name their group, and several groups may share a `problem_id`. Within a group, the
+advantage is the reward minus one baseline, so rows of a step with the same problem, prompt and
+`reward - advantage` form a group; more than `rollouts_per_example` rows form several, in order.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class _Group:
 
 @dataclass(slots=True)
 class _Groups:
-    """The groups found so far, by the fields other than the baseline that their rows share."""
+    """The groups found so far, keyed by the fields that their rows share besides the baseline."""
 
     by_key: dict[tuple[str, ...], list[_Group]] = field(default_factory=dict)
     num_of_problem: dict[str, int] = field(default_factory=dict)
@@ -127,7 +127,7 @@ class _Groups:
 
         Raises:
             InputError: duplicate_record.
-            InvariantError: `unique_trajectory`: its content differs.
+            InvariantError: `unique_trajectory`: the earlier sample has different content.
         """
         other = self.first.setdefault((row.run_id, row.step, row.sample_id), place)
         if other != place:

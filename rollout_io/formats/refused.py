@@ -40,7 +40,9 @@ _PARTS: msgspec.json.Decoder[_Results[msgspec.Raw]] = msgspec.json.Decoder(_Resu
 def _refused(
     summary: str, record: type[msgspec.Struct], marks: Sequence[bytes], hint: str
 ) -> Adapter:
-    """Return an adapter that rejects every record: a document, or an element of a list `results`.
+    """Return an adapter that rejects every record of its logs.
+
+    A log is a document with one record, or with a list `results` of records.
 
     Args:
         summary: One-line description of the format.

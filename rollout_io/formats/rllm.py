@@ -240,7 +240,7 @@ def _is_object(raw: msgspec.Raw) -> bool:
 
 
 def _output(step: _Step, where: str) -> _Output:
-    """Return the engine's output, if the log kept it as an object."""
+    """Return the engine's output if the log has it as an object, else an empty output."""
     if not _is_object(step.model_output):
         return _Output()
     return decode_line(_OUTPUT, bytes(step.model_output), where)
@@ -319,7 +319,7 @@ def _json_list(messages: Sequence[bytes]) -> str | None:
 
 
 def _calls(trajectory: _Trajectory, agent: str, where: str) -> Iterator[Call]:
-    """Yield the steps as calls: a chat's last assistant message answers the messages before it."""
+    """Yield the steps as calls; a chat's last assistant message is the reply to those before it."""
     for i, step in enumerate(trajectory.steps):
         place = f"{where}.steps[{i}]"
         chat = _chat(step, trajectory, place)

@@ -6,9 +6,9 @@
     dumped_evals/global_step_N_evals/aggregated_results.jsonl   aggregated metrics, no rollouts
     dumped_data/global_step_N_training_input.pkl   rejected: loading a pickle runs its code
 
-A line of an evaluation is a run: text decoded with special tokens. The file does not state
-groups: lines of one evaluation and data source with the same prompt form a group. The directory of
-an evaluation is one log.
+A line of an evaluation is a run: text decoded with special tokens. Lines of one evaluation and data
+source with the same prompt form a group, as the file does not record groups. The directory of an
+evaluation is one log.
 """
 
 from __future__ import annotations

@@ -43,11 +43,11 @@ def to_generator_output(
 ) -> GeneratorOutput:
     """Convert a table to a GeneratorOutput with every field; None for absent columns.
 
-    Rewards are per token if the column `rewards` has a value on every row, else scalars. The scalar
-    of a merged row (one with `segments`) is its last step's reward, because SkyRL's trainer reads
-    the outcome there; `reward` of such a row is the sum over its steps. SkyRL takes the return of a
-    trajectory only from its last row. With `outcome` sum, the last row of a trajectory of several
-    rows therefore gets the sum of all rewards, as a scalar, and the other rows get 0.
+    Rewards are per token if the column `rewards` has a value in every row, else scalars. The column
+    `reward` of a merged row (one with `segments`) is the sum over its steps, but the exported
+    scalar is its last step's reward, because SkyRL's trainer reads the outcome there. SkyRL takes
+    the return of a trajectory only from its last row. With `outcome` sum, a trajectory of several
+    rows therefore has scalar rewards: the sum of all rewards in the last row, 0 in the others.
 
     Args:
         table: A valid rollout table, in any Arrow-compatible form.
@@ -58,7 +58,7 @@ def to_generator_output(
     Raises:
         ValidationError: The table breaks an invariant.
         RolloutError: No rows; a null reward without an `error` (`reward_known`); a column that is
-            null on some rows only (`reward_kind`, `logprobs_kind`).
+            null in only some rows (`reward_kind`, `logprobs_kind`).
 
     Example:
         >>> output = to_generator_output(rollout_io.read("rollouts/"))
@@ -223,7 +223,7 @@ def _cut(flat: list[Any], column: Ragged) -> list[Any]:
 
 
 def _is_filled(table: pa.Table, name: str, masked: BoolArray, rule: str) -> bool:
-    """True if a column has a value on all rows (placeholders aside), false if on none."""
+    """True if a column has a value in all rows (placeholders aside), false if in none."""
     if name not in table.column_names:
         return False
     valid = np.asarray(pc.is_valid(table.column(name)))
@@ -256,7 +256,7 @@ def _rewards(table: pa.Table, masked: BoolArray, outcome: Outcome) -> list[Any]:
 
 
 def _in_last_rows(rewards: Sequence[float], last: Sequence[bool]) -> list[float]:
-    """Put the sum of each trajectory's rewards on its last row, and 0 on the others.
+    """Put the sum of each trajectory's rewards in its last row, and 0 in its other rows.
 
     Example:
         >>> _in_last_rows([0.5, 0.25, 1.0], [False, True, True])
@@ -271,7 +271,7 @@ def _in_last_rows(rewards: Sequence[float], last: Sequence[bool]) -> list[float]
 
 
 def _of_last_step(table: pa.Table, name: str) -> list[Any]:
-    """Return a scalar column; a row that merges several steps has the last step's value."""
+    """Return a scalar column; a row that merges several steps gets the last step's value."""
     known = name in table.column_names
     values = _values(table, name) if known else [None] * table.num_rows
     if "segments" not in table.column_names:

@@ -84,7 +84,7 @@ def unknown_fields(output: Mapping[str, Any]) -> list[str]:
 
 
 def _kept(output: Mapping[str, Any], name: str) -> pa.Array:
-    """Return a field as a column; a mapping of lists, one entry per row each, becomes structs."""
+    """Return a field as a column; a mapping of lists with one entry per row becomes structs."""
     field, num_rows = output[name], len(output["response_ids"])
     columns = dict(field) if isinstance(field, Mapping) else {name: field}
     for value in columns.values():
@@ -169,7 +169,7 @@ def trajectory_identity(value: Any, row: int) -> TrajectoryID:
 
 
 def _is_text(value: Any) -> bool:
-    """True if Arrow can store the string: JSON can contain half of a surrogate pair."""
+    """True if Arrow can store the string; in JSON, it may contain half of a surrogate pair."""
     return isinstance(value, str) and not any("\ud800" <= c <= "\udfff" for c in value)
 
 
@@ -202,7 +202,7 @@ def _placeholders(
     identities: Sequence[TrajectoryID],
     last: Sequence[bool],
 ) -> list[bool]:
-    """Find the placeholders of failed trajectories: one row, with 0 or [0] in each field."""
+    """Find the placeholders of failed trajectories: single rows with 0 or [0] in each field."""
     if stops is None:
         return [False] * len(last)
 

@@ -359,7 +359,7 @@ def _error(samples: Sequence[_Sample], outcome: float | None) -> str | None:
 
 
 def _oldest(versions: Sequence[str]) -> int | None:
-    """Return the smallest version; None if there are none or one is not a number."""
+    """Return the smallest version; None if there are none or if one of them is not a number."""
     is_known = versions and all(v.isdecimal() and len(v) <= _MOST_VERSION_DIGITS for v in versions)
     oldest = min(map(int, versions)) if is_known else None
     return oldest if oldest is not None and oldest <= INT32_MAX else None
@@ -376,7 +376,7 @@ def _json(value: Any) -> str | None:
 
 @lru_cache(maxsize=2)
 def _load(path: Path, _modified: int, where: str) -> list[Any]:
-    """Load the samples of a file; two files are cached, as runs are read one by one."""
+    """Load the samples of a file; caches two files, because runs are read one by one."""
     with open_input(path) as file:
         refuse_lfs_pointer(file.read(_LFS_BYTES), where)
     if not _is_zip(path):

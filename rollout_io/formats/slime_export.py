@@ -49,13 +49,13 @@ def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exporte
     truncated (stop_reason length), aborted (abort) or failed; `weight_versions` holds the policy
     version.
 
-    Masked trajectories are kept with `remove_sample`, for which slime clears the loss mask. A
-    failed one has status failed and reward 0.0, which slime's baseline includes if the group is
-    kept. A row without tokens becomes [0, 0]: one prompt token and one response token.
+    Masked trajectories are kept with `remove_sample`: slime clears the loss mask of these samples.
+    A failed trajectory gets status failed and reward 0.0, which slime includes in the baseline if
+    the group is kept. A row without tokens becomes [0, 0]: one prompt and one response token.
 
     Raises:
         ValidationError: The dataset breaks an invariant.
-        RolloutError: A null reward without an error; log-probabilities or routing on some rows only;
+        RolloutError: A null reward without an error; log-probabilities or routing in only some rows;
             routing that lacks more than the last token; torch is missing; `out` exists.
     """
     torch = _torch()
@@ -137,7 +137,7 @@ def _plain(metadata: dict[str, Any]) -> Any:
 
 
 def _complete(samples: list[dict[str, Any]], uniform: Uniform, torch: Any) -> None:
-    """Give removed samples the same fields as the others: slime only inspects the first."""
+    """Give removed samples the same fields as the others: slime inspects only the first sample."""
     shape = next((_shape(s) for s in samples if s["rollout_routed_experts"]), ())
     for sample in samples:
         num = sample["response_length"]

@@ -5,10 +5,10 @@
      "info": {"exit_status": "submitted", "model_stats": {...}}, "replay_config": ...}
 
 `query` (or `messages`) of a step is the prompt of its call. Some versions record it after the call:
-if every step's last assistant message is its own response, each prompt is cut before it. History
-processors shorten prompts, so a run can have several contexts. If no step has a prompt, the history
-of each agent serves as its context. Demonstrations, which only have a history, are accepted too.
-The file has no reward.
+if the last assistant message of every prompt is the step's response, the prompts are cut before
+that message. History processors shorten prompts, so a run can have several contexts. If no step has
+a prompt, the history of each agent serves as its context. Demonstrations, which only have a
+history, are accepted too. The file has no reward.
 """
 
 from __future__ import annotations
@@ -174,16 +174,16 @@ def _calls_of_steps(logged: _TrajectoryFile, where: str) -> Iterator[Call]:
 
 
 def _end_of_prompt(call: Call) -> int | None:
-    """Return the index of the reply in its prompt, if it is the last assistant message there."""
+    """Return the index of a call's reply in its prompt if it is the last assistant message."""
     spoken = (i for i, message in enumerate(call.prompt) if message["role"] == "assistant")
     last = max(spoken, default=None)
     return None if last is None or call.prompt[last] != call.reply else last
 
 
 def _match(response: str, replies: list[tuple[str | None, Message]]) -> tuple[str | None, Message]:
-    """Return the next reply in the history with a step's text; it includes the tool calls.
+    """Return the next reply in the history with a step's text, including its tool calls.
 
-    If the response is not in the history (the model was asked again), only its text is known.
+    If the response is not in the history (the model was asked again), only its text is returned.
     """
     for index, (agent, reply) in enumerate(replies):
         if reply["content"] == response:

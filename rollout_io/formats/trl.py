@@ -1,13 +1,13 @@
 """The `trl` format: TRL's logs with `log_completions`, completions_{step}.parquet.
 
 Columns: `step`, `prompt` and `completion` (lists of messages, or text), one numeric column per
-reward function, user columns, `advantage`. A row is a run. Completions were decoded without special
-tokens; if they are text, the history of the dataset records that. The file does not state TRL's
-groups: rows of one step with the same prompt form a group, which is recorded as well. Nor does it
-state the weights of the reward functions: if there is one numeric column, it is the outcome; if
-there are several, `--reward` chooses one.
+reward function, user columns, `advantage`. A row is a run. Rows of one step with the same prompt
+form a group, as the file does not record TRL's groups. Completions that are text were decoded
+without special tokens. The history of the dataset records both facts. The file does not record the
+weights of the reward functions either: if there is one numeric column, it is the outcome; if there
+are several, `--reward` chooses one.
 
-Tool arguments are a struct with all names used in the file: those that are null are dropped.
+Tool arguments are a struct with all names used in the file; null arguments are dropped.
 """
 
 from __future__ import annotations

@@ -44,8 +44,8 @@ def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exporte
 
     Raises:
         ValidationError: The dataset breaks an invariant.
-        RolloutError: A null reward; log-probabilities on some rows only; `out` exists, or a name is
-            taken.
+        RolloutError: A null reward; log-probabilities in only some rows; `out` exists; a user
+            column has a name that the export uses.
     """
     failures, uniform = Failures.of(dataset, failed), Uniform(dataset, ["rollout_logprobs"])
     done, groups = Exported(), Groups()

@@ -142,7 +142,7 @@ _SHAPE = msgspec.json.Decoder(_Shape)
 
 
 def find_rollouts(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
-    """Yield episodes and rows in the order of the logs, and how their groups were inferred.
+    """Yield episodes and rows in the order of the logs, and a note on how groups were inferred.
 
     An episode whose id occurred before is another record of the same run.
     """
@@ -272,8 +272,8 @@ def _read_episode(place: Place, options: Options, *, failed: bool) -> Trajectory
     """Read an episode; untrained agents come first, so that the policy's call is last.
 
     The outcome is the reward (scores times weights) of the last trained trace that has one; all
-    rewards are metrics. The calls of untrained traces without tokens (judges, users) are counted,
-    and left out.
+    rewards are metrics. The calls of untrained traces without tokens (judges, users) are counted
+    but left out.
     """
     episode = decode_line(_EPISODE, read_record(place), place.where)
     error = _error(episode, options)

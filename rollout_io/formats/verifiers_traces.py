@@ -154,11 +154,11 @@ class Graph:
                 yield self._step(index, failed=failed)
 
     def conversations(self) -> Iterator[Conversation]:
-        """Yield the text of each path from the root to a leaf with new output of the model.
+        """Yield the text of each path from the root to a leaf that has new model output.
 
-        A node that several paths share is sampled in the first of them that is trained on, and is
-        part of the prompt in the others. A context ends before an assistant message that the model
-        did not sample.
+        A node that several paths share counts as sampled only in the first path that is trained on,
+        and is part of the prompt in the others. A context ends before an assistant message that the
+        model did not sample.
         """
         sampled = set(self.sampled)
         for path, num_shared in self._branches():
@@ -240,7 +240,7 @@ class Graph:
         )
 
     def _trained(self) -> set[int]:
-        """Return the nodes of branches to train on: all but abandoned attempts at a compaction."""
+        """Return the nodes to train on: those of all branches but abandoned compaction attempts."""
         nodes = self.trace.nodes
         links = [(i, link) for i, node in enumerate(nodes) for link in node.semantic_parents or ()]
         accepted = {link.node for _, link in links if link.type == "compaction"}

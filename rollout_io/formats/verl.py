@@ -4,8 +4,8 @@ r"""The `verl` format: verl's rollout and validation dumps, {step}.jsonl.
 
 A line is a run. `input` and `output` were decoded without special tokens. The separators of
 messages are therefore lost, and neither roles nor exact tokens can be recovered; the history of the
-dataset records that. The file does not state verl's groups: lines of one file and step with the
-same `input` form a group. The outcome is `score`; all other numbers (`reward_extra_info`) are
+dataset records that. Lines of one file and step with the same `input` form a group, as the file
+does not record verl's groups. The outcome is `score`; all other numbers (`reward_extra_info`) are
 metrics.
 """
 

@@ -48,14 +48,14 @@ ROUTES = "rollout_expert_indices"
 def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exported:
     """Stream the dataset as one row per sequence; memory holds one row group.
 
-    `rm_scores` list<float32> holds the `rewards`, or else zeros and the `reward` on the last token;
+    `rm_scores` list<float32> holds the `rewards`, or else zeros and the `reward` at the last token;
     `reward_score` float64 is the reward unchanged. All other columns follow under their own names.
     verl drops the group of a failed session, so masked trajectories are left out.
 
     Raises:
         ValidationError: The dataset breaks an invariant.
-        RolloutError: A null reward; log-probabilities or routing on some rows only; `out` exists,
-            or a name is taken.
+        RolloutError: A null reward; log-probabilities or routing in only some rows; `out` exists; a
+            user column has a name that the export uses.
 
     Example:
         >>> # response_ids [7, 8, 9], reward 0.5, rewards null

@@ -67,8 +67,8 @@ def encode_messages(
 ) -> npt.NDArray[np.int32]:
     r"""Return the ids of messages, independent of the conversation around them.
 
-    This is the fixed-base encoding, with ids() the tokenizer and `base` a system and a user
-    message:
+    This is the fixed-base encoding, where ids() is the tokenizer and `base` consists of a system
+    message and a user message:
 
         encode(messages) = ids(template(base + messages)) minus its prefix ids(template(base))
 
@@ -148,8 +148,8 @@ def fixed_base(tokenizer: ChatTokenizer, tools: Tools | None, where: str) -> Fix
 
     Raises:
         InputError: tools: not JSON; chat_template: the template fails on the base; fixed_base:
-            its generation prompt is not at the end; generation_prompt: it has none, yet writes a
-            header before assistant messages.
+            the generation prompt is not at the end; generation_prompt: the template has none, yet
+            writes a header before assistant messages.
     """
     try:
         key = json.dumps(list(tools) if tools else None)
@@ -178,7 +178,7 @@ def _fixed_base(tokenizer: ChatTokenizer, tools_json: str) -> FixedBase:
 
 
 def _check_headless(tokenizer: ChatTokenizer, text: str, tools: Tools | None, where: str) -> None:
-    """Reject assistant headers without a generation prompt: the headers would be trained on."""
+    """Reject assistant headers without a generation prompt, because they would be trained on."""
     answer = {"role": "assistant", "content": "answer"}
     shown = _after(text, tokenizer.render([*BASE, answer], tools, where=where), where)
     if not shown.lstrip().startswith("answer"):

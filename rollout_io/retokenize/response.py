@@ -236,14 +236,15 @@ def _generated(piece: Piece, base: FixedBase, eos: int | None, where: str) -> tu
         return start, end
     got = f"the assistant message begins with {piece.text[:60]!r}, but must begin with the "
     got += f"generation prompt, {base.generation_prompt!r}, followed by text"
-    hint = "use a template that renders what the model generates, such as qwen3_acc_thinking"
+    hint = "use a template that renders assistant messages exactly as the model generates them, "
+    hint += "including thinking, such as qwen3_acc_thinking"
     raise InputError("generation_prompt", where, got, "", hint)
 
 
 def _aligned(
     logprobs: Logprobs, spans: list[tuple[int, int]], mask: npt.NDArray[np.bool_], where: str
 ) -> npt.NDArray[np.float32]:
-    hint = "omit the log-probabilities: the text was split into different tokens than those sampled"
+    hint = "omit the log-probabilities: the text was tokenized differently when it was sampled"
     try:
         arrays = [np.array(list(values), np.float32) for values in logprobs]
     except (TypeError, ValueError) as error:

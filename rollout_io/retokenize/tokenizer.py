@@ -29,7 +29,7 @@ class ChatTokenizer:
     """A tokenizer with a fixed chat template; create it with `load_tokenizer`.
 
     Attributes:
-        name: Directory that it was loaded from.
+        name: Directory from which the tokenizer was loaded.
         backend: The Transformers tokenizer; `chat_template` is the template in use.
         template_kwargs: Arguments of every template call, such as `enable_thinking`.
     """
@@ -54,7 +54,7 @@ class ChatTokenizer:
     def fingerprint(self) -> str:
         """SHA-256 (hex) of the mapping from ids to tokens, including added tokens.
 
-        It is equal for all copies of a tokenizer, regardless of their file format and their text
+        It is the same for all copies of a tokenizer, regardless of their file format and text
         processing (normalisation, added special tokens, padding, templates).
         """
         return _digest(json.dumps(self.backend.get_vocab(), sort_keys=True))
@@ -80,7 +80,7 @@ class ChatTokenizer:
         return _digest(template if is_text else json.dumps(template, sort_keys=True))
 
     def added_text(self, *, system: bool) -> str:
-        """Return text that the chat template adds to a user message, alone or after a system message.
+        """Return text that the chat template adds to a user message, optionally after a system one.
 
         Special tokens and role names are omitted. Empty if nothing is added or there is no
         template.
@@ -178,7 +178,7 @@ class ChatTokenizer:
         return str(text)
 
     def decode_each(self, ids: Sequence[int]) -> str:
-        """Decode each id separately, as engines do next to log-probabilities, and join the texts."""
+        """Decode each id separately and join the texts, as in the tokens of an engine's logprobs."""
         known = self._token_texts
         for token in {*ids} - known.keys():
             known[token] = self.decode([token])

@@ -71,7 +71,7 @@ class Statistics:
         failed = f"{self.num_failed:,} failed, kept with `error`"
         yield f"{count(self.num_rows, 'row')}, {trajectories} ({failed})"
         yield f"{count(len(self.group_sizes), 'group')} of {min(sizes)} to {max(sizes)} trajectories"
-        yield f"{count(self.num_tokens, 'token')}, {self.num_trained_tokens:,} trained"
+        yield f"{count(self.num_tokens, 'token')}, {self.num_trained_tokens:,} trained on"
         found = self.rewards
         unknown = num - self.num_failed - len(found)
         if found:
@@ -120,7 +120,7 @@ def _feature(f: pa.Field, indent: str) -> Iterator[str]:
 
 
 def _type(kind: pa.DataType, indent: str, leaf: str, struct: str) -> Iterator[str]:
-    """Yield a feature in the YAML of `datasets`: lists and structs as keys, the rest as a dtype."""
+    """Yield the YAML lines of a type, in which `datasets` nests lists and structs under keys."""
     if pa.types.is_list(kind) or pa.types.is_fixed_size_list(kind):
         if leaf == "list":
             yield f"{indent}list:"

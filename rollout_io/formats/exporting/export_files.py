@@ -40,7 +40,7 @@ def replaced_export(out: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def refuse_taken(out: str | os.PathLike[str]) -> None:
-    """Raise `out_is_free` if the path of an export exists."""
+    """Raise `out_is_free` if the output path exists."""
     if Path(out).exists() or Path(out).is_symlink():
         got, hint = "the output path already exists", "choose a different --out, or remove it"
         raise ConfigError("out_is_free", os.fspath(out), got, hint=hint)

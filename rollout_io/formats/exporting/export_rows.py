@@ -163,7 +163,7 @@ class Groups:
 
 
 class Uniform:
-    """A check that a column has a value on every row or on none, as some formats require."""
+    """A check that a column has a value in every row or in none, as some formats require."""
 
     def __init__(self, dataset: PathLike, names: Sequence[str]) -> None:
         self._where, self._names = os.fspath(dataset), names
@@ -173,7 +173,7 @@ class Uniform:
         """Check the next rows.
 
         Raises:
-            InputError: `all_or_none`: a column is null on only some rows.
+            InputError: `all_or_none`: a column is null in only some rows.
         """
         for name in self._names:
             if name in table.column_names and table.num_rows:

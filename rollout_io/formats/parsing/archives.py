@@ -1,6 +1,7 @@
 """Members of zip archives, read within limits; nothing is extracted to disk or executed.
 
-pyarrow decompresses Zstandard members (method 93): `zipfile` supports them from Python 3.14 on.
+pyarrow decompresses Zstandard members (method 93), because `zipfile` only supports them from Python
+3.14 on.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def is_zip(path: Path) -> bool:
 
 
 def members_of(path: Path, where: str) -> dict[str, zipfile.ZipInfo]:
-    """Return the members of an archive by name, in order; of duplicate names, the last one counts.
+    """Return the members of an archive by name, in order; if a name repeats, its last member.
 
     Raises:
         InputError: zip_archive.

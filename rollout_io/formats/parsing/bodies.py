@@ -46,7 +46,7 @@ class Token(msgspec.Struct, gc=False):
 
 
 class Logprobs(msgspec.Struct, gc=False):
-    """Log-probabilities of a response: `content` for chats, the rest for text completions."""
+    """Log-probabilities of a response: `content` for chats, other fields for text completions."""
 
     content: list[Token] | None = None
     token_logprobs: list[float] | None = None

@@ -84,9 +84,9 @@ def _prompt_of(choice: Choice, response: Response, where: str) -> bytes:
 
 
 def _take_usage(usage: Usage, steps: Sequence[Step], where: str) -> None:
-    """Record the engine's counts on a single step; compare them here if there are several choices.
+    """Store the engine's counts in the step of a single choice; compare them here if there are more.
 
-    A text completion may have several prompts, each of which is counted once.
+    If a text completion has several prompts, each prompt is counted once.
     """
     counted = (usage.prompt_tokens or None, usage.completion_tokens or None)
     if len(steps) == 1:

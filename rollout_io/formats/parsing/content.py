@@ -46,7 +46,7 @@ Parts = str | Sequence[str | Part] | None
 
 
 def parts_in(content: Parts) -> list[Part]:
-    """Return the parts of a content: one for a string, none for None."""
+    """Return the parts of a message's content: one for a string, none for None."""
     if content is None or isinstance(content, str):
         return [Part(text=content)] if content else []
     return [Part(text=part) if isinstance(part, str) else part for part in content]
@@ -63,7 +63,7 @@ def shown(parts: Sequence[Part]) -> str | list[Message]:
 
 
 def all_text(content: Parts) -> str:
-    """Return all text of a content, including thoughts."""
+    """Return all text of a message's content, including thoughts."""
     return "\n".join(part.said for part in parts_in(content))
 
 
@@ -74,7 +74,7 @@ def tool_call(call_id: str | None, name: str, arguments: str) -> Message:
 
 
 def canonical_json(text: str | bytes) -> str:
-    r"""Return JSON without whitespace and needless escapes, so that equal values have equal texts.
+    r"""Return JSON without whitespace or needless escapes, so that equal values have equal texts.
 
     Keys keep their order, and numbers keep all digits. Text that is not JSON is returned unchanged.
 

@@ -22,8 +22,8 @@ def logs_below(
 
     Args:
         directory: Directory to search.
-        is_log: Predicate: a file of this name is a log.
-        is_beside: Predicate: a file of this name accompanies the logs and is not a record.
+        is_log: Returns true for the file name of a log.
+        is_beside: Returns true for the name of a file that accompanies the logs and has no records.
     """
     found: list[Path] = []
     num_files = 0

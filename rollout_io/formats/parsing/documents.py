@@ -21,8 +21,8 @@ from schemas.errors import RolloutError
 _PACKED = (".gz", ".zst")
 _START_BYTES = 1 << 16
 _BY_FILE = (
-    "inferred: a log without an instance takes the name of its file if the directory has the same "
-    "name or the name has two underscores in a row (owner__repo-1); each of the other files is a "
+    "inferred: a log that names no instance takes the name of its file if the directory has the "
+    "same name or the name contains a double underscore (owner__repo-1); any other file is a "
     "separate instance"
 )
 

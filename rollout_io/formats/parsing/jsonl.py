@@ -29,7 +29,7 @@ class _Unit(NamedTuple):
     """The kind of text that is decoded, for errors.
 
     Attributes:
-        position: Format of a place in the text, from a byte offset.
+        position: Describes a byte offset in words, such as "at column 4".
     """
 
     name: str
@@ -159,7 +159,7 @@ def refuse_lfs_pointer(content: bytes, where: str) -> None:
 
 
 def read_document(decoder: msgspec.json.Decoder[T], path: Path) -> tuple[T, int]:
-    """Decode a file that is one JSON document; return its size in bytes as well.
+    """Decode a file that is one JSON document; return the value and the file's size in bytes.
 
     Raises:
         InputError: `input_file`, `lfs_pointer`, `json_document`, or `record_type`.

@@ -121,7 +121,7 @@ def read_message(raw: msgspec.Raw, where: str) -> Message:
         where: Place of the message, for errors.
 
     Raises:
-        InputError: As for `read_messages`; `message`: it becomes several.
+        InputError: As for `read_messages`; `message`: the message becomes several.
     """
     found = _read(raw, where)
     if len(found) > 1:
@@ -155,7 +155,7 @@ def _of_chat(chat: _Chat, where: str) -> list[Message]:
 
 
 def messages_of(role: str, content: Parts, where: str) -> list[Message]:
-    """Convert a content to messages: one per tool result, and one for the rest if there is any.
+    """Convert content to messages: one per tool result, and one for the rest if there is any.
 
     Args:
         role: Role of the message.

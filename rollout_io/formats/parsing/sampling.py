@@ -14,7 +14,7 @@ class SamplingFields(msgspec.Struct, gc=False):
     """Fields of a request that change the distribution, unless null or equal to these defaults.
 
     Source: vLLM's SamplingParams and OpenAI-compatible server, the OpenAI API, SGLang, llama.cpp.
-    Fields that only end a response (`stop`, `ignore_eos`) or seed it are not included.
+    Fields that only end a response (`stop`, `ignore_eos`) or set the seed are not included.
     """
 
     min_p: Any = 0
@@ -72,8 +72,8 @@ def sampling_extra(fields: SamplingFields | Mapping[str, Any]) -> str | None:
     Return None if there are none.
 
     Args:
-        fields: Fields of a request, possibly among others. `top_k` is included here, but not in
-            `SamplingFields`, since it has a separate column.
+        fields: Fields of a request; unrelated fields are ignored. `top_k` is included if given, but
+            is not one of the `SamplingFields`, since it has a separate column.
 
     Example:
         >>> sampling_extra({"repetition_penalty": 1.0, "min_p": 0.1, "seed": 7})

@@ -33,7 +33,7 @@ def whole_response(answer: Answer, where: str) -> Response:
     """Return a response, assembled if it was streamed.
 
     Raises:
-        InputError: no_response: there is none, or it is the engine's error; json_line,
+        InputError: no_response: there is no response, or it is an error from the engine; json_line,
             record_type, conflicting_ids: a chunk is invalid.
         InvariantError: lengths_align, routing_shape.
     """

@@ -60,15 +60,15 @@ def token_ids(ids: Sequence[int], what: str, where: str) -> npt.NDArray[np.int32
 def parse_ids(texts: Sequence[bytes]) -> tuple[npt.NDArray[np.int32], IntArray]:
     """Parse many JSON lists of integers at once; return all numbers, and the length of each list.
 
-    A list that extends the previous one (the prompts of a growing chat) is parsed only from where
-    that one ends, so that T turns cost as much as their distinct tokens.
+    If a list extends the previous one, as the prompts of a growing chat do, only its new numbers
+    are parsed, so each token of a chat is parsed once.
 
     Args:
         texts: Valid JSON texts.
 
     Raises:
         ValueError: A text is not a list of integers, or has a number beyond 32 bits; `strict_ids`
-            finds out which.
+            can identify the text.
 
     Example:
         >>> ids, lengths = parse_ids([b"[1, 33]", b"[1, 33, 37]", b"[]"])
@@ -222,7 +222,7 @@ def _numpy_file(file: bytes) -> npt.NDArray[Any]:
     """Read the array of an .npy file, without trusting its header.
 
     Raises:
-        ValueError: It is not an array of numbers, or its size differs from the header.
+        ValueError: The file has no array of numbers, or its size does not match the header.
     """
     stream = io.BytesIO(file)
     try:

@@ -1,4 +1,4 @@
-"""Checks of facts that a log states twice: if they differ, one is shifted or from another call."""
+"""Checks of facts that a log records twice: if they differ, one was shifted or misattributed."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _HINT = "collect the call again: shifted log-probabilities silently corrupt trai
 
 
 def check_tokens(logprobs: Logprobs, ids: Ids, texts: Iterable[str], where: str) -> str | None:
-    """Compare the tokens logged with the log-probabilities to a response's ids and text.
+    """Compare a response's ids and text with the tokens that its log-probabilities name.
 
     Args:
         logprobs: Log-probabilities as logged.
         ids: Ids of the response.
-        texts: Verbatim parts of its text.
+        texts: Verbatim parts of the response's text.
         where: Place of the call, for errors.
 
     Returns:
@@ -81,8 +81,8 @@ def _check_names(names: Sequence[str], ids: Ids, where: str) -> None:
 def holds(whole: str, part: str) -> bool:
     """True if the decoded tokens contain a part of the response's text.
 
-    Engines omit special tokens, reasoning and tool calls from a text, strip it, and decode tokens
-    one by one, without the preceding space and with fragments of characters. If the part does not
+    Engines omit special tokens, reasoning and tool calls from the text and strip it. They decode
+    tokens one by one, which can lose a leading space or split a character. If the part does not
     occur verbatim, its letters must occur in order. A fragment of a character is U+FFFD in the
     text, in the tokens, or in both (an engine may write it as an empty token): in the text it
     is ignored, in the tokens it matches any one letter beyond ASCII.

@@ -168,7 +168,7 @@ def test_one_engine_has_one_template_for_the_calls_of_agents(tmp_path):
         ("max_staleness=-1", "max_staleness: found -1", None),
         ("weight_sync=never", "one of wait, now", None),
         ("model=", "Missing key: model", None),
-        ("train.gamma", "--set train.gamma: an override has the form key=value", None),
+        ("train.gamma", "--set train.gamma: an override must have the form key=value", None),
     ],
 )
 def test_what_the_loop_cannot_take_is_refused_by_name(tmp_path, override, message, hint):
