@@ -53,8 +53,8 @@ SEGMENT_FIELDS: tuple[pa.Field, ...] = (
 """Fields of every segment. Per-step values (reward, stop_reason, user columns) follow them."""
 
 JOINED = "joined"
-"""Field of `segments`: true for a segment that a merge created. It holds exactly one step. Other
-segments only mark the sampled ranges of a row; `unmerge` does not split them."""
+"""Field of `segments`: true for a segment that a merge created from one step. All other segments
+only mark the sampled ranges of a row; `unmerge` does not split them."""
 
 NUM_ROUTED = "num_routed_tokens"
 """Field of `segments`: number of leading tokens of the step (prompt + response) with routing."""

@@ -590,7 +590,7 @@ _INPUT = {
     ),
     "resume_metrics": (
         (
-            "`metrics.jsonl` has fewer lines than mini-batches were trained before the checkpoint, "
+            "`metrics.jsonl` has fewer lines than the run had mini-batches before the checkpoint, "
             "or a line that was not written by a run."
         ),
         "Restore the run's `metrics.jsonl` from a copy, or start a new run.",

@@ -159,7 +159,7 @@ def check_segments(view: View) -> Iterator[pl.DataFrame]:
 
 @dataclass(frozen=True, slots=True)
 class SegmentSpans:
-    """All segments of a table, concatenated: [S] int64 each; nulls are read as -1."""
+    """All segments of a table, concatenated, as arrays [S] int64; nulls are read as -1."""
 
     row: IntArray
     start: IntArray

@@ -62,7 +62,7 @@ class Runs:
 
 
 def changes(column: pa.ChunkedArray) -> BoolArray:
-    """Return [N] booleans: true in the first row, and where the value of the row before differs."""
+    """Return [N] booleans: true in the first row, and wherever the value changes."""
     changed = np.ones(len(column), np.bool_)
     if len(column) > 1:
         changed[1:] = np.asarray(pc.not_equal(column.slice(1), column.slice(0, len(column) - 1)))

@@ -188,7 +188,7 @@ def verify(file: pq.ParquetFile, source: Any) -> None:
 
     Args:
         file: The Parquet file.
-        source: The open file, to find a digest that a flipped bit hides from Parquet's parser.
+        source: The open file, searched for a digest that a flipped bit hides from Parquet's parser.
 
     Raises:
         pa.ArrowInvalid: The footer is damaged.

@@ -95,7 +95,8 @@ def find_parents(prompts: Ragged, responses: Ragged, starts: IntArray) -> tuple[
 
     Returns:
         parent: [N] index of the parent within the trajectory, -1 for a root.
-        shared: [N] number of leading tokens that the prompt shares with the parent's sequence.
+        shared: [N] number of leading tokens that the prompt shares with the parent's prompt +
+            response.
     """
     is_first = np.zeros(len(prompts.lengths), np.bool_)
     is_first[starts] = True

@@ -412,7 +412,7 @@ def _steps(head: _Head, where: str, *, failed: bool) -> list[Step]:
 
 
 def _refuse_difference(call: _Call, steps: Sequence[Step], where: str) -> None:
-    """Reject a response whose only choice has different ids than the event's triplet fields."""
+    """Reject a response whose only choice has ids that differ from the event's triplet fields."""
     if len(steps) > 1:
         return
     for name, ids in (

@@ -30,7 +30,7 @@ class Context:
     num_given: int = 0
 
     def is_answered_after(self, start: int) -> bool:
-        """True if the model wrote one of the messages from index `start` in this context."""
+        """True if the model wrote a message of this context from index `start` on."""
         return _has_answer(self.messages[max(start, self.num_given) :])
 
 

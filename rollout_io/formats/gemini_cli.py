@@ -4,7 +4,7 @@
         {"type": "user", "content": "..."},
         {"type": "gemini", "content": "...", "thoughts": [...], "toolCalls": [...], "model": "..."}]}
 
-A session is a run and one conversation. Tool calls contain their results; thoughts are Gemini's
+A session is a run with one conversation. Tool calls contain their results; thoughts are Gemini's
 summaries of its reasoning (a subject and a description). Messages of other types (info, warning,
 error) are for display. The log has no reward, no token ids, no system prompt and no tool
 definitions.

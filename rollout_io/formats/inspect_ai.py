@@ -7,8 +7,8 @@
               "attachments": {HASH: text}, "error": {...}, "limit": {...}}
 
 A sample is a run: its id is the instance, its epoch the repetition. The calls are the `model`
-events outside scorers; their raw responses may hold the engine's tokens. Without events, the
-messages of the sample are one context.
+events except those of scorers; their raw responses may have the engine's tokens. Without events,
+the messages of the sample are one context.
 """
 
 from __future__ import annotations

@@ -228,7 +228,7 @@ def _delegate(args: _Args, identity: int) -> _Agent:
 
 
 def _condense(agent: _Agent, args: _Args, identity: int) -> None:
-    """Replace the forgotten events by the summary."""
+    """Replace the forgotten events with the summary."""
     first, last = args.forgotten_events_start_id, args.forgotten_events_end_id
     forgotten = set(args.forgotten_event_ids or ())
     kept = [

@@ -48,7 +48,7 @@ _METRICS_DECODER = msgspec.json.Decoder(_Metrics)
 def recognizes(path: Path) -> bool:
     """True if a file begins like a GeneratorOutput and names its required fields.
 
-    The file is searched without parsing it, so that this is fast even for gigabytes.
+    The file is searched but not parsed, so this is fast even for gigabytes.
     """
     try:
         if not path.is_file():

@@ -169,7 +169,7 @@ def trajectory_identity(value: Any, row: int) -> TrajectoryID:
 
 
 def _is_text(value: Any) -> bool:
-    """True if Arrow can store the string; in JSON, it may contain half of a surrogate pair."""
+    """True if Arrow can store the string; text from JSON may contain half of a surrogate pair."""
     return isinstance(value, str) and not any("\ud800" <= c <= "\udfff" for c in value)
 
 

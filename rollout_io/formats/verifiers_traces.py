@@ -170,7 +170,7 @@ class Graph:
                 yield self._conversation(path[: last + 1], said[: last + 1], first)
 
     def _branches(self) -> list[tuple[list[int], int]]:
-        """Return the path to each leaf, and the number of leading nodes in an earlier path."""
+        """Return the path to each leaf, and how many of its first nodes are in earlier paths."""
         known: set[int] = set()
         found = []
         for leaf in sorted(self.leaves, key=lambda leaf: leaf not in self.trained):
@@ -240,7 +240,7 @@ class Graph:
         )
 
     def _trained(self) -> set[int]:
-        """Return the nodes to train on: those of all branches but abandoned compaction attempts."""
+        """Return the nodes to train on: all branches except abandoned attempts at a compaction."""
         nodes = self.trace.nodes
         links = [(i, link) for i, node in enumerate(nodes) for link in node.semantic_parents or ()]
         accepted = {link.node for _, link in links if link.type == "compaction"}

@@ -178,7 +178,10 @@ class ChatTokenizer:
         return str(text)
 
     def decode_each(self, ids: Sequence[int]) -> str:
-        """Decode each id separately and join the texts, as in the tokens of an engine's logprobs."""
+        """Decode each id separately and join the texts.
+
+        Engines decode tokens in this way when they report log-probabilities.
+        """
         known = self._token_texts
         for token in {*ids} - known.keys():
             known[token] = self.decode([token])

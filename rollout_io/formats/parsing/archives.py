@@ -50,7 +50,7 @@ def is_zip(path: Path) -> bool:
 
 
 def members_of(path: Path, where: str) -> dict[str, zipfile.ZipInfo]:
-    """Return the members of an archive by name, in order; if a name repeats, its last member.
+    """Return the members of an archive by name, in order; if a name repeats, the last one wins.
 
     Raises:
         InputError: zip_archive.

@@ -28,7 +28,7 @@ def split_session(session: str, where: str) -> tuple[str, int]:
 
 
 def natural_key(name: str) -> tuple[list[str | tuple[int, str]], str]:
-    """Return a sort key for which shop-2 comes before shop-10; numbers may have any length."""
+    """Return a key that sorts shop-2 before shop-10; numbers may have any length."""
     parts = _NUMBER.split(name)
     parts[1::2] = map(_number_key, parts[1::2])
     return parts, name
