@@ -71,7 +71,7 @@ class RolloutError(ValueError):
 
     @property
     def failure(self) -> str:
-        """The text for the `error` column; begins with the rule's id, by which errors are counted."""
+        """Text for the `error` column; begins with the rule's id, so that ids can be counted."""
         return f"{self.rule}: {self.sentence.removesuffix('.')}"
 
     def at(self, where: str, hint: str | None = None) -> Self:

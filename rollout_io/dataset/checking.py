@@ -138,7 +138,7 @@ def _check_shard(vocab_size: int | None, path: str) -> _Part:
 
 
 def _are_apart(checkers: Sequence[Checker]) -> bool:
-    """True if no trajectory is in two pieces, and no piece but the last ends inside a trajectory."""
+    """True if no trajectory is in two pieces, and only the last piece may end inside one."""
     ids = [checker.trajectory_ids for checker in checkers]
     is_distinct = len(set().union(*ids)) == sum(len(names) for names in ids)
     return is_distinct and all(checker.open_end is None for checker in checkers[:-1])

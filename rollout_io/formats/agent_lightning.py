@@ -323,7 +323,7 @@ def _runs(name: str, rollout: _Rollout) -> Iterator[Run | Rejected]:
 
 
 def read_attempt(run: Run, _: Options) -> Trajectory:
-    """Read the calls of an attempt, one step per sampled choice; its last reward is the outcome.
+    """Read the calls of an attempt, one step per choice; the attempt's last reward is the outcome.
 
     Failed calls (HTTP status 400 and above) are counted in the metric `num_failed_requests`. A run
     has failed if its rollout failed, if none of its calls succeeded, or if it was retried and has

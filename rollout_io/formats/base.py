@@ -1,8 +1,8 @@
 """The interface of adapters, which find the runs in a harness's logs and read them.
 
 An `Adapter` is registered as an entry point of the group `rollout_io.formats`, under its name for
-`rollouts convert --format`. It locates the runs of a log in a quick pass (`find`) and reads one of
-them at a time (`read`). The conversion does the rest: order, groups, rewards, re-tokenisation,
+`rollouts convert --format`. It locates the runs of a log in a quick pass (`find`) and reads them
+one at a time (`read`). The conversion does the rest: order, groups, rewards, re-tokenisation,
 checks, rejected records, files, processes, resuming.
 """
 
@@ -275,7 +275,7 @@ class Adapter:
         read: `read(run, options)` returns the `Trajectory` of a run; if `is_table`, the rows of a
             document as a table. Raises `RolloutError` if the run cannot be used.
         is_text: True if all or most runs in this format are text.
-        is_table: True if `read` returns rows that have ids and rewards already.
+        is_table: True if `read` returns rows that already have ids and rewards.
     """
 
     summary: str

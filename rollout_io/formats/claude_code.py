@@ -1,4 +1,4 @@
-"""The `claude_code` format: sessions of Claude Code as JSONL, and the web's export as one document.
+"""The `claude_code` format: sessions of Claude Code as JSONL, and the web export as one document.
 
     {"type": "user", "sessionId": "s", "uuid": "u1", "parentUuid": null, "isSidechain": false,
      "message": {"role": "user", "content": "..."}, ...}

@@ -1,8 +1,8 @@
 """One Harbor trial: steps and outcome from its `result.json` (TrialResult).
 
-Exact tokens are in `agent_result.rollout_details`: the main agent, then its sub-agents, each with
-one inner list per call. If they are missing, the calls of `agent/trajectory.json` (ATIF) may have
-them; if both have tokens, they must agree.
+Exact tokens are in `agent_result.rollout_details`, which lists the main agent, then its sub-agents,
+each with one inner list per call. If the tokens are missing there, the calls of
+`agent/trajectory.json` (ATIF) may have them; if both have tokens, they must agree.
 """
 
 from __future__ import annotations

@@ -275,7 +275,7 @@ def _sent(params: _Params) -> list[Any] | None:
 
 
 def _metrics(fields: Mapping[str, msgspec.Raw], where: str) -> dict[str, float]:
-    """Return all numbers of a line and of its purely numeric objects, but not NeMo Gym's indices."""
+    """Return all numbers of a line and of its purely numeric objects, except NeMo Gym's indices."""
     metrics: dict[str, float] = {}
     for name, raw in fields.items():
         if name in _OTHER_FIELDS or name.startswith(_FRAMEWORK):

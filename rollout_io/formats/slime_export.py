@@ -55,8 +55,8 @@ def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exporte
 
     Raises:
         ValidationError: The dataset breaks an invariant.
-        RolloutError: A null reward without an error; log-probabilities or routing in only some rows;
-            routing that lacks more than the last token; torch is missing; `out` exists.
+        RolloutError: A null reward without an error; log-probabilities or routing in only some
+            rows; routing that lacks more than the last token; torch is missing; `out` exists.
     """
     torch = _torch()
     failures, done, groups = Failures.of(dataset, failed), Exported(), Groups()

@@ -84,7 +84,7 @@ def _prompt_of(choice: Choice, response: Response, where: str) -> bytes:
 
 
 def _take_usage(usage: Usage, steps: Sequence[Step], where: str) -> None:
-    """Store the engine's counts in the step of a single choice; compare them here if there are more.
+    """Store the engine's counts in the step of a single choice; with several, compare them here.
 
     If a text completion has several prompts, each prompt is counted once.
     """
