@@ -160,7 +160,7 @@ def _is_of(origin: str, host: _Authority) -> bool:
 
 
 def _follows_link(scope: Message) -> bool:
-    """True if a person navigates to the page, which changes nothing and leaks nothing."""
+    """True if a person navigates to a page, which has no side effects and leaks no data."""
     mode, dest = _values(scope, b"sec-fetch-mode"), _values(scope, b"sec-fetch-dest")
     return scope.get("method") == "GET" and (mode, dest) == (["navigate"], ["document"])
 

@@ -71,7 +71,7 @@ def place_outcomes(frame: Frame, outcomes: Frame) -> pl.LazyFrame:
 
 
 def place_rewards(frame: Frame) -> pl.LazyFrame:
-    """Convert each scalar `reward` to per-token `rewards`: all on the last token of its step.
+    """Convert each scalar `reward` to per-token `rewards`, with all of it on the step's last token.
 
     In a merged row, each step's reward is placed at the end of that step's segment. A null reward
     gives null `rewards`.

@@ -58,7 +58,7 @@ class Client:
         trains: bool = True,
         **changes: Any,
     ) -> Sampled:
-        """Sample a response to a conversation, rendered by the engine's chat template.
+        """Sample a response to a conversation, which the engine renders with its chat template.
 
         Args:
             messages: OpenAI-style messages; `Sampled.message` is the response in the same form.

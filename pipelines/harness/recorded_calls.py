@@ -224,7 +224,7 @@ class Calls:
                 opened.failure = self._served.failure
 
     async def _asked(self, path: str, body: bytes, opened: OpenTrajectory) -> Asked:
-        """Parse a request, and complete it from the configuration.
+        """Parse a request, and add configured defaults to it.
 
         Raises:
             InputError: engine_request if the response could not be recorded; request_size.

@@ -1,4 +1,4 @@
-"""Complete the requests of harnesses from the configuration."""
+"""Add configured defaults to the requests of harnesses, and limit their length."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def usual_fields(config: GenerateConfig, seed: int | None, policy_version: int) 
 
     Args:
         config: Sampling settings.
-        seed: Seed of this call; None: no seed is sent.
+        seed: Seed of this call; None to send no seed.
         policy_version: Version of the engine's weights; prevents cache hits from older weights.
     """
     usual = sampling_fields(config.sampling)
@@ -37,7 +37,7 @@ def usual_fields(config: GenerateConfig, seed: int | None, policy_version: int) 
 
 
 def completed(fields: Fields, usual: Mapping[str, Any], max_response_tokens: int) -> Fields:
-    r"""Complete a request.
+    r"""Add missing fields to a request, and limit the length of its response.
 
     Args:
         fields: Fields that the client sent; null is treated as missing.

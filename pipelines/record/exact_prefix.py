@@ -1,7 +1,7 @@
 """Continue growing chats token by token, for clients that support only the chat API.
 
-The first call of a conversation is sent unchanged. A later call that repeats its messages and the
-response unmodified and appends new messages is sent as token ids:
+The first call of a conversation is sent unchanged. A later call that repeats the messages
+and the response unmodified, and appends new messages, is sent as token ids:
 
     prompt = the last prompt + the tokens sampled for it + the ids of the new messages
 
@@ -236,7 +236,7 @@ def _plain(messages: object) -> list[dict[str, Any]]:
 
 
 def _is_empty(value: object) -> bool:
-    """True if a field is empty, such as those that clients add when they send a response back."""
+    """True if a field is empty; clients add such fields when they send a response back."""
     return value in _EMPTY or (isinstance(value, dict) and all(map(_is_empty, value.values())))
 
 

@@ -194,7 +194,7 @@ class Recorder:
         self.metrics.calls.inc()
 
     def count(self, session: Session, agent: str | None, response: msgspec.Raw) -> Seen | None:
-        """Count the tokens of a recorded call; None if it has no usable tokens."""
+        """Count and return the tokens of a recorded call; None if it has no usable tokens."""
         where = f"session {session.name}"
         try:
             answer = whole_response(_ANSWER.decode(response), where)

@@ -79,7 +79,7 @@ class Exchange:
         self.status = 0
 
     def require(self, method: str) -> None:
-        """Reject the request if it uses a different method.
+        """Reject the request unless it uses this method.
 
         Raises:
             InputError: method.

@@ -20,12 +20,12 @@ class Distribution:
     """Quantiles of a quantity, and its histogram in `NUM_BINS` equal bins from min to max.
 
     Attributes:
-        mean: None, as are all other values, if there are no units.
-        median: Lower middle value for an even number of units.
+        mean: Mean; None, like all other values, if there are no units.
+        median: Median; the lower middle value if the number of units is even.
         p95: Value that 95% of the units do not exceed.
         min: Smallest value.
         max: Largest value.
-        counts: Units per bin; empty without units.
+        counts: Units per bin; empty if there are no units.
 
     Example:
         >>> Distribution.of(pl.Series([1, 2, 3, 10])).p95
@@ -41,7 +41,7 @@ class Distribution:
 
     @classmethod
     def of(cls, values: pl.Series) -> Distribution:
-        """Measure a series of integers."""
+        """Compute the distribution of a series of integers."""
         if values.is_empty():
             return cls(None, None, None, None, None, ())
         found = values.sort().to_list()
@@ -79,7 +79,7 @@ class Rewards:
 
     Attributes:
         num_known: Trajectories with a known return.
-        mean: None without a known return.
+        mean: Mean of the known returns; None if there are none.
         solved: Share of known returns that are 1; None unless all are 0 or 1.
         bars: Label of a value or range of values, and the number of trajectories with it.
         num_varied: Groups with different returns.
@@ -117,7 +117,7 @@ def reward_distribution(summary: Summary) -> Rewards:
 
 
 def _bars(values: Sequence[float]) -> tuple[tuple[str, int], ...]:
-    """Count each value if there are few, else the values in equal ranges.
+    """Count each distinct value if there are few, otherwise the values in equal ranges.
 
     Example:
         >>> _bars([0.0, 1.0, 1.0])

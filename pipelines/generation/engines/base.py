@@ -153,7 +153,7 @@ class Engine(Protocol):
         chat_template_kwargs: Mapping[str, Any] | None = None,
         session: str | None = None,
     ) -> Sampled:
-        """Sample a response to a conversation, rendered by the engine's own chat template.
+        """Sample a response to a conversation, which the engine renders with its chat template.
 
         Args:
             messages: OpenAI-style messages.

@@ -70,7 +70,7 @@ class Limits:
 
 
 class ServerError(EngineError):
-    """All attempts at a call failed.
+    """Error raised if all attempts at a call failed.
 
     Attributes:
         status: HTTP status of the last response; None if there was none.
@@ -94,7 +94,7 @@ class Servers:
     """Servers that return equivalent responses.
 
     Args:
-        urls: Root of each server, "http://127.0.0.1:8000"; a trailing "/v1" is removed.
+        urls: Root of each server, such as "http://127.0.0.1:8000"; a trailing "/v1" is removed.
         limits: Limits shared by all of them.
         api_key: Sent as the bearer token.
 
