@@ -43,7 +43,7 @@ class ValidationError(InvariantError):
 
     @classmethod
     def of(cls, breaches: pl.DataFrame, source: str = "table") -> ValidationError:
-        """Return the error for at least one breach; its message describes the first one."""
+        """Build the error from one or more breaches; its message describes the first one."""
         first, more = breaches.row(0, named=True), len(breaches) - 1
         where = f"{source}, {row_place(first)}" if first["row"] is not None else source
         others = f" (and {count(more, 'more error')})" if more else ""
@@ -70,7 +70,7 @@ def row_place(breach: Mapping[str, Any]) -> str:
 
 
 class Checker:
-    """Incremental checker of a dataset, given as tables of complete trajectories in order.
+    """Incremental checker of a dataset, whose tables of complete trajectories are passed in order.
 
     Attributes:
         num_rows: Rows seen so far.

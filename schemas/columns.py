@@ -1,8 +1,8 @@
 """The rollout table, declared once.
 
 `COLUMNS` is the only place that declares a column's name, Arrow type, nullability, length rule and
-meaning. The Arrow schema, the documentation table, the Hypothesis strategies and the checks derive
-from it. One row is one sequence: one step of a trajectory, or several merged steps.
+meaning. The Arrow schema, the documentation table, the Hypothesis strategies and the checks are
+derived from it. One row is one sequence: one step of a trajectory, or several merged steps.
 """
 
 from __future__ import annotations

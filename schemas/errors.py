@@ -4,7 +4,7 @@
         InvariantError   rollout data breaks a named invariant
         InputError       a file, dataset, request or piece of user code cannot be used
         ConfigError      a setting is unknown, out of bounds, or contradicts another
-        EngineError      an inference engine is down, refuses a request, or returns an invalid
+        EngineError      an inference engine is down, rejects a request, or returns an unusable
                          response
         MissingExtra     an optional package is not installed
 
@@ -30,7 +30,7 @@ class RolloutError(ValueError):
         got: What was found there.
         expected: What the rule requires.
         hint: The next command or action.
-        message: The complete sentence, with its place. None: composed of `where`, `got` and
+        message: The complete sentence, with its place; None composes it from `where`, `got` and
             `expected`.
 
     Example:

@@ -37,7 +37,7 @@ class DatasetMetadata:
         tokenizer: Name or path of the tokenizer whose ids the table holds.
         tokenizer_fingerprint: Digest of that tokenizer.
         vocab_size: Exclusive upper bound of that tokenizer's ids, added tokens included.
-        models: Names of the models that were sampled, according to the log; sorted.
+        models: Sorted names of the models that sampled the responses, according to the log.
         chat_template_fingerprint: Digest of the chat template that rendered the prompts.
         logprobs_mode: `raw` (before temperature and truncation; vLLM's default) or `processed`
             (of the distribution that was sampled); None if unknown.

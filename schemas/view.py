@@ -58,7 +58,7 @@ class View:
     def prompt_lengths(self) -> IntArray | None:
         """Return prompt lengths in either layout, [N]; None if the columns are unusable.
 
-        -1 where `prefix_length` is negative, which prefix_reference reports.
+        A length is -1 where `prefix_length` is negative; prefix_reference reports such rows.
         """
         if self.has("prompt_token_ids"):
             return self.ragged("prompt_token_ids").lengths

@@ -57,7 +57,7 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def writable(where: str, hint: str | None = None) -> Iterator[None]:
-    """Convert an OSError that is raised while writing to a path into a user error.
+    """Raise a user error if an OSError occurs while a path is being written.
 
     Args:
         where: The path.

@@ -23,7 +23,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class Workers:
-    """Where tasks run.
+    """The processes that run tasks.
 
     Attributes:
         num: Number of processes; 1 is this process. With `ray`: number of CPUs of the cluster that

@@ -60,7 +60,7 @@ def rewrite(
     workers: Workers | None = None,
     progress: Progress | None = None,
 ) -> Counts:
-    """Write the result of `transform` on each row group of a dataset as a new dataset.
+    """Apply `transform` to each row group of a dataset, and write the results as a new dataset.
 
     Input and output are checked against the named invariants in the same pass. An interrupted run
     leaves its finished shards in a hidden directory inside `out`; the same call resumes from them.

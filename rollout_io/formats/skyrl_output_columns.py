@@ -186,7 +186,7 @@ def _flags(output: Mapping[str, Any], identities: Sequence[TrajectoryID]) -> lis
 def _step_indices(identities: Sequence[TrajectoryID], last: Sequence[bool]) -> list[int]:
     """Number the rows of each trajectory 0..n-1.
 
-    A trajectory ends at the first row with its id that is marked last.
+    A trajectory ends at its first row that is marked last.
     """
     following: dict[TrajectoryID, int] = {}
     indices = []

@@ -292,7 +292,7 @@ def _prompt(
 def _check_given_calls(
     messages: Sequence[dict[str, Any]], tokenizer: ChatTokenizer, tools: Tools | None, where: str
 ) -> None:
-    """Check the tool calls of answers in a prompt; `refuse_dropped_texts` checks their content."""
+    """Check that the template keeps the tool calls of answers that are part of a prompt."""
     base = fixed_base(tokenizer, tools, where).text
     for index, message in enumerate(messages):
         if message.get("tool_calls"):

@@ -23,7 +23,7 @@ def new_export(out: str | os.PathLike[str]) -> Iterator[Path]:
 
     Raises:
         ConfigError: `out_is_free`: `out` exists.
-        InputError: `output_file`: it cannot be written.
+        InputError: `output_file`: the output cannot be written.
     """
     refuse_taken(out)
     with replaced_export(out) as path:

@@ -96,7 +96,7 @@ def run_of_file(place: Place, stated: str | None, suffixes: Sequence[str]) -> Ru
 
 
 def with_group_rule(found: Iterable[Found], rule: str = _BY_FILE) -> Iterator[Found]:
-    """Yield the findings; explain how groups were inferred if a run has no label `instance_id`."""
+    """Yield the findings, and the rule of inferred groups if a run has no label `instance_id`."""
     is_inferred = False
     for item in found:
         is_inferred |= isinstance(item, Run) and "instance_id" not in item.labels
