@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rollout_io.conversion.driver import Conversion
     from rollout_io.dataset.parallel import Engine
 
+_SHOWN = 100  # names of files in --json
 _READS = 2  # every log is read twice: to find its runs, then to convert them
 
 
@@ -59,6 +60,9 @@ _READS = 2  # every log is read twice: to find its runs, then to convert them
     default="fail",
     show_default=True,
     help="Bad records: write nothing, or skip them and list them in DS/rejected.jsonl.",
+)
+@click.option(
+    "--strict", is_flag=True, help="Files of no known format inside directories are bad records."
 )
 @click.option(
     "--timeouts",
@@ -116,12 +120,14 @@ def convert(
     layout: Literal["prefix", "full"],
     logprobs_mode: Literal["raw", "processed"] | None,
     *,
+    strict: bool,
     as_json: bool,
 ) -> None:
     """Convert agent logs to a rollout dataset.
 
-    INPUT is a file, a directory, or - for standard input; .gz and .zst files are decompressed. To
-    resume an interrupted conversion, run the same command again.
+    INPUT is a file, a directory, or - for standard input; .gz and .zst files are decompressed. Logs
+    of several formats become one dataset; other files inside directories are left. To resume an
+    interrupted conversion, run the same command again.
     """
     from rollout_io.conversion import driver
     from rollout_io.conversion.choices import Choices
@@ -140,6 +146,7 @@ def convert(
         layout=layout,
         logprobs_mode=logprobs_mode,
         on_error=on_error,
+        strict=strict,
     )
     _note_formats(format_name)
     start_s = time.monotonic()
@@ -155,7 +162,12 @@ def convert(
             inputs, out, choices, workers=Workers(workers, engine), progress=progress
         )
     if as_json:
-        state = {"was_done": done.was_done, "num_resumed_chunks": done.num_resumed}
+        state = {
+            "num_left": len(done.left),
+            "left": done.left[:_SHOWN],
+            "was_done": done.was_done,
+            "num_resumed_chunks": done.num_resumed,
+        }
         emit_json({"format": done.format, **done.summary.to_dict(), **state})
     else:
         _report(done, out, time.monotonic() - start_s, _num_bytes(inputs))
@@ -172,7 +184,7 @@ def _note_formats(format_name: str) -> None:
 def _report(done: Conversion, out: str, elapsed_s: float, num_bytes: int) -> None:
     from rollout_io.formats.parsing.model_names import MODELS
 
-    note(f"format: {done.format}")
+    note(_found(done))
     if done.was_done:
         note(f"{out} is up to date with these logs; nothing to do")
     if done.num_resumed:
@@ -180,7 +192,7 @@ def _report(done: Conversion, out: str, elapsed_s: float, num_bytes: int) -> Non
         note(f"resumed: {count(done.num_resumed, 'chunk')} {were} already converted")
     for name, value in done.about.items():
         text = value if isinstance(value, str) else "see `made_by` in the metadata of the dataset"
-        text = ", ".join(value) if name == MODELS else text
+        text = ", ".join(value) if name.split(" (")[0] == MODELS else text
         note(f"{name}: {text}")
     note(done.summary.text(out))
     if not done.was_done:
@@ -189,6 +201,14 @@ def _report(done: Conversion, out: str, elapsed_s: float, num_bytes: int) -> Non
     if done.summary.num_rejected:
         note(f"rejected records and their errors: {out.rstrip('/')}/rejected.jsonl")
     next_command(f"rollouts validate {out}")
+
+
+def _found(done: Conversion) -> str:
+    from rollout_io.formats.detect import find_adapter
+
+    counts = done.summary.formats.items()
+    text = ", ".join(f"{count(num, find_adapter(name).noun)} ({name})" for name, num in counts)
+    return f"{text}; left {count(len(done.left), 'other file')}" if done.left else text
 
 
 def _num_bytes(inputs: tuple[str, ...]) -> int:

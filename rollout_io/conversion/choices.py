@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -10,7 +10,7 @@ from rollout_io import __version__
 from rollout_io.configuration import out_of_bounds
 from rollout_io.conversion.batch import Settings
 from rollout_io.conversion.log import AUTO, Log
-from rollout_io.conversion.text import about_template, retokenizer_of
+from rollout_io.conversion.text import Retokenizer, about_template, retokenizer_of
 from rollout_io.formats.base import Options
 from rollout_io.formats.parsing.model_names import MODELS
 from schemas.errors import ConfigError
@@ -31,6 +31,8 @@ class Choices:
         layout: Store prompts as references to earlier steps (`prefix`), or in full (`full`).
         logprobs_mode: Distribution of the log-probabilities: `raw` or `processed`; None if unknown.
         on_error: Bad records stop the conversion (`fail`), or are rejected (`skip`).
+        strict: If true, files of no known format inside directories are bad records; if false, they
+            are left.
     """
 
     format: str = AUTO
@@ -42,6 +44,7 @@ class Choices:
     layout: Literal["prefix", "full"] = "prefix"
     logprobs_mode: Literal["raw", "processed"] | None = None
     on_error: Literal["fail", "skip"] = "fail"
+    strict: bool = False
 
     def __post_init__(self) -> None:
         given: object = self.group_by
@@ -52,55 +55,83 @@ class Choices:
             raise ConfigError("choices", name, got, expected)
 
 
-def settings_of(choices: Choices, log: Log, about: Mapping[str, Any]) -> Settings:
-    """Return the settings for reading and writing the runs of a log.
+def settings_of(
+    choices: Choices, logs: Sequence[Log], abouts: Sequence[Mapping[str, Any]]
+) -> list[Settings]:
+    """Return the settings for reading and writing the runs of each log of a dataset.
+
+    The metadata is that of the dataset: the history names each format, and a fact that is not true
+    of all formats is unknown.
 
     Args:
         choices: Choices of the user.
-        log: The log to read.
-        about: Facts about the log as a whole.
+        logs: The logs to read, one per format.
+        abouts: Facts about each log as a whole.
 
     Raises:
         ConfigError: `choices`, `tokenizer`, `chat_template`: a choice cannot be used.
     """
-    refuse_misfits(choices, log)
-    retokenizer, tokenizer = retokenizer_of(
-        choices.tokenizer, choices.chat_template, is_needed=log.adapter.is_text
+    refuse_misfits(choices, logs)
+    found = [
+        retokenizer_of(choices.tokenizer, choices.chat_template, is_needed=log.adapter.is_text)
+        for log in logs
+    ]
+    retokenizers, tokenizers = zip(*found, strict=True)
+    facts = [
+        _with_template(log, about, retokenizer)
+        for log, about, retokenizer in zip(logs, abouts, retokenizers, strict=True)
+    ]
+    models = {name for about in abouts for name in about.get(MODELS, ())}
+    templates = {tokenizer.chat_template_fingerprint for tokenizer in tokenizers}
+    metadata = tokenizers[0].replace(
+        logprobs_mode=choices.logprobs_mode,
+        models=tuple(sorted(models)),
+        chat_template_fingerprint=templates.pop() if len(templates) == 1 else None,
     )
-    models = tuple(about.get(MODELS, ()))
-    if (
-        not log.adapter.is_table and "text" not in about
-    ):  # "text": plain text, rendered by no template
-        about = {**about, **about_template(retokenizer)}
-    metadata = tokenizer.replace(logprobs_mode=choices.logprobs_mode, models=models).made(
-        "convert",
-        tool=tool_name(),
-        format=log.format,
-        inputs=[given.name for given in log.inputs],
-        rewards=choices.rewards,
-        **{name: value for name, value in about.items() if name != MODELS},
-    )
-    return Settings(
-        adapter=log.adapter,
-        options=choices.options,
-        retokenizer=retokenizer,
-        tokenizer=tokenizer.tokenizer if tokenizer.tokenizer_fingerprint else None,
-        layout=choices.layout,
-        metadata=metadata,
-        about=about,
-    )
+    for log, about in zip(logs, facts, strict=True):
+        metadata = metadata.made(
+            "convert",
+            tool=tool_name(),
+            format=log.format,
+            inputs=[given.name for given in log.inputs],
+            rewards=choices.rewards,
+            **{name: value for name, value in about.items() if name != MODELS},
+        )
+    is_verified = metadata.tokenizer_fingerprint is not None
+    return [
+        Settings(
+            adapter=log.adapter,
+            options=choices.options,
+            retokenizer=retokenizer,
+            tokenizer=metadata.tokenizer if is_verified else None,
+            layout=choices.layout,
+            metadata=metadata,
+            about=about,
+        )
+        for log, about, retokenizer in zip(logs, facts, retokenizers, strict=True)
+    ]
 
 
-def refuse_misfits(choices: Choices, log: Log) -> None:
-    """Raise an error for choices that do not apply to the format.
+def _with_template(
+    log: Log, about: Mapping[str, Any], retokenizer: Retokenizer | None
+) -> Mapping[str, Any]:
+    """Add what the chat template adds to prompts; plain text ("text") is rendered by no template."""
+    if log.adapter.is_table or "text" in about:
+        return about
+    return {**about, **about_template(retokenizer)}
+
+
+def refuse_misfits(choices: Choices, logs: Iterable[Log]) -> None:
+    """Raise an error for choices that do not apply to a format.
 
     Raises:
         ConfigError: `choices`.
     """
-    for name, value in (("--rewards", choices.rewards), ("--group-by", choices.group_by)):
-        if value and log.adapter.is_table:
-            got = f"logs in the format {log.format} already contain groups and rewards"
-            raise ConfigError("choices", name, got, "", f"omit {name}")
+    for log in logs:
+        for name, value in (("--rewards", choices.rewards), ("--group-by", choices.group_by)):
+            if value and log.adapter.is_table:
+                got = f"logs in the format {log.format} already contain groups and rewards"
+                raise ConfigError("choices", name, got, "", f"omit {name}")
 
 
 def tool_name() -> str:

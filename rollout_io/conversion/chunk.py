@@ -24,11 +24,16 @@ BATCH_BYTES = 32 << 20  # of log records per table
 
 @dataclass(kw_only=True, slots=True)
 class Chunk:
-    """Runs with their outcomes from the rewards file, and the directory to write them to."""
+    """Runs with their outcomes from the rewards file, and the directory to write them to.
+
+    Attributes:
+        log: Index of the log, which has one format.
+    """
 
     part: Part
     runs: Sequence[Run]
     out: str
+    log: int = 0
     outcomes: Mapping[Key, Outcome] = field(default_factory=dict)
 
     @property
@@ -95,17 +100,18 @@ def repeated(name: str, first: str, second: str) -> InvariantError:
 
 def convert_chunk(
     chunk: Chunk,
-    settings: Settings,
+    logs: Sequence[Settings],
     progress: Callable[[int, int], object] | None = None,
 ) -> Report:
     """Write the rows of a chunk to its own directory.
 
     Args:
         chunk: The runs to convert.
-        settings: Settings for reading and writing.
+        logs: Settings for reading and writing each log.
         progress: Called with the numbers of bytes and rows since the last call.
     """
     report, tell = Report(), progress or (lambda _num_bytes, _num_rows: None)
+    settings = logs[chunk.log]
     reader = Reader(settings, chunk.outcomes)
     broken: list[Rejected] = []
     with without_collector(), _writer(settings, chunk.out, chunk.part) as writer:

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from rollout_io.conversion import rejections
-from rollout_io.conversion.batch import Settings, errors_of, in_order, other_routing
+from rollout_io.conversion.batch import errors_of, in_order, other_routing
 from rollout_io.conversion.choices import Choices, refuse_misfits, settings_of, tool_name
 from rollout_io.conversion.chunk import Chunk, Report, convert_chunk, repeated, without_collector
 from rollout_io.conversion.inputs import DUPLICATE_INPUT, PathLike, digests_of, open_file, paths_of
-from rollout_io.conversion.log import Log, open_log
-from rollout_io.conversion.plan import CHUNK_BYTES, Plan, chunks, plan, refuse_nothing
+from rollout_io.conversion.log import Log, Opened, open_log
+from rollout_io.conversion.plan import CHUNK_BYTES, Plan, chunks, plan_logs, refuse_nothing
 from rollout_io.conversion.rewards import Key, Outcome, read_rewards
 from rollout_io.conversion.staging import REJECTED, Staging, spool_path
 from rollout_io.conversion.summary import Summary
@@ -27,6 +27,7 @@ from rollout_io.dataset.storage import occupied
 from rollout_io.formats.base import Input, Rejected, Run
 from rollout_io.formats.parsing.records import DUPLICATE
 from schemas.errors import InputError, RolloutError, raise_first
+from schemas.metadata import DatasetMetadata
 
 Progress = Callable[[int, int], object]
 DUPLICATES = frozenset({DUPLICATE, DUPLICATE_INPUT})
@@ -38,17 +39,23 @@ class Conversion:
 
     Attributes:
         summary: Counts of records, rows and trajectories.
-        format: Format of the logs.
-        about: Facts about the logs as a whole.
+        about: Facts about the logs as a whole; with several formats, the name of a fact has that of
+            the format.
+        left: Names of the files of no known format inside directories.
         num_resumed: Number of chunks that an earlier, interrupted run had finished.
         was_done: True if the dataset was already complete.
     """
 
     summary: Summary
-    format: str
     about: Mapping[str, Any]
+    left: Sequence[str] = ()
     num_resumed: int = 0
     was_done: bool = False
+
+    @property
+    def format(self) -> str:
+        """Formats of the logs, separated by commas."""
+        return ", ".join(self.summary.formats)
 
 
 def convert(
@@ -60,7 +67,7 @@ def convert(
     progress: Progress | None = None,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> Conversion:
-    """Convert logs to a rollout dataset.
+    """Convert logs, of one format or several, to a rollout dataset.
 
     The dataset appears once it is complete. An interrupted run leaves its finished chunks in a
     hidden directory inside `out`; the same call resumes from them, and does nothing if the dataset
@@ -88,51 +95,74 @@ def convert(
         spool = spool_path(staging)
         if spool is None:
             spool = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        own = Path(staging.out.path) if staging.out.is_local else None
         skips = choices.on_error == "skip"
-        log = open_log(paths_of(inputs), choices.format, spool, own, skips=skips)
+        ignored = [Path(choices.rewards)] if choices.rewards else []
+        ignored += [Path(staging.out.path)] if staging.out.is_local else []
+        opened = open_log(
+            paths_of(inputs), choices.format, spool, ignored, skips=skips, strict=choices.strict
+        )
         rewards = open_file(choices.rewards, spool) if choices.rewards else None
-        identity = identity_of(log, rewards, choices, chunk_bytes)
-        if done := _done_before(staging, log.format, identity):
+        identity = identity_of(opened.logs, rewards, choices, chunk_bytes)
+        if done := _done_before(staging, opened, identity):
             return done
-        refuse_misfits(choices, log)
+        refuse_misfits(choices, opened.logs)
         staging.begin(identity)
         outcomes = {} if rewards is None else read_rewards(*rewards)
-        found = log.adapter.find(log.inputs, lambda num_bytes: report(num_bytes, 0))
+        found = (
+            log.adapter.find(log.inputs, lambda num_bytes: report(num_bytes, 0))
+            for log in opened.logs
+        )
         with without_collector():
-            planned = plan(found, outcomes, choices.group_by)
-        planned.rejected += log.unused
-        refuse_nothing(planned, log)
-        settings = settings_of(choices, log, planned.about)
-        parts = list(chunks(planned.runs, chunk_bytes))
+            plans = plan_logs(found, outcomes, choices.group_by)
+        plans[-1].rejected += opened.unused
+        refuse_nothing(plans, opened.inputs)
+        settings = settings_of(choices, opened.logs, [planned.about for planned in plans])
+        parts = [
+            (i, runs) for i, made in enumerate(plans) for runs in chunks(made.runs, chunk_bytes)
+        ]
         reports = _reports_before(staging, len(parts))
         for i, known in reports.items():
-            report(sum(run.num_bytes for run in parts[i]), known.summary.num_rows)
+            report(sum(run.num_bytes for run in parts[i][1]), known.summary.num_rows)
         num_resumed, here = len(reports), workers == Workers()
-        missing = [c for c in _chunks(parts, outcomes, settings, staging) if c.index not in reports]
-        work = partial(convert_chunk, settings=settings, progress=report if here else None)
+        missing = [
+            chunk
+            for chunk in _chunks(parts, outcomes, settings[0].metadata, staging)
+            if chunk.index not in reports
+        ]
+        work = partial(convert_chunk, logs=settings, progress=report if here else None)
         for number, made in stack.enter_context(closing(workers.map(work, missing))):
             chunk = missing[number]
             if not here:
                 report(sum(run.num_bytes for run in chunk.runs), made.summary.num_rows)
             staging.finish_chunk(chunk.index, made.encode())
             reports[chunk.index] = made
-        summary = _conclude(staging, log, planned, [reports[i] for i in range(len(parts))], choices)
-        record = {"identity": identity, "summary": summary.encode(), "about": settings.about}
+        results = [reports[i] for i in range(len(parts))]
+        summary = _conclude(staging, opened, plans, results, choices)
+        about = _facts(opened.logs, [each.about for each in settings])
+        record = {"identity": identity, "summary": summary.encode(), "about": about}
         staging.publish(len(parts), record)
-    return Conversion(
-        summary=summary, format=log.format, about=settings.about, num_resumed=num_resumed
-    )
+    return Conversion(summary=summary, about=about, left=opened.left, num_resumed=num_resumed)
+
+
+def _facts(logs: Sequence[Log], abouts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the facts about all logs by name; with several formats, also by format."""
+    if len(logs) == 1:
+        return dict(abouts[0])
+    return {
+        f"{name} ({log.format})": value
+        for log, about in zip(logs, abouts, strict=True)
+        for name, value in about.items()
+    }
 
 
 def identity_of(
-    log: Log, rewards: Input | None, choices: Choices, chunk_bytes: int
+    logs: Sequence[Log], rewards: Input | None, choices: Choices, chunk_bytes: int
 ) -> dict[str, Any]:
     """Return the identity of a conversion as JSON: file contents, choices and version."""
-    files = [*log.inputs, *([rewards] if rewards else [])]
+    files = [*(given for log in logs for given in log.inputs), *([rewards] if rewards else [])]
     return {
         "tool": tool_name(),
-        "format": log.format,
+        "formats": [log.format for log in logs],
         "choices": asdict(choices) | {"group_by": list(choices.group_by)},
         "chunk_bytes": chunk_bytes,
         "inputs": [[file.name, digests_of(file)] for file in files],
@@ -149,7 +179,7 @@ def _tokenizer_files(choices: Choices) -> list[Input]:
     return [Input(file.name, file) for file in found if file.suffix not in weights]
 
 
-def _done_before(staging: Staging, log_format: str, identity: dict[str, Any]) -> Conversion | None:
+def _done_before(staging: Staging, opened: Opened, identity: dict[str, Any]) -> Conversion | None:
     """Return the result of an identical earlier conversion, if there is one.
 
     Raises:
@@ -159,7 +189,8 @@ def _done_before(staging: Staging, log_format: str, identity: dict[str, Any]) ->
     if done is not None and done["identity"] == identity:
         staging.clear()
         summary = Summary.decode(done["summary"])
-        return Conversion(summary=summary, format=log_format, about=done["about"], was_done=True)
+        about: dict[str, Any] = done["about"]
+        return Conversion(summary=summary, about=about, left=opened.left, was_done=True)
     if shards and not staging.is_publishing(identity):
         raise occupied(staging.where, len(shards))
     return None
@@ -172,21 +203,26 @@ def _reports_before(staging: Staging, num_chunks: int) -> dict[int, Report]:
 
 
 def _chunks(
-    parts: Sequence[Sequence[Run]],
+    parts: Sequence[tuple[int, Sequence[Run]]],
     outcomes: Mapping[Key, Outcome],
-    settings: Settings,
+    metadata: DatasetMetadata,
     staging: Staging,
 ) -> Iterator[Chunk]:
     """Yield the chunks of a conversion, each with its directory and its part of the dataset."""
-    facts = [[run.instance_id, run.repetition_id, run.num_bytes] for runs in parts for run in runs]
-    whole = Part.of([settings.metadata.made_by, facts], num_parts=len(parts))
-    for i, runs in enumerate(parts):
+    every = (run for _, runs in parts for run in runs)
+    facts = [[run.instance_id, run.repetition_id, run.num_bytes] for run in every]
+    whole = Part.of([metadata.made_by, facts], num_parts=len(parts))
+    for i, (log, runs) in enumerate(parts):
         part, known = replace(whole, index=i), _outcomes_of(runs, outcomes)
-        yield Chunk(part=part, runs=runs, outcomes=known, out=staging.chunk_path(i))
+        yield Chunk(part=part, runs=runs, outcomes=known, out=staging.chunk_path(i), log=log)
 
 
 def _conclude(
-    staging: Staging, log: Log, planned: Plan, reports: Sequence[Report], choices: Choices
+    staging: Staging,
+    opened: Opened,
+    plans: Sequence[Plan],
+    reports: Sequence[Report],
+    choices: Choices,
 ) -> Summary:
     """Write the rejected records, or raise their first error; return the total counts.
 
@@ -195,16 +231,17 @@ def _conclude(
             or no rows remain.
     """
     _refuse_mixtures(reports)
-    rejected = planned.rejected + [r for report in reports for r in report.rejected]
+    rejected = [r for planned in plans for r in planned.rejected]
+    rejected += [r for report in reports for r in report.rejected]
     if rejected and choices.on_error == "fail":
-        raise_first(errors_of(rejected, log.inputs))
-    summary = _total(planned, reports, rejected)
+        raise_first(errors_of(rejected, opened.inputs))
+    summary = _total(opened.logs, plans, reports, rejected)
     if rejected:
-        staging.write_rejected(rejections.lines(in_order(rejected, log.inputs)))
+        staging.write_rejected(rejections.lines(in_order(rejected, opened.inputs)))
     else:
         staging.remove_rejected()
     if not summary.num_rows:
-        raise _all_rejected(staging.where, errors_of(rejected, log.inputs))
+        raise _all_rejected(staging.where, errors_of(rejected, opened.inputs))
     return summary
 
 
@@ -226,14 +263,23 @@ def _outcomes_of(runs: Sequence[Run], outcomes: Mapping[Key, Outcome]) -> dict[K
     return {(i, r): outcomes[i, r] for i, r in keys if r is not None and (i, r) in outcomes}
 
 
-def _total(planned: Plan, reports: Sequence[Report], rejected: Sequence[Rejected]) -> Summary:
-    summary = Summary()
+def _total(
+    logs: Sequence[Log],
+    plans: Sequence[Plan],
+    reports: Sequence[Report],
+    rejected: Sequence[Rejected],
+) -> Summary:
+    num_runs = {
+        log.format: sum(bool(run.places) for run in planned.runs)
+        for log, planned in zip(logs, plans, strict=True)
+    }
+    summary = Summary(formats=num_runs)
     for report in reports:
         summary.merge(report.summary)
-    summary.num_records = planned.num_records
+    summary.num_records = sum(planned.num_records for planned in plans)
     summary.num_rejected = len(rejected)
     summary.num_duplicates = sum(r.error.rule in DUPLICATES for r in rejected)
-    summary.num_written = planned.num_records - len(rejected)
+    summary.num_written = summary.num_records - len(rejected)
     return summary
 
 

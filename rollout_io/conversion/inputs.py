@@ -7,7 +7,9 @@ import os
 import stat
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
 
@@ -22,24 +24,28 @@ from schemas.errors import InputError
 STDIN = "-"
 DUPLICATE_INPUT = "duplicate_input"
 PathLike = str | os.PathLike[str]
+_PACKED = (".gz", ".zst")
 _GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 _COPY_BYTES = 4 << 20
 
 
 def open_inputs(
-    paths: Iterable[str], spool: Path, is_log: Callable[[Path], bool], out: Path | None = None
+    paths: Iterable[str],
+    spool: Path,
+    formats_of: Callable[[Path], Collection[str]],
+    ignored: Collection[Path] = (),
 ) -> list[Input]:
     """Return the files and directories to read.
 
-    A directory that is not itself a log is replaced by its files, at any depth and in natural
-    order, except hidden ones. Gzip and Zstandard files, recognised by their first bytes, are
-    decompressed; standard input (`-`) and pipes are saved to files.
+    A directory that is not itself a log is replaced by the logs and files inside it, at any depth
+    and in natural order, except hidden ones. Gzip and Zstandard files, recognised by their first
+    bytes, are decompressed; standard input (`-`) and pipes are saved to files.
 
     Args:
         paths: Paths as given by the user.
         spool: Directory for decompressed and saved files.
-        is_log: Returns true for a directory that is itself a log.
-        out: Output directory; files inside it are not inputs.
+        formats_of: Returns the formats that a file or directory matches.
+        ignored: Files and directories inside directories that are not inputs.
 
     Raises:
         InputError: `input_file`: unreadable; `duplicate_input`: a log is given twice.
@@ -50,13 +56,14 @@ def open_inputs(
     for path in paths:
         given = Path(path)
         _refuse_odd_names(given)
-        if path != STDIN and given.is_dir() and not is_log(given):
-            inside = [file for file in _files_below(given) if not _is_below(file, out)]
+        if path != STDIN and given.is_dir():
+            inside = _Directories(formats_of, {p.resolve() for p in ignored}).logs_in(given)
             if not inside:
                 raise InputError("input_file", path, "the directory contains no files")
-            found += [open_file(str(file), spool) for file in inside]
-        elif path != STDIN and given.is_dir():
-            found.append(Input(path, given))
+            found += [
+                Input(str(log), log) if log.is_dir() else open_file(str(log), spool)
+                for log in inside
+            ]
         else:
             found.append(open_file(path, spool))
     _refuse_repeated(found)
@@ -73,14 +80,58 @@ def _refuse_odd_names(path: Path) -> None:
             raise InputError("input_file", shown, got, "", hint)
 
 
-def _is_below(file: Path, directory: Path | None) -> bool:
-    return directory is not None and file.resolve().is_relative_to(directory.resolve())
+@dataclass(frozen=True, slots=True)
+class _Directories:
+    """Search of directories for logs; see `open_inputs`."""
+
+    formats_of: Callable[[Path], Collection[str]]
+    ignored: Collection[Path]
+
+    def logs_in(self, directory: Path) -> list[Path]:
+        """Return the directory if it is a log, and the other logs inside it; else all files."""
+        if any(directory.resolve().is_relative_to(path) for path in self.ignored):
+            return []
+        formats = set(self.formats_of(directory))
+        if formats:
+            found = [directory, *self._others_in(directory, formats)]
+        else:
+            found = [path for child in self._children(directory) for path in self._below(child)]
+        return sorted(found, key=lambda path: natural_key(str(path)))
+
+    def _below(self, path: Path) -> list[Path]:
+        if path.is_dir():
+            return [] if path.is_symlink() else self.logs_in(path)
+        return [path] if path.is_file() else []
+
+    def _children(self, directory: Path) -> list[Path]:
+        shown = (path for path in directory.iterdir() if not path.name.startswith("."))
+        return [path for path in shown if path.resolve() not in self.ignored]
+
+    def _others_in(self, directory: Path, formats: AbstractSet[str]) -> Iterator[Path]:
+        """Yield logs of different formats inside a directory that is a log.
+
+        All files of a single run belong to it. A directory of several runs may be shared with
+        other tools.
+        """
+        children = {path: set(self.formats_of(path)) for path in self._children(directory)}
+        has_runs = any(found and path.is_dir() for path, found in children.items())
+        for path, found in children.items():
+            if found and not found & formats:
+                yield from self._below(path)
+            elif has_runs and not found:
+                yield from self._strays_in(path)
+
+    def _strays_in(self, path: Path) -> Iterator[Path]:
+        """Yield the logs among the files of a directory that is no log itself."""
+        if not path.is_dir():
+            yield from [path] if path.suffix in _PACKED and _is_text(path.stem) else []
+        elif not path.is_symlink():
+            for child in self._children(path):
+                yield from self._below(child) if self.formats_of(child) else self._strays_in(child)
 
 
-def _files_below(directory: Path) -> list[Path]:
-    found = (path for path in directory.rglob("*") if path.is_file())
-    shown = [p for p in found if not any(n.startswith(".") for n in p.relative_to(directory).parts)]
-    return sorted(shown, key=lambda path: natural_key(str(path)))
+def _is_text(name: str) -> bool:
+    return name.endswith((".json", ".jsonl"))
 
 
 def open_file(name: str, spool: Path) -> Input:

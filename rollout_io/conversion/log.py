@@ -1,71 +1,125 @@
-"""A log: its format, adapter and files."""
+"""Logs: the files of each format among the inputs of a conversion."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 from rollout_io.conversion.inputs import copies_in, open_inputs
 from rollout_io.formats.base import Adapter, Input, Place, Rejected
-from rollout_io.formats.detect import HINT, RULE, detect, find_adapter, load_formats, recognize
-from schemas.errors import InputError, RolloutError
+from rollout_io.formats.detect import (
+    HINT,
+    RULE,
+    find_adapter,
+    load_formats,
+    recognize,
+    sort_by_format,
+    unknown_format,
+)
+from schemas.errors import InputError, RolloutError, count
 
 AUTO = "auto"
 
 
 class Log(NamedTuple):
-    """Files of one format.
-
-    Attributes:
-        unused: Copies of other files, and files of no known format inside directories.
-    """
+    """Files of one format."""
 
     format: str
     adapter: Adapter
     inputs: list[Input]
+
+
+class Opened(NamedTuple):
+    """The inputs of a conversion.
+
+    Attributes:
+        logs: One log per format, in the order of their first files.
+        left: Names of the files of no known format inside directories.
+        unused: Copies of other files; also files of no known format if they are rejected.
+    """
+
+    logs: list[Log]
+    left: Sequence[str] = ()
     unused: Sequence[Rejected] = ()
+
+    @property
+    def inputs(self) -> list[Input]:
+        """All inputs, log by log."""
+        return [given for log in self.logs for given in log.inputs]
 
 
 def open_log(
     paths: Sequence[str],
     format_name: str,
     spool: Path,
-    out: Path | None = None,
+    ignored: Collection[Path] = (),
     *,
     skips: bool = False,
-) -> Log:
-    """Open the inputs, and detect their format if `format_name` is `auto`.
+    strict: bool = False,
+) -> Opened:
+    """Open the inputs, and sort them by format if `format_name` is `auto`.
 
     Args:
         paths: Files and directories, or "-" for standard input.
         format_name: Name of a registered format, or `auto`.
         spool: Directory for decompressed and saved files.
-        out: Output directory; files inside it are not inputs.
-        skips: If true, set aside copies, and files of no known format inside directories.
+        ignored: Files and directories inside directories that are not inputs.
+        skips: If true, reject copies and, with `strict` or a chosen format, files of no known
+            format inside directories; if false, they are errors.
+        strict: If true, files of no known format inside directories are not left.
 
     Raises:
         InputError: `known_format`, `input_file`, `duplicate_input`, `lfs_pointer`.
     """
-    if format_name == AUTO:
-        known = load_formats().adapters
-    else:
-        known = {format_name: find_adapter(format_name)}
-    adapters = known.values()
-    inputs = open_inputs(paths, spool, lambda path: any(a.recognizes(path) for a in adapters), out)
-    unused: list[Rejected] = []
-    for copy, error in copies_in(inputs):
+    is_auto = format_name == AUTO
+    known = load_formats().adapters if is_auto else {format_name: find_adapter(format_name)}
+    inputs = open_inputs(paths, spool, cache(lambda path: _formats_of(path, known)), ignored)
+    by_name = {given.name: given for given in inputs}
+    names, left = {format_name: list(by_name)}, list[str]()
+    if is_auto:
+        named = [name for name in by_name if name in paths]
+        refuse_unknown_only(paths, by_name, known)
+        names, left = sort_by_format({n: g.path for n, g in by_name.items()}, known, named)
+    elif skips:
+        own = [n for n, given in by_name.items() if n in paths or _is_log(given.path, known)]
+        left = [name for name in by_name if own and name not in own]
+        names = {format_name: own or list(by_name)}
+    if left and strict and is_auto and not skips:
+        raise unknown_format(left[0], known)
+    unused = [_foreign(by_name[name]) for name in left] if strict or not is_auto else []
+    logs = [Log(n, known[n], [by_name[name] for name in found]) for n, found in names.items()]
+    for copy, error in copies_in([given for log in logs for given in log.inputs]):
         if not skips:
             raise error
         unused.append(Rejected(_whole(copy), error))
-        inputs.remove(copy)
-    if skips:
-        own = [g for g in inputs if g.name in paths or _is_log(g.path, known)]
-        unused += [_foreign(given) for given in inputs if own and given not in own]
-        inputs = own or inputs
-    if format_name == AUTO:
-        format_name = detect({given.name: given.path for given in inputs}, known)
-    return Log(format_name, known[format_name], inputs, unused)
+        for log in logs:
+            log.inputs[:] = [given for given in log.inputs if given is not copy]
+    logs = [log for log in logs if log.inputs]
+    return Opened(logs, [] if strict or not is_auto else left, unused)
+
+
+def refuse_unknown_only(
+    paths: Sequence[str], inputs: Mapping[str, Input], known: Mapping[str, Adapter]
+) -> None:
+    """Raise an error if directories are given and none of their files is a log.
+
+    Raises:
+        InputError: `known_format`.
+    """
+    if any(name in paths or _is_log(given.path, known) for name, given in inputs.items()):
+        return
+    where, got = ", ".join(paths), "contains no file in a format that rollouts can read"
+    message = f"{where} {got} ({count(len(inputs), 'file')}, such as {next(iter(inputs))})"
+    raise InputError(RULE, where, got, "", HINT, message=message)
+
+
+def _formats_of(path: Path, known: Mapping[str, Adapter]) -> list[str]:
+    try:
+        return recognize(path, known)
+    except RolloutError:
+        return []  # reported when the file is opened
 
 
 def _is_log(path: Path, known: Mapping[str, Adapter]) -> bool:

@@ -7,10 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollout_io.conversion.log import Log
 from rollout_io.conversion.outcomes import unknown
 from rollout_io.conversion.rewards import Key, Outcome
-from rollout_io.formats.base import About, Found, Rejected, Run
+from rollout_io.formats.base import About, Found, Input, Rejected, Run
 from schemas.errors import ConfigError, InputError, InvariantError
 
 CHUNK_BYTES = 128 << 20  # of log records; an interruption loses at most one chunk per worker
@@ -49,7 +48,44 @@ def plan(
         outcomes: Outcomes from the rewards file.
         group_by: Labels whose values, joined by "/", replace the instance id.
     """
-    made, runs = Plan(), []
+    (made,) = plan_logs([found], outcomes, group_by)
+    return made
+
+
+def plan_logs(
+    logs: Iterable[Iterable[Found]], outcomes: Mapping[Key, Outcome], group_by: Sequence[str] = ()
+) -> list[Plan]:
+    """Plan several logs of one dataset; the last plan has the outcomes without a run.
+
+    Args:
+        logs: Findings in each log.
+        outcomes: As for `plan`.
+        group_by: As for `plan`.
+    """
+    plans, first = [], dict[str, Run]()
+    for found in logs:
+        made, runs = _collected(found)
+        if group_by:
+            runs = list(_regrouped(runs, group_by, made.rejected))
+            made.about["groups"] = "chosen: --group-by " + ",".join(group_by)
+        _number(runs)
+        made.runs = list(_unique(runs, first, made.rejected))
+        plans.append(made)
+    last, keys = plans[-1], {_key(run): run for made in plans for run in made.runs}
+    last.rejected += unknown(keys, outcomes)
+    for key, outcome in outcomes.items():
+        if key in keys:
+            keys[key].rewarded, keys[key].failed = True, outcome.error is not None
+    missing = [
+        key for key, outcome in outcomes.items() if key not in keys and outcome.error is not None
+    ]
+    last.runs += [Run(instance_id=i, repetition_id=r, places=()) for i, r in missing]
+    return plans
+
+
+def _collected(found: Iterable[Found]) -> tuple[Plan, list[Run]]:
+    """Return a plan without its runs, and the runs."""
+    made, runs = Plan(), list[Run]()
     for item in found:
         if isinstance(item, Rejected):
             made.rejected.append(item)
@@ -57,31 +93,17 @@ def plan(
             made.about[item.name] = item.value
         else:
             runs.append(item)
-    if group_by:
-        runs = list(_regrouped(runs, group_by, made.rejected))
-        made.about["groups"] = "chosen: --group-by " + ",".join(group_by)
-    _number(runs)
-    made.runs = list(_unique(runs, made.rejected))
-    keys = {_key(run): run for run in made.runs}
-    made.rejected += unknown(keys, outcomes)
-    for key, outcome in outcomes.items():
-        if key in keys:
-            keys[key].rewarded, keys[key].failed = True, outcome.error is not None
-    missing = [
-        key for key, outcome in outcomes.items() if key not in keys and outcome.error is not None
-    ]
-    made.runs += [Run(instance_id=i, repetition_id=r, places=()) for i, r in missing]
-    return made
+    return made, runs
 
 
-def refuse_nothing(planned: Plan, log: Log) -> None:
-    """Raise an error if a log has no records.
+def refuse_nothing(plans: Sequence[Plan], inputs: Sequence[Input]) -> None:
+    """Raise an error if no log has a record.
 
     Raises:
         InputError: `no_calls`.
     """
-    if not planned.runs and not planned.rejected:
-        where = ", ".join(given.name for given in log.inputs)
+    if not any(planned.runs or planned.rejected for planned in plans):
+        where = ", ".join(given.name for given in inputs)
         hint = "check the format of the file: rollouts formats FILE"
         raise InputError("no_calls", where, "the log contains no calls", "", hint)
 
@@ -133,8 +155,8 @@ def _number(runs: Iterable[Run]) -> None:
             run.repetition_id, following[run.instance_id] = number, number + 1
 
 
-def _unique(runs: Iterable[Run], rejected: list[Rejected]) -> Iterator[Run]:
-    first: dict[str, Run] = {}
+def _unique(runs: Iterable[Run], first: dict[str, Run], rejected: list[Rejected]) -> Iterator[Run]:
+    """Yield the runs whose names are new, and add them to `first`; reject the others."""
     for run in runs:
         name = f"{run.instance_id}_{run.repetition_id}"
         other = first.setdefault(name, run)

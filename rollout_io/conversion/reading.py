@@ -12,9 +12,8 @@ from rollout_io.conversion.batch import Reader, errors_of, sound
 from rollout_io.conversion.choices import Choices, refuse_misfits, settings_of
 from rollout_io.conversion.inputs import PathLike, open_file, paths_of
 from rollout_io.conversion.log import open_log
-from rollout_io.conversion.plan import plan, refuse_nothing
+from rollout_io.conversion.plan import plan_logs, refuse_nothing
 from rollout_io.conversion.rewards import read_rewards
-from rollout_io.formats.base import Rejected
 from schemas.errors import raise_first
 
 
@@ -34,23 +33,28 @@ def read_log(inputs: PathLike | Sequence[PathLike], choices: Choices | None = No
     """
     choices = choices or Choices()
     with tempfile.TemporaryDirectory() as spool:
-        log = open_log(paths_of(inputs), choices.format, Path(spool))
-        refuse_misfits(choices, log)
+        ignored = [Path(choices.rewards)] if choices.rewards else []
+        opened = open_log(
+            paths_of(inputs), choices.format, Path(spool), ignored, strict=choices.strict
+        )
+        logs = opened.logs
+        refuse_misfits(choices, logs)
         rewards = open_file(choices.rewards, Path(spool)) if choices.rewards else None
         outcomes = {} if rewards is None else read_rewards(*rewards)
-        planned = plan(log.adapter.find(log.inputs, _ignore), outcomes, choices.group_by)
-        refuse_nothing(planned, log)
-        rejected: list[Rejected] = list(planned.rejected)
-        settings = settings_of(choices, log, planned.about)
-        reader = Reader(settings, outcomes, rejected)
-        tables = [
-            sound(part, rejected, settings.metadata.vocab_size)
-            for part in reader.parts(planned.runs)
-        ]
+        found = (log.adapter.find(log.inputs, _ignore) for log in logs)
+        plans = plan_logs(found, outcomes, choices.group_by)
+        refuse_nothing(plans, opened.inputs)
+        rejected = [*opened.unused, *(r for planned in plans for r in planned.rejected)]
+        tables = []
+        each = settings_of(choices, logs, [planned.about for planned in plans])
+        for settings, planned in zip(each, plans, strict=True):
+            reader = Reader(settings, outcomes, rejected)
+            vocab_size = settings.metadata.vocab_size
+            tables += [sound(part, rejected, vocab_size) for part in reader.parts(planned.runs)]
     if rejected:
-        raise_first(errors_of(rejected, log.inputs))
+        raise_first(errors_of(rejected, opened.inputs))
     table = pa.concat_tables(tables, promote_options="permissive")
-    return table.replace_schema_metadata(settings.metadata.encode("full"))
+    return table.replace_schema_metadata(each[0].metadata.encode("full"))
 
 
 def _ignore(_: int) -> None:

@@ -19,6 +19,9 @@ class Summary:
     """Counts of a conversion; `num_records` = `num_written` + `num_rejected`.
 
     `num_rejected` includes the copies of records that `num_duplicates` counts.
+
+    Attributes:
+        formats: Number of runs found in the logs, by format.
     """
 
     num_records: int = 0
@@ -36,6 +39,7 @@ class Summary:
     reward_sum: float = 0.0
     instances: set[str] = field(default_factory=set)
     numbers: set[str] = field(default_factory=set)
+    formats: dict[str, int] = field(default_factory=dict)
 
     def add(self, table: pa.Table) -> None:
         """Add the counts of a table of complete trajectories."""
@@ -53,7 +57,7 @@ class Summary:
         """Add the counts of another part of the logs."""
         for f in fields(self):
             ours, theirs = getattr(self, f.name), getattr(other, f.name)
-            setattr(self, f.name, ours | theirs if isinstance(ours, set) else ours + theirs)
+            setattr(self, f.name, ours | theirs if isinstance(ours, set | dict) else ours + theirs)
 
     @property
     def reward_mean(self) -> float | None:
@@ -72,9 +76,10 @@ class Summary:
         sets = {name: set(values[name]) for name in ("instances", "numbers")}
         return cls(**values | sets)
 
-    def to_dict(self) -> dict[str, int | float | None]:
+    def to_dict(self) -> dict[str, Any]:
         """Return the counts for `--json`."""
         return {
+            "formats": self.formats,
             "num_records": self.num_records,
             "num_written": self.num_written,
             "num_rejected": self.num_rejected,

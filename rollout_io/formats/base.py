@@ -276,6 +276,7 @@ class Adapter:
             document as a table. Raises `RolloutError` if the run cannot be used.
         is_text: True if all or most runs in this format are text.
         is_table: True if `read` returns rows that already have ids and rewards.
+        noun: Word for a run in counts.
     """
 
     summary: str
@@ -284,6 +285,7 @@ class Adapter:
     read: Callable[[Run, Options], Any]
     is_text: bool = False
     is_table: bool = False
+    noun: str = "run"
 
 
 def one_run_a_document(

@@ -208,4 +208,5 @@ ADAPTER = Adapter(
     recognizes=recognizes,
     find=find_sessions,
     read=read_session,
+    noun="session",
 )

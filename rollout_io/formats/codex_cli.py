@@ -178,4 +178,5 @@ ADAPTER = Adapter(
     find=find_sessions,
     read=read_session,
     is_text=True,
+    noun="session",
 )

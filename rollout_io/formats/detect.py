@@ -8,7 +8,7 @@ the error can suggest an alternative are in `rollout_io.formats.refused`.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -113,35 +113,52 @@ def recognize(path: str | Path, formats: Mapping[str, Adapter]) -> list[str]:
     return [name for name, adapter in formats.items() if adapter.recognizes(Path(path))]
 
 
-def detect(paths: Mapping[str, Path], formats: Mapping[str, Adapter]) -> str:
-    """Return the name of the one format that all inputs match.
+def sort_by_format(
+    paths: Mapping[str, Path], formats: Mapping[str, Adapter], named: Collection[str]
+) -> tuple[dict[str, list[str]], list[str]]:
+    """Return the inputs of each format, in order, and the inputs of no known format.
+
+    An input that several formats match belongs to the one that all inputs match, or to the one
+    that another input matches unambiguously.
 
     Args:
         paths: Paths by their names in messages.
         formats: Adapters by name.
+        named: Names of the inputs that must have a known format; the others may be left.
 
     Raises:
-        InputError: `known_format`: an input matches no format, several formats match all inputs, or
-            the inputs have different formats; `input_file`; `lfs_pointer`.
+        InputError: `known_format`: a named input, or every input, matches no format, or the format
+            of an input is ambiguous; `input_file`; `lfs_pointer`.
     """
-    found = {name: recognize(path, formats) for name, path in paths.items()}
-    common = [name for name in formats if all(name in names for names in found.values())]
-    if len(common) == 1:
-        return common[0]
-    unknown = next((path for path, names in found.items() if not names), None)
+    matches = {name: recognize(path, formats) for name, path in paths.items()}
+    left = [name for name, found in matches.items() if not found]
+    unknown = next((name for name in left if name in named or len(left) == len(paths)), None)
     if unknown is not None:
-        got, expected = "the format is not recognized", "one of " + ", ".join(formats)
-        message = f"{unknown}: {got}; rollouts reads {', '.join(formats)}"
-        raise InputError(RULE, unknown, got, expected, HINT, message=message)
-    first, names = next(iter(found.items()))
-    if common:
-        got = f"the content matches {len(common)} formats: " + ", ".join(common)
-        hint = f"choose one, such as --format {common[0]}; `rollouts formats` describes them"
-        raise InputError(RULE, first, got, hint=hint)
-    other = min(found, key=lambda path: len(set(found[path]) & set(names)))
-    got = f"the format is {' or '.join(found[other])}, but {first} is {' or '.join(names)}"
-    hint = "convert each format separately; `rollouts formats FILE...` shows the format of each"
-    raise InputError(RULE, other, got, hint=hint)
+        raise unknown_format(unknown, formats)
+    known = {name: found for name, found in matches.items() if found}
+    common = [name for name in formats if all(name in found for found in known.values())]
+    sure = common if len(common) == 1 else {found[0] for found in known.values() if len(found) == 1}
+    inputs: dict[str, list[str]] = {}
+    for name, found in known.items():
+        chosen = [each for each in found if each in sure] if len(found) > 1 else found
+        if len(chosen) != 1:
+            raise _ambiguous(name, found)
+        inputs.setdefault(chosen[0], []).append(name)
+    return inputs, left
+
+
+def unknown_format(name: str, formats: Mapping[str, Adapter]) -> InputError:
+    """Return the error for an input that matches no format."""
+    got, expected = "the format is not recognized", "one of " + ", ".join(formats)
+    message = f"{name}: {got}; rollouts reads {', '.join(formats)}"
+    return InputError(RULE, name, got, expected, HINT, message=message)
+
+
+def _ambiguous(name: str, found: Collection[str]) -> InputError:
+    got = f"the content matches {len(found)} formats: " + ", ".join(found)
+    first = next(iter(found))
+    hint = f"choose one, such as --format {first}; `rollouts formats` describes them"
+    return InputError(RULE, name, got, hint=hint)
 
 
 def first_lines(path: Path) -> Iterator[bytes]:

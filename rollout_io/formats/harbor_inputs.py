@@ -218,15 +218,25 @@ def _refuse_repeated(sources: Iterable[Source]) -> None:
 
 
 def recognizes(path: Path) -> bool:
-    """True for a trial, a job, an ATIF trajectory, Harbor's text export, or a directory of those."""
+    """True for a trial, a job, an ATIF trajectory, Harbor's text export, or a directory of those.
+
+    A trial that was stopped has a `config.json` but no result.
+    """
     try:
         if path.is_dir():
             names = ("result.json", "agent/trajectory.json", "*/result.json", "*/*/result.json")
             found = (file for name in names for file in path.glob(name))
-            return any(_is_harbor(file) for file in islice(found, _NUM_TRIES))
+            if any(_is_harbor(file) for file in islice(found, _NUM_TRIES)):
+                return True
+            return is_file(path / "config.json") and _is_trial_config(path / "config.json")
         return is_file(path) and _is_harbor(path)
     except (OSError, RolloutError):
         return False
+
+
+def _is_trial_config(path: Path) -> bool:
+    head = _read_head(path)
+    return head.trial_name is not None and head.task_name is None
 
 
 def _is_harbor(path: Path) -> bool:

@@ -11,7 +11,7 @@ import pyarrow as pa
 import rollout_io
 from rollout_io.conversion.driver import Choices, Conversion, convert
 from rollout_io.conversion.inputs import open_inputs
-from rollout_io.conversion.log import Log
+from rollout_io.conversion.log import Log, Opened
 from rollout_io.conversion.plan import Plan, plan
 from rollout_io.formats.base import Adapter, Input, Options, Rejected, Run, Trajectory
 from schemas.errors import RolloutError
@@ -22,8 +22,11 @@ def convert_with(
 ) -> tuple[Conversion, pa.Table]:
     """What became of a conversion, and its rows."""
     out, spool, chosen = tmp_path / "ds", tmp_path / "spool", Choices(**choices)
-    log = Log("tried", adapter, open_inputs([str(p) for p in paths], spool, adapter.recognizes))
-    with patch("rollout_io.conversion.driver.open_log", lambda *_, **__: log):
+    inputs = open_inputs(
+        [str(p) for p in paths], spool, lambda p: ["tried"] * adapter.recognizes(p)
+    )
+    opened = Opened([Log("tried", adapter, inputs)])
+    with patch("rollout_io.conversion.driver.open_log", lambda *_, **__: opened):
         conversion = convert(["tried"], out, chosen)
     return conversion, rollout_io.read(out)
 

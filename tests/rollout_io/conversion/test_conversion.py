@@ -123,7 +123,7 @@ def test_standard_input_gives_the_same_table(is_packed, wanted, tmp_path):
     arguments = ("-m", "rollout_io", "convert", "-", "--out", tmp_path / "ds")
     done = in_subprocess(*arguments, input=packed)
     assert done.returncode == 0
-    assert b"format: calls" in done.stderr
+    assert b"sessions (calls)\n" in done.stderr
     table = rollout_io.read(tmp_path / "ds")
     assert table["source"][0].as_py().startswith("-:")
     assert table.drop_columns("source").replace_schema_metadata(None).equals(wanted)

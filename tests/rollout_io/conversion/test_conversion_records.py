@@ -73,7 +73,7 @@ def test_a_record_that_is_no_utf_8_is_put_aside_with_its_bytes_escaped(tmp_path)
     convert([log], tmp_path / "ds", Choices(format="calls", on_error="skip"))
     (record,) = rejected_in(tmp_path / "ds")
     assert record["record"] == '{"session": "b/0", "x": "\\xff\\"}\n'
-    assert "byte 0xff" in record["got"]
+    assert "0xff at column" in record["got"]
 
 
 def test_where_every_record_is_rejected_the_file_of_them_is_kept_and_the_exit_code_is_1(
@@ -251,14 +251,17 @@ def test_progress_counts_each_byte_twice_and_each_row_once(workers, tmp_path):
     assert sum(num_rows for _, num_rows in seen) == 205
 
 
-def test_files_of_no_format_in_a_directory_are_put_aside_whole_and_counted(tmp_path):
+def test_files_of_no_format_in_a_directory_are_left_or_with_strict_put_aside_whole(tmp_path):
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "a.jsonl").write_bytes(SHOP.read_bytes())
     (tmp_path / "logs" / "README.md").write_text("# notes\nof several\nlines\n")
     with pytest.raises(RolloutError, match=r".*README\.md.*\[known_format\]"):
-        rollout_io.convert(tmp_path / "logs", tmp_path / "ds")
-    done = rollout_io.convert(tmp_path / "logs", tmp_path / "ds", Choices(on_error="skip"))
+        rollout_io.convert(tmp_path / "logs", tmp_path / "ds", Choices(strict=True))
+    choices = Choices(on_error="skip", strict=True)
+    done = rollout_io.convert(tmp_path / "logs", tmp_path / "ds", choices)
     assert (done.summary.num_records, done.summary.num_rejected) == (206, 1)
+    done = rollout_io.convert(tmp_path / "logs", tmp_path / "left", Choices(on_error="skip"))
+    assert (done.summary.num_records, len(done.left)) == (205, 1)
 
 
 def test_the_dataset_inside_the_directory_of_logs_is_no_log(tmp_path):

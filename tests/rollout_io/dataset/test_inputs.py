@@ -124,12 +124,12 @@ def test_a_tokenizer_and_a_chat_template_are_told_by_their_contents_without_the_
     template = write(tmp_path / "template.jinja", {"b": 1})
     named = Choices(format="calls", tokenizer=str(tokenizer), chat_template=str(template))
     log = Log("calls", ADAPTER, [])
-    first = identity_of(log, None, named, 1)
+    first = identity_of([log], None, named, 1)
     (tokenizer / "model.safetensors").write_bytes(b"others!")
-    assert identity_of(log, None, named, 1) == first
+    assert identity_of([log], None, named, 1) == first
     for path in (tokenizer / "tokenizer.json", template):
         replaced(path, path.read_bytes().replace(b"1", b"2"))
-        assert identity_of(log, None, named, 1) != first
+        assert identity_of([log], None, named, 1) != first
         replaced(path, path.read_bytes().replace(b"2", b"1"))
 
 

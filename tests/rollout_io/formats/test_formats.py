@@ -18,9 +18,9 @@ from rollout_io.formats.base import Adapter
 from rollout_io.formats.detect import (
     GROUP,
     adapters,
-    detect,
     load_formats,
     recognize,
+    sort_by_format,
 )
 from schemas.errors import RolloutError
 from tests.conftest import EXAMPLES, ROOT
@@ -116,13 +116,13 @@ def test_every_real_log_is_of_one_format_at_most(harness_logs, formats):
 
 def test_convert_finds_the_format_out_and_notes_it_in_the_dataset(tmp_path, capsys):
     auto = converted(tmp_path, SHOP, "--rewards", REWARDS)
-    assert "\nformat: calls\n" in "\n" + capsys.readouterr().err
+    assert "48 sessions (calls)\n" in capsys.readouterr().err
     assert format_noted_in(tmp_path / "ds") == "calls"
     (tmp_path / "named").mkdir()
     assert auto.equals(
         converted(tmp_path / "named", SHOP, "--rewards", REWARDS, "--format", "calls")
     )
-    assert "\nformat: calls\n" in "\n" + capsys.readouterr().err
+    assert "48 sessions (calls)\n" in capsys.readouterr().err
 
 
 def test_an_input_of_no_format_is_refused_by_name_with_the_way_to_the_list(tmp_path, capsys):
@@ -142,25 +142,30 @@ def always(answer):
 def test_an_input_of_several_formats_is_refused_with_their_names():
     known = {"a": always(True), "b": always(False), "c": always(True)}
     with pytest.raises(RolloutError, match="the content matches 2 formats: a, c") as caught:
-        detect({"shop": SHOP}, known)
+        sort_by_format({"shop": SHOP}, known, ["shop"])
     assert "--format a" in caught.value.hint
     assert "rollouts formats" in caught.value.hint
 
 
-def test_inputs_of_two_formats_are_refused_with_the_name_of_each(tmp_path, formats):
-    output = tmp_path / "output.json"
+def test_inputs_are_sorted_by_format_and_those_of_none_are_left_unless_named(tmp_path, formats):
+    output, notes = tmp_path / "output.json", tmp_path / "notes.md"
     rollout_io.write_generator_output(converted(tmp_path, SHOP, "--rewards", REWARDS), output)
+    notes.write_text("# Notes")
+    paths = {str(path): path for path in (SHOP, notes, output)}
+    found, left = sort_by_format(paths, formats, [str(SHOP)])
+    assert found == {"calls": [str(SHOP)], "skyrl": [str(output)]}
+    assert left == [str(notes)]
     with pytest.raises(RolloutError) as caught:
-        detect({str(path): path for path in (SHOP, output)}, formats)
-    assert caught.value.where == str(output)
-    assert caught.value.got == f"the format is skyrl, but {SHOP} is calls"
+        sort_by_format(paths, formats, [str(notes)])
+    assert (caught.value.rule, caught.value.where) == ("known_format", str(notes))
 
 
 def test_two_formats_that_both_know_one_input_are_told_apart_by_the_others(tmp_path):
     (tmp_path / "b").touch()
     narrow = Adapter(summary="b", recognizes=lambda path: path.name == "b", find=zip, read=zip)
     paths = {"b": tmp_path / "b", "shop": SHOP}
-    assert detect(paths, {"all": always(True), "narrow": narrow}) == "all"
+    formats = {"all": always(True), "narrow": narrow}
+    assert sort_by_format(paths, formats, paths) == ({"all": ["b", "shop"]}, [])
 
 
 def test_a_pipe_is_refused_and_not_waited_for(tmp_path, capsys):
@@ -179,7 +184,7 @@ def test_a_large_file_that_git_did_not_fetch_is_called_so(tmp_path, formats):
 
 def test_an_input_that_is_not_there_is_said_to_be_missing_not_unknown(tmp_path, formats):
     with pytest.raises(RolloutError, match=r"cannot read .*nowhere: no such file.*\[input_file\]"):
-        detect({"nowhere": tmp_path / "nowhere"}, formats)
+        sort_by_format({"nowhere": tmp_path / "nowhere"}, formats, [])
 
 
 def test_a_format_that_does_not_load_is_named_and_the_others_work():
