@@ -150,7 +150,7 @@ class Call:
         return held
 
     async def _record_cut(self, stream: StreamedCall, reason: str) -> None:
-        """Record the tokens sampled before a call was cut off; report errors without raising them."""
+        """Record the tokens sampled before a call was cut off; report errors, never raise."""
         self.recorder.metrics.cut_off.inc()
         recorded = stream.recorded(reason)
         assert self.asked is not None

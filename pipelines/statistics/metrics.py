@@ -72,8 +72,8 @@ def dataset_metrics(frame: Frame, outcome: Outcome = "last") -> pl.LazyFrame:
 
     A step is one LLM call, even inside a merged row, so merging changes no metric. Failed
     trajectories are counted only in the numbers of failures, and trajectories with an unknown
-    return are excluded from metrics that need one; `num_left_out` includes both. Standard deviations
-    have the divisor n (population).
+    return are excluded from metrics that need one; `num_left_out` includes both. Standard
+    deviations have the divisor n (population).
 
     Returns:
         Columns `per` (step, trajectory or group), `metric`, `value` (null if no unit was counted),

@@ -193,7 +193,7 @@ class _Suffixes:
         self._response = Ragged.from_arrow(table.column("response_ids"))
 
     def insert(self, root: Node, tree: PrefixTree, start: int, end: int) -> list[int]:
-        """Insert a trajectory into a trie; return how many tokens of each row were already in it."""
+        """Insert a trajectory into a trie; return how many tokens of each row it already had."""
         nodes: list[Node] = []
         known: list[int] = []
         for row in range(start, end):
