@@ -47,13 +47,13 @@ def advantages_of_rewards(
 
     Args:
         rewards: [N] float64, finite: reward of each token.
-        trajectory: [N] int64 trajectory of each token, not decreasing.
+        trajectory: [N] int64 trajectory of each token, non-decreasing.
         group_index: [N] int64 group of each token.
         values: [N] float64 critic values; None without a critic.
         estimator: The run's `advantage_estimator`.
 
     Returns:
-        Advantages, and target values of the critic (None without a critic), [N] float64 each.
+        Advantages, and target values for the critic (None without a critic), [N] float64 each.
 
     Raises:
         InputError: As for `advantages_of_returns`.
@@ -65,7 +65,7 @@ def advantages_of_rewards(
 
 
 def _numbered(index: IntArray) -> IntArray:
-    """Renumber indices from 0 without gaps: some trajectories or groups have no trained token."""
+    """Renumber indices from 0, without gaps for trajectories or groups without trained tokens."""
     return np.asarray(np.unique(index, return_inverse=True)[1], np.int64)
 
 

@@ -54,7 +54,7 @@ class Objective:
         needs_old_logprobs: Whether the loss depends on `old_logprobs`.
         selection: How the policy loss selects targets for special treatment: ClipCovSettings, or
             the fraction of kl_cov. None: no selection.
-        correction: Corrections for the sampler; None: no correction.
+        correction: Corrections for sampler mismatch; None: no correction.
         kl_estimator: Estimator of the divergence from the reference.
         kl_coef: Weight of that divergence.
         entropy_coef: Weight of the entropy bonus.

@@ -16,10 +16,10 @@ FloatArray = npt.NDArray[np.float64]
 
 
 def call_own(function: Function, given: Mapping[str, Any]) -> Any:
-    """Call a function with arguments by name, passing copies of arrays because it may change them.
+    """Call a function with keyword arguments; arrays are copied because it may change them.
 
     Raises:
-        InputError: {key}_raised, with the location, if the function raised.
+        InputError: {key}_raised, with the location, if the function raises.
     """
     given = {n: v.copy() if isinstance(v, np.ndarray) else v for n, v in given.items()}
     try:
@@ -48,7 +48,7 @@ def finite_array(function: Function, found: Any, num: int, what: str) -> FloatAr
 
     Args:
         function: The function.
-        found: Its result: a NumPy array, a CPU tensor, a list of numbers.
+        found: Its result: a NumPy array, a CPU tensor or a list of numbers.
         num: Required number of elements.
         what: Meaning of an element, for messages.
 

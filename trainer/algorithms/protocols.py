@@ -34,8 +34,8 @@ class PolicyLoss(Protocol):
         old_logprobs: [M] float32 nats under the policy at the start of the batch.
         rollout_logprobs: [M] float32 nats, the sampler's. A loss that takes them requires a
             dataset with them, and `tis_ratio_type = "auto"` adds no importance weights to it.
-        advantages: [M] float32, as the estimator returned them, not normalised. A loss without them
-            is supervised: it needs no rewards, and is not corrected for the sampler.
+        advantages: [M] float32 from the estimator, not scaled for the reduction. A loss without
+            them is supervised: it needs no rewards, and is not corrected for sampler mismatch.
         row: [M] int64: row of each target, from 0. Rows depend on the layout.
         **keys: All other parameters are keys.
 
@@ -57,18 +57,18 @@ class AdvantageEstimator(Protocol):
     `kl_reward_coef`, again with the groups of each batch, so an advantage may depend only on its
     group. The advantage applies to every trained token of the trajectory. An estimator of `rewards`
     is called for each batch (`groups_per_batch` groups) with its N trained tokens, in the order of
-    their trajectories' steps, whatever rows they are in; the values are the same in every layout.
+    their trajectories' steps, whatever rows they are in; these arrays are the same in every layout.
 
     Args:
         returns: [n] float64, finite: return of each trajectory (`outcome`).
         rewards: [N] float64, finite: reward of each trained token.
         group_index: [n] or [N] int64, from 0 without gaps: group of each trajectory or token. A
-            group has the trajectories of one `instance_id`. `partial_groups` applies to estimators
-            with this parameter.
-        trajectory: [N] int64, from 0 without gaps, not decreasing: trajectory of each token. With
-            `rewards` only.
-        values: [N] float64: the critic's value of the context before each token. With `rewards`
-            only; an estimator with this parameter needs a critic, which the run trains.
+            group consists of the trajectories of one `instance_id`. `partial_groups` applies to
+            estimators with this parameter.
+        trajectory: [N] int64, from 0 without gaps, non-decreasing: trajectory of each token.
+            Only with `rewards`.
+        values: [N] float64: the critic's value of the context before each token. Only with
+            `rewards`; an estimator with this parameter needs a critic, which the run trains.
         **keys: All other parameters are keys.
 
     Returns:

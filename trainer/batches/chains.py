@@ -25,7 +25,7 @@ class Chains:
 
     Attributes:
         slots: [N] int64 index of each token in the batch's concatenated response tokens.
-        trajectory: [N] int64, not decreasing.
+        trajectory: [N] int64, non-decreasing.
         rewards: [N] float64 reward of each token: see `credit`.
     """
 
@@ -89,7 +89,7 @@ def credit(
 ) -> FloatArray:
     """Assign each reward to the last trained token at or before it.
 
-    So a reward at an untrained token or step goes to the tokens that led to it. A reward before
+    A reward at an untrained token or step thus goes to the token that led to it. A reward before
     the first trained token of its trajectory is dropped: no trained token could have changed it.
 
     Args:
@@ -119,8 +119,8 @@ def _ranked_steps(
 ) -> tuple[Steps, IntArray]:
     """List the steps of the rows, and rank them by the order in which they were taken.
 
-    Rows are ordered by their last steps. If a merge interleaved the steps of a trajectory, all of
-    its rows have recorded step indices.
+    Rows are ordered by their last steps. If merging interleaved the steps of a trajectory,
+    all rows of that trajectory have recorded step indices.
     """
     split = is_joined(rows)
     number = np.arange(rows.num_rows)

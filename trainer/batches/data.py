@@ -42,17 +42,17 @@ class Batch:
         group_names: Instance id of each group.
         trajectory: [R] trajectory of each row, 0..num_trajectories-1.
         mini_batch: [R] optimizer step, within the batch, that each row belongs to.
-        trains: [T] bool: the loss mask, but false in failed or masked trajectories and in greedy
-            rows.
+        trains: [T] bool: the loss mask, but false in failed or masked trajectories, in greedy rows
+            and beyond `max_row_tokens`.
         greedy: [R] bool: rows excluded from training only because they were sampled at temperature
             0, where a token has probability 1 and thus no gradient.
-        truncated: [R] bool: rows with tokens excluded from training only by `max_row_tokens`.
-        advantages: [T] float32; initially those of trajectories: see
+        truncated: [R] bool: rows with tokens excluded from training only due to `max_row_tokens`.
+        advantages: [T] float32; initially each trajectory's: see
             `trainer.run.batch_advantages`.
         chains: The trained tokens in the order of their trajectories' steps.
         temperature: [T] float32.
         rollout_logprobs: [T] float32 nats; NaN in rows without log-probabilities.
-        routes: Recorded experts of the R rows to replay; None if there are none.
+        routes: Recorded experts to replay in the R rows; None if there are none.
     """
 
     names: tuple[str, ...]
@@ -75,9 +75,8 @@ class Batch:
 def index_rows(rollouts: pl.LazyFrame) -> pl.DataFrame:
     """Collect the lengths, token range and sampling settings of every row in one streaming pass.
 
-    `num_forwarded_tokens` is the cost of forwarding the row as a chain: its prompt, and its
-    response up to but excluding its last trained token (less than the prompt if it has no trained
-    token).
+    `num_forwarded_tokens` is the cost of forwarding the row as a chain: the tokens of prompt and
+    response before the last trained token (before the last token if none is trained).
     """
     rollouts = _with_optional_columns(rollouts)
     greedy = _is_greedy()
@@ -135,7 +134,7 @@ def load_batch(
     *,
     replay_routing: bool = True,
 ) -> Batch:
-    """Load the rows of some groups in the layout to forward."""
+    """Load the rows of some groups in the layout `sequence_layout`."""
     rows = read_rows(rollouts, plan, groups, sequence_layout, replay_routing=replay_routing)
     return to_batch(rows)
 
@@ -151,9 +150,10 @@ def read_rows(
 ) -> pl.DataFrame:
     """Read the input of `to_batch`: rows of some groups, merged if configured, joined to the plan.
 
-    Rows are in the order of `groups`, so concatenating the tables of several lists of groups equals
-    reading all groups at once. Routes are dropped unless they are replayed. If they are, steps that
-    were routed differently are not merged, so that each is forwarded as it was sampled.
+    Rows are in the order of `groups`, so concatenating the tables of several lists of groups gives
+    the same table as reading all groups at once. Routes are dropped unless they are replayed. If
+    they are, steps that were routed differently are not merged, so that each is forwarded as it was
+    sampled.
     """
     names = UNUSED_COLUMNS if replay_routing else (*UNUSED_COLUMNS, ROUTING)
     unused = [name for name in names if name in rollouts.collect_schema()]

@@ -1,9 +1,9 @@
 """The trainer's batch type: packed tokens whose attention pattern is a forest.
 
-A forest is a token array in depth-first order. `position_ids` is a token's depth in its tree, and
-`subtree_end` the end of the range of tokens below it: position q may attend to k iff
-`k <= q < subtree_end[k]`. Independent rows are packed as chains side by side, a forest without
-sharing; rows that share prefixes form trees of the same type.
+A forest is a token array in depth-first order. `position_ids` is each token's depth in its tree,
+and `subtree_end` the end of the range of tokens below it: position q may attend to k iff
+`k <= q < subtree_end[k]`. Independent rows are packed as chains side by side; rows that share
+prefixes form branching trees.
 """
 
 from __future__ import annotations
@@ -80,9 +80,9 @@ def attention_mask(subtree_end: Tensor) -> Tensor:
 
 
 def chain_lengths(prompts: Ragged, responses: Ragged, is_target: BoolArray) -> IntArray:
-    """Count the tokens of each row to forward ([R]), up to the parent of its last target.
+    """Count the tokens to forward in each row ([R]): all up to the parent of its last target.
 
-    Later tokens predict no target, so a row of p prompt tokens whose last target is at response
+    Later tokens predict no target, so a row with p prompt tokens and its last target at response
     position t costs p + t; a row without targets costs nothing.
     """
     slot = np.flatnonzero(is_target)
@@ -109,7 +109,7 @@ def chain_forest(
         routes: Routes of the R rows, or None.
 
     Example:
-        One row of prompt [7, 8] and response [1, 2, 3], of which 1 and 2 are targets:
+        One row with prompt [7, 8] and response [1, 2, 3], where 1 and 2 are targets:
 
         >>> prompt = Ragged(np.array([7, 8]), np.array([0, 2]), np.array([True]))
         >>> response = Ragged(np.array([1, 2, 3]), np.array([0, 3]), np.array([True]))
@@ -172,7 +172,7 @@ def pack(lengths: IntArray, budget: int) -> list[IntArray]:
     """Pack rows into few bins of at most `budget` tokens, by first-fit decreasing.
 
     Args:
-        lengths: [R] tokens per row; empty rows are left out, a row above the budget gets a
+        lengths: [R] tokens per row; empty rows are left out; a row above the budget gets a
             separate bin.
         budget: Maximum number of tokens per bin.
 
@@ -186,7 +186,7 @@ def pack(lengths: IntArray, budget: int) -> list[IntArray]:
     above = np.flatnonzero(lengths > budget)
     lengths = np.where(lengths > budget, 0, lengths)
     num_leaves = 1 << max(len(lengths) - 1, 0).bit_length()
-    free = [budget] * (2 * num_leaves)  # segment tree: each node holds the most room below it
+    free = [budget] * (2 * num_leaves)  # segment tree of the largest room below each node
     bins: dict[int, list[int]] = {}
     for row in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[row])
@@ -269,10 +269,10 @@ def chain_forests(
     num_ranks: int = 1,
     routes: Routes | None = None,
 ) -> list[Forest]:
-    """Build micro-batches of at most `budget` tokens that hold each target of `rows` once.
+    """Build micro-batches of at most `budget` tokens; each target of `rows` is in exactly one.
 
     A row above the budget forms a separate micro-batch. The number of micro-batches is a multiple
-    of `num_ranks`, the processes that share them, if there are enough rows.
+    of `num_ranks`, the number of processes that share them, if there are enough rows.
     """
     lengths = chain_lengths(prompts, responses, is_target)[rows]
     return [

@@ -1,4 +1,4 @@
-"""Cut a batch into micro-batches, in the layout to forward."""
+"""Cut a batch into micro-batches, in the configured layout."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class MiniBatch:
     """Forward passes of one optimizer step.
 
     Attributes:
-        forests: Micro-batches that hold every target once; all targets of a row are in the same
-            one.
+        forests: Micro-batches, which together contain every target once; all targets of a row are
+            in the same micro-batch.
         num_distinct_tokens: Tokens in the trees before cutting; None: rows are chains.
     """
 

@@ -64,7 +64,7 @@ class PlanSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Passes:
-    """Numbers of passes over the dataset and each batch; keys of the configuration."""
+    """How often to pass over the dataset and over each batch; configuration keys."""
 
     num_epochs: int
     epochs_per_batch: int
@@ -184,7 +184,7 @@ def trajectory_advantages(trajectories: pl.DataFrame, estimator: BoundFunction |
 
     Args:
         trajectories: instance_id, return and trains of complete groups.
-        estimator: Takes returns; None: all advantages are 0.
+        estimator: An estimator that takes returns; None: all advantages are 0.
     """
     trains = trajectories["trains"].to_numpy()
     group = trajectories["instance_id"].rank("dense").to_numpy()[trains]

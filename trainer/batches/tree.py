@@ -1,12 +1,12 @@
-"""Build forests that forward each distinct token once: the trie of a mini-batch's rows.
+"""Build forests that forward each distinct token once, from a trie of a mini-batch's rows.
 
 Tokens are distinguished by id and, if rows have recorded routes, by experts: a token that was
 routed in two ways has two hidden states and is forwarded twice.
 
 Rows are sorted by their tokens, so a row shares no more tokens with any earlier row than with the
-previous one. The tokens that each row adds to the previous one, in order, are the trie in
-depth-first order, and the lengths that neighbours share determine its branches, without reading
-the tokens again.
+previous one. Concatenated, the tokens that each row adds to the previous one are the trie in
+depth-first order. The lengths of the prefixes that neighbours share determine its branches, so
+the tokens are not read again.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def make_trie(
 
 
 def _keys(prompts: Ragged, responses: Ragged, lengths: IntArray, rows: IntArray) -> list[bytes]:
-    """Collect the tokens of each row to forward, as int32 bytes."""
+    """Collect each row's tokens to forward, as int32 bytes."""
     prompt, response = (
         part.values.astype(np.int32, copy=False).view(np.uint8).data
         for part in (prompts, responses)
@@ -135,7 +135,7 @@ def trie_forest(
     is_target: BoolArray,
     routes: Routes | None = None,
 ) -> Forest:
-    """Build the forest of a trie: a shared token is forwarded once, and is a target of each row.
+    """Build the forest of a trie: a shared token is forwarded once, but is a target in each row.
 
     Args:
         trie: Rows of the batch.
@@ -174,9 +174,9 @@ def trie_forest(
 def _branches(trie: Trie, begin: IntArray) -> tuple[IntArray, IntArray]:
     """Compute `subtree_end` of the tokens ([N]), and the row that each row extends ([R]).
 
-    A stack holds the path from the root to the end of the current row, as pieces: the row that
-    added the tokens, and their depth range. Pieces, or parts of them, that a row does not
-    share end before that row.
+    A stack holds the path from the root to the end of the current row. Each entry is a run of
+    tokens on that path: the row that added them, and their depth range. The next row ends the runs,
+    and parts of runs, that it does not share.
     """
     num_tokens = trie.num_tokens
     shared, lengths, begins = trie.shared.tolist(), trie.lengths.tolist(), begin.tolist()
@@ -210,11 +210,11 @@ def tree_forests(
     num_ranks: int = 1,
     routes: Routes | None = None,
 ) -> list[Forest]:
-    """Build micro-batches of at most `budget` tokens that hold each target of a trie once.
+    """Build micro-batches of at most `budget` tokens; each target of a trie is in exactly one.
 
     A tree above the budget is cut between rows where that repeats the fewest tokens in total. The
-    number of micro-batches is a multiple of `num_ranks`, the processes that share them, if there
-    are enough rows.
+    number of micro-batches is a multiple of `num_ranks`, the number of processes that share them,
+    if there are enough rows.
     """
     if not len(trie.rows):
         return []
@@ -231,8 +231,8 @@ def tree_forests(
 def cut(trie: Trie, budget: int) -> list[IntArray]:
     """Cut every tree into runs of rows with at most `budget` distinct tokens each.
 
-    A cut before a row repeats the tokens that the row shares with the previous one. The cuts repeat
-    the fewest tokens in total; among such cuts, there are as few as possible.
+    A cut before a row repeats the tokens that the row shares with the previous one. The cuts are
+    those that repeat the fewest tokens in total; ties go to the fewest cuts.
 
     Args:
         trie: R rows; a row of more than `budget` tokens becomes a separate run.
@@ -259,7 +259,7 @@ def cut(trie: Trie, budget: int) -> list[IntArray]:
 
 
 def _cheapest_cuts(lengths: list[int], shared: list[int], budget: int) -> list[int]:
-    """Find the bounds of a tree's runs by dynamic programming: the cheapest path to its end."""
+    """Find the bounds of a tree's runs by dynamic programming over its rows."""
     upto = np.cumsum(np.array(lengths) - np.array(shared)).tolist()
     if upto[-1] <= budget:
         return [0, len(lengths)]
@@ -290,7 +290,7 @@ def _size(lengths: list[int], upto: list[int], first: int, last: int) -> int:
 
 
 def _spread(trie: Trie, bins: list[IntArray], num_ranks: int) -> list[IntArray]:
-    """Halve the largest bins until the number of ranks divides their number, if possible."""
+    """Halve the largest bins until the number of bins is a multiple of `num_ranks`, if possible."""
     found = sorted((np.sort(rows) for rows in bins), key=lambda rows: int(rows[0]))
     while len(found) % num_ranks and any(len(rows) > 1 for rows in found):
         sizes = [trie.part(rows).num_tokens if len(rows) > 1 else 0 for rows in found]

@@ -57,7 +57,7 @@ def check_functions(config: LossConfig) -> None:
     """Check the functions that a configuration names, and the keys of its table `[loss]`.
 
     Raises:
-        ConfigError: config_key, config_value if a key of `[loss]` is not a parameter of any
+        ConfigError: config_key or config_value, if a key of `[loss]` is not a parameter of any
             function, is also a key of the configuration, or has a value of the wrong type.
         InputError: As for `find`.
     """
@@ -154,7 +154,7 @@ _PLAIN: dict[str, tuple[tuple[type, ...], str]] = {
 
 
 def _check_keys(function: Function, config: LossConfig) -> None:
-    """Check that every parameter has a value, and that values from `[loss]` have its type."""
+    """Check that every parameter has a value, and that values from `[loss]` have the right type."""
     values = key_values(function, config)
     for name, parameter in function.keys.items():
         if name not in values and parameter.default is Parameter.empty:

@@ -24,7 +24,7 @@ class Kind:
 
     Attributes:
         key: The key.
-        inputs: Names of the parameters that get an array or a tensor, for user functions.
+        inputs: Names of the parameters through which user functions get an array or a tensor.
         needs_one_of: A function must take at least one of these inputs.
         exactly_one: Whether it must take exactly one of them.
         module: Module of the built-in functions.

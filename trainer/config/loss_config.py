@@ -16,7 +16,7 @@ KLEstimator = Literal["k1", "k2", "k3", "abs"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossConfig:
-    """Policy loss, reduction, correction for the sampler, KL and entropy."""
+    """Policy loss, reduction, correction for sampler mismatch, KL and entropy."""
 
     policy_loss_type: str = "regular"
     """Loss of a trained token: `regular` (PPO's clipped loss), `dual_clip`, `gspo`, `cispo`,
@@ -40,9 +40,9 @@ class LossConfig:
     dppo_type: Literal["binary_tv", "binary_kl"] = "binary_tv"
     """dppo: divergence that decides which tokens are masked."""
     dppo_delta_low: NonNegative = 0.2
-    """dppo: maximum divergence where the advantage is negative; >= 0. For binary_kl: 0.05."""
+    """dppo: maximum divergence where the advantage is negative; >= 0. Use 0.05 for binary_kl."""
     dppo_delta_high: NonNegative = 0.2
-    """dppo: maximum divergence where the advantage is positive; >= 0. For binary_kl: 0.05."""
+    """dppo: maximum divergence where the advantage is positive; >= 0. Use 0.05 for binary_kl."""
     sapo_tau_pos: Positive = 1.0
     """sapo: temperature of the gate where the advantage is positive; > 0."""
     sapo_tau_neg: Positive = 1.05
@@ -68,8 +68,8 @@ class LossConfig:
     """seq_mean_token_sum_norm: constant that replaces the length of every row; >= 1."""
 
     tis_ratio_type: Literal["auto", "token", "sequence"] | None = "auto"
-    """Importance weights that correct for the sampler: the ratio of each token, or the product of
-    ratios over the row; both need `rollout_logprobs`. auto: per token if the dataset has
+    """Importance weights that correct for sampler mismatch: the ratio of each token, or the product
+    of ratios over the row; both need `rollout_logprobs`. auto: per token if the dataset has
     `rollout_logprobs`, unless the policy loss itself uses them. none: no weights."""
     token_tis_ratio_clip_high: Positive = 2.0
     """Maximum importance weight of a token; > 0."""

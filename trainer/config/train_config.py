@@ -71,9 +71,9 @@ class TrainConfig(LossConfig):
     group_size: Count | None = None
     """Expected number of trajectories per group; >= 1. None: the size of the largest group."""
     partial_groups: Literal["refuse", "mask", "train"] = "refuse"
-    """What to do with groups whose size differs from `group_size`, counting failed trajectories, if
-    groups have baselines (grpo, rloo, maxrl): reject the run, mask the group, or train on it after
-    a warning."""
+    """What to do with a group whose size (including failed trajectories) differs from `group_size`:
+    reject the run, mask the group, or train on it after a warning. Applies only to estimators that
+    compare the trajectories of a group (grpo, rloo, maxrl)."""
     drop_zero_variance_groups: bool = False
     """Leave out groups of two or more whose returns are all equal, before batches are planned."""
 
@@ -90,7 +90,8 @@ class TrainConfig(LossConfig):
 
     sequence_layout: Literal["step", "merge", "tree"] = "merge"
     """How steps are forwarded: each separately (`step`); merged into one row if they continue each
-    other (`merge`); or as a tree, each distinct token once, with the same results as `step`."""
+    other (`merge`); or as a tree that forwards each distinct token once, with the same results as
+    `step` (`tree`)."""
     merge_rule: Literal["lineage", "consecutive", "keep"] | None = None
     """merge: which steps to merge: see docs/merging.md. `consecutive` is SkyRL's rule; `keep`
     trains on the rows of the dataset as they are. None: `keep` if the dataset was merged, else
@@ -142,7 +143,8 @@ class TrainConfig(LossConfig):
     """gae: model directory to initialise the critic from; a checkpoint's `critic/` includes a value
     head. None: `model`, with a value head of zeros."""
     critic_learning_rate: Positive = 5e-6
-    """gae: peak learning rate of the critic; > 0. Its other settings are the policy's."""
+    """gae: peak learning rate of the critic; > 0. Its optimizer otherwise has the policy's
+    settings."""
     value_clip: Positive | None = 0.2
     """gae: in the critic's loss, values are clipped to this distance from the old value; > 0. None:
     no clipping."""
@@ -223,7 +225,7 @@ def load_config(
     """Read a configuration with `rollout_io.configuration.load_record`.
 
     Args:
-        toml_path: TOML file of top-level keys, or None.
+        toml_path: TOML file with top-level keys, or None.
         overrides: `key=value` strings, which override file and options.
         options: Values by key, which override the file: `dataset`, `model`, `out`.
 

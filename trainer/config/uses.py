@@ -17,7 +17,7 @@ class Use:
 
     Attributes:
         name: Name in the configuration.
-        place: FILE:LINE of a user function; None: built-in, or unknown.
+        place: FILE:LINE of a user function; None if it is built in or unknown.
         keys: Values of its keys.
     """
 

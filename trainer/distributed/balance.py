@@ -25,8 +25,8 @@ FILLER = Forest(
 )
 """A token without targets, forwarded by a process that has no micro-batch while others have one.
 
-Its loss of 0 involves every parameter, with a gradient of 0, because wrappers that reduce gradients
-or gather parameters wait for every process.
+Its loss is 0 but depends on every parameter (with gradient 0), because wrappers that reduce
+gradients or gather parameters wait for every process.
 """
 
 
@@ -64,7 +64,7 @@ def balance(costs: Sequence[float], num_ranks: int) -> IntArray:
 
 
 def own_forests(accelerator: Accelerator, forests: Sequence[Forest]) -> list[tuple[int, Forest]]:
-    """Select and number this process's share; fillers, numbered -1, pad it to the common length."""
+    """Return this process's numbered micro-batches, padded to the common length by fillers (-1)."""
     rounds = balance([cost(forest) for forest in forests], accelerator.num_processes)
     numbers = rounds[:, accelerator.process_index].tolist()
     return [(number, forests[number] if number >= 0 else FILLER) for number in numbers]

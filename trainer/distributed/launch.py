@@ -87,7 +87,7 @@ def wrap(
 
 
 def wrap_frozen(accelerator: Accelerator, model: nn.Module) -> Any:
-    """Place a model that is only evaluated, sharded if the trained models are."""
+    """Place a model that is only evaluated; shard it if the trained models are sharded."""
     model.requires_grad_(requires_grad=False)
     if accelerator.is_fsdp2:
         return fsdp2_prepare_model(accelerator, model)

@@ -57,7 +57,7 @@ def agreed(accelerator: Accelerator, work: Callable[[], T]) -> T:
         The local result of `work`, once all processes are done.
 
     Raises:
-        RolloutError: If `work` raises it in this process or, failing that, in another one.
+        RolloutError: If `work` raises one in any process; this process's own error comes first.
     """
     if accelerator.num_processes == 1:
         return work()
@@ -95,7 +95,7 @@ def own_groups(accelerator: Accelerator, groups: Sequence[str]) -> Sequence[str]
 
 
 def exchange_rows(accelerator: Accelerator, rows: pl.DataFrame | None) -> pl.DataFrame:
-    """Concatenate the rows read by all processes, by rank; `rows` is None if none were read."""
+    """Concatenate the rows read by all processes, by rank; `rows` is None if this one read none."""
     if accelerator.num_processes == 1:
         assert rows is not None
         return rows
@@ -112,7 +112,7 @@ def combine(accelerator: Accelerator, values: Tensor, forests: Sequence[Forest])
     Args:
         accelerator: The Accelerator of the run.
         values: [T] float32 on the CPU, known at the targets of this process's share, 0 elsewhere.
-        forests: The distributed micro-batches, which determine all targets.
+        forests: The micro-batches of all processes; they determine which tokens are targets.
 
     Returns:
         [T] float32 on the CPU; NaN where there is no target.

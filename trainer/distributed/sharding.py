@@ -23,7 +23,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def whole_weights(model: nn.Module, *, keep: bool) -> dict[str, Tensor] | None:
-    """Gather all weights of a sharded model by name; tied weights are one tensor.
+    """Gather all weights of a sharded model by name; tied weights share one tensor.
 
     Args:
         model: The model.

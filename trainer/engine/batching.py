@@ -1,4 +1,4 @@
-"""Continue concurrent requests as one batch with a shared key-value cache."""
+"""Decode concurrent requests as one batch with a shared key-value cache."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Request:
         response: Ids sampled so far.
         logprobs: Log-probability of each sampled id, nats.
         routes: [tokens, layers, topk] int16 experts of forwarded tokens, one part per forward pass;
-            in total, prompt and response except the last token. Empty without supported routers.
+            together, they cover all tokens but the last. Empty without supported routers.
         stop_reason: Reason why the response ended; None while it continues.
     """
 

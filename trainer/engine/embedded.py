@@ -120,7 +120,7 @@ class TransformersEngine:
     ) -> Sampled:
         """See `Engine.chat`; messages are normalised for the template as in vLLM.
 
-        Tool calls are parsed in the Hermes style.
+        Tool calls are parsed in the Hermes format.
         """
         arguments = {**self.tokenizer.template_kwargs, **(chat_template_kwargs or {})}
         tokenizer = dataclasses.replace(self.tokenizer, template_kwargs=arguments)

@@ -80,7 +80,7 @@ class Critic(nn.Module):
 def load_critic(path: str, *, gradient_checkpointing: bool = False, trees: bool = False) -> Critic:
     """Load a critic from a model directory; a missing value head is initialised with zeros.
 
-    In that case, all values are 0 at first, and gae starts from the discounted returns.
+    In that case, all values are 0 at first, so the first advantages depend only on the rewards.
 
     Raises:
         InputError: If the model cannot be loaded, or the value head belongs to a different model.
@@ -165,15 +165,15 @@ def update_critic(
     old_values: Tensor,
     targets: Tensor,
 ) -> dict[str, float]:
-    """Accumulate the gradient of one mini-batch's value loss and step.
+    """Accumulate the gradient of one mini-batch's value loss and take an optimizer step.
 
     The loss is the mean over the mini-batch's targets, independent of micro-batches. No step is
-    taken without targets, or if the gradient is not finite.
+    taken if there are no targets or the gradient is not finite.
 
     Args:
         learner: Critic and optimizer.
-        forests: Micro-batches that hold every target of the mini-batch once; each process forwards
-            its share of them.
+        forests: Micro-batches, which together contain every target of the mini-batch once; each
+            process forwards its share of them.
         old_values: [T] values at the start of the batch.
         targets: [T] target values.
 

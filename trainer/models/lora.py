@@ -82,10 +82,10 @@ def add_adapter(policy: Policy, adapter: AdapterSettings, path: Path | None = No
 
 
 def linear_layers(model: Any) -> list[str]:
-    """List name suffixes of linear layers except the head; only attention if there are experts.
+    """List name suffixes of linear layers except the head; with experts, only those of attention.
 
     In Transformers, experts and routers are not linear layers, but peft would match those whose
-    names have the same ending as a linear layer's.
+    names end like that of a linear layer.
     """
     head, modules = model.get_output_embeddings(), list(model.named_modules())
     layers = [n.split(".") for n, m in modules if isinstance(m, nn.Linear) and m is not head]
@@ -142,13 +142,13 @@ def _file_name(name: str) -> str:
 def save_model(model: PreTrainedModel, path: Path, state: Mapping[str, Tensor]) -> None:
     """Write a model directory; adapters are merged, and also written to `adapter/`.
 
-    The model is unchanged: adding adapters to its weights and subtracting them again would cause
-    rounding errors.
+    The model in memory is left unchanged: adding adapters to its weights and subtracting them again
+    would cause rounding errors.
 
     Args:
         model: A model with or without adapters.
         path: The directory.
-        state: All its weights by name, including adapters.
+        state: All weights of the model by name, including adapters.
     """
     adapter = {_file_name(name): tensor for name, tensor in state.items() if ".lora_" in name}
     if not adapter:

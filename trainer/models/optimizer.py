@@ -84,7 +84,7 @@ class RateSchedule:
             linear    1 - p                 p = (s - W) / (N - W)
             cosine    (1 + cos(pi p)) / 2
 
-        So no update has a rate of 0. After the warmup, these are the schedules of
+        Thus no update has a rate of 0. After the warmup, these are the schedules of
         `transformers.get_scheduler`, whose warmup starts at a rate of 0.
 
         Args:

@@ -34,7 +34,7 @@ UNREADABLE = (OSError, EOFError, RuntimeError, UnpicklingError, SafetensorError)
 
 
 class Policy(nn.Module):
-    """A causal LM that computes log-probability and entropy of each target of a forest.
+    """A causal LM that computes the log-probability and entropy of each target of a forest.
 
     Everything, including the head, runs inside `forward`, so that wrappers of `forward` that gather
     parameters or reduce gradients cover every use of the parameters. The model stays in evaluation

@@ -1,4 +1,4 @@
-"""Make rotary frequencies depend on the configuration only, not on what is packed together.
+"""Make rotary frequencies depend only on the configuration, not on what is packed together.
 
 For LongRoPE and dynamic NTK, Transformers bases the frequencies on the largest position in a
 forward pass, so one long row would affect all other rows in it. vLLM chooses the frequencies once,

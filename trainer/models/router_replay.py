@@ -3,9 +3,9 @@
 Transformers' routers return logits, weights and experts of each token; the expert layer uses the
 last two. A forward hook on the router replaces the experts with the recorded ones, and the weights
 with those that the router would compute for these experts from its logits. So gradients reach the
-router through the weights, never through the choice. Models are not modified. To support a family
-of models, add an entry to `WEIGHTS`: the class of its routers, and the function that computes
-weights.
+router through the weights, never through the choice of experts. Model code is not modified. To
+support a family of models, add an entry to `WEIGHTS`: the class name of its routers, and the
+function that computes weights.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ WEIGHTS: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
 """Functions that compute weights [N, topk] of experts [N, topk] from logits [N, experts], by router
 class.
 
-Limits on the choice, such as groups or a bias, do not affect the weights in these families.
+Constraints on the choice, such as groups or a bias, do not affect the weights in these families.
 """
 
 

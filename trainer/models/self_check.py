@@ -1,4 +1,4 @@
-"""Check on a few tokens that a policy reproduces the model it was loaded from."""
+"""Check on a few tokens that a policy reproduces the model from which it was loaded."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TOLERANCE = 1e-3
 
 @torch.no_grad()
 def check_policy(policy: nn.Module, path: str, *, trees: bool = False) -> None:
-    """Compare log-probabilities of a few rows with the model's own eager forward pass.
+    """Compare log-probabilities of a few rows with those of the model's own eager forward pass.
 
     Even in unknown architectures, this detects a head whose logits differ from the model's, rows
     that attend to each other, misplaced windows, wrong weights of replayed experts, and forward

@@ -1,7 +1,7 @@
 """Attention over trees, using only each token's depth and the end of its subtree.
 
-On a CPU it runs piece by piece: the tokens between two branches attend to their ancestors, gathered
-into a contiguous range, and causally to themselves. On CUDA it uses FlexAttention, whose kernel
+On a CPU it runs piece by piece: the tokens between two forks attend to their ancestors, gathered
+into a contiguous range, and causally to each other. On CUDA it uses FlexAttention, whose kernel
 skips blocks without attention. Neither allocates a tokens x tokens mask.
 """
 
@@ -170,6 +170,6 @@ def block_mask(tree: Tensor, window: int | None) -> BlockMask:
 
 
 def _numbered(wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the number of wanted key blocks [1, 1, Q], and block indices, wanted ones first."""
+    """Count the wanted key blocks ([1, 1, Q]), and list all block indices, wanted ones first."""
     order = wanted.int().argsort(dim=1, descending=True, stable=True)
     return wanted.sum(1)[None, None].int(), order[None, None].int()

@@ -25,7 +25,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tree_per_trajectory": {"sequence_layout": "tree", "tree_scope": "trajectory"},
     "tree_per_group": {"sequence_layout": "tree", "tree_scope": "group"},
 }
-"""Layouts that a run can forward, and the settings that select them."""
+"""Layouts in which a run can forward rows, and the settings that select them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +37,7 @@ class Layout:
         num_tokens: Tokens to forward: in each row, those before its last trained token.
         repeated_share: Tokens to forward over distinct tokens, minus 1; None: rows are chains.
         longest_tokens: Tokens of the longest row.
-        micro_batches: Number of micro-batches of each update with trained tokens.
+        micro_batches: Number of micro-batches with trained tokens, for each update.
         largest_micro_batch_tokens: Tokens of the largest micro-batch.
     """
 

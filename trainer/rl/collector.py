@@ -100,7 +100,7 @@ class Collector:
         return found
 
     def advance(self, iteration: int) -> None:
-        """Start the groups allowed once the weights after `iteration` iterations are loaded."""
+        """Start the groups that are allowed once `iteration` iterations have been completed."""
         self.iteration = iteration
         self._start_all()
 

@@ -1,4 +1,4 @@
-"""Configuration of the RL loop: its own keys, and tables for generation, training, evaluation."""
+"""Configuration of the RL loop: keys, and tables for generation, training and evaluation."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ class RlConfig:
     """Number of batches to sample and train on; from 1 to 100000."""
 
     max_staleness: CountOrZero = 0
-    """Maximum number of iterations between the weights that sample a row and those that it updates;
-    >= 0. With 0, the groups of an iteration start when the previous iteration is complete;
+    """Maximum number of iterations between the weights that sampled a row and the weights trained
+    on it; >= 0. With 0, the groups of an iteration start when the previous iteration is complete;
     otherwise sampling continues during training."""
     weight_sync: Literal["wait", "now"] = "wait"
     """How to treat running calls when the engine gets new weights. `wait`: let them finish, and
@@ -202,7 +202,7 @@ OWN_KEYS: dict[str, dict[str, str]] = {
         "policy_version": "leave it out: it is the number of the iteration",
     },
 }
-"""Keys of the tables that the loop sets itself, and what to do instead."""
+"""Keys that the loop sets itself, by table, and what to do instead."""
 
 _SET_NAME = re.compile(r"[\w-]+")
 

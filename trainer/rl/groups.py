@@ -35,7 +35,7 @@ class Groups:
             group.
 
     Raises:
-        InputError: resume_rollouts if an iteration has too many groups, or a group that belongs to
+        InputError: resume_rollouts if an iteration has too many groups, or a group that is also in
             a different iteration.
     """
 

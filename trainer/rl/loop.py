@@ -237,7 +237,7 @@ class Loop:
         return found
 
     async def _begin_engine(self) -> None:
-        """Load the run's weights into the engine, which may hold others: servers outlive runs."""
+        """Load the run's weights into the engine; a server may still hold those of another run."""
         version = self.learning.iteration
         if version:
             await self._sync()

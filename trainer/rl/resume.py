@@ -29,8 +29,8 @@ MAY_CHANGE = {
     *("train.tokens_per_micro_batch", "train.max_row_tokens"),
     *(f"generate.{key}" for key in HOW_IT_RUNS - {"group_size"}),
 }
-"""Keys that do not affect existing results, besides all of `[evaluate]`. `num_iterations` may only
-grow, and is fixed if the learning rate decays towards the last update."""
+"""Keys that do not affect existing results, like all keys of `[evaluate]`. `num_iterations` may
+only grow, and is fixed if the learning rate decays towards the last update."""
 
 
 _EVALUATED = "evaluation/return_mean"
@@ -83,7 +83,7 @@ def prepare(config: RlConfig, progress: Progress) -> dict[int, float | None]:
         Mean returns of existing evaluations, by version.
 
     Raises:
-        InputError: If `metrics.jsonl` lacks updates of the checkpoint.
+        InputError: If `metrics.jsonl` lacks updates that precede the checkpoint.
     """
     out = Path(config.out)
     metrics, kept = out / "metrics.jsonl", dict[str, dict[str, Any]]()
@@ -112,7 +112,7 @@ def lines_before(path: Path, progress: Progress) -> dict[str, dict[str, Any]]:
             raise InputError("resume_metrics", str(path), repr(line[:60]), expected) from error
     num_updates = sum(_EVALUATED not in record for record in kept.values())
     if num_updates != progress.num_mini_batches:
-        got = f"{count(num_updates, 'line')} of updates"
-        expected = f"{progress.num_mini_batches}, one per mini-batch of the checkpoint"
+        got = count(num_updates, "update record")
+        expected = f"{progress.num_mini_batches}, one per mini-batch trained before the checkpoint"
         raise InputError("resume_metrics", str(path), got, expected)
     return kept

@@ -101,7 +101,7 @@ class Learning:
             log: Log for the metrics.
 
         Returns:
-            Metrics of its mini-batches.
+            Metrics of the iteration's mini-batches.
 
         Raises:
             RolloutError: If rows cannot be used as configured, or every trajectory failed.

@@ -104,7 +104,7 @@ def warnings_about(
 def warnings_about_rows(
     num_rows: int, num_trajectories: int, config: TrainConfig
 ) -> dict[str, str]:
-    """Warn if settings that count by row are affected by trajectories split into several rows."""
+    """Warn if splitting trajectories into several rows affects settings that work per row."""
     loss, reduction = config.policy_loss_type, config.loss_reduction
     is_built_in = reduction in LOSS_REDUCTION.built_in
     by_row_weight = not config.reduction_inputs.isdisjoint({"row", "num_rows"})
@@ -127,6 +127,6 @@ def warnings_about_rows(
         return {}
     return {
         "rows": f"trajectories ({num_trajectories}) are split into rows ({num_rows}), which changes the"
-        f" effect of settings that count rows ({affected})"
+        f" effect of settings that work per row ({affected})"
         + ("\nHint: pass --set sequence_layout=merge" if config.sequence_layout != "merge" else "")
     }

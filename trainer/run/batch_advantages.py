@@ -21,7 +21,7 @@ class Estimates:
     Attributes:
         advantages: [T] advantages to train with; 0 at untrained tokens, 1 if the loss uses none.
         raw: [T] advantages before `advantage_batch_normalize`.
-        value_targets: [T] target values of the critic, NaN at untrained tokens; None
+        value_targets: [T] target values for the critic, NaN at untrained tokens; None
             without a critic.
     """
 
@@ -35,7 +35,7 @@ class Estimation:
     """Settings for estimating a batch's advantages.
 
     Attributes:
-        estimator: Takes the rewards of tokens; None: advantages are those of the trajectories.
+        estimator: Takes the rewards of tokens; None: tokens get their trajectory's advantage.
         batch_normalize: Whether to normalise advantages to mean 0 and variance 1.
         is_supervised: Whether the loss uses no advantages.
     """

@@ -80,7 +80,7 @@ def batch_metrics(
 
 
 def _passed(trajectories: pl.DataFrame) -> pl.DataFrame:
-    """Compute the share of groups in each mini-batch that have a return above 0."""
+    """Compute the share of each mini-batch's groups that have a return above 0."""
     known = trajectories.filter(~pl.col("failed"))
     groups = known.group_by("mini_batch", "instance_id").agg(passed=(pl.col("return") > 0).any())
     share = pl.col("passed").mean().alias("reward/avg_pass_at_n")

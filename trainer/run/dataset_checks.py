@@ -162,7 +162,7 @@ def _refuse_nothing_to_learn(rows: pl.DataFrame, plan: Plan, config: TrainConfig
 def corrects_for_sampler(
     rows: pl.DataFrame, config: TrainConfig, logprobs_mode: str | None
 ) -> bool:
-    """Decide whether importance weights and masks are configured and `rollout_logprobs` exist.
+    """Return whether importance weights or masks are configured and `rollout_logprobs` exist.
 
     Without `rollout_logprobs`, default weights are switched off; explicitly requested ones are an
     error.

@@ -25,9 +25,9 @@ class KlReward:
 
     Attributes:
         kl_estimator: Estimator of the divergence.
-        estimator: Takes returns; None: advantages are estimated per token.
+        estimator: Estimator that takes returns; None: advantages are estimated per token.
         target: Target of the adaptive controller, nats; None: the coefficient is constant.
-        horizon: Sequences over which the controller may change the coefficient by 20%.
+        horizon: Number of sequences over which the controller may change the coefficient by 20%.
     """
 
     kl_estimator: KLEstimator

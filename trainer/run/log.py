@@ -76,7 +76,7 @@ class RunLog:
             self.warned.add("zero_loss")
             say(
                 "note: loss 0 is normal here: at probability ratio 1 the loss is minus the mean"
-                " advantage, which is 0; its gradient is not (grad_norm)"
+                " advantage, which is 0, but its gradient is not 0 (grad_norm)"
             )
         for name, text in warnings_about(metrics, self.config, cause).items():
             if name not in self.warned:

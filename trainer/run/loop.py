@@ -122,7 +122,7 @@ def _open(config: TrainConfig, run: TrainingRun, held: ExitStack) -> None:
 
 
 def _write(accelerator: Accelerator, out: Path, work: Callable[[], object] | None) -> None:
-    """Run `work` in the main process; a full disk stops all processes. Others may pass None."""
+    """Run `work` in the main process; a full disk stops all. Other processes may pass None."""
 
     def write() -> None:
         with stops_when_full(out):
@@ -148,7 +148,7 @@ def count_update(
 
 
 def _open_log(run: TrainingRun) -> AbstractContextManager[RunLog | None]:
-    """Open the log in the main process; None in others."""
+    """Open the log in the main process; other processes get None."""
     accelerator, out = run.learner.accelerator, run.checkpoints.out
     if not accelerator.is_main_process:
         return nullcontext()

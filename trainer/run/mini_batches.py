@@ -1,4 +1,4 @@
-"""Train batch by batch: load one, evaluate the models on it, and update per mini-batch."""
+"""Train batch by batch: load a batch, evaluate the models on it, and update per mini-batch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class MiniBatchUpdate:
     """Result of one mini-batch's update.
 
     Attributes:
-        moving: Groups of the mini-batch with a gradient.
+        moving: Groups of the mini-batch that have a gradient.
         position: Position of the run after the update.
         metrics: Metrics of the update.
         cause: Likely cause of a mismatch with the sampler's log-probabilities, if there is one.
@@ -57,7 +57,7 @@ class PreparedBatch:
         mini_batches: Micro-batches of each optimizer step.
         known: Model outputs at the start of the batch; see `Position`.
         ref_logprobs: [T] reference log-probabilities for the loss; None if not needed.
-        value_targets: [T] target values of the critic; None without a critic.
+        value_targets: [T] target values for the critic; None without a critic.
         kl_coef: `kl_coef` of the next batch.
         metrics: Metrics of each mini-batch that are known before its update.
     """
@@ -180,7 +180,7 @@ def _known(run: TrainingRun, batch: Batch, mini_batches: Sequence[MiniBatch]) ->
 
 
 def _read_share(run: TrainingRun, groups: Sequence[str]) -> Share:
-    """Read this process's share of a batch: rows of some of its groups, or None if it has none."""
+    """Read this process's share of a batch: rows of some groups; None if it gets no groups."""
     accelerator, packing = run.learner.accelerator, run.settings.packing
     own = own_groups(accelerator, groups)
     read = partial(read_rows, merge_rule=packing.merge_rule, replay_routing=packing.replay_routing)

@@ -14,7 +14,7 @@ from trainer.batches.forest import Forest
 from trainer.run.update import Learner, policy_logprobs
 
 EXPLAINED = 1 / 3
-"""A cause is reported only if it reduces the difference to at most this share."""
+"""A cause is reported only if undoing it reduces the difference to at most this share."""
 TEMPERATURES = (1.0, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.5)
 
 
@@ -22,8 +22,8 @@ def likely_cause(learner: Learner, batch: Batch, forests: Sequence[Forest]) -> s
     """Name the likely cause of a mismatch in a mini-batch.
 
     Recomputes the log-probabilities of one micro-batch at other temperatures, and tries a shift of
-    `rollout_logprobs` by one token. A cause is named if it leaves at most a third of the
-    difference.
+    `rollout_logprobs` by one token. A cause is named if undoing it leaves at most a third
+    of the difference.
 
     Args:
         learner: The learner with the policy.

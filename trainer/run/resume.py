@@ -122,7 +122,7 @@ def check_max_updates(max_updates: int | None, global_step: int) -> None:
     """Check that a run does not resume beyond its end.
 
     Raises:
-        ConfigError: If `max_updates` is less than the checkpoint's updates.
+        ConfigError: If `max_updates` is less than the number of updates before the checkpoint.
     """
     if max_updates is not None and max_updates < global_step:
         expected = f"at least {global_step}, the number of updates already made"
@@ -138,7 +138,7 @@ def lines_to_keep(path: Path, num_lines: int) -> bytes:
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     whole = [line for line in lines if line.endswith(b"\n")]
     if len(whole) < num_lines:
-        expected = f"{num_lines}, one per mini-batch of the checkpoint"
+        expected = f"{num_lines}, one per mini-batch trained before the checkpoint"
         raise InputError("resume_metrics", str(path), count(len(whole), "line"), expected)
     return b"".join(whole[:num_lines])
 

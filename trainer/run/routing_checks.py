@@ -28,7 +28,7 @@ def check_replay(
         rollouts: The dataset.
         models: Transformers models by directory.
         rows: Rows of `trainer.batches.data.index_rows` to train on.
-        replays: False: recorded experts are ignored.
+        replays: Whether to use the recorded experts; if false, they are ignored.
 
     Returns:
         A note or warning for the user, or "".
@@ -69,7 +69,7 @@ def _fitting(path: str, model: Any, shape: tuple[int, ...]) -> Routers:
     wanted = routers.num_layers, routers.topk
     if shape != wanted:
         got, expected = (f"{a} layers with {b} experts per token" for a, b in (shape, wanted))
-        hint = f"train the model that was sampled, or {IGNORE}"
+        hint = f"train the model that sampled the dataset, or {IGNORE}"
         raise InputError(RULE, ROUTING, got, f"{expected}, as in {path}", hint)
     return routers
 
@@ -105,7 +105,7 @@ def _check_experts(rows: pl.DataFrame, path: str, routers: Routers) -> None:
         if len(bad):
             where = first_of(bad["name"][0], len(bad))
             got = got.format(bad["highest"][0])
-            hint = f"train the model that was sampled, or {IGNORE}"
+            hint = f"train the model that sampled the dataset, or {IGNORE}"
             raise InputError(RULE, where, got, expected, hint)
 
 

@@ -88,7 +88,7 @@ METRICS = {
     ),
     "tis_seq_clip_high_ratio": Metric(
         "fraction",
-        "Rows whose weight is capped; here and below, only rows with a trained token count.",
+        "Rows whose weight is capped; here and below, as a fraction of rows with a trained token.",
     ),
     "outlier_seq_masked_ratio": Metric("fraction", "Rows left out because of an outlier token."),
     "outlier_seq_over_high_ratio": Metric("fraction", "Rows with a token above the threshold."),
@@ -165,7 +165,7 @@ METRICS = {
     ),
     "critic/values_mean": Metric("reward", "Mean value at the trained tokens."),
     "critic/values_clipfrac": Metric(
-        "fraction", "Trained tokens whose clipped value determines the loss, without gradient."
+        "fraction", "Trained tokens whose value loss has no gradient because the value is clipped."
     ),
     "critic/grad_norm": Metric(
         "1",

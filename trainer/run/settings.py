@@ -66,7 +66,7 @@ def plan_settings(config: TrainConfig) -> PlanSettings:
 
 
 def passes_of(config: TrainConfig) -> Passes:
-    """Extract the numbers of passes."""
+    """Extract how often to pass over the dataset and over each batch."""
     return Passes(
         num_epochs=config.num_epochs,
         epochs_per_batch=config.epochs_per_batch,
@@ -76,7 +76,7 @@ def passes_of(config: TrainConfig) -> Passes:
 
 
 def packing_of(config: TrainConfig) -> Packing:
-    """Extract how rows are read and packed."""
+    """Extract the settings for reading and packing rows."""
     return Packing(
         sequence_layout=config.sequence_layout,
         merge_rule=config.merge_rule,
@@ -88,7 +88,7 @@ def packing_of(config: TrainConfig) -> Packing:
 
 
 def estimation_of(config: TrainConfig) -> Estimation:
-    """Extract how a batch's advantages are estimated."""
+    """Extract the settings for estimating a batch's advantages."""
     return Estimation(
         estimator=bind(ADVANTAGE_ESTIMATOR, config) if config.estimates_by_token else None,
         batch_normalize=config.advantage_batch_normalize,
@@ -97,7 +97,7 @@ def estimation_of(config: TrainConfig) -> Estimation:
 
 
 def kl_reward_of(config: TrainConfig) -> KlReward:
-    """Extract how the divergence is subtracted from rewards."""
+    """Extract the settings for subtracting the divergence from rewards."""
     return KlReward(
         kl_estimator=config.kl_estimator_type,
         estimator=_trajectory_estimator(config),
@@ -164,7 +164,7 @@ def objective_of(config: LossConfig, *, corrects: bool) -> Objective:
 
 
 def correction_of(config: LossConfig) -> CorrectionSettings:
-    """Extract the corrections for the sampler."""
+    """Extract the corrections for sampler mismatch."""
     by_token = config.importance_weights == "token"
     caps = config.token_tis_ratio_clip_high, config.sequence_tis_ratio_clip_high
     rows = {
@@ -183,5 +183,5 @@ def correction_of(config: LossConfig) -> CorrectionSettings:
 
 
 def _trajectory_estimator(config: TrainConfig) -> BoundFunction | None:
-    """Bind the estimator that takes returns; None if it takes the rewards of tokens."""
+    """Bind the estimator if it takes returns; None if it takes token rewards."""
     return None if config.estimates_by_token else bind(ADVANTAGE_ESTIMATOR, config)

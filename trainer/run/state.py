@@ -70,7 +70,7 @@ class Progress:
 
     @property
     def num_mini_batches(self) -> int:
-        """Number of lines in `metrics.jsonl`."""
+        """Number of mini-batches so far, with or without a step; each has a line of metrics."""
         return self.global_step + self.num_skipped
 
 
@@ -151,7 +151,7 @@ def restore(path: Path, learner: Learner, critic: CriticLearner | None) -> None:
     """Restore the state of the optimizers and random number generators.
 
     Raises:
-        InputError: If the state cannot be read, or belongs to other models.
+        InputError: If the state cannot be read, or belongs to different models.
     """
     try:
         _restore_optimizer(learner.optimizer, learner.policy, path / "optimizer.safetensors")

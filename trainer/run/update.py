@@ -109,20 +109,20 @@ def update(
     old_logprobs: Tensor | None,
     ref_logprobs: Tensor | None = None,
 ) -> dict[str, float]:
-    """Accumulate the gradient of one mini-batch and step.
+    """Accumulate the gradient of one mini-batch and take an optimizer step.
 
-    With the weight w from `loss_reduction`, the policy loss p, the correction c for the sampler,
-    the estimated divergence k and the entropy h of each target:
+    With the weight w from `loss_reduction`, the policy loss p, the correction c for sampler
+    mismatch, the estimated divergence k and the entropy h of each target:
 
         loss = sum of w (c p + kl_loss_coef k - entropy_loss_coef h)
 
-    No step is taken without trained tokens, or if the gradient is not finite.
+    No step is taken if there are no trained tokens or the gradient is not finite.
 
     Args:
         learner: Policy and optimizer.
         batch: The batch; the forests' targets index its tokens.
-        forests: Micro-batches that hold every target of the mini-batch once; all targets of a row
-            are in the same one. Each process forwards its share of them.
+        forests: Micro-batches, which together contain every target of the mini-batch once; all
+            targets of a row are in the same one. Each process forwards its share of them.
         old_logprobs: [T] policy at the start of the batch; None if the loss does not need them, or
             if this is the only update of its batch, so that they equal the current ones.
         ref_logprobs: [T] the learner's reference; None without one.

@@ -207,12 +207,12 @@ def test_zero_advantages_train_where_another_term_has_a_gradient(
             rows_of(),
             "policy_loss_type=gspo sequence_layout=step loss_reduction=sequence_mean",
             "warning: trajectories (4) are split into rows (8), which changes the effect of settings that"
-            " count rows (policy_loss_type gspo",
+            " work per row (policy_loss_type gspo",
         ),
         (
             rows_of(**SAMPLED),
             "tis_ratio_type=sequence sequence_layout=step",
-            "count rows (tis_ratio_type sequence: a weight is the product over a row)",
+            "work per row (tis_ratio_type sequence: a weight is the product over a row)",
         ),
         (rows_of(), "", "note: importance correction (tis_ratio_type) is off, because"),
     ],

@@ -96,7 +96,7 @@ def maxrl(returns: FloatArray, group_index: IntArray) -> FloatArray:
 
 
 def _centred(returns: FloatArray, group_index: IntArray) -> tuple[FloatArray, IntArray]:
-    """Subtract each group's mean (exactly 0 for equal returns), and return [n] group sizes too."""
+    """Return returns minus their group's mean (exactly 0 if all are equal), and [n] group sizes."""
     assert returns.shape == group_index.shape
     counts = np.bincount(group_index)[group_index]
     mean = np.bincount(group_index, returns)[group_index] / counts

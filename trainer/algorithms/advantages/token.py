@@ -1,9 +1,9 @@
 """Advantages per token, along the chain of a trajectory's trained tokens.
 
-Every array is [N] float64 over the trained tokens of complete trajectories, in the order of
+Every array is [N], over the trained tokens of complete trajectories, in the order of
 `trainer.batches.chains`: the next token is the trajectory's next trained token, possibly in the
-next step or row. Observations in between are not time steps. Value and return after a trajectory's
-last token are 0. Statistics are over all trained tokens of the batch.
+next step or row. Observations in between are not time steps. The value and the return after a
+trajectory's last token are 0. Statistics are over all trained tokens of the batch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class CriticAdvantages(NamedTuple):
 
     Attributes:
         advantages: [N] float64.
-        value_targets: [N] float64: target values of the critic.
+        value_targets: [N] float64: target values for the critic.
     """
 
     advantages: FloatArray
@@ -37,7 +37,7 @@ def reinforce_plus_plus(rewards: FloatArray, trajectory: IntArray, *, gamma: flo
 
     Args:
         rewards: [N] reward of each token.
-        trajectory: [N] trajectory of each token, not decreasing.
+        trajectory: [N] trajectory of each token, non-decreasing.
         gamma: Discount per trained token, in [0, 1].
 
     Returns:
@@ -59,7 +59,7 @@ def whitened_gae(
     Args:
         rewards: [N] reward of each token.
         values: [N] as in `gae`.
-        trajectory: [N] trajectory of each token, not decreasing.
+        trajectory: [N] trajectory of each token, non-decreasing.
         gamma: Discount per trained token, in [0, 1].
         gae_lambda: `lam` of `gae`.
     """
@@ -77,7 +77,7 @@ def discounted_returns(rewards: FloatArray, trajectory: IntArray, *, gamma: floa
 
     Args:
         rewards: [N] reward of each token.
-        trajectory: [N] trajectory of each token, not decreasing.
+        trajectory: [N] trajectory of each token, non-decreasing.
         gamma: Discount per trained token, in [0, 1].
 
     Returns:
@@ -105,7 +105,7 @@ def gae(
         rewards: [N] reward of each token.
         values: [N] the critic's value of the context before each token; for a step's first token,
             that is the step's prompt including observations.
-        trajectory: [N] trajectory of each token, not decreasing.
+        trajectory: [N] trajectory of each token, non-decreasing.
         gamma: Discount per trained token, in [0, 1].
         lam: From 0 (one-step differences) to 1 (returns minus values).
 

@@ -37,9 +37,9 @@ class Correction(NamedTuple):
     """Correction of M targets in R rows.
 
     Attributes:
-        weights: [M] factor of each target's loss; 0 if it is left out.
-        per_target: Per metric, up to [M] numbers, for targets that earlier corrections kept. Their
-            means over the mini-batch are reported.
+        weights: [M] factor of each target's loss; 0 for targets left out.
+        per_target: Per metric, one number for each target that earlier corrections kept; the mean
+            over the mini-batch is reported.
         per_row: Per metric, [R] numbers, reported in the same way.
     """
 
@@ -100,7 +100,7 @@ def any_in_row(flags: Tensor, row: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CorrectionSettings:
-    """Settings of the corrections for the sampler.
+    """Settings of the corrections for sampler mismatch.
 
     Attributes:
         weights: Importance weights per token, or per row; None: all weights are 1.
@@ -125,9 +125,9 @@ def correct(
 ) -> Correction:
     """Apply all corrections of `settings`.
 
-    They apply in this order, each to the targets that the earlier ones kept: rows with an outlier,
-    tokens, importance weights, rows based on their ratio. Targets left out still count in
-    denominators.
+    In this order: leave out rows with an outlier, leave out tokens, apply importance weights, leave
+    out rows based on their ratio. Each applies to the targets kept so far. Targets left out still
+    count in denominators.
 
     Args:
         old_logprobs: [M] nats.

@@ -109,7 +109,7 @@ def clip_cov(
     eps_clip_low: float,
     eps_clip_high: float,
 ) -> TokenLoss:
-    """Compute Clip-Cov: 0 at selected targets, reported as `clipped`; `regular` elsewhere."""
+    """Compute Clip-Cov: 0 at selected targets (reported as `clipped`), `regular` elsewhere."""
     losses, _, _ = regular(
         logprobs,
         old_logprobs,

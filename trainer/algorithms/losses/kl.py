@@ -63,7 +63,7 @@ def adapted_kl_coef(
         kl: Mean divergence of the batch, nats.
         target: Target divergence, > 0.
         num_sequences: Number of sequences in the batch.
-        horizon: Sequences over which the coefficient may change by 20%; > 0.
+        horizon: Number of sequences over which the coefficient may change by 20%; > 0.
 
     Example:
         >>> adapted_kl_coef(0.1, kl=6.0, target=3.0, num_sequences=50, horizon=100)

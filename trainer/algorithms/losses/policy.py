@@ -1,4 +1,4 @@
-"""Policy losses per target, neither reduced nor corrected for the sampler.
+"""Policy losses per target, neither reduced nor corrected for sampler mismatch.
 
 In all equations l is `logprobs` (with gradient), l_old `old_logprobs`, l_roll `rollout_logprobs`,
 A `advantages`, r = exp(l - l_old) with the exponent clamped to +-20, and sg[.] stops the gradient.
@@ -135,7 +135,7 @@ def cispo(
         loss = -sg[clip(exp(l - anchor), 1 - cispo_eps_clip_low, 1 + cispo_eps_clip_high)] A l
 
     Every target keeps a gradient; those whose weight is at a bound are `clipped`. The anchor is
-    l_old, or l_roll to correct for the sampler too.
+    l_old, or l_roll to correct for sampler mismatch as well.
     """
     anchor = rollout_logprobs if cispo_anchor == "rollout" else old_logprobs
     ratio = probability_ratio(logprobs, anchor).detach()
@@ -152,12 +152,12 @@ def rollout_is(
     eps_clip_low: float,
     eps_clip_high: float,
 ) -> TokenLoss:
-    """Compute the policy gradient weighted by the ratio to the sampler, or by 0 out of bounds.
+    """Compute the policy gradient, weighted by the ratio to the sampler (0 if out of bounds).
 
         r    = exp(l - l_roll)
         loss = -sg[r if 1 - eps_clip_low < r < 1 + eps_clip_high else 0] A l
 
-    A calibrated form of IcePop (arXiv:2510.18855); targets left out are `clipped`.
+    A calibrated form of IcePop (arXiv:2510.18855). Targets with weight 0 are `clipped`.
     """
     ratio = probability_ratio(logprobs, rollout_logprobs).detach()
     kept = (ratio > 1 - eps_clip_low) & (ratio < 1 + eps_clip_high)
