@@ -59,7 +59,7 @@ cannot be skipped.
 
 `response_in_prompt` compares tokens. The last {HEADER_TOKENS} tokens of a prompt identify the header of the answer. The prompt's
 last assistant message starts after the last earlier occurrence of these tokens. A row breaks the rule if its first sampled range
-is trained, has at least {MIN_ANSWER_TOKENS} tokens, and begins that message. It is exempt if an earlier row of its trajectory
+is trained on, has at least {MIN_ANSWER_TOKENS} tokens, and begins that message. It is exempt if an earlier row of its trajectory
 sampled the same tokens, because then the model repeated itself. Shorter answers are not compared.
 """
 
@@ -214,7 +214,7 @@ Pass the same `--config` and `--set` again: the error names any key that differs
 grow, and `max_updates`, which may be any number not yet reached. (Other schedules decay towards the last planned update. The
 learning rate is a function of `global_step`, so schedules have no state.)
 
-Lines of `metrics.jsonl` after the checkpoint are removed. Only one process at a time can train into RUN. A full disk ends the run
+Lines of `metrics.jsonl` after the checkpoint are removed. Only one run at a time can use RUN. A full disk ends the run
 with one message and leaves earlier checkpoints intact.
 
 ## Optimizer and learning rate

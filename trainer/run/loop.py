@@ -122,7 +122,7 @@ def _open(config: TrainConfig, run: TrainingRun, held: ExitStack) -> None:
 
 
 def _write(accelerator: Accelerator, out: Path, work: Callable[[], object] | None) -> None:
-    """Run `work` in the main process; a full disk stops all. Other processes may pass None."""
+    """Run the main process's `work` (others may pass None); a full disk stops all processes."""
 
     def write() -> None:
         with stops_when_full(out):
