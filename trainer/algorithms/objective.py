@@ -28,9 +28,9 @@ class Targets:
     """M targets of complete rows, all on one device.
 
     Attributes:
-        logprobs: [M] current policy, with gradient.
-        old_logprobs: [M] policy at the start of the batch.
-        rollout_logprobs: [M] sampler; NaN where unknown.
+        logprobs: [M] nats under the current policy, with gradient.
+        old_logprobs: [M] nats under the policy at the start of the batch.
+        rollout_logprobs: [M] nats under the sampler's policy; NaN where unknown.
         advantages: [M].
         row: [M] int64 row of each target, 0..R-1.
         selected: [M] bool, targets that clip_cov leaves out or kl_cov penalises.

@@ -32,7 +32,7 @@ class PolicyLoss(Protocol):
         logprobs: [M] float32 nats: log-probability of each target under the current policy, at
             the temperature at which it was sampled; with gradient. Required.
         old_logprobs: [M] float32 nats under the policy at the start of the batch.
-        rollout_logprobs: [M] float32 nats, the sampler's. A loss that takes them requires a
+        rollout_logprobs: [M] float32 nats from the sampler. A loss that takes them requires a
             dataset with them, and `tis_ratio_type = "auto"` adds no importance weights to it.
         advantages: [M] float32 from the estimator, not scaled for the reduction. A loss without
             them is supervised: it needs no rewards, and is not corrected for sampler mismatch.
@@ -53,11 +53,12 @@ class PolicyLoss(Protocol):
 class AdvantageEstimator(Protocol):
     """Signature of an `advantage_estimator` function, which takes either `returns` or `rewards`.
 
-    An estimator of `returns` is called with all trained trajectories of the dataset and, with
-    `kl_reward_coef`, again with the groups of each batch, so an advantage may depend only on its
-    group. The advantage applies to every trained token of the trajectory. An estimator of `rewards`
-    is called for each batch (`groups_per_batch` groups) with its N trained tokens, in the order of
-    their trajectories' steps, whatever rows they are in; these arrays are the same in every layout.
+    An estimator that takes `returns` is called with all trained trajectories of the dataset and,
+    with `kl_reward_coef`, again with the groups of each batch, so an advantage may depend only on
+    its group. The advantage applies to every trained token of the trajectory. An estimator that
+    takes `rewards` is called for each batch (`groups_per_batch` groups) with its N trained tokens,
+    in the order of their trajectories' steps, whatever rows they are in; these arrays are the same
+    in every layout.
 
     Args:
         returns: [n] float64, finite: return of each trajectory (`outcome`).

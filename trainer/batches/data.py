@@ -47,7 +47,7 @@ class Batch:
         greedy: [R] bool: rows excluded from training only because they were sampled at temperature
             0, where a token has probability 1 and thus no gradient.
         truncated: [R] bool: rows with tokens excluded from training only due to `max_row_tokens`.
-        advantages: [T] float32; initially each trajectory's: see
+        advantages: [T] float32; initially the advantage of the token's trajectory; see
             `trainer.run.batch_advantages`.
         chains: The trained tokens in the order of their trajectories' steps.
         temperature: [T] float32.

@@ -205,12 +205,12 @@ def pack(lengths: IntArray, budget: int) -> list[IntArray]:
 
 
 def spread(bins: Sequence[IntArray], lengths: IntArray, num_ranks: int) -> list[IntArray]:
-    """Split bins of rows until their number is a multiple of the number of ranks, if possible.
+    """Split bins of rows until the number of bins is a multiple of `num_ranks`, if possible.
 
     Args:
         bins: Rows of each bin.
         lengths: [R] tokens of each row.
-        num_ranks: Processes that share the bins.
+        num_ranks: Number of processes that share the bins.
 
     Returns:
         Rows of each bin, ascending; bins are ordered by their first row.
@@ -247,7 +247,7 @@ class RowLimit:
         """Check that no row exceeds the limit.
 
         Raises:
-            InputError: With the longest row, its length and the limit.
+            InputError: If one does; the error names the longest row.
         """
         if lengths.max(initial=0) > self.num_tokens:
             row = int(lengths.argmax())

@@ -19,7 +19,7 @@ class MiniBatch:
     Attributes:
         forests: Micro-batches, which together contain every target once; all targets of a row are
             in the same micro-batch.
-        num_distinct_tokens: Tokens in the trees before cutting; None: rows are chains.
+        num_distinct_tokens: Tokens in the trees before cutting; None if rows are chains.
     """
 
     forests: list[Forest]
@@ -32,7 +32,7 @@ class MiniBatch:
 
     @property
     def repeated_share(self) -> float | None:
-        """Share of tokens forwarded again because trees were cut; None: rows are chains."""
+        """Share of tokens forwarded again because trees were cut; None if rows are chains."""
         if self.num_distinct_tokens is None:
             return None
         return self.num_tokens / max(self.num_distinct_tokens, 1) - bool(self.forests)

@@ -24,7 +24,7 @@ def resolved(config: TrainConfig) -> TrainConfig:
 
 
 def _was_merged(dataset: str) -> bool:
-    """True if the history's last merge or unmerge is a merge or, without both, a row is merged."""
+    """True if the history's last merge or unmerge is a merge or, with neither, a row is merged."""
     history = rollout_io.read_metadata(dataset).made_by
     verbs = [made["verb"] for made in history if made.get("verb") in {"merge", "unmerge"}]
     if verbs:

@@ -94,7 +94,7 @@ class TrainConfig(LossConfig):
     `step` (`tree`)."""
     merge_rule: Literal["lineage", "consecutive", "keep"] | None = None
     """merge: which steps to merge: see docs/merging.md. `consecutive` is SkyRL's rule; `keep`
-    trains on the rows of the dataset as they are. None: `keep` if the dataset was merged, else
+    uses the rows of the dataset as they are. None: `keep` if the dataset was merged, else
     `lineage`."""
     tree_scope: Literal["trajectory", "group"] = "group"
     """tree: whether steps share tokens within a trajectory or within a group."""

@@ -32,7 +32,7 @@ class Request:
         logprobs: Log-probability of each sampled id, nats.
         routes: [tokens, layers, topk] int16 experts of forwarded tokens, one part per forward pass;
             together, they cover all tokens but the last. Empty without supported routers.
-        stop_reason: Reason why the response ended; None while it continues.
+        stop_reason: Why the response ended; None until then.
     """
 
     prompt: Sequence[int]

@@ -77,7 +77,7 @@ class RateSchedule:
     def factor(self, global_step: int) -> float:
         """Compute the factor of the learning rate for the next update.
 
-        For N planned updates, of which W are warmup, after s updates:
+        After s of N planned updates, with a warmup of W updates:
 
             s < W     (s + 1) / (W + 1)
             constant  1

@@ -144,9 +144,9 @@ def load_policy(
         trees: Whether the policy will forward branching trees.
 
     Raises:
-        InputError: If it is not a model directory; if Transformers cannot load the model without
-            remote code; if its layers ignore a forest's attention mask; if the policy does not
-            reproduce the model's log-probabilities.
+        InputError: If `path` is not a model directory; if Transformers cannot load the model
+            without remote code; if its layers ignore a forest's attention mask; if the policy does
+            not reproduce the model's log-probabilities.
     """
     if not (Path(path) / "config.json").is_file():
         raise _no_model_directory(path)

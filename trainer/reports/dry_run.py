@@ -35,7 +35,7 @@ class Layout:
     Attributes:
         num_sequences: Rows with trained tokens.
         num_tokens: Tokens to forward: in each row, those before its last trained token.
-        repeated_share: Tokens to forward over distinct tokens, minus 1; None: rows are chains.
+        repeated_share: Tokens to forward over distinct tokens, minus 1; None if rows are chains.
         longest_tokens: Tokens of the longest row.
         micro_batches: Number of micro-batches with trained tokens, for each update.
         largest_micro_batch_tokens: Tokens of the largest micro-batch.
@@ -130,7 +130,7 @@ def dry_run(config: TrainConfig, *, resume: bool = False) -> DryRun:
 
 
 def _count(run: TrainingRun, settings: dict[str, Any]) -> tuple[Layout, int]:
-    """Count sequences and tokens that one pass forwards in a layout, and trained tokens."""
+    """Count the sequences and tokens that one pass forwards in a layout, and trained tokens."""
     packing = packing_of(resolved(dataclasses.replace(run.config, **settings)))
     num_trained, lengths = 0, [np.zeros(0, np.int64)]
     parts: list[tuple[list[int], int | None]] = []

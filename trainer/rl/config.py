@@ -126,7 +126,7 @@ class RlConfig:
         return _record("train", TrainConfig, settings)
 
     def evaluations(self, version: int) -> dict[str, EvaluateConfig]:
-        """Return the evaluation sets for a version of the weights, by name ("": a single set)."""
+        """Return the evaluation sets of a version of the weights by name ("" for a single set)."""
         if self.evaluate is None:
             return {}
         shared, sets = evaluation_sets(self.evaluate)

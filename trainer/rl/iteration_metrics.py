@@ -1,4 +1,4 @@
-"""Metrics of an iteration's rollouts, and its line for the terminal."""
+"""Metrics of an iteration's rollouts, and terminal lines for iterations and evaluations."""
 
 from __future__ import annotations
 

@@ -30,13 +30,13 @@ def num_allowed(*, iteration: int, max_staleness: int, num_iterations: int, size
 def place(room: Sequence[int], deadlines: Sequence[int]) -> int:
     """Choose the iteration that trains on a finished group.
 
-    This is the first iteration with a free place that no running group needs: every running group
-    can still be placed in its last allowed iteration or earlier. So the trainer waits for a slow
+    This is the first iteration with a free slot that no running group needs: every running group
+    still gets a slot in its last allowed iteration or earlier. The trainer thus waits for a slow
     group instead of training on it too late. `num_allowed` guarantees that such an iteration
     exists, and that it is not too late for the finished group itself.
 
     Args:
-        room: Free places of each iteration.
+        room: Number of free slots of each iteration.
         deadlines: Last allowed iteration of each running group.
 
     Example:
@@ -48,7 +48,7 @@ def place(room: Sequence[int], deadlines: Sequence[int]) -> int:
     latest = sorted(deadlines)
     spare = [
         free - bisect_right(latest, number) for number, free in enumerate(accumulate(room))
-    ]  # spare[j]: free places up to j, minus the groups that must be placed there
+    ]  # spare[j]: free slots up to j, minus the groups that need one of them
     needed = len(room)
     while needed and spare[needed - 1] > 0:
         needed -= 1

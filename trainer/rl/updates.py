@@ -38,7 +38,7 @@ KEPT_WEIGHTS = 2
 
 
 class Learning:
-    """Policy, optimizer and other training state across iterations; its methods block.
+    """Policy, optimizer and other training state across iterations; its methods are blocking.
 
     Args:
         config: Configuration of the run.

@@ -34,7 +34,7 @@ def check_rows(
         index: Result of `trainer.batches.data.index_rows`.
         plan: Plan of the run.
         config: Configuration of the run.
-        vocab_size: Token ids of the model are 0 to vocab_size - 1.
+        vocab_size: Valid token ids are 0 to vocab_size - 1.
         limit: Maximum row length.
         must_learn: Whether to reject rows from which nothing can be learned.
 
@@ -42,8 +42,8 @@ def check_rows(
         The rows of `index` to train on.
 
     Raises:
-        InvariantError, InputError: With the rule and the first row that breaks it; or if no row is
-            trained on.
+        InvariantError, InputError: If a row breaks a rule (the error names the first such row), or
+            if there is no row to train on.
     """
     masks = plan.trajectories.select("trajectory_id", "trains", "advantage")
     rows = index.join(masks, on="trajectory_id", maintain_order="left")
@@ -62,7 +62,7 @@ def check_rows(
 
 
 def num_greedy_rows(index: pl.DataFrame, plan: Plan) -> int:
-    """Count the rows of trained trajectories left out because they have temperature 0."""
+    """Count rows of trained trajectories that are left out because their temperature is 0."""
     trained = plan.trajectories.filter("trains")["trajectory_id"]
     return index.filter(pl.col("greedy") & pl.col("trajectory_id").is_in(trained.implode())).height
 

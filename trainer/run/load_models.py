@@ -38,7 +38,7 @@ class Models:
         reference: Reference of the KL divergence, if needed.
         critic: Critic of the advantage estimator, if needed.
         limit: Maximum row length.
-        vocab_size: Token ids of all models are 0 to vocab_size - 1.
+        vocab_size: Token ids from 0 to vocab_size - 1 are valid in all models.
     """
 
     policy: Policy

@@ -93,7 +93,7 @@ def check_same(
     """Check that a configuration equals the one with which a run started.
 
     Raises:
-        ConfigError: With the first key whose value differs but must not.
+        ConfigError: If a key that must not change has a different value.
     """
     now = json.loads(json.dumps(given))
     kept = [key for key in now if key not in may_change]

@@ -23,8 +23,8 @@ _GENERATED = {
     "generate/batch_num_seq": Metric("sequences", "Sequences of the batch."),
 }
 GENERATED = ("generate/", "environment/")
-"""Prefixes of metrics that are also in `rollouts stats`; per step if a metric exists both per step
-and per trajectory."""
+"""Prefixes of metrics that `rollouts stats` also reports. A metric that exists both per step and
+per trajectory is per step."""
 OWN_LOSS = "policy_loss/"
 """Prefix of the metrics that a user's policy loss returns."""
 

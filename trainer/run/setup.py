@@ -41,7 +41,7 @@ class TrainingRun:
         learner: Policy and optimizer, in their state at `progress`.
         critic: Critic and optimizer, if the run has one.
         rollouts: The dataset.
-        plan: Plan of one pass over it.
+        plan: Plan of one pass over the dataset.
         schedule: Learning rates of its updates.
         num_greedy_rows: Rows masked because they were sampled at temperature 0.
         limit: Maximum row length.

@@ -88,7 +88,7 @@ def optimizer_tensors(learner: Learner, critic: CriticLearner | None) -> Optimiz
 
 
 def save_state(path: Path, optimizers: OptimizerTensors, digest: str, progress: Progress) -> None:
-    """Write the state to the directory `path` as JSON and safetensors, which never execute code."""
+    """Write the state to the directory `path` as JSON and safetensors; loading it runs no code."""
     path.mkdir()
     for name, tensors in optimizers.items():
         save_file(tensors, path / f"{name}.safetensors")

@@ -33,7 +33,7 @@ SPREADS = {
     "is_ratio": "std max min",
     "cispo/ratio": "max min",
 }
-"""Statistics reported besides the mean."""
+"""Statistics reported in addition to the mean."""
 NO_SHARE = ("loss", "policy_loss", "policy_entropy", "clip_ratio")
 
 
@@ -62,11 +62,11 @@ class Learner:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossInputs:
-    """Inputs of a mini-batch's loss besides the policy's outputs, per response token; on the CPU.
+    """Inputs of a mini-batch's loss except the policy's outputs, per response token; on the CPU.
 
     Attributes:
-        old_logprobs: [T] policy at the start of the batch; None: use the current policy's.
-        ref_logprobs: [T] reference policy; None without one.
+        old_logprobs: [T] nats under the policy at the start of the batch; None: use current ones.
+        ref_logprobs: [T] nats under the reference policy; None without one.
         weights: [T] float32 weights that reduce the losses of the mini-batch's targets.
         selected: [T] bool, targets that clip_cov leaves out or kl_cov penalises; None for other
             losses.
@@ -123,9 +123,9 @@ def update(
         batch: The batch; the forests' targets index its tokens.
         forests: Micro-batches, which together contain every target of the mini-batch once; all
             targets of a row are in the same one. Each process forwards its share of them.
-        old_logprobs: [T] policy at the start of the batch; None if the loss does not need them, or
-            if this is the only update of its batch, so that they equal the current ones.
-        ref_logprobs: [T] the learner's reference; None without one.
+        old_logprobs: [T] nats under the policy at the start of the batch; None if the loss does not
+            need them, or if this is the only update of its batch, so they equal the current ones.
+        ref_logprobs: [T] nats under the learner's reference; None without one.
 
     Returns:
         Metrics; `skipped` is 1 if no step was taken.

@@ -76,8 +76,8 @@ def maxrl(returns: FloatArray, group_index: IntArray) -> FloatArray:
         A_i = (R_i - mean_g(R)) / (mean_g(|R|) + 1e-6)
 
     For returns >= 0, for which the method was designed, mean |R| is the mean. With negative returns
-    the mean can approach 0 or change sign; mean |R| does neither, so A keeps the sign of
-    R_i - mean_g, and |A| is at most n + 1. Returns that are all 0 give 0.
+    the mean can be near 0 or negative; with mean |R| instead, A keeps the sign of R_i - mean_g, and
+    |A| is at most n + 1. Returns that are all 0 give 0.
 
     Args:
         returns: [n] float64, one per trajectory; finite.
