@@ -125,7 +125,7 @@ def convert(
 ) -> None:
     """Convert agent logs to a rollout dataset.
 
-    INPUT is a file, a directory, or - for standard input; .gz and .zst files are decompressed. Logs
+    INPUT is a file, a directory, a quoted pattern, a URL, or - for standard input; .gz and .zst files are decompressed. Logs
     of several formats become one dataset; other files inside directories are left. To resume an
     interrupted conversion, run the same command again.
     """
@@ -214,6 +214,9 @@ def _found(done: Conversion) -> str:
 def _num_bytes(inputs: tuple[str, ...]) -> int:
     from pathlib import Path
 
-    paths = [Path(path) for path in inputs if path != "-"]
+    from rollout_io.conversion.inputs import expanded, is_url
+
+    local = (path for path in inputs if path != "-" and not is_url(path))
+    paths = [Path(path) for given in local for path in expanded(given)]
     files = [f for path in paths for f in (path.rglob("*") if path.is_dir() else [path])]
     return sum(file.stat().st_size for file in files if file.is_file())

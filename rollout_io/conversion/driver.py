@@ -75,7 +75,8 @@ def convert(
     records are written to `out/rejected.jsonl`, so records read = written + rejected.
 
     Args:
-        inputs: Files, directories, or "-" for standard input; gzip and Zstandard are decompressed.
+        inputs: Files, directories, patterns, URLs, or "-" for standard input; gzip and Zstandard are
+            decompressed.
         out: Directory to write, local or an fsspec URL.
         choices: Choices of the user; None: the defaults.
         workers: Processes that read and write chunks; `Workers(2, "ray")` uses Ray.

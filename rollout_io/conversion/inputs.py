@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import os
 import stat
@@ -9,21 +10,26 @@ import zlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
 from dataclasses import dataclass
+from glob import glob, has_magic
 from io import BufferedReader
+from itertools import chain
 from pathlib import Path
 
 import pyarrow as pa
 
 from rollout_io.dataset.atomic_files import writable
 from rollout_io.dataset.opening import digest_of, open_input, standard_input
+from rollout_io.dataset.storage import Location
 from rollout_io.formats.base import Input
 from rollout_io.formats.parsing.naming import natural_key
-from schemas.errors import InputError
+from schemas.errors import InputError, RolloutError
 
 STDIN = "-"
 DUPLICATE_INPUT = "duplicate_input"
 PathLike = str | os.PathLike[str]
+_WEB = ("http://", "https://")
 _PACKED = (".gz", ".zst")
 _GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 _COPY_BYTES = 4 << 20
@@ -36,6 +42,10 @@ def open_inputs(
     ignored: Collection[Path] = (),
 ) -> list[Input]:
     """Return the files and directories to read.
+
+    A pattern (`logs/*.jsonl`, `logs/**/*.json`) that is not the name of a file stands for the files
+    that it matches, and the URL of a remote directory for the files inside it; their copies are
+    saved to files.
 
     A directory that is not itself a log is replaced by the logs and files inside it, at any depth
     and in natural order, except hidden ones. Gzip and Zstandard files, recognised by their first
@@ -53,7 +63,7 @@ def open_inputs(
     found: list[Input] = []
     for left in spool.glob("*"):  # left by a conversion that was killed
         left.unlink()
-    for path in paths:
+    for path in chain.from_iterable(map(expanded, paths)):
         given = Path(path)
         _refuse_odd_names(given)
         if path != STDIN and given.is_dir():
@@ -68,6 +78,61 @@ def open_inputs(
             found.append(open_file(path, spool))
     _refuse_repeated(found)
     return found
+
+
+def expanded(path: str) -> list[str]:
+    """Return the files and directories that a path stands for, in natural order.
+
+    Raises:
+        InputError: `input_file`: a pattern without a match; `filesystem`.
+    """
+    if path == STDIN or not (is_url(path) or has_magic(path)):
+        return [path]
+    if not is_url(path):
+        if os.path.lexists(path):
+            return [path]
+        found = glob(path, recursive=True)  # noqa: PTH207 - `Path.glob` takes no absolute pattern
+    elif path.startswith(_WEB):
+        return [path]  # a web server lists no files
+    else:
+        location = Location.of(path)
+        with _reachable(path):
+            if location.fs.isfile(location.path):
+                return [path]
+            is_directory = location.fs.isdir(location.path)
+            names = location.fs.find(location.path) if is_directory else []
+            if not is_directory:
+                if not has_magic(path):
+                    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+                names = location.fs.glob(location.path)
+            found = [str(location.fs.unstrip_protocol(name)) for name in names]
+    if not found:
+        got, hint = "no file matches the pattern", "check the path; `**` matches any depth"
+        if not has_magic(path):
+            got, hint = "the directory contains no files", "check the URL"
+        raise InputError("input_file", path, got, "", hint)
+    covered = {parent for name in found for parent in Path(name).parents} & set(map(Path, found))
+    tops = [n for n in found if not covered & set(Path(n).parents)]
+    return sorted(tops, key=natural_key)
+
+
+def is_url(path: str) -> bool:
+    """True for a URL, such as `s3://bucket/logs/a.jsonl`."""
+    return "://" in path
+
+
+@contextmanager
+def _reachable(url: str) -> Iterator[None]:
+    """Convert any error of a remote filesystem to a user error."""
+    try:
+        yield
+    except RolloutError:
+        raise
+    except Exception as error:
+        got = " ".join((getattr(error, "strerror", None) or str(error) or repr(error)).split())
+        got = got[:1].lower() + got[1:]
+        hint, message = "check the URL and your credentials", f"cannot read {url}: {got}"
+        raise InputError("input_file", url, got, "", hint, message=message) from error
 
 
 def _refuse_odd_names(path: Path) -> None:
@@ -138,7 +203,7 @@ def open_file(name: str, spool: Path) -> Input:
     """Return a file that can be read twice; pipes and compressed files are saved first.
 
     Args:
-        name: Path of the file, or "-" for standard input.
+        name: Path or URL of the file, or "-" for standard input.
         spool: Directory for decompressed and saved files.
 
     Raises:
@@ -146,6 +211,10 @@ def open_file(name: str, spool: Path) -> Input:
     """
     if name == STDIN:
         return Input(name, _save(standard_input(), name, spool))
+    if is_url(name):
+        location = Location.of(name)
+        with _reachable(name), location.fs.open(location.path, "rb") as remote:
+            return Input(name, _save(BufferedReader(remote), name, spool))
     with open_input(name) as file:
         is_packed = _start_of(file).startswith((_GZIP, _ZSTD))
         if is_packed or not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -161,7 +230,7 @@ def digests_of(given: Input) -> list[list[str]]:
 
 def _save(stream: BufferedReader, name: str, spool: Path) -> Path:
     """Copy a stream to a new file, decompressed; remove the file if the copy fails."""
-    suffixes = [s for s in Path(name).suffixes if s not in {".gz", ".zst"}]
+    suffixes = [s for s in Path(name.partition("?")[0]).suffixes if s not in {".gz", ".zst"}]
     with writable(str(spool)):
         spool.mkdir(parents=True, exist_ok=True)
         saved = spool / f"{len(list(spool.iterdir()))}{''.join(suffixes[-1:])}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import posixpath
+import re
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from schemas.errors import InputError, count
 
 SHARD_PREFIX = "part-"
 SHARD_SUFFIX = ".parquet"
+_EXTRAS = {"https": "http", "gs": "gcs"}  # extras of fsspec by protocol
 STAGING = ".converting"  # directory of an unfinished conversion; readers skip hidden names
 
 
@@ -40,8 +42,7 @@ class Location:
         try:
             fs, inner = fsspec.core.url_to_fs(os.fspath(path))
         except (ImportError, ValueError) as error:
-            hint = "install the fsspec package of that filesystem, or check the URL"
-            raise InputError("filesystem", os.fspath(path), str(error), "", hint) from None
+            raise _unknown_filesystem(os.fspath(path), error) from None
         return cls(fs, inner)
 
     @property
@@ -58,6 +59,18 @@ class Location:
         names = self.fs.ls(self.path, detail=False) if self.fs.isdir(self.path) else []
         shards = [p for p in names if p.endswith(SHARD_SUFFIX)]
         return sorted(p for p in shards if not posixpath.basename(p).startswith((".", "_")))
+
+
+def _unknown_filesystem(url: str, error: Exception) -> InputError:
+    """Return the error for a URL whose protocol is unknown, or whose package is missing."""
+    protocol, got = url.partition("://")[0], " ".join(str(error).split())
+    hint = "check the URL"
+    if isinstance(error, ImportError):
+        named = re.search(r"[Ii]nstall \W?([a-z0-9_-]+)", got)
+        package = named[1] if named else f"'fsspec[{_EXTRAS.get(protocol, protocol)}]'"
+        got = f"{protocol}:// needs a package that is not installed ({got})"
+        hint = f"pip install {package}"
+    return InputError("filesystem", url, got, "", hint)
 
 
 def find_shards(path: str | os.PathLike[str]) -> list[Location]:
