@@ -78,7 +78,7 @@ $(READY): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or later is needed: make PYTHON=/path/to/python3"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt dashscope trl
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt daft dashscope trl
 	@touch $@
 
 # The lowest versions have no builds for a newer Python. Indirect dependencies are the newest allowed.

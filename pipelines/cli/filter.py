@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from rollout_io.cli.layout import layout_option
 from rollout_io.cli.output import emit_json, example, next_command, note, progress_bar
 from schemas.errors import InputError
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     import polars as pl
 
     from pipelines.filtering.verdicts import Filter
-    from schemas.metadata import DatasetMetadata, Outcome
+    from schemas.metadata import DatasetMetadata, Layout, Outcome
 
 EXAMPLES = example(
     "rollouts filter shop/ --drop-zero-variance --mask-overlong --out small/"
@@ -88,6 +89,7 @@ WHOLE = click.IntRange(min=0)
     metavar="X",
     help="Share of the groups; give one for DS, then one per --mix.",
 )
+@layout_option
 @click.option("--prefix-names", is_flag=True, help="Prefix instance ids with the dataset's name.")
 @click.option(
     "--outcome",
@@ -154,6 +156,7 @@ class _Choices:
     mask_failed: bool
     mix: tuple[str, ...]
     share: tuple[float, ...]
+    layout: Layout | None
     prefix_names: bool
     outcome: Outcome | None
 
@@ -296,7 +299,7 @@ def _with_sampling(source: _Source) -> pl.LazyFrame:
 def _write(frame: pl.LazyFrame, out: str, sources: Sequence[_Source], choices: _Choices) -> None:
     import polars as pl
 
-    from rollout_io.dataset.reader import read_metadata
+    from rollout_io.dataset.reader import read_layout, read_metadata
     from rollout_io.dataset.writer import RolloutWriter
 
     paths = [source.path for source in sources]
@@ -306,7 +309,8 @@ def _write(frame: pl.LazyFrame, out: str, sources: Sequence[_Source], choices: _
     metadata = _common(found, choices.outcome).made("filter", parents=paths, **asked)
     num_rows = frame.select(pl.len()).collect(engine="streaming").item()
     progress = progress_bar(num_rows, " rows", "filter")
-    with RolloutWriter(out, metadata=metadata) as writer, progress as bar:
+    layout = choices.layout or read_layout(sources[0].path)
+    with RolloutWriter(out, layout=layout, metadata=metadata) as writer, progress as bar:
         for rows in frame.collect_batches(engine="streaming"):
             writer.write(rows)
             bar(len(rows))

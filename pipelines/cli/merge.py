@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from rollout_io.cli.layout import layout_option
 from rollout_io.cli.output import emit_json, example, next_command, note, progress_bar
 from rollout_io.cli.workers import workers_of, workers_options
 
@@ -32,10 +33,18 @@ JSON = click.option(
     help="lineage: a step continues the longest earlier step not yet continued, so sub-agents and "
     "resumed contexts merge too. consecutive: only the step right before it, as SkyRL does.",
 )
+@layout_option
 @workers_options
 @JSON
 def merge(
-    dataset: str, out: str, rule: Any, workers: int | None, engine: Any, *, as_json: bool
+    dataset: str,
+    out: str,
+    rule: Any,
+    layout: Any,
+    workers: int | None,
+    engine: Any,
+    *,
+    as_json: bool,
 ) -> None:
     """Merge steps that continue each other token for token into one row.
 
@@ -48,22 +57,25 @@ def merge(
 
     metadata = read_metadata(dataset).made("merge", parents=[dataset], rule=rule)
     transform = partial(merge_table, rule=rule)
-    counts = _rewritten(dataset, out, transform, metadata, (workers, engine), "merge")
+    counts = _rewritten(dataset, out, transform, metadata, layout, (workers, engine), "merge")
     _say(counts, out, as_json=as_json)
 
 
 @click.command(epilog=example("rollouts unmerge merged/ --out steps/"))
 @click.argument("dataset", metavar="DS")
 @OUT
+@layout_option
 @workers_options
 @JSON
-def unmerge(dataset: str, out: str, workers: int | None, engine: Any, *, as_json: bool) -> None:
+def unmerge(
+    dataset: str, out: str, layout: Any, workers: int | None, engine: Any, *, as_json: bool
+) -> None:
     """Split merged rows into exactly the steps that they were merged from."""
     from pipelines.merging.unmerge import unmerge_table
     from rollout_io.dataset.reader import read_metadata
 
     metadata = read_metadata(dataset).made("unmerge", parents=[dataset])
-    counts = _rewritten(dataset, out, unmerge_table, metadata, (workers, engine), "unmerge")
+    counts = _rewritten(dataset, out, unmerge_table, metadata, layout, (workers, engine), "unmerge")
     _say(counts, out, as_json=as_json)
 
 
@@ -80,6 +92,7 @@ def _rewritten(
     out: str,
     transform: Any,
     metadata: DatasetMetadata,
+    layout: Any,
     workers: tuple[int | None, Any],
     label: str,
 ) -> Counts:
@@ -97,6 +110,7 @@ def _rewritten(
             transform,
             metadata,
             decode=label == "unmerge",
+            layout=layout,
             workers=chosen,
             progress=bar,
         )

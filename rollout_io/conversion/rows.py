@@ -150,11 +150,9 @@ def _loss_masks(rows: _Rows, kind: pa.DataType) -> pa.Array:
     return ragged_array(masks, kind)
 
 
-def _rewards(rows: _Rows, kind: pa.DataType) -> pa.Array | None:
-    """Build the `reward` column; None if all rewards are unknown and no trajectory failed."""
-    found = pa.array([s.reward for s in rows.steps], kind)
-    is_unknown = found.null_count == len(found)
-    return None if is_unknown and all(t.error is None for t in rows.trajectories) else found
+def _rewards(rows: _Rows, kind: pa.DataType) -> pa.Array:
+    """Build the `reward` column, which every converted dataset has, so that filters can name it."""
+    return pa.array([s.reward for s in rows.steps], kind)
 
 
 def _metrics(rows: _Rows, kind: pa.DataType) -> pa.Array | None:

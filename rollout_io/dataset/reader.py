@@ -23,7 +23,7 @@ from schemas.checker import DECODE_COLUMNS, check_references, misnamed_columns, 
 from schemas.columns import COLUMN_BY_NAME, PREFIX_FIELDS
 from schemas.errors import ConfigError, InputError, InvariantError
 from schemas.extras import requires_extra
-from schemas.metadata import DatasetMetadata, layout_of, upgrade, version_of
+from schemas.metadata import DatasetMetadata, Layout, layout_of, upgrade, version_of
 from schemas.types import PREFIX_TYPES, plain_table
 
 PathLike = str | os.PathLike[str]
@@ -108,6 +108,11 @@ def read(path: PathLike, columns: Sequence[str] | None = None) -> pa.Table:
 def read_metadata(path: PathLike) -> DatasetMetadata:
     """Return the metadata of a dataset, from its first shard."""
     return DatasetMetadata.decode(_Shard.open(find_shards(path)[0]).pairs)
+
+
+def read_layout(path: PathLike) -> Layout:
+    """Return the layout of a dataset, from its first shard: `full` if it does not declare one."""
+    return layout_of(_Shard.open(find_shards(path)[0]).pairs) or "full"
 
 
 def to_hf(path: PathLike) -> Any:

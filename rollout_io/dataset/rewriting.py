@@ -23,11 +23,11 @@ from rollout_io.dataset.checking import (
 from rollout_io.dataset.footer import Part
 from rollout_io.dataset.opening import digest_of
 from rollout_io.dataset.parallel import Workers
-from rollout_io.dataset.reader import pieces
+from rollout_io.dataset.reader import pieces, read_layout
 from rollout_io.dataset.storage import Location, find_shards, occupied
 from rollout_io.dataset.writer import RolloutWriter
 from schemas.checker import Checker, ValidationError
-from schemas.metadata import DatasetMetadata
+from schemas.metadata import DatasetMetadata, Layout
 from schemas.ragged import list_lengths
 
 Transform = Callable[[pa.Table], pa.Table]
@@ -57,6 +57,7 @@ def rewrite(
     metadata: DatasetMetadata,
     *,
     decode: bool = True,
+    layout: Layout | None = None,
     workers: Workers | None = None,
     progress: Progress | None = None,
 ) -> Counts:
@@ -71,6 +72,7 @@ def rewrite(
         transform: Maps complete trajectories to complete trajectories; a module-level function.
         metadata: Metadata of the new files.
         decode: If true, the transform receives full prompts (see `iter_tables`).
+        layout: Layout of the new dataset; None: the layout of `dataset`.
         workers: Processes that do the work; None: this process.
         progress: Called with the number of rows read since the last call.
 
@@ -80,7 +82,8 @@ def rewrite(
     """
     staging, workers = Staging(out), workers or Workers()
     report = progress or (lambda _num_rows: None)
-    made = {key.decode(): value.decode() for key, value in metadata.encode("prefix").items()}
+    layout = layout or read_layout(dataset)
+    made = {key.decode(): value.decode() for key, value in metadata.encode(layout).items()}
     identity = {"made": made, "shards": _states(dataset)}
     with staging.resumable():
         shards = staging.out.shards()
@@ -92,7 +95,7 @@ def rewrite(
         checkers = {i: structure_of(sources[i]) for i in done}
         for counts in done.values():
             report(counts.num_rows_before)
-        job = partial(_rewrite_piece, transform, metadata, decode)
+        job = partial(_rewrite_piece, transform, metadata, layout, decode)
         missing = [i for i in range(len(sources)) if i not in done]
         facts = [made, [state for _, state in identity["shards"]]]
         tasks = [
@@ -134,6 +137,7 @@ def _run(job: Any, tasks: Sequence[_Task], workers: Workers, report: Progress) -
 def _rewrite_piece(
     transform: Transform,
     metadata: DatasetMetadata,
+    layout: Layout,
     decode: bool,  # noqa: FBT001
     task: _Task,
     progress: Progress | None = None,
@@ -142,7 +146,7 @@ def _rewrite_piece(
     source, out, part = task
     counts, checker = Counts(), checker_of(source)
     try:
-        with RolloutWriter(out, metadata=metadata, part=part) as writer:
+        with RolloutWriter(out, layout=layout, metadata=metadata, part=part) as writer:
             for table in checked(checker, source, decode=decode):
                 made = transform(table)
                 writer.write(made)

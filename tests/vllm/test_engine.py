@@ -90,8 +90,8 @@ def test_tokens_go_in_and_come_out_exactly(vllm_server, tokenizer):
 
 
 def test_random_tokens_with_fragments_of_characters_are_read(vllm_server, tokenizer):
-    prompts = prompt_ids(tokenizer, QUESTIONS)
-    _, sampled = sample_all(vllm_server, prompts, Sampling(max_tokens=150, temperature=2.0))
+    prompts = prompt_ids(tokenizer, QUESTIONS[:8])
+    _, sampled = sample_all(vllm_server, prompts, Sampling(max_tokens=80, temperature=2.0))
     assert all(len(s.response_ids) == len(s.rollout_logprobs) for s in sampled)
     assert any("\ufffd" in s.text for s in sampled)
 

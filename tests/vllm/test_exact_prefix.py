@@ -59,7 +59,7 @@ def recorded(out, url, smollm2_dir, *, exact, stream, **changes):
     return sum(len(part.breaks) for part in diagnose_dataset(out)), calls
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_chats_that_drift_as_text_do_not_token_by_token(vllm_server, smollm2_dir, tmp_path, stream):
     url = vllm_server.url
     as_text, _ = recorded(tmp_path / "text", url, smollm2_dir, exact=False, stream=stream)
@@ -84,7 +84,7 @@ def test_chats_that_drift_as_text_do_not_token_by_token(vllm_server, smollm2_dir
             {"tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]},
             "field tools",
         ),
-        ({"logprobs": True}, "field logprobs"),
+        pytest.param({"logprobs": True}, "field logprobs", marks=pytest.mark.nightly),
     ],
 )
 def test_what_is_not_certain_is_sent_as_it_is_and_says_why(

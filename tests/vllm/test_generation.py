@@ -102,8 +102,11 @@ def test_append_on_a_real_server_is_one_sequence_a_trajectory_of_the_policys_own
     "settings",
     [
         {"history": "one_message"},
-        {"history": "retokenize", "chat_template": "qwen3_without_thinking"},
-        {"stop": (".", "=")},
+        pytest.param(
+            {"history": "retokenize", "chat_template": "qwen3_without_thinking"},
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param({"stop": (".", "=")}, marks=pytest.mark.nightly),
     ],
 )
 def test_the_other_paths_on_a_real_server_are_one_sequence_a_trajectory_too(made, settings):
@@ -122,7 +125,10 @@ def breaks_of(path):
     "settings",
     [
         {"history": "step_wise"},
-        {"environment": None, "agent": f"{HERE}:curious", "max_turns": 1},
+        pytest.param(
+            {"environment": None, "agent": f"{HERE}:curious", "max_turns": 1},
+            marks=pytest.mark.nightly,
+        ),
     ],
 )
 def test_drift_finds_every_break_of_a_real_conversation(made, settings):

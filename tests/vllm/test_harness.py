@@ -112,7 +112,14 @@ def check_killed_and_resumed(config, harness, tmp_path):
     check_run(config, harness)
 
 
-@pytest.mark.parametrize(("harness", "max_staleness"), [("mini", 0), ("harbor", 1), ("openai", 1)])
+@pytest.mark.parametrize(
+    ("harness", "max_staleness"),
+    [
+        ("mini", 0),
+        pytest.param("harbor", 1, marks=pytest.mark.nightly),
+        pytest.param("openai", 1, marks=pytest.mark.nightly),
+    ],
+)
 def test_a_harness_trains_on_the_embedded_engine_killed_and_resumed(
     harness, max_staleness, loop_of, tiny, tmp_path
 ):

@@ -127,7 +127,15 @@ def check_replay(config, run, tmp_path):
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in load_file(ours).items())
 
 
-@pytest.mark.parametrize("settings", [{}, {"train__lora_rank": 4, "train__learning_rate": 2e-3}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        pytest.param(
+            {"train__lora_rank": 4, "train__learning_rate": 2e-3}, marks=pytest.mark.nightly
+        ),
+    ],
+)
 def test_two_updates_of_the_loop_each_on_what_the_new_weights_said(
     settings, config_of, server, smollm2_dir, tmp_path
 ):

@@ -1,0 +1,11 @@
+"""The option `--layout` of verbs that write a dataset from a dataset."""
+
+from __future__ import annotations
+
+import click
+
+layout_option = click.option(
+    "--layout",
+    type=click.Choice(["prefix", "full"]),
+    help="Store prompts as references to earlier steps, or in full.  [default: as in DS]",
+)
