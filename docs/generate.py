@@ -35,7 +35,8 @@ Each row is one sequence; freshly converted data has one row per step. Your own 
 absent.
 
 {documentation_table()}
-In the `prefix` layout (the default on disk), these columns replace `prompt_token_ids`:
+In the `prefix` layout (the default on disk), these columns replace `prompt_token_ids`; [other_tools.md](other_tools.md)
+rebuilds it with Polars or DuckDB alone:
 
 | column | type |
 |---|---|
