@@ -26,7 +26,7 @@ from rollout_io.dataset.parallel import Workers
 from rollout_io.dataset.storage import occupied
 from rollout_io.formats.base import Input, Rejected, Run
 from rollout_io.formats.parsing.records import DUPLICATE
-from schemas.errors import InputError, RolloutError, raise_first
+from schemas.errors import InputError, RolloutError
 from schemas.metadata import DatasetMetadata
 
 Progress = Callable[[int, int], object]
@@ -235,14 +235,15 @@ def _conclude(
     rejected = [r for planned in plans for r in planned.rejected]
     rejected += [r for report in reports for r in report.rejected]
     if rejected and choices.on_error == "fail":
-        raise_first(errors_of(rejected, opened.inputs))
+        num_runs = sum(planned.num_runs for planned in plans)
+        rejections.fail(errors_of(rejected, opened.inputs), num_runs, opened.noun)
     summary = _total(opened.logs, plans, reports, rejected)
     if rejected:
         staging.write_rejected(rejections.lines(in_order(rejected, opened.inputs)))
     else:
         staging.remove_rejected()
     if not summary.num_rows:
-        raise _all_rejected(staging.where, errors_of(rejected, opened.inputs))
+        raise _all_rejected(staging.where, errors_of(rejected, opened.inputs), summary.reasons)
     return summary
 
 
@@ -270,11 +271,8 @@ def _total(
     reports: Sequence[Report],
     rejected: Sequence[Rejected],
 ) -> Summary:
-    num_runs = {
-        log.format: sum(bool(run.places) for run in planned.runs)
-        for log, planned in zip(logs, plans, strict=True)
-    }
-    summary = Summary(formats=num_runs)
+    num_runs = {log.format: made.num_runs for log, made in zip(logs, plans, strict=True)}
+    summary = Summary(formats=num_runs, reasons=rejections.reasons(rejected))
     for report in reports:
         summary.merge(report.summary)
     summary.num_records = sum(planned.num_records for planned in plans)
@@ -284,6 +282,11 @@ def _total(
     return summary
 
 
-def _all_rejected(where: str, errors: Sequence[RolloutError]) -> InputError:
+def _all_rejected(
+    where: str, errors: Sequence[RolloutError], reasons: Sequence[Mapping[str, Any]]
+) -> InputError:
     got = f"no record can be used ({len(errors)} rejected; the first: {errors[0].failure})"
-    return InputError("no_calls", where, got, "", f"see {where}/{REJECTED}")
+    hint = f"see {where}/{REJECTED}"
+    if reasons[0]["hint"]:
+        hint += f"; to fix the most frequent error, {reasons[0]['hint']}"
+    return InputError("no_calls", where, got, "", hint)

@@ -45,6 +45,12 @@ class Opened(NamedTuple):
     unused: Sequence[Rejected] = ()
 
     @property
+    def noun(self) -> str:
+        """Word for a run of any of the logs."""
+        nouns = {log.adapter.noun for log in self.logs}
+        return nouns.pop() if len(nouns) == 1 else "run"
+
+    @property
     def inputs(self) -> list[Input]:
         """All inputs, log by log."""
         return [given for log in self.logs for given in log.inputs]

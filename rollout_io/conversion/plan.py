@@ -30,6 +30,11 @@ class Plan:
     about: dict[str, Any] = field(default_factory=dict)
 
     @property
+    def num_runs(self) -> int:
+        """Number of runs in the log; a run may be known only from the rewards file."""
+        return sum(bool(run.places) for run in self.runs)
+
+    @property
     def num_records(self) -> int:
         """Number of records found, used or not."""
         return len(self.rejected) + sum(len(run.places) for run in self.runs)

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from rollout_io.conversion import rejections
 from rollout_io.conversion.batch import Reader, errors_of, sound
 from rollout_io.conversion.choices import Choices, refuse_misfits, settings_of
 from rollout_io.conversion.inputs import PathLike, open_file, paths_of
 from rollout_io.conversion.log import open_log
 from rollout_io.conversion.plan import plan_logs, refuse_nothing
 from rollout_io.conversion.rewards import read_rewards
-from schemas.errors import raise_first
 
 
 def read_log(inputs: PathLike | Sequence[PathLike], choices: Choices | None = None) -> pa.Table:
@@ -52,7 +52,8 @@ def read_log(inputs: PathLike | Sequence[PathLike], choices: Choices | None = No
             vocab_size = settings.metadata.vocab_size
             tables += [sound(part, rejected, vocab_size) for part in reader.parts(planned.runs)]
     if rejected:
-        raise_first(errors_of(rejected, opened.inputs))
+        num_runs = sum(planned.num_runs for planned in plans)
+        rejections.fail(errors_of(rejected, opened.inputs), num_runs, opened.noun)
     table = pa.concat_tables(tables, promote_options="permissive")
     return table.replace_schema_metadata(each[0].metadata.encode("full"))
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 
+from rollout_io.conversion.text import NO_TOKENS, is_text_alone
 from rollout_io.dataset.opening import open_input
 from rollout_io.formats.base import Place, Rejected
+from rollout_io.formats.parsing.records import INCOMPLETE
 from schemas import errors
+from schemas.errors import InputError, RolloutError
 
 _TOLD_BYTES = 64 << 20  # longer records are not copied
 
@@ -42,6 +45,39 @@ def lines(rejections: Iterable[Rejected]) -> Iterator[bytes]:
         text = None if record is None else record.decode(errors="backslashreplace")
         told = {"source": place.where, **error.fields(), "record": text}
         yield msgspec.json.encode(told) + b"\n"
+
+
+def fail(found: Sequence[RolloutError], num_runs: int, noun: str) -> NoReturn:
+    """Raise the first error with the number of the others; several runs of text come first.
+
+    Args:
+        found: Errors of all rejected records, in order.
+        num_runs: Number of runs in the logs.
+        noun: Word for a run.
+    """
+    alone = list({error.where: error for error in found if is_text_alone(error)}.values())
+    if len(alone) < 2:
+        errors.raise_first(found)
+    others = [e for e in found if not is_text_alone(e) and e.rule != INCOMPLETE]
+    message = f"{len(alone)} of {errors.count(num_runs, noun)} have text but no token ids"
+    if others:
+        message += f" (and {errors.count(len(others), 'more record')} rejected)"
+    raise InputError(NO_TOKENS, alone[0].where, alone[0].got, "", alone[0].hint, message=message)
+
+
+def reasons(rejected: Iterable[Rejected]) -> list[dict[str, Any]]:
+    """Return the broken rules and their hints, each with its number of records and first error.
+
+    The most frequent reasons come first, and errors caused by other errors last.
+    """
+    found: dict[tuple[str, str | None], list[RolloutError]] = {}
+    for _, error in rejected:
+        found.setdefault((error.rule, error.hint), []).append(error)
+    ordered = sorted(found.items(), key=lambda item: (item[0][0] == INCOMPLETE, -len(item[1])))
+    return [
+        {"rule": rule, "num_records": len(of_it), "first": of_it[0].sentence, "hint": hint}
+        for (rule, hint), of_it in ordered
+    ]
 
 
 def _bytes_of(place: Place) -> bytes:

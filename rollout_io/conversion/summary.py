@@ -13,6 +13,8 @@ import pyarrow.compute as pc
 from schemas.errors import count as _num
 from schemas.ragged import Ragged
 
+_NUM_REASONS = 8
+
 
 @dataclass(slots=True)
 class Summary:
@@ -22,6 +24,7 @@ class Summary:
 
     Attributes:
         formats: Number of runs found in the logs, by format.
+        reasons: Reasons of the rejections, the most frequent first (`rejections.reasons`).
     """
 
     num_records: int = 0
@@ -40,6 +43,7 @@ class Summary:
     instances: set[str] = field(default_factory=set)
     numbers: set[str] = field(default_factory=set)
     formats: dict[str, int] = field(default_factory=dict)
+    reasons: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, table: pa.Table) -> None:
         """Add the counts of a table of complete trajectories."""
@@ -84,6 +88,7 @@ class Summary:
             "num_written": self.num_written,
             "num_rejected": self.num_rejected,
             "num_duplicates": self.num_duplicates,
+            "reasons": self.reasons,
             "num_calls": self.num_calls,
             "num_rows": self.num_rows,
             "num_trajectories": self.num_trajectories,
@@ -106,6 +111,13 @@ class Summary:
             f"{_num(self.num_trajectories, 'trajectory')}, {_num(len(self.instances), 'group')}, "
             f"{mean}",
         ]
+        for reason in self.reasons[:_NUM_REASONS]:
+            hint = f" Hint: {reason['hint']}" if reason["hint"] else ""
+            number = _num(reason["num_records"], "record")
+            lines.append(f"  {number} rejected [{reason['rule']}]; first: {reason['first']}{hint}")
+        if len(self.reasons) > _NUM_REASONS:
+            more = _num(len(self.reasons) - _NUM_REASONS, "further reason")
+            lines.append(f"  {more}: see `--json`")
         if self.num_duplicates:
             lines.append(
                 f"{_num(self.num_duplicates, 'rejected record')} with the same content as others"

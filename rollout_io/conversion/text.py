@@ -15,7 +15,7 @@ from rollout_io.conversion.answers import is_answer, with_answers
 from rollout_io.formats.base import Completion, Conversation, Step, Trajectory
 from rollout_io.formats.parsing.messages import text_of
 from rollout_io.formats.parsing.tokens import token_ids
-from schemas.errors import ConfigError, InputError
+from schemas.errors import ConfigError, InputError, RolloutError
 from schemas.metadata import DatasetMetadata
 
 if TYPE_CHECKING:
@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 
 NO_TOKENS = "no_token_ids"
 RETOKENIZED = "retokenized"
+_NEEDS_TOKENIZER = (
+    "pass --tokenizer DIR to re-tokenise the text (approximate), or collect exact ids from the "
+    "engine (return_token_ids)"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,10 +191,12 @@ def with_tokens(trajectory: Trajectory, retokenizer: Retokenizer | None) -> list
 
 def text_alone(where: str) -> InputError:
     """Return the error for a log without token ids if there is no re-tokeniser."""
-    got = "the log has text but no token ids"
-    hint = "pass --tokenizer DIR to re-tokenise the text (approximate), or collect exact ids from "
-    hint += "the engine (return_token_ids)"
-    return InputError(NO_TOKENS, where, got, "", hint)
+    return InputError(NO_TOKENS, where, "the log has text but no token ids", "", _NEEDS_TOKENIZER)
+
+
+def is_text_alone(error: RolloutError) -> bool:
+    """True for an error of `text_alone`, which `--tokenizer` fixes."""
+    return error.rule == NO_TOKENS and error.hint == _NEEDS_TOKENIZER
 
 
 def _json(sent: Sequence[dict[str, Any]] | str) -> str:

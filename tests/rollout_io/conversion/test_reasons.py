@@ -1,0 +1,73 @@
+"""An error of many runs is one root cause with its count and the option that fixes it."""
+
+import json
+
+import pytest
+
+from rollout_io import Choices, convert, read_log
+from rollout_io.cli.main import run
+from schemas.errors import RolloutError
+from tests.helpers.conversion_helpers import call, refusal, write
+
+CHAT = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
+TEXTS = [{"id": f"t{i}", "messages": CHAT} for i in range(3)]
+
+
+def test_sessions_of_text_are_one_error_that_counts_them_and_names_the_option(
+    harness_logs, tmp_path, capsys
+):
+    logs = harness_logs / "claude_code"
+    assert run(["convert", str(logs), "--out", str(tmp_path / "ds")]) == 1
+    said = capsys.readouterr().err
+    assert "Error: 4 of 5 sessions have text but no token ids (and " in said
+    assert "[no_token_ids]\nHint: pass --tokenizer DIR to re-tokenise the text" in said
+
+
+def test_runs_of_text_are_counted_among_all_runs_of_all_formats(tmp_path, smollm2_dir):
+    text = write(tmp_path / "text.jsonl", *TEXTS)
+    assert refusal(text, tmp_path / "ds").sentence == "3 of 3 runs have text but no token ids."
+    calls = write(tmp_path / "calls.jsonl", call("a/0"))
+    for fail in (lambda *paths: convert(paths, tmp_path / "ds"), lambda *paths: read_log(paths)):
+        with pytest.raises(RolloutError) as caught:
+            fail(text, calls)
+        assert caught.value.sentence == "3 of 4 runs have text but no token ids."
+        assert (caught.value.rule, caught.value.where) == ("no_token_ids", f"{text}:1")
+    write(text, TEXTS[0])
+    assert f"{text}:1: the log has text but no token ids" in refusal(text, tmp_path / "ds").sentence
+    convert([text, calls], tmp_path / "ds", Choices(tokenizer=str(smollm2_dir)))
+
+
+def test_a_conversion_that_skips_ends_with_the_reasons_by_count_and_their_hints(tmp_path, capsys):
+    text = write(tmp_path / "text.jsonl", *TEXTS)
+    calls = write(tmp_path / "calls.jsonl", call("a/0"), call("b/0"), b"{", call("b/0", -5))
+    out = tmp_path / "ds"
+    arguments = ["convert", str(calls), str(text), "--on-error", "skip", "--out", str(out)]
+    assert run(arguments) == 0
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("  ")]
+    assert lines[0].startswith("  3 records rejected [no_token_ids]; first: ")
+    assert "Hint: pass --tokenizer DIR to re-tokenise" in lines[0]
+    assert [line.split("]")[0].split("[")[1] for line in lines[1:]].count("json_line") == 1
+    assert "[incomplete_trajectory]" in lines[-1]
+    assert run([*arguments, "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["was_done"]
+    assert said["reasons"][0]["rule"] == "no_token_ids"
+    assert said["reasons"][0]["hint"].startswith("pass --tokenizer")
+    assert sum(reason["num_records"] for reason in said["reasons"]) == said["num_rejected"]
+
+
+def test_at_most_eight_reasons_are_printed(tmp_path):
+    log = write(tmp_path / "calls.jsonl", call("a/0"))
+    summary = convert(log, tmp_path / "ds").summary
+    reason = {"rule": "x", "num_records": 1, "first": "y.", "hint": None}
+    summary.reasons = [reason] * 11
+    lines = summary.text("ds").splitlines()
+    assert lines.count("  1 record rejected [x]; first: y.") == 8
+    assert "  3 further reasons: see `--json`" in lines
+
+
+def test_where_nothing_can_be_used_the_hint_is_that_of_the_most_frequent_error(tmp_path):
+    text = write(tmp_path / "text.jsonl", *TEXTS)
+    error = refusal(text, tmp_path / "ds", Choices(on_error="skip"))
+    assert error.rule == "no_calls"
+    assert "to fix the most frequent error, pass --tokenizer DIR" in error.hint
