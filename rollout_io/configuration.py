@@ -147,6 +147,34 @@ def _with_entry(table: Any, names: Sequence[str], value: Any) -> dict[str, Any]:
     return {**table, first: _with_entry(table.get(first), rest, value) if rest else value}
 
 
+def to_toml(values: Mapping[str, Any]) -> str:
+    """Write a configuration as TOML that `load_record` reads back; None is written as "none".
+
+    Example:
+        >>> print(to_toml({"rate": 0.5, "limit": None, "names": ("a",), "loss": {"eps": 1}}))
+        rate = 0.5
+        limit = "none"
+        names = ["a"]
+        loss = {eps = 1}
+    """
+    return "\n".join(f"{_toml_key(key)} = {_toml_value(value)}" for key, value in values.items())
+
+
+def _toml_key(key: str) -> str:
+    is_bare = key.isascii() and key.replace("_", "").replace("-", "").isalnum()
+    return key if is_bare else json.dumps(key)
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{_toml_key(k)} = {_toml_value(v)}' for k, v in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_toml_value, value))}]"
+    if isinstance(value, float):
+        return repr(value)
+    return json.dumps("none" if value is None else value)
+
+
 def out_of_bounds(record: Any) -> Iterator[tuple[str, str, str]]:
     """Yield (key, value, expectation) for each value that violates the annotation of its key.
 

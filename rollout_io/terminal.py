@@ -4,15 +4,30 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextvars import ContextVar
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
     from rich.progress import ProgressColumn
 
+_is_quiet: ContextVar[bool] = ContextVar("_is_quiet", default=False)
+
+
+def silence() -> None:
+    """Hide notes and progress bars in the current context."""
+    _is_quiet.set(True)
+
+
+def is_quiet() -> bool:
+    """True after `silence`."""
+    return _is_quiet.get()
+
 
 class Bar:
     """A progress bar on stderr. It is not shown, and costs nothing, unless stderr is a terminal.
+
+    `silence` hides it too.
 
     Text printed to `sys.stderr` while the bar is shown appears above it.
 
@@ -38,7 +53,7 @@ class Bar:
         shows: bool = True,
         stays: bool = False,
     ) -> None:
-        self.is_shown = shows and sys.stderr.isatty()
+        self.is_shown = shows and not is_quiet() and sys.stderr.isatty()
         if not self.is_shown:
             return
         # Imported only for a terminal: importing rich takes 0.1 s.

@@ -915,6 +915,10 @@ _CONFIG = {
         "Matplotlib cannot write images with this file extension.",
         "Use one of the extensions that the message lists, such as `.png`.",
     ),
+    "filter_given": (
+        "`rollouts filter` was called without a filter, a mask or a mixture.",
+        "Pass at least one option that keeps, drops, masks or mixes trajectories.",
+    ),
     "known_column": (
         "The dataset has no column of this name.",
         "Use a column that the message lists, and put strings in single quotes.",
@@ -962,6 +966,10 @@ _CONFIG = {
     "unique_filter": (
         "Two filters have the same name.",
         "Give every filter a different name.",
+    ),
+    "usage": (
+        "The command has an unknown verb, option or value, or lacks a required one.",
+        "Follow the hint, or run `rollouts VERB --help`.",
     ),
 }
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import click
 
-from rollout_io.cli.output import emit, emit_json, example, note
+from rollout_io.cli.output import emit, emit_json, example, note, warn
 from rollout_io.cli.workers import workers_of, workers_options
 from schemas.errors import ConfigError, count
 
 
 @click.command(epilog=example("rollouts drift shop/ --tokenizer .cache/smollm2"))
-@click.argument("dataset", metavar="DS")
+@click.argument("dataset", metavar="DS", type=click.Path())
 @click.option(
     "--tokenizer", type=click.Path(), metavar="DIR", help="Decode with this model's tokenizer."
 )
@@ -59,7 +59,7 @@ def drift(
     if tokenizer is not None:
         loaded = load_tokenizer(tokenizer, needs_template=compares_text)
     if loaded and read_metadata(dataset).tokenizer_fingerprint not in {None, loaded.fingerprint}:
-        note(f"warning: this dataset was made with a different tokenizer than {tokenizer}")
+        warn(f"this dataset was made with a different tokenizer than {tokenizer}")
     shown = 20 if limit is None and not as_json else limit
     chosen = workers_of(workers, engine, dataset)
     open_valid(dataset, chosen)

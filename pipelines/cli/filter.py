@@ -11,7 +11,7 @@ import click
 
 from rollout_io.cli.layout import layout_option
 from rollout_io.cli.output import emit_json, example, next_command, note, progress_bar
-from schemas.errors import InputError
+from schemas.errors import ConfigError, InputError, count
 
 if TYPE_CHECKING:
     import polars as pl
@@ -37,7 +37,7 @@ WHOLE = click.IntRange(min=0)
 
 
 @click.command("filter", epilog=EXAMPLES)
-@click.argument("dataset", metavar="DS")
+@click.argument("dataset", metavar="DS", type=click.Path())
 @click.option("--out", metavar="DS2", help="Directory of the new dataset.")
 @click.option("--dry-run", is_flag=True, help="Print the report; write nothing.")
 @click.option("--keep-rows", metavar="SQL", help="Keep only matching rows; renumber the steps.")
@@ -120,8 +120,8 @@ def filter_(dataset: str, out: str | None, *, dry_run: bool, as_json: bool, **op
         source.print()
     for line in mixture:
         note(
-            "mixture: {num_groups:,} of {num_groups_before:,} groups of {dataset}, "
-            "{num_trajectories:,} trajectories".format(**line)
+            "mixture: {num_groups:,} of {num_groups_before:,} groups of {dataset}, ".format(**line)
+            + count(line["num_trajectories"], "trajectory")
         )
     if out is not None and not dry_run:
         next_command(f"rollouts stats {out}")
@@ -159,6 +159,11 @@ class _Choices:
     layout: Layout | None
     prefix_names: bool
     outcome: Outcome | None
+
+    def given(self) -> dict[str, Any]:
+        """Return the options that were passed, and the seed."""
+        values = asdict(self).items()
+        return {name: v for name, v in values if v is not None and v is not False and v != ()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -199,8 +204,8 @@ class _Source:
         for verb, counts in {"dropped": self.dropped, "masked": self.masked}.items():
             for name, before, found, groups, gone in counts.rows():
                 note(
-                    f"  {name}: {found:,} of {before:,} trajectories {verb}, "
-                    f"including {gone:,} of {groups:,} groups entirely"
+                    f"  {name}: {found:,} of {count(before, 'trajectory')} {verb}, "
+                    f"including {gone:,} of {count(groups, 'group')} entirely"
                 )
 
 
@@ -213,6 +218,13 @@ def _check_usage(out: str | None, choices: _Choices, *, dry_run: bool) -> None:
         raise click.UsageError("--move-outcome requires --keep-rows.")
     if choices.share and len(choices.share) != 1 + len(choices.mix):
         raise click.UsageError("Pass --share once for DS and once for each --mix, in that order.")
+    if not choices.given().keys() - {"seed"}:
+        message = "rollouts filter: no filter is given"
+        hint = (
+            "pass what to keep or drop: --where 'reward > 0', --drop-zero-variance, --drop-failed, "
+            "--max-tokens N, --sample-groups N; or --mask-overlong, or --mix DS3"
+        )
+        raise ConfigError("filter_given", "rollouts filter", "no filter", "", hint, message=message)
 
 
 def _filters(choices: _Choices) -> list[Filter]:
@@ -303,10 +315,8 @@ def _write(frame: pl.LazyFrame, out: str, sources: Sequence[_Source], choices: _
     from rollout_io.dataset.writer import RolloutWriter
 
     paths = [source.path for source in sources]
-    values = asdict(choices)
-    asked = {name: v for name, v in values.items() if v is not None and v is not False and v != ()}
     found = {path: read_metadata(path) for path in paths}
-    metadata = _common(found, choices.outcome).made("filter", parents=paths, **asked)
+    metadata = _common(found, choices.outcome).made("filter", parents=paths, **choices.given())
     num_rows = frame.select(pl.len()).collect(engine="streaming").item()
     progress = progress_bar(num_rows, " rows", "filter")
     layout = choices.layout or read_layout(sources[0].path)

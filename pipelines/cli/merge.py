@@ -23,7 +23,7 @@ JSON = click.option(
 
 
 @click.command(epilog=example("rollouts merge shop/ --out merged/"))
-@click.argument("dataset", metavar="DS")
+@click.argument("dataset", metavar="DS", type=click.Path())
 @OUT
 @click.option(
     "--rule",
@@ -62,7 +62,7 @@ def merge(
 
 
 @click.command(epilog=example("rollouts unmerge merged/ --out steps/"))
-@click.argument("dataset", metavar="DS")
+@click.argument("dataset", metavar="DS", type=click.Path())
 @OUT
 @layout_option
 @workers_options

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 import time
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from rollout_io.cli.output import emit, example, next_command, note
+from rollout_io.cli.output import emit, example, next_command, note, warn
+from rollout_io.terminal import is_quiet
 from schemas.errors import ConfigError, count
 from schemas.extras import requires_extra
 
@@ -119,6 +119,8 @@ def record(
     URL/s/INSTANCE/REPETITION/end to add the session to DS as a trajectory. Pending sessions are
     kept in DS/.recording, and the next start resumes them. See docs/record.md.
     """
+    import asyncio
+
     from pipelines.origin_guard import is_loopback
     from pipelines.record.settings import RecordSettings
     from schemas.metadata import DatasetMetadata
@@ -133,8 +135,8 @@ def record(
 
         from pipelines.record.serving import serve
     if not is_loopback(host) and settings.admin_key is None:
-        note(
-            f"warning: anyone who can reach {host} can call the engine and write to the dataset; "
+        warn(
+            f"anyone who can reach {host} can call the engine and write to the dataset; "
             "set --admin-key KEY"
         )
     status = _Status()
@@ -177,7 +179,7 @@ def _announce(url: str) -> None:
 
 
 def _warn(text: str) -> None:
-    note(f"warning: {text}")
+    warn(text)
 
 
 class _Status:
@@ -189,7 +191,7 @@ class _Status:
 
     def show(self, recorder: Recorder) -> None:
         """Redraw the line."""
-        if self._is_terminal:
+        if self._is_terminal and not is_quiet():
             click.echo(f"\r\x1b[K{self._text(recorder)}", err=True, nl=False)
 
     def _text(self, recorder: Recorder) -> str:

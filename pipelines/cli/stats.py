@@ -31,7 +31,7 @@ _SECTIONS = {
 @click.command(
     epilog=example("rollouts stats shop/ --model Qwen3-8B/\n  rollouts stats shop/ solvable/")
 )
-@click.argument("datasets", metavar="DS [DS2]", nargs=-1, required=True)
+@click.argument("datasets", metavar="DS [DS2]", nargs=-1, required=True, type=click.Path())
 @click.option(
     "--outcome",
     type=click.Choice(["last", "sum"]),

@@ -14,7 +14,7 @@ import polars as pl
 
 from pipelines.rewards import Fold, Outcome, fold_trajectories, joined_steps
 from pipelines.tables import Frame, as_lazy
-from rollout_io.dataset.conditions import condition_of
+from rollout_io.dataset.conditions import check_columns, condition_of, types_in
 from schemas.errors import ConfigError, InputError
 from schemas.types import with_absent
 
@@ -172,22 +172,26 @@ def check_expression(frame: pl.LazyFrame, expression: pl.Expr, name: str) -> Non
         ConfigError: `known_column` or `condition`.
     """
     schema = frame.collect_schema()
-    for column in expression.meta.root_names():
-        if column not in schema:
-            names = ", ".join(name for name in schema if name != STEPS)
-            hint = f"use one of the columns {names}, or quote a string: '{column}'"
-            got = f"the dataset has no column {column!r}"
-            raise ConfigError("known_column", name, got, hint=hint)
+    known = [column for column in schema if column != STEPS]
+    check_columns(expression, known, name, name.partition(": ")[2] or name)
     # Running it on zero rows finds type errors without touching data.
-    collect(pl.DataFrame(schema=schema).lazy().select(expression), name)
+    types = types_in(expression, schema)
+    collect(pl.DataFrame(schema=schema).lazy().select(expression), name, types)
 
 
-def collect(query: pl.LazyFrame, name: str) -> pl.DataFrame:
-    """Run a query in the streaming engine; report a failing expression as invalid input."""
+def collect(query: pl.LazyFrame, name: str, types: str = "") -> pl.DataFrame:
+    """Run a query in the streaming engine; report a failing expression as invalid input.
+
+    Args:
+        query: Query to run.
+        name: The expression, for the message.
+        types: Columns of the expression with their types, for the message.
+    """
     try:
         return query.collect(engine="streaming")
     except pl.exceptions.PolarsError as error:
         got = f"cannot evaluate the condition: {str(error).strip().splitlines()[0]}"
+        got += f" ({types})" if types else ""
         hint = "check the columns' types: rollouts inspect DS"
         raise ConfigError("condition", name, got, hint=hint) from None
 

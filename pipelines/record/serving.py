@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 from pipelines.record.exact_prefix import ExactPrefix
 from pipelines.record.recorder import Recorder
@@ -31,6 +33,7 @@ from pipelines.generation.engines.http_pool import Limits
 
 _ATTEMPTS, _TIMEOUT_S, _BACKOFF_S, _STOP_S = 5, 3600.0, 0.2, 600
 _STATUS_S = 1.0
+_CONNECT_S = 3.0
 _LOG = logging.getLogger(__name__)
 
 
@@ -179,10 +182,30 @@ async def serve(
         for number_ in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number_, stopped)
         announce(served.url)
+        await asyncio.gather(*(_warn_if_silent(url, tell) for url in settings.upstreams))
         while not stop.is_set():
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stop.wait(), _STATUS_S)
             show(served.recorder)
+
+
+async def _warn_if_silent(url: str, tell: Callable[[str], object]) -> None:
+    """Warn if nothing accepts connections at the URL of an engine."""
+    parts = urlsplit(url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    try:
+        async with asyncio.timeout(_CONNECT_S):
+            _, writer = await asyncio.open_connection(parts.hostname, port)
+    except (OSError, TimeoutError) as error:
+        reason = "timed out" if isinstance(error, TimeoutError) else _reason(error)
+        tell(f"the engine at {url} does not respond: {reason}; calls fail until it is up")
+    else:
+        writer.close()
+
+
+def _reason(error: OSError) -> str:
+    text = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
+    return text.lower()
 
 
 def _exact_prefix(

@@ -9,7 +9,7 @@ import click
 
 from rollout_io.cli.formats import note_failures
 from rollout_io.cli.output import emit_json, example, going_on, next_command, note, progress_bar
-from rollout_io.cli.workers import engine_option
+from rollout_io.cli.workers import num_for, workers_options
 from schemas.errors import count
 
 if TYPE_CHECKING:
@@ -85,10 +85,7 @@ _READS = 2  # every log is read twice: to find its runs, then to convert them
     show_default=True,
     help="Runs that exceeded the context: reward 0, mark as failed, or use as they are.",
 )
-@click.option(
-    "--workers", type=click.IntRange(1), default=1, show_default=True, help="Number of processes."
-)
-@engine_option
+@workers_options
 @click.option(
     "--layout",
     type=click.Choice(["prefix", "full"]),
@@ -115,7 +112,7 @@ def convert(
     timeouts: str,
     overflows: str,
     other_fields: Literal["refuse", "keep", "drop"],
-    workers: int,
+    workers: int | None,
     engine: Engine,
     layout: Literal["prefix", "full"],
     logprobs_mode: Literal["raw", "processed"] | None,
@@ -159,7 +156,11 @@ def convert(
             advance(num_bytes / _READS, num_rows)
 
         done = driver.convert(
-            inputs, out, choices, workers=Workers(workers, engine), progress=progress
+            inputs,
+            out,
+            choices,
+            workers=Workers(workers or num_for(_num_bytes(inputs)), engine),
+            progress=progress,
         )
     if as_json:
         state = {

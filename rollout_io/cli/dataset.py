@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from typing import TYPE_CHECKING
 
 from schemas.errors import InvariantError
@@ -10,6 +12,8 @@ if TYPE_CHECKING:
     import polars as pl
 
     from rollout_io.dataset.parallel import Workers
+
+_LOG = logging.getLogger(__name__)
 
 
 def open_dataset(path: str) -> pl.LazyFrame:
@@ -44,6 +48,7 @@ def open_valid(path: str, workers: Workers | None = None) -> pl.LazyFrame:
     from rollout_io.cli.workers import workers_of
     from rollout_io.dataset.checking import require_valid
 
-    frame = open_dataset(path)
+    frame, start_s = open_dataset(path), time.monotonic()
     require_valid(path, workers or workers_of(None, "local", path))
+    _LOG.debug("%s: checked in %.2f s", path, time.monotonic() - start_s)
     return frame

@@ -26,14 +26,12 @@ FORMATS = {
 
 
 @click.command(epilog=example("rollouts export shop/ --format skyrl --out shop.json"))
-@click.argument("dataset", metavar="DS")
+@click.argument("dataset", metavar="DS", type=click.Path())
 @click.option(
     "--format",
     "format_name",
-    default="skyrl",
-    show_default=True,
     metavar="NAME",
-    help="; ".join(f"{name}: {what}" for name, what in FORMATS.items()) + ".",
+    help="; ".join(f"{name}: {what}" for name, what in FORMATS.items()) + "; required.",
 )
 @click.option("--out", required=True, type=click.Path(), metavar="PATH", help="Output path.")
 @click.option(
@@ -44,8 +42,16 @@ FORMATS = {
     help="What to mask for a failed trajectory (hf keeps all rows).",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
-def export(dataset: str, format_name: str, out: str, failed: Failed, *, as_json: bool) -> None:
+def export(
+    dataset: str, format_name: str | None, out: str, failed: Failed, *, as_json: bool
+) -> None:
     """Export a dataset in another project's format."""
+    if format_name is None:
+        known = "; ".join(f"{name}: {what}" for name, what in FORMATS.items())
+        message = "Missing option: --format"
+        raise ConfigError(
+            "known_format", "--format", "none", hint=f"pass one of {known}", message=message
+        )
     if format_name not in FORMATS:
         near = difflib.get_close_matches(format_name, FORMATS, 1)
         hint = (

@@ -27,7 +27,7 @@ EXAMPLE = example('rollouts inspect shop/ --where "reward > 0" --limit 2')
 
 
 @click.command(epilog=EXAMPLE)
-@click.argument("dataset", metavar="DS")
+@click.argument("dataset", metavar="DS", type=click.Path())
 @click.option("--where", metavar="SQL", help='SQL condition on any column, such as "reward > 0".')
 @click.option("--trajectory", metavar="ID", help="Show this trajectory, such as shop-2_1.")
 @click.option(
@@ -74,9 +74,9 @@ def inspect(
     problem = problem_of(shown, dataset)
     views = view_all(shown if problem is None else sound_rows(shown, problem), decode)
     if problem is not None:
-        note(f"Error: {problem}")
+        click.echo(f"Error: {problem}", err=True)
         note("Trajectories with errors are not shown.")
-        note(f"Hint: run `rollouts validate {dataset}` to list every error")
+        click.echo(f"Hint: run `rollouts validate {dataset}` to list every error", err=True)
     if as_json:
         emit_json([dataclasses.asdict(view) for view in views])
         ctx.exit(int(problem is not None))
@@ -96,16 +96,18 @@ def matching(frame: pl.LazyFrame, where: str | None) -> list[str]:
     Raises:
         ConfigError: The condition is not SQL, refers to an unknown column, or has a type error.
     """
-    from rollout_io.dataset.conditions import condition_of
+    from rollout_io.dataset.conditions import check_columns, condition_of, types_in
     from schemas.types import with_absent
 
+    types = ""
     if where is not None:
         condition = condition_of(where)
-        with _sql_errors(where):
-            frame = with_absent(frame, condition.meta.root_names())
-            _check_columns(condition.meta.root_names(), frame.collect_schema().names(), where)
-            frame = frame.filter(condition)
-    with _sql_errors(where):
+        frame = with_absent(frame, condition.meta.root_names())
+        schema = frame.collect_schema()
+        check_columns(condition, schema.names(), f"--where {where!r}", where)
+        types = types_in(condition, schema)
+        frame = frame.filter(condition)
+    with _sql_errors(where, types):
         ids = frame.select("trajectory_id").unique(maintain_order=True).collect()
     found: list[str] = ids["trajectory_id"].to_list()
     return found
@@ -180,18 +182,8 @@ def load_decoder(path: str) -> Callable[[Sequence[int]], str]:
     return decode
 
 
-def _check_columns(used: Sequence[str], names: Sequence[str], where: str) -> None:
-    for name in used:
-        if name not in names:
-            near = difflib.get_close_matches(name, names, 1)
-            hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(names)}."
-            hint += f" Put text values in quotes: '{name}'"
-            got, place = f"the dataset has no column {name!r}", f"--where {where!r}"
-            raise ConfigError("known_column", place, got, "", hint)
-
-
 @contextmanager
-def _sql_errors(where: str | None) -> Iterator[None]:
+def _sql_errors(where: str | None, types: str) -> Iterator[None]:
     import polars as pl
 
     from rollout_io.dataset.conditions import refused
@@ -201,4 +193,4 @@ def _sql_errors(where: str | None) -> Iterator[None]:
     except pl.exceptions.PolarsError as error:
         if where is None:
             raise
-        raise refused(error, repr(where)) from None
+        raise refused(error, repr(where), types) from None

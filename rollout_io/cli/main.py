@@ -8,18 +8,21 @@ import heavy libraries inside functions.
 
 from __future__ import annotations
 
-import difflib
 import os
 import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from contextvars import copy_context
 from importlib.metadata import EntryPoint, entry_points
 from typing import NoReturn
 
 import click
 
 from rollout_io import __version__
+from rollout_io.cli.common_options import with_common_options
+from rollout_io.cli.output import kept_log
+from rollout_io.cli.usage import UnknownVerbError, explained_usage
 from rollout_io.name_clashes import HiddenPackageError, require_ours
 from schemas.errors import InputError, RolloutError
 from schemas.extras import explained
@@ -63,7 +66,7 @@ class Verbs(click.Group):
             command: click.Command = entry.load()
         except ImportError as error:
             return _unavailable(cmd_name, error)
-        return command
+        return with_common_options(command)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -72,11 +75,9 @@ class Verbs(click.Group):
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError:
-            near = difflib.get_close_matches(args[0], self.list_commands(ctx), 1)
-            if args[0].startswith("-") or not near:
+            if args[0].startswith("-"):
                 raise
-            message = f"No such verb {args[0]!r}. Did you mean {near[0]!r}?"
-            raise click.UsageError(message, ctx) from None
+            raise UnknownVerbError(args[0], self.list_commands(ctx), ctx) from None
 
 
 def _registered() -> dict[str, EntryPoint]:
@@ -101,7 +102,7 @@ Examples:
 
 
 @click.group(cls=Verbs, epilog=EXAMPLE, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(__version__, prog_name="rollouts")
+@click.version_option(__version__, "-V", "--version", prog_name="rollouts")
 def rollouts() -> None:
     """Turn agent logs into exact-token rollout datasets, and train on them.
 
@@ -119,14 +120,21 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
 
 def run(args: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
+    with kept_log():
+        return copy_context().run(_run, args)  # -q ends with the command
+
+
+def _run(args: Sequence[str] | None) -> int:
     try:
         result = rollouts.main(args, prog_name="rollouts", standalone_mode=False)
         sys.stdout.flush()
     except click.exceptions.Abort:
         return 130
-    except click.ClickException as error:
+    except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         return 2
+    except click.ClickException as error:
+        return _report(explained_usage(error), 2)
     except RolloutError as error:
         return _report(error)
     except HiddenPackageError as error:
@@ -142,7 +150,7 @@ def run(args: Sequence[str] | None = None) -> int:
     return result if isinstance(result, int) else 0
 
 
-def _report(error: RolloutError) -> int:
+def _report(error: RolloutError, code: int = 1) -> int:
     from rollout_io.cli.trajectory_text import printable
 
     if _is_debugging():
@@ -150,7 +158,7 @@ def _report(error: RolloutError) -> int:
     click.echo(printable(f"Error: {error}"), err=True)
     if error.hint:
         click.echo(printable(f"Hint: {error.hint}"), err=True)
-    return 1
+    return code
 
 
 def _file_error(error: OSError) -> RolloutError | None:

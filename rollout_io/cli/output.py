@@ -11,7 +11,7 @@ from typing import IO, Any
 
 import click
 
-from rollout_io.terminal import Bar
+from rollout_io.terminal import Bar, is_quiet
 
 
 def example(command: str) -> str:
@@ -30,33 +30,53 @@ def emit_json(value: Any) -> None:
 
 
 def note(text: str) -> None:
-    """Print a message to stderr."""
-    click.echo(text, err=True)
+    """Print a message to stderr, unless -q is given."""
+    if not is_quiet():
+        click.echo(text, err=True)
+
+
+def warn(text: str) -> None:
+    """Print a warning to stderr."""
+    click.echo(f"warning: {text}", err=True)
 
 
 class _ToStderr(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        mark = "warning: " if record.levelno >= logging.WARNING else ""
-        note(f"{mark}{record.getMessage()}")
+        show = warn if record.levelno >= logging.WARNING else note
+        show(record.getMessage())
+
+
+def _loggers() -> list[logging.Logger]:
+    return [logging.getLogger(name) for name in ("schemas", "rollout_io", "pipelines", "trainer")]
+
+
+def show_log(level: int) -> None:
+    """Print the log messages of the packages to stderr from now on, at a level and above."""
+    for logger in _loggers():
+        if any(isinstance(known, _ToStderr) for known in logger.handlers):
+            continue
+        logger.addHandler(_ToStderr())
+        logger.setLevel(level)
+
+
+@contextmanager
+def kept_log() -> Iterator[None]:
+    """Undo changes to the logs of the packages on exit."""
+    states = [(logger, logger.level, list(logger.handlers)) for logger in _loggers()]
+    try:
+        yield
+    finally:
+        for logger, level, handlers in states:
+            logger.setLevel(level)
+            logger.handlers[:] = handlers
 
 
 @contextmanager
 def shown_log() -> Iterator[None]:
     """Print the log messages of the packages to stderr, at level INFO and above."""
-    loggers = [logging.getLogger(name) for name in ("pipelines", "trainer")]
-    if any(isinstance(known, _ToStderr) for known in loggers[0].handlers):
+    with kept_log():
+        show_log(logging.INFO)
         yield
-        return
-    handler, levels = _ToStderr(), [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-            logger.removeHandler(handler)
 
 
 def next_command(command: str) -> None:
@@ -70,7 +90,7 @@ def going_on(how: str) -> Iterator[None]:
     try:
         yield
     except (KeyboardInterrupt, SystemExit):
-        note(f"stopped: {how}")
+        click.echo(f"stopped: {how}", err=True)
         raise
 
 

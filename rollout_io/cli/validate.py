@@ -20,7 +20,7 @@ FIRST_ROWS = 5  # breaches shown per rule
 
 
 @click.command(epilog=example("rollouts validate shop/"))
-@click.argument("dataset", metavar="DS")
+@click.argument("dataset", metavar="DS", type=click.Path())
 @workers_options
 @click.option("--json", "as_json", is_flag=True, help="Print every breach as JSON.")
 @click.pass_context

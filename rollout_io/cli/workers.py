@@ -1,16 +1,21 @@
-"""The options `--workers` and `--engine` of verbs that process shards in parallel."""
+"""The options `--workers` and `--engine` of verbs that work in parallel."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from schemas.errors import count
+
 if TYPE_CHECKING:
     from rollout_io.dataset.parallel import Engine, Workers
 
 _BYTES_PER_PROCESS = 64 << 20  # starting a process takes as long as reading tens of MB
+
+_LOG = logging.getLogger(__name__)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -33,18 +38,27 @@ def workers_options(command: F) -> F:
         "--workers",
         type=click.IntRange(1),
         metavar="N",
-        help="Number of processes, at most one per shard.  [default: based on the dataset size]",
+        help="Number of processes.  [default: based on the amount of data]",
     )
     return option(engine_option(command))
 
 
 def workers_of(num: int | None, engine: Engine, dataset: str) -> Workers:
     """Return the chosen workers; the default number depends on the size of the dataset."""
-    from rollout_io.dataset.parallel import Workers, num_cores
+    from rollout_io.dataset.parallel import Workers
     from rollout_io.dataset.storage import find_shards
 
     shards = find_shards(dataset)
     if num is None:
-        num_bytes = sum(shard.fs.size(shard.path) for shard in shards)
-        num = min(num_cores(), 1 + num_bytes // _BYTES_PER_PROCESS)
-    return Workers(max(1, min(num, len(shards))), engine)
+        num = num_for(sum(shard.fs.size(shard.path) for shard in shards))
+    chosen = Workers(max(1, min(num, len(shards))), engine)
+    processes = count(chosen.num, "process", "es")
+    _LOG.debug("%s: %s, %s (%s)", dataset, count(len(shards), "shard"), processes, engine)
+    return chosen
+
+
+def num_for(num_bytes: int) -> int:
+    """Return the default number of processes for an amount of data."""
+    from rollout_io.dataset.parallel import num_cores
+
+    return min(num_cores(), 1 + num_bytes // _BYTES_PER_PROCESS)

@@ -9,8 +9,10 @@ decides whether the rest is a condition on a row.
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import polars as pl
@@ -84,10 +86,48 @@ def condition_of(condition: str | pl.Expr) -> pl.Expr:
     return condition
 
 
-def refused(error: Exception, where: str) -> ConfigError:
-    """Convert a Polars error to a user error."""
+def refused(error: Exception, where: str, types: str = "") -> ConfigError:
+    """Convert a Polars error to a user error.
+
+    Args:
+        error: What Polars raised.
+        where: The condition.
+        types: Result of `types_in`, to name the columns.
+    """
     got = (str(error).strip() or type(error).__name__).split("\n")[0]
+    if types:
+        got = f"{got.rstrip('.')} ({types})"
     return ConfigError("condition", where, got, "", _HINT)
+
+
+def types_in(condition: pl.Expr, schema: Mapping[str, pl.DataType]) -> str:
+    """List the columns of a condition with their types, for messages: "reward: Float64"."""
+    names = dict.fromkeys(condition.meta.root_names())
+    return ", ".join(f"{name}: {schema[name]}" for name in names if name in schema)
+
+
+def check_columns(condition: pl.Expr, known: Sequence[str], where: str, text: str) -> None:
+    """Check that a table has the columns of a condition.
+
+    Args:
+        condition: The parsed condition.
+        known: Columns of the table.
+        where: Place for the message.
+        text: The condition as the user wrote it.
+
+    Raises:
+        ConfigError: known_column: the error points to the first unknown name in the text.
+    """
+    for name in condition.meta.root_names():
+        if name in known:
+            continue
+        near = difflib.get_close_matches(name, known, 1)
+        hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(known)}."
+        hint += f" Put text values in quotes: '{name}'"
+        found = re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text)
+        place = f" (character {found.start() + 1} of the condition)" if found else ""
+        got = f"the dataset has no column {name!r}{place}"
+        raise ConfigError("known_column", where, got, "", hint)
 
 
 def _check_words(text: str, where: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import sys
 from pathlib import Path
@@ -10,14 +9,23 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rollout_io.cli.output import emit, emit_json, example, going_on, next_command, note, shown_log
+from rollout_io.cli.output import (
+    emit,
+    emit_json,
+    example,
+    going_on,
+    next_command,
+    note,
+    shown_log,
+    warn,
+)
 
 if TYPE_CHECKING:
     from pipelines.generation.run import GenerateResult
 
 
 @click.command(epilog=example("rollouts generate gsm8k.toml --out rollouts/ --set group_size=8"))
-@click.argument("config", metavar="CONFIG.toml")
+@click.argument("config", metavar="CONFIG.toml", type=click.Path())
 @click.option("--out", metavar="DS", help="Dataset to write, or to resume.")
 @click.option(
     "--set",
@@ -36,6 +44,8 @@ def generate(*, config: str, out: str | None, overrides: tuple[str, ...], as_jso
     are kept in the dataset with their error and are not retried. The exit code is 1 if all
     generated trajectories failed.
     """
+    import asyncio
+
     from pipelines.generation.config import load_generate_config
     from pipelines.generation.run import generate as run
     from trainer.engine.open_engine import open_engine
@@ -45,7 +55,7 @@ def generate(*, config: str, out: str | None, overrides: tuple[str, ...], as_jso
     with shown_log(), going_on("complete groups are kept; run the same command again to resume"):
         result = asyncio.run(run(settings, open_engine))
     for warning in result.warnings:
-        note(f"warning: {warning}")
+        warn(warning)
     emit_json(dataclasses.asdict(result)) if as_json else emit(_report(result))
     if result.first_error:
         note(f"first error: {result.first_error}")

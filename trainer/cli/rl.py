@@ -11,6 +11,7 @@ import click
 
 from rollout_io.cli.output import emit, emit_json, example, going_on, next_command, note, shown_log
 from schemas.errors import count
+from trainer.cli.options import algorithm_option
 
 if TYPE_CHECKING:
     from trainer.rl.loop import RlResult
@@ -19,8 +20,10 @@ if TYPE_CHECKING:
 @click.command(
     epilog=example("rollouts rl addition.toml --out run/ --set train.learning_rate=5e-6")
 )
-@click.argument("config", metavar="CONFIG.toml")
+@click.argument("config", metavar="CONFIG.toml", type=click.Path())
 @click.option("--out", metavar="RUN", help="Directory for the run; must be new, unless resumed.")
+@click.option("--lr", type=float, metavar="X", help="Peak learning rate (train.learning_rate).")
+@algorithm_option
 @click.option("--resume", is_flag=True, help="Resume from RUN's latest checkpoint and rollouts.")
 @click.option(
     "--set",
@@ -31,7 +34,14 @@ if TYPE_CHECKING:
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def rl(
-    *, config: str, out: str | None, resume: bool, overrides: tuple[str, ...], as_json: bool
+    *,
+    config: str,
+    out: str | None,
+    lr: float | None,
+    algorithm: str | None,
+    resume: bool,
+    overrides: tuple[str, ...],
+    as_json: bool,
 ) -> int:
     """Train a policy on its own samples: sample groups, update, load the weights, repeat.
 
@@ -49,7 +59,9 @@ def rl(
     from trainer.rl import load_rl_config, run
 
     sys.path.insert(0, str(Path.cwd()))
-    settings = load_rl_config(config, overrides, out=out)
+    options = {"learning_rate": lr, "advantage_estimator": algorithm}
+    chosen = [f"train.{key}={value}" for key, value in options.items() if value is not None]
+    settings = load_rl_config(config, [*chosen, *overrides], out=out)
     how = "finished work is kept; run the same command with --resume to continue"
     with shown_log(), going_on(how):
         result = run(settings, resume=resume)

@@ -11,16 +11,18 @@ import click
 
 from rollout_io.cli.output import emit, emit_json, example, going_on, note, shown_log
 from schemas.errors import RolloutError, count
+from trainer.cli.options import algorithm_option
 from trainer.reports.dry_run_report import plan_numbers, plan_text
 
 if TYPE_CHECKING:
+    from trainer.config.train_config import TrainConfig
     from trainer.run.loop import TrainResult
 
-EXAMPLE = "rollouts train shop/ --model smollm2/ --out run/ --set learning_rate=1e-5"
+EXAMPLE = "rollouts train shop/ --model smollm2/ --out run/ --lr 1e-5 --set groups_per_batch=16"
 
 
 @click.command(epilog=example(EXAMPLE))
-@click.argument("dataset")
+@click.argument("dataset", metavar="DS", type=click.Path())
 @click.option("--model", required=True, metavar="DIR", help="Hugging Face model directory.")
 @click.option(
     "--out",
@@ -28,7 +30,12 @@ EXAMPLE = "rollouts train shop/ --model smollm2/ --out run/ --set learning_rate=
     metavar="RUN",
     help="Directory for the run; must be new, unless resumed.",
 )
-@click.option("--config", metavar="F.toml", help="Configuration file.")
+@click.option("--config", metavar="F.toml", type=click.Path(), help="Configuration file.")
+@click.option("--lr", type=float, metavar="X", help="Peak learning rate (learning_rate).")
+@click.option(
+    "--max-updates", type=int, metavar="N", help="Maximum number of optimizer steps (max_updates)."
+)
+@algorithm_option
 @click.option(
     "--set",
     "overrides",
@@ -37,6 +44,9 @@ EXAMPLE = "rollouts train shop/ --model smollm2/ --out run/ --set learning_rate=
     help="Override one key of the configuration (docs/training.md); may be repeated.",
 )
 @click.option("--resume", is_flag=True, help="Resume from RUN's latest checkpoint.")
+@click.option(
+    "--show-config", is_flag=True, help="Print the resolved configuration as TOML, and exit."
+)
 @click.option(
     "--dry-run",
     is_flag=True,
@@ -49,8 +59,12 @@ def train(
     model: str,
     out: str,
     config: str | None,
+    lr: float | None,
+    max_updates: int | None,
+    algorithm: str | None,
     overrides: tuple[str, ...],
     resume: bool,
+    show_config: bool,
     dry_run: bool,
     as_json: bool,
 ) -> int:
@@ -58,7 +72,7 @@ def train(
 
     Writes RUN/config.json, RUN/metrics.jsonl and RUN/checkpoints/global_step_N/, a model directory
     that Transformers can load. --resume continues a stopped run as if it had never been
-    interrupted.
+    interrupted. Options override the file, and --set overrides options.
     """
     from schemas.extras import requires_extra
     from trainer.config.train_config import load_config
@@ -66,7 +80,18 @@ def train(
 
     sys.path.append(str(Path.cwd()))  # for user functions; last, so that it shadows no module
     try:
-        settings = load_config(config, overrides, dataset=dataset, model=model, out=out)
+        settings = load_config(
+            config,
+            overrides,
+            dataset=dataset,
+            model=model,
+            out=out,
+            learning_rate=lr,
+            max_updates=max_updates,
+            advantage_estimator=algorithm,
+        )
+        if show_config:
+            return _show(settings)
         with requires_extra("train", "rollouts train"):
             from trainer.reports import dry_run as report
             from trainer.run import loop
@@ -93,7 +118,7 @@ def train(
 
 
 @click.command(epilog=example("rollouts plot runs/a runs/b --metric return_mean --out curves.png"))
-@click.argument("runs", metavar="RUN...", nargs=-1, required=True)
+@click.argument("runs", metavar="RUN...", nargs=-1, required=True, type=click.Path())
 @click.option(
     "--out",
     default="curves.png",
@@ -114,6 +139,17 @@ def plot(*, runs: tuple[str, ...], out: str, metrics: tuple[str, ...]) -> None:
 
     drawn = plot_runs([Path(run) for run in runs], Path(out), metrics)
     note(f"{', '.join(drawn)} -> {out}")
+
+
+def _show(settings: TrainConfig) -> int:
+    from rollout_io.configuration import to_toml
+    from trainer.config.resolved import resolved
+    from trainer.distributed.processes import is_main
+
+    values = dataclasses.asdict(resolved(settings))
+    if is_main():
+        emit(to_toml(values))
+    return 0
 
 
 def _report(result: TrainResult, *, left_out: bool) -> str:

@@ -220,14 +220,15 @@ def _contradictions(c: TrainConfig) -> Iterator[tuple[str, str, str]]:
 
 
 def load_config(
-    toml_path: str | Path | None, overrides: Sequence[str], **options: str
+    toml_path: str | Path | None, overrides: Sequence[str], **options: str | float | None
 ) -> TrainConfig:
     """Read a configuration with `rollout_io.configuration.load_record`.
 
     Args:
         toml_path: TOML file with top-level keys, or None.
         overrides: `key=value` strings, which override file and options.
-        options: Values by key, which override the file: `dataset`, `model`, `out`.
+        options: Values by key, which override the file: `dataset`, `model`, `out` and others; None
+            if not given.
 
     Raises:
         InputError: If the file is unreadable.

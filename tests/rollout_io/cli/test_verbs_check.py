@@ -24,7 +24,7 @@ ERRORS = [name for name, rule in RULES.items() if rule.severity == "error"]
 WRITING = {
     "merge": ["--out"],
     "unmerge": ["--out"],
-    "filter": ["--seed", "0", "--out"],
+    "filter": ["--drop-unknown", "--out"],
     "export-skyrl": ["--format", "skyrl", "--out"],
     "export-trl": ["--format", "trl", "--out"],
     "export-verl": ["--format", "verl", "--out"],
@@ -37,7 +37,7 @@ READING = {
     "stats": [],
     "drift": [],
     "inspect": ["--limit", "1000"],
-    "filter": ["--dry-run"],
+    "filter": ["--drop-unknown", "--dry-run"],
 }
 PARALLEL = ("merge", "unmerge", "validate", "stats", "drift")
 

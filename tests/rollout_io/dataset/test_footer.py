@@ -257,7 +257,7 @@ def test_lists_of_every_variant_are_read_as_plain_ones_by_every_verb(variant, tm
         ["stats", dataset],
         ["drift", dataset],
         ["inspect", dataset],
-        ["filter", dataset, "--out", f"{dataset}-filtered"],
+        ["filter", dataset, "--min-steps", "1", "--out", f"{dataset}-filtered"],
         ["merge", dataset, "--out", f"{dataset}-merged"],
         ["unmerge", f"{dataset}-merged", "--out", f"{dataset}-back"],
         ["export", dataset, "--format", "hf", "--out", f"{dataset}-hf"],

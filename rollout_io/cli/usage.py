@@ -1,0 +1,92 @@
+"""Errors in the use of a verb, in the style of all other errors."""
+
+from __future__ import annotations
+
+import difflib
+
+import click
+
+from schemas.errors import ConfigError
+
+_KINDS = {
+    "integer range": "a whole number",
+    "integer": "a whole number",
+    "float range": "a number",
+    "float": "a number",
+}
+"""Names of click's types, in words."""
+
+
+class UnknownVerbError(click.UsageError):
+    """A verb that no package registers.
+
+    Args:
+        name: The mistyped verb.
+        known: All verbs.
+        ctx: Context of the group.
+    """
+
+    def __init__(self, name: str, known: list[str], ctx: click.Context) -> None:
+        super().__init__(f"unknown verb {name!r}", ctx)
+        near = difflib.get_close_matches(name, known, 1)
+        self.hint = f"did you mean {near[0]}?" if near else "run `rollouts --help` for the verbs"
+
+
+def explained_usage(error: click.ClickException) -> ConfigError:
+    """Return the error to report for a usage error of click."""
+    ctx = getattr(error, "ctx", None)
+    command = ctx.command_path if ctx is not None else "rollouts"
+    return ConfigError("usage", command, _found(error), "", _hint(error, ctx))
+
+
+def _found(error: click.ClickException) -> str:
+    """Describe what is wrong, without click's capital letter."""
+    if isinstance(error, click.NoSuchOption):
+        return f"unknown option {error.option_name}"
+    if isinstance(error, click.MissingParameter) and error.param is not None:
+        kind = "option" if isinstance(error.param, click.Option) else "argument"
+        return f"missing {kind} {_name(error.param, error.ctx)}"
+    text = error.message
+    for kind, words in _KINDS.items():
+        text = text.replace(f"is not a valid {kind}.", f"is not {words}.")
+    if isinstance(error, click.BadParameter) and error.param is not None:
+        return f"{_name(error.param, error.ctx)}: {text}"
+    return text[:1].lower() + text[1:] if not text.startswith("-") else text
+
+
+def _hint(error: click.ClickException, ctx: click.Context | None) -> str:
+    if isinstance(error, UnknownVerbError):
+        return error.hint
+    if ctx is None:
+        return "run `rollouts --help`"
+    if isinstance(error, click.NoSuchOption):
+        known = [name for param in ctx.command.params for name in param.opts]
+        near = difflib.get_close_matches(error.option_name, known, 1) or error.possibilities
+        if near:
+            return f"did you mean {next(iter(near))}?"
+    if isinstance(error, click.MissingParameter) and isinstance(error.param, click.Option):
+        name = _name(error.param, ctx)
+        text = f"pass {name} {error.param.make_metavar(ctx)}"
+        return f"{text} ({error.param.help.rstrip('.')})" if error.param.help else text
+    if isinstance(error, click.BadParameter) and isinstance(error.param, click.Option):
+        return _value_hint(error, error.param, ctx)
+    usage = " ".join([ctx.command_path, *ctx.command.collect_usage_pieces(ctx)])
+    return f"write `{usage}`; `{ctx.command_path} --help` lists the options"
+
+
+def _value_hint(error: click.BadParameter, option: click.Option, ctx: click.Context) -> str:
+    """Suggest a value of an option: the closest choice, or what its help says."""
+    name = _name(option, ctx)
+    if isinstance(option.type, click.Choice):
+        given = error.message.split("'")[1:2]
+        near = difflib.get_close_matches(given[0], option.type.choices, 1) if given else []
+        if near:
+            return f"did you mean {name} {near[0]}?"
+        return f"pass one of {', '.join(option.type.choices)}"
+    return f"pass {name} {option.make_metavar(ctx)}; see `{ctx.command_path} --help`"
+
+
+def _name(param: click.Parameter, ctx: click.Context | None) -> str:
+    if isinstance(param, click.Option):
+        return max(param.opts, key=len)
+    return param.make_metavar(ctx or click.Context(click.Command("rollouts")))

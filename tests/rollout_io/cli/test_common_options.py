@@ -1,0 +1,86 @@
+"""Options that every verb has, and completion in bash."""
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rollout_io.cli.main import ORDER, rollouts, run
+from rollout_io.terminal import is_quiet
+from tests.conftest import EXAMPLES
+
+SHOP = str(EXAMPLES / "shop.calls.jsonl")
+WITHOUT_OUT = {"formats", "templates", "validate", "inspect", "stats", "drift"}
+
+
+@pytest.mark.parametrize("verb", ORDER)
+def test_every_verb_has_the_common_options(verb):
+    context = rollouts.make_context("rollouts", [], resilient_parsing=True)
+    command = rollouts.get_command(context, verb)
+    assert command is rollouts.get_command(context, verb)
+    names = [name for param in command.params for name in param.opts]
+    assert len(names) == len(set(names))
+    assert {"-q", "--quiet", "-v", "--verbose"} <= set(names)
+    assert ("-o" in names) == ("--out" in names) == (verb not in WITHOUT_OUT)
+
+
+def test_quiet_hides_notes_and_keeps_errors(tmp_path, capsys):
+    assert run(["convert", SHOP, "-o", str(tmp_path / "ds"), "-q"]) == 0
+    assert capsys.readouterr() == ("", "")
+    assert run(["stats", str(tmp_path / "ds"), "--quiet"]) == 0
+    printed = capsys.readouterr()
+    assert "205 rows" in printed.out
+    assert printed.err == ""
+    assert run(["stats", str(tmp_path / "nowhere"), "-q"]) == 1
+    assert "[dataset_exists]" in capsys.readouterr().err
+    assert run(["stats", "-q"]) == 2
+    assert not is_quiet()
+    assert run(["stats", str(tmp_path / "ds")]) == 0
+    assert "--all" in capsys.readouterr().err
+
+
+def test_verbose_prints_debug_messages(tmp_path, capsys):
+    assert run(["convert", SHOP, "-o", str(tmp_path / "ds"), "-q"]) == 0
+    assert run(["stats", str(tmp_path / "ds"), "-v"]) == 0
+    assert "1 shard, 1 process (local)" in capsys.readouterr().err
+    assert run(["stats", str(tmp_path / "ds")]) == 0
+    assert "1 shard" not in capsys.readouterr().err
+    assert not logging.getLogger("rollout_io").handlers
+
+
+def test_short_version(capsys):
+    assert run(["-V"]) == run(["--version"]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("rollouts st", "plain,stats"),
+        ("rollouts stats --js", "plain,--json"),
+        ("rollouts convert logs/ --on-error s", "plain,skip"),
+        ("rollouts stats runs/s", "file,runs/s"),
+    ],
+)
+def test_bash_completes_verbs_options_values_and_paths(words, expected):
+    position = str(len(words.split()) - 1)
+    complete = {"COMP_WORDS": words, "COMP_CWORD": position, "_ROLLOUTS_COMPLETE": "bash_complete"}
+    command = [sys.executable, "-c", "from rollout_io.cli.main import main; main()"]
+    done = subprocess.run(
+        command, env=os.environ | complete, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines() == [expected]
+
+
+def test_bash_can_source_the_completion():
+    command = [sys.executable, "-c", "from rollout_io.cli.main import main; main()"]
+    env = os.environ | {"_ROLLOUTS_COMPLETE": "bash_source"}
+    script = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
+    done = subprocess.run(["bash", "-n"], input=script, text=True, check=True, capture_output=True)
+    assert (done.stdout, done.stderr) == ("", "")
+    assert "_ROLLOUTS_COMPLETE=bash_complete" in script
+    assert 'eval "$(_ROLLOUTS_COMPLETE=bash_source rollouts)"' in Path("README.md").read_text()

@@ -1,0 +1,91 @@
+"""Training keys as options of the verbs, and the configuration as TOML."""
+
+import tomllib
+
+import pytest
+
+from rollout_io.cli.main import run
+from rollout_io.configuration import to_toml
+from trainer.config.resolved import resolved
+from trainer.config.train_config import load_config
+
+OPTIONS = ["--lr", "2e-5", "--max-updates", "3", "--algorithm", "rloo"]
+
+
+def shown(capsys, *arguments):
+    assert run(["train", *arguments, "--show-config"]) == 0
+    return capsys.readouterr().out
+
+
+def test_show_config_prints_toml_that_gives_the_same_configuration(shop_dataset, tmp_path, capsys):
+    own = ["--set", "trackers=['tensorboard']"]
+    arguments = [str(shop_dataset), "--model", "m", "-o", str(tmp_path / "run"), *own, *OPTIONS]
+    text = shown(capsys, *arguments)
+    (tmp_path / "again.toml").write_text(text)
+    again = load_config(tmp_path / "again.toml", [])
+    assert (again.learning_rate, again.max_updates, again.advantage_estimator) == (2e-5, 3, "rloo")
+    assert (again.outcome, again.merge_rule, again.max_row_tokens) == ("last", "lineage", None)
+    assert again == resolved(again)
+    assert not (tmp_path / "run").exists()
+
+
+def test_options_override_the_file_and_set_overrides_options(shop_dataset, tmp_path, capsys):
+    (tmp_path / "f.toml").write_text("learning_rate = 1.0\nmax_updates = 9\n")
+    arguments = [str(shop_dataset), "--model", "m", "--out", "o", "--config", tmp_path / "f.toml"]
+    arguments = [*map(str, arguments), "--lr", "0.5"]
+    found = tomllib.loads(shown(capsys, *arguments))
+    assert (found["learning_rate"], found["max_updates"]) == (0.5, 9)
+    found = tomllib.loads(shown(capsys, *arguments, "--set", "learning_rate=0.25"))
+    assert found["learning_rate"] == 0.25
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--algorithm", "grop"], "did you mean `grpo`?"),
+        (["--lr", "-1"], "learning_rate"),
+        (["--max-updates", "0"], "max_updates"),
+    ],
+)
+def test_a_wrong_value_of_an_option_names_the_key(shop_dataset, capsys, arguments, text):
+    command = ["train", str(shop_dataset), "--model", "m", "--out", "o", "--show-config"]
+    assert run([*command, *arguments]) == 1
+    printed = capsys.readouterr()
+    assert text in printed.err
+    assert "[config_value]" in printed.err
+    assert printed.out == ""
+
+
+def test_options_of_rl_set_keys_of_its_table(tmp_path, monkeypatch):
+    import trainer.rl as rl
+
+    seen = []
+
+    class Stop(Exception):
+        pass
+
+    def stop(settings, **_):
+        seen.append(settings.training)
+        raise Stop
+
+    monkeypatch.setattr(rl, "run", stop)
+    (tmp_path / "t.jsonl").write_text("")
+    config = tmp_path / "rl.toml"
+    config.write_text(
+        f'model = "m"\ntasks = "{tmp_path}/t.jsonl"\nnum_iterations = 1\n'
+        '[generate]\nenvironment = "gsm8k"\ngroup_size = 4\n'
+    )
+    command = ["rl", str(config), "--out", str(tmp_path / "run"), "--lr", "2e-5"]
+    assert run([*command, "--algorithm", "rloo"]) == 2
+    assert (seen[0].learning_rate, seen[0].advantage_estimator) == (2e-5, "rloo")
+
+
+def test_toml_has_every_kind_of_value():
+    values = {
+        "text": 'a "b"\n\u00e9\u0000',
+        "table": {"a b": [1, {"c": None}]},
+        "on": True,
+        "x": 1e-6,
+    }
+    found = tomllib.loads(to_toml(values))
+    assert found == values | {"table": {"a b": [1, {"c": "none"}]}}

@@ -1,0 +1,10 @@
+"""Options that several verbs of this package share."""
+
+import click
+
+algorithm_option = click.option(
+    "--algorithm",
+    metavar="NAME",
+    help="Advantage estimator: grpo, rloo, maxrl, reinforce++, gae, or your module:function "
+    "(advantage_estimator).",
+)
