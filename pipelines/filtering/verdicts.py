@@ -173,7 +173,8 @@ def check_expression(frame: pl.LazyFrame, expression: pl.Expr, name: str) -> Non
     """
     schema = frame.collect_schema()
     known = [column for column in schema if column != STEPS]
-    check_columns(expression, known, name, name.partition(": ")[2] or name)
+    used = [column for column in expression.meta.root_names() if column != STEPS]
+    check_columns(used, known, name, name.partition(": ")[2] or name)
     # Running it on zero rows finds type errors without touching data.
     types = types_in(expression, schema)
     collect(pl.DataFrame(schema=schema).lazy().select(expression), name, types)

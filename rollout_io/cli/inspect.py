@@ -104,7 +104,7 @@ def matching(frame: pl.LazyFrame, where: str | None) -> list[str]:
         condition = condition_of(where)
         frame = with_absent(frame, condition.meta.root_names())
         schema = frame.collect_schema()
-        check_columns(condition, schema.names(), f"--where {where!r}", where)
+        check_columns(condition.meta.root_names(), schema.names(), f"--where {where!r}", where)
         types = types_in(condition, schema)
         frame = frame.filter(condition)
     with _sql_errors(where, types):

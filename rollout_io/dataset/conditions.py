@@ -106,11 +106,11 @@ def types_in(condition: pl.Expr, schema: Mapping[str, pl.DataType]) -> str:
     return ", ".join(f"{name}: {schema[name]}" for name in names if name in schema)
 
 
-def check_columns(condition: pl.Expr, known: Sequence[str], where: str, text: str) -> None:
+def check_columns(used: Sequence[str], known: Sequence[str], where: str, text: str) -> None:
     """Check that a table has the columns of a condition.
 
     Args:
-        condition: The parsed condition.
+        used: Columns that the condition reads.
         known: Columns of the table.
         where: Place for the message.
         text: The condition as the user wrote it.
@@ -118,7 +118,7 @@ def check_columns(condition: pl.Expr, known: Sequence[str], where: str, text: st
     Raises:
         ConfigError: known_column: the error points to the first unknown name in the text.
     """
-    for name in condition.meta.root_names():
+    for name in used:
         if name in known:
             continue
         near = difflib.get_close_matches(name, known, 1)

@@ -85,6 +85,9 @@ def test_convert_counts_calls_failures_and_unknown_rewards(tmp_path: Path, capsy
     assert run(args) == 0
     assert json.loads(capsys.readouterr().out) == {
         "format": "calls",
+        "formats": {"calls": 5},
+        "num_left": 0,
+        "left": [],
         "num_records": len(calls),
         "num_written": len(calls),
         "num_rejected": 0,
