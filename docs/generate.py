@@ -95,7 +95,10 @@ def training_page() -> str:
     metrics = "\n".join(f"| `{n}` | {m.unit} | {m.meaning} |" for n, m in METRICS.items())
     return f"""# Training
 
-`rollouts train DS --model DIR --out RUN [--config F.toml] [--set key=value]...`
+`rollouts train DS --model DIR --out RUN [--config F.toml] [--lr X] [--max-updates N] [--algorithm NAME] [--set key=value]...`
+
+The options override the file, and `--set` overrides both. `--show-config` prints the resolved configuration as TOML, which
+`--config` reads back.
 
 Train a policy on a rollout dataset. DS may be local or any fsspec URL (`s3://...`); RUN is a local directory.
 
