@@ -88,6 +88,7 @@ def test_convert_counts_calls_failures_and_unknown_rewards(tmp_path: Path, capsy
         "formats": {"calls": 5},
         "num_left": 0,
         "left": [],
+        "reasons": [],
         "num_records": len(calls),
         "num_written": len(calls),
         "num_rejected": 0,
