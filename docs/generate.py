@@ -237,7 +237,7 @@ The critic's learning rate follows the same schedule. Skipped mini-batches do no
 
 ## LoRA
 
-`lora_rank = 16` trains adapters in the policy's linear layers instead of its weights (`pip install "rollout-io[lora]"`). Only the
+`lora_rank = 16` trains adapters in the policy's linear layers instead of its weights. Only the
 adapters have optimizer state, and the reference model of a KL term is the same model with its adapters disabled, unless
 `reference_model` names a different one. Use about ten times the learning rate of full training. In mixture-of-experts models, only
 attention layers get adapters; experts and routers are frozen. The critic of gae is always fully trained.

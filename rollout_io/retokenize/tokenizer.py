@@ -229,7 +229,7 @@ def _without_template(where: str) -> InputError:
 
 
 def _load(where: str) -> Any:
-    with requires_extra("retokenize", where):
+    with requires_extra("text", where):
         from transformers import AutoTokenizer
     hint = "check that the directory contains tokenizer.json and tokenizer_config.json"
     try:

@@ -59,7 +59,7 @@ def add_adapter(policy: Policy, adapter: AdapterSettings, path: Path | None = No
         ConfigError: If `lora_target_modules` does not name linear layers of the decoder.
         InputError: If the adapter cannot be read, or belongs to a different model.
     """
-    with requires_extra("lora", "lora_rank"):
+    with requires_extra("train", "lora_rank"):
         import peft
     names = linear_layers(policy.model)
     settings = peft.LoraConfig(

@@ -291,4 +291,4 @@ def test_a_missing_peft_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(RolloutError, match="extra_installed") as error:
         adapted_policy()
-    assert error.value.hint == 'pip install "rollout-io[lora]"'
+    assert error.value.hint == 'pip install "rollout-io[train]"'
