@@ -77,6 +77,7 @@ def train(
     from schemas.extras import requires_extra
     from trainer.config.train_config import load_config
     from trainer.distributed.processes import is_main
+    from trainer.models.directory import check_model_directory
 
     sys.path.append(str(Path.cwd()))  # for user functions; last, so that it shadows no module
     try:
@@ -92,6 +93,8 @@ def train(
         )
         if show_config:
             return _show(settings)
+        if not resume:
+            check_model_directory(settings.model)  # before torch is imported, which takes seconds
         with requires_extra("train", "rollouts train"):
             from trainer.reports import dry_run as report
             from trainer.run import loop

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import re
 import sys
 from functools import partial
-from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
@@ -21,6 +19,7 @@ from transformers.utils import logging
 from schemas.errors import ConfigError, InputError
 from trainer.batches.forest import Forest, RowLimit
 from trainer.models.attention import forest_mask, use_chain_attention
+from trainer.models.directory import check_model_directory
 from trainer.models.logprob_head import target_logprobs
 from trainer.models.rotary import fix_frequencies
 from trainer.models.router_replay import make_replayable, replayed, same_routes
@@ -148,8 +147,7 @@ def load_policy(
             without remote code; if its layers ignore a forest's attention mask; if the policy does
             not reproduce the model's log-probabilities.
     """
-    if not (Path(path) / "config.json").is_file():
-        raise _no_model_directory(path)
+    check_model_directory(path)
     if not sys.stderr.isatty():
         logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
@@ -178,15 +176,6 @@ def load_policy(
     )
     check_policy(policy, path, trees=trees)
     return policy
-
-
-def _no_model_directory(path: str) -> InputError:
-    got, hint = "config.json is missing from this model directory", None
-    if not Path(path).is_dir():
-        got = "the model directory does not exist"
-        name = path if re.fullmatch(r"\w[\w.-]*/[\w.-]+", path) else "ORG/NAME"
-        hint = f"download the model: `hf download {name} --local-dir DIR`, then pass DIR"
-    return InputError("model_directory", path, got, hint=hint)
 
 
 def _check_weights(loading: Any, path: str) -> None:

@@ -53,9 +53,9 @@ def plot_runs(runs: Sequence[Path], out: Path, metrics: Sequence[str] = ()) -> l
         ConfigError: If matplotlib does not support the format.
         MissingExtra: If matplotlib is not installed.
     """
-    figures, ticks = _matplotlib(out)
     lines = {name: read_metrics(path) for name, path in _names(runs).items()}
     chosen = _chosen(lines, metrics)
+    figures, ticks = _matplotlib(out)
     columns = 1 if len(chosen) == 1 else 2 if len(chosen) <= 4 else 3
     num_rows = math.ceil(len(chosen) / columns)
     figure = figures.Figure(figsize=(4.6 * columns, 2.9 * num_rows + 0.4), layout="constrained")

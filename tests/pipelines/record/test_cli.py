@@ -1,6 +1,12 @@
+import asyncio
+import socket
+
 import pytest
 
+from pipelines.record.serving import serve
+from pipelines.record.settings import RecordSettings
 from rollout_io.cli.main import run
+from schemas.metadata import DatasetMetadata
 
 
 def test_the_verb_says_what_is_missing_or_wrong(capsys, tmp_path):
@@ -25,3 +31,34 @@ def test_an_address_that_cannot_be_listened_on_is_an_error(capsys, tmp_path, hos
     said = capsys.readouterr().err
     assert f"{host}:8100" in said
     assert "--admin-key" in said
+
+
+def test_the_start_warns_of_engines_that_do_not_respond(tmp_path):
+    told, urls = [], []
+
+    async def start(upstreams):
+        settings = RecordSettings(upstreams=upstreams, out=str(tmp_path / "ds"))
+        ready = asyncio.Event()
+        serving = serve(
+            settings,
+            host="127.0.0.1",
+            port=0,
+            metadata=DatasetMetadata(),
+            announce=urls.append,
+            show=lambda _: ready.set(),
+            tell=told.append,
+        )
+        task = asyncio.create_task(serving)
+        await asyncio.wait_for(ready.wait(), 30)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    with socket.socket() as engine, socket.socket() as closed:
+        engine.bind(("127.0.0.1", 0))
+        engine.listen()
+        closed.bind(("127.0.0.1", 0))
+        silent = f"http://127.0.0.1:{closed.getsockname()[1]}/v1"
+        asyncio.run(start((f"http://127.0.0.1:{engine.getsockname()[1]}/v1", silent)))
+    assert len(urls) == 1
+    reason = "connection refused; calls fail until it is up"
+    assert told == [f"the engine at {silent} does not respond: {reason}"]
