@@ -17,12 +17,12 @@ require_ours("pipelines")
 from schemas.errors import RolloutError  # noqa: E402, F401
 from schemas.extras import requires_extra  # noqa: E402
 from schemas.lazy import exports  # noqa: E402
-from trainer.config.train_config import TrainConfig, load_config  # noqa: E402
 
 if TYPE_CHECKING:
     from trainer.algorithms.advantages.token import CriticAdvantages
     from trainer.algorithms.losses.policy import TokenLoss
     from trainer.algorithms.protocols import AdvantageEstimator, LossReduction, PolicyLoss
+    from trainer.config.train_config import TrainConfig, load_config
     from trainer.reports.dry_run import DryRun
     from trainer.run.loop import TrainResult
 
@@ -41,6 +41,7 @@ __all__ = [
 _MODULES = {
     "trainer.algorithms.advantages.token": ("CriticAdvantages",),
     "trainer.algorithms.losses.policy": ("TokenLoss",),
+    "trainer.config.train_config": ("TrainConfig", "load_config"),
     "trainer.algorithms.protocols": ("AdvantageEstimator", "LossReduction", "PolicyLoss"),
 }
 __getattr__ = exports(__name__, _MODULES)

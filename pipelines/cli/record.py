@@ -207,8 +207,8 @@ class _Status:
             count(recorder.sessions.num_open, "open session"),
             f"{(calls - before_calls) / elapsed_s:,.1f} calls/s",
             f"{(tokens - before_tokens) / elapsed_s:,.0f} tokens/s",
-            f"{number(metrics.drifts):,.0f} drifts",
-            f"{recorder.sessions.num_written:,} trajectories",
+            count(int(number(metrics.drifts)), "drift"),
+            count(recorder.sessions.num_written, "trajectory"),
         ]
         if unrecorded := number(metrics.unrecorded):
             parts.append(f"{unrecorded:,.0f} UNRECORDED")

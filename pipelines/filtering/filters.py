@@ -21,6 +21,7 @@ import polars as pl
 
 from pipelines.filtering.verdicts import STEPS, Filter, holds
 from pipelines.rewards import Fold, are_equal
+from schemas.errors import count
 from schemas.ragged import Ragged
 from schemas.types import as_table
 
@@ -164,7 +165,9 @@ def overlong(stop_reasons: Collection[str] = RAN_OUT_OF_TOKENS) -> Filter:
 def first_groups(num_groups: int) -> Filter:
     """Keep the first `num_groups` groups in order of appearance, or all if there are fewer."""
     appears = pl.col("position").min().over(_GROUP)
-    return Filter(name=f"first {num_groups} groups", drops=appears.rank("dense") > num_groups)
+    return Filter(
+        name=f"first {count(num_groups, 'group')}", drops=appears.rank("dense") > num_groups
+    )
 
 
 def sample_groups(num_groups: int, seed: int = 0) -> Filter:
@@ -178,7 +181,7 @@ def sample_groups(num_groups: int, seed: int = 0) -> Filter:
         return pl.Series(ids.name, [lot(text, seed) for text in ids], dtype=pl.UInt64)
 
     drawn = pl.col(_GROUP).map_batches(lots, return_dtype=pl.UInt64, is_elementwise=True)
-    name = f"sample of {num_groups} groups"
+    name = f"sample of {count(num_groups, 'group')}"
     return Filter(name=name, drops=drawn.rank("dense") > num_groups)
 
 

@@ -7,7 +7,7 @@ import polars as pl
 from pipelines.filtering.verdicts import check_expression, collect, holds
 from pipelines.rewards import Outcome, place_outcomes, trajectory_returns
 from pipelines.tables import Frame, as_lazy
-from schemas.errors import InputError, InvariantError, first_of
+from schemas.errors import InputError, InvariantError, count, first_of
 from schemas.types import with_absent
 
 _ROW = ("trajectory_id", "step_index")
@@ -54,7 +54,7 @@ def keep_rows(
     kept = index_rows(frame, condition)
     counts = count_rows(kept)
     if counts["num_rows_before"] and counts["num_rows_before"] == counts["num_rows_dropped"]:
-        got = f"no row is left: kept 0 of {counts['num_rows_before']:,} rows"
+        got = f"no row is left: kept 0 of {count(counts['num_rows_before'], 'row')}"
         raise InputError("nothing_left", str(condition), got)
     rows = renumber(frame, kept)
     returns = trajectory_returns(frame, outcome).collect(engine="streaming")

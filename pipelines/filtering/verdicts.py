@@ -15,7 +15,7 @@ import polars as pl
 from pipelines.rewards import Fold, Outcome, fold_trajectories, joined_steps
 from pipelines.tables import Frame, as_lazy
 from rollout_io.dataset.conditions import check_columns, condition_of, types_in
-from schemas.errors import ConfigError, InputError
+from schemas.errors import ConfigError, InputError, count
 from schemas.types import with_absent
 
 STEPS = "joined steps"
@@ -160,7 +160,7 @@ def refuse_nothing(verdicts: pl.DataFrame, counts: pl.DataFrame, where: str) -> 
     lines = counts.filter(pl.col("num_trajectories_dropped") > 0)
     found = lines.select("filter", "num_trajectories_dropped").rows()
     why = "; ".join(f"{name}: {number} dropped" for name, number in found)
-    got = f"no trajectory is left: kept 0 of {len(verdicts)} trajectories ({why})"
+    got = f"no trajectory is left: kept 0 of {count(len(verdicts), 'trajectory')} ({why})"
     hint = "loosen the filter that dropped the most, or inspect the data: rollouts stats DS"
     raise InputError("nothing_left", where, got, hint=hint)
 

@@ -18,6 +18,7 @@ from pipelines.generation.generator import Generator, open_calls
 from pipelines.generation.tasks import Task, read_tasks
 from rollout_io.retokenize.tokenizer import load_tokenizer
 from rollout_io.terminal import Bar
+from schemas.errors import count
 from schemas.metadata import Outcome
 from schemas.ragged import list_lengths
 
@@ -137,7 +138,7 @@ class Progress(AbstractContextManager["Progress"]):
             is_last or time.monotonic() - self._said_s > _SECONDS_A_LINE
         ):
             self._said_s = time.monotonic()
-            done = f"{result.num_trajectories} of {self._total} trajectories"
+            done = f"{result.num_trajectories} of {count(self._total, 'trajectory')}"
             _LOGGER.info("%s, %s", done, _numbers(result))
 
 
