@@ -11,6 +11,7 @@ import polars as pl
 
 from pipelines.drift_diagnosis.causes import HINTS
 from pipelines.drift_diagnosis.table import SCHEMA, Diagnosis
+from schemas.errors import count
 
 _Line: TypeAlias = tuple[str, dict[str, Any], str]
 
@@ -101,12 +102,12 @@ def render(report: Report) -> Iterator[str]:
     """Render the report as lines of text: causes with hints, agents, turns, breaks."""
     found = report.to_dict()
     yield (
-        f"{found['num_following']} steps follow another step of their trajectory: "
-        f"{found['num_continuing']} continue it, {found['num_breaks']} do not"
+        f"steps that follow another step of their trajectory: {found['num_following']:,} "
+        f"({found['num_continuing']:,} continue it, {found['num_breaks']:,} break its prefix)"
     )
     yield (
-        f"{found['num_continuing_lineage']} of these continue an earlier step "
-        f"(no loss with a lineage merge); {found['num_lost_tokens']:,} tokens lost"
+        f"breaks that continue an earlier step: {found['num_continuing_lineage']:,} (no loss with a "
+        f"lineage merge); {count(found['num_lost_tokens'], 'token')} lost"
     )
     if not report.num_breaks:
         return

@@ -83,7 +83,7 @@ def test_the_verb_shows_the_text_on_both_sides(shop_dataset, smollm2_dir, capfd)
     arguments = ["--tokenizer", str(smollm2_dir), "--limit", "1"]
     assert run(["drift", str(shop_dataset), *arguments]) == 0
     printed = capfd.readouterr()
-    assert "157 steps follow another step of their trajectory: 116 continue it" in printed.out
+    assert "steps that follow another step of their trajectory: 157 (116 continue it" in printed.out
     assert "edited          15          445\n" in printed.out
     assert "Hint: edited: the harness changes messages" in printed.out
     assert "shop-2_0 step 1 (main): edited, at token 61 of step 0, 11 tokens lost" in printed.out
@@ -116,7 +116,7 @@ def test_another_tokenizer_than_the_datasets_is_remarked_on(tmp_path, smollm2_di
     assert run(["drift", str(tmp_path / "ds"), "--tokenizer", str(smollm2_dir)]) == 0
     printed = capfd.readouterr()
     assert "this dataset was made with a different tokenizer than" in printed.err
-    assert "1 steps follow another step of their trajectory: 1 continue it" in printed.out
+    assert "steps that follow another step of their trajectory: 1 (1 continue it" in printed.out
 
 
 def test_what_cannot_be_done_is_said_without_a_traceback(shop_dataset, tmp_path, capfd):
