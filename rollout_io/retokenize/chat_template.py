@@ -79,7 +79,8 @@ def _unknown(name: str, path: Path) -> ConfigError:
 
 
 def _names_near(name: str) -> str:
-    near = difflib.get_close_matches(name, TEMPLATES, 1)
+    near = [known for known in TEMPLATES if known.startswith(name)]
+    near = near or difflib.get_close_matches(name, TEMPLATES, 1)
     return f"did you mean {near[0]}?" if near else "use a file, or one of " + ", ".join(TEMPLATES)
 
 

@@ -70,7 +70,7 @@ COMMANDS = [
     # formats, templates, tokenizers
     ("convert LOG -o new --format cals", 1, "known_format", ["cals", "use --format calls"]),
     ("export DS --format skryl -o new", 1, "known_format", ["did you mean --format skyrl?"]),
-    ("templates chatm", 1, "chat_template", ["chatm", "chatml_tools_thinking"]),
+    ("templates chatm", 1, "chat_template", ["chatm", "did you mean chatml_tools_thinking?"]),
     ("convert LOG -o new --chat-template x", 1, "tokenizer", ["needs a tokenizer", "--tokenizer"]),
     ("inspect DS --tokenizer nowhere", 1, "input_file", ["nowhere", "directory of a downloaded"]),
     # columns, conditions, ids, metrics

@@ -47,7 +47,7 @@ def test_statistics_filters_export_and_training_take_the_return_that_the_dataset
     assert run(["filter", path, "--min-reward", "0.4", "--out", f"{path}2"]) == 0
     assert stats(f"{path}2", capsys)["num_trajectories"] == 2
     assert rollout_io.read_metadata(f"{path}2").outcome == "sum"
-    assert run(["export", path, "--out", str(tmp_path / "out.json")]) == 0
+    assert run(["export", path, "--format", "skyrl", "--out", str(tmp_path / "out.json")]) == 0
     exported = json.loads((tmp_path / "out.json").read_text())
     assert exported["rewards"] == [0.0, 1.0, 0.0, 0.5]
     config = TrainConfig(
