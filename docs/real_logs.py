@@ -17,6 +17,7 @@ import rollout_io
 from rollout_io import Choices
 from rollout_io.conversion.batch import INCOMPLETE
 from rollout_io.conversion.log import AUTO
+from rollout_io.conversion.staging import rejected_path
 from rollout_io.formats.detect import load_formats, recognize
 from schemas.errors import RolloutError
 
@@ -50,7 +51,7 @@ def _row(path: Path, logs: Path, tokenizer: Path) -> str:
             rows, tokens = counts.num_rows, _sources(out)
         except RolloutError as error:
             records, trajectories, rows, tokens = _num_rejected(out), 0, 0, "-"
-            if not (out / "rejected.jsonl").exists():
+            if not Path(rejected_path(out)).exists():
                 cells = [f"`{name}`", found, "-", 0, 0, "-", _shown(error.rule, error.got, logs)]
                 return "| " + " | ".join(map(str, cells)) + " |"
         cells = [f"`{name}`", found, records, trajectories, rows, tokens, _reasons(out, logs)]
@@ -63,7 +64,7 @@ def _sources(out: Path) -> str:
 
 
 def _rejected(out: Path) -> pl.DataFrame:
-    path = out / "rejected.jsonl"
+    path = Path(rejected_path(out))
     schema = dict.fromkeys(("rule", "got"), pl.String)
     return pl.read_ndjson(path, schema=schema) if path.exists() else pl.DataFrame(schema=schema)
 

@@ -16,6 +16,7 @@ from rollout_io.conversion import rejections
 from rollout_io.conversion.batch import Reader, Settings, sound, tabulated
 from rollout_io.conversion.rewards import Key, Outcome
 from rollout_io.conversion.rows import Settled
+from rollout_io.conversion.staging import rejected_path
 from rollout_io.dataset.reader import scan
 from rollout_io.dataset.storage import Location
 from rollout_io.dataset.writer import RolloutWriter
@@ -28,7 +29,6 @@ from schemas.errors import RolloutError
 from schemas.metadata import DatasetMetadata
 
 VERB = "record"
-REJECTED = "rejected.jsonl"
 
 
 class Ended(NamedTuple):
@@ -63,7 +63,7 @@ class Shards:
         """Write one shard, completely or not at all; return its number of trajectories.
 
         A session with an unusable call is written as a failed trajectory, with the reason as its
-        error and the steps that can be read. Its calls go to `rejected.jsonl`.
+        error and the steps that can be read. Its calls go to `DS.rejected.jsonl`.
 
         Raises:
             InputError: output_file; nothing was written.
@@ -100,8 +100,8 @@ class Shards:
         return left, tables, reader.rejected + broken
 
     def _put_aside(self, rejected: Sequence[Rejected]) -> None:
-        self._out.mkdir(parents=True, exist_ok=True)
-        with (self._out / REJECTED).open("ab") as file:
+        self._out.parent.mkdir(parents=True, exist_ok=True)
+        with Path(rejected_path(self._out)).open("ab") as file:
             for line in rejections.lines(rejected):
                 file.write(line)
 

@@ -59,7 +59,7 @@ _READS = 2  # every log is read twice: to find its runs, then to convert them
     type=click.Choice(["fail", "skip"]),
     default="fail",
     show_default=True,
-    help="Bad records: write nothing, or skip them and list them in DS/rejected.jsonl.",
+    help="Bad records: write nothing, or skip them and list them in DS.rejected.jsonl.",
 )
 @click.option(
     "--strict", is_flag=True, help="Files of no known format inside directories are bad records."
@@ -183,6 +183,7 @@ def _note_formats(format_name: str) -> None:
 
 
 def _report(done: Conversion, out: str, elapsed_s: float, num_bytes: int) -> None:
+    from rollout_io.conversion.staging import rejected_path
     from rollout_io.formats.parsing.model_names import MODELS
 
     note(_found(done))
@@ -193,14 +194,14 @@ def _report(done: Conversion, out: str, elapsed_s: float, num_bytes: int) -> Non
         note(f"resumed: {count(done.num_resumed, 'chunk')} {were} already converted")
     for name, value in done.about.items():
         text = value if isinstance(value, str) else "see `made_by` in the metadata of the dataset"
-        text = ", ".join(value) if name.split(" (")[0] == MODELS else text
+        text = ", ".join(value) if name == MODELS else text
         note(f"{name}: {text}")
     note(done.summary.text(out))
     if not done.was_done:
         rows_per_s, mb_per_s = done.summary.num_rows / elapsed_s, num_bytes / elapsed_s / 1e6
         note(f"{elapsed_s:.1f} s: {rows_per_s:,.1f} rows/s, {mb_per_s:,.2f} MB/s")
     if done.summary.num_rejected:
-        note(f"rejected records and their errors: {out.rstrip('/')}/rejected.jsonl")
+        note(f"rejected records and their errors: {rejected_path(out)}")
     next_command(f"rollouts validate {out}")
 
 

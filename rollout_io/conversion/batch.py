@@ -35,7 +35,6 @@ class Settings:
 
     Attributes:
         tokenizer: Directory of the tokenizer against which exact ids are checked; None if unknown.
-        about: Facts about the logs as a whole, by name.
     """
 
     adapter: Adapter
@@ -44,7 +43,6 @@ class Settings:
     tokenizer: str | None = None
     layout: Literal["prefix", "full"]
     metadata: DatasetMetadata
-    about: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Part(NamedTuple):

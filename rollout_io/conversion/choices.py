@@ -106,9 +106,8 @@ def settings_of(
             tokenizer=metadata.tokenizer if is_verified else None,
             layout=choices.layout,
             metadata=metadata,
-            about=about,
         )
-        for log, about, retokenizer in zip(logs, facts, retokenizers, strict=True)
+        for log, retokenizer in zip(logs, retokenizers, strict=True)
     ]
 
 

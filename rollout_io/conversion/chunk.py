@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from rollout_io.conversion import rejections
 from rollout_io.conversion.batch import Reader, Settings, of_run, sound
+from rollout_io.conversion.finished import Record, footer_of
 from rollout_io.conversion.rewards import Key, Outcome
 from rollout_io.conversion.summary import Summary
 from rollout_io.dataset.footer import Part
@@ -28,12 +29,14 @@ class Chunk:
 
     Attributes:
         log: Index of the log, which has one format.
+        record: Record for the footer of the chunk's last shard.
     """
 
     part: Part
     runs: Sequence[Run]
     out: str
     log: int = 0
+    record: Record = field(default_factory=dict)
     outcomes: Mapping[Key, Outcome] = field(default_factory=dict)
 
     @property
@@ -129,7 +132,9 @@ def convert_chunk(
                     writer.write(table)
                 tell(0, table.num_rows)
             tell(num_bytes, 0)
-    report.rejected, report.routing = reader.rejected + broken, reader.routing
+        report.rejected, report.routing = reader.rejected + broken, reader.routing
+        report.summary.reject(report.rejected)
+        writer.footer = footer_of(chunk.record, report.summary)
     return report
 
 

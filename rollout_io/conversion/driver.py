@@ -15,22 +15,24 @@ from rollout_io.conversion import rejections
 from rollout_io.conversion.batch import errors_of, in_order, other_routing
 from rollout_io.conversion.choices import Choices, refuse_misfits, settings_of, tool_name
 from rollout_io.conversion.chunk import Chunk, Report, convert_chunk, repeated, without_collector
-from rollout_io.conversion.inputs import DUPLICATE_INPUT, PathLike, digests_of, open_file, paths_of
+from rollout_io.conversion.finished import finished, record_of
+from rollout_io.conversion.inputs import PathLike, digests_of, open_file, paths_of
 from rollout_io.conversion.log import Log, Opened, open_log
 from rollout_io.conversion.plan import CHUNK_BYTES, Plan, chunks, plan_logs, refuse_nothing
 from rollout_io.conversion.rewards import Key, Outcome, read_rewards
-from rollout_io.conversion.staging import REJECTED, Staging, spool_path
+from rollout_io.conversion.staging import Staging, rejected_path, spool_path
 from rollout_io.conversion.summary import Summary
 from rollout_io.dataset.footer import Part
 from rollout_io.dataset.parallel import Workers
+from rollout_io.dataset.reader import read_metadata
 from rollout_io.dataset.storage import occupied
-from rollout_io.formats.base import Input, Rejected, Run
-from rollout_io.formats.parsing.records import DUPLICATE
+from rollout_io.formats.base import Input, Run
+from rollout_io.formats.parsing.model_names import MODELS
 from schemas.errors import InputError, RolloutError
 from schemas.metadata import DatasetMetadata
 
 Progress = Callable[[int, int], object]
-DUPLICATES = frozenset({DUPLICATE, DUPLICATE_INPUT})
+_OF_INPUTS = frozenset({"verb", "tool", "format", "inputs", "rewards"})  # in the history
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +74,7 @@ def convert(
     The dataset appears once it is complete. An interrupted run leaves its finished chunks in a
     hidden directory inside `out`; the same call resumes from them, and does nothing if the dataset
     is already complete. With `on_error="skip"`, a run with an unusable record is rejected: all its
-    records are written to `out/rejected.jsonl`, so records read = written + rejected.
+    records are written to `OUT.rejected.jsonl`, so records read = written + rejected.
 
     Args:
         inputs: Files, directories, patterns, URLs, or "-" for standard input; gzip and Zstandard are
@@ -98,7 +100,8 @@ def convert(
             spool = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         skips = choices.on_error == "skip"
         ignored = [Path(choices.rewards)] if choices.rewards else []
-        ignored += [Path(staging.out.path)] if staging.out.is_local else []
+        if staging.out.is_local:
+            ignored += [Path(staging.out.path), Path(staging.rejected.path)]
         opened = open_log(
             paths_of(inputs), choices.format, spool, ignored, skips=skips, strict=choices.strict
         )
@@ -125,9 +128,11 @@ def convert(
         for i, known in reports.items():
             report(sum(run.num_bytes for run in parts[i][1]), known.summary.num_rows)
         num_resumed, here = len(reports), workers == Workers()
+        planned = _planned(opened.logs, plans)
+        every = _chunks(parts, outcomes, settings[0].metadata, staging)
         missing = [
-            chunk
-            for chunk in _chunks(parts, outcomes, settings[0].metadata, staging)
+            replace(chunk, record=record_of(identity, None if chunk.index else planned))
+            for chunk in every
             if chunk.index not in reports
         ]
         work = partial(convert_chunk, logs=settings, progress=report if here else None)
@@ -138,22 +143,19 @@ def convert(
             staging.finish_chunk(chunk.index, made.encode())
             reports[chunk.index] = made
         results = [reports[i] for i in range(len(parts))]
-        summary = _conclude(staging, opened, plans, results, choices)
-        about = _facts(opened.logs, [each.about for each in settings])
-        record = {"identity": identity, "summary": summary.encode(), "about": about}
-        staging.publish(len(parts), record)
+        summary = _conclude(staging, opened, plans, planned, results, choices)
+        about = _facts(settings[0].metadata)
+        staging.publish(len(parts))
     return Conversion(summary=summary, about=about, left=opened.left, num_resumed=num_resumed)
 
 
-def _facts(logs: Sequence[Log], abouts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _facts(metadata: DatasetMetadata) -> dict[str, Any]:
     """Return the facts about all logs by name; with several formats, also by format."""
-    if len(logs) == 1:
-        return dict(abouts[0])
-    return {
-        f"{name} ({log.format})": value
-        for log, about in zip(logs, abouts, strict=True)
-        for name, value in about.items()
-    }
+    found: dict[str, Any] = {MODELS: list(metadata.models)} if metadata.models else {}
+    for made in metadata.made_by:
+        mark = f" ({made['format']})" if len(metadata.made_by) > 1 else ""
+        found |= {f"{name}{mark}": v for name, v in made.items() if name not in _OF_INPUTS}
+    return found
 
 
 def identity_of(
@@ -186,11 +188,10 @@ def _done_before(staging: Staging, opened: Opened, identity: dict[str, Any]) -> 
     Raises:
         InputError: `out_is_free`: a different dataset is in the output directory.
     """
-    shards, done = staging.out.shards(), staging.done()
-    if done is not None and done["identity"] == identity:
+    shards, summary = staging.out.shards(), finished(staging.where, identity)
+    if summary is not None:
         staging.clear()
-        summary = Summary.decode(done["summary"])
-        about: dict[str, Any] = done["about"]
+        about = _facts(read_metadata(staging.where))
         return Conversion(summary=summary, about=about, left=opened.left, was_done=True)
     if shards and not staging.is_publishing(identity):
         raise occupied(staging.where, len(shards))
@@ -222,6 +223,7 @@ def _conclude(
     staging: Staging,
     opened: Opened,
     plans: Sequence[Plan],
+    planned: Summary,
     reports: Sequence[Report],
     choices: Choices,
 ) -> Summary:
@@ -237,7 +239,9 @@ def _conclude(
     if rejected and choices.on_error == "fail":
         num_runs = sum(planned.num_runs for planned in plans)
         rejections.fail(errors_of(rejected, opened.inputs), num_runs, opened.noun)
-    summary = _total(opened.logs, plans, reports, rejected)
+    summary = planned
+    for report in reports:
+        summary.merge(report.summary)
     if rejected:
         staging.write_rejected(rejections.lines(in_order(rejected, opened.inputs)))
     else:
@@ -265,20 +269,12 @@ def _outcomes_of(runs: Sequence[Run], outcomes: Mapping[Key, Outcome]) -> dict[K
     return {(i, r): outcomes[i, r] for i, r in keys if r is not None and (i, r) in outcomes}
 
 
-def _total(
-    logs: Sequence[Log],
-    plans: Sequence[Plan],
-    reports: Sequence[Report],
-    rejected: Sequence[Rejected],
-) -> Summary:
+def _planned(logs: Sequence[Log], plans: Sequence[Plan]) -> Summary:
+    """Return the counts that are known before any record is converted."""
     num_runs = {log.format: made.num_runs for log, made in zip(logs, plans, strict=True)}
-    summary = Summary(formats=num_runs, reasons=rejections.reasons(rejected))
-    for report in reports:
-        summary.merge(report.summary)
-    summary.num_records = sum(planned.num_records for planned in plans)
-    summary.num_rejected = len(rejected)
-    summary.num_duplicates = sum(r.error.rule in DUPLICATES for r in rejected)
-    summary.num_written = summary.num_records - len(rejected)
+    num_records = sum(made.num_records for made in plans)
+    summary = Summary(formats=num_runs, num_records=num_records)
+    summary.reject([rejected for made in plans for rejected in made.rejected])
     return summary
 
 
@@ -286,7 +282,7 @@ def _all_rejected(
     where: str, errors: Sequence[RolloutError], reasons: Sequence[Mapping[str, Any]]
 ) -> InputError:
     got = f"no record can be used ({len(errors)} rejected; the first: {errors[0].failure})"
-    hint = f"see {where}/{REJECTED}"
+    hint = f"see {rejected_path(where)}"
     if reasons[0]["hint"]:
         hint += f"; to fix the most frequent error, {reasons[0]['hint']}"
     return InputError("no_calls", where, got, "", hint)

@@ -1,4 +1,4 @@
-"""Rejected records as lines of `rejected.jsonl`, each with location, error and content."""
+"""Rejected records as lines of `DS.rejected.jsonl`, each with location, error and content."""
 
 from __future__ import annotations
 
@@ -8,13 +8,18 @@ from typing import Any, NoReturn
 
 import msgspec
 
+from rollout_io.conversion.inputs import DUPLICATE_INPUT
 from rollout_io.conversion.text import NO_TOKENS, is_text_alone
 from rollout_io.dataset.opening import open_input
 from rollout_io.formats.base import Place, Rejected
-from rollout_io.formats.parsing.records import INCOMPLETE
+from rollout_io.formats.parsing.records import DUPLICATE, INCOMPLETE
 from schemas import errors
 from schemas.errors import InputError, RolloutError
 
+Reason = dict[str, Any]
+"""A broken rule: `rule`, `num_records`, `first` (its first error), `hint`."""
+
+DUPLICATES = frozenset({DUPLICATE, DUPLICATE_INPUT})
 _TOLD_BYTES = 64 << 20  # longer records are not copied
 
 
@@ -33,7 +38,7 @@ def decode(values: dict[str, Any]) -> Rejected:
 
 
 def lines(rejections: Iterable[Rejected]) -> Iterator[bytes]:
-    r"""Yield the lines of `rejected.jsonl`.
+    r"""Yield the lines of `DS.rejected.jsonl`.
 
     `source` is the location of the record, `where` that of the error, and `record` the text of the
     record, with bytes that are not UTF-8 written as `\xNN`. `record` is null if the record is not a
@@ -65,7 +70,7 @@ def fail(found: Sequence[RolloutError], num_runs: int, noun: str) -> NoReturn:
     raise InputError(NO_TOKENS, alone[0].where, alone[0].got, "", alone[0].hint, message=message)
 
 
-def reasons(rejected: Iterable[Rejected]) -> list[dict[str, Any]]:
+def reasons(rejected: Iterable[Rejected]) -> list[Reason]:
     """Return the broken rules and their hints, each with its number of records and first error.
 
     The most frequent reasons come first, and errors caused by other errors last.
@@ -78,6 +83,16 @@ def reasons(rejected: Iterable[Rejected]) -> list[dict[str, Any]]:
         {"rule": rule, "num_records": len(of_it), "first": of_it[0].sentence, "hint": hint}
         for (rule, hint), of_it in ordered
     ]
+
+
+def merged(ours: Iterable[Reason], theirs: Iterable[Reason]) -> list[Reason]:
+    """Return the reasons of two parts of the logs, the most frequent first."""
+    found: dict[tuple[str, str | None], Reason] = {}
+    for reason in (*ours, *theirs):
+        key = reason["rule"], reason["hint"]
+        known = found.setdefault(key, {**reason, "num_records": 0})
+        known["num_records"] += reason["num_records"]
+    return sorted(found.values(), key=lambda r: (r["rule"] == INCOMPLETE, -r["num_records"]))
 
 
 def _bytes_of(place: Place) -> bytes:

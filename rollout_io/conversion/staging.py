@@ -5,7 +5,7 @@
     DS/.converting/inputs/              decompressed files, and copies of pipes
     DS/.converting/chunk-00000/         shards of a finished chunk, and report.json
     DS/.converting/chunk-00001.4f.tmp/  unfinished chunk, with its writer's id
-    DS/converted.json                   identity of the finished conversion
+    DS.rejected.jsonl                   rejected records, beside the dataset
 
 A chunk's directory is renamed once it is complete, so a directory with the final name is complete.
 Publishing moves the shards out, in order; an interrupted publication is resumed as well.
@@ -25,8 +25,7 @@ from rollout_io.dataset.locking import lock
 from rollout_io.dataset.storage import SHARD_PREFIX, SHARD_SUFFIX, STAGING, Location, move
 from schemas.errors import InputError, RolloutError
 
-DONE = "converted.json"
-REJECTED = "rejected.jsonl"
+REJECTED = ".rejected.jsonl"
 # After these errors the input is fine, and another attempt can reuse the finished chunks.
 _KEEPS_CHUNKS = frozenset({"output_file", "worker"})
 _PLAN, _LOCK, _REPORT, _PUBLISHING = "plan.json", "lock", "report.json", "publishing.json"
@@ -138,13 +137,8 @@ class Staging:
         chunk = self.folder.join(f"chunk-{index:05d}")
         return [Location(self.out.fs, path) for path in chunk.shards()]
 
-    def publish(self, num_chunks: int, record: dict[str, Any] | None = None) -> None:
-        """Move all shards into the dataset, then record the conversion.
-
-        Args:
-            num_chunks: Number of chunks, all finished.
-            record: Content of `converted.json`; None writes no such file.
-        """
+    def publish(self, num_chunks: int) -> None:
+        """Move the shards of all chunks, which are finished, into the dataset."""
         order = self.folder.join(_PUBLISHING)
         names = _read_json(order)
         if names is None:
@@ -155,8 +149,6 @@ class Staging:
         for path, name in names.items():
             if self.out.fs.exists(path):
                 self.out.fs.mv(path, self.out.join(name).path)
-        if record is not None:
-            _write_json(self.out.join(DONE), record | {"shards": list(names.values())})
         self.clear()
 
     def clear(self) -> None:
@@ -166,11 +158,10 @@ class Staging:
         if self._may_remove and fs.isdir(path) and not fs.ls(path):
             fs.rmdir(path)
 
-    def done(self) -> dict[str, Any] | None:
-        """Return the record of a published conversion whose shards still exist, else None."""
-        record = _read_json(self.out.join(DONE)) or {}
-        names = [path.rsplit("/", 1)[-1] for path in self.out.shards()]
-        return record if names and record.get("shards") == names else None
+    @property
+    def rejected(self) -> Location:
+        """File of the rejected records."""
+        return Location(self.out.fs, self.out.path.rstrip("/") + REJECTED)
 
     def is_publishing(self, identity: dict[str, Any] | None = None) -> bool:
         """True if a conversion (with this identity, if given) was interrupted while moving shards."""
@@ -184,17 +175,22 @@ class Staging:
         return any(fs.exists(f"{name}/{_REPORT}") for name in names if not name.endswith(".tmp"))
 
     def write_rejected(self, lines: Iterable[bytes]) -> None:
-        """Write `rejected.jsonl` into the dataset atomically."""
-        temporary = self.folder.join(REJECTED)
+        """Write the rejected records beside the dataset, atomically."""
+        temporary = self.folder.join(REJECTED[1:])
         with writable(self.where):
             with self.out.fs.open(temporary.path, "wb") as file:
                 for line in lines:
                     file.write(line)
-            move(temporary, self.out.join(REJECTED))
+            move(temporary, self.rejected)
 
     def remove_rejected(self) -> None:
-        """Remove the `rejected.jsonl` of an earlier conversion that produced no dataset."""
-        _remove(self.out.join(REJECTED))
+        """Remove the rejected records of an earlier conversion that produced no dataset."""
+        _remove(self.rejected)
+
+
+def rejected_path(out: str | os.PathLike[str]) -> str:
+    """Return the path or URL of the rejected records of a dataset."""
+    return os.fspath(out).rstrip("/") + REJECTED
 
 
 def spool_path(staging: Staging) -> Path | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Self
 
@@ -10,6 +11,8 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from rollout_io.conversion import rejections
+from rollout_io.formats.base import Rejected
 from schemas.errors import count as _num
 from schemas.ragged import Ragged
 
@@ -28,7 +31,6 @@ class Summary:
     """
 
     num_records: int = 0
-    num_written: int = 0
     num_rejected: int = 0
     num_duplicates: int = 0
     num_calls: int = 0
@@ -43,7 +45,18 @@ class Summary:
     instances: set[str] = field(default_factory=set)
     numbers: set[str] = field(default_factory=set)
     formats: dict[str, int] = field(default_factory=dict)
-    reasons: list[dict[str, Any]] = field(default_factory=list)
+    reasons: list[rejections.Reason] = field(default_factory=list)
+
+    @property
+    def num_written(self) -> int:
+        """Number of records that are in the dataset."""
+        return self.num_records - self.num_rejected
+
+    def reject(self, rejected: Sequence[Rejected]) -> None:
+        """Add rejected records."""
+        self.num_rejected += len(rejected)
+        self.num_duplicates += sum(r.error.rule in rejections.DUPLICATES for r in rejected)
+        self.reasons = rejections.merged(self.reasons, rejections.reasons(rejected))
 
     def add(self, table: pa.Table) -> None:
         """Add the counts of a table of complete trajectories."""
@@ -61,7 +74,11 @@ class Summary:
         """Add the counts of another part of the logs."""
         for f in fields(self):
             ours, theirs = getattr(self, f.name), getattr(other, f.name)
-            setattr(self, f.name, ours | theirs if isinstance(ours, set | dict) else ours + theirs)
+            if f.name == "reasons":
+                self.reasons = rejections.merged(ours, theirs)
+            else:
+                total = ours | theirs if isinstance(ours, set | dict) else ours + theirs
+                setattr(self, f.name, total)
 
     @property
     def reward_mean(self) -> float | None:

@@ -110,6 +110,11 @@ def read_metadata(path: PathLike) -> DatasetMetadata:
     return DatasetMetadata.decode(_Shard.open(find_shards(path)[0]).pairs)
 
 
+def footers(path: PathLike) -> list[dict[bytes, bytes]]:
+    """Return the key-value metadata of each shard; those of a directory must be complete."""
+    return [shard.pairs for shard in _open_shards(path)]
+
+
 def read_layout(path: PathLike) -> Layout:
     """Return the layout of a dataset, from its first shard: `full` if it does not declare one."""
     return layout_of(_Shard.open(find_shards(path)[0]).pairs) or "full"

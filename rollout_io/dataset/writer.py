@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import pairwise
 from types import TracebackType
@@ -54,6 +54,9 @@ class RolloutWriter:
         part: Part of the dataset that this writer writes; None: the entire dataset. Ignored with
             `append`, because appended shards are independent of each other.
 
+    Attributes:
+        footer: Key-value pairs for the footer of the last shard; may be set until `close`.
+
     Raises:
         InputError: The path already holds a dataset, and `append` is false.
         ValidationError: From `write` or `close`; everything written is removed.
@@ -78,6 +81,7 @@ class RolloutWriter:
         part: Part | None = None,
     ) -> None:
         self.num_rows = self.num_trajectories = 0
+        self.footer: dict[bytes, bytes] = {}
         self._is_open = True
         self._where, self._location, self._layout = os.fspath(path), Location.of(path), layout
         self._metadata = metadata
@@ -223,7 +227,8 @@ class RolloutWriter:
     def _publish(self, *, is_last: bool) -> None:
         if self._shard is not None:
             place = None if self._places is None else self._places.next(is_last=is_last)
-            self._published.append(self._shard.publish(place))
+            footer = self.footer if is_last else {}
+            self._published.append(self._shard.publish(place, footer))
             self._shard = None
 
 
@@ -274,14 +279,15 @@ class _Shard:
             self._writer.write_table(whole, row_group_size=max(1, whole.num_rows))
         self._num_rows.append(whole.num_rows)
 
-    def publish(self, place: Place | None) -> Location:
+    def publish(self, place: Place | None, footer: Mapping[bytes, bytes]) -> Location:
         """Write the footer and rename the file.
 
         Args:
             place: The shard's place in its dataset; None if it is appended.
+            footer: Further key-value pairs.
         """
         assert self._writer is not None
-        placed = {} if place is None else place.encode()
+        placed = dict(footer) if place is None else {**footer, **place.encode()}
         digest = seal(self.schema, self.schema.metadata | placed, self._num_rows)
         with _writable(self._final):
             self._writer.add_key_value_metadata(placed | digest)

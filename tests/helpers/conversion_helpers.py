@@ -37,7 +37,12 @@ def files_in(folder):
 
 
 def rejected_in(out):
-    return [json.loads(line) for line in (out / "rejected.jsonl").read_bytes().splitlines()]
+    return [json.loads(line) for line in rejected_of(out).read_bytes().splitlines()]
+
+
+def rejected_of(out):
+    """The file of rejected records, beside the dataset."""
+    return out.with_name(f"{out.name}.rejected.jsonl")
 
 
 def table_of(*inputs, out, **choices):

@@ -5,6 +5,9 @@ import signal
 from pathlib import Path
 
 import fsspec
+import polars as pl
+import pyarrow.dataset as ds
+import pyarrow.parquet as pq
 import pytest
 
 import rollout_io
@@ -83,12 +86,51 @@ def test_a_dataset_that_lost_a_shard_is_not_taken_for_done(tmp_path):
     assert refusal([log], out, chunk_bytes=1).rule == "out_is_free"
 
 
-@pytest.mark.parametrize("content", [b"", b"{}", b"[]", b"null", b'{"identity": 1}', b"\xff", b"{"])
-def test_a_record_of_the_conversion_that_was_damaged_is_no_crash(content, tmp_path):
+def without_record(folder):
+    for path in folder.glob("*.parquet"):
+        table = pq.read_table(path)
+        pq.write_table(table.replace_schema_metadata(None), path)
+
+
+def damaged(folder):
+    for path in folder.glob("*.parquet"):
+        path.write_bytes(path.read_bytes()[:-20] + b"x" * 20)
+
+
+def with_shard_of_another(folder):
+    log = write(folder.parent / "more", call("b/0"))
+    convert([log], folder.parent / "more-ds")
+    (folder.parent / "more-ds" / "part-00000.parquet").rename(folder / "part-00009.parquet")
+
+
+@pytest.mark.parametrize("change", [without_record, damaged, with_shard_of_another])
+def test_a_dataset_that_is_no_longer_as_it_was_converted_is_refused(change, tmp_path):
     log, out = write(tmp_path / "log", call("a/0")), tmp_path / "ds"
     convert([log], out)
-    (out / "converted.json").write_bytes(content)
+    change(out)
     assert refusal([log], out).rule == "out_is_free"
+
+
+def test_a_dataset_has_shards_and_nothing_else_and_any_reader_of_parquet_opens_it(tmp_path):
+    log, out = damaged_shop(tmp_path), tmp_path / "ds"
+    choices = Choices(format="calls", on_error="skip")
+    first = convert([log], out, choices, chunk_bytes=SMALL_CHUNKS)
+    assert all(path.suffix == ".parquet" for path in out.rglob("*"))
+    assert len(list(out.iterdir())) > 1
+    assert len(rejected_in(out)) == first.summary.num_rejected > 0
+    again = convert([log], out, choices, chunk_bytes=SMALL_CHUNKS)
+    assert again.was_done
+    assert (again.summary, again.about) == (first.summary, first.about)
+    assert pl.scan_parquet(out).select(pl.len()).collect().item() == first.summary.num_rows
+    assert ds.dataset(out).count_rows() == first.summary.num_rows
+
+
+def test_a_dataset_on_any_filesystem_has_its_rejected_records_beside_it(tmp_path):
+    out = f"memory://{tmp_path.name}/ds"
+    done = convert([damaged_shop(tmp_path)], out, Choices(format="calls", on_error="skip"))
+    fs = fsspec.filesystem("memory")
+    assert all(name.endswith(".parquet") for name in fs.find(out))
+    assert len(fs.cat(f"{out}.rejected.jsonl").splitlines()) == done.summary.num_rejected
 
 
 def stop_in_the_middle(log, out):

@@ -74,7 +74,7 @@ class Undisturbed:
         printed, _ = process.communicate(timeout=120)
         assert process.returncode == 0
         self.num_events, self.seconds = int(printed), time.monotonic() - start
-        self.files = files_in(out)
+        self.files = files_in(out) | rejected_beside(out)
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +87,14 @@ def files_in(folder):
     """Everything in a directory, hidden or not."""
     found = {str(path.relative_to(folder)): path for path in folder.rglob("*")}
     return {name: path.is_file() and path.read_bytes() for name, path in found.items()}
+
+
+def rejected_beside(out):
+    """The rejected records, which are beside the dataset."""
+    return {
+        path.name.removeprefix(out.name): path.read_bytes()
+        for path in out.parent.glob(f"{out.name}.*")
+    }
 
 
 def stopped(process, seconds):
@@ -112,8 +120,9 @@ def stop_somewhere(start, undisturbed, rng):
 def test_an_undisturbed_conversion_has_many_chunks_and_leaves_nothing_hidden(undisturbed, workers):
     files = undisturbed[workers].files
     assert len([name for name in files if name.endswith(".parquet")]) >= NUM_CHUNKS
-    assert {"converted.json", "rejected.jsonl"} < files.keys()
-    assert not [name for name in files if name.startswith(".")]
+    assert ".rejected.jsonl" in files
+    shards = [name for name in files if name != ".rejected.jsonl"]
+    assert all(name.endswith(".parquet") and not name.startswith(".") for name in shards)
 
 
 def check_kills(child, log, undisturbed, out, workers, seed):
@@ -123,7 +132,7 @@ def check_kills(child, log, undisturbed, out, workers, seed):
     codes = [stop_somewhere(start, wanted, rng) for _ in range(2)]
     assert set(codes) <= {0, -signal.SIGKILL}
     assert stopped(start(), 120) == 0
-    found = files_in(out)
+    found = files_in(out) | rejected_beside(out)
     assert found.keys() == wanted.files.keys()
     assert found == wanted.files
     return codes.count(-signal.SIGKILL)

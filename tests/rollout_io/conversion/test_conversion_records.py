@@ -25,6 +25,7 @@ from tests.helpers.conversion_helpers import (
     files_in,
     refusal,
     rejected_in,
+    rejected_of,
     write,
 )
 from tests.helpers.harbor_helpers import failure, write_trial
@@ -84,13 +85,14 @@ def test_where_every_record_is_rejected_the_file_of_them_is_kept_and_the_exit_co
     assert run(arguments) == 1
     said = capsys.readouterr().err
     assert "no record can be used (2 rejected; the first: record_type" in said
-    assert f"see {out}/rejected.jsonl" in said
-    assert files_in(out).keys() == {"rejected.jsonl"}
+    assert f"see {out}.rejected.jsonl" in said
+    assert not out.exists()
     assert [r["source"] for r in rejected_in(out)] == [f"{log}:1", f"{log}:2"]
     assert run(arguments) == 1
     write(log, call("a/0"))
     assert run(arguments) == 0
-    assert sorted(files_in(out)) == ["converted.json", "part-00000.parquet"]
+    assert sorted(files_in(out)) == ["part-00000.parquet"]
+    assert not rejected_of(out).exists()
 
 
 def test_a_run_named_twice_is_rejected_with_the_place_of_the_first(tmp_path):

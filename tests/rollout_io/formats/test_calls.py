@@ -471,7 +471,7 @@ def test_a_header_of_routed_experts_that_says_anything_rejects_its_record_alone(
     choices = Choices(format="calls", on_error="skip")
     summary = rollout_io.convert(log, tmp_path / "ds", choices).summary
     assert (summary.num_written, summary.num_rejected) == (1, 1)
-    (rejected,) = map(json.loads, (tmp_path / "ds/rejected.jsonl").read_text().splitlines())
+    (rejected,) = map(json.loads, (tmp_path / "ds.rejected.jsonl").read_text().splitlines())
     assert rejected["rule"] == "routing_shape"
 
 

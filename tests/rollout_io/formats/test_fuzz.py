@@ -202,8 +202,8 @@ def convert_damaged(adapter, source, rng, folder, choices):
 
 
 def assert_accounted(found, written, folder, *, is_table=False):
-    """Each record is in `rejected.jsonl` once, or its run is in the dataset; no run is in parts."""
-    file = folder / "ds" / "rejected.jsonl"
+    """Each record is in `DS.rejected.jsonl` once, or its run is in the dataset; no run is in parts."""
+    file = folder / "ds.rejected.jsonl"
     lines = file.read_bytes().splitlines() if file.exists() else []
     rejected = Counter(json.loads(line)["source"] for line in lines)
     assert all(json.loads(line)["rule"] and json.loads(line)["got"] for line in lines)
@@ -272,7 +272,7 @@ def test_a_damaged_rewards_file_is_refused_or_each_of_its_outcomes_is_accounted_
 
 
 def rejected_sources(out):
-    file = out / "rejected.jsonl"
+    file = out.with_name(f"{out.name}.rejected.jsonl")
     lines = file.read_bytes().splitlines() if file.exists() else []
     return {json.loads(line)["source"] for line in lines}
 

@@ -240,7 +240,7 @@ def test_a_call_that_contradicts_itself_takes_its_session_with_it_and_no_other(t
     path.write_text("".join(json.dumps(record) + "\n" for record in (bad, good)))
     done = convert([path], tmp_path / "ds", Choices(format="calls", on_error="skip"))
     assert (done.summary.num_written, done.summary.num_rejected) == (1, 1)
-    (line,) = (tmp_path / "ds" / "rejected.jsonl").read_text().splitlines()
+    (line,) = (tmp_path / "ds.rejected.jsonl").read_text().splitlines()
     assert "usage_counts" in line
 
 

@@ -48,7 +48,7 @@ def converted(path, out, **choices):
     for row in rollout_io.read(out).to_pylist() if summary else ():
         said = decode([*row["prompt_token_ids"], *row["response_ids"]])
         texts.setdefault(row["trajectory_id"], []).append((row["source"], said))
-    file = next(iter(out.parent.glob(f"{out.name}*rejected.jsonl")), out / "rejected.jsonl")
+    file = out.with_name(f"{out.name}.rejected.jsonl")
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     rejected = [json.loads(line) for line in lines]
     assert summary is None or summary.num_records == summary.num_written + len(rejected)

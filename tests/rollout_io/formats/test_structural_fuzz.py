@@ -73,7 +73,7 @@ def check_log(name, log, out, tokenizer, outcomes):
         assert refusal.rule != UNREADABLE, refusal
         outcomes["refused"] += 1
         return
-    file = out / "rejected.jsonl"
+    file = out.with_name(f"{out.name}.rejected.jsonl")
     rejected = (
         [json.loads(line) for line in file.read_bytes().splitlines()] if file.exists() else []
     )

@@ -83,7 +83,7 @@ def test_an_empty_text_is_refused_by_name(empty, what, tmp_path, smollm2_dir):
     path = write_lines(tmp_path / "3.jsonl", sample(**{empty: ""}), sample())
     done, _ = convert_with(ADAPTER, [path], tmp_path, tokenizer=str(smollm2_dir), on_error="skip")
     assert (done.summary.num_written, done.summary.num_rejected) == (1, 1)
-    (rejected,) = (tmp_path / "ds" / "rejected.jsonl").read_text(encoding="utf-8").splitlines()
+    (rejected,) = (tmp_path / "ds.rejected.jsonl").read_text(encoding="utf-8").splitlines()
     assert json.loads(rejected)["rule"] == f"nonempty_{what}"
 
 

@@ -1,0 +1,74 @@
+"""Records of a conversion in the footers of its dataset, which recognise it once it is finished.
+
+The last shard of each chunk has the digest of the conversion's identity and the counts of the
+chunk; that of the first chunk also has the counts of the plan.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from rollout_io.conversion.summary import Summary
+from rollout_io.dataset.footer import Place
+from rollout_io.dataset.reader import footers, scan
+from rollout_io.dataset.storage import Location
+from schemas.errors import RolloutError
+from schemas.metadata import CONVERSION
+
+Record = Mapping[str, Any]
+
+
+def record_of(identity: Mapping[str, Any], planned: Summary | None) -> Record:
+    """Return the record of a chunk that is about to be written.
+
+    Args:
+        identity: Identity of the conversion, as JSON.
+        planned: Counts of the plan; None for all chunks but the first.
+    """
+    text = json.dumps(identity, sort_keys=True).encode()
+    digest = hashlib.blake2b(text, digest_size=16).hexdigest()
+    return {"identity": digest, "planned": planned and _encoded(planned)}
+
+
+def footer_of(record: Record, counts: Summary) -> dict[bytes, bytes]:
+    """Return the record of a chunk, with its counts, as a key-value pair of a footer."""
+    return {CONVERSION: json.dumps({**record, "counts": _encoded(counts)}).encode()}
+
+
+def finished(out: str | os.PathLike[str], identity: Mapping[str, Any]) -> Summary | None:
+    """Return the counts of a dataset that a conversion with this identity has finished, else None.
+
+    A dataset that lacks a shard, has another one, or is damaged, is not a finished conversion.
+    """
+    wanted = record_of(identity, None)["identity"]
+    location = Location.of(out)
+    if not location.fs.isdir(location.path) or not location.shards():
+        return None
+    try:
+        pairs = footers(out)
+        places = [Place.decode(found) for found in pairs]
+        records = [json.loads(found[CONVERSION]) for found in pairs if CONVERSION in found]
+        writings = {place and (place.writing, place.num_parts) for place in places}
+        if len(writings) > 1 or places[0] is None or len(records) != places[0].num_parts:
+            return None
+        if {record["identity"] for record in records} != {wanted}:
+            return None
+        summary = Summary()
+        for record in records:
+            for name in ("planned", "counts"):
+                if record[name] is not None:
+                    summary.merge(Summary.decode(record[name] | {"instances": []}))
+        names = scan(out).select("instance_id").unique().collect()["instance_id"]
+    except (RolloutError, ValueError, KeyError, TypeError):
+        return None
+    summary.instances = set(names)
+    return summary
+
+
+def _encoded(counts: Summary) -> dict[str, Any]:
+    """Return counts as JSON; the names of all instances are in the dataset."""
+    return {name: value for name, value in counts.encode().items() if name != "instances"}
