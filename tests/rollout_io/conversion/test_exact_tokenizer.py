@@ -135,14 +135,15 @@ def beyond(tmp_path):
     return tmp_path / "ds"
 
 
-def test_whatever_checks_a_dataset_knows_its_vocabulary(beyond, tmp_path):
+def test_whatever_checks_a_dataset_knows_its_vocabulary(beyond, tmp_path, capsys):
     for workers in (None, Workers(2)):
         found = [rule for part in check_dataset(beyond, workers) for rule in part["rule"]]
         assert "token_range" in found
     with pytest.raises(ValidationError, match="token_range"):
         list(checked_tables(beyond))
-    for verb in ("merge", "filter"):
-        assert run([verb, str(beyond), "--out", str(tmp_path / verb)]) == 1
+    for verb, options in {"merge": [], "filter": ["--min-steps", "1"]}.items():
+        assert run([verb, str(beyond), *options, "--out", str(tmp_path / verb)]) == 1
+        assert "token_range" in capsys.readouterr().err
         assert not (tmp_path / verb).exists()
     table = rollout_io.read(beyond)
     with (
