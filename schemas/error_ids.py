@@ -786,7 +786,10 @@ _INPUT = {
     ),
     "unknown_outcome": (
         "A trajectory without an error has no finite return, so it cannot be trained on.",
-        ("Convert with `--rewards FILE`, or leave these trajectories out with `rollouts filter`."),
+        (
+            "Convert with `--rewards FILE`, train without rewards (`policy_loss_type = "
+            '"cross_entropy"`), or leave these trajectories out: `rollouts filter --drop-unknown`.'
+        ),
     ),
     "unknown_reward": (
         (

@@ -168,8 +168,9 @@ def _check_outcomes(returns: pl.DataFrame) -> None:
             "unknown_outcome",
             first_of(f"trajectory {unknown['trajectory_id'][0]!r}", len(unknown)),
             f"its return is {'unknown' if value is None else value}, and it has no `error`",
-            hint="convert with --rewards FILE, or leave these out:"
-            ' rollouts filter DS --where "reward is not null or error is not null" --out KNOWN',
+            hint="convert the logs with --rewards FILE; or train supervised, without rewards:"
+            " --set policy_loss_type=cross_entropy; or leave such trajectories out:"
+            " rollouts filter DS --drop-unknown --out KNOWN",
         )
 
 

@@ -109,8 +109,10 @@ def test_a_plan_that_would_leave_no_group_says_so() -> None:
 
 @pytest.mark.parametrize("outcome", [None, float("nan"), float("inf")])
 def test_unknown_outcome_without_an_error_is_refused(outcome: float | None) -> None:
-    with pytest.raises(RolloutError, match=r"trajectory 'a_0'.*\[unknown_outcome\]"):
+    with pytest.raises(RolloutError, match=r"trajectory 'a_0'.*\[unknown_outcome\]") as caught:
         make_plan(returns(("a", outcome, None)), plan_settings(config()))
+    for way in ("--rewards", "--set policy_loss_type=cross_entropy", "filter DS --drop-unknown"):
+        assert way in str(caught.value.hint)
 
 
 def test_gradient_comes_from_groups_with_a_trained_token_whose_advantage_is_not_zero() -> None:
