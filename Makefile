@@ -21,7 +21,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-lowest test-vllm test-skyrl lint bench docs model format clean
+.PHONY: help demo test test-all test-lowest test-vllm test-skyrl lint bench docs site model format clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -64,6 +64,9 @@ docs: $(READY) $(MODEL)/model.safetensors  ## Write the generated pages of docs/
 	rm -rf runs/afternoon
 	PYTHONPATH=. $(BIN)/python docs/notebook.py examples/afternoon.md
 	test ! -d $(LOGS) || PYTHONPATH=. $(BIN)/python docs/real_logs.py $(LOGS)
+
+site: $(READY)  ## Build the documentation as a site in runs/site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 model: $(MODEL)/model.safetensors  ## Fetch SmolLM2-135M-Instruct into .cache/
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import pkgutil
 import runpy
 import tomllib
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -411,7 +413,22 @@ def tree_page() -> str:
     return f"{before}{begin}{picture}{end}{after}"
 
 
+def api_page(package: str) -> str:
+    """Build a page of the API reference: the public names of a package, each with its docstring."""
+    module = importlib.import_module(package)
+    tree = ast.parse((DOCS.parent / package / "__init__.py").read_text())
+    imports = (node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom))
+    places = {name.name: node.module for node in imports for name in node.names}
+    entries = [f"::: {places.get(name, package)}.{name}" for name in module.__all__]
+    summary = (module.__doc__ or "").partition("\n\n")[0]
+    return "\n".join([f"# Python: `{package}`", "", summary, "", *entries, ""])
+
+
 PAGES = {
+    **{
+        f"api/{package}.md": partial(api_page, package)
+        for package in ("rollout_io", "schemas", "pipelines", "trainer")
+    },
     "errors.md": errors_page,
     "formats.md": formats_page,
     "generation.md": generation_page,
