@@ -228,7 +228,7 @@ with one message and leaves earlier checkpoints intact.
 The policy and the critic are trained with AdamW, in torch's fused implementation on a GPU. `optimizer = "adamw_8bit"` stores
 its moments in 8 bits, a quarter of the memory (`pip install "rollout-io[bnb]"`).
 
-After `s` updates of `N` planned ones (`max_updates`, or all mini-batches), with `W = warmup_updates`, the next update's learning
+After `s` of `N` planned updates (`max_updates`, or all mini-batches), with `W = warmup_updates`, the next update's learning
 rate is `learning_rate` times
 
 | `s < W` | constant | linear | cosine |
@@ -241,8 +241,8 @@ The critic's learning rate follows the same schedule. Skipped mini-batches do no
 
 `lora_rank = 16` trains adapters in the policy's linear layers instead of its weights. Only the
 adapters have optimizer state, and the reference model of a KL term is the same model with its adapters disabled, unless
-`reference_model` names a different one. Use about ten times the learning rate of full training. In mixture-of-experts models, only
-attention layers get adapters; experts and routers are frozen. The critic of gae is always fully trained.
+`reference_model` names a different one. Use about ten times the learning rate of full fine-tuning. In mixture-of-experts models, only
+attention layers get adapters; experts and routers are frozen. The critic of gae always trains all of its parameters.
 
 A checkpoint is a model directory with merged adapters, for Transformers and vLLM. Its `adapter/` can be loaded onto `model` with
 peft, and is what `--resume` uses.

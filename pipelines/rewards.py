@@ -56,7 +56,8 @@ def place_outcomes(frame: Frame, outcomes: Frame) -> pl.LazyFrame:
     outcome = as_lazy(outcomes).select("trajectory_id", pl.col("reward").cast(pl.Float64)).collect()
     repeated = outcome.filter(pl.col("trajectory_id").is_duplicated())
     if len(repeated):
-        got = f"{repeated['trajectory_id'][0]!r} twice (the first of {len(repeated)} rows)"
+        name = repeated["trajectory_id"][0]
+        got = f"{name!r} more than once ({len(repeated)} rows have repeated ids)"
         raise InputError("unique_outcome", "outcomes", got, "unique trajectory_ids")
     failed = pl.col("error").is_not_null() if _has(frame, "error") else pl.lit(value=False)
     # reward * 0.0, not 0.0: earlier steps of a trajectory without an outcome remain null.

@@ -154,7 +154,7 @@ def _segments_type(actual: pa.DataType) -> pa.DataType:
 
 
 def _plain(kind: pa.DataType) -> pa.DataType:
-    """Replace large and view variants, which Parquet readers return as plain types."""
+    """Replace the large and view variants of a type with its plain type, as Parquet readers do."""
     if is_string(kind):
         return pa.string()
     if pa.types.is_binary_view(kind):

@@ -74,8 +74,8 @@ def drift(frame: Frame, tokenizer: ChatTokenizer | PathLike | None = None) -> pl
     """Explain why steps do not continue the step before them: one row per break, in row order.
 
     A step is compared with its parent in the prefix tree (the earlier step that shares the longest
-    prefix with its prompt); if the parent belongs to another agent, with the latest step of its
-    own agent; without a parent, with the previous step. Merged rows are split first (`unmerge`).
+    prefix with its prompt); if the parent belongs to another agent, with the latest earlier
+    step of the step's own agent; without a parent, with the previous step. Merged rows are split first (`unmerge`).
 
     Args:
         frame: Complete trajectories. `agent`, `messages` and `response_text` improve the diagnosis.
@@ -85,12 +85,12 @@ def drift(frame: Frame, tokenizer: ChatTokenizer | PathLike | None = None) -> pl
     Returns:
         trajectory_id, step_index, agent of the step; cause (`HINTS`); continues_lineage: true if
         it continues an earlier step, though not the one before it, so that nothing is lost;
-        from_step_index: the compared step; token_index: first token of the prompt that differs;
-        num_lost_tokens: tokens of the compared step from there on (0 if the step was not meant to
-        repeat them: `new_agent`, `overlap`, continues_lineage); kept_ids: up to 12 ids before the
-        break; lost_ids, now_ids: up to 48 ids after it, of the compared step and of the prompt,
-        until both agree again; kept_text, lost_text, now_text: the same as text, null without a
-        tokenizer; evidence.
+        from_step_index: the earlier step of the comparison; token_index: first token of the prompt
+        that differs; num_lost_tokens: tokens of the earlier step from token_index on (0 if the step
+        was not meant to repeat them: `new_agent`, `overlap`, continues_lineage); kept_ids: up to 12
+        ids before token_index; lost_ids, now_ids: up to 48 ids from token_index on, of the earlier
+        step and of the prompt respectively, up to where the two agree again; kept_text, lost_text,
+        now_text: these ids as text, null without a tokenizer; evidence.
 
     Example:
         Prompts [69622, 11397] and [69622, 11397, 94224, 198, 12, 41151]; the first response is

@@ -223,7 +223,7 @@ def environment_class(name: str) -> Callable[..., Any]:
     if name not in skyrl_gym.registry:
         known = ", ".join(skyrl_gym.registry)
         hint = "set environment = module:Class for a custom environment"
-        raise ConfigError("environment", "skyrl-gym", repr(name), f"one of {known}", hint)
+        raise ConfigError("environment", "environment", repr(name), f"one of {known}", hint)
     return partial(skyrl_gym.make, name)
 
 

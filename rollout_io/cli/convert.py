@@ -47,12 +47,12 @@ _READS = 2  # every log is read twice: to find its runs, then to convert them
 @click.option(
     "--tokenizer",
     metavar="DIR",
-    help="Local tokenizer, to re-tokenise text and to verify exact ids.",
+    help="Local tokenizer, to re-tokenize text and to verify exact ids.",
 )
 @click.option(
     "--chat-template",
     metavar="NAME|FILE",
-    help="Template for re-tokenisation.  [default: the tokenizer's own]",
+    help="Template for re-tokenization.  [default: the tokenizer's own]",
 )
 @click.option(
     "--on-error",

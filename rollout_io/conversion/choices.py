@@ -25,9 +25,9 @@ class Choices:
         rewards: JSONL file of outcomes, which replace those of the logs.
         group_by: Labels that identify the instance (the group), replacing the format's rule.
         options: Options for reading runs.
-        tokenizer: Local directory of a tokenizer, to re-tokenise text and to check exact tokens.
+        tokenizer: Local directory of a tokenizer, to re-tokenize text and to check exact tokens.
             For logs with exact tokens, any other name is accepted and only recorded.
-        chat_template: Name or file of the template for re-tokenisation; None: the tokenizer's own.
+        chat_template: Name or file of the template for re-tokenization; None: the tokenizer's own.
         layout: Store prompts as references to earlier steps (`prefix`), or in full (`full`).
         logprobs_mode: Distribution of the log-probabilities: `raw` or `processed`; None if unknown.
         on_error: Bad records stop the conversion (`fail`), or are rejected (`skip`).

@@ -71,10 +71,10 @@ def open_log(
         paths: Files and directories, or "-" for standard input.
         format_name: Name of a registered format, or `auto`.
         spool: Directory for decompressed and saved files.
-        ignored: Files and directories inside directories that are not inputs.
+        ignored: Files and directories to skip when an input directory is searched.
         skips: If true, reject copies and, with `strict` or a chosen format, files of no known
             format inside directories; if false, they are errors.
-        strict: If true, files of no known format inside directories are not left.
+        strict: If true, files of no known format inside directories are bad records, not ignored.
 
     Raises:
         InputError: `known_format`, `input_file`, `duplicate_input`, `lfs_pointer`.

@@ -148,7 +148,7 @@ class Summary:
                 )
         if self.num_retokenized:
             lines.append(
-                f"{_num(self.num_retokenized, 'row')} re-tokenised from text: ids are approximate"
+                f"{_num(self.num_retokenized, 'row')} re-tokenized from text: ids are approximate"
             )
         if self.num_restarted:
             lines.append(

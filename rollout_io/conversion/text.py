@@ -1,4 +1,4 @@
-"""Conversion of logged text to steps with tokens, by re-tokenisation."""
+"""Conversion of logged text to steps with tokens, by re-tokenization."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 NO_TOKENS = "no_token_ids"
 RETOKENIZED = "retokenized"
 _NEEDS_TOKENIZER = (
-    "pass --tokenizer DIR to re-tokenise the text (approximate), or collect exact ids from the "
+    "pass --tokenizer DIR to re-tokenize the text (approximate), or collect exact ids from the "
     "engine (return_token_ids)"
 )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Retokenizer:
-    """Tokenizer and chat template for re-tokenisation.
+    """Tokenizer and chat template for re-tokenization.
 
     Attributes:
         directory: Local directory of the tokenizer.
@@ -128,7 +128,7 @@ def _loaded(directory: str, chat_template: str | None, _: tuple[int, ...]) -> Ch
 def retokenizer_of(
     tokenizer: str | None, chat_template: str | None, *, is_needed: bool
 ) -> tuple[Retokenizer | None, DatasetMetadata]:
-    """Return the re-tokeniser, and dataset metadata about the tokenizer.
+    """Return the re-tokenizer, and dataset metadata about the tokenizer.
 
     Args:
         tokenizer: Directory; if there is no text to encode, any other name is only recorded.
@@ -171,10 +171,10 @@ def about_template(retokenizer: Retokenizer | None) -> dict[str, str]:
 
 
 def with_tokens(trajectory: Trajectory, retokenizer: Retokenizer | None) -> list[Step]:
-    """Return the steps of a trajectory; conversations and completions are re-tokenised.
+    """Return the steps of a trajectory; conversations and completions are re-tokenized.
 
     Raises:
-        InputError: `no_token_ids`: there is text but no re-tokeniser; or as for `with_answers`.
+        InputError: `no_token_ids`: there is text but no re-tokenizer; or as for `with_answers`.
     """
     steps = []
     for step in with_answers(trajectory):
@@ -190,7 +190,7 @@ def with_tokens(trajectory: Trajectory, retokenizer: Retokenizer | None) -> list
 
 
 def text_alone(where: str) -> InputError:
-    """Return the error for a log without token ids if there is no re-tokeniser."""
+    """Return the error for a log without token ids if there is no re-tokenizer."""
     return InputError(NO_TOKENS, where, "the log has text but no token ids", "", _NEEDS_TOKENIZER)
 
 

@@ -2,7 +2,7 @@
 
 An `Adapter` is registered as an entry point of the group `rollout_io.formats`, under its name for
 `rollouts convert --format`. It locates the runs of a log in a quick pass (`find`) and reads them
-one at a time (`read`). The conversion does the rest: order, groups, rewards, re-tokenisation,
+one at a time (`read`). The conversion does the rest: order, groups, rewards, re-tokenization,
 checks, rejected records, files, processes, resuming.
 """
 
@@ -180,7 +180,7 @@ class Step(msgspec.Struct, kw_only=True, gc=False):
 
 @dataclass(kw_only=True, slots=True)
 class Conversation:
-    """One context of an agent as text; its tokens can only be approximated by re-tokenisation.
+    """One context of an agent as text; its tokens can only be approximated by re-tokenization.
 
     Attributes that are not listed are the same as in `Step`.
 
@@ -213,7 +213,7 @@ class Conversation:
 class Completion:
     """A prompt and its continuation as decoded by a tokenizer: text without roles.
 
-    The text is re-tokenised verbatim, without a template; the entire response is trained on.
+    The text is re-tokenized verbatim, without a template; the entire response is trained on.
     Attributes that are not listed are the same as in `Step`.
 
     Attributes:

@@ -7,7 +7,7 @@
 
 A sample is a sequence: its response may contain several turns, and `loss_mask` is 0 between them.
 Samples with the same `rollout_id` (or `index`, if that is null) form one run. The file is a pickle;
-torch's loader for plain data reads it without running its code.
+`torch.load(weights_only=True)` reads it without running code from it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tokenisation of text with a chat template, for conversations logged without token ids."""
+"""Tokenization of text with a chat template, for conversations logged without token ids."""
 
 from typing import TYPE_CHECKING
 

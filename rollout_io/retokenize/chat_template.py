@@ -27,7 +27,7 @@ TEMPLATES = {
   change earlier text. `reasoning_content` is not rendered: put thinking into the content.
 - qwen3_with_thinking: plain ChatML (system, user, assistant), content verbatim. No tools.
 - qwen3_without_thinking: the same, but every assistant message except the conversation's last
-  loses everything up to its last </think>. Re-tokenisation renders each message as the last one
+  loses everything up to its last </think>. Re-tokenization renders each message as the last one
   (see `encode_messages`), so the result equals that of qwen3_with_thinking.
 """
 

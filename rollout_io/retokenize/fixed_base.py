@@ -171,7 +171,7 @@ def _fixed_base(tokenizer: ChatTokenizer, tools_json: str) -> FixedBase:
     anchor = text[max(start, 0) :]
     ids, anchor_ids, both = tokenizer.encode([text, anchor, anchor + header], [where] * 3)
     if ids[len(ids) - len(anchor_ids) :] != anchor_ids:
-        # After the tail, the text is tokenised differently: use the entire base as context.
+        # After the tail, the text is tokenized differently: use the entire base as context.
         anchor, anchor_ids = text, ids
         (both,) = tokenizer.encode([prompted], [where])
     return FixedBase(text, anchor, anchor_ids, header, both[len(anchor_ids) :])

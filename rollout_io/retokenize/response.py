@@ -77,7 +77,7 @@ def retokenize(
         response = the first answer after its header, then all later messages,
                    each encoded after a fixed base (`encode_messages`)
 
-    The ids may differ from those that were sampled, as text does not determine its tokenisation:
+    The ids may differ from those that were sampled, as text does not determine its tokenization:
     mark such rows `token_source = "retokenized"`.
 
     Args:

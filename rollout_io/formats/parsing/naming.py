@@ -1,4 +1,4 @@
-"""Names of runs: sessions, and natural order."""
+"""Run names: split session names, and sort names naturally."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ def named_in(content: bytes, key: str) -> str | None:
 
 def incomplete(places: Iterable[Place], damage: RolloutError) -> Iterator[Rejected]:
     """Reject the remaining records of a run with a damaged record: partial runs are not used."""
-    got = f"a different record of its run is damaged ({damage.rule}: {damage.where})"
+    got = f"another record of the same run is damaged ({damage.rule}: {damage.where})"
     hint = "delete the damaged record if the run is complete without it"
     for place in places:
         yield Rejected(place, InputError(INCOMPLETE, place.where, got, hint=hint))

@@ -20,7 +20,7 @@ def test_sessions_of_text_are_one_error_that_counts_them_and_names_the_option(
     assert run(["convert", str(logs), "--out", str(tmp_path / "ds")]) == 1
     said = capsys.readouterr().err
     assert "Error: 4 of 5 sessions have text but no token ids (and " in said
-    assert "[no_token_ids]\nHint: pass --tokenizer DIR to re-tokenise the text" in said
+    assert "[no_token_ids]\nHint: pass --tokenizer DIR to re-tokenize the text" in said
 
 
 def test_runs_of_text_are_counted_among_all_runs_of_all_formats(tmp_path, smollm2_dir):
@@ -45,7 +45,7 @@ def test_a_conversion_that_skips_ends_with_the_reasons_by_count_and_their_hints(
     assert run(arguments) == 0
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("  ")]
     assert lines[0].startswith("  3 records rejected [no_token_ids]; first: ")
-    assert "Hint: pass --tokenizer DIR to re-tokenise" in lines[0]
+    assert "Hint: pass --tokenizer DIR to re-tokenize" in lines[0]
     assert [line.split("]")[0].split("[")[1] for line in lines[1:]].count("json_line") == 1
     assert "[incomplete_trajectory]" in lines[-1]
     assert run([*arguments, "--json"]) == 0

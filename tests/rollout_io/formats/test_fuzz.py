@@ -111,7 +111,7 @@ def sources(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def choices(tmp_path_factory):
-    """How the damaged logs are converted: text is re-tokenised, where a tokenizer is at hand."""
+    """How the damaged logs are converted: text is re-tokenized, where a tokenizer is at hand."""
     template = save_template(tmp_path_factory.mktemp("template"))
     tokens = {"tokenizer": str(SMOLLM2), "chat_template": template} if SMOLLM2.is_dir() else {}
     return {"on_error": "skip", **tokens}

@@ -69,7 +69,7 @@ def test_the_real_bare_list_of_messages_ends_with_the_last_reply(logs):
     assert roles(conversation) == "su" + "au" * 9 + "a"
 
 
-def test_text_alone_is_refused_with_the_hint_to_retokenise(logs, tmp_path):
+def test_text_alone_is_refused_with_the_hint_to_retokenize(logs, tmp_path):
     with pytest.raises(
         RolloutError, match=r"the log has text but no token ids.*\[no_token_ids\]"
     ) as found:
@@ -77,7 +77,7 @@ def test_text_alone_is_refused_with_the_hint_to_retokenise(logs, tmp_path):
     assert "--tokenizer" in found.value.hint
 
 
-def test_text_becomes_one_retokenised_row_where_a_tokenizer_is_given(logs, tmp_path, smollm2_dir):
+def test_text_becomes_one_retokenized_row_where_a_tokenizer_is_given(logs, tmp_path, smollm2_dir):
     files = sorted(logs.iterdir())
     done, table = convert_with(ADAPTER, files, tmp_path, tokenizer=str(smollm2_dir))
     assert (done.summary.num_records, done.summary.num_written) == (2, 2)

@@ -51,7 +51,7 @@ def test_real_rows_of_text_are_conversations_and_are_refused_without_a_tokenizer
         convert_with(ADAPTER, [PEER / "legacy" / "text"], tmp_path)
 
 
-def test_real_rows_of_text_are_re_tokenised(tmp_path, smollm2_dir):
+def test_real_rows_of_text_are_re_tokenized(tmp_path, smollm2_dir):
     choices = {"tokenizer": str(smollm2_dir)}
     _, table = convert_with(ADAPTER, [PEER / "legacy" / "text"], tmp_path, **choices)
     assert set(table["token_source"].to_pylist()) == {"retokenized"}
