@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from rollout_io.cli.output import emit, emit_json, example, note, warn
 from rollout_io.cli.workers import workers_of, workers_options
-from schemas.errors import ConfigError, count
+from schemas.errors import ConfigError, RolloutError, count
+
+if TYPE_CHECKING:
+    from rollout_io.retokenize import ChatTokenizer
 
 
 @click.command(epilog=example("rollouts drift shop/ --tokenizer .cache/smollm2"))
@@ -52,12 +56,13 @@ def drift(
     from rollout_io.dataset.reader import read_metadata
     from rollout_io.retokenize import load_tokenizer
 
-    if compares_text and tokenizer is None:
+    if tokenizer is None:
+        loaded = _own_tokenizer(dataset, needs_template=compares_text)
+    else:
+        loaded = load_tokenizer(tokenizer, needs_template=compares_text)
+    if compares_text and loaded is None:
         hint = "run rollouts drift DS --tokenizer DIR --retokenize"
         raise ConfigError("tokenizer", "--retokenize", "a tokenizer is required", hint=hint)
-    loaded = None
-    if tokenizer is not None:
-        loaded = load_tokenizer(tokenizer, needs_template=compares_text)
     if loaded and read_metadata(dataset).tokenizer_fingerprint not in {None, loaded.fingerprint}:
         warn(f"this dataset was made with a different tokenizer than {tokenizer}")
     shown = 20 if limit is None and not as_json else limit
@@ -77,3 +82,20 @@ def drift(
     if len(report.shown) < report.num_breaks:
         listed = f"{len(report.shown)} of {count(report.num_breaks, 'break')}"
         note(f"listed {listed}; pass --limit N or --json for more")
+
+
+def _own_tokenizer(dataset: str, *, needs_template: bool) -> ChatTokenizer | None:
+    """Load the tokenizer of a dataset, if it is here and unchanged; else None."""
+    from rollout_io.dataset.reader import read_metadata
+    from rollout_io.retokenize import load_tokenizer
+    from rollout_io.retokenize.local import find_tokenizer
+
+    metadata = read_metadata(dataset)
+    directory = find_tokenizer(metadata.tokenizer) if metadata.tokenizer_fingerprint else None
+    if directory is None or find_spec("transformers") is None:
+        return None
+    try:
+        loaded = load_tokenizer(directory, needs_template=needs_template)
+    except RolloutError:
+        return None
+    return loaded if loaded.fingerprint == metadata.tokenizer_fingerprint else None

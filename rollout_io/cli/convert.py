@@ -46,8 +46,9 @@ _READS = 2  # every log is read twice: to find its runs, then to convert them
 )
 @click.option(
     "--tokenizer",
-    metavar="DIR",
-    help="Local tokenizer, to re-tokenize text and to verify exact ids.",
+    metavar="DIR|NAME",
+    help="Tokenizer to re-tokenize text and verify exact ids: a directory, or a Hub id in the local "
+    "cache.",
 )
 @click.option(
     "--chat-template",

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import hashlib
+import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -61,7 +64,7 @@ def inspect(
     from rollout_io.cli.trajectory_text import legend, render
     from rollout_io.dataset.checking import require_valid
 
-    decode = None if tokenizer is None else load_decoder(tokenizer)
+    decode = own_decoder(dataset) if tokenizer is None else load_decoder(tokenizer)
     frame = open_dataset(dataset)
     ids = matching(frame, where)
     if trajectory is not None:
@@ -162,11 +165,33 @@ def view_all(
     return [view_trajectory(part.to_dicts(), decode) for part in parts]
 
 
+def own_decoder(dataset: str) -> Callable[[Sequence[int]], str] | None:
+    """Load a decoder for the tokenizer of a dataset, if it is here and unchanged; else None."""
+    from rollout_io.dataset.reader import read_metadata
+    from rollout_io.retokenize.local import find_tokenizer
+
+    metadata = read_metadata(dataset)
+    directory = find_tokenizer(metadata.tokenizer) if metadata.tokenizer_fingerprint else None
+    if directory is None or find_spec("tokenizers") is None:
+        return None
+    from tokenizers import Tokenizer
+
+    try:
+        vocabulary = Tokenizer.from_file(str(Path(directory) / "tokenizer.json")).get_vocab()
+    except Exception:  # tokenizers raises bare Exception
+        return None
+    found = hashlib.sha256(json.dumps(vocabulary, sort_keys=True).encode()).hexdigest()
+    return load_decoder(directory) if found == metadata.tokenizer_fingerprint else None
+
+
 def load_decoder(path: str) -> Callable[[Sequence[int]], str]:
     """Load a decoder from a local `tokenizer.json`, or from its directory."""
     with requires_extra("text", "--tokenizer"):
         from tokenizers import Tokenizer
-    file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
+    from rollout_io.retokenize.local import find_tokenizer
+
+    given = Path(path)
+    file = given if given.is_file() else Path(find_tokenizer(path) or path) / "tokenizer.json"
     if not file.is_file():
         got, hint = "the file does not exist", "pass the directory of a downloaded model"
         raise InputError("input_file", str(file), got, "", hint)

@@ -13,6 +13,7 @@ from rollout_io.conversion.log import AUTO, Log
 from rollout_io.conversion.text import Retokenizer, about_template, retokenizer_of
 from rollout_io.formats.base import Options
 from rollout_io.formats.parsing.model_names import MODELS
+from rollout_io.retokenize.local import find_tokenizer
 from schemas.errors import ConfigError
 
 
@@ -25,8 +26,9 @@ class Choices:
         rewards: JSONL file of outcomes, which replace those of the logs.
         group_by: Labels that identify the instance (the group), replacing the format's rule.
         options: Options for reading runs.
-        tokenizer: Local directory of a tokenizer, to re-tokenize text and to check exact tokens.
-            For logs with exact tokens, any other name is accepted and only recorded.
+        tokenizer: Local directory of a tokenizer, or Hub id of one in the local Hugging Face cache,
+            to re-tokenize text and to check exact tokens. For logs with exact tokens, any other
+            name is accepted and only recorded.
         chat_template: Name or file of the template for re-tokenization; None: the tokenizer's own.
         layout: Store prompts as references to earlier steps (`prefix`), or in full (`full`).
         logprobs_mode: Distribution of the log-probabilities: `raw` or `processed`; None if unknown.
@@ -103,7 +105,7 @@ def settings_of(
             adapter=log.adapter,
             options=choices.options,
             retokenizer=retokenizer,
-            tokenizer=metadata.tokenizer if is_verified else None,
+            tokenizer=find_tokenizer(metadata.tokenizer) if is_verified else None,
             layout=choices.layout,
             metadata=metadata,
         )

@@ -28,6 +28,7 @@ from rollout_io.dataset.reader import read_metadata
 from rollout_io.dataset.storage import occupied
 from rollout_io.formats.base import Input, Run
 from rollout_io.formats.parsing.model_names import MODELS
+from rollout_io.retokenize.local import find_tokenizer
 from schemas.errors import InputError, RolloutError
 from schemas.metadata import DatasetMetadata
 
@@ -175,7 +176,8 @@ def identity_of(
 
 def _tokenizer_files(choices: Choices) -> list[Input]:
     """Return the tokenizer's files, without model weights, and the chat template's file."""
-    named = [Path(name) for name in (choices.tokenizer, choices.chat_template) if name]
+    tokenizer = find_tokenizer(choices.tokenizer) or choices.tokenizer
+    named = [Path(name) for name in (tokenizer, choices.chat_template) if name]
     tokenizers = [file for path in named for file in ([path] if path.is_file() else path.glob("*"))]
     weights = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack"}
     found = [file for file in sorted(tokenizers) if file.is_file()]

@@ -15,6 +15,7 @@ from rollout_io.conversion.answers import is_answer, with_answers
 from rollout_io.formats.base import Completion, Conversation, Step, Trajectory
 from rollout_io.formats.parsing.messages import text_of
 from rollout_io.formats.parsing.tokens import token_ids
+from rollout_io.retokenize.local import find_tokenizer
 from schemas.errors import ConfigError, InputError, RolloutError
 from schemas.metadata import DatasetMetadata
 
@@ -131,7 +132,8 @@ def retokenizer_of(
     """Return the re-tokenizer, and dataset metadata about the tokenizer.
 
     Args:
-        tokenizer: Directory; if there is no text to encode, any other name is only recorded.
+        tokenizer: Directory, or Hub id in the local cache; if there is no text to encode, any other
+            name is only recorded.
         chat_template: See `Retokenizer`.
         is_needed: True if the log contains text to encode.
 
@@ -143,10 +145,12 @@ def retokenizer_of(
             got, hint = "a chat template needs a tokenizer", "pass --tokenizer DIR"
             raise ConfigError("tokenizer", "--chat-template", got, "", hint)
         return None, DatasetMetadata()
-    made = Retokenizer(directory=tokenizer, chat_template=chat_template) if is_needed else None
-    if not Path(tokenizer).is_dir():  # a name suffices if all ids are exact
+    directory = find_tokenizer(tokenizer)
+    name = directory or tokenizer
+    made = Retokenizer(directory=name, chat_template=chat_template) if is_needed else None
+    if directory is None:  # a name suffices if all ids are exact
         return made, DatasetMetadata(tokenizer=tokenizer)
-    loaded = cached_tokenizer(tokenizer, chat_template if is_needed else None)
+    loaded = cached_tokenizer(directory, chat_template if is_needed else None)
     metadata = DatasetMetadata(
         tokenizer=tokenizer,
         tokenizer_fingerprint=loaded.fingerprint,

@@ -14,6 +14,7 @@ from typing import Any
 
 from rollout_io.dataset.opening import refuse_irregular
 from rollout_io.retokenize.chat_template import find_template
+from rollout_io.retokenize.local import tokenizer_directory
 from schemas.errors import InputError, RolloutError
 from schemas.extras import requires_extra
 
@@ -195,10 +196,10 @@ class ChatTokenizer:
 def load_tokenizer(
     path: str | os.PathLike[str], chat_template: str | None = None, *, needs_template: bool = True
 ) -> ChatTokenizer:
-    """Load a tokenizer from a local directory, without downloads and without running its code.
+    """Load a local tokenizer, without downloads and without running its code.
 
     Args:
-        path: Directory of a downloaded model.
+        path: Directory of a downloaded model, or its Hub id if it is in the local cache.
         chat_template: Name or file of a template (`find_template`); None: the tokenizer's own.
         needs_template: If true, reject a tokenizer without a template; encoding text needs none.
 
@@ -208,14 +209,12 @@ def load_tokenizer(
             none; extra_installed: `transformers` is missing.
     """
     where = os.fspath(path)
-    if not Path(where).is_dir():
-        hint = "pass the directory of a downloaded model"
-        raise InputError("tokenizer", where, "the tokenizer directory does not exist", "", hint)
-    for file in Path(where).iterdir():
+    directory = tokenizer_directory(where)
+    for file in Path(directory).iterdir():
         if not file.is_dir():
             refuse_irregular(file)  # Transformers would block on a pipe
     template = None if chat_template is None else find_template(chat_template)
-    backend = _load(where)
+    backend = _load(directory)
     if template is not None:
         backend.chat_template = template
     if needs_template and not backend.chat_template:
