@@ -51,14 +51,12 @@ class Verbs(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names of the verbs."""
-        del ctx
         known = {name: index for index, name in enumerate(ORDER)}
-        return sorted(_registered(), key=lambda name: (known.get(name, len(ORDER)), name))
+        return sorted(_registered(ctx), key=lambda name: (known.get(name, len(ORDER)), name))
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Load a verb; return a stub that reports the missing library if the import fails."""
-        del ctx
-        entry = _registered().get(cmd_name)
+        entry = _registered(ctx).get(cmd_name)
         if entry is None:
             return None
         try:
@@ -80,8 +78,12 @@ class Verbs(click.Group):
             raise UnknownVerbError(args[0], self.list_commands(ctx), ctx) from None
 
 
-def _registered() -> dict[str, EntryPoint]:
-    return {entry.name: entry for entry in entry_points(group=GROUP)}
+def _registered(ctx: click.Context) -> dict[str, EntryPoint]:
+    """Return the verbs by name; the search through all installed packages is done once a run."""
+    if GROUP not in ctx.meta:
+        ctx.meta[GROUP] = {entry.name: entry for entry in entry_points(group=GROUP)}
+    verbs: dict[str, EntryPoint] = ctx.meta[GROUP]
+    return verbs
 
 
 def _unavailable(name: str, error: ImportError) -> click.Command:
