@@ -162,7 +162,7 @@ def to_toml(values: Mapping[str, Any]) -> str:
 
 def _toml_key(key: str) -> str:
     is_bare = key.isascii() and key.replace("_", "").replace("-", "").isalnum()
-    return key if is_bare else json.dumps(key)
+    return key if is_bare else _toml_text(key)
 
 
 def _toml_value(value: Any) -> str:
@@ -172,7 +172,14 @@ def _toml_value(value: Any) -> str:
         return f"[{', '.join(map(_toml_value, value))}]"
     if isinstance(value, float):
         return repr(value)
-    return json.dumps("none" if value is None else value)
+    if isinstance(value, str | None):
+        return _toml_text("none" if value is None else value)
+    return json.dumps(value)
+
+
+def _toml_text(text: str) -> str:
+    """Quote text: TOML has no surrogate pairs, and escapes one more character than JSON."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def out_of_bounds(record: Any) -> Iterator[tuple[str, str, str]]:

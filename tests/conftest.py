@@ -26,6 +26,12 @@ def pytest_configure(config):
         settings.load_profile("same_examples")
 
 
+def pytest_sessionfinish(session, exitstatus):
+    """Keep the exit status for .ci/run: only a suite that ran to its end may run its failures again."""
+    if not hasattr(session.config, "workerinput"):
+        session.config.cache.set("exit", int(exitstatus))
+
+
 @pytest.fixture(scope="session")
 def smollm2_dir():
     """SmolLM2-135M-Instruct as a Hugging Face model directory: `make model` fetches it."""

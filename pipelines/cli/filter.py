@@ -218,7 +218,7 @@ def _check_usage(out: str | None, choices: _Choices, *, dry_run: bool) -> None:
         raise click.UsageError("--move-outcome requires --keep-rows.")
     if choices.share and len(choices.share) != 1 + len(choices.mix):
         raise click.UsageError("Pass --share once for DS and once for each --mix, in that order.")
-    if not choices.given().keys() - {"seed"}:
+    if not choices.given().keys() - {"seed", "outcome", "share"}:
         message = "rollouts filter: no filter is given"
         hint = (
             "pass what to keep or drop: --where 'reward > 0', --drop-zero-variance, --drop-failed, "

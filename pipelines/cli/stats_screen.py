@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from pipelines.statistics.distributions import (
 )
 from pipelines.statistics.summary import Summary
 from rollout_io.cli.output import wants_color
+from rollout_io.cli.trajectory_text import printable
 from schemas.errors import count
 
 if TYPE_CHECKING:
@@ -54,7 +56,7 @@ def screen(overview: Overview) -> str:
     numbers = overview.numbers
     return _rendered(
         [
-            *_section(overview.path, _counts(numbers)),
+            *_section(_shown(overview.path), _counts(numbers)),
             *_section("Lengths", _lengths(overview.lengths)),
             *_section("Rewards", _rewards(overview.rewards, numbers)),
             *_section("Tokens that training forwards, by sequence_layout", _layouts(overview)),
@@ -67,7 +69,7 @@ def comparison(first: Overview, second: Overview) -> str:
     table = _table("", "A", "B", "change")
     for (name, before, form), (_, after, _) in zip(_lines(first), _lines(second), strict=True):
         table.add_row(name, form(before), form(after), _change(before, after, form))
-    paths = [Text(f"{name}  {one.path}") for name, one in (("A", first), ("B", second))]
+    paths = [Text(f"{name}  {_shown(one.path)}") for name, one in (("A", first), ("B", second))]
     return _rendered([*paths, table])
 
 
@@ -132,8 +134,13 @@ def _counts(numbers: Mapping[str, Any]) -> Iterable[RenderableType]:
     if without:
         yield Text(f"{count(without, 'row')} without log-probabilities")
     if reasons := numbers["stop_reasons"]:
-        listed = [f"{name} {num:,}" for name, num in list(reasons.items())[:5]]
+        listed = [f"{_shown(name)} {num:,}" for name, num in list(reasons.items())[:5]]
         yield Text(f"stop reasons: {', '.join(listed)}{', ...' if len(reasons) > 5 else ''}")
+
+
+def _shown(text: str | None) -> str:
+    """Return text from a dataset on one line, without control characters."""
+    return "none" if text is None else " ".join(printable(text).split())
 
 
 def _lengths(lengths: Mapping[str, Distribution]) -> Iterable[RenderableType]:
@@ -216,7 +223,8 @@ def _drawn(blocks: str) -> str:
 def _rendered(parts: Sequence[RenderableType]) -> str:
     color = wants_color(sys.stdout)
     console = Console(
-        width=None if sys.stdout.isatty() else _WIDTH,
+        # Never narrower, where rich would shorten numbers: the terminal wraps the bars instead.
+        width=max(_WIDTH, shutil.get_terminal_size().columns) if sys.stdout.isatty() else _WIDTH,
         force_terminal=color,
         no_color=not color,
         highlight=False,

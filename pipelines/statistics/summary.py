@@ -80,6 +80,9 @@ def dataset_summary(
         parts = list(workers.map_in_order(read, pieces(data)))
     lengths, returns, reasons = (pl.concat(frames) for frames in zip(*parts, strict=True))
     numbers = _rows(lengths) | _returns(returns) | _stop_reasons(reasons)
+    failed = returns.filter(pl.col("error").is_not_null())
+    trained = lengths.join(failed, on="trajectory_id", how="anti")["trained"]
+    numbers["num_trained_tokens"] = int(trained.sum())  # failed trajectories are not trained on
     return Summary(numbers, lengths, returns)
 
 
@@ -152,7 +155,6 @@ def _rows(rows: pl.DataFrame) -> dict[str, Any]:
         "num_tokens": num_prompt + num_response,
         "num_prompt_tokens": num_prompt,
         "num_response_tokens": num_response,
-        "num_trained_tokens": int(rows["trained"].sum()),
         "num_rows_without_logprobs": int(rows["without_logprobs"].sum()),
         "rows_per_trajectory_mean": steps.mean(),
         "rows_per_trajectory_max": steps.max(),

@@ -16,8 +16,10 @@ def with_common_options(command: click.Command) -> click.Command:
     for param in command.params:
         if "--out" in param.opts and "-o" not in known:
             param.opts = ["-o", *param.opts]
-    if "--quiet" not in known:
-        command.params += [_quiet(), _verbose()]
+    if not known & {"-q", "--quiet"}:
+        command.params.append(_quiet())
+    if not known & {"-v", "--verbose"}:
+        command.params.append(_verbose())
     return command
 
 

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from rollout_io.cli.formats import note_failures
-from rollout_io.cli.output import emit_json, example, going_on, next_command, note, progress_bar
+from rollout_io.cli.output import (
+    emit_json,
+    example,
+    going_on,
+    next_command,
+    note,
+    progress_bar,
+    warn,
+)
 from rollout_io.cli.workers import num_for, workers_options
 from schemas.errors import count
 
@@ -202,7 +210,8 @@ def _report(done: Conversion, out: str, elapsed_s: float, num_bytes: int) -> Non
         rows_per_s, mb_per_s = done.summary.num_rows / elapsed_s, num_bytes / elapsed_s / 1e6
         note(f"{elapsed_s:.1f} s: {rows_per_s:,.1f} rows/s, {mb_per_s:,.2f} MB/s")
     if done.summary.num_rejected:
-        note(f"rejected records and their errors: {rejected_path(out)}")
+        rejected = count(done.summary.num_rejected, "record")
+        warn(f"{rejected} rejected: see {rejected_path(out)}")
     next_command(f"rollouts validate {out}")
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rollout_io.cli.output import emit, emit_json, example, next_command, note
+from rollout_io.cli.output import emit, emit_json, example, next_command, warn
 
 if TYPE_CHECKING:
     from rollout_io.formats.detect import Formats
@@ -36,7 +36,7 @@ def formats(ctx: click.Context, inputs: tuple[str, ...], *, as_json: bool) -> No
 def note_failures(known: Formats) -> None:
     """Print to stderr which formats failed to load."""
     for name, why in known.failures.items():
-        note(f"format {name} is not available: {why}")
+        warn(f"format {name} is not available: {why}")
 
 
 def _list(known: Formats, *, as_json: bool) -> None:

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Sequence
 from contextvars import copy_context
 from importlib.metadata import EntryPoint, entry_points
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import click
 
@@ -65,6 +65,16 @@ class Verbs(click.Group):
         except ImportError as error:
             return _unavailable(cmd_name, error)
         return with_common_options(command)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the verb; a usage error of click's parser names the verb too."""
+        try:
+            return super().invoke(ctx)
+        except click.UsageError as error:
+            name = ctx.invoked_subcommand
+            if error.ctx is None and name and (command := self.get_command(ctx, name)):
+                error.ctx = click.Context(command, parent=ctx, info_name=name)
+            raise
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

@@ -124,7 +124,8 @@ def check_columns(used: Sequence[str], known: Sequence[str], where: str, text: s
         near = difflib.get_close_matches(name, known, 1)
         hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(known)}."
         hint += f" Put text values in quotes: '{name}'"
-        found = re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text)
+        without_texts = re.sub(r"'(?:[^']|'')*'", lambda found: " " * len(found[0]), text)
+        found = re.search(rf"(?<!\w){re.escape(name)}(?!\w)", without_texts)
         place = f" (character {found.start() + 1} of the condition)" if found else ""
         got = f"the dataset has no column {name!r}{place}"
         raise ConfigError("known_column", where, got, "", hint)

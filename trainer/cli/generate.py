@@ -58,7 +58,7 @@ def generate(*, config: str, out: str | None, overrides: tuple[str, ...], as_jso
         warn(warning)
     emit_json(dataclasses.asdict(result)) if as_json else emit(_report(result))
     if result.first_error:
-        note(f"first error: {result.first_error}")
+        warn(f"first error: {result.first_error}")
         next_command(f'rollouts inspect {result.out} --where "error is not null"')
     else:
         next_command(f"rollouts validate {result.out}")

@@ -92,7 +92,7 @@ def train(
             advantage_estimator=algorithm,
         )
         if show_config:
-            return _show(settings)
+            return _show(settings, as_json=as_json)
         if not resume:
             check_model_directory(settings.model)  # before torch is imported, which takes seconds
         with requires_extra("train", "rollouts train"):
@@ -144,14 +144,14 @@ def plot(*, runs: tuple[str, ...], out: str, metrics: tuple[str, ...]) -> None:
     note(f"{', '.join(drawn)} -> {out}")
 
 
-def _show(settings: TrainConfig) -> int:
+def _show(settings: TrainConfig, *, as_json: bool) -> int:
     from rollout_io.configuration import to_toml
     from trainer.config.resolved import resolved
     from trainer.distributed.processes import is_main
 
     values = dataclasses.asdict(resolved(settings))
     if is_main():
-        emit(to_toml(values))
+        emit_json(values) if as_json else emit(to_toml(values))
     return 0
 
 

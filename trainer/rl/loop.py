@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager
+from contextvars import copy_context
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -263,7 +264,8 @@ class Loop:
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         """Run blocking work in the trainer's thread while sampling continues."""
-        return await asyncio.get_running_loop().run_in_executor(self.thread, work)
+        in_context = copy_context().run  # has the user's -q
+        return await asyncio.get_running_loop().run_in_executor(self.thread, in_context, work)
 
     def result(self) -> RlResult:
         """Summarise the run."""

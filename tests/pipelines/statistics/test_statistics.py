@@ -71,7 +71,9 @@ def test_counts_are_those_of_the_rows_spelled_out(table):
     assert found["num_rows"] == len(rows)
     assert found["num_prompt_tokens"] == sum(len(row["prompt_token_ids"]) for row in rows)
     assert found["num_response_tokens"] == sum(responses)
-    assert found["num_trained_tokens"] == sum(sum(row["loss_mask"]) for row in rows)
+    assert found["num_trained_tokens"] == sum(
+        sum(row["loss_mask"]) for row in rows if row["trajectory_id"] not in failed
+    )
     assert found["num_rows_without_logprobs"] == sum(
         row.get("rollout_logprobs") is None and num > 0
         for row, num in zip(rows, responses, strict=True)
@@ -115,6 +117,14 @@ def test_stats_print_one_screen_in_words(shop_dataset, capsys):
         ["tree", "12", "13,896", "31.7%"],
     ]
     assert "_" not in printed.removeprefix(lines[0]).replace("sequence_layout", "")
+
+
+def test_the_screen_shows_no_control_characters_of_the_data(shop_dataset, tmp_path, capsys):
+    rows = scan(shop_dataset).with_columns(stop_reason=pl.lit("\x1b[31mred\n\rX")).collect()
+    with RolloutWriter(tmp_path / "ds") as writer:
+        writer.write(rows)
+    assert run(["stats", str(tmp_path / "ds")]) == 0
+    assert "stop reasons: \\x1b[31mred \\rX 205" in capsys.readouterr().out
 
 
 def test_stats_of_two_datasets_show_the_change(shop_dataset, tmp_path, capsys):

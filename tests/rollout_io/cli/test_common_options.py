@@ -42,6 +42,18 @@ def test_quiet_hides_notes_and_keeps_errors(tmp_path, capsys):
     assert "--all" in capsys.readouterr().err
 
 
+def test_quiet_keeps_the_warning_of_rejected_records(tmp_path, capsys):
+    log, out = tmp_path / "log.jsonl", tmp_path / "ds"
+    log.write_bytes(Path(SHOP).read_bytes() + b"{}\n")
+    command = ["convert", str(log), "-o", str(out), "--on-error", "skip", "-q"]
+    assert run(command) == 0
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == (
+        "",
+        f"warning: 1 record rejected: see {out}.rejected.jsonl\n",
+    )
+
+
 def test_verbose_prints_debug_messages(tmp_path, capsys):
     assert run(["convert", SHOP, "-o", str(tmp_path / "ds"), "-q"]) == 0
     assert run(["stats", str(tmp_path / "ds"), "-v"]) == 0

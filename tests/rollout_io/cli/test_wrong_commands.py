@@ -82,6 +82,12 @@ COMMANDS = [
         ["'agnt' (character 20 of the condition)", "did you mean agent?"],
     ),
     (
+        "inspect DS --where \"agent = 'rewrd' and rewrd > 0\"",
+        1,
+        "known_column",
+        ["'rewrd' (character 21 of the condition)"],
+    ),
+    (
         "filter DS --where 'rewrd > 0' -o new",
         1,
         "known_column",

@@ -1,5 +1,6 @@
 """Training keys as options of the verbs, and the configuration as TOML."""
 
+import json
 import tomllib
 
 import pytest
@@ -27,6 +28,13 @@ def test_show_config_prints_toml_that_gives_the_same_configuration(shop_dataset,
     assert (again.outcome, again.merge_rule, again.max_row_tokens) == ("last", "lineage", None)
     assert again == resolved(again)
     assert not (tmp_path / "run").exists()
+
+
+def test_show_config_quotes_every_text_as_toml_reads_it(shop_dataset, tmp_path, capsys):
+    name = "m\U0001f600\x7f\u2028"
+    arguments = [str(shop_dataset), "--model", name, "--out", "o"]
+    assert tomllib.loads(shown(capsys, *arguments))["model"] == name
+    assert json.loads(shown(capsys, *arguments, "--json"))["model"] == name
 
 
 def test_options_override_the_file_and_set_overrides_options(shop_dataset, tmp_path, capsys):
