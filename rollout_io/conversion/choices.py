@@ -9,6 +9,7 @@ from typing import Any, Literal
 from rollout_io import __version__
 from rollout_io.configuration import out_of_bounds
 from rollout_io.conversion.batch import Settings
+from rollout_io.conversion.inputs import shown
 from rollout_io.conversion.log import AUTO, Log
 from rollout_io.conversion.text import Retokenizer, about_template, retokenizer_of
 from rollout_io.formats.base import Options
@@ -96,7 +97,7 @@ def settings_of(
             tool=tool_name(),
             format=log.format,
             inputs=[given.name for given in log.inputs],
-            rewards=choices.rewards,
+            rewards=choices.rewards and shown(choices.rewards),
             **{name: value for name, value in about.items() if name != MODELS},
         )
     is_verified = metadata.tokenizer_fingerprint is not None

@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
+
 from rollout_io.conversion import rejections
 from rollout_io.conversion.batch import errors_of, in_order, other_routing
 from rollout_io.conversion.choices import Choices, refuse_misfits, settings_of, tool_name
@@ -23,10 +25,11 @@ from rollout_io.conversion.rewards import Key, Outcome, read_rewards
 from rollout_io.conversion.staging import Staging, rejected_path, spool_path
 from rollout_io.conversion.summary import Summary
 from rollout_io.dataset.footer import Part
+from rollout_io.dataset.opening import digest_of
 from rollout_io.dataset.parallel import Workers
-from rollout_io.dataset.reader import read_metadata
+from rollout_io.dataset.reader import read_metadata, refuse_mixed_types
 from rollout_io.dataset.storage import occupied
-from rollout_io.formats.base import Input, Run
+from rollout_io.formats.base import Input, Rejected, Run
 from rollout_io.formats.parsing.model_names import MODELS
 from rollout_io.retokenize.local import find_tokenizer
 from schemas.errors import InputError, RolloutError
@@ -103,11 +106,13 @@ def convert(
         ignored = [Path(choices.rewards)] if choices.rewards else []
         if staging.out.is_local:
             ignored += [Path(staging.out.path), Path(staging.rejected.path)]
+        staging.refuse_foreign()
         opened = open_log(
             paths_of(inputs), choices.format, spool, ignored, skips=skips, strict=choices.strict
         )
         rewards = open_file(choices.rewards, spool) if choices.rewards else None
         identity = identity_of(opened.logs, rewards, choices, chunk_bytes)
+        identity["unused"] = [[r.place.where, digest_of(r.place.path)] for r in opened.unused]
         if done := _done_before(staging, opened, identity):
             return done
         refuse_misfits(choices, opened.logs)
@@ -125,7 +130,7 @@ def convert(
         parts = [
             (i, runs) for i, made in enumerate(plans) for runs in chunks(made.runs, chunk_bytes)
         ]
-        reports = _reports_before(staging, len(parts))
+        reports = _reports_before(staging, len(parts), spool)
         for i, known in reports.items():
             report(sum(run.num_bytes for run in parts[i][1]), known.summary.num_rows)
         num_resumed, here = len(reports), workers == Workers()
@@ -167,7 +172,8 @@ def identity_of(
     return {
         "tool": tool_name(),
         "formats": [log.format for log in logs],
-        "choices": asdict(choices) | {"group_by": list(choices.group_by)},
+        "choices": asdict(choices)
+        | {"group_by": list(choices.group_by), "rewards": rewards and rewards.name},
         "chunk_bytes": chunk_bytes,
         "inputs": [[file.name, digests_of(file)] for file in files],
         "tokenizer": [digests_of(file) for file in _tokenizer_files(choices)],
@@ -200,10 +206,21 @@ def _done_before(staging: Staging, opened: Opened, identity: dict[str, Any]) -> 
     return None
 
 
-def _reports_before(staging: Staging, num_chunks: int) -> dict[int, Report]:
+def _reports_before(staging: Staging, num_chunks: int, spool: Path) -> dict[int, Report]:
     """Return the reports of chunks that an interrupted run finished, by index."""
     known = {i: staging.report(i) for i in range(num_chunks)}
-    return {i: Report.decode(found) for i, found in known.items() if found is not None}
+    reports = {i: Report.decode(found) for i, found in known.items() if found is not None}
+    for report in reports.values():
+        report.rejected = [_located(rejected, spool) for rejected in report.rejected]
+    return reports
+
+
+def _located(rejected: Rejected, spool: Path) -> Rejected:
+    """Point to this run's copy of an input, if that of the interrupted run is gone."""
+    place, copy = rejected.place, spool / rejected.place.path.name
+    if place.path.exists() or not copy.exists():
+        return rejected
+    return rejected._replace(place=structs.replace(place, path=copy))
 
 
 def _chunks(
@@ -235,7 +252,8 @@ def _conclude(
         RolloutError: Chunks contradict each other, a record was rejected and `on_error` is `fail`,
             or no rows remain.
     """
-    _refuse_mixtures(reports)
+    _refuse_mixtures(reports, opened.logs, plans)
+    refuse_mixed_types([shard for i in range(len(reports)) for shard in staging.shards(i)])
     rejected = [r for planned in plans for r in planned.rejected]
     rejected += [r for report in reports for r in report.rejected]
     if rejected and choices.on_error == "fail":
@@ -253,8 +271,13 @@ def _conclude(
     return summary
 
 
-def _refuse_mixtures(reports: Sequence[Report]) -> None:
-    first: dict[str, str] = {}
+def _refuse_mixtures(reports: Sequence[Report], logs: Sequence[Log], plans: Sequence[Plan]) -> None:
+    first = {
+        f"{run.instance_id}_{run.repetition_id}": run.places[0].where
+        for log, made in zip(logs, plans, strict=True)
+        for run in made.runs
+        if run.places and not log.adapter.is_table
+    }
     for report in reports:
         for name, where in report.trajectory_ids.items():
             if name in first:

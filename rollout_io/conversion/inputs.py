@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from glob import glob, has_magic
 from io import BufferedReader
-from itertools import chain
 from pathlib import Path
 
 import pyarrow as pa
@@ -36,7 +35,7 @@ _COPY_BYTES = 4 << 20
 
 
 def open_inputs(
-    paths: Iterable[str],
+    paths: Sequence[str],
     spool: Path,
     formats_of: Callable[[Path], Collection[str]],
     ignored: Collection[Path] = (),
@@ -63,12 +62,16 @@ def open_inputs(
     found: list[Input] = []
     for left in spool.glob("*"):  # left by a conversion that was killed
         left.unlink()
-    for path in chain.from_iterable(map(expanded, paths)):
+    skipped = {p.resolve() for p in ignored}
+    for path, is_matched in ((path, path != given) for given in paths for path in expanded(given)):
         given = Path(path)
+        above = {given.resolve(), *(given.resolve().parents if is_matched else ())}
+        if path != STDIN and above & skipped:
+            continue
         _refuse_odd_names(given)
         if path != STDIN and given.is_dir():
-            inside = _Directories(formats_of, {p.resolve() for p in ignored}).logs_in(given)
-            if not inside:
+            inside = _Directories(formats_of, skipped).logs_in(given)
+            if not inside and not is_matched:
                 raise InputError("input_file", path, "the directory contains no files")
             found += [
                 Input(str(log), log) if log.is_dir() else open_file(str(log), spool)
@@ -76,6 +79,9 @@ def open_inputs(
             ]
         else:
             found.append(open_file(path, spool))
+    if not found:
+        got, hint = "the pattern matches no log", "check the path"
+        raise InputError("input_file", ", ".join(paths), got, "", hint)
     _refuse_repeated(found)
     return found
 
@@ -101,6 +107,8 @@ def expanded(path: str) -> list[str]:
                 return [path]
             is_directory = location.fs.isdir(location.path)
             names = location.fs.find(location.path) if is_directory else []
+            start = len(location.path)  # as in a local directory, hidden files are no logs
+            names = [name for name in names if "/." not in f"/{name[start:]}"]
             if not is_directory:
                 if not has_magic(path):
                     raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
@@ -121,6 +129,18 @@ def is_url(path: str) -> bool:
     return "://" in path
 
 
+def shown(path: str) -> str:
+    """Return a path, or a URL without its credentials: those before the host, and a query."""
+    if not is_url(path):
+        return path
+    protocol, _, rest = path.partition("://")
+    host, slash, inner = rest.partition("/")
+    user, at, host = host.rpartition("@")
+    is_web = path.startswith(_WEB)
+    user, at = ("", "") if is_web else (user.partition(":")[0], at)
+    return f"{protocol}://{user}{at}{host}{slash}{inner.partition('?')[0] if is_web else inner}"
+
+
 @contextmanager
 def _reachable(url: str) -> Iterator[None]:
     """Convert any error of a remote filesystem to a user error."""
@@ -130,9 +150,10 @@ def _reachable(url: str) -> Iterator[None]:
         raise
     except Exception as error:
         got = " ".join((getattr(error, "strerror", None) or str(error) or repr(error)).split())
-        got = got[:1].lower() + got[1:]
-        hint, message = "check the URL and your credentials", f"cannot read {url}: {got}"
-        raise InputError("input_file", url, got, "", hint, message=message) from error
+        named = shown(url)
+        got = (got[:1].lower() + got[1:]).replace(url, named)
+        hint, message = "check the URL and your credentials", f"cannot read {named}: {got}"
+        raise InputError("input_file", named, got, "", hint, message=message) from error
 
 
 def _refuse_odd_names(path: Path) -> None:
@@ -214,7 +235,7 @@ def open_file(name: str, spool: Path) -> Input:
     if is_url(name):
         location = Location.of(name)
         with _reachable(name), location.fs.open(location.path, "rb") as remote:
-            return Input(name, _save(BufferedReader(remote), name, spool))
+            return Input(shown(name), _save(BufferedReader(remote), shown(name), spool))
     with open_input(name) as file:
         is_packed = _start_of(file).startswith((_GZIP, _ZSTD))
         if is_packed or not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -286,13 +307,18 @@ def copies_in(inputs: Iterable[Input]) -> Iterator[tuple[Input, InputError]]:
 
 
 def _refuse_repeated(inputs: Iterable[Input]) -> None:
-    known: set[Path] = set()
+    known, names = set[Path](), set[str]()
     for given in inputs:
         resolved = given.path.resolve()
         if resolved in known:
             got, hint = "the log is given twice", "pass each file once"
             raise InputError(DUPLICATE_INPUT, given.name, got, "", hint)
         known.add(resolved)
+        if given.name in names:
+            got = "the input is given twice, or two URLs differ only in their queries"
+            hint = "pass each once; download such URLs first"
+            raise InputError(DUPLICATE_INPUT, given.name, got, "", hint)
+        names.add(given.name)
 
 
 def paths_of(inputs: PathLike | Sequence[PathLike]) -> list[str]:

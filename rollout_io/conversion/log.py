@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from rollout_io.conversion.inputs import copies_in, open_inputs
+from rollout_io.conversion.inputs import copies_in, open_inputs, shown
 from rollout_io.formats.base import Adapter, Input, Place, Rejected
 from rollout_io.formats.detect import (
     HINT,
@@ -79,9 +79,9 @@ def open_log(
     Raises:
         InputError: `known_format`, `input_file`, `duplicate_input`, `lfs_pointer`.
     """
-    is_auto = format_name == AUTO
+    is_auto, given_paths, paths = format_name == AUTO, paths, [shown(path) for path in paths]
     known = load_formats().adapters if is_auto else {format_name: find_adapter(format_name)}
-    inputs = open_inputs(paths, spool, cache(lambda path: _formats_of(path, known)), ignored)
+    inputs = open_inputs(given_paths, spool, cache(lambda path: _formats_of(path, known)), ignored)
     by_name = {given.name: given for given in inputs}
     names, left = {format_name: list(by_name)}, list[str]()
     if is_auto:

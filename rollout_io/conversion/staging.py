@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -26,6 +27,7 @@ from rollout_io.dataset.storage import SHARD_PREFIX, SHARD_SUFFIX, STAGING, Loca
 from schemas.errors import InputError, RolloutError
 
 REJECTED = ".rejected.jsonl"
+_LINE = re.compile(rb'\{"source":"(?:[^"\\]|\\.)*","rule":"')  # start of `rejections.lines`
 # After these errors the input is fine, and another attempt can reuse the finished chunks.
 _KEEPS_CHUNKS = frozenset({"output_file", "worker"})
 _PLAN, _LOCK, _REPORT, _PUBLISHING = "plan.json", "lock", "report.json", "publishing.json"
@@ -173,6 +175,19 @@ class Staging:
         fs, path = self.folder.fs, self.folder.path
         names = fs.ls(path, detail=False) if fs.isdir(path) else []
         return any(fs.exists(f"{name}/{_REPORT}") for name in names if not name.endswith(".tmp"))
+
+    def refuse_foreign(self) -> None:
+        """Check that a file with the name of the rejected records is from a conversion.
+
+        Raises:
+            InputError: `out_is_free`.
+        """
+        fs, path = self.rejected.fs, self.rejected.path
+        if not fs.exists(path) or (fs.isfile(path) and _LINE.match(fs.head(path, 1 << 16))):
+            return
+        got = "a file that is not a list of rejected records has the name of that list"
+        hint = "choose a different --out, or rename the file"
+        raise InputError("out_is_free", path, got, "", hint)
 
     def write_rejected(self, lines: Iterable[bytes]) -> None:
         """Write the rejected records beside the dataset, atomically."""

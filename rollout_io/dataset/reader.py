@@ -115,6 +115,15 @@ def footers(path: PathLike) -> list[dict[bytes, bytes]]:
     return [shard.pairs for shard in _open_shards(path)]
 
 
+def refuse_mixed_types(shards: Sequence[Location]) -> None:
+    """Raise an error if a column has different types in the shards of a dataset.
+
+    Raises:
+        InvariantError: `columns_and_types`.
+    """
+    _schema_of([_Shard.open(shard) for shard in shards])
+
+
 def read_layout(path: PathLike) -> Layout:
     """Return the layout of a dataset, from its first shard: `full` if it does not declare one."""
     return layout_of(_Shard.open(find_shards(path)[0]).pairs) or "full"

@@ -41,7 +41,7 @@ class Location:
             raise InputError("path", "''", "the path is empty", "", hint)
         try:
             fs, inner = fsspec.core.url_to_fs(os.fspath(path))
-        except (ImportError, ValueError) as error:
+        except Exception as error:  # each filesystem has its own
             raise _unknown_filesystem(os.fspath(path), error) from None
         return cls(fs, inner)
 
@@ -63,7 +63,7 @@ class Location:
 
 def _unknown_filesystem(url: str, error: Exception) -> InputError:
     """Return the error for a URL whose protocol is unknown, or whose package is missing."""
-    protocol, got = url.partition("://")[0], " ".join(str(error).split())
+    protocol, got = url.partition("://")[0], " ".join(str(error).partition("\n")[0].split())
     hint = "check the URL"
     if isinstance(error, ImportError):
         named = re.search(r"[Ii]nstall \W?([a-z0-9_-]+)", got)

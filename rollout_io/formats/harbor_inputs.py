@@ -142,8 +142,17 @@ def _children(path: Path) -> list[Path]:
     return [
         child
         for child in below
-        if any(is_file(child / name) for name in names) or any(child.glob("*/result.json"))
+        if any(is_file(child / name) for name in names)
+        or any(child.glob("*/result.json"))
+        or (recognizes(child) if child.is_dir() else child.name not in names and _is_atif(child))
     ]
+
+
+def _is_atif(path: Path) -> bool:
+    try:
+        return path.suffix == ".json" and is_file(path) and _read_head(path).is_atif
+    except RolloutError:
+        return False
 
 
 def _read_head(path: Path) -> Head:

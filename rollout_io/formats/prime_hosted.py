@@ -37,6 +37,7 @@ from rollout_io.formats.base import (
     Trajectory,
 )
 from rollout_io.formats.detect import has_record
+from rollout_io.formats.parsing.directories import logs_below
 from rollout_io.formats.parsing.documents import is_document
 from rollout_io.formats.parsing.fields import numbers
 from rollout_io.formats.parsing.jsonl import decode_document, decode_line, read_document
@@ -294,7 +295,8 @@ def _is_page(path: Path) -> bool:
 def recognizes(path: Path) -> bool:
     """True if a file has rows of a hosted run, or a directory has such a file."""
     if path.is_dir():
-        return recognizes(path / RESULTS) or recognizes(path / PAGE)
+        found = logs_below(path, (RESULTS, PAGE).__contains__, METADATA.__eq__)
+        return all(file.parent == path for file in found) and any(map(recognizes, found))
     return has_record(path, _ROW_DECODER) or _is_page(path)
 
 

@@ -35,6 +35,7 @@ from rollout_io.formats.base import (
 )
 from rollout_io.formats.detect import has_record
 from rollout_io.formats.parsing.content import NO_JSON
+from rollout_io.formats.parsing.directories import logs_below
 from rollout_io.formats.parsing.jsonl import decode_line
 from rollout_io.formats.parsing.messages import prompt_key
 from rollout_io.formats.parsing.naming import FilesApart
@@ -79,8 +80,13 @@ def find_dumps(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
 
 
 def _evals(given: Input) -> list[Input]:
-    found = sorted(p for p in given.path.glob("*.jsonl") if p.name != AGGREGATED)
+    found = logs_below(given.path, _is_evaluation, AGGREGATED.__eq__)
+    found = found if all(path.parent == given.path for path in found) else []
     return [Input(f"{given.name}/{path.name}", path) for path in found]
+
+
+def _is_evaluation(name: str) -> bool:
+    return name.endswith(".jsonl") and name != AGGREGATED
 
 
 def _run(record: Record, apart: FilesApart) -> Run:

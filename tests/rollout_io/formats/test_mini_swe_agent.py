@@ -105,7 +105,7 @@ def test_instances_are_stated_or_named_by_directory_and_file(tmp_path):
 def test_two_runs_of_one_instance_are_its_repetitions(tmp_path):
     one = save(tmp_path / "a" / "x.traj.json", v2(assistant("a")))
     two = save(tmp_path / "b" / "x.traj.json", v2(assistant("b")))
-    with pytest.raises(RolloutError, match="and 1 more record rejected"):
+    with pytest.raises(RolloutError, match="2 of 2 runs have text but no token ids"):
         convert_with(ADAPTER, [one, two], tmp_path)
     assert [run.instance_id for run in found_in(ADAPTER, one, two)[0]] == ["astropy__astropy-1"] * 2
 

@@ -212,6 +212,7 @@ def test_a_tokenizers_name_will_do_where_all_tokens_are_exact_and_text_needs_its
     table = read_log(PEER / "eval" / "traces.jsonl", exact)
     assert DatasetMetadata.decode(table.schema.metadata).tokenizer == "org/model"
     with pytest.raises(
-        RolloutError, match=r"org/model: the tokenizer directory does not exist.*\[tokenizer\]"
+        RolloutError,
+        match=r"org/model: it is neither a directory nor a model in the local .*\[tokenizer\]",
     ):
         read_log(PEER / "legacy" / "text" / "results.jsonl", exact)

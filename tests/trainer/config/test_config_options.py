@@ -30,7 +30,7 @@ def test_show_config_prints_toml_that_gives_the_same_configuration(shop_dataset,
     assert not (tmp_path / "run").exists()
 
 
-def test_show_config_quotes_every_text_as_toml_reads_it(shop_dataset, tmp_path, capsys):
+def test_show_config_quotes_every_text_as_toml_reads_it(shop_dataset, capsys):
     name = "m\U0001f600\x7f\u2028"
     arguments = [str(shop_dataset), "--model", name, "--out", "o"]
     assert tomllib.loads(shown(capsys, *arguments))["model"] == name
