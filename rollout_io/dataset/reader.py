@@ -121,7 +121,8 @@ def refuse_mixed_types(shards: Sequence[Location]) -> None:
     Raises:
         InvariantError: `columns_and_types`.
     """
-    _schema_of([_Shard.open(shard) for shard in shards])
+    if shards:
+        _schema_of([_Shard.open(shard) for shard in shards])
 
 
 def read_layout(path: PathLike) -> Layout:

@@ -190,7 +190,7 @@ def test_an_environment_without_step_fails_its_trajectory_by_name(engine, tokeni
 
 def test_an_unknown_environment_or_agent_is_refused_before_anything_is_sampled(engine, tokenizer):
     for settings, got in (
-        ({"environment": "gsm9k"}, "skyrl-gym: found 'gsm9k'"),
+        ({"environment": "gsm9k"}, "environment: found 'gsm9k'"),
         ({"environment": "tests.helpers.generation_helpers:Nothing"}, "tests"),
         (
             {"environment": "tests.nowhere:Env"},
