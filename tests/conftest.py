@@ -28,8 +28,9 @@ def pytest_configure(config):
 
 def pytest_sessionfinish(session, exitstatus):
     """Keep the exit status for .ci/run: only a suite that ran to its end may run its failures again."""
-    if not hasattr(session.config, "workerinput"):
-        session.config.cache.set("exit", int(exitstatus))
+    cache = getattr(session.config, "cache", None)
+    if cache is not None and not hasattr(session.config, "workerinput"):
+        cache.set("exit", int(exitstatus))
 
 
 @pytest.fixture(scope="session")
