@@ -252,7 +252,12 @@ def _source(location: Location) -> Iterator[Any]:
     local = location.is_local
     if local:
         refuse_irregular(location.path)
-    with pa.OSFile(location.path) if local else location.fs.open(location.path, "rb") as source:
+    # Bytes: a name need not be UTF-8.
+    with (
+        pa.OSFile(os.fsencode(location.path))
+        if local
+        else location.fs.open(location.path, "rb") as source
+    ):
         yield source
 
 
