@@ -373,7 +373,9 @@ def test_outcomes_are_placed_beside_a_column_of_the_users_called_outcome():
 
 def test_two_outcomes_of_one_trajectory_are_refused():
     outcomes = pl.LazyFrame({"trajectory_id": ["a_0", "a_0"], "reward": [1.0, 0.0]})
-    with pytest.raises(RolloutError, match=r"outcomes: found 'a_0' more than once.*\[unique_outcome\]"):
+    with pytest.raises(
+        RolloutError, match=r"outcomes: found 'a_0' more than once.*\[unique_outcome\]"
+    ):
         place_outcomes(STEPS, outcomes)
 
 
