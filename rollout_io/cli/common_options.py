@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from functools import partial
 
 import click
 
 from rollout_io.cli.output import show_log
 from rollout_io.terminal import silence
+
+_QUIET = "Hide notes and progress; warnings and errors are still printed."
 
 
 def with_common_options(command: click.Command) -> click.Command:
@@ -17,41 +21,18 @@ def with_common_options(command: click.Command) -> click.Command:
         if "--out" in param.opts and "-o" not in known:
             param.opts = ["-o", *param.opts]
     if not known & {"-q", "--quiet"}:
-        command.params.append(_quiet())
+        command.params.append(_flag(["-q", "--quiet"], silence, _QUIET))
     if not known & {"-v", "--verbose"}:
-        command.params.append(_verbose())
+        debug = partial(show_log, logging.DEBUG)
+        command.params.append(_flag(["-v", "--verbose"], debug, "Print debug messages too."))
     return command
 
 
-def _quiet() -> click.Option:
+def _flag(names: list[str], effect: Callable[[], None], text: str) -> click.Option:
+    def apply(_ctx: click.Context, _param: click.Parameter, value: object) -> None:
+        if value:
+            effect()
+
     return click.Option(
-        ["-q", "--quiet"],
-        is_flag=True,
-        expose_value=False,
-        is_eager=True,
-        callback=lambda ctx, param, value: _be_quiet(ctx, param, value=value),
-        help="Hide notes and progress; warnings and errors are still printed.",
+        names, is_flag=True, expose_value=False, is_eager=True, callback=apply, help=text
     )
-
-
-def _verbose() -> click.Option:
-    return click.Option(
-        ["-v", "--verbose"],
-        is_flag=True,
-        expose_value=False,
-        is_eager=True,
-        callback=lambda ctx, param, value: _be_verbose(ctx, param, value=value),
-        help="Print debug messages too.",
-    )
-
-
-def _be_quiet(ctx: click.Context, param: click.Parameter, *, value: bool) -> None:
-    del ctx, param
-    if value:
-        silence()
-
-
-def _be_verbose(ctx: click.Context, param: click.Parameter, *, value: bool) -> None:
-    del ctx, param
-    if value:
-        show_log(logging.DEBUG)
