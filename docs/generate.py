@@ -44,6 +44,10 @@ rebuilds it with Polars or DuckDB alone:
 |---|---|
 {physical}
 
+`messages` is stored as text in both layouts. A re-tokenized context of an agent is one row, so its conversation is stored
+once, however many turns it has; `unmerge` and `merge` keep it. A row with exact ids has only the messages that the harness
+sent for that call, and `response_text` has the answer.
+
 ## Files
 
 A dataset is a directory of Parquet shards. The writer stores page checksums, and the reader verifies them. The footer

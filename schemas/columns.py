@@ -177,7 +177,10 @@ COLUMNS: tuple[Column, ...] = (
         name="messages",
         type=pa.string(),
         nullable=True,
-        meaning="JSON of the messages that were sent, for people to read",
+        meaning=(
+            "JSON of the messages that were sent, for people to read; for a re-tokenized row, the "
+            "entire conversation with the model's answers"
+        ),
     ),
     Column(
         name="response_text",

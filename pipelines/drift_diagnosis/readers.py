@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, TypeAlias
 
@@ -13,7 +13,11 @@ import numpy.typing as npt
 from pipelines.drift_diagnosis.turns import Reading, Turn, compare
 from rollout_io.dataset.prefix_layout import Tokens
 from rollout_io.retokenize import ChatTokenizer
+from schemas.messages import RETOKENIZED, sent_messages
 from schemas.ragged import BoolArray
+
+TEXTS = ("messages", "response_text", "token_source", "segments")
+"""Columns that hold the text of a step; a row without the first two cannot be compared."""
 
 _LONGEST_HEADER = 16  # at most this many tokens precede the text of the first message
 
@@ -48,21 +52,19 @@ def read_text(
     return compare(_turns(old), _turns(new), whole=whole)
 
 
-def read_messages(before: str | None, response: str | None, now: str | None) -> Reading | None:
+def read_messages(before: Mapping[str, Any], now: Mapping[str, Any]) -> Reading | None:
     """Compare two logged conversations.
 
     Args:
-        before: `messages` of the earlier step, as JSON.
-        response: `response_text` of the earlier step.
-        now: `messages` of the later step, as JSON.
+        before: Columns `TEXTS` of the earlier step; each may be absent.
+        now: The same of the later step.
 
     Returns:
-        None if an argument is missing, or either conversation is not a list of messages.
+        None if a text is missing, or either conversation is not a list of messages.
     """
-    old, new = _parsed(before), _parsed(now)
-    if old is None or new is None or response is None:
+    old, new = _turns_of(before, answered=True), _turns_of(now, answered=False)
+    if old is None or new is None:
         return None
-    old = [*old, Turn("assistant", _spelled(response))]
     if old == new[: len(old)]:
         return "unchanged", "the logged messages repeat the earlier ones word for word"
     return compare(old, new, whole=True)
@@ -138,14 +140,26 @@ def _turns(pieces: Sequence[Piece]) -> list[Turn]:
     return turns
 
 
-def _parsed(messages: str | None) -> list[Turn] | None:
+def _turns_of(row: Mapping[str, Any], *, answered: bool) -> list[Turn] | None:
+    """Return the conversation of a row, with or without its answers."""
     try:
-        found: Any = json.loads(messages or "null")
+        sent = sent_messages(row)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(found, list) or not all(isinstance(m, dict) for m in found):
+    if not isinstance(sent, list) or not all(isinstance(message, dict) for message in sent):
         return None
-    return [Turn(str(m.get("role", "")), _said(m)) for m in found]
+    if not answered:
+        return [_turn(message) for message in sent]
+    if row.get("token_source") == RETOKENIZED:
+        return [_turn(message) for message in json.loads(row["messages"])]
+    response = row.get("response_text")
+    if response is None:
+        return None
+    return [*map(_turn, sent), Turn("assistant", _spelled(response))]
+
+
+def _turn(message: dict[str, Any]) -> Turn:
+    return Turn(str(message.get("role", "")), _said(message))
 
 
 def _said(message: dict[str, Any]) -> str:

@@ -14,7 +14,13 @@ import pyarrow as pa
 
 from pipelines.drift_diagnosis.breaks import Break, find_breaks
 from pipelines.drift_diagnosis.causes import KEEPS_TOKENS, Cause, Parting, Told, tell
-from pipelines.drift_diagnosis.readers import decode, read_messages, read_text, special_ids
+from pipelines.drift_diagnosis.readers import (
+    TEXTS,
+    decode,
+    read_messages,
+    read_text,
+    special_ids,
+)
 from pipelines.drift_diagnosis.tokens import Steps, changed
 from pipelines.drift_diagnosis.turns import Reading
 from pipelines.merging.lineage import continued_rows
@@ -52,7 +58,6 @@ SCHEMA: dict[str, Any] = {
 """Columns of the table of breaks (see `drift`)."""
 
 _TOKENS = ("trajectory_id", "step_index", "prompt_token_ids", "response_ids", "agent")
-_TEXTS = ("messages", "response_text")
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +176,7 @@ def _names(present: list[str], tokenizer: ChatTokenizer | None) -> list[str]:
     if "segments" in present:
         return [name for name in present if name != "rollout_expert_indices"]
     reads_text = tokenizer is not None and len(special_ids(tokenizer)) > 0
-    wanted = _TOKENS if reads_text else _TOKENS + _TEXTS
+    wanted = _TOKENS if reads_text else _TOKENS + TEXTS
     return [name for name in wanted if name in present]
 
 
@@ -198,11 +203,11 @@ def _read(
     reading = None
     if tokenizer is not None:
         reading = read_text(parting.before, parting.prompt, parting.shared, tokenizer)
-    if reading is not None or not set(_TEXTS) <= set(table.column_names):
+    names = [name for name in TEXTS if name in table.column_names]
+    if reading is not None or not names:
         return reading
-    messages, responses = (table.column(name) for name in _TEXTS)
-    before, now = messages[found.origin].as_py(), messages[found.row].as_py()
-    return read_messages(before, responses[found.origin].as_py(), now)
+    rows = table.select(names).take([found.origin, found.row]).to_pylist()
+    return read_messages(*rows)
 
 
 def _row(

@@ -19,6 +19,7 @@ from rollout_io.formats.base import Step
 from rollout_io.formats.parsing.sampling import sampling_extra
 from rollout_io.retokenize.tokenizer import ChatTokenizer
 from schemas.errors import EngineError, RolloutError
+from schemas.messages import RETOKENIZED
 
 COMPLETED = frozenset({"stop", "tool_calls", "complete"})
 """Stop reasons of a turn that was not cut off."""
@@ -146,11 +147,13 @@ class GymTrajectory:
         """Replace the sampled tokens with the template's rendering of the entire conversation."""
         num = len(self.steps)
         ids, spans = final_rendering(self._said, num, self.tokenizer, self.where)
-        for step, (start, end) in zip(self.steps, spans, strict=True):
+        answers = [i for i, message in enumerate(self._said) if message["role"] == "assistant"]
+        for step, (start, end), answer in zip(self.steps, spans, answers[-num:], strict=True):
             step.prompt_token_ids = np.array(ids[:start], np.int32)
             step.response_ids = np.array(ids[start:end], np.int32)
             step.rollout_logprobs = step.rollout_expert_indices = None
-            step.token_source = "retokenized"
+            step.token_source = RETOKENIZED
+            step.messages = as_json(self._said[: answer + 1])
 
     async def _close(self) -> None:
         try:

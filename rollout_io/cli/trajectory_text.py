@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -12,13 +11,14 @@ import numpy as np
 import numpy.typing as npt
 
 from rollout_io.dataset.prefix_layout import common_prefix
+from schemas.messages import sent_messages
 
 Decode = Callable[[Sequence[int]], str]
 Kind = Literal["trained", "masked", "observed"]
 
 COLUMNS = (
     *("trajectory_id", "step_index", "prompt_token_ids", "response_ids", "loss_mask", "segments"),
-    *("reward", "stop_reason", "agent", "error", "messages", "response_text"),
+    *("reward", "stop_reason", "agent", "error", "messages", "response_text", "token_source"),
 )
 """Columns that a view uses; nullable ones may be absent."""
 
@@ -125,7 +125,7 @@ def _step(
         reward=row.get("reward"),
         num_shared_tokens=shared,
         num_new_tokens=len(new),
-        prompt=_last_message(_messages(row)) if decode is None else decode(new),
+        prompt=_last_message(row) if decode is None else decode(new),
         spans=_spans(row, decode),
     )
 
@@ -173,16 +173,13 @@ def _num_steps(row: dict[str, Any]) -> int:
     return len({segment["step_index"] for segment in row.get("segments") or ()}) or 1
 
 
-def _messages(row: dict[str, Any]) -> str | None:
-    """Return the messages of the row's prompt; a merged row has those of its first step."""
-    first = (row.get("segments") or [{}])[0]
-    sent: str | None = first.get("messages") or row.get("messages")
-    return sent
-
-
-def _last_message(messages: str | None) -> str | None:
+def _last_message(row: dict[str, Any]) -> str | None:
+    """Return the last message that was sent; for a merged row, before its first step."""
+    first = (row.get("segments") or [{}])[0].get("messages")
+    if first is not None:
+        row = {"messages": first, "token_source": row.get("token_source")}
     try:
-        last = json.loads(messages or "")[-1]
+        last = sent_messages(row)[-1]
         return f"{last['role']}: {last['content']}"
     except (ValueError, LookupError, TypeError, RecursionError):
         return None

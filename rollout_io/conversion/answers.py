@@ -11,20 +11,12 @@ import msgspec
 
 from rollout_io.formats.base import Conversation, Logged, Trajectory
 from schemas.errors import InputError, InvariantError
+from schemas.messages import is_answer
 
 MIN_CHARS = 64
 """Shorter answers without tool calls may equal an example in the prompt by chance."""
 
 _SAID = ("content", "reasoning_content", "tool_calls")
-
-
-def is_answer(message: Mapping[str, Any]) -> bool:
-    """True if the message contains output of the model.
-
-    If an assistant message has no text, reasoning or tool calls, the call failed or its output was
-    not logged: the sampled tokens are unknown.
-    """
-    return message["role"] == "assistant" and any(message.get(name) for name in _SAID)
 
 
 def with_answers(trajectory: Trajectory) -> list[Logged]:

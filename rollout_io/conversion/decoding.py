@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rollout_io.conversion.text import RETOKENIZED, cached_tokenizer
+from rollout_io.conversion.text import cached_tokenizer
 from rollout_io.formats.base import Step
 from rollout_io.formats.parsing.tokens import parse_ids
 from rollout_io.formats.parsing.witnesses import holds, shortened
 from schemas.errors import InputError
+from schemas.messages import RETOKENIZED
 
 OTHER_TOKENIZER = "other_tokenizer"
 

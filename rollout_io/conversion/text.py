@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from rollout_io.conversion.answers import is_answer, with_answers
+from rollout_io.conversion.answers import with_answers
 from rollout_io.formats.base import Completion, Conversation, Step, Trajectory
 from rollout_io.formats.parsing.messages import text_of
 from rollout_io.formats.parsing.tokens import token_ids
 from rollout_io.retokenize.local import find_tokenizer
 from schemas.errors import ConfigError, InputError, RolloutError
+from schemas.messages import RETOKENIZED, is_answer
 from schemas.metadata import DatasetMetadata
 
 if TYPE_CHECKING:
     from rollout_io.retokenize import ChatTokenizer
 
 NO_TOKENS = "no_token_ids"
-RETOKENIZED = "retokenized"
 _NEEDS_TOKENIZER = (
     "pass --tokenizer DIR to re-tokenize the text (approximate), or collect exact ids from the "
     "engine (return_token_ids)"
@@ -83,7 +83,7 @@ class Retokenizer:
             temperature=conversation.temperature,
             top_p=conversation.top_p,
             agent=conversation.agent,
-            messages=_json(conversation.messages[:first]),
+            messages=_json(conversation.messages),
             response_text=_readable(conversation.messages[first:]),
             metrics=conversation.metrics,
         )

@@ -28,6 +28,7 @@ from rollout_io.formats.exporting.export_rows import (
 from schemas.columns import metrics_dict
 from schemas.errors import InputError, count
 from schemas.extras import requires_extra
+from schemas.messages import sent_messages
 
 ROUTES = "rollout_expert_indices"
 STATUS = {"length": "truncated", "abort": "aborted"}
@@ -105,7 +106,7 @@ def _sample(row: dict[str, Any], group: int, trajectory: int, *, removed: bool) 
         "group_index": group,
         "index": trajectory,
         "rollout_id": trajectory,
-        "prompt": _messages(row.get("messages")),
+        "prompt": _sent(row),
         "tokens": (prompt + response) if response else [*(prompt or [0]), 0],
         "response": row.get("response_text") or "",
         "response_length": len(response) or 1,
@@ -120,13 +121,14 @@ def _sample(row: dict[str, Any], group: int, trajectory: int, *, removed: bool) 
     }
 
 
-def _messages(text: str | None) -> Any:
-    """Parse the messages that were sent; keep any other text unchanged."""
+def _sent(row: dict[str, Any]) -> Any:
+    """Return the messages that were sent; keep any other text unchanged."""
+    text = row.get("messages") or ""
     try:
-        messages = json.loads(text or '""')
-    except ValueError:
+        messages = sent_messages(row)
+    except (ValueError, RecursionError):
         return text
-    return messages if isinstance(messages, list) else text or ""
+    return messages if isinstance(messages, list) else text
 
 
 def _plain(metadata: dict[str, Any]) -> Any:

@@ -1,3 +1,4 @@
+import json
 from itertools import pairwise
 
 import polars as pl
@@ -153,6 +154,11 @@ def test_retokenize_trains_what_the_template_marks_of_the_final_conversation(eng
         for step, turn in zip(steps, turns, strict=True):
             assert tokenizer.decode(step["response_ids"]).removeprefix("\n") == turn
         assert [s["reward"] for s in steps] == [0.25, 0.5, 0.75]
+        assert row["messages"] == steps[-1]["messages"]
+        for num, step in enumerate(steps, 1):
+            chat = json.loads(step["messages"])
+            assert [m["role"] for m in chat] == ["user", "assistant"] * num
+            assert chat[-1]["content"] == step["response_text"]
     returns = trajectory_returns(pl.from_arrow(merged).lazy()).collect()
     assert returns["return"].to_list() == [0.75] * 4
 

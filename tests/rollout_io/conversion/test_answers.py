@@ -2,10 +2,11 @@
 
 import pytest
 
-from rollout_io.conversion.answers import is_answer, with_answers
+from rollout_io.conversion.answers import with_answers
 from rollout_io.conversion.text import Retokenizer, with_tokens
 from rollout_io.formats.base import Conversation, Trajectory
 from schemas.errors import RolloutError
+from schemas.messages import is_answer
 
 CALL = {"id": "c", "type": "function", "function": {"name": "ls", "arguments": "{}"}}
 LONG = "a long answer, which no other call of the model would give word for word"

@@ -37,7 +37,7 @@ def directory_of(smollm2_dir, request):
 
 
 def converted(path, out, **choices):
-    """The decoded tokens of each trajectory by the `source` of its rows, and what was refused."""
+    """The source, tokens and messages of each trajectory's rows as text, and what was refused."""
     try:
         summary = rollout_io.convert([path], out, Choices(on_error="skip", **choices)).summary
     except RolloutError:
@@ -47,7 +47,8 @@ def converted(path, out, **choices):
     texts = {}
     for row in rollout_io.read(out).to_pylist() if summary else ():
         said = decode([*row["prompt_token_ids"], *row["response_ids"]])
-        texts.setdefault(row["trajectory_id"], []).append((row["source"], said))
+        chat = spelled(json.loads(row["messages"]))
+        texts.setdefault(row["trajectory_id"], []).append((row["source"], said, chat))
     file = out.with_name(f"{out.name}.rejected.jsonl")
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     rejected = [json.loads(line) for line in lines]
@@ -65,8 +66,23 @@ def check_file(path, name, out, **choices):
             assert rejected, place
             assert any(is_of(line["source"], place) for line in rejected), (place, rejected[0])
         for rows in own:
-            assert missing_fact(facts, "".join(text for _, text in rows)) is None, place
+            assert missing_fact(facts, "".join(said for _, said, _ in rows)) is None, place
+            assert missing_fact(facts, "".join(chat for _, _, chat in rows)) is None, place
     return len(trajectories)
+
+
+def spelled(messages):
+    """Roles, reasoning, contents, names and arguments of a row's messages, in order."""
+    return "\n".join(piece for message in messages for piece in pieces(message))
+
+
+def pieces(message):
+    yield "<|im_start|>" + message["role"]
+    yield message.get("reasoning_content", "")
+    yield message["content"] or ""
+    for call in message.get("tool_calls", ()):
+        yield call["function"]["name"]
+        yield call["function"]["arguments"]
 
 
 def is_of(source, place):
@@ -91,6 +107,15 @@ def test_small_real_logs_keep_what_they_say(harness_logs, directory_of, tmp_path
         choices["tokenizer"] = str(directory_of("smollm2"))
         num = check_file(path, name.split("/")[0], tmp_path / f"{i}", **choices)
         assert num == 1 or template is None
+
+
+def test_all_real_logs_keep_their_roles_tokens_and_messages(harness_logs, directory_of, tmp_path):
+    choices = {"tokenizer": str(directory_of("smollm2")), "chat_template": "chatml_tools_thinking"}
+    counts = [
+        check_file(path, name, tmp_path / f"{i}", **choices)
+        for i, (path, name) in enumerate(real_files(harness_logs))
+    ]
+    assert sum(counts) > 60
 
 
 @pytest.mark.nightly
@@ -422,7 +447,8 @@ def check_made(name, messages, out, tokenizer, template):
     trajectories, rejected = converted(path, out, **choices)
     expected = facts_of(joined(messages) if name in ANSWERS_JOIN else messages)
     for rows in trajectories:
-        assert missing_fact(expected, "".join(text for _, text in rows)) is None
+        assert missing_fact(expected, "".join(said for _, said, _ in rows)) is None
+        assert missing_fact(expected, "".join(chat for _, _, chat in rows)) is None
         assert len(rows) == 1
     says = any(
         m["role"] == "assistant" and (m["content"] or m["tool_calls"] or "reasoning_content" in m)

@@ -1,0 +1,54 @@
+"""The column `messages`: what was sent to the model, and the answers of re-tokenized text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+RETOKENIZED = "retokenized"
+"""Value of `token_source` in rows whose ids were computed from text."""
+
+_SAID = ("content", "reasoning_content", "tool_calls")
+
+
+def is_answer(message: Mapping[str, Any]) -> bool:
+    """True if the message contains output of the model.
+
+    If an assistant message has no text, reasoning or tool calls, the call failed or its output was
+    not logged: the sampled tokens are unknown.
+    """
+    return message.get("role") == "assistant" and any(message.get(name) for name in _SAID)
+
+
+def sent_messages(row: Mapping[str, Any]) -> Any:
+    """Return the messages that were sent to the model before the row's first answer.
+
+    In rows of engines this is the entire column. Re-tokenized rows hold a conversation that ends
+    with the last answer; `segments` has one element per answer.
+
+    Args:
+        row: Columns `messages`, `token_source` and `segments`; each may be absent.
+
+    Returns:
+        The parsed messages; text without roles as a string; None if unknown.
+
+    Raises:
+        ValueError, RecursionError: `messages` is not JSON.
+
+    Example:
+        >>> chat = '[{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]'
+        >>> sent_messages({"messages": chat, "token_source": "retokenized"})
+        [{'role': 'user', 'content': '2+2?'}]
+        >>> len(sent_messages({"messages": chat, "token_source": "engine"}))
+        2
+    """
+    messages = json.loads(row.get("messages") or "null")
+    is_chat = isinstance(messages, list) and all(isinstance(m, dict) for m in messages)
+    if row.get("token_source") != RETOKENIZED or not is_chat:
+        return messages
+    segments = row.get("segments")
+    num_answers = 1 if segments is None else len(segments)
+    answers = [i for i, message in enumerate(messages[:-1]) if is_answer(message)]
+    answers.append(len(messages) - 1)
+    return messages[: answers[-num_answers]] if 0 < num_answers <= len(answers) else messages
