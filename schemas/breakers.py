@@ -203,6 +203,12 @@ def _long_routes(draw: Draw, rows: list[Row]) -> None:
     row["rollout_expert_indices"] = [[[0, expert], [0, 1]] for _ in range(count)]
 
 
+def _bad_metrics(draw: Draw, rows: list[Row]) -> None:
+    entry = {"key": "turns", "value": 1.0}
+    bad: list[Any] = [entry | {"key": None}, entry | {"value": None}, None, entry]
+    _any(draw, rows)["metrics"] = [entry, draw(st.sampled_from(bad))]
+
+
 BREAKERS: dict[str, Breaker] = {
     "unique_trajectory": Breaker(_duplicate),
     "contiguous_trajectory": Breaker(_split),
@@ -225,4 +231,5 @@ BREAKERS: dict[str, Breaker] = {
     "segments_in_range": Breaker(_bad_segment, ("segments",)),
     "prefix_reference": Breaker(_bad_prefix),
     "routing_shape": Breaker(_long_routes, ("rollout_expert_indices",)),
+    "metrics_keys": Breaker(_bad_metrics, ("metrics",)),
 }

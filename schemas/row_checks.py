@@ -12,9 +12,10 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from schemas.columns import COLUMNS, JOINED, Length
+from schemas.columns import COLUMNS, JOINED, METRICS_TYPE, Length
 from schemas.ragged import BoolArray, IntArray, Ragged, list_lengths
 from schemas.structure_checks import changes
+from schemas.types import cast_column
 from schemas.view import View
 
 # A prompt's last two tokens identify the assistant header ("<|im_start|>assistant\n").
@@ -210,6 +211,33 @@ def check_routing(view: View) -> Iterator[pl.DataFrame]:
         yield view.breaches("routing_shape", rows, name, got, ">= 0", sentence)
 
 
+def check_metrics(view: View) -> Iterator[pl.DataFrame]:
+    """Check metrics_keys: the metrics of a row have names, values, and each name once."""
+    if not view.has("metrics"):
+        return
+    column = cast_column(view.table.column("metrics"), METRICS_TYPE)
+    entries = pc.list_flatten(column)
+    key, value = pc.struct_field(entries, "key"), pc.struct_field(entries, "value")
+    frame = pl.DataFrame(
+        {
+            "row": np.repeat(np.arange(len(column)), list_lengths(column)),
+            "key": pl.Series(key, dtype=pl.String),
+            "is_null": np.asarray(pc.or_(key.is_null(), value.is_null())),
+        }
+    )
+    repeated = pl.struct("row", "key").is_first_distinct().not_()
+    bad = frame.filter(pl.col("is_null") | repeated).unique("row", keep="first").sort("row")
+    got = [
+        "a null" if is_null else f"{name!r} twice"
+        for name, is_null in bad.select("key", "is_null").iter_rows()
+    ]
+    expected, sentence = (
+        "each name once, without nulls",
+        "{column} contains {got}; expected {expected}",
+    )
+    yield view.breaches("metrics_keys", bad["row"].to_numpy(), "metrics", got, expected, sentence)
+
+
 def check_prompts(view: View) -> Iterator[pl.DataFrame]:
     """Check response_in_prompt: no row's answer is the last assistant message of its own prompt.
 
@@ -358,6 +386,7 @@ ROW_CHECKS: tuple[RowCheck, ...] = (
     check_rewards,
     check_segments,
     check_routing,
+    check_metrics,
     check_prompts,
 )
 

@@ -125,6 +125,11 @@ _RULES = (
         meaning="rollout_expert_indices cover 1 to p+r leading tokens, with experts >= 0",
         hint="keep only the routes of leading tokens of prompt + response",
     ),
+    Rule(
+        name="metrics_keys",
+        meaning="the metrics of a row have names, values, and each name once",
+        hint="write one {key, value} per metric; leave out a metric without a value",
+    ),
 )
 
 RULES: dict[str, Rule] = {rule.name: rule for rule in _RULES}
