@@ -60,7 +60,7 @@ def _identify(inputs: tuple[str, ...], known: Formats, *, as_json: bool) -> bool
     from rollout_io.formats.detect import recognize
 
     with tempfile.TemporaryDirectory() as spool:
-        opened = open_inputs(inputs, Path(spool), lambda _: ["any"])
+        opened, _ = open_inputs(inputs, Path(spool), lambda _: ["any"])
         found = [(name, recognize(path, known.adapters)) for name, path in opened]
     if as_json:
         emit_json([{"path": path, "formats": names} for path, names in found])

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from glob import glob, has_magic
 from io import BufferedReader
 from pathlib import Path
@@ -39,8 +39,12 @@ def open_inputs(
     spool: Path,
     formats_of: Callable[[Path], Collection[str]],
     ignored: Collection[Path] = (),
-) -> list[Input]:
-    """Return the files and directories to read.
+) -> tuple[list[Input], list[str]]:
+    """Return the files and directories to read, and the names of what is not looked into.
+
+    Not looked into are, inside a directory: links to directories outside it, links without a
+    target, pipes and devices. A link to a directory inside it is passed over: its logs are read
+    under their own names.
 
     A pattern (`logs/*.jsonl`, `logs/**/*.json`) that is not the name of a file stands for the files
     that it matches, and the URL of a remote directory for the files inside it; their copies are
@@ -60,6 +64,7 @@ def open_inputs(
         InputError: `input_file`: unreadable; `duplicate_input`: a log is given twice.
     """
     found: list[Input] = []
+    unread: list[str] = []
     for left in spool.glob("*"):  # left by a conversion that was killed
         left.unlink()
     skipped = {p.resolve() for p in ignored}
@@ -70,7 +75,9 @@ def open_inputs(
             continue
         _refuse_odd_names(given)
         if path != STDIN and given.is_dir():
-            inside = _Directories(formats_of, skipped).logs_in(given)
+            search = _Directories(formats_of, skipped, given.resolve())
+            inside = search.logs_in(given)
+            unread += map(str, search.unread)
             if not inside and not is_matched:
                 raise InputError("input_file", path, "the directory contains no files")
             found += [
@@ -83,7 +90,7 @@ def open_inputs(
         got, hint = "the pattern matches no log", "check the path"
         raise InputError("input_file", ", ".join(paths), got, "", hint)
     _refuse_repeated(found)
-    return found
+    return found, sorted(set(unread), key=natural_key)
 
 
 def expanded(path: str) -> list[str]:
@@ -172,6 +179,8 @@ class _Directories:
 
     formats_of: Callable[[Path], Collection[str]]
     ignored: Collection[Path]
+    root: Path
+    unread: list[Path] = field(default_factory=list)
 
     def logs_in(self, directory: Path) -> list[Path]:
         """Return the directory if it is a log, and the other logs inside it; else all files."""
@@ -185,9 +194,14 @@ class _Directories:
         return sorted(found, key=lambda path: natural_key(str(path)))
 
     def _below(self, path: Path) -> list[Path]:
-        if path.is_dir():
-            return [] if path.is_symlink() else self.logs_in(path)
-        return [path] if path.is_file() else []
+        if path.is_file():
+            return [path]
+        if path.is_dir() and not path.is_symlink():
+            return self.logs_in(path)
+        # Its logs would be read twice if it were followed.
+        if not (path.is_dir() and path.resolve().is_relative_to(self.root)):
+            self.unread.append(path)
+        return []
 
     def _children(self, directory: Path) -> list[Path]:
         shown = (path for path in directory.iterdir() if not path.name.startswith("."))
@@ -209,9 +223,11 @@ class _Directories:
 
     def _strays_in(self, path: Path) -> Iterator[Path]:
         """Yield the logs among the files of a directory that is no log itself."""
-        if not path.is_dir():
+        if path.is_file():
             yield from [path] if path.suffix in _PACKED and _is_text(path.stem) else []
-        elif not path.is_symlink():
+        elif path.is_symlink() or not path.is_dir():
+            yield from self._below(path)
+        else:
             for child in self._children(path):
                 yield from self._below(child) if self.formats_of(child) else self._strays_in(child)
 

@@ -36,7 +36,8 @@ class Opened(NamedTuple):
 
     Attributes:
         logs: One log per format, in the order of their first files.
-        left: Names of the files of no known format inside directories.
+        left: Names of the files of no known format inside directories, and of what is not looked
+            into there (see `open_inputs`).
         unused: Copies of other files; also files of no known format if they are rejected.
     """
 
@@ -81,7 +82,12 @@ def open_log(
     """
     is_auto, given_paths, paths = format_name == AUTO, paths, [shown(path) for path in paths]
     known = load_formats().adapters if is_auto else {format_name: find_adapter(format_name)}
-    inputs = open_inputs(given_paths, spool, cache(lambda path: _formats_of(path, known)), ignored)
+    inputs, unread = open_inputs(
+        given_paths, spool, cache(lambda path: _formats_of(path, known)), ignored
+    )
+    if unread and strict and not skips:
+        got = "it is a pipe, a device, or a link that leads nowhere or out of the directory"
+        raise InputError("input_file", unread[0], got, "", "pass its target too, or remove it")
     by_name = {given.name: given for given in inputs}
     names, left = {format_name: list(by_name)}, list[str]()
     if is_auto:
@@ -103,7 +109,7 @@ def open_log(
         for log in logs:
             log.inputs[:] = [given for given in log.inputs if given is not copy]
     logs = [log for log in logs if log.inputs]
-    return Opened(logs, [] if strict or not is_auto else left, unused)
+    return Opened(logs, [*([] if strict or not is_auto else left), *unread], unused)
 
 
 def refuse_unknown_only(

@@ -22,7 +22,7 @@ def convert_with(
 ) -> tuple[Conversion, pa.Table]:
     """What became of a conversion, and its rows."""
     out, spool, chosen = tmp_path / "ds", tmp_path / "spool", Choices(**choices)
-    inputs = open_inputs(
+    inputs, _ = open_inputs(
         [str(p) for p in paths], spool, lambda p: ["tried"] * adapter.recognizes(p)
     )
     opened = Opened([Log("tried", adapter, inputs)])

@@ -3,6 +3,7 @@
 import gzip
 import http.server
 import json
+import os
 import threading
 from functools import partial
 from pathlib import Path
@@ -65,6 +66,28 @@ def test_logs_below_a_directory_that_is_a_log_itself_are_found_too(tmp_path):
     write(logs / "calls" / "c.jsonl", call("c/0"))
     found, left = inputs_of(tmp_path, logs)
     assert (found, list(left)) == (["logs/calls/c.jsonl", "logs/results.jsonl", "logs/sub"], [])
+
+
+def test_links_out_of_a_directory_and_pipes_in_it_are_left_and_counted(tmp_path):
+    logs, elsewhere = tmp_path / "logs", tmp_path / "elsewhere"
+    write(logs / "runs" / "c.jsonl", call("c/0"))
+    write(elsewhere / "d.jsonl", call("d/0"))
+    (logs / "latest").symlink_to(logs / "runs")
+    found, left = inputs_of(tmp_path, logs)
+    assert (found, left) == (["logs/runs/c.jsonl"], [])
+    (logs / "moved").symlink_to(elsewhere)
+    (logs / "runs" / "gone.jsonl").symlink_to(tmp_path / "gone.jsonl")
+    os.mkfifo(logs / "pipe.jsonl")
+    found, left = inputs_of(tmp_path, logs)
+    names = ["moved", "pipe.jsonl", "runs/gone.jsonl"]
+    assert (found, left) == (["logs/runs/c.jsonl"], [str(logs / name) for name in names])
+    error = refusal(logs, tmp_path / "ds", Choices(strict=True))
+    assert (error.rule, error.where) == ("input_file", str(logs / "moved"))
+    for choices in (Choices(), Choices(format="calls"), Choices(strict=True, on_error="skip")):
+        done = convert(logs, tmp_path / f"ds{choices.format}{choices.strict}", choices)
+        assert (done.summary.num_rows, len(done.left)) == (1, 3)
+    found, left = inputs_of(tmp_path, logs / "moved", logs)
+    assert found == ["logs/moved/d.jsonl", "logs/runs/c.jsonl"]
 
 
 def test_evaluations_packed_or_in_folders_are_found_beside_others(tmp_path):

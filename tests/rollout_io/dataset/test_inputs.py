@@ -35,12 +35,15 @@ from tests.helpers.conversion_helpers import (
 from tests.helpers.table_helpers import STEPS
 
 FIRST, SECOND = (json.dumps(call("a/0", token)).encode() + b"\n" for token in (5, 6))
+FD = 200  # a number that is free, so that each pipe has the same name
 
 
 @contextmanager
 def piped(content):
     """The name of a pipe's end that is open, as a shell's `<(...)` gives it."""
     reading, writing = os.pipe()
+    os.dup2(reading, FD)
+    os.close(reading)
 
     def send():
         with os.fdopen(writing, "wb") as file:
@@ -49,9 +52,9 @@ def piped(content):
     thread = threading.Thread(target=send)
     thread.start()
     try:
-        yield f"/dev/fd/{reading}"
+        yield f"/dev/fd/{FD}"
     finally:
-        os.close(reading)
+        os.close(FD)
         thread.join()
 
 
