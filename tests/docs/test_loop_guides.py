@@ -1,0 +1,67 @@
+"""The guides of loops lead from an empty folder to a checkpoint, with the code that they show."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+import rollout_io
+from rollout_io.cli.main import run
+from tests.conftest import EXAMPLES
+from tests.helpers.guide_helpers import blocks_of, follow, served
+
+
+def checkpoint_of(folder):
+    """The number of parameters of the last checkpoint of a run."""
+    last = max((folder / "checkpoints").glob("global_step_*"))
+    return AutoModelForCausalLM.from_pretrained(last).num_parameters()
+
+
+@pytest.mark.slow
+@pytest.mark.model
+def test_a_loop_around_an_openai_server_becomes_a_checkpoint(smollm2_dir, tmp_path):
+    with served(smollm2_dir) as url:
+        printed = follow("vllm_loop.md", tmp_path, url=url)
+    assert "fingerprints match" in printed
+    rows = rollout_io.scan(tmp_path / "runs" / "sums").collect()
+    assert len(rows) == 6 * 4 * 2
+    assert set(rows["token_source"]) == {"engine"}
+    assert rows["rollout_logprobs"].null_count() == 0
+    assert checkpoint_of(tmp_path / "runs" / "loop") > 1e8
+
+
+def test_calls_logged_from_generate_are_those_that_a_server_answers(tmp_path):
+    """`log` of the guide, on what vLLM's `LLM.generate` returns."""
+    (code,) = [code for _, _, code in blocks_of("vllm_loop.md") if code.startswith("def log(")]
+    lines = (EXAMPLES / "shop.calls.jsonl").read_text().splitlines()[:4]
+    with (tmp_path / "own.jsonl").open("w") as calls:
+        names = {"json": json, "calls": calls}
+        exec(code, names)
+        for line in map(json.loads, lines):
+            names["log"](line["session"], SimpleNamespace(temperature=1.0), output_of(line))
+    (tmp_path / "server.jsonl").write_text("\n".join(lines))
+    columns = ["trajectory_id", "prompt_token_ids", "response_ids", "rollout_logprobs"]
+    columns += ["temperature", "stop_reason"]
+    found = []
+    for name in ("own", "server"):
+        given = [str(tmp_path / f"{name}.jsonl"), "--out", str(tmp_path / name)]
+        assert run(["convert", *given]) == 0
+        found.append(rollout_io.scan(tmp_path / name).select(columns).collect())
+    assert found[0].equals(found[1])
+
+
+def output_of(line):
+    """A vLLM `RequestOutput` of a recorded response."""
+    response = line["response"]
+    (choice,) = response["choices"]
+    tokens = zip(choice["token_ids"], choice["logprobs"]["content"], strict=True)
+    output = SimpleNamespace(
+        index=0,
+        finish_reason=choice["finish_reason"],
+        text=choice["message"]["content"],
+        token_ids=tuple(choice["token_ids"]),
+        logprobs=[{i: SimpleNamespace(logprob=entry["logprob"])} for i, entry in tokens],
+    )
+    prompt_ids = response["prompt_token_ids"]
+    return SimpleNamespace(prompt="", prompt_token_ids=prompt_ids, outputs=[output])

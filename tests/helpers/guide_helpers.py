@@ -1,0 +1,80 @@
+"""Follow a guide of docs/guides/ as a reader does: save its files, run its commands."""
+
+import asyncio
+import os
+import re
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+
+from pipelines.harness.engine_api import EngineApp
+from pipelines.harness.recorded_calls import answering_at_loopback
+from tests.conftest import ROOT
+from trainer.engine.embedded import TransformersEngine
+
+GUIDES = ROOT / "docs" / "guides"
+VLLM = "http://127.0.0.1:8000"
+BEFORE = ("pip ", "make ", "vllm ")
+"""How the blocks begin that prepare a machine: those of the tests are prepared."""
+
+
+def blocks_of(guide):
+    """The code of a guide in order: (language, file to save it as or None, code)."""
+    page = (GUIDES / guide).read_text()
+    found = []
+    for match in re.finditer(r"```(\w+)\n(.*?)```", page, re.DOTALL):
+        above = page[: match.start()].rstrip().rpartition("\n\n")[2]
+        name = re.search(r"Save as `([\w.]+)`", above)
+        found.append((match[1], name and name[1], match[2]))
+    return found
+
+
+def follow(guide, folder, *, url=VLLM):
+    """Save the files of a guide in a folder, and run its commands there; their output."""
+    (folder / ".cache").symlink_to(ROOT / ".cache")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    printed = ""
+    for language, name, code in blocks_of(guide):
+        if name:
+            (folder / name).write_text(code.replace(VLLM, url))
+        if language == "sh" and not code.startswith(BEFORE):
+            done = subprocess.run(
+                ["bash", "-ec", code],
+                cwd=folder,
+                env=os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)},
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            assert done.returncode == 0, f"{code}\n{done.stdout}\n{done.stderr}"
+            printed += done.stdout + done.stderr
+    return printed
+
+
+@contextmanager
+def served(model):
+    """The embedded engine as a server of a model directory, under the name "smollm2"; its URL."""
+    ready, urls, stop = threading.Event(), [], asyncio.Event()
+
+    async def serve():
+        engine = TransformersEngine.load(str(model))
+        async with (
+            engine,
+            answering_at_loopback(EngineApp(engine, engine.tokenizer, "smollm2")) as url,
+        ):
+            urls.append(url)
+            ready.set()
+            await stop.wait()
+
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
+    thread.start()
+    try:
+        assert ready.wait(timeout=120)
+        yield urls[0]
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join()
+        loop.close()

@@ -1,0 +1,59 @@
+"""The guide of one's own loop, with vLLM's server and with vLLM in the process."""
+
+import os
+import subprocess
+
+import pytest
+
+import rollout_io
+from rollout_io.cli.main import run
+from tests.conftest import ROOT
+from tests.helpers.guide_helpers import blocks_of, follow
+
+pytestmark = pytest.mark.vllm
+
+IN_PROCESS = """
+import json
+import sys
+
+from vllm import LLM, SamplingParams
+
+{log}
+
+if __name__ == "__main__":
+    sampling = SamplingParams(logprobs=0, temperature=1.0, max_tokens=16, n=2)
+    model = LLM(sys.argv[1], dtype="bfloat16", enforce_eager=True, max_model_len=2048)
+    messages = [{{"role": "user", "content": "What is 2+3?"}}]
+    with open("calls.jsonl", "w") as calls:
+        for number, output in enumerate(model.chat([messages] * 3, sampling)):
+            log(f"2+3/{{number}}", sampling, output)
+"""
+
+
+def test_the_loop_of_the_guide_becomes_a_checkpoint(vllm_server, tmp_path):
+    printed = follow("vllm_loop.md", tmp_path, url=vllm_server.url)
+    assert "fingerprints match" in printed
+    assert list((tmp_path / "runs" / "loop" / "checkpoints").glob("global_step_*"))
+
+
+def test_calls_of_llm_generate_convert_with_every_check(smollm2_dir, tmp_path):
+    (log,) = [code for _, _, code in blocks_of("vllm_loop.md") if code.startswith("def log(")]
+    (tmp_path / "own.py").write_text(IN_PROCESS.format(log=log))
+    own = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    python = ROOT / ".venv-vllm" / "bin" / "python"
+    path = f"{python.parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        [python, "own.py", smollm2_dir],
+        cwd=tmp_path,
+        env={**os.environ, **own, "PATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    given = [str(tmp_path / "calls.jsonl"), "--tokenizer", str(smollm2_dir)]
+    assert run(["convert", *given, "--out", str(tmp_path / "ds")]) == 0
+    rows = rollout_io.scan(tmp_path / "ds").collect()
+    assert len(rows) == 6
+    assert rows["rollout_logprobs"].null_count() == 0
+    assert set(rows["token_source"]) == {"engine"}
