@@ -9,6 +9,7 @@ import click
 
 from rollout_io.cli.output import emit, emit_json, example, note, warn
 from rollout_io.cli.workers import workers_of, workers_options
+from rollout_io.retokenize.local import tokenizer_directory
 from schemas.errors import ConfigError, RolloutError, count
 
 if TYPE_CHECKING:
@@ -49,6 +50,8 @@ def drift(
     Causes: retokenized, template, edited, reset, new_agent, overlap, unknown. Prints a summary with
     a hint for each cause, then the breaks: tokens kept | tokens lost -> new tokens.
     """
+    if tokenizer is not None:
+        tokenizer_directory(tokenizer)  # before slow imports
     from pipelines.drift_diagnosis.report import Report, render
     from pipelines.drift_diagnosis.retokenized import TextReading
     from pipelines.drift_diagnosis.table import diagnose_dataset

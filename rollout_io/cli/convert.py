@@ -18,6 +18,7 @@ from rollout_io.cli.output import (
     warn,
 )
 from rollout_io.cli.workers import num_for, workers_options
+from rollout_io.retokenize.local import refuse_no_tokenizer
 from schemas.errors import count
 
 if TYPE_CHECKING:
@@ -135,6 +136,8 @@ def convert(
     of several formats become one dataset; other files inside directories are left. To resume an
     interrupted conversion, run the same command again.
     """
+    if tokenizer is not None:
+        refuse_no_tokenizer(tokenizer)  # before slow imports
     from rollout_io.conversion import driver
     from rollout_io.conversion.choices import Choices
     from rollout_io.dataset.parallel import Workers

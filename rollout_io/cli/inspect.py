@@ -186,12 +186,12 @@ def own_decoder(dataset: str) -> Callable[[Sequence[int]], str] | None:
 
 def load_decoder(path: str) -> Callable[[Sequence[int]], str]:
     """Load a decoder from a local `tokenizer.json`, or from its directory."""
-    with requires_extra("text", "--tokenizer"):
-        from tokenizers import Tokenizer
-    from rollout_io.retokenize.local import find_tokenizer
+    from rollout_io.retokenize.local import tokenizer_directory
 
     given = Path(path)
-    file = given if given.is_file() else Path(find_tokenizer(path) or path) / "tokenizer.json"
+    file = given if given.is_file() else Path(tokenizer_directory(path)) / "tokenizer.json"
+    with requires_extra("text", "--tokenizer"):
+        from tokenizers import Tokenizer
     if not file.is_file():
         got, hint = "the file does not exist", "pass the directory of a downloaded model"
         raise InputError("input_file", str(file), got, "", hint)

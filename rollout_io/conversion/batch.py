@@ -17,7 +17,7 @@ from rollout_io.conversion.decoding import check_decoded
 from rollout_io.conversion.outcomes import settle
 from rollout_io.conversion.rewards import Key, Outcome
 from rollout_io.conversion.rows import Settled, table_of
-from rollout_io.conversion.text import Retokenizer, with_tokens
+from rollout_io.conversion.text import Retokenizer, is_of_tokenizer, with_tokens
 from rollout_io.formats.base import Adapter, Input, Options, Place, Rejected, Run, Trajectory
 from rollout_io.formats.parsing.jsonl import contained
 from rollout_io.formats.parsing.naming import natural_key
@@ -107,6 +107,8 @@ class Reader:
                     self._take_routing([r.shape[1:] for r in routes if r is not None], run)
                     batch.append((run, settled))
                 except RolloutError as error:
+                    if is_of_tokenizer(error, self.settings.retokenizer):
+                        raise
                     self.rejected += of_run(run, error)
         return batch
 

@@ -31,7 +31,7 @@ from rollout_io.dataset.reader import read_metadata, refuse_mixed_types
 from rollout_io.dataset.storage import occupied
 from rollout_io.formats.base import Input, Rejected, Run
 from rollout_io.formats.parsing.model_names import MODELS
-from rollout_io.retokenize.local import find_tokenizer
+from rollout_io.retokenize.local import find_tokenizer, refuse_no_tokenizer
 from schemas.errors import InputError, RolloutError
 from schemas.metadata import DatasetMetadata
 
@@ -97,6 +97,8 @@ def convert(
     """
     workers = workers if isinstance(workers, Workers) else Workers(workers)
     choices, staging = choices or Choices(), Staging(out)
+    if choices.tokenizer is not None:
+        refuse_no_tokenizer(choices.tokenizer)
     report = progress or (lambda _num_bytes, _num_rows: None)
     with staging.resumable(), ExitStack() as stack:
         spool = spool_path(staging)

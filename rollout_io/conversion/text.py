@@ -203,6 +203,14 @@ def is_text_alone(error: RolloutError) -> bool:
     return error.rule == NO_TOKENS and error.hint == _NEEDS_TOKENIZER
 
 
+def is_of_tokenizer(error: RolloutError, retokenizer: Retokenizer | None) -> bool:
+    """True if the tokenizer itself cannot be used, so that no text can be encoded."""
+    return retokenizer is not None and (error.rule, error.where) == (
+        "tokenizer",
+        retokenizer.directory,
+    )
+
+
 def _json(sent: Sequence[dict[str, Any]] | str) -> str:
     return msgspec.json.encode(sent).decode()
 

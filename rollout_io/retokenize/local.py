@@ -8,7 +8,10 @@ from pathlib import Path
 
 from schemas.errors import InputError
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+FILES = ("tokenizer*", "vocab.*", "*.model", "*.tiktoken", "tekken.json")
+"""Names of the files of a tokenizer, as patterns; a directory holds at least one of them."""
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _FILE = "tokenizer.json"
 
 
@@ -34,18 +37,41 @@ def find_tokenizer(name: str | None) -> str | None:
 
 
 def tokenizer_directory(name: str) -> str:
-    """Return the local directory of a tokenizer.
+    """Return the local directory of a tokenizer, without loading it.
 
     Raises:
-        InputError: `tokenizer`: neither a directory nor a model in the local cache.
+        InputError: `tokenizer`: neither a directory with a tokenizer nor a model in the local
+            cache.
     """
+    refuse_no_tokenizer(name)
     found = find_tokenizer(name)
     if found is not None:
         return found
-    got, hint = "the tokenizer directory does not exist", "pass the directory of a downloaded model"
-    if _HUB_ID.fullmatch(name):
-        got = "it is neither a directory nor a model in the local Hugging Face cache"
-        hint = (
-            f"download it: hf download {name} --include 'tokenizer*' '*.jinja'; or pass a directory"
-        )
+    got = "it is neither a directory nor a model in the local Hugging Face cache"
+    hint = f"download it: hf download {name} --include 'tokenizer*' '*.jinja'; or pass a directory"
     raise InputError("tokenizer", name, got, "", hint)
+
+
+def refuse_no_tokenizer(name: str) -> None:
+    """Reject a path that is not a directory with a tokenizer; any Hub id passes.
+
+    Raises:
+        InputError: `tokenizer`.
+    """
+    path, hint = Path(name), "pass the directory of a downloaded model"
+    if path.is_dir():
+        if has_tokenizer(path):
+            return
+        got = "the directory contains no tokenizer"
+    elif path.exists():
+        got, hint = "it is not a directory", f"pass the directory of the tokenizer: {path.parent}"
+    elif _HUB_ID.fullmatch(name):
+        return
+    else:
+        got = "the tokenizer directory does not exist"
+    raise InputError("tokenizer", name, got, "", hint)
+
+
+def has_tokenizer(directory: Path) -> bool:
+    """True if a directory contains a file of a tokenizer."""
+    return any(any(directory.glob(pattern)) for pattern in FILES)

@@ -6,13 +6,12 @@ import json
 from logging import WARNING
 from pathlib import Path
 
+from rollout_io.retokenize.local import has_tokenizer
 from rollout_io.retokenize.tokenizer import load_tokenizer
 from schemas.errors import InputError
 from schemas.metadata import DatasetMetadata
 from trainer.config.train_config import TrainConfig
 from trainer.run.remarks import Remark
-
-FILES = ("tokenizer*", "vocab.*", "*.model", "*.tiktoken")
 
 
 def check_tokenizers(config: TrainConfig, metadata: DatasetMetadata) -> list[Remark]:
@@ -39,7 +38,7 @@ def check_tokenizers(config: TrainConfig, metadata: DatasetMetadata) -> list[Rem
     for path in dict.fromkeys((config.model, config.reference_model, config.critic_model)):
         if path is None or not Path(path).is_dir():
             continue
-        if not any(any(Path(path).glob(pattern)) for pattern in FILES):
+        if not has_tokenizer(Path(path)):
             said.append(Remark(f"note: {path} has no tokenizer to compare with the dataset's"))
             continue
         tokenizer = load_tokenizer(path, needs_template=False)

@@ -2,13 +2,17 @@
 
 import json
 import shutil
+import subprocess
+import sys
 
 import pytest
 
 import rollout_io
 from rollout_io import Choices, convert
 from rollout_io.cli.main import run
+from rollout_io.conversion import driver
 from rollout_io.retokenize.local import find_tokenizer
+from schemas.errors import RolloutError
 from tests.helpers.conversion_helpers import SHOP, refusal, write
 
 NAME = "acme/tiny-instruct"
@@ -85,3 +89,57 @@ def test_inspect_decodes_with_the_tokenizer_of_the_dataset(hub, tmp_path, capsys
     file.write_text(json.dumps(content))
     assert run(["inspect", str(tmp_path / "ds"), "--limit", "1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == shown["plain"]
+
+
+@pytest.fixture
+def unusable(tmp_path):
+    """Paths that are no tokenizer, with what is said of each."""
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
+    return {
+        "empty": "the directory contains no tokenizer",
+        "none": "the tokenizer directory does not exist",
+        "file": "it is not a directory",
+    }
+
+
+@pytest.mark.parametrize("name", ["empty", "none", "file"])
+@pytest.mark.parametrize("on_error", ["fail", "skip"])
+def test_a_path_without_a_tokenizer_is_one_error_before_any_log_is_read(
+    name, on_error, unusable, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(driver, "open_log", pytest.fail)
+    choices = Choices(tokenizer=str(tmp_path / name), on_error=on_error)
+    with pytest.raises(RolloutError) as caught:
+        convert([tmp_path / "no.jsonl"], tmp_path / "ds", choices)
+    assert (caught.value.rule, caught.value.where) == ("tokenizer", str(tmp_path / name))
+    assert unusable[name] in caught.value.sentence
+    assert caught.value.hint.startswith("pass the directory of ")
+    assert not (tmp_path / "ds").exists()
+
+
+def test_a_name_that_is_not_here_stops_a_conversion_at_its_first_text(tmp_path):
+    log = write(tmp_path / "text.jsonl", *({"id": f"{i}", "messages": CHAT} for i in range(3)))
+    choices = Choices(tokenizer="acme/other", on_error="skip")
+    error = refusal(log, tmp_path / "ds", choices)
+    assert (error.rule, error.where) == ("tokenizer", "acme/other")
+    assert "more records" not in error.sentence
+    assert not (tmp_path / "ds.rejected.jsonl").exists()
+
+
+@pytest.mark.parametrize("verb", ["convert", "drift", "inspect"])
+@pytest.mark.parametrize("name", ["empty", "none"])
+def test_a_path_without_a_tokenizer_is_refused_without_loading_transformers(
+    verb, name, unusable, tmp_path
+):
+    convert(SHOP, tmp_path / "ds")
+    arguments = [verb, str(tmp_path / "ds"), "--tokenizer", str(tmp_path / name)]
+    arguments += ["--out", str(tmp_path / "out")] if verb == "convert" else []
+    script = "import sys\nfrom rollout_io.cli.main import run\nstatus = run(sys.argv[1:])\n"
+    script += "assert 'transformers' not in sys.modules\nsys.exit(status)"
+    done = subprocess.run(
+        [sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert unusable[name] in done.stderr
+    assert "Hint: pass the directory of a downloaded model" in done.stderr
