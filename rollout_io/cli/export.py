@@ -21,6 +21,7 @@ FORMATS = {
     "verl": "agent-loop outputs, Parquet",
     "slime": "a .pt for --load-debug-rollout-data",
     "hf": "a Hugging Face dataset folder",
+    "parquet": "a directory of Parquet with full prompts",
 }
 """Export formats by name, with a description of the output."""
 
@@ -39,7 +40,7 @@ FORMATS = {
     type=click.Choice(["group", "trajectory"]),
     default="group",
     show_default=True,
-    help="What to mask for a failed trajectory (hf keeps all rows).",
+    help="What to mask for a failed trajectory (hf and parquet keep all rows).",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
 def export(

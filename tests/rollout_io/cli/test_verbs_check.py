@@ -34,6 +34,7 @@ WRITING = {
     "export-verl": ["--format", "verl", "--out"],
     "export-slime": ["--format", "slime", "--out"],
     "export-hf": ["--format", "hf", "--out"],
+    "export-parquet": ["--format", "parquet", "--out"],
     "train": ["--model", MODEL.name, "--out"],
 }
 READING = {

@@ -1,0 +1,48 @@
+"""Export to plain Parquet: a dataset directory in the `full` layout with equal columns in all files.
+
+Every Parquet reader sees complete prompts. `rollouts` reads the directory like any dataset.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+
+import pyarrow as pa
+
+from rollout_io.dataset.reader import iter_tables, read_metadata
+from rollout_io.dataset.rewriting import rewrite
+from rollout_io.formats.exporting.export_files import refuse_taken
+from rollout_io.formats.exporting.export_rows import Exported, Failed, PathLike
+
+
+def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exported:
+    """Write the dataset again with full prompts; memory holds one row group.
+
+    All rows and columns are exported, including failed trajectories. An interrupted export is
+    resumed by the same call.
+
+    Args:
+        dataset: The rollout dataset.
+        out: Directory to write, local or an fsspec URL.
+        failed: Ignored: nothing is masked.
+
+    Raises:
+        ValidationError: The dataset breaks an invariant.
+        RolloutError: `out_is_free`: `out` is a file, or already holds a dataset.
+    """
+    del failed
+    if Path(out).is_file():
+        refuse_taken(out)
+    schema = next(iter(iter_tables(dataset))).schema
+    source, target = os.fspath(dataset), os.fspath(out)
+    complete = partial(_with_all_columns, schema)
+    counts = rewrite(source, target, complete, read_metadata(dataset), layout="full")
+    return Exported(num_rows_read=counts.num_rows_before, num_rows_written=counts.num_rows_after)
+
+
+def _with_all_columns(schema: pa.Schema, table: pa.Table) -> pa.Table:
+    """Add the columns that only other shards have, as null."""
+    tables = [schema.empty_table(), table]
+    return pa.concat_tables(tables, promote_options="permissive").combine_chunks()
