@@ -7,9 +7,10 @@ import importlib
 import pkgutil
 import runpy
 import tomllib
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from rollout_io.formats.refused import REFUSED
 from schemas import RULES, documentation_table
@@ -413,8 +414,19 @@ def tree_page() -> str:
     before, begin, rest = page.partition("<!-- begin generated: make docs -->\n")
     _, end, after = rest.partition("<!-- end generated -->\n")
     assert end, "docs/tree.md has lost its marks"
-    picture = runpy.run_path(str(DOCS / "tree_picture.py"))["picture"]()
+    picture = _tree_picture()["picture"]()
     return f"{before}{begin}{picture}{end}{after}"
+
+
+def tree_image() -> str:
+    """Draw the forest of tree.md."""
+    image: str = _tree_picture()["svg"]()
+    return image
+
+
+@cache
+def _tree_picture() -> dict[str, Any]:
+    return runpy.run_path(str(DOCS / "tree_picture.py"))
 
 
 def api_page(package: str) -> str:
@@ -440,6 +452,7 @@ PAGES = {
     "table.md": table_page,
     "training.md": training_page,
     "tree.md": tree_page,
+    "images/tree.svg": tree_image,
 }
 
 if __name__ == "__main__":

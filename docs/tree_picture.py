@@ -1,10 +1,12 @@
-"""Draw a forest of real rollouts and its attention mask as text, for docs/tree.md."""
+"""Draw a forest of real rollouts and its attention mask as an image, for docs/tree.md."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import tempfile
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -13,7 +15,7 @@ import pipelines
 import rollout_io
 from rollout_io.cli.main import run
 from trainer.batches.data import load_batch
-from trainer.batches.forest import Forest, attention_mask
+from trainer.batches.forest import Forest
 from trainer.batches.packing import cut_batch
 from trainer.batches.plan import make_plan
 from trainer.config.train_config import TrainConfig
@@ -22,59 +24,159 @@ from trainer.run.settings import packing_of, plan_settings
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 CALLS = (f"{EXAMPLES}/shop.calls.jsonl", "--rewards", f"{EXAMPLES}/shop.rewards.jsonl")
-GROUP, TOKENS_PER_CHARACTER, PIECES = "shop-7", 10, 14
+GROUP = "shop-7"
+WIDTH, MARGIN, ROW, MASK = 900, 20, 20, 420
+AUTHORS = {
+    "prompt": "prompt: what the harness sent first",
+    "sampled": "sampled by the model, and trained on",
+    "observation": "observation: what the harness sent later",
+}
+STYLE = """
+    .card { fill: #fff } text { fill: #37474f; font-size: 13px } .title { font-size: 15px; font-weight: 600 }
+    .prompt { fill: #78909c } .sampled { fill: #00897b } .observation { fill: #ffb300 }
+    .fork { stroke: #90a4ae; stroke-width: 1.2; fill: none } .own { fill: #00897b } .above { fill: #80cbc4 }
+    @media (prefers-color-scheme: dark) {
+      .card { fill: #1e2129 } text { fill: #cfd8dc } .own { fill: #4db6ac } .above { fill: #00695c }
+      .sampled { fill: #26a69a }
+    }
+"""
 
 
 def picture() -> str:
-    """Draw the pieces of a group's forest, indented by depth, and the attention mask."""
-    forest, num_steps = _forest()
-    found = pieces(_tree(forest))
-    lines, depth = [], list[int]()
-    begin = 0
-    for number, piece in enumerate(found):
-        depth.append(0 if piece.above is None else depth[piece.above] + 1)
-        targets = forest.target_parent
-        inside = int(((targets >= begin) & (targets < begin + piece.size)).sum())
-        bar = f"{'  ' * depth[-1]}{begin}-{begin + piece.size - 1}"
-        if number < PIECES:
-            lines.append(f"{bar:32}depth {piece.depth:3}  predicts {inside:3}")
-        begin += piece.size
-    lines.append(f"... and {len(found) - PIECES} more")
+    """Return the text around the image."""
+    forest, num_steps, num_tokens = _forest()
     return (
-        f"The group {GROUP} of examples/shop.calls.jsonl: {num_steps} steps, {forest.num_tokens} tokens"
-        f" to forward.\nEach line is an unbranched piece, with the positions of its tokens:\n\n```\n"
-        + "\n".join(lines)
-        + f"\n```\n\nThe attention mask, with one row per block of {TOKENS_PER_CHARACTER} queries and one"
-        f" character per {TOKENS_PER_CHARACTER} x {TOKENS_PER_CHARACTER} tokens\n(`#` all attend, `+` some,"
-        " `.` none):\n\n```\n" + "\n".join(_mask(forest)) + "\n```\n"
+        f"The group {GROUP} of examples/shop.calls.jsonl: 4 attempts, {num_steps} steps of {num_tokens:,} tokens,\n"
+        f"of which {forest.num_tokens} are distinct:\n\n"
+        f"![Prefix tree of the group {GROUP}, and its attention mask](images/tree.svg)\n\n"
+        "Each bar is an unbranched piece of the tree. Steps fork where the harness shortened an earlier answer, or where\n"
+        "two attempts sampled different tokens. The mask is all that attention needs to know about the tree: a piece\n"
+        "attends to itself, and to the pieces above it on its path.\n"
     )
 
 
-def _forest() -> tuple[Forest, int]:
+def svg() -> str:
+    """Draw the tree, coloured by who wrote the tokens, and the attention mask."""
+    forest, _, _ = _forest()
+    tree = _tree_lines(forest)
+    top = MARGIN + 56 + ROW * len(pieces(_tree(forest))) + 40
+    height = top + MASK + MARGIN
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="system-ui, sans-serif">',
+        f"  <style>{STYLE}  </style>",
+        f'  <rect class="card" width="{WIDTH}" height="{height}" rx="8"/>',
+        f'  <text class="title" x="{MARGIN}" y="30">The tree: {forest.num_tokens} distinct tokens, from left to right</text>',
+        *_legend(),
+        *tree,
+        f'  <text class="title" x="{MARGIN}" y="{top - 12}">The attention mask</text>',
+        *_mask_lines(forest, top),
+    ]
+    return "\n".join([*lines, "</svg>", ""])
+
+
+@functools.cache
+def _forest() -> tuple[Forest, int, int]:
+    """Return the forest of the group, its number of steps, and the tokens of these steps."""
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
         assert run(["convert", *CALLS, "--format", "calls", "--out", f"{folder}/ds"]) == 0
         rollouts = rollout_io.scan(f"{folder}/ds")
         config = TrainConfig(dataset=folder, model="-", out="-", sequence_layout="tree")
         plan = make_plan(pipelines.trajectory_returns(rollouts).collect(), plan_settings(config))
         batch = load_batch(rollouts, plan, [GROUP], "tree")
+        rows = rollouts.collect()
+    rows = rows.filter(rows["instance_id"] == GROUP)
+    num_tokens = sum(int(rows[c].list.len().sum()) for c in ("prompt_token_ids", "response_ids"))
     ((forest,),) = [part.forests for part in cut_batch(batch, packing_of(config)) if part.forests]
-    return forest, len(batch.names)
+    return forest, len(rows), num_tokens
 
 
 def _tree(forest: Forest) -> torch.Tensor:
     return torch.stack([forest.position_ids, forest.subtree_end])[None, None]
 
 
-def _mask(forest: Forest) -> list[str]:
-    mask = attention_mask(forest.subtree_end)[0, 0].numpy()
-    size = TOKENS_PER_CHARACTER
-    rows = [mask[start : start + size] for start in range(0, len(mask), size)]
-    lines = []
-    for number, row in enumerate(rows):
-        shares = [row[:, start : start + size].mean() for start in range(0, len(mask), size)]
-        lines.append("".join("#" if s == 1 else "+" if s else "." for s in shares[: number + 1]))
+def _authors(forest: Forest) -> list[str]:
+    """Name who wrote each token."""
+    depths, ids = forest.position_ids.tolist(), forest.token_ids.tolist()
+    targets = set(zip(forest.target_parent.tolist(), forest.target_token.tolist(), strict=True))
+    path, authors = [0] * (max(depths) + 1), list[str]()
+    for position, depth in enumerate(depths):
+        above = path[depth - 1] if depth else None
+        if above is not None and (above, ids[position]) in targets:
+            authors.append("sampled")
+        else:
+            is_first = above is None or authors[above] == "prompt"
+            authors.append("prompt" if is_first else "observation")
+        path[depth] = position
+    return authors
+
+
+def _legend() -> list[str]:
+    lines, x = list[str](), MARGIN
+    for author, text in AUTHORS.items():
+        lines.append(f'  <rect class="{author}" x="{x}" y="42" width="14" height="12" rx="2"/>')
+        lines.append(f'  <text x="{x + 20}" y="53">{text}</text>')
+        x += 40 + 7 * len(text)
     return lines
 
 
+def _tree_lines(forest: Forest) -> list[str]:
+    authors = _authors(forest)
+    scale = (WIDTH - 2 * MARGIN) / (int(forest.position_ids.max()) + 1)
+    lines, begin = list[str](), 0
+    ends = list[tuple[float, float]]()
+    for number, piece in enumerate(pieces(_tree(forest))):
+        x, y = MARGIN + piece.depth * scale, MARGIN + 52 + number * ROW
+        if piece.above is not None:
+            end_x, end_y = ends[piece.above]
+            lines.append(
+                f'  <path class="fork" d="M{end_x:.1f} {end_y:.1f}V{y + 6:.1f}H{x + 1:.1f}"/>'
+            )
+        at = x
+        for author, tokens in groupby(authors[begin : begin + piece.size]):
+            width = len(list(tokens)) * scale
+            lines.append(
+                f'  <rect class="{author}" x="{at:.1f}" y="{y}" width="{width:.1f}" height="12"/>'
+            )
+            at += width
+        ends.append((at, y + 12))
+        begin += piece.size
+    return lines
+
+
+def _mask_lines(forest: Forest, top: float) -> list[str]:
+    """A triangle per piece, and a rectangle for the tokens below it that attend to it."""
+    scale = MASK / forest.num_tokens
+    lines, begin = list[str](), 0
+    for piece in pieces(_tree(forest)):
+        end, below = begin + piece.size, int(forest.subtree_end[begin])
+        x, y, right, middle, bottom = (
+            round(offset + scale * token, 1)
+            for offset, token in (
+                (MARGIN, begin),
+                (top, begin),
+                (MARGIN, end),
+                (top, end),
+                (top, below),
+            )
+        )
+        lines.append(f'  <path class="own" d="M{x} {y}L{right} {middle}H{x}Z"/>')
+        if below > end:
+            lines.append(f'  <path class="above" d="M{x} {middle}H{right}V{bottom}H{x}Z"/>')
+        begin = end
+    text = (
+        "Rows are queries and columns are keys, both in the order of the bars above.",
+        "",
+        "Dark: a token attends to those before it in its bar.",
+        "Light: tokens further down the branch attend to the entire bar.",
+        "Empty: other branches.",
+    )
+    at = MARGIN + MASK + 30
+    return lines + [
+        f'  <text x="{at}" y="{top + 20 + 20 * number}">{line}</text>'
+        for number, line in enumerate(text)
+        if line
+    ]
+
+
 if __name__ == "__main__":
-    print(picture())  # noqa: T201
+    print(svg())  # noqa: T201

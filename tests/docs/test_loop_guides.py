@@ -65,3 +65,19 @@ def output_of(line):
     )
     prompt_ids = response["prompt_token_ids"]
     return SimpleNamespace(prompt="", prompt_token_ids=prompt_ids, outputs=[output])
+
+
+@pytest.mark.slow
+@pytest.mark.model
+def test_a_task_of_ones_own_becomes_a_checkpoint_and_a_learning_curve(smollm2_dir, tmp_path):
+    del smollm2_dir
+    printed = follow("rl_loop.md", tmp_path)
+    assert "iteration 6 of 6" in printed
+    out = tmp_path / "runs" / "capitals"
+    assert checkpoint_of(out) > 1e8
+    assert list(out.glob("*.png"))
+    rewards = [
+        rollout_io.scan(out / "rollouts" / f"iteration_0000{i}").collect()["reward"].mean()
+        for i in range(6)
+    ]
+    assert max(rewards[3:]) > rewards[0]

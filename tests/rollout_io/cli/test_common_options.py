@@ -96,3 +96,29 @@ def test_bash_can_source_the_completion():
     assert (done.stdout, done.stderr) == ("", "")
     assert "_ROLLOUTS_COMPLETE=bash_complete" in script
     assert 'eval "$(_ROLLOUTS_COMPLETE=bash_source rollouts)"' in Path("README.md").read_text()
+
+
+def test_a_real_bash_completes_a_verb_after_the_line_of_the_readme(tmp_path):
+    (line,) = [x for x in Path("README.md").read_text().splitlines() if "=bash_source" in x]
+    program = tmp_path / "rollouts"
+    main = "from rollout_io.cli.main import main; main()"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{main}" "$@"\n')
+    program.chmod(0o755)
+    ask = "COMP_WORDS=(rollouts st) COMP_CWORD=1; _rollouts_completion rollouts"
+    script = f'{line}\ncomplete -p rollouts\n{ask}\necho "${{COMPREPLY[@]}}"\n'
+    env = os.environ | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["bash", "-c", script], env=env, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[1:] == ["stats"]
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_the_readme_has_a_line_for_each_shell(shell):
+    (line,) = [x for x in Path("README.md").read_text().splitlines() if f"={shell}_source" in x]
+    env = os.environ | {"_ROLLOUTS_COMPLETE": f"{shell}_source"}
+    command = [sys.executable, "-c", "from rollout_io.cli.main import main; main()"]
+    script = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
+    assert f"_ROLLOUTS_COMPLETE={shell}_complete" in script
+    assert line.startswith("    ")
