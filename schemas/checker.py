@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from schemas.columns import COLUMN_BY_NAME, REQUIRED_COLUMNS, TOKEN_SOURCES
 from schemas.errors import InvariantError, count
+from schemas.numpy_arrays import to_numpy
 from schemas.row_checks import ROW_CHECKS, check_token_range
 from schemas.rules import RULES
 from schemas.structure_checks import (
@@ -276,7 +277,7 @@ def _check_nulls(view: View, name: str) -> list[pl.DataFrame]:
     nullable = name == "parent_step_index" if column is None else column.nullable
     rule, found = "columns_and_types", []
     if not nullable and values.null_count:
-        rows = np.flatnonzero(np.asarray(values.is_null()))
+        rows = np.flatnonzero(to_numpy(values.is_null()))
         found.append(
             view.breaches(rule, rows, name, ["null"] * len(rows), "a value", "{column} is null")
         )
@@ -285,11 +286,9 @@ def _check_nulls(view: View, name: str) -> list[pl.DataFrame]:
         got, sentence = ["a null element"] * len(rows), "{column} contains a null element"
         found.append(view.breaches(rule, rows, name, got, "no null", sentence))
     if name == "token_source":
-        known = pa.compute.is_in(
-            values.cast(pa.large_string()), pa.array(TOKEN_SOURCES, pa.large_string())
-        )
-        rows = np.flatnonzero(~np.asarray(known) & np.asarray(values.is_valid()))
-        got = [repr(v) for v in values.cast(pa.large_string()).take(pa.array(rows)).to_pylist()]
+        texts = pl.Series(view.strings(name))
+        rows = (texts.is_not_null() & ~texts.is_in(TOKEN_SOURCES)).arg_true().to_numpy()
+        got = [repr(text) for text in texts.gather(rows)]
         found.append(view.breaches(rule, rows, name, got, " or ".join(TOKEN_SOURCES)))
     return found
 
@@ -301,9 +300,9 @@ def _rows_with_null_elements(values: pa.ChunkedArray) -> np.ndarray[Any, np.dtyp
         lists.append(flat)
         flat = pa.compute.list_flatten(flat)
         if flat.null_count:
-            rows = np.flatnonzero(np.asarray(flat.is_null()))
+            rows = np.flatnonzero(to_numpy(flat.is_null()))
             for parents in reversed(lists):
-                rows = np.asarray(pa.compute.list_parent_indices(parents), np.int64)[rows]
+                rows = to_numpy(pa.compute.list_parent_indices(parents))[rows]
             return np.unique(rows)
     return np.zeros(0, np.int64)
 

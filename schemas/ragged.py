@@ -10,6 +10,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from schemas.numpy_arrays import filled, to_arrow, to_numpy
+
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
@@ -43,7 +45,7 @@ class Ragged:
         Elements must not be null. Offsets have 64 bits, so there may be more than 2^31 elements.
         """
         lengths = list_lengths(column)
-        return cls(_flat_values(column), offsets_of(lengths), np.asarray(pc.is_valid(column)))
+        return cls(_flat_values(column), offsets_of(lengths), to_numpy(column.is_valid()))
 
     @property
     def lengths(self) -> IntArray:
@@ -60,28 +62,23 @@ class Ragged:
 
     def to_arrow(self, element_type: pa.DataType) -> pa.Array:
         """Convert to an Arrow list array (large if 32-bit offsets do not suffice)."""
-        mask = None if self.valid.all() else pa.array(~self.valid)
-        values = pa.array(self.values, element_type)
+        mask = None if self.valid.all() else to_arrow(~self.valid)
+        values = to_arrow(self.values, element_type)
         if self.offsets[-1] > np.iinfo(np.int32).max:
             kind = pa.large_list(element_type)
-            return pa.LargeListArray.from_arrays(self.offsets, values, type=kind, mask=mask)
-        offsets = self.offsets.astype(np.int32)
+            offsets = to_arrow(self.offsets)
+            return pa.LargeListArray.from_arrays(offsets, values, type=kind, mask=mask)
+        offsets = to_arrow(self.offsets, pa.int32())
         return pa.ListArray.from_arrays(offsets, values, type=pa.list_(element_type), mask=mask)
 
 
 def _flat_values(column: pa.Array | pa.ChunkedArray) -> npt.NDArray[Any]:
-    flat = pc.list_flatten(column)
-    chunks = flat.chunks if isinstance(flat, pa.ChunkedArray) else [flat]
-    arrays = [chunk.to_numpy(zero_copy_only=False) for chunk in chunks]
-    if len(arrays) == 1:
-        only: npt.NDArray[Any] = arrays[0]
-        return only
-    return np.concatenate(arrays) if arrays else np.asarray(flat.to_numpy())
+    return to_numpy(pc.list_flatten(column))
 
 
 def list_lengths(column: pa.Array | pa.ChunkedArray) -> IntArray:
     """Return the number of elements of each list, [N]; 0 for a null list."""
-    return np.asarray(pc.fill_null(pc.list_value_length(column), 0), np.int64)
+    return filled(pc.list_value_length(column), 0).astype(np.int64, copy=False)
 
 
 def offsets_of(lengths: IntArray) -> IntArray:

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from schemas.columns import COLUMNS, JOINED, METRICS_TYPE, Length
+from schemas.numpy_arrays import filled, to_numpy
 from schemas.ragged import BoolArray, IntArray, Ragged, list_lengths
 from schemas.structure_checks import changes
 from schemas.types import cast_column
@@ -87,7 +88,7 @@ def check_logprobs(view: View) -> Iterator[pl.DataFrame]:
 def check_rewards(view: View) -> Iterator[pl.DataFrame]:
     """Check reward_finite and reward_matches_rewards."""
     has_scalar, has_tokens = view.has("reward"), view.has("rewards")
-    scalar = view.table.column("reward").to_numpy() if has_scalar else None
+    scalar = to_numpy(view.table.column("reward")) if has_scalar else None
     known = ~view.is_null("reward")
     if scalar is not None:
         rows = np.flatnonzero(known & ~np.isfinite(scalar))
@@ -110,8 +111,8 @@ def _step_rewards(view: View, scalar: npt.NDArray[np.float64]) -> pl.DataFrame:
     flat = pc.list_flatten(view.table.column("segments"))
     if any(flat.type.get_field_index(name) < 0 for name in (JOINED, "reward")):
         return view.breaches("reward_matches_rewards", np.zeros(0, np.int64), "reward", [], "")
-    joined = np.asarray(pc.fill_null(pc.struct_field(flat, JOINED), False))
-    earned = pc.struct_field(flat, "reward").cast(pa.float64()).to_numpy()
+    joined = filled(pc.struct_field(flat, JOINED), value=False)
+    earned = to_numpy(pc.struct_field(flat, "reward").cast(pa.float64()))
     row = SegmentSpans.of(view).row
     num_rows = len(scalar)
     sums = np.bincount(row, np.where(joined, earned, 0.0), num_rows)
@@ -175,8 +176,7 @@ class SegmentSpans:
         flat = pc.list_flatten(column)
 
         def unpack(name: str) -> IntArray:
-            values = pc.fill_null(pc.struct_field(flat, name), -1)
-            return np.asarray(values.to_numpy(), np.int64)
+            return filled(pc.struct_field(flat, name), -1).astype(np.int64, copy=False)
 
         row = np.repeat(np.arange(len(lengths)), lengths)
         return cls(row, unpack("start"), unpack("length"), unpack("step_index"))
@@ -199,7 +199,7 @@ def check_routing(view: View) -> Iterator[pl.DataFrame]:
     yield view.breaches("routing_shape", rows, name, got, expected, sentence)
 
     tokens = pc.list_flatten(column)
-    experts = pc.list_flatten(pc.list_flatten(tokens)).to_numpy()
+    experts = to_numpy(pc.list_flatten(pc.list_flatten(tokens)))
     if len(experts) and experts.min() < 0:
         per_token = len(experts) // len(tokens)
         token = np.flatnonzero((experts < 0).reshape(-1, per_token).any(axis=1))

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from schemas.columns import PREFIX_FIELDS
+from schemas.numpy_arrays import filled, to_arrow, to_numpy
 from schemas.ragged import BoolArray, IntArray
 from schemas.view import View, joined
 
@@ -65,7 +66,7 @@ def changes(column: pa.ChunkedArray) -> BoolArray:
     """Return [N] booleans: true in the first row, and wherever the value changes."""
     changed = np.ones(len(column), np.bool_)
     if len(column) > 1:
-        changed[1:] = np.asarray(pc.not_equal(column.slice(1), column.slice(0, len(column) - 1)))
+        changed[1:] = to_numpy(pc.not_equal(column.slice(1), column.slice(0, len(column) - 1)))
     return changed
 
 
@@ -102,7 +103,7 @@ def check_structure(view: View, runs: Runs, seen: set[str]) -> Iterator[pl.DataF
 
 
 def _returning(view: View, runs: Runs, seen: set[str]) -> BoolArray:
-    ids = view.strings("trajectory_id").take(pa.array(runs.start)).to_pylist()
+    ids = view.strings("trajectory_id").take(to_arrow(runs.start)).to_pylist()
     returning = np.zeros(len(ids), np.bool_)
     for i, trajectory_id in enumerate(ids):
         returning[i] = trajectory_id in seen
@@ -111,13 +112,11 @@ def _returning(view: View, runs: Runs, seen: set[str]) -> BoolArray:
 
 
 def _misnamed(view: View) -> pl.DataFrame:
-    instance = view.strings("instance_id")
-    repetition = view.table.column("repetition_id").cast(pa.string()).cast(pa.large_string())
-    wanted = pc.binary_join_element_wise(instance, repetition, pa.scalar("_", pa.large_string()))
-    actual = view.strings("trajectory_id")
-    rows = np.flatnonzero(np.asarray(pc.not_equal(actual, wanted)))
-    index = pa.array(rows)
-    got, expected = actual.take(index).to_pylist(), wanted.take(index).to_pylist()
+    instance, actual = (pl.Series(view.strings(n)) for n in ("instance_id", "trajectory_id"))
+    repetition = pl.Series(view.table.column("repetition_id"))
+    wanted = instance + "_" + repetition.cast(pl.String)
+    rows = (actual != wanted).arg_true().to_numpy()
+    got, expected = actual.gather(rows).to_list(), wanted.gather(rows).to_list()
     sentence = "trajectory_id is {got} but instance_id and repetition_id give {expected}"
     return view.breaches("unique_trajectory", rows, "trajectory_id", got, expected, sentence)
 
@@ -141,7 +140,7 @@ def check_outcome(view: View, runs: Runs) -> Iterator[pl.DataFrame]:
     """Check outcome_on_last_step in trajectories whose `error` is null."""
     if not view.has("reward"):
         return
-    reward = view.table.column("reward").to_numpy()
+    reward = to_numpy(view.table.column("reward"))
     known = ~view.is_null("reward")
     carries = known & np.isfinite(reward) & (reward != 0)
     carries[runs.end] = False
@@ -160,7 +159,7 @@ def check_prefix(view: View) -> Iterator[pl.DataFrame]:
     if not view.has(*names, "response_ids", "trajectory_id"):
         return
     rooted = view.is_null("parent_step_index")
-    parent = np.asarray(pc.fill_null(view.table.column("parent_step_index"), -1), np.int64)
+    parent = filled(view.table.column("parent_step_index"), -1).astype(np.int64)
     prefix = view.array("prefix_length").astype(np.int64)
     first = _first_rows(view)
     index = np.arange(len(prefix)) - first

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -16,6 +17,7 @@ from schemas.columns import (
     Column,
 )
 from schemas.errors import InvariantError
+from schemas.numpy_arrays import filled, to_arrow
 
 PREFIX_TYPES: dict[str, pa.DataType] = {field.name: field.type for field in PREFIX_FIELDS}
 
@@ -236,5 +238,5 @@ def _without_view(lists: pa.Array) -> pa.Array:
 
 
 def _offsets(lists: pa.Array, kind: pa.DataType) -> pa.Array:
-    ends = pc.fill_null(pc.list_value_length(lists), 0).to_numpy().cumsum()
-    return pa.array([0, *ends.tolist()], kind)
+    ends = filled(pc.list_value_length(lists), 0).cumsum()
+    return to_arrow(np.append(0, ends), kind)

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import polars as pl
 import pyarrow as pa
 
+from schemas.numpy_arrays import to_arrow, to_numpy
 from schemas.ragged import BoolArray, IntArray, Ragged
 from schemas.rules import RULES
 
@@ -69,8 +70,7 @@ class View:
 
     def array(self, name: str) -> npt.NDArray[Any]:
         """Return a scalar column that has no nulls."""
-        values: npt.NDArray[Any] = self.table.column(name).to_numpy()
-        return values
+        return to_numpy(self.table.column(name))
 
     def strings(self, name: str) -> pa.ChunkedArray:
         """Return a string column of any string type."""
@@ -80,7 +80,7 @@ class View:
         """Return true where a column is null, [N]; all true for an absent column."""
         if not self.has(name):
             return np.ones(self.table.num_rows, np.bool_)
-        return np.asarray(self.table.column(name).is_null())
+        return to_numpy(self.table.column(name).is_null())
 
     def breaches(
         self,
@@ -99,7 +99,7 @@ class View:
             return _NONE
         wanted = [expected] * len(rows) if isinstance(expected, str) else list(expected)
         found = breach_frame(rule, (rows + self.row_offset).tolist(), column, got, wanted, sentence)
-        index = pa.array(rows)
+        index = to_arrow(rows)
         if self.has("trajectory_id"):
             ids = self.strings("trajectory_id").take(index).to_pylist()
             found = found.with_columns(trajectory_id=pl.Series(ids, dtype=pl.String))

@@ -26,6 +26,7 @@ import pyarrow.compute as pc
 
 from pipelines.merging.prefix_tree import Ancestry, PrefixTree, prefix_tree
 from rollout_io.dataset.prefix_layout import decode_prefixes, is_encoded
+from schemas.numpy_arrays import to_numpy
 from schemas.ragged import IntArray, Ragged
 
 Rule: TypeAlias = Literal["lineage", "consecutive"]
@@ -92,7 +93,7 @@ def join_keys(table: pa.Table, tree: PrefixTree) -> IntArray:
             keys = _paired(keys, values)
     alone = tree.response == 0
     if "segments" in table.column_names:
-        alone |= np.asarray(table.column("segments").is_valid())
+        alone |= to_numpy(table.column("segments").is_valid())
     return np.where(alone, -1, keys)
 
 
@@ -102,7 +103,7 @@ def _paired(keys: IntArray, values: pa.ChunkedArray) -> IntArray:
         values = values.cast(values.type.value_type)
     # Combine the chunks first: old PyArrow cannot combine a dictionary array without chunks.
     codes = pc.dictionary_encode(values.combine_chunks(), null_encoding="encode").indices
-    combined = keys * (len(keys) + 1) + np.asarray(codes, np.int64)
+    combined = keys * (len(keys) + 1) + to_numpy(codes)
     if len(keys) == 0 or (combined == combined[0]).all():
         return np.zeros_like(keys)
     # Renumber: products of many columns' codes would overflow int64.

@@ -12,7 +12,6 @@ from functools import partial
 import numpy as np
 import polars as pl
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from pipelines.merging.lineage import Rule, continued_rows
 from pipelines.merging.prefix_tree import PrefixTree, prefix_tree
@@ -30,6 +29,7 @@ from pipelines.tables import (
 )
 from rollout_io.dataset.prefix_layout import decode_prefixes, is_encoded, trajectory_starts
 from schemas.errors import InvariantError
+from schemas.numpy_arrays import filled, to_arrow, to_numpy
 from schemas.ragged import IntArray, Ragged, gather, offsets_of, ranges
 from schemas.types import PREFIX_TYPES, without_views
 
@@ -101,8 +101,8 @@ def part_by_routes_table(table: pa.Table) -> pa.Table:
     if ROUTING not in table.column_names or not _has_joined(table):
         return table
     table = decode_prefixes(table) if is_encoded(table) else table
-    steps = unmerge_table(table.append_column(_ROW, pa.array(np.arange(table.num_rows))))
-    row = steps.column(_ROW).to_numpy()
+    steps = unmerge_table(table.append_column(_ROW, to_arrow(np.arange(table.num_rows))))
+    row = to_numpy(steps.column(_ROW))
     steps, tree = steps.drop_columns([_ROW]), prefix_tree(steps)
     order = np.argsort(row, kind="stable")
     follows = np.diff(row[order]) == 0
@@ -137,7 +137,7 @@ def _joined(table: pa.Table, tree: PrefixTree, continued: IntArray) -> pa.Table:
 
 def _refuse_scattered(table: pa.Table) -> None:
     starts = trajectory_starts(table)
-    names = table.column("trajectory_id").take(pa.array(starts))
+    names = table.column("trajectory_id").take(to_arrow(starts))
     if len(names.unique()) == len(names):
         return
     counts = names.value_counts()
@@ -228,17 +228,17 @@ def _folded(table: pa.Table, sequences: Sequences) -> pa.Table:
     """Fold the other columns: the last step's values, summed rewards, the oldest policy version."""
     tokens = {"prompt_token_ids", "response_ids", ROUTING, *PER_TOKEN, *PREFIX_TYPES}
     rest = table.drop_columns([n for n in table.column_names if n in tokens])
-    out = rest.take(pa.array(sequences.last))
+    out = rest.take(to_arrow(sequences.last))
     if "reward" in table.column_names:
         reward = table.column("reward")
-        sums = np.bincount(sequences.of, reward.to_numpy(), len(sequences.head))
-        unknown = np.asarray(reward.is_null())[sequences.head]
-        out = set_column(out, "reward", pa.array(sums, pa.float64(), mask=unknown))
+        sums = np.bincount(sequences.of, to_numpy(reward), len(sequences.head))
+        unknown = to_numpy(reward.is_null())[sequences.head]
+        out = set_column(out, "reward", to_arrow(sums, pa.float64(), mask=unknown))
     if "policy_version" in table.column_names and len(sequences.head):
         # The maximum replaces null, so that known versions win; all null gives null.
         newest = np.iinfo(np.int32).max
-        versions = np.asarray(pc.fill_null(table.column("policy_version"), newest))
+        versions = filled(table.column("policy_version"), newest)
         oldest = np.minimum.reduceat(versions[sequences.order], sequences.first)
-        column = pa.array(oldest, pa.int32(), mask=oldest == newest)
+        column = to_arrow(oldest, pa.int32(), mask=oldest == newest)
         out = set_column(out, "policy_version", column)
-    return set_column(out, "step_index", pa.array(count_from_zero(out), pa.int32()))
+    return set_column(out, "step_index", to_arrow(count_from_zero(out), pa.int32()))

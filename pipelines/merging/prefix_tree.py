@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from rollout_io.dataset.prefix_layout import find_parents, is_encoded, trajectory_starts
+from schemas.numpy_arrays import filled, to_numpy
 from schemas.ragged import IntArray, Ragged, list_lengths
 
 
@@ -52,8 +52,8 @@ def prefix_tree(table: pa.Table) -> PrefixTree:
     start = np.repeat(starts, np.diff(np.append(starts, table.num_rows)))
     response = list_lengths(table.column("response_ids"))
     if is_encoded(table):
-        parent = np.asarray(pc.fill_null(table.column("parent_step_index"), -1), np.int64)
-        shared = np.asarray(table.column("prefix_length"), np.int64)
+        parent = filled(table.column("parent_step_index"), -1).astype(np.int64)
+        shared = to_numpy(table.column("prefix_length")).astype(np.int64)
         prompt = shared + list_lengths(table.column("prompt_suffix_ids"))
     else:
         prompts = Ragged.from_arrow(table.column("prompt_token_ids"))

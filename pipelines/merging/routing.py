@@ -19,6 +19,7 @@ from pipelines.merging.sequences import Sequences
 from pipelines.tables import ROUTING
 from rollout_io.dataset.arrays import routing_array
 from schemas.columns import NUM_ROUTED
+from schemas.numpy_arrays import filled, to_arrow, to_numpy
 from schemas.ragged import BoolArray, IntArray, Ragged, list_lengths, offsets_of
 
 Routes = npt.NDArray[np.int16]
@@ -53,7 +54,7 @@ def join_routing(
         for step, part in zip(steps, parts, strict=True):
             if part is not None and not np.array_equal(whole[: len(part)], part):
                 own[step] = part
-    num_routed = pa.array(routes.tokens.lengths, pa.int32(), mask=~routes.tokens.valid)
+    num_routed = to_arrow(routes.tokens.lengths, pa.int32(), mask=~routes.tokens.valid)
     fields = {NUM_ROUTED: num_routed, ROUTING: routing_array(own, *routes.shape)}
     return routing_array(joined, *routes.shape), fields
 
@@ -110,7 +111,7 @@ def split_routing(
     if segments.type.get_field_index(NUM_ROUTED) < 0:
         return _taken(column, row)
     own = Routing.of(pa.chunked_array([pc.struct_field(segments, ROUTING)]))
-    num_routed = pc.fill_null(pc.struct_field(segments, NUM_ROUTED), 0).to_numpy()
+    num_routed = filled(pc.struct_field(segments, NUM_ROUTED), 0)
     steps: list[Routes | None] = []
     for at, index in zip(row.tolist(), segment.tolist(), strict=True):
         whole = joined.row(at)
@@ -122,7 +123,7 @@ def split_routing(
 
 
 def _taken(column: pa.ChunkedArray, row: IntArray) -> pa.Array:
-    return column.take(pa.array(row)).combine_chunks()
+    return column.take(to_arrow(row)).combine_chunks()
 
 
 class Routing:
@@ -138,8 +139,8 @@ class Routing:
         shape = (per_layer.list_size, per_layer.value_type.list_size)
         flat: Any = pc.list_flatten(pc.list_flatten(pc.list_flatten(column)))
         lengths = list_lengths(column)
-        values = np.asarray(flat, np.int16).reshape(-1, shape[0] * shape[1])
-        valid = np.asarray(column.is_valid())
+        values = to_numpy(flat).reshape(-1, shape[0] * shape[1])
+        valid = to_numpy(column.is_valid())
         return cls(Ragged(values, offsets_of(lengths), valid), shape)
 
     def row(self, index: int) -> Routes | None:

@@ -14,6 +14,7 @@ from pipelines.merging.lineage import SAME_IN_A_SEQUENCE
 from pipelines.merging.sequences import Sequences
 from pipelines.tables import set_column
 from schemas.columns import JOINED, NUM_ROUTED, SEGMENT_FIELDS
+from schemas.numpy_arrays import filled, to_arrow, to_numpy
 from schemas.ragged import BoolArray, IntArray, Ragged, list_lengths, offsets_of
 from schemas.types import PREFIX_TYPES, cast_column
 
@@ -74,10 +75,10 @@ def nest(
     lengths = np.where(is_made, made_count, kept_count)
     order = _interleave(is_made, lengths, len(made))
     had = out.column("segments").is_valid() if "segments" in out.column_names else None
-    valid = is_made | (np.asarray(had) if had is not None else False)
-    values = flat.take(pa.array(order))
-    mask = None if valid.all() else pa.array(~valid)
-    offsets = pa.array(offsets_of(lengths), pa.int32())
+    valid = is_made | (to_numpy(had) if had is not None else False)
+    values = flat.take(to_arrow(order))
+    mask = None if valid.all() else to_arrow(~valid)
+    offsets = to_arrow(offsets_of(lengths), pa.int32())
     kind = pa.list_(values.type)
     return set_column(out, "segments", pa.ListArray.from_arrays(offsets, values, kind, mask=mask))
 
@@ -85,13 +86,13 @@ def nest(
 def _made_segments(
     steps: pa.Table, rows: IntArray, start: IntArray, extra: dict[str, pa.Array]
 ) -> pa.StructArray:
-    index = pa.array(rows)
+    index = to_arrow(rows)
     length = pc.list_value_length(steps.column("response_ids"))
     columns = {
-        "start": pa.array(start[rows], pa.int32()),
+        "start": to_arrow(start[rows], pa.int32()),
         "length": _flat(length.take(index)).cast(pa.int32()),
         "step_index": _flat(steps.column("step_index").take(index)),
-        JOINED: pa.array(np.ones(len(rows), np.bool_)),
+        JOINED: to_arrow(np.ones(len(rows), np.bool_)),
     }
     columns |= {name: column.take(index) for name, column in extra.items()}
     names = per_step_names(steps)
@@ -101,7 +102,7 @@ def _made_segments(
 
 def _kept_segments(out: pa.Table) -> tuple[pa.StructArray, IntArray]:
     if "segments" not in out.column_names:
-        empty = pa.array([], pa.struct(list(SEGMENT_FIELDS)))
+        empty = pa.nulls(0, pa.struct(list(SEGMENT_FIELDS)))
         return empty, np.zeros(out.num_rows, np.int64)
     column = out.column("segments")
     lengths = list_lengths(column)
@@ -118,11 +119,11 @@ def _concat_structs(made: pa.StructArray, kept: pa.StructArray) -> pa.StructArra
         ]
         kind = next(part.type for part in parts if part is not None)
         sizes = (len(made), len(kept))
-        filled = [
+        casts = [
             pa.nulls(size, kind) if part is None else cast_column(part, kind)
             for part, size in zip(parts, sizes, strict=True)
         ]
-        columns.append(pa.concat_arrays(filled))
+        columns.append(pa.concat_arrays(casts))
     return pa.StructArray.from_arrays(columns, names=names)
 
 
@@ -177,7 +178,7 @@ def is_joined(table: pa.Table) -> BoolArray:
         return joined
     lengths = list_lengths(column)
     first = offsets_of(lengths)[:-1][lengths > 0]
-    flags = np.asarray(pc.fill_null(pc.struct_field(flat, JOINED), False))
+    flags = filled(pc.struct_field(flat, JOINED), value=False)
     joined[lengths > 0] = flags[first]
     return joined
 
@@ -205,9 +206,9 @@ def steps_of(table: pa.Table, split: BoolArray) -> Steps:
 def step_columns(table: pa.Table, steps: Steps) -> pa.Table:
     """[S] Build one row per step, with every per-step value restored from `segments`."""
     flat = _flat(pc.list_flatten(table.column("segments")))
-    out = table.take(pa.array(steps.row))
+    out = table.take(to_arrow(steps.row))
     split = steps.segment >= 0
-    kept = pa.array(np.where(split, -1, steps.row), pa.int64(), mask=split)
+    kept = to_arrow(steps.row, mask=split)
     out = set_column(out, "segments", _flat(table.column("segments").take(kept)))
     out = set_column(out, "step_index", _chosen(table, flat, steps, "step_index", "step_index"))
     for name in per_step_names(table):
@@ -221,7 +222,7 @@ def _chosen(table: pa.Table, flat: pa.StructArray, steps: Steps, name: str, fiel
     column = _flat(table.column(name))
     stored = cast_column(pc.struct_field(flat, field), column.type)
     order = np.where(steps.segment >= 0, len(column) + steps.segment, steps.row)
-    return pa.concat_arrays([column, stored]).take(pa.array(order))
+    return pa.concat_arrays([column, stored]).take(to_arrow(order))
 
 
 def segment_rewards(
@@ -232,13 +233,13 @@ def segment_rewards(
     lengths = list_lengths(column)
     row = np.repeat(np.arange(len(lengths)), lengths)
     ends = responses.offsets[row] + _field(column, "start") + _field(column, "length") - 1
-    earned = pc.fill_null(pc.struct_field(pc.list_flatten(column), "reward"), 0.0)
-    return ends, earned.to_numpy(), row
+    earned = filled(pc.struct_field(pc.list_flatten(column), "reward"), 0.0)
+    return ends, earned, row
 
 
 def _field(column: pa.ChunkedArray, name: str) -> IntArray:
     values = pc.struct_field(pc.list_flatten(column), name)
-    return np.asarray(values.to_numpy(), np.int64)
+    return to_numpy(values).astype(np.int64, copy=False)
 
 
 def _flat(column: pa.ChunkedArray | pa.Array) -> pa.Array:

@@ -18,6 +18,7 @@ from pipelines.tables import (
     set_column,
 )
 from rollout_io.dataset.prefix_layout import trajectory_starts
+from schemas.numpy_arrays import to_arrow, to_numpy
 from schemas.ragged import BoolArray, IntArray, Ragged, gather, offsets_of, ranges
 from schemas.types import without_views
 
@@ -91,16 +92,16 @@ def _in_step_order(out: pa.Table, table: pa.Table, joined: BoolArray) -> pa.Tabl
     num_steps = np.diff(np.append(starts, out.num_rows))
     remembered = np.logical_and.reduceat(joined, trajectory_starts(table))
     position = count_from_zero(out)
-    step = out.column("step_index").to_numpy().astype(np.int64)
+    step = to_numpy(out.column("step_index")).astype(np.int64)
     key = np.where(np.repeat(remembered, num_steps), step, position)
     trajectory = np.repeat(np.arange(len(starts)), num_steps)
     order = np.lexsort((key, trajectory))
     is_last = np.zeros(out.num_rows, np.bool_)
-    is_last[_ends(out)] = np.asarray(table.column("is_last_step"))[_ends(table)]
+    is_last[_ends(out)] = to_numpy(table.column("is_last_step"))[_ends(table)]
     if not np.array_equal(order, np.arange(len(order))):
-        out = out.take(pa.array(order))
-    out = set_column(out, "is_last_step", pa.array(is_last, pa.bool_()))
-    return set_column(out, "step_index", pa.array(position, pa.int32()))
+        out = out.take(to_arrow(order))
+    out = set_column(out, "is_last_step", to_arrow(is_last))
+    return set_column(out, "step_index", to_arrow(position, pa.int32()))
 
 
 def _ends(table: pa.Table) -> IntArray:

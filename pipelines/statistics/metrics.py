@@ -18,6 +18,7 @@ from pipelines.tables import Frame, as_lazy
 from rollout_io.dataset.parallel import Workers
 from rollout_io.dataset.reader import PathLike, pieces, scan
 from schemas.columns import METRICS_TYPE
+from schemas.numpy_arrays import to_arrow, to_numpy
 from schemas.ragged import IntArray, Ragged, list_lengths, offsets_of
 from schemas.types import as_table, cast_column
 
@@ -211,24 +212,24 @@ def _turns(table: pa.Table, response_lengths: IntArray) -> pa.Array:
     if "segments" not in table.column_names:
         return _lists(response_lengths, np.arange(table.num_rows + 1))
     column = table.column("segments")
-    has = np.asarray(column.is_valid())
+    has = to_numpy(column.is_valid())
     counts = np.where(has, list_lengths(column), 1)
     values = np.repeat(response_lengths, counts)
-    values[np.repeat(has, counts)] = pc.struct_field(pc.list_flatten(column), "length").to_numpy()
+    values[np.repeat(has, counts)] = to_numpy(pc.struct_field(pc.list_flatten(column), "length"))
     return _lists(values, offsets_of(counts))
 
 
 def _environment(table: pa.Table, steps: Steps, offsets: IntArray) -> pa.Array:
     """[N] Collect the {key, value} pairs of all steps of each row."""
     if "metrics" not in table.column_names:
-        return pa.array([[]] * table.num_rows, METRICS_TYPE)
+        return pa.nulls(table.num_rows, METRICS_TYPE)
     if "segments" in table.column_names:
         table = step_columns(table.select(["step_index", "segments", "metrics"]), steps)
     column = cast_column(table.column("metrics"), METRICS_TYPE)
     ends = offsets_of(list_lengths(column))
     pairs = pc.list_flatten(column)
     flat = pairs.combine_chunks() if isinstance(pairs, pa.ChunkedArray) else pairs
-    return pa.ListArray.from_arrays(pa.array(ends[offsets], pa.int32()), flat)
+    return pa.ListArray.from_arrays(to_arrow(ends[offsets], pa.int32()), flat)
 
 
 def _all_metrics(rows: pl.DataFrame) -> pl.DataFrame:

@@ -29,6 +29,7 @@ from pipelines.statistics.trie import Group, Node, OpenTries
 from rollout_io.dataset.parallel import Workers
 from rollout_io.dataset.prefix_layout import decode_prefixes, encode_prefixes, is_encoded
 from rollout_io.dataset.reader import PathLike, iter_tables, pieces, scan
+from schemas.numpy_arrays import filled, to_arrow, to_numpy
 from schemas.ragged import BoolArray, IntArray, Ragged
 
 LAYOUTS = ("step", "merge_consecutive", "merge_lineage", "tree_per_trajectory", "tree_per_group")
@@ -134,7 +135,7 @@ def _pieces(path: PathLike, names: Iterable[str]) -> Iterator[pa.Table]:
     """Yield complete trajectories that did not fail, with prefix columns."""
     schema = scan(path).collect_schema()
     for table in iter_tables(path, [n for n in dict.fromkeys(names) if n in schema], decode=False):
-        kept = table.filter(pa.array(~_failed(table))) if "error" in table.column_names else table
+        kept = table.filter(to_arrow(~_failed(table))) if "error" in table.column_names else table
         if kept.num_rows:
             yield kept if is_encoded(kept) else encode_prefixes(kept)
 
@@ -143,7 +144,7 @@ def _failed(table: pa.Table) -> BoolArray:
     """[N] True if any row of the row's trajectory has an error."""
     ids = table.column("trajectory_id")
     with_error = ids.filter(table.column("error").is_valid()).unique()
-    return np.asarray(pc.is_in(ids, value_set=with_error))
+    return to_numpy(pc.is_in(ids, value_set=with_error))
 
 
 def _steps(table: pa.Table) -> pa.Table:
@@ -151,7 +152,7 @@ def _steps(table: pa.Table) -> pa.Table:
     if not is_joined(table).any():
         return table
     tree = prefix_tree(table)
-    num_steps = np.asarray(pc.fill_null(pc.list_value_length(table.column("segments")), 1))
+    num_steps = filled(pc.list_value_length(table.column("segments")), 1)
     num_tokens = np.cumsum((tree.prompt + tree.response) * num_steps)[tree.starts]
     cuts = tree.starts[np.append(True, np.diff(num_tokens // _STEP_TOKENS) > 0)]
     bounds = pairwise([*cuts.tolist(), table.num_rows])
@@ -212,7 +213,7 @@ def _trajectories(tree: PrefixTree) -> Iterator[tuple[int, int]]:
 
 def _instances(table: pa.Table, tree: PrefixTree) -> list[str]:
     """[T] Return the instance_id of each trajectory."""
-    names: list[str] = table.column("instance_id").take(pa.array(tree.starts)).to_pylist()
+    names: list[str] = table.column("instance_id").take(to_arrow(tree.starts)).to_pylist()
     return names
 
 

@@ -16,6 +16,7 @@ from pipelines.tables import Frame, as_lazy
 from rollout_io.dataset.parallel import Workers
 from rollout_io.dataset.prefix_layout import is_encoded
 from rollout_io.dataset.reader import PathLike, iter_tables, pieces, scan
+from schemas.numpy_arrays import to_numpy
 from schemas.ragged import Ragged, list_lengths, offsets_of
 from schemas.types import as_table
 
@@ -129,14 +130,14 @@ def _lengths(table: pa.Table) -> pl.DataFrame:
     """Compute the lengths, number of trained tokens and missing log-probabilities of each row."""
     response = list_lengths(table.column("response_ids"))
     if is_encoded(table):
-        shared = np.asarray(table.column("prefix_length"), np.int64)
+        shared = to_numpy(table.column("prefix_length")).astype(np.int64)
         prompt = shared + list_lengths(table.column("prompt_suffix_ids"))
     else:
         prompt = list_lengths(table.column("prompt_token_ids"))
     masks = Ragged.from_arrow(table.column("loss_mask"))
     without = response > 0
     if "rollout_logprobs" in table.column_names:
-        without &= np.asarray(table.column("rollout_logprobs").is_null())
+        without &= to_numpy(table.column("rollout_logprobs").is_null())
     columns = {
         "prompt": prompt,
         "response": response,

@@ -11,7 +11,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from schemas.columns import routing_type
-from schemas.ragged import Ragged
+from schemas.numpy_arrays import to_arrow
+from schemas.ragged import Ragged, offsets_of
 
 
 def ragged_array(
@@ -37,11 +38,11 @@ def _joined(rows: Sequence[npt.NDArray[Any] | array[float]]) -> npt.NDArray[Any]
 def routing_array(rows: Sequence[npt.NDArray[Any] | None], num_layers: int, topk: int) -> pa.Array:
     """Return `rollout_expert_indices` from one [tokens, num_layers, topk] array or None per row."""
     flat = [np.zeros(0, np.int16), *(row.reshape(-1) for row in rows if row is not None)]
-    values = pa.array(np.concatenate(flat).astype(np.int16), pa.int16())
+    values = to_arrow(np.concatenate(flat).astype(np.int16))
     values = pa.FixedSizeListArray.from_arrays(values, topk)
     values = pa.FixedSizeListArray.from_arrays(values, num_layers)
     lengths = [0 if row is None else len(row) for row in rows]
-    offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]), pa.int32())
-    mask = pa.array([row is None for row in rows], pa.bool_())
+    offsets = to_arrow(offsets_of(np.array(lengths, np.int64)), pa.int32())
+    mask = to_arrow(np.array([row is None for row in rows], np.bool_))
     kind = routing_type(num_layers, topk)
     return pa.ListArray.from_arrays(offsets, values, type=kind, mask=mask)

@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 
 from schemas.errors import InputError
 from schemas.metadata import DIGEST, PLACE, is_ours
+from schemas.numpy_arrays import empty_table
 from schemas.ragged import list_lengths
 
 
@@ -239,5 +240,5 @@ def _type_text(kind: pa.DataType) -> Any:
 def _as_read(schema: pa.Schema) -> pa.Schema:
     """Return the schema that a reader of the file will see: Parquet coerces some types."""
     file = io.BytesIO()
-    pq.write_table(schema.empty_table(), file)
+    pq.write_table(empty_table(schema), file)
     return pq.ParquetFile(file).schema_arrow

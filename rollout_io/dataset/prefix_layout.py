@@ -11,9 +11,9 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from schemas.columns import PREFIX_FIELDS
+from schemas.numpy_arrays import filled, to_arrow, to_numpy
 from schemas.ragged import IntArray, Ragged, gather, offsets_of
 from schemas.structure_checks import changes
 from schemas.types import PREFIX_TYPES
@@ -49,8 +49,8 @@ def encode_prefixes(table: pa.Table) -> pa.Table:
     lengths = prompts.lengths - shared
     suffix = gather(prompts.values, prompts.offsets[:-1] + shared, lengths)
     columns = [
-        pa.array(parent, pa.int32(), mask=parent < 0),
-        pa.array(shared, pa.int32()),
+        to_arrow(parent, pa.int32(), mask=parent < 0),
+        to_arrow(shared, pa.int32()),
         Ragged(suffix, offsets_of(lengths), np.ones(len(lengths), np.bool_)).to_arrow(pa.int32()),
     ]
     index = table.column_names.index("prompt_token_ids")
@@ -67,7 +67,7 @@ def decode_prefixes(table: pa.Table) -> pa.Table:
     """
     suffix = Ragged.from_arrow(table.column("prompt_suffix_ids"))
     responses = Ragged.from_arrow(table.column("response_ids"))
-    shared = table.column("prefix_length").to_numpy().astype(np.int64)
+    shared = to_numpy(table.column("prefix_length")).astype(np.int64)
     prompts = _decode(suffix, responses, shared, _parent_rows(table))
     index = table.column_names.index(PREFIX_FIELDS[0].name)
     table = table.drop_columns([field.name for field in PREFIX_FIELDS])
@@ -214,7 +214,7 @@ def common_prefix(a: Tokens, b: Tokens) -> int:
 def _parent_rows(table: pa.Table) -> IntArray:
     starts = trajectory_starts(table)
     own_start = np.repeat(starts, np.diff(np.append(starts, table.num_rows)))
-    parent = np.asarray(pc.fill_null(table.column("parent_step_index"), 0), np.int64)
+    parent = filled(table.column("parent_step_index"), 0).astype(np.int64)
     return own_start + parent
 
 

@@ -24,6 +24,7 @@ from schemas.columns import COLUMN_BY_NAME, PREFIX_FIELDS
 from schemas.errors import ConfigError, InputError, InvariantError
 from schemas.extras import requires_extra
 from schemas.metadata import DatasetMetadata, Layout, layout_of, upgrade, version_of
+from schemas.numpy_arrays import empty_table
 from schemas.types import PREFIX_TYPES, plain_table
 
 PathLike = str | os.PathLike[str]
@@ -48,7 +49,7 @@ def scan(path: PathLike) -> pl.LazyFrame:
     def frames(names: list[str], predicate: pl.Expr | None) -> Iterator[pl.DataFrame]:
         return map(_frame, _tables(shards, schema, names, predicate))
 
-    return lazy_frame(frames, _frame(schema.empty_table()).schema)
+    return lazy_frame(frames, _frame(empty_table(schema)).schema)
 
 
 def iter_tables(
@@ -166,7 +167,7 @@ class _Shard:
         self.names: list[str] = file.schema_arrow.names
         self.encoded = _is_encoded(self.names)
         self.aligned = self.encoded or layout_of(self.pairs) is not None
-        empty = file.schema_arrow.empty_table().replace_schema_metadata(None)
+        empty = empty_table(file.schema_arrow.remove_metadata())
         self.schema = _logical_schema(plain_table(upgraded(empty, self.pairs)).schema)
 
     @property
@@ -302,7 +303,7 @@ def _logical_schema(stored: pa.Schema) -> pa.Schema:
 def _schema_of(shards: Sequence[_Shard]) -> pa.Schema:
     """Return the schema with all columns of all shards."""
     for shard in shards:
-        raise_errors(misnamed_columns(shard.schema.empty_table()), shard.location.path)
+        raise_errors(misnamed_columns(empty_table(shard.schema)), shard.location.path)
     try:
         return pa.unify_schemas([s.schema for s in shards], promote_options="permissive")
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
@@ -331,7 +332,7 @@ def _tables(
     aligned = all(shard.aligned for shard in shards)
     whole = (table for shard in shards for table in shard.tables(names, predicate, decode=decode))
     pieces = whole if aligned else _align(shards, names)
-    empty, found = target.empty_table(), False
+    empty, found = empty_table(target), False
     for table in pieces:
         found = True
         encoded = "prompt_token_ids" in names and "prompt_token_ids" not in table.column_names

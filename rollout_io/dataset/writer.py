@@ -28,6 +28,7 @@ from schemas.checker import Checker, misnamed_columns, raise_errors
 from schemas.columns import arrow_schema
 from schemas.errors import InputError, InvariantError
 from schemas.metadata import DatasetMetadata
+from schemas.numpy_arrays import empty_table, to_numpy
 from schemas.types import PREFIX_TYPES, as_table, cast_column, cast_table
 
 ROW_GROUP_ROWS = 4096
@@ -89,7 +90,7 @@ class RolloutWriter:
         self._is_checked = checked
         self._checker: Checker | None = None
         self._pending: list[pa.Table] = []
-        self._empty = arrow_schema(optional=()).empty_table()
+        self._empty = empty_table(arrow_schema(optional=()))
         self._pending_rows = self._pending_bytes = 0
         self._shard: _Shard | None = None
         self._part, self._stands_alone = part, append
@@ -209,7 +210,7 @@ class RolloutWriter:
         if self._shard is not None and self._shard.num_bytes >= self._shard_bytes:
             self._publish(is_last=False)
         if self._shard is not None and not self._shard.holds(table):
-            table = _concat([self._shard.schema.empty_table(), table])
+            table = _concat([empty_table(self._shard.schema), table])
             self._publish(is_last=False)
         if self._shard is None:
             pairs = (self._metadata or DatasetMetadata()).encode(self._layout)
@@ -271,7 +272,7 @@ class _Shard:
 
     def write(self, table: pa.Table) -> None:
         assert self._writer is not None
-        whole = _concat([self.schema.empty_table(), table]).select(self.schema.names)
+        whole = _concat([empty_table(self.schema), table]).select(self.schema.names)
         self.num_bytes += whole.nbytes
         columns = [cast_column(whole.column(f.name), f.type) for f in self.schema]
         whole = pa.Table.from_arrays(columns, schema=self.schema)
@@ -365,7 +366,7 @@ def _complete_rows(table: pa.Table) -> int:
     name = "is_last_step"
     if name not in table.column_names or not pa.types.is_boolean(table.schema.field(name).type):
         return int(table.num_rows)
-    ends = np.flatnonzero(table.column("is_last_step").to_numpy())
+    ends = np.flatnonzero(to_numpy(table.column("is_last_step")))
     return int(ends[-1]) + 1 if len(ends) else 0
 
 

@@ -1,10 +1,13 @@
 import json
+import subprocess
+import sys
 import tempfile
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
 
 import polars as pl
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -185,3 +188,20 @@ def test_stats_as_json_keep_the_numbers_of_the_dataset_at_the_top(shop_dataset, 
 def test_stats_of_a_model_without_a_config_say_what_is_missing(shop_dataset, tmp_path, capsys):
     assert run(["stats", str(shop_dataset), "--model", str(tmp_path)]) == 1
     assert "config.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+@pytest.mark.parametrize("is_merged", [False, True])
+def test_stats_loads_no_library_that_it_does_not_need(shop_dataset, tmp_path, flags, is_merged):
+    dataset = shop_dataset
+    if is_merged:
+        dataset = tmp_path / "merged"
+        assert run(["merge", str(shop_dataset), "--out", str(dataset)]) == 0
+    code = (
+        "import sys; from rollout_io.cli.main import run; assert run(sys.argv[1:]) == 0;"
+        "print([m for m in ('pandas', 'datasets', 'torch', 'transformers', 'matplotlib', 'ray')"
+        "if m in sys.modules])"
+    )
+    command = [sys.executable, "-c", code, "stats", str(dataset), *flags]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert found.stdout.endswith("[]\n")
