@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from rollout_io.cli.output import emit, emit_json, example, going_on, note, shown_log
+from rollout_io.cli.workers import workers_of
 from schemas.errors import RolloutError, count
 from trainer.cli.options import algorithm_option
 from trainer.reports.dry_run_report import plan_numbers, plan_text
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from trainer.run.loop import TrainResult
 
 EXAMPLE = "rollouts train shop/ --model smollm2/ --out run/ --lr 1e-5 --set groups_per_batch=16"
+PLOT_EXAMPLE = """\
+rollouts plot runs/a runs/b --metric return_mean --out curves.png
+  rollouts plot shop/ --out shop.png"""
 
 
 @click.command(epilog=example(EXAMPLE))
@@ -120,28 +124,72 @@ def train(
     return 0
 
 
-@click.command(epilog=example("rollouts plot runs/a runs/b --metric return_mean --out curves.png"))
-@click.argument("runs", metavar="RUN...", nargs=-1, required=True, type=click.Path())
+@click.command(epilog=example(PLOT_EXAMPLE))
+@click.argument("paths", metavar="RUN|DS...", nargs=-1, required=True, type=click.Path())
 @click.option(
     "--out",
-    default="curves.png",
-    show_default=True,
     metavar="FILE",
-    help="Image file; the format follows from the extension (.png, .svg, .pdf, ...).",
+    help="Image file; the format follows from the extension (.png, .svg, .pdf, ...).  [default: "
+    "curves.png of runs, dataset.png of datasets]",
 )
 @click.option(
     "--metric",
     "metrics",
     multiple=True,
     metavar="NAME",
-    help="A key of metrics.jsonl; may be repeated. Default: the most useful ones.",
+    help="Of runs: a key of metrics.jsonl; may be repeated. Default: the most useful ones.",
 )
-def plot(*, runs: tuple[str, ...], out: str, metrics: tuple[str, ...]) -> None:
-    """Plot metrics of one or more runs as an image."""
-    from trainer.reports.plot import plot_runs
+@click.option(
+    "--max-row-tokens",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Of datasets: mark the cut-off that training with this max_row_tokens would apply.",
+)
+def plot(
+    *, paths: tuple[str, ...], out: str | None, metrics: tuple[str, ...], max_row_tokens: int | None
+) -> None:
+    """Plot the metrics of training runs, or the contents of datasets, as an image.
 
-    drawn = plot_runs([Path(run) for run in runs], Path(out), metrics)
-    note(f"{', '.join(drawn)} -> {out}")
+    Several runs, or several datasets, are drawn over each other. Of a dataset: lengths, reward by
+    group, drift by turn, and the tokens that training forwards in each layout.
+    """
+    are_runs = {_is_run(path) for path in paths}
+    if len(are_runs) > 1:
+        raise click.UsageError("plot draws either runs or datasets; plot them separately.")
+    if are_runs == {True}:
+        if max_row_tokens is not None:
+            raise click.UsageError("--max-row-tokens applies to datasets, not to runs.")
+        from trainer.reports.plot import plot_runs
+
+        image = out or "curves.png"
+        drawn = ", ".join(plot_runs([Path(path) for path in paths], Path(image), metrics))
+    else:
+        if metrics:
+            raise click.UsageError("--metric applies to runs, not to datasets.")
+        from rollout_io.cli.dataset import open_valid
+        from trainer.reports.dataset_plot import plot_datasets
+
+        image = out or "dataset.png"
+        workers = {path: workers_of(None, "local", path) for path in paths}
+        for path, chosen in workers.items():
+            open_valid(path, chosen)
+        plot_datasets(workers, Path(image), max_row_tokens)
+        drawn = "lengths, rewards, drift, layouts"
+    note(f"{drawn} -> {image}")
+
+
+def _is_run(path: str) -> bool:
+    """True for a run, and for a path at which there is no dataset either."""
+    from rollout_io.dataset.storage import find_shards
+    from schemas.errors import InputError
+
+    if path.endswith(".jsonl") or (Path(path) / "metrics.jsonl").exists():
+        return True
+    try:
+        find_shards(path)
+    except InputError:
+        return "://" not in path
+    return False
 
 
 def _show(settings: TrainConfig, *, as_json: bool) -> int:

@@ -1,17 +1,19 @@
-"""Plot metrics of runs as an image (`rollouts plot`). Does not import torch."""
+"""Plot metrics of runs as an image (`rollouts plot RUN`). Does not import torch."""
 
 from __future__ import annotations
 
 import difflib
 import json
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from rollout_io.dataset.opening import read_input
-from schemas.errors import ConfigError, InputError
-from schemas.extras import requires_extra
+from schemas.errors import InputError
+from trainer.reports import figures
 from trainer.run.run_metrics import LOOP_METRICS, METRICS
 
 DEFAULT = (
@@ -30,11 +32,14 @@ DEFAULT = (
     "tokens_per_s",
 )
 """Metrics plotted by default, if a run has them."""
-MAX_MARKED = 60
-SMOOTHED = 100
-"""Minimum number of points for which a running mean is plotted over the curve."""
+MAX_MARKED = 40
+"""Maximum number of points that are joined by a line; more are smoothed."""
 
-Curve = tuple[list[int], list[float]]
+_WIDTH = 0.04  # standard deviation of the smoothing window, as a share of the curve
+_NUM_DRAWN = 400
+
+Curve: TypeAlias = tuple[list[int], list[float]]
+Records: TypeAlias = Mapping[str, Sequence[Mapping[str, Any]]]
 
 
 def plot_runs(runs: Sequence[Path], out: Path, metrics: Sequence[str] = ()) -> list[str]:
@@ -53,30 +58,33 @@ def plot_runs(runs: Sequence[Path], out: Path, metrics: Sequence[str] = ()) -> l
         ConfigError: If matplotlib does not support the format.
         MissingExtra: If matplotlib is not installed.
     """
-    lines = {name: read_metrics(path) for name, path in _names(runs).items()}
+    lines = dict(zip(figures.names_of(runs), map(read_metrics, runs), strict=True))
     chosen = _chosen(lines, metrics)
-    figures, ticks = _matplotlib(out)
-    columns = 1 if len(chosen) == 1 else 2 if len(chosen) <= 4 else 3
-    num_rows = math.ceil(len(chosen) / columns)
-    figure = figures.Figure(figsize=(4.6 * columns, 2.9 * num_rows + 0.4), layout="constrained")
-    panels = figure.subplots(num_rows, columns, squeeze=False).flat
-    for panel, metric in zip(panels, chosen, strict=False):
-        for number, (name, records) in enumerate(lines.items()):
-            _draw(panel, curve(records, metric), f"C{number % 10}", name)
+    figures.check_image(out)
+    figures.save(runs_figure(lines, chosen), out)
+    return chosen
+
+
+def runs_figure(runs: Records, metrics: Sequence[str]) -> Any:
+    """Draw the metrics of runs, whose lines of `metrics.jsonl` are given by name."""
+    from matplotlib.ticker import MaxNLocator
+
+    num_columns = 1 if len(metrics) == 1 else 2 if len(metrics) <= 6 else 3
+    size = {1: (6.0, 3.6), 2: (4.2, 2.8), 3: (3.5, 2.5)}[num_columns]
+    figure, axes = figures.panels(len(metrics), num_columns, size)
+    for axis, metric in zip(axes, metrics, strict=True):
+        for number, records in enumerate(runs.values()):
+            _draw(axis, curve(records, metric), figures.color(number))
         known = METRICS | LOOP_METRICS
         unit = known[metric].unit if metric in known else ""
-        panel.set_title(metric, fontsize=10, loc="left")
-        panel.set_ylabel("" if unit == "1" else unit, fontsize=9)
-        panel.xaxis.set_major_locator(ticks.MaxNLocator(integer=True, nbins=6))
-    for panel in figure.axes[len(chosen) :]:
-        panel.remove()
-    for panel in figure.axes[-columns:]:
-        panel.set_xlabel("global_step", fontsize=9)
-    if len(lines) > 1:
-        handles, labels = figure.axes[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside upper left", ncols=4, frameon=False)
-    figure.savefig(out, dpi=150)
-    return list(chosen)
+        figures.title(axis, metric)
+        axis.set_ylabel("" if unit == "1" else unit, fontsize=9.5)
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6, min_n_ticks=1))
+    for axis in axes[-num_columns:]:
+        axis.set_xlabel("update (global_step)", fontsize=9.5)
+    if len(runs) > 1:
+        figures.legend(figure, list(runs), max(2, num_columns))
+    return figure
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -87,7 +95,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """
     file = path / "metrics.jsonl" if path.is_dir() else path
     if not file.exists():
-        hint = "pass the directory of a run, the --out of `rollouts train`"
+        hint = "pass a dataset, or the directory of a run, the --out of `rollouts train`"
         raise InputError("metrics_file", str(file), "the file does not exist", hint=hint)
     try:
         text = read_input(file).decode()
@@ -122,15 +130,6 @@ def curve(records: Sequence[Mapping[str, Any]], metric: str) -> Curve:
     return list(found), list(found.values())
 
 
-def _names(runs: Sequence[Path]) -> dict[str, Path]:
-    """Name runs by the shortest path suffixes that distinguish them."""
-    for depth in range(1, 1 + max(len(path.resolve().parts) for path in runs)):
-        names = ["/".join(path.resolve().parts[-depth:]) for path in runs]
-        if len(set(names)) == len(runs):
-            break
-    return dict(zip(names, runs, strict=True))
-
-
 def _chosen(lines: Mapping[str, Sequence[Mapping[str, Any]]], metrics: Sequence[str]) -> list[str]:
     known = sorted({key for records in lines.values() for record in records for key in record})
 
@@ -151,37 +150,49 @@ def _chosen(lines: Mapping[str, Sequence[Mapping[str, Any]]], metrics: Sequence[
     return found
 
 
-def _draw(panel: Any, points: Curve, color: str, name: str) -> None:
+def _draw(axis: Any, points: Curve, color: str) -> None:
     steps, values = points
-    smoothed = len(steps) >= SMOOTHED
-    marker = "o" if len(steps) <= MAX_MARKED else None
-    style = {"color": color, "markersize": 3, "marker": marker}
-    alpha = 0.3 if smoothed else 1.0
-    panel.plot(steps, values, linewidth=1.2, alpha=alpha, label=None if smoothed else name, **style)
-    if smoothed:
-        panel.plot(steps, list(_running_mean(values)), color=color, linewidth=1.5, label=name)
-    panel.grid(alpha=0.25)
-    panel.spines[["top", "right"]].set_visible(False)
-    panel.tick_params(labelsize=8)
+    if not steps:
+        return
+    if len(steps) <= MAX_MARKED:
+        size = 5 if len(steps) <= 20 else 3
+        axis.plot(steps, values, color=color, linewidth=1.4, marker="o", markersize=size)
+        return
+    axis.plot(steps, values, ".", color=color, markersize=4, alpha=0.3, markeredgewidth=0)
+    axis.plot(*smoothed(steps, values), color=color, linewidth=1.7)
 
 
-def _running_mean(values: Sequence[float]) -> Iterator[float]:
-    """Compute an exponential running mean with a time constant of a twentieth of the curve."""
-    keep = 1 - min(1.0, 20 / len(values))
-    total = weight = 0.0
-    for value in values:
-        total, weight = keep * total + value, keep * weight + 1
-        yield total / weight
+def smoothed(
+    steps: Sequence[int], values: Sequence[float]
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Smooth a curve by local linear regression in a centred Gaussian window.
+
+    The window looks as far ahead as back, and at an end of the curve the regression follows its
+    slope: the result lags behind neither a trend nor a jump.
+
+    Returns:
+        Up to 400 of the steps, and the smoothed values there.
+
+    Example:
+        >>> smoothed(range(100), [2.0 * step for step in range(100)])[1][-1]
+        198.0
+    """
+    x, y = np.asarray(steps, np.float64), np.asarray(values, np.float64)
+    x, y = x[np.isfinite(y)], y[np.isfinite(y)]
+    if len(x) < 2:
+        return x, y
+    places = x[np.linspace(0, len(x) - 1, min(len(x), _NUM_DRAWN)).round().astype(int)]
+    width = max(_WIDTH * (x[-1] - x[0]), float(np.median(np.diff(x))))
+    return places, np.array([_local_line(x - place, y, width) for place in places.tolist()])
 
 
-def _matplotlib(out: Path) -> tuple[Any, Any]:
-    """Import matplotlib's `figure` and `ticker`; a bare `Figure` needs no display."""
-    with requires_extra("plot", "rollouts plot"):
-        from matplotlib import figure, ticker
-    kinds = sorted(figure.Figure().canvas.get_supported_filetypes())
-    if out.suffix[1:].lower() not in kinds:
-        got, expected = f"extension {out.suffix!r}", f"one of {', '.join(kinds)}"
-        raise ConfigError("image_format", str(out), got, expected)
-    if not out.parent.is_dir():
-        raise InputError("image_file", str(out), "its directory does not exist")
-    return figure, ticker
+def _local_line(
+    distance: npt.NDArray[np.float64], values: npt.NDArray[np.float64], width: float
+) -> float:
+    """Return the value at distance 0 of the line fitted to the values near it."""
+    weight = np.exp(-0.5 * np.square(distance / width))
+    weight /= weight.sum()
+    centre, mean = float(weight @ distance), float(weight @ values)
+    spread = float(weight @ np.square(distance - centre))
+    slope = float(weight @ ((distance - centre) * (values - mean))) / spread if spread else 0.0
+    return mean - slope * centre

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 from PIL import Image
@@ -14,7 +15,7 @@ from rollout_io.cli.main import run as main
 from schemas.errors import RolloutError
 from tests.conftest import ROOT
 from trainer.cli.train import plot as verb
-from trainer.reports.plot import DEFAULT, curve, plot_runs, read_metrics
+from trainer.reports.plot import DEFAULT, curve, plot_runs, read_metrics, runs_figure, smoothed
 
 NO_TORCH = """
 import sys
@@ -56,6 +57,74 @@ def test_runs_are_drawn_over_each_other_in_colors_of_their_own(tmp_path: Path) -
     )
     assert plot_runs([one, two], image) == ["loss", "grad_norm"]
     assert {BLUE, ORANGE} <= colors_of(image)
+
+
+def records(values: list[float], metric: str = "loss") -> list[dict[str, Any]]:
+    return [{"global_step": step, metric: value} for step, value in enumerate(values, 1)]
+
+
+def drawn(axis: Any) -> list[tuple[list[float], list[float]]]:
+    return [(list(line.get_xdata()), list(line.get_ydata())) for line in axis.lines]
+
+
+def test_two_updates_are_two_marked_points() -> None:
+    [axis] = runs_figure({"run": records([0.5, 0.25])}, ["loss"]).axes
+    assert drawn(axis) == [([1, 2], [0.5, 0.25])]
+    assert axis.lines[0].get_marker() == "o"
+    low, high = axis.get_xlim()
+    assert [tick for tick in axis.get_xticks() if low <= tick <= high] == [1, 2]
+
+
+def test_many_updates_are_faint_points_behind_a_smooth_curve() -> None:
+    noise = np.random.default_rng(0).normal(size=300)
+    values = (np.linspace(0, 10, 300) + noise).tolist()
+    [axis] = runs_figure({"run": records(values)}, ["loss"]).axes
+    raw, smooth = axis.lines
+    assert list(raw.get_ydata()) == values
+    assert raw.get_alpha() < 0.5 < smooth.get_linewidth()
+    assert raw.get_linestyle() == "None"
+    assert smooth.get_alpha() is None
+    assert np.std(smooth.get_ydata() - np.linspace(0, 10, 300)) < 0.4 * np.std(noise)
+
+
+@pytest.mark.parametrize("num", [41, 300, 1501])
+def test_smoothing_keeps_a_line_up_to_its_ends(num: int) -> None:
+    steps = list(range(10, 10 + num))
+    places, values = smoothed(steps, [3.0 * step for step in steps])
+    assert (places[0], places[-1]) == (steps[0], steps[-1])
+    np.testing.assert_allclose(values, 3.0 * places)
+
+
+def test_smoothing_lags_in_neither_direction() -> None:
+    jump = [0.0] * 100 + [1.0] * 100
+    places, values = smoothed(range(200), jump)
+    assert np.interp(99.5, places, values) == pytest.approx(0.5)
+    _, backwards = smoothed(range(200), jump[::-1])
+    np.testing.assert_allclose(backwards, values[::-1])
+
+
+def test_smoothing_leaves_values_that_are_not_finite_out() -> None:
+    values = [1.0] * 60
+    values[20], values[40] = float("nan"), float("inf")
+    places, found = smoothed(range(60), values)
+    assert (len(places), set(found.round(9))) == (58, {1.0})
+    assert smoothed(range(50), [float("nan")] * 50)[0].size == 0
+
+
+def test_runs_of_different_lengths_and_metrics_share_panels_and_one_legend() -> None:
+    runs = {
+        "short": records([1.0, 2.0]),
+        "long": [line | {"policy_kl": 0.5} for line in records([3.0, 4.0, 5.0])],
+    }
+    figure = runs_figure(runs, ["policy_kl", "loss"])
+    kl, loss = figure.axes
+    assert drawn(kl) == [([1, 2, 3], [0.5, 0.5, 0.5])]
+    assert drawn(loss) == [([1, 2], [1.0, 2.0]), ([1, 2, 3], [3.0, 4.0, 5.0])]
+    assert [line.get_color() for line in loss.lines] == ["C0", "C1"]
+    assert kl.lines[0].get_color() == "C1"
+    [legend] = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["short", "long"]
+    assert kl.get_ylabel() == "nats"
 
 
 @pytest.mark.parametrize("num_updates", [1, 300])
@@ -157,4 +226,4 @@ def test_the_verb_is_registered_and_a_users_error_is_one_message(
     assert main(["plot", str(tmp_path)]) == 1
     printed = capfd.readouterr()
     assert printed.err.startswith(f"Error: {tmp_path}/metrics.jsonl: the file does not exist")
-    assert "Hint: pass the directory of a run" in printed.err
+    assert "Hint: pass a dataset, or the directory of a run" in printed.err

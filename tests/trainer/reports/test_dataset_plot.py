@@ -1,0 +1,198 @@
+"""`rollouts plot DS`: what is drawn are the numbers of the table."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+from PIL import Image
+
+import rollout_io
+from pipelines.drift_diagnosis.report import Report
+from pipelines.drift_diagnosis.table import diagnose_dataset
+from pipelines.statistics.savings import dataset_savings
+from rollout_io.cli.main import run
+from rollout_io.dataset.parallel import Workers
+from tests.helpers.table_helpers import write_example
+from trainer.reports.dataset_plot import LAYOUTS, Picture, dataset_figure, group_rewards
+
+
+@pytest.fixture(scope="module")
+def shop(shop_dataset: Path) -> Picture:
+    return Picture.of(str(shop_dataset), "shop", Workers())
+
+
+def heights(axis: Any) -> list[float]:
+    return [patch.get_height() for patch in axis.patches]
+
+
+def binned(axis: Any, lengths: pl.Series) -> list[int]:
+    """Count the lengths in the bins that a histogram drew."""
+    return [
+        int(((lengths >= bar.get_x()) & (lengths < bar.get_x() + bar.get_width())).sum())
+        for bar in axis.patches
+    ]
+
+
+def rewrite(source: Path, out: Path, *columns: pl.Expr) -> str:
+    """Write a dataset anew with other values of some columns."""
+    frame = rollout_io.scan(source).with_columns(*columns).collect()
+    with rollout_io.RolloutWriter(out) as writer:
+        writer.write(frame)
+    return str(out)
+
+
+def test_histograms_count_the_rows_of_the_table(shop: Picture, shop_dataset: Path) -> None:
+    prompts, responses, rows = dataset_figure([shop]).axes[:3]
+    frame = rollout_io.scan(shop_dataset).select("prompt_token_ids", "response_ids").collect()
+    prompt, response = (frame[name].list.len() for name in frame.columns)
+    for axis, lengths in ((prompts, prompt), (responses, response), (rows, prompt + response)):
+        assert heights(axis) == binned(axis, lengths)
+        assert sum(heights(axis)) == 205
+        assert axis.get_xlabel() == "tokens"
+
+
+def test_the_cut_off_of_training_is_marked_and_counted(shop: Picture, shop_dataset: Path) -> None:
+    rows = dataset_figure([shop], max_row_tokens=400).axes[2]
+    assert list(rows.lines[0].get_xdata()) == [400, 400]
+    frame = rollout_io.scan(shop_dataset)
+    lengths = pl.col("prompt_token_ids").list.len() + pl.col("response_ids").list.len()
+    num = frame.select((lengths > 400).sum()).collect().item()
+    assert num > 0
+    assert f"{num} of 205 rows beyond max_row_tokens = 400" in [t.get_text() for t in rows.texts]
+
+
+def test_each_group_has_its_mean_and_its_range(shop: Picture, shop_dataset: Path) -> None:
+    axis = dataset_figure([shop]).axes[3]
+    last = rollout_io.scan(shop_dataset).filter(pl.col("is_last_step"))
+    groups = (
+        last.group_by("instance_id")
+        .agg(mean=pl.col("reward").mean(), low=pl.col("reward").min(), high=pl.col("reward").max())
+        .collect()
+    )
+    expected = dict(groups.select("instance_id", "mean").rows())
+    names = [label.get_text() for label in axis.get_xticklabels()]
+    means = {
+        names[int(x)]: y
+        for line in axis.lines
+        for x, y in zip(line.get_xdata(), line.get_ydata(), strict=True)
+    }
+    assert means == expected
+    assert [means[name] for name in names] == sorted(expected.values(), reverse=True)
+    varied = set(groups.filter(pl.col("low") < pl.col("high"))["instance_id"])
+    [ranges] = axis.collections
+    assert {names[int(segment[0][0])] for segment in ranges.get_segments()} == varied
+    assert all(segment[:, 1].tolist() == [0, 1] for segment in ranges.get_segments())
+
+
+def test_breaks_are_stacked_by_turn_and_cause(shop: Picture, shop_dataset: Path) -> None:
+    axis = dataset_figure([shop]).axes[4]
+    report = Report.of(diagnose_dataset(shop_dataset), limit=0)
+    drawn = {
+        (round(bar.get_x() + bar.get_width() / 2), bars.get_label().replace(" ", "_")): int(
+            bar.get_height()
+        )
+        for bars in axis.containers
+        for bar in bars
+        if bar.get_height()
+    }
+    expected = {
+        (row["step_index"], row["cause"]): row["num_breaks"]
+        for row in report.by("step_index", "cause")
+    }
+    assert {key: num for key, num in drawn.items() if key[1] != "continues"} == expected
+    assert sum(drawn.values()) == report.num_following == 157
+    assert report.num_breaks == 41
+
+
+def test_bars_of_layouts_are_their_tokens(shop: Picture, shop_dataset: Path) -> None:
+    axis = dataset_figure([shop]).axes[5]
+    costs = dataset_savings(shop_dataset)
+    assert [bar.get_width() for bar in axis.patches] == [costs[n].num_tokens for n in LAYOUTS]
+    assert [text.get_text() for text in axis.texts][:2] == ["100%", "45%"]
+
+
+def test_merging_changes_neither_drift_nor_layouts(
+    shop: Picture, shop_dataset: Path, tmp_path: Path
+) -> None:
+    out = str(tmp_path / "merged")
+    assert run(["merge", str(shop_dataset), "--out", out, "-q"]) == 0
+    merged = Picture.of(out, "merged", Workers())
+    assert (merged.num_following, merged.breaks) == (shop.num_following, shop.breaks)
+    assert merged.costs == shop.costs
+
+
+def test_datasets_are_drawn_over_each_other_as_shares(
+    shop: Picture, shop_dataset: Path, tmp_path: Path
+) -> None:
+    out = str(tmp_path / "solvable")
+    assert run(["filter", str(shop_dataset), "--drop-zero-variance", "--out", out, "-q"]) == 0
+    kept = Picture.of(out, "solvable", Workers())
+    figure = dataset_figure([shop, kept])
+    [legend] = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["shop", "solvable"]
+    shares = [sum(stairs.get_data().values) for stairs in figure.axes[0].patches]
+    assert shares == pytest.approx([1.0] * 4)
+    profiles = [stairs.get_data().values.tolist() for stairs in figure.axes[3].patches]
+    assert [len(means) for means in profiles] == [12, 7]
+    assert profiles[1] == [mean for mean in profiles[0] if mean > 0]
+    turns, breaks = figure.axes[4].lines[0].get_data()
+    expected = {
+        turn: sum(n for (t, _), n in shop.breaks.items() if t == turn) / num
+        for turn, num in shop.num_following.items()
+    }
+    assert dict(zip(turns, breaks, strict=True)) == expected
+
+
+def test_a_dataset_without_rewards_is_drawn(shop_dataset: Path, tmp_path: Path) -> None:
+    out = rewrite(shop_dataset, tmp_path / "ds", pl.lit(None, pl.Float64).alias("reward"))
+    axis = dataset_figure([Picture.of(out, "ds", Workers())]).axes[3]
+    assert [text.get_text() for text in axis.texts] == ["no trajectory has a reward"]
+    assert not axis.lines
+
+
+def test_one_trajectory_of_one_step_is_drawn(tmp_path: Path) -> None:
+    write_example(tmp_path)
+    first = rollout_io.scan(tmp_path / "ds").collect().head(1).with_columns(is_last_step=True)
+    with rollout_io.RolloutWriter(tmp_path / "one") as writer:
+        writer.write(first)
+    figure = dataset_figure([Picture.of(str(tmp_path / "one"), "one", Workers())])
+    assert [sum(heights(axis)) for axis in figure.axes[:3]] == [1, 1, 1]
+    assert "no step follows another" in [text.get_text() for text in figure.axes[4].texts]
+
+
+def test_groups_of_unknown_rewards_are_left_out() -> None:
+    returns = pl.DataFrame(
+        {
+            "instance_id": ["a", "a", "b", "c", "c"],
+            "return": [0.0, 1.0, None, 0.5, None],
+            "error": [None, None, "gone", None, "gone"],
+        }
+    )
+    assert group_rewards(returns).rows() == [
+        ("a", 0.5, 0.0, 1.0, False),
+        ("c", 0.5, 0.5, 0.5, False),
+    ]
+
+
+def test_the_verb_draws_a_dataset_or_runs_but_not_both(
+    shop_dataset: Path, tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(shop_dataset, "shop")
+    assert run(["plot", "shop"]) == 0
+    assert capfd.readouterr().err == "lengths, rewards, drift, layouts -> dataset.png\n"
+    with Image.open("dataset.png") as image:
+        assert image.size[0] > 800
+    Path("run").mkdir()
+    Path("run/metrics.jsonl").write_text('{"global_step": 1, "loss": 1.0}\n')
+    for wrong, message in (
+        (["run", "shop"], "either runs or datasets"),
+        (["shop", "--metric", "loss"], "--metric applies to runs"),
+        (["run", "--max-row-tokens", "5"], "--max-row-tokens applies to datasets"),
+    ):
+        assert run(["plot", *wrong]) == 2
+        assert message in capfd.readouterr().err
+    assert run(["plot", "run"]) == 0
+    assert Path("curves.png").exists()

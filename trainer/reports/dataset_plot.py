@@ -1,0 +1,326 @@
+"""Plot one or more datasets as an image (`rollouts plot DS`). Does not import torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+
+from pipelines.drift_diagnosis.report import Report
+from pipelines.drift_diagnosis.table import diagnose_dataset
+from pipelines.rewards import are_equal, dataset_outcome
+from pipelines.statistics.metrics import trajectories
+from pipelines.statistics.savings import Cost, dataset_savings
+from pipelines.statistics.summary import Summary, dataset_summary
+from rollout_io.dataset.parallel import Workers
+from rollout_io.dataset.reader import scan
+from schemas.errors import count
+from trainer.reports import figures
+
+LAYOUTS = {
+    "step": "steps",
+    "merge_lineage": "merged",
+    "tree_per_trajectory": "tree per\ntrajectory",
+    "tree_per_group": "tree per\ngroup",
+}
+"""Labels of the layouts, by their name in the savings."""
+
+_CAUSES = ("edited", "reset", "retokenized", "template", "unknown", "overlap", "new_agent")
+_CAUSE_COLORS = dict(
+    zip(
+        _CAUSES,
+        ("#d62728", "#ff7f0e", "#9467bd", "#e377c2", "#8c564b", "#17becf", "#2ca02c"),
+        strict=True,
+    )
+)
+_MAX_BINS, _MAX_TURNS, _MAX_NAMED = 30, 60, 16
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """What is drawn of a dataset.
+
+    Attributes:
+        name: Name of the dataset.
+        summary: Its statistics.
+        num_following: Number of steps that follow another, by their index in the trajectory.
+        breaks: Number of these that do not continue the step before them, by index and cause.
+        costs: Cost of each layout.
+    """
+
+    name: str
+    summary: Summary
+    num_following: Mapping[int, int]
+    breaks: Mapping[tuple[int, str], int]
+    costs: Mapping[str, Cost]
+
+    @classmethod
+    def of(cls, path: str, name: str, workers: Workers) -> Picture:
+        """Read a valid dataset; drift is diagnosed without a tokenizer."""
+        summary = dataset_summary(path, workers=workers)
+        steps = trajectories(scan(path), dataset_outcome(path, None)).select(
+            num=pl.col("step_tokens").list.len()
+        )
+        lengths = steps.collect(engine="streaming")["num"].to_numpy()
+        following = {
+            turn: int((lengths > turn).sum()) for turn in range(1, int(lengths.max(initial=0)))
+        }
+        report = Report.of(diagnose_dataset(path, workers=workers), limit=0)
+        breaks = {
+            (line["step_index"], line["cause"]): line["num_breaks"]
+            for line in report.by("step_index", "cause")
+        }
+        costs = dataset_savings(path, workers=workers)
+        return cls(name, summary, following, breaks, costs)
+
+
+def plot_datasets(
+    datasets: Mapping[str, Workers], out: Path, max_row_tokens: int | None = None
+) -> None:
+    """Plot lengths, rewards, drift and the tokens of each layout.
+
+    Args:
+        datasets: Paths of valid datasets, and the workers that read each.
+        out: Image file; the format follows from the extension.
+        max_row_tokens: Cut-off of training to mark in the lengths.
+
+    Raises:
+        ConfigError: If matplotlib does not support the format.
+        MissingExtra: If matplotlib is not installed.
+    """
+    figures.check_image(out)
+    names = figures.names_of(list(datasets))
+    pictures = [
+        Picture.of(path, name, workers)
+        for name, (path, workers) in zip(names, datasets.items(), strict=True)
+    ]
+    figures.save(dataset_figure(pictures, max_row_tokens), out)
+
+
+def dataset_figure(pictures: Sequence[Picture], max_row_tokens: int | None = None) -> Any:
+    """Draw one dataset in full, or several over each other."""
+    figure, axes = figures.panels(6, 2, (4.3, 3.0))
+    prompts, responses, rows, rewards, drift, layouts = axes
+    lengths = [picture.summary.lengths for picture in pictures]
+    _draw_lengths(prompts, "Prompts", [table["prompt"] for table in lengths])
+    _draw_lengths(responses, "Responses", [table["response"] for table in lengths])
+    both = [table["prompt"] + table["response"] for table in lengths]
+    _draw_lengths(rows, "Rows (prompt + response)", both, max_row_tokens)
+    if len(pictures) == 1:
+        _draw_groups(rewards, pictures[0].summary.returns)
+        _draw_causes(drift, pictures[0])
+        numbers = pictures[0].summary.numbers
+        place = {"x": 0.01, "ha": "left", "fontsize": 11}
+        counts = (
+            f"{count(numbers['num_rows'], 'row')} of "
+            f"{count(numbers['num_trajectories'], 'trajectory')} in "
+            f"{count(numbers['num_groups'], 'group')}"
+        )
+        figure.suptitle(f"{figures.shortened(pictures[0].name)}: {counts}", **place)
+    else:
+        _draw_profiles(rewards, [picture.summary.returns for picture in pictures])
+        _draw_drift(drift, pictures)
+        figures.legend(figure, [picture.name for picture in pictures], 2)
+    _draw_layouts(layouts, [picture.costs for picture in pictures])
+    return figure
+
+
+def _draw_lengths(
+    axis: Any, name: str, lengths: Sequence[pl.Series], cut_off: int | None = None
+) -> None:
+    known = pl.concat(lengths)
+    if known.is_empty():
+        _draw_nothing(axis, name, "no rows")
+        return
+    ordered = known.sort().to_list()
+    low, high = ordered[0], ordered[-1]
+    width = -(-(high - low + 1) // _MAX_BINS)  # whole tokens: bins hold equally many lengths
+    edges = np.arange(low, high + 1 + width, width)
+    if len(lengths) == 1:
+        values = lengths[0]
+        detail = f"median {ordered[(len(ordered) - 1) // 2]:,}, longest {high:,}"
+        axis.hist(values.to_numpy(), bins=edges, color=figures.color(0), alpha=0.85)
+        axis.yaxis.set_major_locator(_whole_numbers())
+        axis.set_ylabel("rows", fontsize=9.5)
+    else:
+        detail = "share of each dataset's rows"
+        for number, values in enumerate(lengths):
+            _draw_outline(axis, values, edges, figures.color(number))
+        axis.yaxis.set_major_formatter(_percent())
+    if cut_off is not None:
+        beyond = sum(int((values > cut_off).sum()) for values in lengths)
+        detail = f"{beyond:,} of {count(len(known), 'row')} beyond max_row_tokens = {cut_off:,}"
+        axis.axvline(cut_off, color="#d62728", linewidth=1.4, linestyle="--")
+    _count_tokens(axis.xaxis)
+    axis.set_xlabel("tokens", fontsize=9.5)
+    figures.title(axis, name, detail)
+
+
+def _draw_outline(axis: Any, values: pl.Series, edges: npt.NDArray[np.int64], color: str) -> None:
+    counts, _ = np.histogram(values.to_numpy(), bins=edges)
+    axis.stairs(counts / max(len(values), 1), edges, color=color, linewidth=1.7)
+    axis.stairs(counts / max(len(values), 1), edges, color=color, alpha=0.15, fill=True)
+
+
+def group_rewards(returns: pl.DataFrame) -> pl.DataFrame:
+    """Return the mean, minimum and maximum return of each group, the best group first.
+
+    Returns:
+        instance_id, mean, low, high, and is_equal: true if a group has two or more known returns
+        that are all equal, so that group baselines give no gradient. Groups without a known return
+        are left out.
+    """
+    known = pl.col("return").fill_nan(None)
+    groups = returns.group_by("instance_id", maintain_order=True).agg(
+        mean=known.mean(), low=known.min(), high=known.max(), is_equal=are_equal(pl.col("return"))
+    )
+    return groups.drop_nulls("mean").sort("mean", descending=True, maintain_order=True)
+
+
+def _draw_groups(axis: Any, returns: pl.DataFrame) -> None:
+    groups = group_rewards(returns)
+    if groups.is_empty():
+        _draw_nothing(axis, "Reward by group", "no trajectory has a reward")
+        return
+    places = np.arange(len(groups))
+    equal = groups["is_equal"].to_numpy()
+    small = {"markersize": 6 if len(groups) <= 60 else 3, "linestyle": "none", "marker": "o"}
+    low, high, mean = (groups[name].to_numpy() for name in ("low", "high", "mean"))
+    axis.vlines(places[~equal], low[~equal], high[~equal], color="C0", alpha=0.35, linewidth=2)
+    axis.plot(places[~equal], mean[~equal], color="C0", **small)
+    axis.plot(places[equal], mean[equal], color=figures.GREY, **small)
+    if len(groups) <= _MAX_NAMED:
+        names = [figures.shortened(name, 16) for name in groups["instance_id"]]
+        axis.set_xticks(places, names, rotation=45, ha="right", rotation_mode="anchor", fontsize=8)
+    else:
+        axis.set_xlabel("groups, best first", fontsize=9.5)
+        axis.xaxis.set_major_locator(_whole_numbers())
+    axis.set_ylabel("return: mean, min to max", fontsize=9.5)
+    detail = f"{int((~equal).sum()):,} with different rewards, {int(equal.sum()):,} equal (grey)"
+    figures.title(axis, "Reward by group", detail)
+
+
+def _draw_profiles(axis: Any, returns: Sequence[pl.DataFrame]) -> None:
+    name, detail = "Reward by group", "mean return of each group, best first"
+    found = [group_rewards(one)["mean"].to_numpy() for one in returns]
+    if not any(map(len, found)):
+        _draw_nothing(axis, name, "no trajectory has a reward")
+        return
+    for number, means in enumerate(found):
+        if len(means):
+            share = np.linspace(0, 1, len(means) + 1)
+            axis.stairs(means, share, baseline=None, color=figures.color(number), linewidth=1.7)
+    axis.xaxis.set_major_formatter(_percent())
+    axis.set_xlabel("groups", fontsize=9.5)
+    axis.set_ylabel("mean return", fontsize=9.5)
+    figures.title(axis, name, detail)
+
+
+def _draw_causes(axis: Any, picture: Picture) -> None:
+    if not picture.num_following:
+        _draw_nothing(axis, "Drift by turn", "no step follows another")
+        return
+    last = max(picture.num_following)
+    width = -(-last // _MAX_TURNS)
+    places = np.arange(1, last + 1, width) + (width - 1) / 2
+    following = _binned(picture.num_following, last, width)
+    bottom = np.zeros(len(places))
+    breaks = {
+        cause: _binned({t: n for (t, c), n in picture.breaks.items() if c == cause}, last, width)
+        for cause in _CAUSES
+    }
+    breaks = {cause: counts for cause, counts in breaks.items() if counts.any()}
+    for cause, counts in breaks.items():
+        bar = {"bottom": bottom, "label": cause.replace("_", " ")}
+        axis.bar(places, counts, 0.85 * width, color=_CAUSE_COLORS[cause], **bar)
+        bottom = bottom + counts
+    rest = {"bottom": bottom, "color": figures.FAINT, "label": "continues"}
+    axis.bar(places, following - bottom, 0.85 * width, **rest)
+    axis.xaxis.set_major_locator(_whole_numbers())
+    axis.yaxis.set_major_locator(_whole_numbers())
+    axis.set_xlabel("step_index", fontsize=9.5)
+    axis.set_ylabel("steps", fontsize=9.5)
+    axis.set_ylim(0, float(following.max()) * (1.35 if breaks else 1.1))
+    axis.legend(loc="upper right", fontsize=8, ncols=3, frameon=False, handlelength=1)
+    num = int(bottom.sum())
+    detail = f"{num:,} of {count(int(following.sum()), 'step')} do not continue the step before"
+    figures.title(axis, "Drift by turn", detail)
+
+
+def _draw_drift(axis: Any, pictures: Sequence[Picture]) -> None:
+    name = "Drift by turn"
+    if not any(picture.num_following for picture in pictures):
+        _draw_nothing(axis, name, "no step follows another")
+        return
+    for number, picture in enumerate(pictures):
+        shares = {
+            turn: sum(n for (t, _), n in picture.breaks.items() if t == turn) / num
+            for turn, num in picture.num_following.items()
+        }
+        marker = "o" if len(shares) <= _MAX_TURNS else None
+        style = {"marker": marker, "markersize": 4, "linewidth": 1.4}
+        axis.plot(list(shares), list(shares.values()), color=figures.color(number), **style)
+    axis.set_ylim(bottom=0)
+    axis.xaxis.set_major_locator(_whole_numbers())
+    axis.yaxis.set_major_formatter(_percent())
+    axis.set_xlabel("step_index", fontsize=9.5)
+    figures.title(axis, name, "share of steps that do not continue the step before")
+
+
+def _binned(counts: Mapping[int, int], last: int, width: int) -> npt.NDArray[np.float64]:
+    """Sum the counts of turns 1 to `last` in bins of `width` turns."""
+    every = np.zeros(-(-last // width) * width)
+    for turn, num in counts.items():
+        every[turn - 1] += num
+    summed: npt.NDArray[np.float64] = every.reshape(-1, width).sum(axis=1)
+    return summed
+
+
+def _draw_layouts(axis: Any, costs: Sequence[Mapping[str, Cost]]) -> None:
+    places, height = np.arange(len(LAYOUTS)), 0.8 / len(costs)
+    most = max(cost[name].num_tokens for cost in costs for name in LAYOUTS)
+    for number, cost in enumerate(costs):
+        tokens = [cost[name].num_tokens for name in LAYOUTS]
+        at = places + (number - (len(costs) - 1) / 2) * height
+        bars = axis.barh(at, tokens, 0.9 * height, color=figures.color(number), alpha=0.85)
+        labels = [f"{num / tokens[0]:.0%}" if tokens[0] else "" for num in tokens]
+        axis.bar_label(bars, labels, padding=3, fontsize=9 if len(costs) <= 2 else 7)
+    axis.set_yticks(places, list(LAYOUTS.values()))
+    axis.invert_yaxis()
+    axis.grid(visible=False, axis="y")
+    axis.set_xlim(0, 1.15 * max(most, 1))
+    _count_tokens(axis.xaxis)
+    axis.set_xlabel("tokens", fontsize=9.5)
+    figures.title(axis, "Tokens that training forwards", "by layout; % of separate steps")
+
+
+def _draw_nothing(axis: Any, name: str, why: str) -> None:
+    figures.title(axis, name)
+    axis.grid(visible=False)
+    axis.set_xticks([])
+    axis.set_yticks([])
+    axis.text(0.5, 0.5, why, ha="center", transform=axis.transAxes, color=figures.GREY)
+
+
+def _count_tokens(axis: Any) -> None:
+    from matplotlib.ticker import EngFormatter, MaxNLocator
+
+    axis.set_major_locator(MaxNLocator(nbins=5, integer=True))
+    axis.set_major_formatter(EngFormatter(sep=""))
+
+
+def _percent() -> Any:
+    from matplotlib.ticker import PercentFormatter
+
+    return PercentFormatter(xmax=1, decimals=0)
+
+
+def _whole_numbers() -> Any:
+    from matplotlib.ticker import MaxNLocator
+
+    return MaxNLocator(nbins=8, integer=True, min_n_ticks=1)
