@@ -222,7 +222,7 @@ def check_metrics(view: View) -> Iterator[pl.DataFrame]:
         {
             "row": np.repeat(np.arange(len(column)), list_lengths(column)),
             "key": pl.Series(key, dtype=pl.String),
-            "is_null": np.asarray(pc.or_(key.is_null(), value.is_null())),
+            "is_null": to_numpy(pc.or_(key.is_null(), value.is_null())),
         }
     )
     repeated = pl.struct("row", "key").is_first_distinct().not_()
