@@ -56,6 +56,12 @@ of a shard also stores a digest of its schema, metadata and row counts, and its 
 a footer, a missing shard, and a shard of a different dataset under the same name are therefore errors (`readable_file`,
 `shards_complete`). Shards written by `record`, `generate` and `rl` are independent: any of them may be removed.
 
+A directory of directories named `COLUMN=VALUE` (Hive partitions, such as `DS/run=a/part-00000.parquet`) is a dataset
+too: every verb reads `run` as a column, and writes it as an ordinary column. Its values are integers if all of them are,
+without leading zeros, and else strings; a column of the table above has its own type. A file that has the column itself
+must have the directory's value in all rows. Only directories below the path that you pass are columns, and a pattern
+has none. Trajectories must be unique across the directories.
+
 Every verb checks all shards of its input against the invariants below before it trains or publishes anything. The check
 cannot be skipped.
 

@@ -198,7 +198,7 @@ def _done_before(staging: Staging, opened: Opened, identity: dict[str, Any]) -> 
     Raises:
         InputError: `out_is_free`: a different dataset is in the output directory.
     """
-    shards, summary = staging.out.shards(), finished(staging.where, identity)
+    shards, summary = staging.out.datasets(), finished(staging.where, identity)
     if summary is not None:
         staging.clear()
         about = _facts(read_metadata(staging.where))

@@ -6,8 +6,10 @@ import base64
 import binascii
 import os
 import posixpath
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import groupby
+from types import MappingProxyType
 from typing import Any
 
 import polars as pl
@@ -16,6 +18,7 @@ import pyarrow.parquet as pq
 
 from rollout_io.dataset.footer import Place, refuse_incomplete, verify
 from rollout_io.dataset.opening import refuse_irregular, too_many_open_files
+from rollout_io.dataset.partitions import partition_fields, partition_values, with_partition
 from rollout_io.dataset.polars_sources import lazy_frame
 from rollout_io.dataset.prefix_layout import decode_prefixes, trajectory_starts
 from rollout_io.dataset.storage import Location, find_shards
@@ -83,12 +86,12 @@ def pieces(path: PathLike) -> list[str]:
     shards = _open_shards(path)
     if not all(shard.aligned for shard in shards):
         return [os.fspath(path)]
-    return [shard.url for shard in shards]
+    return [shard.location.url for shard in shards]
 
 
 def shard_paths(path: PathLike) -> list[str]:
     """Return the paths of the shards, in order."""
-    return [shard.url for shard in _open_shards(path)]
+    return [shard.location.url for shard in _open_shards(path)]
 
 
 def shard_sizes(path: PathLike) -> dict[str, int]:
@@ -160,28 +163,36 @@ def stored_tables(path: PathLike) -> Iterator[pa.Table]:
 class _Shard:
     """One Parquet file, which is open only while it is read."""
 
-    def __init__(self, location: Location, file: pq.ParquetFile) -> None:
-        self.location, self._footer = location, file.metadata
+    def __init__(
+        self, location: Location, file: pq.ParquetFile, partition: Mapping[str, pa.Scalar]
+    ) -> None:
+        self.location, self._footer, self._partition = location, file.metadata, partition
         self.num_rows: int = file.metadata.num_rows
         self.pairs = file.metadata.metadata or {}
-        self.names: list[str] = file.schema_arrow.names
+        self._stored: list[str] = file.schema_arrow.names
+        added = [f for f in partition_fields(partition) if f.name not in self._stored]
+        self.names = [*self._stored, *(f.name for f in added)]
         self.encoded = _is_encoded(self.names)
         self.aligned = self.encoded or layout_of(self.pairs) is not None
         empty = empty_table(file.schema_arrow.remove_metadata())
-        self.schema = _logical_schema(plain_table(upgraded(empty, self.pairs)).schema)
-
-    @property
-    def url(self) -> str:
-        """Return a URL that another process can open."""
-        return str(self.location.fs.unstrip_protocol(self.location.path))
+        stored = _logical_schema(plain_table(upgraded(empty, self.pairs)).schema)
+        self.schema = pa.schema([*stored, *added])
 
     @classmethod
-    def open(cls, location: Location) -> _Shard:
+    def open(
+        cls, location: Location, partition: Mapping[str, pa.Scalar] = MappingProxyType({})
+    ) -> _Shard:
+        """Open a file.
+
+        Args:
+            location: Path of the file.
+            partition: Columns in the names of its directories (`partition_values`).
+        """
         with _readable(location), _source(location) as source:
             file = pq.ParquetFile(source, page_checksum_verification=True)
             _refuse_renamed(file)
             verify(file, source)
-            return cls(location, file)
+            return cls(location, file, partition)
 
     def row_groups(
         self, names: Sequence[str], predicate: pl.Expr | None = None
@@ -204,10 +215,12 @@ class _Shard:
     def _row_group(self, file: pq.ParquetFile, index: int, names: Sequence[str]) -> pa.Table:
         with _readable(self.location, index):
             # Threads that read through a Python file object can outlive the interpreter.
-            table = file.read_row_group(
-                index, columns=list(names), use_threads=self.location.is_local
-            )
-            return plain_table(upgraded(table, self.pairs))
+            stored = [name for name in names if name in self._stored]
+            table = file.read_row_group(index, columns=stored, use_threads=self.location.is_local)
+            table = plain_table(upgraded(table, self.pairs))
+        values = {name: value for name, value in self._partition.items() if name in names}
+        where = f"{self.location.path}, row group {index}"
+        return with_partition(table, values, where) if values else table
 
     def _keeps_some(self, file: pq.ParquetFile, index: int, predicate: pl.Expr) -> bool:
         names = predicate.meta.root_names()
@@ -230,15 +243,22 @@ class _Shard:
 
 
 def _open_shards(path: PathLike) -> list[_Shard]:
-    """Open all shards of a dataset; those of a directory must be complete.
+    """Open all shards of a dataset; those of each directory must be complete.
 
     Raises:
         InputError: There is no dataset; `readable_file`; `shards_complete`.
     """
-    shards = [_Shard.open(location) for location in find_shards(path)]
+    found = find_shards(path)
+    shards = [
+        _Shard.open(location, values)
+        for location, values in zip(found, partition_values(found), strict=True)
+    ]
     if Location.of(path).fs.isdir(Location.of(path).path):
-        names = [posixpath.basename(shard.location.path) for shard in shards]
-        refuse_incomplete(os.fspath(path), [Place.decode(shard.pairs) for shard in shards], names)
+        for folder, group in groupby(shards, lambda shard: posixpath.dirname(shard.location.path)):
+            inside = list(group)
+            names = [posixpath.basename(shard.location.path) for shard in inside]
+            where = os.fspath(path) if inside[0].location.root is None else folder
+            refuse_incomplete(where, [Place.decode(shard.pairs) for shard in inside], names)
     return shards
 
 

@@ -86,7 +86,7 @@ def rewrite(
     made = {key.decode(): value.decode() for key, value in metadata.encode(layout).items()}
     identity = {"made": made, "shards": _states(dataset)}
     with staging.resumable():
-        shards = staging.out.shards()
+        shards = staging.out.datasets()
         if shards and not staging.is_publishing(identity):
             raise occupied(staging.where, len(shards))
         staging.begin(identity)

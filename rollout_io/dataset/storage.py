@@ -19,15 +19,23 @@ from schemas.errors import InputError, count
 SHARD_PREFIX = "part-"
 SHARD_SUFFIX = ".parquet"
 _EXTRAS = {"https": "http", "gs": "gcs"}  # extras of fsspec by protocol
+_ROOT_MARK = "/./"  # as in rsync: the directories after it are those of the dataset
+_PARTITION = re.compile(r"[^._=][^=]*=.*")
 STAGING = ".converting"  # directory of an unfinished conversion; readers skip hidden names
 
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """A path on a filesystem."""
+    """A path on a filesystem.
+
+    Attributes:
+        root: Directory of the dataset if the directories between it and the file name columns
+            (`rollout_io.dataset.partitions`); else None.
+    """
 
     fs: Any
     path: str
+    root: str | None = None
 
     @classmethod
     def of(cls, path: str | os.PathLike[str]) -> Location:
@@ -60,6 +68,28 @@ class Location:
         shards = [p for p in names if p.endswith(SHARD_SUFFIX)]
         return sorted(p for p in shards if not posixpath.basename(p).startswith((".", "_")))
 
+    def partitions(self) -> list[str]:
+        """Return the shard paths inside directories named `COLUMN=VALUE`, at any depth, sorted."""
+        names = self.fs.ls(self.path, detail=False) if self.fs.isdir(self.path) else []
+        inner = [Location(self.fs, p) for p in sorted(names) if _is_partition(p)]
+        return [path for folder in inner for path in (*folder.shards(), *folder.partitions())]
+
+    def datasets(self) -> list[str]:
+        """Return the shard paths of the dataset in this directory, partitioned or not."""
+        return self.shards() or self.partitions()
+
+    @property
+    def url(self) -> str:
+        """A URL for `find_shards` in another process."""
+        path = self.path
+        if self.root is not None:
+            path = self.root + _ROOT_MARK + path.removeprefix(self.root).lstrip("/")
+        return str(self.fs.unstrip_protocol(path))
+
+
+def _is_partition(path: str) -> bool:
+    return _PARTITION.fullmatch(posixpath.basename(path.rstrip("/"))) is not None
+
 
 def _unknown_filesystem(url: str, error: Exception) -> InputError:
     """Return the error for a URL whose protocol is unknown, or whose package is missing."""
@@ -77,15 +107,21 @@ def find_shards(path: str | os.PathLike[str]) -> list[Location]:
     """Return the Parquet files of a dataset, sorted by directory, then by name.
 
     Args:
-        path: A directory of shards, a glob of files or such directories, or one Parquet file; local
-            or an fsspec URL.
+        path: A directory of shards, or of directories named `COLUMN=VALUE`; a glob of files or
+            directories of shards; or one Parquet file; local or an fsspec URL.
 
     Raises:
         InputError: No file was found.
     """
+    root, mark, inner = os.fspath(path).rpartition(_ROOT_MARK)
+    if mark and _is_partition(inner.partition("/")[0]):
+        top = Location.of(root)
+        return [Location(top.fs, top.join(inner).path, top.path)]
     location = Location.of(path)
     if location.fs.isdir(location.path):
         paths = location.shards()
+        if not paths and (partitioned := location.partitions()):
+            return [Location(location.fs, p, location.path) for p in partitioned]
     elif location.fs.exists(location.path):
         paths = [location.path]
     else:

@@ -108,8 +108,8 @@ class RolloutWriter:
             got, hint = "a file with that name exists", "choose a different --out"
             message = f"cannot create {self._where}: {got}"
             raise InputError("out_is_free", self._where, got, "", hint, message=message)
-        if shards and not append:
-            raise occupied(self._where, len(shards))
+        if not append and (found := shards or location.partitions()):
+            raise occupied(self._where, len(found))
         return shards
 
     def __enter__(self) -> Self:

@@ -1,0 +1,116 @@
+"""Columns in the names of directories, `DS/run=a/part-00000.parquet` (Hive partitions)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from urllib.parse import unquote
+
+import pyarrow as pa
+
+from rollout_io.dataset.storage import Location
+from schemas.columns import COLUMN_BY_NAME
+from schemas.errors import InvariantError
+
+_NULL = "__HIVE_DEFAULT_PARTITION__"
+_INTEGER = re.compile(r"0|-?[1-9]\d{0,17}")
+
+
+def partition_values(shards: Sequence[Location]) -> list[dict[str, pa.Scalar]]:
+    """Return the columns that the directories of each shard stand for, with their values.
+
+    A column of the rollout table has its declared type. Any other column is int64 if all its values
+    in the dataset are integers without leading zeros, else string.
+
+    Raises:
+        InvariantError: `columns_and_types`: the directories of two shards name different columns,
+            or a value does not fit its column.
+
+    Example:
+        `DS/run=7/part-00000.parquet` and `DS/run=8/part-00000.parquet`:
+
+        >>> [values["run"].as_py() for values in partition_values(find_shards("DS"))]
+        [7, 8]
+    """
+    found = [_texts(shard) for shard in shards]
+    every = found
+    if len(shards) == 1 and shards[0].root is not None:  # one of several
+        root = Location(shards[0].fs, shards[0].root)
+        every = [_texts(Location(root.fs, path, root.path)) for path in root.partitions()]
+    for shard, texts in zip(shards, found, strict=True):
+        _refuse_other_names(shard, list(texts), list(every[0]))
+    types = {name: _type_of(name, [texts.get(name) for texts in every]) for name in every[0]}
+    return [
+        {name: _value(shard, name, text, types[name]) for name, text in texts.items()}
+        for shard, texts in zip(shards, found, strict=True)
+    ]
+
+
+def with_partition(table: pa.Table, values: Mapping[str, pa.Scalar], where: str) -> pa.Table:
+    """Append columns with one value in all rows; a column that the file has must have that value.
+
+    Raises:
+        InvariantError: `columns_and_types`: the file has other values.
+    """
+    for name, value in values.items():
+        if name not in table.column_names:
+            table = table.append_column(name, pa.repeat(value, table.num_rows))
+        elif not _holds_only(table.column(name), value):
+            got = f"the column {name!r} has other values than the directory {name}={value}"
+            hint = "rename the directory, or drop the column from the file"
+            raise InvariantError("columns_and_types", where, got, "", hint)
+    return table
+
+
+def partition_fields(values: Mapping[str, pa.Scalar]) -> list[pa.Field]:
+    """Return the fields of partition columns."""
+    declared = {name: COLUMN_BY_NAME.get(name) for name in values}
+    nullable = {name: column is None or column.nullable for name, column in declared.items()}
+    return [pa.field(name, value.type, nullable[name]) for name, value in values.items()]
+
+
+def _holds_only(column: pa.ChunkedArray, value: pa.Scalar) -> bool:
+    try:
+        expected = value.cast(column.type)
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+        return False
+    return bool(column.equals(pa.chunked_array([pa.repeat(expected, len(column))])))
+
+
+def _texts(shard: Location) -> dict[str, str | None]:
+    """Return the keys and values in the path of a shard below its root."""
+    folders = [] if shard.root is None else shard.path.removeprefix(shard.root).split("/")[1:-1]
+    pairs = [tuple(map(unquote, folder.split("=", 1))) for folder in folders]
+    texts = {name: None if text == _NULL else text for name, text in pairs}
+    if len(texts) < len(pairs):
+        raise _refused(shard, f"the directories name a column twice: {', '.join(folders)}")
+    return texts
+
+
+def _refuse_other_names(shard: Location, names: list[str], expected: list[str]) -> None:
+    if names != expected:
+        got = f"the directories name the columns {', '.join(names)}"
+        raise _refused(shard, f"{got}, but others {', '.join(expected)}")
+
+
+def _type_of(name: str, texts: Sequence[str | None]) -> pa.DataType:
+    column = COLUMN_BY_NAME.get(name)
+    if column is not None and column.type is not None:
+        return column.type
+    known = [text for text in texts if text is not None]
+    is_integer = bool(known) and all(_INTEGER.fullmatch(text) for text in known)
+    return pa.int64() if is_integer else pa.string()
+
+
+def _value(shard: Location, name: str, text: str | None, kind: pa.DataType) -> pa.Scalar:
+    try:
+        return pa.scalar(text, pa.string()).cast(kind)
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+        raise _refused(
+            shard, f"the directory {name}={text} is not a value of type {kind}"
+        ) from None
+
+
+def _refused(shard: Location, got: str) -> InvariantError:
+    hint = "name the directories COLUMN=VALUE, with the same columns everywhere"
+    return InvariantError("columns_and_types", shard.path, got, "", hint)

@@ -1,0 +1,200 @@
+"""Directories named COLUMN=VALUE are columns of a dataset, for every verb."""
+
+import shutil
+
+import polars as pl
+import pyarrow as pa
+import pyarrow.dataset as ds
+import pyarrow.parquet as pq
+import pytest
+
+import rollout_io
+from rollout_io import convert
+from rollout_io.cli.main import run
+from rollout_io.dataset.checking import require_valid
+from rollout_io.dataset.parallel import Workers
+from rollout_io.dataset.reader import pieces
+from rollout_io.dataset.rewriting import rewrite
+from schemas.errors import InvariantError, RolloutError
+from tests.helpers.conversion_helpers import SHOP
+from tests.helpers.table_helpers import STEPS
+
+
+def steps(instance, **columns):
+    """The worked example as the trajectory of another instance."""
+    ids = {"instance_id": [instance] * 2, "trajectory_id": [f"{instance}_0"] * 2}
+    return pa.table({**STEPS, **ids, "reward": [0.0, 1.0], **columns})
+
+
+def write(folder, instance, layout="prefix", **columns):
+    with rollout_io.RolloutWriter(folder, layout=layout) as writer:
+        writer.write(steps(instance, **columns))
+
+
+@pytest.fixture(params=["prefix", "full"])
+def dataset(tmp_path, request):
+    """Runs a and b, two steps each."""
+    for name in ("a", "b"):
+        write(tmp_path / "DS" / f"run={name}", name, request.param)
+    return tmp_path / "DS"
+
+
+def values(dataset, name):
+    return rollout_io.read(dataset).column(name).to_pylist()
+
+
+def test_the_value_of_a_directory_is_a_column_of_its_rows(dataset):
+    table = rollout_io.read(dataset)
+    assert table.column_names[-1] == "run"
+    assert table.column("run").to_pylist() == ["a", "a", "b", "b"]
+    assert table.column("prompt_token_ids").to_pylist() == [[1, 2], [1, 2, 3, 9]] * 2
+    kept = rollout_io.scan(dataset).filter(pl.col("run") == "b").select("instance_id", "run")
+    assert kept.collect().rows() == [("b", "b")] * 2
+    assert rollout_io.scan(dataset).select("run").collect()["run"].to_list() == list("aabb")
+
+
+def test_other_readers_see_the_same_columns(tmp_path):
+    for number in (7, 12):
+        write(tmp_path / "DS" / f"seed={number}", f"i{number}", "full")
+    expected = rollout_io.read(tmp_path / "DS").sort_by("instance_id")
+    assert expected.schema.field("seed").type == pa.int64()
+    frame = pl.scan_parquet(tmp_path / "DS", hive_partitioning=True).sort("instance_id").collect()
+    assert frame["seed"].to_list() == expected["seed"].to_pylist()
+    assert frame["seed"].dtype == pl.Int64
+    arrow = ds.dataset(tmp_path / "DS", partitioning="hive").to_table().sort_by("instance_id")
+    assert arrow["seed"].to_pylist() == expected["seed"].to_pylist()
+    assert set(frame.columns) == set(arrow.column_names) == set(expected.column_names)
+
+
+@pytest.mark.parametrize(
+    ("names", "kind", "expected"),
+    [
+        (["0", "-3"], pa.int64(), {"0": 0, "-3": -3}),
+        (["1", "b"], pa.string(), {"1": "1", "b": "b"}),
+        (["007", "8"], pa.string(), {"007": "007", "8": "8"}),
+        (["a%20%2Fb", "é"], pa.string(), {"a%20%2Fb": "a /b", "é": "é"}),
+        (["1", "__HIVE_DEFAULT_PARTITION__"], pa.int64(), {"1": 1}),
+    ],
+)
+def test_values_are_integers_if_all_are_and_else_text(names, kind, expected, tmp_path):
+    for index, name in enumerate(names):
+        write(tmp_path / "DS" / f"x={name}", f"i{index}")
+    table = rollout_io.read(tmp_path / "DS")
+    assert table.schema.field("x").type == kind
+    found = dict(zip(table["instance_id"].to_pylist(), table["x"].to_pylist(), strict=True))
+    assert found == {f"i{index}": expected.get(name) for index, name in enumerate(names)}
+    alone = [rollout_io.read(piece).schema.field("x").type for piece in pieces(tmp_path / "DS")]
+    assert alone == [kind] * 2
+
+
+def test_a_directory_of_a_declared_column_has_its_type(tmp_path):
+    folder = tmp_path / "DS"
+    for version in (3, 4):
+        path = folder / f"policy_version={version}"
+        path.mkdir(parents=True)
+        pq.write_table(steps(f"i{version}"), path / "x.parquet")
+    require_valid(folder)
+    table = rollout_io.read(folder)
+    assert table.schema.field("policy_version").type == pa.int32()
+    assert table["policy_version"].to_pylist() == [3, 3, 4, 4]
+    shutil.move(folder / "policy_version=4", folder / "policy_version=new")
+    with pytest.raises(InvariantError, match="policy_version=new is not a value of type int32"):
+        rollout_io.read(folder)
+
+
+def test_files_that_polars_partitioned_are_read(shop_dataset, tmp_path):
+    frame = rollout_io.scan(shop_dataset).collect()
+    frame.write_parquet(tmp_path / "DS", partition_by=["instance_id"])
+    require_valid(tmp_path / "DS")
+    order = ["trajectory_id", "step_index"]
+    found = rollout_io.scan(tmp_path / "DS").select(frame.columns).collect()
+    assert found.sort(order).equals(frame.sort(order))
+
+
+def test_nested_directories_are_several_columns(tmp_path):
+    write(tmp_path / "DS" / "run=a" / "seed=1", "a")
+    write(tmp_path / "DS" / "run=b" / "seed=2", "b")
+    assert values(tmp_path / "DS", "run") == ["a", "a", "b", "b"]
+    assert values(tmp_path / "DS", "seed") == [1, 1, 2, 2]
+    write(tmp_path / "DS" / "run=c", "c")
+    with pytest.raises(InvariantError, match="name the columns run, but others run, seed"):
+        rollout_io.read(tmp_path / "DS")
+
+
+def test_only_directories_below_the_dataset_are_columns(tmp_path):
+    write(tmp_path / "temperature=hot" / "DS", "a")
+    write(tmp_path / "temperature=low", "b")
+    for path in (tmp_path / "temperature=hot" / "DS", tmp_path / "temperature=low"):
+        assert "temperature" not in rollout_io.read(path).column_names
+        assert "temperature" not in rollout_io.read(next(path.iterdir())).column_names
+
+
+def test_a_column_of_the_file_must_agree_with_its_directory(tmp_path):
+    write(tmp_path / "DS" / "run=a", "a", run=["a", "a"])
+    assert values(tmp_path / "DS", "run") == ["a", "a"]
+    write(tmp_path / "DS" / "run=b", "b", run=["b", "c"])
+    with pytest.raises(InvariantError, match=r"the column 'run' has other values .* run=b"):
+        rollout_io.read(tmp_path / "DS")
+
+
+def test_a_missing_shard_of_a_partition_is_named(dataset):
+    with rollout_io.RolloutWriter(dataset / "run=c", shard_bytes=1, row_group_rows=1) as writer:
+        for name in ("c", "d"):
+            writer.write(steps(name))
+    first, _ = sorted((dataset / "run=c").iterdir())
+    first.unlink()
+    with pytest.raises(RolloutError, match=r"run=c: the first shard, .*\[shards_complete\]"):
+        rollout_io.read(dataset)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_trajectory_in_two_partitions_is_a_breach(workers, tmp_path):
+    for name in ("a", "b"):
+        write(tmp_path / "DS" / f"run={name}", "same")
+    with pytest.raises(RolloutError) as caught:
+        require_valid(tmp_path / "DS", Workers(workers))
+    assert caught.value.rule == "unique_trajectory"
+
+
+def test_every_verb_reads_the_columns_and_writes_them_as_ordinary_ones(dataset, tmp_path, capsys):
+    for verb in ("validate", "stats", "inspect", "drift"):
+        assert run([verb, str(dataset)]) == 0, capsys.readouterr().err
+    for verb, *options in (["merge"], ["filter", "--where", "run = 'b'"], ["unmerge"]):
+        out = tmp_path / verb
+        assert run([verb, str(dataset), *options, "--out", str(out)]) == 0, capsys.readouterr().err
+        assert all(path.suffix == ".parquet" for path in out.iterdir())
+        kept = "b" if verb == "filter" else "ab"
+        assert set(values(out, "run")) == set(kept)
+    assert run(["export", str(dataset), "--format", "parquet", "-o", str(tmp_path / "p")]) == 0
+    assert pl.scan_parquet(tmp_path / "p").collect()["run"].to_list() == list("aabb")
+
+
+def unchanged(table):
+    return table
+
+
+def test_pieces_of_a_partitioned_dataset_are_read_by_other_processes(dataset, tmp_path):
+    metadata = rollout_io.read_metadata(dataset)
+    rewrite(str(dataset), str(tmp_path / "out"), unchanged, metadata, workers=Workers(2))
+    assert rollout_io.read(tmp_path / "out").equals(rollout_io.read(dataset))
+
+
+def test_partitions_are_read_from_other_filesystems():
+    for name in ("a", "b"):
+        write(f"memory://partitions/DS/run={name}", name)
+    assert values("memory://partitions/DS", "run") == ["a", "a", "b", "b"]
+    found = [
+        rollout_io.read(piece)["run"].to_pylist() for piece in pieces("memory://partitions/DS")
+    ]
+    assert found == [["a", "a"], ["b", "b"]]
+
+
+def test_a_partitioned_dataset_is_never_written_into(dataset, capsys):
+    before = sorted(dataset.rglob("*"))
+    for command in (["merge", str(dataset)], ["filter", str(dataset), "--drop-unknown"]):
+        assert run([*command, "--out", str(dataset)]) == 1
+        assert "[out_is_free]" in capsys.readouterr().err
+    with pytest.raises(RolloutError) as caught:
+        convert(SHOP, dataset)
+    assert caught.value.rule == "out_is_free"
+    assert sorted(dataset.rglob("*")) == before
