@@ -6,12 +6,14 @@ import ast
 import importlib
 import pkgutil
 import runpy
+import tempfile
 import tomllib
 from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from rollout_io.cli.main import run
 from rollout_io.formats.refused import REFUSED
 from schemas import RULES, documentation_table
 from schemas.columns import PREFIX_FIELDS
@@ -21,6 +23,7 @@ from trainer.rl.config import OWN_KEYS
 from trainer.run.run_metrics import LOOP_METRICS, METRICS
 
 DOCS = Path(__file__).parent
+EXAMPLES = DOCS.parent / "examples"
 
 
 def table_page() -> str:
@@ -177,8 +180,10 @@ second update took 3.68 GiB.
 ## Curves: `rollouts plot`
 
 `rollouts plot RUN [RUN2 ...] [--out curves.png] [--metric NAME]...` plots `metrics.jsonl` over `global_step`, with one panel
-per metric and one line per run. Without `--metric`, it plots the most important metrics. The image format follows from the
-file extension. It needs `pip install "rollout-io[plot]"`, but not torch.
+per metric and one color per run. Without `--metric`, it plots the most important metrics. Up to 40 updates are marked points;
+more are faint points behind a curve that is smoothed by local linear regression in a centred window, so that it lags behind
+neither a trend nor a jump. The image format follows from the file extension. It needs `pip install "rollout-io[plot]"`, but not
+torch. `rollouts plot DS` draws a dataset ([metrics.md](metrics.md#pictures)).
 
 ## Several processes
 
@@ -461,6 +466,17 @@ PAGES = {
     "images/tree.svg": tree_image,
 }
 
+
+def draw_dataset(out: Path) -> None:
+    """Draw the dataset of the examples, for metrics.md."""
+    calls, rewards = (str(EXAMPLES / f"shop.{name}.jsonl") for name in ("calls", "rewards"))
+    with tempfile.TemporaryDirectory() as folder:
+        dataset = f"{folder}/shop"
+        assert run(["convert", calls, "--rewards", rewards, "--out", dataset, "-q"]) == 0
+        assert run(["plot", dataset, "--out", str(out), "-q"]) == 0
+
+
 if __name__ == "__main__":
     for name, page in PAGES.items():
         (DOCS / name).write_text(page())
+    draw_dataset(DOCS / "images" / "dataset.png")
