@@ -164,11 +164,12 @@ def _mask_lines(forest: Forest, top: float) -> list[str]:
             lines.append(f'  <path class="above" d="M{x} {middle}H{right}V{bottom}H{x}Z"/>')
         begin = end
     text = (
-        "Rows are queries and columns are keys, both in the order of the bars above.",
+        "Rows are queries and columns are keys,",
+        "both in the order of the bars above.",
         "",
-        "Dark: a token attends to those before it in its bar.",
-        "Light: tokens further down the branch attend to the entire bar.",
-        "Empty: other branches.",
+        "Triangles: a token attends to those before it in its bar.",
+        "Rectangles: tokens further down attend to the entire bar.",
+        "Elsewhere: branches do not see each other.",
     )
     at = MARGIN + MASK + 30
     return lines + [
