@@ -70,7 +70,7 @@ class Collector:
         self._begun: dict[str, BegunGroup] = {}
         self._under_way = UnderWay(generator)
         self._failure: BaseException | None = None
-        self._num_dropped = self._num_dropped_said = self._num_in_a_row = 0
+        self._num_dropped = self._num_in_a_row = 0
         self._changed = asyncio.Event()
 
     async def __aenter__(self) -> Self:
@@ -89,8 +89,7 @@ class Collector:
 
     def num_newly_dropped(self) -> int:
         """Return the number of groups dropped for lack of variance since the last call."""
-        found = self._num_dropped - self._num_dropped_said
-        self._num_dropped_said = self._num_dropped
+        found, self._num_dropped = self._num_dropped, 0
         return found
 
     def new_warnings(self) -> list[str]:
@@ -129,11 +128,11 @@ class Collector:
 
     def _begin_group(self) -> bool:
         """Start another group if allowed, and return whether one was started."""
-        config, num_iterations = self._config, self._config.num_iterations
+        config = self._config
         allowed = num_allowed(
             iteration=self.iteration,
             max_staleness=config.max_staleness,
-            num_iterations=num_iterations,
+            num_iterations=config.num_iterations,
             size=self._groups.size,
         )
         if self.num_begun >= allowed:
@@ -141,7 +140,7 @@ class Collector:
         task = next(t for t in self._tasks if t.instance_id not in self._groups.names)
         tables = self._groups.unfinished.pop(task.instance_id, {})
         oldest = min([self.iteration, *_versions(tables.values())])
-        last = min(oldest + config.max_staleness, num_iterations - 1)
+        last = min(oldest + config.max_staleness, config.num_iterations - 1)
         self._begun[task.instance_id] = BegunGroup(deadline=last, tables=tables)
         left = attempts(task, self._sampling.group_size)
         missing = [t for t in left if t.repetition_id not in tables]
@@ -178,8 +177,8 @@ class Collector:
         else:
             self._num_in_a_row = 0
             others = [other.deadline for n, other in self._begun.items() if n != name]
-            settings = (name, group.tables, self._metadata)
-            self._groups.add(*settings, deadline=group.deadline, others=others)
+            rows = name, group.tables, self._metadata
+            self._groups.add(*rows, deadline=group.deadline, others=others)
         del self._begun[name]
         self._check_some_vary()
 
@@ -208,7 +207,5 @@ def _outcomes(table: pa.Table) -> pl.DataFrame:
 
 def _versions(tables: Iterable[pa.Table]) -> list[int]:
     """List the policy versions of sampled rows."""
-    columns = [
-        table["policy_version"] for table in tables if "policy_version" in table.column_names
-    ]
-    return [version for column in columns for version in column.drop_null().to_pylist()]
+    known = (t["policy_version"] for t in tables if "policy_version" in t.column_names)
+    return [version for column in known for version in column.drop_null().to_pylist()]

@@ -108,7 +108,8 @@ class RlConfig:
     @property
     def generation(self) -> GenerateConfig:
         """Configuration for sampling rollouts; its `out` is not used."""
-        settings = {"seed": self.seed} if self._is_embedded else {}
+        is_embedded = self.generate.get("engine", "transformers") == "transformers"
+        settings = {"seed": self.seed} if is_embedded else {}
         paths = {"tasks": self.tasks, "model": self.model, "out": f"{self.out}/{ROLLOUTS}"}
         return _record("generate", GenerateConfig, settings | self.generate | paths)
 
@@ -161,10 +162,6 @@ class RlConfig:
             "train": dataclasses.asdict(self.training),
             "evaluate": sets.get("", sets) or None,
         }
-
-    @property
-    def _is_embedded(self) -> bool:
-        return bool(self.generate.get("engine", "transformers") == "transformers")
 
 
 TABLES: dict[str, type[Any]] = {
@@ -292,9 +289,8 @@ def _refuse_own_keys(table: str, values: Mapping[str, Any]) -> None:
     kind, _, name = table.partition(".")
     own = OWN_KEYS[kind]
     if name:
-        own = own | {
-            "every_iterations": "write it in [evaluate], because all sets are evaluated together"
-        }
+        hint = "write it in [evaluate], because all sets are evaluated together"
+        own = own | {"every_iterations": hint}
         if not _SET_NAME.fullmatch(name):
             expected = "a name of letters, digits, _ and -"
             raise ConfigError("config_key", f"[{table}]", repr(name), expected)
@@ -317,9 +313,6 @@ def _record(table: str, kind: type[Table], values: Mapping[str, Any]) -> Table:
 
 def _breaches(c: RlConfig) -> Iterator[tuple[str, str, str]]:
     yield from out_of_bounds(c)
-    if c.evaluate is not None and c.evaluate.get("every_iterations", 1) < 1:
-        yield (
-            "[evaluate] every_iterations",
-            str(c.evaluate["every_iterations"]),
-            "a whole number >= 1",
-        )
+    every = (c.evaluate or {}).get("every_iterations", 1)
+    if every < 1:
+        yield "[evaluate] every_iterations", str(every), "a whole number >= 1"

@@ -24,12 +24,6 @@ if TYPE_CHECKING:
     from pipelines.harness.recorded_calls import Calls
 
 
-def sampling_of(config: EvaluateConfig) -> GenerateConfig:
-    """Return the sampling settings of an evaluation."""
-    values = dataclasses.asdict(config)
-    return GenerateConfig(**{k: v for k, v in values.items() if k != "every_iterations"})
-
-
 def notes_of(config: RlConfig) -> Iterator[str]:
     """Yield notes about evaluation settings that are probably unintended."""
     for name, planned in config.evaluations(0).items():
@@ -56,7 +50,8 @@ async def evaluate(
     planned = config.evaluations(version)
     for one in planned.values():
         own = _tokenizer_of(one, tokenizer, config)
-        await _sample(engine, own, sampling_of(one), calls)
+        values = {k: v for k, v in dataclasses.asdict(one).items() if k != "every_iterations"}
+        await _sample(engine, own, GenerateConfig(**values), calls)
     return measure(planned, config)
 
 

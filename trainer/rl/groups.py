@@ -67,12 +67,8 @@ class Groups:
     ) -> int:
         """Write a finished group, and return the iteration that trains on it.
 
-        Args:
-            name: Instance id of the group.
-            tables: Rows of the group.
-            metadata: Metadata of the dataset.
-            deadline: Last iteration that may train on the group.
-            others: Deadlines of the groups still running.
+        `deadline` is the last iteration that may train on it; `others` are the deadlines of the
+        groups still running.
 
         Raises:
             RolloutError: On errors of the writer, including a full disk.

@@ -264,7 +264,7 @@ class Loop:
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         """Run blocking work in the trainer's thread while sampling continues."""
-        in_context = copy_context().run  # has the user's -q
+        in_context = copy_context().run  # the thread, too, must respect -q
         return await asyncio.get_running_loop().run_in_executor(self.thread, in_context, work)
 
     def result(self) -> RlResult:

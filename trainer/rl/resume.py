@@ -13,13 +13,7 @@ from rollout_io.dataset.atomic_files import replace_text
 from schemas.errors import InputError, count
 from trainer.rl.config import RlConfig
 from trainer.run.checkpoint import discard_after, latest_checkpoint
-from trainer.run.resume import (
-    check_not_fewer,
-    check_same,
-    fixed_keys,
-    no_saved_config,
-    saved_config,
-)
+from trainer.run.resume import check_same, fixed_keys, saved_config
 from trainer.run.setup import refuse_existing_run
 from trainer.run.state import Progress
 
@@ -54,12 +48,8 @@ def find_checkpoint(config: RlConfig, *, resume: bool) -> Path | None:
         may_change = MAY_CHANGE - ({"num_iterations"} if is_fixed else set())
         may_change -= {f"train.{key}" for key in fixed_keys(config.training)}
         may_change |= {key for key in now if key.partition(".")[0] == "evaluate"}
-        check_same(before, now, may_change, out)
-        check_not_fewer(before, "num_iterations", config.num_iterations)
-    found = latest_checkpoint(out)
-    if found and saved is None:
-        raise no_saved_config(config.out, found)
-    return found
+        check_same(before, now, may_change, out, growing="num_iterations")
+    return latest_checkpoint(out)
 
 
 def flat(values: Mapping[str, Any]) -> dict[str, Any]:

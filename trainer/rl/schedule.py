@@ -12,11 +12,7 @@ def num_allowed(*, iteration: int, max_staleness: int, num_iterations: int, size
 
         min(max_staleness + iteration + 1, num_iterations) * size
 
-    Args:
-        iteration: Current iteration, from 0.
-        max_staleness: Maximum staleness of a group, in iterations.
-        num_iterations: Number of iterations of the run.
-        size: Groups per iteration.
+    `iteration` counts from 0; `size` is the number of groups per iteration.
 
     Example:
         >>> num_allowed(iteration=0, max_staleness=0, num_iterations=9, size=4)

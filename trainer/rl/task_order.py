@@ -17,9 +17,7 @@ _AGAIN = re.compile(r"(.+)@(\d+)")
 def shuffled_tasks(tasks: Sequence[Task], seed: int) -> Iterator[Task]:
     """Yield tasks endlessly; ids have the suffix `@2` in the second pass, and so on.
 
-    Args:
-        tasks: One attempt at each task.
-        seed: Determines the order of each pass, together with the number of the pass.
+    The seed and the number of a pass determine its order.
 
     Example:
         >>> tasks = [Task(instance_id=name, repetition_id=0, prompt=[]) for name in "ab"]
@@ -30,9 +28,8 @@ def shuffled_tasks(tasks: Sequence[Task], seed: int) -> Iterator[Task]:
         order = list(tasks)
         random.Random(f"{seed}/{number}").shuffle(order)
         for task in order:
-            again = f"{task.instance_id}@{number}"
-            name = task.instance_id if number == 1 else again
-            yield dataclasses.replace(task, instance_id=name)
+            name = task.instance_id
+            yield dataclasses.replace(task, instance_id=name if number == 1 else f"{name}@{number}")
 
 
 def first_name(name: str, names: Collection[str]) -> str:

@@ -23,7 +23,7 @@ from trainer.config.resolved import resolved
 from trainer.distributed.launch import make_accelerator
 from trainer.rl.config import RlConfig
 from trainer.run.checkpoint import Checkpoints, remove_directory, write_model
-from trainer.run.load_models import Models, check_dataset, load_models, make_learners
+from trainer.run.load_models import check_dataset, load_models, make_learners
 from trainer.run.log import RunLog
 from trainer.run.loop import count_update, save, set_rates
 from trainer.run.mini_batches import mini_batch_updates
@@ -49,8 +49,8 @@ class Learning:
     """
 
     def __init__(self, config: RlConfig, checkpoint: Path | None) -> None:
-        self.config, self.training = config, config.training
-        t = self.training
+        self.config = config
+        self.training = t = config.training
         accelerator = make_accelerator(
             out=t.out, dtype=t.dtype, optimizer=t.optimizer, trackers=t.trackers
         )
@@ -58,13 +58,16 @@ class Learning:
         self.progress = Progress(position=Position(kl_coef=self.training.kl_reward_coef))
         if checkpoint:
             self.progress = load_progress(checkpoint / "state", DIGEST)
-        self.models: Models = load_models(self.training, checkpoint)
+        self.models = load_models(self.training, checkpoint)
         self._learner, self._critic = make_learners(
             accelerator, self.training, self.models, corrects=self.training.corrects_for_sampler
         )
         if checkpoint:
             restore(checkpoint / "state", self._learner, self._critic)
             say(f"resuming from {checkpoint}")
+        self._checkpoints = Checkpoints(
+            out=Path(t.out), source=Path(t.model), keep=t.keep_checkpoints, digest=DIGEST
+        )
         self._saved_step = self.progress.global_step
         self._said: set[str] = set()
         self._explained = False
@@ -86,7 +89,6 @@ class Learning:
         return RunLog(
             self._learner.accelerator,
             self.training,
-            Path(self.config.out),
             shows=False,
             num_planned=self.num_planned,
             num_made=self.progress.global_step,
@@ -95,13 +97,7 @@ class Learning:
     def update(self, dataset: Path, numbers: dict[str, Any], log: RunLog) -> list[dict[str, Any]]:
         """Train on an iteration as `rollouts train` would on the same part of the dataset.
 
-        Args:
-            dataset: Groups of the iteration.
-            numbers: Metrics of these groups, for the first line of metrics.
-            log: Log for the metrics.
-
-        Returns:
-            Metrics of the iteration's mini-batches.
+        Returns the metrics of its mini-batches; those of the first include `numbers`.
 
         Raises:
             RolloutError: If rows cannot be used as configured, or every trajectory failed.
@@ -125,18 +121,9 @@ class Learning:
 
     def save(self, log: RunLog | None) -> Path:
         """Save a checkpoint between two iterations."""
-        path = save(self._learner, self._critic, self.progress, self._checkpoints(), log)
+        path = save(self._learner, self._critic, self.progress, self._checkpoints, log)
         self._saved_step = self.progress.global_step
         return path
-
-    def _checkpoints(self) -> Checkpoints:
-        """Location and settings of the run's checkpoints."""
-        return Checkpoints(
-            out=Path(self.training.out),
-            source=Path(self.training.model),
-            keep=self.training.keep_checkpoints,
-            digest=DIGEST,
-        )
 
     @contextmanager
     def saved_when_it_fails(self, log: RunLog) -> Iterator[None]:
@@ -188,19 +175,16 @@ class Learning:
             schedule=rate_schedule(config, self.num_planned),
             num_greedy_rows=checked.num_greedy_rows,
             limit=self.models.limit,
-            checkpoints=self._checkpoints(),
+            checkpoints=self._checkpoints,
             progress=self.progress,
             kept_metrics=b"",
         )
 
 
 def check_lengths(config: RlConfig, limit: RowLimit, context_tokens: int | None) -> None:
-    """Check before sampling that sampled rows will fit the trainer's model and the engine.
+    """Check that sampled rows will not exceed the trainer's model and the engine's context.
 
-    Args:
-        config: Configuration of the run.
-        limit: Maximum row length of the model.
-        context_tokens: Context length of the engine; None: unknown.
+    Runs before sampling; an unknown context (None) is not checked.
 
     Raises:
         ConfigError: row_too_long.

@@ -16,15 +16,9 @@ LARGE_DIFFERENCE_NATS = 0.3
 
 
 def warnings_before(rows: pl.DataFrame, plan: Plan, config: TrainConfig) -> dict[str, str]:
-    """List warnings to show before the first update.
+    """List warnings to show before the first update, by subject.
 
-    Args:
-        rows: Trained rows, as stored in the dataset.
-        plan: Plan of the run.
-        config: Configuration of the run.
-
-    Returns:
-        Warnings by subject.
+    `rows` are the rows to train on, as stored in the dataset.
     """
     found = {}
     if plan.num_partial_groups and config.partial_groups == "train":
@@ -66,15 +60,9 @@ def differs_from_sampler(metrics: Mapping[str, Any]) -> bool:
 def warnings_about(
     metrics: Mapping[str, Any], config: TrainConfig, cause: str | None = None
 ) -> dict[str, str]:
-    """List warnings about an update.
+    """List warnings about an update by subject; a run prints each subject once.
 
-    Args:
-        metrics: Metrics of the update.
-        config: Configuration of the run.
-        cause: Result of `trainer.run.mismatch_causes.likely_cause`, if available.
-
-    Returns:
-        Warnings by subject; a run prints each subject once.
+    `cause` is the result of `trainer.run.mismatch_causes.likely_cause`, if available.
 
     Example:
         >>> update = {"num_trained_tokens": 9, "num_trained_groups": 0}
@@ -95,9 +83,8 @@ def warnings_about(
             " the gradient is zero" + ("" if config.drop_zero_variance_groups else leave_out)
         )
     if config.sequence_layout == "merge":  # the number of rows is only known after merging
-        found |= warnings_about_rows(
-            metrics.get("num_rows", 0), metrics.get("num_trajectories", 0), config
-        )
+        num_rows, num_trajectories = metrics.get("num_rows", 0), metrics.get("num_trajectories", 0)
+        found |= warnings_about_rows(num_rows, num_trajectories, config)
     return found
 
 

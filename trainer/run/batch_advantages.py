@@ -21,8 +21,8 @@ class Estimates:
     Attributes:
         advantages: [T] advantages to train with; 0 at untrained tokens, 1 if the loss uses none.
         raw: [T] advantages before `advantage_batch_normalize`.
-        value_targets: [T] target values for the critic, NaN at untrained tokens; None
-            without a critic.
+        value_targets: [T] target values for the critic, NaN at untrained tokens; None if there is
+            no critic.
     """
 
     advantages: Tensor

@@ -21,11 +21,7 @@ def sequence_metrics(
 ) -> dict[str, float]:
     """Compute SkyRL's metrics of a batch as generated: per turn, before merging.
 
-    Args:
-        rollouts: The dataset.
-        groups: Groups of the batch.
-        outcome: How returns are computed.
-        merges: Whether turns will be merged; if so, the number of turns is included.
+    If turns will be merged, the metrics include the number of turns.
     """
     chosen = rollouts.filter(pl.col("instance_id").is_in(list(groups)))
     used = [name for name in USED if name in rollouts.collect_schema()]
@@ -41,15 +37,9 @@ def sequence_metrics(
 def batch_metrics(
     plan: Plan, batch: Batch, groups: Sequence[str], estimates: Estimates
 ) -> list[dict[str, Any]]:
-    """Compute counts, rewards and advantages of each mini-batch.
+    """Compute counts, rewards and advantages of each mini-batch of a batch.
 
     Failed trajectories have no return and are excluded from means; a mean of no values is None.
-
-    Args:
-        plan: Plan of the run.
-        batch: A batch of the plan.
-        groups: Groups of the batch.
-        estimates: Advantages of the batch.
     """
     trajectories = plan.trajectories.filter(pl.col("instance_id").is_in(list(groups)))
     value, trains = pl.col("return").filter(~pl.col("failed")), pl.col("trains")

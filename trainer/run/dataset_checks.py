@@ -28,7 +28,7 @@ def check_rows(
     limit: RowLimit,
     must_learn: bool = True,
 ) -> pl.DataFrame:
-    """Check the rows of an index against the model and the configuration.
+    """Check an index of rows against model and configuration, and return the rows to train on.
 
     Args:
         index: Result of `trainer.batches.data.index_rows`.
@@ -37,9 +37,6 @@ def check_rows(
         vocab_size: Valid token ids are 0 to vocab_size - 1.
         limit: Maximum row length.
         must_learn: Whether to reject rows from which nothing can be learned.
-
-    Returns:
-        The rows of `index` to train on.
 
     Raises:
         InvariantError, InputError: If a row breaks a rule (the error names the first such row), or
@@ -76,61 +73,45 @@ def _check_order(rows: pl.DataFrame) -> None:
         moved=~begins & (pl.col("instance_id") != pl.col("instance_id").shift()),
         back=~begins & (number <= number.shift()),
     )
-    for breach, rule, got in (
-        ("again", "contiguous_trajectory", "the rows of this trajectory are not contiguous"),
-        ("moved", "unique_trajectory", "its instance_id differs from that of the previous row"),
-        (
-            "back",
-            "step_index_sequence",
-            "its step_index is not greater than that of the previous row",
-        ),
-    ):
-        _refuse(rows, pl.col(breach), rule, pl.lit(got), "", VALIDATE)
+    got = "the rows of this trajectory are not contiguous"
+    _refuse(rows, pl.col("again"), "contiguous_trajectory", got)
+    got = "its instance_id differs from that of the previous row"
+    _refuse(rows, pl.col("moved"), "unique_trajectory", got)
+    got = "its step_index is not greater than that of the previous row"
+    _refuse(rows, pl.col("back"), "step_index_sequence", got)
 
 
 def _check_lists(rows: pl.DataFrame) -> None:
-    _refuse(
-        rows, ~pl.col("complete"), "columns_and_types",
-        pl.lit("prompt_token_ids, response_ids or loss_mask contains null"), "", VALIDATE,
-    )  # fmt: skip
-    _refuse(
-        rows, ~pl.col("aligned"), "lengths_align",
-        pl.lit("loss_mask, rollout_logprobs or rewards is not as long as response_ids"), "", VALIDATE,
-    )  # fmt: skip
+    got = "prompt_token_ids, response_ids or loss_mask contains null"
+    _refuse(rows, ~pl.col("complete"), "columns_and_types", got)
+    got = "loss_mask, rollout_logprobs or rewards is not as long as response_ids"
+    _refuse(rows, ~pl.col("aligned"), "lengths_align", got)
 
 
 def _check_step_rewards(rows: pl.DataFrame, estimator: str) -> None:
     """Check the rewards of steps, which token-level estimators sum."""
-    _refuse(
-        rows, pl.col("trains") & ~pl.col("has_reward"), "unknown_reward",
-        pl.lit(f"reward and rewards are null, but {estimator} needs the reward of every step"), "",
-        "use pipelines.place_outcomes to give a trajectory's reward to its last step, and 0 to the others",
-    )  # fmt: skip
-    _refuse(
-        rows, pl.col("trains") & ~pl.col("finite_reward"), "reward_finite",
-        pl.lit("reward or rewards contains NaN or infinity"), "", VALIDATE,
-    )  # fmt: skip
+    rows = rows.filter("trains")
+    got = f"reward and rewards are null, but {estimator} needs the reward of every step"
+    hint = "use pipelines.place_outcomes to give a trajectory's reward to its last step, and 0 to the others"
+    _refuse(rows, ~pl.col("has_reward"), "unknown_reward", got, hint=hint)
+    got = "reward or rewards contains NaN or infinity"
+    _refuse(rows, ~pl.col("finite_reward"), "reward_finite", got)
 
 
 def _check_tokens(rows: pl.DataFrame, vocab_size: int) -> None:
     """Check that prompts are not empty, and that token ids and temperatures are valid."""
-    _refuse(
-        rows, pl.col("num_prompt_tokens") == 0, "nonempty_prompt", pl.lit("0 prompt tokens"),
-        "at least one", VALIDATE,
-    )  # fmt: skip
+    is_empty = pl.col("num_prompt_tokens") == 0
+    _refuse(rows, is_empty, "nonempty_prompt", "0 prompt tokens", "at least one")
+    expected = f"an id from 0 to {vocab_size - 1}, the model's vocabulary"
+    hint = "train the model whose tokenizer produced these ids"
     for name, breach in {
         "lowest_token": pl.col("lowest_token") < 0,
         "highest_token": pl.col("highest_token") >= vocab_size,
     }.items():
-        _refuse(
-            rows, breach, "token_range", pl.format("token id {}", name),
-            f"an id from 0 to {vocab_size - 1}, the model's vocabulary",
-            "train the model whose tokenizer produced these ids",
-        )  # fmt: skip
-    _refuse(
-        rows, ~pl.col("temperature").is_between(0, float("inf"), closed="none"), "temperature", pl.format("temperature {}", "temperature"),
-        "a finite temperature of at least 0", "filter out these rows",
-    )  # fmt: skip
+        _refuse(rows, breach, "token_range", pl.format("token id {}", name), expected, hint)
+    is_valid = pl.col("temperature").is_between(0, float("inf"), closed="none")
+    got, expected = pl.format("temperature {}", "temperature"), "a finite temperature of at least 0"
+    _refuse(rows, ~is_valid, "temperature", got, expected, "filter out these rows")
 
 
 def _refuse_nothing_to_learn(rows: pl.DataFrame, plan: Plan, config: TrainConfig) -> None:
@@ -143,11 +124,9 @@ def _refuse_nothing_to_learn(rows: pl.DataFrame, plan: Plan, config: TrainConfig
             hint="look for loss masks that are all false, failed trajectories, groups without variance,"
             " and rows sampled at temperature 0",
         )
-    others = config.needs_reference or config.entropy_loss_coef > 0
-    has_other_terms = config.is_supervised or config.has_own_loss
-    if others or config.estimates_by_token or has_other_terms:
-        return
-    if (rows["advantage"] == 0).all():
+    has_other_terms = config.needs_reference or config.entropy_loss_coef > 0
+    has_other_loss = config.is_supervised or config.has_own_loss or config.estimates_by_token
+    if not (has_other_terms or has_other_loss) and (rows["advantage"] == 0).all():
         num_groups = sum(map(len, plan.batches))
         raise InputError(
             "zero_advantages",
@@ -165,14 +144,8 @@ def corrects_for_sampler(
     """Return whether importance weights or masks are configured and `rollout_logprobs` exist.
 
     Without `rollout_logprobs`, default weights are switched off; explicitly requested ones are an
-    error.
-
-    Args:
-        rows: Rows to train on.
-        config: Configuration of the run.
-        logprobs_mode: Mode of `rollout_logprobs` in the dataset. An unknown mode is treated as raw,
-            which matters only if raw log-probabilities differ from those of the sampled
-            distribution.
+    error. An unknown `logprobs_mode` is treated as raw, which matters only if raw log-probabilities
+    differ from those of the sampled distribution.
 
     Raises:
         InvariantError, InputError: If only some rows have log-probabilities; if these are not from
@@ -186,15 +159,13 @@ def corrects_for_sampler(
     off = "pass --set tis_ratio_type=none to train without the correction"
     if config.is_anchored_on_sampler or config.masks_by_ratio:
         off = "train with a policy_loss_type and masks that need no importance ratios"
-    _refuse(
-        rows, ~pl.col("has_logprobs"), "rollout_logprobs",
-        pl.lit("rollout_logprobs is null here but present in other rows to train on"), "", off,
-    )  # fmt: skip
+    got = "rollout_logprobs is null here but present in other rows to train on"
+    _refuse(rows, ~pl.col("has_logprobs"), "rollout_logprobs", got, hint=off)
     for rule, got in {
         "logprobs_finite": "rollout_logprobs contains null, NaN or infinity",
         "logprobs_nonpositive": "rollout_logprobs contains a value above 0",
     }.items():
-        _refuse(rows, ~pl.col(rule), rule, pl.lit(got), "", VALIDATE)
+        _refuse(rows, ~pl.col(rule), rule, got)
     if not config.allow_mismatched_logprobs:
         off += ", or --set allow_mismatched_logprobs=true to correct anyway"
         _refuse_mismatched_logprobs(rows, logprobs_mode, off)
@@ -203,29 +174,24 @@ def corrects_for_sampler(
 
 def _refuse_mismatched_logprobs(rows: pl.DataFrame, logprobs_mode: str | None, off: str) -> None:
     """Reject log-probabilities that are not those of the sampled distribution."""
-    _refuse(
-        rows, pl.col("token_source") == "retokenized", "rollout_logprobs",
-        pl.lit("its rollout_logprobs belong to re-tokenized text, not to the engine's tokens"), "", off,
-    )  # fmt: skip
+    got = "its rollout_logprobs belong to re-tokenized text, not to the engine's tokens"
+    is_retokenized = pl.col("token_source") == "retokenized"
+    _refuse(rows, is_retokenized, "rollout_logprobs", got, hint=off)
     if logprobs_mode is None:
         off = f"{RECORD_MODE}; or {off}"
     if logprobs_mode != "processed":
         sampled = ("temperature", "top_p", "top_k", "sampling_extra")
         temperature, top_p, top_k, extra = (pl.col(name) for name in sampled)
+        is_changed = (temperature != 1) | (top_p < 1) | (top_k > 0) | extra.is_not_null()
         mode = "rollout_logprobs are not those of the sampled distribution (logprobs_mode"
         mode = f"{mode} {logprobs_mode or 'unknown'},"
-        _refuse(
-            rows,
-            (temperature != 1) | (top_p < 1) | (top_k > 0) | extra.is_not_null(),
-            "rollout_logprobs",
-            pl.format(
-                f"{mode} temperature {{}}, top_p {{}}, top_k {{}}{{}})",
-                *(pl.col(name).cast(pl.String).fill_null("unset") for name in sampled[:3]),
-                (", " + extra.str.slice(0, MOST_SAID)).fill_null(""),
-            ),
-            "",
-            f"{off}; or record usable ones, with vLLM's --logprobs-mode processed_logprobs",
-        )  # fmt: skip
+        shown = pl.format(
+            f"{mode} temperature {{}}, top_p {{}}, top_k {{}}{{}})",
+            *(pl.col(name).cast(pl.String).fill_null("unset") for name in sampled[:3]),
+            (", " + extra.str.slice(0, MOST_SAID)).fill_null(""),
+        )
+        hint = f"{off}; or record usable ones, with vLLM's --logprobs-mode processed_logprobs"
+        _refuse(rows, is_changed, "rollout_logprobs", shown, hint=hint)
 
 
 def _refuse_without_logprobs(config: TrainConfig) -> None:
@@ -242,10 +208,16 @@ def _refuse_without_logprobs(config: TrainConfig) -> None:
 
 
 def _refuse(
-    rows: pl.DataFrame, breach: pl.Expr, rule: str, got: pl.Expr, expected: str, hint: str
+    rows: pl.DataFrame,
+    breach: pl.Expr,
+    rule: str,
+    got: pl.Expr | str,
+    expected: str = "",
+    hint: str = VALIDATE,
 ) -> None:
     bad = rows.filter(breach)
     if len(bad):
         where = first_of(bad["name"][0], len(bad))
         kind = InvariantError if rule in RULES else InputError
-        raise kind(rule, where, bad.select(got).item(0, 0), expected, hint)
+        found = got if isinstance(got, str) else bad.select(got).item(0, 0)
+        raise kind(rule, where, found, expected, hint)

@@ -53,13 +53,12 @@ def charge_kl(
     own amount.
 
     Args:
-        batch: A complete batch.
+        batch: A complete batch of T response tokens.
         plan: Plan of the run.
         groups: Groups of the batch.
         settings: Settings of the run.
-        old_logprobs: [T] log-probabilities of the policy at the start of the batch, at the trained
-            tokens.
-        ref_logprobs: [T] log-probabilities of the reference.
+        old_logprobs: [T] nats under the policy at the start of the batch, at the trained tokens.
+        ref_logprobs: [T] nats under the reference.
         coef: Weight of the divergence.
 
     Returns:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from logging import WARNING
 from pathlib import Path
-from typing import Any
 
 import polars as pl
 from accelerate import Accelerator
@@ -47,13 +46,6 @@ class Models:
     limit: RowLimit
     vocab_size: int
 
-    def replaying(self, config: TrainConfig) -> dict[str, Any]:
-        """Return the models that use recorded experts (not the critic), by directory."""
-        found = {config.model: self.policy.model}
-        if self.reference:
-            found[config.reference_model or config.model] = self.reference.model
-        return found
-
 
 def load_models(config: TrainConfig, checkpoint: Path | None) -> Models:
     """Load the models; the policy and the critic come from `checkpoint`, if given.
@@ -94,14 +86,9 @@ class Checked:
 def check_dataset(
     config: TrainConfig, models: Models, index: pl.DataFrame, plan: Plan, *, must_learn: bool = True
 ) -> Checked:
-    """Check every row of `config.dataset` against the models and the configuration.
+    """Check every row of `config.dataset`, indexed by `trainer.batches.data.index_rows`.
 
-    Args:
-        config: Configuration of the run.
-        models: Models of the run.
-        index: Result of `trainer.batches.data.index_rows`.
-        plan: Plan of the dataset.
-        must_learn: Whether to reject a dataset from which nothing can be learned.
+    With `must_learn`, a dataset from which nothing can be learned is rejected.
 
     Raises:
         RolloutError: If a row cannot be trained on as configured.
@@ -129,12 +116,11 @@ def check_dataset(
             "note: importance correction (tis_ratio_type) is off, because the dataset has no"
             " rollout_logprobs"
         )
-    if routing := check_replay(
-        rollout_io.scan(config.dataset),
-        models.replaying(config),
-        rows,
-        replays=config.replay_routing,
-    ):
+    replaying = {config.model: models.policy.model}  # the critic does not use recorded experts
+    if models.reference:
+        replaying[config.reference_model or config.model] = models.reference.model
+    rollouts = rollout_io.scan(config.dataset)
+    if routing := check_replay(rollouts, replaying, rows, replays=config.replay_routing):
         found["routing"] = Remark(routing, WARNING)
     texts = warnings_before(rows, plan, config)
     found |= {name: Remark(text, WARNING) for name, text in texts.items()}

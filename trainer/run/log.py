@@ -30,7 +30,6 @@ class RunLog:
     Args:
         accelerator: Provides the trackers.
         config: Configuration of the run.
-        out: Directory of the run.
         num_planned: Maximum number of updates.
         num_made: Number of updates before this process started.
         shows: Whether to show each mini-batch.
@@ -40,16 +39,15 @@ class RunLog:
         self,
         accelerator: Accelerator,
         config: TrainConfig,
-        out: Path,
         *,
         num_planned: int,
         num_made: int = 0,
         shows: bool = True,
     ) -> None:
         self.accelerator, self.config = accelerator, config
-        settings = {k: str(v) for k, v in dataclasses.asdict(self.config).items()}
-        self.accelerator.init_trackers("rollouts", config=settings)
-        self.file = (out / "metrics.jsonl").open("a", encoding="utf-8")
+        settings = {k: str(v) for k, v in dataclasses.asdict(config).items()}
+        accelerator.init_trackers("rollouts", config=settings)
+        self.file = (Path(config.out) / "metrics.jsonl").open("a", encoding="utf-8")
         self.num_planned = num_planned
         self.shows = shows
         self.bar = Bar(num_planned, "updates", done=num_made, shows=shows, stays=True)
@@ -70,8 +68,10 @@ class RunLog:
         open_ended = (*GENERATED, OWN_LOSS)
         assert all(name in known or name.startswith(open_ended) for name in metrics)
         self.write_line(metrics)
-        if self.shows:
-            self._show(metrics)
+        if self.bar.is_shown:
+            self.bar.update(1 - metrics["skipped"], numbers_of(metrics))
+        elif self.shows:
+            say(progress_line(metrics, self.num_planned))
         if "zero_loss" not in self.warned and _is_zero_loss(metrics):
             self.warned.add("zero_loss")
             say(
@@ -85,7 +85,10 @@ class RunLog:
 
     def write_line(self, metrics: dict[str, Any]) -> None:
         """Write a line; NaN and infinity become null, because JSON supports neither."""
-        finite = {k: None if _is_not_finite(v) else v for k, v in metrics.items()}
+        finite = dict(metrics)
+        for name, value in metrics.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                finite[name] = None
         self.file.write(json.dumps(finite) + "\n")
         self.file.flush()
         known = {k: v for k, v in metrics.items() if isinstance(v, int | float)}
@@ -95,20 +98,10 @@ class RunLog:
         """Sync the file to disk: a checkpoint relies on the lines before it."""
         os.fsync(self.file.fileno())
 
-    def _show(self, metrics: dict[str, Any]) -> None:
-        if self.bar.is_shown:
-            self.bar.update(1 - metrics["skipped"], numbers_of(metrics))
-        else:
-            say(progress_line(metrics, self.num_planned))
-
 
 def _is_zero_loss(metrics: dict[str, Any]) -> bool:
     """True if an update has a gradient although its loss is 0."""
     return bool(abs(metrics["loss"]) < ZERO_LOSS < metrics.get("grad_norm", 0.0))
-
-
-def _is_not_finite(value: Any) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
 
 
 def progress_line(metrics: dict[str, Any], num_planned: int) -> str:
@@ -120,16 +113,11 @@ def progress_line(metrics: dict[str, Any], num_planned: int) -> str:
         'update 2 of 6: loss -0.0123, reward 0.5, 850 tokens/s, 3.2 s'
     """
     if metrics["skipped"]:
-        why = (
-            "the gradient is not finite"
-            if metrics["num_trained_tokens"]
-            else "no tokens to train on"
-        )
+        has_tokens = metrics["num_trained_tokens"]
+        why = "the gradient is not finite" if has_tokens else "no tokens to train on"
         return f"mini-batch skipped: {why}"
-    numbers = numbers_of(metrics)
-    return (
-        f"update {metrics['global_step']} of {num_planned}: {numbers}, {metrics['seconds']:.1f} s"
-    )
+    number = f"update {metrics['global_step']} of {num_planned}"
+    return f"{number}: {numbers_of(metrics)}, {metrics['seconds']:.1f} s"
 
 
 def numbers_of(metrics: dict[str, Any]) -> str:

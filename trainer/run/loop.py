@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from trainer.models.optimizer import set_learning_rate
 from trainer.run.checkpoint import Checkpoints, checkpoint_path, discard_after, save_checkpoint
 from trainer.run.log import RunLog
 from trainer.run.mini_batches import MiniBatchUpdate, mini_batch_updates
-from trainer.run.resume import alone_in, cut, stops_when_full
+from trainer.run.resume import alone_in, stops_when_full
 from trainer.run.setup import TrainingRun, set_up
 from trainer.run.state import Progress, optimizer_tensors, save_state
 from trainer.run.update import Learner
@@ -83,7 +84,7 @@ def train(config: TrainConfig, *, resume: bool = False) -> TrainResult:
     progress, metrics = run.progress, dict[str, Any]()
     every = config.save_every_updates
     with ExitStack() as held, stops_when_full(Path(config.out)):
-        write(lambda: _open(config, run, held))
+        write(lambda: _open(run, held))
         with _open_log(run) as log:
             set_rates(run, progress.global_step)
             is_over = progress.global_step == config.max_updates
@@ -111,14 +112,16 @@ def train(config: TrainConfig, *, resume: bool = False) -> TrainResult:
     )
 
 
-def _open(config: TrainConfig, run: TrainingRun, held: ExitStack) -> None:
+def _open(run: TrainingRun, held: ExitStack) -> None:
     """Lock the run's directory, and remove everything after the point to resume from."""
-    out = Path(config.out)
+    out = run.checkpoints.out
     out.mkdir(parents=True, exist_ok=True)
     held.enter_context(alone_in(out))
-    cut(out / "metrics.jsonl", len(run.kept_metrics))
+    metrics = out / "metrics.jsonl"
+    if metrics.exists():
+        os.truncate(metrics, len(run.kept_metrics))
     discard_after(out, run.progress.global_step)
-    save_config(config, out / "config.json")
+    save_config(run.config, out / "config.json")
 
 
 def _write(accelerator: Accelerator, out: Path, work: Callable[[], object] | None) -> None:
@@ -149,11 +152,11 @@ def count_update(
 
 def _open_log(run: TrainingRun) -> AbstractContextManager[RunLog | None]:
     """Open the log in the main process; other processes get None."""
-    accelerator, out = run.learner.accelerator, run.checkpoints.out
+    accelerator = run.learner.accelerator
     if not accelerator.is_main_process:
         return nullcontext()
     num_made, num_planned = run.progress.global_step, run.schedule.num_planned
-    return RunLog(accelerator, run.config, out, num_planned=num_planned, num_made=num_made)
+    return RunLog(accelerator, run.config, num_planned=num_planned, num_made=num_made)
 
 
 def set_rates(run: TrainingRun, global_step: int) -> None:

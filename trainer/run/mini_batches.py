@@ -76,10 +76,7 @@ def mini_batch_updates(
 ) -> Iterator[MiniBatchUpdate]:
     """Train on the mini-batches from a position onwards, and yield their results.
 
-    Args:
-        run: The run.
-        position: Where to start.
-        explains: Whether to look once for the cause of a mismatch with the sampler.
+    If `explains`, look once for the cause of a mismatch with the sampler.
     """
     passes = run.settings.passes
     batches = (run.plan.batches * passes.num_epochs)[position.batch :]
@@ -108,15 +105,13 @@ def mini_batch_updates(
             if explains and cause is None and differs_from_sampler(metrics):
                 cause = likely_cause(run.learner, prepared.batch, forests)
             seconds = time.perf_counter() - start
-            speed = {
-                "seconds": seconds,
-                "tokens_per_s": metrics["num_forwarded_tokens"] / seconds,
-            }
+            speed = metrics["num_forwarded_tokens"] / seconds
+            metrics |= {"seconds": seconds, "tokens_per_s": speed}
             between = dataclasses.replace(position, mini_batch=done, known=prepared.known)
             yield MiniBatchUpdate(
                 moving=moving.intersection(groups_of[number]),
                 position=after if done == len(order) else between,
-                metrics=metrics | speed,
+                metrics=metrics,
                 cause=cause,
             )
             start = time.perf_counter()

@@ -21,16 +21,11 @@ TEMPERATURES = (1.0, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.5)
 def likely_cause(learner: Learner, batch: Batch, forests: Sequence[Forest]) -> str:
     """Name the likely cause of a mismatch in a mini-batch.
 
-    Recomputes the log-probabilities of one micro-batch at other temperatures, and tries a shift of
-    `rollout_logprobs` by one token. A cause is named if undoing it leaves at most a third
-    of the difference.
-
-    Args:
-        learner: The learner with the policy.
-        batch: A batch with `rollout_logprobs` at the targets.
-        forests: Micro-batches of the mini-batch.
+    Recomputes the log-probabilities of one of its micro-batches at other temperatures, and tries a
+    shift of `rollout_logprobs` by one token. A cause is named if undoing it leaves at most a third
+    of the difference. The batch must have `rollout_logprobs` at the targets.
     """
-    now = _logprobs(learner, batch, forests[0])
+    now = policy_logprobs(learner, batch, forests[:1])
     before = _distance(now, batch.rollout_logprobs)
     found = {**_misplaced(now, batch), **dict(_at_temperatures(learner, batch, forests[0]))}
     cause = min(found, key=lambda text: found[text])
@@ -48,32 +43,23 @@ def _misplaced(now: Tensor, batch: Batch) -> dict[str, float]:
     row = torch.from_numpy(batch.responses.row_of(np.arange(len(now))))
     apart = torch.where(row[1:] == row[:-1], 0.0, torch.nan)
     theirs = batch.rollout_logprobs
+    shifted = "rollout_logprobs are shifted by one: each belongs to the"
     return {
-        "rollout_logprobs are shifted by one: each belongs to the previous token": _distance(
-            now[:-1] + apart, theirs[1:]
-        ),
-        "rollout_logprobs are shifted by one: each belongs to the next token": _distance(
-            now[1:] + apart, theirs[:-1]
-        ),
+        f"{shifted} previous token": _distance(now[:-1] + apart, theirs[1:]),
+        f"{shifted} next token": _distance(now[1:] + apart, theirs[:-1]),
     }
 
 
 def _at_temperatures(learner: Learner, batch: Batch, forest: Forest) -> Iterator[tuple[str, float]]:
     recorded = sorted(set(batch.temperature[forest.target_slot].tolist()))
-    for temperature in TEMPERATURES:
-        if recorded != [temperature]:
-            other = dataclasses.replace(
-                batch, temperature=torch.full_like(batch.temperature, temperature)
-            )
-            noted = " and ".join(f"{value:g}" for value in recorded)
-            text = (
-                f"rollout_logprobs are at temperature {temperature:g}, but the rows record {noted}"
-            )
-            yield text, _distance(_logprobs(learner, other, forest), batch.rollout_logprobs)
-
-
-def _logprobs(learner: Learner, batch: Batch, forest: Forest) -> Tensor:
-    return policy_logprobs(learner, batch, [forest])
+    noted = " and ".join(f"{value:g}" for value in recorded)
+    for value in TEMPERATURES:
+        if recorded != [value]:
+            temperature = torch.full_like(batch.temperature, value)
+            other = dataclasses.replace(batch, temperature=temperature)
+            found = policy_logprobs(learner, other, [forest])
+            text = f"rollout_logprobs are at temperature {value:g}, but the rows record {noted}"
+            yield text, _distance(found, batch.rollout_logprobs)
 
 
 def _distance(ours: Tensor, theirs: Tensor) -> float:

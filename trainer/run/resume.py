@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
-import os
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -49,30 +48,26 @@ def find_checkpoint(config: TrainConfig) -> Path | None:
         ConfigError: If the configuration differs from the run's.
         InputError: If `config.json` or `latest` is missing or invalid.
     """
-    saved = saved_config(Path(config.out))
+    out = Path(config.out)
+    saved = saved_config(out)
     if saved is not None:
-        _check_same(saved, config)
-    found = latest_checkpoint(Path(config.out))
-    if found and saved is None:
-        raise no_saved_config(config.out, found)
-    return found
-
-
-def no_saved_config(out: str, checkpoint: Path) -> InputError:
-    """Build the error for a run that has checkpoints but no `config.json`."""
-    got = "the file is missing, although the run has checkpoints"
-    hint = f"restore the file, or start a new run: --model {checkpoint}"
-    return InputError("resume_config", f"{out}/config.json", got, hint=hint)
+        may_change = MAY_CHANGE - fixed_keys(config)
+        check_same(saved, dataclasses.asdict(config), may_change, out, growing="num_epochs")
+    return latest_checkpoint(out)
 
 
 def saved_config(out: Path) -> dict[str, Any] | None:
-    """Read the configuration that a run saved in its directory; None if there is none.
+    """Read the configuration that a run saved in its directory; None if it has not saved any yet.
 
     Raises:
-        InputError: If it cannot be read.
+        InputError: If it cannot be read, or is missing although the run has checkpoints.
     """
     file = out / "config.json"
     if not file.is_file():
+        if found := latest_checkpoint(out):
+            got = "the file is missing, although the run has checkpoints"
+            hint = f"restore the file, or start a new run: --model {found}"
+            raise InputError("resume_config", str(file), got, hint=hint)
         return None
     try:
         return dict(json.loads(file.read_text(encoding="utf-8")))
@@ -81,19 +76,18 @@ def saved_config(out: Path) -> dict[str, Any] | None:
         raise InputError("resume_config", str(file), got) from error
 
 
-def _check_same(saved: dict[str, Any], config: TrainConfig) -> None:
-    may_change = MAY_CHANGE - fixed_keys(config)
-    check_same(saved, dataclasses.asdict(config), may_change, Path(config.out))
-    check_not_fewer(saved, "num_epochs", config.num_epochs)
-
-
 def check_same(
-    saved: Mapping[str, Any], given: Mapping[str, Any], may_change: Collection[str], out: Path
+    saved: Mapping[str, Any],
+    given: Mapping[str, Any],
+    may_change: Collection[str],
+    out: Path,
+    *,
+    growing: str,
 ) -> None:
     """Check that a configuration equals the one with which a run started.
 
     Raises:
-        ConfigError: If a key that must not change has a different value.
+        ConfigError: If a key that must not change has a different value, or `growing` a lower one.
     """
     now = json.loads(json.dumps(given))
     kept = [key for key in now if key not in may_change]
@@ -105,17 +99,9 @@ def check_same(
         expected = f"{json.dumps(saved.get(key))}, as in {out}/config.json"
         also = f" (also different: {', '.join(others)})" if others else ""
         raise ConfigError("resume_config", key, json.dumps(now[key]), expected, _HINT + also)
-
-
-def check_not_fewer(saved: Mapping[str, Any], key: str, number: int) -> None:
-    """Check that a number did not decrease.
-
-    Raises:
-        ConfigError: If it did.
-    """
-    if number < saved.get(key, 1):
-        expected = f"at least {saved[key]}"
-        raise ConfigError("resume_config", key, str(number), expected, _HINT)
+    if now[growing] < saved.get(growing, 1):
+        expected = f"at least {saved[growing]}"
+        raise ConfigError("resume_config", growing, str(now[growing]), expected, _HINT)
 
 
 def check_max_updates(max_updates: int | None, global_step: int) -> None:
@@ -141,12 +127,6 @@ def lines_to_keep(path: Path, num_lines: int) -> bytes:
         expected = f"{num_lines}, one per mini-batch trained before the checkpoint"
         raise InputError("resume_metrics", str(path), count(len(whole), "line"), expected)
     return b"".join(whole[:num_lines])
-
-
-def cut(path: Path, num_bytes: int) -> None:
-    """Truncate a file, if it exists."""
-    if path.exists():
-        os.truncate(path, num_bytes)
 
 
 @contextmanager

@@ -24,14 +24,7 @@ def check_replay(
 ) -> str:
     """Check the recorded experts of the rows to train on against the models that will use them.
 
-    Args:
-        rollouts: The dataset.
-        models: Transformers models by directory.
-        rows: Rows of `trainer.batches.data.index_rows` to train on.
-        replays: Whether to use the recorded experts; if false, they are ignored.
-
-    Returns:
-        A note or warning for the user, or "".
+    The models are given by directory. Returns a note or warning for the user, or "".
 
     Raises:
         InputError: If rows have recorded experts that are not ignored, and a model cannot use
@@ -43,10 +36,8 @@ def check_replay(
     if rows.join(known, on=KEYS, how="semi").is_empty():
         return ""
     if not replays:
-        return (
-            "note: recorded experts (rollout_expert_indices) are ignored, because replay_routing is"
-            " false"
-        )
+        text = "note: recorded experts (rollout_expert_indices) are ignored"
+        return f"{text}, because replay_routing is false"
     kind: Any = rollouts.collect_schema()[ROUTING]
     shape: tuple[int, ...] = kind.inner.shape
     facts = None
@@ -62,10 +53,9 @@ def _fitting(path: str, model: Any, shape: tuple[int, ...]) -> Routers:
     routers = routers_of(model)
     if routers is None:
         families = ", ".join(sorted({name.split("Top")[0] for name in WEIGHTS}))
-        got = (
-            f"cannot replay recorded experts (rollout_expert_indices) in {model.config.model_type};"
-        )
-        raise InputError(RULE, path, f"{got} supported families: {families}", hint=IGNORE)
+        got = "cannot replay recorded experts (rollout_expert_indices) in"
+        got = f"{got} {model.config.model_type}; supported families: {families}"
+        raise InputError(RULE, path, got, hint=IGNORE)
     wanted = routers.num_layers, routers.topk
     if shape != wanted:
         got, expected = (f"{a} layers with {b} experts per token" for a, b in (shape, wanted))

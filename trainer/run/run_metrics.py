@@ -12,16 +12,6 @@ class Metric(NamedTuple):
     meaning: str
 
 
-_GENERATED = {
-    "generate/num_seq_before_merge": Metric(
-        "sequences",
-        "Turns of the batch. This metric and those named `generate/...` or `environment/...` appear"
-        " only on the first line of a batch; the two merge metrics only with `sequence_layout`"
-        " merge.",
-    ),
-    "generate/num_seq_after_merge": Metric("sequences", "Sequences after merging."),
-    "generate/batch_num_seq": Metric("sequences", "Sequences of the batch."),
-}
 GENERATED = ("generate/", "environment/")
 """Prefixes of metrics that `rollouts stats` also reports. A metric that exists both per step and
 per trajectory is per step."""
@@ -171,7 +161,14 @@ METRICS = {
         "1",
         "L2 norm of the critic's gradient before clipping; null if not finite (then no step is taken).",
     ),
-    **_GENERATED,
+    "generate/num_seq_before_merge": Metric(
+        "sequences",
+        "Turns of the batch. This metric and those named `generate/...` or `environment/...` appear"
+        " only on the first line of a batch; the two merge metrics only with `sequence_layout`"
+        " merge.",
+    ),
+    "generate/num_seq_after_merge": Metric("sequences", "Sequences after merging."),
+    "generate/batch_num_seq": Metric("sequences", "Sequences of the batch."),
     "num_rows": Metric("rows", "Rows of the mini-batch, in `sequence_layout`."),
     "num_greedy_rows": Metric(
         "rows", "Rows excluded from training because they were sampled at temperature 0."

@@ -43,7 +43,12 @@ def batch_settings(config: TrainConfig) -> BatchSettings:
     """Extract the settings of batches; `outcome` and `merge_rule` must be resolved."""
     return BatchSettings(
         outcome=config.outcome or "last",
-        passes=passes_of(config),
+        passes=Passes(
+            num_epochs=config.num_epochs,
+            epochs_per_batch=config.epochs_per_batch,
+            groups_per_mini_batch=config.groups_per_mini_batch,
+            max_updates=config.max_updates,
+        ),
         packing=packing_of(config),
         estimation=estimation_of(config),
         kl_reward=kl_reward_of(config) if config.kl_reward_coef else None,
@@ -62,16 +67,6 @@ def plan_settings(config: TrainConfig) -> PlanSettings:
         drop_zero_variance_groups=config.drop_zero_variance_groups,
         groups_per_batch=config.groups_per_batch,
         groups_per_mini_batch=config.groups_per_mini_batch,
-    )
-
-
-def passes_of(config: TrainConfig) -> Passes:
-    """Extract how often to pass over the dataset and over each batch."""
-    return Passes(
-        num_epochs=config.num_epochs,
-        epochs_per_batch=config.epochs_per_batch,
-        groups_per_mini_batch=config.groups_per_mini_batch,
-        max_updates=config.max_updates,
     )
 
 
@@ -134,12 +129,7 @@ def adapter_settings(config: TrainConfig) -> AdapterSettings:
 
 
 def objective_of(config: LossConfig, *, corrects: bool) -> Objective:
-    """Build the objective of a configuration.
-
-    Args:
-        config: Configuration of the run.
-        corrects: Whether importance weights and masks apply; set by `trainer.run.dataset_checks`.
-    """
+    """Build the objective; `corrects` enables importance weights and masks."""
     selection: ClipCovSettings | float | None = None
     if config.policy_loss_type == "kl_cov":
         selection = config.kl_cov_frac

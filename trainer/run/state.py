@@ -108,12 +108,7 @@ def save_state(path: Path, optimizers: OptimizerTensors, digest: str, progress: 
 
 
 def dataset_digest(plan: Plan, index: pl.DataFrame) -> str:
-    """Hash the plan's trajectories, returns and masks, and every row's lengths and token sum.
-
-    Args:
-        plan: Plan of the run.
-        index: Result of `trainer.batches.data.index_rows`.
-    """
+    """Hash the plan's trajectories, returns and masks, and every row's lengths and token sum."""
     counted = ("num_prompt_tokens", "num_trained_tokens", "num_forwarded_tokens", "token_sum")
     tables = plan.trajectories, index.select("trajectory_id", "step_index", *counted)
     return hashlib.sha256("".join(table.write_csv() for table in tables).encode()).hexdigest()
@@ -164,8 +159,8 @@ def restore(path: Path, learner: Learner, critic: CriticLearner | None) -> None:
 
 
 def _unreadable(path: Path, error: Exception) -> InputError:
-    got = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    got = f"cannot read the state of the run: {got}"
+    reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    got = f"cannot read the state of the run: {reason}"
     hint = "write the name of an earlier checkpoint into checkpoints/latest"
     return InputError("checkpoint_state", str(path), got, hint=hint)
 

@@ -47,7 +47,7 @@ class Learner:
         optimizer: Its optimizer, prepared by `accelerator`.
         objective: The loss.
         learning_rate: Peak learning rate.
-        max_grad_norm: Largest L2 norm of the gradient; a larger one is scaled down.
+        max_grad_norm: Maximum L2 norm of the gradient; larger gradients are scaled down.
         reference: The frozen reference of the KL divergence; None if not needed.
     """
 
@@ -84,11 +84,8 @@ def policy_logprobs(
 ) -> Tensor:
     """Compute log-probabilities of the targets of `forests`, without gradient.
 
-    Args:
-        learner: The learner with the policy.
-        batch: The batch, with each target's temperature.
-        forests: Micro-batches; each process forwards its share of them.
-        policy: A different policy, such as the learner's reference; None: the learner's policy.
+    Each process forwards its share of the micro-batches. The policy is the learner's, unless a
+    different one is given, such as its reference.
 
     Returns:
         [T] float32 on the CPU; NaN at response tokens that are not targets.

@@ -85,11 +85,11 @@ def test_a_terminal_gets_a_bar_and_warnings_but_no_line_per_update(
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setenv("NO_COLOR", "1")
-    config = TrainConfig(dataset="ds", model="m", out="o")
+    config = TrainConfig(dataset="ds", model="m", out=str(tmp_path))
     master, slave = pty.openpty()
     with os.fdopen(slave, "w") as terminal:
         monkeypatch.setattr("sys.stderr", terminal)
-        with RunLog(Accelerator(), config, tmp_path, num_planned=6) as log:
+        with RunLog(Accelerator(), config, num_planned=6) as log:
             log.write(metrics(num_trained_groups=0))
         terminal.flush()
         shown = ""
