@@ -103,7 +103,8 @@ def _checked(function: Function, found: Any, logprobs: Tensor) -> TokenLoss:
     losses, clipped, metrics = found if isinstance(found, TokenLoss) else (found, None, {})
     num = len(logprobs)
     expected = f"a tensor [{num}] of {logprobs.dtype}, the loss of each target, or a TokenLoss"
-    hint = "return one loss per target: loss_reduction reduces them" if _is_scalar(losses) else None
+    is_scalar = isinstance(losses, Tensor) and losses.dim() == 0
+    hint = "return one loss per target: loss_reduction reduces them" if is_scalar else None
     _check_tensor(function, "", losses, logprobs, expected, hint, dtype=logprobs.dtype)
     if logprobs.requires_grad and not losses.requires_grad:
         raise refused(function, "losses without a gradient", "losses computed from `logprobs`")
@@ -125,10 +126,6 @@ def _checked(function: Function, found: Any, logprobs: Tensor) -> TokenLoss:
     return TokenLoss(losses, clipped, named)
 
 
-def _is_scalar(found: Any) -> bool:
-    return isinstance(found, Tensor) and found.dim() == 0
-
-
 def _check_tensor(
     function: Function,
     part: str,
@@ -140,9 +137,8 @@ def _check_tensor(
     dtype: torch.dtype | None = None,
 ) -> None:
     if not isinstance(found, Tensor):
-        raise refused(
-            function, f"a value of type {type(found).__name__}", expected, hint, part=part
-        )
+        got = f"a value of type {type(found).__name__}"
+        raise refused(function, got, expected, hint, part=part)
     shape, device = list(found.shape), logprobs.device
     if found.shape != logprobs.shape or (dtype and found.dtype != dtype):
         got = f"a tensor {shape} of {found.dtype}"

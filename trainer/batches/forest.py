@@ -58,13 +58,10 @@ class Forest:
 
     def to(self, device: torch.device) -> Forest:
         """Copy the forest to another device."""
-        tensors: dict[str, Any] = {
-            field.name: getattr(self, field.name) for field in dataclasses.fields(self)
-        }
-        moved: dict[str, Any] = {
-            name: t if t is None else t.to(device) for name, t in tensors.items()
-        }
-        return Forest(**moved)
+        names = [field.name for field in dataclasses.fields(self)]
+        tensors: dict[str, Any] = {name: getattr(self, name) for name in names}
+        present = {name: t.to(device) for name, t in tensors.items() if t is not None}
+        return Forest(**present)
 
 
 def attention_mask(subtree_end: Tensor) -> Tensor:
@@ -207,13 +204,7 @@ def pack(lengths: IntArray, budget: int) -> list[IntArray]:
 def spread(bins: Sequence[IntArray], lengths: IntArray, num_ranks: int) -> list[IntArray]:
     """Split bins of rows until the number of bins is a multiple of `num_ranks`, if possible.
 
-    Args:
-        bins: Rows of each bin.
-        lengths: [R] tokens of each row.
-        num_ranks: Number of processes that share the bins.
-
-    Returns:
-        Rows of each bin, ascending; bins are ordered by their first row.
+    Like those of `pack`, the bins are ordered by their first row, and their rows are ascending.
 
     Example:
         >>> bins = [np.array([0, 2, 3]), np.array([1])]

@@ -59,10 +59,7 @@ class Packing:
 def cut_batch(batch: Batch, packing: Packing, num_ranks: int = 1) -> list[MiniBatch]:
     """Split a batch into mini-batches, and each into micro-batches of `tokens_per_micro_batch`.
 
-    Args:
-        batch: Rows to forward (steps, if the layout is `tree`).
-        packing: Layout and size of the micro-batches.
-        num_ranks: Number of processes that share the micro-batches.
+    Rows must be steps if the layout is `tree`. `num_ranks` processes share the micro-batches.
     """
     tokens = batch.prompts, batch.responses
     routes, budget = batch.routes, packing.tokens_per_micro_batch

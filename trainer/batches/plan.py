@@ -114,12 +114,12 @@ def make_plan(returns: pl.DataFrame, settings: PlanSettings) -> Plan:
             got = f"drop_zero_variance_groups leaves no group to train on: {equal}"
         hint = "run `rollouts stats DS` to see the rewards"
         raise InvariantError("mask_trains_something", "dataset", got, hint=hint)
+    order = {group: number for number, group in enumerate(groups)}
+    number = trajectories["instance_id"].replace_strict(order, return_dtype=pl.Int64)
+    mini_batch = number % settings.groups_per_batch // settings.groups_per_mini_batch
     return Plan(
         trajectories=trajectories.with_columns(
-            trajectory_advantages(trajectories, settings.estimator),
-            _mini_batches(
-                trajectories, groups, settings.groups_per_batch, settings.groups_per_mini_batch
-            ),
+            trajectory_advantages(trajectories, settings.estimator), mini_batch.alias("mini_batch")
         ),
         batches=tuple(split(groups, settings.groups_per_batch)),
         num_groups_without_variance=len(constant),
@@ -183,9 +183,8 @@ def _groups_without_variance(trajectories: pl.DataFrame) -> list[str]:
 def trajectory_advantages(trajectories: pl.DataFrame, estimator: BoundFunction | None) -> pl.Series:
     """Compute the advantage of each trajectory from its return; 0 if it is excluded from training.
 
-    Args:
-        trajectories: instance_id, return and trains of complete groups.
-        estimator: An estimator that takes returns; None: all advantages are 0.
+    `trajectories` has instance_id, return and trains of complete groups. Without an estimator, all
+    advantages are 0.
     """
     trains = trajectories["trains"].to_numpy()
     group = trajectories["instance_id"].rank("dense").to_numpy()[trains]
@@ -195,15 +194,6 @@ def trajectory_advantages(trajectories: pl.DataFrame, estimator: BoundFunction |
         _, group_index = np.unique(group, return_inverse=True)
         advantages[trains] = advantages_of_returns(returns, group_index, estimator)
     return pl.Series("advantage", advantages)
-
-
-def _mini_batches(
-    trajectories: pl.DataFrame, groups: Sequence[str], groups_per_batch: int, groups_per_update: int
-) -> pl.Series:
-    order = {group: number for number, group in enumerate(groups)}
-    number = trajectories["instance_id"].replace_strict(order, return_dtype=pl.Int64)
-    mini_batch = number % groups_per_batch // groups_per_update
-    return mini_batch.alias("mini_batch")
 
 
 def split(groups: Sequence[str], size: int) -> list[tuple[str, ...]]:

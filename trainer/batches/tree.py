@@ -49,11 +49,7 @@ class Trie:
         return int((self.lengths - self.shared).sum())
 
     def part(self, index: IntArray) -> Trie:
-        """Select some rows, at least one.
-
-        Args:
-            index: Indices into the R rows, ascending.
-        """
+        """Select at least one of the R rows, by ascending indices."""
         shared = np.zeros(len(index), dtype=np.int64)
         if len(index) > 1:
             upto = self.shared[: index[-1] + 1]
@@ -137,12 +133,8 @@ def trie_forest(
 ) -> Forest:
     """Build the forest of a trie: a shared token is forwarded once, but is a target in each row.
 
-    Args:
-        trie: Rows of the batch.
-        prompts: Prompt tokens of all rows of the batch.
-        responses: Response tokens of all rows of the batch, T in total.
-        is_target: [T] bool, true for targets, whose parents must all be in the trie.
-        routes: The routes with which the trie was built.
+    The arguments after the trie are those of the complete batch. Parents of targets (`is_target`,
+    [T] bool) must all be in the trie.
     """
     new = trie.lengths - trie.shared
     begin = np.cumsum(new) - new
@@ -232,14 +224,8 @@ def cut(trie: Trie, budget: int) -> list[IntArray]:
     """Cut every tree into runs of rows with at most `budget` distinct tokens each.
 
     A cut before a row repeats the tokens that the row shares with the previous one. The cuts are
-    those that repeat the fewest tokens in total; ties go to the fewest cuts.
-
-    Args:
-        trie: R rows; a row of more than `budget` tokens becomes a separate run.
-        budget: Maximum number of tokens per run.
-
-    Returns:
-        Indices of the rows in each run, in order.
+    those that repeat the fewest tokens in total; ties go to the fewest cuts. A row of more than
+    `budget` tokens becomes a separate run. Returns the indices of the rows in each run, in order.
 
     Example:
         Rows of 4, 6, 5 and 5 tokens; the last three share 3, 1 and 4 with the row before:

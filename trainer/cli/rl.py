@@ -74,14 +74,11 @@ def rl(
 
 def _report(result: RlResult) -> str:
     skipped = f", {result.num_skipped_updates} skipped" if result.num_skipped_updates else ""
+    greedy = result.num_greedy_rows
     lines = [
         f"iterations   {result.num_iterations}",
         f"updates      {result.num_updates}{skipped}",
-        *(
-            [f"masked       {count(result.num_greedy_rows, 'greedy row')}"]
-            if result.num_greedy_rows
-            else []
-        ),
+        *([f"masked       {count(greedy, 'greedy row')}"] if greedy else []),
         f"reward       {_number(result.return_mean)}",
         f"evaluation   {_number(result.evaluation)}",
         f"rollouts     {result.out}/rollouts",

@@ -61,7 +61,10 @@ def check_functions(config: LossConfig) -> None:
             function, is also a key of the configuration, or has a value of the wrong type.
         InputError: As for `find`.
     """
-    own = [function for function in functions_of(config) if function.is_own]
+    names = {kind: getattr(config, kind.key, None) for kind in KINDS}
+    named = [(kind, name) for kind, name in names.items() if name is not None]
+    # Built-in functions are not imported.
+    own = [find(kind, name) for kind, name in named if name not in kind.built_in]
     fields = config.__dataclass_fields__
     for key, value in config.loss.items():
         if not is_plain(value):
@@ -84,14 +87,6 @@ def is_plain(value: Any) -> bool:
     if isinstance(value, dict):
         return all(isinstance(key, str) and is_plain(value[key]) for key in value)
     return value is None or (isinstance(value, bool | int | float | str) and value == value)
-
-
-def functions_of(config: LossConfig) -> Iterator[Function]:
-    """Yield the user functions that a configuration names; built-in ones are not imported."""
-    for kind in KINDS:
-        name = getattr(config, kind.key, None)
-        if name is not None and name not in kind.built_in:
-            yield find(kind, name)
 
 
 def _unknown_key(key: str, own: Collection[Function], fields: Collection[str]) -> ConfigError:
@@ -117,9 +112,9 @@ def suggesting_loss_keys(
     """Suggest `loss.KEY` for an unknown key that resembles a parameter of a user function.
 
     Args:
-        given: Keys of the configuration file.
+        given: Values of the configuration file.
         overrides: `key=value` strings.
-        fields: Keys of the configuration.
+        fields: Known keys.
         table: Prefix "NAME." of the enclosing table.
     """
     try:
@@ -159,9 +154,8 @@ def _check_keys(function: Function, config: LossConfig) -> None:
     for name, parameter in function.keys.items():
         if name not in values and parameter.default is Parameter.empty:
             got = f"parameter `{name}` is neither an input nor a key of [loss]"
-            known = (
-                f"set `{name}` in [loss], or rename it to one of the {known_inputs(function.kind)}"
-            )
+            inputs = known_inputs(function.kind)
+            known = f"set `{name}` in [loss], or rename it to one of the {inputs}"
             hint = nearest_inputs(function) or known
             raise InputError(function.kind.key, function.name, got, hint=hint)
         annotation = getattr(parameter.annotation, "__name__", parameter.annotation)

@@ -30,11 +30,7 @@ def make_accelerator(
 ) -> Accelerator:
     """Create the Accelerator for `accelerate launch`, `torchrun`, or a single process.
 
-    Args:
-        out: Directory of the run.
-        dtype: Precision of the forward pass.
-        optimizer: Kind of optimizer; adamw_8bit does not work with FSDP.
-        trackers: Accelerate trackers of the run.
+    The arguments are keys of `TrainConfig`; the optimizer adamw_8bit does not work with FSDP.
 
     Raises:
         ConfigError: If a tracker is not installed, or the launch requests something unsupported.

@@ -49,12 +49,7 @@ def gather_bytes(accelerator: Accelerator, data: bytes) -> list[bytes]:
 def agreed(accelerator: Accelerator, work: Callable[[], T]) -> T:
     """Run local work in every process; a user error in one process is raised in all.
 
-    Args:
-        accelerator: The Accelerator of the run.
-        work: Must not communicate between processes.
-
-    Returns:
-        The local result of `work`, once all processes are done.
+    Returns the local result of `work`, which must not communicate, once all processes are done.
 
     Raises:
         RolloutError: If `work` raises one in any process; this process's own error comes first.
@@ -132,10 +127,7 @@ def gather_parts(
 ) -> list[Mapping[str, Tensor]]:
     """Gather the named tensors of all micro-batches on the CPU, ordered by micro-batch number.
 
-    Args:
-        accelerator: The Accelerator of the run.
-        parts: Tensors of this process's share, by micro-batch number; fillers (below 0) are
-            ignored.
+    `parts` are the tensors of this process's share, by number; fillers (below 0) are ignored.
     """
     if accelerator.num_processes == 1:
         return [parts[number] for number in sorted(parts)]

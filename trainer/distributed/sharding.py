@@ -25,12 +25,8 @@ def whole(tensor: Tensor) -> Tensor:
 def whole_weights(model: nn.Module, *, keep: bool) -> dict[str, Tensor] | None:
     """Gather all weights of a sharded model by name; tied weights share one tensor.
 
-    Args:
-        model: The model.
-        keep: Whether this process needs the weights; other processes only help to gather them.
-
-    Returns:
-        Weights by name; None if the model is not sharded, or `keep` is false.
+    Processes that do not `keep` the weights only help to gather them, and get None. All processes
+    get None if the model is not sharded.
     """
     if not is_sharded(model):
         return None

@@ -72,11 +72,6 @@ def use_chain_attention(model: Any) -> None:
         model.set_attn_implementation(CHAIN_ATTENTION)
 
 
-def takes_chains(config: Any) -> bool:
-    """True if a model of this configuration attends to packed chains without a dense mask."""
-    return bool(config._attn_implementation == CHAIN_ATTENTION)
-
-
 @contextmanager
 def forest_mask(config: Any, forest: Forest) -> Iterator[Tensor | None]:
     """Set the forest for a model's forward pass inside this context.
@@ -86,7 +81,7 @@ def forest_mask(config: Any, forest: Forest) -> Iterator[Tensor | None]:
         masks during the forward pass; otherwise [1, 1, N, N] bool: see
         `trainer.batches.forest.attention_mask`.
     """
-    if not takes_chains(config):
+    if config._attn_implementation != CHAIN_ATTENTION:
         yield attention_mask(forest.subtree_end)
         return
     lengths = lengths_of_chains(forest.subtree_end.cpu())

@@ -66,12 +66,7 @@ class Critic(nn.Module):
         yield from self.value_head.parameters()
 
     def save(self, path: Path, weights: Mapping[str, Tensor] | None = None) -> None:
-        """Write the model directory, including `value_head.safetensors`.
-
-        Args:
-            path: The directory.
-            weights: Weights to write, by name; None: the critic's.
-        """
+        """Write the model directory and its value head; `weights` replace those in memory."""
         state = self.state_dict() if weights is None else weights
         self.model.save_pretrained(path, state_dict=under("model", state))
         save_file(under("value_head", state), path / VALUE_HEAD)
@@ -111,7 +106,7 @@ class CriticLearner:
         optimizer: Its optimizer.
         value_clip: Maximum change of a value before the loss is clipped; None: no clipping.
         learning_rate: Peak learning rate.
-        max_grad_norm: Largest L2 norm of the gradient; a larger one is scaled down.
+        max_grad_norm: Maximum L2 norm of the gradient; larger gradients are scaled down.
     """
 
     accelerator: Accelerator

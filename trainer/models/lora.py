@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -143,12 +142,7 @@ def save_model(model: PreTrainedModel, path: Path, state: Mapping[str, Tensor]) 
     """Write a model directory; adapters are merged, and also written to `adapter/`.
 
     The model in memory is left unchanged: adding adapters to its weights and subtracting them again
-    would cause rounding errors.
-
-    Args:
-        model: A model with or without adapters.
-        path: The directory.
-        state: All weights of the model by name, including adapters.
+    would cause rounding errors. `state` contains all weights by name, including adapters.
     """
     adapter = {_file_name(name): tensor for name, tensor in state.items() if ".lora_" in name}
     if not adapter:
@@ -201,23 +195,19 @@ class WithoutAdapter(nn.Module):
 
     def __init__(self, policy: nn.Module) -> None:
         super().__init__()
-        self.policy = (policy,)  # a tuple, or it would be a submodule whose weights count twice
+        self.policy = (
+            policy,
+        )  # a tuple, or it would be a submodule, whose weights would be counted twice
 
     def forward(self, forest: Forest, temperature: Tensor) -> tuple[Tensor, Tensor]:
         """See `Policy.forward`."""
         policy = self.policy[0]
-        with _turned_off(policy):
-            found: tuple[Tensor, Tensor] = policy(forest, temperature)
-        return found
-
-
-@contextmanager
-def _turned_off(policy: nn.Module) -> Iterator[None]:
-    layers = [layer for _, layer in _layers(policy)]
-    for layer in layers:
-        layer.enable_adapters(enabled=False)
-    try:
-        yield
-    finally:
+        layers = [layer for _, layer in _layers(policy)]
         for layer in layers:
-            layer.enable_adapters(enabled=True)
+            layer.enable_adapters(enabled=False)
+        try:
+            found: tuple[Tensor, Tensor] = policy(forest, temperature)
+        finally:
+            for layer in layers:
+                layer.enable_adapters(enabled=True)
+        return found

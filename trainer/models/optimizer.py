@@ -32,11 +32,7 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """Make the AdamW optimizer named by `settings.optimizer`; torch's is fused on a GPU.
 
-    Args:
-        parameters: Parameters of a model; frozen ones are ignored.
-        settings: Kind of AdamW, and its settings.
-        learning_rate: Learning rate of the policy, or of the critic.
-        device: Device of the parameters.
+    Frozen parameters are ignored.
 
     Raises:
         MissingExtra: If adamw_8bit is configured and bitsandbytes is not installed.

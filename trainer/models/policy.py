@@ -136,11 +136,7 @@ def load_policy(
 ) -> Policy:
     """Load a model directory as a policy with float32 weights, and check it on a few tokens.
 
-    Args:
-        path: The directory.
-        logprob_chunk_tokens: Number of targets whose logits are in memory at once.
-        entropy_gradient: Whether the entropy has a gradient.
-        trees: Whether the policy will forward branching trees.
+    `trees` states whether it will forward branching trees; see `Policy` for the other arguments.
 
     Raises:
         InputError: If `path` is not a model directory; if Transformers cannot load the model

@@ -16,14 +16,11 @@ from torch import Tensor, nn
 
 
 def fix_frequencies(model: Any) -> None:
-    """Make every forward pass of a model use the frequencies of its longest possible row.
+    """Make a model's rotary modules use fixed frequencies: those of its longest possible row.
 
     - LongRoPE: the long factors if `max_position_embeddings` (vLLM's default `max_model_len`) is
       above `original_max_position_embeddings`, else the short ones.
     - Dynamic NTK with a factor: the base for `max_position_embeddings * factor` positions.
-
-    Args:
-        model: A Transformers model; its rotary modules are changed.
     """
     for module in model.modules():
         longest = longest_row(module)

@@ -34,12 +34,7 @@ def check_policy(policy: nn.Module, path: str, *, trees: bool = False) -> None:
 
     Even in unknown architectures, this detects a head whose logits differ from the model's, rows
     that attend to each other, misplaced windows, wrong weights of replayed experts, and forward
-    passes in which a long row affects the others.
-
-    Args:
-        policy: The policy, a `trainer.models.policy.Policy`.
-        path: Directory of its model, for the error.
-        trees: Whether the policy will forward branching trees.
+    passes in which a long row affects the others. Branching trees are checked only with `trees`.
 
     Raises:
         InputError: model_layers, if the log-probabilities differ.

@@ -23,20 +23,21 @@ def plan_numbers(plan: DryRun) -> dict[str, Any]:
 
 def plan_text(plan: DryRun) -> str:
     """Format the report as text: the plan, a table of layouts, memory, and functions."""
-    parts = (_run_lines, _layout_lines, _memory_lines, _function_lines)
-    return "\n\n".join("\n".join(lines(plan)) for lines in parts)
+    functions = [f"{key:<20} {use}" for key, use in plan.functions.items()]
+    parts = _run_lines(plan), _layout_lines(plan), _memory_lines(plan), functions
+    return "\n\n".join("\n".join(lines) for lines in parts)
 
 
 def _run_lines(plan: DryRun) -> list[str]:
-    counts = {
-        "without variance": plan.num_groups_without_variance,
-        "partial": plan.num_partial_groups,
-    }
-    found = [f"{number:,} {name}" for name, number in counts.items() if number]
+    found = [f"{plan.num_groups:,}"]
+    if plan.num_groups_without_variance:
+        found.append(f"{plan.num_groups_without_variance:,} without variance")
+    if plan.num_partial_groups:
+        found.append(f"{plan.num_partial_groups:,} partial")
     masked = f"{plan.num_failed:,} failed, {plan.num_masked:,} masked"
     made = f", {plan.num_updates_made:,} already made" if plan.num_updates_made else ""
     return [
-        f"groups        {', '.join([f'{plan.num_groups:,}', *found])}",
+        f"groups        {', '.join(found)}",
         f"trajectories  {plan.num_trajectories:,}, {masked}",
         f"batches       {plan.num_batches:,}, {count(plan.num_mini_batches, 'mini-batch', 'es')},"
         f" {count(plan.num_epochs, 'epoch')}",
@@ -46,17 +47,9 @@ def _run_lines(plan: DryRun) -> list[str]:
 
 
 def _layout_lines(plan: DryRun) -> list[str]:
-    header = [
-        "forwards",
-        "sequences",
-        "tokens",
-        "of step",
-        "repeated",
-        "longest",
-        "micro-batches per update",
-    ]
+    counted = ["sequences", "tokens", "of step", "repeated", "longest"]
+    lines = [["forwards", *counted, "micro-batches per update"]]
     whole = plan.layouts["step"].num_tokens
-    lines = [header]
     for name, layout in plan.layouts.items():
         marked = f"{name} *" if name == plan.trained_layout else name
         share = f"{layout.num_tokens / whole:.1%}" if whole else "-"
@@ -77,10 +70,5 @@ def _micro_batches(layout: Layout) -> str:
 def _memory_lines(plan: DryRun) -> list[str]:
     sizes = dataclasses.asdict(plan.memory) | {"total": plan.memory.total}
     shown = {name: size for name, size in sizes.items() if size}
-    return columns(
-        [["memory", "GiB"], *([name, f"{size / GIB:,.2f}"] for name, size in shown.items())]
-    )
-
-
-def _function_lines(plan: DryRun) -> list[str]:
-    return [f"{key:<20} {use}" for key, use in plan.functions.items()]
+    lines = [[name, f"{size / GIB:,.2f}"] for name, size in shown.items()]
+    return columns([["memory", "GiB"], *lines])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from trainer.batches.forest import Forest
 from trainer.run.setup import TrainingRun
@@ -52,11 +52,11 @@ def estimate_memory(run: TrainingRun, num_tokens: int) -> Memory:
     the bytes that autograd saved is extrapolated to `num_tokens`.
     """
     config, policy = run.config, run.learner.policy
-    modules: list[nn.Module] = [policy, *([run.critic.critic] if run.critic else [])]
-    held = [parameter for module in modules for parameter in module.parameters()]
-    trained = [p for group in run.learner.optimizer.param_groups for p in group["params"]]
+    held, groups = [*policy.parameters()], [*run.learner.optimizer.param_groups]
     if run.critic:
-        trained += [p for group in run.critic.optimizer.param_groups for p in group["params"]]
+        held += run.critic.critic.parameters()
+        groups += run.critic.optimizer.param_groups
+    trained = [parameter for group in groups for parameter in group["params"]]
     copies = 2 * sum(p.numel() for p in policy.parameters()) if config.dtype == "bfloat16" else 0
     vocab_size = run.learner.accelerator.unwrap_model(policy).model.config.vocab_size
     chunk = min(config.logprob_chunk_tokens, num_tokens)

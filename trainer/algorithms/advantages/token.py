@@ -33,16 +33,7 @@ class CriticAdvantages(NamedTuple):
 
 
 def reinforce_plus_plus(rewards: FloatArray, trajectory: IntArray, *, gamma: float) -> FloatArray:
-    """Compute REINFORCE++ advantages (arXiv:2501.03262): whitened discounted returns.
-
-    Args:
-        rewards: [N] reward of each token.
-        trajectory: [N] trajectory of each token, non-decreasing.
-        gamma: Discount per trained token, in [0, 1].
-
-    Returns:
-        [N] float64.
-    """
+    """Compute whitened `discounted_returns` ([N] float64): REINFORCE++ (arXiv:2501.03262)."""
     return whiten(discounted_returns(rewards, trajectory, gamma=gamma))
 
 
@@ -54,15 +45,7 @@ def whitened_gae(
     gamma: float,
     gae_lambda: float,
 ) -> CriticAdvantages:
-    """Compute whitened `gae` advantages; value targets are the unwhitened advantages plus values.
-
-    Args:
-        rewards: [N] reward of each token.
-        values: [N] as in `gae`.
-        trajectory: [N] trajectory of each token, non-decreasing.
-        gamma: Discount per trained token, in [0, 1].
-        gae_lambda: `lam` of `gae`.
-    """
+    """Compute whitened `gae` advantages; value targets are unwhitened advantages plus values."""
     advantages = gae(rewards, values, trajectory, gamma=gamma, lam=gae_lambda)
     return CriticAdvantages(whiten(advantages), advantages + values)
 

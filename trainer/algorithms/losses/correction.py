@@ -93,11 +93,6 @@ def row_ratios(
     return bounded_exp(total / row_sums(kept.to(total.dtype), row).clamp(min=1))
 
 
-def any_in_row(flags: Tensor, row: Tensor) -> Tensor:
-    """Find rows with a flagged target ([R] bool)."""
-    return row_sums(flags.float(), row) > 0
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CorrectionSettings:
     """Settings of the corrections for sampler mismatch.
@@ -139,7 +134,8 @@ def correct(
     ratio = bounded_exp(log_ratio)
     per_target: dict[str, Tensor] = {"is_ratio": ratio}
     per_row: dict[str, Tensor] = {}
-    over, under = (any_in_row(flags, row) for flags in bounds(ratio, *settings.outliers))
+    outliers = bounds(ratio, *settings.outliers)
+    over, under = (row_sums(flags.float(), row) > 0 for flags in outliers)
     kept = ~(over | under)[row]
     if settings.outliers != UNBOUNDED:
         per_row |= _row_metrics("outlier_seq", Bounds(over, under))

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from trainer.algorithms.losses.ratios import probability_ratio, row_counts, row_sums
+from trainer.algorithms.losses.ratios import probability_ratio, row_sums
 
 MAX_LOG_SEQUENCE_RATIO = 10.0
 KL_EPSILON = 1e-8
@@ -114,7 +114,8 @@ def gspo(
         eps_clip_high: Distance of the upper bound from 1.
     """
     log_ratio = (logprobs - old_logprobs).detach()
-    mean = row_sums(log_ratio, row) / row_counts(row, log_ratio)
+    counts = row_sums(torch.ones_like(log_ratio), row).clamp(min=1)
+    mean = row_sums(log_ratio, row) / counts
     log_s = logprobs - logprobs.detach() + mean[row]
     ratio = log_s.clamp(max=MAX_LOG_SEQUENCE_RATIO).exp()
     return ppo_clip(ratio, advantages, eps_clip_low, eps_clip_high)

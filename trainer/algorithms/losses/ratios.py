@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 # exp(20) is about 5e8: far beyond any useful ratio, and far below float32's overflow at exp(88).
@@ -35,8 +34,3 @@ def row_sums(values: Tensor, row: Tensor) -> Tensor:
     """
     num_rows = int(row.max()) + 1 if len(row) else 0
     return values.new_zeros(num_rows).index_add(0, row, values)
-
-
-def row_counts(row: Tensor, like: Tensor) -> Tensor:
-    """Count the targets of each row ([R], at least 1, in the dtype of `like`)."""
-    return row_sums(torch.ones_like(row, dtype=like.dtype), row).clamp(min=1)
