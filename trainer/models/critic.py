@@ -29,10 +29,7 @@ class Critic(nn.Module):
     """A linear value head on the last hidden states of a causal LM.
 
     The critic stays in evaluation mode, like the policy. The language-model head is kept for
-    checkpoints, but not trained.
-
-    Args:
-        model: A causal LM, not shared with the policy.
+    checkpoints, but not trained. The model must not be shared with the policy.
     """
 
     def __init__(self, model: Any) -> None:

@@ -48,10 +48,8 @@ def add_adapter(policy: Policy, adapter: AdapterSettings, path: Path | None = No
 
         W x + lora_alpha / lora_rank * B A x
 
-    Args:
-        policy: A policy with the float32 weights of the model directory.
-        adapter: The adapters to add.
-        path: Directory of an adapter to resume from, as written by `save_model`.
+    The policy must have the float32 weights of the model directory. `path` is an adapter to resume
+    from, as written by `save_model`.
 
     Raises:
         MissingExtra: If peft is not installed.
@@ -187,11 +185,7 @@ def merged_weights(state: Mapping[str, Tensor], scaling: float) -> dict[str, Ten
 
 
 class WithoutAdapter(nn.Module):
-    """A policy with its adapters disabled, as a reference without separate weights.
-
-    Args:
-        policy: The policy, prepared for training.
-    """
+    """A policy with its adapters disabled, as a reference without separate weights."""
 
     def __init__(self, policy: nn.Module) -> None:
         super().__init__()

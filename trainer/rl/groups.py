@@ -24,9 +24,6 @@ Tables = Mapping[int, pa.Table]
 class Groups:
     """Sampled groups of each iteration, starting with those on disk.
 
-    Args:
-        config: Configuration of the run.
-
     Attributes:
         size: Groups per iteration.
         names: Instance ids of all finished groups, including dropped ones.

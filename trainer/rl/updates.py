@@ -40,9 +40,7 @@ KEPT_WEIGHTS = 2
 class Learning:
     """Policy, optimizer and other training state across iterations; its methods are blocking.
 
-    Args:
-        config: Configuration of the run.
-        checkpoint: Checkpoint to resume from; None: start from the beginning.
+    Resumes from `checkpoint` if it is given.
 
     Raises:
         RolloutError: If a model cannot be trained as configured, or the checkpoint is unreadable.

@@ -28,15 +28,10 @@ def check_rows(
     limit: RowLimit,
     must_learn: bool = True,
 ) -> pl.DataFrame:
-    """Check an index of rows against model and configuration, and return the rows to train on.
+    """Check rows against the model and the configuration, and return the rows to train on.
 
-    Args:
-        index: Result of `trainer.batches.data.index_rows`.
-        plan: Plan of the run.
-        config: Configuration of the run.
-        vocab_size: Valid token ids are 0 to vocab_size - 1.
-        limit: Maximum row length.
-        must_learn: Whether to reject rows from which nothing can be learned.
+    `index` is the result of `trainer.batches.data.index_rows`. Token ids must be below
+    `vocab_size`. With `must_learn`, rows from which nothing can be learned are rejected.
 
     Raises:
         InvariantError, InputError: If a row breaks a rule (the error names the first such row), or

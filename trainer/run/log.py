@@ -29,7 +29,7 @@ class RunLog:
 
     Args:
         accelerator: Provides the trackers.
-        config: Configuration of the run.
+        config: Provides the directory and the settings that warnings depend on.
         num_planned: Maximum number of updates.
         num_made: Number of updates before this process started.
         shows: Whether to show each mini-batch.

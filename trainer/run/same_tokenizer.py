@@ -22,12 +22,7 @@ def check_tokenizers(config: TrainConfig, metadata: DatasetMetadata) -> list[Rem
     for other reasons. A model directory without tokenizer files cannot be compared. A different
     chat template does not change the dataset's token ids.
 
-    Args:
-        config: Configuration of the run.
-        metadata: Metadata of the run's dataset.
-
-    Returns:
-        Warnings and notes; one of them states what was compared.
+    Returns warnings and notes; one of them states what was compared.
 
     Raises:
         InputError: If a model has a different tokenizer, unless `allow_other_tokenizer` is set.
