@@ -24,7 +24,7 @@ from schemas.structure_checks import (
     check_structure,
     check_whole,
 )
-from schemas.types import PREFIX_TYPES, accepts, accepts_column, as_table, is_list
+from schemas.types import PREFIX_TYPES, accepts, accepts_column, as_table, is_list, is_nullable
 from schemas.view import View, breach_frame, joined
 
 DECODE_COLUMNS = (*PREFIX_TYPES, "response_ids", "trajectory_id", "step_index")
@@ -202,13 +202,12 @@ def check_types(table: pa.Table, row_offset: int = 0) -> tuple[pl.DataFrame, fro
     Returns:
         Breaches, and the names of the columns at fault.
     """
-    found = []
-    encoded = PREFIX_TYPES.keys() <= set(table.column_names)
-    stands_in = {"prompt_token_ids"} if encoded else set()
-    missing = set(REQUIRED_COLUMNS) - stands_in - set(table.column_names)
+    missing = set(REQUIRED_COLUMNS) - set(table.column_names)
+    if PREFIX_TYPES.keys() <= set(table.column_names):
+        missing.discard("prompt_token_ids")
     sentence = "the required column {column} is missing"
     got, expected = "no such column", "a required column"
-    found += [_wrong(name, got, expected, sentence) for name in sorted(missing)]
+    found = [_wrong(name, got, expected, sentence) for name in sorted(missing)]
     declared = [n for n in table.column_names if n in COLUMN_BY_NAME or n in PREFIX_TYPES]
     misfits = [frame for name in declared for frame in _check_type(table, name)]
     unfit = frozenset(frame["column"].item() for frame in misfits)
@@ -273,10 +272,8 @@ def _check_type(table: pa.Table, name: str) -> list[pl.DataFrame]:
 
 
 def _check_nulls(view: View, name: str) -> list[pl.DataFrame]:
-    column, values = COLUMN_BY_NAME.get(name), view.table.column(name)
-    nullable = name == "parent_step_index" if column is None else column.nullable
-    rule, found = "columns_and_types", []
-    if not nullable and values.null_count:
+    rule, values, found = "columns_and_types", view.table.column(name), []
+    if values.null_count and not is_nullable(name):
         rows = np.flatnonzero(to_numpy(values.is_null()))
         found.append(
             view.breaches(rule, rows, name, ["null"] * len(rows), "a value", "{column} is null")

@@ -44,8 +44,8 @@ class Ragged:
 
         Elements must not be null. Offsets have 64 bits, so there may be more than 2^31 elements.
         """
-        lengths = list_lengths(column)
-        return cls(_flat_values(column), offsets_of(lengths), to_numpy(column.is_valid()))
+        values = to_numpy(pc.list_flatten(column))
+        return cls(values, offsets_of(list_lengths(column)), to_numpy(column.is_valid()))
 
     @property
     def lengths(self) -> IntArray:
@@ -70,10 +70,6 @@ class Ragged:
             return pa.LargeListArray.from_arrays(offsets, values, type=kind, mask=mask)
         offsets = to_arrow(self.offsets, pa.int32())
         return pa.ListArray.from_arrays(offsets, values, type=pa.list_(element_type), mask=mask)
-
-
-def _flat_values(column: pa.Array | pa.ChunkedArray) -> npt.NDArray[Any]:
-    return to_numpy(pc.list_flatten(column))
 
 
 def list_lengths(column: pa.Array | pa.ChunkedArray) -> IntArray:

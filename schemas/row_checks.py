@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 from schemas.columns import COLUMNS, JOINED, METRICS_TYPE, Length
 from schemas.numpy_arrays import filled, to_numpy
 from schemas.ragged import BoolArray, IntArray, Ragged, list_lengths
-from schemas.structure_checks import changes
+from schemas.structure_checks import first_rows
 from schemas.types import cast_column
 from schemas.view import View
 
@@ -65,7 +65,9 @@ def check_token_range(view: View, vocab_size: int | None) -> Iterator[pl.DataFra
     expected = "ids >= 0" if vocab_size is None else f"ids in 0..{top}"
     for name in ("prompt_token_ids", "prompt_suffix_ids", "response_ids"):
         if view.has(name):
-            yield _outside(view, "token_range", name, 0, top, expected)
+            ids = view.ragged(name).values
+            if len(ids) and (ids.min() < 0 or ids.max() > top):
+                yield _first_elements(view, "token_range", name, (ids < 0) | (ids > top), expected)
 
 
 def check_logprobs(view: View) -> Iterator[pl.DataFrame]:
@@ -87,23 +89,23 @@ def check_logprobs(view: View) -> Iterator[pl.DataFrame]:
 
 def check_rewards(view: View) -> Iterator[pl.DataFrame]:
     """Check reward_finite and reward_matches_rewards."""
-    has_scalar, has_tokens = view.has("reward"), view.has("rewards")
-    scalar = to_numpy(view.table.column("reward")) if has_scalar else None
+    scalar = to_numpy(view.table.column("reward")) if view.has("reward") else None
     known = ~view.is_null("reward")
     if scalar is not None:
         rows = np.flatnonzero(known & ~np.isfinite(scalar))
         got = [str(x) for x in scalar[rows]]
         expected, sentence = "a finite number or null", "reward is {got}; it must be finite or null"
         yield view.breaches("reward_finite", rows, "reward", got, expected, sentence)
-    if scalar is not None and view.has("segments"):
-        yield _step_rewards(view, np.where(known, scalar, np.nan))
-    if not has_tokens:
+        scalar = np.where(known, scalar, np.nan)
+        if view.has("segments"):
+            yield _step_rewards(view, scalar)
+    if not view.has("rewards"):
         return
     column = view.ragged("rewards")
     bad = ~np.isfinite(column.values)
     yield _first_elements(view, "reward_finite", "rewards", bad, "finite numbers")
     if scalar is not None:
-        yield _reward_sums(view, column, np.where(known, scalar, np.nan))
+        yield _reward_sums(view, column, scalar)
 
 
 def _step_rewards(view: View, scalar: npt.NDArray[np.float64]) -> pl.DataFrame:
@@ -114,29 +116,30 @@ def _step_rewards(view: View, scalar: npt.NDArray[np.float64]) -> pl.DataFrame:
     joined = filled(pc.struct_field(flat, JOINED), value=False)
     earned = to_numpy(pc.struct_field(flat, "reward").cast(pa.float64()))
     row = SegmentSpans.of(view).row
-    num_rows = len(scalar)
-    sums = np.bincount(row, np.where(joined, earned, 0.0), num_rows)
-    merged = np.bincount(row, joined, num_rows) > 0
-    tolerance = REWARD_TOLERANCE * np.maximum(1.0, np.abs(np.nan_to_num(scalar)))
-    differs = merged & np.isfinite(scalar) & np.isfinite(sums)
-    rows = np.flatnonzero(differs & (np.abs(sums - np.nan_to_num(scalar)) > tolerance))
+    sums = np.bincount(row, np.where(joined, earned, 0.0), len(scalar))
+    merged = np.bincount(row, joined, len(scalar)) > 0
+    rows = np.flatnonzero(merged & _differ(sums, scalar))
     got, expected = [f"{scalar[r]:g}" for r in rows], [f"{sums[r]:g}" for r in rows]
     sentence = "reward is {got} but the rewards of the row's steps sum to {expected}"
     return view.breaches("reward_matches_rewards", rows, "reward", got, expected, sentence)
 
 
 def _reward_sums(view: View, column: Ragged, scalar: npt.NDArray[np.float64]) -> pl.DataFrame:
-    sums = row_sums(column)
-    tolerance = REWARD_TOLERANCE * np.maximum(1.0, np.abs(np.nan_to_num(scalar)))
-    with np.errstate(invalid="ignore"):
-        differs = np.abs(sums - scalar) > tolerance
-    unknown = view.is_null("reward")
-    differs = (np.isfinite(sums) & np.isfinite(scalar) & differs) | (unknown & column.valid)
-    rows = np.flatnonzero(differs & column.valid)
+    sums, unknown = row_sums(column), view.is_null("reward")
+    rows = np.flatnonzero(column.valid & (unknown | _differ(sums, scalar)))
     got = [f"{x:g}" for x in sums[rows]]
     expected = ["null" if unknown[r] else f"{scalar[r]:g}" for r in rows]
     sentence = "rewards sum to {got} but reward is {expected}"
     return view.breaches("reward_matches_rewards", rows, "rewards", got, expected, sentence)
+
+
+def _differ(sums: npt.NDArray[Any], rewards: npt.NDArray[Any]) -> BoolArray:
+    """True where both are finite and differ by more than rounding."""
+    tolerance = REWARD_TOLERANCE * np.maximum(1.0, np.abs(rewards))
+    is_known = np.isfinite(sums) & np.isfinite(rewards)
+    with np.errstate(invalid="ignore"):
+        differs: BoolArray = is_known & (np.abs(sums - rewards) > tolerance)
+    return differs
 
 
 def check_segments(view: View) -> Iterator[pl.DataFrame]:
@@ -204,10 +207,8 @@ def check_routing(view: View) -> Iterator[pl.DataFrame]:
         per_token = len(experts) // len(tokens)
         token = np.flatnonzero((experts < 0).reshape(-1, per_token).any(axis=1))
         rows = np.unique(np.repeat(np.arange(len(lengths)), lengths)[token])
-        got, sentence = (
-            ["an expert below 0"] * len(rows),
-            "{column} contains a negative expert index",
-        )
+        got = ["an expert below 0"] * len(rows)
+        sentence = "{column} contains a negative expert index"
         yield view.breaches("routing_shape", rows, name, got, ">= 0", sentence)
 
 
@@ -231,10 +232,8 @@ def check_metrics(view: View) -> Iterator[pl.DataFrame]:
         "a null" if is_null else f"{name!r} twice"
         for name, is_null in bad.select("key", "is_null").iter_rows()
     ]
-    expected, sentence = (
-        "each name once, without nulls",
-        "{column} contains {got}; expected {expected}",
-    )
+    expected = "each name once, without nulls"
+    sentence = "{column} contains {got}; expected {expected}"
     yield view.breaches("metrics_keys", bad["row"].to_numpy(), "metrics", got, expected, sentence)
 
 
@@ -269,7 +268,7 @@ def check_prompts(view: View) -> Iterator[pl.DataFrame]:
         for index, at in zip(answer[alike].tolist(), message[alike].tolist(), strict=True)
         if ranges.trains(index) and ranges.begins(index, prompt.values[at:])
     ]
-    found = list(_unexplained(ranges, repeated, _first_rows(view)))
+    found = list(_unexplained(ranges, repeated, first_rows(view)))
     got = [f"its {ranges.length[i]} sampled tokens as the last assistant message" for i in found]
     expected = "a prompt that ends before its response"
     rows = ranges.row[np.array(found, np.int64)]
@@ -325,13 +324,6 @@ class _SampledRanges:
         return bool(is_aligned and mask[start : start + self.length[index]].any())
 
 
-def _first_rows(view: View) -> IntArray:
-    """Return the first row of each row's trajectory (a run of equal ids), [N]."""
-    is_first = changes(view.strings("trajectory_id"))
-    first: IntArray = np.maximum.accumulate(np.where(is_first, np.arange(len(is_first)), 0))
-    return first
-
-
 def _last_messages(prompt: Ragged, wanted: BoolArray) -> tuple[IntArray, IntArray]:
     """Find the rows whose prompts contain an assistant message, and where the last one begins.
 
@@ -362,13 +354,13 @@ def _last_messages(prompt: Ragged, wanted: BoolArray) -> tuple[IntArray, IntArra
 
 
 def _unexplained(
-    ranges: _SampledRanges, answers: Sequence[int], first_rows: IntArray
+    ranges: _SampledRanges, answers: Sequence[int], first_row: IntArray
 ) -> Iterator[int]:
     """Yield the answers that no earlier row of their trajectory sampled; reads each range once."""
     sampled: set[bytes] = set()
     trajectory, end = -1, 0
     for index in answers:
-        first = int(first_rows[ranges.row[index]])
+        first = int(first_row[ranges.row[index]])
         if first != trajectory:
             trajectory, end, sampled = first, int(np.searchsorted(ranges.row, first)), set()
         sampled |= {ranges.tokens(i).tobytes() for i in range(end, index)}
@@ -399,13 +391,6 @@ def row_sums(column: Ragged) -> npt.NDArray[np.float64]:
     if len(filled):
         sums[filled] = np.add.reduceat(column.values, column.offsets[filled])
     return sums
-
-
-def _outside(view: View, rule: str, name: str, low: int, high: int, expected: str) -> pl.DataFrame:
-    values = view.ragged(name).values
-    if len(values) == 0 or (values.min() >= low and values.max() <= high):
-        return _first_elements(view, rule, name, np.zeros(len(values), np.bool_), expected)
-    return _first_elements(view, rule, name, (values < low) | (values > high), expected)
 
 
 def _first_elements(

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from schemas.breakers import BREAKERS, break_types
 from schemas.columns import COLUMNS, SEGMENT_FIELDS, arrow_schema, routing_type
 from schemas.rules import RULES
+from schemas.types import PREFIX_TYPES
 
 Row = dict[str, Any]
 Draw = st.DrawFn
@@ -35,10 +36,6 @@ _PER_TRAJECTORY = ("temperature", "top_p", "top_k", "sampling_extra", "agent")
 
 def values_of(kind: pa.DataType) -> st.SearchStrategy[Any]:
     """Draw values of a declared Arrow type from a small set, so that neighbours are often equal."""
-    if pa.types.is_map(kind):
-        return st.dictionaries(st.sampled_from(["score", "turns"]), _HALVES, max_size=2).map(
-            lambda d: list(d.items())
-        )
     if pa.types.is_string(kind):
         return st.sampled_from(["", "a", "stop", "[]", '{"k": 1}'])
     if pa.types.is_boolean(kind):
@@ -106,15 +103,10 @@ def broken_tables(draw: Draw, rule: str) -> pa.Table:
         return break_types(draw, draw(rollout_tables(min_trajectories=1)))
     assert rule in BREAKERS, f"{rule} has no entry in BREAKERS of schemas/breakers.py"
     breaker = BREAKERS[rule]
-    table = draw(
-        rollout_tables(
-            min_trajectories=2,
-            optional=breaker.columns,
-            errors=False,
-            user_column=False,
-        )
+    given = rollout_tables(
+        min_trajectories=2, optional=breaker.columns, errors=False, user_column=False
     )
-    rows = table.to_pylist()
+    rows = draw(given).to_pylist()
     optional = breaker.apply(draw, rows) or breaker.columns
     return table_of(rows, optional)
 
@@ -126,20 +118,13 @@ def table_of(rows: list[Row], optional: tuple[str, ...], *, user_column: bool = 
         fields.append(pa.field("rollout_expert_indices", routing_type(NUM_LAYERS, TOPK)))
     if user_column:
         fields.append(USER_FIELD)
-    prefix = [pa.field(n, t) for n, t in _PREFIX_TYPES.items() if rows and n in rows[0]]
+    prefix = [pa.field(n, t) for n, t in PREFIX_TYPES.items() if rows and n in rows[0]]
     if prefix:
         fields = [f for f in fields if f.name != "prompt_token_ids"] + prefix
     return pa.table(
         [pa.array([row.get(f.name) for row in rows], f.type) for f in fields],
         schema=pa.schema(fields),
     )
-
-
-_PREFIX_TYPES = {
-    "parent_step_index": pa.int32(),
-    "prefix_length": pa.int32(),
-    "prompt_suffix_ids": pa.list_(pa.int32()),
-}
 
 
 def _trajectory(draw: Draw, num_steps: int, optional: tuple[str, ...]) -> list[Row]:
@@ -149,17 +134,15 @@ def _trajectory(draw: Draw, num_steps: int, optional: tuple[str, ...]) -> list[R
         shared["error"] = "timeout"
     rows: list[Row] = []
     for index in range(1 if failed and draw(st.booleans()) else num_steps):
-        row = _step(draw, index, rows, optional, failed=failed) | shared
-        rows.append(row)
+        rows.append(_step(draw, index, rows, optional, failed=failed) | shared)
     rows[-1]["is_last_step"] = True
     _carry_outcome(rows)
     return rows
 
 
 def _step(
-    draw: Draw, index: int, earlier: list[Row], optional: tuple[str, ...], **flags: bool
+    draw: Draw, index: int, earlier: list[Row], optional: tuple[str, ...], *, failed: bool
 ) -> Row:
-    failed = flags["failed"]
     empty = failed and index == 0 and draw(st.booleans())
     prompt = [] if empty else _prompt(draw, earlier)
     response = [] if empty else draw(_TOKENS)

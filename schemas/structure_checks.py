@@ -161,7 +161,7 @@ def check_prefix(view: View) -> Iterator[pl.DataFrame]:
     rooted = view.is_null("parent_step_index")
     parent = filled(view.table.column("parent_step_index"), -1).astype(np.int64)
     prefix = view.array("prefix_length").astype(np.int64)
-    first = _first_rows(view)
+    first = first_rows(view)
     index = np.arange(len(prefix)) - first
     earlier = rooted | ((parent >= 0) & (parent < index))
     parent_row = np.where(rooted | ~earlier, 0, first + parent)
@@ -180,7 +180,7 @@ def check_prefix(view: View) -> Iterator[pl.DataFrame]:
 def check_whole(view: View) -> pl.DataFrame:
     """Check prefix_reference: no row is missing, as parents are numbered from the first row."""
     steps = view.array("step_index")
-    index = np.arange(len(steps)) - _first_rows(view)
+    index = np.arange(len(steps)) - first_rows(view)
     rows = np.flatnonzero(steps != index)
     got = [f"step {steps[r]} as row {index[r]} of its trajectory" for r in rows]
     expected = "all rows of a trajectory in one row group, in order"
@@ -188,7 +188,7 @@ def check_whole(view: View) -> pl.DataFrame:
     return view.breaches("prefix_reference", rows, "step_index", got, expected, sentence)
 
 
-def _first_rows(view: View) -> IntArray:
+def first_rows(view: View) -> IntArray:
     """Return the first row of each row's trajectory (a run of equal ids), [N]."""
     changed = changes(view.strings("trajectory_id"))
     first: IntArray = np.flatnonzero(changed)[np.cumsum(changed) - 1]

@@ -5,19 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
 import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from schemas.columns import (
-    COLUMN_BY_NAME,
-    PREFIX_FIELDS,
-    SEGMENT_FIELDS,
-    Column,
-)
+from schemas.columns import COLUMN_BY_NAME, PREFIX_FIELDS, SEGMENT_FIELDS, Column
 from schemas.errors import InvariantError
-from schemas.numpy_arrays import filled, to_arrow
+from schemas.numpy_arrays import to_arrow
+from schemas.ragged import list_lengths, offsets_of
 
 PREFIX_TYPES: dict[str, pa.DataType] = {field.name: field.type for field in PREFIX_FIELDS}
 
@@ -96,7 +91,8 @@ def accepts(declared: pa.DataType, actual: pa.DataType) -> bool:
         False
     """
     if pa.types.is_map(actual):
-        return accepts(declared, _entries(actual))
+        fields = {"key": actual.key_type, "value": actual.item_type}
+        return accepts(declared, pa.list_(pa.struct(fields)))
     if pa.types.is_list(declared):
         return is_list(actual) and accepts(declared.value_type, actual.value_type)
     if pa.types.is_struct(declared):
@@ -132,7 +128,7 @@ def cast_table(table: pa.Table) -> pa.Table:
     names = table.column_names
     columns = [cast_column(table.column(f.name), _target(f.name, f.type)) for f in table.schema]
     fields = [
-        pa.field(n, c.type, _nullable(n), table.schema.field(n).metadata)
+        pa.field(n, c.type, is_nullable(n), table.schema.field(n).metadata)
         for n, c in zip(names, columns, strict=True)
     ]
     return pa.Table.from_arrays(columns, schema=pa.schema(fields, table.schema.metadata))
@@ -204,11 +200,8 @@ def _has_view(kind: pa.DataType) -> bool:
     return any(test(kind) for test in is_view) or any(_has_view(child) for child in children)
 
 
-def _entries(kind: pa.MapType) -> pa.DataType:
-    return pa.list_(pa.struct([("key", kind.key_type), ("value", kind.item_type)]))
-
-
-def _nullable(name: str) -> bool:
+def is_nullable(name: str) -> bool:
+    """True if a declared, prefix or user column may hold nulls."""
     column = COLUMN_BY_NAME.get(name)
     if column is not None:
         return column.nullable
@@ -234,9 +227,5 @@ def _without_view(lists: pa.Array) -> pa.Array:
     if _has_view(values.type):
         values = cast_column(values, _plain(values.type))
     mask = lists.is_null() if lists.null_count else None
-    return pa.LargeListArray.from_arrays(_offsets(lists, pa.int64()), values, mask=mask)
-
-
-def _offsets(lists: pa.Array, kind: pa.DataType) -> pa.Array:
-    ends = filled(pc.list_value_length(lists), 0).cumsum()
-    return to_arrow(np.append(0, ends), kind)
+    offsets = to_arrow(offsets_of(list_lengths(lists)))
+    return pa.LargeListArray.from_arrays(offsets, values, mask=mask)
