@@ -243,13 +243,13 @@ def _bounds_in_words(number: type[Any], bound: Meta) -> str:
         >>> _bounds_in_words(int, Meta(ge=1, le=9)), _bounds_in_words(float, Meta(gt=0))
         ('a whole number from 1 to 9', 'a finite number > 0')
     """
-    if bound.le is not None:
-        is_whole, low, high = number is int, bound.ge, bound.le
+    is_whole, low, high = number is int, bound.ge, bound.le
+    if high is not None:
         return (
             f"a whole number from {low} to {high}" if is_whole else f"a number in [{low}, {high}]"
         )
-    noun = "a whole number" if number is int else "a finite number"
-    return f"{noun} > {bound.gt}" if bound.ge is None else f"{noun} >= {bound.ge}"
+    noun = "a whole number" if is_whole else "a finite number"
+    return f"{noun} > {bound.gt}" if low is None else f"{noun} >= {low}"
 
 
 def check_required(values: Mapping[str, Any], required: Mapping[str, str]) -> None:
@@ -283,12 +283,8 @@ def _typed(
     types: Mapping[str, Any], examples: Mapping[str, str], key: str, value: Any, where: str
 ) -> Any:
     if key not in types:
-        nearest = difflib.get_close_matches(key, types, n=1, cutoff=0.5)
-        hint = (
-            f"did you mean `{nearest[0]}`?"
-            if nearest
-            else f"use one of the keys {', '.join(types)}"
-        )
+        near = difflib.get_close_matches(key, types, n=1, cutoff=0.5)
+        hint = f"did you mean `{near[0]}`?" if near else f"use one of the keys {', '.join(types)}"
         raise ConfigError("config_key", where, f"unknown key `{key}`", "", hint)
     kind = types[key]
     if isinstance(value, str) and value.lower() == "none" and NoneType in typing.get_args(kind):
@@ -298,9 +294,7 @@ def _typed(
     except msgspec.ValidationError as error:
         got = json.dumps(value, ensure_ascii=False, default=str)
         example = examples.get(key)
-        shown = (
-            f"write {key} = {example} in a file, or --set '{key}={example}'" if example else None
-        )
+        shown = example and f"write {key} = {example} in a file, or --set '{key}={example}'"
         raise ConfigError("config_value", where, got, _expected(kind), shown) from error
 
 

@@ -6,7 +6,6 @@ before the installed packages. A `schemas.py` or `trainer/` there is imported in
 
 from __future__ import annotations
 
-import importlib.machinery
 import importlib.util
 import sys
 from pathlib import Path
@@ -42,14 +41,9 @@ def require_ours(*packages: str) -> None:
 
 def _find(name: str) -> Path | None:
     """Return the package folder or module file that `import name` would load."""
-    spec = _spec(name)
+    known = sys.modules.get(name)
+    spec = importlib.util.find_spec(name) if known is None else known.__spec__
     if spec is None or spec.origin is None:  # missing, or a folder without `__init__.py`
         return None
     file = Path(spec.origin)
     return file.parent if spec.submodule_search_locations is not None else file
-
-
-def _spec(name: str) -> importlib.machinery.ModuleSpec | None:
-    if name in sys.modules:
-        return sys.modules[name].__spec__
-    return importlib.util.find_spec(name)

@@ -25,9 +25,7 @@ def is_quiet() -> bool:
 
 
 class Bar:
-    """A progress bar on stderr. It is not shown, and costs nothing, unless stderr is a terminal.
-
-    `silence` hides it too.
+    """A progress bar on stderr, shown only on a terminal and not after `silence`.
 
     Text printed to `sys.stderr` while the bar is shown appears above it.
 

@@ -205,9 +205,8 @@ class _Shard:
         with ExitStack() as stack:
             with _readable(self.location):
                 source = stack.enter_context(_source(self.location))
-                file = pq.ParquetFile(
-                    source, metadata=self._footer, page_checksum_verification=True
-                )
+                footer = self._footer
+                file = pq.ParquetFile(source, metadata=footer, page_checksum_verification=True)
             for index in range(self._footer.num_row_groups):
                 if predicate is None or self._keeps_some(file, index, predicate):
                     yield index, self._row_group(file, index, names)
@@ -270,15 +269,12 @@ def upgraded(table: pa.Table, pairs: dict[bytes, bytes]) -> pa.Table:
 @contextmanager
 def _source(location: Location) -> Iterator[Any]:
     """Open the bytes of a Parquet file."""
-    local = location.is_local
-    if local:
+    if location.is_local:
         refuse_irregular(location.path)
-    # Bytes: a name need not be UTF-8.
-    with (
-        pa.OSFile(os.fsencode(location.path))
-        if local
-        else location.fs.open(location.path, "rb") as source
-    ):
+        source = pa.OSFile(os.fsencode(location.path))  # bytes: a name need not be UTF-8
+    else:
+        source = location.fs.open(location.path, "rb")
+    with source:
         yield source
 
 
@@ -342,18 +338,14 @@ def _tables(
 ) -> Iterator[pa.Table]:
     unknown = [n for n in names if n not in schema.names]
     if unknown:
-        where = shards[0].location.path
-        got, hint = (
-            f"the dataset has no column {unknown[0]!r}",
-            f"use one of {', '.join(schema.names)}",
-        )
+        where, got = shards[0].location.path, f"the dataset has no column {unknown[0]!r}"
+        hint = f"use one of {', '.join(schema.names)}"
         raise ConfigError("known_column", where, got, "", hint)
     target = pa.schema([schema.field(n) for n in names])
     aligned = all(shard.aligned for shard in shards)
     whole = (table for shard in shards for table in shard.tables(names, predicate, decode=decode))
-    pieces = whole if aligned else _align(shards, names)
     empty, found = empty_table(target), False
-    for table in pieces:
+    for table in whole if aligned else _align(shards, names):
         found = True
         encoded = "prompt_token_ids" in names and "prompt_token_ids" not in table.column_names
         kept = _physical(names) if encoded else names
@@ -374,11 +366,8 @@ def _align(shards: Sequence[_Shard], names: Sequence[str]) -> Iterator[pa.Table]
     rest: pa.Table | None = None
     for shard in shards:
         for table in shard.tables(keyed):
-            whole = (
-                table
-                if rest is None
-                else pa.concat_tables([rest, table], promote_options="permissive")
-            )
+            parts = [table] if rest is None else [rest, table]
+            whole = pa.concat_tables(parts, promote_options="permissive")
             starts = trajectory_starts(whole)
             cut = int(starts[-1]) if len(starts) else 0
             if cut:
