@@ -9,7 +9,8 @@ from typing import Any
 RETOKENIZED = "retokenized"
 """Value of `token_source` in rows whose ids were computed from text."""
 
-_SAID = ("content", "reasoning_content", "tool_calls")
+SAID = ("content", "reasoning_content", "tool_calls")
+"""Fields of an assistant message that hold output of the model."""
 
 
 def is_answer(message: Mapping[str, Any]) -> bool:
@@ -18,7 +19,7 @@ def is_answer(message: Mapping[str, Any]) -> bool:
     If an assistant message has no text, reasoning or tool calls, the call failed or its output was
     not logged: the sampled tokens are unknown.
     """
-    return message.get("role") == "assistant" and any(message.get(name) for name in _SAID)
+    return message.get("role") == "assistant" and any(message.get(name) for name in SAID)
 
 
 def sent_messages(row: Mapping[str, Any]) -> Any:

@@ -18,13 +18,7 @@ from schemas.view import View, joined
 UNMARKED_END = "is_last_step is false on the last row of the trajectory"
 _EARLY_END = "is_last_step is true but the trajectory has more rows"
 
-STRUCTURE_COLUMNS = (
-    "instance_id",
-    "repetition_id",
-    "trajectory_id",
-    "step_index",
-    "is_last_step",
-)
+STRUCTURE_COLUMNS = ("instance_id", "repetition_id", "trajectory_id", "step_index", "is_last_step")
 
 
 @dataclass(frozen=True, slots=True)

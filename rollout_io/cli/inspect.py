@@ -7,8 +7,7 @@ import difflib
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -99,7 +98,9 @@ def matching(frame: pl.LazyFrame, where: str | None) -> list[str]:
     Raises:
         ConfigError: The condition is not SQL, refers to an unknown column, or has a type error.
     """
-    from rollout_io.dataset.conditions import check_columns, condition_of, types_in
+    import polars as pl
+
+    from rollout_io.dataset.conditions import check_columns, condition_of, refused, types_in
     from schemas.types import with_absent
 
     types = ""
@@ -110,8 +111,12 @@ def matching(frame: pl.LazyFrame, where: str | None) -> list[str]:
         check_columns(condition.meta.root_names(), schema.names(), f"--where {where!r}", where)
         types = types_in(condition, schema)
         frame = frame.filter(condition)
-    with _sql_errors(where, types):
+    try:
         ids = frame.select("trajectory_id").unique(maintain_order=True).collect()
+    except pl.exceptions.PolarsError as error:
+        if where is None:
+            raise
+        raise refused(error, repr(where), types) from None
     found: list[str] = ids["trajectory_id"].to_list()
     return found
 
@@ -205,17 +210,3 @@ def load_decoder(path: str) -> Callable[[Sequence[int]], str]:
         return str(tokenizer.decode(list(ids), skip_special_tokens=False))
 
     return decode
-
-
-@contextmanager
-def _sql_errors(where: str | None, types: str) -> Iterator[None]:
-    import polars as pl
-
-    from rollout_io.dataset.conditions import refused
-
-    try:
-        yield
-    except pl.exceptions.PolarsError as error:
-        if where is None:
-            raise
-        raise refused(error, repr(where), types) from None

@@ -57,16 +57,16 @@ def by_rule(breaches: pl.DataFrame) -> list[dict[str, Any]]:
     """Return one record per broken rule: severity, count, meaning, hint; errors first."""
     from schemas.rules import RULES
 
-    counts = breaches.group_by("rule", maintain_order=True).len("num_breaches").to_dicts()
+    counts = breaches.group_by("rule", maintain_order=True).len().iter_rows()
     records = [
         {
-            "rule": record["rule"],
-            "severity": RULES[record["rule"]].severity,
-            "num_breaches": record["num_breaches"],
-            "meaning": RULES[record["rule"]].meaning,
-            "hint": RULES[record["rule"]].hint,
+            "rule": name,
+            "severity": RULES[name].severity,
+            "num_breaches": num_breaches,
+            "meaning": RULES[name].meaning,
+            "hint": RULES[name].hint,
         }
-        for record in counts
+        for name, num_breaches in counts
     ]
     return sorted(records, key=lambda record: record["severity"])
 

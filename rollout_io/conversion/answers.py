@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
 import msgspec
 
 from rollout_io.formats.base import Conversation, Logged, Trajectory
 from schemas.errors import InputError, InvariantError
-from schemas.messages import is_answer
+from schemas.messages import SAID, is_answer
 
 MIN_CHARS = 64
 """Shorter answers without tool calls may equal an example in the prompt by chance."""
-
-_SAID = ("content", "reasoning_content", "tool_calls")
 
 
 def with_answers(trajectory: Trajectory) -> list[Logged]:
@@ -69,14 +66,11 @@ def _refuse_repeated(conversations: Iterable[Conversation]) -> None:
         ]
         given = [text for i, text in spoken if i < conversation.num_given]
         own = [text for i, text in spoken if i >= conversation.num_given]
-        is_long = _is_long(conversation.messages[conversation.num_given])
+        answer = conversation.messages[conversation.num_given]
+        texts = (str(answer.get(name) or "") for name in SAID)
+        is_long = answer.get("tool_calls") or sum(map(len, texts)) >= MIN_CHARS
         if is_long and given[-1:] == own[:1] and given.count(own[0]) > answered[own[0]]:
             got = "the last assistant message of the prompt is the answer itself"
             hint = "log the messages before the answer is appended to them, not after the call"
             raise InvariantError("response_in_prompt", conversation.source, got, "", hint)
         answered.update(own)
-
-
-def _is_long(answer: Mapping[str, Any]) -> bool:
-    texts = (str(answer.get(name) or "") for name in _SAID)
-    return bool(answer.get("tool_calls")) or sum(map(len, texts)) >= MIN_CHARS

@@ -62,10 +62,9 @@ class Report:
 
     def encode(self) -> dict[str, Any]:
         """Return a JSON-serialisable dict; `decode` reads it."""
-        rejected = [rejections.encode(r) for r in self.rejected]
         return {
             "summary": self.summary.encode(),
-            "rejected": rejected,
+            "rejected": [rejections.encode(r) for r in self.rejected],
             "trajectory_ids": self.trajectory_ids,
             "routing": self.routing,
         }
@@ -73,10 +72,9 @@ class Report:
     @classmethod
     def decode(cls, values: dict[str, Any]) -> Self:
         """Parse the output of `encode`."""
-        rejected = [rejections.decode(r) for r in values["rejected"]]
         return cls(
             summary=Summary.decode(values["summary"]),
-            rejected=rejected,
+            rejected=[rejections.decode(r) for r in values["rejected"]],
             trajectory_ids=values["trajectory_ids"],
             routing=values["routing"] and tuple(values["routing"]),
         )
@@ -102,9 +100,7 @@ def repeated(name: str, first: str, second: str) -> InvariantError:
 
 
 def convert_chunk(
-    chunk: Chunk,
-    logs: Sequence[Settings],
-    progress: Callable[[int, int], object] | None = None,
+    chunk: Chunk, logs: Sequence[Settings], progress: Callable[[int, int], object] | None = None
 ) -> Report:
     """Write the rows of a chunk to its own directory.
 
@@ -115,9 +111,13 @@ def convert_chunk(
     """
     report, tell = Report(), progress or (lambda _num_bytes, _num_rows: None)
     settings = logs[chunk.log]
+    layout, metadata = settings.layout, settings.metadata
     reader = Reader(settings, chunk.outcomes)
+    writer = RolloutWriter(
+        chunk.out, layout=layout, metadata=metadata, checked=True, part=chunk.part
+    )
     broken: list[Rejected] = []
-    with without_collector(), _writer(settings, chunk.out, chunk.part) as writer:
+    with without_collector(), writer:
         for runs, num_bytes in _batches(chunk.runs):
             for part in reader.parts(runs):
                 if settings.adapter.is_table:
@@ -126,7 +126,7 @@ def convert_chunk(
                     except RolloutError as error:
                         broken += of_run(part.runs[0], error)
                         continue
-                table = sound(part, broken, settings.metadata.vocab_size)
+                table = sound(part, broken, metadata.vocab_size)
                 if table.num_rows:
                     report.summary.add(table)
                     writer.write(table)
@@ -136,11 +136,6 @@ def convert_chunk(
         report.summary.reject(report.rejected)
         writer.footer = footer_of(chunk.record, report.summary)
     return report
-
-
-def _writer(settings: Settings, out: str, part: Part) -> RolloutWriter:
-    layout, metadata = settings.layout, settings.metadata
-    return RolloutWriter(out, layout=layout, metadata=metadata, checked=True, part=part)
 
 
 def _batches(runs: Sequence[Run]) -> Iterator[tuple[list[Run], int]]:

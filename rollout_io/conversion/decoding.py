@@ -11,8 +11,6 @@ from rollout_io.formats.parsing.witnesses import holds, shortened
 from schemas.errors import InputError
 from schemas.messages import RETOKENIZED
 
-OTHER_TOKENIZER = "other_tokenizer"
-
 
 def check_decoded(steps: Iterable[Step], directory: str) -> None:
     """Decode the sampled ids and compare them with the text in the log.
@@ -60,4 +58,4 @@ def _other(step: Step, directory: str, decoded: str, text: str) -> InputError:
     got += f", but the logged text is {shortened(text)}"
     hint = "pass the tokenizer of the model that sampled them, or check that ids and text belong "
     hint += "to the same call"
-    return InputError(OTHER_TOKENIZER, step.source, got, "", hint)
+    return InputError("other_tokenizer", step.source, got, "", hint)

@@ -69,7 +69,14 @@ def plan_logs(
     """
     plans, first = [], dict[str, Run]()
     for found in logs:
-        made, runs = _collected(found)
+        made, runs = Plan(), list[Run]()
+        for item in found:
+            if isinstance(item, Rejected):
+                made.rejected.append(item)
+            elif isinstance(item, About):
+                made.about[item.name] = item.value
+            else:
+                runs.append(item)
         if group_by:
             runs = list(_regrouped(runs, group_by, made.rejected))
             made.about["groups"] = "chosen: --group-by " + ",".join(group_by)
@@ -81,24 +88,9 @@ def plan_logs(
     for key, outcome in outcomes.items():
         if key in keys:
             keys[key].rewarded, keys[key].failed = True, outcome.error is not None
-    missing = [
-        key for key, outcome in outcomes.items() if key not in keys and outcome.error is not None
-    ]
-    last.runs += [Run(instance_id=i, repetition_id=r, places=()) for i, r in missing]
+        elif outcome.error is not None:
+            last.runs.append(Run(instance_id=key[0], repetition_id=key[1], places=()))
     return plans
-
-
-def _collected(found: Iterable[Found]) -> tuple[Plan, list[Run]]:
-    """Return a plan without its runs, and the runs."""
-    made, runs = Plan(), list[Run]()
-    for item in found:
-        if isinstance(item, Rejected):
-            made.rejected.append(item)
-        elif isinstance(item, About):
-            made.about[item.name] = item.value
-        else:
-            runs.append(item)
-    return made, runs
 
 
 def refuse_nothing(plans: Sequence[Plan], inputs: Sequence[Input]) -> None:
@@ -144,9 +136,8 @@ def _regrouped(
         yield run
 
 
-def _number(runs: Iterable[Run]) -> None:
+def _number(runs: Sequence[Run]) -> None:
     """Assign free repetition numbers, in order, to the runs that have none."""
-    runs = list(runs)
     taken: defaultdict[str, set[int]] = defaultdict(set)
     for run in runs:
         if run.repetition_id is not None:

@@ -41,7 +41,7 @@ def read_log(inputs: PathLike | Sequence[PathLike], choices: Choices | None = No
         refuse_misfits(choices, logs)
         rewards = open_file(choices.rewards, Path(spool)) if choices.rewards else None
         outcomes = {} if rewards is None else read_rewards(*rewards)
-        found = (log.adapter.find(log.inputs, _ignore) for log in logs)
+        found = (log.adapter.find(log.inputs, lambda _num_bytes: None) for log in logs)
         plans = plan_logs(found, outcomes, choices.group_by)
         refuse_nothing(plans, opened.inputs)
         rejected = [*opened.unused, *(r for planned in plans for r in planned.rejected)]
@@ -56,7 +56,3 @@ def read_log(inputs: PathLike | Sequence[PathLike], choices: Choices | None = No
         rejections.fail(errors_of(rejected, opened.inputs), num_runs, opened.noun)
     table = pa.concat_tables(tables, promote_options="permissive")
     return table.replace_schema_metadata(each[0].metadata.encode("full"))
-
-
-def _ignore(_: int) -> None:
-    """Ignore progress."""

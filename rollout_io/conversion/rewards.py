@@ -77,7 +77,8 @@ def read_rewards(name: str | Path, path: Path | None = None) -> dict[Key, Outcom
             try:
                 key, outcome = parse_outcome(decode_line(decoder, line.content, where), where)
                 if key in outcomes:
-                    raise _twice(key, outcomes[key].where, where)
+                    got = f"session {key[0]}/{key[1]} already has a line: {outcomes[key].where}"
+                    raise InputError(_RULE, where, got, "", "keep only one of the two lines")
                 outcomes[key] = outcome
             except RolloutError as error:
                 errors.append(error)
@@ -135,11 +136,6 @@ def _key(fields: _Fields, where: str) -> Key:
         got = f"instance_id or repetition_id contradicts session {fields.session!r}"
         raise InputError(_RULE, where, got, "", "remove one of the two")
     return key
-
-
-def _twice(key: Key, first: str, second: str) -> InputError:
-    got = f"session {key[0]}/{key[1]} already has a line: {first}"
-    return InputError(_RULE, second, got, "", "keep only one of the two lines")
 
 
 def _number(name: str, value: float, where: str) -> float:

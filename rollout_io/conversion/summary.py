@@ -60,7 +60,9 @@ class Summary:
 
     def add(self, table: pa.Table) -> None:
         """Add the counts of a table of complete trajectories."""
-        frame = pl.DataFrame(pl.from_arrow(table.select(_known(table))))
+        frame = pl.DataFrame(
+            pl.from_arrow(table.select([n for n in _NAMES if n in table.column_names]))
+        )
         absent = {n: pl.lit(None, kind) for n, kind in _ABSENT.items() if n not in frame.columns}
         counts = frame.with_columns(**absent).select(**_COUNTS).row(0, named=True)
         for name, count in counts.items():
@@ -213,7 +215,3 @@ def _numbers(table: pa.Table) -> set[str]:
         return set()
     entries = pc.list_flatten(table.column("metrics"))
     return set(pc.struct_field(entries, "key").unique().to_pylist())
-
-
-def _known(table: pa.Table) -> list[str]:
-    return [name for name in _NAMES if name in table.column_names]

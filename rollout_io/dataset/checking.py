@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import polars as pl
@@ -35,10 +34,14 @@ def check_dataset(path: PathLike, workers: Workers | None = None) -> Iterator[pl
     """
     workers, vocab_size = workers or Workers(), read_metadata(path).vocab_size
     if workers != Workers():
-        shards = shard_paths(path)
-        parts = list(workers.map_in_order(partial(_check_shard, vocab_size), shards))
-        if _are_apart([part.checker for part in parts]):
-            yield from _together(parts)
+        parts = list(workers.map_in_order(partial(_check_shard, vocab_size), shard_paths(path)))
+        checkers = [checker for _, checker in parts]
+        if _are_apart(checkers):
+            num_rows = 0
+            for breaches, checker in parts:
+                yield breaches.with_columns(pl.col("row") + num_rows)
+                num_rows += checker.num_rows
+            yield Checker.after(checkers).finish()
             return
     checker = Checker(vocab_size)
     for table in stored_tables(path):
@@ -123,18 +126,9 @@ def refuse_split(path: PathLike, checkers: Sequence[Checker]) -> None:
     raise_errors(Checker.after(checkers).finish(), os.fspath(path))
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Breaches of one shard, and the checker that found them."""
-
-    breaches: pl.DataFrame
-    checker: Checker
-
-
-def _check_shard(vocab_size: int | None, path: str) -> _Part:
+def _check_shard(vocab_size: int | None, path: str) -> tuple[pl.DataFrame, Checker]:
     checker = Checker(vocab_size)
-    breaches = pl.concat([checker.check(table) for table in stored_tables(path)])
-    return _Part(breaches, checker)
+    return pl.concat([checker.check(table) for table in stored_tables(path)]), checker
 
 
 def _are_apart(checkers: Sequence[Checker]) -> bool:
@@ -142,11 +136,3 @@ def _are_apart(checkers: Sequence[Checker]) -> bool:
     ids = [checker.trajectory_ids for checker in checkers]
     is_distinct = len(set().union(*ids)) == sum(len(names) for names in ids)
     return is_distinct and all(checker.open_end is None for checker in checkers[:-1])
-
-
-def _together(parts: list[_Part]) -> Iterator[pl.DataFrame]:
-    num_rows = 0
-    for part in parts:
-        yield part.breaches.with_columns(pl.col("row") + num_rows)
-        num_rows += part.checker.num_rows
-    yield Checker.after([part.checker for part in parts]).finish()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from functools import partial
+from operator import add
 from typing import Any
 
 import pyarrow as pa
@@ -46,8 +47,7 @@ class Counts:
 
     def __add__(self, other: Counts) -> Counts:
         """Add two counts."""
-        mine, others = asdict(self), asdict(other)
-        return Counts(**{name: mine[name] + others[name] for name in mine})
+        return Counts(*map(add, astuple(self), astuple(other)))
 
 
 def rewrite(
@@ -101,10 +101,7 @@ def rewrite(
         tasks = [
             (sources[i], staging.chunk_path(i), Part.of(facts, i, len(sources))) for i in missing
         ]
-        with (
-            _named_by_the_whole(dataset),
-            closing(_run(job, tasks, workers, report)) as results,
-        ):
+        with _named_by_the_whole(dataset), closing(_run(job, tasks, workers, report)) as results:
             for index, (counts, checker) in results:
                 staging.finish_chunk(missing[index], asdict(counts))
                 done[missing[index]], checkers[missing[index]] = counts, checker

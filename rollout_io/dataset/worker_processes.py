@@ -58,7 +58,9 @@ def map_in_processes(
         for worker, (index, task) in zip(workers, first, strict=True):
             give(worker, index, (function, task))
         while busy:
-            worker, done = busy.pop(_any_ready(busy))
+            ready = wait(list(busy))[0]
+            assert isinstance(ready, Connection)
+            worker, done = busy.pop(ready)
             with _alive(worker):
                 result, error = worker.connection.recv()
             if error is not None:
@@ -66,12 +68,6 @@ def map_in_processes(
             for index, task in islice(numbered, 1):
                 give(worker, index, task)
             yield done, result
-
-
-def _any_ready(connections: Iterable[Connection]) -> Connection:
-    ready = wait(list(connections))[0]
-    assert isinstance(ready, Connection)
-    return ready
 
 
 @contextmanager

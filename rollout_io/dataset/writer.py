@@ -137,7 +137,8 @@ class RolloutWriter:
 
     def _add(self, given: pa.Table) -> None:
         raise_errors(misnamed_columns(given), self._where)
-        table = _logical(given)
+        # Every write recomputes the physical columns.
+        table = given.drop_columns([n for n in given.column_names if n in PREFIX_TYPES])
         if self.num_rows == 0 and not self._pending:
             self._empty = table.slice(0, 0)
         if self._metadata is None:
@@ -344,11 +345,6 @@ def _leaves(path: str, kind: pa.DataType) -> list[str]:
     if pa.types.is_nested(kind):
         return _leaves(f"{path}.list.element", kind.value_type)
     return [path]
-
-
-def _logical(table: pa.Table) -> pa.Table:
-    """Drop the physical columns of an earlier write: every write recomputes them."""
-    return table.drop_columns([n for n in table.column_names if n in PREFIX_TYPES])
 
 
 def _concat(tables: list[pa.Table]) -> pa.Table:
