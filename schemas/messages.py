@@ -25,8 +25,8 @@ def is_answer(message: Mapping[str, Any]) -> bool:
 def sent_messages(row: Mapping[str, Any]) -> Any:
     """Return the messages that were sent to the model before the row's first answer.
 
-    In rows of engines this is the entire column. Re-tokenized rows hold a conversation that ends
-    with the last answer; `segments` has one element per answer.
+    In a row with tokens from an engine, these are all messages. A re-tokenized row holds a
+    conversation that ends with its last answer; `segments` has one element per answer.
 
     Args:
         row: Columns `messages`, `token_source` and `segments`; each may be absent.

@@ -27,7 +27,7 @@ _KEY = "rollout_io."
 DIGEST, PLACE = b"rollout_io.digest", b"rollout_io.place"
 """Keys of a shard's digest and place in its dataset: see `rollout_io.dataset.footer`."""
 CONVERSION = b"rollout_io.conversion"
-"""Key of what recognises a finished conversion: see `rollout_io.conversion.finished`."""
+"""Key of the record that identifies a conversion: see `rollout_io.conversion.finished`."""
 _LISTS = frozenset({"models", "made_by"})
 
 

@@ -14,13 +14,10 @@ from typing import Any
 import pyarrow as pa
 from hypothesis import strategies as st
 
-from schemas.breakers import BREAKERS, break_types
+from schemas.breakers import BREAKERS, Draw, Row, break_types
 from schemas.columns import COLUMNS, SEGMENT_FIELDS, arrow_schema, routing_type
 from schemas.rules import RULES
 from schemas.types import PREFIX_TYPES
-
-Row = dict[str, Any]
-Draw = st.DrawFn
 
 NUM_LAYERS, TOPK, VOCAB_SIZE = 2, 2, 8
 LONGEST_PART = 5

@@ -53,9 +53,6 @@ def _refuse_repeated(conversations: Iterable[Conversation]) -> None:
     If the prompt contains the answer more often than earlier conversations of the trajectory
     produced it, the log recorded the prompt after the call. Short answers are exempt, see
     `MIN_CHARS`.
-
-    Raises:
-        InvariantError: `response_in_prompt`.
     """
     answered: Counter[bytes] = Counter()
     for conversation in conversations:

@@ -35,7 +35,7 @@ class Choices:
         logprobs_mode: Distribution of the log-probabilities: `raw` or `processed`; None if unknown.
         on_error: Bad records stop the conversion (`fail`), or are rejected (`skip`).
         strict: If true, files of no known format inside directories are bad records; if false, they
-            are left.
+            are ignored.
     """
 
     format: str = AUTO
@@ -63,8 +63,8 @@ def settings_of(
 ) -> list[Settings]:
     """Return the settings for reading and writing the runs of each log of a dataset.
 
-    The metadata is that of the dataset: the history names each format, and a fact that is not true
-    of all formats is unknown.
+    All settings have the metadata of the dataset: its history names each format, and a fact that
+    differs between formats is unknown.
 
     Args:
         choices: Choices of the user.

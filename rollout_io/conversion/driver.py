@@ -45,8 +45,7 @@ class Conversion:
 
     Attributes:
         summary: Counts of records, rows and trajectories.
-        about: Facts about the logs as a whole; with several formats, the name of a fact has that of
-            the format.
+        about: Facts about the logs as a whole; with several formats, each name ends with a format.
         left: Names of the files of no known format inside directories.
         num_resumed: Number of chunks that an earlier, interrupted run had finished.
         was_done: True if the dataset was already complete.

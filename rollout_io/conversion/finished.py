@@ -1,4 +1,4 @@
-"""Records of a conversion in the footers of its dataset, which recognise it once it is finished.
+"""Records in the footers of a dataset that identify the conversion that wrote it.
 
 The last shard of each chunk has the digest of the conversion's identity and the counts of the
 chunk; that of the first chunk also has the counts of the plan.
@@ -42,7 +42,7 @@ def footer_of(record: Record, counts: Summary) -> dict[bytes, bytes]:
 def finished(out: str | os.PathLike[str], identity: Mapping[str, Any]) -> Summary | None:
     """Return the counts of a dataset that a conversion with this identity has finished, else None.
 
-    A dataset that lacks a shard, has another one, or is damaged, is not a finished conversion.
+    A dataset that lacks a shard, has an additional one, or is damaged does not count as finished.
     """
     wanted = record_of(identity, None)["identity"]
     location = Location.of(out)

@@ -40,19 +40,18 @@ def open_inputs(
     formats_of: Callable[[Path], Collection[str]],
     ignored: Collection[Path] = (),
 ) -> tuple[list[Input], list[str]]:
-    """Return the files and directories to read, and the names of what is not looked into.
+    """Return the files and directories to read, and the names of skipped entries of directories.
 
-    Not looked into are, inside a directory: links to directories outside it, links without a
-    target, pipes and devices. A link to a directory inside it is passed over: its logs are read
-    under their own names.
+    A pattern (`logs/*.jsonl`, `logs/**/*.json`) that is not the name of a file is replaced by the
+    files that it matches, and the URL of a remote directory by copies of the files inside it. A
+    directory that is not itself a log is replaced by the logs and files inside it, at any depth and
+    in natural order, except hidden ones.
 
-    A pattern (`logs/*.jsonl`, `logs/**/*.json`) that is not the name of a file stands for the files
-    that it matches, and the URL of a remote directory for the files inside it; their copies are
-    saved to files.
+    Links that leave the directory or have no target, pipes and devices inside it are skipped. Links
+    to directories inside it are ignored: their logs are read under their own names.
 
-    A directory that is not itself a log is replaced by the logs and files inside it, at any depth
-    and in natural order, except hidden ones. Gzip and Zstandard files, recognised by their first
-    bytes, are decompressed; standard input (`-`) and pipes are saved to files.
+    Gzip and Zstandard files, recognised by their first bytes, are decompressed; standard input
+    (`-`) and pipes are saved to files.
 
     Args:
         paths: Paths as given by the user.
@@ -137,7 +136,7 @@ def is_url(path: str) -> bool:
 
 
 def shown(path: str) -> str:
-    """Return a path, or a URL without its credentials: those before the host, and a query."""
+    """Return a path, or a URL without password; a web URL also without user and query."""
     if not is_url(path):
         return path
     protocol, _, rest = path.partition("://")
@@ -222,7 +221,7 @@ class _Directories:
                 yield from self._strays_in(path)
 
     def _strays_in(self, path: Path) -> Iterator[Path]:
-        """Yield the logs among the files of a directory that is no log itself."""
+        """Yield the logs among the files of a directory that is not itself a log."""
         if path.is_file():
             yield from [path] if path.suffix in _PACKED and _is_text(path.stem) else []
         elif path.is_symlink() or not path.is_dir():

@@ -36,8 +36,8 @@ class Opened(NamedTuple):
 
     Attributes:
         logs: One log per format, in the order of their first files.
-        left: Names of the files of no known format inside directories, and of what is not looked
-            into there (see `open_inputs`).
+        left: Names of the files of no known format inside directories, and of the entries that
+            `open_inputs` skips there.
         unused: Copies of other files; also files of no known format if they are rejected.
     """
 

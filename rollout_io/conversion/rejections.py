@@ -53,7 +53,7 @@ def lines(rejections: Iterable[Rejected]) -> Iterator[bytes]:
 
 
 def fail(found: Sequence[RolloutError], num_runs: int, noun: str) -> NoReturn:
-    """Raise the first error with the number of the others; several runs of text come first.
+    """Raise the first error, or one about all runs without token ids if there are several.
 
     Args:
         found: Errors of all rejected records, in order.

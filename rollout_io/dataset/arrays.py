@@ -20,7 +20,7 @@ def ragged_array(
 ) -> pa.Array:
     """Return a list array of type `kind` from one 1-D array per row; None becomes null."""
     lengths = [0 if row is None else len(row) for row in rows]
-    offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    offsets = offsets_of(np.array(lengths, np.int64))
     known = [row for row in rows if row is not None]
     values = _joined(known) if known else np.zeros(0, kind.value_type.to_pandas_dtype())
     valid = np.array([row is not None for row in rows], np.bool_)

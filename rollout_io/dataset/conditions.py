@@ -132,13 +132,8 @@ def check_columns(used: Sequence[str], known: Sequence[str], where: str, text: s
 
 
 def _check_words(text: str, where: str) -> None:
-    """Reject tokens that could form anything but an expression over columns.
-
-    Raises:
-        ConfigError: condition.
-    """
-    position, before = 0, ""
-    num_operators = 0
+    """Reject tokens that could form anything but an expression over columns."""
+    position, before, num_operators = 0, "", 0
     while position < len(text):
         token = _TOKEN.match(text, position)
         if token is None or token["comment"]:
@@ -191,18 +186,5 @@ def _first(tree: Any, kinds: dict[str, str]) -> str | None:
 def _is_bounded(key: str, value: Any) -> bool:
     """True if a node sees only the rows of a group, or the items of one row's list."""
     if key in _WINDOWS:
-        return _has_column(value.get("partition_by"))
+        return _first(value.get("partition_by"), {"Column": "a column"}) is not None
     return key == _LIST_SCOPE
-
-
-def _has_column(tree: Any) -> bool:
-    nodes = [tree]
-    while nodes:
-        node = nodes.pop()
-        if isinstance(node, dict):
-            if "Column" in node:
-                return True
-            nodes += node.values()
-        elif isinstance(node, list):
-            nodes += node
-    return False

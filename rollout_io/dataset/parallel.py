@@ -125,11 +125,7 @@ def _cluster(num: int) -> Iterator[Any]:
 
 
 def _refuse_silent(address: str) -> None:
-    """Check that a cluster responds: Ray waits for minutes if none does.
-
-    Raises:
-        ConfigError: `ray_address`.
-    """
+    """Check that a cluster responds: Ray waits for minutes if none does."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not port.isdigit():  # "auto", "local"
         return

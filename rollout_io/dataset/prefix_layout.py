@@ -68,7 +68,10 @@ def decode_prefixes(table: pa.Table) -> pa.Table:
     suffix = Ragged.from_arrow(table.column("prompt_suffix_ids"))
     responses = Ragged.from_arrow(table.column("response_ids"))
     shared = to_numpy(table.column("prefix_length")).astype(np.int64)
-    prompts = _decode(suffix, responses, shared, _parent_rows(table))
+    starts = trajectory_starts(table)
+    first_row = np.repeat(starts, np.diff(starts, append=table.num_rows))
+    parent = filled(table.column("parent_step_index"), 0).astype(np.int64)
+    prompts = _decode(suffix, responses, shared, first_row + parent)
     index = table.column_names.index(PREFIX_FIELDS[0].name)
     table = table.drop_columns([field.name for field in PREFIX_FIELDS])
     column = pa.chunked_array([prompts.to_arrow(pa.int32())])
@@ -209,13 +212,6 @@ def common_prefix(a: Tokens, b: Tokens) -> int:
     differs = a[:length] != b[:length]
     first = int(differs.argmax()) if length else 0
     return first if length and differs[first] else length
-
-
-def _parent_rows(table: pa.Table) -> IntArray:
-    starts = trajectory_starts(table)
-    own_start = np.repeat(starts, np.diff(np.append(starts, table.num_rows)))
-    parent = filled(table.column("parent_step_index"), 0).astype(np.int64)
-    return own_start + parent
 
 
 def _decode(suffix: Ragged, responses: Ragged, shared: IntArray, parent_row: IntArray) -> Ragged:

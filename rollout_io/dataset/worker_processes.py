@@ -106,11 +106,7 @@ def _uninterrupted() -> Iterator[None]:
 
 @contextmanager
 def _alive(worker: _Worker) -> Iterator[None]:
-    """Convert a broken pipe to an error that reports the exit code of the process.
-
-    Raises:
-        InputError: worker.
-    """
+    """Convert a broken pipe to an error that reports the exit code of the process."""
     try:
         yield
     except (EOFError, OSError):
