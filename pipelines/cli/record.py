@@ -147,7 +147,7 @@ def record(
         metadata=DatasetMetadata(logprobs_mode=settings.logprobs_mode),
         announce=_announce,
         show=status.show,
-        tell=_warn,
+        tell=warn,
     )
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serving)
@@ -176,10 +176,6 @@ def _announce(url: str) -> None:
     emit(url)
     session = f"{url}/s/INSTANCE/REPETITION"
     note(f"base URL for a harness: {session}/v1; report its outcome with POST {session}/end")
-
-
-def _warn(text: str) -> None:
-    warn(text)
 
 
 class _Status:

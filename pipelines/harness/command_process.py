@@ -7,6 +7,7 @@ import errno
 import os
 import signal
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -93,17 +94,14 @@ async def run_command(
 
 async def _end(process: asyncio.subprocess.Process) -> None:
     """End every process of the group: with SIGTERM while its leader runs, then with SIGKILL."""
-    if process.returncode is None:
-        signal_group(process.pid, signal.SIGTERM)
-        try:
-            await asyncio.wait_for(process.wait(), _STOP_S)
-        except TimeoutError:
-            pass
-        finally:
-            signal_group(process.pid, signal.SIGKILL)
-            await process.wait()
-    else:
+    try:
+        if process.returncode is None:
+            signal_group(process.pid, signal.SIGTERM)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), _STOP_S)
+    finally:
         signal_group(process.pid, signal.SIGKILL)
+        await process.wait()
 
 
 def _output(out: Path, err: Path) -> Output:

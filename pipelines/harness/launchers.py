@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from pipelines.generation.environments import resolve
 from pipelines.generation.process_groups import Watch
 from pipelines.generation.tasks import Task
-from pipelines.generation.user_code import OwnThread, in_time
+from pipelines.generation.user_code import OwnThread, in_time, without_exit
 from pipelines.harness.command_process import run_command
 from pipelines.harness.commands import (
     OWN_FIELDS,
@@ -33,8 +33,6 @@ from pipelines.harness.results import REWARD, outcome_of, parse_result
 from rollout_io.conversion.rewards import Outcome
 from schemas.errors import ConfigError, InputError, RolloutError
 
-API_KEY = "none"
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Endpoint:
@@ -48,7 +46,7 @@ class Endpoint:
 
     base_url: str
     model: str
-    api_key: str = API_KEY
+    api_key: str = "none"
 
 
 class Harness(Protocol):
@@ -107,10 +105,7 @@ class FunctionHarness:
             thread.end()
 
     async def _awaited(self, endpoint: Endpoint, task: Task) -> Any:
-        try:
-            return await self._function(endpoint, task)
-        except SystemExit as error:  # raised in an asyncio task, it would end the process
-            raise RuntimeError(f"SystemExit: {error}") from error
+        return await without_exit(self._function(endpoint, task))
 
 
 class CommandHarness:

@@ -16,11 +16,7 @@ import math
 import secrets
 import tempfile
 from collections.abc import AsyncIterator, Callable
-from contextlib import (
-    AbstractAsyncContextManager,
-    AsyncExitStack,
-    asynccontextmanager,
-)
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -36,25 +32,24 @@ from pipelines.harness.engine_upstreams import EngineGone, PolicyUpstreams
 from pipelines.harness.launchers import Endpoint
 from pipelines.harness.requests import completed, usual_fields
 from pipelines.origin_guard import Application, Guard
-from pipelines.record.engine_requests import Asked, Fields, Kind, read_request
+from pipelines.record.engine_requests import KINDS, Asked, Fields, read_request
 from pipelines.record.model_call import Call
 from pipelines.record.recorder import Recorder, losses_of
 from pipelines.record.serving import answering, listen
 from pipelines.record.sessions import Session
 from pipelines.record.settings import RecordSettings
-from pipelines.record.shards import Ended, settle
+from pipelines.record.shards import ended_of, settle
 from pipelines.record.targets import target_of
 from pipelines.record.upstreams import MODELS, Upstreams, passed_on
 from pipelines.record.wire import STATUS, Exchange, Message, Receive, Send, respond, unless_left
 from rollout_io.conversion.rewards import Outcome
-from rollout_io.formats.base import Run, Step
+from rollout_io.formats.base import Step
 from rollout_io.retokenize.tokenizer import ChatTokenizer
 from schemas.errors import InputError, RolloutError, count
 
 Turn = Callable[[], AbstractAsyncContextManager[None]]
 
 _HOST, _STOP_S = "127.0.0.1", 5
-_KINDS: dict[str, Kind] = {"/v1/chat/completions": "chat", "/v1/completions": "text"}
 _DECODER = msgspec.json.Decoder(Fields)
 
 
@@ -148,16 +143,7 @@ class Calls:
         losses = losses_of(session, {"error": outcome.error})
         lost = losses.pop("error", None)
         metrics = outcome.metrics | {name: float(number) for name, number in losses.items()}
-        error = outcome.error or lost
-        instance_id, _, repetition = session.name.rpartition("/")
-        run = Run(
-            instance_id=instance_id,
-            repetition_id=int(repetition),
-            places=list(session.places),
-            failed=error is not None,
-            rewarded=True,
-        )
-        ended = Ended(run, replace(outcome, error=error, metrics=metrics))
+        ended = ended_of(session, replace(outcome, error=outcome.error or lost, metrics=metrics))
         settled, fault = await asyncio.to_thread(settle, ended, self._vocab_size)
         for step in settled.steps:
             step.source = opened.task.source
@@ -177,7 +163,7 @@ class Calls:
             got = "the URL belongs to no running trajectory"
             raise InputError("no_session", exchange.raw_path, got)
         exchange.headers.pop("authorization", None)
-        if target.rest in _KINDS:
+        if target.rest in KINDS:
             exchange.require("POST")
             await self._call(exchange, opened, target.rest, target.agent)
         elif target.rest == MODELS:
@@ -185,7 +171,7 @@ class Calls:
                 content = await self._upstreams.whole(response)
                 await exchange.answer(response.status, content, passed_on(response))
         else:
-            got = f"unknown path; available: {', '.join([*_KINDS, MODELS])}"
+            got = f"unknown path; available: {', '.join([*KINDS, MODELS])}"
             raise InputError("no_such_path", exchange.raw_path, got)
 
     async def _call(
@@ -240,7 +226,7 @@ class Calls:
         opened.num_calls += 1
         own = usual_fields(config, seed, self._engine.policy_version) | {"model": model}
         made = msgspec.json.encode(completed(fields, own, config.max_response_tokens))
-        asked = read_request(_KINDS[path], made)
+        asked = read_request(KINDS[path], made)
         if asked is None or not asked.is_exact:
             got = "requests with `echo` or `use_beam_search` cannot be recorded"
             if asked is None:

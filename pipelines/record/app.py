@@ -12,7 +12,7 @@ from urllib.parse import unquote
 import msgspec
 
 from pipelines.generation.engines.http_pool import BROKEN
-from pipelines.record.engine_requests import Kind, read_request
+from pipelines.record.engine_requests import KINDS, read_request
 from pipelines.record.exact_prefix import ExactPrefix
 from pipelines.record.model_call import Call
 from pipelines.record.openapi import DESCRIPTION
@@ -25,7 +25,6 @@ from rollout_io.formats.parsing.jsonl import decode_line
 from rollout_io.formats.parsing.naming import split_session
 from schemas.errors import EngineError, InputError, RolloutError
 
-_CALLS: dict[str, Kind] = {"/v1/chat/completions": "chat", "/v1/completions": "text"}
 _SMALL_BYTES = 1 << 20
 
 T = TypeVar("T")
@@ -62,11 +61,7 @@ class App:
     """
 
     def __init__(
-        self,
-        recorder: Recorder,
-        upstreams: Upstreams,
-        url: str,
-        exact: ExactPrefix | None = None,
+        self, recorder: Recorder, upstreams: Upstreams, url: str, exact: ExactPrefix | None = None
     ) -> None:
         self.recorder, self.upstreams, self.url, self.exact = recorder, upstreams, url, exact
         if exact is not None:
@@ -98,7 +93,7 @@ class App:
             return await handler(exchange, Target(None, None, None, exchange.raw_path))
         target = target_of(exchange.raw_path, exchange.headers)
         self._check_key(target, exchange)
-        if target.rest in _CALLS:
+        if target.rest in KINDS:
             exchange.require("POST")
             return await self._call(exchange, target)
         if target.rest == MODELS or _is_model(target.rest):
@@ -110,11 +105,9 @@ class App:
         if target.session is not None and target.rest == "":
             exchange.require("GET")
             return await self._state(exchange, target)
-        paths = ", ".join([*_CALLS, MODELS, "/s/INSTANCE/REPETITION/v1/..."])
-        got, hint = (
-            f"unknown path; available: {paths}",
-            "send other requests to the engine directly",
-        )
+        paths = ", ".join([*KINDS, MODELS, "/s/INSTANCE/REPETITION/v1/..."])
+        got = f"unknown path; available: {paths}"
+        hint = "send other requests to the engine directly"
         raise InputError("no_such_path", exchange.raw_path, got, hint=hint)
 
     def _check_key(self, target: Target, exchange: Exchange) -> None:
@@ -125,10 +118,8 @@ class App:
         if session is None and target.rest.startswith(MODELS):
             return
         if session is None or not _is_same(key, key_of(admin, session)):
-            got, hint = (
-                "the session key is missing or wrong",
-                "use the base_url from POST /sessions",
-            )
+            got = "the session key is missing or wrong"
+            hint = "use the base_url from POST /sessions"
             raise InputError("session_key", session or exchange.raw_path, got, hint=hint)
 
     def _check_admin(self, exchange: Exchange) -> None:
@@ -152,7 +143,7 @@ class App:
             raise InputError("no_session", target.rest, "the request names no session", hint=hint)
         body = await exchange.body(settings.max_request_bytes)
         self._without_own_keys(exchange)
-        asked = read_request(_CALLS[target.rest], body, await self._models_named())
+        asked = read_request(KINDS[target.rest], body, await self._models_named())
         session = self.recorder.session_for(target.session)
         call = Call(
             recorder=self.recorder,

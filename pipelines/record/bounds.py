@@ -80,10 +80,8 @@ def check_head(response: aiohttp.ClientResponse) -> None:
         raise EngineError(REDIRECT, "engine", got, hint=hint, message=f"The engine {got}")
     encoding = response.headers.get("content-encoding", "identity").strip().lower()
     if encoding != "identity":
-        got, hint = (
-            f"compresses its responses ({encoding[:40]!r})",
-            "turn off compression in the engine",
-        )
+        got = f"compresses its responses ({encoding[:40]!r})"
+        hint = "turn off compression in the engine"
         raise EngineError(ANSWER_ENCODING, "engine", got, hint=hint, message=f"The engine {got}")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 from typing import Any
 
@@ -10,17 +9,18 @@ import aiohttp
 from aiohttp.client_proto import ResponseHandler
 from aiohttp.http_exceptions import HttpProcessingError
 
+from pipelines.generation.engines.http_pool import KEEP_ALIVE_S
+
 MOST_INFORMATIONAL = 256
 _SWITCHING = 101
-_KEEP_ALIVE_S = 4.0
 
 
 class BoundedConnector(aiohttp.TCPConnector):
     """A connector with any number of connections, each handled by a `BoundedHandler`."""
 
     def __init__(self) -> None:
-        super().__init__(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
-        self._factory = functools.partial(_handler, loop=self._loop)
+        super().__init__(limit=0, keepalive_timeout=KEEP_ALIVE_S)
+        self._factory = functools.partial[ResponseHandler](BoundedHandler, loop=self._loop)
 
 
 class BoundedHandler(ResponseHandler):
@@ -47,7 +47,3 @@ class BoundedHandler(ResponseHandler):
         self.set_exception(HttpProcessingError(code=502, message=f"{got} before the response"))
         if self.transport is not None:
             self.transport.close()
-
-
-def _handler(loop: asyncio.AbstractEventLoop) -> ResponseHandler:
-    return BoundedHandler(loop)

@@ -13,6 +13,9 @@ from pipelines.record.secrets import without_secrets
 Fields = dict[str, msgspec.Raw]
 Kind = Literal["chat", "text"]
 
+KINDS: dict[str, Kind] = {"/v1/chat/completions": "chat", "/v1/completions": "text"}
+"""Kinds of the endpoints by path."""
+
 NULL = msgspec.Raw(b"null")
 _IDS = frozenset({"prompt_token_ids", "token_ids"})
 _LOGPROBS = frozenset({"logprobs"})

@@ -36,18 +36,12 @@ _CARRIED = frozenset(
         *("model", "stream", "stream_options", "user", "priority", "cache_salt", "seed", "stop"),
         *("temperature", "top_p", "top_k", "min_p", "min_tokens", "max_tokens", "ignore_eos"),
         *("stop_token_ids", "presence_penalty", "frequency_penalty", "repetition_penalty"),
-        *(
-            "structured_outputs",
-            "logit_bias",
-            "include_stop_str_in_output",
-            "skip_special_tokens",
-            "request_id",
-        ),
+        *("structured_outputs", "logit_bias", "request_id"),
+        *("include_stop_str_in_output", "skip_special_tokens"),
     }
 )
 _DROPPED = frozenset({"messages", "max_completion_tokens"})
 _OPTIONAL = (b"null", b"false", b"[]", b"{}", b"0")
-_ONCE = frozenset({"n"})
 _EMPTY: tuple[object, ...] = (None, [], {}, "")
 _ENDED = frozenset({"stop", "length"})
 _MESSAGE = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "reasoning"))
@@ -187,16 +181,13 @@ class ChatShown:
         self._has_begun = True
         first = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
         head = {"choices": [first | {"logprobs": None}], "prompt_token_ids": None}
-        return msgspec.json.encode(_without_usage(top) | head) + b"\n\ndata: " + shown
+        top.pop("usage", None)
+        return msgspec.json.encode(top | head) + b"\n\ndata: " + shown
 
     def _named(self, fields: Fields) -> dict[str, Any]:
         name = str(value_of(fields, "id")).replace("cmpl-", "chatcmpl-", 1)
         model = {} if self._model is None else {"model": self._model}
         return {**fields, "id": name, **model}
-
-
-def _without_usage(fields: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in fields.items() if k != "usage"}
 
 
 def _without(choice: Fields, name: str) -> dict[str, Any]:
@@ -208,11 +199,9 @@ def _without(choice: Fields, name: str) -> dict[str, Any]:
 def _chat_only(fields: Fields) -> str | None:
     """Find a field that a text completion lacks or treats differently; None if there is none."""
     for name, value in fields.items():
-        if name in _CARRIED | _DROPPED or bytes(value) in _OPTIONAL:
-            continue
-        if name in _ONCE and bytes(value) == b"1":
-            continue
-        return name
+        is_default = bytes(value) in _OPTIONAL or (name, bytes(value)) == ("n", b"1")
+        if name not in _CARRIED | _DROPPED and not is_default:
+            return name
     return None
 
 

@@ -206,7 +206,8 @@ class Journal:
         except OSError:
             for path, size in before.items():
                 self._sizes[path] = size
-                _truncate(path, size)
+                if path.exists():
+                    os.truncate(path, size)
             raise
         return [places[i] for i in range(len(entries))]
 
@@ -235,11 +236,6 @@ def _append(path: Path, offset: int, content: bytes) -> None:
     if is_new:
         for folder in (path.parent, path.parent.parent):
             sync(folder)
-
-
-def _truncate(path: Path, size: int) -> None:
-    if path.exists():
-        os.truncate(path, size)
 
 
 def _cut_to_lines(path: Path) -> int:

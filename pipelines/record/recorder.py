@@ -161,11 +161,7 @@ class Recorder:
         return self._last_time_s
 
     async def record(
-        self,
-        session: Session,
-        request: Fields,
-        response: msgspec.Raw,
-        **about: Any,
+        self, session: Session, request: Fields, response: msgspec.Raw, **about: Any
     ) -> None:
         """Write a call to the journal; it is on disk when this returns.
 
@@ -183,9 +179,8 @@ class Recorder:
         writing = asyncio.create_task(self._append(session, record))
         session.writing.add(writing)
         writing.add_done_callback(session.writing.discard)
-        writing.add_done_callback(
-            lambda done: done.exception()
-        )  # mark as retrieved if nobody waits
+        # Mark the exception as retrieved, even if nobody waits.
+        writing.add_done_callback(lambda done: done.exception())
         await asyncio.shield(writing)  # not cancelled when the client disconnects
 
     async def _append(self, session: Session, record: Mapping[str, Any]) -> None:
@@ -202,9 +197,8 @@ class Recorder:
             prompt = _ids(steps[0].prompt_token_ids)
             seen = Seen(answer, prompt, [_ids(step.response_ids) for step in steps])
         except (RolloutError, msgspec.MsgspecError) as error:
-            self.warn(
-                "a call has no usable tokens", f"its session will be marked as failed: {error}"
-            )
+            text = f"its session will be marked as failed: {error}"
+            self.warn("a call has no usable tokens", text)
             return None
         self.metrics.tokens.inc(sum(map(len, seen.responses)))
         if session.count(agent, seen):
@@ -270,7 +264,8 @@ class Recorder:
                 await self._write(together)
 
     async def _write(self, sessions: Sequence[Session]) -> None:
-        await asyncio.to_thread(self._shards.write, [ended_of(s) for s in sessions])
+        ended = [ended_of(s, s.outcome) for s in sessions if s.outcome is not None]
+        await asyncio.to_thread(self._shards.write, ended)
         self.metrics.written.inc(len(sessions))
         self.sessions.wrote(sessions)
         by_folder: defaultdict[int, list[str]] = defaultdict(list)
@@ -291,13 +286,14 @@ class Recorder:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), min(_TICK_S, self.settings.flush_s))
             try:
-                for session in self.sessions.idle(self.settings.idle_timeout_s):
-                    await self.end(session.name, {"error": self._abandoned()})
+                idle_s = self.settings.idle_timeout_s
+                for session in self.sessions.idle(idle_s):
+                    await self.end(
+                        session.name, {"error": f"{ABANDONED}: no call for {idle_s:g} s"}
+                    )
                 await self._keep_losses()
-                if (
-                    self.num_waiting >= MOST_A_SHARD
-                    or time.monotonic() - last > self.settings.flush_s
-                ):
+                is_due = time.monotonic() - last > self.settings.flush_s
+                if is_due or self.num_waiting >= MOST_A_SHARD:
                     last = time.monotonic()
                     await self.flush()
             except RolloutError as error:
@@ -312,9 +308,6 @@ class Recorder:
                 with session.calling():
                     await self.journal.append(session.folder, "lost", record)
                 session.losses_kept = losses
-
-    def _abandoned(self) -> str:
-        return f"{ABANDONED}: no call for {self.settings.idle_timeout_s:g} s"
 
     @property
     def _version_path(self) -> Path:

@@ -28,19 +28,9 @@ _ALONE = frozenset(
 _NOT_TOKENS = frozenset({"bos", "eos", "mask", "pad", "sep", "stop", "unk", "as", "per"})
 _KEYS = frozenset(
     {
-        *(
-            "access",
-            "account",
-            "admin",
-            "api",
-            "app",
-            "application",
-            "auth",
-            "client",
-            "encryption",
-        ),
-        *("license", "master", "private", "secret", "service", "session", "signing", "ssh"),
-        *("storage", "subscription", "virtual"),
+        *("access", "account", "admin", "api", "app", "application", "auth", "client"),
+        *("encryption", "license", "master", "private", "secret", "service", "session"),
+        *("signing", "ssh", "storage", "subscription", "virtual"),
     }
 )
 """Words that, followed by "key", name a credential."""
@@ -62,10 +52,8 @@ _SUSPECT = re.compile(
     rb"|secret|signature|token|://|\\",
     re.IGNORECASE,
 )
-_OBJECT, _LIST = (
-    msgspec.json.Decoder(dict[str, msgspec.Raw]),
-    msgspec.json.Decoder(list[msgspec.Raw]),
-)
+_OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_LIST = msgspec.json.Decoder(list[msgspec.Raw])
 _TEXT = msgspec.json.Decoder(str)
 
 
@@ -73,10 +61,8 @@ def is_secret(name: str) -> bool:
     """True if a field with this name is, or contains, a credential.
 
     Example:
-        >>> [
-        ...     is_secret(n)
-        ...     for n in ("X-Api-Key", "apiKey", "extra_headers", "max_tokens", "eos_token")
-        ... ]
+        >>> names = ("X-Api-Key", "apiKey", "extra_headers", "max_tokens", "eos_token")
+        >>> [is_secret(name) for name in names]
         [True, True, True, False, False]
     """
     words = [word.lower() for word in _WORD.findall(name)]

@@ -84,35 +84,22 @@ async def serving(
         InputError: out_is_free, output_file.
     """
     with listen(host, port) as listener:
-        async with _serving(settings, listener, host, metadata, tell) as served:
-            yield served
-
-
-@asynccontextmanager
-async def _serving(
-    settings: RecordSettings,
-    listener: socket.socket,
-    host: str,
-    metadata: DatasetMetadata | None,
-    tell: Callable[[str], object],
-) -> AsyncIterator[Serving]:
-    shown = f"[{host}]" if ":" in host else host
-    url = f"http://{shown}:{listener.getsockname()[1]}"
-    exact, metadata = _exact_prefix(settings, metadata or DatasetMetadata())
-    recorder = Recorder(settings, metadata, tell)
-    limits = Limits(timeout_s=_TIMEOUT_S, max_attempts=_ATTEMPTS, backoff_s=_BACKOFF_S)
-    upstreams = Upstreams(
-        settings.upstreams,
-        limits,
-        api_key=settings.upstream_api_key,
-        retried=recorder.metrics.retries.inc,
-        max_answer_bytes=settings.max_answer_bytes,
-    )
-    async with recorder, upstreams:
-        app = App(recorder, upstreams, url, exact)
-        guarded = Guard(app, host, settings.allowed_hosts, recorder.refused)
-        async with answering(guarded, listener, stop_s=_STOP_S) as server:
-            yield Serving(url=url, recorder=recorder, server=server)
+        shown = f"[{host}]" if ":" in host else host
+        url = f"http://{shown}:{listener.getsockname()[1]}"
+        exact, metadata = _exact_prefix(settings, metadata or DatasetMetadata())
+        recorder = Recorder(settings, metadata, tell)
+        upstreams = Upstreams(
+            settings.upstreams,
+            Limits(timeout_s=_TIMEOUT_S, max_attempts=_ATTEMPTS, backoff_s=_BACKOFF_S),
+            api_key=settings.upstream_api_key,
+            retried=recorder.metrics.retries.inc,
+            max_answer_bytes=settings.max_answer_bytes,
+        )
+        async with recorder, upstreams:
+            app = App(recorder, upstreams, url, exact)
+            guarded = Guard(app, host, settings.allowed_hosts, recorder.refused)
+            async with answering(guarded, listener, stop_s=_STOP_S) as server:
+                yield Serving(url=url, recorder=recorder, server=server)
 
 
 @asynccontextmanager

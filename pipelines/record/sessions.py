@@ -169,9 +169,8 @@ class Sessions:
         if name in self._live or self.is_written(name):
             raise _ended(name, None)
         if len(self._live) >= MOST_SESSIONS:
-            got = (
-                f"{len(self._live):,} sessions are open or waiting for a shard, which is the limit"
-            )
+            num = f"{len(self._live):,}"
+            got = f"{num} sessions are open or waiting for a shard, which is the limit"
             hint = "end finished sessions: POST .../end"
             raise InputError("too_many_sessions", name, got, hint=hint)
         session = self._live[name] = Session(name=name, folder=folder)

@@ -161,18 +161,17 @@ def _models(sessions: Sequence[Ended]) -> tuple[str, ...]:
     return tuple(names.names())
 
 
-def ended_of(session: Session) -> Ended:
+def ended_of(session: Session, outcome: Outcome) -> Ended:
     """Build the `Ended` record of a session."""
-    assert session.outcome is not None
     instance_id, repetition_id = split_session(session.name, "session")
     run = Run(
         instance_id=instance_id,
         repetition_id=repetition_id,
         places=list(session.places),
-        failed=session.outcome.error is not None,
+        failed=outcome.error is not None,
         rewarded=True,
     )
-    return Ended(run, session.outcome)
+    return Ended(run, outcome)
 
 
 def _with_calls(ended: Ended) -> Ended:

@@ -14,6 +14,7 @@ from yarl import URL
 
 from pipelines.generation.engines.base import ENGINE_DOWN
 from pipelines.generation.engines.http_pool import BROKEN, Limits, by_preference, payload
+from pipelines.generation.engines.vllm import Model, Models
 from pipelines.record.bounds import check_head, too_large
 from pipelines.record.connector import BoundedConnector
 from schemas.errors import EngineError, count
@@ -33,18 +34,7 @@ VERSION_HEADER = "x-rollouts-policy-version"
 """Response header with the version of the weights that sampled the response."""
 
 
-class Model(msgspec.Struct):
-    """A served model."""
-
-    id: str
-    max_model_len: int | None = None
-
-
-class _Models(msgspec.Struct):
-    data: list[Model]
-
-
-_MODELS = msgspec.json.Decoder(_Models)
+_MODELS = msgspec.json.Decoder(Models)
 
 
 class Upstreams:

@@ -21,12 +21,6 @@ BODY_TIMEOUT_S = 60.0
 JSON = (b"content-type", b"application/json")
 
 STATUS = {
-    "session_name": 400,
-    "record_type": 400,
-    "json_line": 400,
-    "reward_line": 400,
-    "columns_and_types": 400,
-    "one_host": 400,
     "session_key": 403,
     "admin_key": 403,
     "no_session": 403,
@@ -50,6 +44,7 @@ STATUS = {
     "answer_size": 502,
     "journal": 507,
 }
+"""HTTP status by rule; 400 for all other rules."""
 
 
 class Exchange:
@@ -164,13 +159,12 @@ def error_body(error: RolloutError) -> bytes:
     return msgspec.json.encode({"error": {**found, "param": None}})
 
 
-async def unless_left(exchange: Exchange, work: Awaitable[None]) -> bool:
-    """Do some work, but cancel it if the client disconnects; return whether it completed."""
+async def unless_left(exchange: Exchange, work: Awaitable[None]) -> None:
+    """Do some work, but cancel it if the client disconnects."""
     doing = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(exchange.left())
     try:
         await asyncio.wait({doing, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        is_done = doing.done()
     finally:
         leaving.cancel()
         if not doing.done():
@@ -178,7 +172,6 @@ async def unless_left(exchange: Exchange, work: Awaitable[None]) -> bool:
             await asyncio.wait({doing})
     if not doing.cancelled():
         doing.result()
-    return is_done
 
 
 async def respond(

@@ -61,11 +61,6 @@ class Sampling:
             if not holds:
                 raise ConfigError("sampling", name, repr(getattr(self, name)), expected)
 
-    @property
-    def truncates(self) -> bool:
-        """True if some tokens cannot be sampled, so that the others become more likely."""
-        return self.top_p < 1 or self.top_k is not None or self.min_p > 0
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampled:

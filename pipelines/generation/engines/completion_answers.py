@@ -58,10 +58,8 @@ def _sampled(
     if len(steps) != 1:
         raise EngineError("engine_answer", where, f"{len(steps)} choices", "1")
     step = steps[0]
-    prompt, response = (
-        _ids(step.prompt_token_ids, "prompt", where),
-        _ids(step.response_ids, "response", where),
-    )
+    prompt = _ids(step.prompt_token_ids, "prompt", where)
+    response = _ids(step.response_ids, "response", where)
     if sent is not None and prompt != list(sent):
         got = f"the engine's {len(prompt)} prompt ids differ from the {len(sent)} that were sent"
         raise EngineError("engine_answer", where, got)

@@ -25,13 +25,14 @@ with requires_extra("generate", "an engine over HTTP"):
 Body = Mapping[str, Any] | None
 
 _NO_ROOM = ("context length", "max_tokens must be at least 1")
-# Shorter than uvicorn's 5 s, so that a connection about to be closed is never reused.
-_KEEP_ALIVE_S = 4.0
 _EACH_ATTEMPTS = 3
 _LARGE_BYTES = 1 << 20
 
 BROKEN = (aiohttp.ClientError, TimeoutError, ConnectionError)
 """Errors of a failed, broken or timed-out connection."""
+
+KEEP_ALIVE_S = 4.0
+"""Shorter than uvicorn's 5 s, so that a connection about to be closed is never reused."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,7 +119,7 @@ class Servers:
         self._client = aiohttp.ClientSession(
             headers=self._headers,
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=self.limits.connect_timeout_s),
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
             trust_env=True,
         )
         return self

@@ -14,11 +14,7 @@ _CONFIG_KEYS = {
     "max_generate_length": "max_response_tokens",
     **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "stop", "seed")},
 }
-_ALWAYS = {
-    "skip_special_tokens": True,
-    "include_stop_str_in_output": True,
-    "logprobs": 1,
-}
+_ALWAYS = {"skip_special_tokens": True, "include_stop_str_in_output": True, "logprobs": 1}
 _IMPLIED = frozenset({*_ALWAYS, "return_token_ids"})
 
 

@@ -20,13 +20,17 @@ _COMPLETIONS, _CHAT = "/v1/completions", "/v1/chat/completions"
 _PROBES = ([1], [2, 3], [10, 20, 30], [5, 4, 3, 2])
 
 
-class _Model(msgspec.Struct):
+class Model(msgspec.Struct):
+    """A served model."""
+
     id: str
     max_model_len: int | None = None
 
 
-class _Models(msgspec.Struct):
-    data: list[_Model]
+class Models(msgspec.Struct):
+    """Response of `/v1/models`."""
+
+    data: list[Model]
 
 
 class _Top(msgspec.Struct):
@@ -41,7 +45,7 @@ class _Probed(msgspec.Struct):
     choices: list[_Probe]
 
 
-_MODELS, _PROBED = msgspec.json.Decoder(_Models), msgspec.json.Decoder(_Probed)
+_MODELS, _PROBED = msgspec.json.Decoder(Models), msgspec.json.Decoder(_Probed)
 
 
 class VllmEngine:
@@ -229,7 +233,7 @@ def sampling_fields(sampling: Sampling) -> dict[str, Any]:
     return fields
 
 
-def _one_model(listed: Sequence[_Models]) -> str:
+def _one_model(listed: Sequence[Models]) -> str:
     names = [models.data[0].id if models.data else None for models in listed]
     if None in names or len(set(names)) != 1:
         got, hint = ", ".join(map(str, names)), "pass model=NAME"
