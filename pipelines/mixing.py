@@ -170,9 +170,8 @@ def _positions(drawn: Mapping[str, pl.DataFrame]) -> dict[str, pl.DataFrame]:
         )
         for number, data in enumerate(drawn.values())
     ]
-    order = (
-        pl.concat(places).sort("place", "dataset", maintain_order=True).with_row_index(_POSITION)
-    )
+    order = pl.concat(places).sort("place", "dataset", maintain_order=True)
+    order = order.with_row_index(_POSITION)
     return {
         name: order.filter(pl.col("dataset") == number).select("trajectory_id", _POSITION)
         for number, name in enumerate(drawn)

@@ -20,11 +20,11 @@ from schemas.ragged import BoolArray, IntArray, Ragged, gather, list_lengths, of
 from schemas.types import as_table, without_views
 
 FloatArray = npt.NDArray[np.float64]
+Fold = Callable[[pl.Expr], pl.Expr]
 
-_RELATIVE_SPREAD, _LEAST_SPREAD = 1e-6, 1e-12
 # Relative and absolute tolerance for equal returns (see `are_equal`): far above the rounding error
 # of a sum of float64 rewards, far below any intended difference between rewards.
-Fold = Callable[[pl.Expr], pl.Expr]
+_RELATIVE_SPREAD, _LEAST_SPREAD = 1e-6, 1e-12
 
 
 def dataset_outcome(path: PathLike, given: Outcome | None = None) -> Outcome:

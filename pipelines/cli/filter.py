@@ -42,9 +42,7 @@ WHOLE = click.IntRange(min=0)
 @click.option("--dry-run", is_flag=True, help="Print the report; write nothing.")
 @click.option("--keep-rows", metavar="SQL", help="Keep only matching rows; renumber the steps.")
 @click.option(
-    "--move-outcome",
-    is_flag=True,
-    help="With --keep-rows: move the return to the last kept row.",
+    "--move-outcome", is_flag=True, help="With --keep-rows: move the return to the last kept row."
 )
 @click.option(
     "--where", multiple=True, metavar="SQL", help="Keep if any row matches: 'reward > 0'."
@@ -285,10 +283,8 @@ def _combined(
     frames = {name: _with_sampling(source) for name, source in zip(names, sources, strict=True)}
     shares = dict(zip(names, choices.share, strict=True)) if choices.share else None
     num = choices.sample_groups if choices.mix else None
-    prefix = choices.prefix_names
-    frame, counts = mix(
-        frames, shares=shares, num_groups=num, seed=choices.seed, prefix_names=prefix
-    )
+    prefix, seed = choices.prefix_names, choices.seed
+    frame, counts = mix(frames, shares=shares, num_groups=num, seed=seed, prefix_names=prefix)
     return frame, counts.to_dicts()
 
 

@@ -145,10 +145,7 @@ def _savings(costs: Mapping[str, Cost], shape: ModelShape | None) -> dict[str, d
 
 def all_numbers(numbers: Mapping[str, Any]) -> str:
     """Return every number by its name, in sections."""
-    sections = [
-        f"{title}\n" + "\n".join(f"  {line}" for line in lines)
-        for title, lines in _sections(numbers)
-    ]
+    sections = ("\n  ".join([title, *lines]) for title, lines in _sections(numbers))
     return "\n\n".join(sections) + "\n"
 
 
@@ -156,19 +153,17 @@ def _sections(numbers: Mapping[str, Any]) -> Iterable[tuple[str, Sequence[str]]]
     apart = {name for names in _SECTIONS.values() for name in names}
     rows = [n for n, value in numbers.items() if n not in apart and not isinstance(value, dict)]
     for title, names in {"rows": rows, **_SECTIONS}.items():
-        yield title, columns([[name, _number(numbers[name])] for name in names])
+        yield title, columns([[name, readable(numbers[name])] for name in names])
     reasons = numbers["stop_reasons"]
     if reasons:
-        yield "stop reasons of rows", columns([[repr(r), _number(n)] for r, n in reasons.items()])
+        yield "stop reasons of rows", columns([[repr(r), readable(n)] for r, n in reasons.items()])
     for per, found in numbers["metrics"].items():
         table = [["metric", "value", "over", "left out"]]
         for name, line in found.items():
-            table.append([name, *(_number(line[n]) for n in ("value", "num", "num_left_out"))])
+            table.append([name, *(readable(line[n]) for n in ("value", "num", "num_left_out"))])
         yield f"per {per}", columns(table)
-    yield (
-        "savings: tokens that each layout forwards",
-        columns(_savings_table(numbers["savings"])),
-    )
+    savings = columns(_savings_table(numbers["savings"]))
+    yield "savings: tokens that each layout forwards", savings
 
 
 def _savings_table(savings: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
@@ -176,7 +171,7 @@ def _savings_table(savings: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
     table = [["layout", "sequences", "tokens", "of step", *(["training FLOPs"] * has_flops)]]
     for layout, cost in savings.items():
         relative = cost["relative_tokens"]
-        line = [layout, _number(cost["num_sequences"]), _number(cost["num_tokens"])]
+        line = [layout, readable(cost["num_sequences"]), readable(cost["num_tokens"])]
         line.append("-" if relative is None else f"{relative:.1%}")
         if has_flops:
             line.append(f"{cost['training_flops']:.3g}")
@@ -184,7 +179,8 @@ def _savings_table(savings: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
     return table
 
 
-def _number(value: Any) -> str:
+def readable(value: Any) -> str:
+    """Format a number for a table; "-" for None."""
     if value is None:
         return "-"
     return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"

@@ -13,6 +13,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from pipelines.cli.stats import readable
 from pipelines.statistics.distributions import (
     Distribution,
     Rewards,
@@ -73,12 +74,6 @@ def comparison(first: Overview, second: Overview) -> str:
     return _rendered([*paths, table])
 
 
-def _number(value: Any) -> str:
-    if value is None:
-        return "-"
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
-
-
 def _share(value: float | None) -> str:
     return "-" if value is None else f"{value:.1%}"
 
@@ -87,25 +82,26 @@ def _lines(overview: Overview) -> list[tuple[str, Any, Callable[[Any], str]]]:
     """List the compared numbers: label, value, and how the value is printed."""
     numbers, rewards = overview.numbers, overview.rewards
     found: list[tuple[str, Any, Callable[[Any], str]]] = [
-        ("rows", numbers["num_rows"], _number),
-        ("trajectories", numbers["num_trajectories"], _number),
-        ("groups", numbers["num_groups"], _number),
-        ("failed trajectories", numbers["num_failed"], _number),
-        ("trajectories without a reward", numbers["num_unknown_reward"], _number),
-        ("tokens trained on", numbers["num_trained_tokens"], _number),
+        ("rows", numbers["num_rows"], readable),
+        ("trajectories", numbers["num_trajectories"], readable),
+        ("groups", numbers["num_groups"], readable),
+        ("failed trajectories", numbers["num_failed"], readable),
+        ("trajectories without a reward", numbers["num_unknown_reward"], readable),
+        ("tokens trained on", numbers["num_trained_tokens"], readable),
     ]
     for label, one in overview.lengths.items():
-        found.append((f"{label}, mean", one.mean, _number))
-        found.append((f"{label}, p95", one.p95, _number))
-        found.append((f"{label}, max", one.max, _number))
+        found.append((f"{label}, mean", one.mean, readable))
+        found.append((f"{label}, p95", one.p95, readable))
+        found.append((f"{label}, max", one.max, readable))
     found += [
-        ("reward, mean", rewards.mean, _number),
+        ("reward, mean", rewards.mean, readable),
         ("solved (reward 1)", rewards.solved, _share),
-        ("groups with different rewards", rewards.num_varied, _number),
-        ("groups with equal rewards", rewards.num_equal, _number),
+        ("groups with different rewards", rewards.num_varied, readable),
+        ("groups with equal rewards", rewards.num_equal, readable),
     ]
     for name, layout in LAYOUTS.items():
-        found.append((f"tokens forwarded, {layout}", overview.savings[name]["num_tokens"], _number))
+        tokens = overview.savings[name]["num_tokens"]
+        found.append((f"tokens forwarded, {layout}", tokens, readable))
     return found
 
 
@@ -147,7 +143,7 @@ def _lengths(lengths: Mapping[str, Distribution]) -> Iterable[RenderableType]:
     table = _table("tokens, unless rows", "mean", "median", "p95", "max", left=("from min to max",))
     for label, one in lengths.items():
         mean = "-" if one.mean is None else f"{one.mean:,.1f}"
-        ends = [_number(value) for value in (one.median, one.p95, one.max)]
+        ends = [readable(value) for value in (one.median, one.p95, one.max)]
         table.add_row(label, mean, *ends, _sparkline(one.counts))
     yield table
 
@@ -179,7 +175,7 @@ def _layouts(overview: Overview) -> Iterable[RenderableType]:
     for name, layout in LAYOUTS.items():
         cost = overview.savings[name]
         share = cost["relative_tokens"]
-        cells = [_number(cost["num_sequences"]), _number(cost["num_tokens"]), _share(share)]
+        cells = [readable(cost["num_sequences"]), readable(cost["num_tokens"]), _share(share)]
         cells += [f"{cost['training_flops']:.3g}"] if has_flops else []
         table.add_row(layout, *cells, _bar(share or 0.0))
     yield table

@@ -10,15 +10,7 @@ if TYPE_CHECKING:
     from pipelines.drift_diagnosis.retokenized import TextReading
     from pipelines.drift_diagnosis.table import Diagnosis, diagnose, diagnose_dataset, drift
 
-__all__ = [
-    "HINTS",
-    "Diagnosis",
-    "Report",
-    "TextReading",
-    "diagnose",
-    "diagnose_dataset",
-    "drift",
-]
+__all__ = ["HINTS", "Diagnosis", "Report", "TextReading", "diagnose", "diagnose_dataset", "drift"]
 
 _MODULES = {
     "pipelines.drift_diagnosis.causes": ("HINTS",),

@@ -101,10 +101,8 @@ def tell(found: Break, parting: Parting, read: Callable[[], Reading | None]) -> 
         read: Compares the text or messages of both sides; returns None if neither is available.
     """
     if not len(parting.now):
-        return (
-            "overlap",
-            "the prompt ends within that step: a retry, or a return to an earlier turn",
-        )
+        evidence = "the prompt ends within that step: a retry, or a return to an earlier turn"
+        return "overlap", evidence
     if not len(parting.lost):
         return "overlap", "all of that step is repeated, and another step continues it"
     reading = read()

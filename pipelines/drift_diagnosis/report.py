@@ -36,9 +36,7 @@ class Report:
     num_steps: int = 0
     num_following: int = 0
     shown: list[dict[str, Any]] = field(default_factory=list)
-    _groups: pl.DataFrame = field(
-        default_factory=lambda: _grouped(pl.DataFrame(schema=SCHEMA), _KEYS)
-    )
+    _groups: pl.DataFrame = field(default_factory=lambda: _grouped(pl.DataFrame(schema=SCHEMA)))
 
     @classmethod
     def of(cls, pieces: Iterable[Diagnosis], limit: int | None = None) -> Report:
@@ -47,7 +45,7 @@ class Report:
         for piece in pieces:
             report.num_steps += piece.num_steps
             report.num_following += piece.num_following
-            groups = pl.concat([report._groups, _grouped(piece.breaks, _KEYS)])
+            groups = pl.concat([report._groups, _grouped(piece.breaks)])
             report._groups = groups.group_by(_KEYS).agg(pl.col(_SUMS).sum())
             left = None if limit is None else limit - len(report.shown)
             report.shown += islice(piece.breaks.iter_rows(named=True), left)
@@ -90,8 +88,8 @@ class Report:
         }
 
 
-def _grouped(breaks: pl.DataFrame, keys: tuple[str, ...]) -> pl.DataFrame:
-    return breaks.group_by(keys).agg(
+def _grouped(breaks: pl.DataFrame) -> pl.DataFrame:
+    return breaks.group_by(_KEYS).agg(
         pl.len().cast(pl.Int64).alias("num_breaks"),
         pl.col("continues_lineage").sum().cast(pl.Int64).alias("num_continuing_lineage"),
         pl.col("num_lost_tokens").sum(),
@@ -130,10 +128,8 @@ def render_break(one: dict[str, Any]) -> Iterator[str]:
         return
     num_lost = one["num_lost_tokens"]
     lost = f", {num_lost} token{'s' * (num_lost > 1)} lost" if num_lost else ""
-    yield (
-        f"{place}: {one['cause']}, at token {one['token_index']} of step "
-        f"{one['from_step_index']}{lost}"
-    )
+    at = f"at token {one['token_index']} of step {one['from_step_index']}"
+    yield f"{place}: {one['cause']}, {at}{lost}"
     yield f"  {one['evidence']}"
     if one["kept_text"] is not None:
         kept, gone, now = (_printable(one[name]) for name in _TEXT_SIDES)

@@ -14,13 +14,7 @@ import pyarrow as pa
 
 from pipelines.drift_diagnosis.breaks import Break, find_breaks
 from pipelines.drift_diagnosis.causes import KEEPS_TOKENS, Cause, Parting, Told, tell
-from pipelines.drift_diagnosis.readers import (
-    TEXTS,
-    decode,
-    read_messages,
-    read_text,
-    special_ids,
-)
+from pipelines.drift_diagnosis.readers import TEXTS, decode, read_messages, read_text, special_ids
 from pipelines.drift_diagnosis.tokens import Steps, changed
 from pipelines.drift_diagnosis.turns import Reading
 from pipelines.merging.lineage import continued_rows
@@ -79,8 +73,8 @@ def drift(frame: Frame, tokenizer: ChatTokenizer | PathLike | None = None) -> pl
     """Explain why steps do not continue the step before them: one row per break, in row order.
 
     A step is compared with its parent in the prefix tree (the earlier step that shares the longest
-    prefix with its prompt); if the parent belongs to another agent, with the latest earlier
-    step of the step's own agent; without a parent, with the previous step. Merged rows are split first (`unmerge`).
+    prefix with its prompt); if the parent belongs to another agent, with the latest earlier step of
+    its own agent; without a parent, with the previous step. Merged rows are split first.
 
     Args:
         frame: Complete trajectories. `agent`, `messages` and `response_text` improve the diagnosis.
@@ -211,11 +205,7 @@ def _read(
 
 
 def _row(
-    table: pa.Table,
-    found: Break,
-    parting: Parting,
-    told: Told,
-    tokenizer: ChatTokenizer | None,
+    table: pa.Table, found: Break, parting: Parting, told: Told, tokenizer: ChatTokenizer | None
 ) -> list[Any]:
     cause, evidence = told
     meets = changed(parting.lost, parting.now) if len(parting.lost) else None

@@ -37,9 +37,6 @@ _HEALTHY = pl.col("error").is_null()
 _GROUP = "instance_id"
 
 
-_ROWS = {"any": "any row", "all": "all rows"}
-
-
 def where(condition: str | pl.Expr, rows: Literal["any", "all"] = "any") -> Filter:
     """Keep trajectories in which any row, or every row, matches a condition.
 
@@ -54,10 +51,10 @@ def where(condition: str | pl.Expr, rows: Literal["any", "all"] = "any") -> Filt
         >>> where("agent = 'main' AND reward > 0")
         >>> where(pl.col("temperature") == 1, rows="all")
     """
-    name = condition if isinstance(condition, str) else str(condition)
+    scope = "any row" if rows == "any" else "all rows"
     fold = pl.Expr.any if rows == "any" else pl.Expr.all
     return Filter(
-        name=f"{_ROWS[rows]}: {name}",
+        name=f"{scope}: {condition}",
         row=holds(condition),
         fold=fold,
         drops=~pl.col("value"),
@@ -165,9 +162,8 @@ def overlong(stop_reasons: Collection[str] = RAN_OUT_OF_TOKENS) -> Filter:
 def first_groups(num_groups: int) -> Filter:
     """Keep the first `num_groups` groups in order of appearance, or all if there are fewer."""
     appears = pl.col("position").min().over(_GROUP)
-    return Filter(
-        name=f"first {count(num_groups, 'group')}", drops=appears.rank("dense") > num_groups
-    )
+    name = f"first {count(num_groups, 'group')}"
+    return Filter(name=name, drops=appears.rank("dense") > num_groups)
 
 
 def sample_groups(num_groups: int, seed: int = 0) -> Filter:

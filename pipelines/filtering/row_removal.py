@@ -15,11 +15,7 @@ _NEW_INDEX, _NEW_LAST = "__step_index_anew__", "__is_last_step_anew__"
 
 
 def keep_rows(
-    frame: Frame,
-    condition: str | pl.Expr,
-    *,
-    outcome: Outcome = "last",
-    move_outcome: bool = False,
+    frame: Frame, condition: str | pl.Expr, *, outcome: Outcome = "last", move_outcome: bool = False
 ) -> tuple[pl.LazyFrame, dict[str, int]]:
     """Keep the rows that match a condition, and renumber the steps of each trajectory.
 
@@ -101,9 +97,8 @@ def renumber(frame: Frame, kept: pl.DataFrame) -> pl.LazyFrame:
     names = frame.collect_schema().names()
     numbers = kept.filter("kept").select(*_ROW, _NEW_INDEX, _NEW_LAST).lazy()
     joined = frame.join(numbers, on=_ROW, how="inner", maintain_order="left")
-    return joined.with_columns(
-        step_index=pl.col(_NEW_INDEX).cast(pl.Int32), is_last_step=_NEW_LAST
-    ).select(names)
+    number = pl.col(_NEW_INDEX).cast(pl.Int32)
+    return joined.with_columns(step_index=number, is_last_step=_NEW_LAST).select(names)
 
 
 def count_rows(kept: pl.DataFrame) -> dict[str, int]:

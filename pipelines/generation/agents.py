@@ -94,9 +94,8 @@ class Client:
         """
         sampling = self._sampling(changes)
         session = self._task.trajectory_id
-        answer = await self._answer(
-            self._engine.sample(prompt_token_ids, sampling, session=session)
-        )
+        call = self._engine.sample(prompt_token_ids, sampling, session=session)
+        answer = await self._answer(call)
         return self._recorded(answer, sampling, None, agent, trains=trains)
 
     def close(self) -> None:
@@ -106,9 +105,8 @@ class Client:
     def _sampling(self, changes: Mapping[str, Any]) -> Sampling:
         where = f"trajectory {self._task.trajectory_id!r}"
         if not self._is_open:
-            raise InputError(
-                "agent_calls", where, "the agent called the model after it had finished"
-            )
+            got = "the agent called the model after it had finished"
+            raise InputError("agent_calls", where, got)
         unknown = changes.keys() - {f.name for f in dataclasses.fields(Sampling)}
         if unknown:
             raise ConfigError("sampling", where, repr(min(unknown)), "a field of Sampling")

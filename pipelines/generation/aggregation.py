@@ -81,9 +81,8 @@ def _by_environment(rows: pa.Table, names: Mapping[str, str]) -> dict[str, list[
     found: dict[str, list[dict[str, float]]] = {}
     for row in rows.select(columns).to_pylist():
         if row["is_last_step"] and row.get("error") is None:
-            found.setdefault(names[row["instance_id"]], []).append(
-                metrics_dict(row["metrics"]) or {}
-            )
+            metrics = metrics_dict(row["metrics"]) or {}
+            found.setdefault(names[row["instance_id"]], []).append(metrics)
     return found
 
 

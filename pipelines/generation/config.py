@@ -153,17 +153,9 @@ class GenerateConfig:
 
 HOW_IT_RUNS = frozenset(
     {
-        *(
-            "tasks",
-            "out",
-            "engine",
-            "urls",
-            "dtype",
-            "policy_version",
-            "group_size",
-            "requests_per_s",
-        ),
-        *("max_concurrency", "max_retries", "env_timeout_s", "agent_timeout_s", "groups_per_shard"),
+        *("tasks", "out", "engine", "urls", "dtype", "policy_version"),
+        *("group_size", "groups_per_shard", "requests_per_s", "max_concurrency"),
+        *("max_retries", "env_timeout_s", "agent_timeout_s"),
     }
 )
 """Keys that may change when a dataset is resumed: existing trajectories do not depend on them."""
@@ -214,11 +206,8 @@ def _breaches(c: GenerateConfig) -> Iterator[tuple[str, str, str]]:
         if c.history != "append":
             yield f"history and {name}", c.history, "append: history applies to environments only"
     if c.harness is not None and c.requests_per_s is not None:
-        yield (
-            "requests_per_s and harness",
-            str(c.requests_per_s),
-            "no requests_per_s with a harness",
-        )
+        expected = "no requests_per_s with a harness"
+        yield "requests_per_s and harness", str(c.requests_per_s), expected
     if c.generator is not None and given.keys() & {"agent", "harness"}:
         expected = f"no {' or '.join(given)} with a generator"
         yield f"{' and '.join(given)} and generator", str(c.generator), expected

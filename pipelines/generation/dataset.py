@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Self
 
@@ -26,17 +27,13 @@ def missing_tasks(tasks: Sequence[Task], config: GenerateConfig) -> list[Task]:
         ConfigError: resume if `config.out` is not a generated dataset, or was generated with
             settings that lead to different trajectories.
     """
-    if not _exists(config.out):
+    location = Location.of(config.out)
+    if not location.fs.exists(location.path) or not location.shards():
         return list(tasks)
     _check_same(config)
     require_valid(config.out)
     held = set(scan(config.out).select("trajectory_id").collect().to_series().to_list())
     return [task for task in tasks if task.trajectory_id not in held]
-
-
-def _exists(path: str) -> bool:
-    location = Location.of(path)
-    return bool(location.fs.exists(location.path)) and bool(location.shards())
 
 
 def _check_same(config: GenerateConfig) -> None:
@@ -76,9 +73,7 @@ class GroupWriter:
         self._metadata = metadata.made(VERB, config=identity(config))
         self._groups_per_shard = config.groups_per_shard
         self._order = {task.trajectory_id: index for index, task in enumerate(tasks)}
-        self._missing: dict[str, int] = {}
-        for task in tasks:
-            self._missing[task.instance_id] = self._missing.get(task.instance_id, 0) + 1
+        self._missing = Counter(task.instance_id for task in tasks)
         self._finished: dict[str, list[Finished]] = {}
         self._complete: list[str] = []
         self.num_shards = 0

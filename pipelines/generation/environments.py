@@ -77,10 +77,10 @@ class Environment:
     def _conversation(self, made: Any) -> list[dict[str, Any]]:
         if not isinstance(made, tuple) or len(made) != 2:
             raise self._nonsense("init", f"{made!r:.60}", "(conversation, metadata)")
+        where = f"{self._where}, init"
         try:
-            return conversation(made[0], f"{self._where}, init")
+            return conversation(made[0], where)
         except RolloutError as error:
-            where = f"{self._where}, init"
             given = ("env_output", where, error.got, error.expected)
             raise InputError(*given, message=error.sentence) from None
 
@@ -272,9 +272,8 @@ def resolve(name: str, rule: str) -> Callable[..., Any]:
             hint = f"did you mean `{near[0]}`?" if near else hint
         raise ConfigError(rule, name, f"cannot import it: {got}", hint=hint) from None
     if not callable(found):
-        raise ConfigError(
-            rule, name, f"a value of type {type(found).__name__}", "a class or function"
-        )
+        got = f"a value of type {type(found).__name__}"
+        raise ConfigError(rule, name, got, "a class or function")
     make: Callable[..., Any] = found
     return make
 

@@ -134,9 +134,8 @@ class Progress(AbstractContextManager["Progress"]):
         """Update the display."""
         self._bar.update(text=_numbers(result))
         is_last = result.num_trajectories == self._total
-        if not self._bar.is_shown and (
-            is_last or time.monotonic() - self._said_s > _SECONDS_A_LINE
-        ):
+        is_due = is_last or time.monotonic() - self._said_s > _SECONDS_A_LINE
+        if is_due and not self._bar.is_shown:
             self._said_s = time.monotonic()
             done = f"{result.num_trajectories} of {count(self._total, 'trajectory')}"
             _LOGGER.info("%s, %s", done, _numbers(result))

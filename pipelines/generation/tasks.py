@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -76,14 +76,7 @@ def read_tasks(path: str, group_size: int) -> list[Task]:
 def attempts(task: Task, group_size: int) -> Iterator[Task]:
     """Yield the attempts 0..group_size-1 at a task."""
     for repetition_id in range(group_size):
-        yield Task(
-            instance_id=task.instance_id,
-            repetition_id=repetition_id,
-            prompt=task.prompt,
-            env_class=task.env_class,
-            extras=task.extras,
-            source=task.source,
-        )
+        yield replace(task, repetition_id=repetition_id)
 
 
 def _records(path: Path) -> Iterator[tuple[str, Any]]:

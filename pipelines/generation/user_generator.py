@@ -86,8 +86,8 @@ class OwnGenerator:
             try:
                 made = self._make(self._engine, self._tokenizer, self._config)
             except Exception as error:
-                got = f"{type(error).__name__}: {error}"
-                got = f"cannot construct it from (engine, tokenizer, config): {got}"
+                reason = f"{type(error).__name__}: {error}"
+                got = f"cannot construct it from (engine, tokenizer, config): {reason}"
                 raise ConfigError(_RULE, name, got) from error
             _check_interface(made, name)
             self._made = made
@@ -122,8 +122,7 @@ class OwnGenerator:
         except RolloutError as error:
             raise error.at(f"{where}, {error.where}") from error
         except Exception as error:  # user-defined classes may raise anything
-            got = f"{type(error).__name__}: {error}"
-            got = f"invalid GeneratorOutput: {got}"
+            got = f"invalid GeneratorOutput: {type(error).__name__}: {error}"
             raise InputError("generator_output", where, got) from error
         rows = with_sampling(table, self._config, version)
         names = rows.column("trajectory_id")

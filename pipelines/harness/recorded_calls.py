@@ -2,8 +2,7 @@
 
     harness -> /s/TOKEN/0/v1 (here) -> engine's OpenAI API
                      |
-                the journal of a recorder -> the trajectory's steps, as `rollouts record` builds
-                them
+                a recorder's journal -> the trajectory's steps, built as in `rollouts record`
 
 Calls are kept until their trajectory has ended, in a directory that is removed when the process
 ends, however that happens.

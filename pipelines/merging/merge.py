@@ -201,11 +201,8 @@ def _stored_tokens(
     into, source = base[missing].tolist(), base[tree.parent[missing]].tolist()
     for a, b, to, origin in zip(known, end, into, source, strict=True):
         values[to + a : to + b] = values[origin + a : origin + b]
-    split = tree.prompt[sequences.head]
-    return (
-        _part(values, offsets[:-1], split),
-        _part(values, offsets[:-1] + split, length - split),
-    )
+    starts, split = offsets[:-1], tree.prompt[sequences.head]
+    return _part(values, starts, split), _part(values, starts + split, length - split)
 
 
 def _part(values: np.ndarray, starts: IntArray, lengths: IntArray) -> Ragged:

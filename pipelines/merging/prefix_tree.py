@@ -78,8 +78,7 @@ class Ancestry:
     def __init__(self, tree: PrefixTree) -> None:
         rows = np.arange(len(tree.parent))
         self._length = tree.prompt + tree.response
-        # Binary lifting: level i jumps 2**i ancestors, and stores the fewest tokens shared on the
-        # way.
+        # Binary lifting: level i jumps 2**i ancestors; `fewest` is the minimum of `shared` over them.
         up, fewest = np.where(tree.parent < 0, rows, tree.parent), tree.shared
         self._levels: list[tuple[IntArray, IntArray]] = []
         while not self._levels or (self._levels[-1][0] != up).any():
@@ -89,9 +88,8 @@ class Ancestry:
         self.holder = self._adding(parent, np.maximum(tree.shared - 1, 0))
         above = self._adding(parent, tree.shared)
         is_whole = (self._length[above] <= tree.shared) | (tree.parent < 0)
-        self.whole = np.where(tree.parent < 0, -1, above)[
-            _followed(np.where(is_whole, rows, above))
-        ]
+        nearest_whole = followed(np.where(is_whole, rows, above))
+        self.whole = np.where(tree.parent < 0, -1, above)[nearest_whole]
 
     def whole_within(self, rows: IntArray, num_tokens: IntArray) -> IntArray:
         """[K] On each row's path to the root, find the longest step within a given prefix.
@@ -113,8 +111,8 @@ class Ancestry:
         return rows
 
 
-def _followed(to: IntArray) -> IntArray:
-    """[N] Follow pointers from each row to a row that points to itself, by pointer doubling."""
+def followed(to: IntArray) -> IntArray:
+    """[N] Follow pointers from each row to a row that points to itself: O(log N) passes."""
     while not np.array_equal(further := to[to], to):
         to = further
     return to

@@ -109,7 +109,7 @@ def split_routing(
     """
     joined = Routing.of(column)
     if segments.type.get_field_index(NUM_ROUTED) < 0:
-        return _taken(column, row)
+        return column.take(to_arrow(row)).combine_chunks()
     own = Routing.of(pa.chunked_array([pc.struct_field(segments, ROUTING)]))
     num_routed = filled(pc.struct_field(segments, NUM_ROUTED), 0)
     steps: list[Routes | None] = []
@@ -120,10 +120,6 @@ def split_routing(
             whole = whole[: num_routed[index]] if kept is None else kept
         steps.append(whole)
     return routing_array(steps, *joined.shape)
-
-
-def _taken(column: pa.ChunkedArray, row: IntArray) -> pa.Array:
-    return column.take(to_arrow(row)).combine_chunks()
 
 
 class Routing:

@@ -74,8 +74,9 @@ def nest(
 
     lengths = np.where(is_made, made_count, kept_count)
     order = _interleave(is_made, lengths, len(made))
-    had = out.column("segments").is_valid() if "segments" in out.column_names else None
-    valid = is_made | (to_numpy(had) if had is not None else False)
+    valid = is_made
+    if "segments" in out.column_names:
+        valid = is_made | to_numpy(out.column("segments").is_valid())
     values = flat.take(to_arrow(order))
     mask = None if valid.all() else to_arrow(~valid)
     offsets = to_arrow(offsets_of(lengths), pa.int32())
@@ -118,10 +119,9 @@ def _concat_structs(made: pa.StructArray, kept: pa.StructArray) -> pa.StructArra
             for part in (made, kept)
         ]
         kind = next(part.type for part in parts if part is not None)
-        sizes = (len(made), len(kept))
         casts = [
-            pa.nulls(size, kind) if part is None else cast_column(part, kind)
-            for part, size in zip(parts, sizes, strict=True)
+            pa.nulls(len(whole), kind) if part is None else cast_column(part, kind)
+            for part, whole in zip(parts, (made, kept), strict=True)
         ]
         columns.append(pa.concat_arrays(casts))
     return pa.StructArray.from_arrays(columns, names=names)
@@ -195,12 +195,8 @@ def steps_of(table: pa.Table, split: BoolArray) -> Steps:
     pick = np.maximum(segment, 0)
     if len(start) == 0:
         return Steps(row, np.zeros_like(row), np.full_like(row, -1), segment)
-    return Steps(
-        row,
-        np.where(segment < 0, 0, start[pick]),
-        np.where(segment < 0, -1, length[pick]),
-        segment,
-    )
+    begin = np.where(segment < 0, 0, start[pick])
+    return Steps(row, begin, np.where(segment < 0, -1, length[pick]), segment)
 
 
 def step_columns(table: pa.Table, steps: Steps) -> pa.Table:

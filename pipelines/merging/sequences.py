@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipelines.merging.prefix_tree import PrefixTree
+from pipelines.merging.prefix_tree import PrefixTree, followed
 from schemas.ragged import BoolArray, IntArray, offsets_of
 
 
@@ -67,10 +67,7 @@ class Sequences:
 
 def _ordered(continued: IntArray) -> tuple[IntArray, IntArray]:
     rows = np.arange(len(continued))
-    # Follow every chain to its first row by pointer doubling: O(log N) passes.
-    root = np.where(continued < 0, rows, continued)
-    while not np.array_equal(further := root[root], root):
-        root = further
+    root = followed(np.where(continued < 0, rows, continued))
     last = np.zeros(len(rows), np.int64)
     last[root] = rows
     order = np.argsort(last[root], kind="stable")

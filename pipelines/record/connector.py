@@ -20,7 +20,8 @@ class BoundedConnector(aiohttp.TCPConnector):
 
     def __init__(self) -> None:
         super().__init__(limit=0, keepalive_timeout=KEEP_ALIVE_S)
-        self._factory = functools.partial[ResponseHandler](BoundedHandler, loop=self._loop)
+        handler: type[ResponseHandler] = BoundedHandler
+        self._factory = functools.partial(handler, loop=self._loop)
 
 
 class BoundedHandler(ResponseHandler):

@@ -69,8 +69,7 @@ class Shards:
             InputError: output_file; nothing was written.
         """
         left, tables, rejected = self._tables([_with_calls(ended) for ended in sessions])
-        # First try each session as it is, then as failed with its readable steps, then without
-        # steps.
+        # Try each session as it is, then as failed with its readable steps, then without steps.
         for again in (_as_failed, _without_steps):
             if left:
                 left, more, _ = self._tables([again(ended, rejected) for ended in left])

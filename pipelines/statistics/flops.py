@@ -73,9 +73,8 @@ def read_model_shape(path: str, num_params: float | None = None) -> ModelShape:
         heads = config["num_attention_heads"]
         width = heads * (config.get("head_dim") or config["hidden_size"] // heads)
         params = _params(config, width) if num_params is None else num_params
-        return ModelShape(
-            num_params=params, num_layers=config["num_hidden_layers"], attention_width=width
-        )
+        layers = config["num_hidden_layers"]
+        return ModelShape(num_params=params, num_layers=layers, attention_width=width)
     except (KeyError, TypeError, ZeroDivisionError) as error:
         got = f"cannot count the parameters of this model: {error}"
         if isinstance(error, KeyError):
@@ -106,9 +105,8 @@ def _params(config: Mapping[str, Any], width: int) -> float:
     key_width = width // heads * (config.get("num_key_value_heads") or heads)
     attention = 2 * hidden * (width + key_width)
     experts = config.get("num_experts_per_tok") or 1
-    size = (config.get("moe_intermediate_size") if experts > 1 else None) or config[
-        "intermediate_size"
-    ]
+    expert_size = config.get("moe_intermediate_size") if experts > 1 else None
+    size = expert_size or config["intermediate_size"]
     inner = experts * size + (config.get("shared_expert_intermediate_size") or 0)
     layer = attention + 3 * hidden * inner
     return float(config["num_hidden_layers"] * layer + config["vocab_size"] * hidden)

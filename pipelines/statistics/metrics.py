@@ -283,9 +283,8 @@ def _trajectory_metrics(healthy: pl.DataFrame, num_failed: int) -> Iterator[Metr
 
 def _environment_metrics(healthy: pl.DataFrame) -> Iterator[Metric]:
     pairs = healthy.select("trajectory_id", "environment").explode("environment").drop_nulls()
-    of_trajectory = (
-        pairs.unnest("environment").group_by("trajectory_id", "key").agg(pl.col("value").mean())
-    )
+    by_key = pairs.unnest("environment").group_by("trajectory_id", "key")
+    of_trajectory = by_key.agg(pl.col("value").mean())
     means = of_trajectory.group_by("key").agg(pl.col("value").mean(), num=pl.len()).sort("key")
     for key, value, num in means.rows():
         left_out = len(healthy) - num

@@ -25,7 +25,7 @@ class Sampling:
 
     Attributes:
         temperature: Divisor of the logits; 0 takes the most likely token.
-        top_p: Sample from the smallest set of tokens whose probabilities sum to this; 1: all.
+        top_p: Sample from the fewest tokens whose probabilities sum to at least this; 1: all.
         top_k: Sample from this many of the most likely tokens; None: all.
         min_p: Minimum probability of a token relative to the most likely one; 0: all.
         max_tokens: Maximum length of the response; shorter if the model's context fills up first.
