@@ -9,11 +9,12 @@ from typing import Any
 
 from pipelines.generation.config import GenerateConfig
 from pipelines.generation.engines.base import Engine, Sampled, Sampling
+from pipelines.generation.engines.watched import Watched
 from pipelines.generation.environments import as_number, resolve
 from pipelines.generation.histories import as_json
 from pipelines.generation.tasks import Task
 from pipelines.generation.texts import encodable
-from pipelines.generation.trajectory import ENDS_THE_RUN, seed_of, step_of
+from pipelines.generation.trajectory import seed_of, step_of
 from pipelines.generation.user_code import in_time, without_exit
 from rollout_io.formats.base import Step
 from rollout_io.retokenize.tokenizer import ChatTokenizer
@@ -37,17 +38,19 @@ class Client:
     Attributes:
         tokenizer: Tokenizer of the engine.
         steps: Calls recorded so far.
-        failure: An error that ends the entire run, not only this trajectory; set even if the agent
-            catches it.
     """
 
     def __init__(
         self, engine: Engine, tokenizer: ChatTokenizer, task: Task, config: GenerateConfig
     ) -> None:
         self.tokenizer, self.steps = tokenizer, list[Step]()
-        self._engine, self._task, self._config = engine, task, config
+        self._engine, self._task, self._config = Watched(engine), task, config
         self._num_calls, self._is_open = 0, True
-        self.failure: RolloutError | None = None
+
+    @property
+    def failure(self) -> RolloutError | None:
+        """An error that ends the entire run, even if the agent caught it; None if none occurred."""
+        return self._engine.failure
 
     async def chat(
         self,
@@ -73,10 +76,9 @@ class Client:
         sampling = self._sampling(changes)
         session = self._task.trajectory_id
         arguments = self._config.chat_template_kwargs
-        call = self._engine.chat(
+        answer = await self._engine.chat(
             messages, sampling, tools=tools, chat_template_kwargs=arguments, session=session
         )
-        answer = await self._answer(call)
         return self._recorded(answer, sampling, as_json(messages), agent, trains=trains)
 
     async def sample(
@@ -94,8 +96,7 @@ class Client:
         """
         sampling = self._sampling(changes)
         session = self._task.trajectory_id
-        call = self._engine.sample(prompt_token_ids, sampling, session=session)
-        answer = await self._answer(call)
+        answer = await self._engine.sample(prompt_token_ids, sampling, session=session)
         return self._recorded(answer, sampling, None, agent, trains=trains)
 
     def close(self) -> None:
@@ -113,14 +114,6 @@ class Client:
         seed = seed_of(self._config.seed, self._task.trajectory_id, self._num_calls)
         self._num_calls += 1
         return dataclasses.replace(self._config.sampling, **{"seed": seed, **changes})
-
-    async def _answer(self, call: Awaitable[Sampled]) -> Sampled:
-        try:
-            return await call
-        except RolloutError as error:
-            if error.rule in ENDS_THE_RUN:
-                self.failure = error
-            raise
 
     def _recorded(
         self,

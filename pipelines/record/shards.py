@@ -76,7 +76,9 @@ class Shards:
                 tables += more
         assert not left, left
         if rejected:
-            self._put_aside(rejected)
+            self._out.parent.mkdir(parents=True, exist_ok=True)
+            with Path(rejected_path(self._out)).open("ab") as file:
+                file.writelines(rejections.lines(rejected))
         metadata = self._settings.metadata.replace(models=_models(sessions))
         with RolloutWriter(
             self._out, layout="prefix", metadata=metadata, append=True, checked=True
@@ -97,12 +99,6 @@ class Shards:
         made = {name for table in tables for name in table["trajectory_id"].to_pylist()}
         left = [e for e in sessions if f"{e.run.instance_id}_{e.run.repetition_id}" not in made]
         return left, tables, reader.rejected + broken
-
-    def _put_aside(self, rejected: Sequence[Rejected]) -> None:
-        self._out.parent.mkdir(parents=True, exist_ok=True)
-        with Path(rejected_path(self._out)).open("ab") as file:
-            for line in rejections.lines(rejected):
-                file.write(line)
 
 
 def _settings(metadata: DatasetMetadata, tokenizer: str | None) -> Settings:
