@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 
 from rollout_io.conversion.decoding import check_decoded
 from rollout_io.conversion.outcomes import settle
+from rollout_io.conversion.remote import named_table
 from rollout_io.conversion.rewards import Key, Outcome
 from rollout_io.conversion.rows import Settled, table_of
 from rollout_io.conversion.text import Retokenizer, is_of_tokenizer, with_tokens
@@ -35,6 +36,7 @@ class Settings:
 
     Attributes:
         tokenizer: Directory of the tokenizer against which exact ids are checked; None if unknown.
+        spool: Directory with copies of remote directories; None: there are none.
     """
 
     adapter: Adapter
@@ -43,6 +45,7 @@ class Settings:
     tokenizer: str | None = None
     layout: Literal["prefix", "full"]
     metadata: DatasetMetadata
+    spool: Path | None = None
 
 
 class Part(NamedTuple):
@@ -70,10 +73,12 @@ class Reader:
 
     def parts(self, runs: Sequence[Run]) -> Iterator[Part]:
         """Yield the rows of runs, in order; `sound` checks them."""
-        if self.settings.adapter.is_table:
-            yield from self._tables(runs)
-        elif batch := self.settle(runs):
-            yield from tabulated(batch, self.rejected)
+        is_table, batch = self.settings.adapter.is_table, []
+        if not is_table:
+            batch = self.settle(runs)
+        for part in self._tables(runs) if is_table else tabulated(batch, self.rejected):
+            spool = self.settings.spool
+            yield part._replace(table=named_table(part.table, spool)) if spool else part
 
     def _tables(self, runs: Sequence[Run]) -> Iterator[Part]:
         for run in runs:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from rollout_io import __version__
@@ -11,6 +12,7 @@ from rollout_io.configuration import out_of_bounds
 from rollout_io.conversion.batch import Settings
 from rollout_io.conversion.inputs import shown
 from rollout_io.conversion.log import AUTO, Log
+from rollout_io.conversion.remote import holds_copies
 from rollout_io.conversion.text import Retokenizer, about_template, retokenizer_of
 from rollout_io.formats.base import Options
 from rollout_io.formats.parsing.model_names import MODELS
@@ -59,7 +61,7 @@ class Choices:
 
 
 def settings_of(
-    choices: Choices, logs: Sequence[Log], abouts: Sequence[Mapping[str, Any]]
+    choices: Choices, logs: Sequence[Log], abouts: Sequence[Mapping[str, Any]], spool: Path
 ) -> list[Settings]:
     """Return the settings for reading and writing the runs of each log of a dataset.
 
@@ -70,6 +72,7 @@ def settings_of(
         choices: Choices of the user.
         logs: The logs to read, one per format.
         abouts: Facts about each log as a whole.
+        spool: Directory with copies of remote directories.
 
     Raises:
         ConfigError: `choices`, `tokenizer`, `chat_template`: a choice cannot be used.
@@ -109,6 +112,7 @@ def settings_of(
             tokenizer=find_tokenizer(metadata.tokenizer) if is_verified else None,
             layout=choices.layout,
             metadata=metadata,
+            spool=spool if holds_copies(spool) else None,
         )
         for log, retokenizer in zip(logs, retokenizers, strict=True)
     ]

@@ -13,6 +13,7 @@ import pyarrow as pa
 from rollout_io.conversion import rejections
 from rollout_io.conversion.batch import Reader, Settings, of_run, sound
 from rollout_io.conversion.finished import Record, footer_of
+from rollout_io.conversion.remote import named_rejection
 from rollout_io.conversion.rewards import Key, Outcome
 from rollout_io.conversion.summary import Summary
 from rollout_io.dataset.footer import Part
@@ -132,7 +133,9 @@ def convert_chunk(
                     writer.write(table)
                 tell(0, table.num_rows)
             tell(num_bytes, 0)
-        report.rejected, report.routing = reader.rejected + broken, reader.routing
+        rejected, spool = reader.rejected + broken, settings.spool
+        report.rejected = [named_rejection(r, spool) for r in rejected] if spool else rejected
+        report.routing = reader.routing
         report.summary.reject(report.rejected)
         writer.footer = footer_of(chunk.record, report.summary)
     return report

@@ -21,6 +21,7 @@ from rollout_io.conversion.finished import finished, record_of
 from rollout_io.conversion.inputs import PathLike, digests_of, open_file, paths_of
 from rollout_io.conversion.log import Log, Opened, open_log
 from rollout_io.conversion.plan import CHUNK_BYTES, Plan, chunks, plan_logs, refuse_nothing
+from rollout_io.conversion.remote import named_found, naming_errors
 from rollout_io.conversion.rewards import Key, Outcome, read_rewards
 from rollout_io.conversion.staging import Staging, rejected_path, spool_path
 from rollout_io.conversion.summary import Summary
@@ -103,6 +104,7 @@ def convert(
         spool = spool_path(staging)
         if spool is None:
             spool = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        stack.enter_context(naming_errors(spool))
         skips = choices.on_error == "skip"
         ignored = [Path(choices.rewards)] if choices.rewards else []
         if staging.out.is_local:
@@ -120,14 +122,14 @@ def convert(
         staging.begin(identity)
         outcomes = {} if rewards is None else read_rewards(*rewards)
         found = (
-            log.adapter.find(log.inputs, lambda num_bytes: report(num_bytes, 0))
+            named_found(log.adapter.find(log.inputs, lambda n: report(n, 0)), spool)
             for log in opened.logs
         )
         with without_collector():
             plans = plan_logs(found, outcomes, choices.group_by)
         plans[-1].rejected += opened.unused
         refuse_nothing(plans, opened.inputs)
-        settings = settings_of(choices, opened.logs, [planned.about for planned in plans])
+        settings = settings_of(choices, opened.logs, [planned.about for planned in plans], spool)
         parts = [
             (i, runs) for i, made in enumerate(plans) for runs in chunks(made.runs, chunk_bytes)
         ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gzip
 import os
+import shutil
 import stat
 import zlib
 from collections import defaultdict
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from rollout_io.conversion.remote import copy_directory, url_of
 from rollout_io.dataset.atomic_files import writable
 from rollout_io.dataset.opening import digest_of, open_input, standard_input
 from rollout_io.dataset.storage import Location
@@ -43,7 +45,7 @@ def open_inputs(
     """Return the files and directories to read, and the names of skipped entries of directories.
 
     A pattern (`logs/*.jsonl`, `logs/**/*.json`) that is not the name of a file is replaced by the
-    files that it matches, and the URL of a remote directory by copies of the files inside it. A
+    files that it matches. Remote files and directories are copied, without hidden files. A
     directory that is not itself a log is replaced by the logs and files inside it, at any depth and
     in natural order, except hidden ones.
 
@@ -65,7 +67,7 @@ def open_inputs(
     found: list[Input] = []
     unread: list[str] = []
     for left in spool.glob("*"):  # left by a conversion that was killed
-        left.unlink()
+        shutil.rmtree(left) if left.is_dir() else left.unlink()
     skipped = {p.resolve() for p in ignored}
     for path, is_matched in ((path, path != given) for given in paths for path in expanded(given)):
         given = Path(path)
@@ -73,16 +75,21 @@ def open_inputs(
         if path != STDIN and above & skipped:
             continue
         _refuse_odd_names(given)
+        is_remote = is_url(path) and path.endswith("/")
+        if is_remote:
+            given = _copied(path, spool)
         if path != STDIN and given.is_dir():
-            search = _Directories(formats_of, skipped, given.resolve())
+            outside = set[Path]() if is_remote else skipped
+            search = _Directories(formats_of, outside, given.resolve())
             inside = search.logs_in(given)
             unread += map(str, search.unread)
-            if not inside and not is_matched:
+            if not inside and (is_remote or not is_matched):
                 raise InputError("input_file", path, "the directory contains no files")
-            found += [
+            logs = [
                 Input(str(log), log) if log.is_dir() else open_file(str(log), spool)
                 for log in inside
             ]
+            found += [log._replace(name=url_of(log.name, spool)) for log in logs]
         else:
             found.append(open_file(path, spool))
     if not found:
@@ -94,6 +101,8 @@ def open_inputs(
 
 def expanded(path: str) -> list[str]:
     """Return the files and directories that a path stands for, in natural order.
+
+    The URLs of directories end with "/".
 
     Raises:
         InputError: `input_file`: a pattern without a match; `filesystem`.
@@ -111,15 +120,18 @@ def expanded(path: str) -> list[str]:
         with _reachable(path):
             if location.fs.isfile(location.path):
                 return [path]
-            is_directory = location.fs.isdir(location.path)
-            names = location.fs.find(location.path) if is_directory else []
-            start = len(location.path)  # as in a local directory, hidden files are no logs
-            names = [name for name in names if "/." not in f"/{name[start:]}"]
-            if not is_directory:
-                if not has_magic(path):
-                    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
-                names = location.fs.glob(location.path)
-            found = [str(location.fs.unstrip_protocol(name)) for name in names]
+            if location.fs.isdir(location.path):
+                is_empty = not location.fs.find(location.path)
+                found = [] if is_empty else [path.rstrip("/") + "/"]
+            elif not has_magic(path):
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+            else:
+                matched = location.fs.glob(location.path, detail=True)
+                found = [
+                    str(location.fs.unstrip_protocol(name))
+                    + "/" * (about["type"] == "directory" and not name.endswith("/"))
+                    for name, about in matched.items()
+                ]
     if not found:
         got, hint = "no file matches the pattern", "check the path; `**` matches any depth"
         if not has_magic(path):
@@ -233,6 +245,14 @@ class _Directories:
 
 def _is_text(name: str) -> bool:
     return name.endswith((".json", ".jsonl"))
+
+
+def _copied(url: str, spool: Path) -> Path:
+    """Return a copy of a remote directory."""
+    with writable(str(spool)):
+        spool.mkdir(parents=True, exist_ok=True)
+    with _reachable(url):
+        return copy_directory(Location.of(url), shown(url), spool)
 
 
 def open_file(name: str, spool: Path) -> Input:

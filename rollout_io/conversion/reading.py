@@ -14,6 +14,7 @@ from rollout_io.conversion.choices import Choices, refuse_misfits, settings_of
 from rollout_io.conversion.inputs import PathLike, open_file, paths_of
 from rollout_io.conversion.log import open_log
 from rollout_io.conversion.plan import plan_logs, refuse_nothing
+from rollout_io.conversion.remote import named_found, naming_errors
 from rollout_io.conversion.rewards import read_rewards
 
 
@@ -32,27 +33,29 @@ def read_log(inputs: PathLike | Sequence[PathLike], choices: Choices | None = No
         205
     """
     choices = choices or Choices()
-    with tempfile.TemporaryDirectory() as spool:
+    with tempfile.TemporaryDirectory() as folder, naming_errors(Path(folder)):
+        spool = Path(folder)
         ignored = [Path(choices.rewards)] if choices.rewards else []
-        opened = open_log(
-            paths_of(inputs), choices.format, Path(spool), ignored, strict=choices.strict
-        )
+        opened = open_log(paths_of(inputs), choices.format, spool, ignored, strict=choices.strict)
         logs = opened.logs
         refuse_misfits(choices, logs)
-        rewards = open_file(choices.rewards, Path(spool)) if choices.rewards else None
+        rewards = open_file(choices.rewards, spool) if choices.rewards else None
         outcomes = {} if rewards is None else read_rewards(*rewards)
-        found = (log.adapter.find(log.inputs, lambda _num_bytes: None) for log in logs)
+        found = (
+            named_found(log.adapter.find(log.inputs, lambda _num_bytes: None), spool)
+            for log in logs
+        )
         plans = plan_logs(found, outcomes, choices.group_by)
         refuse_nothing(plans, opened.inputs)
         rejected = [*opened.unused, *(r for planned in plans for r in planned.rejected)]
         tables = []
-        each = settings_of(choices, logs, [planned.about for planned in plans])
+        each = settings_of(choices, logs, [planned.about for planned in plans], spool)
         for settings, planned in zip(each, plans, strict=True):
             reader = Reader(settings, outcomes, rejected)
             vocab_size = settings.metadata.vocab_size
             tables += [sound(part, rejected, vocab_size) for part in reader.parts(planned.runs)]
-    if rejected:
-        num_runs = sum(planned.num_runs for planned in plans)
-        rejections.fail(errors_of(rejected, opened.inputs), num_runs, opened.noun)
+        if rejected:
+            num_runs = sum(planned.num_runs for planned in plans)
+            rejections.fail(errors_of(rejected, opened.inputs), num_runs, opened.noun)
     table = pa.concat_tables(tables, promote_options="permissive")
     return table.replace_schema_metadata(each[0].metadata.encode("full"))

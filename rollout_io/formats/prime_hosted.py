@@ -5,7 +5,7 @@
     metadata.json       {"run": {"id": ..., "rollouts_per_example": 8, ...}}
 
 A directory with these files is one log, with the rollouts of `results.jsonl` (or else of the page);
-a single file of rollouts is a log as well.
+a single file of rollouts is a log as well, and `metadata.json` beside it describes its run.
 
 Rows do not name their group, and several groups may share a `problem_id`. Within a group, the
 advantage is the reward minus one baseline, so rows of a step with the same problem, prompt and
@@ -90,7 +90,12 @@ class _PageShape(msgspec.Struct, gc=False):
 
 
 class _RunConfig(msgspec.Struct, gc=False):
+    id: str | None = None
     rollouts_per_example: int | None = None
+
+    def group_size(self, run_id: str) -> int | None:
+        """The size of a group in a run; None if the metadata describe another run."""
+        return self.rollouts_per_example if self.id in {None, run_id} else None
 
 
 class _Metadata(msgspec.Struct, gc=False):
@@ -176,7 +181,7 @@ def find_rollouts(inputs: Sequence[Input], progress: Progress) -> Iterator[Found
         num_rows = 0
         for place in _places(log.rows, progress):
             num_rows += 1
-            yield place if isinstance(place, Rejected) else _found(place, groups, log.group_size)
+            yield place if isinstance(place, Rejected) else _found(place, groups, log.run)
         count = log.page and _count(log.page)
         if count and count.total > num_rows:
             pages = f"page {count.page} of {count.total_pages}"
@@ -188,27 +193,28 @@ def find_rollouts(inputs: Sequence[Input], progress: Progress) -> Iterator[Found
 
 
 class _Log(NamedTuple):
-    """The file with a log's rows, the page that counts them, and the size of a group."""
+    """The file with a log's rows, the page that counts them, and the run of `metadata.json`."""
 
     rows: Input
     page: Path | None
-    group_size: int | None = None
+    run: _RunConfig
 
 
 def _log(given: Input) -> _Log:
     if not given.path.is_dir():
-        return _Log(given, given.path if _is_page(given.path) else None)
+        page = given.path if _is_page(given.path) else None
+        return _Log(given, page, _run_config(given.path.parent / METADATA))
     page = given.path / PAGE
     name = RESULTS if (given.path / RESULTS).is_file() else PAGE
     rows = Input(f"{given.name}/{name}", given.path / name)
-    return _Log(rows, page if page.is_file() else None, _group_size(given.path / METADATA))
+    return _Log(rows, page if page.is_file() else None, _run_config(given.path / METADATA))
 
 
-def _group_size(path: Path) -> int | None:
+def _run_config(path: Path) -> _RunConfig:
     try:
-        return read_document(_METADATA_DECODER, path)[0].run.rollouts_per_example
+        return read_document(_METADATA_DECODER, path)[0].run
     except RolloutError:
-        return None
+        return _RunConfig()
 
 
 def _count(page: Path) -> _Count | None:
@@ -234,11 +240,11 @@ def _places(file: Input, progress: Progress) -> Iterator[Place | Rejected]:
     yield from parts_of(place, document, "samples", page.samples)
 
 
-def _found(place: Place, groups: _Groups, group_size: int | None) -> Found:
+def _found(place: Place, groups: _Groups, run: _RunConfig) -> Found:
     try:
         row = decode_record(_ROW_DECODER, place)
         groups.refuse_repeated(row, place)
-        return _run(place, row, groups.of(row, group_size))
+        return _run(place, row, groups.of(row, run.group_size(row.run_id)))
     except RolloutError as error:
         return Rejected(place, error)
 

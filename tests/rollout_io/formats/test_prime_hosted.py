@@ -72,6 +72,19 @@ def test_rows_with_one_baseline_are_a_group_whatever_their_problem_says(tmp_path
     assert plan.about["groups"].startswith("inferred: rows with the same step, problem, prompt")
 
 
+@pytest.mark.parametrize(("run_id", "size"), [("r", 2), ("another", None)])
+def test_the_metadata_beside_single_files_give_the_size_of_a_group_of_their_run(
+    run_id, size, tmp_path
+):
+    files = [
+        write_lines(tmp_path / f"page-{n}.jsonl", *map(row, range(4 * n, 4 * n + 4)))
+        for n in range(2)
+    ]
+    save(tmp_path / "metadata.json", {"run": {"id": run_id, "rollouts_per_example": 2}})
+    groups = groups_of(planned(ADAPTER, *files))
+    assert groups == [f"group-{i // (size or 8)}" for i in range(8)]
+
+
 @pytest.mark.parametrize(
     "other",
     [{"step": 4}, {"problem_id": 2}, {"prompt": "[]"}, {"advantage": None}, {"run_id": "q"}],
