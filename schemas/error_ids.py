@@ -426,8 +426,6 @@ config_value: The value of a setting or option has the wrong type, is out of bou
 environment: No environment is configured, skyrl-gym has no environment of this name, or the custom
     environment cannot be imported.
     Set `environment` to `module:Class`, or to a name that skyrl-gym registers.
-filter_given: `rollouts filter` was called without a filter, a mask or a mixture.
-    Pass at least one option that keeps, drops, masks or mixes trajectories.
 generator: The custom generator cannot be imported or created, or has no
     `async def generate(self, input_batch)`.
     Set `generator` to `module:Class` of a class that takes `(engine, tokenizer, config)` and

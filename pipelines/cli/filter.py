@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from rollout_io.cli.layout import layout_option
-from rollout_io.cli.output import emit_json, example, next_command, note, progress_bar
-from schemas.errors import ConfigError, InputError, count
+from rollout_io.cli.output import emit, emit_json, example, next_command, note, progress_bar
+from rollout_io.cli.usage import HintedUsageError
+from schemas.errors import InputError, count
 
 if TYPE_CHECKING:
     import polars as pl
@@ -114,12 +115,14 @@ def filter_(dataset: str, out: str | None, *, dry_run: bool, as_json: bool, **op
         reports = [source.as_json() for source in sources]
         emit_json({"datasets": reports, "mixture": mixture})
         return
+    tell = emit if dry_run else note  # the report is all that a dry run produces
     for source in sources:
-        source.print()
-    for line in mixture:
-        note(
-            "mixture: {num_groups:,} of {num_groups_before:,} groups of {dataset}, ".format(**line)
-            + count(line["num_trajectories"], "trajectory")
+        for line in source.lines():
+            tell(line)
+    for part in mixture:
+        tell(
+            "mixture: {num_groups:,} of {num_groups_before:,} groups of {dataset}, ".format(**part)
+            + count(part["num_trajectories"], "trajectory")
         )
     if out is not None and not dry_run:
         next_command(f"rollouts stats {out}")
@@ -195,13 +198,13 @@ class _Source:
         lists = {"filters": self.dropped.to_dicts(), "masks": self.masked.to_dicts()}
         return {"dataset": self.path, "rows": self.rows, **lists}
 
-    def print(self) -> None:
-        note(self.path)
+    def lines(self) -> Iterator[str]:
+        yield self.path
         if self.rows:
-            note("  rows: {num_rows_dropped:,} of {num_rows_before:,} dropped".format(**self.rows))
+            yield "  rows: {num_rows_dropped:,} of {num_rows_before:,} dropped".format(**self.rows)
         for verb, counts in {"dropped": self.dropped, "masked": self.masked}.items():
             for name, before, found, groups, gone in counts.rows():
-                note(
+                yield (
                     f"  {name}: {found:,} of {count(before, 'trajectory')} {verb}, "
                     f"including {gone:,} of {count(groups, 'group')} entirely"
                 )
@@ -217,12 +220,11 @@ def _check_usage(out: str | None, choices: _Choices, *, dry_run: bool) -> None:
     if choices.share and len(choices.share) != 1 + len(choices.mix):
         raise click.UsageError("Pass --share once for DS and once for each --mix, in that order.")
     if not choices.given().keys() - {"seed", "outcome", "share"}:
-        message = "rollouts filter: no filter is given"
         hint = (
             "pass what to keep or drop: --where 'reward > 0', --drop-zero-variance, --drop-failed, "
             "--max-tokens N, --sample-groups N; or --mask-overlong, or --mix DS3"
         )
-        raise ConfigError("filter_given", "rollouts filter", "no filter", "", hint, message=message)
+        raise HintedUsageError("no filter is given", hint)
 
 
 def _filters(choices: _Choices) -> list[Filter]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -10,7 +9,6 @@ import click
 
 from rollout_io.cli.dataset import open_valid
 from rollout_io.cli.output import emit_json, example, note
-from schemas.errors import ConfigError
 
 if TYPE_CHECKING:
     from rollout_io.formats.exporting.export_rows import Exported, Failed
@@ -31,8 +29,10 @@ FORMATS = {
 @click.option(
     "--format",
     "format_name",
+    required=True,
+    type=click.Choice(list(FORMATS)),
     metavar="NAME",
-    help="; ".join(f"{name}: {what}" for name, what in FORMATS.items()) + "; required.",
+    help="; ".join(f"{name}: {what}" for name, what in FORMATS.items()) + ".",
 )
 @click.option("--out", required=True, type=click.Path(), metavar="PATH", help="Output path.")
 @click.option(
@@ -43,25 +43,8 @@ FORMATS = {
     help="What to mask for a failed trajectory (hf and parquet keep all rows).",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
-def export(
-    dataset: str, format_name: str | None, out: str, failed: Failed, *, as_json: bool
-) -> None:
+def export(dataset: str, format_name: str, out: str, failed: Failed, *, as_json: bool) -> None:
     """Export a dataset in another project's format."""
-    if format_name is None:
-        known = "; ".join(f"{name}: {what}" for name, what in FORMATS.items())
-        message = "Missing option: --format"
-        raise ConfigError(
-            "known_format", "--format", "none", hint=f"pass one of {known}", message=message
-        )
-    if format_name not in FORMATS:
-        near = difflib.get_close_matches(format_name, FORMATS, 1)
-        hint = (
-            f"did you mean --format {near[0]}?"
-            if near
-            else "run `rollouts export --help` for the formats"
-        )
-        expected = "one of " + ", ".join(FORMATS)
-        raise ConfigError("known_format", "--format", repr(format_name), expected, hint)
     open_valid(dataset)
     write = import_module(f"rollout_io.formats.{format_name}_export").write
     done: Exported = write(dataset, out, failed)

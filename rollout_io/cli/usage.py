@@ -17,7 +17,21 @@ _KINDS = {
 """Names of click's types, in words."""
 
 
-class UnknownVerbError(click.UsageError):
+class HintedUsageError(click.UsageError):
+    """A usage error that suggests a fix of its own.
+
+    Args:
+        message: What is wrong.
+        hint: How to fix it.
+        ctx: Context of the verb; by default the current one.
+    """
+
+    def __init__(self, message: str, hint: str, ctx: click.Context | None = None) -> None:
+        super().__init__(message, ctx or click.get_current_context(silent=True))
+        self.hint = hint
+
+
+class UnknownVerbError(HintedUsageError):
     """A verb that no package registers.
 
     Args:
@@ -27,9 +41,9 @@ class UnknownVerbError(click.UsageError):
     """
 
     def __init__(self, name: str, known: list[str], ctx: click.Context) -> None:
-        super().__init__(f"unknown verb {name!r}", ctx)
         near = difflib.get_close_matches(name, known, 1)
-        self.hint = f"did you mean {near[0]}?" if near else "run `rollouts --help` for the verbs"
+        hint = f"did you mean {near[0]}?" if near else "run `rollouts --help` for the verbs"
+        super().__init__(f"unknown verb {name!r}", hint, ctx)
 
 
 def explained_usage(error: click.ClickException) -> ConfigError:
@@ -55,7 +69,7 @@ def _found(error: click.ClickException) -> str:
 
 
 def _hint(error: click.ClickException, ctx: click.Context | None) -> str:
-    if isinstance(error, UnknownVerbError):
+    if isinstance(error, HintedUsageError):
         return error.hint
     if ctx is None:
         return "run `rollouts --help`"

@@ -93,6 +93,20 @@ class Report:
         self.trajectory_ids |= names
 
 
+def _with_columns(known: pa.Schema, table: pa.Table, where: str) -> pa.Schema:
+    """Add the columns of a document to those of earlier ones.
+
+    Raises:
+        InvariantError: `columns_and_types`: a column has a different type in this document.
+    """
+    try:
+        return pa.unify_schemas([known, table.schema], promote_options="permissive")
+    except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+        got = f"a column has a different type than in an earlier document: {error}"
+        hint = "give the column one type in all documents, or convert them separately"
+        raise InvariantError("columns_and_types", where, got, "", hint) from None
+
+
 def repeated(name: str, first: str, second: str) -> InvariantError:
     """Return the error for a trajectory that two documents contain."""
     hint = "convert the outputs of each training step to a separate dataset"
@@ -118,12 +132,15 @@ def convert_chunk(
         chunk.out, layout=layout, metadata=metadata, checked=True, part=chunk.part
     )
     broken: list[Rejected] = []
+    columns = pa.schema([])
     with without_collector(), writer:
         for runs, num_bytes in _batches(chunk.runs):
             for part in reader.parts(runs):
                 if settings.adapter.is_table:
                     try:
-                        report.take_names(part.table, part.runs[0].places[0].where)
+                        where = part.runs[0].places[0].where
+                        columns = _with_columns(columns, part.table, where)
+                        report.take_names(part.table, where)
                     except RolloutError as error:
                         broken += of_run(part.runs[0], error)
                         continue

@@ -256,7 +256,8 @@ def _conclude(
             or no rows remain.
     """
     _refuse_mixtures(reports, opened.logs, plans)
-    refuse_mixed_types([shard for i in range(len(reports)) for shard in staging.shards(i)])
+    inputs = ", ".join(given.name for given in opened.inputs)
+    refuse_mixed_types([s for i in range(len(reports)) for s in staging.shards(i)], inputs)
     rejected = [r for planned in plans for r in planned.rejected]
     rejected += [r for report in reports for r in report.rejected]
     if rejected and choices.on_error == "fail":

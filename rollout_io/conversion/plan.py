@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -126,8 +127,10 @@ def _regrouped(
         missing = [name for name in group_by if name not in run.labels]
         if missing:
             where, got = run.places[0].where, f"the run has no label {missing[0]!r}"
+            near = difflib.get_close_matches(missing[0], run.labels, 1)
             hint = "omit --group-by"
             hint += f", or use one of {', '.join(run.labels)}" if run.labels else ""
+            hint = f"did you mean --group-by {near[0]}?" if near else hint
             error = ConfigError("group_by", where, got, "", hint)
             rejected += [Rejected(place, error) for place in run.places]
             continue

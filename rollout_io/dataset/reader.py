@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import difflib
 import os
 import posixpath
 from collections.abc import Iterator, Mapping, Sequence
@@ -119,14 +120,17 @@ def footers(path: PathLike) -> list[dict[bytes, bytes]]:
     return [shard.pairs for shard in _open_shards(path)]
 
 
-def refuse_mixed_types(shards: Sequence[Location]) -> None:
+def refuse_mixed_types(shards: Sequence[Location], where: str) -> None:
     """Raise an error if a column has different types in the shards of a dataset.
+
+    Args:
+        shards: The shards.
+        where: What they were made from, for the message.
 
     Raises:
         InvariantError: `columns_and_types`.
     """
-    if shards:
-        _schema_of([_Shard.open(shard) for shard in shards])
+    _unified([_Shard.open(shard) for shard in shards], where)
 
 
 def read_layout(path: PathLike) -> Layout:
@@ -320,12 +324,16 @@ def _schema_of(shards: Sequence[_Shard]) -> pa.Schema:
     """Return the schema with all columns of all shards."""
     for shard in shards:
         raise_errors(misnamed_columns(empty_table(shard.schema)), shard.location.path)
+    return _unified(shards, os.path.dirname(shards[0].location.path))  # noqa: PTH120
+
+
+def _unified(shards: Sequence[_Shard], where: str) -> pa.Schema:
     try:
         return pa.unify_schemas([s.schema for s in shards], promote_options="permissive")
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
-        where = os.path.dirname(shards[0].location.path)  # noqa: PTH120
         got = f"the shards have different types for a column: {error}"
-        raise InvariantError("columns_and_types", where, got) from None
+        hint = "give the column one type everywhere, or keep its values in separate datasets"
+        raise InvariantError("columns_and_types", where, got, "", hint) from None
 
 
 def _tables(
@@ -339,7 +347,8 @@ def _tables(
     unknown = [n for n in names if n not in schema.names]
     if unknown:
         where, got = shards[0].location.path, f"the dataset has no column {unknown[0]!r}"
-        hint = f"use one of {', '.join(schema.names)}"
+        near = difflib.get_close_matches(unknown[0], schema.names, 1)
+        hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(schema.names)}"
         raise ConfigError("known_column", where, got, "", hint)
     target = pa.schema([schema.field(n) for n in names])
     aligned = all(shard.aligned for shard in shards)

@@ -79,6 +79,21 @@ def test_a_dry_run_writes_nothing(dataset, tmp_path):
     assert not out.exists()
 
 
+def test_the_report_of_a_dry_run_is_data_and_otherwise_a_note(dataset, tmp_path, capsys):
+    line = "  failed: 1 of 5 trajectories dropped, including 0 of 2 groups entirely"
+    for quiet in ([], ["-q"]):
+        assert run(["filter", dataset, "--drop-failed", "--dry-run", *quiet]) == 0
+        printed = capsys.readouterr()
+        assert printed.out.splitlines() == [dataset, line]
+        assert printed.err == ""
+    assert run(["filter", dataset, "--drop-failed", "--out", str(tmp_path / "a")]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert line in printed.err.splitlines()
+    assert run(["filter", dataset, "--drop-failed", "-q", "--out", str(tmp_path / "b")]) == 0
+    assert capsys.readouterr() == ("", "")
+
+
 @pytest.mark.parametrize(
     ("arguments", "left"),
     [

@@ -340,10 +340,10 @@ def test_rollout_metrics_come_back_while_the_dataset_is_the_one_file_s(tmp_path)
     assert again["rollout_metrics"] is None
 
 
-def refused(dataset, name, folder, capsys, *options):
+def refused(dataset, name, folder, capsys, *options, code=1):
     before = sorted(folder.iterdir())
     out = str(folder / "new")
-    assert run(["export", str(dataset), "--format", name, "--out", out, *options]) == 1
+    assert run(["export", str(dataset), "--format", name, "--out", out, *options]) == code
     assert sorted(folder.iterdir()) == before
     return capsys.readouterr().err
 
@@ -428,8 +428,8 @@ def test_an_export_that_fails_halfway_leaves_nothing_behind(name, tmp_path, caps
 
 
 def test_an_unknown_format_names_the_nearest(dataset, tmp_path, capsys):
-    said = refused(dataset, "slim", tmp_path, capsys)
-    assert said.startswith("Error: --format: found 'slim'")
+    said = refused(dataset, "slim", tmp_path, capsys, code=2)
+    assert said.startswith("Error: rollouts export: --format: 'slim' is not one of")
     assert "Hint: did you mean --format slime?" in said
 
 
