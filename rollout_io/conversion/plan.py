@@ -130,7 +130,7 @@ def _regrouped(
             near = difflib.get_close_matches(missing[0], run.labels, 1)
             hint = "omit --group-by"
             hint += f", or use one of {', '.join(run.labels)}" if run.labels else ""
-            hint = f"did you mean --group-by {near[0]}?" if near else hint
+            hint = f"did you mean {near[0]}? Otherwise {hint}" if near else hint
             error = ConfigError("group_by", where, got, "", hint)
             rejected += [Rejected(place, error) for place in run.places]
             continue

@@ -130,7 +130,8 @@ def refuse_mixed_types(shards: Sequence[Location], where: str) -> None:
     Raises:
         InvariantError: `columns_and_types`.
     """
-    _unified([_Shard.open(shard) for shard in shards], where)
+    if shards:
+        _unified([_Shard.open(shard) for shard in shards], where)
 
 
 def read_layout(path: PathLike) -> Layout:

@@ -99,12 +99,6 @@ COMMANDS = [
         ["'rewrd' (character 1", "reward?"],
     ),
     ("filter DS --keep-rows 'agnt = 1' -o new", 1, "known_column", ["did you mean agent?"]),
-    (
-        "convert JOBS -o new --group-by task_nam",
-        1,
-        "group_by",
-        ["no label 'task_nam'", "did you mean --group-by task_name?"],
-    ),
     ("inspect DS --where 'reward >'", 1, "condition", ["'reward >'", "reward > 0 AND"]),
     ("filter DS --where 'style > 0' -o new", 1, "condition", ["style: String"]),
     ("inspect DS --where 'style > 0'", 1, "condition", ["style: String", "agent = 'main'"]),

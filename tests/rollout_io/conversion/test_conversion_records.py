@@ -153,6 +153,7 @@ def test_groups_are_chosen_by_labels_and_their_runs_numbered_in_order(tmp_path, 
     assert run([*arguments, str(tmp_path / "no"), "--group-by", "task"]) == 1
     assert "[group_by]" in (said := capsys.readouterr().err)
     assert "the run has no label 'task' (and " in said
+    assert "Hint: did you mean task_name? Otherwise omit --group-by" in said
     assert "use one of task_name, " in said
     assert not (tmp_path / "no").exists()
 

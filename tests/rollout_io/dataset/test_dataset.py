@@ -263,8 +263,9 @@ def test_files_of_others_are_recut_at_trajectory_boundaries(tmp_path):
 
 def test_an_unknown_column_is_named(tmp_path):
     write_example(tmp_path)
-    with pytest.raises(RolloutError, match=r"'rewrd'.*\[known_column\]"):
-        read(tmp_path / "ds", ["rewrd"])
+    with pytest.raises(RolloutError, match=r"'response_id'.*\[known_column\]") as caught:
+        read(tmp_path / "ds", ["response_id"])
+    assert caught.value.hint == "did you mean response_ids?"
 
 
 def test_older_schema_versions_are_upgraded_step_by_step_and_newer_ones_refused():
