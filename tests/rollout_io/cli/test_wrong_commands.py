@@ -77,7 +77,7 @@ COMMANDS = [
     ("export DS --format skryl -o new", 2, "usage", ["'skryl'", "did you mean --format skyrl?"]),
     ("templates chatm", 1, "chat_template", ["chatm", "did you mean chatml_tools_thinking?"]),
     ("convert LOG -o new --chat-template x", 1, "tokenizer", ["needs a tokenizer", "--tokenizer"]),
-    ("inspect DS --tokenizer nowhere", 1, "input_file", ["nowhere", "directory of a downloaded"]),
+    ("inspect DS --tokenizer nowhere", 1, "tokenizer", ["nowhere", "hf download"]),
     # columns, conditions, ids, metrics
     ("inspect DS --where 'rewrd > 0'", 1, "known_column", ["'rewrd' (character 1", "mean reward?"]),
     (
