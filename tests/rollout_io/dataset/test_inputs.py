@@ -178,6 +178,7 @@ os.symlink("/dev/zero", device)
 for path in (pipe, device):
     os.mkdir(f"{path}-model")
     os.symlink(path, f"{path}-model/config.json")
+    os.symlink(path, f"{path}-model/tokenizer.json")
 for path in (pipe, device):
     for arguments in (
         ["formats", path],
