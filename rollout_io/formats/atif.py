@@ -10,7 +10,7 @@ skipped here. ATIF does not contain rewards, outcomes, or the messages that were
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -27,7 +27,7 @@ VERSIONS = tuple(f"ATIF-v1.{minor}" for minor in range(9))
 MAIN = "main"
 
 _IDS_SINCE = 4  # minor version that introduced prompt_token_ids
-ASK = "set collect_rollout_details: true for the agent (terminus-2 with vLLM)"
+_ASK = "set collect_rollout_details: true for the agent (terminus-2 with vLLM)"
 _NO_JSON = msgspec.Raw(b"null")
 
 
@@ -118,13 +118,11 @@ class LoggedRun:
     """The calls of one run.
 
     Attributes:
-        progress: Called with the numbers of bytes read.
         steps: Steps in order; a sub-agent's steps follow the step that refers to it.
         lineages: Lineage of each step: 0 for the main agent, n for the nth sub-agent.
         paths: Resolved paths of the files of the run.
     """
 
-    progress: Callable[[int], object]
     steps: list[Step] = field(default_factory=list)
     lineages: list[int] = field(default_factory=list)
     paths: set[Path] = field(default_factory=set)
@@ -132,15 +130,14 @@ class LoggedRun:
     entered: set[tuple[Path, str]] = field(default_factory=set)
 
 
-def read_trajectory(path: Path, progress: Callable[[int], object]) -> Document:
+def read_trajectory(path: Path) -> Document:
     """Read one ATIF file, whose version must be known and whose steps must be numbered 1..n.
 
     Raises:
         InputError: `atif_version`, `atif_step_id`, `atif_duplicate_id`, or as for
             `read_document`.
     """
-    document, num_bytes = read_document(_DECODER, path)
-    progress(num_bytes)
+    document, _ = read_document(_DECODER, path)
     _check(document, path, "$")
     return document
 
@@ -152,13 +149,12 @@ def has_tokens(document: Document) -> bool:
     return known and all((step.llm_call_count or 1) == 1 for step in calls)
 
 
-def read_run(path: Path, document: Document, progress: Callable[[int], object]) -> LoggedRun:
+def read_run(path: Path, document: Document) -> LoggedRun:
     """Read all calls of the run that begins in an ATIF file, with sub-agents and continuations.
 
     Args:
         path: First file of the main agent.
         document: Content of that file.
-        progress: Called with the numbers of bytes read from the other files.
 
     Raises:
         RolloutError: `no_token_ids` (a call without ids; the error names what is missing),
@@ -166,7 +162,7 @@ def read_run(path: Path, document: Document, progress: Callable[[int], object]) 
             the tokens, or as for `read_trajectory`.
     """
     _refuse_tokenless(document, path)
-    run = LoggedRun(progress)
+    run = LoggedRun()
     run.paths.add(path.resolve())
     run.entered.add((path.resolve(), "$"))
     is_subagent = "parent_session_id" in (document.agent.extra or {})
@@ -209,7 +205,7 @@ def _refuse_tokenless(document: Document, path: Path) -> None:
         got += f" (the first has {_missing(calls[0].metrics)})"
     if document.schema_version in VERSIONS[:_IDS_SINCE]:
         got += f"; {document.schema_version} has no field for prompt ids"
-    raise _tokenless(str(path), got)
+    raise tokenless(str(path), got)
 
 
 def _missing(metrics: _Metrics | None) -> str:
@@ -222,8 +218,9 @@ def _missing(metrics: _Metrics | None) -> str:
     return "all ids"
 
 
-def _tokenless(where: str, got: str) -> InputError:
-    return InputError(NO_TOKENS, where, got, hint=ASK)
+def tokenless(where: str, got: str) -> InputError:
+    """Return the error for a run or a call without token ids."""
+    return InputError(NO_TOKENS, where, got, hint=_ASK)
 
 
 def _walk(run: LoggedRun, scope: _Scope) -> None:
@@ -291,7 +288,7 @@ def _enter_file(run: LoggedRun, path: Path, continued: _Scope | None) -> None:
         return
     run.entered.add((path.resolve(), "$"))
     run.paths.add(path.resolve())
-    document = read_trajectory(path, run.progress)
+    document = read_trajectory(path)
     if continued is None:
         run.num_subagents += 1
         agent, lineage = document.agent.name, run.num_subagents
@@ -336,10 +333,10 @@ def _calls(step: _Step, scope: _Scope, where: str) -> list[Step]:
         return []
     if step.llm_call_count is not None and step.llm_call_count > 1:
         got = f"the metrics are summed over {step.llm_call_count} calls (llm_call_count)"
-        raise _tokenless(where, got)
+        raise tokenless(where, got)
     if not metrics.completion_token_ids or not metrics.prompt_token_ids:
         got = f"the call has {_missing(step.metrics)}, as happens to calls cut off at max_tokens"
-        raise _tokenless(where, got)
+        raise tokenless(where, got)
     response = token_ids(metrics.completion_token_ids, "response", where)
     logprobs = metrics.logprobs
     return [

@@ -9,7 +9,7 @@ checks, rejected records, files, processes, resuming.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -286,21 +286,3 @@ class Adapter:
     is_text: bool = False
     is_table: bool = False
     noun: str = "run"
-
-
-def one_run_a_document(
-    inputs: Iterable[Input], progress: Progress, name: Callable[[Input], tuple[str, int | None]]
-) -> Iterator[Run]:
-    """Yield one run per document, for `Adapter.find`.
-
-    Args:
-        inputs: Files, one document each.
-        progress: Called with the size of each file.
-        name: Returns the instance and repetition of a document.
-    """
-    for given in inputs:
-        num_bytes = given.path.stat().st_size
-        progress(num_bytes)
-        instance_id, repetition_id = name(given)
-        place = Place(given.path, given.name, 0, num_bytes)
-        yield Run(instance_id=instance_id, repetition_id=repetition_id, places=[place])

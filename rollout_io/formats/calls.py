@@ -172,7 +172,8 @@ def _order(session: str, entries: list[_Entry]) -> None:
     if not untimed:
         entries.sort(key=_RANK)
         if len(set(map(_RANK, entries))) < len(entries):
-            _order_ties(entries)
+            # Calls with equal times are ordered by the length of their prompts.
+            entries.sort(key=lambda e: (*_RANK(e), _prompt_size(e.call), e.content))
     finals = [entry for entry in entries if entry.call.final]
     if len(finals) > 1:
         places = " and ".join(sorted(entry.place.where for entry in finals[:2]))
@@ -184,11 +185,6 @@ def _order(session: str, entries: list[_Entry]) -> None:
         got = f"{session} has a call after its `final` call: {entries[-1].place.where}"
         hint = "correct the `time` of the two calls, or remove `final` from the earlier one"
         raise InvariantError("boundary_alignment", where, got, hint=hint)
-
-
-def _order_ties(entries: list[_Entry]) -> None:
-    """Order calls with equal times by the length of their prompts."""
-    entries.sort(key=lambda e: (e.call.time, e.call.final, _prompt_size(e.call), e.content))
 
 
 def _prompt_size(call: _Call) -> int:

@@ -56,13 +56,12 @@ def find_trials(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
     if rules:
         yield About("groups", "; ".join(sorted(rules)))
     for key, source in runs.items():
-        progress(_num_bytes(source))
-        yield Run(
-            instance_id=key[0],
-            repetition_id=key[1],
-            places=[_place(source)],
-            labels=_labels(source),
-        )
+        num_bytes = source.path.stat().st_size
+        progress(num_bytes)
+        offset = None if source.directory else 0
+        place = Place(source.path, str(source.path), offset, num_bytes)
+        labels = _labels(source)
+        yield Run(instance_id=key[0], repetition_id=key[1], places=[place], labels=labels)
 
 
 def _inner_files(sources: Iterable[Source]) -> set[Path]:
@@ -74,20 +73,11 @@ def _inner_files(sources: Iterable[Source]) -> set[Path]:
             path = source.directory / "agent" / "trajectory.json"
         if source.head.is_atif or (is_file(path) and source.directory is not None):
             try:
-                run = read_run(path, read_trajectory(path, _ignore), _ignore)
+                run = read_run(path, read_trajectory(path))
             except (RolloutError, RecursionError):
                 continue  # reported when the run is read
             inner |= run.paths - {source.path.resolve()}
     return inner
-
-
-def _place(source: Source) -> Place:
-    offset = None if source.directory else 0
-    return Place(source.path, str(source.path), offset, _num_bytes(source))
-
-
-def _num_bytes(source: Source) -> int:
-    return source.path.stat().st_size
 
 
 def _labels(source: Source) -> dict[str, str]:
@@ -116,7 +106,7 @@ def read_trial(run: Run, options: Options) -> Trajectory:
         if run.places[0].offset is None or "trial_name" in run.labels:
             directory = path.parent if run.places[0].offset is None else None
             return _read_trial(run, path, directory, options)
-        found = read_run(path, read_trajectory(path, _ignore), _ignore)
+        found = read_run(path, read_trajectory(path))
     except RecursionError:
         raise InputError("json_document", str(path), NESTED) from None
     if not found.steps:
@@ -128,7 +118,7 @@ def _read_trial(run: Run, path: Path, directory: Path | None, options: Options) 
     trial, _ = read_document(_TRIAL, path)
     logged = outcome_of(trial, str(path), options, is_needed=not run.rewarded)
     try:
-        steps = read_steps(trial, path, directory, _ignore)
+        steps = read_steps(trial, path, directory)
     except RolloutError as error:
         is_failed = run.failed or logged.error is not None or trial.is_overflow
         if error.rule != NO_TOKENS or not is_failed:
@@ -136,10 +126,6 @@ def _read_trial(run: Run, path: Path, directory: Path | None, options: Options) 
         why = logged.error or CONTEXT_OVERFLOW
         return replace(logged, steps=[], reward=None, error=f"{why}; no tokens: {error.got}")
     return replace(logged, steps=steps)
-
-
-def _ignore(_: int) -> None:
-    """Ignore progress: the bytes were counted when the run was found."""
 
 
 ADAPTER = Adapter(

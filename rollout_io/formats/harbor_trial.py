@@ -7,7 +7,7 @@ each with one inner list per call. If the tokens are missing there, the calls of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ import msgspec
 import numpy as np
 
 from rollout_io.formats.atif import (
-    ASK,
     MAIN,
     NO_TOKENS,
     LoggedRun,
@@ -25,6 +24,7 @@ from rollout_io.formats.atif import (
     read_run,
     read_trajectory,
     temperature_of,
+    tokenless,
 )
 from rollout_io.formats.base import Options, Step, Trajectory
 from rollout_io.formats.parsing.tokens import logprob_array, route_array, token_ids
@@ -175,23 +175,20 @@ def _reward(rewards: dict[str, float], where: str, key: str | None = None) -> fl
     return next(iter(rewards.values()))
 
 
-def read_steps(
-    trial: Trial, result: Path, directory: Path | None, progress: Callable[[int], object]
-) -> list[Step]:
+def read_steps(trial: Trial, result: Path, directory: Path | None) -> list[Step]:
     """Return all calls of a trial, in order, with each step's reward in a multi-step trial.
 
     Args:
         trial: Content of `result`.
         result: Path of `result.json`.
         directory: Directory of the trial, whose trajectories are read as well; None: only `result`.
-        progress: Called with the numbers of bytes read from other files.
 
     Raises:
         RolloutError: `no_token_ids`, with the missing part; `tokens_disagree`: the two records of a
             call differ; or a broken invariant of the tokens.
     """
     if not trial.step_results:
-        steps = _part_steps(trial, trial, result, "$", directory, progress)
+        steps = _part_steps(trial, trial, result, "$", directory)
     else:
         steps = []
         for index, part in enumerate(trial.step_results):
@@ -199,14 +196,14 @@ def read_steps(
                 continue
             inner = directory / "steps" / (part.step_name or str(index)) if directory else None
             place = f"$.step_results[{index}]"
-            found = _part_steps(trial, part, result, place, inner, progress)
+            found = _part_steps(trial, part, result, place, inner)
             if not found:
                 continue
             found[-1].reward = _reward(part.rewards, f"{result}, {place}.verifier_result")
             found[-1].metrics = part.rewards or None
             steps += found
     if not steps:
-        raise _no_tokens(str(result), "the agent made no calls")
+        raise tokenless(str(result), "the agent made no calls")
     temperature = temperature_of(trial.config.agent.kwargs)
     for step in steps:
         step.stop_reason = _stop_reason(trial)
@@ -223,12 +220,7 @@ def _stop_reason(trial: Trial) -> str:
 
 
 def _part_steps(
-    trial: Trial,
-    part: _Part,
-    result: Path,
-    json: str,
-    directory: Path | None,
-    progress: Callable[[int], object],
+    trial: Trial, part: _Part, result: Path, json: str, directory: Path | None
 ) -> list[Step]:
     details = (part.agent_result and part.agent_result.rollout_details) or []
     place = f"{result}, {json}.agent_result.rollout_details"
@@ -237,20 +229,20 @@ def _part_steps(
         elements = []
     elif not all(elements):
         index = next(i for i, element in enumerate(elements) if not element)
-        raise _no_tokens(f"{place}[{index}]", "this agent has no calls, but another agent has some")
+        raise tokenless(f"{place}[{index}]", "this agent has no calls, but another agent has some")
     path = directory / "agent" / "trajectory.json" if directory else None
-    document = read_trajectory(path, progress) if path is not None and is_file(path) else None
+    document = read_trajectory(path) if path is not None and is_file(path) else None
     if document is None or path is None or (elements and not has_tokens(document)):
         if not elements:
-            raise _no_tokens(place, _reason(trial, part))
+            raise tokenless(place, _reason(trial, part))
         main, *others = elements
         return [*main[:-1], *(step for element in others for step in element), main[-1]]
     try:
-        run = read_run(path, document, progress)
+        run = read_run(path, document)
     except RolloutError as error:
         if error.rule == NO_TOKENS and not elements:
             got = f"{_reason(trial, part)}; {path}: {error.got}"
-            raise _no_tokens(place, got) from None
+            raise tokenless(place, got) from None
         raise
     return _agreed(elements, run, place) if elements else run.steps
 
@@ -267,7 +259,7 @@ def _element(detail: _Detail, index: int, place: str) -> list[Step]:
     lists |= {name: values for name, values in optional.items() if values}
     if len({len(values) for values in lists.values()}) > 1:
         lengths = ", ".join(f"{len(values)} {name}" for name, values in lists.items())
-        raise _no_tokens(place, f"the lists have unequal lengths ({lengths})")
+        raise tokenless(place, f"the lists have unequal lengths ({lengths})")
     steps = []
     for turn, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
         where = f"{place}.completion_token_ids[{turn}]"
@@ -326,10 +318,6 @@ def _refuse_difference(ours: Step, theirs: Step) -> None:
 def _disagree(where: str, got: str) -> InputError:
     hint = "convert only result.json to ignore the trajectory files"
     return InputError("tokens_disagree", where, got, hint=hint)
-
-
-def _no_tokens(where: str, got: str) -> InputError:
-    return InputError(NO_TOKENS, where, got, hint=ASK)
 
 
 def _reason(trial: Trial, part: _Part) -> str:

@@ -9,12 +9,12 @@ from typing import Any
 import msgspec
 
 from rollout_io.formats.base import Options, Trajectory
-from rollout_io.formats.parsing.bodies import NO_JSON, Int32, Share
+from rollout_io.formats.parsing.bodies import NO_JSON, Sampling
 from rollout_io.formats.parsing.content import Message
 from rollout_io.formats.parsing.jsonl import decode_line
 from rollout_io.formats.parsing.messages import read_message
 from rollout_io.formats.parsing.model_calls import Call
-from rollout_io.formats.parsing.sampling import SamplingFields, sampling_extra
+from rollout_io.formats.parsing.sampling import sampling_extra
 from schemas.errors import InputError
 
 _LETTERS = {
@@ -84,12 +84,6 @@ class _Span(msgspec.Struct, gc=False):
     action: str | None = None
 
 
-class _Config(SamplingFields, gc=False):
-    temperature: Share | None = None
-    top_p: Share | None = None
-    top_k: Int32 | None = None
-
-
 class _Choice(msgspec.Struct, gc=False):
     message: msgspec.Raw
     stop_reason: str | None = None
@@ -109,7 +103,7 @@ class _Model(msgspec.Struct, gc=False):
     input_refs: list[tuple[int, int]] | None = None
     output: _Output = msgspec.field(default_factory=_Output)
     tools: list[dict[str, Any]] = []
-    config: _Config = msgspec.field(default_factory=_Config)
+    config: Sampling = msgspec.field(default_factory=Sampling)
     call: _Wire | None = None
     role: str | None = None
     span_id: str | None = None

@@ -27,7 +27,7 @@ from rollout_io.formats.base import (
     Run,
     Trajectory,
 )
-from rollout_io.formats.parsing.bodies import NO_JSON, Int32, Share
+from rollout_io.formats.parsing.bodies import NO_JSON, Sampling
 from rollout_io.formats.parsing.content import Message
 from rollout_io.formats.parsing.documents import (
     find_documents,
@@ -39,22 +39,16 @@ from rollout_io.formats.parsing.jsonl import decode_document
 from rollout_io.formats.parsing.messages import read_message
 from rollout_io.formats.parsing.model_calls import Call, steps_of
 from rollout_io.formats.parsing.records import read_record
-from rollout_io.formats.parsing.sampling import SamplingFields, sampling_extra
+from rollout_io.formats.parsing.sampling import sampling_extra
 
 _SUFFIXES = (".traj.json", ".json", ".traj")
 _MARKS = (b'"messages"', b'"mini_version"', b'"trajectory_format"', b"<returncode>")
 _EXIT = "exit"
 
 
-class _ModelArguments(SamplingFields, gc=False):
-    temperature: Share | None = None
-    top_p: Share | None = None
-    top_k: Int32 | None = None
-
-
 class _Model(msgspec.Struct, gc=False):
     model_name: str | None = None
-    model_kwargs: _ModelArguments = msgspec.field(default_factory=_ModelArguments)
+    model_kwargs: Sampling = msgspec.field(default_factory=Sampling)
 
 
 class _Config(msgspec.Struct, gc=False):

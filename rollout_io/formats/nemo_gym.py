@@ -33,18 +33,19 @@ from rollout_io.formats.base import (
     Trajectory,
 )
 from rollout_io.formats.detect import has_record
+from rollout_io.formats.parsing.bodies import NO_JSON, Share
+from rollout_io.formats.parsing.fields import numbers
 from rollout_io.formats.parsing.jsonl import decode_line, read_document
 from rollout_io.formats.parsing.model_names import ModelNames
 from rollout_io.formats.parsing.naming import natural_key
 from rollout_io.formats.parsing.records import Record, find_lines, read_record
-from rollout_io.formats.parsing.responses import Response, Share, read_steps
+from rollout_io.formats.parsing.responses import Response, read_steps
 from rollout_io.formats.parsing.sampling import SamplingFields, sampling_extra
 from rollout_io.formats.parsing.tokens import INT32_MAX
 from schemas.errors import InputError, RolloutError
 
 _OTHER_FIELDS = {"responses_create_params", "response", "agent_ref"}
 _FRAMEWORK = "_ng_"
-_NO_JSON = msgspec.Raw(b"null")
 _Index = Annotated[int, msgspec.Meta(ge=0, le=INT32_MAX)]
 
 
@@ -94,9 +95,9 @@ class _Names(msgspec.Struct, gc=False):
 
     response: dict[str, msgspec.Raw] | None = None
     responses_create_params: dict[str, msgspec.Raw] | None = None
-    input: msgspec.Raw = _NO_JSON
-    id: msgspec.Raw = _NO_JSON
-    output: msgspec.Raw = _NO_JSON
+    input: msgspec.Raw = NO_JSON
+    id: msgspec.Raw = NO_JSON
+    output: msgspec.Raw = NO_JSON
     agent_ref: _Agent | None = None
     task: _Index | None = msgspec.field(name="_ng_task_index", default=None)
     rollout: _Index | None = msgspec.field(name="_ng_rollout_index", default=None)
@@ -109,7 +110,6 @@ _OBJECT_DECODER = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _RAW_DECODER = msgspec.json.Decoder(msgspec.Raw)
 _RUN_DECODER = msgspec.json.Decoder(_Rollout)
 _RESPONSE_DECODER = msgspec.json.Decoder(Response)
-_NUMBER_DECODER = msgspec.json.Decoder(float | bool)
 _NUMBERS_DECODER = msgspec.json.Decoder(dict[str, float | bool])
 
 
@@ -179,7 +179,7 @@ def _find(record: Record) -> Run:
     if names.agent_ref is not None and names.agent_ref.name is not None:
         labels["agent"] = names.agent_ref.name
     if names.responses_create_params is not None:
-        sent = bytes(names.responses_create_params.get("input", _NO_JSON))
+        sent = bytes(names.responses_create_params.get("input", NO_JSON))
         labels["input"] = hashlib.blake2b(sent, digest_size=4).hexdigest()
     if names.task is not None and names.rollout is not None:
         instance, repetition = str(names.task), names.rollout
@@ -202,7 +202,7 @@ def _response_id(names: _Names, content: bytes, where: str) -> str | None:
         response = {"id": names.id}
     if response is None:
         raise _no_response(decode_line(_OBJECT_DECODER, content, where), where)
-    raw = response.get("id", _NO_JSON)
+    raw = response.get("id", NO_JSON)
     found: str | None = decode_line(_TEXT_DECODER, bytes(raw), f"{where}, response.id")
     return found
 
@@ -280,11 +280,10 @@ def _metrics(fields: Mapping[str, msgspec.Raw], where: str) -> dict[str, float]:
     for name, raw in fields.items():
         if name in _OTHER_FIELDS or name.startswith(_FRAMEWORK):
             continue
-        text = bytes(raw)
-        if text.startswith(b"{"):
-            metrics |= {f"{name}.{k}": v for k, v in _numbers(text).items()}
-        elif not text.startswith((b'"', b"[", b"null")):
-            metrics[name] = float(decode_line(_NUMBER_DECODER, text, f"{where}, {name}"))
+        if bytes(raw).startswith(b"{"):
+            metrics |= {f"{name}.{k}": v for k, v in _numbers(bytes(raw)).items()}
+        else:
+            metrics |= numbers({name: raw}, where)
     return metrics
 
 
@@ -300,15 +299,10 @@ def recognizes(path: Path) -> bool:
     if has_record(path, _HEAD_DECODER):
         return True
     try:
-        return path.is_file() and _is_document(path) and _is_run(path)
-    except OSError:
-        return False
-
-
-def _is_run(path: Path) -> bool:
-    try:
+        if not path.is_file() or not _is_document(path):
+            return False
         read_document(_HEAD_DECODER, path)
-    except (RolloutError, ValueError, RecursionError):
+    except (OSError, RolloutError, ValueError, RecursionError):
         return False
     return True
 

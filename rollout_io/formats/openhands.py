@@ -31,12 +31,14 @@ from rollout_io.formats.base import (
 )
 from rollout_io.formats.detect import has_record
 from rollout_io.formats.openhands_events import is_reconstructed, read_calls
+from rollout_io.formats.parsing.content import NO_JSON
 from rollout_io.formats.parsing.documents import (
     find_documents,
     is_document,
     run_of_file,
     with_group_rule,
 )
+from rollout_io.formats.parsing.fields import numbers
 from rollout_io.formats.parsing.jsonl import decode_document, decode_line
 from rollout_io.formats.parsing.model_calls import steps_of
 from rollout_io.formats.parsing.records import Record, find_lines, read_record, refuse_repeated
@@ -45,7 +47,6 @@ from schemas.errors import InputError
 _SUFFIXES = (".events.json", ".json")
 _MARKS = (b'"action"', b'"observation"')
 _LIMITS = ("reached maximum", "AgentStuckInLoopError")
-_NO_JSON = msgspec.Raw(b"null")
 _MAX_DEPTH = 3
 
 
@@ -78,9 +79,9 @@ class _Names(msgspec.Struct, gc=False):
 
 class _Row(msgspec.Struct, gc=False):
     history: list[msgspec.Raw] | None
-    test_result: msgspec.Raw = _NO_JSON
-    report: msgspec.Raw = _NO_JSON
-    metrics: msgspec.Raw = _NO_JSON
+    test_result: msgspec.Raw = NO_JSON
+    report: msgspec.Raw = NO_JSON
+    metrics: msgspec.Raw = NO_JSON
     resolved: bool | None = None
     success: bool | None = None
     error: str | None = None
@@ -90,14 +91,12 @@ class _RowHead(msgspec.Struct, gc=False):
     history: list[dict[str, msgspec.Raw] | list[msgspec.Raw]] | None
     instance_id: str | None = None
     issue: _Issue | None = None
-    test_result: msgspec.Raw = _NO_JSON
-    metadata: msgspec.Raw = _NO_JSON
+    test_result: msgspec.Raw = NO_JSON
+    metadata: msgspec.Raw = NO_JSON
 
     def __post_init__(self) -> None:
-        is_row = self.instance_id is not None and (self.test_result, self.metadata) != (
-            _NO_JSON,
-            _NO_JSON,
-        )
+        is_evaluated = (self.test_result, self.metadata) != (NO_JSON, NO_JSON)
+        is_row = self.instance_id is not None and is_evaluated
         if not is_row and self.issue is None:
             raise ValueError("no run of OpenHands")
 
@@ -120,7 +119,6 @@ _ROW_DECODER = msgspec.json.Decoder(_Row)
 _ROW_HEAD_DECODER = msgspec.json.Decoder(_RowHead)
 _EVENTS_DECODER = msgspec.json.Decoder(list[msgspec.Raw])
 _EVENTS_HEAD_DECODER = msgspec.json.Decoder(list[_EventHead])
-_FLAG_DECODER = msgspec.json.Decoder(float | bool)
 _OBJECT_DECODER = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
@@ -217,22 +215,20 @@ def _metrics(row: _Row, where: str) -> dict[str, float]:
     """Return all numbers and booleans of the evaluation and of the costs."""
     found: dict[str, float] = {}
     for name in ("test_result", "report", "metrics"):
-        found |= _numbers(name, bytes(getattr(row, name)), where)
+        found |= _numbers(name, getattr(row, name), where)
     for name in ("resolved", "success"):
         if (flag := getattr(row, name)) is not None:
             found[name] = float(flag)
     return found
 
 
-def _numbers(name: str, text: bytes, where: str, depth: int = 0) -> dict[str, float]:
+def _numbers(name: str, raw: msgspec.Raw, where: str, depth: int = 0) -> dict[str, float]:
     """Return numbers in an object and in nested objects: "test_result.report.resolved"."""
-    if text.startswith(b"{") and depth < _MAX_DEPTH:
-        fields = decode_line(_OBJECT_DECODER, text, f"{where}, {name}").items()
-        parts = [_numbers(f"{name}.{key}", bytes(raw), where, depth + 1) for key, raw in fields]
+    if bytes(raw).startswith(b"{") and depth < _MAX_DEPTH:
+        fields = decode_line(_OBJECT_DECODER, bytes(raw), f"{where}, {name}").items()
+        parts = [_numbers(f"{name}.{key}", value, where, depth + 1) for key, value in fields]
         return {key: value for part in parts for key, value in part.items()}
-    if not depth or text.startswith((b'"', b"[", b"{", b"null")):
-        return {}
-    return {name: float(decode_line(_FLAG_DECODER, text, f"{where}, {name}"))}
+    return numbers({name: raw}, where) if depth else {}
 
 
 def recognizes(path: Path) -> bool:

@@ -16,13 +16,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from rollout_io.formats.base import (
-    About,
     Adapter,
     Conversation,
     Found,
@@ -34,44 +33,43 @@ from rollout_io.formats.base import (
     Step,
     Trajectory,
 )
-from rollout_io.formats.parsing.directories import logs_below
-from rollout_io.formats.parsing.documents import find_documents, is_document
+from rollout_io.formats.parsing.bodies import NO_JSON, Int32
+from rollout_io.formats.parsing.directories import logs_of
+from rollout_io.formats.parsing.documents import find_documents, is_document, with_group_rule
 from rollout_io.formats.parsing.fields import label, numbers
 from rollout_io.formats.parsing.jsonl import decode_document, decode_line
 from rollout_io.formats.parsing.messages import read_messages, text_of
 from rollout_io.formats.parsing.model_calls import Call, contexts_of
 from rollout_io.formats.parsing.records import read_record
-from rollout_io.formats.parsing.tokens import INT32_MAX, logprob_array, same_ids, strict_ids
+from rollout_io.formats.parsing.tokens import logprob_array, same_ids, strict_ids
 from schemas.errors import InputError, count
 
 _GROUPS = "inferred: episodes whose id does not begin with their task are grouped by task"
 _SAVE_TRAINING = "save training episodes: evaluation episodes have no ids"
-_NO_JSON = msgspec.Raw(b"null")
 _NO_IDS = frozenset({b"null", b"[]"})
-_Version = Annotated[int, msgspec.Meta(ge=-INT32_MAX - 1, le=INT32_MAX)]
 _MARKS = (b'"trajectories"', b'"is_correct"', b'"termination_reason"')
 _BESIDE = {"meta.json", "batch_summary.json"}
 _TASK_NAMES = ("id", "task_id", "uid", "instance_id")
 
 
 class _Output(msgspec.Struct, gc=False):
-    prompt_ids: msgspec.Raw = _NO_JSON
-    completion_ids: msgspec.Raw = _NO_JSON
+    prompt_ids: msgspec.Raw = NO_JSON
+    completion_ids: msgspec.Raw = NO_JSON
     logprobs: list[float] | None = None
     finish_reason: str | None = None
-    weight_version: _Version | None = None
+    weight_version: Int32 | None = None
 
 
 class _Step(msgspec.Struct, gc=False):
-    prompt_ids: msgspec.Raw = _NO_JSON
-    response_ids: msgspec.Raw = _NO_JSON
+    prompt_ids: msgspec.Raw = NO_JSON
+    response_ids: msgspec.Raw = NO_JSON
     logprobs: list[float] | None = None
     chat_completions: list[msgspec.Raw] | None = None
     chat_completions_ref: tuple[str | None, int] | None = None
-    model_output: msgspec.Raw = _NO_JSON
-    model_response: msgspec.Raw = _NO_JSON
+    model_output: msgspec.Raw = NO_JSON
+    model_response: msgspec.Raw = NO_JSON
     reward: float | None = None
-    weight_version: _Version | None = None
+    weight_version: Int32 | None = None
 
 
 class _Node(msgspec.Struct, gc=False):
@@ -90,14 +88,14 @@ class _Trajectory(msgspec.Struct, gc=False):
 class _Head(msgspec.Struct, gc=False):
     id: str | None = None
     episode_id: str | None = None
-    task: msgspec.Raw = _NO_JSON
-    training_step: msgspec.Raw = _NO_JSON
-    session_id: msgspec.Raw = _NO_JSON
+    task: msgspec.Raw = NO_JSON
+    training_step: msgspec.Raw = NO_JSON
+    session_id: msgspec.Raw = NO_JSON
 
 
 class _Episode(_Head, gc=False):
     trajectories: list[_Trajectory] = []
-    termination_reason: msgspec.Raw = _NO_JSON
+    termination_reason: msgspec.Raw = NO_JSON
     is_correct: bool | None = None
     metrics: dict[str, msgspec.Raw] | None = None
     metadata: dict[str, msgspec.Raw] | None = None
@@ -130,19 +128,8 @@ _ANY = msgspec.json.Decoder(Any)
 
 def find_episodes(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
     """Yield episodes in the order of their files."""
-    files = [file for given in inputs for file in _files_of(given)]
-    is_inferred = False
-    for item in find_documents(files, progress, _find):
-        is_inferred |= isinstance(item, Run) and "task" not in item.labels
-        yield item
-    if is_inferred:
-        yield About("groups", _GROUPS)
-
-
-def _files_of(given: Input) -> list[Input]:
-    if not given.path.is_dir():
-        return [given]
-    return [Input(str(path), path) for path in _logs_below(given.path)]
+    files = [file for given in inputs for file in _logs_of(given)]
+    yield from with_group_rule(find_documents(files, progress, _find), _GROUPS, "task")
 
 
 def _find(place: Place, content: bytes) -> Iterator[Found]:
@@ -364,7 +351,7 @@ def _error(episode: _Episode, options: Options, where: str) -> str | None:
         return reason if options.timeouts == "fail" else None
     if not reason.endswith("error"):
         return None
-    raw = (episode.metadata or {}).get("error", _NO_JSON)
+    raw = (episode.metadata or {}).get("error", NO_JSON)
     fields = decode_line(_FIELDS, bytes(raw), where) if _is_object(raw) else {"message": raw}
     message = label(fields.get("message"), where)
     return f"{reason}: {message[:500]}" if message else reason
@@ -379,16 +366,14 @@ def _texts(episode: _Episode, where: str) -> dict[str, str]:
 def recognizes(path: Path) -> bool:
     """True if a file is an episode, or a directory holds episodes and no other records."""
     try:
-        if path.is_dir():
-            logs = _logs_below(path)
-            return bool(logs) and is_document(logs[0], _SHAPE, _MARKS)
-        return is_document(path, _SHAPE, _MARKS)
+        logs = _logs_of(Input("", path))
+        return bool(logs) and is_document(logs[0].path, _SHAPE, _MARKS)
     except OSError:
         return False
 
 
-def _logs_below(directory: Path) -> list[Path]:
-    return logs_below(directory, _is_log, _is_beside)
+def _logs_of(given: Input) -> list[Input]:
+    return logs_of(given, _is_log, _is_beside)
 
 
 def _is_log(name: str) -> bool:

@@ -29,7 +29,7 @@ from rollout_io.formats.base import (
     Run,
     Trajectory,
 )
-from rollout_io.formats.parsing.content import Message
+from rollout_io.formats.parsing.content import NO_JSON, Message
 from rollout_io.formats.parsing.documents import (
     find_documents,
     is_document,
@@ -68,7 +68,7 @@ class _TrajectoryFile(msgspec.Struct, gc=False):
     history: list[msgspec.Raw]
     trajectory: list[_Step] = []
     info: _Info = msgspec.field(default_factory=_Info)
-    replay_config: msgspec.Raw = msgspec.Raw(b"null")
+    replay_config: msgspec.Raw = NO_JSON
 
 
 class _Marks(msgspec.Struct, gc=False):

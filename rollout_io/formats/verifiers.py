@@ -32,23 +32,23 @@ from rollout_io.formats.base import (
     Trajectory,
 )
 from rollout_io.formats.detect import has_record
-from rollout_io.formats.parsing.directories import logs_below
+from rollout_io.formats.parsing.bodies import NO_JSON, Int32
+from rollout_io.formats.parsing.directories import logs_of
 from rollout_io.formats.parsing.fields import label
 from rollout_io.formats.parsing.jsonl import decode_line, refuse_not_utf8
 from rollout_io.formats.parsing.records import lines_of, read_record, refuse_repeated
 from rollout_io.formats.verifiers_rows import METADATA, metadata_beside, read_row
-from rollout_io.formats.verifiers_traces import Failure, Graph, Trace, Version, metrics_of
+from rollout_io.formats.verifiers_traces import Failure, Graph, Trace, metrics_of
 from schemas.errors import InputError, RolloutError, count
 
 _LOGS = {"results.jsonl", "traces.jsonl"}
 _BESIDE = {METADATA, "config.json"}
 _TASKS = "inferred: episodes that name no group are grouped by task (its key)"
 _EXAMPLES = "inferred: rows that name no environment are grouped by file and example"
-_NO_JSON = msgspec.Raw(b"null")
 
 
 class _Data(msgspec.Struct, gc=False):
-    name: msgspec.Raw = _NO_JSON
+    name: msgspec.Raw = NO_JSON
 
 
 class _Task(msgspec.Struct, gc=False):
@@ -62,13 +62,13 @@ class _Group(msgspec.Struct, gc=False):
 
 
 class _Policy(msgspec.Struct, gc=False):
-    start: Version | None = None
-    end: Version | None = None
+    start: Int32 | None = None
+    end: Int32 | None = None
 
 
 class _Work(msgspec.Struct, gc=False):
     type: str | None = None
-    step: Version | None = None
+    step: Int32 | None = None
     policy: _Policy | None = None
 
 
@@ -110,19 +110,19 @@ class _RowHead(msgspec.Struct, gc=False):
     prompt: str | list[msgspec.Raw] | None
     completion: str | list[msgspec.Raw] | None
     reward: float | None
-    id: msgspec.Raw = _NO_JSON
-    example_id: msgspec.Raw = _NO_JSON
-    task: msgspec.Raw = _NO_JSON
+    id: msgspec.Raw = NO_JSON
+    example_id: msgspec.Raw = NO_JSON
+    task: msgspec.Raw = NO_JSON
 
 
 class _Kind(msgspec.Struct, gc=False):
-    traces: msgspec.Raw = _NO_JSON
+    traces: msgspec.Raw = NO_JSON
 
 
 class _Shape(_RowHead, gc=False):
     """The fields of a row that no other format has."""
 
-    traces: msgspec.Raw = _NO_JSON
+    traces: msgspec.Raw = NO_JSON
     metrics: dict[str, msgspec.Raw] | None = None
     timing: dict[str, msgspec.Raw] | None = None
     generation_ms: float | None = None
@@ -146,7 +146,7 @@ def find_rollouts(inputs: Sequence[Input], progress: Progress) -> Iterator[Found
 
     An episode whose id occurred before is another record of the same run.
     """
-    files = [file for given in inputs for file in _files_of(given)]
+    files = [file for given in inputs for file in _logs_of(given)]
     episodes: dict[str, Run] = {}
     rows: dict[bytes, str] = {}
     rules: dict[str, str] = {}
@@ -172,12 +172,6 @@ def find_rollouts(inputs: Sequence[Input], progress: Progress) -> Iterator[Found
         rules["repeated_episodes"] = text
     yield from episodes.values()
     yield from (About(name, rule) for name, rule in rules.items())
-
-
-def _files_of(given: Input) -> list[Input]:
-    if not given.path.is_dir():
-        return [given]
-    return [Input(str(path), path) for path in _logs_below(given.path)]
 
 
 def _find_in(
@@ -368,20 +362,14 @@ def _texts(episode: _Episode, main: Trace) -> dict[str, str]:
 def recognizes(path: Path) -> bool:
     """True if a file has episodes or rows, or a directory holds such files and no other records."""
     try:
-        if path.is_dir():
-            logs = _logs_below(path)
-            return bool(logs) and _is_log(logs[0])
-        return _is_log(path)
+        logs = _logs_of(Input("", path))
     except OSError:
         return False
+    return bool(logs) and any(has_record(logs[0].path, shape) for shape in (_EPISODE_HEAD, _SHAPE))
 
 
-def _is_log(path: Path) -> bool:
-    return has_record(path, _EPISODE_HEAD) or has_record(path, _SHAPE)
-
-
-def _logs_below(directory: Path) -> list[Path]:
-    return logs_below(directory, _LOGS.__contains__, _BESIDE.__contains__)
+def _logs_of(given: Input) -> list[Input]:
+    return logs_of(given, _LOGS.__contains__, _BESIDE.__contains__)
 
 
 ADAPTER = Adapter(

@@ -21,26 +21,24 @@ import numpy as np
 import numpy.typing as npt
 
 from rollout_io.formats.base import Conversation, Options, Step, Trajectory
-from rollout_io.formats.parsing.bodies import Int32, Usage
+from rollout_io.formats.parsing.bodies import NO_JSON, Sampling, Usage
 from rollout_io.formats.parsing.fields import label, numbers
 from rollout_io.formats.parsing.jsonl import decode_line, read_document
 from rollout_io.formats.parsing.messages import openai_tools, read_messages, text_of
-from rollout_io.formats.parsing.sampling import SamplingFields, sampling_extra
+from rollout_io.formats.parsing.sampling import sampling_extra
 from rollout_io.formats.parsing.tokens import broken, logprob_array, same_ids, strict_ids
-from rollout_io.formats.verifiers_traces import Share
 from schemas.errors import InputError
 
 METADATA = "metadata.json"
 _AS_SAVED = "keep the rows as verifiers saved them"
-_NO_JSON = msgspec.Raw(b"null")
 _NAMES = {"id", "example_id", "reward", "metrics", "is_completed"}
 _Flag = Annotated[int, msgspec.Meta(ge=0, le=1)]
 Text = str | list[msgspec.Raw] | None
 
 
 class _Tokens(msgspec.Struct, gc=False):
-    prompt_ids: msgspec.Raw = _NO_JSON
-    completion_ids: msgspec.Raw = _NO_JSON
+    prompt_ids: msgspec.Raw = NO_JSON
+    completion_ids: msgspec.Raw = NO_JSON
     completion_mask: list[_Flag | bool] | None = None
     completion_logprobs: list[float] | None = None
     overlong_prompt: bool = False
@@ -58,7 +56,7 @@ class _Response(msgspec.Struct, gc=False):
 
 
 class _Step(msgspec.Struct, gc=False):
-    prompt: msgspec.Raw = _NO_JSON
+    prompt: msgspec.Raw = NO_JSON
     completion: Text = None
     tokens: _Tokens | None = None
     response: _Response | None = None
@@ -79,19 +77,13 @@ class _Row(msgspec.Struct, gc=False):
     trajectory: list[_Step] | None = None
 
 
-class _Sampling(SamplingFields, gc=False):
-    temperature: Share | None = None
-    top_p: Share | None = None
-    top_k: Int32 | None = None
-
-
 class Metadata(msgspec.Struct, gc=False):
     """Facts about all rows, from `metadata.json` beside them."""
 
     env: str | None = None
     env_id: str | None = None
     model: str | None = None
-    sampling_args: _Sampling | None = None
+    sampling_args: Sampling | None = None
 
 
 _ROW = msgspec.json.Decoder(_Row)
@@ -176,7 +168,7 @@ def _step(call: _Step, tokens: _Tokens, where: str, metadata: Metadata) -> Step:
         raise InputError("no_token_ids", f"{where}.tokens", got, hint=hint)
     prompt = _ids(tokens.prompt_ids, "prompt", where)
     response = _ids(tokens.completion_ids, "completion", where)
-    sampling = metadata.sampling_args or _Sampling()
+    sampling = metadata.sampling_args or Sampling()
     answer = call.response or _Response()
     reason = answer.message.finish_reason if answer.message else None
     usage = Usage()
@@ -255,7 +247,7 @@ def _conversation(
     tools = row.tool_defs
     if not tools and isinstance(row.info, dict):
         tools = row.info.get("oai_tools")
-    sampling = metadata.sampling_args or _Sampling()
+    sampling = metadata.sampling_args or Sampling()
     conversation = Conversation(
         source=where,
         messages=messages,

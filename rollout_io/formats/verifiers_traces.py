@@ -16,24 +16,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, pairwise
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from rollout_io.formats.base import Conversation, Step
-from rollout_io.formats.parsing.bodies import Int32, Usage
+from rollout_io.formats.parsing.bodies import NO_JSON, Sampling, Usage
 from rollout_io.formats.parsing.jsonl import decode_line
 from rollout_io.formats.parsing.messages import openai_tools, read_messages, text_of
-from rollout_io.formats.parsing.sampling import SamplingFields, sampling_extra
-from rollout_io.formats.parsing.tokens import INT32_MAX, broken, logprob_array, strict_ids
+from rollout_io.formats.parsing.sampling import sampling_extra
+from rollout_io.formats.parsing.tokens import broken, logprob_array, strict_ids
 from schemas.errors import InputError
 
 _ASK = "sample with the train client of verifiers, which records the engine's tokens"
-_NO_JSON = msgspec.Raw(b"null")
-Version = Annotated[int, msgspec.Meta(ge=-INT32_MAX - 1, le=INT32_MAX)]
-Share = Annotated[float, msgspec.Meta(ge=0, le=1e38)]
 
 
 class Failure(msgspec.Struct, gc=False):
@@ -53,22 +50,16 @@ class _Node(msgspec.Struct, gc=False):
     parent: int | None = None
     sampled: bool = False
     semantic_parents: list[_Link] | None = None
-    tools: msgspec.Raw = _NO_JSON
-    token_ids: msgspec.Raw = _NO_JSON
+    tools: msgspec.Raw = NO_JSON
+    token_ids: msgspec.Raw = NO_JSON
     mask: list[bool] | None = None
     logprobs: list[float] | None = None
-
-
-class _Sampling(SamplingFields, gc=False):
-    temperature: Share | None = None
-    top_p: Share | None = None
-    top_k: Int32 | None = None
 
 
 class _Call(msgspec.Struct, gc=False):
     node: int | None = None
     finish_reason: str | None = None
-    sampling: _Sampling | None = None
+    sampling: Sampling | None = None
     usage: Usage | None = None
 
 
@@ -88,7 +79,7 @@ class Trace(msgspec.Struct, gc=False):
     agent: _Agent = msgspec.field(default_factory=_Agent)
     nodes: list[_Node] = []
     calls: list[_Call] = []
-    tools: msgspec.Raw = _NO_JSON
+    tools: msgspec.Raw = NO_JSON
     rewards: dict[str, _Reward | None] | None = None
     metrics: dict[str, float | bool | None] | None = None
     ok: bool = True
@@ -111,8 +102,7 @@ class Graph:
 
     Raises:
         RolloutError: dangling_reference: a parent is not an earlier node; lengths_align,
-            logprobs_*,
-            token_range: unusable tokens.
+            logprobs_*, token_range: unusable tokens.
     """
 
     def __init__(self, trace: Trace, where: str) -> None:
@@ -183,7 +173,7 @@ class Graph:
         self, path: Sequence[int], said: Sequence[list[dict[str, Any]]], first: int
     ) -> Conversation:
         place, call = self._place(path[-1]), self.calls.get(path[-1], _Call())
-        sampling = call.sampling or _Sampling()
+        sampling = call.sampling or Sampling()
         tools = self.trace.nodes[path[0]].tools
         tools = self.trace.tools if bytes(tools) in {b"null", b"[]"} else tools
         return Conversation(
@@ -213,7 +203,7 @@ class Graph:
         start, stop = (int(where[0]), int(where[-1]) + 1) if len(where) else (len(mask),) * 2
         mask = mask[start:stop]
         call = self.calls.get(index, _Call())
-        sampling = call.sampling or _Sampling()
+        sampling = call.sampling or Sampling()
         trained = self.trace.agent.trainable and index in self.trained
         messages = b",".join(bytes(self._message(i)) for i in path[:-1])
         text = text_of(decode_line(_ANY, bytes(node.message), place))

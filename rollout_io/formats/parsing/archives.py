@@ -82,10 +82,8 @@ def read_member(path: Path, name: str, where: str) -> bytes:
         hint = "convert the log after its writer has finished"
         raise InputError("zip_archive", where, got, hint=hint) from None
     except NotImplementedError:
-        got, hint = (
-            "an unknown compression method",
-            "unpack it, and pack it again with a zip program",
-        )
+        got = "an unknown compression method"
+        hint = "unpack it, and pack it again with a zip program"
         raise InputError("zip_archive", where, got, "deflate, Zstandard or none", hint) from None
     except RuntimeError as error:
         got = " ".join(f"cannot unpack the member: {error}".split())

@@ -27,15 +27,20 @@ Int32 = Annotated[int, msgspec.Meta(ge=-INT32_MAX - 1, le=INT32_MAX)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1e38)]
 
 
-class Request(SamplingFields, gc=False):
+class Sampling(SamplingFields, gc=False):
+    """Sampling settings of a call."""
+
+    temperature: Share | None = None
+    top_p: Share | None = None
+    top_k: Int32 | None = None
+
+
+class Request(Sampling, gc=False):
     """The body of a request."""
 
     messages: msgspec.Raw = NO_JSON
     prompt: msgspec.Raw = NO_JSON
     echo: bool | None = None
-    temperature: Share | None = None
-    top_p: Share | None = None
-    top_k: Int32 | None = None
 
 
 class Token(msgspec.Struct, gc=False):

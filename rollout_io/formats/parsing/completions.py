@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from rollout_io.formats.base import Ids, Step
 from rollout_io.formats.parsing.bodies import (
@@ -65,10 +64,8 @@ def _in_order(choices: Sequence[Choice], where: str) -> Sequence[Choice]:
     choices = sorted(choices, key=lambda choice: choice.index)
     indices = [choice.index for choice in choices]
     if indices != list(range(len(choices))):
-        got, expected = (
-            f"choices with the indices {indices}",
-            f"each index from 0 to {len(choices) - 1} once",
-        )
+        got = f"choices with the indices {indices}"
+        expected = f"each index from 0 to {len(choices) - 1} once"
         hint = "keep the response exactly as the engine returned it"
         raise InputError("choice_index", where, got, expected, hint)
     return choices
@@ -111,7 +108,9 @@ def _step(choice: Choice, prompt: Ids, request: Request, where: str, *, failed: 
     messages = request.prompt if request.messages is NO_JSON else request.messages
     routes = None
     if choice.routed_experts != NO_JSON:
-        routes = _routes(choice, prompt, response, where)
+        place = f"{where}, choice {choice.index}, routed_experts"
+        num_tokens = num_ids(prompt) + num_ids(response)
+        routes = route_array(choice.routed_experts, num_tokens, place)
     logprobs, texts = choice.logprobs, () if request.echo else _texts(choice)
     token_text = None if logprobs is None else check_tokens(logprobs, response, texts, where)
     return Step(
@@ -152,11 +151,6 @@ def _logprobs(logprobs: Logprobs | None) -> array[float] | None:
     if logprobs.token_logprobs is not None:
         return array("f", logprobs.token_logprobs)
     return None
-
-
-def _routes(choice: Choice, prompt: Ids, response: Ids, where: str) -> npt.NDArray[np.int16] | None:
-    place = f"{where}, choice {choice.index}, routed_experts"
-    return route_array(choice.routed_experts, num_ids(prompt) + num_ids(response), place)
 
 
 def _texts(choice: Choice) -> Sequence[str]:

@@ -6,10 +6,20 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from rollout_io.formats.base import Input
 from rollout_io.formats.parsing.naming import natural_key
 
 _DEPTH, _MOST_FILES = 5, 20_000  # detection must be fast: it may be pointed at any directory
 _RECORDS = (".jsonl", ".json", ".gz", ".zst", ".pt", ".eval", ".parquet", ".traj", ".pkl")
+
+
+def logs_of(
+    given: Input, is_log: Callable[[str], bool], is_beside: Callable[[str], bool]
+) -> list[Input]:
+    """Return a file as it is, or the logs in a directory; the arguments are as for `logs_below`."""
+    if not given.path.is_dir():
+        return [given]
+    return [Input(str(path), path) for path in logs_below(given.path, is_log, is_beside)]
 
 
 def logs_below(

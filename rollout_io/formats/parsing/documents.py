@@ -11,10 +11,7 @@ import msgspec
 
 from rollout_io.dataset.opening import open_input, read_input
 from rollout_io.formats.base import About, Found, Input, Place, Progress, Rejected, Run
-from rollout_io.formats.parsing.jsonl import (
-    contained,
-    refuse_lfs_pointer,
-)
+from rollout_io.formats.parsing.jsonl import contained, refuse_lfs_pointer
 from rollout_io.formats.parsing.records import refuse_repeated
 from schemas.errors import RolloutError
 
@@ -95,11 +92,13 @@ def run_of_file(place: Place, stated: str | None, suffixes: Sequence[str]) -> Ru
     )
 
 
-def with_group_rule(found: Iterable[Found], rule: str = _BY_FILE) -> Iterator[Found]:
-    """Yield the findings, and the rule of inferred groups if a run has no label `instance_id`."""
+def with_group_rule(
+    found: Iterable[Found], rule: str = _BY_FILE, label: str = "instance_id"
+) -> Iterator[Found]:
+    """Yield the findings, and the rule of inferred groups if a run lacks the label of its group."""
     is_inferred = False
     for item in found:
-        is_inferred |= isinstance(item, Run) and "instance_id" not in item.labels
+        is_inferred |= isinstance(item, Run) and label not in item.labels
         yield item
     if is_inferred:
         yield About("groups", rule)

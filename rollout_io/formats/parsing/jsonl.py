@@ -92,7 +92,7 @@ def decode_document(decoder: msgspec.json.Decoder[T], content: bytes, where: str
     Raises:
         InputError: `json_document` (not JSON, or not UTF-8) or `record_type`.
     """
-    _refuse_not_utf8(content, where, _DOCUMENT)
+    refuse_not_utf8(content, where, _DOCUMENT)
     return _decode(decoder, content, where, _DOCUMENT)
 
 
@@ -100,7 +100,7 @@ def _decode(decoder: msgspec.json.Decoder[T], content: bytes, where: str, unit: 
     try:
         return decoder.decode(content)
     except UnicodeDecodeError:
-        _refuse_not_utf8(content, where, unit)
+        refuse_not_utf8(content, where, unit)
         raise
     except msgspec.ValidationError as error:
         raise type_error(error, where) from None
@@ -131,16 +131,12 @@ def contained(where: str) -> Iterator[None]:
         raise InputError(UNREADABLE, where, got, hint=hint) from error
 
 
-def refuse_not_utf8(content: bytes, where: str) -> None:
+def refuse_not_utf8(content: bytes, where: str, unit: _Unit = _LINE) -> None:
     """Raise an error for a record that is not UTF-8; `decode_line` only checks decoded fields.
 
     Raises:
-        InputError: json_line.
+        InputError: json_line, or json_document for a document.
     """
-    _refuse_not_utf8(content, where, _LINE)
-
-
-def _refuse_not_utf8(content: bytes, where: str, unit: _Unit) -> None:
     if content.isascii():
         return
     try:

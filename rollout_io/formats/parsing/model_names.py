@@ -49,11 +49,8 @@ class ModelNames:
         for text in self._found:
             try:
                 found.add(_TEXT.decode(text))
-            except (
-                msgspec.MsgspecError,
-                UnicodeDecodeError,
-            ):  # the record itself is rejected elsewhere
-                continue
+            except (msgspec.MsgspecError, UnicodeDecodeError):
+                continue  # the record itself is rejected elsewhere
         return sorted(name for name in found if name)
 
     def about(self) -> Iterator[About]:

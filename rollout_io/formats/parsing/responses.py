@@ -10,21 +10,20 @@ from __future__ import annotations
 import base64
 import re
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from rollout_io.formats.base import Step
+from rollout_io.formats.parsing.bodies import NO_JSON, Share
 from rollout_io.formats.parsing.jsonl import decode_line
 from rollout_io.formats.parsing.tokens import logprob_array, route_array, token_ids
 from schemas.errors import InputError
 
 TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
-Share = Annotated[float, msgspec.Meta(ge=0, le=1e38)]
 RawItem = dict[str, msgspec.Raw]
 
-_NO_JSON = msgspec.Raw(b"null")
 _ASK = "set return_token_id_information: true on the model server (vllm_model), and use an agent "
 _ASK += "that passes the items on unchanged"
 _ENVELOPE = re.compile(r"nrlre1:(int8|int16|int32):(\d{1,9})x(\d{1,9})x(\d{1,9}):([A-Za-z0-9+/=]*)")
@@ -68,7 +67,7 @@ class _Item(msgspec.Struct, gc=False):
     prompt_token_ids: _Ids = msgspec.UNSET
     generation_token_ids: _Ids = msgspec.UNSET
     generation_log_probs: list[float] | msgspec.UnsetType | None = msgspec.UNSET
-    routed_experts: msgspec.Raw = _NO_JSON
+    routed_experts: msgspec.Raw = NO_JSON
 
     @property
     def is_answer(self) -> bool:

@@ -122,12 +122,10 @@ def _parse_numbers(text: bytes) -> npt.NDArray[np.int64]:
 
 def num_ids(ids: Ids) -> int:
     """Return the number of ids."""
-    return _num_numbers(ids) if isinstance(ids, bytes) else len(ids)
-
-
-def _num_numbers(text: bytes) -> int:
-    commas = text.count(b",")
-    return commas + 1 if commas or text[1:-1].strip() else 0
+    if not isinstance(ids, bytes):
+        return len(ids)
+    commas = ids.count(b",")
+    return commas + 1 if commas or ids[1:-1].strip() else 0
 
 
 def strict_ids(text: bytes, what: str, where: str) -> npt.NDArray[np.int32]:
