@@ -14,10 +14,7 @@ Events name no task, so each rollout forms a separate group. If the log also has
 
 from __future__ import annotations
 
-import base64
-import binascii
 import hashlib
-import io
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import starmap
@@ -26,7 +23,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from rollout_io.dataset.opening import open_input, read_input
 from rollout_io.formats.base import (
@@ -43,7 +39,7 @@ from rollout_io.formats.base import (
     Trajectory,
 )
 from rollout_io.formats.detect import has_record
-from rollout_io.formats.parsing.bodies import Answer, Int32, Request, Usage
+from rollout_io.formats.parsing.bodies import NO_JSON, Answer, Int32, Request, Usage
 from rollout_io.formats.parsing.completions import read_choices
 from rollout_io.formats.parsing.documents import is_document
 from rollout_io.formats.parsing.fields import label
@@ -64,7 +60,6 @@ from rollout_io.formats.parsing.records import (
     refuse_repeated,
 )
 from rollout_io.formats.parsing.tokens import (
-    broken,
     logprob_array,
     num_ids,
     route_array,
@@ -78,7 +73,6 @@ _ROLLOUTS = (
     "rollouts with the same first prompt)"
 )
 _INPUTS = "inferred: rollouts with the same `data_id`, or else with equal inputs"
-_NO_JSON = msgspec.Raw(b"null")
 _BLANK = b" \t\r\n,["
 _MARKS = (b'"event_type"', b'"rollout_id"')
 _ENDED = "succeeded"
@@ -87,8 +81,8 @@ _ALONE = {DUPLICATE, "unique_trajectory"}
 
 
 class _Asked(msgspec.Struct, gc=False):
-    messages: msgspec.Raw = _NO_JSON
-    prompt: msgspec.Raw = _NO_JSON
+    messages: msgspec.Raw = NO_JSON
+    prompt: msgspec.Raw = NO_JSON
 
 
 class _DataHead(msgspec.Struct, gc=False):
@@ -108,8 +102,8 @@ class _Head(msgspec.Struct, gc=False):
     event_type: str | None = None
     attempt_id: str | None = None
     timestamp: float | None = None
-    data: msgspec.Raw = _NO_JSON
-    input: msgspec.Raw = _NO_JSON
+    data: msgspec.Raw = NO_JSON
+    input: msgspec.Raw = NO_JSON
     status: _Status | None = None
 
 
@@ -131,9 +125,9 @@ class _Call(msgspec.Struct, gc=False):
     response: Answer = None
     model_version: Int32 | None = None
     server: _Server | None = None
-    routed_experts: msgspec.Raw = _NO_JSON
-    prompt_token_ids: msgspec.Raw = _NO_JSON
-    response_token_ids: msgspec.Raw = _NO_JSON
+    routed_experts: msgspec.Raw = NO_JSON
+    prompt_token_ids: msgspec.Raw = NO_JSON
+    response_token_ids: msgspec.Raw = NO_JSON
     response_log_probs: list[float] | None = None
     usage: Usage | None = None
 
@@ -165,7 +159,6 @@ _CALL = msgspec.json.Decoder(_Call)
 _REWARD = msgspec.json.Decoder(_Reward)
 _LIST = msgspec.json.Decoder(list[msgspec.Raw])
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_TEXT = msgspec.json.Decoder(str)
 _EVENT_SHAPE = msgspec.json.Decoder(_EventShape)
 _ROLLOUT_SHAPE = msgspec.json.Decoder(_RolloutShape)
 _EVENTS_SHAPE = msgspec.json.Decoder(list[_EventShape])
@@ -407,7 +400,7 @@ def _steps(head: _Head, where: str, *, failed: bool) -> list[Step]:
         first = steps[0]
         num_tokens = num_ids(first.prompt_token_ids) + num_ids(first.response_ids)
         place = f"{where}, data.routed_experts"
-        first.rollout_expert_indices = _routes(call.routed_experts, num_tokens, place)
+        first.rollout_expert_indices = route_array(call.routed_experts, num_tokens, place)
     return steps
 
 
@@ -436,30 +429,6 @@ def _triplet(call: _Call, where: str) -> Step:
         rollout_logprobs=None if given is None else logprob_array(given, len(response), where),
         num_counted=(usage.prompt_tokens or None, usage.completion_tokens or None),
     )
-
-
-def _routes(raw: msgspec.Raw, num_tokens: int, place: str) -> npt.NDArray[np.int16] | None:
-    """Read routing from nested lists, or from a NumPy file in base64 as vLLM sends it."""
-    text = bytes(raw)
-    if not text.startswith(b'"'):
-        return route_array(raw, num_tokens, place)
-    try:
-        packed = base64.b64decode(decode_line(_TEXT, text, place), validate=True)
-        routes = np.load(io.BytesIO(packed), allow_pickle=False)
-    except (binascii.Error, ValueError, EOFError, OSError, MemoryError, OverflowError) as error:
-        got = " ".join(f"the value is not a NumPy file in base64: {error}".split())[:200]
-        raise broken("routing_shape", place, got) from None
-    if not isinstance(routes, np.ndarray) or routes.dtype.kind not in "iu" or routes.ndim != 3:
-        got = "the file has no integer array [tokens][layers][topk]"
-        raise broken("routing_shape", place, got)
-    if (
-        0 in routes.shape
-        or len(routes) > num_tokens
-        or not 0 <= routes.min() <= routes.max() < 2**15
-    ):
-        expected = f"shape [1..{num_tokens} tokens][layers][topk] with experts in 0..32767"
-        raise broken("routing_shape", place, f"shape {routes.shape}", expected)
-    return routes.astype(np.int16)
 
 
 def recognizes(path: Path) -> bool:

@@ -68,7 +68,7 @@ class Thread:
         if piece["role"] == "assistant":
             extend(self._reply(), piece)
             return
-        self._end()
+        self.is_open = False
         if piece["role"] in {"developer", "system"}:
             piece["role"] = "user" if _has_answer(self.messages) else "system"
         self.messages.append(piece)
@@ -76,11 +76,11 @@ class Thread:
     def compact(self, summary: str | None, history: Sequence[Item] | None, where: str) -> None:
         """Begin a new context with the compacted history, or with a summary."""
         system = [m for m in self.messages[:1] if m["role"] == "system"]
-        self._end()
+        self.is_open = False
         self.contexts.append(Context(list(system), where))
         for item in history or ():
             self.add(item, where)
-        self._end()
+        self.is_open = False
         if not history and summary:
             self.messages.append({"role": "user", "content": summary})
         self.contexts[-1].num_given = len(self.messages)
@@ -92,7 +92,7 @@ class Thread:
         if num_turns <= 0 or not turns:
             return
         start = turns[-min(num_turns, len(turns))]
-        self._end()
+        self.is_open = False
         if context.is_answered_after(start):
             self.contexts.append(Context(context.messages[:start], context.where, start))
         else:
@@ -105,9 +105,6 @@ class Thread:
             self.messages.append({"role": "assistant", "content": ""})
             self.is_open = True
         return self.messages[-1]
-
-    def _end(self) -> None:
-        self.is_open = False
 
 
 def _has_answer(messages: Iterable[dict[str, Any]]) -> bool:

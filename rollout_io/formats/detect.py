@@ -109,8 +109,12 @@ def recognize(path: str | Path, formats: Mapping[str, Adapter]) -> list[str]:
     Raises:
         InputError: `input_file`: unreadable, or a pipe; `lfs_pointer`.
     """
-    _refuse_unreadable(Path(path))
-    return [name for name, adapter in formats.items() if adapter.recognizes(Path(path))]
+    path = Path(path)
+    if not path.is_dir():
+        refuse_irregular(path)
+        with open_input(path) as file:
+            refuse_lfs_pointer(file.read(_LFS_BYTES), str(path))
+    return [name for name, adapter in formats.items() if adapter.recognizes(path)]
 
 
 def sort_by_format(
@@ -194,12 +198,3 @@ def _decodes(line: bytes, decoder: msgspec.json.Decoder[Any]) -> bool:
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return False
     return True
-
-
-def _refuse_unreadable(path: Path) -> None:
-    """Raise an error for anything but a directory or a readable file."""
-    if path.is_dir():
-        return
-    refuse_irregular(path)
-    with open_input(path) as file:
-        refuse_lfs_pointer(file.read(_LFS_BYTES), str(path))

@@ -32,7 +32,7 @@ from schemas.checker import validate
 from schemas.columns import JOINED, metrics_dict
 from schemas.errors import InputError
 from schemas.metadata import Outcome
-from schemas.ragged import BoolArray, IntArray, Ragged, list_lengths
+from schemas.ragged import BoolArray, IntArray, Ragged, list_lengths, offsets_of
 from schemas.types import as_table, cast_table
 
 Failed = Literal["group", "trajectory"]
@@ -80,12 +80,9 @@ def to_generator_output(
         "stop_reasons": _stop_reasons(data, masked),
         "rollout_metrics": _rollout_metrics(data),
         "rollout_logprobs": _logprobs(data, masked),
-        "trajectory_ids": [
-            TrajectoryID(*of_row)
-            for of_row in zip(
-                *(_values(data, n) for n in ("instance_id", "repetition_id")), strict=True
-            )
-        ],
+        "trajectory_ids": list(
+            map(TrajectoryID, _values(data, "instance_id"), _values(data, "repetition_id"))
+        ),
         "rollout_expert_indices": _routes(data, masked),
         "is_last_step": _values(data, "is_last_step"),
         "env_metrics": _env_metrics(data),
@@ -311,8 +308,7 @@ def _routes(table: pa.Table, masked: BoolArray) -> list[Any] | None:
     num_layers, topk = column.type.value_type.list_size, column.type.value_type.value_type.list_size
     shape = (-1, num_layers, topk)
     flat = pc.list_flatten(pc.list_flatten(pc.list_flatten(column)))
-    lengths = list_lengths(column)
-    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+    offsets = offsets_of(list_lengths(column))
     routes = np.asarray(flat).reshape(shape)
     rows = _cut(routes.tolist(), Ragged(routes, offsets, np.asarray(pc.is_valid(column))))
     return _filled(rows, masked, lambda: [[list(range(topk)) for _ in range(num_layers)]])
@@ -328,11 +324,3 @@ def _rollout_metrics(table: pa.Table) -> Mapping[str, Any] | None:
     found = (table.schema.metadata or {}).get(METRICS_KEY)
     metrics: Mapping[str, Any] | None = None if found is None else json.loads(found)
     return metrics
-
-
-__all__: Sequence[str] = (
-    "from_generator_output",
-    "read_generator_output",
-    "to_generator_output",
-    "write_generator_output",
-)

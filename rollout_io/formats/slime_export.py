@@ -59,7 +59,8 @@ def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exporte
         RolloutError: A null reward without an error; log-probabilities or routing in only some
             rows; routing that lacks more than the last token; torch is missing; `out` exists.
     """
-    torch = _torch()
+    with requires_extra("train", "--format slime"):
+        import torch
     failures, done, groups = Failures.of(dataset, failed), Exported(), Groups()
     uniform = Uniform(dataset, ["rollout_logprobs", ROUTES])
     samples: list[dict[str, Any]] = []
@@ -87,12 +88,6 @@ def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exporte
     return done
 
 
-def _torch() -> Any:
-    with requires_extra("train", "--format slime"):
-        import torch
-    return torch
-
-
 def _rows(table: pa.Table) -> Iterator[dict[str, Any]]:
     for batch in table.to_batches(max_chunksize=256):
         yield from batch.to_pylist()
@@ -100,7 +95,7 @@ def _rows(table: pa.Table) -> Iterator[dict[str, Any]]:
 
 def _sample(row: dict[str, Any], group: int, trajectory: int, *, removed: bool) -> dict[str, Any]:
     prompt, response = row["prompt_token_ids"], row["response_ids"]
-    version, routes = row.get("policy_version"), row.get(ROUTES)
+    version = row.get("policy_version")
     failed = row.get("error") is not None
     return {
         "group_index": group,
@@ -113,7 +108,7 @@ def _sample(row: dict[str, Any], group: int, trajectory: int, *, removed: bool) 
         "reward": 0.0 if failed else row["reward"],
         "loss_mask": [int(trains) for trains in row["loss_mask"]] or [0],
         "rollout_log_probs": row.get("rollout_logprobs"),
-        "rollout_routed_experts": routes,
+        "rollout_routed_experts": row.get(ROUTES),
         "weight_versions": [] if version is None else [str(version)],
         "remove_sample": removed,
         "status": "failed" if failed else STATUS.get(row.get("stop_reason") or "", "completed"),
@@ -160,10 +155,8 @@ def _routes(sample: dict[str, Any], routes: list[Any], shape: tuple[int, ...], t
     """Return the routing of a sample, [tokens - 1, layers, topk] int32."""
     wanted = len(sample["tokens"]) - 1
     if len(routes) < wanted and not sample["remove_sample"]:
-        where, got = (
-            sample["metadata"]["trajectory_id"],
-            f"routing of {count(len(routes), 'token')}",
-        )
+        where = sample["metadata"]["trajectory_id"]
+        got = f"routing of {count(len(routes), 'token')}"
         expected, hint = f"{wanted}, all but the last token", f"drop the column {ROUTES}"
         raise InputError("routing_complete", f"trajectory {where!r}", got, expected, hint)
     found = torch.zeros((wanted, *shape), dtype=torch.int32)

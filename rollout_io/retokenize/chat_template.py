@@ -60,7 +60,9 @@ def find_template(name_or_path: str) -> str:
         return template_path(name_or_path).read_text(encoding="utf-8")
     path = Path(name_or_path)
     if not path.is_file():
-        raise _unknown(name_or_path, path)
+        got = "the path is not a regular file"
+        got = got if path.exists() else "no template or file has this name"
+        raise _refused(name_or_path, got, _names_near(name_or_path))
     try:
         with open_input(path) as file:
             content = file.read(MAX_TEMPLATE_BYTES + 1)
@@ -70,12 +72,6 @@ def find_template(name_or_path: str) -> str:
     if len(content) > MAX_TEMPLATE_BYTES:
         raise _refused(name_or_path, f"the file is larger than {MAX_TEMPLATE_BYTES:,} bytes")
     return text
-
-
-def _unknown(name: str, path: Path) -> ConfigError:
-    got = "the path is not a regular file"
-    got = got if path.exists() else "no template or file has this name"
-    return _refused(name, got, _names_near(name))
 
 
 def _names_near(name: str) -> str:

@@ -12,7 +12,6 @@ FILES = ("tokenizer*", "vocab.*", "*.model", "*.tiktoken", "tekken.json")
 """Names of the files of a tokenizer, as patterns; a directory holds at least one of them."""
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-_FILE = "tokenizer.json"
 
 
 def find_tokenizer(name: str | None) -> str | None:
@@ -30,7 +29,7 @@ def find_tokenizer(name: str | None) -> str | None:
     from huggingface_hub.errors import HFValidationError
 
     try:
-        file = try_to_load_from_cache(name, _FILE)
+        file = try_to_load_from_cache(name, "tokenizer.json")
     except HFValidationError:
         return None
     return str(Path(file).parent) if isinstance(file, str) else None

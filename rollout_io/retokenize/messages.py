@@ -32,11 +32,8 @@ def normalize(message: object, where: str) -> dict[str, Any]:
         {'role': 'assistant', 'content': '', 'tool_calls': [{'function': {'name': 'add', 'arguments': {'a': 1}}}]}
     """
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise _bad(
-            where,
-            f"a value of type {type(message).__name__} without a role",
-            "an object with a role",
-        )
+        got = f"a value of type {type(message).__name__} without a role"
+        raise _bad(where, got, "an object with a role")
     result = {k: v for k, v in message.items() if v is not None and k not in REASONING_FIELDS}
     result["content"] = _text(message.get("content"), where)
     reasoning = next((v for k in REASONING_FIELDS if (v := message.get(k)) is not None), None)
@@ -74,21 +71,13 @@ def _tool_calls(calls: object, where: str) -> list[dict[str, Any]]:
 
 
 def _tool_call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
-    function = _function_of(call)
-    named = _with_arguments(function, where)
-    return named if function is call else {**call, "function": named}
-
-
-def _function_of(call: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the part of a call that names the tool: OpenAI's `function`, or the call itself."""
-    function = call.get("function")
-    return function if isinstance(function, Mapping) else call
-
-
-def _with_arguments(function: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Convert a call that names its tool in OpenAI's `function`, or directly."""
+    nested = call.get("function")
+    function = nested if isinstance(nested, Mapping) else call
     if not isinstance(function.get("name"), str):
         raise _bad(where, "a tool call without a name", "a function with a name")
-    return {**function, "arguments": _arguments(function.get("arguments"), where)}
+    named = {**function, "arguments": _arguments(function.get("arguments"), where)}
+    return named if function is call else {**call, "function": named}
 
 
 def _arguments(arguments: object, where: str) -> object:
@@ -102,12 +91,9 @@ def _arguments(arguments: object, where: str) -> object:
             parsed = None
     if not isinstance(parsed, Mapping):
         hint = "if the call could not be parsed, move it to the message's content as text"
-        is_text = isinstance(arguments, str)
-        got = (
-            f"arguments {arguments!r:.80}"
-            if is_text
-            else f"arguments of type {type(arguments).__name__}"
-        )
+        got = f"arguments of type {type(arguments).__name__}"
+        if isinstance(arguments, str):
+            got = f"arguments {arguments!r:.80}"
         raise InputError("tool_arguments", where, got, "a JSON object", hint)
     return parsed
 

@@ -207,7 +207,11 @@ def _response(
 
 def _turns(messages: list[dict[str, Any]], first: int, where: str) -> Iterator[_Turn]:
     for index in range(first, len(messages)):
-        _check_role(messages[index]["role"], f"{where}, message {index}")
+        if (role := messages[index]["role"]) not in {"assistant", "user", "tool"}:
+            hint = "put instructions before the first assistant message, or into user messages"
+            expected = "assistant, user or tool after the first assistant message"
+            place = f"{where}, message {index}"
+            raise InputError("message_role", place, f"role {role!r}", expected, hint)
     numbered = enumerate(messages[first:], first)
     for is_assistant, group in groupby(numbered, lambda item: item[1]["role"] == "assistant"):
         run = list(group)
@@ -215,13 +219,6 @@ def _turns(messages: list[dict[str, Any]], first: int, where: str) -> Iterator[_
         for part in parts:
             place = f"{where}, message {part[0][0]}"
             yield _Turn(is_assistant, [message for _, message in part], place)
-
-
-def _check_role(role: str, where: str) -> None:
-    if role not in {"assistant", "user", "tool"}:
-        hint = "put instructions before the first assistant message, or into user messages"
-        expected = "assistant, user or tool after the first assistant message"
-        raise InputError("message_role", where, f"role {role!r}", expected, hint)
 
 
 def _generated(piece: Piece, base: FixedBase, eos: int | None, where: str) -> tuple[int, int]:

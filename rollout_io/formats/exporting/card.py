@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -155,10 +154,7 @@ def _columns(schema: pa.Schema) -> Iterator[str]:
 
 
 def _made(metadata: DatasetMetadata) -> Iterator[str]:
-    facts: dict[str, Any] = {
-        "tokenizer": metadata.tokenizer,
-        "log-probabilities": metadata.logprobs_mode,
-    }
-    yield from (f"- {name}: {value or 'unknown'}" for name, value in facts.items())
+    yield f"- tokenizer: {metadata.tokenizer or 'unknown'}"
+    yield f"- log-probabilities: {metadata.logprobs_mode or 'unknown'}"
     for step in metadata.made_by:
         yield f"- `{json.dumps(step)}`"

@@ -48,10 +48,9 @@ class Exported:
         """Check the counts, and reject an export without rows."""
         assert self.num_rows_read == self.num_rows_written + sum(self.left_out.values())
         if self.num_rows_written == 0:
-            got, hint = "every group has a failed trajectory", None
-            if self.num_rows_read == 0:
-                got = "the dataset has no rows"
-            else:
+            got, hint = "the dataset has no rows", None
+            if self.num_rows_read:
+                got = "every group has a failed trajectory"
                 hint = "pass --failed trajectory to export the other trajectories of a group"
             raise InputError("some_rows", os.fspath(dataset), got, hint=hint)
         return self
@@ -126,12 +125,8 @@ class Groups:
 
     def add(self, table: pa.Table) -> tuple[list[int], list[int]]:
         """Count rows; return the numbers of each row's instance and trajectory."""
-        both = (
-            ("instance_id", self.num_rows_of_instance),
-            ("trajectory_id", self.num_rows_of_trajectory),
-        )
-        instances, trajectories = (self._add(table, name, counts) for name, counts in both)
-        return instances, trajectories
+        instances = self._add(table, "instance_id", self.num_rows_of_instance)
+        return instances, self._add(table, "trajectory_id", self.num_rows_of_trajectory)
 
     def _add(self, table: pa.Table, name: str, counts: dict[str, int]) -> list[int]:
         numbers, found = self._numbers.setdefault(name, {}), []
