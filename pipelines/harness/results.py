@@ -42,10 +42,12 @@ def outcome_of(result: Any, where: str) -> Outcome:
     if not isinstance(given, Mapping) or not all(isinstance(name, str) and name for name in given):
         got = f"metrics is {given!r:.60}, not an object with non-empty keys"
         raise InputError(REWARD, where, got)
-    metrics = {encodable(name): as_number(value) for name, value in given.items()}
-    bad = next((name for name, value in metrics.items() if value is None), None)
+    metrics = {
+        name: number for name, value in given.items() if (number := as_number(value)) is not None
+    }
+    bad = next((name for name in given if name not in metrics or encodable(name) != name), None)
     if bad is not None:
-        got = f"metrics[{bad!r}] is {given[bad]!r:.60}, not a finite number"
+        got = f"metrics[{bad!r}] is {given[bad]!r:.60}, not a finite number with a name in UTF-8"
         raise InputError(REWARD, where, got)
     if error is not None:
         reward, error = None, encodable(str(error))[:1000] or "failed"
@@ -59,7 +61,7 @@ def outcome_of(result: Any, where: str) -> Outcome:
         where=where,
         reward=reward,
         error=error,
-        metrics={name: value for name, value in metrics.items() if value is not None},
+        metrics=metrics,
         user_values={},
     )
 

@@ -173,6 +173,10 @@ def test_a_harness_can_say_that_it_failed():
     [
         *("", "NaN", "Infinity", "one", "null", "[1]", '"1"', "{}", '{"reward": null}'),
         *('{"reward": 1, "turns": 2}', '{"reward": 1, "metrics": {"style": "a"}}', "[" * 9999),
+        *(
+            '{"reward": 1, "metrics": {"\\ud800": 2}}',
+            '{"error": "e", "metrics": {"\\ud800": "a"}}',
+        ),
         *('{"reward": 1, "metrics": {"": 2}}', '{"reward": "1"}', '{"reward": 1, "metrics": 2}'),
     ],
 )
