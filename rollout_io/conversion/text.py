@@ -24,10 +24,8 @@ if TYPE_CHECKING:
     from rollout_io.retokenize import ChatTokenizer
 
 NO_TOKENS = "no_token_ids"
-_NEEDS_TOKENIZER = (
-    "pass --tokenizer DIR to re-tokenize the text (approximate), or collect exact ids from the "
-    "engine (return_token_ids)"
-)
+_NEEDS_TOKENIZER = "pass --tokenizer DIR to re-tokenize the text (approximate), or "
+_COLLECT = "collect exact ids from the engine (return_token_ids)"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -185,7 +183,7 @@ def with_tokens(trajectory: Trajectory, retokenizer: Retokenizer | None) -> list
         if isinstance(step, Step):
             steps.append(step)
         elif retokenizer is None:
-            raise text_alone(step.source)
+            raise text_alone(step)
         elif isinstance(step, Completion):
             steps.append(retokenizer.completion(step))
         else:
@@ -193,14 +191,18 @@ def with_tokens(trajectory: Trajectory, retokenizer: Retokenizer | None) -> list
     return steps
 
 
-def text_alone(where: str) -> InputError:
-    """Return the error for a log without token ids if there is no re-tokenizer."""
-    return InputError(NO_TOKENS, where, "the log has text but no token ids", "", _NEEDS_TOKENIZER)
+def text_alone(step: Conversation | Completion) -> InputError:
+    """Return the error for text without token ids if there is no re-tokenizer."""
+    why = step.tokenless if isinstance(step, Conversation) else None
+    if why is None:
+        got = "the log has text but no token ids"
+        return InputError(NO_TOKENS, step.source, got, "", _NEEDS_TOKENIZER + _COLLECT)
+    return InputError(NO_TOKENS, why.where, why.got, "", f"{_NEEDS_TOKENIZER}{why.hint}")
 
 
 def is_text_alone(error: RolloutError) -> bool:
     """True for an error of `text_alone`, which `--tokenizer` fixes."""
-    return error.rule == NO_TOKENS and error.hint == _NEEDS_TOKENIZER
+    return error.rule == NO_TOKENS and (error.hint or "").startswith(_NEEDS_TOKENIZER)
 
 
 def is_of_tokenizer(error: RolloutError, retokenizer: Retokenizer | None) -> bool:

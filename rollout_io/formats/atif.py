@@ -4,94 +4,37 @@ An agent step is one model call: its `metrics` have `prompt_token_ids` (since 1.
 `completion_token_ids` (since 1.3) and `logprobs`. A run may span several documents: sub-agents in
 their own files (`trajectory_path`) or embedded (`trajectory_id`), and continuations after a
 compaction (`continued_trajectory_ref`). Steps marked `is_copied_context` are recorded elsewhere and
-skipped here. ATIF does not contain rewards, outcomes, or the messages that were sent.
+skipped here. If no call of a document has ids, its text is read instead (`atif_text`). ATIF does not
+contain rewards or outcomes.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
 
 import msgspec
 
-from rollout_io.formats.base import Step
-from rollout_io.formats.parsing.jsonl import read_document
+from rollout_io.formats.atif_document import (
+    VERSIONS,
+    Document,
+    Metrics,
+    Ref,
+    StepRecord,
+    read_trajectory,
+)
+from rollout_io.formats.atif_text import Chat, temperature_of
+from rollout_io.formats.base import Conversation, Step
+from rollout_io.formats.parsing.model_calls import Call, steps_of
 from rollout_io.formats.parsing.tokens import logprob_array, token_ids
 from schemas.errors import InputError
 
 NO_TOKENS = "no_token_ids"
-VERSIONS = tuple(f"ATIF-v1.{minor}" for minor in range(9))
 MAIN = "main"
 
 _IDS_SINCE = 4  # minor version that introduced prompt_token_ids
 _ASK = "set collect_rollout_details: true for the agent (terminus-2 with vLLM)"
-_NO_JSON = msgspec.Raw(b"null")
-
-
-class _Metrics(msgspec.Struct, gc=False):
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    prompt_token_ids: list[int] | None = None
-    completion_token_ids: list[int] | None = None
-    logprobs: list[float] | None = None
-
-
-class _Ref(msgspec.Struct, gc=False):
-    trajectory_id: str | None = None
-    trajectory_path: str | None = None
-    session_id: str | None = None
-
-
-class _Result(msgspec.Struct, gc=False):
-    subagent_trajectory_ref: list[_Ref] | None = None
-
-
-class _Observation(msgspec.Struct, gc=False):
-    results: list[_Result] | None = None
-
-
-class _Step(msgspec.Struct, gc=False):
-    step_id: int
-    source: Literal["system", "user", "agent"]
-    message: msgspec.Raw = _NO_JSON
-    reasoning_content: str | None = None
-    tool_calls: msgspec.Raw = _NO_JSON
-    observation: _Observation | None = None
-    metrics: _Metrics | None = None
-    llm_call_count: int | None = None
-    is_copied_context: bool | None = None
-
-    @property
-    def is_call(self) -> bool:
-        return self.source == "agent" and not self.is_copied_context and self.llm_call_count != 0
-
-    @property
-    def refs(self) -> list[_Ref]:
-        results = self.observation.results if self.observation else None
-        return [ref for result in results or () for ref in result.subagent_trajectory_ref or ()]
-
-
-class _Agent(msgspec.Struct, gc=False):
-    name: str
-    extra: dict[str, Any] | None = None
-
-
-class Document(msgspec.Struct, gc=False):
-    """One ATIF trajectory as written."""
-
-    schema_version: str
-    agent: _Agent
-    steps: list[_Step]
-    session_id: str | None = None
-    trajectory_id: str | None = None
-    continued_trajectory_ref: str | None = None
-    subagent_trajectories: list[Document] | None = None
-
-
-_DECODER = msgspec.json.Decoder(Document)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,28 +61,20 @@ class LoggedRun:
     """The calls of one run.
 
     Attributes:
+        is_text: True if the run has no token ids.
         steps: Steps in order; a sub-agent's steps follow the step that refers to it.
         lineages: Lineage of each step: 0 for the main agent, n for the nth sub-agent.
+        calls: The calls of a run of text, in the same order.
         paths: Resolved paths of the files of the run.
     """
 
+    is_text: bool = False
     steps: list[Step] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
     lineages: list[int] = field(default_factory=list)
     paths: set[Path] = field(default_factory=set)
     num_subagents: int = 0
     entered: set[tuple[Path, str]] = field(default_factory=set)
-
-
-def read_trajectory(path: Path) -> Document:
-    """Read one ATIF file, whose version must be known and whose steps must be numbered 1..n.
-
-    Raises:
-        InputError: `atif_version`, `atif_step_id`, `atif_duplicate_id`, or as for
-            `read_document`.
-    """
-    document, _ = read_document(_DECODER, path)
-    _check(document, path, "$")
-    return document
 
 
 def has_tokens(document: Document) -> bool:
@@ -154,15 +89,17 @@ def read_run(path: Path, document: Document) -> LoggedRun:
 
     Args:
         path: First file of the main agent.
-        document: Content of that file.
+        document: Content of that file. If none of its calls has ids, the run is text.
 
     Raises:
-        RolloutError: `no_token_ids` (a call without ids; the error names what is missing),
-            `dangling_reference` (the target of a reference does not exist), a broken invariant of
-            the tokens, or as for `read_trajectory`.
+        RolloutError: `no_token_ids` (a call without ids among others; the error names what is
+            missing), `dangling_reference` (the target of a reference does not exist), a broken
+            invariant of the tokens, or as for `read_trajectory`.
     """
-    _refuse_tokenless(document, path)
-    run = LoggedRun()
+    without = why_tokenless(document, path)
+    if without is not None and not _has_calls(document):
+        raise without
+    run = LoggedRun(is_text=without is not None)
     run.paths.add(path.resolve())
     run.entered.add((path.resolve(), "$"))
     is_subagent = "parent_session_id" in (document.agent.extra or {})
@@ -171,33 +108,24 @@ def read_run(path: Path, document: Document) -> LoggedRun:
     return run
 
 
-def _check(document: Document, path: Path, json: str) -> None:
-    if document.schema_version not in VERSIONS:
-        got, expected = repr(document.schema_version), f"{VERSIONS[0]} to {VERSIONS[-1]}"
-        hint = "export the trajectory in a known version"
-        raise InputError("atif_version", f"{path}, {json}.schema_version", got, expected, hint)
-    for index, step in enumerate(document.steps):
-        if step.step_id != index + 1:
-            got, expected = f"step_id {step.step_id}", f"step_id {index + 1}"
-            hint = "copy the file again from its source: steps are missing or out of order"
-            raise InputError("atif_step_id", f"{path}, {json}.steps[{index}]", got, expected, hint)
-    children = document.subagent_trajectories or []
-    counts = Counter(child.trajectory_id for child in children)
-    if counts and counts.most_common(1)[0][1] > 1:
-        got = f"two embedded trajectories have the id {counts.most_common(1)[0][0]!r}"
-        where = f"{path}, {json}.subagent_trajectories"
-        hint = "give each embedded trajectory a unique id"
-        raise InputError("atif_duplicate_id", where, got, hint=hint)
-    for index, child in enumerate(children):
-        _check(child, path, f"{json}.subagent_trajectories[{index}]")
+def conversations(run: LoggedRun, why: InputError) -> list[Conversation]:
+    """Return the contexts of a run of text.
+
+    Args:
+        run: The run.
+        why: Error that explains why it has no ids.
+    """
+    found = steps_of(run.calls, why.where)
+    return [replace(step, tokenless=why) for step in found if isinstance(step, Conversation)]
 
 
-def _refuse_tokenless(document: Document, path: Path) -> None:
+def why_tokenless(document: Document, path: Path) -> InputError | None:
+    """Explain why a document has no token ids; None if it has some, or if other documents may."""
     calls = [step for step in document.steps if step.is_call]
     if any(step.metrics and step.metrics.completion_token_ids for step in calls):
-        return
+        return None
     if not calls and (document.subagent_trajectories or document.continued_trajectory_ref):
-        return
+        return None
     got = f"none of the {len(calls)} calls has token ids" if calls else "there are no calls"
     if len(calls) == 1:
         got = "the only call has no token ids"
@@ -205,10 +133,14 @@ def _refuse_tokenless(document: Document, path: Path) -> None:
         got += f" (the first has {_missing(calls[0].metrics)})"
     if document.schema_version in VERSIONS[:_IDS_SINCE]:
         got += f"; {document.schema_version} has no field for prompt ids"
-    raise tokenless(str(path), got)
+    return tokenless(str(path), got)
 
 
-def _missing(metrics: _Metrics | None) -> str:
+def _has_calls(document: Document) -> bool:
+    return any(step.is_call for step in document.steps)
+
+
+def _missing(metrics: Metrics | None) -> str:
     if metrics is None:
         return "no metrics"
     for name in ("completion_token_ids", "prompt_token_ids"):
@@ -228,10 +160,13 @@ def _walk(run: LoggedRun, scope: _Scope) -> None:
     for index, child in enumerate(scope.embedded):
         if scope.outer is None and child.trajectory_id not in referred:
             _enter_embedded(run, scope, index)
+    chat = Chat(scope.document.agent, scope.agent)
     for index, step in enumerate(scope.document.steps):
+        if run.is_text:
+            run.calls += chat.calls(step, scope.place(index))
         if step.is_copied_context:
             continue
-        if step.source == "agent":
+        if step.source == "agent" and not run.is_text:
             found = _calls(step, scope, scope.place(index))
             run.steps += found
             run.lineages += [scope.lineage] * len(found)
@@ -253,7 +188,7 @@ def _referred(document: Document) -> Iterator[str | None]:
         yield from _referred(child)
 
 
-def _enter(run: LoggedRun, scope: _Scope, ref: _Ref, where: str) -> None:
+def _enter(run: LoggedRun, scope: _Scope, ref: Ref, where: str) -> None:
     """Walk the sub-agent of a step: embedded in this or an outer document, or a separate file."""
     holder: _Scope | None = scope
     while holder is not None and ref.trajectory_id is not None:
@@ -263,6 +198,8 @@ def _enter(run: LoggedRun, scope: _Scope, ref: _Ref, where: str) -> None:
                 return
         holder = holder.outer
     path = _resolve(ref.trajectory_path, scope.path) if ref.trajectory_path else None
+    if path is None and run.is_text:
+        return  # the text of the agent that refers to it is complete without it
     if path is None:
         raise _dangling(
             ref.trajectory_path or ref.trajectory_id or f"session {ref.session_id}", where
@@ -322,9 +259,9 @@ def _dangling(name: str, where: str) -> InputError:
     return InputError("dangling_reference", where, got, hint=hint)
 
 
-def _calls(step: _Step, scope: _Scope, where: str) -> list[Step]:
+def _calls(step: StepRecord, scope: _Scope, where: str) -> list[Step]:
     """Return the call of an agent step; none if the step declares that it made no call."""
-    metrics = step.metrics or _Metrics()
+    metrics = step.metrics or Metrics()
     if step.llm_call_count == 0:
         if metrics.completion_token_ids:
             got = "the step has token ids although it made no call (llm_call_count 0)"
@@ -353,15 +290,7 @@ def _calls(step: _Step, scope: _Scope, where: str) -> list[Step]:
     ]
 
 
-def temperature_of(settings: dict[str, Any] | None) -> float | None:
-    """Return the sampling temperature in an agent's settings, if it is a valid number."""
-    value = (settings or {}).get("temperature")
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return float(value) if 0 <= value <= 1e38 else None
-
-
-def _text(step: _Step) -> str | None:
+def _text(step: StepRecord) -> str | None:
     parts = (step.reasoning_content, _plain(step.message), _plain(step.tool_calls))
     known = [part for part in parts if part is not None]
     return "\n".join(known) if known else None

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from schemas.errors import ConfigError, RolloutError
+from schemas.errors import ConfigError, InputError, RolloutError
 
 
 class Input(NamedTuple):
@@ -193,6 +193,8 @@ class Conversation:
             as examples or a compacted history; these are not trained on.
         logprobs: Log-probabilities of each assistant message after the first `num_given` messages,
             nats; None if unknown.
+        tokenless: Error that explains why a log that can have token ids has none; None: the format
+            never has any.
     """
 
     source: str
@@ -200,6 +202,7 @@ class Conversation:
     tools: list[dict[str, Any]] | None = None
     num_given: int = 0
     logprobs: list[list[float]] | None = None
+    tokenless: InputError | None = None
     trains: bool = True
     reward: float | None = None
     stop_reason: str | None = None

@@ -15,10 +15,12 @@ from pathlib import Path
 
 import msgspec
 
-from rollout_io.formats.atif import NO_TOKENS, is_file, read_run, read_trajectory
+from rollout_io.formats.atif import NO_TOKENS, conversations, is_file, read_run, why_tokenless
+from rollout_io.formats.atif_document import read_trajectory
 from rollout_io.formats.base import (
     About,
     Adapter,
+    Conversation,
     Found,
     Input,
     Options,
@@ -26,6 +28,7 @@ from rollout_io.formats.base import (
     Progress,
     Rejected,
     Run,
+    Step,
     Trajectory,
 )
 from rollout_io.formats.harbor_inputs import Source, find_runs, keyed, recognizes
@@ -92,11 +95,10 @@ def _labels(source: Source) -> dict[str, str]:
 
 
 def read_trial(run: Run, options: Options) -> Trajectory:
-    """Read the calls of a trial, or of a trajectory file.
+    """Read the calls of a trial, or of a trajectory file; conversations if they have no tokens.
 
     A failed trial is kept with its `error`; if its tokens are missing, it has no steps, and the
-    error says so. A trial without an exception must have its tokens. All keys of the verifier's
-    rewards become metrics.
+    error says so. All keys of the verifier's rewards become metrics.
 
     Raises:
         RolloutError: `no_token_ids`, `tokens_disagree`, `dangling_reference`, `reward_key`, ...
@@ -106,26 +108,37 @@ def read_trial(run: Run, options: Options) -> Trajectory:
         if run.places[0].offset is None or "trial_name" in run.labels:
             directory = path.parent if run.places[0].offset is None else None
             return _read_trial(run, path, directory, options)
-        found = read_run(path, read_trajectory(path))
+        return Trajectory(steps=_read_file(path))
     except RecursionError:
         raise InputError("json_document", str(path), NESTED) from None
-    if not found.steps:
+
+
+def _read_file(path: Path) -> Sequence[Step | Conversation]:
+    document = read_trajectory(path)
+    found, why = read_run(path, document), why_tokenless(document, path)
+    steps = found.steps if why is None else conversations(found, why)
+    if not steps:
         raise InputError("no_calls", str(path), "the trajectory has no model calls")
-    return Trajectory(steps=found.steps)
+    return steps
 
 
 def _read_trial(run: Run, path: Path, directory: Path | None, options: Options) -> Trajectory:
     trial, _ = read_document(_TRIAL, path)
     logged = outcome_of(trial, str(path), options, is_needed=not run.rewarded)
+    is_failed = run.failed or logged.error is not None or trial.is_overflow
     try:
         steps = read_steps(trial, path, directory)
     except RolloutError as error:
-        is_failed = run.failed or logged.error is not None or trial.is_overflow
         if error.rule != NO_TOKENS or not is_failed:
             raise
-        why = logged.error or CONTEXT_OVERFLOW
-        return replace(logged, steps=[], reward=None, error=f"{why}; no tokens: {error.got}")
-    return replace(logged, steps=steps)
+        return _without_steps(logged, error)
+    why = next((s.tokenless for s in steps if isinstance(s, Conversation)), None)
+    return _without_steps(logged, why) if why and is_failed else replace(logged, steps=steps)
+
+
+def _without_steps(logged: Trajectory, why: RolloutError) -> Trajectory:
+    error = f"{logged.error or CONTEXT_OVERFLOW}; no tokens: {why.got}"
+    return replace(logged, steps=[], reward=None, error=error)
 
 
 ADAPTER = Adapter(
@@ -133,4 +146,5 @@ ADAPTER = Adapter(
     recognizes=recognizes,
     find=find_trials,
     read=read_trial,
+    is_text=True,
 )

@@ -19,14 +19,16 @@ from rollout_io.formats.atif import (
     MAIN,
     NO_TOKENS,
     LoggedRun,
+    conversations,
     has_tokens,
     is_file,
     read_run,
-    read_trajectory,
-    temperature_of,
     tokenless,
+    why_tokenless,
 )
-from rollout_io.formats.base import Options, Step, Trajectory
+from rollout_io.formats.atif_document import read_trajectory
+from rollout_io.formats.atif_text import temperature_of
+from rollout_io.formats.base import Conversation, Options, Step, Trajectory
 from rollout_io.formats.parsing.tokens import logprob_array, route_array, token_ids
 from schemas.errors import InputError, RolloutError, count
 
@@ -175,8 +177,10 @@ def _reward(rewards: dict[str, float], where: str, key: str | None = None) -> fl
     return next(iter(rewards.values()))
 
 
-def read_steps(trial: Trial, result: Path, directory: Path | None) -> list[Step]:
+def read_steps(trial: Trial, result: Path, directory: Path | None) -> Sequence[Step | Conversation]:
     """Return all calls of a trial, in order, with each step's reward in a multi-step trial.
+
+    If neither record has token ids, return the contexts of the trajectory as conversations.
 
     Args:
         trial: Content of `result`.
@@ -187,10 +191,10 @@ def read_steps(trial: Trial, result: Path, directory: Path | None) -> list[Step]
         RolloutError: `no_token_ids`, with the missing part; `tokens_disagree`: the two records of a
             call differ; or a broken invariant of the tokens.
     """
+    steps: list[Step | Conversation] = []
     if not trial.step_results:
-        steps = _part_steps(trial, trial, result, "$", directory)
+        steps += _part_steps(trial, trial, result, "$", directory)
     else:
-        steps = []
         for index, part in enumerate(trial.step_results):
             if part.agent_result is None and trial.failure is not None:
                 continue
@@ -204,6 +208,9 @@ def read_steps(trial: Trial, result: Path, directory: Path | None) -> list[Step]
             steps += found
     if not steps:
         raise tokenless(str(result), "the agent made no calls")
+    why = next((step.tokenless for step in steps if isinstance(step, Conversation)), None)
+    if why is not None and any(isinstance(step, Step) for step in steps):
+        raise why
     temperature = temperature_of(trial.config.agent.kwargs)
     for step in steps:
         step.stop_reason = _stop_reason(trial)
@@ -221,7 +228,7 @@ def _stop_reason(trial: Trial) -> str:
 
 def _part_steps(
     trial: Trial, part: _Part, result: Path, json: str, directory: Path | None
-) -> list[Step]:
+) -> Sequence[Step | Conversation]:
     details = (part.agent_result and part.agent_result.rollout_details) or []
     place = f"{result}, {json}.agent_result.rollout_details"
     elements = [_element(detail, i, f"{place}[{i}]") for i, detail in enumerate(details)]
@@ -244,7 +251,13 @@ def _part_steps(
             got = f"{_reason(trial, part)}; {path}: {error.got}"
             raise tokenless(place, got) from None
         raise
-    return _agreed(elements, run, place) if elements else run.steps
+    if elements:
+        return _agreed(elements, run, place)
+    why = why_tokenless(document, path)
+    if why is None:
+        return run.steps
+    got = f"{_reason(trial, part)}; {path}: {why.got}"
+    return conversations(run, tokenless(place, got))
 
 
 def _element(detail: _Detail, index: int, place: str) -> list[Step]:

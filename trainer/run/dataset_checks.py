@@ -122,15 +122,24 @@ def _refuse_nothing_to_learn(rows: pl.DataFrame, plan: Plan, config: TrainConfig
     has_other_terms = config.needs_reference or config.entropy_loss_coef > 0
     has_other_loss = config.is_supervised or config.has_own_loss or config.estimates_by_token
     if not (has_other_terms or has_other_loss) and (rows["advantage"] == 0).all():
-        num_groups = sum(map(len, plan.batches))
-        raise InputError(
-            "zero_advantages",
-            config.dataset,
-            "every advantage is 0, because returns do not vary within any group"
-            f" ({count(num_groups, 'group')})",
-            hint="run `rollouts stats DS` to see the rewards, then supply rewards that differ within a group (convert"
-            " --rewards) or sample more attempts (generate with a larger group_size)",
-        )
+        num_groups, num_lost = sum(map(len, plan.batches)), _num_lost_to_failures(plan)
+        got = "every advantage is 0, because returns do not vary within any group"
+        got += f" ({count(num_groups, 'group')})"
+        hint = "run `rollouts stats DS` to see the rewards, then supply rewards that differ within a group (convert"
+        hint += " --rewards) or sample more attempts (generate with a larger group_size)"
+        if num_lost:
+            got += f", except in {count(num_lost, 'group')} with a failed trajectory"
+            hint = "pass --set failed=trajectory to leave out failed trajectories instead of their groups"
+        raise InputError("zero_advantages", config.dataset, got, hint=hint)
+
+
+def _num_lost_to_failures(plan: Plan) -> int:
+    """Count the groups whose returns vary, but which are masked because of a failed trajectory."""
+    groups = plan.trajectories.group_by("instance_id").agg(
+        lost=pl.col("failed").any() & ~pl.col("trains").any(),
+        varies=pl.col("return").drop_nulls().n_unique() > 1,
+    )
+    return groups.filter("lost", "varies").height
 
 
 def corrects_for_sampler(

@@ -81,6 +81,17 @@ REFUSALS: dict[str, tuple[Rows, str, tuple[str, ...]]] = {
         "",
         ("[zero_advantages]", "every advantage is 0", "(2 groups)", "Hint: run `rollouts st"),
     ),
+    "advantages that only a failed trajectory hides": (
+        [
+            row | ({"reward": None, "error": "lost"} if i in (4, 5) else {})
+            for i, row in enumerate(rows_of(1, (1.0, 0.0, 1.0)))
+        ],
+        "",
+        (
+            "(1 group) without a failed trajectory; in 1 group with one, they do. [zero_advantages]",
+            "Hint: pass --set failed=trajectory to leave out failed trajectories",
+        ),
+    ),
     "gradients that only masked trajectories have": (
         [row | {"loss_mask": [row["reward"] is None] * 4} for row in rows_of()],
         "",

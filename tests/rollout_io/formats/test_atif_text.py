@@ -1,0 +1,193 @@
+"""Trajectories without token ids: `--tokenizer` re-tokenizes their text."""
+
+import json
+
+import polars as pl
+import pytest
+
+from rollout_io import Choices, read_log
+from schemas import check
+from tests.helpers.harbor_helpers import agent_step, atif, failure, refers, write, write_trial
+
+pytestmark = pytest.mark.model
+
+
+@pytest.fixture
+def rows(smollm2_dir):
+    def read(*paths):
+        template = "chatml_tools_thinking"
+        choices = Choices(format="harbor", tokenizer=str(smollm2_dir), chat_template=template)
+        table = read_log([str(path) for path in paths], choices)
+        assert check(table).is_empty()
+        return pl.DataFrame(pl.from_arrow(table))
+
+    return read
+
+
+def said(step_id, source, message, **fields):
+    return {"step_id": step_id, "source": source, "message": message} | fields
+
+
+def called(step_id, message, name, **fields):
+    call = {"tool_call_id": f"c{step_id}", "function_name": name, "arguments": {"path": "a"}}
+    results = [{"source_call_id": f"c{step_id}", "content": "done"}]
+    observation = {"observation": {"results": results}}
+    return said(step_id, "agent", message, tool_calls=[call], **observation, **fields)
+
+
+def trained(tokenizer, frame):
+    kept = (
+        [i for i, m in zip(ids, mask, strict=True) if m]
+        for ids, mask in frame.select("response_ids", "loss_mask").iter_rows()
+    )
+    return [tokenizer.decode(ids) for ids in kept]
+
+
+def test_a_chat_with_tools_becomes_one_row_that_trains_on_what_the_agent_said(
+    tmp_path, rows, tokenizer
+):
+    tools = [{"type": "function", "function": {"name": "rm", "parameters": {}}}]
+    steps = [
+        said(1, "system", "You delete files."),
+        said(2, "user", "Delete a."),
+        said(3, "system", "Added workspace context"),
+        called(4, "On it.", "rm", reasoning_content="one file"),
+        said(5, "agent", "It is gone.", observation={"results": [{"content": "Sure?"}]}),
+        said(6, "agent", "Yes."),
+    ]
+    record = atif(*steps)
+    record["agent"]["tool_definitions"] = tools
+    found = rows(write(tmp_path / "a.json", record))
+    assert len(found) == 1
+    assert found["token_source"].to_list() == ["retokenized"]
+    assert found["temperature"].to_list() == [pytest.approx(0.7)]
+    prompt = json.loads(found["messages"][0])
+    assert [m["role"] for m in prompt] == ["system", "user"]
+    assert '"name": "rm"' in tokenizer.decode(found["prompt_token_ids"][0].to_list())
+    (text,) = trained(tokenizer, found)
+    for part in ("one file", "On it.", "rm", "It is gone.", "Yes."):
+        assert part in text
+    whole = tokenizer.decode(found["response_ids"][0].to_list())
+    assert ("workspace context" in whole, "done" in whole, "Sure?" in whole) == (False, True, True)
+    assert ("done" in text, "Sure?" in text) == (False, False)
+
+
+def test_copied_steps_and_steps_without_a_call_are_not_trained_on(tmp_path, rows, tokenizer):
+    first = said(1, "user", "Hello.", is_copied_context=True)
+    copied = said(2, "agent", "I was elsewhere.", is_copied_context=True)
+    echo = said(3, "agent", "I am a script.", llm_call_count=0)
+    steps = [first, copied, echo, said(4, "user", "And now?"), said(5, "agent", "Now I think.")]
+    found = rows(write(tmp_path / "a.json", atif(*steps)))
+    prompt = tokenizer.decode(found["prompt_token_ids"][0].to_list())
+    assert ("elsewhere" in prompt, "a script" in prompt) == (True, True)
+    assert trained(tokenizer, found) == ["Now I think.<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    "marks",
+    [
+        {"extra": {"context_management": {"type": "compaction", "boundary": "replace"}}},
+        {
+            "observation": {
+                "results": [{"subagent_trajectory_ref": [{"trajectory_path": "s.json"}]}]
+            }
+        },
+    ],
+)
+def test_a_compaction_begins_a_new_context_after_the_first_prompt(tmp_path, rows, tokenizer, marks):
+    steps = [
+        said(1, "user", "The task."),
+        said(2, "agent", "Before."),
+        said(3, "system", "Performed context summarization", **marks),
+        said(4, "user", "A summary."),
+        said(5, "agent", "After."),
+    ]
+    found = rows(write(tmp_path / "a.json", atif(*steps)))
+    assert trained(tokenizer, found) == ["Before.<|im_end|>", "After.<|im_end|>"]
+    prompts = [[m["content"] for m in json.loads(p)] for p in found["messages"]]
+    assert prompts == [["The task."], ["The task.", "A summary."]]
+
+
+def test_sub_agents_and_continuations_are_contexts_of_the_same_run(tmp_path, rows, tokenizer):
+    ref = {"trajectory_path": "sub.json"}
+    main = [said(1, "user", "Go."), said(2, "agent", "I ask."), refers(3, ref)]
+    path = write(
+        tmp_path / "trajectory.json", atif(*main, continued_trajectory_ref="trajectory.cont-1.json")
+    )
+    write(tmp_path / "sub.json", atif(said(1, "user", "Why?"), said(2, "agent", "So."), name="sub"))
+    again = said(1, "user", "Go on.", is_copied_context=True)
+    write(tmp_path / "trajectory.cont-1.json", atif(again, said(2, "agent", "I finish.")))
+    for found in (rows(path), rows(tmp_path)):
+        assert found["agent"].to_list() == ["main", "sub", "main"]
+        assert found["trajectory_id"].n_unique() == 1
+        assert [t.removesuffix("<|im_end|>") for t in trained(tokenizer, found)] == [
+            "I ask.",
+            "So.",
+            "I finish.",
+        ]
+
+
+def test_a_trial_of_text_has_its_reward_and_a_failed_one_no_rows_of_text(
+    tmp_path, rows, trial, tokenizer
+):
+    chat = atif(said(1, "user", "Go."), said(2, "agent", "Gone."))
+    for name, details in (("t0", None), ("t1", [])):
+        record = trial(name)
+        record["agent_result"]["rollout_details"] = details
+        record["verifier_result"] = {"rewards": {"reward": 0.5}}
+        write_trial(tmp_path, record, chat)
+    record = trial("t2") | {"exception_info": failure("SandboxError", "no disk")}
+    record["agent_result"]["rollout_details"] = None
+    write_trial(tmp_path, record, chat)
+    found = rows(tmp_path).sort("repetition_id")
+    assert found["reward"].to_list() == [0.5, 0.5, None]
+    assert found["stop_reason"].to_list()[:2] == ["complete", "complete"]
+    assert trained(tokenizer, found)[:2] == ["Gone.<|im_end|>"] * 2
+    assert "SandboxError: no disk; no tokens: the value is null" in found["error"][2]
+
+
+def test_a_trial_with_ids_in_one_of_its_steps_alone_is_refused(tmp_path, trial, smollm2_dir):
+    record = trial("t")
+    exact = dict(record["agent_result"])
+    record["agent_result"] = None
+    parts = [("one", exact), ("two", {"rollout_details": None})]
+    record["step_results"] = [
+        {"step_name": name, "agent_result": result, "verifier_result": None}
+        for name, result in parts
+    ]
+    directory = write_trial(tmp_path, record)
+    chat = atif(said(1, "user", "Go."), said(2, "agent", "Gone."))
+    write(directory / "steps" / "two" / "agent" / "trajectory.json", chat)
+    choices = Choices(format="harbor", tokenizer=str(smollm2_dir))
+    with pytest.raises(Exception, match="no_token_ids") as caught:
+        read_log([str(directory)], choices)
+    assert "step_results[1]" in str(caught.value)
+
+
+def test_every_real_trajectory_without_ids_is_read_with_a_tokenizer(harness_logs, rows):
+    harbor = harness_logs / "harbor"
+    paths = [path for path in harbor.rglob("*trajectory*.json") if "golden" in str(path)]
+    other = [harbor / "atif_other" / "openagents.login-trace.trajectory.json"]
+    counted = {path.name: len(rows(path)) for path in [*paths, *other] if "conte" not in path.name}
+    assert counted == {
+        "hello-world.trajectory.json": 1,
+        "hello-world.trajectory.no_function_calling.json": 1,
+        "hello-world-invalid-json.trajectory.json": 1,
+        "openagents.login-trace.trajectory.json": 1,
+    }
+    linear = harbor / "golden" / "terminus_2"
+    name = "hello-world-context-summarization-linear-history.trajectory.json"
+    assert len(rows(linear / name)) == 2
+
+
+def test_without_a_tokenizer_the_hint_names_both_ways_out(tmp_path):
+    from tests.helpers.harbor_helpers import refusal
+
+    chat = atif(said(1, "user", "Go."), agent_step(2, [], []) | {"metrics": None})
+    error = refusal(write(tmp_path / "a.json", chat))
+    assert error.got == "the only call has no token ids (the first has no metrics)"
+    assert error.hint is not None
+    assert error.hint.startswith("pass --tokenizer DIR to re-tokenize the text (approximate), or ")
+    assert error.hint.endswith(
+        "set collect_rollout_details: true for the agent (terminus-2 with vLLM)"
+    )
