@@ -24,6 +24,31 @@ from trainer.run.run_metrics import LOOP_METRICS, METRICS
 
 DOCS = Path(__file__).parent
 EXAMPLES = DOCS.parent / "examples"
+TRAIN_CONFIG = ("trainer/config/train_config.py", "TrainConfig")
+LOSS_CONFIG = ("trainer/config/loss_config.py", "LossConfig")
+MOST_CHANGED = (
+    (
+        "learning_rate",
+        "`--lr`",
+        "a loss that rises or does not move; about ten times higher for LoRA",
+    ),
+    ("max_updates", "`--max-updates`", "a first try: 2 updates show whether everything fits"),
+    ("advantage_estimator", "`--algorithm`", "rewards without groups: `reinforce++` or `gae`"),
+    (
+        "policy_loss_type",
+        "",
+        "`cross_entropy` imitates, without rewards; others are for off-policy data",
+    ),
+    (
+        "groups_per_batch",
+        "",
+        "fewer groups than this in the dataset, or noisy updates: raise it with their number",
+    ),
+    ("groups_per_mini_batch", "", "more optimizer steps per batch: lower it"),
+    ("tokens_per_micro_batch", "", "out of memory: lower it; the gradient does not change"),
+    ("lora_rank", "", "16 trains adapters, with a third of the memory"),
+)
+"""Keys, their options, and when to change them."""
 
 
 def table_page() -> str:
@@ -103,10 +128,12 @@ def training_page() -> str:
     """Build training.md, with every key of `TrainConfig`, `LossConfig` and `metrics.jsonl`."""
     rows, loss_rows = (
         "\n".join(f"| `{n}` | {k} | {d} | {doc} |" for n, k, d, doc in config_fields(*source))
-        for source in (
-            ("trainer/config/train_config.py", "TrainConfig"),
-            ("trainer/config/loss_config.py", "LossConfig"),
-        )
+        for source in (TRAIN_CONFIG, LOSS_CONFIG)
+    )
+    fields = {n: (d, doc) for n, _, d, doc in config_fields(*TRAIN_CONFIG)}
+    fields |= {n: (d, doc) for n, _, d, doc in config_fields(*LOSS_CONFIG)}
+    most_changed = "\n".join(
+        f"| `{n}` | {option} | {fields[n][0]} | {change} |" for n, option, change in MOST_CHANGED
     )
     metrics = "\n".join(f"| `{n}` | {m.unit} | {m.meaning} |" for n, m in METRICS.items())
     return f"""# Training
@@ -115,6 +142,16 @@ def training_page() -> str:
 
 The options override the file, and `--set` overrides both. `--show-config` prints the resolved configuration as TOML, which
 `--config` reads back.
+
+## The eight keys you will change
+
+| key | option | default | change it for |
+|---|---|---|---|
+{most_changed}
+
+The others are in the [table of all keys](#configuration). Set keys without an option with `--set KEY=VALUE`.
+
+## How it trains
 
 Train a policy on a rollout dataset. DS may be local or any fsspec URL (`s3://...`); RUN is a local directory.
 
@@ -409,6 +446,11 @@ def rl_page() -> str:
     return _with_table("rl.md", lines)
 
 
+def limits_page() -> str:
+    """Build limits.md, with the memory that runs with models of several sizes hold."""
+    return _with_table("limits.md", runpy.run_path(str(DOCS / "sizes.py"))["table"]())
+
+
 def _with_table(name: str, lines: list[str]) -> str:
     """Return a page with these lines between its marks."""
     page = (DOCS / name).read_text()
@@ -459,6 +501,7 @@ PAGES = {
     "errors.md": errors_page,
     "formats.md": formats_page,
     "generation.md": generation_page,
+    "limits.md": limits_page,
     "rl.md": rl_page,
     "table.md": table_page,
     "training.md": training_page,

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from trainer.batches.forest import Forest
+from trainer.config.train_config import TrainConfig
 from trainer.run.setup import TrainingRun
 
 MOMENTS_BYTES = {"adamw": 8, "adamw_8bit": 2}
@@ -45,6 +47,14 @@ class Memory:
         return sum(parts) + self.activations + self.logits
 
 
+class State(NamedTuple):
+    """The parts of `Memory` that do not depend on what is forwarded."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+
+
 def estimate_memory(run: TrainingRun, num_tokens: int) -> Memory:
     """Estimate the memory of a run whose largest micro-batch has `num_tokens` tokens.
 
@@ -57,16 +67,38 @@ def estimate_memory(run: TrainingRun, num_tokens: int) -> Memory:
         held += run.critic.critic.parameters()
         groups += run.critic.optimizer.param_groups
     trained = [parameter for group in groups for parameter in group["params"]]
-    copies = 2 * sum(p.numel() for p in policy.parameters()) if config.dtype == "bfloat16" else 0
+    parts = state_bytes(held, trained, policy.parameters(), config)
     vocab_size = run.learner.accelerator.unwrap_model(policy).model.config.vocab_size
     chunk = min(config.logprob_chunk_tokens, num_tokens)
     return Memory(
-        weights=_num_bytes(held) + copies,
-        gradients=_num_bytes(trained),
-        optimizer=sum(p.numel() for p in trained) * MOMENTS_BYTES[config.optimizer],
+        weights=parts.weights,
+        gradients=parts.gradients,
+        optimizer=parts.optimizer,
         reference=_num_bytes(run.learner.reference.parameters()) if run.learner.reference else 0,
         activations=_activations(run, num_tokens),
         logits=4 * chunk * vocab_size,
+    )
+
+
+def state_bytes(
+    held: Iterable[Tensor],
+    trained: Sequence[Tensor],
+    policy: Iterable[Tensor],
+    config: TrainConfig,
+) -> State:
+    """Return the bytes that a run holds whatever it forwards.
+
+    Args:
+        held: Parameters of policy and critic.
+        trained: The parameters that the optimizers change.
+        policy: Parameters of the policy, of which bfloat16 makes copies.
+        config: Configuration of the run.
+    """
+    copies = 2 * sum(p.numel() for p in policy) if config.dtype == "bfloat16" else 0
+    return State(
+        weights=_num_bytes(held) + copies,
+        gradients=_num_bytes(trained),
+        optimizer=sum(p.numel() for p in trained) * MOMENTS_BYTES[config.optimizer],
     )
 
 

@@ -61,8 +61,8 @@ def test_a_chat_with_tools_becomes_one_row_that_trains_on_what_the_agent_said(
     assert len(found) == 1
     assert found["token_source"].to_list() == ["retokenized"]
     assert found["temperature"].to_list() == [pytest.approx(0.7)]
-    prompt = json.loads(found["messages"][0])
-    assert [m["role"] for m in prompt] == ["system", "user"]
+    chat = [m["role"] for m in json.loads(found["messages"][0])]
+    assert chat == ["system", "user", "assistant", "tool", "assistant", "user", "assistant"]
     assert '"name": "rm"' in tokenizer.decode(found["prompt_token_ids"][0].to_list())
     (text,) = trained(tokenizer, found)
     for part in ("one file", "On it.", "rm", "It is gone.", "Yes."):
@@ -104,8 +104,8 @@ def test_a_compaction_begins_a_new_context_after_the_first_prompt(tmp_path, rows
     ]
     found = rows(write(tmp_path / "a.json", atif(*steps)))
     assert trained(tokenizer, found) == ["Before.<|im_end|>", "After.<|im_end|>"]
-    prompts = [[m["content"] for m in json.loads(p)] for p in found["messages"]]
-    assert prompts == [["The task."], ["The task.", "A summary."]]
+    chats = [[m["content"] for m in json.loads(p)] for p in found["messages"]]
+    assert chats == [["The task.", "Before."], ["The task.", "A summary.", "After."]]
 
 
 def test_sub_agents_and_continuations_are_contexts_of_the_same_run(tmp_path, rows, tokenizer):

@@ -83,12 +83,12 @@ REFUSALS: dict[str, tuple[Rows, str, tuple[str, ...]]] = {
     ),
     "advantages that only a failed trajectory hides": (
         [
-            row | ({"reward": None, "error": "lost"} if i in (4, 5) else {})
-            for i, row in enumerate(rows_of(1, (1.0, 0.0, 1.0)))
+            row | ({"reward": None, "error": "lost"} if i in (4, 5) else {"reward": float(i == 1)})
+            for i, row in enumerate(rows_of(2, (0.0, 0.0, 0.0)))
         ],
         "",
         (
-            "(1 group) without a failed trajectory; in 1 group with one, they do. [zero_advantages]",
+            "(2 groups), except in 1 group with a failed trajectory. [zero_advantages]",
             "Hint: pass --set failed=trajectory to leave out failed trajectories",
         ),
     ),
