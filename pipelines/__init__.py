@@ -1,4 +1,4 @@
-"""Transforms of rollout tables (Polars in, Polars out), and the servers that produce them."""
+"""Transforms of rollout tables (Polars in, Polars out), and what produces the tables: generation and recording."""
 
 from typing import TYPE_CHECKING
 

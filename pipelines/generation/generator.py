@@ -101,7 +101,7 @@ class Generator:
 
     @property
     def metadata(self) -> DatasetMetadata:
-        """Metadata for a dataset of these trajectories."""
+        """Metadata for a dataset of this generator's trajectories."""
         tokens = self.config.history != "retokenize"
         return DatasetMetadata(
             tokenizer=self.tokenizer.name,

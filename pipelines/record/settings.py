@@ -22,7 +22,7 @@ class RecordSettings:
         upstreams: Root URL of each engine; all serve the same model.
         upstream_api_key: Key for the engines; None forwards the client's key, unless that names a
             session.
-        served_model_name: Name of the model for clients; None: the engines' name.
+        served_model_name: Model name shown to clients; None uses the name that the engines report.
         admin_key: Required to open sessions and to set the policy version; calls of a session then
             need the key that was returned when it was opened. None disables keys.
         allowed_hosts: Host names of the recorder besides the address it listens on.
@@ -32,13 +32,14 @@ class RecordSettings:
         flush_s: Maximum time until an ended session is written to a shard, in seconds.
         max_request_bytes: Maximum size of a request body.
         max_answer_bytes: Maximum size of an engine's response, streamed or not; one line or event
-            of a stream may take up a quarter of it.
+            of a stream is limited to a quarter of it.
         max_concurrency: Maximum number of concurrent calls; further calls wait.
         on_full: How to handle a call that cannot be written: `refuse` it, or `serve` it unrecorded.
         unassigned: How to handle calls outside of any session: `keep` each as its own session, or
             `refuse` it.
         end_open: Whether to end open sessions on exit, with an unknown reward.
-        exact_prefix: Directory of the engines' tokenizer, to continue growing chats token by token.
+        exact_prefix: Directory of the engines' tokenizer; if given, the next call of a chat continues
+            from the exact token ids of the last one.
         logprobs_mode: Distribution of the engines' log-probabilities; None if unknown.
     """
 

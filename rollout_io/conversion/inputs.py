@@ -350,8 +350,8 @@ def _refuse_repeated(inputs: Iterable[Input]) -> None:
             raise InputError(DUPLICATE_INPUT, given.name, got, "", hint)
         known.add(resolved)
         if given.name in names:
-            got = "the input is given twice, or two URLs differ only in their queries"
-            hint = "pass each once; download such URLs first"
+            got = "the input is given twice, or two URLs differ only in their query strings"
+            hint = "pass each input once; download files whose URLs are that similar, and pass the files"
             raise InputError(DUPLICATE_INPUT, given.name, got, "", hint)
         names.add(given.name)
 

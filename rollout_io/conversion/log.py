@@ -122,8 +122,10 @@ def refuse_unknown_only(
     """
     if any(name in paths or _is_log(given.path, known) for name, given in inputs.items()):
         return
-    where, got = ", ".join(paths), "contains no file in a format that rollouts can read"
-    message = f"{where} {got} ({count(len(inputs), 'file')}, such as {next(iter(inputs))})"
+    where, got = ", ".join(paths), "no file is in a format that rollouts can read"
+    message = (
+        f"{where}: {got} (found {count(len(inputs), 'file')}, the first is {next(iter(inputs))})"
+    )
     raise InputError(RULE, where, got, "", HINT, message=message)
 
 

@@ -61,7 +61,7 @@ def writable(where: str, hint: str | None = None) -> Iterator[None]:
 
     Args:
         where: The path.
-        hint: Advice for the user; None advises to free some space or choose a different --out.
+        hint: Advice for the user; if None, to choose a different --out, and to free space on a full disk.
 
     Raises:
         InputError: output_file.

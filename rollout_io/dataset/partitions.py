@@ -17,7 +17,7 @@ _INTEGER = re.compile(r"0|-?[1-9]\d{0,17}")
 
 
 def partition_values(shards: Sequence[Location]) -> list[dict[str, pa.Scalar]]:
-    """Return the columns that the directories of each shard stand for, with their values.
+    """Return the partition columns in the path of each shard (`run=7/`), with their values.
 
     A column of the rollout table has its declared type. Any other column is int64 if all its values
     in the dataset are integers without leading zeros, else string.

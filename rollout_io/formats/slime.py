@@ -289,11 +289,15 @@ def _array(value: Any, where: str, kinds: str) -> npt.NDArray[Any]:
     """Convert a flat list, array or tensor of numbers."""
     found = _numpy(value, where)
     if "b" not in kinds and isinstance(value, list) and bool in set(map(type, value)):
-        raise InputError("record_type", where, "booleans", "a flat list of numbers")
+        raise InputError("record_type", where, "booleans", _flat(kinds))
     if found.ndim != 1 or (len(found) and found.dtype.kind not in kinds):
         got = f"{type(value).__name__}, dtype {found.dtype}, shape {found.shape}"
-        raise InputError("record_type", where, got, "a flat list of numbers")
+        raise InputError("record_type", where, got, _flat(kinds))
     return found
+
+
+def _flat(kinds: str) -> str:
+    return f"a flat list of {'numbers' if 'f' in kinds else 'integers'}"
 
 
 def _numpy(value: Any, where: str) -> npt.NDArray[Any]:

@@ -146,7 +146,7 @@ def _messages(row: Mapping[str, Any], name: str, where: str) -> list[Message]:
 
 @lru_cache(maxsize=2)
 def _table(path: Path, _modified_ns: int) -> pa.Table:
-    """Read a file: all completions of one step, which TRL held in memory too."""
+    """Read an entire file: the completions of one step, which fit in memory, as they did in TRL."""
     with pq.ParquetFile(path) as file:
         return file.read()
 

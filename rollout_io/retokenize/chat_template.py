@@ -66,12 +66,13 @@ def find_template(name_or_path: str) -> str:
     try:
         with open_input(path) as file:
             content = file.read(MAX_TEMPLATE_BYTES + 1)
-        text = content.decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        if len(content) > MAX_TEMPLATE_BYTES:
+            raise _refused(name_or_path, f"the file is larger than {MAX_TEMPLATE_BYTES:,} bytes")
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
         raise _refused(name_or_path, f"the file is not UTF-8: {error}") from None
-    if len(content) > MAX_TEMPLATE_BYTES:
-        raise _refused(name_or_path, f"the file is larger than {MAX_TEMPLATE_BYTES:,} bytes")
-    return text
+    except OSError as error:
+        raise _refused(name_or_path, f"the file cannot be read: {error}") from None
 
 
 def _names_near(name: str) -> str:

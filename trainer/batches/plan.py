@@ -11,7 +11,7 @@ import numpy as np
 import polars as pl
 
 from pipelines.rewards import are_equal, trajectory_returns
-from schemas.errors import InputError, InvariantError, count, first_of
+from schemas.errors import InputError, InvariantError, first_of
 from schemas.metadata import Outcome
 from trainer.algorithms.estimators import advantages_of_returns
 from trainer.config.function_keys import BoundFunction
@@ -108,9 +108,12 @@ def make_plan(returns: pl.DataFrame, settings: PlanSettings) -> Plan:
         trajectories = trajectories.filter(~pl.col("instance_id").is_in(constant))
     groups = trajectories["instance_id"].unique(maintain_order=True).to_list()
     if not groups:
-        got = "it has no rows"
+        got = "there are no rows to train on"
         if constant:
-            equal = f"returns do not vary within {count(len(constant), 'group')}"
+            groups_text = (
+                "the only group" if len(constant) == 1 else f"any of the {len(constant)} groups"
+            )
+            equal = f"returns do not vary within {groups_text}"
             got = f"drop_zero_variance_groups leaves no group to train on: {equal}"
         hint = "run `rollouts stats DS` to see the rewards"
         raise InvariantError("mask_trains_something", "dataset", got, hint=hint)
@@ -168,7 +171,7 @@ def _check_outcomes(returns: pl.DataFrame) -> None:
             "unknown_outcome",
             first_of(f"trajectory {unknown['trajectory_id'][0]!r}", len(unknown)),
             f"its return is {'unknown' if value is None else value}, and it has no `error`",
-            hint="convert the logs with --rewards FILE; or train supervised, without rewards:"
+            hint="convert the logs with --rewards FILE; or run supervised training, which needs no rewards:"
             " --set policy_loss_type=cross_entropy; or leave such trajectories out:"
             " rollouts filter DS --drop-unknown --out KNOWN",
         )

@@ -64,7 +64,10 @@ def balance(costs: Sequence[float], num_ranks: int) -> IntArray:
 
 
 def own_forests(accelerator: Accelerator, forests: Sequence[Forest]) -> list[tuple[int, Forest]]:
-    """Return this process's numbered micro-batches, padded to the common length by fillers (-1)."""
+    """Return this process's micro-batches with their numbers, padded with fillers (number -1).
+
+    All processes have the same number of them.
+    """
     rounds = balance([cost(forest) for forest in forests], accelerator.num_processes)
     numbers = rounds[:, accelerator.process_index].tolist()
     return [(number, forests[number] if number >= 0 else FILLER) for number in numbers]

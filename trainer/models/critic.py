@@ -63,7 +63,7 @@ class Critic(nn.Module):
         yield from self.value_head.parameters()
 
     def save(self, path: Path, weights: Mapping[str, Tensor] | None = None) -> None:
-        """Write the model directory and its value head; `weights` replace those in memory."""
+        """Write the model and its value head, with `weights` instead of those in memory if given."""
         state = self.state_dict() if weights is None else weights
         self.model.save_pretrained(path, state_dict=under("model", state))
         save_file(under("value_head", state), path / VALUE_HEAD)

@@ -30,7 +30,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """Counts for one pass over the dataset in one layout, for forward passes with gradient.
+    """Counts for one epoch in one layout; only forward passes with gradients are counted.
 
     Attributes:
         num_sequences: Rows with trained tokens.

@@ -30,7 +30,7 @@ class Position:
 
     Attributes:
         batch: Number of completed batches, over all epochs.
-        mini_batch: Number of completed mini-batches of the next batch, over `epochs_per_batch`.
+        mini_batch: Completed mini-batches of the current batch, counted over its `epochs_per_batch` epochs.
         kl_coef: Coefficient of the divergence in that batch's reward.
         known: Model outputs at the start of that batch, [T] float32 on the CPU, by name: those
             of `old_logprobs`, `ref_logprobs` and `values` that the run needs. Empty between

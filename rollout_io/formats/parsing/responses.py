@@ -203,7 +203,7 @@ def _check_usage(usage: Usage | None, steps: Sequence[Step], where: str) -> None
     counts = [(len(step.prompt_token_ids), len(step.response_ids)) for step in steps]
     last, total = counts[-1], (sum(p for p, _ in counts), sum(r for _, r in counts))
     if (usage.input_tokens, usage.output_tokens) not in {total, last}:
-        got = f"usage counts {usage.input_tokens} + {usage.output_tokens} tokens, "
+        got = f"`usage` reports {usage.input_tokens} + {usage.output_tokens} tokens, "
         got += f"but the log has {total[0]} + {total[1]} ids"
         got += f" ({last[0]} + {last[1]} in the last call)" if len(steps) > 1 else ""
         hint = "collect the run again: ids are missing or belong to a different call"

@@ -167,8 +167,8 @@ def same_ids(ids: bytes, others: bytes, what: str, where: str) -> None:
 
 def usage_differs(what: str, num_tokens: int, counted: int, where: str) -> InputError:
     """Return the error for a token count of the engine that differs from the number of ids."""
-    got = f"usage counts {count(counted, f'{what} token')}, but the call has {num_tokens} ids"
-    hint = "collect the call again: ids are missing or belong to a different call"
+    got = f"`usage` reports {count(counted, f'{what} token')}, but the call has {count(num_tokens, f'{what} id')}"
+    hint = "record the call again: ids are missing or belong to a different call"
     return InputError("usage_counts", where, got, hint=hint)
 
 

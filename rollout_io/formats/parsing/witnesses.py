@@ -16,7 +16,7 @@ _REPLACEMENT = "\ufffd"
 _SPELLED = re.compile(r"[\u0120\u010a\u2581\u00c3]|\\x|bytes:")
 """Signs that tokens are spelled as in the vocabulary (bytes as substitute letters), not decoded."""
 
-_HINT = "collect the call again: shifted log-probabilities silently corrupt training"
+_HINT = "record the call again: shifted log-probabilities silently corrupt training"
 
 
 def check_tokens(logprobs: Logprobs, ids: Ids, texts: Iterable[str], where: str) -> str | None:

@@ -232,7 +232,7 @@ def test_usage_that_counts_other_tokens_is_refused(tmp_path: Path) -> None:
     error = refused(tmp_path, run(message(**tokens([1], [2, 3])), response={"usage": counts}))
     assert (error.rule, error.got) == (
         "usage_counts",
-        "usage counts 2 + 2 tokens, but the log has 1 + 2 ids",
+        "`usage` reports 2 + 2 tokens, but the log has 1 + 2 ids",
     )
 
 

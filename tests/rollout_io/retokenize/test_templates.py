@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from rollout_io.cli.main import run
-from rollout_io.retokenize.chat_template import TEMPLATES, find_template
+from rollout_io.retokenize.chat_template import MAX_TEMPLATE_BYTES, TEMPLATES, find_template
+from schemas.errors import RolloutError
 
 Capture = pytest.CaptureFixture[str]
 
@@ -44,3 +45,21 @@ def test_a_name_that_is_none_of_them_is_refused_with_the_nearest(capsys: Capture
 def test_every_template_is_listed_that_is_there() -> None:
     folder = Path(find_template.__code__.co_filename).with_name("templates")
     assert {path.stem for path in folder.iterdir()} == set(TEMPLATES)
+
+
+@pytest.mark.parametrize(
+    ("content", "got"),
+    [
+        (
+            b"a" * (MAX_TEMPLATE_BYTES - 1) + "\u00e9\u00e9".encode(),
+            "the file is larger than 1,000,000 bytes",
+        ),
+        (b"caf\xe9", "the file is not UTF-8"),
+    ],
+)
+def test_a_file_that_is_no_template_is_refused_for_its_own_reason(
+    content: bytes, got: str, tmp_path: Path
+) -> None:
+    (tmp_path / "chat.jinja").write_bytes(content)
+    with pytest.raises(RolloutError, match=got):
+        find_template(str(tmp_path / "chat.jinja"))

@@ -102,7 +102,8 @@ def test_groups_without_variance_are_counted_and_left_out_only_if_asked() -> Non
 def test_a_plan_that_would_leave_no_group_says_so() -> None:
     table = returns(("same", 1.0, None), ("same", 1.0, None))
     with pytest.raises(
-        RolloutError, match=r"leaves no group to train on: returns do not vary within 1 group\b"
+        RolloutError,
+        match=r"leaves no group to train on: returns do not vary within the only group\b",
     ):
         make_plan(table, plan_settings(config(drop_zero_variance_groups=True)))
 
