@@ -46,7 +46,9 @@ def sent_messages(row: Mapping[str, Any]) -> Any:
     """
     messages = json.loads(row.get("messages") or "null")
     is_chat = isinstance(messages, list) and all(isinstance(m, dict) for m in messages)
-    if row.get("token_source") != RETOKENIZED or not is_chat:
+    if row.get("token_source") != RETOKENIZED or not is_chat or not messages:
+        return messages
+    if messages[-1].get("role") != "assistant":  # without answers, as earlier versions wrote it
         return messages
     segments = row.get("segments")
     num_answers = 1 if segments is None else len(segments)

@@ -33,13 +33,16 @@ def test_a_loop_around_an_openai_server_becomes_a_checkpoint(smollm2_dir, tmp_pa
 
 def test_calls_logged_from_generate_are_those_that_a_server_answers(tmp_path):
     """`log` of the guide, on what vLLM's `LLM.generate` returns."""
-    (code,) = [code for _, _, code in blocks_of("vllm_loop.md") if code.startswith("def log(")]
+    (code,) = [code for _, _, code in blocks_of("vllm_loop.md") if "def log(" in code]
     lines = (EXAMPLES / "shop.calls.jsonl").read_text().splitlines()[:4]
     with (tmp_path / "own.jsonl").open("w") as calls:
         names = {"json": json, "calls": calls}
         exec(code, names)
         for line in map(json.loads, lines):
-            names["log"](line["session"], SimpleNamespace(temperature=1.0), output_of(line))
+            sampling = SimpleNamespace(
+                **dict.fromkeys(names["SETTINGS"]) | {"temperature": 1.0, "top_p": 0.5}
+            )
+            names["log"](line["session"], sampling, output_of(line))
     (tmp_path / "server.jsonl").write_text("\n".join(lines))
     columns = ["trajectory_id", "prompt_token_ids", "response_ids", "rollout_logprobs"]
     columns += ["temperature", "stop_reason"]
@@ -49,6 +52,7 @@ def test_calls_logged_from_generate_are_those_that_a_server_answers(tmp_path):
         assert run(["convert", *given]) == 0
         found.append(rollout_io.scan(tmp_path / name).select(columns).collect())
     assert found[0].equals(found[1])
+    assert set(rollout_io.scan(tmp_path / "own").collect()["top_p"]) == {0.5}
 
 
 def output_of(line):

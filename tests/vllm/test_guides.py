@@ -37,7 +37,7 @@ def test_the_loop_of_the_guide_becomes_a_checkpoint(vllm_server, tmp_path):
 
 
 def test_calls_of_llm_generate_convert_with_every_check(smollm2_dir, tmp_path):
-    (log,) = [code for _, _, code in blocks_of("vllm_loop.md") if code.startswith("def log(")]
+    (log,) = [code for _, _, code in blocks_of("vllm_loop.md") if "def log(" in code]
     (tmp_path / "own.py").write_text(IN_PROCESS.format(log=log))
     own = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     python = ROOT / ".venv-vllm" / "bin" / "python"

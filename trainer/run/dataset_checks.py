@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import polars as pl
 
+from pipelines.rewards import are_equal
 from schemas.errors import InputError, InvariantError, count, first_of
 from schemas.rules import RULES
 from trainer.batches.forest import RowLimit
@@ -122,7 +123,7 @@ def _refuse_nothing_to_learn(rows: pl.DataFrame, plan: Plan, config: TrainConfig
     has_other_terms = config.needs_reference or config.entropy_loss_coef > 0
     has_other_loss = config.is_supervised or config.has_own_loss or config.estimates_by_token
     if not (has_other_terms or has_other_loss) and (rows["advantage"] == 0).all():
-        num_groups, num_lost = sum(map(len, plan.batches)), _num_lost_to_failures(plan)
+        num_groups, num_lost = sum(map(len, plan.batches)), _num_lost_to_failures(plan, config)
         got = "every advantage is 0, because returns do not vary within any group"
         got += f" ({count(num_groups, 'group')})"
         hint = "run `rollouts stats DS` to see the rewards, then supply rewards that differ within a group (convert"
@@ -133,11 +134,15 @@ def _refuse_nothing_to_learn(rows: pl.DataFrame, plan: Plan, config: TrainConfig
         raise InputError("zero_advantages", config.dataset, got, hint=hint)
 
 
-def _num_lost_to_failures(plan: Plan) -> int:
-    """Count the groups whose returns vary, but which are masked because of a failed trajectory."""
+def _num_lost_to_failures(plan: Plan, config: TrainConfig) -> int:
+    """Count the groups whose returns vary, but which are masked only for a failed trajectory."""
+    is_masked_anyway = config.partial_groups == "mask" and plan.num_partial_groups
+    if config.failed != "group" or is_masked_anyway:
+        return 0
+    known = pl.when(~pl.col("failed")).then("return").fill_nan(None)
     groups = plan.trajectories.group_by("instance_id").agg(
         lost=pl.col("failed").any() & ~pl.col("trains").any(),
-        varies=pl.col("return").drop_nulls().n_unique() > 1,
+        varies=(known.count() > 1) & ~are_equal(known),
     )
     return groups.filter("lost", "varies").height
 

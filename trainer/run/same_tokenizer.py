@@ -36,7 +36,13 @@ def check_tokenizers(config: TrainConfig, metadata: DatasetMetadata) -> list[Rem
         if not has_tokenizer(Path(path)):
             said.append(Remark(f"note: {path} has no tokenizer to compare with the dataset's"))
             continue
-        tokenizer = load_tokenizer(path, needs_template=False)
+        try:
+            tokenizer = load_tokenizer(path, needs_template=False)
+        except InputError as error:
+            if not config.allow_other_tokenizer:
+                raise
+            said.append(Remark(f"the tokenizer of {path} was not compared: {error.got}", WARNING))
+            continue
         if tokenizer.fingerprint != metadata.tokenizer_fingerprint:
             said.append(_other_tokenizer(config, path, metadata.tokenizer or "name unknown"))
         elif path == config.model:

@@ -54,6 +54,8 @@ def test_the_prompt_of_a_chat_is_what_precedes_its_first_answer(dataset):
     assert [sent_messages(row) for row in rows] == [CHAT[:2]] * 2
     shown = {"messages": json.dumps(CHAT), "token_source": "engine"}
     assert sent_messages(shown) == CHAT
+    unanswered = {"messages": json.dumps(CHAT[:2]), "token_source": "retokenized"}
+    assert sent_messages(unanswered) == CHAT[:2]
 
 
 @pytest.mark.parametrize("layout", ["prefix", "full"])

@@ -92,6 +92,15 @@ REFUSALS: dict[str, tuple[Rows, str, tuple[str, ...]]] = {
             "Hint: pass --set failed=trajectory to leave out failed trajectories",
         ),
     ),
+    "returns that differ by a rounding error beside a failed trajectory": (
+        [
+            row | ({"reward": None, "error": "lost"} if i in (4, 5) else {"reward": reward})
+            for i, row in enumerate(rows_of(2, (0.0, 0.0, 0.0)))
+            for reward in ([0.3, 0.1 + 0.2][i == 2 or i == 3],)
+        ],
+        "",
+        ("within any group (2 groups). [zero_advantages]", "Hint: run `rollouts stats DS`"),
+    ),
     "gradients that only masked trajectories have": (
         [row | {"loss_mask": [row["reward"] is None] * 4} for row in rows_of()],
         "",
@@ -284,6 +293,9 @@ def test_a_model_with_another_tokenizer_is_refused_unless_it_is_allowed(
     allowed = "allow_other_tokenizer=true"
     assert train(dataset, str(model), tmp_path / "run", allowed, dry_run=dry_run) == 0
     assert "differs from the dataset's (letters)" in capfd.readouterr().err
+    (model / "tokenizer.json").write_text("{")
+    assert train(dataset, str(model), tmp_path / "again", allowed, dry_run=dry_run) == 0
+    assert f"the tokenizer of {model} was not compared" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
