@@ -11,7 +11,7 @@ from schemas.errors import ConfigError, InputError
 from schemas.extras import requires_extra
 
 FAINT, GREY, INK = "#d9d9d9", "#8a8a8a", "#333333"
-_DPI = 150
+_DPI, _NAME_LENGTH = 150, 36
 
 
 def check_image(out: Path) -> None:
@@ -67,12 +67,20 @@ def title(axis: Any, text: str, detail: str = "") -> None:
 
 
 def legend(figure: Any, names: Sequence[str], num_columns: int) -> None:
-    """Name the colors of several runs or datasets above the panels."""
+    """Name the colors of several runs or datasets above the panels.
+
+    Names are shortened as far as they remain distinct; long ones are listed one per line.
+    """
     from matplotlib.lines import Line2D
 
     lines = [Line2D([], [], color=color(i), linewidth=2.5) for i in range(len(names))]
     place = {"loc": "outside upper left", "frameon": False, "fontsize": 10}
-    figure.legend(lines, list(map(shortened, names)), ncols=num_columns, **place)
+    labels = list(map(shortened, names))
+    if len(set(labels)) < len(set(names)):
+        longest, num_columns = max(map(len, names)), 1
+        tried = ([shortened(name, n) for name in names] for n in range(_NAME_LENGTH, longest + 1))
+        labels = next(found for found in tried if len(set(found)) == len(set(names)))
+    figure.legend(lines, labels, ncols=num_columns, **place)
 
 
 def color(index: int) -> str:
@@ -80,7 +88,7 @@ def color(index: int) -> str:
     return f"C{index % 10}"
 
 
-def shortened(text: str, length: int = 36) -> str:
+def shortened(text: str, length: int = _NAME_LENGTH) -> str:
     """Shorten a name in its middle; `$` is no formula."""
     if len(text) > length:
         text = f"{text[: length // 2 - 1]}…{text[-(length - length // 2) :]}"

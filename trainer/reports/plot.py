@@ -168,7 +168,8 @@ def smoothed(
     """Smooth a curve by local linear regression in a centred Gaussian window.
 
     The window looks as far ahead as back, and at an end of the curve the regression follows its
-    slope: the result lags behind neither a trend nor a jump.
+    slope: the result lags behind neither a trend nor a jump. It is clipped to the range of the
+    values.
 
     Returns:
         Up to 400 of the steps, and the smoothed values there.
@@ -183,7 +184,8 @@ def smoothed(
         return x, y
     places = x[np.linspace(0, len(x) - 1, min(len(x), _NUM_DRAWN)).round().astype(int)]
     width = max(_WIDTH * (x[-1] - x[0]), float(np.median(np.diff(x))))
-    return places, np.array([_local_line(x - place, y, width) for place in places.tolist()])
+    fitted = np.array([_local_line(x - place, y, width) for place in places.tolist()])
+    return places, fitted.clip(y.min(), y.max())
 
 
 def _local_line(

@@ -67,6 +67,14 @@ def drawn(axis: Any) -> list[tuple[list[float], list[float]]]:
     return [(list(line.get_xdata()), list(line.get_ydata())) for line in axis.lines]
 
 
+def test_long_names_stay_distinct_in_the_legend() -> None:
+    names = [f"{'a' * 30}{middle}{'z' * 30}" for middle in ("first", "other")]
+    [legend] = runs_figure(dict.fromkeys(names, records([1.0, 2.0])), ["loss"]).legends
+    shown = [text.get_text() for text in legend.get_texts()]
+    assert len(set(shown)) == 2
+    assert all("…" in name for name in shown)
+
+
 def test_two_updates_are_two_marked_points() -> None:
     [axis] = runs_figure({"run": records([0.5, 0.25])}, ["loss"]).axes
     assert drawn(axis) == [([1, 2], [0.5, 0.25])]
@@ -101,6 +109,14 @@ def test_smoothing_lags_in_neither_direction() -> None:
     assert np.interp(99.5, places, values) == pytest.approx(0.5)
     _, backwards = smoothed(range(200), jump[::-1])
     np.testing.assert_allclose(backwards, values[::-1])
+
+
+def test_smoothing_stays_in_the_range_of_the_values() -> None:
+    rewards = [*np.linspace(0, 1, 60), *[1.0] * 3]
+    for values in (rewards, rewards[::-1], [1 - reward for reward in rewards]):
+        _, found = smoothed(range(63), values)
+        assert found.min() >= 0
+        assert found.max() <= 1
 
 
 def test_smoothing_leaves_values_that_are_not_finite_out() -> None:
