@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
@@ -28,13 +29,13 @@ class Report:
     Attributes:
         limit: Maximum number of breaks to keep in full; None keeps all.
         num_steps: Number of steps.
-        num_following: Number of steps that follow another step of their trajectory.
+        following: Number of steps that follow another step of their trajectory, by step_index.
         shown: The first breaks.
     """
 
     limit: int | None = None
     num_steps: int = 0
-    num_following: int = 0
+    following: Counter[int] = field(default_factory=Counter)
     shown: list[dict[str, Any]] = field(default_factory=list)
     _groups: pl.DataFrame = field(default_factory=lambda: _grouped(pl.DataFrame(schema=SCHEMA)))
 
@@ -44,12 +45,17 @@ class Report:
         report = cls(limit)
         for piece in pieces:
             report.num_steps += piece.num_steps
-            report.num_following += piece.num_following
+            report.following.update(piece.following)
             groups = pl.concat([report._groups, _grouped(piece.breaks)])
             report._groups = groups.group_by(_KEYS).agg(pl.col(_SUMS).sum())
             left = None if limit is None else limit - len(report.shown)
             report.shown += islice(piece.breaks.iter_rows(named=True), left)
         return report
+
+    @property
+    def num_following(self) -> int:
+        """Number of steps that follow another step of their trajectory."""
+        return self.following.total()
 
     @property
     def num_breaks(self) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -61,12 +62,18 @@ class Diagnosis:
     Attributes:
         breaks: One row per break (`SCHEMA`).
         num_steps: Number of steps in the table.
-        num_following: Number of steps that follow another step of their trajectory.
+        following: Number of steps with a prompt that follow another step of their trajectory, by
+            step_index.
     """
 
     breaks: pl.DataFrame
     num_steps: int
-    num_following: int
+    following: Mapping[int, int]
+
+    @property
+    def num_following(self) -> int:
+        """Number of steps with a prompt that follow another step of their trajectory."""
+        return sum(self.following.values())
 
 
 def drift(frame: Frame, tokenizer: ChatTokenizer | PathLike | None = None) -> pl.LazyFrame:
@@ -152,7 +159,8 @@ def diagnose(table: pa.Table, tokenizer: ChatTokenizer | None = None) -> Diagnos
     has_prompt = tree.prompt > 0
     follows = has_prompt & (np.arange(table.num_rows) != tree.start)
     breaks = pl.DataFrame(rows, SCHEMA, orient="row")
-    return Diagnosis(breaks, int(has_prompt.sum()), int(follows.sum()))
+    following = Counter(table.column("step_index").filter(pa.array(follows)).to_pylist())
+    return Diagnosis(breaks, int(has_prompt.sum()), following)
 
 
 def _agents(table: pa.Table) -> list[str | None]:

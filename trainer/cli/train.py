@@ -168,8 +168,10 @@ def plot(
             raise click.UsageError("--metric applies to runs, not to datasets.")
         from rollout_io.cli.dataset import open_valid
         from trainer.reports.dataset_plot import plot_datasets
+        from trainer.reports.figures import check_image
 
         image = out or "dataset.png"
+        check_image(Path(image))
         workers = {path: workers_of(None, "local", path) for path in paths}
         for path, chosen in workers.items():
             open_valid(path, chosen)

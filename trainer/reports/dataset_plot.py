@@ -13,12 +13,10 @@ import polars as pl
 
 from pipelines.drift_diagnosis.report import Report
 from pipelines.drift_diagnosis.table import diagnose_dataset
-from pipelines.rewards import are_equal, dataset_outcome
-from pipelines.statistics.metrics import trajectories
+from pipelines.rewards import are_equal
 from pipelines.statistics.savings import Cost, dataset_savings
 from pipelines.statistics.summary import Summary, dataset_summary
 from rollout_io.dataset.parallel import Workers
-from rollout_io.dataset.reader import scan
 from schemas.errors import count
 from trainer.reports import figures
 
@@ -39,6 +37,7 @@ _CAUSE_COLORS = dict(
     )
 )
 _MAX_BINS, _MAX_TURNS, _MAX_NAMED = 30, 60, 16
+_BREAKS = "Steps that do not continue the step before"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +47,7 @@ class Picture:
     Attributes:
         name: Name of the dataset.
         summary: Its statistics.
-        num_following: Number of steps that follow another, by their index in the trajectory.
+        num_following: Number of steps that follow another, by step_index.
         breaks: Number of these that do not continue the step before them, by index and cause.
         costs: Cost of each layout.
     """
@@ -63,20 +62,13 @@ class Picture:
     def of(cls, path: str, name: str, workers: Workers) -> Picture:
         """Read a valid dataset; drift is diagnosed without a tokenizer."""
         summary = dataset_summary(path, workers=workers)
-        steps = trajectories(scan(path), dataset_outcome(path, None)).select(
-            num=pl.col("step_tokens").list.len()
-        )
-        lengths = steps.collect(engine="streaming")["num"].to_numpy()
-        following = {
-            turn: int((lengths > turn).sum()) for turn in range(1, int(lengths.max(initial=0)))
-        }
         report = Report.of(diagnose_dataset(path, workers=workers), limit=0)
         breaks = {
             (line["step_index"], line["cause"]): line["num_breaks"]
             for line in report.by("step_index", "cause")
         }
         costs = dataset_savings(path, workers=workers)
-        return cls(name, summary, following, breaks, costs)
+        return cls(name, summary, dict(sorted(report.following.items())), breaks, costs)
 
 
 def plot_datasets(
@@ -86,14 +78,9 @@ def plot_datasets(
 
     Args:
         datasets: Paths of valid datasets, and the workers that read each.
-        out: Image file; the format follows from the extension.
+        out: Image file that `figures.check_image` accepts; the format follows from the extension.
         max_row_tokens: Cut-off of training to mark in the lengths.
-
-    Raises:
-        ConfigError: If matplotlib does not support the format.
-        MissingExtra: If matplotlib is not installed.
     """
-    figures.check_image(out)
     names = figures.names_of(list(datasets))
     pictures = [
         Picture.of(path, name, workers)
@@ -152,6 +139,7 @@ def _draw_lengths(
         for number, values in enumerate(lengths):
             _draw_outline(axis, values, edges, figures.color(number))
         axis.yaxis.set_major_formatter(_percent())
+        axis.set_ylabel("share of rows", fontsize=9.5)
     if cut_off is not None:
         beyond = sum(int((values > cut_off).sum()) for values in lengths)
         detail = f"{beyond:,} of {count(len(known), 'row')} beyond max_row_tokens = {cut_off:,}"
@@ -171,13 +159,17 @@ def group_rewards(returns: pl.DataFrame) -> pl.DataFrame:
     """Return the mean, minimum and maximum return of each group, the best group first.
 
     Returns:
-        instance_id, mean, low, high, and is_equal: true if a group has two or more known returns
-        that are all equal, so that group baselines give no gradient. Groups without a known return
-        are left out.
+        instance_id, mean, low, high; is_equal: true if a group has two or more known returns that
+        are all equal, so that group baselines give no gradient; is_single: true if only one return
+        is known. Groups without a known return are left out.
     """
     known = pl.col("return").fill_nan(None)
     groups = returns.group_by("instance_id", maintain_order=True).agg(
-        mean=known.mean(), low=known.min(), high=known.max(), is_equal=are_equal(pl.col("return"))
+        mean=known.mean(),
+        low=known.min(),
+        high=known.max(),
+        is_equal=are_equal(pl.col("return")),
+        is_single=known.count() < 2,
     )
     return groups.drop_nulls("mean").sort("mean", descending=True, maintain_order=True)
 
@@ -188,12 +180,13 @@ def _draw_groups(axis: Any, returns: pl.DataFrame) -> None:
         _draw_nothing(axis, "Reward by group", "no trajectory has a reward")
         return
     places = np.arange(len(groups))
-    equal = groups["is_equal"].to_numpy()
+    num_equal, num_single = int(groups["is_equal"].sum()), int(groups["is_single"].sum())
+    varied = ~(groups["is_equal"] | groups["is_single"]).to_numpy()
     small = {"markersize": 6 if len(groups) <= 60 else 3, "linestyle": "none", "marker": "o"}
     low, high, mean = (groups[name].to_numpy() for name in ("low", "high", "mean"))
-    axis.vlines(places[~equal], low[~equal], high[~equal], color="C0", alpha=0.35, linewidth=2)
-    axis.plot(places[~equal], mean[~equal], color="C0", **small)
-    axis.plot(places[equal], mean[equal], color=figures.GREY, **small)
+    axis.vlines(places[varied], low[varied], high[varied], color="C0", alpha=0.35, linewidth=2)
+    axis.plot(places[varied], mean[varied], color="C0", **small)
+    axis.plot(places[~varied], mean[~varied], color=figures.GREY, **small)
     if len(groups) <= _MAX_NAMED:
         names = [figures.shortened(name, 16) for name in groups["instance_id"]]
         axis.set_xticks(places, names, rotation=45, ha="right", rotation_mode="anchor", fontsize=8)
@@ -201,7 +194,9 @@ def _draw_groups(axis: Any, returns: pl.DataFrame) -> None:
         axis.set_xlabel("groups, best first", fontsize=9.5)
         axis.xaxis.set_major_locator(_whole_numbers())
     axis.set_ylabel("return: mean, min to max", fontsize=9.5)
-    detail = f"{int((~equal).sum()):,} with different rewards, {int(equal.sum()):,} equal (grey)"
+    detail = f"{int(varied.sum()):,} with different rewards, {num_equal:,} equal (grey)"
+    if num_single:
+        detail += f", {num_single:,} with one known reward"
     figures.title(axis, "Reward by group", detail)
 
 
@@ -223,7 +218,7 @@ def _draw_profiles(axis: Any, returns: Sequence[pl.DataFrame]) -> None:
 
 def _draw_causes(axis: Any, picture: Picture) -> None:
     if not picture.num_following:
-        _draw_nothing(axis, "Drift by turn", "no step follows another")
+        _draw_nothing(axis, _BREAKS, "no step follows another")
         return
     last = max(picture.num_following)
     width = -(-last // _MAX_TURNS)
@@ -248,14 +243,13 @@ def _draw_causes(axis: Any, picture: Picture) -> None:
     axis.set_ylim(0, float(following.max()) * (1.35 if breaks else 1.1))
     axis.legend(loc="upper right", fontsize=8, ncols=3, frameon=False, handlelength=1)
     num = int(bottom.sum())
-    detail = f"{num:,} of {count(int(following.sum()), 'step')} do not continue the step before"
-    figures.title(axis, "Drift by turn", detail)
+    detail = f"{num:,} of {count(int(following.sum()), 'step')} following another, by cause"
+    figures.title(axis, _BREAKS, detail)
 
 
 def _draw_drift(axis: Any, pictures: Sequence[Picture]) -> None:
-    name = "Drift by turn"
     if not any(picture.num_following for picture in pictures):
-        _draw_nothing(axis, name, "no step follows another")
+        _draw_nothing(axis, _BREAKS, "no step follows another")
         return
     for number, picture in enumerate(pictures):
         shares = {
@@ -269,7 +263,8 @@ def _draw_drift(axis: Any, pictures: Sequence[Picture]) -> None:
     axis.xaxis.set_major_locator(_whole_numbers())
     axis.yaxis.set_major_formatter(_percent())
     axis.set_xlabel("step_index", fontsize=9.5)
-    figures.title(axis, name, "share of steps that do not continue the step before")
+    axis.set_ylabel("share of steps", fontsize=9.5)
+    figures.title(axis, _BREAKS, "share of the steps following another")
 
 
 def _binned(counts: Mapping[int, int], last: int, width: int) -> npt.NDArray[np.float64]:

@@ -1,10 +1,12 @@
 """`rollouts plot DS`: what is drawn are the numbers of the table."""
 
+import dataclasses
 import shutil
 from pathlib import Path
 from typing import Any
 
 import polars as pl
+import pyarrow as pa
 import pytest
 from PIL import Image
 
@@ -16,6 +18,7 @@ from rollout_io.cli.main import run
 from rollout_io.dataset.parallel import Workers
 from tests.helpers.table_helpers import write_example
 from trainer.reports.dataset_plot import LAYOUTS, Picture, dataset_figure, group_rewards
+from trainer.reports.figures import GREY
 
 
 @pytest.fixture(scope="module")
@@ -152,6 +155,50 @@ def test_a_dataset_without_rewards_is_drawn(shop_dataset: Path, tmp_path: Path) 
     assert not axis.lines
 
 
+def test_steps_without_a_prompt_are_counted_as_drift_counts_them(tmp_path: Path) -> None:
+    rows = pa.table(
+        {
+            "instance_id": ["a"] * 4,
+            "repetition_id": pa.array([0] * 4, pa.int32()),
+            "trajectory_id": ["a_0"] * 4,
+            "step_index": pa.array([0, 1, 2, 3], pa.int32()),
+            "is_last_step": [False, False, False, True],
+            "prompt_token_ids": pa.array([[1, 2], [], [1, 2, 3, 9], []], pa.list_(pa.int32())),
+            "response_ids": pa.array([[3], [], [4], []], pa.list_(pa.int32())),
+            "loss_mask": pa.array([[True], [], [True], []], pa.list_(pa.bool_())),
+            "token_source": ["engine"] * 4,
+            "error": ["timeout"] * 4,
+        }
+    )
+    path = tmp_path / "failed"
+    with rollout_io.RolloutWriter(path) as writer:
+        writer.write(rows)
+    picture = Picture.of(str(path), "failed", Workers())
+    report = Report.of(diagnose_dataset(path))
+    assert picture.num_following == {2: 1}
+    assert (report.num_following, report.num_breaks) == (1, 1)
+    [*_, drift, _] = dataset_figure([picture]).axes
+    assert "1 of 1 step following another, by cause" in [t.get_text() for t in drift.texts]
+
+
+def test_every_panel_of_several_datasets_says_what_it_shows(shop: Picture) -> None:
+    other = dataclasses.replace(shop, name="other")
+    one, both = (dataset_figure(found, 400).axes for found in ([shop], [shop, other]))
+    assert [axis.get_ylabel() for axis in both[:3]] == ["share of rows"] * 3
+    breaks = "Steps that do not continue the step before"
+    assert {axes[4].get_title(loc="left") for axes in (one, both)} == {breaks}
+    assert both[4].get_ylabel() == "share of steps"
+
+
+def test_an_unknown_image_format_is_refused_before_datasets_are_checked(
+    shop_dataset: Path, tmp_path: Path, capfd: Any
+) -> None:
+    broken = shutil.copytree(shop_dataset, tmp_path / "broken")
+    next(broken.glob("*.parquet")).write_bytes(b"no table")
+    assert run(["plot", str(broken), "--out", str(tmp_path / "image.foo")]) == 1
+    assert "found extension '.foo'" in capfd.readouterr().err
+
+
 def test_one_trajectory_of_one_step_is_drawn(tmp_path: Path) -> None:
     write_example(tmp_path)
     first = rollout_io.scan(tmp_path / "ds").collect().head(1).with_columns(is_last_step=True)
@@ -165,15 +212,32 @@ def test_one_trajectory_of_one_step_is_drawn(tmp_path: Path) -> None:
 def test_groups_of_unknown_rewards_are_left_out() -> None:
     returns = pl.DataFrame(
         {
-            "instance_id": ["a", "a", "b", "c", "c"],
-            "return": [0.0, 1.0, None, 0.5, None],
-            "error": [None, None, "gone", None, "gone"],
+            "instance_id": ["a", "a", "b", "c", "c", "d", "d"],
+            "return": [0.0, 1.0, None, 0.5, None, 0.2, 0.2],
+            "error": [None, None, "gone", None, "gone", None, None],
         }
     )
     assert group_rewards(returns).rows() == [
-        ("a", 0.5, 0.0, 1.0, False),
-        ("c", 0.5, 0.5, 0.5, False),
+        ("a", 0.5, 0.0, 1.0, False, False),
+        ("c", 0.5, 0.5, 0.5, False, True),
+        ("d", 0.2, 0.2, 0.2, True, False),
     ]
+
+
+def test_a_group_with_one_known_reward_is_grey_and_counted(shop: Picture) -> None:
+    groups, values = ["a", "b", "b", "c", "c"], [1.0, 0.0, 1.0, None, 0.5]
+    returns = pl.DataFrame(
+        {"instance_id": groups, "return": values, "error": [None] * 5},
+        {"instance_id": pl.String, "return": pl.Float64, "error": pl.String},
+    )
+    summary = dataclasses.replace(shop.summary, returns=returns)
+    axis = dataset_figure([dataclasses.replace(shop, summary=summary)]).axes[3]
+    detail = "1 with different rewards, 0 equal (grey), 2 with one known reward"
+    assert detail in [text.get_text() for text in axis.texts]
+    names = [label.get_text() for label in axis.get_xticklabels()]
+    drawn = {line.get_color(): {names[int(x)] for x in line.get_xdata()} for line in axis.lines}
+    assert drawn == {"C0": {"b"}, GREY: {"a", "c"}}
+    assert len(axis.collections[0].get_segments()) == 1
 
 
 def test_the_verb_draws_a_dataset_or_runs_but_not_both(
