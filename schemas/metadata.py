@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -28,6 +28,13 @@ DIGEST, PLACE = b"rollout_io.digest", b"rollout_io.place"
 """Keys of a shard's digest and place in its dataset: see `rollout_io.dataset.footer`."""
 CONVERSION = b"rollout_io.conversion"
 """Key of the record that identifies a conversion: see `rollout_io.conversion.finished`."""
+_OF_ROWS = (
+    "tokenizer_fingerprint",
+    "logprobs_mode",
+    "vocab_size",
+    "tokenizer",
+    "chat_template_fingerprint",
+)
 _LISTS = frozenset({"models", "made_by"})
 
 
@@ -91,6 +98,37 @@ class DatasetMetadata:
         if outcome not in get_args(Outcome):
             raise _unreadable("outcome", outcome, "last or sum")
         return cls(**values)
+
+
+def common(found: Mapping[str, DatasetMetadata], refused: Collection[str]) -> DatasetMetadata:
+    """Combine metadata: a field that describes rows is unknown if it differs or is unknown in one.
+
+    The history and the outcome are those of the first.
+
+    Args:
+        found: Metadata by path; at least one.
+        refused: Fields in which known values must agree.
+
+    Raises:
+        InputError: `file_metadata`.
+    """
+    first = next(iter(found.values()))
+    for name in _OF_ROWS:
+        said = {path: getattr(metadata, name) for path, metadata in found.items()}
+        known = [path for path, value in said.items() if value is not None]
+        differs = [path for path in known if said[path] != said[known[0]]]
+        if differs and name in refused:
+            raise contradictory(f"{known[0]} and {differs[0]}", name)
+        if differs or len(known) < len(said):
+            first = first.replace(**{name: None})
+    models = {name for metadata in found.values() for name in metadata.models}
+    return first.replace(models=tuple(sorted(models)))
+
+
+def contradictory(where: str, name: str) -> InputError:
+    """Return the error for datasets that differ in a field of their metadata."""
+    hint = "convert one of them again with the settings of the other"
+    return InputError("file_metadata", where, f"the datasets differ in {name}", hint=hint)
 
 
 def is_ours(keys: Iterable[bytes]) -> bool:

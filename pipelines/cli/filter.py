@@ -25,15 +25,6 @@ EXAMPLES = example(
     "\n  rollouts filter shop/ --where \"reward > 0 AND agent = 'main'\" --out wins/"
     "\n  rollouts filter math/ --mix code/ --share 0.7 --share 0.3 --out mixed/"
 )
-SAID_OF_A_MIXTURE = {
-    "tokenizer_fingerprint": True,
-    "logprobs_mode": True,
-    "vocab_size": False,
-    "tokenizer": False,
-    "chat_template_fingerprint": False,
-}
-"""Metadata fields that describe rows; true: datasets that differ in the field cannot be mixed."""
-
 WHOLE = click.IntRange(min=0)
 
 
@@ -326,22 +317,13 @@ def _write(frame: pl.LazyFrame, out: str, sources: Sequence[_Source], choices: _
 
 def _common(found: dict[str, DatasetMetadata], outcome: Outcome | None) -> DatasetMetadata:
     """Combine metadata: unknown where datasets differ, an error where they must agree."""
+    from schemas.metadata import common
+
     returns = {path: outcome or metadata.outcome or "last" for path, metadata in found.items()}
     if len(set(returns.values())) > 1:
         got = ", ".join(f"outcome {value} in {path}" for path, value in returns.items())
         hint = "pass --outcome sum or --outcome last for all datasets"
         message = f"--mix: the datasets define returns differently: {got}"
         raise InputError("file_metadata", "--mix", got, hint=hint, message=message)
-    first = next(iter(found.values()))
-    for name, refused in SAID_OF_A_MIXTURE.items():
-        said = {path: getattr(metadata, name) for path, metadata in found.items()}
-        known = [path for path, value in said.items() if value is not None]
-        differs = [path for path in known if said[path] != said[known[0]]]
-        if differs and refused:
-            where, got = f"{known[0]} and {differs[0]}", f"the datasets differ in {name}"
-            hint = "convert one of them again with the settings of the other"
-            raise InputError("file_metadata", where, got, hint=hint)
-        if differs or len(known) < len(said):
-            first = first.replace(**{name: None})
-    models = {name for metadata in found.values() for name in metadata.models}
-    return first.replace(models=tuple(sorted(models)), outcome=outcome or first.outcome)
+    made = common(found, {"tokenizer_fingerprint", "logprobs_mode"})
+    return made.replace(outcome=outcome or made.outcome)

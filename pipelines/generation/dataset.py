@@ -26,8 +26,10 @@ def missing_tasks(tasks: Sequence[Task], config: GenerateConfig) -> list[Task]:
     Raises:
         ConfigError: resume if `config.out` is not a generated dataset, or was generated with
             settings that lead to different trajectories.
+        InputError: out_is_free if `config.out` is a partitioned dataset.
     """
     location = Location.of(config.out)
+    location.refuse_partitions()
     if not location.fs.exists(location.path) or not location.shards():
         return list(tasks)
     _check_same(config)

@@ -52,8 +52,13 @@ class Shards:
         self._settings = _settings(metadata.made(VERB), tokenizer)
 
     def trajectory_ids(self) -> set[str]:
-        """Return the trajectory ids that the dataset holds."""
+        """Return the trajectory ids that the dataset holds.
+
+        Raises:
+            InputError: out_is_free: the dataset is partitioned, so shards cannot be added.
+        """
         location = Location.of(self._out)
+        location.refuse_partitions()
         if not location.fs.exists(location.path) or not location.shards():
             return set()
         ids = scan(self._out).select("trajectory_id").unique().collect()

@@ -8,7 +8,7 @@ from urllib.parse import unquote
 
 import pyarrow as pa
 
-from rollout_io.dataset.storage import Location
+from rollout_io.dataset.storage import PARTITION_HINT, Location
 from schemas.columns import COLUMN_BY_NAME
 from schemas.errors import InvariantError
 
@@ -112,5 +112,4 @@ def _value(shard: Location, name: str, text: str | None, kind: pa.DataType) -> p
 
 
 def _refused(shard: Location, got: str) -> InvariantError:
-    hint = "name the directories COLUMN=VALUE, with the same columns everywhere"
-    return InvariantError("columns_and_types", shard.path, got, "", hint)
+    return InvariantError("columns_and_types", shard.path, got, "", PARTITION_HINT)

@@ -27,7 +27,15 @@ from schemas.checker import DECODE_COLUMNS, check_references, misnamed_columns, 
 from schemas.columns import COLUMN_BY_NAME, PREFIX_FIELDS
 from schemas.errors import ConfigError, InputError, InvariantError
 from schemas.extras import requires_extra
-from schemas.metadata import DatasetMetadata, Layout, layout_of, upgrade, version_of
+from schemas.metadata import (
+    DatasetMetadata,
+    Layout,
+    common,
+    contradictory,
+    layout_of,
+    upgrade,
+    version_of,
+)
 from schemas.numpy_arrays import empty_table
 from schemas.types import PREFIX_TYPES, plain_table
 
@@ -111,8 +119,15 @@ def read(path: PathLike, columns: Sequence[str] | None = None) -> pa.Table:
 
 
 def read_metadata(path: PathLike) -> DatasetMetadata:
-    """Return the metadata of a dataset, from its first shard."""
-    return DatasetMetadata.decode(_Shard.open(find_shards(path)[0]).pairs)
+    """Return the metadata of a dataset, from its first shard, or from all if it is partitioned.
+
+    Raises:
+        InputError: `file_metadata`: the metadata of partitions contradict each other.
+    """
+    found = find_shards(path)
+    if found[0].root is not None:
+        return _common_metadata([_Shard.open(location) for location in found])
+    return DatasetMetadata.decode(_Shard.open(found[0]).pairs)
 
 
 def footers(path: PathLike) -> list[dict[bytes, bytes]]:
@@ -250,13 +265,15 @@ def _open_shards(path: PathLike) -> list[_Shard]:
     """Open all shards of a dataset; those of each directory must be complete.
 
     Raises:
-        InputError: There is no dataset; `readable_file`; `shards_complete`.
+        InputError: There is no dataset; `readable_file`; `shards_complete`; `file_metadata`.
     """
     found = find_shards(path)
     shards = [
         _Shard.open(location, values)
         for location, values in zip(found, partition_values(found), strict=True)
     ]
+    if found[0].root is not None:
+        _common_metadata(shards)
     if Location.of(path).fs.isdir(Location.of(path).path):
         for folder, group in groupby(shards, lambda shard: posixpath.dirname(shard.location.path)):
             inside = list(group)
@@ -264,6 +281,16 @@ def _open_shards(path: PathLike) -> list[_Shard]:
             where = os.fspath(path) if inside[0].location.root is None else folder
             refuse_incomplete(where, [Place.decode(shard.pairs) for shard in inside], names)
     return shards
+
+
+def _common_metadata(shards: Sequence[_Shard]) -> DatasetMetadata:
+    """Combine the metadata of partitions, which must agree on what the rows are."""
+    found = {s.location.path: DatasetMetadata.decode(s.pairs) for s in shards}
+    returns = {path: metadata.outcome or "last" for path, metadata in found.items()}
+    first = next(iter(returns))
+    if differs := [path for path in returns if returns[path] != returns[first]]:
+        raise contradictory(f"{first} and {differs[0]}", "outcome")
+    return common(found, {"tokenizer_fingerprint", "logprobs_mode", "vocab_size"})
 
 
 def upgraded(table: pa.Table, pairs: dict[bytes, bytes]) -> pa.Table:

@@ -14,13 +14,14 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from rollout_io.dataset.atomic_files import settle
-from schemas.errors import InputError, count
+from schemas.errors import InputError, InvariantError, count
 
 SHARD_PREFIX = "part-"
 SHARD_SUFFIX = ".parquet"
 _EXTRAS = {"https": "http", "gs": "gcs"}  # extras of fsspec by protocol
 _ROOT_MARK = "/./"  # as in rsync: the directories after it are those of the dataset
 _PARTITION = re.compile(r"[^._=][^=]*=.*")
+PARTITION_HINT = "name the directories COLUMN=VALUE, with the same columns everywhere"
 STAGING = ".converting"  # directory of an unfinished conversion; readers skip hidden names
 
 
@@ -74,6 +75,15 @@ class Location:
         inner = [Location(self.fs, p) for p in sorted(names) if _is_partition(p)]
         return [path for folder in inner for path in (*folder.shards(), *folder.partitions())]
 
+    def refuse_partitions(self) -> None:
+        """Raise an error if this directory holds a partitioned dataset: nothing is added to one.
+
+        Raises:
+            InputError: `out_is_free`.
+        """
+        if self.fs.exists(self.path) and (found := self.partitions()):
+            raise occupied(self.path, len(found))
+
     def datasets(self) -> list[str]:
         """Return the shard paths of the dataset in this directory, partitioned or not."""
         return self.shards() or self.partitions()
@@ -112,6 +122,8 @@ def find_shards(path: str | os.PathLike[str]) -> list[Location]:
 
     Raises:
         InputError: No file was found.
+        InvariantError: `columns_and_types`: only some of the files are in directories named
+            `COLUMN=VALUE`.
     """
     root, mark, inner = os.fspath(path).rpartition(_ROOT_MARK)
     if mark and _is_partition(inner.partition("/")[0]):
@@ -119,13 +131,19 @@ def find_shards(path: str | os.PathLike[str]) -> list[Location]:
         return [Location(top.fs, top.join(inner).path, top.path)]
     location = Location.of(path)
     if location.fs.isdir(location.path):
-        paths = location.shards()
-        if not paths and (partitioned := location.partitions()):
+        if partitioned := location.partitions():
+            _refuse_unpartitioned(location)
             return [Location(location.fs, p, location.path) for p in partitioned]
+        paths = location.shards()
     elif location.fs.exists(location.path):
         paths = [location.path]
     else:
         found = [Location(location.fs, p) for p in sorted(location.fs.glob(location.path))]
+        for folder in found:
+            if folder.partitions():
+                hint = "pass its directory, or a pattern of its files"
+                got = "a pattern cannot match a partitioned dataset"
+                raise InvariantError("columns_and_types", folder.path, got, "", hint)
         paths = [p for f in found for p in (f.shards() if f.fs.isdir(f.path) else [f.path])]
     if not paths:
         hint = "check the path, or create a dataset with `rollouts convert` or `rollouts generate`"
@@ -135,6 +153,19 @@ def find_shards(path: str | os.PathLike[str]) -> list[Location]:
         got = "the directory contains no .parquet files" if is_there else "the path does not exist"
         raise InputError("dataset_exists", os.fspath(path), got, "", hint)
     return [Location(location.fs, p) for p in paths]
+
+
+def _refuse_unpartitioned(root: Location) -> None:
+    """Raise an error if a shard is beside the partitions of a dataset, or deeper than these."""
+    deeper = [path.removeprefix(root.path).lstrip("/") for path in root.fs.find(root.path)]
+    for name in [*map(posixpath.basename, root.shards()), *deeper]:
+        *folders, file = name.split("/")
+        is_hidden = any(part.startswith((".", "_")) for part in (*folders, file))
+        if is_hidden or not file.endswith(SHARD_SUFFIX):
+            continue
+        if not folders or not all(map(_is_partition, folders)):
+            got = f"{name} is not in directories named COLUMN=VALUE, but other files are"
+            raise InvariantError("columns_and_types", root.path, got, "", PARTITION_HINT)
 
 
 def occupied(where: str, num_shards: int) -> InputError:

@@ -58,7 +58,8 @@ class RolloutWriter:
         footer: Key-value pairs for the footer of the last shard; may be set until `close`.
 
     Raises:
-        InputError: The path already holds a dataset, and `append` is false.
+        InputError: The path already holds a dataset, and `append` is false or the dataset is
+            partitioned (`rollout_io.dataset.partitions`).
         ValidationError: From `write` or `close`; everything written is removed.
 
     Example:
@@ -107,7 +108,8 @@ class RolloutWriter:
             got, hint = "a file with that name exists", "choose a different --out"
             message = f"cannot create {self._where}: {got}"
             raise InputError("out_is_free", self._where, got, "", hint, message=message)
-        if not append and (found := shards or location.partitions()):
+        # Readers see either shards or partitions, so neither is added to the other.
+        if found := location.partitions() if append else location.datasets():
             raise occupied(self._where, len(found))
         return shards
 

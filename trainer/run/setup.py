@@ -163,7 +163,7 @@ def refuse_existing_run(out: Path) -> None:
     Raises:
         InputError: existing_run, out_is_free.
     """
-    if out.is_dir() and (shards := Location.of(out).shards()):
+    if out.is_dir() and (shards := Location.of(out).datasets()):
         raise occupied(str(out), len(shards))
     for name in ("config.json", "metrics.jsonl", "checkpoints"):
         if (out / name).exists():

@@ -1,5 +1,6 @@
 """Directories named COLUMN=VALUE are columns of a dataset, for every verb."""
 
+import re
 import shutil
 
 import polars as pl
@@ -9,6 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 
 import rollout_io
+from pipelines.generation.config import GenerateConfig
+from pipelines.generation.dataset import missing_tasks
+from pipelines.record.shards import Shards
 from rollout_io import convert
 from rollout_io.cli.main import run
 from rollout_io.dataset.checking import require_valid
@@ -16,8 +20,10 @@ from rollout_io.dataset.parallel import Workers
 from rollout_io.dataset.reader import pieces
 from rollout_io.dataset.rewriting import rewrite
 from schemas.errors import InvariantError, RolloutError
+from schemas.metadata import DatasetMetadata
 from tests.helpers.conversion_helpers import SHOP
 from tests.helpers.table_helpers import STEPS
+from trainer.run.setup import refuse_existing_run
 
 
 def steps(instance, **columns):
@@ -197,4 +203,79 @@ def test_a_partitioned_dataset_is_never_written_into(dataset, capsys):
     with pytest.raises(RolloutError) as caught:
         convert(SHOP, dataset)
     assert caught.value.rule == "out_is_free"
+    with pytest.raises(RolloutError, match="out_is_free"):
+        rollout_io.RolloutWriter(dataset, append=True)
     assert sorted(dataset.rglob("*")) == before
+
+
+def test_generate_record_and_train_refuse_a_partitioned_dataset(dataset):
+    tasks = []
+    config = GenerateConfig(model="m", tasks="t", out=str(dataset))
+    for refuses in (
+        lambda: missing_tasks(tasks, config),
+        Shards(dataset, DatasetMetadata()).trajectory_ids,
+        lambda: refuse_existing_run(dataset),
+    ):
+        with pytest.raises(RolloutError, match="out_is_free"):
+            refuses()
+
+
+@pytest.mark.parametrize("stray", ["", "other", "run=a/sub", "other/run=c"])
+def test_files_outside_of_partitions_are_refused(stray, dataset, tmp_path):
+    write(tmp_path / "flat", "c")
+    (dataset / stray).mkdir(parents=True, exist_ok=True)
+    shutil.copy(next((tmp_path / "flat").iterdir()), dataset / stray / "x.parquet")
+    with pytest.raises(InvariantError) as caught:
+        rollout_io.read(dataset)
+    assert caught.value.rule == "columns_and_types"
+    name = f"{stray}/x.parquet".lstrip("/")
+    assert f"{name} is not in directories named COLUMN=VALUE" in str(caught.value)
+
+
+def test_hidden_files_are_no_part_of_a_partitioned_dataset(dataset):
+    (dataset / "_delta_log").mkdir()
+    shutil.copy(next((dataset / "run=a").iterdir()), dataset / "_delta_log" / "1.parquet")
+    assert values(dataset, "run") == ["a", "a", "b", "b"]
+
+
+def test_a_pattern_that_matches_a_partitioned_dataset_is_refused(dataset):
+    write(dataset.parent / "DS2", "c")
+    with pytest.raises(InvariantError, match="DS: a pattern cannot match a partitioned dataset"):
+        rollout_io.read(dataset.parent / "DS*")
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("tokenizer_fingerprint", ("x", "y")),
+        ("vocab_size", (100, 200)),
+        ("logprobs_mode", ("raw", "processed")),
+        ("outcome", (None, "sum")),
+    ],
+)
+def test_partitions_with_contradictory_metadata_are_refused(name, values, tmp_path):
+    for run_name, value in zip("ab", values, strict=True):
+        metadata = DatasetMetadata(**{name: value})
+        folder = tmp_path / "DS" / f"run={run_name}"
+        with rollout_io.RolloutWriter(folder, metadata=metadata) as writer:
+            writer.write(steps(run_name))
+    for reads in (rollout_io.read_metadata, rollout_io.scan, require_valid):
+        with pytest.raises(RolloutError) as caught:
+            reads(tmp_path / "DS")
+        assert caught.value.rule == "file_metadata"
+        assert re.search(
+            rf"run=a/.* and .*run=b/.*: the datasets differ in {name}\.", str(caught.value)
+        )
+
+
+def test_metadata_of_partitions_are_combined(tmp_path):
+    both = [
+        DatasetMetadata(models=("m",), logprobs_mode="raw", vocab_size=100),
+        DatasetMetadata(models=("n",), outcome="last", vocab_size=100),
+    ]
+    for name, metadata in zip("ab", both, strict=True):
+        folder = tmp_path / "DS" / f"run={name}"
+        with rollout_io.RolloutWriter(folder, metadata=metadata.made(name)) as writer:
+            writer.write(steps(name))
+    found = rollout_io.read_metadata(tmp_path / "DS")
+    assert (found.models, found.logprobs_mode, found.vocab_size) == (("m", "n"), None, 100)
