@@ -88,7 +88,9 @@ A directory of directories named `COLUMN=VALUE` (Hive partitions, such as `DS/ru
 too: every verb reads `run` as a column, and writes it as an ordinary column. Its values are integers if all of them are,
 without leading zeros, and else strings; a column of the table above has its own type. A file that has the column itself
 must have the directory's value in all rows. Only directories below the path that you pass are columns, and a pattern
-has none. Trajectories must be unique across the directories.
+has none. Trajectories must be unique across the directories, and the directories must agree on `tokenizer_fingerprint`,
+`vocab_size`, `logprobs_mode` and `outcome` where these are known. All files must be in such directories, with the same
+columns everywhere; nothing is appended to a partitioned dataset except inside one of its directories.
 
 Every verb checks all shards of its input against the invariants below before it trains or publishes anything. The check
 cannot be skipped.

@@ -516,7 +516,8 @@ known_format: The format is unknown, the content matches no format or several fo
 loss_reduction: The custom loss reduction cannot be imported, has the wrong parameters, or returned
     weights of the wrong shape, type or values.
     Return one finite weight per target, from a function with the parameters in docs/algorithms.md.
-out_is_free: The output path already exists, or a different process is writing to it.
+out_is_free: The output path already exists, is inside the input dataset, or a different process is
+    writing to it.
     Choose a different `--out`, remove the old output, or wait for the other process.
 policy_loss_type: The custom policy loss cannot be imported, has the wrong parameters, or returned
     losses or metrics of the wrong shape, type or values.

@@ -37,7 +37,7 @@ def filled(column: pa.Array | pa.ChunkedArray, value: float) -> npt.NDArray[Any]
 def to_arrow(
     values: npt.NDArray[Any], kind: pa.DataType | None = None, mask: npt.NDArray[Any] | None = None
 ) -> pa.Array:
-    """Convert numbers or booleans like `pa.array`; numbers are not copied.
+    """Convert numbers or booleans like `pa.array`; numbers in native byte order are not copied.
 
     Args:
         values: One-dimensional.
@@ -47,6 +47,7 @@ def to_arrow(
     Raises:
         pa.ArrowInvalid: A value does not fit the type.
     """
+    values = values.astype(values.dtype.newbyteorder("="), copy=False)
     validity = None if mask is None else pa.py_buffer(np.packbits(~mask, bitorder="little"))
     is_bool = values.dtype == np.bool_
     data = np.packbits(values, bitorder="little") if is_bool else np.ascontiguousarray(values)

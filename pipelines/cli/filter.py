@@ -97,6 +97,8 @@ def filter_(dataset: str, out: str | None, *, dry_run: bool, as_json: bool, **op
     """
     choices = _Choices(**options)
     _check_usage(out, choices, dry_run=dry_run)
+    if out is not None:
+        _refuse_inside(out, (dataset, *choices.mix))
     sources = [_Source.decide(path, choices) for path in (dataset, *choices.mix)]
     frame, mixture = _combined(sources, choices)
     if not dry_run:
@@ -216,6 +218,13 @@ def _check_usage(out: str | None, choices: _Choices, *, dry_run: bool) -> None:
             "--max-tokens N, --sample-groups N; or --mask-overlong, or --mix DS3"
         )
         raise HintedUsageError("no filter is given", hint)
+
+
+def _refuse_inside(out: str, datasets: Sequence[str]) -> None:
+    from rollout_io.dataset.storage import refuse_inside
+
+    for dataset in datasets:
+        refuse_inside(out, dataset)
 
 
 def _filters(choices: _Choices) -> list[Filter]:

@@ -24,7 +24,7 @@ def partition_values(shards: Sequence[Location]) -> list[dict[str, pa.Scalar]]:
 
     Raises:
         InvariantError: `columns_and_types`: the directories of two shards name different columns,
-            or a value does not fit its column.
+            a value does not fit its column, or a name is not UTF-8.
 
     Example:
         `DS/run=7/part-00000.parquet` and `DS/run=8/part-00000.parquet`:
@@ -80,11 +80,19 @@ def _holds_only(column: pa.ChunkedArray, value: pa.Scalar) -> bool:
 def _texts(shard: Location) -> dict[str, str | None]:
     """Return the keys and values in the path of a shard below its root."""
     folders = [] if shard.root is None else shard.path.removeprefix(shard.root).split("/")[1:-1]
-    pairs = [tuple(map(unquote, folder.split("=", 1))) for folder in folders]
+    pairs = [tuple(_decoded(shard, text) for text in folder.split("=", 1)) for folder in folders]
     texts = {name: None if text == _NULL else text for name, text in pairs}
     if len(texts) < len(pairs):
         raise _refused(shard, f"the directories name a column twice: {', '.join(folders)}")
     return texts
+
+
+def _decoded(shard: Location, text: str) -> str:
+    try:
+        text.encode()
+        return unquote(text, errors="strict")
+    except UnicodeError:
+        raise _refused(shard, f"the directory name {text!a} is not UTF-8") from None
 
 
 def _refuse_other_names(shard: Location, names: list[str], expected: list[str]) -> None:

@@ -25,7 +25,7 @@ from rollout_io.dataset.footer import Part
 from rollout_io.dataset.opening import digest_of
 from rollout_io.dataset.parallel import Workers
 from rollout_io.dataset.reader import pieces, read_layout
-from rollout_io.dataset.storage import Location, find_shards, occupied
+from rollout_io.dataset.storage import Location, find_shards, occupied, refuse_inside
 from rollout_io.dataset.writer import RolloutWriter
 from schemas.checker import Checker, ValidationError
 from schemas.metadata import DatasetMetadata, Layout
@@ -78,8 +78,9 @@ def rewrite(
 
     Raises:
         ValidationError: The dataset breaks a named invariant; nothing is written.
-        InputError: `out_is_free`: `out` already holds a dataset.
+        InputError: `out_is_free`: `out` already holds a dataset, or is inside `dataset`.
     """
+    refuse_inside(out, dataset)
     staging, workers = Staging(out), workers or Workers()
     report = progress or (lambda _num_rows: None)
     layout = layout or read_layout(dataset)

@@ -126,7 +126,8 @@ def find_shards(path: str | os.PathLike[str]) -> list[Location]:
             `COLUMN=VALUE`.
     """
     root, mark, inner = os.fspath(path).rpartition(_ROOT_MARK)
-    if mark and _is_partition(inner.partition("/")[0]):
+    folders, _, file = inner.rpartition("/")
+    if mark and _is_partition(folders.partition("/")[0]) and file.endswith(SHARD_SUFFIX):
         top = Location.of(root)
         return [Location(top.fs, top.join(inner).path, top.path)]
     location = Location.of(path)
@@ -173,6 +174,20 @@ def occupied(where: str, num_shards: int) -> InputError:
     got = f"the directory already contains a dataset ({count(num_shards, 'shard')})"
     hint = "choose a different --out, or remove the old dataset"
     return InputError("out_is_free", where, got, "", hint)
+
+
+def refuse_inside(out: str | os.PathLike[str], dataset: str | os.PathLike[str]) -> None:
+    """Raise an error if `out` is below the directory `dataset`, whose readers would find its files.
+
+    Raises:
+        InputError: `out_is_free`.
+    """
+    target, source = (
+        os.path.realpath(p.path) if p.is_local else p.path for p in map(Location.of, (out, dataset))
+    )
+    if target.startswith(source.rstrip("/") + "/"):
+        got = f"the output path is inside the input dataset {os.fspath(dataset)}"
+        raise InputError("out_is_free", os.fspath(out), got, "", "choose an --out outside of it")
 
 
 def temporary(final: Location) -> Location:

@@ -13,6 +13,7 @@ from typing import Self
 import pyarrow as pa
 
 from rollout_io.dataset.reader import read_metadata
+from rollout_io.dataset.storage import refuse_inside
 from rollout_io.dataset.writer import SHARD_BYTES
 from rollout_io.formats.exporting.card import Statistics, card
 from rollout_io.formats.exporting.export_files import ParquetFile, new_export, without_maps
@@ -33,11 +34,12 @@ def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exporte
 
     Raises:
         ValidationError: The dataset breaks an invariant.
-        RolloutError: `out` exists, or the dataset has no rows.
+        RolloutError: `out` exists or is inside the dataset, or the dataset has no rows.
     """
     del failed
     statistics, schema = Statistics(), pa.schema([])
     metadata = read_metadata(dataset)
+    refuse_inside(out, dataset)
     with new_export(out) as folder:
         folder.mkdir()
         (folder / "data").mkdir()

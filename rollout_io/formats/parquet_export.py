@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from rollout_io.dataset.reader import iter_tables, read_metadata
+from rollout_io.dataset.reader import iter_tables, read_metadata, shard_sizes
 from rollout_io.dataset.rewriting import rewrite
 from rollout_io.formats.exporting.export_files import refuse_taken
 from rollout_io.formats.exporting.export_rows import Exported, Failed, PathLike
@@ -30,12 +30,15 @@ def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exporte
 
     Raises:
         ValidationError: The dataset breaks an invariant.
-        RolloutError: `out_is_free`: `out` is a file, or already holds a dataset.
+        RolloutError: `out_is_free`: `out` is a file, already holds a dataset, or is inside `dataset`;
+            `some_rows`: the dataset has no rows.
     """
     del failed
     if Path(out).is_file():
         refuse_taken(out)
     schema = next(iter(iter_tables(dataset))).schema
+    if not any(shard_sizes(dataset).values()):
+        Exported().close(dataset)
     source, target = os.fspath(dataset), os.fspath(out)
     complete = partial(_with_all_columns, schema)
     counts = rewrite(source, target, complete, read_metadata(dataset), layout="full")

@@ -65,3 +65,8 @@ def test_strided_arrays_keep_their_values():
 def test_an_empty_table_has_the_schema():
     schema = pa.schema([pa.field("a", pa.list_(pa.int32()), False)], {"k": "v"})
     assert empty_table(schema).schema.equals(schema, check_metadata=True)
+
+
+def test_numbers_in_another_byte_order_are_converted():
+    assert to_arrow(np.array([1, 2], ">i4")).to_pylist() == [1, 2]
+    assert to_arrow(np.array([0.5], ">f8"), pa.float32()).to_pylist() == [0.5]

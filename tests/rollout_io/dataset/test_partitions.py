@@ -1,5 +1,6 @@
 """Directories named COLUMN=VALUE are columns of a dataset, for every verb."""
 
+import os
 import re
 import shutil
 
@@ -279,3 +280,46 @@ def test_metadata_of_partitions_are_combined(tmp_path):
             writer.write(steps(name))
     found = rollout_io.read_metadata(tmp_path / "DS")
     assert (found.models, found.logprobs_mode, found.vocab_size) == (("m", "n"), None, 100)
+
+
+@pytest.mark.parametrize("name", ["%FF", os.fsdecode(b"\xff")])
+def test_names_of_directories_that_are_not_utf_8_are_refused(name, dataset, capsys):
+    shutil.move(dataset / "run=b", dataset / f"run={name}")
+    with pytest.raises(InvariantError, match=r"the directory name .* is not UTF-8") as caught:
+        rollout_io.read(dataset)
+    assert caught.value.rule == "columns_and_types"
+    assert run(["validate", str(dataset)]) == 1
+    assert "[columns_and_types]" in capsys.readouterr().err
+
+
+def test_a_dot_in_a_path_is_no_mark_of_a_partition(dataset, tmp_path):
+    out = f"{tmp_path}/./run=z"
+    assert run(["filter", str(dataset), "--where", "run = 'b'", "--out", out]) == 0
+    assert values(out, "run") == ["b", "b"]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["filter", "--where", "run = 'b'"],
+        ["merge"],
+        ["export", "--format", "hf"],
+        ["export", "--format", "parquet"],
+    ],
+)
+def test_no_output_is_written_inside_the_input(command, dataset, capsys):
+    verb, *options = command
+    before = sorted(dataset.rglob("*"))
+    assert run([verb, str(dataset), *options, "--out", str(dataset / "run=c")]) == 1
+    assert "inside the input dataset" in capsys.readouterr().err
+    assert sorted(dataset.rglob("*")) == before
+
+
+@pytest.mark.parametrize("name", ["hf", "parquet"])
+def test_a_dataset_without_rows_is_not_exported(name, tmp_path, capsys):
+    with rollout_io.RolloutWriter(tmp_path / "DS") as writer:
+        writer.write(pa.table(STEPS).slice(0, 0))
+    out = tmp_path / "out"
+    assert run(["export", str(tmp_path / "DS"), "--format", name, "--out", str(out)]) == 1
+    assert "[some_rows]" in capsys.readouterr().err
+    assert not out.exists()
