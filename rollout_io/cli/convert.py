@@ -229,7 +229,8 @@ def _found(done: Conversion) -> str:
 def _num_bytes(inputs: tuple[str, ...]) -> int:
     from pathlib import Path
 
-    from rollout_io.conversion.inputs import expanded, is_url
+    from rollout_io.conversion.inputs import expanded
+    from rollout_io.conversion.urls import is_url
 
     local = (path for path in inputs if path != "-" and not is_url(path))
     paths = [Path(path) for given in local for path in expanded(given)]

@@ -136,15 +136,17 @@ def convert_chunk(
     with without_collector(), writer:
         for runs, num_bytes in _batches(chunk.runs):
             for part in reader.parts(runs):
-                if settings.adapter.is_table:
+                table = sound(part, broken, metadata.vocab_size)
+                # Types and names of a rejected document must not reject later ones.
+                if settings.adapter.is_table and table.num_rows:
                     try:
                         where = part.runs[0].places[0].where
-                        columns = _with_columns(columns, part.table, where)
-                        report.take_names(part.table, where)
+                        known = _with_columns(columns, table, where)
+                        report.take_names(table, where)
                     except RolloutError as error:
                         broken += of_run(part.runs[0], error)
                         continue
-                table = sound(part, broken, metadata.vocab_size)
+                    columns = known
                 if table.num_rows:
                     report.summary.add(table)
                     writer.write(table)

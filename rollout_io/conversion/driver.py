@@ -106,9 +106,9 @@ def convert(
             spool = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         stack.enter_context(naming_errors(spool))
         skips = choices.on_error == "skip"
-        ignored = [Path(choices.rewards)] if choices.rewards else []
-        if staging.out.is_local:
-            ignored += [Path(staging.out.path), Path(staging.rejected.path)]
+        ignored = [choices.rewards] if choices.rewards else []
+        written = (staging.out, staging.rejected)
+        ignored += [place.path if place.is_local else place.url for place in written]
         staging.refuse_foreign()
         opened = open_log(
             paths_of(inputs), choices.format, spool, ignored, skips=skips, strict=choices.strict

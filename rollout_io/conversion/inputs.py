@@ -11,7 +11,6 @@ import zlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from glob import glob, has_magic
 from io import BufferedReader
@@ -20,17 +19,17 @@ from pathlib import Path
 import pyarrow as pa
 
 from rollout_io.conversion.remote import copy_directory, url_of
+from rollout_io.conversion.urls import WEB, is_url, reachable, shown
 from rollout_io.dataset.atomic_files import writable
 from rollout_io.dataset.opening import digest_of, open_input, standard_input
 from rollout_io.dataset.storage import Location
 from rollout_io.formats.base import Input
 from rollout_io.formats.parsing.naming import natural_key
-from schemas.errors import InputError, RolloutError
+from schemas.errors import InputError
 
 STDIN = "-"
 DUPLICATE_INPUT = "duplicate_input"
 PathLike = str | os.PathLike[str]
-_WEB = ("http://", "https://")
 _PACKED = (".gz", ".zst")
 _GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 _COPY_BYTES = 4 << 20
@@ -40,7 +39,7 @@ def open_inputs(
     paths: Sequence[str],
     spool: Path,
     formats_of: Callable[[Path], Collection[str]],
-    ignored: Collection[Path] = (),
+    ignored: Collection[str] = (),
 ) -> tuple[list[Input], list[str]]:
     """Return the files and directories to read, and the names of skipped entries of directories.
 
@@ -49,8 +48,9 @@ def open_inputs(
     directory that is not itself a log is replaced by the logs and files inside it, at any depth and
     in natural order, except hidden ones.
 
-    Links that leave the directory or have no target, pipes and devices inside it are skipped. Links
-    to directories inside it are ignored: their logs are read under their own names.
+    Pipes, devices and links without a target inside a directory are skipped, and links to
+    directories that are not searched: outside it, hidden or ignored. Other links to directories
+    are not followed: their logs are read under their own names.
 
     Gzip and Zstandard files, recognised by their first bytes, are decompressed; standard input
     (`-`) and pipes are saved to files.
@@ -59,7 +59,7 @@ def open_inputs(
         paths: Paths as given by the user.
         spool: Directory for decompressed and saved files.
         formats_of: Returns the formats that a file or directory matches.
-        ignored: Files and directories inside directories that are not inputs.
+        ignored: Paths and URLs of files and directories inside directories that are not inputs.
 
     Raises:
         InputError: `input_file`: unreadable; `duplicate_input`: a log is given twice.
@@ -68,19 +68,20 @@ def open_inputs(
     unread: list[str] = []
     for left in spool.glob("*"):  # left by a conversion that was killed
         shutil.rmtree(left) if left.is_dir() else left.unlink()
-    skipped = {p.resolve() for p in ignored}
+    skipped = {_real(path) for path in ignored}
     for path, is_matched in ((path, path != given) for given in paths for path in expanded(given)):
         given = Path(path)
-        above = {given.resolve(), *(given.resolve().parents if is_matched else ())}
+        above = {_real(given), *(_real(given).parents if is_matched else ())}
         if path != STDIN and above & skipped:
             continue
         _refuse_odd_names(given)
         is_remote = is_url(path) and path.endswith("/")
         if is_remote:
-            given = _copied(path, spool)
+            with writable(str(spool)):
+                given = copy_directory(path, spool, ignored)
         if path != STDIN and given.is_dir():
             outside = set[Path]() if is_remote else skipped
-            search = _Directories(formats_of, outside, given.resolve())
+            search = _Directories(formats_of, outside, _real(given))
             inside = search.logs_in(given)
             unread += map(str, search.unread)
             if not inside and (is_remote or not is_matched):
@@ -113,11 +114,11 @@ def expanded(path: str) -> list[str]:
         if os.path.lexists(path):
             return [path]
         found = glob(path, recursive=True)  # noqa: PTH207 - `Path.glob` takes no absolute pattern
-    elif path.startswith(_WEB):
+    elif path.startswith(WEB):
         return [path]  # a web server lists no files
     else:
         location = Location.of(path)
-        with _reachable(path):
+        with reachable(path):
             if location.fs.isfile(location.path):
                 return [path]
             if location.fs.isdir(location.path):
@@ -142,38 +143,6 @@ def expanded(path: str) -> list[str]:
     return sorted(tops, key=natural_key)
 
 
-def is_url(path: str) -> bool:
-    """True for a URL, such as `s3://bucket/logs/a.jsonl`."""
-    return "://" in path
-
-
-def shown(path: str) -> str:
-    """Return a path, or a URL without password; a web URL also without user and query."""
-    if not is_url(path):
-        return path
-    protocol, _, rest = path.partition("://")
-    host, slash, inner = rest.partition("/")
-    user, at, host = host.rpartition("@")
-    is_web = path.startswith(_WEB)
-    user, at = ("", "") if is_web else (user.partition(":")[0], at)
-    return f"{protocol}://{user}{at}{host}{slash}{inner.partition('?')[0] if is_web else inner}"
-
-
-@contextmanager
-def _reachable(url: str) -> Iterator[None]:
-    """Convert any error of a remote filesystem to a user error."""
-    try:
-        yield
-    except RolloutError:
-        raise
-    except Exception as error:
-        got = " ".join((getattr(error, "strerror", None) or str(error) or repr(error)).split())
-        named = shown(url)
-        got = (got[:1].lower() + got[1:]).replace(url, named)
-        hint, message = "check the URL and your credentials", f"cannot read {named}: {got}"
-        raise InputError("input_file", named, got, "", hint, message=message) from error
-
-
 def _refuse_odd_names(path: Path) -> None:
     """Reject names that are not valid UTF-8: the column `source` stores them as text."""
     for file in (path, *(path.rglob("*") if path.is_dir() else ())):
@@ -195,7 +164,7 @@ class _Directories:
 
     def logs_in(self, directory: Path) -> list[Path]:
         """Return the directory if it is a log, and the other logs inside it; else all files."""
-        if any(directory.resolve().is_relative_to(path) for path in self.ignored):
+        if self._is_ignored(_real(directory)):
             return []
         formats = set(self.formats_of(directory))
         if formats:
@@ -210,13 +179,21 @@ class _Directories:
         if path.is_dir() and not path.is_symlink():
             return self.logs_in(path)
         # Its logs would be read twice if it were followed.
-        if not (path.is_dir() and path.resolve().is_relative_to(self.root)):
+        if not (path.is_dir() and self._is_searched(_real(path))):
             self.unread.append(path)
         return []
 
+    def _is_searched(self, directory: Path) -> bool:
+        if not directory.is_relative_to(self.root) or self._is_ignored(directory):
+            return False
+        return not any(n.startswith(".") for n in directory.relative_to(self.root).parts)
+
+    def _is_ignored(self, path: Path) -> bool:
+        return any(path.is_relative_to(ignored) for ignored in self.ignored)
+
     def _children(self, directory: Path) -> list[Path]:
         shown = (path for path in directory.iterdir() if not path.name.startswith("."))
-        return [path for path in shown if path.resolve() not in self.ignored]
+        return [path for path in shown if _real(path) not in self.ignored]
 
     def _others_in(self, directory: Path, formats: AbstractSet[str]) -> Iterator[Path]:
         """Yield logs of different formats inside a directory that is a log.
@@ -243,16 +220,13 @@ class _Directories:
                 yield from self._below(child) if self.formats_of(child) else self._strays_in(child)
 
 
+def _real(path: PathLike) -> Path:
+    """Resolve links; unlike `Path.resolve`, accept a link that leads back to itself."""
+    return Path(os.path.realpath(path))
+
+
 def _is_text(name: str) -> bool:
     return name.endswith((".json", ".jsonl"))
-
-
-def _copied(url: str, spool: Path) -> Path:
-    """Return a copy of a remote directory."""
-    with writable(str(spool)):
-        spool.mkdir(parents=True, exist_ok=True)
-    with _reachable(url):
-        return copy_directory(Location.of(url), shown(url), spool)
 
 
 def open_file(name: str, spool: Path) -> Input:
@@ -269,7 +243,7 @@ def open_file(name: str, spool: Path) -> Input:
         return Input(name, _save(standard_input(), name, spool))
     if is_url(name):
         location = Location.of(name)
-        with _reachable(name), location.fs.open(location.path, "rb") as remote:
+        with reachable(name), location.fs.open(location.path, "rb") as remote:
             return Input(shown(name), _save(BufferedReader(remote), shown(name), spool))
     with open_input(name) as file:
         is_packed = _start_of(file).startswith((_GZIP, _ZSTD))
@@ -344,7 +318,7 @@ def copies_in(inputs: Iterable[Input]) -> Iterator[tuple[Input, InputError]]:
 def _refuse_repeated(inputs: Iterable[Input]) -> None:
     known, names = set[Path](), set[str]()
     for given in inputs:
-        resolved = given.path.resolve()
+        resolved = _real(given.path)
         if resolved in known:
             got, hint = "the log is given twice", "pass each file once"
             raise InputError(DUPLICATE_INPUT, given.name, got, "", hint)

@@ -7,7 +7,8 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from rollout_io.conversion.inputs import copies_in, open_inputs, shown
+from rollout_io.conversion.inputs import copies_in, open_inputs
+from rollout_io.conversion.urls import shown
 from rollout_io.formats.base import Adapter, Input, Place, Rejected
 from rollout_io.formats.detect import (
     HINT,
@@ -61,7 +62,7 @@ def open_log(
     paths: Sequence[str],
     format_name: str,
     spool: Path,
-    ignored: Collection[Path] = (),
+    ignored: Collection[str] = (),
     *,
     skips: bool = False,
     strict: bool = False,
@@ -72,7 +73,7 @@ def open_log(
         paths: Files and directories, or "-" for standard input.
         format_name: Name of a registered format, or `auto`.
         spool: Directory for decompressed and saved files.
-        ignored: Files and directories to skip when an input directory is searched.
+        ignored: Paths and URLs of files and directories to skip when an input directory is searched.
         skips: If true, reject copies and, with `strict` or a chosen format, files of no known
             format inside directories; if false, they are errors.
         strict: If true, files of no known format inside directories are bad records, not ignored.
@@ -86,7 +87,7 @@ def open_log(
         given_paths, spool, cache(lambda path: _formats_of(path, known)), ignored
     )
     if unread and strict and not skips:
-        got = "it is a pipe, a device, or a link that leads nowhere or out of the directory"
+        got = "it is a pipe, a device, or a link that leads nowhere or to a directory that is not searched"
         raise InputError("input_file", unread[0], got, "", "pass its target too, or remove it")
     by_name = {given.name: given for given in inputs}
     names, left = {format_name: list(by_name)}, list[str]()

@@ -35,7 +35,7 @@ def read_log(inputs: PathLike | Sequence[PathLike], choices: Choices | None = No
     choices = choices or Choices()
     with tempfile.TemporaryDirectory() as folder, naming_errors(Path(folder)):
         spool = Path(folder)
-        ignored = [Path(choices.rewards)] if choices.rewards else []
+        ignored = [choices.rewards] if choices.rewards else []
         opened = open_log(paths_of(inputs), choices.format, spool, ignored, strict=choices.strict)
         logs = opened.logs
         refuse_misfits(choices, logs)

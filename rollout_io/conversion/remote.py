@@ -3,46 +3,82 @@
 from __future__ import annotations
 
 import re
-import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from rollout_io.conversion.urls import is_url, reachable, shown
 from rollout_io.dataset.storage import Location
 from rollout_io.formats.base import Found, Place, Rejected, Run
-from schemas.errors import RolloutError, decode, encode
+from schemas.errors import InputError, RolloutError, decode, encode
 
 _COPY_BYTES = 4 << 20
+_URL = r"\1://\2"
 
 
-def copy_directory(location: Location, url: str, spool: Path) -> Path:
+def copy_directory(url: str, spool: Path, ignored: Collection[str] = ()) -> Path:
     """Copy the files of a remote directory, except hidden ones, and return the copy.
 
     The path of the copy contains that of the URL, because names of directories can name runs.
 
     Args:
-        location: The remote directory.
-        url: Its URL, without credentials.
+        url: URL of the directory.
         spool: Directory for copies.
+        ignored: Paths and URLs inside the directory that are not copied.
+
+    Raises:
+        InputError: `input_file`: the directory is unreadable, or two of its names are the same
+            locally.
+        OSError: The copy cannot be written.
 
     Example:
-        `s3://bucket/job` becomes `SPOOL/0.s3/bucket/job`.
+        `s3://bucket/job` becomes `SPOOL/0.s3/bucket/job`, and `file:///job` `SPOOL/0.file./job`.
     """
-    protocol, _, inner = url.partition("://")
+    location = Location.of(url)
+    protocol, _, inner = shown(url).partition("://")
     number = len(list(spool.iterdir())) if spool.is_dir() else 0
-    copy = (spool / f"{number}.{protocol}").joinpath(*_parts(inner))
+    rooted = "." * inner.startswith("/")
+    copy = (spool / f"{number}.{protocol}{rooted}").joinpath(*_parts(inner))
     copy.mkdir(parents=True)
-    for path in location.fs.find(location.path):
-        names = path.removeprefix(location.path).strip("/").split("/")
-        if not any(name.startswith(".") for name in names):
-            file = copy.joinpath(*names)
-            file.parent.mkdir(parents=True, exist_ok=True)
-            with location.fs.open(path, "rb") as remote, file.open("wb") as local:
-                shutil.copyfileobj(remote, local, _COPY_BYTES)
+    with reachable(url):
+        paths = location.fs.find(location.path)
+    skipped = _inside(location, ignored)
+    for path in paths:
+        name = path.removeprefix(location.path).removeprefix("/")
+        is_hidden = any(part.startswith(".") for part in name.split("/"))
+        if not is_hidden and not any(f"{path}/".startswith(f"{other}/") for other in skipped):
+            file = copy.joinpath(*_parts(name))
+            try:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                with file.open("xb") as local:
+                    local.writelines(_blocks(location, path, url))
+            except (FileExistsError, NotADirectoryError) as error:
+                raise _clash(f"{shown(url).rstrip('/')}/{name}") from error
     return copy
+
+
+def _inside(location: Location, ignored: Collection[str]) -> list[str]:
+    """Return the ignored paths that are inside a remote directory."""
+    found = [Location.of(path) for path in ignored if is_url(path)]
+    if location.is_local:  # file://
+        found += [Location(location.fs, str(Path(p).absolute())) for p in ignored if not is_url(p)]
+    top = f"{location.path.rstrip('/')}/"
+    return [o.path for o in found if o.fs == location.fs and o.path.startswith(top)]
+
+
+def _blocks(location: Location, path: str, url: str) -> Iterator[bytes]:
+    with reachable(url), location.fs.open(path, "rb") as remote:
+        yield from iter(lambda: remote.read(_COPY_BYTES), b"")
+
+
+def _clash(where: str) -> InputError:
+    """Return the error for an object whose local path is that of another, such as `a//b`, `a/b`."""
+    got = "another object has the same path in a local copy of the directory"
+    hint = "rename one of the two, or pass their URLs one by one"
+    return InputError("input_file", where, got, "", hint)
 
 
 def _parts(path: str) -> list[str]:
@@ -51,11 +87,11 @@ def _parts(path: str) -> list[str]:
 
 def url_of(path: Path | str, spool: Path) -> str:
     """Replace the names of copies in a text with their URLs."""
-    return re.sub(_pattern(spool), r"\1://", str(path))
+    return re.sub(_pattern(spool), _URL, str(path))
 
 
 def _pattern(spool: Path) -> str:
-    return re.escape(str(spool)) + r"/\d+\.([a-z][a-z0-9+]*)/"
+    return re.escape(str(spool)) + r"/\d+\.([a-z][a-z0-9+]*)(?:/|\.(/))"
 
 
 def holds_copies(spool: Path) -> bool:
@@ -79,12 +115,12 @@ def named_found(found: Iterable[Found], spool: Path) -> Iterator[Found]:
 
 
 def named_table(table: pa.Table, spool: Path) -> pa.Table:
-    """Replace the names of copies in the column `source`."""
-    if "source" not in table.column_names:
-        return table
-    index = table.column_names.index("source")
-    named = pc.replace_substring_regex(table.column(index), _pattern(spool), r"\1://")
-    return table.set_column(index, table.schema.field(index), named)
+    """Replace the names of copies in columns of text, such as `source` and `error`."""
+    for index, field in enumerate(table.schema):
+        if pa.types.is_string(field.type) or pa.types.is_large_string(field.type):
+            named = pc.replace_substring_regex(table.column(index), _pattern(spool), _URL)
+            table = table.set_column(index, field, named)
+    return table
 
 
 def named_rejection(rejected: Rejected, spool: Path) -> Rejected:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -138,7 +139,9 @@ def _children(path: Path) -> list[Path]:
     except OSError as error:
         got = f"cannot read the directory: {error.strerror or error}"
         raise InputError("input_file", str(path), got) from None
-    below = [child for child in below if not path.resolve().is_relative_to(child.resolve())]
+    # `Path.resolve` raises for a link that leads back to itself.
+    real = Path(os.path.realpath(path))
+    below = [child for child in below if not real.is_relative_to(os.path.realpath(child))]
     return [
         child
         for child in below
