@@ -14,7 +14,7 @@ from rollout_io.conversion.log import AUTO, Log
 from rollout_io.conversion.remote import holds_copies
 from rollout_io.conversion.text import Retokenizer, about_template, retokenizer_of
 from rollout_io.conversion.urls import shown
-from rollout_io.formats.base import Options
+from rollout_io.formats.base import HAS_TEXT, Options
 from rollout_io.formats.parsing.model_names import MODELS
 from rollout_io.retokenize.local import find_tokenizer
 from schemas.errors import ConfigError
@@ -78,9 +78,13 @@ def settings_of(
         ConfigError: `choices`, `tokenizer`, `chat_template`: a choice cannot be used.
     """
     refuse_misfits(choices, logs)
+    needs = [
+        log.adapter.is_text and about.get(HAS_TEXT, True)
+        for log, about in zip(logs, abouts, strict=True)
+    ]
     found = [
-        retokenizer_of(choices.tokenizer, choices.chat_template, is_needed=log.adapter.is_text)
-        for log in logs
+        retokenizer_of(choices.tokenizer, choices.chat_template, is_needed=is_needed)
+        for is_needed in needs
     ]
     retokenizers, tokenizers = zip(*found, strict=True)
     facts = [
@@ -101,7 +105,7 @@ def settings_of(
             format=log.format,
             inputs=[given.name for given in log.inputs],
             rewards=choices.rewards and shown(choices.rewards),
-            **{name: value for name, value in about.items() if name != MODELS},
+            **{name: value for name, value in about.items() if name not in {MODELS, HAS_TEXT}},
         )
     is_verified = metadata.tokenizer_fingerprint is not None
     return [

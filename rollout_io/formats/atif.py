@@ -4,7 +4,7 @@ An agent step is one model call: its `metrics` have `prompt_token_ids` (since 1.
 `completion_token_ids` (since 1.3) and `logprobs`. A run may span several documents: sub-agents in
 their own files (`trajectory_path`) or embedded (`trajectory_id`), and continuations after a
 compaction (`continued_trajectory_ref`). Steps marked `is_copied_context` are recorded elsewhere and
-skipped here. If no call of a document has ids, its text is read instead (`atif_text`). ATIF does not
+skipped here. If no call of a run has ids, its text is read instead (`atif_text`). ATIF does not
 contain rewards or outcomes.
 """
 
@@ -29,6 +29,7 @@ from rollout_io.formats.base import Conversation, Step
 from rollout_io.formats.parsing.model_calls import Call, steps_of
 from rollout_io.formats.parsing.tokens import logprob_array, token_ids
 from schemas.errors import InputError
+from schemas.messages import is_answer
 
 NO_TOKENS = "no_token_ids"
 MAIN = "main"
@@ -48,6 +49,10 @@ class _Scope:
     lineage: int
     outer: _Scope | None = None
 
+    @property
+    def where(self) -> str:
+        return str(self.path) if self.json == "$" else f"{self.path}, {self.json}"
+
     def place(self, index: int) -> str:
         return f"{self.path}, {self.json}.steps[{index}]"
 
@@ -55,89 +60,145 @@ class _Scope:
     def embedded(self) -> list[Document]:
         return self.document.subagent_trajectories or []
 
+    @property
+    def calls(self) -> list[StepRecord]:
+        return [step for step in self.document.steps if step.is_call]
+
+    @property
+    def has_ids(self) -> bool:
+        return any(_has_ids(step) for step in self.document.steps)
+
 
 @dataclass(slots=True)
 class LoggedRun:
     """The calls of one run.
 
     Attributes:
-        is_text: True if the run has no token ids.
         steps: Steps in order; a sub-agent's steps follow the step that refers to it.
-        lineages: Lineage of each step: 0 for the main agent, n for the nth sub-agent.
         calls: The calls of a run of text, in the same order.
+        lineages: Lineage of each step or call: 0 for the main agent, n for the nth sub-agent.
+        tokenless: Error that explains why the run is text; None if it has ids, or no calls.
         paths: Resolved paths of the files of the run.
     """
 
-    is_text: bool = False
     steps: list[Step] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
     lineages: list[int] = field(default_factory=list)
+    tokenless: InputError | None = None
     paths: set[Path] = field(default_factory=set)
     num_subagents: int = 0
+
+
+@dataclass(slots=True)
+class _Walk:
+    """All documents of a run, and their steps in order.
+
+    Attributes:
+        unnamed: Errors of the references to sub-agents that name no file and are not embedded.
+    """
+
+    scopes: list[_Scope] = field(default_factory=list)
+    steps: list[tuple[_Scope, int]] = field(default_factory=list)
+    unnamed: list[InputError] = field(default_factory=list)
     entered: set[tuple[Path, str]] = field(default_factory=set)
+    num_subagents: int = 0
 
 
 def has_tokens(document: Document) -> bool:
     """True if a document has ids and each of its steps is one call, not a sum of several."""
     calls = [step for step in document.steps if step.is_call]
-    known = any(step.metrics and step.metrics.completion_token_ids for step in calls)
-    return known and all((step.llm_call_count or 1) == 1 for step in calls)
+    return any(map(_has_ids, calls)) and all((step.llm_call_count or 1) == 1 for step in calls)
+
+
+def _has_ids(step: StepRecord) -> bool:
+    is_own = step.source == "agent" and not step.is_copied_context
+    return is_own and bool(step.metrics and step.metrics.completion_token_ids)
 
 
 def read_run(path: Path, document: Document) -> LoggedRun:
     """Read all calls of the run that begins in an ATIF file, with sub-agents and continuations.
 
+    The run is text if no call of any of its documents has ids.
+
     Args:
         path: First file of the main agent.
-        document: Content of that file. If none of its calls has ids, the run is text.
+        document: Content of that file.
 
     Raises:
-        RolloutError: `no_token_ids` (a call without ids among others; the error names what is
-            missing), `dangling_reference` (the target of a reference does not exist), a broken
-            invariant of the tokens, or as for `read_trajectory`.
+        RolloutError: `no_token_ids` (a call without ids among others, or a step of several calls;
+            the error names what is missing), `dangling_reference` (the target of a reference does
+            not exist), a broken invariant of the tokens, or as for `read_trajectory`.
     """
-    without = why_tokenless(document, path)
-    if without is not None and not _has_calls(document):
-        raise without
-    run = LoggedRun(is_text=without is not None)
-    run.paths.add(path.resolve())
-    run.entered.add((path.resolve(), "$"))
     is_subagent = "parent_session_id" in (document.agent.extra or {})
-    agent = document.agent.name if is_subagent else MAIN
-    _walk(run, _Scope(document=document, path=path, agent=agent, lineage=0))
+    main = _Scope(
+        document=document, path=path, agent=document.agent.name if is_subagent else MAIN, lineage=0
+    )
+    walk = _Walk(entered={(path.resolve(), "$")})
+    _walk(walk, main)
+    called = [scope for scope in walk.scopes if scope.calls]
+    is_single = not main.embedded and document.continued_trajectory_ref is None
+    if not called and is_single:
+        raise _without_ids(main)
+    run = LoggedRun(paths={file for file, _ in walk.entered}, num_subagents=walk.num_subagents)
+    if called and not any(scope.has_ids for scope in walk.scopes):
+        run.tokenless = _without_ids(main if main.calls else called[0])
+        _read_text(run, walk)
+        return run
+    if walk.unnamed:
+        raise walk.unnamed[0]
+    for scope, index in walk.steps:
+        step = scope.document.steps[index]
+        if step.source == "agent" and not step.is_copied_context:
+            found = _calls(step, scope, scope.place(index))
+            run.steps += found
+            run.lineages += [scope.lineage] * len(found)
     return run
 
 
+def _read_text(run: LoggedRun, walk: _Walk) -> None:
+    chats = {id(scope): Chat(scope.document.agent, scope.agent) for scope in walk.scopes}
+    for scope, index in walk.steps:
+        step, where = scope.document.steps[index], scope.place(index)
+        if step.is_call:
+            _refuse_sum(step, where)
+        found = list(chats[id(scope)].calls(step, where))
+        run.calls += found
+        run.lineages += [scope.lineage] * len(found)
+
+
 def conversations(run: LoggedRun, why: InputError) -> list[Conversation]:
-    """Return the contexts of a run of text.
+    """Return the contexts of a run of text; the main agent's last one, with an answer, comes last.
 
     Args:
         run: The run.
         why: Error that explains why it has no ids.
     """
-    found = steps_of(run.calls, why.where)
-    return [replace(step, tokenless=why) for step in found if isinstance(step, Conversation)]
+    steps = steps_of(run.calls, why.where)
+    found = [replace(step, tokenless=why) for step in steps if isinstance(step, Conversation)]
+    lineages = {call.where: n for call, n in zip(run.calls, run.lineages, strict=True)}
+    main = [step for step in found if lineages[step.source] == 0 and _has_answer(step)]
+    if main:
+        found = [*(step for step in found if step is not main[-1]), main[-1]]
+    return found
 
 
-def why_tokenless(document: Document, path: Path) -> InputError | None:
-    """Explain why a document has no token ids; None if it has some, or if other documents may."""
-    calls = [step for step in document.steps if step.is_call]
-    if any(step.metrics and step.metrics.completion_token_ids for step in calls):
-        return None
-    if not calls and (document.subagent_trajectories or document.continued_trajectory_ref):
-        return None
+def _has_answer(step: Conversation) -> bool:
+    said = step.messages[step.num_given :]
+    return any(message["role"] == "assistant" and is_answer(message) for message in said)
+
+
+def _without_ids(scope: _Scope) -> InputError:
+    """Explain why a document has no token ids."""
+    calls = scope.calls
     got = f"none of the {len(calls)} calls has token ids" if calls else "there are no calls"
     if len(calls) == 1:
         got = "the only call has no token ids"
     if calls:
         got += f" (the first has {_missing(calls[0].metrics)})"
-    if document.schema_version in VERSIONS[:_IDS_SINCE]:
-        got += f"; {document.schema_version} has no field for prompt ids"
-    return tokenless(str(path), got)
-
-
-def _has_calls(document: Document) -> bool:
-    return any(step.is_call for step in document.steps)
+    version = scope.document.schema_version
+    if version in VERSIONS[:_IDS_SINCE]:
+        got += f"; {version} has no field for prompt ids"
+    return tokenless(scope.where, got)
 
 
 def _missing(metrics: Metrics | None) -> str:
@@ -155,30 +216,23 @@ def tokenless(where: str, got: str) -> InputError:
     return InputError(NO_TOKENS, where, got, hint=_ASK)
 
 
-def _walk(run: LoggedRun, scope: _Scope) -> None:
+def _walk(walk: _Walk, scope: _Scope) -> None:
+    walk.scopes.append(scope)
     referred = set(_referred(scope.document))
     for index, child in enumerate(scope.embedded):
         if scope.outer is None and child.trajectory_id not in referred:
-            _enter_embedded(run, scope, index)
-    chat = Chat(scope.document.agent, scope.agent)
+            _enter_embedded(walk, scope, index)
     for index, step in enumerate(scope.document.steps):
-        if run.is_text:
-            run.calls += chat.calls(step, scope.place(index))
-        if step.is_copied_context:
-            continue
-        if step.source == "agent" and not run.is_text:
-            found = _calls(step, scope, scope.place(index))
-            run.steps += found
-            run.lineages += [scope.lineage] * len(found)
-        for ref in step.refs:
-            _enter(run, scope, ref, scope.place(index))
+        walk.steps.append((scope, index))
+        for ref in step.refs if not step.is_copied_context else ():
+            _enter(walk, scope, ref, scope.place(index))
     ref_path = scope.document.continued_trajectory_ref
     if ref_path is not None:
         path = _resolve(ref_path, scope.path)
         if path is None:
             where = f"{scope.path}, {scope.json}.continued_trajectory_ref"
             raise _dangling(ref_path, where)
-        _enter_file(run, path, scope)
+        _enter_file(walk, path, scope)
 
 
 def _referred(document: Document) -> Iterator[str | None]:
@@ -188,50 +242,49 @@ def _referred(document: Document) -> Iterator[str | None]:
         yield from _referred(child)
 
 
-def _enter(run: LoggedRun, scope: _Scope, ref: Ref, where: str) -> None:
+def _enter(walk: _Walk, scope: _Scope, ref: Ref, where: str) -> None:
     """Walk the sub-agent of a step: embedded in this or an outer document, or a separate file."""
     holder: _Scope | None = scope
     while holder is not None and ref.trajectory_id is not None:
         for index, child in enumerate(holder.embedded):
             if child.trajectory_id == ref.trajectory_id:
-                _enter_embedded(run, holder, index)
+                _enter_embedded(walk, holder, index)
                 return
         holder = holder.outer
     path = _resolve(ref.trajectory_path, scope.path) if ref.trajectory_path else None
-    if path is None and run.is_text:
-        return  # the text of the agent that refers to it is complete without it
-    if path is None:
-        raise _dangling(
-            ref.trajectory_path or ref.trajectory_id or f"session {ref.session_id}", where
-        )
-    _enter_file(run, path, None)
+    if path is not None:
+        _enter_file(walk, path, None)
+    elif ref.trajectory_path:
+        raise _dangling(ref.trajectory_path, where)
+    else:  # the text of the agent that refers to it is complete without it
+        name = ref.trajectory_id or f"session {ref.session_id}"
+        walk.unnamed.append(_dangling(name, where))
 
 
-def _enter_embedded(run: LoggedRun, holder: _Scope, index: int) -> None:
+def _enter_embedded(walk: _Walk, holder: _Scope, index: int) -> None:
     json, child = f"{holder.json}.subagent_trajectories[{index}]", holder.embedded[index]
-    if (holder.path.resolve(), json) not in run.entered:
-        run.entered.add((holder.path.resolve(), json))
-        run.num_subagents += 1
-        agent, lineage = child.agent.name, run.num_subagents
+    if (holder.path.resolve(), json) not in walk.entered:
+        walk.entered.add((holder.path.resolve(), json))
+        walk.num_subagents += 1
+        agent, lineage = child.agent.name, walk.num_subagents
         inner = _Scope(
             document=child, path=holder.path, json=json, agent=agent, lineage=lineage, outer=holder
         )
-        _walk(run, inner)
+        _walk(walk, inner)
 
 
-def _enter_file(run: LoggedRun, path: Path, continued: _Scope | None) -> None:
+def _enter_file(walk: _Walk, path: Path, continued: _Scope | None) -> None:
     """Walk the file of a continuation or a sub-agent, unless it has already been walked."""
-    if (path.resolve(), "$") in run.entered:
+    if (path.resolve(), "$") in walk.entered:
         return
-    run.entered.add((path.resolve(), "$"))
-    run.paths.add(path.resolve())
+    walk.entered.add((path.resolve(), "$"))
     document = read_trajectory(path)
     if continued is None:
-        run.num_subagents += 1
-        agent, lineage = document.agent.name, run.num_subagents
+        walk.num_subagents += 1
+        agent, lineage = document.agent.name, walk.num_subagents
     else:
         agent, lineage = continued.agent, continued.lineage
-    _walk(run, _Scope(document=document, path=path, agent=agent, lineage=lineage))
+    _walk(walk, _Scope(document=document, path=path, agent=agent, lineage=lineage))
 
 
 def _resolve(reference: str, base: Path) -> Path | None:
@@ -268,9 +321,10 @@ def _calls(step: StepRecord, scope: _Scope, where: str) -> list[Step]:
             hint = "correct the step at its source"
             raise InputError("atif_call_count", where, got, hint=hint)
         return []
-    if step.llm_call_count is not None and step.llm_call_count > 1:
-        got = f"the metrics are summed over {step.llm_call_count} calls (llm_call_count)"
-        raise tokenless(where, got)
+    _refuse_sum(step, where)
+    if not scope.has_ids:
+        got = "this document has no token ids, but others of the run have some"
+        raise tokenless(where, f"{got}: {_without_ids(scope).got}")
     if not metrics.completion_token_ids or not metrics.prompt_token_ids:
         got = f"the call has {_missing(step.metrics)}, as happens to calls cut off at max_tokens"
         raise tokenless(where, got)
@@ -288,6 +342,12 @@ def _calls(step: StepRecord, scope: _Scope, where: str) -> list[Step]:
             num_counted=(metrics.prompt_tokens or None, metrics.completion_tokens or None),
         )
     ]
+
+
+def _refuse_sum(step: StepRecord, where: str) -> None:
+    if step.llm_call_count is not None and step.llm_call_count > 1:
+        got = f"the metrics are summed over {step.llm_call_count} calls (llm_call_count)"
+        raise tokenless(where, got)
 
 
 def _text(step: StepRecord) -> str | None:

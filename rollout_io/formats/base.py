@@ -93,6 +93,12 @@ class About(NamedTuple):
     value: Any
 
 
+HAS_TEXT = "has_text"
+"""Name of the fact whether a log has text to re-tokenize, which the history omits.
+
+Without this fact, `Adapter.is_text` decides.
+"""
+
 Found = Run | Rejected | About
 
 

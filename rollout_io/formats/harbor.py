@@ -15,9 +15,10 @@ from pathlib import Path
 
 import msgspec
 
-from rollout_io.formats.atif import NO_TOKENS, conversations, is_file, read_run, why_tokenless
+from rollout_io.formats.atif import NO_TOKENS, conversations, is_file, read_run
 from rollout_io.formats.atif_document import read_trajectory
 from rollout_io.formats.base import (
+    HAS_TEXT,
     About,
     Adapter,
     Conversation,
@@ -32,7 +33,13 @@ from rollout_io.formats.base import (
     Trajectory,
 )
 from rollout_io.formats.harbor_inputs import Source, find_runs, keyed, recognizes
-from rollout_io.formats.harbor_trial import CONTEXT_OVERFLOW, Trial, outcome_of, read_steps
+from rollout_io.formats.harbor_trial import (
+    CONTEXT_OVERFLOW,
+    Trial,
+    keeps_text,
+    outcome_of,
+    read_steps,
+)
 from rollout_io.formats.parsing.jsonl import NESTED, read_document
 from schemas.errors import InputError, RolloutError
 
@@ -53,7 +60,8 @@ def find_trials(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
         for error in errors:
             yield Rejected(Place(given.path, error.where), error)
     runs = keyed(sources)
-    inner = _inner_files(runs.values())
+    inner, has_text = _survey(runs.values())
+    yield About(HAS_TEXT, has_text)
     runs = {key: source for key, source in runs.items() if source.path.resolve() not in inner}
     rules = {_FILES_ALONE if source.head.is_atif else _GROUPS for source in runs.values()}
     if rules:
@@ -67,20 +75,34 @@ def find_trials(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
         yield Run(instance_id=key[0], repetition_id=key[1], places=[place], labels=labels)
 
 
-def _inner_files(sources: Iterable[Source]) -> set[Path]:
-    """Return the trajectory files that other files refer to."""
+def _survey(sources: Iterable[Source]) -> tuple[set[Path], bool]:
+    """Return the trajectory files that other files refer to, and whether any run is text."""
     inner: set[Path] = set()
+    has_text = False
     for source in sources:
-        path = source.path
-        if source.directory is not None:
-            path = source.directory / "agent" / "trajectory.json"
-        if source.head.is_atif or (is_file(path) and source.directory is not None):
+        for path in _trajectories(source):
             try:
                 run = read_run(path, read_trajectory(path))
+                has_text = has_text or (run.tokenless is not None and _keeps_text(source))
             except (RolloutError, RecursionError):
                 continue  # reported when the run is read
             inner |= run.paths - {source.path.resolve()}
-    return inner
+    return inner, has_text
+
+
+def _trajectories(source: Source) -> Iterator[Path]:
+    if source.head.is_atif:
+        yield source.path
+    elif source.directory is not None:
+        named = source.directory.glob("steps/*/agent/trajectory.json")
+        paths = [source.directory / "agent" / "trajectory.json", *named]
+        yield from (path for path in paths if is_file(path))
+
+
+def _keeps_text(source: Source) -> bool:
+    if source.head.is_atif:
+        return True
+    return not source.head.has_ids and keeps_text(read_document(_TRIAL, source.path)[0])
 
 
 def _labels(source: Source) -> dict[str, str]:
@@ -114,8 +136,8 @@ def read_trial(run: Run, options: Options) -> Trajectory:
 
 
 def _read_file(path: Path) -> Sequence[Step | Conversation]:
-    document = read_trajectory(path)
-    found, why = read_run(path, document), why_tokenless(document, path)
+    found = read_run(path, read_trajectory(path))
+    why = found.tokenless
     steps = found.steps if why is None else conversations(found, why)
     if not steps:
         raise InputError("no_calls", str(path), "the trajectory has no model calls")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from schemas.errors import InputError, RolloutError
 
 Key = tuple[str, int]
 
+_IDS = re.compile(rb'"completion_token_ids"\s*:\s*\[[\s\[\],]*\d')
+_NULL = msgspec.Raw(b"null")
 _NUM_TRIES, _START_BYTES = 8, 1 << 16
 _KEYS = (b'"trial_name"', b'"n_total_trials"', b'"schema_version"', b'"conversations"')
 
@@ -28,7 +31,11 @@ class _JobConfig(msgspec.Struct, gc=False):
 
 
 class Head(msgspec.Struct, gc=False):
-    """The fields that identify the trial and the kind of a document."""
+    """The fields that identify the trial and the kind of a document.
+
+    Attributes:
+        has_ids: True if the result of the trial, or of one of its steps, has token ids.
+    """
 
     trial_name: str | None = None
     task_name: str | None = None
@@ -37,6 +44,14 @@ class Head(msgspec.Struct, gc=False):
     config: _JobConfig | None = None
     n_total_trials: int | None = None
     schema_version: str | None = None
+    agent_result: msgspec.Raw = _NULL
+    step_results: msgspec.Raw = _NULL
+    has_ids: bool = False
+
+    def __post_init__(self) -> None:
+        results = (self.agent_result, self.step_results)
+        self.has_ids = any(_IDS.search(memoryview(result)) for result in results)
+        self.agent_result = self.step_results = _NULL  # they hold the entire document
 
     @property
     def is_trial(self) -> bool:

@@ -24,7 +24,6 @@ from rollout_io.formats.atif import (
     is_file,
     read_run,
     tokenless,
-    why_tokenless,
 )
 from rollout_io.formats.atif_document import read_trajectory
 from rollout_io.formats.atif_text import temperature_of
@@ -101,6 +100,11 @@ class Trial(_Part, gc=False):
     def is_overflow(self) -> bool:
         """True if the agent exceeded the model's context."""
         return self.failure is not None and self.failure.exception_type == CONTEXT_OVERFLOW
+
+
+def keeps_text(trial: Trial) -> bool:
+    """True if the trial has rows of text, should it lack ids: it may not have failed."""
+    return trial.failure is None or trial.failure.exception_type == TIMEOUT
 
 
 def user_values(trial: Trial) -> dict[str, str]:
@@ -253,10 +257,9 @@ def _part_steps(
         raise
     if elements:
         return _agreed(elements, run, place)
-    why = why_tokenless(document, path)
-    if why is None:
+    if run.tokenless is None:
         return run.steps
-    got = f"{_reason(trial, part)}; {path}: {why.got}"
+    got = f"{_reason(trial, part)}; {path}: {run.tokenless.got}"
     return conversations(run, tokenless(place, got))
 
 

@@ -1,13 +1,23 @@
 """Trajectories without token ids: `--tokenizer` re-tokenizes their text."""
 
 import json
+import shutil
 
 import polars as pl
 import pytest
 
-from rollout_io import Choices, read_log
+from rollout_io import Choices, convert, read_log, read_metadata
 from schemas import check
-from tests.helpers.harbor_helpers import agent_step, atif, failure, refers, write, write_trial
+from schemas.errors import RolloutError
+from tests.helpers.harbor_helpers import (
+    agent_step,
+    atif,
+    failure,
+    refers,
+    refusal,
+    write,
+    write_trial,
+)
 
 pytestmark = pytest.mark.model
 
@@ -87,11 +97,7 @@ def test_copied_steps_and_steps_without_a_call_are_not_trained_on(tmp_path, rows
     "marks",
     [
         {"extra": {"context_management": {"type": "compaction", "boundary": "replace"}}},
-        {
-            "observation": {
-                "results": [{"subagent_trajectory_ref": [{"trajectory_path": "s.json"}]}]
-            }
-        },
+        {"observation": {"results": [{"subagent_trajectory_ref": [{"session_id": "s"}]}]}},
     ],
 )
 def test_a_compaction_begins_a_new_context_after_the_first_prompt(tmp_path, rows, tokenizer, marks):
@@ -164,7 +170,12 @@ def test_a_trial_with_ids_in_one_of_its_steps_alone_is_refused(tmp_path, trial, 
     assert "step_results[1]" in str(caught.value)
 
 
-def test_every_real_trajectory_without_ids_is_read_with_a_tokenizer(harness_logs, rows):
+def refs_of(step):
+    results = (step.get("observation") or {}).get("results") or []
+    return [ref for result in results for ref in result.get("subagent_trajectory_ref") or []]
+
+
+def test_every_real_trajectory_without_ids_is_read_with_a_tokenizer(harness_logs, rows, tmp_path):
     harbor = harness_logs / "harbor"
     paths = [path for path in harbor.rglob("*trajectory*.json") if "golden" in str(path)]
     other = [harbor / "atif_other" / "openagents.login-trace.trajectory.json"]
@@ -175,14 +186,18 @@ def test_every_real_trajectory_without_ids_is_read_with_a_tokenizer(harness_logs
         "hello-world-invalid-json.trajectory.json": 1,
         "openagents.login-trace.trajectory.json": 1,
     }
-    linear = harbor / "golden" / "terminus_2"
-    name = "hello-world-context-summarization-linear-history.trajectory.json"
-    assert len(rows(linear / name)) == 2
+    main, *_, cont = sorted((harbor / "golden").rglob("*linear-history*"), reverse=True)
+    with pytest.raises(RolloutError, match="dangling_reference") as caught:
+        rows(main)
+    assert (caught.value.rule, caught.value.where) == ("dangling_reference", f"{main}, $.steps[4]")
+    record = json.loads(main.read_text(encoding="utf-8"))
+    for ref in (r for step in record["steps"] for r in refs_of(step)):
+        del ref["trajectory_path"]
+    shutil.copy(cont, tmp_path / "trajectory.cont-1.json")
+    assert len(rows(write(tmp_path / "trajectory.json", record))) == 2
 
 
 def test_without_a_tokenizer_the_hint_names_both_ways_out(tmp_path):
-    from tests.helpers.harbor_helpers import refusal
-
     chat = atif(said(1, "user", "Go."), agent_step(2, [], []) | {"metrics": None})
     error = refusal(write(tmp_path / "a.json", chat))
     assert error.got == "the only call has no token ids (the first has no metrics)"
@@ -191,3 +206,136 @@ def test_without_a_tokenizer_the_hint_names_both_ways_out(tmp_path):
     assert error.hint.endswith(
         "set collect_rollout_details: true for the agent (terminus-2 with vLLM)"
     )
+
+
+def refused(smollm2_dir, path):
+    with pytest.raises(RolloutError) as caught:
+        read_log([str(path)], Choices(format="harbor", tokenizer=str(smollm2_dir)))
+    return caught.value
+
+
+GONE = atif(said(1, "user", "Go."), said(2, "agent", "Gone."))
+
+
+def details(record, lists=None, **fields):
+    record["agent_result"]["rollout_details"] = lists
+    return record | fields
+
+
+@pytest.mark.parametrize("name", ["job", "failed", "multi", "text", "text_parts", "file"])
+def test_the_template_is_recorded_only_if_it_rendered_a_row(tmp_path, trial, smollm2_dir, name):
+    job = tmp_path / "job"
+    if name == "file":
+        write(job / "a.json", atif(agent_step(1, [1, 2], [3])))
+    elif name == "text_parts":
+        part = {"step_name": "one", "agent_result": {"rollout_details": None}}
+        directory = write_trial(job, trial("t") | {"agent_result": None, "step_results": [part]})
+        write(directory / "steps" / "one" / "agent" / "trajectory.json", GONE)
+    elif name == "multi":
+        part = {"step_name": "one", "agent_result": trial("t")["agent_result"]}
+        directory = write_trial(job, trial("t") | {"agent_result": None, "step_results": [part]})
+        write(directory / "steps" / "one" / "agent" / "trajectory.json", GONE)
+    else:
+        write_trial(job, trial("t1"), GONE)
+        failed = {"exception_info": failure("SandboxError")} if name == "failed" else {}
+        if name in {"failed", "text"}:
+            write_trial(job, details(trial("t2")) | failed, GONE)
+    choices = Choices(format="harbor", tokenizer=str(smollm2_dir))
+    convert(job, tmp_path / "ds", choices)
+    metadata = read_metadata(tmp_path / "ds")
+    is_text = name in {"text", "text_parts"}
+    table = read_log([str(job)], choices)
+    assert ("retokenized" in table["token_source"].to_pylist()) == is_text
+    assert (metadata.chat_template_fingerprint is not None) == is_text
+    assert ("template_text" in metadata.made_by[0]) == is_text
+    assert "has_text" not in metadata.made_by[0]
+    assert metadata.tokenizer_fingerprint is not None
+
+
+def test_text_beside_exact_ids_is_refused_wherever_the_ids_are(tmp_path, smollm2_dir):
+    exact = atif(agent_step(1, [1, 2], [3]), trajectory_id="s", name="sub")
+    main = [said(1, "user", "Go."), said(2, "agent", "I ask.")]
+    by_id, by_path = refers(3, {"trajectory_id": "s"}), refers(3, {"trajectory_path": "sub.json"})
+    write(tmp_path / "sub.json", exact)
+    for record in (
+        atif(*main, by_id, subagent_trajectories=[exact]),
+        atif(*main, by_path),
+        atif(*main, continued_trajectory_ref="sub.json"),
+    ):
+        path = write(tmp_path / "a.json", record)
+        error = refused(smollm2_dir, path)
+        assert (error.rule, error.where) == ("no_token_ids", f"{path}, $.steps[1]")
+        assert error.got == (
+            "this document has no token ids, but others of the run have some: "
+            "the only call has no token ids (the first has no metrics)"
+        )
+
+
+def test_a_missing_file_of_a_sub_agent_is_refused_and_a_missing_name_is_not(
+    tmp_path, smollm2_dir, rows
+):
+    main = [said(1, "user", "Go."), said(2, "agent", "I ask.")]
+    path = write(tmp_path / "a.json", atif(*main, refers(3, {"trajectory_path": "sub.json"})))
+    error = refused(smollm2_dir, path)
+    assert (error.rule, error.where) == ("dangling_reference", f"{path}, $.steps[2]")
+    for ref in ({"trajectory_id": "s"}, {"session_id": "s"}):
+        assert len(rows(write(path, atif(*main, refers(3, ref))))) == 1
+
+
+def test_a_step_of_several_calls_is_refused_in_text_too(tmp_path, smollm2_dir):
+    steps = [said(1, "user", "Go."), said(2, "agent", "Gone.", llm_call_count=3)]
+    path = write(tmp_path / "a.json", atif(*steps))
+    error = refused(smollm2_dir, path)
+    assert (error.rule, error.where) == ("no_token_ids", f"{path}, $.steps[1]")
+    assert "summed over 3 calls" in error.got
+    assert len(read_log([str(write(path, GONE))], Choices(tokenizer=str(smollm2_dir)))) == 1
+
+
+def test_the_last_context_of_the_main_agent_carries_the_outcome(tmp_path, rows, trial):
+    sub = atif(said(1, "user", "Why?"), said(2, "agent", "So."), name="sub", trajectory_id="s")
+    steps = [said(1, "user", "Go."), said(2, "agent", "I ask."), refers(3, {"trajectory_id": "s"})]
+    chat = atif(*steps, subagent_trajectories=[sub])
+    record = trial("t") | {"agent_result": None, "verifier_result": None}
+    record["step_results"] = [
+        {
+            "step_name": name,
+            "agent_result": {"rollout_details": None},
+            "verifier_result": {"rewards": {"reward": reward}},
+        }
+        for name, reward in (("one", 0.25), ("two", 0.75))
+    ]
+    directory = write_trial(tmp_path / "job", record)
+    for name in ("one", "two"):
+        write(directory / "steps" / name / "agent" / "trajectory.json", chat)
+    found = rows(directory)
+    assert found["agent"].to_list() == ["sub", "main", "sub", "main"]
+    assert found["reward"].to_list() == [0.0, 0.25, 0.0, 0.75]
+    assert found["is_last_step"].to_list() == [False, False, False, True]
+    assert [metrics is not None for metrics in found["metrics"]] == [False, True, False, True]
+    silent = atif(
+        *steps, said(4, "user", "And?"), said(5, "agent", ""), subagent_trajectories=[sub]
+    )
+    for record in (chat, silent):
+        assert rows(write(tmp_path / "a.json", record))["agent"].to_list() == ["sub", "main"]
+
+
+def test_a_main_agent_without_calls_leaves_the_verdict_to_its_sub_agents(tmp_path, rows, tokenizer):
+    sub = atif(said(1, "user", "Why?"), said(2, "agent", "So."), name="sub", trajectory_id="s")
+    by_id, by_path = refers(2, {"trajectory_id": "s"}), refers(2, {"trajectory_path": "sub.json"})
+    go = said(1, "user", "Go.")
+    write(tmp_path / "sub.json", sub)
+    for record in (
+        atif(go, by_id, subagent_trajectories=[sub]),
+        atif(go, subagent_trajectories=[sub]),
+        atif(go, by_path),
+    ):
+        path = write(tmp_path / "a.json", record)
+        found = rows(path)
+        assert (found["agent"].to_list(), trained(tokenizer, found)) == (
+            ["sub"],
+            ["So.<|im_end|>"],
+        )
+        error = refusal(path)
+        assert error.rule == "no_token_ids"
+        assert error.got == "the only call has no token ids (the first has no metrics)"
+        assert (error.hint or "").startswith("pass --tokenizer DIR to re-tokenize the text")

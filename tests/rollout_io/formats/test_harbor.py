@@ -57,10 +57,6 @@ def test_sub_agent_files_given_beside_their_run_are_read_once(golden, main_first
             "none of the 4 calls has token ids",
         ),
         (
-            f"golden/terminus_2/{GOLDEN.replace('.', '-linear-history.')}.json",
-            "none of the 3 calls",
-        ),
-        (
             f"golden/terminus_2/{GOLDEN.replace('.', '-linear-history.')}.cont-1.json",
             "none of the 4 calls",
         ),
@@ -80,11 +76,15 @@ def test_a_real_file_without_tokens_is_recognized_and_refused_for_that_reason(
     assert (error.rule, reason in error.got) == ("no_token_ids", True), error
 
 
-def test_every_real_file_of_the_format_converts_or_is_refused_for_want_of_tokens(harness_logs):
+def test_every_real_file_converts_or_is_refused_for_want_of_tokens_or_of_a_file(harness_logs):
     paths = sorted((harness_logs / "harbor").rglob("*.json"))
     refused = [path for path in paths if "trajectory" not in path.name or GOLDEN not in path.name]
     assert (len(paths), len(refused)) == (17, 13)
-    assert {refusal(path).rule for path in refused} == {"no_token_ids"}
+    rules = {path: refusal(path).rule for path in refused}
+    (main,) = (path for path, rule in rules.items() if rule == "dangling_reference")
+    assert main.name == f"{GOLDEN.replace('.', '-linear-history.')}.json"
+    assert "'trajectory.summarization-1-summary.json' does not exist" in refusal(main).got
+    assert {rule for path, rule in rules.items() if path != main} == {"no_token_ids"}
 
 
 def test_json_lines_of_another_harness_are_not_taken_for_harbor(harness_logs):
