@@ -110,7 +110,7 @@ def test_a_directory_without_a_log_is_an_error_that_names_it(tmp_path):
         (tmp_path / "logs" / name).write_text("# Notes")
     error = refusal(tmp_path / "logs", tmp_path / "ds")
     assert (error.rule, error.where) == ("known_format", str(tmp_path / "logs"))
-    assert "(2 files, such as " in error.sentence
+    assert "(found 2 files, the first is " in error.sentence
 
 
 def test_the_rewards_inside_the_directory_are_no_log_and_are_not_left(tmp_path):
