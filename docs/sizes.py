@@ -15,7 +15,23 @@ from trainer.models.lora import linear_layers
 from trainer.reports.memory_estimate import state_bytes
 
 LORA_RANK = 16
-_QWEN3 = {"head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151_936}
+
+
+def _qwen3(
+    hidden_size: int, intermediate_size: int, num_hidden_layers: int, num_attention_heads: int
+) -> Qwen3Config:
+    return Qwen3Config(
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_hidden_layers=num_hidden_layers,
+        num_attention_heads=num_attention_heads,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=151_936,
+        tie_word_embeddings=hidden_size < 4096,
+    )
+
+
 MODELS: dict[str, Any] = {
     "SmolLM2-135M": LlamaConfig(
         vocab_size=49_152,
@@ -26,32 +42,11 @@ MODELS: dict[str, Any] = {
         num_key_value_heads=3,
         tie_word_embeddings=True,
     ),
-    "Qwen3-0.6B": Qwen3Config(
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_hidden_layers=28,
-        num_attention_heads=16,
-        tie_word_embeddings=True,
-        **_QWEN3,
-    ),
-    "Qwen3-1.7B": Qwen3Config(
-        hidden_size=2048,
-        intermediate_size=6144,
-        num_hidden_layers=28,
-        num_attention_heads=16,
-        tie_word_embeddings=True,
-        **_QWEN3,
-    ),
-    "Qwen3-8B": Qwen3Config(
-        hidden_size=4096,
-        intermediate_size=12_288,
-        num_hidden_layers=36,
-        num_attention_heads=32,
-        tie_word_embeddings=False,
-        **_QWEN3,
-    ),
+    "Qwen3-0.6B": _qwen3(1024, 3072, 28, 16),
+    "Qwen3-1.7B": _qwen3(2048, 6144, 28, 16),
+    "Qwen3-8B": _qwen3(4096, 12_288, 36, 32),
 }
-"""Dimensions of the models, as in their config.json."""
+"""Dimensions of the models, as in their config.json; the small Qwen3 models tie their embeddings."""
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "full, float32": {"dtype": "float32"},

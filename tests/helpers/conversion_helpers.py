@@ -16,6 +16,17 @@ from tests.conftest import EXAMPLES, ROOT
 SHOP = EXAMPLES / "shop.calls.jsonl"
 REWARDS = EXAMPLES / "shop.rewards.jsonl"
 SMALL_CHUNKS = 300_000
+OUTPUT = {
+    "prompt_token_ids": [[1, 2]],
+    "response_ids": [[7]],
+    "rewards": [1.0],
+    "loss_masks": [[1]],
+    "stop_reasons": ["stop"],
+    "rollout_logprobs": None,
+    "trajectory_ids": [{"instance_id": "shop", "repetition_id": 0}],
+    "is_last_step": [True],
+}
+"""A `GeneratorOutput` of one step."""
 
 
 def call(session, *ids, **fields):

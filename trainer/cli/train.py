@@ -167,8 +167,8 @@ def plot(
         if metrics:
             raise click.UsageError("--metric applies to runs, not to datasets.")
         from rollout_io.cli.dataset import open_valid
+        from trainer.reports.charts import check_image
         from trainer.reports.dataset_plot import plot_datasets
-        from trainer.reports.figures import check_image
 
         image = out or "dataset.png"
         check_image(Path(image))

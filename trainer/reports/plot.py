@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from rollout_io.dataset.opening import read_input
 from schemas.errors import InputError
-from trainer.reports import figures
+from trainer.reports import charts
 from trainer.run.run_metrics import LOOP_METRICS, METRICS
 
 DEFAULT = (
@@ -58,10 +58,10 @@ def plot_runs(runs: Sequence[Path], out: Path, metrics: Sequence[str] = ()) -> l
         ConfigError: If matplotlib does not support the format.
         MissingExtra: If matplotlib is not installed.
     """
-    lines = dict(zip(figures.names_of(runs), map(read_metrics, runs), strict=True))
+    lines = dict(zip(charts.names_of(runs), map(read_metrics, runs), strict=True))
     chosen = _chosen(lines, metrics)
-    figures.check_image(out)
-    figures.save(runs_figure(lines, chosen), out)
+    charts.check_image(out)
+    charts.save(runs_figure(lines, chosen), out)
     return chosen
 
 
@@ -71,19 +71,19 @@ def runs_figure(runs: Records, metrics: Sequence[str]) -> Any:
 
     num_columns = 1 if len(metrics) == 1 else 2 if len(metrics) <= 6 else 3
     size = {1: (6.0, 3.6), 2: (4.2, 2.8), 3: (3.5, 2.5)}[num_columns]
-    figure, axes = figures.panels(len(metrics), num_columns, size)
+    figure, axes = charts.panels(len(metrics), num_columns, size)
     for axis, metric in zip(axes, metrics, strict=True):
         for number, records in enumerate(runs.values()):
-            _draw(axis, curve(records, metric), figures.color(number))
+            _draw(axis, curve(records, metric), charts.color(number))
         known = METRICS | LOOP_METRICS
         unit = known[metric].unit if metric in known else ""
-        figures.title(axis, metric)
+        charts.title(axis, metric)
         axis.set_ylabel("" if unit == "1" else unit, fontsize=9.5)
         axis.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6, min_n_ticks=1))
     for axis in axes[-num_columns:]:
         axis.set_xlabel("update (global_step)", fontsize=9.5)
     if len(runs) > 1:
-        figures.legend(figure, list(runs), max(2, num_columns))
+        charts.legend(figure, list(runs), max(2, num_columns))
     return figure
 
 

@@ -8,18 +8,8 @@ import pytest
 
 import rollout_io
 from rollout_io import Choices, Options, convert
-from tests.helpers.conversion_helpers import call, refusal, rejected_in, write
+from tests.helpers.conversion_helpers import OUTPUT, call, refusal, rejected_in, write
 from tests.helpers.harbor_helpers import agent_step, atif, failure, write_trial
-
-OUTPUT = {
-    "prompt_token_ids": [[1, 2]],
-    "response_ids": [[7]],
-    "rewards": [1.0],
-    "loss_masks": [[1]],
-    "stop_reasons": ["stop"],
-    "rollout_logprobs": None,
-    "is_last_step": [True],
-}
 
 
 @pytest.fixture

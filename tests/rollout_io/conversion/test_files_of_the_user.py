@@ -17,19 +17,9 @@ from rollout_io.cli.main import run
 from rollout_io.conversion.log import open_log
 from rollout_io.dataset.storage import Location
 from schemas.errors import RolloutError
-from tests.helpers.conversion_helpers import call, refusal, rejected_in, write
+from tests.helpers.conversion_helpers import OUTPUT, call, refusal, rejected_in, write
 
 SKIP = Choices(on_error="skip")
-OUTPUT = {
-    "prompt_token_ids": [[1, 2]],
-    "response_ids": [[7]],
-    "rewards": [1.0],
-    "loss_masks": [[1]],
-    "stop_reasons": ["stop"],
-    "rollout_logprobs": None,
-    "trajectory_ids": [{"instance_id": "shop", "repetition_id": 0}],
-    "is_last_step": [True],
-}
 
 
 @pytest.mark.parametrize("choices", [Choices(), SKIP])
