@@ -284,8 +284,9 @@ def _check_nulls(view: View, name: str) -> list[pl.DataFrame]:
         found.append(view.breaches(rule, rows, name, got, "no null", sentence))
     if name == "token_source":
         texts = pl.Series(view.strings(name))
-        rows = (texts.is_not_null() & ~texts.is_in(TOKEN_SOURCES)).arg_true().to_numpy()
-        got = [repr(text) for text in texts.gather(rows)]
+        unknown = texts.is_not_null() & ~texts.is_in(TOKEN_SOURCES)
+        rows = unknown.arg_true().to_numpy()
+        got = [repr(text) for text in texts.filter(unknown)]
         found.append(view.breaches(rule, rows, name, got, " or ".join(TOKEN_SOURCES)))
     return found
 

@@ -6,6 +6,7 @@ installed, to recognise its objects. That takes longer than `rollouts stats` nee
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,13 @@ def to_arrow(
     own = pa.from_numpy_dtype(values.dtype)
     array = pa.Array.from_buffers(own, len(values), [validity, pa.py_buffer(data)])
     return array if kind is None or kind == own else array.cast(kind)
+
+
+def to_frame(columns: Mapping[str, pa.Array | pa.ChunkedArray]) -> pl.DataFrame:
+    """Convert Arrow columns to a frame; a frame of NumPy arrays would import `numpy.ma`."""
+    frame = pl.from_arrow(pa.table(dict(columns)))
+    assert isinstance(frame, pl.DataFrame)
+    return frame
 
 
 def empty_table(schema: pa.Schema) -> pa.Table:

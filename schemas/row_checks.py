@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from schemas.columns import COLUMNS, JOINED, METRICS_TYPE, Length
-from schemas.numpy_arrays import filled, to_numpy
+from schemas.numpy_arrays import filled, to_arrow, to_frame, to_numpy
 from schemas.ragged import BoolArray, IntArray, Ragged, list_lengths
 from schemas.structure_checks import first_rows
 from schemas.types import cast_column
@@ -219,13 +219,9 @@ def check_metrics(view: View) -> Iterator[pl.DataFrame]:
     column = cast_column(view.table.column("metrics"), METRICS_TYPE)
     entries = pc.list_flatten(column)
     key, value = pc.struct_field(entries, "key"), pc.struct_field(entries, "value")
-    frame = pl.DataFrame(
-        {
-            "row": np.repeat(np.arange(len(column)), list_lengths(column)),
-            "key": pl.Series(key, dtype=pl.String),
-            "is_null": to_numpy(pc.or_(key.is_null(), value.is_null())),
-        }
-    )
+    rows = to_arrow(np.repeat(np.arange(len(column)), list_lengths(column)))
+    is_null = pc.or_(key.is_null(), value.is_null())
+    frame = to_frame({"row": rows, "key": key.cast(pa.string()), "is_null": is_null})
     repeated = pl.struct("row", "key").is_first_distinct().not_()
     bad = frame.filter(pl.col("is_null") | repeated).unique("row", keep="first").sort("row")
     got = [

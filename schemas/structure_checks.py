@@ -109,8 +109,9 @@ def _misnamed(view: View) -> pl.DataFrame:
     instance, actual = (pl.Series(view.strings(n)) for n in ("instance_id", "trajectory_id"))
     repetition = pl.Series(view.table.column("repetition_id"))
     wanted = instance + "_" + repetition.cast(pl.String)
-    rows = (actual != wanted).arg_true().to_numpy()
-    got, expected = actual.gather(rows).to_list(), wanted.gather(rows).to_list()
+    differs = actual != wanted
+    rows = differs.arg_true().to_numpy()
+    got, expected = actual.filter(differs).to_list(), wanted.filter(differs).to_list()
     sentence = "trajectory_id is {got} but instance_id and repetition_id give {expected}"
     return view.breaches("unique_trajectory", rows, "trajectory_id", got, expected, sentence)
 

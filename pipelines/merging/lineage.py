@@ -123,7 +123,8 @@ def _undecided(
     sure[first[(count > 1) & (parent[first] >= 0)]] = False
     trajectory = np.searchsorted(tree.starts, np.flatnonzero(~sure), side="right") - 1
     bounds = np.append(tree.starts, num_rows).tolist()
-    return ((bounds[t], bounds[t + 1]) for t in np.unique(trajectory).tolist())
+    once = trajectory[np.diff(trajectory, prepend=-1) > 0]
+    return ((bounds[t], bounds[t + 1]) for t in once.tolist())
 
 
 def _by_ancestors(above: list[int], keys: list[int], steps_back: int) -> list[int]:

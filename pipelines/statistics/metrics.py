@@ -18,7 +18,7 @@ from pipelines.tables import Frame, as_lazy
 from rollout_io.dataset.parallel import Workers
 from rollout_io.dataset.reader import PathLike, pieces, scan
 from schemas.columns import METRICS_TYPE
-from schemas.numpy_arrays import to_arrow, to_numpy
+from schemas.numpy_arrays import to_arrow, to_frame, to_numpy
 from schemas.ragged import IntArray, Ragged, list_lengths, offsets_of
 from schemas.types import as_table, cast_column
 
@@ -193,7 +193,7 @@ def _per_row(rows: pl.DataFrame) -> pl.DataFrame:
         "environment": _environment(table, steps, offsets),
     }
     ids = rows.select("instance_id", "trajectory_id")
-    return ids.hstack(pl.DataFrame(pl.from_arrow(pa.table(columns)))).cast(pl.Schema(_ROW_SCHEMA))
+    return ids.hstack(to_frame(columns)).cast(pl.Schema(_ROW_SCHEMA))
 
 
 def _steps(table: pa.Table) -> Steps:

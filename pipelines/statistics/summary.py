@@ -16,7 +16,7 @@ from pipelines.tables import Frame, as_lazy
 from rollout_io.dataset.parallel import Workers
 from rollout_io.dataset.prefix_layout import is_encoded
 from rollout_io.dataset.reader import PathLike, iter_tables, pieces, scan
-from schemas.numpy_arrays import to_numpy
+from schemas.numpy_arrays import to_arrow, to_frame, to_numpy
 from schemas.ragged import Ragged, list_lengths, offsets_of
 from schemas.types import as_table
 
@@ -139,13 +139,13 @@ def _lengths(table: pa.Table) -> pl.DataFrame:
     if "rollout_logprobs" in table.column_names:
         without &= to_numpy(table.column("rollout_logprobs").is_null())
     columns = {
-        "prompt": prompt,
-        "response": response,
-        "trained": np.diff(offsets_of(masks.values)[masks.offsets]),
-        "without_logprobs": without,
+        "trajectory_id": table.column("trajectory_id"),
+        "prompt": to_arrow(prompt),
+        "response": to_arrow(response),
+        "trained": to_arrow(np.diff(offsets_of(masks.values)[masks.offsets])),
+        "without_logprobs": to_arrow(without),
     }
-    ids = pl.Series("trajectory_id", pl.from_arrow(table.column("trajectory_id")), pl.String)
-    return pl.DataFrame([ids, *(pl.Series(n, v, _LENGTHS[n]) for n, v in columns.items())])
+    return to_frame(columns).cast(pl.Schema(_LENGTHS))
 
 
 def _rows(rows: pl.DataFrame) -> dict[str, Any]:
