@@ -13,7 +13,6 @@ from typing import Self
 import pyarrow as pa
 
 from rollout_io.dataset.reader import read_metadata
-from rollout_io.dataset.storage import refuse_inside
 from rollout_io.dataset.writer import SHARD_BYTES
 from rollout_io.formats.exporting.card import Statistics, card
 from rollout_io.formats.exporting.export_files import ParquetFile, new_export, without_maps
@@ -39,8 +38,7 @@ def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exporte
     del failed
     statistics, schema = Statistics(), pa.schema([])
     metadata = read_metadata(dataset)
-    refuse_inside(out, dataset)
-    with new_export(out) as folder:
+    with new_export(out, dataset) as folder:
         folder.mkdir()
         (folder / "data").mkdir()
         with _Shards(folder / "data", metadata) as shards:

@@ -35,7 +35,7 @@ def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exporte
     """
     del failed
     if Path(out).is_file():
-        refuse_taken(out)
+        refuse_taken(out, dataset)
     schema = next(iter(iter_tables(dataset))).schema
     if not any(shard_sizes(dataset).values()):
         Exported().close(dataset)

@@ -46,7 +46,7 @@ def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exporte
     Raises:
         RolloutError: As for `to_generator_output`, or `out` exists.
     """
-    refuse_taken(out)
+    refuse_taken(out, dataset)
     table = read(dataset)
     outcome = read_metadata(dataset).outcome or "last"
     write_generator_output(_with_metrics(table, dataset), out, failed, outcome)

@@ -65,7 +65,7 @@ def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exporte
     uniform = Uniform(dataset, ["rollout_logprobs", ROUTES])
     samples: list[dict[str, Any]] = []
     num_removed = 0
-    with new_export(out) as path:
+    with new_export(out, dataset) as path:
         for piece in declared_tables(dataset):
             is_failed, masked = failures.failed(piece), failures.masked(piece)
             healthy = piece.filter(pa.array(~masked))

@@ -63,7 +63,7 @@ def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exporte
     """
     failures, done = Failures.of(dataset, failed), Exported()
     uniform = Uniform(dataset, ["rollout_logprobs", ROUTES])
-    with new_export(out) as path, ParquetFile(path) as file:
+    with new_export(out, dataset) as path, ParquetFile(path) as file:
         for piece in declared_tables(dataset):
             table = failures.leave_out(piece, done)
             uniform.check(table)

@@ -13,19 +13,21 @@ import pyarrow.parquet as pq
 
 from rollout_io.dataset.atomic_files import whole, writable
 from rollout_io.dataset.footer import seal
+from rollout_io.dataset.storage import refuse_inside
 from schemas.errors import ConfigError, InputError
 from schemas.types import cast_column
 
 
 @contextmanager
-def new_export(out: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a temporary path for a file or folder, which is renamed to `out` at the end.
+def new_export(out: str | os.PathLike[str], dataset: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yield a temporary path for an export of `dataset`, which is renamed to `out` at the end.
 
     Raises:
         ConfigError: `out_is_free`: `out` exists.
-        InputError: `output_file`: the output cannot be written.
+        InputError: `out_is_free`: `out` is inside `dataset`; `output_file`: the output cannot be
+            written.
     """
-    refuse_taken(out)
+    refuse_taken(out, dataset)
     with replaced_export(out) as path:
         yield path
 
@@ -39,8 +41,9 @@ def replaced_export(out: str | os.PathLike[str]) -> Iterator[Path]:
         yield path
 
 
-def refuse_taken(out: str | os.PathLike[str]) -> None:
-    """Raise `out_is_free` if the output path exists."""
+def refuse_taken(out: str | os.PathLike[str], dataset: str | os.PathLike[str]) -> None:
+    """Raise `out_is_free` if the output path exists, or is inside the dataset to export."""
+    refuse_inside(out, dataset)
     if Path(out).exists() or Path(out).is_symlink():
         got, hint = "the output path already exists", "choose a different --out, or remove it"
         raise ConfigError("out_is_free", os.fspath(out), got, hint=hint)

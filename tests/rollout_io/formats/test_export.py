@@ -376,6 +376,16 @@ def test_a_dataset_without_log_probabilities_is_exported_without(name, tmp_path)
         assert [row["rollout_logprobs"] for row in read_back(name, out)] == [None] * 4
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_an_export_inside_its_dataset_is_refused_and_changes_nothing(name, dataset, capsys):
+    before = sorted(Path(dataset).rglob("*"))
+    out = Path(dataset) / f"out.{ENDING[name]}"
+    assert run(["export", str(dataset), "--format", name, "--out", str(out)]) == 1
+    told = capsys.readouterr().err
+    assert f"the output path is inside the input dataset {dataset}. [out_is_free]" in told
+    assert sorted(Path(dataset).rglob("*")) == before
+
+
 def test_slime_refuses_routing_that_ends_early(tmp_path, capsys):
     dataset = write(tmp_path / "ds", routed([2, 4, 2, 1]))
     said = refused(dataset, "slime", tmp_path, capsys)
