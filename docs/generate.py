@@ -66,7 +66,7 @@ Each row is one sequence; freshly converted data has one row per step. Your own 
 absent.
 
 {documentation_table()}
-In the `prefix` layout (the default on disk), these columns replace `prompt_token_ids`; [other_tools.md](other_tools.md)
+In the `prefix` layout (the default on disk), these columns replace `prompt_token_ids`; [Open a dataset with other tools](other_tools.md)
 rebuilds it with Polars or DuckDB alone:
 
 | column | type |
@@ -163,8 +163,8 @@ current batch and the next one, which is read in the background.
 
 **Defaults.** Advantages are GRPO's: computed from the trajectory's return and applied to all its rows. The loss is PPO's
 clipped loss, averaged over the trained tokens of the mini-batch, with truncated importance weights if the sampler's
-log-probabilities are known. Neither the layout (`step`, `merge` or `tree`, [tree.md](tree.md)) nor the micro-batch size
-changes the gradient. [algorithms.md](algorithms.md) has all algorithms with their equations.
+log-probabilities are known. Neither the layout (`step`, `merge` or `tree`, [Prefix trees](tree.md)) nor the micro-batch size
+changes the gradient. [Algorithms](algorithms.md) has all algorithms with their equations.
 
 **Output.** RUN contains `config.json` (the resolved configuration), `metrics.jsonl` (one line per update) and
 `checkpoints/global_step_N/` (model directories that Transformers can load). Progress goes to stderr: a bar on a terminal,
@@ -222,7 +222,7 @@ second update took 3.68 GiB.
 per metric and one color per run. Without `--metric`, it plots the most important metrics. Up to 40 updates are marked points;
 more are faint points behind a curve that is smoothed by local linear regression in a centred window, so that it lags behind
 neither a trend nor a jump. The image format follows from the file extension. It needs `pip install "rollout-io[plot]"`, but not
-torch. `rollouts plot DS` draws a dataset ([metrics.md](metrics.md#pictures)).
+torch. `rollouts plot DS` draws a dataset ([Pictures](metrics.md#pictures)).
 
 ## Several processes
 
@@ -341,7 +341,7 @@ attention interface get a dense mask; models that cap attention scores (Gemma 2)
 
 **Check at load.** When a model is loaded, its windows are temporarily reduced, and short rows that exceed them are forwarded
 individually, packed, packed with a row at the model's last position, and (for `tree`) as a tree. A model whose log-probabilities
-differ from those of its own eager forward by 0.001 nats or more is rejected (`model_layers`). [models.md](models.md) lists the tested
+differ from those of its own eager forward by 0.001 nats or more is rejected (`model_layers`). [Models](models.md) lists the tested
 architectures.
 
 **Rotary frequencies** do not depend on packing. For LongRoPE and dynamic NTK, Transformers bases them on the longest row of a
@@ -443,7 +443,7 @@ def rl_page() -> str:
     lines = ["| key | type | default | meaning |", "|---|---|---|---|", *rows]
     lines += ["", "`rollouts rl` sets these keys itself and rejects them in the tables:", ""]
     lines += ["| table | keys |", "|---|---|", *own, "", "## metrics.jsonl", ""]
-    lines += ["In addition to the keys in [training.md](training.md#metricsjsonl):", ""]
+    lines += ["In addition to the keys in [metrics.jsonl](training.md#metricsjsonl):", ""]
     lines += ["| key | unit | meaning |", "|---|---|---|", *metrics]
     return _with_table("rl.md", lines)
 
