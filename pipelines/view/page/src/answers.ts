@@ -1,0 +1,429 @@
+/** The data layer: asks the server, or reads the answers that a one-file report carries. */
+
+import { type Table, tableFromIPC } from "apache-arrow";
+
+export type Parameters = Record<string, string | number | null | undefined>;
+export type Value = number | string | boolean | null;
+export type Row = Record<string, Value>;
+
+export class AnswerError extends Error {
+  constructor(
+    message: string,
+    readonly hint: string = "",
+  ) {
+    super(message);
+  }
+}
+
+const inlined = readInlined();
+
+/** Whether this page is a report in one file, without a server. */
+export const isReport = inlined !== null;
+
+const token = new URLSearchParams(location.search).get("token") ?? "";
+const KEPT = 64;
+const kept = new Map<string, Promise<unknown>>();
+
+interface Inlined {
+  path: string;
+  parameters: Map<string, string>;
+  data: string;
+}
+
+function readInlined(): Inlined[] | null {
+  const element = document.getElementById("answers");
+  if (element === null) return null;
+  let answers: Record<string, string> = {};
+  try {
+    answers = JSON.parse(element.textContent ?? "{}") as Record<string, string>;
+  } catch {
+    // the template itself, without answers
+  }
+  return Object.entries(answers).map(([address, data]) => {
+    const url = new URL(address, "http://report");
+    return { path: url.pathname, parameters: new Map(url.searchParams), data };
+  });
+}
+
+function addressOf(path: string, parameters: Parameters): string {
+  const search = new URLSearchParams();
+  for (const [name, value] of Object.entries(parameters)) {
+    if (value !== null && value !== undefined && value !== "") search.set(name, String(value));
+  }
+  const query = search.toString();
+  return query === "" ? path : `${path}?${query}`;
+}
+
+// What a report was made for does not choose an answer: its rows are those of its filter.
+const SELECTING = new Set(["where", "sort", "descending", "offset", "limit", "bins"]);
+// Without the columns of an update, tokens and groups are still those of the dataset.
+const ADDING = new Set(["run", "update"]);
+
+function findInlined(path: string, parameters: Parameters): Inlined | null {
+  const wanted = Object.entries(parameters).filter(
+    ([name, value]) => !SELECTING.has(name) && value !== null && value !== undefined && value !== "",
+  );
+  const fits = (answer: Inlined, names: (name: string) => boolean): boolean => {
+    const asked = wanted.filter(([name]) => names(name));
+    const given = [...answer.parameters.keys()].filter((name) => !SELECTING.has(name) && names(name));
+    return (
+      given.length === asked.length &&
+      asked.every(([name, value]) => answer.parameters.get(name) === String(value))
+    );
+  };
+  const there = (inlined ?? []).filter((answer) => decodeURIComponent(answer.path) === decodeURIComponent(path));
+  return (
+    there.find((answer) => fits(answer, () => true)) ??
+    there.find((answer) => fits(answer, (name) => !ADDING.has(name))) ??
+    null
+  );
+}
+
+async function inlinedBytes(path: string, parameters: Parameters): Promise<Uint8Array> {
+  const answer = findInlined(path, parameters);
+  if (answer === null) {
+    throw new AnswerError(
+      "This report does not contain the answer.",
+      "It holds one selection of a dataset; ask for a report of more, or run `rollouts view` on the dataset.",
+    );
+  }
+  const packed = Uint8Array.from(atob(answer.data), (character) => character.charCodeAt(0));
+  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate-raw"));
+  return new Uint8Array(await new Response(stream).arrayBuffer());
+}
+
+async function fetchBytes(address: string, body: unknown): Promise<Uint8Array> {
+  const request: RequestInit = { headers: { "X-Rollouts-Token": token } };
+  if (body !== undefined) {
+    request.method = "POST";
+    request.headers = { ...request.headers, "Content-Type": "application/json" };
+    request.body = JSON.stringify(body);
+  }
+  let answer: Response;
+  try {
+    answer = await fetch(address, request);
+  } catch {
+    throw new AnswerError("The server does not answer.", "Is `rollouts view` still running?");
+  }
+  if (!answer.ok) throw await refusal(answer);
+  return new Uint8Array(await answer.arrayBuffer());
+}
+
+async function refusal(answer: Response): Promise<AnswerError> {
+  if (answer.status === 403) {
+    return new AnswerError(
+      "The server refuses this page.",
+      "Open the address that `rollouts view` printed: it carries the token.",
+    );
+  }
+  try {
+    const { error, hint } = (await answer.json()) as { error?: string; hint?: string | null };
+    return new AnswerError(error ?? `The server answered ${answer.status}.`, hint ?? "");
+  } catch {
+    return new AnswerError(`The server answered ${answer.status}.`);
+  }
+}
+
+function ask<T>(path: string, parameters: Parameters, read: (bytes: Uint8Array) => T): Promise<T> {
+  const address = addressOf(path, parameters);
+  let answer = kept.get(address) as Promise<T> | undefined;
+  if (answer === undefined) {
+    const bytes = isReport ? inlinedBytes(path, parameters) : fetchBytes(address, undefined);
+    answer = bytes.then(read);
+    answer.catch(() => kept.delete(address));
+  }
+  kept.delete(address);
+  kept.set(address, answer);
+  for (const old of kept.keys()) {
+    if (kept.size <= KEPT) break;
+    kept.delete(old);
+  }
+  return answer;
+}
+
+export function json<T>(path: string, parameters: Parameters = {}): Promise<T> {
+  return ask(path, parameters, (bytes) => JSON.parse(new TextDecoder().decode(bytes)) as T);
+}
+
+export function arrow(path: string, parameters: Parameters = {}): Promise<Table> {
+  return ask(path, parameters, (bytes) => tableFromIPC(bytes));
+}
+
+export async function post<T>(path: string, body: unknown): Promise<T> {
+  const bytes = await fetchBytes(path, body);
+  return JSON.parse(new TextDecoder().decode(bytes)) as T;
+}
+
+/** A number of the table's metadata. */
+export function total(table: Table, key: string): number {
+  const text = table.schema.metadata.get(key);
+  return text === undefined ? Number.NaN : Number(text);
+}
+
+/** One value as the page shows it. Integers beyond 2^53 keep their digits as text. */
+export function valueOf(value: unknown): Value {
+  if (value === null || value === undefined) return null;
+  if (typeof value === "bigint") {
+    return Number.isSafeInteger(Number(value)) ? Number(value) : value.toString();
+  }
+  if (typeof value === "number" || typeof value === "string" || typeof value === "boolean") return value;
+  if (value instanceof Date) return value.toISOString();
+  return JSON.stringify(value, (_key, inner: unknown) => (typeof inner === "bigint" ? inner.toString() : inner));
+}
+
+export function rowsOf(table: Table): Row[] {
+  const columns = table.schema.fields.map((field, at) => [field.name, table.getChildAt(at)] as const);
+  return Array.from({ length: table.numRows }, (_unused, index) =>
+    Object.fromEntries(columns.map(([name, vector]) => [name, valueOf(vector?.get(index))])),
+  );
+}
+
+export interface Column {
+  name: string;
+  kind: "number" | "text" | "bool" | "other";
+  own: boolean;
+}
+
+export interface Dataset {
+  id: string;
+  name: string;
+  path: string;
+  num_rows: number;
+  num_trajectories: number;
+  num_groups: number;
+  columns: Column[];
+  tokenizer: string | null;
+  layout: string;
+}
+
+export interface Run {
+  id: string;
+  name: string;
+  path: string;
+  datasets: string[];
+  updates: number[];
+  token_updates: number[];
+}
+
+export interface Sources {
+  datasets: Dataset[];
+  runs: Run[];
+  warnings: string[];
+}
+
+export interface Window {
+  rows: Row[];
+  columns: string[];
+  total: number;
+  all: number;
+}
+
+export interface Selection {
+  where: string;
+  sort: string;
+  descending: boolean;
+}
+
+function datasetPath(dataset: string, name: string): string {
+  return `/api/datasets/${encodeURIComponent(dataset)}/${name}`;
+}
+
+function windowOf(table: Table): Window {
+  const columns = table.schema.fields.map((field) => field.name);
+  const all = total(table, "all");
+  return { rows: rowsOf(table), columns, total: total(table, "total"), all };
+}
+
+export function compare(a: Value | undefined, b: Value | undefined): number {
+  if (typeof a === "string" && typeof b === "string") return a < b ? -1 : a > b ? 1 : 0;
+  return Number(a) - Number(b);
+}
+
+/** Sort rows in the page: nulls last, equal rows in the order they came. */
+export function sorted(rows: Row[], column: string, descending: boolean): Row[] {
+  if (column === "") return rows;
+  const sign = descending ? -1 : 1;
+  return rows.toSorted((a, b) => {
+    const [x, y] = [a[column] ?? null, b[column] ?? null];
+    if (x === null || y === null) return Number(x === null) - Number(y === null);
+    return sign * compare(x, y);
+  });
+}
+
+/** Rows offset to offset + limit of the filtered and sorted trajectories. */
+export async function trajectories(
+  dataset: string,
+  { where, sort, descending }: Selection,
+  offset: number,
+  limit: number,
+): Promise<Window> {
+  const path = datasetPath(dataset, "trajectories");
+  if (!isReport) {
+    const order = { sort, descending: sort === "" ? null : Number(descending) };
+    return windowOf(await arrow(path, { where, ...order, offset, limit }));
+  }
+  const whole = windowOf(await arrow(path));
+  const rows = sorted(whole.rows, sort, descending);
+  return { ...whole, rows: rows.slice(offset, offset + limit), total: rows.length };
+}
+
+/** The filter that a report was made with. */
+export function reportFilter(dataset: string): string {
+  const answer = findInlined(datasetPath(dataset, "trajectories"), {});
+  return answer?.parameters.get("where") ?? "";
+}
+
+export type Histogram = { nulls: number; counts: number[]; counts_all: number[] } & (
+  | { edges: number[] }
+  | { values: (string | boolean | null)[]; others: number }
+);
+
+export function histogram(dataset: string, column: string, where: string): Promise<Histogram> {
+  return json(datasetPath(dataset, "histogram"), { column, where, bins: 40 });
+}
+
+export interface PartsAt {
+  row: number;
+  token: number;
+}
+
+export interface Attempt {
+  trajectory_id: string;
+  repetition_id: number;
+  return: number | null;
+  advantage: number | null;
+  num_rows: number;
+  response_tokens: number;
+  trained_tokens: number;
+  stop_reason: string | null;
+  error: string | null;
+  parts_at: PartsAt | null;
+}
+
+export interface Joined {
+  run?: string | undefined;
+  update?: string | undefined;
+}
+
+export function group(dataset: string, instance: string, joined: Joined): Promise<{ attempts: Attempt[] }> {
+  return json(datasetPath(dataset, "group"), { instance_id: instance, ...joined });
+}
+
+export interface TreeNode {
+  id: number;
+  parent: number | null;
+  start: number;
+  end: number;
+  rows: [string, number][];
+  num_trajectories: number;
+  return: number | null;
+  advantage: number | null;
+  sampled: boolean;
+  text: string;
+  cause: string | null;
+}
+
+export interface Tree {
+  nodes: TreeNode[];
+  num_tokens: number;
+}
+
+export function tree(dataset: string, of: Parameters, joined: Joined): Promise<Tree> {
+  return json(datasetPath(dataset, "tree"), { ...of, ...joined });
+}
+
+export interface Part {
+  type: "text" | "thinking" | "tool_call" | "tool_result";
+  name: string | null;
+  text: string;
+}
+
+export interface Turn {
+  role: string;
+  step_index: number;
+  is_new: boolean;
+  trained: boolean;
+  from: "messages" | "tokens";
+  parts: Part[];
+}
+
+export interface Conversation {
+  lanes: { agent: string | null; turns: Turn[] }[];
+  error: string | null;
+  return: number | null;
+}
+
+export function conversation(dataset: string, trajectory: string): Promise<Conversation> {
+  return json(datasetPath(dataset, "conversation"), { trajectory_id: trajectory });
+}
+
+export function tokens(dataset: string, trajectory: string, step: number, joined: Joined): Promise<Table> {
+  const of = { trajectory_id: trajectory, step_index: step, ...joined };
+  return arrow(datasetPath(dataset, "tokens"), of);
+}
+
+function runPath(run: string, name: string): string {
+  return `/api/runs/${encodeURIComponent(run)}/${name}`;
+}
+
+export interface Metrics {
+  global_step: number[];
+  metrics: Record<string, (number | null)[]>;
+}
+
+export function metrics(run: string): Promise<Metrics> {
+  return json(runPath(run, "metrics"));
+}
+
+export function updateRows(run: string, update: string): Promise<Table> {
+  return arrow(runPath(run, `updates/${encodeURIComponent(update)}`));
+}
+
+export function updateTargets(run: string, update: string): Promise<Table> {
+  return arrow(runPath(run, `updates/${encodeURIComponent(update)}/targets`), { limit: 20000 });
+}
+
+export function diff(a: string, b: string, where: string): Promise<Table> {
+  return arrow("/api/diff", { a, b, where });
+}
+
+export interface Pair {
+  trajectory_a: string | null;
+  trajectory_b: string | null;
+  return_a: number | null;
+  return_b: number | null;
+  parts_at: PartsAt | null;
+}
+
+export function diffPair(a: string, b: string, instance: string): Promise<{ pairs: Pair[] }> {
+  return json("/api/diff/pair", { a, b, instance_id: instance });
+}
+
+export interface Hit {
+  trajectory_id: string;
+  step_index: number;
+  position: number;
+}
+
+export interface Hits {
+  hits: Hit[];
+  complete: boolean;
+}
+
+export function search(dataset: string, what: Parameters, where: string): Promise<Hits> {
+  return json(datasetPath(dataset, "search"), { ...what, where, limit: 200 });
+}
+
+export interface Labels {
+  column: string;
+  values: Record<string, string | number | null>;
+  out: string;
+}
+
+export function writeLabels(dataset: string, labels: Labels): Promise<{ path: string; num_rows: number }> {
+  return post(datasetPath(dataset, "labels"), labels);
+}
+
+export function sources(): Promise<Sources> {
+  return json("/api/sources");
+}

@@ -1,0 +1,51 @@
+/** The keyboard: each view adds its keys while it is shown, and the help lists them. */
+
+import { useEffect, useRef } from "preact/hooks";
+
+export interface Key {
+  key: string;
+  does: string;
+  run: (event: KeyboardEvent) => void;
+}
+
+const groups = new Map<object, { title: string; keys: Key[] }>();
+
+/** All keys that work now, by title. */
+export function keysNow(): { title: string; keys: Key[] }[] {
+  return [...groups.values()].filter((group) => group.keys.length > 0);
+}
+
+function isWriting(target: EventTarget | null): boolean {
+  return (
+    target instanceof HTMLElement &&
+    (target.isContentEditable || target.matches("input:not([type=checkbox]):not([type=range]), textarea, select"))
+  );
+}
+
+window.addEventListener("keydown", (event) => {
+  if (event.ctrlKey || event.metaKey || event.altKey || isWriting(event.target)) return;
+  if (document.querySelector("dialog[open]") !== null) return;
+  // A focused button or link keeps its own keys.
+  const onControl = event.target instanceof HTMLElement && event.target.matches("button, a, summary, input");
+  if (onControl && (event.key === "Enter" || event.key === " ")) return;
+  for (const group of [...groups.values()].reverse()) {
+    const key = group.keys.find((one) => one.key === event.key);
+    if (key !== undefined) {
+      event.preventDefault();
+      key.run(event);
+      return;
+    }
+  }
+});
+
+/** Keys that work while the component is shown. */
+export function useKeys(title: string, keys: Key[]): void {
+  const own = useRef({});
+  groups.set(own.current, { title, keys });
+  useEffect(() => {
+    const name = own.current;
+    return () => {
+      groups.delete(name);
+    };
+  }, []);
+}

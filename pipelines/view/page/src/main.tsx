@@ -1,0 +1,59 @@
+import "uplot/dist/uPlot.min.css";
+import "./style.css";
+import { type JSX, render } from "preact";
+import { useEffect, useMemo, useState } from "preact/hooks";
+import { go, hasView, usePlace } from "./address";
+import { isReport, sources, trajectories } from "./answers";
+import { Frame } from "./frame";
+import { Failure, useAnswer, Waiting } from "./parts";
+import { SessionContext, sessionOf } from "./session";
+import { plain } from "./text";
+
+try {
+  const kept = localStorage.getItem("rollouts-theme");
+  if (kept === "light" || kept === "dark") document.documentElement.dataset.theme = kept;
+} catch {
+  // a page from disk may have no storage
+}
+
+function Page(): JSX.Element {
+  const place = usePlace();
+  const answer = useAnswer("sources", sources);
+  const known = answer.value ?? null;
+  const session = useMemo(() => (known === null ? null : sessionOf(known, place)), [known, place]);
+  const task = useTask(session?.dataset?.id ?? null, place.trajectory, place.task);
+  useEffect(() => {
+    if (known !== null && !hasView && known.runs.length > 0 && location.hash.length <= 2) go({ view: "run" }, { replace: true });
+  }, [known]);
+  useEffect(() => {
+    const chosen = place.trajectory ?? place.task ?? session?.dataset?.name;
+    document.title = `${place.view}${chosen === undefined ? "" : ` · ${plain(chosen, 60)}`} · rollouts`;
+  }, [place, session]);
+  useEffect(() => {
+    if (task !== undefined && task !== place.task) go({ task }, { replace: true });
+  }, [task]);
+  if (answer.state === "refused") return <Failure error={answer.error} />;
+  if (session === null) return <Waiting />;
+  return (
+    <SessionContext.Provider value={session}>
+      <Frame />
+    </SessionContext.Provider>
+  );
+}
+
+/** The task of a trajectory that was named without one, as in a link from a search. */
+function useTask(dataset: string | null, trajectory: string | undefined, task: string | undefined): string | undefined {
+  const [found, setFound] = useState<string | undefined>(task);
+  useEffect(() => {
+    setFound(task);
+    if (dataset === null || trajectory === undefined || task !== undefined || isReport) return;
+    const where = `trajectory_id = '${trajectory.replaceAll("'", "''")}'`;
+    trajectories(dataset, { where, sort: "", descending: false }, 0, 1).then(
+      ({ rows }) => setFound(rows[0] === undefined ? undefined : String(rows[0].instance_id)),
+      () => undefined,
+    );
+  }, [dataset, trajectory, task]);
+  return found;
+}
+
+render(<Page />, document.getElementById("page")!);

@@ -1,0 +1,43 @@
+/** What is chosen: the address, with what it leaves out filled in from the sources. */
+
+import { createContext } from "preact";
+import { useContext } from "preact/hooks";
+import type { Place } from "./address";
+import type { Dataset, Run, Selection, Sources } from "./answers";
+
+export interface Session {
+  sources: Sources;
+  place: Place;
+  dataset: Dataset | null;
+  run: Run | null;
+  /** The update whose columns are joined to tokens and groups; null without one. */
+  update: string | null;
+  selection: Selection;
+  /** For the answers that join a run's update. */
+  joined: { run?: string; update?: string };
+}
+
+export function sessionOf(sources: Sources, place: Place): Session {
+  const run = sources.runs.find((one) => one.id === place.run) ?? sources.runs[0] ?? null;
+  const named = sources.datasets.find((one) => one.id === place.data);
+  const dataset = named ?? sources.datasets[0] ?? null;
+  const known = run?.token_updates ?? [];
+  const latest = known.at(-1);
+  const update = place.update ?? (latest === undefined ? null : String(latest));
+  const selection = {
+    where: place.where ?? "",
+    sort: place.sort ?? "",
+    descending: place.descending === "1",
+  };
+  const isJoined = run !== null && update !== null && known.includes(Number(update)) && place.update !== "none";
+  const joined = isJoined ? { run: run.id, update } : {};
+  return { sources, place, dataset, run, update: update === "none" ? null : update, selection, joined };
+}
+
+export const SessionContext = createContext<Session | null>(null);
+
+export function useSession(): Session {
+  const session = useContext(SessionContext);
+  if (session === null) throw new Error("no session");
+  return session;
+}

@@ -1,0 +1,78 @@
+/** SQL of filters, and how a selection is written for other tools. */
+
+const SIMPLE = /^[A-Za-z_][A-Za-z0-9_]*$/;
+const RESERVED = new Set(["return", "end", "start", "order", "group", "select", "from", "where", "offset", "limit"]);
+
+export function identifier(name: string): string {
+  return SIMPLE.test(name) && !RESERVED.has(name.toLowerCase()) ? name : `"${name.replaceAll('"', '""')}"`;
+}
+
+export function literal(value: string | number | boolean): string {
+  if (typeof value === "string") return `'${value.replaceAll("'", "''")}'`;
+  return typeof value === "boolean" ? String(value).toUpperCase() : String(value);
+}
+
+/** The condition that a brush writes, and what finds it again in a filter. */
+export interface Condition {
+  sql: string;
+  column: string;
+}
+
+export function rangeOf(column: string, low: number, high: number, isLast: boolean): Condition {
+  const name = identifier(column);
+  return { column, sql: `${name} >= ${low} AND ${name} ${isLast ? "<=" : "<"} ${high}` };
+}
+
+export function equals(column: string, value: string | boolean | null): Condition {
+  const name = identifier(column);
+  return { column, sql: value === null ? `${name} IS NULL` : `${name} = ${literal(value)}` };
+}
+
+function brushed(column: string): RegExp {
+  const name = identifier(column).replace(/[.*+?^${}()|[\]\\]/g, "\\$&");
+  const number = "-?[\\d.]+(?:e[+-]?\\d+)?";
+  const one = `${name} >= ${number} AND ${name} <=? ${number}|${name} IS NULL|${name} = (?:TRUE|FALSE|'(?:[^']|'')*')`;
+  return new RegExp(`(?:^| AND )(?:${one})(?= AND |$)`);
+}
+
+/** Whether the filter holds a condition that a brush of this column wrote. */
+export function hasCondition(where: string, column: string): boolean {
+  return brushed(column).test(where);
+}
+
+export function withoutCondition(where: string, column: string): string {
+  return where.replace(brushed(column), "").replace(/^ AND /, "");
+}
+
+export function withCondition(where: string, condition: Condition): string {
+  const rest = withoutCondition(where, condition.column).trim();
+  if (rest === "") return condition.sql;
+  return / or /i.test(rest) && !/^\([^()]*\)$/.test(rest) ? `(${rest}) AND ${condition.sql}` : `${rest} AND ${condition.sql}`;
+}
+
+function pythonText(value: string): string {
+  return JSON.stringify(value);
+}
+
+/** A Polars expression for these trajectories. */
+export function polarsOf(trajectories: string[]): string {
+  return `pl.col("trajectory_id").is_in([${trajectories.map(pythonText).join(", ")}])`;
+}
+
+/** A Polars expression for rows that match a filter. */
+export function polarsWhere(where: string): string {
+  return `pl.sql_expr(${pythonText(where)})`;
+}
+
+function shellText(value: string): string {
+  return /^[\w./:@=+-]+$/.test(value) ? value : `'${value.replaceAll("'", `'\\''`)}'`;
+}
+
+/** The `rollouts filter` command that writes these trajectories. */
+export function commandOf(dataset: string, where: string): string {
+  return `rollouts filter ${shellText(dataset)} --where ${shellText(where)} --out selected/`;
+}
+
+export function among(trajectories: string[]): string {
+  return `trajectory_id IN (${trajectories.map(literal).join(", ")})`;
+}

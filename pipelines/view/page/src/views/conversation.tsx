@@ -1,0 +1,155 @@
+/** View 5: what was said, lane by lane. */
+
+import type { JSX } from "preact";
+import { useState } from "preact/hooks";
+import { go } from "../address";
+import { type Conversation, conversation, type Part, type Turn } from "../answers";
+import { useKeys } from "../keys";
+import { Awaited, Empty, Go, Num, Text, useAnswer } from "../parts";
+import { useSession } from "../session";
+import { count, plain } from "../text";
+
+const KINDS: Record<Part["type"], string> = {
+  text: "text",
+  thinking: "thinking",
+  tool_call: "calls",
+  tool_result: "result of",
+};
+
+export function ConversationView(): JSX.Element {
+  const { dataset, place } = useSession();
+  const { trajectory } = place;
+  const key = dataset === null || trajectory === undefined ? null : JSON.stringify([dataset.id, trajectory]);
+  const answer = useAnswer(key, () => conversation(dataset!.id, trajectory!));
+  if (dataset === null || trajectory === undefined) {
+    return (
+      <section class="view" aria-labelledby="title">
+        <h1 id="title">Conversation</h1>
+        <Empty>
+          Choose a trajectory in the <Go to={{ view: "table" }}>table</Go> to read it.
+        </Empty>
+      </section>
+    );
+  }
+  return (
+    <section class="view" aria-labelledby="title">
+      <Awaited answer={answer}>{(found) => <Lanes key={key} found={found} trajectory={trajectory} />}</Awaited>
+    </section>
+  );
+}
+
+function Lanes({ found, trajectory }: { found: Conversation; trajectory: string }): JSX.Element {
+  const [open, setOpen] = useState(false);
+  const [repeated, setRepeated] = useState(false);
+  const [turn, setTurn] = useState(-1);
+  const old = found.lanes.reduce((sum, lane) => sum + lane.turns.filter((one) => !one.is_new).length, 0);
+  const move = (by: number): void => {
+    const cards = [...document.querySelectorAll<HTMLElement>("article.turn")];
+    const next = Math.max(0, Math.min(cards.length - 1, turn + by));
+    setTurn(next);
+    cards[next]?.focus();
+    cards[next]?.scrollIntoView({ block: "nearest" });
+  };
+  useKeys("Conversation", [
+    { key: "j", does: "next turn", run: () => move(1) },
+    { key: "k", does: "previous turn", run: () => move(-1) },
+    { key: "e", does: "unfold or fold everything", run: () => setOpen(!open) },
+    { key: "h", does: "show or hide repeated turns", run: () => setRepeated(!repeated) },
+    {
+      key: "Enter",
+      does: "open the tokens of the turn's step",
+      run: () => {
+        const step = document.activeElement?.getAttribute("data-step");
+        if (step !== null && step !== undefined) go({ view: "tokens", step, at: undefined });
+      },
+    },
+  ]);
+  return (
+    <>
+      <header class="tools">
+        <h1 id="title">
+          <Text value={trajectory} />
+          <small>
+            return <Num value={found.return} name="return" />
+          </small>
+        </h1>
+        <button type="button" aria-pressed={open} onClick={() => setOpen(!open)} title="e">
+          {open ? "Fold all" : "Unfold all"}
+        </button>
+        {old > 0 && (
+          <button type="button" aria-pressed={repeated} onClick={() => setRepeated(!repeated)} title="h">
+            {repeated ? "Hide" : "Show"} {count(old, "repeated turn")}
+          </button>
+        )}
+      </header>
+      {found.error !== null && (
+        <div class="failure" role="note">
+          <strong>The trajectory failed: </strong>
+          <Text value={found.error} />
+        </div>
+      )}
+      {found.lanes.every((lane) => lane.turns.length === 0) && <Empty>The dataset holds no text of this trajectory.</Empty>}
+      <div class={found.lanes.length > 1 ? "lanes several" : "lanes"}>
+        {found.lanes.map((lane, at) => (
+          <section key={at} class="lane" aria-label={lane.agent ?? "conversation"}>
+            {found.lanes.length > 1 && <h2><Text value={lane.agent ?? "(no name)"} /></h2>}
+            {lane.turns.map((one, place) =>
+              one.is_new || repeated ? <TurnCard key={place} turn={one} open={open} /> : null,
+            )}
+          </section>
+        ))}
+      </div>
+    </>
+  );
+}
+
+const ROLES = new Set(["system", "user", "assistant", "tool"]);
+
+function TurnCard({ turn, open }: { turn: Turn; open: boolean }): JSX.Element {
+  const { trajectory } = useSession().place;
+  return (
+    <article
+      class={`turn ${ROLES.has(turn.role) ? turn.role : "other"} ${turn.is_new ? "" : "repeated"}`}
+      tabIndex={-1}
+      data-step={turn.step_index}
+      aria-label={`${plain(turn.role, 40)}, step ${turn.step_index}`}
+    >
+      <header>
+        <h3><Text value={turn.role} /></h3>
+        {turn.trained && <span class="badge" title="Tokens of this turn have a loss">trained</span>}
+        {!turn.is_new && <span class="badge quiet">repeated</span>}
+        {turn.from === "tokens" && <span class="badge quiet" title="The dataset has no messages here: this is decoded from token ids">from tokens</span>}
+        {trajectory !== undefined && (
+          <Go to={{ view: "tokens", step: String(turn.step_index), at: undefined }} class="to-tokens">
+            step {turn.step_index}
+          </Go>
+        )}
+      </header>
+      {turn.parts.map((part, at) => (
+        <PartOf key={at} part={part} open={open} isLong={turn.role === "system"} />
+      ))}
+    </article>
+  );
+}
+
+function PartOf({ part, open, isLong }: { part: Part; open: boolean; isLong: boolean }): JSX.Element {
+  const folds = part.type !== "text" || (isLong && part.text.length > 600);
+  const [own, setOwn] = useState<{ with: boolean; open: boolean } | null>(null);
+  const isOpen = own !== null && own.with === open ? own.open : open;
+  if (!folds) return <div class="said"><Text value={part.text} /></div>;
+  return (
+    <details
+      class={`part ${part.type}`}
+      open={isOpen}
+      onToggle={(event) => setOwn({ with: open, open: event.currentTarget.open })}
+    >
+      <summary>
+        <span class="kind">{part.type === "tool_result" && !part.name ? "tool result" : KINDS[part.type]}</span>{" "}
+        {part.name !== null && part.name !== "" && <code><Text value={plain(part.name, 80)} /></code>}
+        {!isOpen && <span class="preview">{plain(part.text.trimStart(), 110)}</span>}
+        <small>{count(part.text.length, "character")}</small>
+      </summary>
+      {isOpen && <div class="said"><Text value={part.text} /></div>}
+    </details>
+  );
+}

@@ -1,0 +1,209 @@
+/** View 3: the attempts at one task, and where they part. */
+
+import type { Table } from "apache-arrow";
+import type { JSX } from "preact";
+import { go, pinsOf, togglePin } from "../address";
+import { type Attempt, group, tokens } from "../answers";
+import { useKeys } from "../keys";
+import { Awaited, Bar, Cell, Empty, Go, Num, Text, useAnswer } from "../parts";
+import { useSession } from "../session";
+import { count, tokenPieces } from "../text";
+
+const AROUND = 14;
+const EXCERPTS = 16;
+
+export function GroupView(): JSX.Element {
+  const { dataset, place, joined } = useSession();
+  const task = place.task;
+  const key = dataset === null || task === undefined ? null : JSON.stringify([dataset.id, task, joined]);
+  const answer = useAnswer(key, () => group(dataset!.id, task!, joined));
+  const attempts = answer.value?.attempts ?? [];
+  const chosen = attempts.findIndex((attempt) => attempt.trajectory_id === place.trajectory);
+  const move = (by: number): void => {
+    const next = attempts[Math.max(0, Math.min(attempts.length - 1, chosen + by))];
+    if (next !== undefined) go({ trajectory: next.trajectory_id, step: undefined, at: undefined }, { replace: true });
+  };
+  useKeys("Group", [
+    { key: "j", does: "next attempt", run: () => move(1) },
+    { key: "ArrowDown", does: "next attempt", run: () => move(1) },
+    { key: "k", does: "previous attempt", run: () => move(-1) },
+    { key: "ArrowUp", does: "previous attempt", run: () => move(-1) },
+    { key: "Enter", does: "open its tokens", run: () => go({ view: "tokens" }) },
+    {
+      key: "p",
+      does: "pin or unpin it",
+      run: () => place.trajectory !== undefined && togglePin(place.trajectory),
+    },
+  ]);
+  if (dataset === null || task === undefined) {
+    return (
+      <section class="view" aria-labelledby="title">
+        <h1 id="title">Group</h1>
+        <Empty>
+          Choose a trajectory in the <Go to={{ view: "table" }}>table</Go> to see all attempts at its task.
+        </Empty>
+      </section>
+    );
+  }
+  return (
+    <section class="view" aria-labelledby="title">
+      <h1 id="title">
+        Attempts at <Text value={task} />
+      </h1>
+      <Awaited answer={answer}>{(found) => <Attempts attempts={found.attempts} />}</Awaited>
+    </section>
+  );
+}
+
+function Attempts({ attempts }: { attempts: Attempt[] }): JSX.Element {
+  const { place, joined } = useSession();
+  const pins = pinsOf(place);
+  const returns = attempts.map((attempt) => attempt.return).filter((value) => value !== null);
+  const reach = Math.max(0, ...returns.map(Math.abs));
+  const farthest = Math.max(0, ...attempts.map((attempt) => Math.abs(attempt.advantage ?? 0)));
+  const isEqual = returns.length > 1 && new Set(returns).size === 1;
+  return (
+    <>
+      <p class="lead">
+        {count(attempts.length, "attempt")}
+        {returns.length > 0 && (
+          <>
+            , returns from <Num value={Math.min(...returns)} /> to <Num value={Math.max(...returns)} />
+          </>
+        )}
+        {isEqual && ": all equal, so a baseline over the group leaves no advantage"}
+        {joined.update !== undefined && `. Advantages are those of update ${joined.update}`}.
+      </p>
+      <div class="scroll">
+        <table class="plain" aria-label="Attempts">
+          <thead>
+            <tr>
+              <th scope="col">attempt</th>
+              <th scope="col" class="numeric">return</th>
+              <th scope="col" aria-hidden="true" />
+              <th scope="col" class="numeric">advantage</th>
+              <th scope="col" aria-hidden="true" />
+              <th scope="col" class="numeric">rows</th>
+              <th scope="col" class="numeric">response tokens</th>
+              <th scope="col" class="numeric">trained tokens</th>
+              <th scope="col">stop</th>
+              <th scope="col">error</th>
+              <th scope="col">parts at</th>
+            </tr>
+          </thead>
+          <tbody>
+            {attempts.map((attempt) => (
+              <tr
+                key={attempt.trajectory_id}
+                data-row={attempt.trajectory_id}
+                class={[
+                  attempt.trajectory_id === place.trajectory ? "chosen" : "",
+                  pins.includes(attempt.trajectory_id) ? "pinned" : "",
+                ].join(" ")}
+                onClick={() => go({ trajectory: attempt.trajectory_id, step: undefined, at: undefined }, { replace: true })}
+              >
+                <th scope="row">
+                  <Go to={{ view: "tokens", trajectory: attempt.trajectory_id, step: undefined, at: undefined }}>
+                    <Text value={attempt.trajectory_id} />
+                  </Go>
+                </th>
+                <td class="numeric"><Num value={attempt.return} name="return" /></td>
+                <td><Bar value={attempt.return} reach={reach} /></td>
+                <td class="numeric"><Num value={attempt.advantage} name="advantage" /></td>
+                <td><Bar value={attempt.advantage} reach={farthest} /></td>
+                <td class="numeric"><Num value={attempt.num_rows} name="num_rows" /></td>
+                <td class="numeric"><Num value={attempt.response_tokens} name="response_tokens" /></td>
+                <td class="numeric"><Num value={attempt.trained_tokens} name="trained_tokens" /></td>
+                <td><Cell value={attempt.stop_reason} name="stop_reason" /></td>
+                <td class={attempt.error === null ? "" : "failed"}><Cell value={attempt.error} name="error" /></td>
+                <td>
+                  {attempt.parts_at === null ? (
+                    <span class="none">–</span>
+                  ) : (
+                    <Go
+                      to={{
+                        view: "tokens",
+                        trajectory: attempt.trajectory_id,
+                        step: String(attempt.parts_at.row),
+                        at: String(attempt.parts_at.token),
+                      }}
+                    >
+                      row <Num value={attempt.parts_at.row} name="parts_row" />, token{" "}
+                      <Num value={attempt.parts_at.token} name="parts_token" />
+                    </Go>
+                  )}
+                </td>
+              </tr>
+            ))}
+          </tbody>
+        </table>
+      </div>
+      <Partings attempts={attempts} />
+    </>
+  );
+}
+
+function Partings({ attempts }: { attempts: Attempt[] }): JSX.Element | null {
+  const { dataset } = useSession();
+  const parted = attempts.filter((attempt) => attempt.parts_at !== null).slice(0, EXCERPTS);
+  if (dataset === null || parted.length === 0) return null;
+  return (
+    <>
+      <h2>Where they part from the first attempt</h2>
+      <ul class="partings">
+        {parted.map((attempt) => {
+          const { row, token } = attempt.parts_at!;
+          return (
+            <li key={attempt.trajectory_id}>
+              <h3>
+                <Text value={attempt.trajectory_id} /> <small>row {row}, token {token}</small>
+              </h3>
+              <Excerpt dataset={dataset.id} trajectory={attempts[0]!.trajectory_id} row={row} token={token} name="first" />
+              <Excerpt dataset={dataset.id} trajectory={attempt.trajectory_id} row={row} token={token} name="this" />
+            </li>
+          );
+        })}
+      </ul>
+    </>
+  );
+}
+
+interface ExcerptProps {
+  dataset: string;
+  trajectory: string;
+  row: number;
+  token: number;
+  name: string;
+}
+
+/** Tokens of a row around one, which is marked. */
+export function Excerpt({ dataset, trajectory, row, token, name }: ExcerptProps): JSX.Element {
+  const key = JSON.stringify([dataset, trajectory, row]);
+  const answer = useAnswer(key, () => tokens(dataset, trajectory, row, {}));
+  if (answer.state === "refused") {
+    return (
+      <p class="excerpt">
+        <span class="who">{name}</span> <span class="none">ended before this row</span>
+      </p>
+    );
+  }
+  return (
+    <p class="excerpt">
+      <span class="who">{name}</span> {answer.value === undefined ? "…" : <Around table={answer.value} token={token} />}
+    </p>
+  );
+}
+
+function Around({ table, token }: { table: Table; token: number }): JSX.Element {
+  const [ids, bytes] = [table.getChild("id"), table.getChild("bytes")];
+  const [start, end] = [Math.max(0, token - AROUND), Math.min(table.numRows, token + AROUND)];
+  const shown: JSX.Element[] = [];
+  for (let at = start; at < end; at++) {
+    const raw = bytes?.get(at) as Uint8Array | null;
+    const pieces = raw === null || raw.length === 0 ? [{ text: `${ids?.get(at)} ` }] : tokenPieces(raw);
+    const text = pieces.map((piece) => piece.text).join("");
+    shown.push(at === token ? <mark key={at}>{text}</mark> : <span key={at}>{text}</span>);
+  }
+  if (token >= table.numRows) shown.push(<mark key="end">(end)</mark>);
+  return <bdi class="text">{shown}</bdi>;
+}

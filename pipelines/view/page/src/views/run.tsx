@@ -1,0 +1,315 @@
+/** View 1: the metrics of runs; a click on an update opens its rows. */
+
+import type { JSX } from "preact";
+import { useEffect, useMemo, useRef, useState } from "preact/hooks";
+import uPlot from "uplot";
+import { changed, go, here } from "../address";
+import { type Metrics, metrics, type Run } from "../answers";
+import { LINES } from "../colours";
+import { useKeys } from "../keys";
+import { cssVariable, Empty, Failure, Num, Text, useAnswer, useTheme, Waiting } from "../parts";
+import { useSession } from "../session";
+import { plain, short } from "../text";
+
+const HEIGHT = 150;
+const FIRST = ["reward", "avg_score", "loss", "eval", "staleness", "kl", "entropy", "clip", "mismatch", "grad"];
+
+interface Loaded {
+  run: Run;
+  metrics: Metrics;
+}
+
+export function RunView(): JSX.Element {
+  const { sources, place, run } = useSession();
+  const shown = shownRuns(sources.runs, place.runs, run);
+  const key = JSON.stringify(shown.map((one) => one.id));
+  const answer = useAnswer(key, () =>
+    Promise.all(shown.map(async (one) => ({ run: one, metrics: await metrics(one.id) }))), true);
+  const smooth = Number(place.smooth ?? 0);
+  const box = useRef<HTMLInputElement>(null);
+  useKeys("Run", [
+    { key: "f", does: "choose metrics by name", run: () => box.current?.focus() },
+    { key: "s", does: "smooth more", run: () => setSmooth(Math.min(0.95, smooth + 0.1)) },
+    { key: "S", does: "smooth less", run: () => setSmooth(Math.max(0, smooth - 0.1)) },
+  ]);
+  if (sources.runs.length === 0) {
+    return (
+      <section class="view" aria-labelledby="title">
+        <h1 id="title">Run</h1>
+        <Empty>
+          This is a dataset without a run. <code>rollouts view RUN</code> shows the metrics of training.
+        </Empty>
+      </section>
+    );
+  }
+  return (
+    <section class="view" aria-labelledby="title">
+      <header class="tools">
+        <h1 id="title">{shown.length === 1 ? <>Run <Text value={shown[0]!.name} /></> : `${shown.length} runs`}</h1>
+        {sources.runs.length > 1 && (
+          <fieldset>
+            <legend class="hidden">Runs</legend>
+            {sources.runs.map((one) => (
+              <label key={one.id}>
+                <input type="checkbox" checked={shown.includes(one)} onChange={() => toggleRun(shown, one)} />
+                <Text value={one.name} />
+              </label>
+            ))}
+          </fieldset>
+        )}
+        <label>
+          metrics{" "}
+          <input
+            ref={box}
+            type="search"
+            value={place.keys ?? ""}
+            placeholder="by name: reward kl"
+            onInput={(event) => go({ keys: event.currentTarget.value || undefined }, { replace: true })}
+          />
+        </label>
+        <label>
+          smoothing{" "}
+          <input
+            type="range"
+            min="0"
+            max="0.95"
+            step="0.05"
+            value={smooth}
+            onInput={(event) => setSmooth(Number(event.currentTarget.value))}
+          />
+          <output>{smooth === 0 ? "off" : short(smooth)}</output>
+        </label>
+      </header>
+      {answer.state === "refused" ? (
+        <Failure error={answer.error} />
+      ) : answer.value === undefined ? (
+        <Waiting />
+      ) : (
+        <Charts loaded={answer.value} smooth={smooth} wanted={place.keys ?? ""} />
+      )}
+    </section>
+  );
+}
+
+function setSmooth(value: number): void {
+  go({ smooth: value === 0 ? undefined : String(Number(value.toFixed(2))) }, { replace: true });
+}
+
+function shownRuns(runs: Run[], named: string | undefined, chosen: Run | null): Run[] {
+  if (named === undefined) return runs.length <= 6 ? runs : chosen === null ? [] : [chosen];
+  const ids = JSON.parse(named) as string[];
+  const found = runs.filter((run) => ids.includes(run.id));
+  return found.length > 0 ? found : runs.slice(0, 1);
+}
+
+function toggleRun(shown: Run[], run: Run): void {
+  const next = shown.includes(run) ? shown.filter((one) => one !== run) : [...shown, run];
+  if (next.length > 0) go({ runs: JSON.stringify(next.map((one) => one.id)) }, { replace: true });
+}
+
+function rankOf(key: string): number {
+  const name = key.toLowerCase();
+  const at = FIRST.findIndex((word) => name.includes(word));
+  return at < 0 ? FIRST.length : at;
+}
+
+function Charts({ loaded, smooth, wanted }: { loaded: Loaded[]; smooth: number; wanted: string }): JSX.Element {
+  const words = wanted.toLowerCase().split(/\s+/).filter(Boolean);
+  const all = useMemo(() => {
+    const keys = new Set<string>();
+    for (const { metrics: one } of loaded) {
+      for (const [key, values] of Object.entries(one.metrics)) if (values.some((value) => value !== null)) keys.add(key);
+    }
+    keys.delete("global_step");
+    return [...keys].sort((a, b) => rankOf(a) - rankOf(b) || (a < b ? -1 : 1));
+  }, [loaded]);
+  const matches = all.filter((key) => words.length === 0 || words.some((word) => key.toLowerCase().includes(word)));
+  const isConstant = (key: string): boolean =>
+    loaded.every(({ metrics: one }) => new Set((one.metrics[key] ?? []).filter((value) => value !== null)).size <= 1);
+  const moving = words.length > 0 ? matches : matches.filter((key) => !isConstant(key));
+  const still = words.length > 0 ? [] : matches.filter(isConstant);
+  const updates = Math.max(0, ...loaded.map(({ metrics: one }) => one.global_step.length));
+  return (
+    <>
+      <RunNames loaded={loaded} />
+      {matches.length === 0 && <Empty>No metric has that in its name.</Empty>}
+      <p class="note">
+        {short(updates)} updates. Click a point to open the rows of its update.
+      </p>
+      <div class="plots">
+        {moving.map((key) => (
+          <Chart key={key} name={key} loaded={loaded} smooth={smooth} />
+        ))}
+      </div>
+      {still.length > 0 && (
+        <details>
+          <summary>{still.length === 1 ? "1 metric that does not change" : `${still.length} metrics that do not change`}</summary>
+          <LastValues keys={still} loaded={loaded} label="Metrics that do not change" />
+        </details>
+      )}
+      <details>
+        <summary>Last values as a table</summary>
+        <LastValues keys={matches} loaded={loaded} label="Last values" />
+      </details>
+    </>
+  );
+}
+
+function RunNames({ loaded }: { loaded: Loaded[] }): JSX.Element | null {
+  const theme = useTheme();
+  if (loaded.length < 2) return null;
+  return (
+    <ul class="line-names" aria-label="Runs">
+      {loaded.map(({ run }, at) => (
+        <li key={run.id}>
+          <span class="swatch" style={{ background: LINES[theme][at % LINES[theme].length] }} />
+          <Text value={run.name} />
+        </li>
+      ))}
+    </ul>
+  );
+}
+
+function LastValues({ keys, loaded, label }: { keys: string[]; loaded: Loaded[]; label: string }): JSX.Element {
+  return (
+    <table class="plain" aria-label={label}>
+      <thead>
+        <tr>
+          <th scope="col">metric</th>
+          {loaded.map(({ run }) => (
+            <th key={run.id} scope="col" class="numeric"><Text value={run.name} /></th>
+          ))}
+        </tr>
+      </thead>
+      <tbody>
+        {keys.map((key) => (
+          <tr key={key} data-row={key}>
+            <th scope="row"><Text value={key} /></th>
+            {loaded.map(({ run, metrics: one }) => (
+              <td key={run.id} class="numeric">
+                <Num value={(one.metrics[key] ?? []).findLast((value) => value !== null) ?? null} name={key} />
+              </td>
+            ))}
+          </tr>
+        ))}
+      </tbody>
+    </table>
+  );
+}
+
+/** Exponential moving average without the pull to zero at its start; gaps stay gaps. */
+export function smoothed(values: (number | null)[], weight: number): (number | null)[] {
+  let [sum, norm] = [0, 0];
+  return values.map((value) => {
+    if (value === null) return null;
+    sum = weight * sum + (1 - weight) * value;
+    norm = weight * norm + (1 - weight);
+    return sum / norm;
+  });
+}
+
+function Chart({ name, loaded, smooth }: { name: string; loaded: Loaded[]; smooth: number }): JSX.Element {
+  const ref = useRef<HTMLDivElement>(null);
+  const theme = useTheme();
+  const [index, setIndex] = useState<number | null>(null);
+  const steps = useMemo(
+    () => [...new Set(loaded.flatMap(({ metrics: one }) => one.global_step))].sort((a, b) => a - b),
+    [loaded],
+  );
+  const lines = useMemo(
+    () =>
+      loaded.map(({ metrics: one }) => {
+        const at = new Map(one.global_step.map((step, place) => [step, place]));
+        const values = one.metrics[name] ?? [];
+        return steps.map((step) => {
+          const place = at.get(step);
+          return place === undefined ? null : (values[place] ?? null);
+        });
+      }),
+    [loaded, name, steps],
+  );
+  useEffect(() => {
+    const element = ref.current;
+    if (element === null) return;
+    const colours = LINES[theme];
+    const series: uPlot.Series[] = [{}];
+    const data: (number | null)[][] = [];
+    lines.forEach((line, at) => {
+      const stroke = colours[at % colours.length]!;
+      const few = steps.length < 40;
+      if (smooth > 0) {
+        series.push({ stroke: `${stroke}55`, width: 1, points: { show: false }, spanGaps: true });
+        data.push(line);
+      }
+      const points = { show: few, size: 5, fill: stroke };
+      series.push({ stroke, width: 1.75, points, spanGaps: true, ...(at % 2 === 1 ? { dash: [6, 3] } : {}) });
+      data.push(smooth > 0 ? smoothed(line, smooth) : line);
+    });
+    const axis = {
+      stroke: cssVariable("--muted"),
+      font: "11px system-ui, sans-serif",
+      grid: { stroke: cssVariable("--line"), width: 1 },
+      ticks: { stroke: cssVariable("--line"), width: 1, size: 4 },
+    };
+    const whole = (_plot: uPlot, ticks: number[]): string[] => ticks.map((tick) => (Number.isInteger(tick) ? short(tick) : ""));
+    const plot = new uPlot(
+      {
+        width: Math.max(120, element.clientWidth),
+        height: HEIGHT,
+        legend: { show: false },
+        scales: { x: { time: false } },
+        cursor: { points: { size: 7 }, y: false, drag: { x: false, y: false } },
+        axes: [
+          { ...axis, size: 24, space: 40, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 50000, 100000], values: whole },
+          { ...axis, size: 52, space: 28, values: (_plot, ticks) => ticks.map(short) },
+        ],
+        series,
+        hooks: { setCursor: [(self: uPlot) => setIndex(self.cursor.idx ?? null)] },
+      },
+      [steps, ...data] as uPlot.AlignedData,
+      element,
+    );
+    const observer = new ResizeObserver(() => plot.setSize({ width: Math.max(120, element.clientWidth), height: HEIGHT }));
+    observer.observe(element);
+    const onClick = (): void => {
+      const at = plot.cursor.idx;
+      if (at !== null && at !== undefined && steps[at] !== undefined) openUpdate(steps[at], loaded, name);
+    };
+    plot.over.addEventListener("click", onClick);
+    return () => {
+      observer.disconnect();
+      plot.destroy();
+    };
+  }, [lines, steps, smooth, theme]);
+  const at = index ?? steps.length - 1;
+  return (
+    <figure class="plot" data-metric={name}>
+      <figcaption>
+        <Text value={plain(name, 80)} />
+        <span class="read">
+          <span class="step">{index === null ? "last" : `update ${short(steps[at] ?? 0)}`}</span>
+          {lines.map((line, run) => (
+            <span key={run} style={{ color: lines.length > 1 ? LINES[theme][run % 6] : "inherit" }}>
+              <Num value={index === null ? (line.findLast((value) => value !== null) ?? null) : (line[at] ?? null)} name={name} />
+            </span>
+          ))}
+        </span>
+      </figcaption>
+      <div
+        ref={ref}
+        role="img"
+        aria-label={`${name} over updates; the last values are in the table below`}
+      />
+    </figure>
+  );
+}
+
+function openUpdate(step: number, loaded: Loaded[], name: string): void {
+  const place = here();
+  const fits = loaded.filter(({ metrics: one }) => {
+    const at = one.global_step.indexOf(step);
+    return at >= 0 && one.metrics[name]?.[at] !== null;
+  });
+  const run = fits.find((one) => one.run.id === place.run) ?? fits[0] ?? loaded[0];
+  if (run !== undefined) go(changed(place, { view: "update", run: run.run.id, update: String(step) }));
+}

@@ -1,0 +1,339 @@
+/** View 2: all trajectories, filtered, sorted and brushed. */
+
+import type { ComponentChildren, JSX } from "preact";
+import { useEffect, useRef, useState } from "preact/hooks";
+import { go, pinsOf, togglePin } from "../address";
+import {
+  type AnswerError,
+  histogram,
+  isReport,
+  reportFilter,
+  type Row,
+  trajectories,
+  type Value,
+  type Window,
+} from "../answers";
+import { Histogram } from "../histogram";
+import { useKeys } from "../keys";
+import { asError, Cell, Empty, Failure, Num, useAnswer } from "../parts";
+import { useSession } from "../session";
+import { equals, hasCondition, rangeOf, withCondition, withoutCondition } from "../sql";
+import { short } from "../text";
+import { type Head, VirtualTable } from "../virtual_table";
+
+const CHUNK = 100;
+const KEPT_CHUNKS = 60;
+
+const TITLES: Record<string, [string, string]> = {
+  instance_id: ["task", "instance_id: the task; its attempts form a group"],
+  trajectory_id: ["trajectory", "trajectory_id: one attempt at a task"],
+  repetition_id: ["attempt", "repetition_id"],
+  num_rows: ["rows", "num_rows: rows of the table, one per model call unless merged"],
+  return: ["return", "The reward of the last step, or the sum over steps"],
+  prompt_tokens: ["prompt", "prompt_tokens: tokens of all prompts"],
+  response_tokens: ["response", "response_tokens: tokens of all responses"],
+  trained_tokens: ["trained", "trained_tokens: response tokens with a loss"],
+  longest_row_tokens: ["longest row", "longest_row_tokens: prompt and response of the longest row"],
+  stop_reason: ["stop", "stop_reason of the last row"],
+  error: ["error", "Why the trajectory failed"],
+  policy_version: ["policy", "policy_version: the oldest weights that sampled it"],
+  agents: ["agents", "Whose calls these are"],
+};
+const NUMBERS = new Set(["repetition_id", "num_rows", "return", "prompt_tokens", "response_tokens", "trained_tokens", "longest_row_tokens", "policy_version"]); // prettier-ignore
+const CHARTED = ["return", "response_tokens", "num_rows", "stop_reason"];
+const ORDER = ["trajectory_id", "instance_id", "repetition_id", "return"];
+
+function ordered(columns: string[]): string[] {
+  return [...ORDER.filter((name) => columns.includes(name)), ...columns.filter((name) => !ORDER.includes(name))];
+}
+
+/** Windows of the selection, fetched when they come into sight. */
+function useWindows(): {
+  facts: Omit<Window, "rows"> | null;
+  row: (index: number) => Row | null;
+  error: AnswerError | null;
+  show: (first: number, last: number) => void;
+} {
+  const { dataset, selection } = useSession();
+  const key = JSON.stringify([dataset?.id, selection]);
+  const chunks = useRef(new Map<number, Row[]>());
+  const state = useRef<{ key: string; asked: Set<number> }>({ key: "", asked: new Set() });
+  const timer = useRef(0);
+  const [facts, setFacts] = useState<Omit<Window, "rows"> | null>(null);
+  const [error, setError] = useState<AnswerError | null>(null);
+  const [, redraw] = useState(0);
+
+  const fetchChunk = (chunk: number): void => {
+    const { asked } = state.current;
+    if (dataset === null || asked.has(chunk)) return;
+    asked.add(chunk);
+    trajectories(dataset.id, selection, chunk * CHUNK, CHUNK).then(
+      ({ rows, ...rest }) => {
+        if (state.current.key !== key) return;
+        if (chunks.current.size > KEPT_CHUNKS) {
+          chunks.current.clear();
+          asked.clear();
+          asked.add(chunk);
+        }
+        chunks.current.set(chunk, rows);
+        setFacts((old) => (old !== null && old.total === rest.total && old.all === rest.all ? old : rest));
+        setError(null);
+        redraw((number) => number + 1);
+      },
+      (reason: unknown) => {
+        if (state.current.key !== key) return;
+        asked.delete(chunk);
+        setError(asError(reason));
+      },
+    );
+  };
+  useEffect(() => {
+    state.current = { key, asked: new Set() };
+    chunks.current = new Map();
+    setFacts(null);
+    setError(null);
+    fetchChunk(0);
+    return () => window.clearTimeout(timer.current);
+  }, [key]);
+  return {
+    facts,
+    error,
+    row: (index) => chunks.current.get(Math.floor(index / CHUNK))?.[index % CHUNK] ?? null,
+    show: (first, last) => {
+      const [from, to] = [Math.floor(first / CHUNK), Math.floor(Math.max(first, last - 1) / CHUNK)];
+      window.clearTimeout(timer.current);
+      const missing = state.current.asked.has(from) && state.current.asked.has(to) ? -1 : 40;
+      if (missing < 0) return;
+      timer.current = window.setTimeout(() => {
+        for (let chunk = from; chunk <= to; chunk++) fetchChunk(chunk);
+      }, missing);
+    },
+  };
+}
+
+export function TableView(): JSX.Element {
+  const { dataset, place, selection } = useSession();
+  const { facts, row, error, show } = useWindows();
+  const [cursor, setCursor] = useState<number | null>(null);
+  const pins = pinsOf(place);
+  const total = facts?.total ?? 0;
+
+  const choose = (index: number): void => {
+    setCursor(index);
+    const chosen = row(index);
+    if (chosen === null) return;
+    go(
+      { trajectory: String(chosen.trajectory_id), task: String(chosen.instance_id), step: undefined, at: undefined },
+      { replace: true },
+    );
+  };
+  const open = (index: number, view: "tokens" | "conversation" | "group"): void => {
+    const chosen = row(index);
+    if (chosen === null) return;
+    go({ view, trajectory: String(chosen.trajectory_id), task: String(chosen.instance_id), step: undefined, at: undefined });
+  };
+  const move = (by: number): void => choose(Math.max(0, Math.min(total - 1, (cursor ?? -1) + by)));
+  useEffect(() => setCursor(null), [dataset?.id, selection.where, selection.sort, selection.descending]);
+  useKeys("Table", [
+    { key: "j", does: "next trajectory", run: () => move(1) },
+    { key: "ArrowDown", does: "next trajectory", run: () => move(1) },
+    { key: "k", does: "previous trajectory", run: () => move(-1) },
+    { key: "ArrowUp", does: "previous trajectory", run: () => move(-1) },
+    { key: "PageDown", does: "20 further", run: () => move(20) },
+    { key: "PageUp", does: "20 back", run: () => move(-20) },
+    { key: "Home", does: "first trajectory", run: () => choose(0) },
+    { key: "End", does: "last trajectory", run: () => choose(total - 1) },
+    { key: "Enter", does: "open its tokens", run: () => cursor !== null && open(cursor, "tokens") },
+    {
+      key: "p",
+      does: "pin or unpin it",
+      run: () => {
+        const chosen = cursor === null ? place.trajectory : row(cursor)?.trajectory_id;
+        if (typeof chosen === "string") togglePin(chosen);
+      },
+    },
+  ]);
+  if (dataset === null) return <Empty>There is no dataset to show.</Empty>;
+
+  const columns = ordered(facts?.columns ?? Object.keys(TITLES)).filter((name) => name !== "repetition_id" && name !== "instance_id");
+  const kinds = new Map(dataset.columns.map((column) => [column.name, column.kind]));
+  const heads: Head[] = columns.map((name) => ({
+    name,
+    title: TITLES[name]?.[0] ?? name,
+    help: TITLES[name]?.[1] ?? `${name}: a column of your own (the last row's value)`,
+    numeric: NUMBERS.has(name) || kinds.get(name) === "number",
+  }));
+  const onSort = (name: string): void => {
+    const same = selection.sort === name;
+    const numeric = heads.find((head) => head.name === name)?.numeric === true;
+    const descending = same ? !selection.descending : numeric;
+    const off = same && selection.descending !== numeric;
+    go({ sort: off ? undefined : name, descending: off || !descending ? undefined : "1" });
+  };
+  return (
+    <section class="view table-view" aria-labelledby="title">
+      <h1 id="title">Trajectories</h1>
+      <FilterBox />
+      {error !== null && <Failure error={error} />}
+      <Charts columns={columns} />
+      <div class="counts" role="status" aria-live="polite">
+        {facts === null ? (
+          error === null && "Counting…"
+        ) : (
+          <>
+            <strong>
+              <Num value={facts.total} name="total" />
+            </strong>{" "}
+            of <Num value={facts.all} name="all" /> trajectories
+            {isReport && reportFilter(dataset.id) !== "" && (
+              <>
+                {" "}
+                where <code>{reportFilter(dataset.id)}</code>
+              </>
+            )}
+            {pins.length > 0 && `, ${short(pins.length)} pinned`}
+          </>
+        )}
+      </div>
+      {facts !== null && facts.total === 0 ? (
+        <Empty>
+          No trajectory matches the filter.
+          {selection.where !== "" && (
+            <button type="button" onClick={() => go({ where: undefined })}>
+              Clear the filter
+            </button>
+          )}
+        </Empty>
+      ) : (
+        <VirtualTable
+          label="Trajectories"
+          heads={heads}
+          total={total}
+          rowKey={String}
+          rowName={(index) => (row(index)?.trajectory_id as string | undefined) ?? null}
+          cells={(index) => {
+            const values = row(index);
+            return values === null ? null : columns.map((name) => cellOf(name, values[name] ?? null, open, index));
+          }}
+          isChosen={(index) => index === cursor || (cursor === null && row(index)?.trajectory_id === place.trajectory)}
+          isPinned={(index) => pins.includes(String(row(index)?.trajectory_id))}
+          cursor={cursor}
+          sort={selection.sort}
+          descending={selection.descending}
+          onSort={onSort}
+          onChoose={choose}
+          onOpen={(index) => open(index, "tokens")}
+          onWindow={show}
+        />
+      )}
+    </section>
+  );
+}
+
+function cellOf(
+  name: string,
+  value: Value,
+  open: (index: number, view: "tokens" | "conversation") => void,
+  index: number,
+): ComponentChildren {
+  if (name !== "trajectory_id") return <Cell value={value} name={name} />;
+  return (
+    <button type="button" class="link" onClick={() => open(index, "tokens")}>
+      <Cell value={value} name={name} />
+    </button>
+  );
+}
+
+function FilterBox(): JSX.Element {
+  const { selection } = useSession();
+  const [text, setText] = useState(selection.where);
+  useEffect(() => setText(selection.where), [selection.where]);
+  const box = useRef<HTMLInputElement>(null);
+  useKeys("Filter", [{ key: "f", does: "write a filter", run: () => box.current?.focus() }]);
+  return (
+    <form
+      class="filter"
+      role="search"
+      aria-label="Filter"
+      onSubmit={(event) => {
+        event.preventDefault();
+        go({ where: text.trim() === "" ? undefined : text.trim() });
+        box.current?.blur();
+      }}
+    >
+      <label for="where">where</label>
+      <input
+        id="where"
+        ref={box}
+        type="text"
+        spellcheck={false}
+        autocomplete="off"
+        value={text}
+        disabled={isReport}
+        placeholder={isReport ? "Filtering needs `rollouts view`; a report holds one selection." : `SQL, as for rollouts filter: reward > 0 AND stop_reason = 'length'`}
+        onInput={(event) => setText(event.currentTarget.value)}
+        onKeyDown={(event) => {
+          if (event.key !== "Escape") return;
+          setText(selection.where);
+          event.currentTarget.blur();
+        }}
+      />
+      {!isReport && <button type="submit">Filter</button>}
+      {!isReport && selection.where !== "" && (
+        <button type="button" onClick={() => go({ where: undefined })}>
+          Clear
+        </button>
+      )}
+    </form>
+  );
+}
+
+function Charts({ columns }: { columns: string[] }): JSX.Element | null {
+  const { place, dataset } = useSession();
+  if (dataset === null || isReport) return null;
+  const added: string[] = place.columns === undefined ? [] : (JSON.parse(place.columns) as string[]);
+  const own = dataset.columns.filter((column) => column.own && column.kind !== "other").map((column) => column.name);
+  const shown = [...CHARTED.filter((name) => columns.includes(name)), ...added];
+  const more = [...new Set([...columns, ...own])].filter((name) => !shown.includes(name) && !name.endsWith("_id"));
+  return (
+    <div class="charts" role="group" aria-label="Histograms">
+      {shown.map((name) => (
+        <Chart key={name} column={name} />
+      ))}
+      {more.length > 0 && (
+        <select
+          aria-label="Add a histogram"
+          value=""
+          onChange={(event) => go({ columns: JSON.stringify([...added, event.currentTarget.value]) }, { replace: true })}
+        >
+          <option value="">+ histogram</option>
+          {more.map((name) => (
+            <option key={name} value={name}>
+              {name}
+            </option>
+          ))}
+        </select>
+      )}
+    </div>
+  );
+}
+
+function Chart({ column }: { column: string }): JSX.Element | null {
+  const { dataset, selection } = useSession();
+  const { where } = selection;
+  const key = dataset === null ? null : JSON.stringify([dataset.id, column, where]);
+  const answer = useAnswer(key, () => histogram(dataset!.id, column, where), true);
+  if (answer.state === "refused") return null;
+  if (answer.value === undefined) return <figure class="histogram" aria-busy="true" />;
+  return (
+    <Histogram
+      column={column}
+      counts={answer.value}
+      onRange={(low, high, isLast) => go({ where: withCondition(where, rangeOf(column, low, high, isLast)) })}
+      onValue={(value) => go({ where: withCondition(where, equals(column, value)) })}
+      onClear={
+        hasCondition(where, column) ? () => go({ where: withoutCondition(where, column) || undefined }) : null
+      }
+    />
+  );
+}

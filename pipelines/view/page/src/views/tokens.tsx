@@ -1,0 +1,511 @@
+/** View 6: every token of a row's prompt and response, coloured by any column. */
+
+import type { Table } from "apache-arrow";
+import type { JSX } from "preact";
+import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
+import { go, togglePin } from "../address";
+import { tokens, total, valueOf } from "../answers";
+import { css, inkOn, type Scale } from "../colours";
+import { useKeys } from "../keys";
+import { Awaited, Cell, cssVariable, Empty, Go, Legend, Num, surface, Text, useAnswer, useSize, useTheme } from "../parts";
+import { useSession } from "../session";
+import { count, exact, pieces, short, tokenPieces } from "../text";
+import { ranked, type TokenColumn, tokenColumns } from "../token_columns";
+import { hex, type Layout, layOut, LINE, tokenAt, type TokenText, tokenTexts, wholeCharacter } from "../token_layout";
+
+export const FONT = '13px ui-monospace, "SF Mono", "Cascadia Mono", "DejaVu Sans Mono", Menlo, Consolas, monospace';
+const MAP = 72;
+const MARGIN = 12;
+
+export function TokensView(): JSX.Element {
+  const { dataset, place, joined } = useSession();
+  const { trajectory } = place;
+  const step = Number(place.step ?? 0);
+  const key = dataset === null || trajectory === undefined ? null : JSON.stringify([dataset.id, trajectory, step, joined]);
+  const answer = useAnswer(key, () => tokens(dataset!.id, trajectory!, step, joined));
+  if (dataset === null || trajectory === undefined) {
+    return (
+      <section class="view" aria-labelledby="title">
+        <h1 id="title">Tokens</h1>
+        <Empty>
+          Choose a trajectory in the <Go to={{ view: "table" }}>table</Go> to see its tokens.
+        </Empty>
+      </section>
+    );
+  }
+  return (
+    <section class="view tokens-view" aria-labelledby="title">
+      <Awaited answer={answer}>
+        {(table) => <Tokens key={key} table={table} trajectory={trajectory} step={step} />}
+      </Awaited>
+    </section>
+  );
+}
+
+interface Shown {
+  table: Table;
+  trajectory: string;
+  step: number;
+}
+
+function positionOf(at: string | undefined, prompt: number, length: number): number | null {
+  if (at === undefined) return null;
+  const position = at.startsWith("r") ? prompt + Number(at.slice(1)) : Number(at);
+  return Number.isInteger(position) && position >= 0 && position < length ? position : null;
+}
+
+function Tokens({ table, trajectory, step }: Shown): JSX.Element {
+  const { place, joined, run } = useSession();
+  const theme = useTheme();
+  const prompt = total(table, "prompt_tokens");
+  const steps = total(table, "num_steps");
+  const length = table.numRows;
+  const columns = useMemo(() => tokenColumns(table), [table]);
+  const fallback = columns.find((column) => column.name === "advantage") ?? columns[0] ?? null;
+  const column = columns.find((one) => one.name === place.color) ?? fallback;
+  const scale = useMemo(() => column?.scale(theme) ?? null, [column, theme]);
+  const worst = useMemo(() => (column === null ? new Int32Array() : ranked(column)), [column]);
+  const cursor = positionOf(place.at, prompt, length);
+  const [hovered, setHovered] = useState<number | null>(null);
+  const [rank, setRank] = useState<number | null>(null);
+  useEffect(() => setRank(null), [column]);
+  const layout = useRef<Layout | null>(null);
+
+  const moveTo = (at: number): void => {
+    if (length > 0) go({ at: String(Math.max(0, Math.min(length - 1, at))) }, { replace: true });
+  };
+  const move = (by: number): void => moveTo(cursor === null ? (prompt < length ? prompt : 0) : cursor + by);
+  const moveLine = (by: number): void => {
+    const lines = layout.current;
+    if (lines === null || cursor === null) return move(0);
+    const next = tokenAt(lines, lines.x[cursor]!, lines.line[cursor]! + by);
+    if (next >= 0) moveTo(next);
+  };
+  const goWorst = (by: number): void => {
+    if (worst.length === 0) return;
+    const next = rank === null ? 0 : Math.max(0, Math.min(worst.length - 1, rank + by));
+    setRank(next);
+    moveTo(worst[next]!);
+  };
+  const goStep = (by: number): void => {
+    const next = step + by;
+    if (next >= 0 && next < steps) go({ step: String(next), at: undefined });
+  };
+  const nextColumn = (by: number): void => {
+    const at = columns.findIndex((one) => one === column);
+    const next = columns[(at + by + columns.length) % columns.length];
+    if (next !== undefined) go({ color: next.name }, { replace: true });
+  };
+  useKeys("Tokens", [
+    { key: "ArrowRight", does: "next token", run: () => move(1) },
+    { key: "ArrowLeft", does: "previous token", run: () => move(-1) },
+    { key: "ArrowDown", does: "line below", run: () => moveLine(1) },
+    { key: "ArrowUp", does: "line above", run: () => moveLine(-1) },
+    { key: "PageDown", does: "20 lines down", run: () => moveLine(20) },
+    { key: "PageUp", does: "20 lines up", run: () => moveLine(-20) },
+    { key: "Home", does: "first token", run: () => moveTo(0) },
+    { key: "End", does: "last token", run: () => moveTo(length - 1) },
+    { key: "r", does: "first token of the response", run: () => moveTo(prompt) },
+    { key: "w", does: "next worst token of the colour's column", run: () => goWorst(1) },
+    { key: "W", does: "back to the token before in that order", run: () => goWorst(-1) },
+    { key: "[", does: "previous step", run: () => goStep(-1) },
+    { key: "]", does: "next step", run: () => goStep(1) },
+    { key: "x", does: "colour by the next column", run: () => nextColumn(1) },
+    { key: "X", does: "colour by the column before", run: () => nextColumn(-1) },
+    { key: "p", does: "pin or unpin the trajectory", run: () => togglePin(trajectory) },
+  ]);
+  const decoded = table.schema.metadata.get("decoded") !== "0";
+  return (
+    <>
+      <header class="tools">
+        <h1 id="title">
+          <Text value={trajectory} />
+          <small>
+            step {short(step)} of {short(steps)}, <Num value={prompt} name="prompt_tokens" /> prompt and{" "}
+            <Num value={length - prompt} name="response_tokens" /> response tokens
+          </small>
+        </h1>
+        <div class="group" role="group" aria-label="Steps">
+          <button type="button" disabled={step <= 0} onClick={() => goStep(-1)} title="Previous step ([)">
+            ‹ step
+          </button>
+          <button type="button" disabled={step + 1 >= steps} onClick={() => goStep(1)} title="Next step (])">
+            step ›
+          </button>
+        </div>
+        <label>
+          colour{" "}
+          <select
+            id="color"
+            value={column?.name ?? ""}
+            onChange={(event) => go({ color: event.currentTarget.value }, { replace: true })}
+          >
+            {columns.map((one) => (
+              <option key={one.name} value={one.name} title={one.help}>
+                {one.title}
+              </option>
+            ))}
+          </select>
+        </label>
+        {column !== null && (
+          <div class="group" role="group" aria-label="Worst tokens">
+            <button type="button" disabled={worst.length === 0} onClick={() => goWorst(1)} title={`Next token, ${column.worst} first (w)`}>
+              Next worst
+            </button>
+            <span class="hint" role="status">
+              {rank === null
+                ? `${count(worst.length, "token")}, ${column.worst} first`
+                : `${short(rank + 1)} of ${short(worst.length)}, ${column.worst} first`}
+            </span>
+          </div>
+        )}
+        {scale !== null && column !== null && <Legend scale={scale} title={column.title} />}
+      </header>
+      {!decoded && <p class="note">The dataset names no tokenizer that is here: tokens are shown as ids.</p>}
+      {run !== null && joined.update === undefined && (
+        <p class="note">No update is joined. Choose one above to see what it trained.</p>
+      )}
+      <div class="stage">
+        <TokenCanvas
+          table={table}
+          prompt={prompt}
+          column={column}
+          scale={scale}
+          cursor={cursor}
+          layoutRef={layout}
+          onHover={setHovered}
+          onChoose={moveTo}
+        />
+        <Details table={table} at={hovered ?? cursor} prompt={prompt} columns={columns} isHovered={hovered !== null && hovered !== cursor} />
+      </div>
+    </>
+  );
+}
+
+interface CanvasProps {
+  table: Table;
+  prompt: number;
+  column: TokenColumn | null;
+  scale: Scale | null;
+  cursor: number | null;
+  layoutRef: { current: Layout | null };
+  onHover: (at: number | null) => void;
+  onChoose: (at: number) => void;
+}
+
+function TokenCanvas(props: CanvasProps): JSX.Element {
+  const { table, prompt, column, scale, cursor } = props;
+  const theme = useTheme();
+  const [ref, size] = useSize();
+  const canvas = useRef<HTMLCanvasElement>(null);
+  const texts = useMemo(() => tokenTexts(table), [table]);
+  const trained = useMemo(() => flags(table, "trained"), [table]);
+  const width = Math.max(0, size.width - 2 * MARGIN);
+  const layout = useMemo(() => {
+    if (width === 0) return null;
+    const context = document.createElement("canvas").getContext("2d")!;
+    context.font = FONT;
+    return layOut(texts, prompt, width, context);
+  }, [texts, width, prompt]);
+  props.layoutRef.current = layout;
+  const lines = layout === null ? 0 : layout.starts.length - 1;
+  const height = lines * LINE + 2 * MARGIN;
+  const frame = useRef(0);
+  const [hovered, setHovered] = useState<number | null>(null);
+  const inks = useMemo(() => inksOf(column, scale), [column, scale]);
+
+  const draw = (): void => {
+    if (canvas.current === null || layout === null || ref.current === null) return;
+    const top = ref.current.scrollTop;
+    const context = surface(canvas.current, size.width, size.height);
+    context.font = FONT;
+    context.textBaseline = "middle";
+    const look = {
+      ink: cssVariable("--ink"), muted: cssVariable("--muted"), accent: cssVariable("--accent"),
+      escape: cssVariable("--escape"), line: cssVariable("--line"),
+    }; // prettier-ignore
+    const first = Math.max(0, Math.floor((top - MARGIN) / LINE));
+    const last = Math.min(lines, Math.ceil((top - MARGIN + size.height) / LINE) + 1);
+    for (let line = first; line < last; line++) {
+      const y = MARGIN + line * LINE - top;
+      if (layout.starts[line] === prompt && prompt > 0) {
+        context.fillStyle = look.line;
+        context.fillRect(MARGIN, y - 1, width, 1);
+      }
+      for (let at = layout.starts[line]!; at < layout.starts[line + 1]!; at++) {
+        drawToken(context, at, texts[at]!, layout, y, inks, look, at < prompt, trained[at] === 1);
+      }
+    }
+    for (const [at, colour, wide] of [[hovered, look.muted, 1], [cursor, look.accent, 2]] as const) {
+      if (at === null || at >= layout.line.length) continue;
+      context.strokeStyle = colour;
+      context.lineWidth = wide;
+      context.strokeRect(MARGIN + layout.x[at]! - 0.5, MARGIN + layout.line[at]! * LINE - top + 0.5, layout.width[at]! + 1, LINE - 3);
+    }
+    canvas.current.dataset.drawn = `${first} ${last}`;
+  };
+  const redraw = (): void => {
+    cancelAnimationFrame(frame.current);
+    frame.current = requestAnimationFrame(draw);
+  };
+  useLayoutEffect(() => {
+    draw();
+  }, [layout, inks, cursor, hovered, size.width, size.height, theme]);
+  const isSeen = useRef(false);
+  useLayoutEffect(() => {
+    if (layout === null || ref.current === null || size.height === 0) return;
+    const to = cursor ?? (isSeen.current ? null : prompt);
+    if (to === null || to >= layout.line.length) return;
+    const y = MARGIN + layout.line[to]! * LINE;
+    const { scrollTop } = ref.current;
+    if (!isSeen.current && cursor === null) ref.current.scrollTop = Math.max(0, y - 5 * LINE);
+    else if (y < scrollTop + LINE) ref.current.scrollTop = y - (isSeen.current ? 2 * LINE : size.height / 3);
+    else if (y > scrollTop + size.height - 2 * LINE) {
+      ref.current.scrollTop = y - size.height * (isSeen.current && y < scrollTop + size.height + 3 * LINE ? 0.9 : 0.4);
+    }
+    isSeen.current = true;
+  }, [cursor, layout, size.height]);
+
+  const under = (event: MouseEvent): number | null => {
+    if (layout === null || ref.current === null) return null;
+    const box = ref.current.getBoundingClientRect();
+    const line = Math.floor((event.clientY - box.top + ref.current.scrollTop - MARGIN) / LINE);
+    const at = tokenAt(layout, event.clientX - box.left - MARGIN, line);
+    return at < 0 ? null : at;
+  };
+  const hover = (at: number | null): void => {
+    if (at === hovered) return;
+    setHovered(at);
+    props.onHover(at);
+  };
+  return (
+    <div class="canvas-box">
+      <div
+        class="scroller"
+        ref={ref}
+        tabIndex={0}
+        role="application"
+        aria-label={`${count(table.numRows, "token")}. Arrow keys move the cursor; the table beside it has the numbers.`}
+        onScroll={redraw}
+        onMouseMove={(event) => hover(under(event))}
+        onMouseLeave={() => hover(null)}
+        onClick={(event) => {
+          const at = under(event);
+          if (at !== null) props.onChoose(at);
+        }}
+      >
+        <div class="sizer" style={{ height: `${height}px` }}>
+          <canvas ref={canvas} class="tokens" aria-hidden="true" data-tokens={table.numRows} />
+        </div>
+      </div>
+      {layout !== null && <Minimap layout={layout} inks={inks} width={width} prompt={prompt} scroller={ref} size={size} cursor={cursor} />}
+    </div>
+  );
+}
+
+function flags(table: Table, name: string): Uint8Array {
+  const vector = table.getChild(name);
+  return Uint8Array.from({ length: table.numRows }, (_unused, at) => Number(vector?.get(at) === true));
+}
+
+interface Inks {
+  fill: (string | null)[];
+  ink: (string | null)[];
+}
+
+/** Colours are few and tokens many: each is written once. */
+function inksOf(column: TokenColumn | null, scale: Scale | null): Inks {
+  if (column === null || scale === null) return { fill: [], ink: [] };
+  const inks = new Map<string, string>();
+  const fill: (string | null)[] = new Array(column.values.length).fill(null);
+  const ink = fill.slice();
+  column.values.forEach((value, at) => {
+    const colour = scale.colour(value);
+    if (colour === null) return;
+    const text = css(colour);
+    let on = inks.get(text);
+    if (on === undefined) {
+      on = inkOn(colour);
+      inks.set(text, on);
+    }
+    [fill[at], ink[at]] = [text, on];
+  });
+  return { fill, ink };
+}
+
+function drawToken(
+  context: CanvasRenderingContext2D,
+  at: number,
+  text: TokenText,
+  layout: Layout,
+  y: number,
+  inks: Inks,
+  look: { ink: string; muted: string; accent: string; escape: string },
+  isPrompt: boolean,
+  isTrained: boolean,
+): void {
+  const [x, width] = [MARGIN + layout.x[at]!, layout.width[at]!];
+  const fill = inks.fill[at] ?? null;
+  if (fill !== null) {
+    context.fillStyle = fill;
+    context.fillRect(x, y + 1, width, LINE - 4);
+  }
+  if (fill !== null) context.fillStyle = inks.ink[at]!;
+  else context.fillStyle = isPrompt ? look.muted : look.ink;
+  context.fillText(text.shown, x, y + LINE / 2 - 1);
+  if (text.escaped) {
+    context.strokeStyle = fill === null ? look.escape : inks.ink[at]!;
+    context.lineWidth = 1;
+    context.setLineDash([2, 2]);
+    context.strokeRect(x + 0.5, y + 2.5, width - 1, LINE - 7);
+    context.setLineDash([]);
+  }
+  if (isTrained) {
+    context.fillStyle = look.accent;
+    context.fillRect(x, y + LINE - 3, width, 1.5);
+  }
+}
+
+interface MapProps {
+  layout: Layout;
+  inks: Inks;
+  width: number;
+  prompt: number;
+  scroller: { current: HTMLDivElement | null };
+  size: { width: number; height: number };
+  cursor: number | null;
+}
+
+/** All lines at once, with the part in sight; click or drag to scroll. */
+function Minimap({ layout, inks, width, prompt, scroller, size, cursor }: MapProps): JSX.Element {
+  const theme = useTheme();
+  const ref = useRef<HTMLCanvasElement>(null);
+  const [part, setPart] = useState({ top: 0, height: 1 });
+  const lines = layout.starts.length - 1;
+  const per = Math.min(4, size.height / Math.max(1, lines));
+  const high = lines * per;
+  useLayoutEffect(() => {
+    if (ref.current === null || size.height === 0) return;
+    const context = surface(ref.current, MAP, size.height);
+    const shrink = MAP / Math.max(1, width);
+    const plain = cssVariable("--faint");
+    const tall = Math.max(1, per - (per > 2.5 ? 1 : 0));
+    for (let at = 0; at < layout.line.length; at++) {
+      context.fillStyle = inks.fill[at] ?? plain;
+      context.fillRect(layout.x[at]! * shrink, layout.line[at]! * per, Math.max(0.7, layout.width[at]! * shrink), tall);
+    }
+    if (prompt > 0 && prompt < layout.line.length) {
+      context.fillStyle = cssVariable("--muted");
+      context.fillRect(0, layout.line[prompt]! * per, MAP, 1);
+    }
+    if (cursor !== null && cursor < layout.line.length) {
+      context.fillStyle = cssVariable("--accent");
+      context.fillRect(0, layout.line[cursor]! * per - 1, MAP, 2.5);
+    }
+  }, [layout, inks, size.height, theme, cursor, prompt]);
+  useEffect(() => {
+    const element = scroller.current;
+    if (element === null) return;
+    const follow = (): void => {
+      const all = element.scrollHeight || 1;
+      setPart({ top: (element.scrollTop / all) * high, height: Math.min(high, (element.clientHeight / all) * high) });
+    };
+    follow();
+    element.addEventListener("scroll", follow);
+    return () => element.removeEventListener("scroll", follow);
+  }, [layout, size.height, high]);
+  const scroll = (event: PointerEvent): void => {
+    const element = scroller.current;
+    if (element === null || event.buttons !== 1) return;
+    const box = (event.currentTarget as Element).getBoundingClientRect();
+    element.scrollTop = ((event.clientY - box.top) / (high || 1)) * element.scrollHeight - element.clientHeight / 2;
+  };
+  return (
+    <div
+      class="minimap"
+      aria-hidden="true"
+      onPointerDown={(event) => {
+        event.currentTarget.setPointerCapture(event.pointerId);
+        scroll(event);
+      }}
+      onPointerMove={scroll}
+    >
+      <canvas ref={ref} />
+      <div class="part" style={{ top: `${part.top}px`, height: `${Math.max(6, part.height)}px` }} />
+    </div>
+  );
+}
+
+interface DetailsProps {
+  table: Table;
+  at: number | null;
+  prompt: number;
+  columns: TokenColumn[];
+  isHovered: boolean;
+}
+
+/** All numbers of one token. A screen reader hears it when the cursor stops. */
+function Details({ table, at, prompt, columns, isHovered }: DetailsProps): JSX.Element {
+  if (at === null) {
+    return (
+      <aside class="details" aria-label="Token">
+        <h2>Token</h2>
+        <p class="note">Move over a token, or press an arrow key, to see its numbers.</p>
+        <h2>Marks</h2>
+        <ul class="marks">
+          <li><span class="sample trained">word</span> underlined: trained by the dataset's loss mask</li>
+          <li><span class="sample prompt">word</span> grey: prompt</li>
+          <li><span class="escape">\xe2</span> dotted: part of a character, or one that cannot be seen</li>
+          <li>⏎ line break, ⇥ tab</li>
+        </ul>
+      </aside>
+    );
+  }
+  const bytes = (table.getChild("bytes")?.get(at) as Uint8Array | null) ?? null;
+  const id = Number(table.getChild("id")?.get(at));
+  const titles = new Map(columns.map((column) => [column.name, column]));
+  const isBroken = bytes !== null && tokenPieces(bytes).some((piece) => piece.escaped?.startsWith("byte"));
+  const whole = isBroken ? wholeCharacter(table, at) : null;
+  const fields = table.schema.fields.map((field) => field.name).filter((name) => name !== "id" && name !== "bytes" && name !== "is_response");
+  return (
+    <aside class="details" aria-label="Token" aria-live={isHovered ? "off" : "polite"} data-token={at}>
+      <h2>
+        Token <Num value={at} name="position" />
+        <small>
+          {at < prompt ? "prompt" : "response "}
+          {at >= prompt && <Num value={at - prompt} name="response_position" />}
+        </small>
+      </h2>
+      <div class="glyph">
+        {bytes === null || bytes.length === 0 ? <span class="none">no text</span> : tokenPieces(bytes).map((piece) => piece.escaped === undefined ? piece.text.replaceAll("\n", "⏎\n").replaceAll("\t", "⇥") : <span class="escape" title={piece.escaped}>{piece.text}</span>)}
+      </div>
+      {isBroken && (
+        <p class="note">
+          Part of a character
+          {whole !== null && <>: tokens {short(whole.first)} to {short(whole.last)} make “{pieces(whole.text).map((piece) => piece.text)}”</>}.
+        </p>
+      )}
+      <table class="facts">
+        <tbody>
+          <tr><th scope="row">id</th><td class="numeric"><Num value={id} name="id" /></td></tr>
+          <tr><th scope="row">bytes</th><td class="numeric"><code data-name="bytes" data-value={hex(bytes)}>{hex(bytes)}</code></td></tr>
+          {fields.map((name) => (
+            <tr key={name}>
+              <th scope="row" title={titles.get(name)?.help}>{titles.get(name)?.title ?? name.replaceAll("_", " ")}</th>
+              <td class="numeric"><Cell value={valueOf(table.getChild(name)?.get(at))} name={name} /></td>
+            </tr>
+          ))}
+          {["difference", "ref_difference"].map((name) => {
+            const value = titles.get(name)?.values[at];
+            return value === undefined || Number.isNaN(value) ? null : (
+              <tr key={name}>
+                <th scope="row" title={titles.get(name)!.help}>{titles.get(name)!.title}</th>
+                <td class="numeric"><data value={exact(value)} data-name={name} data-value={exact(value)}>{short(value)}</data></td>
+              </tr>
+            );
+          })}
+        </tbody>
+      </table>
+    </aside>
+  );
+}
