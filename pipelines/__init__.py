@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from pipelines.statistics.metrics import dataset_metrics, pass_at_k
     from pipelines.statistics.savings import dataset_savings
     from pipelines.statistics.summary import dataset_statistics
+    from pipelines.token_records import scan_token_records
 
 __all__ = [
     "BatchMetadata",
@@ -54,6 +55,7 @@ __all__ = [
     "place_outcomes",
     "place_rewards",
     "place_token_rewards",
+    "scan_token_records",
     "trajectory_returns",
     "unmerge",
 ]
@@ -81,6 +83,7 @@ _MODULES = {
     "pipelines.filtering.row_removal": ("keep_rows",),
     "pipelines.statistics.savings": ("dataset_savings",),
     "pipelines.statistics.summary": ("dataset_statistics",),
+    "pipelines.token_records": ("scan_token_records",),
     "pipelines.merging.unmerge": ("unmerge",),
     "pipelines.filtering.verdicts": ("Filter", "apply_filters", "judge"),
 }

@@ -10,11 +10,13 @@ if TYPE_CHECKING:
     from schemas.errors import RolloutError
     from schemas.metadata import SCHEMA_VERSION, DatasetMetadata, upgrade
     from schemas.rules import RULES, Rule
+    from schemas.token_records import TOKEN_RECORD_COLUMNS
 
 __all__ = [
     "COLUMNS",
     "RULES",
     "SCHEMA_VERSION",
+    "TOKEN_RECORD_COLUMNS",
     "Checker",
     "Column",
     "DatasetMetadata",
@@ -35,5 +37,6 @@ _MODULES = {
     "schemas.errors": ("RolloutError",),
     "schemas.metadata": ("SCHEMA_VERSION", "DatasetMetadata", "upgrade"),
     "schemas.rules": ("RULES", "Rule"),
+    "schemas.token_records": ("TOKEN_RECORD_COLUMNS",),
 }
 __getattr__ = exports(__name__, _MODULES)

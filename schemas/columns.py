@@ -241,10 +241,10 @@ def metrics_dict(entries: Iterable[Mapping[str, Any]] | None) -> dict[str, float
     return None if entries is None else {entry["key"]: entry["value"] for entry in entries}
 
 
-def documentation_table() -> str:
-    """Return the declared columns as a Markdown table (part of docs/table.md)."""
+def documentation_table(columns: Iterable[Column] = COLUMNS) -> str:
+    """Return declared columns as a Markdown table (part of docs/table.md and docs/training.md)."""
     lines = ["| column | type | null | length | meaning |", "|---|---|---|---|---|"]
-    for c in COLUMNS:
+    for c in columns:
         kind = "list<fixed list<fixed list<int16>>>" if c.type is None else _type_name(c.type)
         null, length = ("yes" if c.nullable else "no"), c.length.value.replace("free", "")
         lines.append(f"| {c.name} | {kind} | {null} | {length} | {c.meaning} |")
