@@ -15,12 +15,13 @@ from typing import Any
 
 from rollout_io.cli.main import run
 from rollout_io.formats.refused import REFUSED
-from schemas import RULES, documentation_table
+from schemas import RULES, TOKEN_RECORD_COLUMNS, documentation_table
 from schemas.columns import PREFIX_FIELDS
 from schemas.error_ids import ERROR_IDS
 from schemas.row_checks import HEADER_TOKENS, MIN_ANSWER_TOKENS
 from trainer.rl.config import OWN_KEYS
 from trainer.run.run_metrics import LOOP_METRICS, METRICS
+from trainer.run.token_records import SAMPLED_GROUPS
 
 DOCS = Path(__file__).parent
 EXAMPLES = DOCS.parent / "examples"
@@ -166,8 +167,9 @@ clipped loss, averaged over the trained tokens of the mini-batch, with truncated
 log-probabilities are known. Neither the layout (`step`, `merge` or `tree`, [Prefix trees](tree.md)) nor the micro-batch size
 changes the gradient. [Algorithms](algorithms.md) has all algorithms with their equations.
 
-**Output.** RUN contains `config.json` (the resolved configuration), `metrics.jsonl` (one line per update) and
-`checkpoints/global_step_N/` (model directories that Transformers can load). Progress goes to stderr: a bar on a terminal,
+**Output.** RUN contains `config.json` (the resolved configuration), `metrics.jsonl` (one line per update),
+`checkpoints/global_step_N/` (model directories that Transformers can load) and `tokens/` ([what each token
+contributed](#what-each-token-contributed)). Progress goes to stderr: a bar on a terminal,
 else one line per update. Suspicious values cause a warning, once per run. Called from Python, `trainer.train` writes
 these lines to the logger `trainer`: `logging.basicConfig(level="INFO")` shows them.
 
@@ -271,12 +273,53 @@ safetensors and JSON, no pickle:
 | `rng.json` | random generators of torch, CUDA, NumPy and Python |
 
 Pass the same `--config` and `--set` again: the error names any key that differs. These keys may change:
-`save_every_updates`, `keep_checkpoints` and `trackers`; with a constant `learning_rate_schedule` also `num_epochs`, which may
-grow, and `max_updates`, which may be any number not yet reached. (Other schedules decay towards the last planned update. The
-learning rate is a function of `global_step`, so schedules have no state.)
+`save_every_updates`, `keep_checkpoints`, `record_tokens` and `trackers`; with a constant `learning_rate_schedule` also
+`num_epochs`, which may grow, and `max_updates`, which may be any number not yet reached. (Other schedules decay towards the
+last planned update. The learning rate is a function of `global_step`, so schedules have no state.)
 
-Lines of `metrics.jsonl` after the checkpoint are removed. Only one run at a time can use RUN. A full disk ends the run
-with one message and leaves earlier checkpoints intact.
+Lines of `metrics.jsonl` and files in `tokens/` after the checkpoint are removed. Only one run at a time can use RUN. A full
+disk ends the run with one message and leaves earlier checkpoints intact.
+
+## What each token contributed
+
+`record_tokens` writes what entered the loss for each target, a response token that an update trained on, to
+`RUN/tokens/global_step_N.parquet`. N is the `global_step` of the update in `metrics.jsonl`; a mini-batch without an
+optimizer step has no file. `sampled`, the default, records {SAMPLED_GROUPS} groups per update, chosen by `seed` and
+`global_step`; `all` records every group; `none` turns recording off. Which one you choose changes neither weights nor
+metrics, and a resumed run ends with the same files as an uninterrupted one, bit for bit under the same conditions.
+
+The values are copies of those from which the loss was computed, not recomputed ones. There is one record per row of the
+dataset, as stored, whatever `sequence_layout` trained; `trajectory_id` and `step_index` are its keys. This example
+lists the ten targets with the largest share of an update's loss, and how far the policy was from the sampler:
+
+```python
+import polars as pl
+
+import pipelines
+import rollout_io
+
+keys = ["trajectory_id", "step_index"]
+values = ["weights", "losses", "logprobs"]
+stored = rollout_io.scan("shop").select(*keys, "response_ids", "rollout_logprobs")
+targets = (
+    pipelines.scan_token_records("run", 1)
+    .select(*keys, "loss_mask", *values)
+    .join(stored, on=keys)
+    .explode("loss_mask", *values, "response_ids", "rollout_logprobs")
+    .filter("loss_mask")
+    .with_columns(
+        share=pl.col("weights") * pl.col("losses"),
+        difference=pl.col("logprobs") - pl.col("rollout_logprobs"),
+    )
+)
+print(targets.sort(pl.col("share").abs(), descending=True).head(10).collect())
+```
+
+The sum of `weights` x `losses` over all targets is the update's `loss`. `pipelines.scan_token_records("run")` scans all
+updates. The files are ordinary Parquet; their columns are:
+
+{documentation_table(TOKEN_RECORD_COLUMNS)}
+The log ends with the size of `tokens/`.
 
 ## Optimizer and learning rate
 

@@ -71,3 +71,16 @@ def fails(logprobs: Any, advantages: Any) -> Any:
 def unlike(logprobs: Any, advantages: Any) -> trainer.TokenLoss:
     names = {f"of_{len(logprobs)}": logprobs.detach()}
     return trainer.TokenLoss(-logprobs * advantages, logprobs > 0, names)
+
+
+SEEN: list[dict[str, torch.Tensor]] = []
+"""What `watched` was given and what it returned, by micro-batch."""
+
+
+def watched(logprobs: Any, old_logprobs: Any, advantages: Any) -> trainer.TokenLoss:
+    losses = regular(logprobs, old_logprobs, advantages, 0.01, 0.01)
+    clipped = (logprobs - old_logprobs).abs() > 0.01
+    given = {"logprobs": logprobs, "old_logprobs": old_logprobs, "advantages": advantages}
+    found = given | {"losses": losses, "clipped": clipped}
+    SEEN.append({name: values.detach().clone() for name, values in found.items()})
+    return trainer.TokenLoss(losses, clipped)

@@ -62,7 +62,7 @@ def make_chains(rows: pa.Table, trains: BoolArray) -> Chains:
     responses = Ragged.from_arrow(rows.column("response_ids"))
     starts = trajectory_starts(rows)
     row_trajectory = np.repeat(np.arange(len(starts)), np.diff(np.append(starts, rows.num_rows)))
-    steps, rank = _ranked_steps(rows, starts, row_trajectory)
+    steps, rank = ranked_steps(rows, starts, row_trajectory)
     step_starts = responses.offsets[steps.row] + steps.start
     token_rank = rank[np.searchsorted(step_starts, np.arange(len(trains)), side="right") - 1]
 
@@ -114,7 +114,7 @@ def credit(
     return np.asarray(sums, np.float64)
 
 
-def _ranked_steps(
+def ranked_steps(
     rows: pa.Table, starts: IntArray, row_trajectory: IntArray
 ) -> tuple[Steps, IntArray]:
     """List the steps of the rows, and rank them by the order in which they were taken.

@@ -74,8 +74,8 @@ def train(
 ) -> int:
     """Train a policy on a rollout dataset.
 
-    Writes RUN/config.json, RUN/metrics.jsonl and RUN/checkpoints/global_step_N/, a model directory
-    that Transformers can load. --resume continues a stopped run as if it had never been
+    Writes RUN/config.json, RUN/metrics.jsonl, RUN/tokens/ (what each token contributed to an update)
+    and RUN/checkpoints/global_step_N/, a model directory that Transformers can load. --resume continues a stopped run as if it had never been
     interrupted. Options override the file, and --set overrides options.
     """
     from schemas.extras import requires_extra

@@ -154,6 +154,9 @@ class TrainConfig(LossConfig):
     always saved."""
     keep_checkpoints: Count | None = None
     """Number of checkpoints to keep, newest first; >= 1. None: all."""
+    record_tokens: Literal["none", "sampled", "all"] = "sampled"
+    """Tokens whose part in each update is written to `OUT/tokens/` (docs/training.md): none; those
+    of 4 groups per update, chosen by `seed` and `global_step` (`sampled`); or all."""
     trackers: tuple[str, ...] = ()
     """Accelerate trackers that also receive the metrics, such as `tensorboard`."""
 

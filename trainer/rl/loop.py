@@ -46,6 +46,7 @@ from trainer.run.log import RunLog
 from trainer.run.remarks import say, show, warn
 from trainer.run.resume import alone_in, stops_when_full
 from trainer.run.same_tokenizer import check_tokenizers
+from trainer.run.token_records import say_size
 
 if TYPE_CHECKING:
     from pipelines.harness.recorded_calls import Calls
@@ -92,7 +93,7 @@ def run(
 
     Returns:
         The result; `OUT/` then holds `config.json`, `metrics.jsonl`, `rollouts/`, `weights/`,
-        `checkpoints/` and `evaluations/`.
+        `checkpoints/`, `evaluations/` and `tokens/`.
 
     Raises:
         RolloutError: If the configuration, model, tasks or environments are not usable; if the
@@ -136,6 +137,7 @@ def run(
             asyncio.run(loop.run())
         except asyncio.CancelledError:
             raise KeyboardInterrupt from None
+        say_size(out)
     return loop.result()
 
 

@@ -16,11 +16,12 @@ from trainer.run.checkpoint import discard_after, latest_checkpoint
 from trainer.run.resume import check_same, fixed_keys, saved_config
 from trainer.run.setup import refuse_existing_run
 from trainer.run.state import Progress
+from trainer.run.token_records import discard_token_records
 
 MAY_CHANGE = {
     *("out", "num_iterations", "weight_sync", "save_every_iterations"),
     *("train.out", "train.dataset", "train.keep_checkpoints", "train.trackers"),
-    *("train.tokens_per_micro_batch", "train.max_row_tokens"),
+    *("train.tokens_per_micro_batch", "train.max_row_tokens", "train.record_tokens"),
     *(f"generate.{key}" for key in HOW_IT_RUNS - {"group_size"}),
 }
 """Keys that do not affect existing results, like all keys of `[evaluate]`. `num_iterations` may
@@ -81,6 +82,7 @@ def prepare(config: RlConfig, progress: Progress) -> dict[int, float | None]:
         kept = lines_before(metrics, progress)
         replace_text(metrics, "".join(kept))
     discard_after(out, progress.global_step)
+    discard_token_records(out, progress.global_step)
     for unfinished in (out / "weights").glob(".version_*"):
         shutil.rmtree(unfinished)
     replace_text(out / "config.json", json.dumps(config.resolved(), indent=2) + "\n")

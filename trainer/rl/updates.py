@@ -112,7 +112,7 @@ class Learning:
             if any(name.startswith(ENVIRONMENT) for name in numbers):  # metrics of the environments
                 metrics = {n: v for n, v in metrics.items() if not n.startswith(ENVIRONMENT)}
             metrics = {"iteration": iteration} | metrics | numbers
-            log.write(metrics, update.cause)
+            log.write(metrics, update.cause, update.tokens)
             lines.append(metrics)
             numbers = {}
         return lines

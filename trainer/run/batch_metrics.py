@@ -16,16 +16,18 @@ from trainer.run.batch_advantages import Estimates
 from trainer.run.run_metrics import GENERATED
 
 
-def sequence_metrics(
-    rollouts: pl.LazyFrame, groups: Sequence[str], outcome: Outcome, *, merges: bool
-) -> dict[str, float]:
+def generated_rows(rollouts: pl.LazyFrame, groups: Sequence[str]) -> pl.DataFrame:
+    """Read the columns that `sequence_metrics` uses, in the order of the dataset."""
+    chosen = rollouts.filter(pl.col("instance_id").is_in(list(groups)))
+    used = [name for name in USED if name in rollouts.collect_schema()]
+    return chosen.select(used).collect()
+
+
+def sequence_metrics(rows: pl.DataFrame, outcome: Outcome, *, merges: bool) -> dict[str, float]:
     """Compute SkyRL's metrics of a batch as generated: per turn, before merging.
 
     If turns will be merged, the metrics include the number of turns.
     """
-    chosen = rollouts.filter(pl.col("instance_id").is_in(list(groups)))
-    used = [name for name in USED if name in rollouts.collect_schema()]
-    rows = chosen.select(used).collect().lazy()
     found = rollout_metrics(rows, per="step", outcome=outcome)
     metrics = {n: v for n, v in found.items() if n.startswith(GENERATED)}
     if merges:

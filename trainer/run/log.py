@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 from typing import Any, Self
 
+import pyarrow as pa
 from accelerate import Accelerator
 
 from rollout_io.terminal import Bar
@@ -16,6 +17,7 @@ from trainer.config.train_config import TrainConfig
 from trainer.run.advice import warnings_about
 from trainer.run.remarks import say, warn
 from trainer.run.run_metrics import GENERATED, LOOP_METRICS, METRICS, OWN_LOSS
+from trainer.run.token_records import write_token_records
 
 ZERO_LOSS = 1e-6
 """Absolute value below which a loss is treated as 0."""
@@ -62,11 +64,15 @@ class RunLog:
         for tracker in self.accelerator.trackers:
             tracker.finish()
 
-    def write(self, metrics: dict[str, Any], cause: str | None = None) -> None:
-        """Log the metrics of a mini-batch."""
+    def write(
+        self, metrics: dict[str, Any], cause: str | None = None, tokens: pa.Table | None = None
+    ) -> None:
+        """Log the metrics of a mini-batch, and write its token records, if any."""
         known = METRICS.keys() | LOOP_METRICS.keys()
         open_ended = (*GENERATED, OWN_LOSS)
         assert all(name in known or name.startswith(open_ended) for name in metrics)
+        if tokens is not None:
+            write_token_records(Path(self.config.out), metrics["global_step"], tokens)
         self.write_line(metrics)
         if self.bar.is_shown:
             self.bar.update(1 - metrics["skipped"], numbers_of(metrics))

@@ -24,6 +24,7 @@ from trainer.run.mini_batches import MiniBatchUpdate, mini_batch_updates
 from trainer.run.resume import alone_in, stops_when_full
 from trainer.run.setup import TrainingRun, set_up
 from trainer.run.state import Progress, optimizer_tensors, save_state
+from trainer.run.token_records import discard_token_records, say_size
 from trainer.run.update import Learner
 
 
@@ -70,8 +71,8 @@ def train(config: TrainConfig, *, resume: bool = False) -> TrainResult:
             uninterrupted run bit for bit.
 
     Returns:
-        The result; `OUT/` then holds `config.json`, `metrics.jsonl` (one line per mini-batch) and
-        `checkpoints/global_step_N/`.
+        The result; `OUT/` then holds `config.json`, `metrics.jsonl` (one line per mini-batch),
+        `checkpoints/global_step_N/`, and `tokens/` (see `record_tokens`).
 
     Raises:
         RolloutError: If the dataset, the model or the configuration cannot be used for training; if
@@ -90,13 +91,14 @@ def train(config: TrainConfig, *, resume: bool = False) -> TrainResult:
             is_over = progress.global_step == config.max_updates
             for update in () if is_over else mini_batch_updates(run, progress.position):
                 progress, metrics = count_update(run, progress, update)
-                write(partial(log.write, metrics, update.cause) if log else None)
+                write(partial(log.write, metrics, update.cause, update.tokens) if log else None)
                 if every and not metrics["skipped"] and progress.global_step % every == 0:
                     save(run.learner, run.critic, progress, run.checkpoints, log)
                 if progress.global_step == config.max_updates:
                     break
             if log:
                 log.sync()
+                say_size(run.checkpoints.out)
         saved = save(run.learner, run.critic, progress, run.checkpoints)
     return TrainResult(
         out=config.out,
@@ -121,6 +123,7 @@ def _open(run: TrainingRun, held: ExitStack) -> None:
     if metrics.exists():
         os.truncate(metrics, len(run.kept_metrics))
     discard_after(out, run.progress.global_step)
+    discard_token_records(out, run.progress.global_step)
     save_config(run.config, out / "config.json")
 
 

@@ -7,13 +7,15 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import polars as pl
+import pyarrow as pa
 from torch import Tensor
 
 from trainer.batches.data import Batch, groups_with_gradient, read_rows, to_batch
 from trainer.batches.forest import chain_lengths
+from trainer.batches.origins import Origins, StoredRows, find_origins, stored_rows
 from trainer.batches.packing import MiniBatch, cut_batch
 from trainer.batches.plan import split
 from trainer.batches.prefetch import one_ahead
@@ -21,14 +23,36 @@ from trainer.distributed.processes import agreed, exchange_rows, own_groups
 from trainer.models.critic import critic_values, update_critic
 from trainer.run.advice import differs_from_sampler
 from trainer.run.batch_advantages import estimate
-from trainer.run.batch_metrics import batch_metrics, sequence_metrics
+from trainer.run.batch_metrics import batch_metrics, generated_rows, sequence_metrics
 from trainer.run.kl_reward import charge_kl, next_coef
 from trainer.run.mismatch_causes import likely_cause
 from trainer.run.setup import TrainingRun
 from trainer.run.state import Position
+from trainer.run.token_records import TokenRecorder, recorder_of, token_records
 from trainer.run.update import policy_logprobs, update
 
-Share = tuple[pl.DataFrame | None, dict[str, float]]
+
+class Share(NamedTuple):
+    """What one process reads of a batch.
+
+    Attributes:
+        rows: Rows of its groups; None if it has no groups.
+        generated: In the main process, metrics of the batch as generated.
+        stored: In the main process, where the batch's rows are stored, if tokens are recorded.
+    """
+
+    rows: pl.DataFrame | None
+    generated: dict[str, float]
+    stored: StoredRows | None
+
+
+class LoadedBatch(NamedTuple):
+    """A batch, its mini-batches, its metrics as generated, and the origins of its tokens."""
+
+    batch: Batch
+    mini_batches: list[MiniBatch]
+    generated: dict[str, float]
+    origins: Origins | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,12 +64,14 @@ class MiniBatchUpdate:
         position: Position of the run after the update.
         metrics: Metrics of the update.
         cause: Likely cause of a mismatch with the sampler's log-probabilities, if there is one.
+        tokens: Token records of the update, in the main process, if the run records any.
     """
 
     moving: frozenset[str]
     position: Position
     metrics: dict[str, Any]
     cause: str | None = None
+    tokens: pa.Table | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,30 +104,40 @@ def mini_batch_updates(
 
     If `explains`, look once for the cause of a mismatch with the sampler.
     """
-    passes = run.settings.passes
+    passes, config = run.settings.passes, run.config
+    global_step = run.progress.global_step
     batches = (run.plan.batches * passes.num_epochs)[position.batch :]
     start, cause = time.perf_counter(), None
     shares = one_ahead(partial(_read_share, run), batches)
     for groups in batches:
-        batch, mini_batches, generated = _load(run, shares)
-        prepared = _prepare(run, groups, position, batch, mini_batches)
+        loaded = _load(run, shares)
+        prepared = _prepare(run, groups, position, loaded.batch, loaded.mini_batches)
         moving = groups_with_gradient(prepared.batch)
         groups_of = split(groups, passes.groups_per_mini_batch)
         after = Position(batch=position.batch + 1, kl_coef=prepared.kl_coef)
-        order = list(range(len(mini_batches))) * passes.epochs_per_batch
+        order = list(range(len(prepared.mini_batches))) * passes.epochs_per_batch
         for done, number in enumerate(order[position.mini_batch :], position.mini_batch + 1):
             forests = prepared.mini_batches[number].forests
             old_logprobs = prepared.known.get("old_logprobs")
-            metrics: dict[str, Any] = update(
-                run.learner, prepared.batch, forests, old_logprobs, prepared.ref_logprobs
+            recorder = recorder_of(
+                prepared.batch,
+                forests,
+                config.record_tokens,
+                seed=config.seed,
+                global_step=global_step + 1,
             )
+            metrics: dict[str, Any] = update(
+                run.learner, prepared.batch, forests, old_logprobs, prepared.ref_logprobs, recorder
+            )
+            global_step += not metrics["skipped"]
+            tokens = _records(run, loaded.origins, prepared, recorder)
             if run.critic and prepared.value_targets is not None:
                 values = prepared.known["values"]
                 metrics |= update_critic(run.critic, forests, values, prepared.value_targets)
             metrics |= prepared.metrics[number]
             metrics["learning_rate"] = run.learner.optimizer.param_groups[0]["lr"]
             if done == 1:
-                metrics |= generated
+                metrics |= loaded.generated
             if explains and cause is None and differs_from_sampler(metrics):
                 cause = likely_cause(run.learner, prepared.batch, forests)
             seconds = time.perf_counter() - start
@@ -113,6 +149,7 @@ def mini_batch_updates(
                 position=after if done == len(order) else between,
                 metrics=metrics,
                 cause=cause,
+                tokens=None if metrics["skipped"] else tokens,
             )
             start = time.perf_counter()
         position = after
@@ -174,28 +211,53 @@ def _known(run: TrainingRun, batch: Batch, mini_batches: Sequence[MiniBatch]) ->
     return known
 
 
+def _records(
+    run: TrainingRun,
+    origins: Origins | None,
+    prepared: PreparedBatch,
+    recorder: TokenRecorder | None,
+) -> pa.Table | None:
+    """Gather the token records of an update; None in other processes, or if there are none."""
+    if recorder is None:
+        return None
+    values = recorder.gathered(run.learner.accelerator)
+    if origins is None or not values:
+        return None
+    if "ref_logprobs" in prepared.known:
+        values["ref_logprobs"] = prepared.known["ref_logprobs"][values["slots"]]
+    return token_records(run.config.dataset, origins, values)
+
+
 def _read_share(run: TrainingRun, groups: Sequence[str]) -> Share:
-    """Read this process's share of a batch: rows of some groups; None if it gets no groups."""
+    """Read this process's share of a batch."""
     accelerator, packing = run.learner.accelerator, run.settings.packing
     own = own_groups(accelerator, groups)
     read = partial(read_rows, merge_rule=packing.merge_rule, replay_routing=packing.replay_routing)
     rows = read(run.rollouts, run.plan, own, packing.sequence_layout) if own else None
     if not accelerator.is_main_process:
-        return rows, {}
-    return rows, sequence_metrics(
-        run.rollouts, groups, run.settings.outcome, merges=packing.sequence_layout == "merge"
+        return Share(rows, {}, None)
+    found = generated_rows(run.rollouts, groups)
+    merges, records = packing.sequence_layout == "merge", run.config.record_tokens != "none"
+    return Share(
+        rows=rows,
+        generated=sequence_metrics(found, run.settings.outcome, merges=merges),
+        stored=stored_rows(found) if records else None,
     )
 
 
-def _load(
-    run: TrainingRun, shares: Iterator[Share]
-) -> tuple[Batch, list[MiniBatch], dict[str, float]]:
-    """Load the next batch, and return it with its mini-batches and generation metrics."""
+def _load(run: TrainingRun, shares: Iterator[Share]) -> LoadedBatch:
+    """Load the next batch."""
     accelerator, packing = run.learner.accelerator, run.settings.packing
-    rows, generated = agreed(accelerator, lambda: next(shares))
-    batch = to_batch(exchange_rows(accelerator, rows), packing.max_row_tokens)
+    own, generated, stored = agreed(accelerator, lambda: next(shares))
+    rows = exchange_rows(accelerator, own)
+    batch = to_batch(rows, packing.max_row_tokens)
     run.limit.check(chain_lengths(batch.prompts, batch.responses, batch.trains), batch.names)
     generated["generate/batch_num_seq"] = len(batch.names)
     if packing.sequence_layout == "merge":
         generated["generate/num_seq_after_merge"] = len(batch.names)
-    return batch, cut_batch(batch, packing, accelerator.num_processes), generated
+    return LoadedBatch(
+        batch=batch,
+        mini_batches=cut_batch(batch, packing, accelerator.num_processes),
+        generated=generated,
+        origins=find_origins(rows, stored) if stored else None,
+    )

@@ -25,6 +25,7 @@ MAY_CHANGE = {
     "keep_checkpoints",
     "max_row_tokens",
     "tokens_per_micro_batch",
+    "record_tokens",
     "trackers",
 }
 """Keys that do not affect updates already made. `max_updates` and `num_epochs` may only grow, and

@@ -18,6 +18,7 @@ from schemas.ragged import IntArray
 from trainer.algorithms.losses.correction import correct
 from trainer.algorithms.losses.kl import kl_estimates
 from trainer.algorithms.losses.policy import TokenLoss
+from trainer.algorithms.losses.ratios import probability_ratio
 from trainer.algorithms.losses.reductions import Units, reduction_weights
 from trainer.algorithms.objective import Objective, Targets, policy_loss, select
 from trainer.batches.data import Batch
@@ -28,6 +29,7 @@ from trainer.distributed.processes import agreed, combine, gather_parts
 from trainer.distributed.sharding import clip_and_step, without_reduction
 from trainer.models.policy import Policy
 from trainer.run.agreement import agreement
+from trainer.run.token_records import TokenRecorder
 
 SPREADS = {
     "is_ratio": "std max min",
@@ -105,6 +107,7 @@ def update(
     forests: Sequence[Forest],
     old_logprobs: Tensor | None,
     ref_logprobs: Tensor | None = None,
+    recorder: TokenRecorder | None = None,
 ) -> dict[str, float]:
     """Accumulate the gradient of one mini-batch and take an optimizer step.
 
@@ -123,6 +126,7 @@ def update(
         old_logprobs: [T] nats under the policy at the start of the batch; None if the loss does not
             need them, or if this is the only update of its batch, so they equal the current ones.
         ref_logprobs: [T] nats under the learner's reference; None without one.
+        recorder: Receives the values that enter the loss; None: they are not recorded.
 
     Returns:
         Metrics; `skipped` is 1 if no step was taken.
@@ -136,7 +140,7 @@ def update(
     own, failures = own_forests(accelerator, forests), list[RolloutError]()
     for done, (number, forest) in enumerate(own, start=1):
         with without_reduction(learner.policy) if done < len(own) else nullcontext():
-            loss, parts[number] = _micro_batch(learner, batch, forest, inputs, failures)
+            loss, parts[number] = _micro_batch(learner, batch, forest, inputs, failures, recorder)
             # Data-parallel wrappers average gradients over processes; the weights are global.
             accelerator.backward(loss * accelerator.num_processes)
     if learner.objective.policy_loss.function.is_own:
@@ -205,6 +209,7 @@ def _micro_batch(
     forest: Forest,
     inputs: LossInputs,
     failures: list[RolloutError],
+    recorder: TokenRecorder | None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute the loss with gradient, and metrics: per target [M], or per row of the forest.
 
@@ -224,22 +229,44 @@ def _micro_batch(
         losses, clipped, own_metrics = TokenLoss(0 * logprobs, torch.zeros_like(logprobs))
     found = {"clip_ratio": clipped, "policy_entropy": entropy}
     found |= {name: values.detach() for name, values in own_metrics.items()}
+    recorded = {"clipped": clipped, "entropy": entropy}
     if objective.correction:
         known = targets.old_logprobs, targets.rollout_logprobs
         correction = correct(*known, targets.row, objective.correction)
         losses = losses * correction.weights
         found |= correction.per_target | correction.per_row
+        recorded |= {
+            "correction_weights": correction.weights,
+            "rejected": correction.weights == 0,
+        }
     terms = {"policy_loss": weights * losses}
     total = terms["policy_loss"]
     if inputs.ref_logprobs is not None:
         reference = inputs.ref_logprobs[slot].to(device)
-        terms["policy_kl"] = weights * kl_estimates(logprobs, reference, objective.kl_estimator)
+        divergence = kl_estimates(logprobs, reference, objective.kl_estimator)
+        terms["policy_kl"] = weights * divergence
         total = total + objective.kl_coef * terms["policy_kl"]
+        losses = losses + objective.kl_coef * divergence.detach()
     if objective.entropy_coef:
         total = total - objective.entropy_coef * weights * entropy
+        losses = losses - objective.entropy_coef * entropy.detach()
+    if recorder:
+        recorded |= {"losses": losses, "weights": weights}
+        recorder.add(slot, recorded | _known(targets, inputs, objective))
     difference = targets.old_logprobs - targets.rollout_logprobs
     found |= terms | {"loss": total, "rollout_logprobs_diff": difference}
     return total.sum(), {name: value.detach().double().cpu() for name, value in found.items()}
+
+
+def _known(targets: Targets, inputs: LossInputs, objective: Objective) -> dict[str, Tensor]:
+    """Return the inputs of the loss to record: those that the run computes."""
+    known = {"logprobs": targets.logprobs.detach()}
+    if "advantages" in objective.policy_loss.function.inputs:
+        known["advantages"] = targets.advantages
+    if objective.needs_old_logprobs or inputs.old_logprobs is not None:
+        known["old_logprobs"] = targets.old_logprobs
+        known["importance_weights"] = probability_ratio(known["logprobs"], targets.old_logprobs)
+    return known
 
 
 def _targets(batch: Batch, slot: Tensor, logprobs: Tensor, inputs: LossInputs) -> Targets:

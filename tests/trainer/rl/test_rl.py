@@ -8,6 +8,7 @@ import shutil
 import signal
 import threading
 
+import polars as pl
 import pytest
 
 import rollout_io
@@ -62,6 +63,21 @@ def check_replay(config, result, out):
     assert weights_of(again.checkpoint) == weights_of(result.checkpoint)
     kept = [{k: v for k, v in x.items() if k not in LOOP_ONLY} for x in lines_of(config.out)]
     assert kept == lines_of(out)
+    check_same_tokens(config, out)
+
+
+def check_same_tokens(config, out):
+    """The tokens are recorded at the rows of the iteration that sampled them."""
+    lines = [line for line in lines_of(config.out) if not line["skipped"]]
+    assert len(list((out / "tokens").iterdir())) == len(lines) > 0
+    for line in lines:
+        name = f"tokens/global_step_{line['global_step']}.parquet"
+        records, again = pl.read_parquet(f"{config.out}/{name}"), pl.read_parquet(out / name)
+        assert records.drop("dataset").equals(again.drop("dataset"))
+        (dataset,) = records["dataset"].unique()
+        rows = rollout_io.scan(dataset).select("trajectory_id", "step_index").collect()
+        assert len(records.join(rows, on=rows.columns, how="semi")) == len(records) > 0
+        assert rows.equals(rows_of(config, line["iteration"]).select(rows.columns))
 
 
 def versions_of(config):

@@ -186,9 +186,10 @@ def check_kills(
     assert set(codes) <= {0, -signal.SIGKILL}
     assert server.train(config | {"out": str(out)})["code"] == 0
     assert lines_of(out) == lines_of(Path(config["out"]))
-    found, wanted = (files_in(path / "checkpoints") for path in (out, Path(config["out"])))
-    assert found.keys() == wanted.keys()
-    assert [name for name in found if found[name] != wanted[name]] == []
+    for folder in ("checkpoints", "tokens"):
+        found, wanted = (files_in(path / folder) for path in (out, Path(config["out"])))
+        assert found.keys() == wanted.keys()
+        assert [name for name in found if found[name] != wanted[name]] == []
 
 
 def test_a_run_that_nobody_stops_has_all_that_a_kill_could_spoil(gae: Undisturbed) -> None:
@@ -200,6 +201,7 @@ def test_a_run_that_nobody_stops_has_all_that_a_kill_could_spoil(gae: Undisturbe
     assert len({line["loss/kl_reward_coef"] for line in lines}) == 4
     assert len({line["critic/critic_loss"] for line in lines}) >= 12
     assert whole["events"] > 50
+    assert len(list((out / "tokens").iterdir())) == 12
     names = sorted(path.name for path in (out / "checkpoints").iterdir())
     assert names == ["global_step_12", "global_step_9", "latest"]
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import polars as pl
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -153,6 +154,7 @@ def check_same_run(out: Path, expected: Path) -> None:
     for line, other in zip(lines, wanted, strict=True):
         assert line == pytest.approx(other, rel=1e-4, abs=1e-6)
         assert list(line) == list(other)
+    check_same_tokens(out, expected)
     folders = [path / "checkpoints" for path in (out, expected)]
     names = [{str(p.relative_to(folder)) for p in folder.rglob("*")} for folder in folders]
     assert names[0] == names[1]
@@ -162,6 +164,20 @@ def check_same_run(out: Path, expected: Path) -> None:
         for key, tensor in other.items():
             if tensor.isfinite().all() and tensor.any():
                 assert relative_difference(found[key].double(), tensor.double()) < 1e-4, key
+
+
+def check_same_tokens(out: Path, expected: Path) -> None:
+    """The same rows and targets, and their values to 1e-4."""
+    files = sorted(path.relative_to(expected) for path in (expected / "tokens").iterdir())
+    assert files == sorted(path.relative_to(out) for path in (out / "tokens").iterdir())
+    assert len(files) == max(line["global_step"] for line in lines_of(expected))
+    for file in files:
+        found, wanted = pl.read_parquet(out / file), pl.read_parquet(expected / file)
+        exact = ["instance_id", "trajectory_id", "step_index", "loss_mask", "clipped"]
+        assert found.select(exact).equals(wanted.select(exact))
+        for name in wanted.columns[5:]:
+            numbers = [frame[name].explode().cast(float).to_numpy() for frame in (found, wanted)]
+            assert numbers[0] == pytest.approx(numbers[1], rel=1e-4, abs=1e-6, nan_ok=True), name
 
 
 @pytest.mark.parametrize("name", RUNS)

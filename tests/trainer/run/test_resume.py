@@ -95,10 +95,31 @@ def test_a_run_goes_on_within_a_batch_as_if_it_had_not_stopped(
         json.loads((out / "checkpoints/global_step_2/state/run.json").read_text()).items()
         >= {"batch": 0, "mini_batch": 2, "global_step": 2}.items()
     )
+    (out / "tokens" / "global_step_9.parquet").write_bytes(b"later")
+    (out / "tokens" / "global_step_3.parquet").write_bytes(b"other")
+    (out / "tokens" / ".global_step_4.parquet.partial").write_bytes(b"half")
     result = run(paths, out)
     assert (result.num_updates, result.num_trained_groups) == (4, 2)
     assert lines_of(out) == lines_of(whole)
     assert files_of(out / "checkpoints") == files_of(whole / "checkpoints")
+    assert files_of(out / "tokens") == files_of(whole / "tokens")
+    assert len(files_of(whole / "tokens")) == 4
+
+
+def test_recording_may_change_from_there_on(paths: dict[str, str], whole: Path, out: Path) -> None:
+    run(paths, out, record_tokens="none")
+    kept = ["global_step_1.parquet", "global_step_2.parquet"]
+    assert sorted(files_of(out / "tokens")) == kept
+    assert lines_of(out) == lines_of(whole)
+
+
+def test_files_of_updates_that_are_made_are_left_if_the_run_is_refused(
+    paths: dict[str, str], out: Path
+) -> None:
+    before = files_of(out)
+    with pytest.raises(RolloutError, match="learning_rate"):
+        run(paths, out, learning_rate=0.1)
+    assert files_of(out) == before
 
 
 def test_without_a_pointer_the_newest_checkpoint_is_the_latest(

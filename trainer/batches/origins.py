@@ -1,0 +1,117 @@
+"""Map the targets of a batch to the rows of the dataset that they are stored in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+
+from rollout_io.dataset.prefix_layout import trajectory_starts
+from schemas.ragged import IntArray, Ragged
+from schemas.types import as_table
+from trainer.batches.chains import ranked_steps
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredRows:
+    """The rows of some groups as the dataset stores them, without their tokens.
+
+    Attributes:
+        rows: [D] instance_id, trajectory_id, step_index (int32), num_tokens (int64: length of
+            `response_ids`); in the order of the dataset.
+        steps: Where each step is stored: see `_place_steps`.
+    """
+
+    rows: pl.DataFrame
+    steps: pl.DataFrame
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Origins:
+    """Where the response tokens of a batch are stored.
+
+    Attributes:
+        stored: The stored rows of the batch's groups.
+        begin: [S] ascending index, in the batch's concatenated response tokens, of the first token
+            of each step.
+        row: [S] row of the step in `stored`.
+        position: [S] position of its first token in that row's response.
+    """
+
+    stored: StoredRows
+    begin: IntArray
+    row: IntArray
+    position: IntArray
+
+    def of(self, slots: IntArray) -> tuple[IntArray, IntArray]:
+        """Return the stored row and the position in its response of tokens of the batch."""
+        step = np.searchsorted(self.begin, slots, side="right") - 1
+        return self.row[step], self.position[step] + slots - self.begin[step]
+
+
+def stored_rows(rows: pl.DataFrame) -> StoredRows:
+    """Index rows of a dataset.
+
+    Args:
+        rows: instance_id, trajectory_id, step_index, response_ids, and optionally segments, of
+            complete trajectories in the order of the dataset.
+    """
+    return StoredRows(
+        rows=rows.select(
+            "instance_id",
+            "trajectory_id",
+            pl.col("step_index").cast(pl.Int32),
+            num_tokens=pl.col("response_ids").list.len().cast(pl.Int64),
+        ),
+        steps=_place_steps(rows),
+    )
+
+
+def find_origins(rows: pl.DataFrame, stored: StoredRows) -> Origins:
+    """Find where the tokens of a batch are stored.
+
+    A step has the same number in its trajectory, however steps are merged into rows.
+
+    Args:
+        rows: Rows of a batch, merged or split in any way, in the batch's order.
+        stored: The stored rows of the same groups.
+    """
+    steps = _place_steps(rows)
+    found = steps.join(
+        stored.steps, on=["trajectory_id", "number"], how="left", maintain_order="left"
+    )
+    responses = Ragged.from_arrow(rows["response_ids"].to_arrow())
+    begin = responses.offsets[steps["row"].to_numpy()] + steps["start"].to_numpy()
+    order = np.argsort(begin, kind="stable")
+    return Origins(
+        stored=stored,
+        begin=begin[order],
+        row=found["row_right"].to_numpy()[order],
+        position=found["start_right"].to_numpy()[order],
+    )
+
+
+def _place_steps(rows: pl.DataFrame) -> pl.DataFrame:
+    """Find the place of every step of some rows.
+
+    Returns:
+        [S] trajectory_id; number (0..n-1 over the steps of the trajectory, in the order in which
+        they were taken); row (index in `rows`); start (of the step in the row's response).
+    """
+    names = [name for name in ("trajectory_id", "segments") if name in rows.columns]
+    table = as_table(rows.select(names))
+    starts = trajectory_starts(table)
+    trajectory = np.repeat(np.arange(len(starts)), np.diff(np.append(starts, table.num_rows)))
+    steps, rank = ranked_steps(table, starts, trajectory)
+    order = np.argsort(rank)
+    row = steps.row[order]
+    first = np.searchsorted(trajectory[row], np.arange(len(starts)))
+    return pl.DataFrame(
+        {
+            "trajectory_id": rows["trajectory_id"].gather(row),
+            "number": np.arange(len(row)) - first[trajectory[row]],
+            "row": row,
+            "start": steps.start[order],
+        }
+    )

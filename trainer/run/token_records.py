@@ -1,0 +1,179 @@
+"""Record what each trained token contributed to an update: `RUN/tokens/global_step_N.parquet`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load, save
+from torch import Tensor
+
+from rollout_io.dataset.atomic_files import whole
+from schemas.numpy_arrays import to_arrow
+from schemas.ragged import BoolArray, offsets_of
+from schemas.token_records import (
+    TOKENS,
+    token_record_path,
+    token_record_schema,
+    token_record_steps,
+)
+from trainer.batches.data import Batch
+from trainer.batches.forest import Forest
+from trainer.batches.origins import Origins
+from trainer.distributed.processes import gather_bytes
+from trainer.run.remarks import say
+
+RecordTokens = Literal["none", "sampled", "all"]
+SAMPLED_GROUPS = 4
+"""Groups that `record_tokens = "sampled"` records per update."""
+KEYS = ("dataset", "instance_id", "trajectory_id")
+MIB = 1 << 20
+
+
+class TokenRecorder:
+    """Collects the values that enter the loss of one update, at the targets to record.
+
+    Each process adds its share. The values are detached copies on the CPU.
+
+    Args:
+        recorded: [T] bool, the targets to record; see `recorded_targets`.
+    """
+
+    def __init__(self, recorded: BoolArray) -> None:
+        self.recorded = torch.from_numpy(recorded)
+        self._parts: list[dict[str, Tensor]] = []
+
+    def add(self, slots: Tensor, values: Mapping[str, Tensor]) -> None:
+        """Add values ([M] each, by column) of the targets `slots` ([M]) of a micro-batch."""
+        picked = self.recorded[slots].nonzero()[:, 0]
+        if not len(picked):
+            return
+        part = {
+            name: found.detach()[picked.to(found.device)].cpu() for name, found in values.items()
+        }
+        self._parts.append(part | {"slots": slots[picked]})
+
+    def gathered(self, accelerator: Accelerator) -> dict[str, Tensor]:
+        """Gather the values of all processes, [K] by column, and their `slots`, ascending.
+
+        All processes must call this together. Empty if no target was recorded.
+        """
+        found = _concatenated(self._parts)
+        if accelerator.num_processes > 1:
+            shares = gather_bytes(accelerator, save(found))
+            found = _concatenated([part for part in map(load, shares) if part])
+        order = found["slots"].argsort() if found else None
+        return {name: values[order] for name, values in found.items()}
+
+
+def recorder_of(
+    batch: Batch, forests: Sequence[Forest], how: RecordTokens, *, seed: int, global_step: int
+) -> TokenRecorder | None:
+    """Return a recorder for an update; None if nothing is recorded.
+
+    Args:
+        batch: The batch.
+        forests: Micro-batches of the update.
+        how: Which targets are recorded: none; those of `SAMPLED_GROUPS` groups; or all.
+        seed: Seed of the run, which chooses the groups together with `global_step`.
+        global_step: Number of the update.
+    """
+    if how == "none":
+        return None
+    recorded = np.zeros(len(batch.trains), np.bool_)
+    for forest in forests:
+        recorded[forest.target_slot.numpy()] = True
+    if how == "sampled":
+        slots = np.flatnonzero(recorded)
+        group = batch.group[batch.responses.row_of(slots)]
+        order = np.random.default_rng((seed, global_step)).permutation(np.unique(group))
+        recorded[slots] = np.isin(group, order[:SAMPLED_GROUPS])
+    return TokenRecorder(recorded)
+
+
+def token_records(dataset: str, origins: Origins, values: Mapping[str, Tensor]) -> pa.Table:
+    """Build the records of an update: see `schemas.token_records`.
+
+    Args:
+        dataset: Path of the dataset.
+        origins: Where the batch's tokens are stored.
+        values: [K] values of the recorded targets, by column, and their `slots`.
+    """
+    row, position = origins.of(values["slots"].numpy())
+    used, record = np.unique(row, return_inverse=True)
+    rows = origins.stored.rows[used]
+    offsets = offsets_of(rows["num_tokens"].to_numpy())
+    at = offsets[record] + position
+    is_target = np.zeros(offsets[-1], np.bool_)
+    is_target[at] = True
+
+    def per_token(field: pa.Field) -> pa.Array:
+        if field.name == "loss_mask":
+            return _lists(is_target, None, offsets, field.type)
+        if field.name not in values:
+            return pa.nulls(len(rows), field.type)
+        known = values[field.name].numpy()
+        spread = np.zeros(len(is_target), known.dtype)
+        spread[at] = known
+        return _lists(spread, ~is_target, offsets, field.type)
+
+    schema = token_record_schema()
+    columns = {"dataset": pa.array([dataset] * len(rows), pa.string())}
+    columns |= {name: rows[name].to_arrow().cast(schema.field(name).type) for name in KEYS[1:]}
+    columns["step_index"] = to_arrow(rows["step_index"].to_numpy(), pa.int32())
+    columns |= {field.name: per_token(field) for field in schema if field.name not in columns}
+    return pa.Table.from_arrays([columns[name] for name in schema.names], schema=schema)
+
+
+def write_token_records(out: Path, global_step: int, records: pa.Table) -> None:
+    """Write the records of an update; the file is complete or absent."""
+    path = token_record_path(out, global_step)
+    path.parent.mkdir(exist_ok=True)
+    with whole(path) as partial:
+        pq.write_table(
+            records,
+            partial,
+            compression="zstd",
+            use_dictionary=list(KEYS),
+            write_page_checksum=True,
+        )
+
+
+def discard_token_records(out: Path, global_step: int) -> None:
+    """Delete the records of later updates, and incomplete files of killed runs."""
+    for path in (out / TOKENS).glob(".*"):
+        path.unlink()
+    for later in token_record_steps(out):
+        if later > global_step:
+            token_record_path(out, later).unlink()
+
+
+def say_size(out: Path) -> None:
+    """Log how many updates are recorded in the run, and the size of the files."""
+    paths = [token_record_path(out, step) for step in token_record_steps(out)]
+    if paths:
+        size = sum(path.stat().st_size for path in paths) / MIB
+        updates = "1 update" if len(paths) == 1 else f"{len(paths)} updates"
+        say(f"recorded the tokens of {updates} in {out / TOKENS} ({size:,.1f} MiB)")
+
+
+def _concatenated(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    names = parts[0] if parts else ()
+    return {name: torch.cat([part[name] for part in parts]) for name in names}
+
+
+def _lists(
+    values: npt.NDArray[Any],
+    missing: BoolArray | None,
+    offsets: npt.NDArray[np.int64],
+    kind: pa.DataType,
+) -> pa.Array:
+    flat = to_arrow(values, kind.value_type, mask=missing)
+    return pa.ListArray.from_arrays(to_arrow(offsets, pa.int32()), flat, type=kind)
