@@ -4,15 +4,17 @@
      "_ng_rollout_index": 3, "response": {"output": [item, ...], "usage": {...}}, ...}
 
 `response` is a Responses object whose output holds all calls of the run (see `parsing.responses`).
-A bare Responses object, or an object with one as its `input`, is accepted too: it is a run without
-a reward and, since it has no task, forms a separate group. A file may also contain a single run as
-a pretty-printed JSON document.
+If no call has token ids, the run is text (see `nemo_gym_text`). A bare Responses object, or an
+object with one as its `input`, is accepted too: it is a run without a reward and, since it has no
+task, forms a separate group. A file may also contain a single run as a pretty-printed JSON
+document.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -20,8 +22,10 @@ import msgspec
 
 from rollout_io.dataset.opening import open_input
 from rollout_io.formats.base import (
+    HAS_TEXT,
     About,
     Adapter,
+    Conversation,
     Found,
     Input,
     Options,
@@ -33,14 +37,15 @@ from rollout_io.formats.base import (
     Trajectory,
 )
 from rollout_io.formats.detect import has_record
-from rollout_io.formats.parsing.bodies import NO_JSON, Share
+from rollout_io.formats.nemo_gym_text import Request, read_conversation
+from rollout_io.formats.parsing.bodies import NO_JSON
 from rollout_io.formats.parsing.fields import numbers
 from rollout_io.formats.parsing.jsonl import decode_line, read_document
 from rollout_io.formats.parsing.model_names import ModelNames
 from rollout_io.formats.parsing.naming import natural_key
 from rollout_io.formats.parsing.records import Record, find_lines, read_record
-from rollout_io.formats.parsing.responses import Response, read_steps
-from rollout_io.formats.parsing.sampling import SamplingFields, sampling_extra
+from rollout_io.formats.parsing.responses import NO_TOKENS, Response, holds_tokens, read_steps
+from rollout_io.formats.parsing.sampling import sampling_extra
 from rollout_io.formats.parsing.tokens import INT32_MAX
 from schemas.errors import InputError, RolloutError
 
@@ -49,20 +54,13 @@ _FRAMEWORK = "_ng_"
 _Index = Annotated[int, msgspec.Meta(ge=0, le=INT32_MAX)]
 
 
-class _Params(SamplingFields, gc=False):
-    input: str | list[msgspec.Raw] | None = None
-    instructions: str | None = None
-    temperature: Share | None = None
-    top_p: Share | None = None
-
-
 class _Agent(msgspec.Struct, gc=False):
     name: str | None = None
 
 
 class _Rollout(msgspec.Struct, gc=False):
     response: Response
-    responses_create_params: _Params = msgspec.field(default_factory=_Params)
+    responses_create_params: Request = msgspec.field(default_factory=Request)
     reward: float | None = None
     mask_sample: bool | None = None
     agent_ref: _Agent | None = None
@@ -108,6 +106,7 @@ _NAMES_DECODER = msgspec.json.Decoder(_Names)
 _TEXT_DECODER = msgspec.json.Decoder(str | None)
 _OBJECT_DECODER = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _RAW_DECODER = msgspec.json.Decoder(msgspec.Raw)
+_ITEMS_DECODER = msgspec.json.Decoder(list[msgspec.Raw])
 _RUN_DECODER = msgspec.json.Decoder(_Rollout)
 _RESPONSE_DECODER = msgspec.json.Decoder(Response)
 _NUMBERS_DECODER = msgspec.json.Decoder(dict[str, float | bool])
@@ -122,13 +121,18 @@ def find_rollouts(inputs: Sequence[Input], progress: Progress) -> Iterator[Found
     documents = [given for given in inputs if _is_document(given.path)]
     lines = [given for given in inputs if given not in documents]
     models = ModelNames()
+    has_text = False
 
     def find(record: Record) -> Run:
+        nonlocal has_text
         models.see(record.content)
-        return _find(record)
+        names, run = _find(record)
+        has_text = has_text or _is_text(names)
+        return run
 
     found = [*_find_documents(documents, progress, find), *find_lines(lines, progress, find)]
     yield from models.about()
+    yield About(HAS_TEXT, has_text)
     runs = [item for item in found if isinstance(item, Run)]
     if _part_tasks(runs):
         rule = "inferred: tasks with the same index but different inputs are separate groups"
@@ -171,7 +175,7 @@ def _find_documents(
             yield Rejected(place, error)
 
 
-def _find(record: Record) -> Run:
+def _find(record: Record) -> tuple[_Names, Run]:
     where = record.place.where
     names = decode_line(_NAMES_DECODER, record.content, where)
     response_id = _response_id(names, record.content, where)
@@ -191,7 +195,20 @@ def _find(record: Record) -> Run:
         raise InputError("group", where, got, hint=hint)
     else:
         instance, repetition = response_id, 0
-    return Run(instance_id=instance, repetition_id=repetition, places=[record.place], labels=labels)
+    run = Run(instance_id=instance, repetition_id=repetition, places=[record.place], labels=labels)
+    return names, run
+
+
+def _is_text(names: _Names) -> bool:
+    """True if a run that did not fail has its input, but no token ids."""
+    sent, response = names.responses_create_params, names.response
+    if sent is None or response is None or response.get("error", NO_JSON) != NO_JSON:
+        return False
+    try:
+        items = _ITEMS_DECODER.decode(response.get("output", NO_JSON))
+        return bytes(sent.get("input", NO_JSON)) != b"null" and not holds_tokens(items)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return False  # reported when the run is read
 
 
 def _response_id(names: _Names, content: bytes, where: str) -> str | None:
@@ -210,19 +227,19 @@ def _response_id(names: _Names, content: bytes, where: str) -> str | None:
 def read_rollout(run: Run, _: Options) -> Trajectory:
     """Read all calls of a run, in order; a prompt need not extend the one before it.
 
+    A run of which no call has ids is a conversation, unless it has failed or its input is unknown.
     All numbers of the line become metrics, including its reward and the numbers in objects that
     contain only numbers (`scores.style`). With `mask_sample`, no token of the run is trained on.
     With `response.error`, the trajectory has failed.
 
     Raises:
-        RolloutError: no_token_ids, no_response, ...
+        RolloutError: no_token_ids, no_response, ..., or as for `read_conversation`.
     """
     (place,) = run.places
     record = _decode(read_record(place), place.where)
     logged, response = record.run, record.run.response
     failed = run.failed or response.error is not None
-    sent = _sent(logged.responses_create_params)
-    steps = read_steps(response, sent, record.prefix, failed=failed)
+    steps = _steps(record, place.where, failed=failed)
     for step in steps:
         _complete(step, logged)
     return Trajectory(
@@ -231,6 +248,16 @@ def read_rollout(run: Run, _: Options) -> Trajectory:
         error=None if response.error is None else response.error.message,
         metrics=record.metrics,
     )
+
+
+def _steps(record: _Record, where: str, *, failed: bool) -> Sequence[Step | Conversation]:
+    request, response = record.run.responses_create_params, record.run.response
+    try:
+        return read_steps(response, _sent(request), record.prefix, failed=failed)
+    except InputError as error:
+        if error.rule != NO_TOKENS or request.input is None or holds_tokens(response.output):
+            raise
+        return [replace(read_conversation(request, response, where), tokenless=error)]
 
 
 def _decode(content: bytes, where: str) -> _Record:
@@ -255,16 +282,17 @@ def _no_response(fields: dict[str, msgspec.Raw], where: str) -> InputError:
     return InputError("no_response", where, got, hint=hint)
 
 
-def _complete(step: Step, run: _Rollout) -> None:
+def _complete(step: Step | Conversation, run: _Rollout) -> None:
     params, response = run.responses_create_params, run.response
     step.temperature = response.temperature if params.temperature is None else params.temperature
     step.top_p = response.top_p if params.top_p is None else params.top_p
-    step.sampling_extra = sampling_extra(params)
+    if isinstance(step, Step):
+        step.sampling_extra = sampling_extra(params)
     step.agent = None if run.agent_ref is None else run.agent_ref.name
     step.trains = not run.mask_sample
 
 
-def _sent(params: _Params) -> list[Any] | None:
+def _sent(params: Request) -> list[Any] | None:
     """Return the messages at the start of a run; None if the log lacks them."""
     if params.input is None:
         return None
@@ -312,4 +340,5 @@ ADAPTER = Adapter(
     recognizes=recognizes,
     find=find_rollouts,
     read=read_rollout,
+    is_text=True,
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -21,6 +21,7 @@ from rollout_io.formats.parsing.jsonl import decode_line
 from rollout_io.formats.parsing.tokens import logprob_array, route_array, token_ids
 from schemas.errors import InputError
 
+NO_TOKENS = "no_token_ids"
 TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
 RawItem = dict[str, msgspec.Raw]
 
@@ -59,6 +60,8 @@ class Response(msgspec.Struct, gc=False):
     incomplete_details: Incomplete | None = None
     temperature: Share | None = None
     top_p: Share | None = None
+    instructions: msgspec.Raw = NO_JSON
+    tools: msgspec.Raw = NO_JSON
 
 
 class _Item(msgspec.Struct, gc=False):
@@ -84,6 +87,15 @@ class _Item(msgspec.Struct, gc=False):
 _ITEM_DECODER = msgspec.json.Decoder(_Item)
 _RAW_ITEM_DECODER = msgspec.json.Decoder(RawItem)
 _ANY_ITEM_DECODER = msgspec.json.Decoder(dict[str, Any])
+
+
+def holds_tokens(items: Iterable[msgspec.Raw]) -> bool:
+    """True if an item ends a model call with tokens.
+
+    Raises:
+        msgspec.MsgspecError: An item has a field of the wrong type.
+    """
+    return any(_ITEM_DECODER.decode(raw).has_tokens for raw in items)
 
 
 def read_steps(
@@ -161,7 +173,7 @@ def _refuse_missing(items: Sequence[_Item], calls: Sequence[range], where: str) 
     if any(value == [] for value in values):
         why = "its token fields are empty lists"
     got = f"call {number} of {len(calls)} has no token ids: {why}"
-    raise InputError("no_token_ids", f"{where}output[{call[0]}]", got, hint=_ASK)
+    raise InputError(NO_TOKENS, f"{where}output[{call[0]}]", got, hint=_ASK)
 
 
 def _step(item: _Item, place: str) -> Step:

@@ -1,0 +1,198 @@
+"""The chat of a NeMo Gym run, for runs without token ids.
+
+The request (`responses_create_params`) has the beginning of the chat, and the output of the
+response has the rest. Each item becomes part of a message:
+
+    instructions          a system message
+    message               a message with its role; `developer` becomes `system`
+    reasoning             reasoning of an assistant message
+    function_call         a tool call of an assistant message
+    function_call_output  a tool message
+
+Only token ids mark the end of a model call, so the calls are inferred: consecutive items of the
+model are one call, which ends at the next item of the environment (the output of a function, or a
+message that is not the assistant's). They become one assistant message, whose reasoning comes
+before its text, and its text before its tool calls. It is also inferred that each call saw all
+items before it. Items of the model in the request are part of the prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from rollout_io.formats.base import Conversation
+from rollout_io.formats.parsing.bodies import NO_JSON, Share
+from rollout_io.formats.parsing.content import (
+    Content,
+    Message,
+    bad_message,
+    extend,
+    json_text,
+    known,
+    parts_in,
+    shown,
+    tool_call,
+)
+from rollout_io.formats.parsing.jsonl import decode_line
+from rollout_io.formats.parsing.responses import Response
+from rollout_io.formats.parsing.sampling import SamplingFields
+from schemas.errors import InputError
+
+_ASSISTANT = "assistant"
+_HIDDEN = ("previous_response_id", "conversation", "prompt")
+
+
+class Request(SamplingFields, gc=False):
+    """The relevant fields of `responses_create_params`."""
+
+    input: str | list[msgspec.Raw] | None = None
+    instructions: str | None = None
+    tools: msgspec.Raw = NO_JSON
+    previous_response_id: msgspec.Raw = NO_JSON
+    conversation: msgspec.Raw = NO_JSON
+    prompt: msgspec.Raw = NO_JSON
+    temperature: Share | None = None
+    top_p: Share | None = None
+
+
+class _Item(msgspec.Struct, gc=False):
+    type: str = "message"
+    role: str | None = None
+    content: Content = None
+    summary: Content = None
+    encrypted_content: str | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: msgspec.Raw = NO_JSON
+    output: Content = None
+
+
+_ITEM_DECODER = msgspec.json.Decoder(_Item)
+_INSTRUCTIONS_DECODER = msgspec.json.Decoder(str | list[msgspec.Raw] | None)
+_TOOLS_DECODER = msgspec.json.Decoder(list[dict[str, Any]] | None)
+
+
+def read_conversation(request: Request, response: Response, where: str) -> Conversation:
+    """Return the chat of a run.
+
+    Instructions and tools are those of the request, or else those that the response repeats.
+
+    Args:
+        request: Request with the input of the run.
+        response: Response whose output holds the rest of the run.
+        where: Place of the run.
+
+    Raises:
+        InputError: `message`: an item of an unknown type, a message without a role, reasoning that
+            is encrypted or logged twice, or a request whose input is incomplete; `tools`: a tool
+            that is not a function; `record_type`.
+    """
+    sent, received = f"{where}, responses_create_params", f"{where}, response"
+    for name in _HIDDEN:
+        if bytes(getattr(request, name)) != b"null":
+            got = (
+                f"the input is incomplete: the messages that `{name}` refers to are not in the log"
+            )
+            raise bad_message(f"{sent}.{name}", got)
+    chat = _Chat()
+    if request.instructions:
+        chat.add(request.instructions, "system", f"{sent}.instructions")
+    else:
+        place = f"{received}.instructions"
+        repeated = decode_line(_INSTRUCTIONS_DECODER, bytes(response.instructions), place)
+        chat.add(repeated or (), "system", place)
+    chat.add(request.input or (), "user", f"{sent}.input")
+    num_given = len(chat.messages)
+    chat.add(response.output, _ASSISTANT, f"{received}.output")
+    tools = _tools(request.tools, f"{sent}.tools")
+    incomplete = response.incomplete_details
+    return Conversation(
+        source=where,
+        messages=chat.messages,
+        tools=tools or _tools(response.tools, f"{received}.tools"),
+        num_given=num_given,
+        stop_reason=None if incomplete is None else incomplete.reason,
+    )
+
+
+class _Chat:
+    """Messages in order, the last of which may still be extended by an item of the model."""
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+        self._is_open = False
+
+    def add(self, given: str | Sequence[msgspec.Raw], role: str, where: str) -> None:
+        """Add items, or a text with a role; items of the model begin a new message."""
+        self._is_open = False
+        if isinstance(given, str):
+            self.messages.append({"role": role, "content": given})
+            return
+        for i, raw in enumerate(given):
+            place = f"{where}[{i}]"
+            self._add(_piece(decode_line(_ITEM_DECODER, bytes(raw), place), place))
+
+    def _add(self, piece: Message) -> None:
+        is_answer = piece["role"] == _ASSISTANT
+        if not (is_answer and self._is_open):
+            self.messages.append(piece)
+        else:
+            reply = self.messages[-1]
+            calls = [*reply.get("tool_calls", ()), *piece.pop("tool_calls", ())]
+            extend(reply, piece)
+            reply |= {"tool_calls": calls} if calls else {}
+        self._is_open = is_answer
+
+
+def _piece(item: _Item, where: str) -> Message:
+    """Return the message of a single item."""
+    if item.type == "message":
+        if item.role is None:
+            raise bad_message(where, "the message has no role")
+        role = "system" if item.role == "developer" else item.role
+        return {"role": role, "content": shown(parts_in(item.content))}
+    if item.type == "function_call_output":
+        text = shown(parts_in(item.output))
+        return known({"role": "tool", "content": text, "tool_call_id": item.call_id})
+    reply: Message = {"role": _ASSISTANT, "content": ""}
+    if item.type == "reasoning":
+        thought = _thought(item, where)
+        return reply | ({"reasoning_content": thought} if thought else {})
+    if item.type == "function_call":
+        if item.name is None:
+            raise bad_message(where, "the function call has no name")
+        arguments = json_text(item.arguments, f"{where}.arguments")
+        return reply | {"tool_calls": [tool_call(item.call_id, item.name, arguments)]}
+    expected = "a message, reasoning, a function call or its output"
+    raise bad_message(where, f"an item of type {item.type!r}", expected)
+
+
+def _thought(item: _Item, where: str) -> str:
+    text, summary = shown(parts_in(item.content)), shown(parts_in(item.summary))
+    if not (isinstance(text, str) and isinstance(summary, str)):
+        raise bad_message(where, "the reasoning has a part that is not text")
+    if text and summary and text != summary:
+        raise bad_message(where, "the reasoning has a text and a different summary")
+    if item.encrypted_content and not text:
+        raise bad_message(where, "the reasoning is encrypted")
+    return text or summary
+
+
+def _tools(raw: msgspec.Raw, where: str) -> list[Message] | None:
+    """Return definitions of functions in OpenAI's chat form; None if there are none."""
+    tools = decode_line(_TOOLS_DECODER, bytes(raw), where) or ()
+    return [_tool(tool, f"{where}[{i}]") for i, tool in enumerate(tools)] or None
+
+
+def _tool(tool: dict[str, Any], where: str) -> Message:
+    if isinstance(tool.get("function"), dict):
+        return tool
+    function = known({name: value for name, value in tool.items() if name != "type"})
+    if tool.get("type") != "function" or not isinstance(tool.get("name"), str):
+        got = f"a tool of type {tool.get('type')!r}, named {tool.get('name')!r}"
+        hint = "collect the run with functions only: chat templates render no other tools"
+        raise InputError("tools", where, got, "a function with a name", hint)
+    return {"type": "function", "function": function}
