@@ -5,7 +5,7 @@ import math
 import re
 from pathlib import Path
 
-from tests.helpers.plain_text import conversation, texts_of
+from tests.helpers.plain_text import conversation, responses_run, texts_of
 from tests.helpers.plain_values import (
     Expected,
     NotCompared,
@@ -123,6 +123,8 @@ def _is_refused(data):
 
 
 def _nemo_gym(rows):
+    if not re.search(r"output\[\d+\]$", rows[0]["source"]):
+        return responses_run(record_at(rows[0]["source"])[0])
     match = re.fullmatch(
         r"(.*?)(?::(\d+))?, (response\.|input\.|)output\[\d+\]", rows[0]["source"], re.DOTALL
     )

@@ -159,6 +159,50 @@ def _trl(rows):
     return conversation(messages, outcome)
 
 
+def responses_run(record):
+    """A run of Responses items: the request's, and those of the response."""
+    sent, response = record["responses_create_params"], record["response"]
+    if sent.get("tools") or response.get("tools") or response.get("instructions"):
+        raise NotCompared
+    if record.get("mask_sample"):
+        raise NotCompared
+    messages = texts_of(sent.get("instructions") or [], "system")
+    messages = [*messages, *_chat(texts_of(sent["input"], "user")), *_chat(response["output"])]
+    return conversation(messages, number(record.get("reward")))
+
+
+def _chat(items):
+    """The messages of Responses items; consecutive ones of the model are one message."""
+    messages = []
+    for item in items:
+        message = _message(item)
+        last = messages[-1] if messages else None
+        if last and last["role"] == message["role"] == "assistant":
+            for name in ("content", "reasoning_content"):
+                last[name] = "\n".join(text for text in (last[name], message[name]) if text)
+            last["tool_calls"] += message["tool_calls"]
+        else:
+            messages.append(message)
+    return messages
+
+
+def _message(item):
+    kind = item.get("type", "message")
+    if kind == "function_call_output":
+        return {"role": "tool", "content": _said(item.get("output"))}
+    if kind == "message" and item["role"] != "assistant":
+        return {"role": item["role"].replace("developer", "system"), "content": item["content"]}
+    assert kind in {"message", "reasoning", "function_call"}
+    said = _said(item.get("content")) if kind == "message" else ""
+    thought = _said(item.get("content")) or _said(item.get("summary"))
+    return {
+        "role": "assistant",
+        "content": said,
+        "reasoning_content": thought if kind == "reasoning" else "",
+        "tool_calls": [item] if kind == "function_call" else [],
+    }
+
+
 READERS = {
     "mini_swe_agent": _mini_swe_agent,
     "openai_messages": _openai_messages,

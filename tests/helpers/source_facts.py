@@ -149,12 +149,29 @@ def _gemini_cli(path, name):
 
 
 def _codex_cli(path, name):
-    messages = []
-    for line in _lines(path):
-        item = line["payload"]
-        if line["type"] != "response_item":
+    items = [line["payload"] for line in _lines(path) if line["type"] == "response_item"]
+    yield name, facts_of(_chat(items))
+
+
+def _nemo_gym(path, name):
+    """The runs without ids that have their input."""
+    if path.suffix == ".json":
+        return
+    for number, row in enumerate(_lines(path), 1):
+        sent, output = row["responses_create_params"], row["response"]["output"]
+        if any(item.get("generation_token_ids") for item in output):
             continue
-        if item["type"] == "message":
+        given = sent["input"]
+        given = [{"role": "user", "content": given}] if isinstance(given, str) else given
+        told = [{"role": "system", "content": text} for text in [sent.get("instructions")] if text]
+        yield f"{name}:{number}", facts_of([*told, *_chat(given), *_chat(output)])
+
+
+def _chat(items):
+    """The messages of Responses items."""
+    messages = []
+    for item in items:
+        if item.get("type", "message") == "message":
             role = item["role"].replace("developer", "system")
             messages.append({"role": role, "content": item["content"]})
         elif item["type"] == "reasoning":
@@ -164,7 +181,7 @@ def _codex_cli(path, name):
             messages.append({"role": "assistant", "tool_calls": [item | {"function": None}]})
         elif item["type"] == "function_call_output":
             messages.append({"role": "tool", "content": item["output"]})
-    yield name, facts_of(joined(messages))
+    return joined(messages)
 
 
 def joined(messages):
@@ -246,6 +263,7 @@ READERS = {
     "gemini_cli": _gemini_cli,
     "inspect_ai": _inspect_ai,
     "mini_swe_agent": _mini_swe_agent,
+    "nemo_gym": _nemo_gym,
     "openhands": _openhands,
     "prime_hosted": _prime_hosted,
     "swe_agent": _swe_agent,

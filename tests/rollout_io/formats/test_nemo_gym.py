@@ -131,20 +131,20 @@ def test_a_real_run_whose_template_drops_reasoning_is_two_steps_that_share_3089_
 
 
 @pytest.mark.parametrize(
-    ("name", "rule", "why", "num_others"),
+    ("name", "rule", "why", "num_runs"),
     [
-        ("nemo_gym/anyterminal_agent.example_rollouts_hermes.jsonl", "no_token_ids", "empty", 4),
+        ("nemo_gym/anyterminal_agent.example_rollouts_hermes.jsonl", "no_token_ids", "empty", 5),
         (
             "nemo_gym/tau2.example_rollouts.jsonl",
             "no_token_ids",
             "its items lack the token fields",
-            4,
+            5,
         ),
         (
             "harbor/nemo_gym_harbor_agent.example_output.jsonl",
             "no_token_ids",
             "its items lack the token fields",
-            2,
+            3,
         ),
         ("nemo_gym/nemo_rl.test_nemo_gym_sanity.json", "no_response", "has no `response`", 0),
         (
@@ -154,12 +154,13 @@ def test_a_real_run_whose_template_drops_reasoning_is_two_steps_that_share_3089_
     ],
 )
 def test_a_real_file_without_calls_tokens_is_refused_for_its_reason(
-    harness_logs: Path, name: str, rule: str, why: str, num_others: int
+    harness_logs: Path, name: str, rule: str, why: str, num_runs: int
 ) -> None:
     error = refusal(harness_logs / name)
     assert error.rule == rule
     assert why in error.got
-    assert (f"(and {num_others} more record" in str(error)) == (num_others > 0)
+    counted = f"{num_runs} of {num_runs} runs have text but no token ids."
+    assert (counted in str(error)) == (num_runs > 0)
 
 
 def test_a_real_rollouts_file_is_recognized_and_other_harnesses_are_not(harness_logs: Path) -> None:
@@ -286,7 +287,8 @@ def test_a_call_that_cannot_be_used_is_refused_for_its_reason(
     assert error.rule == rule
     assert got in error.got
     assert f"{tmp_path / 'a.jsonl'}:2, response.output" in error.where
-    assert "(and 1 more record rejected). [" in str(error)
+    counted = "2 of 3 runs have text but no token ids. ["
+    assert (counted if rule == "no_token_ids" else "(and 1 more record rejected). [") in str(error)
 
 
 def test_one_call_of_several_without_ids_is_refused_with_its_number(tmp_path: Path) -> None:

@@ -251,6 +251,21 @@ def _gemini_cli(messages):
 
 
 def _codex_cli(messages):
+    return "\n".join(
+        json.dumps({"timestamp": "t", "type": "response_item", "payload": item})
+        for item in _items(messages)
+    )
+
+
+def _nemo_gym(messages):
+    start = next(i for i, m in enumerate(messages) if m["role"] == "assistant")
+    response = {"id": "r", "object": "response", "output": _items(messages[start:])}
+    row = {"responses_create_params": {"input": _items(messages[:start])}, "response": response}
+    return json.dumps(row | {"_ng_task_index": 0, "_ng_rollout_index": 0, "reward": 1.0})
+
+
+def _items(messages):
+    """Items of OpenAI's Responses API."""
     items = []
     for m in messages:
         if m["role"] == "tool":
@@ -285,9 +300,7 @@ def _codex_cli(messages):
                     "arguments": json.dumps(c["function"]["arguments"], indent=1),
                 }
             )
-    return "\n".join(
-        json.dumps({"timestamp": "t", "type": "response_item", "payload": item}) for item in items
-    )
+    return items
 
 
 def _claude_code(messages):
@@ -414,6 +427,7 @@ WRITERS = {
 """Logs of one conversation as files of text formats: who writes them, and their names."""
 
 EXACT_FORMATS = {
+    "nemo_gym": (_nemo_gym, "a.jsonl"),
     "rllm": (_rllm, "episode_0.json"),
     "trl": (_trl, "completions_00001.parquet"),
     "verifiers, traces": (_verifiers_traces, "traces.jsonl"),
@@ -422,7 +436,7 @@ EXACT_FORMATS = {
 
 ALL_FORMATS = WRITERS | EXACT_FORMATS
 TEXT_ALONE = ("trl",)
-ANSWERS_JOIN = ("codex_cli",)
+ANSWERS_JOIN = ("codex_cli", "nemo_gym")
 SYSTEM_IS_USER = ("claude_code", "gemini_cli")
 SAID = {"role": "assistant", "content": "search", "tool_calls": []}
 TWO_ANSWERS = [{"role": "user", "content": "search"}, SAID, SAID]
