@@ -364,8 +364,8 @@ too_many_sessions: The recorder holds 100,000 sessions that have not been writte
     End the sessions that are done (`POST .../end`).
 tool_arguments: The arguments of a tool call are not a JSON object.
     Log a call that could not be parsed as text in the message's content.
-tools: The tools are not a list of JSON schemas.
-    Pass tools that can be written as JSON.
+tools: The tools are not a list of JSON schemas, or one of them is not a function.
+    Pass functions that can be written as JSON.
 torch_file: The file was not written by `torch.save`, is cut off, or contains objects other than
     plain data and tensors.
     Save the debug rollout of slime again.

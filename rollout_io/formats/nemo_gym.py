@@ -336,7 +336,7 @@ def recognizes(path: Path) -> bool:
 
 
 ADAPTER = Adapter(
-    summary="NeMo Gym's rollouts with the engine's tokens on their items: JSONL",
+    summary="NeMo Gym's rollouts, with token ids or as text: JSONL",
     recognizes=recognizes,
     find=find_rollouts,
     read=read_rollout,

@@ -19,7 +19,7 @@ items before it. Items of the model in the request are part of the prompt.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -41,6 +41,7 @@ from rollout_io.formats.parsing.responses import Response
 from rollout_io.formats.parsing.sampling import SamplingFields
 from schemas.errors import InputError
 
+_T = TypeVar("_T")
 _ASSISTANT = "assistant"
 _HIDDEN = ("previous_response_id", "conversation", "prompt")
 
@@ -86,9 +87,9 @@ def read_conversation(request: Request, response: Response, where: str) -> Conve
         where: Place of the run.
 
     Raises:
-        InputError: `message`: an item of an unknown type, a message without a role, reasoning that
-            is encrypted or logged twice, or a request whose input is incomplete; `tools`: a tool
-            that is not a function; `record_type`.
+        InputError: `message`: an item of an unknown type or without one of its fields, reasoning
+            that is encrypted or has a summary too, or a request whose input is incomplete; `tools`:
+            a tool that is not a function; `record_type`: a field of the wrong type.
     """
     sent, received = f"{where}, responses_create_params", f"{where}, response"
     for name in _HIDDEN:
@@ -104,7 +105,7 @@ def read_conversation(request: Request, response: Response, where: str) -> Conve
         place = f"{received}.instructions"
         repeated = decode_line(_INSTRUCTIONS_DECODER, bytes(response.instructions), place)
         chat.add(repeated or (), "system", place)
-    chat.add(request.input or (), "user", f"{sent}.input")
+    chat.add(() if request.input is None else request.input, "user", f"{sent}.input")
     num_given = len(chat.messages)
     chat.add(response.output, _ASSISTANT, f"{received}.output")
     tools = _tools(request.tools, f"{sent}.tools")
@@ -150,34 +151,40 @@ class _Chat:
 def _piece(item: _Item, where: str) -> Message:
     """Return the message of a single item."""
     if item.type == "message":
-        if item.role is None:
-            raise bad_message(where, "the message has no role")
-        role = "system" if item.role == "developer" else item.role
-        return {"role": role, "content": shown(parts_in(item.content))}
+        role = _present(item.role, "message", "role", where)
+        text = shown(parts_in(_present(item.content, "message", "content", where)))
+        return {"role": "system" if role == "developer" else role, "content": text}
     if item.type == "function_call_output":
-        text = shown(parts_in(item.output))
+        text = shown(parts_in(_present(item.output, "function call's output", "text", where)))
         return known({"role": "tool", "content": text, "tool_call_id": item.call_id})
     reply: Message = {"role": _ASSISTANT, "content": ""}
     if item.type == "reasoning":
         thought = _thought(item, where)
         return reply | ({"reasoning_content": thought} if thought else {})
     if item.type == "function_call":
-        if item.name is None:
-            raise bad_message(where, "the function call has no name")
-        arguments = json_text(item.arguments, f"{where}.arguments")
-        return reply | {"tool_calls": [tool_call(item.call_id, item.name, arguments)]}
+        name = _present(item.name, "function call", "name", where)
+        raw = _present(item.arguments, "function call", "arguments", where)
+        call = tool_call(item.call_id, name, json_text(raw, f"{where}.arguments"))
+        return reply | {"tool_calls": [call]}
     expected = "a message, reasoning, a function call or its output"
     raise bad_message(where, f"an item of type {item.type!r}", expected)
+
+
+def _present(value: _T | None, item: str, field: str, where: str) -> _T:
+    if value is None or value == NO_JSON:
+        raise bad_message(where, f"the {item} has no {field}")
+    return value
 
 
 def _thought(item: _Item, where: str) -> str:
     text, summary = shown(parts_in(item.content)), shown(parts_in(item.summary))
     if not (isinstance(text, str) and isinstance(summary, str)):
         raise bad_message(where, "the reasoning has a part that is not text")
-    if text and summary and text != summary:
-        raise bad_message(where, "the reasoning has a text and a different summary")
     if item.encrypted_content and not text:
         raise bad_message(where, "the reasoning is encrypted")
+    if text and summary and text != summary:
+        raise bad_message(where, "the reasoning has a text and a different summary")
+    _present(item.summary if item.content is None else item.content, "reasoning", "text", where)
     return text or summary
 
 

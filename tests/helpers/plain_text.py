@@ -189,11 +189,13 @@ def _chat(items):
 def _message(item):
     kind = item.get("type", "message")
     if kind == "function_call_output":
-        return {"role": "tool", "content": _said(item.get("output"))}
+        return {"role": "tool", "content": _said(item["output"])}
     if kind == "message" and item["role"] != "assistant":
-        return {"role": item["role"].replace("developer", "system"), "content": item["content"]}
+        role = "system" if item["role"] == "developer" else item["role"]
+        return {"role": role, "content": item["content"]}
     assert kind in {"message", "reasoning", "function_call"}
-    said = _said(item.get("content")) if kind == "message" else ""
+    assert kind != "function_call" or item["arguments"] is not None
+    said = _said(item["content"]) if kind == "message" else ""
     thought = _said(item.get("content")) or _said(item.get("summary"))
     return {
         "role": "assistant",

@@ -14,7 +14,7 @@ from rollout_io.formats.parsing.archives import members_of, read_member
 from tests.conftest import EXAMPLES, ROOT
 from tests.helpers.structural_mutations import encoded
 from tests.rollout_io.formats.test_fuzz import save_inline
-from tests.rollout_io.formats.test_source_is_kept import WRITERS
+from tests.rollout_io.formats.test_source_is_kept import EXACT_FORMATS, WRITERS
 
 MAX_BYTES = 40_000
 DATA = ROOT / "tests" / "data"
@@ -87,7 +87,8 @@ def _nemo_rl_run(reward):
 def _save_made(folder):
     """Logs of formats of which only large or no real ones are at hand."""
     save_inline(folder)
-    for number, (name, (write, file)) in enumerate(WRITERS.items()):
+    gym = {"nemo_gym": EXACT_FORMATS["nemo_gym"]}
+    for number, (name, (write, file)) in enumerate((WRITERS | gym).items()):
         path = folder / f"{number}-{name.split(',')[0]}" / file
         path.parent.mkdir()
         is_user = name in {"claude_code", "gemini_cli"}
