@@ -392,6 +392,14 @@ unreadable_record: Reading the record raised an unexpected exception, which is a
     Report the bug, and attach the record.
 usage_counts: The token counts in the log (`usage`) differ from the number of its token ids.
     Collect the call again, because ids are missing or belong to a different call.
+view_bundle: The page of `rollouts view` is not built.
+    Build it with `make view`, or install a released wheel, which contains it.
+view_query: The viewer's page, or another client, sent a parameter that is missing or invalid.
+    Correct the parameter that the message names.
+view_size: A prefix tree has too many tokens to be shown at once.
+    Open the tree of one trajectory, or merge the dataset first.
+view_token: A request to the viewer has no token, or a wrong one.
+    Open the address that `rollouts view` printed.
 worker: A worker process died, often because memory ran out.
     Run the same command again to resume, or pass `--workers 1`.
 writer_is_open: The writer was already closed, or an earlier write failed.

@@ -94,6 +94,11 @@ def decode(ids: Tokens, tokenizer: ChatTokenizer) -> str:
     return texts[0] + "".join(a + b for a, b in zip(shown, texts[1:], strict=True))
 
 
+def turns_of_ids(ids: Tokens, tokenizer: ChatTokenizer) -> list[Turn]:
+    """Decode ids, split at special tokens into messages."""
+    return _turns(_pieces(ids, tokenizer))
+
+
 def _is_unknown(ids: Tokens, tokenizer: ChatTokenizer) -> BoolArray:
     return np.asarray((ids < 0) | (ids >= _num_ids(tokenizer)))
 

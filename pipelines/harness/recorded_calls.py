@@ -32,9 +32,9 @@ from pipelines.harness.launchers import Endpoint
 from pipelines.harness.requests import completed, usual_fields
 from pipelines.origin_guard import Application, Guard
 from pipelines.record.engine_requests import KINDS, Asked, Fields, read_request
+from pipelines.record.listening import answering, listen
 from pipelines.record.model_call import Call
 from pipelines.record.recorder import Recorder, losses_of
-from pipelines.record.serving import answering, listen
 from pipelines.record.sessions import Session
 from pipelines.record.settings import RecordSettings
 from pipelines.record.shards import ended_of, settle

@@ -7,8 +7,7 @@ import contextlib
 import logging
 import os
 import signal
-import socket
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -17,7 +16,6 @@ from pipelines.record.exact_prefix import ExactPrefix
 from pipelines.record.recorder import Recorder
 from pipelines.record.settings import RecordSettings
 from rollout_io.retokenize.tokenizer import load_tokenizer
-from schemas.errors import ConfigError
 from schemas.extras import requires_extra
 from schemas.metadata import DatasetMetadata
 
@@ -26,7 +24,7 @@ with requires_extra("record", "rollouts record"):
 
     from pipelines.origin_guard import Guard
     from pipelines.record.app import App
-    from pipelines.record.protocol import BoundedProtocol
+    from pipelines.record.listening import answering, listen
     from pipelines.record.upstreams import Upstreams
 
 from pipelines.generation.engines.http_pool import Limits
@@ -35,15 +33,6 @@ _ATTEMPTS, _TIMEOUT_S, _BACKOFF_S, _STOP_S = 5, 3600.0, 0.2, 600
 _STATUS_S = 1.0
 _CONNECT_S = 3.0
 _LOG = logging.getLogger(__name__)
-
-
-class _Server(uvicorn.Server):
-    """A server that leaves signal handling to its caller."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Install no signal handlers."""
-        yield
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,39 +89,6 @@ async def serving(
             guarded = Guard(app, host, settings.allowed_hosts, recorder.refused)
             async with answering(guarded, listener, stop_s=_STOP_S) as server:
                 yield Serving(url=url, recorder=recorder, server=server)
-
-
-@asynccontextmanager
-async def answering(
-    app: Guard, listener: socket.socket, *, stop_s: int
-) -> AsyncIterator[uvicorn.Server]:
-    """Serve requests for as long as the block lasts.
-
-    Args:
-        app: The application.
-        listener: A bound socket.
-        stop_s: Time limit for running requests on exit, in seconds.
-    """
-    config = uvicorn.Config(
-        app,
-        http=BoundedProtocol,
-        ws="none",
-        lifespan="off",
-        log_level="critical",
-        access_log=False,
-        server_header=False,
-        date_header=False,
-        timeout_graceful_shutdown=stop_s,
-    )
-    server = _Server(config)
-    task = asyncio.create_task(server.serve(sockets=[listener]))
-    while not server.started and not task.done():
-        await asyncio.sleep(0.01)
-    try:
-        yield server
-    finally:
-        server.should_exit = True
-        await task
 
 
 async def serve(
@@ -209,22 +165,3 @@ def _exact_prefix(
         chat_template_fingerprint=tokenizer.template_fingerprint,
     )
     return ExactPrefix(tokenizer), known
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Return a socket bound to an address.
-
-    Raises:
-        ConfigError: address if the address is in use, or does not belong to this machine.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        reason = (error.strerror or str(error)).lower()
-        got, hint = f"cannot listen here: {reason}", "pass --port 0 to pick a free port"
-        raise ConfigError("address", f"{host}:{port}", got, hint=hint) from None
-    return listener

@@ -116,17 +116,17 @@ def _used(frame: pl.LazyFrame) -> list[str]:
 
 def _lengths_on_disk(path: PathLike, frame: pl.LazyFrame) -> pl.DataFrame:
     tables = iter_tables(path, _used(frame), decode=False)
-    return pl.concat(_lengths(table) for table in tables)
+    return pl.concat(row_lengths(table) for table in tables)
 
 
 def _lengths_of(frame: pl.LazyFrame) -> pl.DataFrame:
     rows = frame.select(_used(frame)).map_batches(
-        lambda batch: _lengths(as_table(batch)), schema=_LENGTHS, streamable=True
+        lambda batch: row_lengths(as_table(batch)), schema=_LENGTHS, streamable=True
     )
     return rows.collect(engine="streaming")
 
 
-def _lengths(table: pa.Table) -> pl.DataFrame:
+def row_lengths(table: pa.Table) -> pl.DataFrame:
     """Compute the lengths, number of trained tokens and missing log-probabilities of each row."""
     response = list_lengths(table.column("response_ids"))
     if is_encoded(table):

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import hashlib
-import json
 import sys
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -173,20 +170,10 @@ def view_all(
 def own_decoder(dataset: str) -> Callable[[Sequence[int]], str] | None:
     """Load a decoder for the tokenizer of a dataset, if it is here and unchanged; else None."""
     from rollout_io.dataset.reader import read_metadata
-    from rollout_io.retokenize.local import find_tokenizer
+    from rollout_io.retokenize.local import remembered_tokenizer
 
-    metadata = read_metadata(dataset)
-    directory = find_tokenizer(metadata.tokenizer) if metadata.tokenizer_fingerprint else None
-    if directory is None or find_spec("tokenizers") is None:
-        return None
-    from tokenizers import Tokenizer
-
-    try:
-        vocabulary = Tokenizer.from_file(str(Path(directory) / "tokenizer.json")).get_vocab()
-    except Exception:  # tokenizers raises bare Exception
-        return None
-    found = hashlib.sha256(json.dumps(vocabulary, sort_keys=True).encode()).hexdigest()
-    return load_decoder(directory) if found == metadata.tokenizer_fingerprint else None
+    directory = remembered_tokenizer(read_metadata(dataset))
+    return None if directory is None else load_decoder(directory)
 
 
 def load_decoder(path: str) -> Callable[[Sequence[int]], str]:

@@ -29,8 +29,8 @@ from schemas.extras import explained
 
 GROUP = "rollout_io.verbs"
 ORDER = (
-    *("formats", "templates", "convert", "validate", "inspect", "stats", "filter", "merge"),
-    *("unmerge", "drift", "export", "record", "generate", "train", "rl", "plot"),
+    *("formats", "templates", "convert", "validate", "inspect", "view", "stats", "filter"),
+    *("merge", "unmerge", "drift", "export", "record", "generate", "train", "rl", "plot"),
 )
 
 

@@ -13,6 +13,7 @@ from itertools import groupby
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -36,7 +37,8 @@ from schemas.metadata import (
     upgrade,
     version_of,
 )
-from schemas.numpy_arrays import empty_table
+from schemas.numpy_arrays import empty_table, to_arrow
+from schemas.ragged import IntArray, offsets_of
 from schemas.types import PREFIX_TYPES, plain_table
 
 PathLike = str | os.PathLike[str]
@@ -166,6 +168,72 @@ def to_hf(path: PathLike) -> Any:
     return Dataset(InMemoryTable(read(path)))
 
 
+class RowReader:
+    """Reads some rows of a dataset by their position; only their row groups are read.
+
+    Args:
+        path: Directory, glob or file, local or an fsspec URL.
+
+    Attributes:
+        schema: Schema of the logical table.
+        num_rows: Number of rows.
+
+    Example:
+        >>> RowReader("rollouts/").rows(4096, 4100, ["trajectory_id", "prompt_token_ids"])
+    """
+
+    def __init__(self, path: PathLike) -> None:
+        self._shards = _open_shards(path)
+        self.schema = _schema_of(self._shards)
+        self._groups = [(s, i) for s in self._shards for i in range(len(s.group_sizes))]
+        sizes = [size for shard in self._shards for size in shard.group_sizes]
+        self._starts = offsets_of(np.array(sizes, np.int64))
+        self.num_rows = int(self._starts[-1])
+
+    def rows(self, begin: int, end: int, names: Sequence[str]) -> pa.Table:
+        """Read adjacent rows.
+
+        Args:
+            begin: First row; of a trajectory, if `names` includes `prompt_token_ids`.
+            end: End of the rows; of a trajectory, if `names` includes `prompt_token_ids`.
+            names: Columns of the logical table, in the order of the result.
+        """
+        parts = [empty_table(pa.schema([self.schema.field(name) for name in names]))]
+        first = int(np.searchsorted(self._starts, begin, side="right")) - 1
+        for number in range(first, len(self._groups)):
+            start = int(self._starts[number])
+            if start >= end:
+                break
+            part = slice(max(begin - start, 0), end - start)
+            parts.append(self._read(number, part, names))
+        return pa.concat_tables(parts, promote_options="permissive")
+
+    def take(self, rows: IntArray, names: Sequence[str]) -> pa.Table:
+        """Read rows at any positions, in their order; not `prompt_token_ids`, which needs `rows`.
+
+        Args:
+            rows: [K] positions in ascending order.
+            names: Columns of the logical table, in the order of the result.
+        """
+        parts = [empty_table(pa.schema([self.schema.field(name) for name in names]))]
+        groups = np.searchsorted(self._starts, rows, side="right") - 1
+        for number in np.unique(groups).tolist():
+            inside = rows[groups == number] - self._starts[number]
+            whole = self._read(number, slice(None), names)
+            parts.append(whole.take(to_arrow(inside)))
+        return pa.concat_tables(parts, promote_options="permissive")
+
+    def _read(self, number: int, part: slice, names: Sequence[str]) -> pa.Table:
+        shard, index = self._groups[number]
+        decodes = shard.encoded and "prompt_token_ids" in names
+        wanted = list(dict.fromkeys([*names, *(DECODE_COLUMNS if decodes else ())]))
+        table = shard.row_group(index, [name for name in wanted if name in shard.names])[part]
+        if decodes:
+            raise_errors(check_references(table), f"{shard.location.path}, row group {index}")
+            table = decode_prefixes(table)
+        return table.select([name for name in names if name in table.column_names])
+
+
 def stored_tables(path: PathLike) -> Iterator[pa.Table]:
     """Yield the tables as stored, including invalid ones, cut between trajectories if possible.
 
@@ -214,6 +282,11 @@ class _Shard:
             verify(file, source)
             return cls(location, file, partition)
 
+    @property
+    def group_sizes(self) -> list[int]:
+        """Number of rows of each row group."""
+        return [self._footer.row_group(i).num_rows for i in range(self._footer.num_row_groups)]
+
     def row_groups(
         self, names: Sequence[str], predicate: pl.Expr | None = None
     ) -> Iterator[tuple[int, pa.Table]]:
@@ -222,14 +295,24 @@ class _Shard:
         Row groups in which no row satisfies `predicate` are skipped.
         List and string columns have plain types, even if the file has large or view types.
         """
+        with self._opened() as file:
+            for index in range(self._footer.num_row_groups):
+                if predicate is None or self._keeps_some(file, index, predicate):
+                    yield index, self._row_group(file, index, names)
+
+    def row_group(self, index: int, names: Sequence[str]) -> pa.Table:
+        """Return one row group, as `row_groups` yields it."""
+        with self._opened() as file:
+            return self._row_group(file, index, names)
+
+    @contextmanager
+    def _opened(self) -> Iterator[pq.ParquetFile]:
         with ExitStack() as stack:
             with _readable(self.location):
                 source = stack.enter_context(_source(self.location))
                 footer = self._footer
                 file = pq.ParquetFile(source, metadata=footer, page_checksum_verification=True)
-            for index in range(self._footer.num_row_groups):
-                if predicate is None or self._keeps_some(file, index, predicate):
-                    yield index, self._row_group(file, index, names)
+            yield file
 
     def _row_group(self, file: pq.ParquetFile, index: int, names: Sequence[str]) -> pa.Table:
         with _readable(self.location, index):

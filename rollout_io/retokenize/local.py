@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from importlib.util import find_spec
 from pathlib import Path
 
 from schemas.errors import InputError
+from schemas.metadata import DatasetMetadata
 
 FILES = ("tokenizer*", "vocab.*", "*.model", "*.tiktoken", "tekken.json")
 """Names of the files of a tokenizer, as patterns; a directory holds at least one of them."""
@@ -33,6 +36,21 @@ def find_tokenizer(name: str | None) -> str | None:
     except HFValidationError:
         return None
     return str(Path(file).parent) if isinstance(file, str) else None
+
+
+def remembered_tokenizer(metadata: DatasetMetadata) -> str | None:
+    """Return the local directory of a dataset's tokenizer, if it is here and unchanged; else None."""
+    directory = find_tokenizer(metadata.tokenizer) if metadata.tokenizer_fingerprint else None
+    if directory is None or find_spec("tokenizers") is None:
+        return None
+    from tokenizers import Tokenizer
+
+    try:
+        vocabulary = Tokenizer.from_file(str(Path(directory) / "tokenizer.json")).get_vocab()
+    except Exception:  # tokenizers raises bare Exception
+        return None
+    found = hashlib.sha256(json.dumps(vocabulary, sort_keys=True).encode()).hexdigest()
+    return directory if found == metadata.tokenizer_fingerprint else None
 
 
 def tokenizer_directory(name: str) -> str:

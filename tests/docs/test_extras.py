@@ -16,7 +16,7 @@ VERBS = PROJECT["entry-points"]["rollout_io.verbs"]
 ROWS = dict(
     re.findall(r"^\| `?([a-z]+)`? \| (.+) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
 )
-FOR_VERBS = ("text", "train", "generate", "record", "plot", "all")
+FOR_VERBS = ("text", "train", "generate", "record", "plot", "view", "all")
 
 WITHOUT = """
 import sys
@@ -105,6 +105,7 @@ def test_verbs_of_the_first_row_need_no_extra(tmp_path):
         ("train ds --model m -o run", "train"),
         ("rl rl.toml -o run", "train"),
         ("plot run", "plot"),
+        ("view ds --no-browser", "view"),
         ("record --upstream http://127.0.0.1:9/v1 -o new", "record"),
         ("convert log.jsonl --tokenizer m -o new", "text"),
         ("drift ds --tokenizer m", "text"),

@@ -1,0 +1,81 @@
+"""`rollouts view`."""
+
+from __future__ import annotations
+
+import click
+
+from rollout_io.cli.output import emit, example, note, warn
+from rollout_io.cli.usage import HintedUsageError
+
+EXAMPLES = example(
+    "rollouts view shop/\n  rollouts view runs/shop runs/baseline"
+    '\n  rollouts view shop/ --where "reward < 0" --out report.html'
+)
+DEFAULT_LIMIT = 200
+
+
+@click.command(epilog=EXAMPLES)
+@click.argument("paths", metavar="DS|RUN [OTHER]", nargs=-1, required=True, type=click.Path())
+@click.option("--where", metavar="SQL", help="With --out: trajectories with a row that matches.")
+@click.option("--out", metavar="FILE", help="Write one HTML file instead of starting a server.")
+@click.option(
+    "--limit",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help=f"With --out: maximum number of trajectories.  [default: {DEFAULT_LIMIT}]",
+)
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port; 0 picks a free one.")
+@click.option("--no-browser", is_flag=True, help="Print the address; do not open a browser.")
+@click.option(
+    "--tokenizer",
+    type=click.Path(),
+    metavar="DIR",
+    help="Decode ids with this model's tokenizer.  [default: from the dataset]",
+)
+def view(
+    paths: tuple[str, ...],
+    where: str | None,
+    out: str | None,
+    limit: int | None,
+    port: int,
+    tokenizer: str | None,
+    *,
+    no_browser: bool,
+) -> None:
+    """Show a dataset or a run in the browser, token by token.
+
+    Serves a page on this machine only, at an address with a secret token, until Ctrl-C. With --out,
+    writes the page and the selected trajectories as one file, which opens without a server.
+    """
+    if len(paths) > 2:
+        raise click.UsageError("view shows at most two datasets or runs.")
+    if out is None and (where is not None or limit is not None):
+        hint = "filter in the page, or pass --out report.html"
+        raise HintedUsageError("--where and --limit need --out.", hint)
+    import asyncio
+    import webbrowser
+
+    from pipelines.view.api import Api
+    from pipelines.view.bundle_files import Bundle
+    from pipelines.view.sources import Sources
+
+    if out is not None:
+        from pipelines.view.export import export
+
+        bundle, sources = Bundle.read(), Sources.open(paths, tokenizer)
+        found = export(sources, bundle, out, where=where, limit=limit or DEFAULT_LIMIT)
+        note(f"wrote {out}: {found}")
+        return
+    from pipelines.view.serving import serve
+
+    bundle, sources = Bundle.read(), Sources.open(paths, tokenizer)
+    for text in sources.warnings:
+        warn(text)
+
+    def announce(address: str) -> None:
+        emit(address)
+        note("Ctrl-C ends the viewer")
+        if not no_browser:
+            webbrowser.open(address)
+
+    asyncio.run(serve(Api(sources), bundle, port=port, announce=announce))

@@ -1,0 +1,81 @@
+"""Answers of the viewer's server: JSON without invalid values, and Arrow with plain types."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import polars as pl
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pipelines.view.texts import MAX_CHARS, shortened, whole_characters
+from schemas.types import as_table, is_string
+
+ARROW = "application/vnd.apache.arrow.stream"
+JSON = "application/json"
+
+_INT32 = range(-(2**31), 2**31)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Content of a response, and its media type."""
+
+    content: bytes
+    kind: str
+
+
+def json_answer(value: Any) -> Answer:
+    """Encode JSON: NaN and infinity become null, and lone surrogates U+FFFD."""
+    return Answer(msgspec.json.encode(_plain(value)), JSON)
+
+
+def arrow_answer(data: pl.DataFrame | pa.Table, **totals: int) -> Answer:
+    """Encode an Arrow IPC stream, with `totals` as metadata of the schema.
+
+    Integers are int32, or float64 where they do not fit; texts are cut to `texts.MAX_CHARS`.
+    """
+    table = as_table(data)
+    columns = [_plain_column(column) for column in table.columns]
+    fields = [pa.field(n, c.type) for n, c in zip(table.column_names, columns, strict=True)]
+    metadata = {name: str(value) for name, value in totals.items()}
+    plain = pa.Table.from_arrays(columns, schema=pa.schema(fields, metadata))
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, plain.schema) as writer:
+        writer.write_table(plain.combine_chunks())
+    return Answer(sink.getvalue().to_pybytes(), ARROW)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, str):
+        return whole_characters(value)
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {whole_characters(str(key)): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _plain_column(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    kind = column.type
+    if is_string(kind):
+        return _shortened(column.cast(pa.large_string())).cast(pa.string())
+    if pa.types.is_integer(kind) and kind != pa.int32():
+        bounds = pc.min_max(column).as_py()
+        fits = all(value is None or value in _INT32 for value in bounds.values())
+        return column.cast(pa.int32()) if fits else column.cast(pa.float64(), safe=False)
+    return column.cast(pa.float32()) if pa.types.is_float16(kind) else column
+
+
+def _shortened(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    longest = pc.max(pc.utf8_length(column)).as_py() or 0
+    if longest <= MAX_CHARS:
+        return column
+    texts = [None if text is None else shortened(text) for text in column.to_pylist()]
+    return pa.chunked_array([pa.array(texts, pa.large_string())])

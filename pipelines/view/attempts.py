@@ -1,0 +1,99 @@
+"""The attempts at one task side by side, and the first sampled token at which two of them part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from pipelines.view.run_files import read_tokens
+from pipelines.view.sources import Dataset, Run
+from rollout_io.dataset.prefix_layout import Tokens, common_prefix
+from schemas.ragged import BoolArray, Ragged
+
+Sampled = list[tuple[int, Tokens, BoolArray]]
+"""Of each row of a trajectory: tokens of the prompt, the response, and which of it was sampled."""
+
+
+def group(
+    dataset: Dataset, instance_id: str, run: Run | None, update: int | None
+) -> dict[str, Any]:
+    """Return the attempts at a task, each compared with the first."""
+    numbers = dataset.index.group(instance_id).tolist()
+    lines = dataset.index.trajectories[numbers].to_dicts()
+    advantages = mean_advantages(run, update)
+    first = sampled_tokens(dataset, numbers[0])
+    attempts = []
+    for number, line in zip(numbers, lines, strict=True):
+        parts_at = None
+        if number != numbers[0]:
+            parts_at = parting(first, sampled_tokens(dataset, number))
+        names = ("trajectory_id", "repetition_id", "return", "num_rows")
+        more = ("response_tokens", "trained_tokens", "stop_reason", "error")
+        attempts.append(
+            {name: line[name] for name in names}
+            | {"advantage": advantages.get(line["trajectory_id"])}
+            | {name: line[name] for name in more}
+            | {"parts_at": parts_at}
+        )
+    return {"attempts": attempts}
+
+
+def mean_advantages(run: Run | None, update: int | None) -> dict[str, float]:
+    """Return the mean advantage of each trajectory in an update; empty without an update."""
+    if run is None or update is None:
+        return {}
+    tokens = read_tokens(run.path, update, ["trajectory_id", "advantages"])
+    values = tokens.explode("advantages", empty_as_null=True, keep_nulls=True)
+    means = values.group_by("trajectory_id").agg(
+        pl.col("advantages").cast(pl.Float64).fill_nan(None).mean()
+    )
+    return {name: mean for name, mean in means.rows() if mean is not None}
+
+
+def sampled_tokens(dataset: Dataset, number: int) -> Sampled:
+    """Read the sampled tokens of a trajectory."""
+    names = dataset.present("response_ids", "segments")
+    table = dataset.trajectory(number, names)
+    responses = Ragged.from_arrow(table.column("response_ids"))
+    spans = table.column("segments").to_pylist() if "segments" in names else [None] * len(table)
+    begin, end = dataset.index.bounds(number)
+    prompts = dataset.index.rows["num tokens: prompt"][begin:end].to_list()
+    return [
+        (prompt, responses.row(i), sampled_mask(len(responses.row(i)), spans[i]))
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def sampled_mask(num_tokens: int, segments: list[dict[str, Any]] | None) -> BoolArray:
+    """[R] Return which tokens of a response were sampled: all, or those in a segment."""
+    mask = np.full(num_tokens, segments is None)
+    for segment in segments or ():
+        mask[segment["start"] : segment["start"] + segment["length"]] = True
+    return mask
+
+
+def parting(first: Sampled, other: Sampled) -> dict[str, int] | None:
+    """Find the first sampled token of a trajectory that differs from another trajectory's.
+
+    Rows are compared in order. A token counts from the start of its row's prompt.
+
+    Returns:
+        `row` and `token` in `other`; None if all that it sampled is also the start of what the
+        first one sampled.
+    """
+    for row, (num_prompt, response, mask) in enumerate(other):
+        wanted = first[row][1][first[row][2]] if row < len(first) else response[:0]
+        own = response[mask]
+        common = common_prefix(wanted, own)
+        if common < len(own):
+            place = int(np.flatnonzero(mask)[common])
+            return {"row": row, "token": num_prompt + place}
+        if common < len(wanted):  # it ends earlier; later rows are another conversation
+            if row + 1 < len(other):
+                num_next, _, mask_next = other[row + 1]
+                at = np.flatnonzero(mask_next)
+                return {"row": row + 1, "token": num_next + int(at[0])} if len(at) else None
+            return None
+    return None

@@ -1,0 +1,315 @@
+"""A trajectory as a conversation: one lane per agent, and only what each call added."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from pipelines.drift_diagnosis.readers import turns_of_ids
+from pipelines.merging.segments import is_joined
+from pipelines.merging.unmerge import unmerge_table
+from pipelines.view.sources import Dataset
+from pipelines.view.texts import shortened
+from rollout_io.dataset.prefix_layout import Tokens, common_prefix
+from rollout_io.retokenize.messages import REASONING_FIELDS
+from schemas.messages import RETOKENIZED, is_answer, sent_messages
+from schemas.numpy_arrays import to_numpy
+
+_COLUMNS = (
+    *("trajectory_id", "step_index", "is_last_step", "prompt_token_ids", "response_ids"),
+    *("loss_mask", "agent", "messages", "response_text", "token_source", "segments"),
+)
+_THOUGHT = re.compile(r"<think>(.*?)</think>\s*", re.DOTALL)
+_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>\s*", re.DOTALL)
+
+Part = dict[str, Any]
+Message = Mapping[str, Any]
+
+
+def conversation(dataset: Dataset, trajectory_id: str) -> dict[str, Any]:
+    """Return the turns of a trajectory by agent, from logged messages or decoded tokens.
+
+    Each turn is in the step whose call first sent or sampled it. From the first message that a call
+    changed, all messages follow again; those that were sent before are not new.
+    """
+    number = dataset.index.number(trajectory_id)
+    names = dataset.present(*_COLUMNS)
+    if "segments" in names:
+        names = [n for n in dataset.reader.schema.names if n != "rollout_expert_indices"]
+    steps = _steps(dataset.trajectory(number, names))
+    lanes: dict[str | None, _Lane] = {}
+    for step in steps:
+        lanes.setdefault(step.get("agent"), _Lane(dataset)).add(step)
+    line = dataset.index.trajectories.row(number, named=True)
+    return {
+        "lanes": [{"agent": name, "turns": lane.turns} for name, lane in lanes.items()],
+        "error": None if line["error"] is None else shortened(line["error"]),
+        "return": line["return"],
+    }
+
+
+def _steps(table: pa.Table) -> list[dict[str, Any]]:
+    """Return the steps of a trajectory as dicts; `row` is the row of the dataset that holds one."""
+    joined = is_joined(table)
+    parts = []
+    for row in range(table.num_rows):
+        one = table.slice(row, 1)
+        if joined[row]:
+            last = pa.array([True])
+            at = one.column_names.index("is_last_step")
+            one = unmerge_table(one.set_column(at, "is_last_step", last))
+        text = [n for n in one.column_names if n in _COLUMNS and not n.endswith("_ids")]
+        for step, values in enumerate(one.select(text).to_pylist()):
+            ids = {
+                name: to_numpy(one.column(name).slice(step, 1).combine_chunks().flatten())
+                for name in ("prompt_token_ids", "response_ids")
+            }
+            parts.append({**values, **ids, "row": row})
+    return parts
+
+
+class _Lane:
+    """The turns of one agent; each step adds what the step before it did not hold."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self.turns: list[dict[str, Any]] = []
+        self._dataset = dataset
+        self._sent: list[Message] = []
+        self._ids = np.zeros(0, np.int32)
+        self._calls: dict[str, str] = {}
+        self._known: set[tuple[str, str]] = set()
+
+    def add(self, step: Mapping[str, Any]) -> None:
+        """Add the turns of a step."""
+        messages = _messages(step)
+        if messages is None or (step.get("response_text") is None and not _answers(step)):
+            self._add_tokens(step, messages)
+        else:
+            self._add_messages(step, messages)
+        self._ids = np.concatenate([step["prompt_token_ids"], step["response_ids"]])
+
+    def _add_messages(self, step: Mapping[str, Any], messages: list[Message]) -> None:
+        same = _num_equal(self._sent, messages)
+        trained = bool(any(step["loss_mask"]))
+        first_answer = len(sent) if isinstance(sent := sent_messages(step), list) else 0
+        for index, message in enumerate(messages[same:], same):
+            is_own = step.get("token_source") == RETOKENIZED and index >= first_answer
+            self._add_message(step, message, trained=is_own and is_answer(message))
+        self._sent = list(messages)
+        response = step.get("response_text")
+        if response is not None and step.get("token_source") != RETOKENIZED:
+            parts = list(_text_parts(*_split_calls(response)))
+            self._add_turn(step, "assistant", parts, trained=trained)
+            answer = {"role": "assistant", "content": response}
+            self._sent = [*messages, answer]
+            self._known.add(_said(answer))
+
+    def _add_tokens(self, step: Mapping[str, Any], messages: list[Message] | None) -> None:
+        if messages is not None:
+            same = _num_equal(self._sent, messages)
+            for message in messages[same:]:
+                self._add_message(step, message, trained=False)
+            self._sent = list(messages)
+        else:
+            prompt = step["prompt_token_ids"]
+            new = prompt[common_prefix(self._ids, prompt) :]
+            for role, text in self._read(new):
+                parts = list(_text_parts(text))
+                self._add_turn(step, role or "prompt", parts, trained=False, source="tokens")
+        trained = bool(any(step["loss_mask"]))
+        text = "".join(text for _, text in self._read(step["response_ids"], whole=True))
+        parts = list(_text_parts(text))
+        self._add_turn(step, "assistant", parts, trained=trained, source="tokens")
+
+    def _read(self, ids: Tokens, *, whole: bool = False) -> Iterable[tuple[str, str]]:
+        """Decode ids, split at special tokens; as numbers without a tokenizer."""
+        vocabulary = self._dataset.token_bytes
+        if vocabulary is None:
+            return [("", " ".join(map(str, ids.tolist())))] if len(ids) else []
+        tokenizer = None if whole else self._dataset.chat_tokenizer
+        if tokenizer is None:
+            return [("", vocabulary.text(ids))] if len(ids) else []
+        return [(turn.role, turn.text) for turn in turns_of_ids(ids, tokenizer)]
+
+    def _add_message(self, step: Mapping[str, Any], message: Message, *, trained: bool) -> None:
+        said = _said(message)
+        is_new = said not in self._known
+        self._known.add(said)
+        self._add_turn(step, _role(message), self._parts(message), trained=trained, is_new=is_new)
+
+    def _add_turn(
+        self,
+        step: Mapping[str, Any],
+        role: str,
+        parts: list[Part],
+        *,
+        trained: bool,
+        is_new: bool = True,
+        source: str = "messages",
+    ) -> None:
+        cut = [{**part, "text": shortened(part["text"])} for part in parts]
+        self.turns.append(
+            {
+                "role": role,
+                "step_index": step["row"],
+                "is_new": is_new,
+                "trained": trained,
+                "from": source,
+                "parts": cut,
+            }
+        )
+
+    def _parts(self, message: Message) -> list[Part]:
+        """Return the parts of a message, in the order of thinking, text, tool calls."""
+        parts: list[Part] = []
+        thought = next((t for n in REASONING_FIELDS if (t := message.get(n))), None)
+        if thought:
+            parts.append(_part("thinking", _as_text(thought)))
+        if message.get("role") in {"tool", "function"}:
+            name = message.get("name") or self._calls.get(str(message.get("tool_call_id")))
+            return [*parts, _part("tool_result", _as_text(message.get("content")), name)]
+        for piece in _pieces(message.get("content")):
+            parts += self._piece(piece)
+        calls = message.get("tool_calls")
+        for call in calls if isinstance(calls, list) else ():
+            parts.append(self._call(call))
+        return parts
+
+    def _piece(self, piece: Any) -> Iterable[Part]:
+        if isinstance(piece, str):
+            return _text_parts(piece)
+        if not isinstance(piece, Mapping):
+            return [_part("text", _as_text(piece))]
+        kind = piece.get("type")
+        if kind == "tool_use":
+            return [self._call({**piece, "arguments": piece.get("input")})]
+        if kind == "tool_result":
+            name = self._calls.get(str(piece.get("tool_use_id")))
+            return [_part("tool_result", _as_text(piece.get("content")), name)]
+        if kind in {"thinking", "reasoning"}:
+            return [_part("thinking", _as_text(piece.get("thinking") or piece.get("text")))]
+        text = piece.get("text")
+        return _text_parts(text) if isinstance(text, str) else [_part("text", _as_text(piece))]
+
+    def _call(self, call: Any) -> Part:
+        if not isinstance(call, Mapping):
+            return _part("tool_call", _as_text(call))
+        function = call["function"] if isinstance(call.get("function"), Mapping) else call
+        name = function.get("name")
+        if isinstance(name, str) and call.get("id") is not None:
+            self._calls[str(call["id"])] = name
+        shown = function.get("arguments")
+        return _part("tool_call", _as_text(shown), name if isinstance(name, str) else None)
+
+
+def _messages(step: Mapping[str, Any]) -> list[Message] | None:
+    """Return the messages of a step; None if they are unknown or damaged."""
+    try:
+        found = json.loads(step.get("messages") or "null")
+    except (ValueError, RecursionError):
+        return None
+    if isinstance(found, str):
+        return [{"role": "prompt", "content": found}]
+    is_chat = isinstance(found, list) and all(isinstance(m, dict) for m in found)
+    return found if is_chat else None
+
+
+def _answers(step: Mapping[str, Any]) -> bool:
+    return step.get("token_source") == RETOKENIZED
+
+
+def _num_equal(known: Sequence[Message], messages: Sequence[Message]) -> int:
+    """Count the leading messages that are known; an answer is known by its text."""
+    for index, (old, new) in enumerate(zip(known, messages, strict=False)):
+        if old != new and _said(old) != _said(new):
+            return index
+    return min(len(known), len(messages))
+
+
+def _said(message: Message) -> tuple[str, str]:
+    """Return the role and the bare text of a message, for comparison with a response."""
+    thought = next((t for n in REASONING_FIELDS if (t := message.get(n))), "")
+    content, calls = _as_text(message.get("content")), message.get("tool_calls")
+    text, called = _split_calls(content)
+    named = []
+    for call in calls if isinstance(calls, list) else called:
+        inner = call.get("function") if isinstance(call, Mapping) else None
+        named.append(inner if isinstance(inner, Mapping) else call)
+    spelled = json.dumps(named, sort_keys=True) if named else ""
+    whole = "".join((_as_text(thought), text, spelled))
+    return _role(message), re.sub(r"\s+", "", whole)
+
+
+def _split_calls(response: str) -> tuple[str, list[Any]]:
+    """Split a response into its text, and the tool calls in JSON that end it."""
+    head, _, tail = response.rpartition("\n")
+    try:
+        calls = json.loads(tail) if tail.startswith("[{") else None
+    except (ValueError, RecursionError):
+        calls = None
+    return (head, calls) if isinstance(calls, list) else (response, [])
+
+
+def _text_parts(text: str, calls: Sequence[Any] = ()) -> Iterable[Part]:
+    """Split a text into thinking, tool calls in tags, and the rest."""
+    at = 0
+    for found in _THOUGHT.finditer(text):
+        yield from _called_parts(text[at : found.start()])
+        if found[1].strip():
+            yield _part("thinking", found[1].strip("\n"))
+        at = found.end()
+    yield from _called_parts(text[at:])
+    for call in calls:
+        inner = call.get("function") if isinstance(call, Mapping) else None
+        function = inner if isinstance(inner, Mapping) else call
+        name = function.get("name") if isinstance(function, Mapping) else None
+        shown = function.get("arguments") if isinstance(function, Mapping) else function
+        yield _part("tool_call", _as_text(shown), name if isinstance(name, str) else None)
+
+
+def _called_parts(text: str) -> Iterable[Part]:
+    at = 0
+    for found in _CALL.finditer(text):
+        if text[at : found.start()].strip():
+            yield _part("text", text[at : found.start()])
+        yield _part("tool_call", found[1], _name_in(found[1]))
+        at = found.end()
+    if text[at:].strip() or not at:
+        yield _part("text", text[at:])
+
+
+def _name_in(call: str) -> str | None:
+    try:
+        name = json.loads(call).get("name")
+    except (ValueError, RecursionError, AttributeError):
+        return None
+    return name if isinstance(name, str) else None
+
+
+def _part(kind: str, text: str, name: str | None = None) -> Part:
+    return {"type": kind, "name": None if name is None else str(name)[:200], "text": text}
+
+
+def _pieces(content: Any) -> Sequence[Any]:
+    if content is None or content == "":
+        return []
+    return content if isinstance(content, list) else [content]
+
+
+def _as_text(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and all(
+        isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in value
+    ):
+        return "\n".join(part["text"] for part in value)
+    return "" if value is None else json.dumps(value, ensure_ascii=False)
+
+
+def _role(message: Message) -> str:
+    return str(message.get("role", ""))[:100]

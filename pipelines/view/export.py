@@ -1,0 +1,180 @@
+"""The viewer as one HTML file: the page of a report with the answers to its questions inside."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import quote
+
+import numpy as np
+
+from pipelines.view.answers import Answer, json_answer
+from pipelines.view.api import Api
+from pipelines.view.bundle_files import Bundle
+from pipelines.view.run_files import read_tokens
+from pipelines.view.sources import Dataset, Sources
+from rollout_io.dataset.atomic_files import replace_text
+from schemas.errors import InputError, count
+from schemas.ragged import IntArray
+
+NUM_TARGETS = 2000
+"""Targets of each update in a file."""
+
+_MARK = "__ANSWERS__"
+_LEVEL = 9
+_UNQUOTED = "-_.!~*'()"  # as encodeURIComponent
+
+
+def key_of(path: str, **parameters: object) -> str:
+    """Return the key of an answer: its path, with the given parameters in order of name.
+
+    Example:
+        >>> key_of("/api/datasets/d0/tokens", trajectory_id="a 0", step_index=1, run=None)
+        '/api/datasets/d0/tokens?step_index=1&trajectory_id=a%200'
+    """
+    given = sorted((name, value) for name, value in parameters.items() if value is not None)
+    query = "&".join(f"{name}={quote(str(value), safe=_UNQUOTED)}" for name, value in given)
+    return f"{path}?{query}" if query else path
+
+
+def export(sources: Sources, bundle: Bundle, out: str, *, where: str | None, limit: int) -> str:
+    """Write the page with the answers about the selected trajectories.
+
+    Args:
+        sources: The datasets and runs.
+        bundle: The built page.
+        out: HTML file; an existing one is replaced.
+        where: Condition on the rows of a trajectory.
+        limit: Maximum number of trajectories of each dataset.
+
+    Returns:
+        What was written, for the user.
+
+    Raises:
+        InputError: output_file, nothing_left.
+        ConfigError: condition, known_column.
+    """
+    if Path(out).is_dir():
+        raise InputError("output_file", out, "a directory with that name exists")
+    chosen = {
+        number: _chosen(dataset, where, limit) for number, dataset in sources.datasets.items()
+    }
+    if not any(len(numbers) for numbers in chosen.values()) and not sources.runs:
+        got = "no trajectory matches" if where else "there is no trajectory"
+        raise InputError("nothing_left", where or "dataset", got)
+    answers = {
+        key: base64.b64encode(_deflated(answer.content)).decode()
+        for key, answer in _answers(sources, chosen, where, limit)
+    }
+    replace_text(Path(out), inlined(bundle, answers))
+    num = sum(map(len, chosen.values()))
+    return f"{count(num, 'trajectory')}, {os.path.getsize(out) / 1e6:.1f} MB"  # noqa: PTH202
+
+
+def _chosen(dataset: Dataset, where: str | None, limit: int) -> IntArray:
+    mask = dataset.index.matching(where)
+    found = np.arange(len(dataset.index)) if mask is None else np.flatnonzero(mask)
+    return found[:limit]
+
+
+def _answers(
+    sources: Sources, chosen: dict[str, IntArray], where: str | None, limit: int
+) -> Iterator[tuple[str, Answer]]:
+    """Yield the answers that the page needs, by key."""
+    api = Api(sources)
+    described = sources.describe()
+    totals = {number: len(numbers) for number, numbers in chosen.items()}
+    selected = {"where": where, "limit": limit, "num_trajectories": totals}
+    yield "/api/sources", json_answer(described | {"export": selected})
+
+    def asked(path: str, **parameters: object) -> tuple[str, Answer]:
+        key = key_of(path, **parameters)
+        return key, api.answer(key)
+
+    for number, numbers in chosen.items():
+        root, index = f"/api/datasets/{number}", sources.datasets[number].index
+        window = key_of(f"{root}/trajectories", offset=0, limit=limit)
+        given = key_of(f"{root}/trajectories", offset=0, limit=limit, where=where)
+        yield window, api.answer(given)
+        lines = index.trajectories[numbers]
+        for instance_id in lines["instance_id"].unique(maintain_order=True):
+            yield asked(f"{root}/group", instance_id=instance_id)
+            yield asked(f"{root}/tree", instance_id=instance_id)
+        for name, num_rows in lines.select("trajectory_id", "num_rows").rows():
+            yield asked(f"{root}/tree", trajectory_id=name)
+            yield asked(f"{root}/conversation", trajectory_id=name)
+            for step in range(num_rows):
+                yield asked(f"{root}/tokens", trajectory_id=name, step_index=step)
+    for number in sources.runs:
+        yield asked(f"/api/runs/{number}/metrics")
+        for update in _updates(described, number):
+            root = f"/api/runs/{number}/updates/{update}"
+            yield asked(root)
+            yield asked(f"{root}/targets", limit=NUM_TARGETS)
+            for path, parameters in _recorded(sources, number, update, chosen):
+                yield asked(path, **parameters, run=number, update=update)
+    if len(sources.datasets) > 1:
+        a, b = list(sources.datasets)[:2]
+        yield asked("/api/diff", a=a, b=b)
+        tasks = [sources.datasets[n].index.trajectories[chosen[n]] for n in (a, b)]
+        both = tasks[0].join(tasks[1], on="instance_id", how="semi")
+        for instance_id in both["instance_id"].unique(maintain_order=True):
+            yield asked("/api/diff/pair", a=a, b=b, instance_id=instance_id)
+
+
+def _updates(described: dict[str, object], number: str) -> list[int]:
+    runs = described["runs"]
+    assert isinstance(runs, list)
+    found: list[int] = next(run["token_updates"] for run in runs if run["id"] == number)
+    return found
+
+
+def _recorded(
+    sources: Sources, number: str, update: int, chosen: dict[str, IntArray]
+) -> Iterator[tuple[str, dict[str, object]]]:
+    """Yield the questions about an update's rows, of the selected trajectories."""
+    run = sources.runs[number]
+    keys = ["dataset", "instance_id", "trajectory_id", "step_index"]
+    names = {
+        found: set(sources.datasets[found].index.trajectories["trajectory_id"][numbers].to_list())
+        for found, numbers in chosen.items()
+    }
+    seen = set()
+    for path, instance_id, trajectory_id, step_index in read_tokens(run.path, update, keys).rows():
+        found = run.dataset_of(path)
+        if found is None or trajectory_id not in names[found]:
+            continue
+        root = f"/api/datasets/{found}"
+        yield f"{root}/tokens", {"trajectory_id": trajectory_id, "step_index": step_index}
+        for view, of in (
+            ("group", {"instance_id": instance_id}),
+            ("tree", {"instance_id": instance_id}),
+            ("tree", {"trajectory_id": trajectory_id}),
+        ):
+            if (found, view, *of.items()) not in seen:
+                seen.add((found, view, *of.items()))
+                yield f"{root}/{view}", dict(of)
+
+
+def _deflated(content: bytes) -> bytes:
+    """Compress as `deflate-raw`, which browsers decompress."""
+    compressor = zlib.compressobj(_LEVEL, zlib.DEFLATED, -zlib.MAX_WBITS)
+    return compressor.compress(content) + compressor.flush()
+
+
+def inlined(bundle: Bundle, answers: dict[str, str]) -> str:
+    """Return the page of a report with the answers inside.
+
+    Raises:
+        InputError: view_bundle.
+    """
+    found = bundle.files.get("/report.html")
+    if found is None or _MARK not in (page := found[0].decode()):
+        got, hint = "the page of a report is not built", "build it: make view"
+        raise InputError("view_bundle", "report.html", got, hint=hint)
+    stored = json.dumps(answers, separators=(",", ":")).replace("<", "\\u003c")
+    return page.replace(_MARK, stored, 1)

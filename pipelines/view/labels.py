@@ -1,0 +1,85 @@
+"""Labels as a column in a copy of a dataset."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from pipelines.tables import set_column
+from pipelines.view.sources import Dataset
+from rollout_io.dataset.reader import RowReader, read_metadata
+from rollout_io.dataset.rewriting import rewrite
+from schemas.columns import COLUMN_BY_NAME
+from schemas.errors import InputError
+from schemas.types import PREFIX_TYPES
+
+Label = str | float | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Labelled:
+    """Adds the column to a table."""
+
+    column: str
+    values: Mapping[str, Label]
+    kind: pa.DataType
+
+    def __call__(self, table: pa.Table) -> pa.Table:
+        ids = table.column("trajectory_id").to_pylist()
+        values = pa.array([self.values.get(name) for name in ids], self.kind)
+        return set_column(table, self.column, values)
+
+
+def write_labels(
+    dataset: Dataset, column: str, values: Mapping[str, Any], out: str
+) -> dict[str, Any]:
+    """Write a copy of a dataset with a column of labels; null where a trajectory has none.
+
+    An existing column of the user's own is replaced.
+
+    Args:
+        dataset: The dataset.
+        column: Name of the column.
+        values: Texts or numbers by trajectory_id.
+        out: Local directory that does not exist yet.
+
+    Raises:
+        InputError: out_is_free, view_query.
+        ConfigError: known_trajectory.
+    """
+    if not column or column in COLUMN_BY_NAME or column in PREFIX_TYPES or len(column) > 200:
+        got = f"labels cannot be written as the column {column[:200]!r}"
+        hint = "choose a name that the rollout table does not use"
+        raise InputError("view_query", "labels", got, hint=hint)
+    kind = _kind(values)
+    for name in values:
+        dataset.index.number(name)
+    if "://" in out or not out or "\0" in out:
+        raise InputError("view_query", "labels", f"{out[:200]!r} is not a local directory")
+    if os.path.lexists(out):
+        got, hint = "a file or directory with that name exists", "choose a different name"
+        raise InputError("out_is_free", out, got, hint=hint)
+    labelled = _Labelled(column, _cast(values, kind), kind)
+    metadata = read_metadata(dataset.path)
+    made = metadata.made("view", parent=dataset.path, column=column)
+    rewrite(dataset.path, out, labelled, made, decode=True)
+    return {"path": out, "num_rows": RowReader(out).num_rows}
+
+
+def _kind(values: Mapping[str, Any]) -> pa.DataType:
+    kinds = {type(value) for value in values.values() if value is not None}
+    if kinds <= {str}:
+        return pa.string()
+    if kinds <= {int, float}:
+        return pa.float64()
+    raise InputError("view_query", "labels", "labels must be all texts or all numbers")
+
+
+def _cast(values: Mapping[str, Any], kind: pa.DataType) -> dict[str, Label]:
+    if kind == pa.string():
+        return dict(values)
+    return {name: None if value is None else float(value) for name, value in values.items()}

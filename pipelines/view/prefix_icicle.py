@@ -1,0 +1,238 @@
+"""The prefix tree of a trajectory or group as runs of tokens, for an icicle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+import pyarrow as pa
+
+from pipelines.drift_diagnosis.table import diagnose
+from pipelines.merging.segments import is_joined
+from pipelines.view.attempts import sampled_mask
+from pipelines.view.run_files import read_tokens
+from pipelines.view.sources import Dataset, Run
+from pipelines.view.texts import whole_characters
+from rollout_io.dataset.prefix_layout import Tokens, common_prefix
+from rollout_io.retokenize.token_bytes import TokenBytes
+from schemas.errors import InputError
+from schemas.ragged import BoolArray, Ragged
+
+MAX_TOKENS = 50_000_000
+"""Tokens of all rows that a tree is built from."""
+MAX_ROWS = 100
+"""Rows that a node lists."""
+SHOWN_CHARS = 300
+
+_SHOWN_IDS = 24
+_DIAGNOSED = (
+    *("trajectory_id", "step_index", "prompt_token_ids", "response_ids", "agent"),
+    *("messages", "response_text", "token_source"),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Row:
+    """A row of the tree.
+
+    Attributes:
+        key: Its trajectory_id and step_index.
+        tokens: [L] prompt and response.
+        sampled: [L] which of them this row sampled.
+        advantage: [L] advantages of its targets, NaN elsewhere; None if not recorded.
+        breaks_at: First token at which it does not continue the compared step; -1 if none.
+        cause: Cause of that break.
+        value: Return of its trajectory.
+    """
+
+    key: tuple[str, int]
+    tokens: Tokens
+    sampled: BoolArray
+    advantage: npt.NDArray[np.float64] | None
+    breaks_at: int
+    cause: str | None
+    value: float | None
+
+
+def tree(
+    dataset: Dataset, numbers: Sequence[int], run: Run | None, update: int | None
+) -> dict[str, Any]:
+    """Return the prefix tree of trajectories as a list of nodes, parents first.
+
+    A node is a run of tokens that the same rows hold, and that was sampled or not.
+
+    Args:
+        dataset: The dataset.
+        numbers: Positions of the trajectories.
+        run: A run that trained on them; None: no advantages.
+        update: The update whose advantages are shown.
+
+    Raises:
+        InputError: view_size.
+    """
+    rows = [row for row in _rows(dataset, numbers, run, update) if len(row.tokens)]
+    vocabulary = dataset.token_bytes
+    nodes = [_described(node, vocabulary) for node in _nodes(rows)]
+    return {"nodes": nodes, "num_tokens": sum(node["end"] - node["start"] for node in nodes)}
+
+
+def _rows(
+    dataset: Dataset, numbers: Sequence[int], run: Run | None, update: int | None
+) -> Iterator[_Row]:
+    lines = dataset.index.trajectories[list(numbers)]
+    num_tokens = sum(
+        int(dataset.index.rows[f"num tokens: {name}"][begin:end].sum())
+        for begin, end in map(dataset.index.bounds, numbers)
+        for name in ("prompt", "response")
+    )
+    if num_tokens > MAX_TOKENS:
+        got = f"the rows have {num_tokens:,} tokens; a tree shows at most {MAX_TOKENS:,}"
+        hint = "open the tree of one trajectory, or merge the dataset first: rollouts merge DS"
+        raise InputError("view_size", dataset.name, got, hint=hint)
+    names = dataset.present(*_DIAGNOSED)
+    if dataset.has("segments"):
+        names = [n for n in dataset.reader.schema.names if n != "rollout_expert_indices"]
+    table = pa.concat_tables([dataset.trajectory(number, names) for number in numbers])
+    values = dict(lines.select("trajectory_id", "return").rows())
+    causes = _causes(dataset, table)
+    recorded = _advantages(run, update, list(values))
+    prompts = Ragged.from_arrow(table.column("prompt_token_ids"))
+    responses = Ragged.from_arrow(table.column("response_ids"))
+    spans = table.column("segments").to_pylist() if "segments" in names else [None] * table.num_rows
+    keys = zip(*(table.column(n).to_pylist() for n in ("trajectory_id", "step_index")), strict=True)
+    for i, key in enumerate(keys):
+        prompt, response = prompts.row(i), responses.row(i)
+        advantage = recorded.get(key)
+        if advantage is not None and len(advantage) == len(response):
+            advantage = np.concatenate([np.full(len(prompt), np.nan), advantage])
+        else:
+            advantage = None
+        outside = np.zeros(len(prompt), np.bool_)
+        breaks_at, cause = causes.get(key, (-1, None))
+        yield _Row(
+            key=key,
+            tokens=np.concatenate([prompt, response]),
+            sampled=np.concatenate([outside, sampled_mask(len(response), spans[i])]),
+            advantage=advantage,
+            breaks_at=breaks_at,
+            cause=cause,
+            value=values[key[0]],
+        )
+
+
+def _causes(dataset: Dataset, table: pa.Table) -> dict[tuple[str, int], tuple[int, str]]:
+    """Return where and why rows break their prefix, as `drift` does, by row."""
+    breaks = diagnose(table, dataset.chat_tokenizer).breaks
+    found = {
+        (name, step): (at, cause)
+        for name, step, at, cause in breaks.select(
+            "trajectory_id", "step_index", "token_index", "cause"
+        ).rows()
+    }
+    joined = is_joined(table)
+    if not joined.any():
+        return found
+    # `drift` splits merged rows: a row has the break of its first step.
+    keys = zip(*(table.column(n).to_pylist() for n in ("trajectory_id", "step_index")), strict=True)
+    spans = table.column("segments").to_pylist()
+    first = {}
+    for key, segments in zip(keys, spans, strict=True):
+        step = segments[0]["step_index"] if segments else key[1]
+        if (key[0], step) in found:
+            first[key] = found[key[0], step]
+    return first
+
+
+def _advantages(
+    run: Run | None, update: int | None, ids: list[str]
+) -> dict[tuple[str, int], npt.NDArray[np.float64]]:
+    if run is None or update is None:
+        return {}
+    columns = ["trajectory_id", "step_index", "advantages"]
+    records = read_tokens(run.path, update, columns).filter(pl.col("trajectory_id").is_in(ids))
+    return {
+        (name, step): np.array(values, np.float64)
+        for name, step, values in records.rows()
+        if values is not None
+    }
+
+
+@dataclass(slots=True)
+class _Node:
+    number: int
+    parent: int | None
+    start: int
+    end: int
+    rows: list[_Row]
+    sampled: bool
+    cause: str | None
+
+
+def _nodes(rows: list[_Row]) -> Iterator[_Node]:
+    """Split the rows' tokens where rows part or end, and where sampled tokens begin or end."""
+    waiting = [(0, None, part) for part in reversed(_by_token(rows, 0))]
+    todo: list[tuple[int, int | None, list[_Row]]] = list(waiting)
+    number = 0
+    while todo:
+        start, parent, passing = todo.pop()
+        first = passing[0].tokens[start:]
+        shared = (common_prefix(first, row.tokens[start:]) for row in passing[1:])
+        end = start + min(shared, default=len(first))
+        sampled = np.logical_or.reduce([row.sampled[start:end] for row in passing])
+        cuts = {start, *(start + 1 + np.flatnonzero(sampled[1:] != sampled[:-1])).tolist()}
+        cuts |= {row.breaks_at for row in passing if start < row.breaks_at < end}
+        bounds = [*sorted(cuts), end]
+        for begin, until in pairwise(bounds):
+            cause = next((row.cause for row in passing if row.breaks_at == begin), None)
+            is_sampled = bool(sampled[begin - start])
+            yield _Node(number, parent, begin, until, passing, is_sampled, cause)
+            parent, number = number, number + 1
+        going_on = [row for row in passing if len(row.tokens) > end]
+        todo += [(end, parent, part) for part in reversed(_by_token(going_on, end))]
+
+
+def _by_token(rows: list[_Row], at: int) -> list[list[_Row]]:
+    parts: dict[int, list[_Row]] = {}
+    for row in rows:
+        parts.setdefault(int(row.tokens[at]), []).append(row)
+    return list(parts.values())
+
+
+def _described(node: _Node, vocabulary: TokenBytes | None) -> dict[str, Any]:
+    """Return a node; the rows that sampled its first token come first."""
+    rows = sorted(node.rows, key=lambda row: not row.sampled[node.start])
+    values = {row.key[0]: row.value for row in node.rows}
+    known = [value for value in values.values() if value is not None and np.isfinite(value)]
+    return {
+        "id": node.number,
+        "parent": node.parent,
+        "start": node.start,
+        "end": node.end,
+        "rows": [list(row.key) for row in rows[:MAX_ROWS]],
+        "num_rows": len(rows),
+        "num_trajectories": len(values),
+        "return": sum(known) / len(known) if known else None,
+        "advantage": _mean_advantage(node),
+        "sampled": node.sampled,
+        "text": _text(node.rows[0].tokens[node.start : node.end], vocabulary),
+        "cause": node.cause,
+    }
+
+
+def _mean_advantage(node: _Node) -> float | None:
+    parts = [r.advantage[node.start : node.end] for r in node.rows if r.advantage is not None]
+    values = np.concatenate(parts) if parts else np.zeros(0)
+    known = values[np.isfinite(values)]
+    return float(known.mean()) if len(known) else None
+
+
+def _text(ids: Tokens, vocabulary: TokenBytes | None) -> str:
+    if vocabulary is None:
+        more = " ..." if len(ids) > _SHOWN_IDS else ""
+        return " ".join(map(str, ids[:_SHOWN_IDS].tolist())) + more
+    return whole_characters(vocabulary.text(ids[:SHOWN_CHARS])[:SHOWN_CHARS])

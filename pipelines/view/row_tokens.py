@@ -1,0 +1,117 @@
+"""Every token of a row with the numbers that belong to it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pyarrow as pa
+
+from pipelines.rewards import place_rewards_table
+from pipelines.view.answers import Answer, arrow_answer
+from pipelines.view.attempts import sampled_mask
+from pipelines.view.run_files import FLAGS, NUMBERS, read_tokens
+from pipelines.view.sources import Dataset, Run
+from schemas.numpy_arrays import to_arrow, to_numpy
+from schemas.ragged import Ragged
+
+_COLUMNS = (
+    *("prompt_token_ids", "response_ids", "loss_mask", "rollout_logprobs", "reward", "rewards"),
+    *("segments", "policy_version"),
+)
+
+
+def tokens(
+    dataset: Dataset, trajectory_id: str, step_index: int, run: Run | None, update: int | None
+) -> Answer:
+    """Return one record for each token of a row, and what an update recorded of it."""
+    row = dataset.row(trajectory_id, step_index, dataset.present(*_COLUMNS))
+    prompt = to_numpy(row.column("prompt_token_ids").chunk(0).flatten())
+    response = Ragged.from_arrow(row.column("response_ids")).values
+    num_prompt, ids = len(prompt), np.concatenate([prompt, response]).astype(np.int32)
+    first = row.slice(0, 1).to_pylist() if "segments" in row.column_names else [{}]
+    segments = first[0].get("segments")
+    vocabulary = dataset.token_bytes
+    masks = {
+        "is_response": np.arange(len(ids)) >= num_prompt,
+        "trained": _padded(num_prompt, Ragged.from_arrow(row.column("loss_mask")).values),
+        "sampled": _padded(num_prompt, sampled_mask(len(response), segments)),
+    }
+    if vocabulary is None:
+        spelled = pa.nulls(len(ids), pa.binary()).fill_null(b"")
+    else:
+        spelled = vocabulary.to_arrow(ids)
+    size, whole = len(response), len(ids)
+    columns: dict[str, Any] = {
+        "id": to_arrow(ids),
+        "bytes": spelled,
+        **{name: to_arrow(mask.astype(np.bool_)) for name, mask in masks.items()},
+        "rollout_logprob": _at_end(whole, _list(row, "rollout_logprobs"), pa.float32()),
+        "reward": _at_end(whole, _rewards(row), pa.float64()),
+        "policy_version": _at_end(whole, _versions(row, size, segments), pa.int32()),
+    }
+    if run is not None and update is not None:
+        columns |= _recorded(run, update, trajectory_id, step_index, whole)
+    begin, end = dataset.index.bounds(dataset.index.number(trajectory_id))
+    totals = {"prompt_tokens": num_prompt, "num_steps": end - begin}
+    return arrow_answer(pa.table(columns), **totals, decoded=int(vocabulary is not None))
+
+
+def _padded(num_prompt: int, mask: Any) -> Any:
+    return np.concatenate([np.zeros(num_prompt, np.bool_), np.asarray(mask, np.bool_)])
+
+
+def _list(row: pa.Table, name: str) -> pa.Array | None:
+    """Return the list of a row; None if the column is absent or null there."""
+    if name not in row.column_names or not row.column(name).is_valid()[0].as_py():
+        return None
+    return row.column(name).chunk(0).flatten()
+
+
+def _at_end(num_tokens: int, values: pa.Array | None, kind: pa.DataType) -> pa.Array:
+    """Return the values of a response after nulls for its prompt; all null without values."""
+    if values is None:
+        return pa.nulls(num_tokens, kind)
+    return pa.concat_arrays([pa.nulls(num_tokens - len(values), kind), values.cast(kind)])
+
+
+def _rewards(row: pa.Table) -> pa.Array | None:
+    """Return the reward of each response token: as stored, or placed where each step ends."""
+    if (stored := _list(row, "rewards")) is not None:
+        return stored
+    if "reward" not in row.column_names or not row.column("reward").is_valid()[0].as_py():
+        return None
+    used = [n for n in ("response_ids", "reward", "segments") if n in row.column_names]
+    return _list(place_rewards_table(row.select(used)), "rewards")
+
+
+def _versions(
+    row: pa.Table, num_tokens: int, segments: list[dict[str, Any]] | None
+) -> pa.Array | None:
+    """Return the policy version of each response token; a merged row has several."""
+    if "policy_version" not in row.column_names:
+        return None
+    version = row.column("policy_version")[0].as_py()
+    versions = np.full(num_tokens, -1 if version is None else version, np.int32)
+    for segment in segments or ():
+        own = segment.get("policy_version")
+        if own is not None:
+            versions[segment["start"] : segment["start"] + segment["length"]] = own
+    return to_arrow(versions, mask=versions < 0)
+
+
+def _recorded(
+    run: Run, update: int, trajectory_id: str, step_index: int, num_tokens: int
+) -> dict[str, pa.Array]:
+    """Return the columns of an update; null where the update has no record of the row."""
+    records = read_tokens(run.path, update).filter(
+        (pl.col("trajectory_id") == trajectory_id) & (pl.col("step_index") == step_index)
+    )
+    found = {}
+    for name, one in [*NUMBERS.items(), *((flag, flag) for flag in FLAGS)]:
+        kind = pa.bool_() if name in FLAGS else pa.float32()
+        is_there = len(records) and name in records.columns
+        values = _list(records[:1].select(name).to_arrow(), name) if is_there else None
+        found[one] = _at_end(num_tokens, values, kind)
+    return found

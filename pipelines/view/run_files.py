@@ -1,0 +1,141 @@
+"""Files of a training run: its settings, its metrics and the tokens of its updates."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from rollout_io.dataset.opening import read_input, refuse_irregular
+from schemas.errors import InputError
+
+_TOKENS = re.compile(r"global_step_(\d+)\.parquet")
+
+KEYS = ("dataset", "instance_id", "trajectory_id", "step_index")
+"""Columns that identify the row of a record."""
+NUMBERS = {
+    "advantages": "advantage",
+    "weights": "weight",
+    "old_logprobs": "old_logprob",
+    "logprobs": "logprob",
+    "ref_logprobs": "ref_logprob",
+    "importance_weights": "importance_weight",
+    "correction_weights": "correction_weight",
+    "entropy": "entropy",
+    "losses": "loss",
+}
+"""Columns with a number for each response token, and the name of one token's number."""
+FLAGS = ("clipped", "rejected")
+"""Columns with a flag for each response token."""
+
+
+def is_run(path: Path) -> bool:
+    """True if a directory holds a run of `rollouts train` or `rollouts rl`."""
+    return (path / "metrics.jsonl").is_file() or (path / "tokens").is_dir()
+
+
+def read_config(run: Path) -> Mapping[str, Any]:
+    """Return the settings of a run; empty if they are missing or damaged."""
+    file = run / "config.json"
+    if not file.is_file():
+        return {}
+    try:
+        found = json.loads(read_input(file))
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def dataset_paths(run: Path) -> list[str]:
+    """Return the datasets that a run trained on, oldest first: one for each iteration of `rl`."""
+    iterations = run / "rollouts"
+    if iterations.is_dir():
+        folders = [path for path in iterations.iterdir() if path.is_dir()]
+        return [str(path) for path in sorted(folders, key=lambda path: _natural(path.name))]
+    given = read_config(run).get("dataset")
+    return [given] if isinstance(given, str) and given else []
+
+
+def read_metrics(run: Path) -> dict[str, Any]:
+    """Return the metrics of a run as columns; the last line of a step wins.
+
+    Returns:
+        `global_step`: sorted; `metrics`: a number or None for each of these steps, by name.
+
+    Raises:
+        InputError: metrics_file.
+    """
+    file = run / "metrics.jsonl"
+    lines: dict[int, Mapping[str, Any]] = {}
+    for number, line in enumerate(_whole_lines(file), 1):
+        record = _record(line, f"{file}:{number}")
+        if not record.get("skipped"):
+            lines[record["global_step"]] = record
+    steps = sorted(lines)
+    names = dict.fromkeys(name for step in steps for name in lines[step])
+    metrics = {name: [_number(lines[step].get(name)) for step in steps] for name in names}
+    kept = {
+        name: values
+        for name, values in metrics.items()
+        if name != "global_step" and any(value is not None for value in values)
+    }
+    return {"global_step": steps, "metrics": kept}
+
+
+def token_updates(run: Path) -> list[int]:
+    """Return the updates whose tokens were recorded, in order."""
+    folder = run / "tokens"
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    return sorted(int(found[1]) for name in names if (found := _TOKENS.fullmatch(name)))
+
+
+def read_tokens(run: Path, update: int, columns: list[str] | None = None) -> pl.DataFrame:
+    """Return the recorded tokens of an update, one record per row of a dataset.
+
+    Raises:
+        InputError: input_file: the update was not recorded, or its file is damaged.
+    """
+    if update not in token_updates(run):
+        hint = "record it while training: rollouts train --set record_tokens=sampled"
+        got = f"the tokens of update {update} were not recorded"
+        raise InputError("input_file", str(run / "tokens"), got, "", hint)
+    file = run / "tokens" / f"global_step_{update}.parquet"
+    refuse_irregular(file)
+    try:
+        return pl.read_parquet(file, columns=columns)
+    except (pl.exceptions.PolarsError, OSError) as error:
+        got = f"the file is damaged or not Parquet: {' '.join(str(error).split())}"
+        raise InputError("readable_file", str(file), got) from None
+
+
+def _whole_lines(file: Path) -> list[str]:
+    """Return the lines of a file, except one that is still being written."""
+    if not file.is_file():
+        return []
+    text = read_input(file).decode("utf-8", "replace")
+    return text[: text.rfind("\n") + 1].splitlines()
+
+
+def _record(line: str, where: str) -> Mapping[str, Any]:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        record = None
+    if not isinstance(record, dict) or type(record.get("global_step")) is not int:
+        expected = "a JSON object with a global_step"
+        raise InputError("metrics_file", where, repr(line[:60]), expected)
+    return record
+
+
+def _number(value: Any) -> float | None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and math.isfinite(value) else None
+
+
+def _natural(name: str) -> tuple[list[int], str]:
+    return [int(digits) for digits in re.findall(r"\d+", name)], name

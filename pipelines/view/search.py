@@ -1,0 +1,123 @@
+"""Find a text or token ids in the rows of a dataset."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from pipelines.merging.prefix_tree import prefix_tree
+from pipelines.view.sources import Dataset
+from rollout_io.dataset.prefix_layout import Tokens
+from rollout_io.retokenize.token_bytes import TokenBytes
+from schemas.errors import InputError
+from schemas.ragged import IntArray, Ragged, offsets_of
+
+MAX_HITS = 10_000
+MAX_SECONDS = 10.0
+"""Time after which a search ends incomplete."""
+
+_NUM_ROWS = 4096
+_BYTES_PER_ID = 4
+
+
+def search(
+    dataset: Dataset, *, text: str | None, ids: list[int] | None, where: str | None, limit: int
+) -> dict[str, Any]:
+    """Find where rows hold a text or token ids, in the order of rows.
+
+    Tokens that a prompt repeats from an earlier row are found in that row only. Text is compared
+    with the decoded tokens; without a tokenizer, with logged texts, where a position is null.
+
+    Raises:
+        InputError: view_query.
+    """
+    if bool(text) == bool(ids):
+        raise InputError("view_query", "search", "pass either text or ids")
+    limit, ends = min(max(limit, 1), MAX_HITS), time.monotonic() + MAX_SECONDS
+    hits: list[dict[str, Any]] = []
+    for begin, end in _pieces(dataset, where):
+        for trajectory_id, step_index, position in _found(dataset, begin, end, text, ids):
+            hit = {"trajectory_id": trajectory_id, "step_index": step_index, "position": position}
+            hits.append(hit)
+            if len(hits) >= limit:
+                return {"hits": hits, "complete": False}
+        if time.monotonic() > ends:
+            return {"hits": hits, "complete": False}
+    return {"hits": hits, "complete": True}
+
+
+def _pieces(dataset: Dataset, where: str | None) -> Iterator[tuple[int, int]]:
+    """Yield ranges of rows of whole trajectories that satisfy a condition."""
+    mask = dataset.index.matching(where)
+    starts = dataset.index.starts
+    chosen = np.arange(len(dataset.index)) if mask is None else np.flatnonzero(mask)
+    begin = end = 0
+    for number in chosen.tolist():
+        first, after = int(starts[number]), int(starts[number + 1])
+        if first != end or after - begin > _NUM_ROWS:
+            if end > begin:
+                yield begin, end
+            begin = first
+        end = after
+    if end > begin:
+        yield begin, end
+
+
+def _found(
+    dataset: Dataset, begin: int, end: int, text: str | None, ids: list[int] | None
+) -> Iterator[tuple[str, int, int | None]]:
+    keys = ["trajectory_id", "step_index"]
+    if text is not None and dataset.token_bytes is None:
+        yield from _in_texts(dataset, begin, end, text)
+        return
+    table = dataset.reader.rows(begin, end, [*keys, "prompt_token_ids", "response_ids"])
+    prompts = Ragged.from_arrow(table.column("prompt_token_ids"))
+    responses = Ragged.from_arrow(table.column("response_ids"))
+    shared = prefix_tree(table).shared.tolist()
+    names = zip(*(table.column(name).to_pylist() for name in keys), strict=True)
+    for row, (trajectory_id, step_index) in enumerate(names):
+        whole = np.concatenate([prompts.row(row), responses.row(row)]).astype(np.int32)
+        for first, last in _places(whole, text, ids, dataset.token_bytes):
+            if last > shared[row]:
+                yield trajectory_id, step_index, first
+
+
+def _places(
+    whole: Tokens, text: str | None, ids: list[int] | None, vocabulary: TokenBytes | None
+) -> Iterator[tuple[int, int]]:
+    """Yield the first token of each match, and the end of its tokens."""
+    if ids is not None:
+        needle = np.array(ids, np.int32).tobytes()
+        for at in _matches(whole.tobytes(), needle):
+            if at % _BYTES_PER_ID == 0:
+                yield at // _BYTES_PER_ID, at // _BYTES_PER_ID + len(ids)
+        return
+    assert text is not None
+    assert vocabulary is not None
+    needle, content = text.encode("utf-8", "replace"), vocabulary.join(whole)
+    ends: IntArray | None = None
+    for at in _matches(content, needle):
+        ends = offsets_of(vocabulary.lengths(whole))[1:] if ends is None else ends
+        first = int(np.searchsorted(ends, at, side="right"))
+        yield first, int(np.searchsorted(ends, at + len(needle) - 1, side="right")) + 1
+
+
+def _matches(content: bytes, needle: bytes) -> Iterator[int]:
+    at = content.find(needle)
+    while at >= 0:
+        yield at
+        at = content.find(needle, at + 1)
+
+
+def _in_texts(
+    dataset: Dataset, begin: int, end: int, text: str
+) -> Iterator[tuple[str, int, int | None]]:
+    texts = dataset.present("messages", "response_text")
+    table: pa.Table = dataset.reader.rows(begin, end, ["trajectory_id", "step_index", *texts])
+    for row in table.to_pylist():
+        if any(text in (row[name] or "") for name in texts):
+            yield row["trajectory_id"], row["step_index"], None

@@ -1,0 +1,265 @@
+"""What a viewer shows: the datasets and runs of its command line."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import pyarrow as pa
+
+from pipelines.view import run_files
+from pipelines.view.trajectory_index import TrajectoryIndex, kind_of
+from rollout_io.dataset.reader import RowReader, read_layout, read_metadata, scan
+from rollout_io.retokenize import ChatTokenizer, load_tokenizer
+from rollout_io.retokenize.local import find_tokenizer, remembered_tokenizer
+from rollout_io.retokenize.token_bytes import TokenBytes, load_token_bytes
+from schemas.columns import COLUMN_BY_NAME
+from schemas.errors import ConfigError, InputError, RolloutError
+
+
+class Dataset:
+    """A dataset that a viewer shows; it is checked and indexed on first use.
+
+    Args:
+        name: Short name for the page.
+        path: Path of the dataset.
+        tokenizer: Directory of its tokenizer; None: the one that the dataset remembers.
+    """
+
+    def __init__(self, name: str, path: str, tokenizer: str | None = None) -> None:
+        self.name, self.path = name, path
+        self._given_tokenizer = tokenizer
+        self._lock = Lock()
+        self._index: TrajectoryIndex | None = None
+
+    @property
+    def index(self) -> TrajectoryIndex:
+        """The short columns.
+
+        Raises:
+            RolloutError: The dataset is missing, or breaks a named invariant.
+        """
+        with self._lock:
+            if self._index is None:
+                self._index = TrajectoryIndex.read(self.path)
+            return self._index
+
+    @cached_property
+    def reader(self) -> RowReader:
+        """Access to rows by position."""
+        return RowReader(self.path)
+
+    @cached_property
+    def tokenizer(self) -> str | None:
+        """Directory of the tokenizer, or None."""
+        return self._given_tokenizer or remembered_tokenizer(read_metadata(self.path))
+
+    @cached_property
+    def token_bytes(self) -> TokenBytes | None:
+        """Bytes of the tokenizer's tokens, or None."""
+        return None if self.tokenizer is None else load_token_bytes(self.tokenizer)
+
+    @cached_property
+    def chat_tokenizer(self) -> ChatTokenizer | None:
+        """The tokenizer as `drift` uses it; None if it or Transformers is missing."""
+        if self.tokenizer is None or find_spec("transformers") is None:
+            return None
+        try:
+            return load_tokenizer(self.tokenizer, needs_template=False)
+        except RolloutError:
+            return None
+
+    def has(self, name: str) -> bool:
+        """True if the dataset has a column."""
+        return name in self.reader.schema.names
+
+    def present(self, *names: str) -> list[str]:
+        """Return those of the columns that the dataset has."""
+        return [name for name in names if self.has(name)]
+
+    def trajectory(self, number: int, names: Sequence[str]) -> pa.Table:
+        """Read columns of a trajectory's rows."""
+        return self.reader.rows(*self.index.bounds(number), names)
+
+    def row(self, trajectory_id: str, step_index: int, names: Sequence[str]) -> pa.Table:
+        """Read columns of one row.
+
+        Raises:
+            ConfigError: known_trajectory.
+        """
+        number = self.index.number(trajectory_id)
+        begin, end = self.index.bounds(number)
+        if not 0 <= step_index < end - begin:
+            got = f"{trajectory_id} has no step {step_index}"
+            raise ConfigError("known_trajectory", self.path, got)
+        if "prompt_token_ids" in names:  # a prompt is decoded from the rows before it
+            return self.reader.rows(begin, begin + step_index + 1, names)[step_index:]
+        return self.reader.rows(begin + step_index, begin + step_index + 1, names)
+
+    def describe(self) -> dict[str, Any]:
+        """Return what the page needs to know about the dataset."""
+        if self._index is None:
+            ids = scan(self.path).select("trajectory_id", "instance_id").unique().collect()
+        else:
+            ids = self._index.trajectories.select("trajectory_id", "instance_id")
+        columns = [
+            {"name": f.name, "kind": kind_of(f.type), "own": f.name not in COLUMN_BY_NAME}
+            for f in self.reader.schema
+        ]
+        return {
+            "name": self.name,
+            "path": self.path,
+            "num_rows": self.reader.num_rows,
+            "num_trajectories": ids["trajectory_id"].n_unique(),
+            "num_groups": ids["instance_id"].n_unique(),
+            "columns": columns,
+            "tokenizer": self.tokenizer,
+            "layout": read_layout(self.path),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run that a viewer shows.
+
+    Attributes:
+        name: Short name for the page.
+        path: Its directory.
+        datasets: Ids of the datasets that it trained on.
+        recorded: Id of a dataset by the path that the run recorded.
+    """
+
+    name: str
+    path: Path
+    datasets: tuple[str, ...]
+    recorded: dict[str, str]
+
+    def dataset_of(self, path: str) -> str | None:
+        """Return the id of the dataset that the run recorded under a path; None if unknown."""
+        return self.recorded.get(_absolute(path))
+
+
+@dataclass(kw_only=True)
+class Sources:
+    """The datasets and runs of a viewer.
+
+    Attributes:
+        datasets: By id.
+        runs: By id.
+        warnings: Sentences for the page.
+    """
+
+    datasets: dict[str, Dataset] = field(default_factory=dict)
+    runs: dict[str, Run] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+
+    @classmethod
+    def open(cls, paths: Sequence[str], tokenizer: str | None = None) -> Sources:
+        """Open datasets and runs; datasets of the command line are checked and indexed.
+
+        Args:
+            paths: Datasets, or directories of runs.
+            tokenizer: Directory of the tokenizer; None: the one that each dataset remembers.
+
+        Raises:
+            RolloutError: A path is neither a dataset nor a run, or a dataset is invalid.
+        """
+        sources = cls()
+        if tokenizer is not None:
+            load_token_bytes(tokenizer)
+        for path in dict.fromkeys(paths):
+            if run_files.is_run(Path(path)):
+                sources._add_run(path, tokenizer)
+            else:
+                number = sources._add_dataset(path, path, tokenizer)
+                _ = sources.datasets[number].index
+        sources._warn_of_tokenizers(tokenizer)
+        return sources
+
+    def dataset(self, number: str) -> Dataset:
+        """Return a dataset by its id.
+
+        Raises:
+            InputError: no_such_path.
+        """
+        if number not in self.datasets:
+            raise InputError("no_such_path", number, f"there is no dataset {number!r}")
+        return self.datasets[number]
+
+    def run(self, number: str) -> Run:
+        """Return a run by its id.
+
+        Raises:
+            InputError: no_such_path.
+        """
+        if number not in self.runs:
+            raise InputError("no_such_path", number, f"there is no run {number!r}")
+        return self.runs[number]
+
+    def describe(self) -> dict[str, Any]:
+        """Return the answer of `/api/sources`."""
+        datasets, warnings = [], list(self.warnings)
+        for number, dataset in self.datasets.items():
+            try:
+                datasets.append({"id": number, **dataset.describe()})
+            except RolloutError as error:
+                warnings.append(str(error))
+        runs = [
+            {
+                "id": number,
+                "name": run.name,
+                "path": str(run.path),
+                "datasets": list(run.datasets),
+                "updates": run_files.read_metrics(run.path)["global_step"],
+                "token_updates": run_files.token_updates(run.path),
+            }
+            for number, run in self.runs.items()
+        ]
+        return {"datasets": datasets, "runs": runs, "warnings": warnings}
+
+    def _add_dataset(self, name: str, path: str, tokenizer: str | None) -> str:
+        for number, known in self.datasets.items():
+            if _absolute(known.path) == _absolute(path):
+                return number
+        number = f"d{len(self.datasets)}"
+        self.datasets[number] = Dataset(_short_name(name), path, tokenizer)
+        return number
+
+    def _add_run(self, path: str, tokenizer: str | None) -> None:
+        recorded: dict[str, str] = {}
+        for found in run_files.dataset_paths(Path(path)):
+            dataset = self._add_dataset(found, found, tokenizer)
+            try:
+                _ = self.datasets[dataset].reader
+            except RolloutError as error:
+                del self.datasets[dataset]
+                self.warnings.append(f"The dataset of {path} cannot be read: {error.sentence}")
+            else:
+                recorded[_absolute(found)] = dataset
+        run = Run(_short_name(path), Path(path), tuple(recorded.values()), recorded)
+        self.runs[f"r{len(self.runs)}"] = run
+
+    def _warn_of_tokenizers(self, given: str | None) -> None:
+        for dataset in self.datasets.values():
+            if dataset.tokenizer is not None:
+                continue
+            name = read_metadata(dataset.path).tokenizer
+            is_here = find_tokenizer(name) is not None
+            reason = "the dataset names no tokenizer" if name is None else f"{name} is not here"
+            reason = "its tokenizer has changed" if is_here and given is None else reason
+            hint = "Pass --tokenizer DIR to decode them."
+            self.warnings.append(f"{dataset.name}: tokens are shown as ids: {reason}. {hint}")
+
+
+def _absolute(path: str) -> str:
+    return path if "://" in path else os.path.abspath(path)  # noqa: PTH100
+
+
+def _short_name(path: str) -> str:
+    return path.rstrip("/").rpartition("/")[2] or path

@@ -1,0 +1,302 @@
+"""The short columns of a dataset in memory: one line per row, and one per trajectory.
+
+The index is built in one pass, which also checks the dataset. Windows, filters and histograms are
+then answered without reading a file, unless a condition uses a column that the index lacks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pyarrow as pa
+
+from pipelines.filtering.verdicts import check_expression, collect, holds
+from pipelines.rewards import Outcome, dataset_outcome, trajectory_returns
+from pipelines.statistics.summary import row_lengths
+from rollout_io.dataset.checking import checked_tables
+from rollout_io.dataset.conditions import condition_of, types_in
+from rollout_io.dataset.reader import PathLike, scan
+from schemas.columns import COLUMN_BY_NAME
+from schemas.errors import ConfigError
+from schemas.numpy_arrays import to_frame
+from schemas.ragged import BoolArray, IntArray
+from schemas.types import PREFIX_TYPES, is_string, with_absent
+
+MAX_TEXT = 200
+"""Characters of a text that the index keeps."""
+
+COMPUTED = {
+    "num_rows": pl.Int32,
+    "return": pl.Float64,
+    "prompt_tokens": pl.Int64,
+    "response_tokens": pl.Int64,
+    "trained_tokens": pl.Int64,
+    "longest_row_tokens": pl.Int64,
+    "agents": pl.String,
+}
+"""Columns that the index computes for each trajectory; conditions may use them too."""
+
+_IDS = ("instance_id", "trajectory_id", "repetition_id")
+_NOT_KEPT = frozenset({"messages", "response_text", "source", "sampling_extra"})
+_NUM_CACHED = 16
+
+
+def kind_of(kind: pa.DataType) -> str:
+    """Classify the type of a column for the page: number, text, bool or other."""
+    types = pa.types
+    if types.is_boolean(kind):
+        return "bool"
+    if types.is_integer(kind) or types.is_floating(kind):
+        return "number"
+    return "text" if is_string(kind) else "other"
+
+
+def kept_columns(schema: pa.Schema) -> list[str]:
+    """List the columns that the index keeps for each row: the short ones with one value."""
+    left_out = {*_NOT_KEPT, *PREFIX_TYPES}
+    return [f.name for f in schema if kind_of(f.type) != "other" and f.name not in left_out]
+
+
+def own_columns(schema: pa.Schema) -> list[str]:
+    """List the columns of the user's own that the index keeps."""
+    names = {*COLUMN_BY_NAME, *COMPUTED}
+    return [name for name in kept_columns(schema) if name not in names]
+
+
+@dataclass(kw_only=True)
+class TrajectoryIndex:
+    """The short columns of a dataset; positions are those of `RowReader`.
+
+    Attributes:
+        path: The dataset.
+        rows: [N] short columns of each row, and its number of tokens.
+        trajectories: [T] one line per trajectory.
+        starts: [T + 1] first row of each trajectory.
+        cut: Text columns with values that are longer than `MAX_TEXT`; conditions on them are
+            evaluated on disk.
+    """
+
+    path: PathLike
+    rows: pl.DataFrame
+    trajectories: pl.DataFrame
+    starts: IntArray
+    cut: frozenset[str]
+    _masks: dict[str, BoolArray] = field(default_factory=dict)
+    _orders: dict[tuple[str, bool], IntArray] = field(default_factory=dict)
+    _lock: Lock = field(default_factory=Lock)
+
+    @classmethod
+    def read(cls, path: PathLike) -> TrajectoryIndex:
+        """Read and check a dataset.
+
+        Raises:
+            ValidationError: The dataset breaks a named invariant.
+        """
+        outcome = dataset_outcome(path)
+        names, cut = None, set[str]()
+        parts, returns = [], []
+        for table in checked_tables(path, decode=False):
+            names = names or kept_columns(table.schema)
+            parts.append(_short_rows(table, names, cut))
+            if "segments" in table.column_names:
+                returns.append(_returns(table, outcome))
+        rows = pl.concat(parts).rechunk()
+        found = pl.concat(returns) if returns else trajectory_returns(rows, outcome).collect()
+        ids = rows["trajectory_id"]
+        first = np.flatnonzero((ids != ids.shift()).fill_null(value=True).to_numpy())
+        starts = np.append(first, len(rows)).astype(np.int64)
+        trajectories = _trajectories(rows, found, starts)
+        return cls(
+            path=path, rows=rows, trajectories=trajectories, starts=starts, cut=frozenset(cut)
+        )
+
+    def __len__(self) -> int:
+        """Return the number of trajectories."""
+        return len(self.trajectories)
+
+    def number(self, trajectory_id: str) -> int:
+        """Return the position of a trajectory.
+
+        Raises:
+            ConfigError: known_trajectory.
+        """
+        ids = self.trajectories["trajectory_id"]
+        at = ids.index_of(trajectory_id)
+        if at is None:
+            got = f"no trajectory has the id {trajectory_id!r}"
+            raise ConfigError("known_trajectory", str(self.path), got)
+        return at
+
+    def group(self, instance_id: str) -> IntArray:
+        """Return the positions of a group's trajectories.
+
+        Raises:
+            ConfigError: known_trajectory.
+        """
+        is_in = self.trajectories["instance_id"] == instance_id
+        found = np.flatnonzero(is_in.to_numpy())
+        if not len(found):
+            got = f"no trajectory has the instance_id {instance_id!r}"
+            raise ConfigError("known_trajectory", str(self.path), got)
+        return found
+
+    def bounds(self, number: int) -> tuple[int, int]:
+        """Return the first row of a trajectory, and the end of its rows."""
+        return int(self.starts[number]), int(self.starts[number + 1])
+
+    def matching(self, where: str | None) -> BoolArray | None:
+        """[T] Return which trajectories have a row that satisfies a condition; None: all do.
+
+        Args:
+            where: SQL over the columns of the dataset and `COMPUTED`; None or "": no condition.
+
+        Raises:
+            ConfigError: condition, known_column.
+        """
+        if not where:
+            return None
+        if where not in self._masks:
+            mask = self._evaluated(where)
+            with self._lock:
+                if len(self._masks) >= _NUM_CACHED:
+                    self._masks.pop(next(iter(self._masks)))
+                self._masks[where] = mask
+        return self._masks[where]
+
+    def order(self, column: str, *, descending: bool) -> IntArray:
+        """[T] Return the positions of all trajectories, sorted by a column; nulls and NaN last.
+
+        Raises:
+            ConfigError: known_column.
+        """
+        self.refuse_unknown(column)
+        key = column, descending
+        if key not in self._orders:
+            values = self.trajectories[column]
+            values = values.fill_nan(None) if values.dtype.is_float() else values
+            position = pl.arg_sort_by(
+                column, descending=descending, nulls_last=True, maintain_order=True
+            )
+            order = pl.DataFrame({column: values}).select(position).to_series().to_numpy()
+            with self._lock:
+                if len(self._orders) >= _NUM_CACHED:
+                    self._orders.pop(next(iter(self._orders)))
+                self._orders[key] = order
+        return self._orders[key]
+
+    def refuse_unknown(self, column: str) -> None:
+        """Raise an error unless the index has this column.
+
+        Raises:
+            ConfigError: known_column.
+        """
+        if column not in self.trajectories.columns:
+            hint = f"use one of {', '.join(self.trajectories.columns)}"
+            got = f"the table of trajectories has no column {column!r}"
+            raise ConfigError("known_column", str(self.path), got, hint=hint)
+
+    def _evaluated(self, where: str) -> BoolArray:
+        used = set(condition_of(where).meta.root_names())
+        frame = self._rows_with(used)
+        frame = with_absent(frame, used)
+        condition = holds(where)
+        check_expression(frame, condition, where)
+        types = types_in(condition, frame.collect_schema())
+        kept = collect(frame.select(condition.alias("kept")), where, types)["kept"].to_numpy()
+        return np.logical_or.reduceat(kept, self.starts[:-1]) if len(self) else kept
+
+    def _rows_with(self, used: set[str]) -> pl.LazyFrame:
+        """Return the rows with the columns of a condition, from disk if the index lacks one."""
+        stored = scan(self.path)
+        names = stored.collect_schema().names()
+        computed = [n for n in COMPUTED if n in used and n not in names]
+        known = [name for name in self.rows.columns if name in names and name not in self.cut]
+        number = np.repeat(np.arange(len(self)), np.diff(self.starts))
+        own = [self.trajectories[name][number] for name in computed]
+        wanted = [name for name in names if name in used]
+        if set(wanted) <= set(known):
+            return self.rows.select(known).with_columns(own).lazy()
+        if not computed:
+            return stored
+        return pl.concat([stored, pl.LazyFrame(own)], how="horizontal")
+
+
+def _short_rows(table: pa.Table, names: list[str], cut: set[str]) -> pl.DataFrame:
+    rows = to_frame({name: table.column(name) for name in names})
+    for name in names:
+        column = rows[name]
+        if column.dtype == pl.String and (column.str.len_bytes() > MAX_TEXT).any():
+            shown = column.str.head(MAX_TEXT)
+            if not shown.equals(column, null_equal=True):
+                cut.add(name)
+                rows = rows.with_columns(shown.alias(name))
+    lengths = row_lengths(table).select(
+        pl.col("prompt", "response", "trained").cast(pl.Int32).name.prefix("num tokens: ")
+    )
+    return rows.hstack(lengths)
+
+
+def _returns(table: pa.Table, outcome: Outcome) -> pl.DataFrame:
+    names = ("instance_id", "trajectory_id", "reward", "error", "segments")
+    used = table.select([name for name in names if name in table.column_names])
+    return trajectory_returns(used, outcome).collect()
+
+
+def _trajectories(rows: pl.DataFrame, returns: pl.DataFrame, starts: IntArray) -> pl.DataFrame:
+    """Build the table of trajectories: ids, computed columns, the user's own (of the last row)."""
+    first, last = starts[:-1], starts[1:] - 1
+    one_row = len(first) == len(rows)
+    final = rows if one_row else rows[last]
+    columns: dict[str, Any] = {name: final[name] for name in _IDS}
+    columns["num_rows"] = pl.Series(np.diff(starts).astype(np.int32))
+    columns["return"] = returns["return"]
+    prompt, response, trained = (
+        rows[f"num tokens: {name}"].to_numpy() for name in ("prompt", "response", "trained")
+    )
+    for name, values in (("prompt", prompt), ("response", response), ("trained", trained)):
+        columns[f"{name}_tokens"] = pl.Series(_reduced(np.add, values.astype(np.int64), first))
+    whole = prompt.astype(np.int64) + response
+    columns["longest_row_tokens"] = pl.Series(_reduced(np.maximum, whole, first))
+    columns["stop_reason"] = _or_null(final, "stop_reason", pl.String)
+    columns["error"] = returns["error"]
+    columns["policy_version"] = _oldest(rows, starts)
+    columns["agents"] = _agents(rows, starts)
+    own = [n for n in final.columns if n not in COLUMN_BY_NAME and not n.startswith("num tokens: ")]
+    columns |= {name: final[name] for name in own if name not in columns}
+    return pl.DataFrame(columns)
+
+
+def _reduced(fold: Any, values: IntArray, first: IntArray) -> IntArray:
+    reduced: IntArray = fold.reduceat(values, first) if len(first) else values
+    return reduced
+
+
+def _or_null(rows: pl.DataFrame, name: str, kind: Any) -> pl.Series:
+    return rows[name] if name in rows.columns else pl.Series([None] * len(rows), dtype=kind)
+
+
+def _trajectory_of(starts: IntArray) -> pl.Series:
+    return pl.Series("trajectory", np.repeat(np.arange(len(starts) - 1), np.diff(starts)))
+
+
+def _oldest(rows: pl.DataFrame, starts: IntArray) -> pl.Series:
+    versions = _or_null(rows, "policy_version", pl.Int32)
+    if len(rows) == len(starts) - 1:
+        return versions
+    frame = pl.DataFrame([_trajectory_of(starts), versions.alias("version")])
+    return frame.group_by("trajectory", maintain_order=True).agg(pl.col("version").min())["version"]
+
+
+def _agents(rows: pl.DataFrame, starts: IntArray) -> pl.Series:
+    agents = _or_null(rows, "agent", pl.String)
+    if len(rows) == len(starts) - 1:
+        return agents
+    frame = pl.DataFrame([_trajectory_of(starts), agents.alias("agent")])
+    names = pl.col("agent").drop_nulls().unique(maintain_order=True)
+    joined = frame.group_by("trajectory", maintain_order=True).agg(names)
+    texts = pl.when(pl.col("agent").list.len() > 0).then(pl.col("agent").list.join(", "))
+    return joined.select(texts).to_series()

@@ -1,0 +1,79 @@
+"""Viewers for tests: the API in this process, and real servers."""
+
+import asyncio
+import json
+import threading
+from contextlib import contextmanager
+from urllib.parse import urlencode
+
+import polars as pl
+import pyarrow as pa
+
+from pipelines.view.api import Api
+from pipelines.view.bundle_files import Bundle
+from pipelines.view.serving import serving
+from pipelines.view.sources import Sources
+
+PAGE = (
+    '<!doctype html><html><head><script type="module" crossorigin src="./assets/index.js"></script>'
+    '<link rel="stylesheet" href="./assets/index.css"></head><body></body></html>'
+)
+
+
+def bundle_in(folder):
+    """A built page with a script and a style."""
+    (folder / "assets").mkdir(parents=True)
+    (folder / "index.html").write_text(PAGE)
+    (folder / "assets" / "index.js").write_text("console.log('</script>')")
+    (folder / "assets" / "index.css").write_text("body { color: black }")
+    return Bundle.read(folder)
+
+
+class Asked:
+    """Asks an API about datasets and runs."""
+
+    def __init__(self, *paths, tokenizer=None):
+        self.sources = Sources.open([str(path) for path in paths], tokenizer)
+        self.api = Api(self.sources)
+
+    def __call__(self, path, **parameters):
+        """JSON as objects, Arrow as a frame."""
+        return self.decoded(self.api.answer(self.url(path, **parameters)))
+
+    def table(self, path, **parameters):
+        """Arrow with its metadata."""
+        answer = self.api.answer(self.url(path, **parameters))
+        return pa.ipc.open_stream(answer.content).read_all()
+
+    @staticmethod
+    def url(path, **parameters):
+        return f"{path}?{urlencode(parameters)}"
+
+    @staticmethod
+    def decoded(answer):
+        if answer.kind == "application/json":
+            return json.loads(answer.content.decode("utf-8"))
+        return pl.from_arrow(pa.ipc.open_stream(answer.content).read_all())
+
+
+@contextmanager
+def server_of(api, bundle):
+    """A real server in a thread of its own."""
+    loop = asyncio.new_event_loop()
+    ready, stop, found = threading.Event(), asyncio.Event(), []
+
+    async def run():
+        async with serving(api, bundle) as served:
+            found.append(served)
+            ready.set()
+            await stop.wait()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(run(),))
+    thread.start()
+    try:
+        assert ready.wait(20)
+        yield found[0]
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(20)
+        loop.close()
