@@ -7,9 +7,12 @@ import json
 import re
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from schemas.errors import InputError
-from schemas.metadata import DatasetMetadata
+
+if TYPE_CHECKING:
+    from schemas.metadata import DatasetMetadata
 
 FILES = ("tokenizer*", "vocab.*", "*.model", "*.tiktoken", "tekken.json")
 """Names of the files of a tokenizer, as patterns; a directory holds at least one of them."""
