@@ -31,23 +31,31 @@ MOST_CHANGED = (
     (
         "learning_rate",
         "`--lr`",
-        "a loss that rises or does not move; about ten times higher for LoRA",
+        "the loss rises or does not move; for LoRA, use about ten times the rate",
     ),
-    ("max_updates", "`--max-updates`", "a first try: 2 updates show whether everything fits"),
-    ("advantage_estimator", "`--algorithm`", "rewards without groups: `reinforce++` or `gae`"),
+    (
+        "max_updates",
+        "`--max-updates`",
+        "this is a first run: 2 updates show whether everything fits",
+    ),
+    (
+        "advantage_estimator",
+        "`--algorithm`",
+        "there is one attempt per task: use `reinforce++` or `gae`",
+    ),
     (
         "policy_loss_type",
         "",
-        "`cross_entropy` imitates, without rewards; others are for off-policy data",
+        "there are no rewards (use `cross_entropy`), or the data is off-policy",
     ),
     (
         "groups_per_batch",
         "",
-        "fewer groups than this in the dataset, or noisy updates: raise it with their number",
+        "updates are noisy: raise it, together with `groups_per_mini_batch`",
     ),
-    ("groups_per_mini_batch", "", "more optimizer steps per batch: lower it"),
-    ("tokens_per_micro_batch", "", "out of memory: lower it; the gradient does not change"),
-    ("lora_rank", "", "16 trains adapters, with a third of the memory"),
+    ("groups_per_mini_batch", "", "a batch should have more optimizer steps: lower it"),
+    ("tokens_per_micro_batch", "", "memory runs out: lower it; the gradient does not change"),
+    ("lora_rank", "", "memory runs out: 16 trains adapters, in about a third of the memory"),
 )
 """Keys, their options, and when to change them."""
 
@@ -60,15 +68,15 @@ def table_page() -> str:
     )
     return f"""# The rollout table
 
-The columns of a rollout dataset, and the invariants that every dataset satisfies. Check a dataset with
+This page describes the columns of a rollout dataset, and the invariants that every dataset satisfies. Check a dataset with
 `rollouts validate DS`.
 
 Each row is one sequence; freshly converted data has one row per step. Your own columns are kept. Nullable columns may be
 absent.
 
 {documentation_table()}
-In the `prefix` layout (the default on disk), these columns replace `prompt_token_ids`; [Open a dataset with other tools](other_tools.md)
-rebuilds it with Polars or DuckDB alone:
+In the `prefix` layout (the default on disk), these columns replace `prompt_token_ids`; [Open a
+dataset with other tools](other_tools.md) rebuilds it with Polars or DuckDB alone:
 
 | column | type |
 |---|---|
@@ -85,13 +93,14 @@ of a shard also stores a digest of its schema, metadata and row counts, and its 
 a footer, a missing shard, and a shard of a different dataset under the same name are therefore errors (`readable_file`,
 `shards_complete`). Shards written by `record`, `generate` and `rl` are independent: any of them may be removed.
 
-A directory of directories named `COLUMN=VALUE` (Hive partitions, such as `DS/run=a/part-00000.parquet`) is a dataset
-too: every verb reads `run` as a column, and writes it as an ordinary column. Its values are integers if all of them are,
-without leading zeros, and else strings; a column of the table above has its own type. A file that has the column itself
-must have the directory's value in all rows. Only directories below the path that you pass are columns, and a pattern
-has none. Trajectories must be unique across the directories, and the directories must agree on `tokenizer_fingerprint`,
-`vocab_size`, `logprobs_mode` and `outcome` where these are known. All files must be in such directories, with the same
-columns everywhere; nothing is appended to a partitioned dataset except inside one of its directories.
+A directory of directories named `COLUMN=VALUE` (Hive partitions, such as `DS/run=a/part-00000.parquet`) is a dataset too:
+every verb reads `run` as a column, and writes it as an ordinary column. Its values are integers if all of them are written as
+integers without leading zeros, and strings otherwise; a column of the table above keeps its type. A file that has the column
+itself must have the directory's value in all rows. Only directories below the path that you pass become columns; a glob
+pattern adds none. Trajectories must be unique across the directories, and the directories must agree on
+`tokenizer_fingerprint`, `vocab_size`, `logprobs_mode` and `outcome` where these are known. All files must be in such
+directories, with the same columns everywhere; nothing is appended to a partitioned dataset except inside one of its
+directories.
 
 Every verb checks all shards of its input against the invariants below before it trains or publishes anything. The check
 cannot be skipped.
@@ -148,7 +157,7 @@ The options override the file, and `--set` overrides both. `--show-config` print
 
 ## The eight keys you will change
 
-| key | option | default | change it for |
+| key | option | default | change it if |
 |---|---|---|---|
 {most_changed}
 
@@ -198,10 +207,10 @@ tokens.
 
 ## The plan: `--dry-run`
 
-`rollouts train ... --dry-run` loads the models, performs all checks, prints the plan (`--json` for machine-readable output) and writes
-nothing. For one epoch and each layout, it prints the number of sequences, tokens to forward, the longest row, the
-micro-batches per update, and the tokens repeated by cutting trees. Masked trajectories, and the last trained token of a
-row and all tokens after it, are not forwarded.
+`rollouts train ... --dry-run` loads the models, performs all checks, prints the plan (`--json` for machine-readable output)
+and writes nothing. For one epoch and each layout, it prints the number of sequences, the number of tokens to forward, the
+length of the longest row, the number of micro-batches per update, and the share of tokens repeated by cutting trees. Masked
+trajectories, and the last trained token of a row and all tokens after it, are not forwarded.
 
 It also estimates the peak memory of one process, in bytes, for P weights of which T are trained:
 
@@ -221,10 +230,10 @@ second update took 3.68 GiB.
 ## Curves: `rollouts plot`
 
 `rollouts plot RUN [RUN2 ...] [--out curves.png] [--metric NAME]...` plots `metrics.jsonl` over `global_step`, with one panel
-per metric and one color per run. Without `--metric`, it plots the most important metrics. Up to 40 updates are marked points;
-more are faint points behind a curve that is smoothed by local linear regression in a centred window, so that it lags behind
-neither a trend nor a jump. The image format follows from the file extension. It needs `pip install "rollout-io[plot]"`, but not
-torch. `rollouts plot DS` draws a dataset ([Pictures](metrics.md#pictures)).
+per metric and one color per run. Without `--metric`, it plots the most important metrics. Up to 40 updates are drawn as
+marked points, more as faint points behind a curve. The curve is smoothed by local linear regression in a centred window, so
+it does not lag behind trends or jumps. The image format follows from the file extension. It needs
+`pip install "rollout-io[plot]"`, but not torch. `rollouts plot DS` draws a dataset ([Pictures](metrics.md#pictures)).
 
 ## Several processes
 
@@ -233,11 +242,11 @@ torch. `rollouts plot DS` draws a dataset ([Pictures](metrics.md#pictures)).
 
 Use the second command for several processes on a CPU. The number of processes is not part of the configuration and does not
 change results: groups are distributed for reading and micro-batches for forwarding, and values are exchanged, so that
-advantages, denominators, metrics and the gradient equal those of one process up to rounding (tested to a relative difference of 1e-4).
-Only `num_micro_batches` may increase: micro-batches are split if a process would have none, and balanced so that each round
-has similar cost. All processes run the same number of forward passes; a process without a micro-batch forwards a single token
-without a target, which contributes no gradient. Checkpoints do not depend on the number of processes, so you can resume
-with a different number.
+advantages, denominators, metrics and the gradient equal those of one process up to rounding (tested to a relative difference
+of 1e-4). Only `num_micro_batches` may increase: micro-batches are split if a process would have none, and balanced so that
+each round has similar cost. All processes run the same number of forward passes; a process without a micro-batch forwards a
+single token without a target, which contributes no gradient. Checkpoints do not depend on the number of processes, so you can
+resume with a different number.
 
 Only the main process writes files and messages. An error in one process ends all of them with one message. Processes wait up
 to two hours for each other, enough to write a large checkpoint.
@@ -268,11 +277,11 @@ safetensors and JSON, no pickle:
 | file | contents |
 |---|---|
 | `optimizer.safetensors`, `critic_optimizer.safetensors` | moments and step of each parameter, `PARAMETER.NAME` |
-| `run.json` | position (batches completed over all epochs, mini-batches completed of the next one), KL coefficient, counters, and digests of the trajectories' returns and masks and of each row's lengths and token sums |
-| `batch.safetensors` | within a batch: old log-probabilities, and values of the reference model and the critic, from the start of the batch |
+| `run.json` | position (batches completed over all epochs, mini-batches completed of the next batch), KL coefficient, counters, and digests of the trajectories' returns and masks and of each row's lengths and token sums |
+| `batch.safetensors` | only within a batch: old log-probabilities, those of the reference model, and the critic's values, from the start of the batch |
 | `rng.json` | random generators of torch, CUDA, NumPy and Python |
 
-Pass the same `--config` and `--set` again: the error names any key that differs. These keys may change:
+Pass the same `--config` and `--set` again; if a key differs, the error names it. These keys may change:
 `save_every_updates`, `keep_checkpoints`, `record_tokens` and `trackers`; with a constant `learning_rate_schedule` also
 `num_epochs`, which may grow, and `max_updates`, which may be any number not yet reached. (Other schedules decay towards the
 last planned update. The learning rate is a function of `global_step`, so schedules have no state.)
@@ -282,15 +291,15 @@ disk ends the run with one message and leaves earlier checkpoints intact.
 
 ## What each token contributed
 
-`record_tokens` writes what entered the loss for each target, a response token that an update trained on, to
-`RUN/tokens/global_step_N.parquet`. N is the `global_step` of the update in `metrics.jsonl`; a mini-batch without an
+A target is a response token that an update trained on. `record_tokens` writes the inputs of the loss for each target to
+`RUN/tokens/global_step_N.parquet`, where N is the `global_step` of the update in `metrics.jsonl`; a mini-batch without an
 optimizer step has no file. `sampled`, the default, records {SAMPLED_GROUPS} groups per update, chosen by `seed` and
-`global_step`; `all` records every group; `none` turns recording off. Which one you choose changes neither weights nor
+`global_step`; `all` records every group; `none` turns recording off. The setting changes neither weights nor
 metrics, and a resumed run ends with the same files as an uninterrupted one, bit for bit under the same conditions.
 
-The values are copies of those from which the loss was computed, not recomputed ones. There is one record per row of the
-dataset, as stored, whatever `sequence_layout` trained; `trajectory_id` and `step_index` are its keys. This example
-lists the ten targets with the largest share of an update's loss, and how far the policy was from the sampler:
+The values are copies of those from which the loss was computed; they are not recomputed. There is one record per stored row of
+the dataset, regardless of `sequence_layout`; its keys are `trajectory_id` and `step_index`. This example lists the ten targets
+with the largest share of an update's loss, and how much the log-probabilities of policy and sampler differ:
 
 ```python
 import polars as pl
@@ -319,7 +328,7 @@ The sum of `weights` x `losses` over all targets is the update's `loss`. `pipeli
 updates. The files are ordinary Parquet; their columns are:
 
 {documentation_table(TOKEN_RECORD_COLUMNS)}
-The log ends with the size of `tokens/`.
+At the end, the log states the size of `tokens/`.
 
 ## Optimizer and learning rate
 
@@ -337,18 +346,18 @@ The critic's learning rate follows the same schedule. Skipped mini-batches do no
 
 ## LoRA
 
-`lora_rank = 16` trains adapters in the policy's linear layers instead of its weights. Only the
-adapters have optimizer state, and the reference model of a KL term is the same model with its adapters disabled, unless
-`reference_model` names a different one. Use about ten times the learning rate of full fine-tuning. In mixture-of-experts models, only
-attention layers get adapters; experts and routers are frozen. The critic of gae always trains all of its parameters.
+`lora_rank = 16` trains adapters in the policy's linear layers instead of its weights. Only the adapters have optimizer state,
+and the reference model of a KL term is the same model with its adapters disabled, unless `reference_model` names a different
+one. Use about ten times the learning rate of full fine-tuning. In mixture-of-experts models, only attention layers get
+adapters; experts and routers are frozen. The critic of gae always trains all of its parameters.
 
 A checkpoint is a model directory with merged adapters, for Transformers and vLLM. Its `adapter/` can be loaded onto `model` with
-peft, and is what `--resume` uses.
+peft; `--resume` uses it too.
 
 ## Router replay
 
 In a mixture of experts, a router selects a few experts for each token and layer. Rounding alone can make the trainer's router
-select different experts than the sampler's, which changes log-probabilities far more than rounding does. If the dataset records
+select different experts than the sampler's did, which changes log-probabilities far more than rounding does. If the dataset records
 the experts (`rollout_expert_indices`), the trainer uses them (R3, rollout routing replay); `replay_routing` is on by default. The
 embedded engine always returns them; vLLM returns them with `--enable-return-routed-experts` (GPU only: vLLM 0.32 needs Triton
 for this).
@@ -371,16 +380,17 @@ OLMoE, Mixtral, DeepSeek-V2 and DeepSeek-V3 are supported. To support another fa
 to `trainer/models/router_replay.py` that maps logits and experts to weights. When such a model is loaded, rows that replay its own
 selection are compared with its eager forward.
 
-The run is rejected (`replay_routing`) before anything is written if the dataset has routes and the model belongs to an unsupported family,
-has a different number of layers or of experts per token, or lacks a recorded expert, or if a token lists an expert twice.
-`--set replay_routing=false` ignores the routes, with a message. A warning counts the tokens that are forwarded without a route.
+The run is rejected (`replay_routing`) before anything is written if the dataset has routes and the model belongs to an
+unsupported family, has a different number of layers or of experts per token, or lacks a recorded expert, or if a token lists
+an expert twice. `--set replay_routing=false` ignores the routes, with a message. A warning counts the tokens that are
+forwarded without a route.
 
 ## Memory and speed
 
-**Packing.** Rows are packed into micro-batches without padding. Each row attends only to itself, without a tokens x tokens mask,
-so attention memory grows linearly. On CUDA in bfloat16, one kernel processes all rows (PyTorch's `varlen_attn`, if it supports
-windows); otherwise there is one call per row. Sliding windows are taken from the model's own attention masks. Models that bypass Transformers'
-attention interface get a dense mask; models that cap attention scores (Gemma 2) are rejected.
+**Packing.** Rows are packed into micro-batches without padding. Each row attends only to itself, without a tokens x tokens
+mask, so attention memory grows linearly. On CUDA in bfloat16, one kernel processes all rows (PyTorch's `varlen_attn`, if it
+supports windows); otherwise there is one call per row. Sliding windows are taken from the model's own attention masks. Models
+that bypass Transformers' attention interface get a dense mask; models that cap attention scores (Gemma 2) are rejected.
 
 **Check at load.** When a model is loaded, its windows are temporarily reduced, and short rows that exceed them are forwarded
 individually, packed, packed with a row at the model's last position, and (for `tree`) as a tree. A model whose log-probabilities
@@ -388,20 +398,20 @@ differ from those of its own eager forward by 0.001 nats or more is rejected (`m
 architectures.
 
 **Rotary frequencies** do not depend on packing. For LongRoPE and dynamic NTK, Transformers bases them on the longest row of a
-forward pass; this trainer chooses them once, as vLLM does. LongRoPE (Phi-3) uses the long factors if `max_position_embeddings` in config.json is
-above `original_max_position_embeddings`, else the short ones. vLLM compares its `--max-model-len` instead, by default
-`max_position_embeddings`; if you serve with a smaller value, write it into config.json as `max_position_embeddings`. Dynamic NTK
-with `factor` uses the base for `max_position_embeddings * factor` positions.
+forward pass; this trainer chooses them once, as vLLM does. LongRoPE (Phi-3) uses the long factors if
+`max_position_embeddings` in config.json is above `original_max_position_embeddings`, else the short ones. vLLM compares its
+`--max-model-len` instead, by default `max_position_embeddings`; if you serve with a smaller value, write it into config.json
+as `max_position_embeddings`. Dynamic NTK with `factor` uses the base for `max_position_embeddings * factor` positions.
 
-**Logits** are computed only for trained tokens, in chunks of `logprob_chunk_tokens`; the gradient of a chunk replaces its logits. All
-chunks but the last are recomputed in the backward pass. `gradient_checkpointing` keeps one hidden state per layer and token, for the
-policy and the critic. Dropout is always off.
+**Logits** are computed only for trained tokens, in chunks of `logprob_chunk_tokens`; the gradient of a chunk replaces its
+logits. All chunks but the last are recomputed in the backward pass. `gradient_checkpointing` keeps one hidden state per layer
+and token, for the policy and the critic. Dropout is always off.
 
 **Measurements.** `python -m benchmarks.training` compares one step on the shop data with a padded Transformers loop. With
-`--groups shop-0 shop-1 --tokens 2816` on two cores: 25.8 s against 96.5 s (3.7x), 605 MiB against 2,304 MiB of peak memory above
-weights and gradients (3.8x), and gradients that differ by 2.0e-4 in float32. `--long` uses one micro-batch of 100,000 tokens.
-With `--layers 2` and the full output head, 97,272 tokens, of which 63,192 are trained, took 6.4 GB above weights and gradients;
-their logits alone would take 12.4 GB.
+`--groups shop-0 shop-1 --tokens 2816` on two cores, a step takes 25.8 s instead of 96.5 s (3.7x) and 605 MiB instead of 2,304
+MiB of peak memory above weights and gradients (3.8x); the gradients differ by 2.0e-4 in float32. `--long` uses one
+micro-batch of 100,000 tokens. With `--layers 2` and the full output head, 97,272 tokens, of which 63,192 are trained, took
+6.4 GB above weights and gradients; their logits alone would take 12.4 GB.
 
 ## Configuration
 

@@ -46,8 +46,8 @@ def picture() -> str:
     """Return the text around the image."""
     forest, num_steps, num_tokens = _forest()
     return (
-        f"The group {GROUP} of examples/shop.calls.jsonl: 4 attempts, {num_steps} steps of {num_tokens:,} tokens,\n"
-        f"of which {forest.num_tokens} are distinct:\n\n"
+        f"The picture shows the group {GROUP} of examples/shop.calls.jsonl: 4 attempts with {num_steps} steps and\n"
+        f"{num_tokens:,} tokens, of which {forest.num_tokens} are distinct.\n\n"
         f"![Prefix tree of the group {GROUP}, and its attention mask](images/tree.svg)\n\n"
         "Each bar is an unbranched piece of the tree. Steps fork where the harness shortened an earlier answer, or where\n"
         "two attempts sampled different tokens. The mask is all that attention needs to know about the tree: a piece\n"
