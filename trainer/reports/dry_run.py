@@ -66,6 +66,7 @@ class DryRun:
         num_updates: Maximum number of optimizer steps of the run.
         num_updates_made: Optimizer steps taken before resuming.
         num_trained_tokens: Response tokens in the loss in one pass over the dataset.
+        record_tokens: Tokens that the run records, as configured.
         trained_layout: The layout in `layouts` with which the run trains.
         layouts: Counts for one pass over the dataset, by layout.
         max_row_tokens: Maximum row length.
@@ -86,6 +87,7 @@ class DryRun:
     num_updates: int
     num_updates_made: int
     num_trained_tokens: int
+    record_tokens: str
     trained_layout: str
     layouts: dict[str, Layout]
     max_row_tokens: int
@@ -121,6 +123,7 @@ def dry_run(config: TrainConfig, *, resume: bool = False) -> DryRun:
         num_updates=run.schedule.num_planned,
         num_updates_made=run.progress.global_step,
         num_trained_tokens=counts[trained][1],
+        record_tokens=config.record_tokens,
         trained_layout=trained,
         layouts=layouts,
         max_row_tokens=run.limit.num_tokens,

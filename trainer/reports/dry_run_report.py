@@ -12,6 +12,11 @@ if TYPE_CHECKING:
     from trainer.reports.dry_run import DryRun, Layout
 
 GIB = 1 << 30
+RECORDED = {
+    "none": "no tokens",
+    "sampled": "tokens of 4 groups per update",
+    "all": "all tokens",
+}
 
 
 def plan_numbers(plan: DryRun) -> dict[str, Any]:
@@ -43,6 +48,7 @@ def _run_lines(plan: DryRun) -> list[str]:
         f" {count(plan.num_epochs, 'epoch')}",
         f"updates       at most {plan.num_updates:,}{made}",
         f"trained       {plan.num_trained_tokens:,} tokens per epoch",
+        f"recorded      {RECORDED[plan.record_tokens]}",
     ]
 
 

@@ -16,6 +16,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from rollout_io.dataset.atomic_files import whole
+from schemas.errors import count
 from schemas.numpy_arrays import to_arrow
 from schemas.ragged import BoolArray, offsets_of
 from schemas.token_records import (
@@ -34,7 +35,7 @@ RecordTokens = Literal["none", "sampled", "all"]
 SAMPLED_GROUPS = 4
 """Groups that `record_tokens = "sampled"` records per update."""
 KEYS = ("dataset", "instance_id", "trajectory_id")
-MIB = 1 << 20
+MB = 1_000_000
 
 
 class TokenRecorder:
@@ -159,9 +160,9 @@ def say_size(out: Path) -> None:
     """Log how many updates are recorded in the run, and the size of the files."""
     paths = [token_record_path(out, step) for step in token_record_steps(out)]
     if paths:
-        size = sum(path.stat().st_size for path in paths) / MIB
-        updates = "1 update" if len(paths) == 1 else f"{len(paths)} updates"
-        say(f"recorded the tokens of {updates} in {out / TOKENS} ({size:,.1f} MiB)")
+        size = sum(path.stat().st_size for path in paths)
+        shown = f"{size / MB:,.1f} MB" if size >= MB else f"{size / 1000:.0f} kB"
+        say(f"recorded the tokens of {count(len(paths), 'update')} in {out / TOKENS} ({shown})")
 
 
 def _concatenated(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

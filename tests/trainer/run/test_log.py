@@ -75,6 +75,7 @@ def test_each_update_is_a_line_on_stderr_where_that_is_no_terminal(
         r"note: loss 0 is normal here: .*\n",
         r"mini-batch skipped: no tokens to train on\n",
         rf"update 2 of 3: {numbers}",
+        rf"recorded the tokens of 2 updates in {tmp_path}/run/tokens \(\d+ kB\)\n",
     )
     assert re.fullmatch("".join(lines), printed.err)
 

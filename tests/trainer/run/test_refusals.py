@@ -449,7 +449,8 @@ def test_the_plan_is_a_table_for_people(model: str, tmp_path: Path, capfd: Any) 
     assert lines[0] == "groups        2"
     assert lines[1] == "trajectories  4, 0 failed, 0 masked"
     assert lines[3] == "updates       at most 1"
-    assert [line.split()[:4] for line in lines[7:9]] == [
+    assert lines[5] == "recorded      tokens of 4 groups per update"
+    assert [line.split()[:4] for line in lines[8:10]] == [
         ["step", "8", "92", "100.0%"],
         ["merge", "*", "4", "60"],
     ]

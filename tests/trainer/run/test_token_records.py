@@ -282,8 +282,8 @@ def test_the_files_have_the_declared_schema_and_the_log_says_their_size(
 
     out = run(paths, tmp_path / "run", max_updates=2)
     assert pq.read_schema(token_record_path(out, 1)).equals(token_record_schema())
-    size = sum(path.stat().st_size for path in (out / "tokens").iterdir()) / (1 << 20)
-    said = f"recorded the tokens of 2 updates in {out}/tokens ({size:.1f} MiB)"
+    size = sum(path.stat().st_size for path in (out / "tokens").iterdir())
+    said = f"recorded the tokens of 2 updates in {out}/tokens ({size / 1000:.0f} kB)"
     assert said in capfd.readouterr().err
 
 
