@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from rollout_io.conversion.text import cached_tokenizer
@@ -11,12 +12,16 @@ from rollout_io.formats.parsing.witnesses import holds, shortened
 from schemas.errors import InputError
 from schemas.messages import RETOKENIZED
 
+_WORD = re.compile(r"[A-Za-z]{4,}")
+_MIN_WORDS = 6
+
 
 def check_decoded(steps: Iterable[Step], directory: str) -> None:
     """Decode the sampled ids and compare them with the text in the log.
 
     If the log has the text of each token next to its log-probability, all tokens are compared;
-    otherwise only the text of one response per run.
+    otherwise only the text of one response per run. If the harness kept that text in a form of its
+    own (parsed, joined with tool calls), its words are compared instead (`has_words_of`).
 
     Args:
         steps: Steps of one run.
@@ -29,7 +34,8 @@ def check_decoded(steps: Iterable[Step], directory: str) -> None:
     for step in steps:
         told = () if step.token_text is None else (step.token_text,)
         texts = told or (() if is_sampled else step.texts)
-        if step.token_source == RETOKENIZED or not texts:
+        edited = None if texts or is_sampled else _long_enough(step.response_text)
+        if step.token_source == RETOKENIZED or not (texts or edited):
             continue
         tokenizer = cached_tokenizer(directory, None)
         ids = _ids(step)
@@ -40,6 +46,34 @@ def check_decoded(steps: Iterable[Step], directory: str) -> None:
         for text in texts:
             if not holds(decoded, text):
                 raise _other(step, directory, decoded, text)
+        if edited and not has_words_of(decoded, edited):
+            raise _other(step, directory, decoded, edited)
+
+
+def has_words_of(decoded: str, text: str) -> bool:
+    """True if at least a third of the English words of a text occur in decoded tokens.
+
+    Harnesses keep a response parsed, without its markup, and escaped differently. The tokenizer of
+    another model yields other words almost everywhere. Words are those of four letters or more.
+
+    Example:
+        >>> text = "Analysis: the terminal is ready. Plan: create a directory"
+        >>> has_words_of('{"analysis": "the terminal is ready", "plan": "create', text)
+        True
+        >>> has_words_of("ized distled progironient tuvwxyz{|}~", text)
+        False
+    """
+    words = _words(text)
+    return 3 * sum(word in decoded for word in words) >= len(words)
+
+
+def _words(text: str) -> set[str]:
+    return set(_WORD.findall(text))
+
+
+def _long_enough(text: str | None) -> str | None:
+    """Return a text with enough words to tell tokenizers apart, else None."""
+    return text if text is not None and len(_words(text)) >= _MIN_WORDS else None
 
 
 def _ids(step: Step) -> list[int]:

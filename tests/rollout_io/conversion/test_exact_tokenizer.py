@@ -1,5 +1,6 @@
 """A dataset of exact ids knows its tokenizer, and a log that contradicts one is refused."""
 
+import dataclasses
 import json
 import shutil
 
@@ -181,3 +182,20 @@ def test_the_fingerprint_is_of_the_ids_and_of_nothing_else(smollm2_dir, tmp_path
         other = load_tokenizer(edited(smollm2_dir, tmp_path / str(number), edit))
         assert other.fingerprint != own
     assert other.vocab_size == 49_153
+
+
+def test_words_tell_tokenizers_apart_where_a_harness_keeps_no_verbatim_text(smollm2_dir, tmp_path):
+    logs = [ROOT / "examples" / "verifiers" / "traces.jsonl"]
+    given = Choices(tokenizer=str(smollm2_dir))
+    assert read_log(logs, given).num_rows
+    other = edited(smollm2_dir, tmp_path / "other", permute)
+    with pytest.raises(RolloutError, match="other_tokenizer"):
+        read_log(logs, dataclasses.replace(given, tokenizer=other))
+
+
+def test_ids_that_no_model_sampled_are_refused(smollm2_dir, golden):
+    """The ids of Harbor's golden trajectories count up from 1000."""
+    log = golden / "hello-world-context-summarization.trajectory.json"
+    assert read_log([log], Choices()).num_rows
+    with pytest.raises(RolloutError, match="other_tokenizer"):
+        read_log([log], Choices(tokenizer=str(smollm2_dir)))
