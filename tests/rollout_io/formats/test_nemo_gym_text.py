@@ -206,6 +206,15 @@ def test_the_output_begins_a_call_even_if_the_input_ends_with_the_model(rows, to
     assert trained(tokenizer, row) == ["And c.<|im_end|>"]
 
 
+def test_an_input_that_is_a_text_is_what_the_user_said_even_if_it_is_empty(rows, tokenizer):
+    requests = ({"responses_create_params": {"input": text}} for text in ("Go.", ""))
+    prompts = [rows(run(message(), **request))[0]["prompt_token_ids"] for request in requests]
+    assert [tokenizer.decode(ids) for ids in prompts] == [
+        "<|im_start|>user\nGo.<|im_end|>\n<|im_start|>assistant\n",
+        "<|im_start|>user\n<|im_end|>\n<|im_start|>assistant\n",
+    ]
+
+
 def test_calls_of_one_id_are_all_kept(rows, tokenizer):
     calls = [function_call("f", arguments=json.dumps({"n": n})) for n in (1, 1, 2)]
     (row,) = rows(run(*calls, answer("f")))
