@@ -68,7 +68,7 @@ def table_page() -> str:
     )
     return f"""# The rollout table
 
-This page describes the columns of a rollout dataset, and the invariants that every dataset satisfies. Check a dataset with
+This page describes the columns of a rollout dataset, and the invariants that apply to every dataset. Check a dataset with
 `rollouts validate DS`.
 
 Each row is one sequence; freshly converted data has one row per step. Your own columns are kept. Nullable columns may be
@@ -152,8 +152,8 @@ def training_page() -> str:
 
 `rollouts train DS --model DIR --out RUN [--config F.toml] [--lr X] [--max-updates N] [--algorithm NAME] [--set key=value]...`
 
-The options override the file, and `--set` overrides both. `--show-config` prints the resolved configuration as TOML, which
-`--config` reads back.
+The options override the configuration file, and `--set` overrides both. `--show-config` prints the resolved configuration as
+TOML, which `--config` reads back.
 
 ## The eight keys you will change
 
@@ -161,7 +161,7 @@ The options override the file, and `--set` overrides both. `--show-config` print
 |---|---|---|---|
 {most_changed}
 
-The others are in the [table of all keys](#configuration). Set keys without an option with `--set KEY=VALUE`.
+All other keys are in the [table of all keys](#configuration). Set keys without an option with `--set KEY=VALUE`.
 
 ## How it trains
 
@@ -197,7 +197,7 @@ these lines to the logger `trainer`: `logging.basicConfig(level="INFO")` shows t
 **Partial groups** have fewer or more trajectories than `group_size` (default: the size of the largest group, counting failed
 trajectories). Trajectories lost to infrastructure failures are missing from baselines and bias them, because trajectories are
 not lost at random: long ones time out more often. Estimators that compare groups (grpo, rloo, maxrl) therefore reject
-partial groups by default; `partial_groups` masks such groups, or trains on the trajectories that exist.
+partial groups by default; `partial_groups` can instead mask such groups, or train on the trajectories that exist.
 
 **Mismatch of sampler and trainer.** Every line of `metrics.jsonl` compares the policy's log-probabilities with
 `rollout_logprobs`: mean, spread and percentiles of the differences, their sign (`rollout_logprobs_diff_mean`; near 0 for
@@ -336,7 +336,7 @@ The policy and the critic are trained with AdamW, in torch's fused implementatio
 its moments in 8 bits, a quarter of the memory (`pip install "rollout-io[bnb]"`).
 
 After `s` of `N` planned updates (`max_updates`, or all mini-batches), with `W = warmup_updates`, the next update's learning
-rate is `learning_rate` times
+rate is `learning_rate` times this factor:
 
 | `s < W` | constant | linear | cosine |
 |---|---|---|---|
@@ -375,10 +375,10 @@ for this).
   an engine routes a repeated prompt differently in every turn, little can be merged; an engine with a prefix cache returns the
   routes of the cached tokens.
 
-Transformers models are not modified: a forward hook on each router replaces the experts and their weights. Qwen2-MoE, Qwen3-MoE,
-OLMoE, Mixtral, DeepSeek-V2 and DeepSeek-V3 are supported. To support another family, add one function
-to `trainer/models/router_replay.py` that maps logits and experts to weights. When such a model is loaded, rows that replay its own
-selection are compared with its eager forward.
+Transformers models are not modified: a forward hook on each router replaces the experts and their weights. Qwen2-MoE,
+Qwen3-MoE, OLMoE, Mixtral, DeepSeek-V2 and DeepSeek-V3 are supported. To support another family, add one function to
+`trainer/models/router_replay.py` that maps logits and experts to weights. When a supported model is loaded, rows that replay
+its own selection are compared with its eager forward pass.
 
 The run is rejected (`replay_routing`) before anything is written if the dataset has routes and the model belongs to an
 unsupported family, has a different number of layers or of experts per token, or lacks a recorded expert, or if a token lists
