@@ -130,6 +130,7 @@ def test_the_openai_package_streams_calls_tools_and_asks_for_two(vllm_server, tm
     assert len(found) == 1 + 1 + 2 + 1
 
 
+@pytest.mark.nightly  # tests/vllm/test_record_docs.py records LiteLLM on every change
 def test_litellm_with_only_its_base_url_changed(vllm_server, tmp_path, clients):
     async def use(base_url):
         await other_program(clients / "python", "-c", LITELLM, base_url=base_url, home=tmp_path)
@@ -137,7 +138,8 @@ def test_litellm_with_only_its_base_url_changed(vllm_server, tmp_path, clients):
     assert len(recorded(tmp_path / "ds", vllm_server.url, use)) == 3 + 2
 
 
-@pytest.mark.parametrize("exact", [False, True])
+# tests/vllm/test_record_docs.py records it without exact prefixes on every change.
+@pytest.mark.parametrize("exact", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_mini_swe_agent_with_only_its_base_url_changed(
     vllm_server, smollm2_dir, tmp_path, clients, exact
 ):

@@ -72,11 +72,8 @@ def differences(policy, sampled, temperature=1.0):
 
 
 def assert_says_what_the_policy_says(found):
-    assert len(found) > 1000
-    assert np.abs(found).mean() < 0.05
-    assert (
-        abs(found.mean()) < 0.01
-    )  # the samples are random: -0.002 (their KL) with a spread of 0.002
+    assert len(found) > 200
+    assert np.abs(found).max() < 1e-3
 
 
 def test_tokens_go_in_and_come_out_exactly(vllm_server, tokenizer):
@@ -90,23 +87,38 @@ def test_tokens_go_in_and_come_out_exactly(vllm_server, tokenizer):
 
 
 def test_random_tokens_with_fragments_of_characters_are_read(vllm_server, tokenizer):
-    prompts = prompt_ids(tokenizer, QUESTIONS[:8])
-    _, sampled = sample_all(vllm_server, prompts, Sampling(max_tokens=80, temperature=2.0))
+    prompts = prompt_ids(tokenizer, QUESTIONS[:4])
+    fragments = [i for i in range(len(tokenizer.backend)) if "\ufffd" in tokenizer.decode([i])]
+    sampling = Sampling(
+        max_tokens=20, temperature=2.0, extra={"allowed_token_ids": fragments[:100]}
+    )
+    _, sampled = sample_all(vllm_server, prompts, sampling)
     assert all(len(s.response_ids) == len(s.rollout_logprobs) for s in sampled)
     assert any("\ufffd" in s.text for s in sampled)
 
 
 def test_log_probabilities_are_the_policys(vllm_server, tokenizer, policy):
-    prompts = prompt_ids(tokenizer, QUESTIONS)
-    mode, sampled = sample_all(vllm_server, prompts, Sampling(max_tokens=50))
+    prompts = prompt_ids(tokenizer, QUESTIONS[:10])
+    mode, sampled = sample_all(vllm_server, prompts, Sampling(max_tokens=40))
     assert mode == "raw"
     assert_says_what_the_policy_says(differences(policy, sampled))
 
 
+@pytest.mark.nightly  # in software on most CPUs, and ten times slower
+def test_an_engine_in_bfloat16_says_nearly_what_the_policy_says(start_vllm, tokenizer, policy):
+    with start_vllm("--dtype", "bfloat16") as server:
+        _, sampled = sample_all(server, prompt_ids(tokenizer, QUESTIONS), Sampling(max_tokens=50))
+    found = differences(policy, sampled)
+    assert len(found) > 1000
+    assert 0.001 < np.abs(found).mean() < 0.05
+    # The samples are random: -0.002 (their KL) with a spread of 0.002.
+    assert abs(found.mean()) < 0.01
+
+
 def test_raw_ones_at_another_temperature_are_those_of_temperature_1(vllm_server, tokenizer, policy):
-    prompts = prompt_ids(tokenizer, QUESTIONS[:8])
-    _, sampled = sample_all(vllm_server, prompts, Sampling(max_tokens=40, temperature=0.7))
-    assert np.abs(differences(policy, sampled)).mean() < 0.05
+    prompts = prompt_ids(tokenizer, QUESTIONS[:4])
+    _, sampled = sample_all(vllm_server, prompts, Sampling(max_tokens=30, temperature=0.7))
+    assert np.abs(differences(policy, sampled)).max() < 1e-3
     assert np.abs(differences(policy, sampled, 0.7)).mean() > 0.05
 
 
@@ -218,12 +230,12 @@ def test_new_weights_speak_at_once(vllm_server, tokenizer, policy, smollm2_dir, 
         model.model.layers[20].mlp.down_proj.weight *= 0.3
     model.save_pretrained(tmp_path)
     changed = load_policy(str(tmp_path), logprob_chunk_tokens=256)
-    prompts = prompt_ids(tokenizer, QUESTIONS)
+    prompts = prompt_ids(tokenizer, QUESTIONS[:10])
 
     async def use(engine):
         before = await engine.sample(prompts[0], Sampling(max_tokens=2))
         await engine.load_weights(str(tmp_path), policy_version=1)
-        calls = [engine.sample(p, Sampling(max_tokens=50)) for p in prompts]
+        calls = [engine.sample(p, Sampling(max_tokens=40)) for p in prompts]
         sampled = await asyncio.gather(*calls)
         await engine.load_weights(str(smollm2_dir), policy_version=2)
         return before, sampled
@@ -233,17 +245,18 @@ def test_new_weights_speak_at_once(vllm_server, tokenizer, policy, smollm2_dir, 
     assert {s.policy_version for s in sampled} == {1}
     found = differences(changed, sampled)
     assert_says_what_the_policy_says(found)
-    assert np.abs(differences(policy, sampled)).mean() > 5 * np.abs(found).mean()
+    assert np.abs(differences(policy, sampled)).mean() > 0.05
 
 
 def test_processed_ones_are_the_policys_at_any_temperature(template_server, tokenizer, policy):
-    prompts = prompt_ids(tokenizer, QUESTIONS)
-    sampling = Sampling(max_tokens=50, temperature=0.7)
+    prompts = prompt_ids(tokenizer, QUESTIONS[:10])
+    sampling = Sampling(max_tokens=40, temperature=0.7)
     mode, sampled = sample_all(template_server, prompts, sampling)
     assert mode == "processed"
     assert_says_what_the_policy_says(differences(policy, sampled, 0.7))
 
 
+@pytest.mark.nightly  # tests/vllm/test_rl.py kills a server on every change
 def test_a_kill_loses_no_call(mortal_server, tokenizer):
     prompts = prompt_ids(tokenizer, QUESTIONS)
 

@@ -139,6 +139,7 @@ def test_drift_finds_every_break_of_a_real_conversation(made, settings):
         assert merge_table(rollout_io.read(path)).num_rows == 8 + found
 
 
+@pytest.mark.nightly  # tests/vllm/test_rl.py kills a server on every change
 def test_a_server_killed_in_the_middle_and_started_again_costs_no_trajectory(
     mortal_server, smollm2_dir, tmp_path
 ):

@@ -112,14 +112,10 @@ def check_killed_and_resumed(config, harness, tmp_path):
     check_run(config, harness)
 
 
-@pytest.mark.parametrize(
-    ("harness", "max_staleness"),
-    [
-        ("mini", 0),
-        pytest.param("harbor", 1, marks=pytest.mark.nightly),
-        pytest.param("openai", 1, marks=pytest.mark.nightly),
-    ],
-)
+# On every change tests/pipelines/harness/test_loop.py kills a loop of the embedded engine, and the next test
+# one of mini-swe-agent.
+@pytest.mark.nightly
+@pytest.mark.parametrize(("harness", "max_staleness"), [("mini", 0), ("harbor", 1), ("openai", 1)])
 def test_a_harness_trains_on_the_embedded_engine_killed_and_resumed(
     harness, max_staleness, loop_of, tiny, tmp_path
 ):
