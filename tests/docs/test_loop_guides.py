@@ -25,7 +25,7 @@ def test_a_loop_around_an_openai_server_becomes_a_checkpoint(smollm2_dir, tmp_pa
         printed = follow("vllm_loop.md", tmp_path, url=url)
     assert "fingerprints match" in printed
     rows = rollout_io.scan(tmp_path / "runs" / "sums").collect()
-    assert len(rows) == 6 * 4 * 2
+    assert len(rows) == 4 * 4 * 2
     assert set(rows["token_source"]) == {"engine"}
     assert rows["rollout_logprobs"].null_count() == 0
     assert checkpoint_of(tmp_path / "runs" / "loop") > 1e8
