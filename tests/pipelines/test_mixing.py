@@ -1,6 +1,6 @@
 import polars as pl
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipelines import merge, unmerge
@@ -109,7 +109,7 @@ def test_merged_rows_mix_with_steps_and_still_come_apart():
 
 
 @given(rollout_tables(min_trajectories=1), rollout_tables(min_trajectories=1), st.booleans())
-@relaxed
+@settings(relaxed, max_examples=25)
 def test_mixtures_are_valid_and_lose_no_row(one, other, merges):
     frames = {"x": merge(one) if merges else one, "y": other}
     rows = mix(frames, prefix_names=True)[0].collect()

@@ -155,7 +155,7 @@ RULES = st.sampled_from(["lineage", "consecutive"])
 
 
 @given(rollout_tables(max_steps=7), RULES, st.booleans())
-@settings(relaxed, max_examples=300)
+@settings(relaxed, max_examples=100)
 def test_merging_equals_the_greedy_rule_on_plain_lists(table, rule, encoded):
     wanted = plain_merge(table.to_pylist(), rule)
     rows = merge_table(encode_prefixes(table) if encoded else table, rule).to_pylist()
@@ -183,7 +183,7 @@ def test_merged_tables_are_valid(table, rule):
 
 
 @given(rollout_tables(max_steps=6), RULES)
-@settings(relaxed, max_examples=300)
+@settings(relaxed, max_examples=100)
 def test_unmerging_a_merged_table_gives_the_table_back(table, rule):
     back = unmerge_table(merge_table(table, rule))
     if "segments" not in table.column_names:

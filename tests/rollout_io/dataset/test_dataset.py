@@ -85,7 +85,7 @@ def test_a_parent_is_the_latest_of_those_that_share_most(table):
 
 
 @given(rollout_tables(), st.data())
-@relaxed
+@settings(relaxed, max_examples=25)
 def test_write_then_read_is_the_identity(table, data):
     layout = data.draw(st.sampled_from(["prefix", "full"]))
     rows = data.draw(st.integers(1, 9))

@@ -30,7 +30,7 @@ GROUPS_OF_ALL_STYLES = ("shop-4", "shop-5", "shop-7", "shop-8")
 GROUPS_OF_GRADIENT = ("shop-5", "shop-7")
 
 
-@pytest.fixture(scope="module", params=[6, pytest.param(30, marks=pytest.mark.nightly)])
+@pytest.fixture(scope="module", params=[2, pytest.param(30, marks=pytest.mark.nightly)])
 def policy(request: pytest.FixtureRequest, smollm2_dir: Path) -> Policy:
     """With its first layers, or with all 30."""
     policy = load_policy(str(smollm2_dir), logprob_chunk_tokens=256)
