@@ -329,7 +329,8 @@ session_ended: The session has already ended, or is ended again with a different
     Give the next run a different repetition.
 session_key: The API key is missing, or is not the key of this session.
     Use the `base_url` and key that `POST /sessions` returned.
-session_name: A session name is not `INSTANCE/REPETITION`, with repetitions numbered from 0.
+session_name: A session name is not `INSTANCE/REPETITION`, with repetitions numbered from 0; or a
+    name in a rewards file fits several runs.
     Name sessions `shop-1/0`, `shop-1/1`, ..., and percent-encode them in URLs.
 session_open: The session is already open.
     Open a session with a different repetition, or end this one first.

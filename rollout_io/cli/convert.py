@@ -167,13 +167,17 @@ def convert(
         def progress(num_bytes: int, num_rows: int) -> None:
             advance(num_bytes / _READS, num_rows)
 
-        done = driver.convert(
-            inputs,
-            out,
-            choices,
-            workers=Workers(workers or num_for(_num_bytes(inputs)), engine),
-            progress=progress,
-        )
+        try:
+            done = driver.convert(
+                inputs,
+                out,
+                choices,
+                workers=Workers(workers or num_for(_num_bytes(inputs)), engine),
+                progress=progress,
+            )
+        except driver.NothingUsable as error:
+            note(error.summary.rejections_text())
+            raise
     if as_json:
         state = {
             "num_left": len(done.left),

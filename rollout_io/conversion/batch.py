@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 
 from rollout_io.conversion.decoding import check_decoded
 from rollout_io.conversion.outcomes import settle
+from rollout_io.conversion.rejections import pointed
 from rollout_io.conversion.remote import named_table
 from rollout_io.conversion.rewards import Key, Outcome
 from rollout_io.conversion.rows import Settled, table_of
@@ -35,6 +36,7 @@ class Settings:
     """Settings that all chunks of a conversion share; see also `Choices`.
 
     Attributes:
+        format: Name of the format, for hints.
         tokenizer: Directory of the tokenizer against which exact ids are checked; None if unknown.
         spool: Directory with copies of remote directories; None: there are none.
     """
@@ -42,6 +44,7 @@ class Settings:
     adapter: Adapter
     options: Options
     retokenizer: Retokenizer | None
+    format: str = ""
     tokenizer: str | None = None
     layout: Literal["prefix", "full"]
     metadata: DatasetMetadata
@@ -87,7 +90,7 @@ class Reader:
                     table = self.settings.adapter.read(run, self.settings.options)
                 self._take_routing([_routing_of(table)], run)
             except RolloutError as error:
-                self.rejected += of_run(run, error)
+                self.rejected += of_run(run, pointed(error, self.settings.format))
             else:
                 yield Part([run], table)
 
@@ -114,7 +117,7 @@ class Reader:
                 except RolloutError as error:
                     if is_of_tokenizer(error, self.settings.retokenizer):
                         raise
-                    self.rejected += of_run(run, error)
+                    self.rejected += of_run(run, pointed(error, self.settings.format))
         return batch
 
     def _take_routing(self, shapes: Iterable[tuple[int, ...] | None], run: Run) -> None:

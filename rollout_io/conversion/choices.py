@@ -111,6 +111,7 @@ def settings_of(
     return [
         Settings(
             adapter=log.adapter,
+            format=log.format,
             options=choices.options,
             retokenizer=retokenizer,
             tokenizer=find_tokenizer(metadata.tokenizer) if is_verified else None,

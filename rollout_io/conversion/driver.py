@@ -21,7 +21,7 @@ from rollout_io.conversion.finished import finished, record_of
 from rollout_io.conversion.inputs import PathLike, digests_of, open_file, paths_of
 from rollout_io.conversion.log import Log, Opened, open_log
 from rollout_io.conversion.plan import CHUNK_BYTES, Plan, chunks, plan_logs, refuse_nothing
-from rollout_io.conversion.remote import named_found, naming_errors
+from rollout_io.conversion.remote import naming_errors
 from rollout_io.conversion.rewards import Key, Outcome, read_rewards
 from rollout_io.conversion.staging import Staging, rejected_path, spool_path
 from rollout_io.conversion.summary import Summary
@@ -62,6 +62,16 @@ class Conversion:
     def format(self) -> str:
         """Formats of the logs, separated by commas."""
         return ", ".join(self.summary.formats)
+
+
+class NothingUsable(InputError):
+    """Every record was rejected, so there is no dataset.
+
+    Attributes:
+        summary: Counts and reasons.
+    """
+
+    summary: Summary
 
 
 def convert(
@@ -120,13 +130,10 @@ def convert(
             return done
         refuse_misfits(choices, opened.logs)
         staging.begin(identity)
-        outcomes = {} if rewards is None else read_rewards(*rewards)
-        found = (
-            named_found(log.adapter.find(log.inputs, lambda n: report(n, 0)), spool)
-            for log in opened.logs
-        )
+        named = {} if rewards is None else read_rewards(*rewards)
+        found = (log.find(lambda n: report(n, 0), spool) for log in opened.logs)
         with without_collector():
-            plans = plan_logs(found, outcomes, choices.group_by)
+            plans, outcomes = plan_logs(found, named, choices.group_by)
         plans[-1].rejected += opened.unused
         refuse_nothing(plans, opened.inputs)
         settings = settings_of(choices, opened.logs, [planned.about for planned in plans], spool)
@@ -271,7 +278,7 @@ def _conclude(
     else:
         staging.remove_rejected()
     if not summary.num_rows:
-        raise _all_rejected(staging.where, errors_of(rejected, opened.inputs), summary.reasons)
+        raise _nothing_usable(staging.where, errors_of(rejected, opened.inputs), summary)
     return summary
 
 
@@ -307,11 +314,11 @@ def _planned(logs: Sequence[Log], plans: Sequence[Plan]) -> Summary:
     return summary
 
 
-def _all_rejected(
-    where: str, errors: Sequence[RolloutError], reasons: Sequence[Mapping[str, Any]]
-) -> InputError:
+def _nothing_usable(where: str, errors: Sequence[RolloutError], summary: Summary) -> NothingUsable:
     got = f"no record can be used ({len(errors)} rejected; the first: {errors[0].failure})"
-    hint = f"see {rejected_path(where)}"
-    if reasons[0]["hint"]:
-        hint += f"; to fix the most frequent error, {reasons[0]['hint']}"
-    return InputError("no_calls", where, got, "", hint)
+    hint, reason = f"see {rejected_path(where)}", summary.reasons[0]
+    if reason["hint"]:
+        hint += f"; the most frequent error is [{reason['rule']}]: {reason['hint']}"
+    error = NothingUsable("no_calls", where, got, "", hint)
+    error.summary = summary
+    return error

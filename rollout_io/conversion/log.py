@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 from rollout_io.conversion.inputs import copies_in, open_inputs
+from rollout_io.conversion.rejections import pointed
+from rollout_io.conversion.remote import named_found
 from rollout_io.conversion.urls import shown
-from rollout_io.formats.base import Adapter, Input, Place, Rejected
+from rollout_io.formats.base import Adapter, Found, Input, Place, Progress, Rejected
 from rollout_io.formats.detect import (
     HINT,
     RULE,
@@ -30,6 +32,14 @@ class Log(NamedTuple):
     format: str
     adapter: Adapter
     inputs: list[Input]
+
+    def find(self, progress: Progress, spool: Path) -> Iterator[Found]:
+        """Yield what the adapter finds; names of copies in `spool` become URLs."""
+        for item in named_found(self.adapter.find(self.inputs, progress), spool):
+            if isinstance(item, Rejected):
+                yield item._replace(error=pointed(item.error, self.format))
+            else:
+                yield item
 
 
 class Opened(NamedTuple):

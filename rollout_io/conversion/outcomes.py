@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from rollout_io.conversion.rewards import Key, Outcome
+from rollout_io.conversion.rewards import Key, Outcome, second_line
 from rollout_io.conversion.rows import Settled
 from rollout_io.formats.base import Place, Rejected, Run, Step, Trajectory
-from schemas.errors import ConfigError, InputError
+from rollout_io.formats.parsing.naming import SESSION_SHAPE, full_name
+from schemas.errors import ConfigError, InputError, count
 
+_SHOWN = 4  # names in an error
 LOGGED_REWARD, LOGGED_ERROR = "logged_reward", "logged_error"
 
 
@@ -91,19 +94,79 @@ def _texts(logged: Trajectory, given: Outcome | None) -> dict[str, str]:
     return {**logged.user_values, **said, **given.user_values}
 
 
-def unknown(keys: Collection[Key], outcomes: Mapping[Key, Outcome]) -> Iterator[Rejected]:
-    """Yield outcomes of trajectories that are not in `keys`, as `unknown_session` errors.
+def resolve(
+    outcomes: Mapping[str, Outcome], keys: Collection[Key]
+) -> tuple[dict[Key, Outcome], list[Rejected]]:
+    """Find the run of each outcome by the name of its session.
 
-    A failed trajectory may be missing from the log, as it may have made no call.
+    A name is `instance/repetition`; or the instance alone, if it has one run; or the trajectory id
+    (`instance_repetition`). A failed run may be missing from the log, as it may have made no call,
+    and then needs its full name.
+
+    Args:
+        outcomes: Outcomes by the names in the rewards file.
+        keys: The runs in the log.
+
+    Returns:
+        The outcomes by run, and those without one: `unknown_session` for a full name,
+        `session_name` for one that is not, or that fits several runs.
+
+    Raises:
+        InputError: `reward_line`: two names mean the same run.
     """
-    found = {k: o for k, o in outcomes.items() if o.error is None and k not in keys}
-    known = [_session(k) for k in keys] if found else []
-    near = difflib.get_close_matches(_session(next(iter(found))), known, 1) if found else []
-    hint = "add the missing log file, or set `error` for a run that made no call"
-    for key, outcome in found.items():
-        got = f"session {_session(key)!r} has a reward but no call in the logs"
-        advice = f"{hint}; the nearest session is {near.pop()!r}" if near else hint
-        error = InputError("unknown_session", outcome.where, got, "", advice)
+    found: dict[Key, Outcome] = {}
+    left: list[tuple[str, Outcome]] = []
+    for session, outcome in outcomes.items():
+        key = full_name(session)
+        if key is not None and key in keys:
+            found[key] = outcome
+        else:
+            left.append((session, outcome))
+    unresolved: list[tuple[str, Outcome, list[Key]]] = []
+    by_name = _short_names(keys) if left else {}
+    for session, outcome in left:
+        key, fits = full_name(session), by_name.get(session, [])
+        if len(fits) == 1:
+            key = fits[0]
+        elif fits or key is None or outcome.error is None:
+            unresolved.append((session, outcome, fits))
+            continue
+        if key in found:
+            raise second_line(_session(key), found[key], outcome)
+        found[key] = outcome
+    return found, list(_rejected(unresolved, keys))
+
+
+def _short_names(keys: Iterable[Key]) -> dict[str, list[Key]]:
+    """Return the runs that instances and trajectory ids name."""
+    found: defaultdict[str, list[Key]] = defaultdict(list)
+    for key in keys:
+        found[key[0]].append(key)
+        found[f"{key[0]}_{key[1]}"].append(key)
+    return found
+
+
+def _rejected(
+    unresolved: Sequence[tuple[str, Outcome, list[Key]]], keys: Iterable[Key]
+) -> Iterator[Rejected]:
+    """Yield the errors of names that mean no run, or several; the first one names a similar run."""
+    known = [_session(key) for key in keys] if unresolved else []
+    near = difflib.get_close_matches(unresolved[0][0], known, 1) if unresolved else []
+    example = near[0] if near else min(known, default="shop-1/0")
+    for session, outcome, fits in unresolved:
+        rule, got, expected = "session_name", f"session {session!r}", ""
+        if fits:
+            names = ", ".join(map(_session, fits[:_SHOWN])) + (", ..." if fits[_SHOWN:] else "")
+            got += f" may be any of {count(len(fits), 'run')}: {names}"
+            hint = "give the full name of the run"
+        elif full_name(session) is None:
+            expected = SESSION_SHAPE
+            hint = f"name a run of the log, for example {example!r}"
+        else:
+            rule, got = "unknown_session", f"{got} has a reward but no call in the logs"
+            hint = "add the missing log file, or set `error` for a run that made no call"
+            hint += f"; the nearest session is {near.pop()!r}" if near else ""
+        error = InputError(rule, outcome.where, got, expected, hint)
         yield Rejected(Place(Path(outcome.where), outcome.where), error)
 
 

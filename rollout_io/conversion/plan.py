@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollout_io.conversion.outcomes import unknown
+from rollout_io.conversion.outcomes import resolve
 from rollout_io.conversion.rewards import Key, Outcome
 from rollout_io.formats.base import About, Found, Input, Rejected, Run
 from schemas.errors import ConfigError, InputError, InvariantError
@@ -42,7 +42,7 @@ class Plan:
 
 
 def plan(
-    found: Iterable[Found], outcomes: Mapping[Key, Outcome], group_by: Sequence[str] = ()
+    found: Iterable[Found], outcomes: Mapping[str, Outcome], group_by: Sequence[str] = ()
 ) -> Plan:
     """Collect the findings of an adapter, and name the runs.
 
@@ -51,22 +51,28 @@ def plan(
 
     Args:
         found: Findings of `Adapter.find`.
-        outcomes: Outcomes from the rewards file.
+        outcomes: Outcomes by the names in the rewards file (`outcomes.resolve`).
         group_by: Labels whose values, joined by "/", replace the instance id.
     """
-    (made,) = plan_logs([found], outcomes, group_by)
+    (made,), _ = plan_logs([found], outcomes, group_by)
     return made
 
 
 def plan_logs(
-    logs: Iterable[Iterable[Found]], outcomes: Mapping[Key, Outcome], group_by: Sequence[str] = ()
-) -> list[Plan]:
+    logs: Iterable[Iterable[Found]], outcomes: Mapping[str, Outcome], group_by: Sequence[str] = ()
+) -> tuple[list[Plan], dict[Key, Outcome]]:
     """Plan several logs of one dataset; the last plan has the outcomes without a run.
 
     Args:
         logs: Findings in each log.
         outcomes: As for `plan`.
         group_by: As for `plan`.
+
+    Returns:
+        A plan for each log, and the outcomes by run.
+
+    Raises:
+        InputError: `reward_line`: two names in the rewards file mean the same run.
     """
     plans, first = [], dict[str, Run]()
     for found in logs:
@@ -85,13 +91,14 @@ def plan_logs(
         made.runs = list(_unique(runs, first, made.rejected))
         plans.append(made)
     last, keys = plans[-1], {_key(run): run for made in plans for run in made.runs}
-    last.rejected += unknown(keys, outcomes)
-    for key, outcome in outcomes.items():
+    resolved, unresolved = resolve(outcomes, keys)
+    last.rejected += unresolved
+    for key, outcome in resolved.items():
         if key in keys:
             keys[key].rewarded, keys[key].failed = True, outcome.error is not None
-        elif outcome.error is not None:
+        else:
             last.runs.append(Run(instance_id=key[0], repetition_id=key[1], places=()))
-    return plans
+    return plans, resolved
 
 
 def refuse_nothing(plans: Sequence[Plan], inputs: Sequence[Input]) -> None:

@@ -14,7 +14,7 @@ from rollout_io.conversion.choices import Choices, refuse_misfits, settings_of
 from rollout_io.conversion.inputs import PathLike, open_file, paths_of
 from rollout_io.conversion.log import open_log
 from rollout_io.conversion.plan import plan_logs, refuse_nothing
-from rollout_io.conversion.remote import named_found, naming_errors
+from rollout_io.conversion.remote import naming_errors
 from rollout_io.conversion.rewards import read_rewards
 
 
@@ -40,12 +40,9 @@ def read_log(inputs: PathLike | Sequence[PathLike], choices: Choices | None = No
         logs = opened.logs
         refuse_misfits(choices, logs)
         rewards = open_file(choices.rewards, spool) if choices.rewards else None
-        outcomes = {} if rewards is None else read_rewards(*rewards)
-        found = (
-            named_found(log.adapter.find(log.inputs, lambda _num_bytes: None), spool)
-            for log in logs
-        )
-        plans = plan_logs(found, outcomes, choices.group_by)
+        named = {} if rewards is None else read_rewards(*rewards)
+        found = (log.find(lambda _num_bytes: None, spool) for log in logs)
+        plans, outcomes = plan_logs(found, named, choices.group_by)
         refuse_nothing(plans, opened.inputs)
         rejected = [*opened.unused, *(r for planned in plans for r in planned.rejected)]
         tables = []

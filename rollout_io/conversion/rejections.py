@@ -8,10 +8,13 @@ from typing import Any, NoReturn
 
 import msgspec
 
+from rollout_io import formats
 from rollout_io.conversion.inputs import DUPLICATE_INPUT
 from rollout_io.conversion.text import NO_TOKENS, is_text_alone
 from rollout_io.dataset.opening import open_input
 from rollout_io.formats.base import Place, Rejected
+from rollout_io.formats.parsing.jsonl import FIELDS_HINT
+from rollout_io.formats.parsing.naming import natural_key
 from rollout_io.formats.parsing.records import DUPLICATE, INCOMPLETE
 from schemas import errors
 from schemas.errors import InputError, RolloutError
@@ -19,6 +22,7 @@ from schemas.errors import InputError, RolloutError
 Reason = dict[str, Any]
 """A broken rule: `rule`, `num_records`, `first` (its first error), `hint`."""
 
+_OUR_FORMATS = Path(formats.__file__).parent
 DUPLICATES = frozenset({DUPLICATE, DUPLICATE_INPUT})
 _TOLD_BYTES = 64 << 20  # longer records are not copied
 
@@ -70,18 +74,27 @@ def fail(found: Sequence[RolloutError], num_runs: int, noun: str) -> NoReturn:
     raise InputError(NO_TOKENS, alone[0].where, alone[0].got, "", alone[0].hint, message=message)
 
 
+def pointed(error: RolloutError, format_name: str) -> RolloutError:
+    """Add the section of a format to the hint that refers to its documentation."""
+    if error.hint != FIELDS_HINT or not (_OUR_FORMATS / f"{format_name}.py").exists():
+        return error
+    hint = FIELDS_HINT.replace("formats.md", f"formats.md#{format_name}")
+    return error.at(error.where, hint)
+
+
 def reasons(rejected: Iterable[Rejected]) -> list[Reason]:
     """Return the broken rules and their hints, each with its number of records and first error.
 
-    The most frequent reasons come first, and errors caused by other errors last.
+    The most frequent reasons come first, and errors caused by other errors last. The first error is
+    that of the first file and line.
     """
-    found: dict[tuple[str, str | None], list[RolloutError]] = {}
+    found: dict[tuple[str, str | None], list[str]] = {}
     for _, error in rejected:
-        found.setdefault((error.rule, error.hint), []).append(error)
+        found.setdefault((error.rule, error.hint), []).append(error.sentence)
     ordered = sorted(found.items(), key=lambda item: (item[0][0] == INCOMPLETE, -len(item[1])))
     return [
-        {"rule": rule, "num_records": len(of_it), "first": of_it[0].sentence, "hint": hint}
-        for (rule, hint), of_it in ordered
+        {"rule": rule, "num_records": len(said), "first": min(said, key=natural_key), "hint": hint}
+        for (rule, hint), said in ordered
     ]
 
 
@@ -92,6 +105,7 @@ def merged(ours: Iterable[Reason], theirs: Iterable[Reason]) -> list[Reason]:
         key = reason["rule"], reason["hint"]
         known = found.setdefault(key, {**reason, "num_records": 0})
         known["num_records"] += reason["num_records"]
+        known["first"] = min(known["first"], reason["first"], key=natural_key)
     return sorted(found.values(), key=lambda r: (r["rule"] == INCOMPLETE, -r["num_records"]))
 
 

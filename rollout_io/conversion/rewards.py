@@ -49,12 +49,12 @@ class Outcome:
 Key = tuple[str, int]
 
 
-def read_rewards(name: str | Path, path: Path | None = None) -> dict[Key, Outcome]:
-    """Read outcomes by (instance_id, repetition_id), in file order.
+def read_rewards(name: str | Path, path: Path | None = None) -> dict[str, Outcome]:
+    """Read outcomes by the names of their sessions, in file order.
 
-    A line has `session` ("instance/repetition") or `instance_id` and `repetition_id`, and `reward`
-    (a number, or null if unknown) or `error` (a string) or both. Other numbers and booleans become
-    metrics; other strings become user columns.
+    A line has `session` or `instance_id` and `repetition_id`, and `reward` (a number, or null if
+    unknown) or `error` (a string) or both. Other numbers and booleans become metrics; other strings
+    become user columns. Which run a name means depends on the log (`outcomes.resolve`).
 
     Args:
         name: Name of the file in messages.
@@ -65,21 +65,20 @@ def read_rewards(name: str | Path, path: Path | None = None) -> dict[Key, Outcom
 
     Example:
         >>> # {"session": "shop-1/0", "reward": 1.0, "style": "append", "truth": 6}
-        >>> read_rewards("shop.rewards.jsonl")[("shop-1", 0)].metrics
+        >>> read_rewards("shop.rewards.jsonl")["shop-1/0"].metrics
         {'truth': 6.0}
     """
-    outcomes: dict[Key, Outcome] = {}
+    outcomes: dict[str, Outcome] = {}
     errors: list[RolloutError] = []
     decoder = msgspec.json.Decoder(dict[str, Any])
     with open_input(path or name) as file:
         for line in read_lines(file):
             where = f"{name}:{line.number}"
             try:
-                key, outcome = parse_outcome(decode_line(decoder, line.content, where), where)
-                if key in outcomes:
-                    got = f"session {key[0]}/{key[1]} already has a line: {outcomes[key].where}"
-                    raise InputError(_RULE, where, got, "", "keep only one of the two lines")
-                outcomes[key] = outcome
+                session, outcome = _parse(decode_line(decoder, line.content, where), where)
+                if session in outcomes:
+                    raise second_line(session, outcomes[session], outcome)
+                outcomes[session] = outcome
             except RolloutError as error:
                 errors.append(error)
     if errors:
@@ -87,8 +86,14 @@ def read_rewards(name: str | Path, path: Path | None = None) -> dict[Key, Outcom
     return outcomes
 
 
+def second_line(session: str, first: Outcome, second: Outcome) -> InputError:
+    """Return the error for a second line about the same trajectory."""
+    got = f"session {session} already has a line: {first.where}"
+    return InputError(_RULE, second.where, got, "", "keep only one of the two lines")
+
+
 def parse_outcome(record: dict[str, Any], where: str) -> tuple[Key, Outcome]:
-    """Parse the outcome of one trajectory from one line.
+    """Parse the outcome of one trajectory, named "instance/repetition", from one line.
 
     Args:
         record: The line as an object; a null `reward` is unknown.
@@ -97,6 +102,11 @@ def parse_outcome(record: dict[str, Any], where: str) -> tuple[Key, Outcome]:
     Raises:
         InputError: reward_line, record_type, session_name.
     """
+    session, outcome = _parse(record, where)
+    return split_session(session, where), outcome
+
+
+def _parse(record: dict[str, Any], where: str) -> tuple[str, Outcome]:
     names = _Fields.__struct_fields__
     known = {name: record[name] for name in names if name in record}
     try:
@@ -118,24 +128,27 @@ def parse_outcome(record: dict[str, Any], where: str) -> tuple[Key, Outcome]:
         raise InputError(_RULE, where, got, "", "rename the key")
     metrics = {k: _number(k, v, where) for k, v in others.items() if isinstance(v, int | float)}
     texts = {k: _text(v) for k, v in others.items() if k not in metrics and v is not None}
-    return _key(fields, where), Outcome(
+    return _session(fields, where), Outcome(
         where=where, reward=fields.reward, error=fields.error, metrics=metrics, user_values=texts
     )
 
 
-def _key(fields: _Fields, where: str) -> Key:
-    if fields.session is None:
-        if fields.instance_id is None or fields.repetition_id is None:
-            got = "the line has neither `session` nor `instance_id` and `repetition_id`"
-            hint = 'name the trajectory: {"session": "shop-1/0", "reward": 1.0}'
-            raise InputError(_RULE, where, got, "", hint)
-        return split_session(f"{fields.instance_id}/{fields.repetition_id}", where)
-    key = split_session(fields.session, where)
+def _session(fields: _Fields, where: str) -> str:
+    if fields.session is None and (fields.instance_id is None or fields.repetition_id is None):
+        got = "the line has neither `session` nor `instance_id` and `repetition_id`"
+        hint = 'name the trajectory: {"session": "shop-1/0", "reward": 1.0}'
+        raise InputError(_RULE, where, got, "", hint)
+    session = fields.session
+    if session is None:
+        session = f"{fields.instance_id}/{fields.repetition_id}"
     given = (fields.instance_id, fields.repetition_id)
+    if given == (None, None):
+        return session
+    key = split_session(session, where)
     if any(g is not None and g != k for g, k in zip(given, key, strict=True)):
         got = f"instance_id or repetition_id contradicts session {fields.session!r}"
         raise InputError(_RULE, where, got, "", "remove one of the two")
-    return key
+    return session
 
 
 def _number(name: str, value: float, where: str) -> float:

@@ -124,19 +124,12 @@ class Summary:
         """Return the counts as a few lines of text."""
         mean = "no rewards" if self.reward_mean is None else f"mean reward {self.reward_mean:g}"
         lines = [
-            f"{_num(self.num_records, 'record')} read = {self.num_written} written + "
-            f"{self.num_rejected} rejected",
+            self._records(),
             f"{_num(self.num_calls, 'call')} -> {out}: {_num(self.num_rows, 'row')}, "
             f"{_num(self.num_trajectories, 'trajectory')}, {_num(len(self.instances), 'group')}, "
             f"{mean}",
         ]
-        for reason in self.reasons[:_NUM_REASONS]:
-            hint = f" Hint: {reason['hint']}" if reason["hint"] else ""
-            number = _num(reason["num_records"], "record")
-            lines.append(f"  {number} rejected [{reason['rule']}]; first: {reason['first']}{hint}")
-        if len(self.reasons) > _NUM_REASONS:
-            more = _num(len(self.reasons) - _NUM_REASONS, "further reason")
-            lines.append(f"  {more}: see `--json`")
+        lines += self._reasons()
         if self.num_duplicates:
             lines.append(
                 f"{_num(self.num_duplicates, 'rejected record')} with the same content as others"
@@ -158,14 +151,34 @@ class Summary:
                 "probably several attempts under one name: give each attempt a different name "
                 "(calls: `session`)"
             )
-        if self.num_without_logprobs:
+        # Text has no log-probabilities that an engine could return.
+        if num_without := self.num_without_logprobs - self.num_retokenized:
             lines.append(
-                f"{_num(self.num_without_logprobs, 'row')} without log-probabilities, so training "
+                f"{_num(num_without, 'row')} without log-probabilities, so training "
                 'cannot correct importance ratios: request "logprobs": true from the engine'
             )
         if self.num_failed:
             lines.append(f"{_num(self.num_failed, 'failed trajectory')}, kept with `error`")
         return "\n".join(lines)
+
+    def rejections_text(self) -> str:
+        """Return the counts of records and the reasons as lines of text, for a log of no use."""
+        return "\n".join([self._records(), *self._reasons()])
+
+    def _records(self) -> str:
+        read = _num(self.num_records, "record")
+        return f"{read} read = {self.num_written} written + {self.num_rejected} rejected"
+
+    def _reasons(self) -> list[str]:
+        lines = []
+        for reason in self.reasons[:_NUM_REASONS]:
+            hint = f" Hint: {reason['hint']}" if reason["hint"] else ""
+            number = _num(reason["num_records"], "record")
+            lines.append(f"  {number} rejected [{reason['rule']}]; first: {reason['first']}{hint}")
+        if len(self.reasons) > _NUM_REASONS:
+            more = _num(len(self.reasons) - _NUM_REASONS, "further reason")
+            lines.append(f"  {more}: see `--json`")
+        return lines
 
 
 _ABSENT: dict[str, Any] = {

@@ -21,6 +21,17 @@ MAX_LINE_BYTES = 1 << 30
 
 _MISMATCH = re.compile(r"Expected (?P<expected>.+), got (?P<got>.+?)(?: - at `(?P<path>.+)`)?")
 
+_WORDS = {
+    "str": "a string",
+    "int": "a number",
+    "float": "a number",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "an object",
+}
+_ENDS_LIKE_A_LINE = re.compile(r":[0-9]+$")
+FIELDS_HINT = "see docs/formats.md for the fields of the format"
+"""Hint of a wrong type; `pointed` adds the section of the format."""
 
 NESTED = "lists or objects are nested too deeply"
 
@@ -103,7 +114,8 @@ def _decode(decoder: msgspec.json.Decoder[T], content: bytes, where: str, unit: 
         refuse_not_utf8(content, where, unit)
         raise
     except msgspec.ValidationError as error:
-        raise type_error(error, where) from None
+        is_whole = unit is _DOCUMENT or _ENDS_LIKE_A_LINE.search(where) is not None
+        raise type_error(error, where, unit.name if is_whole else "value") from None
     except msgspec.DecodeError as error:
         raise _syntax_error(error, content, where, unit) from None
     except RecursionError:
@@ -165,15 +177,24 @@ def read_document(decoder: msgspec.json.Decoder[T], path: Path) -> tuple[T, int]
     return decode_document(decoder, content, str(path)), len(content)
 
 
-def type_error(error: msgspec.ValidationError, where: str) -> InputError:
-    """Return the error for a field that is missing or has the wrong type."""
-    hint = "see docs/formats.md for the fields of the format"
+def type_error(error: msgspec.ValidationError, where: str, whole: str = "value") -> InputError:
+    """Return the error for a field that is missing or has the wrong type.
+
+    Args:
+        error: The finding of the decoder.
+        where: Place of the decoded text.
+        whole: Word for the decoded text, if not a field of it but all of it has the wrong type.
+    """
+    hint = FIELDS_HINT
     match = _MISMATCH.fullmatch(str(error))
     if match is None:
         text, _, path = str(error).partition(" - at ")
         got = f"{text[0].lower()}{text[1:]}" + (f" in {path}" if path else "")
         return InputError("record_type", where, got, hint=hint)
-    place = f"{where}, {match['path'].strip('`')}" if match["path"] else where
+    if not match["path"]:
+        got, expected = (_WORDS.get(match[n].strip("`"), match[n]) for n in ("got", "expected"))
+        return InputError("record_type", where, f"{got} as the entire {whole}", expected, hint)
+    place = f"{where}, {match['path'].strip('`')}"
     return InputError("record_type", place, match["got"], match["expected"], hint)
 
 

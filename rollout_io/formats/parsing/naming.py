@@ -11,6 +11,15 @@ from schemas.errors import InputError
 _NUMBER = re.compile(r"([0-9]+)")
 _REPETITION = re.compile(r"0|[1-9][0-9]{0,8}")
 
+SESSION_SHAPE = "'instance/repetition', where repetition is a non-negative integer"
+
+
+def full_name(session: str) -> tuple[str, int] | None:
+    """Split "instance/repetition"; None if the name has a different form."""
+    instance_id, _, repetition = session.rpartition("/")
+    is_full = instance_id and _REPETITION.fullmatch(repetition)
+    return (instance_id, int(repetition)) if is_full else None
+
 
 def split_session(session: str, where: str) -> tuple[str, int]:
     """Split "instance/repetition"; the instance may contain slashes.
@@ -19,12 +28,11 @@ def split_session(session: str, where: str) -> tuple[str, int]:
         >>> split_session("math/train/12/3", "a.jsonl:1")
         ('math/train/12', 3)
     """
-    instance_id, _, repetition = session.rpartition("/")
-    if not instance_id or not _REPETITION.fullmatch(repetition):
-        expected = "'instance/repetition', where repetition is a non-negative integer"
+    key = full_name(session)
+    if key is None:
         hint = "number the attempts at each instance: shop-1/0, shop-1/1, ..."
-        raise InputError("session_name", where, f"session {session!r}", expected, hint)
-    return instance_id, int(repetition)
+        raise InputError("session_name", where, f"session {session!r}", SESSION_SHAPE, hint)
+    return key
 
 
 def natural_key(name: str) -> tuple[list[str | tuple[int, str]], str]:

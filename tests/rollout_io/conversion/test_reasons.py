@@ -70,4 +70,51 @@ def test_where_nothing_can_be_used_the_hint_is_that_of_the_most_frequent_error(t
     text = write(tmp_path / "text.jsonl", *TEXTS)
     error = refusal(text, tmp_path / "ds", Choices(on_error="skip"))
     assert error.rule == "no_calls"
-    assert "to fix the most frequent error, pass --tokenizer DIR" in error.hint
+    assert "the most frequent error is [no_token_ids]: pass --tokenizer DIR" in error.hint
+
+
+def test_where_nothing_can_be_used_the_reasons_are_those_of_any_conversion(tmp_path, capsys):
+    damaged = b'{"session": "a/0", "request": {'
+    calls = write(tmp_path / "calls.jsonl", *(call("a/0", i) for i in range(3)), damaged)
+    out = tmp_path / "ds"
+    assert run(["convert", str(calls), "--on-error", "skip", "--out", str(out)]) == 1
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "4 records read = 0 written + 4 rejected"
+    assert "[json_line]" in said[1]
+    assert "[incomplete_trajectory]" in said[2]
+    assert said[3].startswith(
+        f"Error: {out}: no record can be used (4 rejected; the first: json_line"
+    )
+    assert said[4].startswith(f"Hint: see {out}.rejected.jsonl; the most frequent error is [json_")
+
+
+def test_the_first_of_a_reason_is_that_of_the_first_line(tmp_path):
+    bad = [call("a/0", -5), b'"text"', call("b/0")]
+    log = write(tmp_path / "calls.jsonl", *bad, *(call(f"c{i}/0", -5) for i in range(9)), b"3")
+    reasons = convert(
+        log, tmp_path / "ds", Choices(on_error="skip", format="calls")
+    ).summary.reasons
+    firsts = {reason["rule"]: reason["first"] for reason in reasons}
+    assert firsts["record_type"].startswith(f"{log}:2: found a string as the entire line")
+    assert firsts["token_range"].startswith(f"{log}:1: ")
+
+
+def test_a_line_of_another_type_is_named_as_a_whole_and_the_hint_leads_to_its_format(tmp_path):
+    log = write(tmp_path / "calls.jsonl", call("a/0"), b'"text"')
+    error = refusal(log, tmp_path / "ds", Choices(format="calls"))
+    assert error.sentence == f"{log}:2: found a string as the entire line; expected an object."
+    assert error.hint == "see docs/formats.md#calls for the fields of the format"
+    write(log, call("a/0"), b'{"session": 5}')
+    error = refusal(log, tmp_path / "ds", Choices(format="calls"))
+    assert (error.where, error.got) == (f"{log}:2, $.session", "`int`")
+
+
+def test_text_has_no_log_probabilities_to_ask_an_engine_for(tmp_path, smollm2_dir):
+    text = write(tmp_path / "text.jsonl", *TEXTS)
+    choices = Choices(tokenizer=str(smollm2_dir))
+    summary = convert(text, tmp_path / "ds", choices).summary
+    assert (summary.num_rows, summary.num_without_logprobs) == (3, 3)
+    assert "log-probabilities" not in summary.text("ds")
+    calls = write(tmp_path / "calls.jsonl", call("a/0"))
+    summary = convert([text, calls], tmp_path / "both", choices).summary
+    assert "1 row without log-probabilities" in summary.text("both")

@@ -265,8 +265,10 @@ def test_a_damaged_rewards_file_is_refused_or_each_of_its_outcomes_is_accounted_
         table = read(out)
         assert check(table).filter(severity="error").is_empty()
         found = set(table["trajectory_id"].to_pylist()) | rejected_sources(out)
-        for (instance, repetition), outcome in read_rewards(rewards).items():
-            assert found & {f"{instance}_{repetition}", outcome.where}
+        for session, outcome in read_rewards(rewards).items():
+            instance, _, repetition = session.rpartition("/")
+            names = {f"{instance}_{repetition}", session, f"{session}_0", f"{session}_1"}
+            assert found & {*names, outcome.where}
         num_read += 1
     assert 10 < num_read < 90
 
