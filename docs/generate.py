@@ -291,7 +291,7 @@ disk ends the run with one message and leaves earlier checkpoints intact.
 
 ## What each token contributed
 
-A target is a response token that an update trained on. `record_tokens` writes the inputs of the loss for each target to
+A target is a response token that an update trained on. `record_tokens` writes what each target contributed to the loss to
 `RUN/tokens/global_step_N.parquet`, where N is the `global_step` of the update in `metrics.jsonl`; a mini-batch without an
 optimizer step has no file. `sampled`, the default, records {SAMPLED_GROUPS} groups per update, chosen by `seed` and
 `global_step`; `all` records every group; `none` turns recording off. The setting changes neither weights nor
