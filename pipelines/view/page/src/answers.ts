@@ -209,6 +209,8 @@ export interface Sources {
   datasets: Dataset[];
   runs: Run[];
   warnings: string[];
+  /** What a report was made with. */
+  export?: { where: string | null; limit: number };
 }
 
 export interface Window {
@@ -265,12 +267,6 @@ export async function trajectories(
   const whole = windowOf(await arrow(path));
   const rows = sorted(whole.rows, sort, descending);
   return { ...whole, rows: rows.slice(offset, offset + limit), total: rows.length };
-}
-
-/** The filter that a report was made with. */
-export function reportFilter(dataset: string): string {
-  const answer = findInlined(datasetPath(dataset, "trajectories"), {});
-  return answer?.parameters.get("where") ?? "";
 }
 
 export type Histogram = { nulls: number; counts: number[]; counts_all: number[] } & (
@@ -402,7 +398,8 @@ export function diffPair(a: string, b: string, instance: string): Promise<{ pair
 export interface Hit {
   trajectory_id: string;
   step_index: number;
-  position: number;
+  /** Null where text was searched without a tokenizer. */
+  position: number | null;
 }
 
 export interface Hits {

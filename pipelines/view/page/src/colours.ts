@@ -53,7 +53,7 @@ export function quantile(values: ArrayLike<number>, share: number): number {
 
 /** From `low` (pale) to `high` (strong); with `low` above `high`, smaller values are stronger. */
 export function sequential(theme: Theme, low: number, high: number): Scale {
-  const width = high - low || 1;
+  const width = Number((high - low).toPrecision(2)) || 1;
   const stops = SEQUENTIAL[theme];
   const at = (place: number): Rgb => mixed(stops, place);
   return {
@@ -68,14 +68,15 @@ export function sequential(theme: Theme, low: number, high: number): Scale {
 export function diverging(theme: Theme, middle: number, reach: number, ratio = false): Scale {
   const stops = DIVERGING[theme];
   const at = (place: number): Rgb => mixed(stops, place);
-  const far = ratio ? Math.log(reach) || 1e-6 : reach || 1;
+  const end = Number(reach.toPrecision(2));
+  const far = ratio ? Math.log(end) || 1e-6 : end || 1;
   const distance = (value: number): number => (ratio ? Math.log(value / middle) : value - middle);
   const value = (place: number): number =>
     ratio ? middle * Math.exp((2 * place - 1) * far) : middle + (2 * place - 1) * far;
   return {
     kind: "diverging",
     colour: (given) => (given === null || Number.isNaN(given) ? null : at(0.5 + distance(given) / far / 2)),
-    ticks: [0, 0.25, 0.5, 0.75, 1].map((place) => ({ place, label: short(value(place)) })),
+    ticks: [0, 0.5, 1].map((place) => ({ place, label: short(Number(value(place).toPrecision(3))) })),
     at,
   };
 }

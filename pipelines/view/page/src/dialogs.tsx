@@ -7,7 +7,7 @@ import { isReport, trajectories, writeLabels } from "./answers";
 import { keysNow } from "./keys";
 import { asError, Failure, Go, Text, useAnswer } from "./parts";
 import { useSession } from "./session";
-import { among, commandOf, polarsOf, polarsWhere } from "./sql";
+import { among, commandOf, polarsOf, polarsWhere, usesComputed } from "./sql";
 import { count, short } from "./text";
 
 export type Opened = "keys" | "copy" | "label" | "pins" | null;
@@ -100,14 +100,12 @@ function Snippet({ title, text }: { title: string; text: string }): JSX.Element 
 }
 
 const MOST = 1000;
-// Columns that the viewer computes: `rollouts filter` knows those of the dataset.
-const COMPUTED = /\b(num_rows|return|prompt_tokens|response_tokens|trained_tokens|longest_row_tokens|agents)\b/;
 
 /** The trajectories that are meant: the pinned ones, else those that the filter finds, else the chosen one. */
 function CopyDialog({ onClose }: { onClose: () => void }): JSX.Element {
   const { dataset, place, selection } = useSession();
   const pins = pinsOf(place);
-  const byName = pins.length === 0 && selection.where !== "" && COMPUTED.test(selection.where.replace(/'[^']*'/g, "")) && !isReport;
+  const byName = pins.length === 0 && usesComputed(selection.where) && !isReport;
   const found = useAnswer(byName && dataset !== null ? `${dataset.id} ${selection.where}` : null, () =>
     trajectories(dataset!.id, { ...selection, sort: "" }, 0, MOST));
   if (dataset === null) return <Dialog title="Copy the selection" onClose={onClose}>There is no dataset.</Dialog>;

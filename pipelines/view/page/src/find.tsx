@@ -21,7 +21,7 @@ export function Find(): JSX.Element | null {
     const hit = found?.hits[index];
     if (hit === undefined) return;
     setAt(index);
-    go({ view: "tokens", trajectory: hit.trajectory_id, step: String(hit.step_index), at: String(hit.position), task: undefined });
+    go({ view: "tokens", trajectory: hit.trajectory_id, step: String(hit.step_index), at: hit.position === null ? undefined : String(hit.position), task: undefined });
   };
   const close = (): void => {
     setFound(null);
@@ -78,7 +78,7 @@ export function Find(): JSX.Element | null {
                 {found.hits.map((hit, index) => (
                   <li key={index}>
                     <button type="button" class={index === at ? "link chosen" : "link"} onClick={() => show(index)}>
-                      <Text value={hit.trajectory_id} /> <small>step {hit.step_index}, token {short(hit.position)}</small>
+                      <Text value={hit.trajectory_id} /> <small>step {hit.step_index}{hit.position !== null && `, token ${short(hit.position)}`}</small>
                     </button>
                   </li>
                 ))}

@@ -223,11 +223,12 @@ export function Legend({ scale, title }: { scale: Scale; title: string }): JSX.E
 }
 
 /** A bar from zero, to compare numbers of a column at a glance. */
-export function Bar({ value, reach }: { value: number | null; reach: number }): JSX.Element {
+export function Bar({ value, reach, signed }: { value: number | null; reach: number; signed: boolean }): JSX.Element {
   const share = value === null || reach === 0 ? 0 : Math.max(-1, Math.min(1, value / reach));
-  const style = share < 0 ? { right: "50%", width: `${-share * 50}%` } : { left: "50%", width: `${share * 50}%` };
+  const [middle, width] = signed ? ["50%", 50] : ["0", 100];
+  const style = share < 0 ? { right: middle, width: `${-share * width}%` } : { left: middle, width: `${share * width}%` };
   return (
-    <span class="bar" aria-hidden="true">
+    <span class={signed ? "bar signed" : "bar"} aria-hidden="true">
       <span class={share < 0 ? "below" : "above"} style={style} />
     </span>
   );

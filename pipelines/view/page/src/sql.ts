@@ -12,27 +12,41 @@ export function literal(value: string | number | boolean): string {
   return typeof value === "boolean" ? String(value).toUpperCase() : String(value);
 }
 
+/** The columns that the viewer computes for each trajectory; others belong to rows. */
+const COMPUTED = "num_rows|return|prompt_tokens|response_tokens|trained_tokens|longest_row_tokens|agents";
+const OF_TRAJECTORY = new RegExp(`^(?:${COMPUTED}|policy_version)$`);
+
+/** Whether a filter uses columns that only the viewer has. */
+export function usesComputed(where: string): boolean {
+  return new RegExp(`\\b(?:${COMPUTED})\\b`).test(where.replace(/'(?:[^']|'')*'/g, ""));
+}
+
 /** The condition that a brush writes, and what finds it again in a filter. */
 export interface Condition {
   sql: string;
   column: string;
 }
 
+/** Histograms count a trajectory by its last row, while a filter keeps it if any row matches. */
+function ofLastRow(column: string, sql: string): Condition {
+  return { column, sql: OF_TRAJECTORY.test(column) ? sql : `${sql} AND is_last_step` };
+}
+
 export function rangeOf(column: string, low: number, high: number, isLast: boolean): Condition {
   const name = identifier(column);
-  return { column, sql: `${name} >= ${low} AND ${name} ${isLast ? "<=" : "<"} ${high}` };
+  return ofLastRow(column, `${name} >= ${low} AND ${name} ${isLast ? "<=" : "<"} ${high}`);
 }
 
 export function equals(column: string, value: string | boolean | null): Condition {
   const name = identifier(column);
-  return { column, sql: value === null ? `${name} IS NULL` : `${name} = ${literal(value)}` };
+  return ofLastRow(column, value === null ? `${name} IS NULL` : `${name} = ${literal(value)}`);
 }
 
 function brushed(column: string): RegExp {
   const name = identifier(column).replace(/[.*+?^${}()|[\]\\]/g, "\\$&");
   const number = "-?[\\d.]+(?:e[+-]?\\d+)?";
   const one = `${name} >= ${number} AND ${name} <=? ${number}|${name} IS NULL|${name} = (?:TRUE|FALSE|'(?:[^']|'')*')`;
-  return new RegExp(`(?:^| AND )(?:${one})(?= AND |$)`);
+  return new RegExp(`(?:^| AND )(?:${one})(?: AND is_last_step)?(?= AND |$)`);
 }
 
 /** Whether the filter holds a condition that a brush of this column wrote. */

@@ -123,7 +123,7 @@ function Tasks({ table, a, b }: { table: Table; a: Dataset; b: Dataset }): JSX.E
           rowName={(index) => String(rows[index]!.instance_id)}
           cells={(index) =>
             HEADS.map(({ name }) =>
-              name === "bar" ? <Bar value={rows[index]!.difference as number | null} reach={reach} /> : <Cell value={rows[index]![name]} name={name} />,
+              name === "bar" ? <Bar value={rows[index]!.difference as number | null} reach={reach} signed /> : <Cell value={rows[index]![name]} name={name} />,
             )
           }
           isChosen={(index) => index === cursor}

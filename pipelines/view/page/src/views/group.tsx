@@ -72,7 +72,11 @@ function Attempts({ attempts }: { attempts: Attempt[] }): JSX.Element {
           </>
         )}
         {isEqual && ": all equal, so a baseline over the group leaves no advantage"}
-        {joined.update !== undefined && `. Advantages are those of update ${joined.update}`}.
+        {joined.update !== undefined &&
+          (attempts.some((attempt) => attempt.advantage !== null)
+            ? `. Advantages are those of update ${joined.update}`
+            : `. None of them is among the rows that update ${joined.update} recorded`)}
+        .
       </p>
       <div class="scroll">
         <table class="plain" aria-label="Attempts">
@@ -108,9 +112,9 @@ function Attempts({ attempts }: { attempts: Attempt[] }): JSX.Element {
                   </Go>
                 </th>
                 <td class="numeric"><Num value={attempt.return} name="return" /></td>
-                <td><Bar value={attempt.return} reach={reach} /></td>
+                <td><Bar value={attempt.return} reach={reach} signed={returns.some((value) => value < 0)} /></td>
                 <td class="numeric"><Num value={attempt.advantage} name="advantage" /></td>
-                <td><Bar value={attempt.advantage} reach={farthest} /></td>
+                <td><Bar value={attempt.advantage} reach={farthest} signed /></td>
                 <td class="numeric"><Num value={attempt.num_rows} name="num_rows" /></td>
                 <td class="numeric"><Num value={attempt.response_tokens} name="response_tokens" /></td>
                 <td class="numeric"><Num value={attempt.trained_tokens} name="trained_tokens" /></td>

@@ -7,12 +7,13 @@ import { changed, go, here } from "../address";
 import { type Metrics, metrics, type Run } from "../answers";
 import { LINES } from "../colours";
 import { useKeys } from "../keys";
-import { cssVariable, Empty, Failure, Num, Text, useAnswer, useTheme, Waiting } from "../parts";
+import { cssVariable, Empty, Failure, Go, Num, Text, useAnswer, useTheme, Waiting } from "../parts";
 import { useSession } from "../session";
-import { plain, short } from "../text";
+import { count, plain, short } from "../text";
 
 const HEIGHT = 150;
-const FIRST = ["reward", "avg_score", "loss", "eval", "staleness", "kl", "entropy", "clip", "mismatch", "grad"];
+// What is looked at first, in this order; other metrics follow by name.
+const FIRST = [/^(eval\/|.*\beval)/, /^reward|avg_score|avg_raw_reward/, /pass_at|pass@/, /^loss$|policy_loss/, /kl\b/, /entropy/, /stale/, /clip|ratio|mismatch|difference/, /grad_norm/, /advantage/];
 
 interface Loaded {
   run: Run;
@@ -45,7 +46,7 @@ export function RunView(): JSX.Element {
   return (
     <section class="view" aria-labelledby="title">
       <header class="tools">
-        <h1 id="title">{shown.length === 1 ? <>Run <Text value={shown[0]!.name} /></> : `${shown.length} runs`}</h1>
+        <h1 id="title">{shown.length === 1 ? <Text value={shown[0]!.name} /> : `${shown.length} runs`}</h1>
         {sources.runs.length > 1 && (
           <fieldset>
             <legend class="hidden">Runs</legend>
@@ -108,8 +109,7 @@ function toggleRun(shown: Run[], run: Run): void {
 }
 
 function rankOf(key: string): number {
-  const name = key.toLowerCase();
-  const at = FIRST.findIndex((word) => name.includes(word));
+  const at = FIRST.findIndex((pattern) => pattern.test(key.toLowerCase()));
   return at < 0 ? FIRST.length : at;
 }
 
@@ -126,15 +126,16 @@ function Charts({ loaded, smooth, wanted }: { loaded: Loaded[]; smooth: number; 
   const matches = all.filter((key) => words.length === 0 || words.some((word) => key.toLowerCase().includes(word)));
   const isConstant = (key: string): boolean =>
     loaded.every(({ metrics: one }) => new Set((one.metrics[key] ?? []).filter((value) => value !== null)).size <= 1);
+  const updates = Math.max(0, ...loaded.map(({ metrics: one }) => one.global_step.length));
+  if (updates < 2) return <OneUpdate keys={matches} loaded={loaded} />;
   const moving = words.length > 0 ? matches : matches.filter((key) => !isConstant(key));
   const still = words.length > 0 ? [] : matches.filter(isConstant);
-  const updates = Math.max(0, ...loaded.map(({ metrics: one }) => one.global_step.length));
   return (
     <>
       <RunNames loaded={loaded} />
       {matches.length === 0 && <Empty>No metric has that in its name.</Empty>}
       <p class="note">
-        {short(updates)} updates. Click a point to open the rows of its update.
+        {count(updates, "update")}. Click a point to open the rows of its update.
       </p>
       <div class="plots">
         {moving.map((key) => (
@@ -151,6 +152,21 @@ function Charts({ loaded, smooth, wanted }: { loaded: Loaded[]; smooth: number; 
         <summary>Last values as a table</summary>
         <LastValues keys={matches} loaded={loaded} label="Last values" />
       </details>
+    </>
+  );
+}
+
+/** One point is no curve: its numbers are a table. */
+function OneUpdate({ keys, loaded }: { keys: string[]; loaded: Loaded[] }): JSX.Element {
+  const first = loaded.find(({ metrics: one }) => one.global_step.length > 0);
+  const step = first?.metrics.global_step[0];
+  if (first === undefined || step === undefined) return <Empty>No update has been logged yet.</Empty>;
+  return (
+    <>
+      <p class="note">
+        One update so far. <Go to={{ view: "update", run: first.run.id, update: String(step) }}>Open its rows</Go>
+      </p>
+      <LastValues keys={keys} loaded={loaded} label="Last values" />
     </>
   );
 }

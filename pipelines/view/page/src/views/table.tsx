@@ -7,7 +7,6 @@ import {
   type AnswerError,
   histogram,
   isReport,
-  reportFilter,
   type Row,
   trajectories,
   type Value,
@@ -18,7 +17,7 @@ import { useKeys } from "../keys";
 import { asError, Cell, Empty, Failure, Num, useAnswer } from "../parts";
 import { useSession } from "../session";
 import { equals, hasCondition, rangeOf, withCondition, withoutCondition } from "../sql";
-import { short } from "../text";
+import { plain, short } from "../text";
 import { type Head, VirtualTable } from "../virtual_table";
 
 const CHUNK = 100;
@@ -112,7 +111,8 @@ function useWindows(): {
 }
 
 export function TableView(): JSX.Element {
-  const { dataset, place, selection } = useSession();
+  const { sources, dataset, place, selection } = useSession();
+  const made = sources.export?.where ?? "";
   const { facts, row, error, show } = useWindows();
   const [cursor, setCursor] = useState<number | null>(null);
   const pins = pinsOf(place);
@@ -185,10 +185,10 @@ export function TableView(): JSX.Element {
               <Num value={facts.total} name="total" />
             </strong>{" "}
             of <Num value={facts.all} name="all" /> trajectories
-            {isReport && reportFilter(dataset.id) !== "" && (
+            {made !== "" && (
               <>
                 {" "}
-                where <code>{reportFilter(dataset.id)}</code>
+                where <code>{plain(made, 1000)}</code>
               </>
             )}
             {pins.length > 0 && `, ${short(pins.length)} pinned`}

@@ -121,7 +121,7 @@ function Tokens({ table, trajectory, step }: Shown): JSX.Element {
         <h1 id="title">
           <Text value={trajectory} />
           <small>
-            step {short(step)} of {short(steps)}, <Num value={prompt} name="prompt_tokens" /> prompt and{" "}
+            {steps === 1 ? "one step" : `step ${short(step)} of 0 to ${short(steps - 1)}`}, <Num value={prompt} name="prompt_tokens" /> prompt and{" "}
             <Num value={length - prompt} name="response_tokens" /> response tokens
           </small>
         </h1>
@@ -199,7 +199,7 @@ function TokenCanvas(props: CanvasProps): JSX.Element {
   const [ref, size] = useSize();
   const canvas = useRef<HTMLCanvasElement>(null);
   const texts = useMemo(() => tokenTexts(table), [table]);
-  const trained = useMemo(() => flags(table, "trained"), [table]);
+  const [trained, sampled] = useMemo(() => [flags(table, "trained"), flags(table, "sampled")], [table]);
   const width = Math.max(0, size.width - 2 * MARGIN);
   const layout = useMemo(() => {
     if (width === 0) return null;
@@ -233,7 +233,7 @@ function TokenCanvas(props: CanvasProps): JSX.Element {
         context.fillRect(MARGIN, y - 1, width, 1);
       }
       for (let at = layout.starts[line]!; at < layout.starts[line + 1]!; at++) {
-        drawToken(context, at, texts[at]!, layout, y, inks, look, at < prompt, trained[at] === 1);
+        drawToken(context, at, texts[at]!, layout, y, inks, look, sampled[at] === 1, trained[at] === 1);
       }
     }
     for (const [at, colour, wide] of [[hovered, look.muted, 1], [cursor, look.accent, 2]] as const) {
@@ -341,7 +341,7 @@ function drawToken(
   y: number,
   inks: Inks,
   look: { ink: string; muted: string; accent: string; escape: string },
-  isPrompt: boolean,
+  isSampled: boolean,
   isTrained: boolean,
 ): void {
   const [x, width] = [MARGIN + layout.x[at]!, layout.width[at]!];
@@ -351,7 +351,7 @@ function drawToken(
     context.fillRect(x, y + 1, width, LINE - 4);
   }
   if (fill !== null) context.fillStyle = inks.ink[at]!;
-  else context.fillStyle = isPrompt ? look.muted : look.ink;
+  else context.fillStyle = isSampled ? look.ink : look.muted;
   context.fillText(text.shown, x, y + LINE / 2 - 1);
   if (text.escaped) {
     context.strokeStyle = fill === null ? look.escape : inks.ink[at]!;
@@ -444,6 +444,12 @@ interface DetailsProps {
   isHovered: boolean;
 }
 
+/** Blanks alone would not be seen. */
+function visibleBlank(text: string): string {
+  const shown = text.replaceAll("\n", "⏎\n").replaceAll("\t", "⇥");
+  return shown.trim() === "" ? shown.replaceAll(" ", "␣") : shown;
+}
+
 /** All numbers of one token. A screen reader hears it when the cursor stops. */
 function Details({ table, at, prompt, columns, isHovered }: DetailsProps): JSX.Element {
   if (at === null) {
@@ -454,7 +460,7 @@ function Details({ table, at, prompt, columns, isHovered }: DetailsProps): JSX.E
         <h2>Marks</h2>
         <ul class="marks">
           <li><span class="sample trained">word</span> underlined: trained by the dataset's loss mask</li>
-          <li><span class="sample prompt">word</span> grey: prompt</li>
+          <li><span class="sample prompt">word</span> grey: not sampled, such as the prompt</li>
           <li><span class="escape">\xe2</span> dotted: part of a character, or one that cannot be seen</li>
           <li>⏎ line break, ⇥ tab</li>
         </ul>
@@ -466,7 +472,10 @@ function Details({ table, at, prompt, columns, isHovered }: DetailsProps): JSX.E
   const titles = new Map(columns.map((column) => [column.name, column]));
   const isBroken = bytes !== null && tokenPieces(bytes).some((piece) => piece.escaped?.startsWith("byte"));
   const whole = isBroken ? wholeCharacter(table, at) : null;
-  const fields = table.schema.fields.map((field) => field.name).filter((name) => name !== "id" && name !== "bytes" && name !== "is_response");
+  const others = table.schema.fields.map((field) => field.name).filter((name) => !["id", "bytes", "is_response"].includes(name));
+  const isKnown = (name: string): boolean => (table.getChild(name)?.nullCount ?? 0) < table.numRows;
+  const [fields, unknown] = [others.filter(isKnown), others.filter((name) => !isKnown(name))];
+  const joins = others.includes("advantage");
   return (
     <aside class="details" aria-label="Token" aria-live={isHovered ? "off" : "polite"} data-token={at}>
       <h2>
@@ -477,7 +486,7 @@ function Details({ table, at, prompt, columns, isHovered }: DetailsProps): JSX.E
         </small>
       </h2>
       <div class="glyph">
-        {bytes === null || bytes.length === 0 ? <span class="none">no text</span> : tokenPieces(bytes).map((piece) => piece.escaped === undefined ? piece.text.replaceAll("\n", "⏎\n").replaceAll("\t", "⇥") : <span class="escape" title={piece.escaped}>{piece.text}</span>)}
+        {bytes === null || bytes.length === 0 ? <span class="none">no text</span> : tokenPieces(bytes).map((piece) => piece.escaped === undefined ? visibleBlank(piece.text) : <span class="escape" title={piece.escaped}>{piece.text}</span>)}
       </div>
       {isBroken && (
         <p class="note">
@@ -506,6 +515,8 @@ function Details({ table, at, prompt, columns, isHovered }: DetailsProps): JSX.E
           })}
         </tbody>
       </table>
+      {joins && unknown.includes("logprob") && <p class="note">This row is not among those that the update recorded.</p>}
+      {unknown.length > 0 && <p class="note">Without a value in this row: {unknown.map((name) => name.replaceAll("_", " ")).join(", ")}.</p>}
     </aside>
   );
 }

@@ -11,6 +11,7 @@ import { useSession } from "../session";
 import { count, plain, short } from "../text";
 
 const LANE = 26;
+const TALLEST = 46;
 const AXIS = 22;
 const LISTED = 300;
 
@@ -140,7 +141,7 @@ function Icicle({ tree: { nodes, num_tokens: distinct }, by }: { tree: Tree; by:
     { key: "0", does: "see all", run: () => setRange([0, deepest]) },
     { key: "Enter", does: "open the node's tokens", run: () => current !== undefined && openNode(current.node) },
   ]);
-  const lane = Math.max(6, Math.min(LANE * 2, size.height > 0 ? (size.height - AXIS) / lanes : LANE, Math.max(LANE, 160 / lanes)));
+  const lane = Math.max(6, Math.min(TALLEST, size.height > 0 ? (size.height - AXIS) / lanes : LANE));
   const height = lanes * lane + AXIS;
   const x = (depth: number): number => ((depth - range[0]) / (range[1] - range[0])) * size.width;
 

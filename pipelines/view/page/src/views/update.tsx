@@ -61,8 +61,8 @@ export function UpdateView(): JSX.Element {
       <header class="tools">
         <h1 id="title">Update {update}<small>{plain(run.name, 60)}</small></h1>
         <div class="group" role="group" aria-label="Updates">
-          <button type="button" onClick={() => step(-1)} title="Previous update ([)">‹ update</button>
-          <button type="button" onClick={() => step(1)} title="Next update (])">update ›</button>
+          <button type="button" disabled={run.updates[0] === Number(update)} onClick={() => step(-1)} title="Previous update ([)">‹ update</button>
+          <button type="button" disabled={run.updates.at(-1) === Number(update)} onClick={() => step(1)} title="Next update (])">update ›</button>
         </div>
       </header>
       {isRecorded ? (
@@ -90,6 +90,11 @@ function sum(rows: Row[], name: string): number {
   return rows.reduce((total, row) => total + Number(row[name] ?? 0), 0);
 }
 
+/** A row of a dataset that is not open stays without one. */
+function datasetOf(row: Row): { data?: string } {
+  return typeof row.dataset === "string" ? { data: row.dataset } : {};
+}
+
 function Rows({ table, run, update }: { table: Table; run: string; update: string }): JSX.Element {
   const { place, sources } = useSession();
   const numbered = useMemo(() => rowsOf(table).map((row, index): Row => ({ ...row, index })), [table]);
@@ -108,12 +113,12 @@ function Rows({ table, run, update }: { table: Table; run: string; update: strin
   const choose = (index: number): void => {
     const row = rows[index];
     setCursor(index);
-    if (row !== undefined) go({ trajectory: String(row.trajectory_id), task: String(row.instance_id), step: String(row.step_index), data: String(row.dataset), at: undefined }, { replace: true });
+    if (row !== undefined) go({ trajectory: String(row.trajectory_id), task: String(row.instance_id), step: String(row.step_index), ...datasetOf(row), at: undefined }, { replace: true });
   };
   const open = (index: number, at?: string): void => {
     const row = numbered[index];
     if (row === undefined) return;
-    go({ view: "tokens", run, update, trajectory: String(row.trajectory_id), task: String(row.instance_id), step: String(row.step_index), data: String(row.dataset), at });
+    go({ view: "tokens", run, update, trajectory: String(row.trajectory_id), task: String(row.instance_id), step: String(row.step_index), ...datasetOf(row), at });
   };
   const openSorted = (index: number): void => open(Number(rows[index]?.index));
   const move = (by: number): void => choose(Math.max(0, Math.min(rows.length - 1, (cursor ?? -1) + by)));
@@ -164,7 +169,7 @@ function Rows({ table, run, update }: { table: Table; run: string; update: strin
 function Masks({ rows }: { rows: Row[] }): JSX.Element {
   const targets = sum(rows, "num_targets");
   const lines = [
-    ["trained", "targets with a gradient or a clipped one", targets - sum(rows, "num_rejected")],
+    ["in the loss", "not rejected; a clipped target is in the loss without a gradient", targets - sum(rows, "num_rejected")],
     ["clipped", "the clip rule left no gradient", sum(rows, "num_clipped")],
     ["rejected", "masked by the correction for sampler mismatch", sum(rows, "num_rejected")],
   ] as const;
@@ -181,7 +186,7 @@ function Masks({ rows }: { rows: Row[] }): JSX.Element {
               <th scope="row" title={help}>{name}</th>
               <td class="numeric"><Num value={number} name={name} /></td>
               <td class="numeric">{targets === 0 ? "–" : `${short((100 * number) / targets)} %`}</td>
-              <td><span class="share"><span style={{ width: `${targets === 0 ? 0 : (100 * number) / targets}%` }} class={name} /></span></td>
+              <td><span class="share"><span style={{ width: `${targets === 0 ? 0 : (100 * number) / targets}%` }} /></span></td>
               <td class="why">{help}</td>
             </tr>
           ))}
