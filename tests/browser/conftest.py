@@ -1,0 +1,235 @@
+"""A real Chromium, and real viewers of the shop example and of a run that was trained on it."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+
+import pipelines
+import rollout_io
+from rollout_io import Choices, convert
+from tests.conftest import EXAMPLES, ROOT
+
+FETCHED = ROOT / ".cache" / "chromium"
+
+
+def pytest_collection_modifyitems(items):
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(pytest.mark.browser)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _bundle(tmp_path_factory):
+    """The built page: `make view` does nothing where it is up to date."""
+    with FileLock(tmp_path_factory.getbasetemp().parent / "bundle.lock"):
+        done = subprocess.run(
+            ["make", "view"], cwd=ROOT, capture_output=True, text=True, check=False
+        )
+    assert done.returncode == 0, done.stderr
+
+
+def chromium_path():
+    """$CHROMIUM, an installed one, or the one that `make chromium` fetched."""
+    names = ("chromium", "chromium-browser", "google-chrome")
+    found = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, names)), None)
+    fetched = FETCHED / "chromium"
+    if found is None and not fetched.exists():
+        pytest.fail("no Chromium: set CHROMIUM to one, or run `make chromium`")
+    return found or str(fetched)
+
+
+@dataclass
+class Tab:
+    """A page of the browser, and what must not happen in it.
+
+    Attributes:
+        page: Playwright's page.
+        address: Where the viewer is, without a fragment.
+        problems: Errors, dialogs and requests to other hosts.
+    """
+
+    page: object
+    address: str
+    problems: list[str] = field(default_factory=list)
+
+    def open(self, fragment):
+        """Open a view, and wait until its answers are shown."""
+        self.page.goto("about:blank")
+        self.page.goto(f"{self.address}#/{fragment}")
+        self.settle()
+
+    def go(self, fragment):
+        """Open a view without loading the page again."""
+        self.page.evaluate("fragment => { location.hash = fragment }", f"#/{fragment}")
+        self.settle()
+
+    def settle(self):
+        """Wait until answers are shown."""
+        self.page.wait_for_selector("h1")
+        self.page.wait_for_selector(".waiting, [aria-busy=true], td.pending", state="detached")
+
+    def text(self, selector="main"):
+        return self.page.inner_text(selector)
+
+    def values(self, selector):
+        """Return what the elements hold at full precision."""
+        return self.page.eval_on_selector_all(
+            selector, "found => found.map(one => one.dataset.value)"
+        )
+
+    def table(self, label):
+        """Return the numbers of a table's rows in sight: {row: {name: number}}."""
+        return self.page.eval_on_selector_all(
+            f'table[aria-label="{label}"] tbody tr',
+            """rows => Object.fromEntries(rows.map(row => [row.dataset.row, Object.fromEntries(
+                [...row.querySelectorAll('[data-name]')].map(cell =>
+                    [cell.dataset.name, cell.dataset.value ?? cell.textContent])) ]))""",
+        )
+
+    def press(self, *keys):
+        for key in keys:
+            self.page.keyboard.press(key)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """One browser for the tests of a file: Playwright's loop must not outlive them."""
+    from playwright.sync_api import sync_playwright
+
+    path = chromium_path()
+    libraries = os.environ | {"LD_LIBRARY_PATH": str(FETCHED / "al2023" / "lib")}
+    own = {"env": libraries} if path.startswith(str(FETCHED)) else {}
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(
+            executable_path=path, args=["--no-sandbox", "--disable-gpu"], **own
+        )
+        yield chromium
+        chromium.close()
+
+
+@contextmanager
+def tab_at(browser, address, **settings):
+    context = browser.new_context(viewport={"width": 1400, "height": 900}, **settings)
+    page = context.new_page()
+    page.set_default_timeout(60_000)
+    tab = Tab(page, address)
+
+    def request(asked):
+        if not asked.url.startswith((address.split("?")[0], "about:", "data:", "blob:")):
+            tab.problems.append(f"request: {asked.url}")
+
+    def dialog(shown):
+        tab.problems.append(f"dialog: {shown.message}")
+        shown.dismiss()
+
+    def console(message):
+        if message.type in ("error", "warning"):
+            tab.problems.append(f"console: {message.text}")
+
+    page.on("request", request)
+    page.on("dialog", dialog)
+    page.on("console", console)
+    page.on("pageerror", lambda error: tab.problems.append(f"error: {error}"))
+    yield tab
+    context.close()
+    assert tab.problems == []
+
+
+def run_view(*arguments):
+    """Start `rollouts view` in this checkout."""
+    code = "from pipelines.cli.view import view; view()"
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
+    )
+
+
+@contextmanager
+def viewer(*arguments):
+    """Serve datasets and runs; yields the address."""
+    server = run_view("--no-browser", *arguments)
+    try:
+        lines = []
+        for line in server.stdout:
+            lines.append(line)
+            found = re.search(r"http://127\.0\.0\.1:\d+/\?token=\S+", line)
+            if found:
+                break
+        else:
+            pytest.fail("the viewer did not start: " + "".join(lines))
+        yield found[0]
+    finally:
+        server.terminate()
+        server.communicate(timeout=30)
+
+
+def export(out, *arguments):
+    """Write a report."""
+    written = run_view(*arguments, "--out", out)
+    text, _ = written.communicate(timeout=120)
+    assert written.returncode == 0, text
+    return out
+
+
+@pytest.fixture(scope="session")
+def shop(tmp_path_factory):
+    """The shop example, converted."""
+    out = tmp_path_factory.mktemp("browser") / "shop"
+    convert(
+        EXAMPLES / "shop.calls.jsonl",
+        out,
+        Choices(rewards=str(EXAMPLES / "shop.rewards.jsonl")),
+    )
+    return out
+
+
+@pytest.fixture(scope="session")
+def merged(shop):
+    """The same, merged."""
+    out = shop.with_name("merged")
+    with rollout_io.RolloutWriter(out) as writer:
+        writer.write(pipelines.merge(rollout_io.scan(shop)).collect())
+    return out
+
+
+@pytest.fixture(scope="session")
+def run(shop, smollm2_dir, tmp_path_factory):
+    """Two updates on the shop, the second off policy, by a small model with SmolLM2's tokens."""
+    import trainer
+    from tests.helpers.trainer_helpers import tiny_llama
+    from trainer.config.train_config import TrainConfig
+
+    folder = tmp_path_factory.mktemp("trained")
+    tiny_llama(vocab_size=49152, max_position_embeddings=2048).save_pretrained(folder / "model")
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+        if (smollm2_dir / name).exists():
+            shutil.copy(smollm2_dir / name, folder / "model")
+    trainer.train(
+        TrainConfig(
+            dataset=str(shop),
+            model=str(folder / "model"),
+            out=str(folder / "run"),
+            record_tokens="all",
+            drop_zero_variance_groups=True,
+            groups_per_batch=2,
+            groups_per_mini_batch=1,
+            max_updates=2,
+            learning_rate=3e-3,
+            tokens_per_micro_batch=4096,
+            tis_ratio_type="token",
+        )
+    )
+    return folder / "run"

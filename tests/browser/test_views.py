@@ -1,0 +1,320 @@
+"""All eight views of a real run in a real Chromium: what they show is what the files hold."""
+
+import json
+import random
+import re
+import shlex
+
+import polars as pl
+import pytest
+
+import rollout_io
+from rollout_io.cli.main import run as main
+from tests.browser.conftest import tab_at, viewer
+
+ARRAYS = {
+    "advantage": "advantages",
+    "weight": "weights",
+    "old_logprob": "old_logprobs",
+    "logprob": "logprobs",
+    "ref_logprob": "ref_logprobs",
+    "importance_weight": "importance_weights",
+    "correction_weight": "correction_weights",
+    "entropy": "entropy",
+    "loss": "losses",
+    "clipped": "clipped",
+    "rejected": "rejected",
+}
+ROW = ["trajectory_id", "step_index"]
+
+
+@pytest.fixture(scope="module")
+def address(run, merged, smollm2_dir):
+    with viewer(run, merged, "--tokenizer", smollm2_dir) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def tab(browser, address):
+    with tab_at(browser, address) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def steps(shop):
+    return rollout_io.scan(shop).collect()
+
+
+@pytest.fixture(scope="module")
+def records(run):
+    files = {int(path.stem.split("_")[-1]): path for path in (run / "tokens").glob("*.parquet")}
+    return {step: pl.read_parquet(path) for step, path in sorted(files.items())}
+
+
+def number(text):
+    """Read what the page holds."""
+    return {"null": None, "true": True, "false": False}.get(text, text) if text in (
+        "null", "true", "false",
+    ) else float(text)  # fmt: skip
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_every_view_is_shown_without_a_problem(browser, address, theme):
+    views = {
+        "run": "updates. Click a point",
+        "table": "48 of 48 trajectories",
+        "group?task=shop-7": "4 attempts",
+        "tree?task=shop-7": "distinct tokens",
+        "conversation?task=shop-4&trajectory=shop-4_1": "checker",
+        "tokens?task=shop-7&trajectory=shop-7_2": "response tokens",
+        "update?update=2": "Targets by rule",
+        "diff?task=shop-7": "tasks in both",
+    }
+    with tab_at(browser, address, color_scheme=theme) as tab:
+        for view, wanted in views.items():
+            tab.open(view)
+            tab.page.get_by_text(wanted).first.wait_for()
+            assert tab.page.locator("h1").count() == 1
+            links = tab.page.locator("nav a[aria-current=page]").all_inner_texts()
+            assert [link.lstrip("12345678\n").lower() for link in links] == [view.split("?")[0]]
+            ground = tab.page.evaluate("getComputedStyle(document.body).backgroundColor")
+            assert (ground == "rgb(255, 255, 255)") == (theme == "light")
+
+
+def test_the_table_holds_the_numbers_of_the_dataset(tab, steps):
+    tab.open("table?sort=return&descending=1")
+    shown = tab.table("Trajectories")
+    assert len(shown) >= 10
+    known = {
+        name: {
+            "return": rows["reward"].cast(float).to_list()[-1],
+            "num_rows": len(rows),
+            "prompt_tokens": rows["prompt_token_ids"].list.len().sum(),
+            "response_tokens": rows["response_ids"].list.len().sum(),
+            "trained_tokens": rows["loss_mask"].list.sum().sum(),
+        }
+        for (name,), rows in steps.group_by("trajectory_id", maintain_order=True)
+    }
+    for name, cells in shown.items():
+        assert {key: number(cells[key]) for key in known[name]} == known[name]
+    returns = [number(cells["return"]) for cells in shown.values()]
+    assert returns == sorted(returns, reverse=True)
+
+
+def test_filters_sorts_and_brushes_count_what_polars_counts(tab, steps):
+    last = steps.group_by("trajectory_id", maintain_order=True).last()
+
+    def counted():
+        tab.settle()
+        return [number(value) for value in tab.values(".counts data")]
+
+    tab.open("table")
+    assert counted() == [48, 48]
+    tab.press("f")
+    tab.page.keyboard.type("style = 'strip' AND reward > 0")
+    tab.press("Enter")
+    wanted = steps.filter((pl.col("style") == "strip") & (pl.col("reward") > 0))
+    tab.page.wait_for_function("location.hash.includes('where')")
+    tab.page.wait_for_selector('.counts data:first-of-type:not([value="48"])')
+    assert counted() == [wanted["trajectory_id"].n_unique(), 48]
+    tab.page.go_back()
+    tab.page.wait_for_selector('.counts data[value="48"] >> nth=1')
+    assert counted() == [48, 48]
+    bars = tab.page.locator('[data-histogram="return"] svg')
+    box = bars.bounding_box()
+    tab.page.mouse.move(box["x"] + 0.75 * box["width"], box["y"] + 20)
+    tab.page.mouse.down()
+    tab.page.mouse.move(box["x"] + box["width"] - 1, box["y"] + 20)
+    tab.page.mouse.up()
+    tab.page.wait_for_selector('.counts data:first-of-type:not([value="48"])')
+    assert '"return" >= ' in tab.page.input_value("#where")
+    assert counted() == [len(last.filter(pl.col("reward") > 0.75)), 48]
+    tab.page.click('[data-histogram="stop_reason"] button:has-text("length")')
+    both = last.filter((pl.col("reward") > 0.75) & (pl.col("stop_reason") == "length"))
+    tab.page.wait_for_selector(f'.counts data:first-of-type[value="{len(both)}"]')
+    assert counted() == [len(both), 48]
+
+
+def test_a_group_shows_its_returns_advantages_and_lengths(tab, steps, records):
+    step, recorded = next(iter(records.items()))
+    task = recorded["instance_id"][0]
+    tab.open(f"group?task={task}&update={step}")
+    shown = tab.table("Attempts")
+    rows = steps.filter(pl.col("instance_id") == task)
+    assert list(shown) == rows["trajectory_id"].unique(maintain_order=True).to_list()
+    for name, cells in shown.items():
+        own = rows.filter(pl.col("trajectory_id") == name)
+        assert number(cells["return"]) == own["reward"][-1]
+        assert number(cells["response_tokens"]) == own["response_ids"].list.len().sum()
+        trained = recorded.filter(pl.col("trajectory_id") == name)["advantages"].explode()
+        assert number(cells["advantage"]) == pytest.approx(trained.cast(float).mean(), abs=1e-12)
+
+
+def test_200_random_tokens_hold_what_trained(tab, steps, records):
+    draw = random.Random(0)
+    seen = set()
+    for _ in range(10):
+        step = draw.choice(list(records))
+        row = records[step].row(draw.randrange(len(records[step])), named=True)
+        trajectory, index = row["trajectory_id"], row["step_index"]
+        stored = steps.row(
+            by_predicate=(pl.col("trajectory_id") == trajectory) & (pl.col("step_index") == index),
+            named=True,
+        )
+        place = f"tokens?trajectory={trajectory}&step={index}&update={step}"
+        prompt = stored["prompt_token_ids"]
+        ids = prompt + stored["response_ids"]
+        tab.go(place)
+        tab.page.wait_for_selector(f'canvas.tokens[data-tokens="{len(ids)}"]')
+        for at in draw.sample(range(len(ids)), 20):
+            tab.page.evaluate("hash => { location.hash = hash }", f"#/{place}&at={at}")
+            tab.page.wait_for_selector(f'aside[data-token="{at}"]')
+            cells = tab.page.eval_on_selector_all(
+                "aside .facts [data-name]",
+                "found => Object.fromEntries(found.map(one => [one.dataset.name, one.dataset.value]))",
+            )
+            assert number(cells["id"]) == ids[at]
+            own = at - len(prompt)
+            if own < 0:
+                assert number(cells["trained"]) is False
+                continue
+            seen.add((step, trajectory, index, own))
+            assert number(cells["trained"]) == stored["loss_mask"][own]
+            assert number(cells["rollout_logprob"]) == stored["rollout_logprobs"][own]
+            for name, column in ARRAYS.items():
+                if row[column] is None:
+                    assert name not in cells
+                else:
+                    assert number(cells[name]) == row[column][own], name
+    assert len(seen) > 50
+
+
+def test_an_update_ranks_the_rows_that_it_trained(tab, records):
+    recorded = records[2]
+    tab.open("update?update=2")
+    shown = tab.table("Rows of the update")
+    assert sum(len(rows) for rows in [shown]) == len(recorded)
+    shares = []
+    for row in recorded.iter_rows(named=True):
+        cells = shown[f"{row['trajectory_id']} {row['step_index']}"]
+        targets = [at for at, mask in enumerate(row["loss_mask"]) if mask]
+        share = sum(row["weights"][at] * row["losses"][at] for at in targets)
+        assert number(cells["loss_share"]) == pytest.approx(share, rel=1e-9)
+        assert number(cells["num_targets"]) == len(targets)
+        largest = max(row["importance_weights"][at] for at in targets)
+        assert number(cells["max_importance_weight"]) == largest
+        assert number(cells["num_clipped"]) == sum(row["clipped"][at] for at in targets)
+    shares = [abs(number(cells["loss_share"])) for cells in shown.values()]
+    assert shares == sorted(shares, reverse=True)
+    total = recorded["loss_mask"].list.sum().sum()
+    assert number(tab.values(".masks .lead [data-name=num_targets]")[0]) == total
+
+
+def test_a_click_in_a_chart_opens_the_update(tab):
+    tab.open("run")
+    plot = tab.page.locator(".plot .u-over").first
+    plot.hover(position={"x": 2, "y": 40})
+    plot.click(position={"x": 2, "y": 40})
+    tab.page.wait_for_selector("h1:has-text('Update 1')")
+    tab.page.go_back()
+    tab.page.wait_for_selector(".plot")
+
+
+def test_the_keyboard_reaches_everything(tab, steps):
+    tab.open("table")
+    tab.press("j", "j", "p")
+    tab.page.wait_for_selector("tr.pinned")
+    tab.press("Enter")
+    tab.page.wait_for_selector("canvas.tokens")
+    name = tab.page.inner_text("h1 bdi")
+    tab.press("r")
+    prompt = len(steps.filter(pl.col("trajectory_id") == name)["prompt_token_ids"][0])
+    tab.page.wait_for_selector(f'aside[data-token="{prompt}"]')
+    tab.press("ArrowRight")
+    tab.page.wait_for_selector(f'aside[data-token="{prompt + 1}"]')
+    tab.page.select_option("#color", "rollout_logprob")
+    tab.press("Escape")
+    tab.page.focus(".scroller")
+    tab.press("w")
+    logprobs = steps.filter(pl.col("trajectory_id") == name)["rollout_logprobs"][0]
+    tab.page.wait_for_selector(f'aside[data-token="{prompt + logprobs.arg_min()}"]')
+    tab.press("?")
+    tab.page.wait_for_selector("dialog[open] >> text=next worst token")
+    tab.press("Escape")
+    tab.page.wait_for_selector("dialog", state="detached")
+    for key, view in enumerate(
+        ("run", "table", "group", "tree", "conversation", "tokens", "update", "diff"), start=1
+    ):
+        tab.press(str(key))
+        tab.page.wait_for_function(f"location.hash.startsWith('#/{view}')")
+        tab.settle()
+    tab.page.go_back()
+    tab.page.wait_for_function("location.hash.startsWith('#/update')")
+
+
+def test_a_copied_command_selects_what_is_pinned(tab, shop, steps, capsys):
+    pins = json.dumps(["shop-1_0", "shop-7_3"])
+    tab.open(f"table?data={dataset_named(tab, 'shop')}&pins={pins}")
+    tab.press("c")
+    command = tab.page.input_value('textarea[aria-label="rollouts filter"]')
+    polars = tab.page.input_value('textarea[aria-label="Polars filter"]')
+    tab.press("Escape")
+    kept = steps.filter(eval(polars, {"pl": pl}))  # noqa: S307
+    assert kept["trajectory_id"].unique().sort().to_list() == ["shop-1_0", "shop-7_3"]
+    words = shlex.split(command)
+    assert words[:3] == ["rollouts", "filter", str(shop)]
+    capsys.readouterr()
+    assert main([*words[1:-2], "--dry-run", "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["datasets"]
+    assert found["filters"][0]["num_trajectories_dropped"] == 46
+
+
+def dataset_named(tab, name):
+    return tab.page.evaluate(
+        """async name => {
+            const token = new URLSearchParams(location.search).get('token');
+            const answer = await fetch('/api/sources', {headers: {'X-Rollouts-Token': token}});
+            return (await answer.json()).datasets.find(one => one.name === name).id }""",
+        name,
+    )
+
+
+def test_text_and_ids_are_found(tab, steps):
+    tab.open("table")
+    wanted = steps.filter(pl.col("trajectory_id") == "shop-7_2")["response_ids"][0][3:8].to_list()
+    tab.page.select_option('[aria-label="Find what"]', "ids")
+    tab.page.fill(".find input", " ".join(map(str, wanted)))
+    tab.press("Enter")
+    tab.page.wait_for_selector(".hits li")
+    tab.press("n")
+    tab.page.wait_for_selector("canvas.tokens")
+    tab.page.wait_for_selector("aside[data-token]")
+    assert number(tab.values("aside .facts [data-name=id]")[0]) == wanted[0]
+    tab.page.select_option('[aria-label="Find what"]', "text")
+    tab.page.fill(".find input", "careful calculator")
+    tab.press("Enter")
+    tab.page.wait_for_selector(".hits li")
+    tab.page.wait_for_function("document.querySelectorAll('.hits li').length > 1")
+    tab.press("Escape")
+
+
+def test_a_label_becomes_a_column_of_a_copy(tab, steps, tmp_path):
+    out = tmp_path / "labelled"
+    tab.open(f"table?data={dataset_named(tab, 'shop')}&trajectory=shop-3_1")
+    tab.press("l")
+    tab.page.fill("dialog [name=column]", "verdict")
+    tab.page.fill("dialog [name=value]", "off by one")
+    tab.page.fill("dialog [name=out]", str(out))
+    tab.page.click("dialog [type=submit]")
+    tab.page.wait_for_selector("dialog >> text=Wrote")
+    tab.press("Escape")
+    labels = rollout_io.scan(out).select("trajectory_id", "verdict").unique().collect()
+    assert len(labels) == steps["trajectory_id"].n_unique()
+    assert labels.drop_nulls().rows() == [("shop-3_1", "off by one")]
+
+
+def test_a_wrong_filter_is_explained(tab):
+    tab.open("table?where=rewart%20%3E%200")
+    tab.page.wait_for_selector("[role=alert]")
+    assert re.search("rewart", tab.text("[role=alert]"))
+    tab.problems.clear()  # Chromium logs the status 400
