@@ -26,7 +26,7 @@ def blocks_of(guide):
     found = []
     for match in re.finditer(r"```(\w+)\n(.*?)```", page, re.DOTALL):
         above = page[: match.start()].rstrip().rpartition("\n\n")[2]
-        name = re.search(r"Save as `([\w.]+)`", above)
+        name = re.search(r"Save this as `([\w.]+)`", above)
         found.append((match[1], name and name[1], match[2]))
     return found
 
