@@ -63,6 +63,8 @@ def _plain(value: Any) -> Any:
 
 
 def _plain_column(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    if pa.types.is_dictionary(column.type):
+        column = column.cast(column.type.value_type)
     kind = column.type
     if is_string(kind):
         return _shortened(column.cast(pa.large_string())).cast(pa.string())

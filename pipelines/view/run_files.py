@@ -11,10 +11,10 @@ from typing import Any
 
 import polars as pl
 
+from pipelines.token_records import scan_token_records
 from rollout_io.dataset.opening import read_input, refuse_irregular
 from schemas.errors import InputError
-
-_TOKENS = re.compile(r"global_step_(\d+)\.parquet")
+from schemas.token_records import TOKENS, token_record_path
 
 KEYS = ("dataset", "instance_id", "trajectory_id", "step_index")
 """Columns that identify the row of a record."""
@@ -36,7 +36,7 @@ FLAGS = ("clipped", "rejected")
 
 def is_run(path: Path) -> bool:
     """True if a directory holds a run of `rollouts train` or `rollouts rl`."""
-    return (path / "metrics.jsonl").is_file() or (path / "tokens").is_dir()
+    return (path / "metrics.jsonl").is_file() or (path / TOKENS).is_dir()
 
 
 def read_config(run: Path) -> Mapping[str, Any]:
@@ -87,27 +87,17 @@ def read_metrics(run: Path) -> dict[str, Any]:
     return {"global_step": steps, "metrics": kept}
 
 
-def token_updates(run: Path) -> list[int]:
-    """Return the updates whose tokens were recorded, in order."""
-    folder = run / "tokens"
-    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-    return sorted(int(found[1]) for name in names if (found := _TOKENS.fullmatch(name)))
-
-
 def read_tokens(run: Path, update: int, columns: list[str] | None = None) -> pl.DataFrame:
-    """Return the recorded tokens of an update, one record per row of a dataset.
+    """Return what an update recorded per token, one record per row of a dataset.
 
     Raises:
-        InputError: input_file: the update was not recorded, or its file is damaged.
+        InputError: input_file: the update was not recorded; readable_file: its file is damaged.
     """
-    if update not in token_updates(run):
-        hint = "record it while training: rollouts train --set record_tokens=sampled"
-        got = f"the tokens of update {update} were not recorded"
-        raise InputError("input_file", str(run / "tokens"), got, "", hint)
-    file = run / "tokens" / f"global_step_{update}.parquet"
+    records = scan_token_records(run, update)
+    file = token_record_path(run, update)
     refuse_irregular(file)
     try:
-        return pl.read_parquet(file, columns=columns)
+        return records.select(columns or pl.all()).collect()
     except (pl.exceptions.PolarsError, OSError) as error:
         got = f"the file is damaged or not Parquet: {' '.join(str(error).split())}"
         raise InputError("readable_file", str(file), got) from None

@@ -21,6 +21,7 @@ from rollout_io.retokenize.local import find_tokenizer, remembered_tokenizer
 from rollout_io.retokenize.token_bytes import TokenBytes, load_token_bytes
 from schemas.columns import COLUMN_BY_NAME
 from schemas.errors import ConfigError, InputError, RolloutError
+from schemas.token_records import token_record_steps
 
 
 class Dataset:
@@ -217,7 +218,7 @@ class Sources:
                 "path": str(run.path),
                 "datasets": list(run.datasets),
                 "updates": run_files.read_metrics(run.path)["global_step"],
-                "token_updates": run_files.token_updates(run.path),
+                "token_updates": token_record_steps(run.path),
             }
             for number, run in self.runs.items()
         ]

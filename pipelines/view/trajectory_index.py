@@ -48,6 +48,8 @@ _NUM_CACHED = 16
 def kind_of(kind: pa.DataType) -> str:
     """Classify the type of a column for the page: number, text, bool or other."""
     types = pa.types
+    if types.is_dictionary(kind):
+        return kind_of(kind.value_type)
     if types.is_boolean(kind):
         return "bool"
     if types.is_integer(kind) or types.is_floating(kind):
@@ -227,6 +229,7 @@ class TrajectoryIndex:
 
 def _short_rows(table: pa.Table, names: list[str], cut: set[str]) -> pl.DataFrame:
     rows = to_frame({name: table.column(name) for name in names})
+    rows = rows.with_columns(pl.col(pl.Categorical, pl.Enum).cast(pl.String))
     for name in names:
         column = rows[name]
         if column.dtype == pl.String and (column.str.len_bytes() > MAX_TEXT).any():

@@ -1,0 +1,77 @@
+"""The viewer on what real harnesses and engines wrote: every view of every trajectory answers."""
+
+import polars as pl
+import pytest
+
+from rollout_io import Choices, convert, scan
+from schemas.errors import RolloutError
+from tests.helpers.view_helpers import Asked
+
+LOGS = {
+    "claude code": ("claude_code/simonw.sample_session.jsonl", True),
+    "harbor": ("harbor/nemo_gym_harbor_agent.example_output.jsonl", True),
+    "inspect": ("inspect_ai/log_tool_call_error.json", True),
+    "forks": ("../vllm_calls/forks.calls.jsonl", False),
+    "long": ("../vllm_calls/long.calls.jsonl", False),
+}
+
+
+@pytest.fixture(scope="module", params=LOGS)
+def converted(request, harness_logs, smollm2_dir, tmp_path_factory):
+    """A dataset, and questions about it."""
+    name, is_text = LOGS[request.param]
+    path = harness_logs / name
+    if not path.exists():
+        pytest.skip(f"no {path}")
+    out = tmp_path_factory.mktemp("real") / "ds"
+    tokenizer = str(smollm2_dir)
+    choices = Choices(tokenizer=tokenizer) if is_text else Choices()
+    try:
+        convert(path, out, choices)
+    except RolloutError:
+        convert(path, out, Choices(tokenizer=tokenizer, on_error="skip"))
+    return request.param, out, Asked(out, tokenizer=tokenizer)
+
+
+def test_every_view_of_every_trajectory_answers(converted, tokenizer):
+    name, path, ask = converted
+    table = ask("/api/datasets/d0/trajectories", limit=1000)
+    rows = scan(path).collect()
+    assert table["trajectory_id"].to_list() == rows["trajectory_id"].unique(
+        maintain_order=True
+    ).to_list()
+    kinds = set()
+    for trajectory_id in table["trajectory_id"].to_list()[:8]:
+        of = {"trajectory_id": trajectory_id}
+        told = ask("/api/datasets/d0/conversation", **of)
+        kinds |= {p["type"] for lane in told["lanes"] for t in lane["turns"] for p in t["parts"]}
+        tree = ask("/api/datasets/d0/tree", **of)
+        own = rows.filter(**of)
+        longest = (own["prompt_token_ids"].list.len() + own["response_ids"].list.len()).max()
+        assert max((node["end"] for node in tree["nodes"]), default=0) == longest
+        for row in own.sort("step_index").tail(2).to_dicts():
+            found = ask("/api/datasets/d0/tokens", **of, step_index=row["step_index"])
+            ids = row["prompt_token_ids"] + row["response_ids"]
+            assert found["id"].to_list() == ids
+            content = b"".join(found["bytes"]).decode("utf-8", "replace")
+            assert content == tokenizer.decode(ids)
+            assert found["trained"].sum() == sum(row["loss_mask"])
+    assert "text" in kinds
+    if name in {"claude code", "inspect"}:
+        assert {"tool_call", "tool_result"} <= kinds
+
+
+def test_no_message_is_lost_or_doubled(converted):
+    _, path, ask = converted
+    rows = scan(path).collect()
+    if "messages" not in rows.columns:
+        pytest.skip("the log has no messages")
+    for trajectory_id in rows["trajectory_id"].unique(maintain_order=True).to_list()[:8]:
+        told = ask("/api/datasets/d0/conversation", trajectory_id=trajectory_id)
+        for lane in told["lanes"]:
+            agent = pl.col("agent") if "agent" in rows.columns else pl.lit(None, pl.String)
+            own = rows.filter(agent.eq_missing(lane["agent"]), trajectory_id=trajectory_id)
+            systems = [turn for turn in lane["turns"] if turn["role"] == "system" and turn["is_new"]]
+            starts = own["messages"].drop_nulls().to_list()
+            distinct = {text.partition('"user"')[0] for text in starts}
+            assert len(systems) <= max(1, len(distinct))

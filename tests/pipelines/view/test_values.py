@@ -1,0 +1,320 @@
+"""Every number that the viewer shows equals what Polars reads from the dataset."""
+
+import numpy as np
+import polars as pl
+import pyarrow as pa
+import pytest
+
+from pipelines import drift
+from pipelines.filtering.filters import where
+from pipelines.filtering.verdicts import judge
+from pipelines.rewards import place_rewards, trajectory_returns
+from rollout_io import scan
+from schemas.errors import RolloutError
+
+CONDITIONS = (
+    "reward > 0",
+    "agent = 'main' AND step_index >= 3",
+    "stop_reason IS NULL OR stop_reason = 'length'",
+    "max(step_index) OVER (PARTITION BY trajectory_id) >= 4",
+    "response_text LIKE '%answer%'",
+    "style <> 'append'",
+    "error IS NOT NULL",
+)
+ROOT = "/api/datasets/d0"
+
+
+@pytest.fixture(params=["d0", "d1"], ids=["steps", "merged"])
+def viewed(request, shop, merged_shop):
+    """A dataset's id with its path."""
+    return request.param, {"d0": shop, "d1": merged_shop}[request.param]
+
+
+def trajectories_of(path):
+    """The table of trajectories, by other means."""
+    prompt, response = (pl.col(n).list.len() for n in ("prompt_token_ids", "response_ids"))
+    rows = scan(path).collect()
+    folded = rows.group_by("instance_id", "trajectory_id", maintain_order=True).agg(
+        pl.col("repetition_id").first(),
+        num_rows=pl.len(),
+        prompt_tokens=prompt.sum(),
+        response_tokens=response.sum(),
+        trained_tokens=pl.col("loss_mask").list.sum().sum(),
+        longest_row_tokens=(prompt + response).max(),
+        stop_reason=pl.col("stop_reason").last(),
+        agents=pl.col("agent").unique(maintain_order=True).str.join(", "),
+        style=pl.col("style").last(),
+    )
+    returns = trajectory_returns(scan(path)).select("trajectory_id", "return", "error").collect()
+    return folded.join(returns, on="trajectory_id", maintain_order="left")
+
+
+def same(found, expected):
+    """Whether frames are equal, whatever the widths of their integers."""
+    kinds = {name: found.schema[name] for name in expected.columns}
+    assert found.select(expected.columns).equals(expected.cast(kinds), null_equal=True)
+
+
+def test_the_table_is_that_of_the_dataset(ask, viewed):
+    number, path = viewed
+    found = ask(f"/api/datasets/{number}/trajectories", limit=1000)
+    same(found, trajectories_of(path))
+    kinds = set(found.dtypes)
+    assert pl.Int64 not in kinds
+    assert pl.UInt32 not in kinds
+
+
+@pytest.mark.parametrize("condition", CONDITIONS)
+def test_a_filter_keeps_what_rollouts_filter_keeps(ask, viewed, condition):
+    number, path = viewed
+    verdicts = judge(scan(path), [where(condition)])
+    kept = verdicts.filter(pl.col("reason").is_null())["trajectory_id"].to_list()
+    table = ask.table(f"/api/datasets/{number}/trajectories", where=condition, limit=1000)
+    assert table.column("trajectory_id").to_pylist() == kept
+    metadata = {b"total": str(len(kept)).encode(), b"all": b"48"}
+    assert table.schema.metadata == metadata
+
+
+def test_a_filter_may_use_what_the_table_computes(ask, shop):
+    expected = trajectories_of(shop).filter((pl.col("return") >= 0.5) & (pl.col("num_rows") < 4))
+    condition = '"return" >= 0.5 AND num_rows < 4'
+    found = ask(f"{ROOT}/trajectories", where=condition, limit=1000)
+    assert found["trajectory_id"].to_list() == expected["trajectory_id"].to_list() != []
+    long = condition + " AND response_text IS NOT NULL"  # read from disk
+    assert ask(f"{ROOT}/trajectories", where=long, limit=1000).equals(found)
+
+
+@pytest.mark.parametrize("descending", [0, 1])
+@pytest.mark.parametrize("column", ["return", "response_tokens", "stop_reason", "style"])
+def test_windows_are_those_of_a_stable_sort(ask, shop, column, descending):
+    expected = trajectories_of(shop).sort(
+        column, descending=bool(descending), nulls_last=True, maintain_order=True
+    )
+    windows = [
+        ask(f"{ROOT}/trajectories", sort=column, descending=descending, offset=at, limit=17)
+        for at in (0, 17, 34, 51)
+    ]
+    assert [len(window) for window in windows] == [17, 17, 14, 0]
+    ids = pl.concat(windows)["trajectory_id"].to_list()
+    assert ids == expected["trajectory_id"].to_list()
+
+
+def test_histograms_count_every_trajectory(ask, shop):
+    table = trajectories_of(shop)
+    found = ask(f"{ROOT}/histogram", column="response_tokens", bins=7, where="reward > 0")
+    values = table["response_tokens"].to_numpy()
+    assert found["edges"] == np.histogram_bin_edges(values, 7).tolist()
+    assert found["counts_all"] == np.histogram(values, 7)[0].tolist()
+    kept = table.filter(pl.col("return") > 0)
+    assert found["counts"] == np.histogram(kept["response_tokens"], found["edges"])[0].tolist()
+    texts = ask(f"{ROOT}/histogram", column="stop_reason")
+    counted = dict(zip(texts["values"], texts["counts_all"], strict=True))
+    assert counted == dict(table["stop_reason"].value_counts().rows())
+    assert texts["nulls"] == texts["others"] == 0
+
+
+def test_tokens_are_those_of_200_random_places(ask, viewed, tokenizer):
+    number, path = viewed
+    rows = place_rewards(scan(path)).collect()
+    chosen = np.random.default_rng(5).integers(0, len(rows), 40)
+    checked = 0
+    for row in rows[chosen].to_dicts():
+        key = {name: row[name] for name in ("trajectory_id", "step_index")}
+        found = ask(f"/api/datasets/{number}/tokens", **key)
+        num_prompt = len(row["prompt_token_ids"])
+        nothing = [None] * num_prompt
+        assert found["id"].to_list() == row["prompt_token_ids"] + row["response_ids"]
+        assert found["trained"].to_list() == [False] * num_prompt + row["loss_mask"]
+        assert found["is_response"].sum() == len(row["response_ids"])
+        logprobs = pl.Series(nothing + row["rollout_logprobs"], dtype=pl.Float32)
+        assert found["rollout_logprob"].equals(logprobs, null_equal=True)
+        assert found["reward"].to_list() == nothing + row["rewards"]
+        sampled = np.full(len(row["response_ids"]), row.get("segments") is None)
+        for segment in row.get("segments") or ():
+            sampled[segment["start"] : segment["start"] + segment["length"]] = True
+        assert found["sampled"].to_list() == [False] * num_prompt + sampled.tolist()
+        assert b"".join(found["bytes"]).decode() == tokenizer.decode(found["id"].to_list())
+        checked += len(found)
+    assert checked > 200
+
+
+def test_a_row_says_its_prompt_and_number_of_steps(ask, shop):
+    row = scan(shop).filter(pl.col("step_index") == 2).first().collect().to_dicts()[0]
+    table = ask.table(f"{ROOT}/tokens", trajectory_id=row["trajectory_id"], step_index=2)
+    num_steps = scan(shop).filter(trajectory_id=row["trajectory_id"]).collect().height
+    metadata = {key.decode(): int(value) for key, value in table.schema.metadata.items()}
+    num_prompt = len(row["prompt_token_ids"])
+    assert metadata == {"prompt_tokens": num_prompt, "num_steps": num_steps, "decoded": 1}
+    assert table.schema.field("bytes").type == pa.binary()
+
+
+def test_attempts_part_at_their_first_other_token(ask, shop):
+    found = ask(f"{ROOT}/group", instance_id="shop-1")["attempts"]
+    rows = scan(shop).filter(instance_id="shop-1").collect()
+    first = rows.filter(trajectory_id="shop-1_0")
+    assert [attempt["repetition_id"] for attempt in found] == [0, 1, 2, 3]
+    assert found[0]["parts_at"] is None
+    for attempt in found[1:]:
+        own = rows.filter(trajectory_id=attempt["trajectory_id"])
+        place = attempt["parts_at"]
+        for row in range(place["row"]):
+            assert own["response_ids"][row].equals(first["response_ids"][row])
+        prompt, response = (own[n][place["row"]] for n in ("prompt_token_ids", "response_ids"))
+        at = place["token"] - len(prompt)
+        other = first["response_ids"][place["row"]]
+        assert response[:at].equals(other[:at])
+        assert response[at] != (other[at] if at < len(other) else None)
+
+
+def test_a_copy_parts_nowhere(ask):
+    pairs = ask("/api/diff/pair", a="d0", b="d0", instance_id="shop-0")["pairs"]
+    assert len(pairs) == 4
+    assert {pair["parts_at"] for pair in pairs} == {None}
+    assert all(pair["trajectory_a"] == pair["trajectory_b"] for pair in pairs)
+
+
+def test_the_diff_has_the_means_of_tasks(ask, shop):
+    found = ask("/api/diff", a="d0", b="d1")
+    means = (
+        trajectories_of(shop)
+        .group_by("instance_id", maintain_order=True)
+        .agg(
+            num_a=pl.len(),
+            return_a=pl.col("return").mean(),
+            solved_a=(pl.col("return") > 0).sum(),
+            response_tokens_a=pl.col("response_tokens").mean(),
+        )
+    )
+    same(found, means)
+    assert found["return_b"].equals(found["return_a"].alias("return_b"))  # a merge keeps returns
+    table = ask.table("/api/diff", a="d0", b="d1", where="instance_id = 'shop-1'")
+    assert table.num_rows == 1
+    assert table.schema.metadata == {b"only_a": b"0", b"only_b": b"0"}
+
+
+@pytest.mark.parametrize("of", [{"trajectory_id": "shop-0_1"}, {"instance_id": "shop-0"}])
+def test_the_tree_holds_each_row_along_one_path(ask, shop, of, tokenizer):
+    nodes = ask(f"{ROOT}/tree", **of)["nodes"]
+    column, value = next(iter(of.items()))
+    rows = scan(shop).filter(pl.col(column) == value).collect()
+    returns = dict(trajectory_returns(scan(shop)).select("trajectory_id", "return").collect().rows())
+    by_id = {node["id"]: node for node in nodes}
+    for node in nodes:
+        assert node["start"] < node["end"]
+        assert node["start"] == (0 if node["parent"] is None else by_id[node["parent"]]["end"])
+        names = {name for name, _ in node["rows"]}
+        assert node["num_trajectories"] == len(names)
+        assert node["return"] == sum(returns[name] for name in names) / len(names)
+    distinct = set()
+    for row in rows.to_dicts():
+        tokens = row["prompt_token_ids"] + row["response_ids"]
+        key = [row["trajectory_id"], row["step_index"]]
+        path = sorted((n for n in nodes if key in n["rows"]), key=lambda node: node["start"])
+        assert [node["end"] for node in path[:-1]] == [node["start"] for node in path[1:]]
+        assert path[-1]["end"] == len(tokens)
+        for node in path:
+            text = tokenizer.decode(tokens[node["start"] : node["end"]])
+            assert text.startswith(node["text"].rstrip("\ufffd"))
+            distinct |= {tuple(tokens[: end + 1]) for end in range(node["start"], node["end"])}
+            if node["start"] >= len(row["prompt_token_ids"]):
+                assert node["sampled"]
+    assert ask(f"{ROOT}/tree", **of)["num_tokens"] == len(distinct)
+
+
+def test_the_tree_names_the_causes_of_drift(ask, shop, smollm2_dir):
+    breaks = drift(scan(shop), smollm2_dir).collect()
+    for instance_id in scan(shop).select("instance_id").unique().collect()["instance_id"]:
+        nodes = ask(f"{ROOT}/tree", instance_id=instance_id)["nodes"]
+        told = {(n["start"], n["cause"], *row) for n in nodes if n["cause"] for row in n["rows"]}
+        own = breaks.filter(pl.col("trajectory_id").str.starts_with(f"{instance_id}_"))
+        rows = own.select("token_index", "cause", "trajectory_id", "step_index").rows()
+        assert {row[:2] for row in rows} == {one[:2] for one in told}
+        assert set(rows) <= told
+
+
+def test_a_text_is_found_where_its_bytes_are(ask, shop, tokenizer):
+    found = ask(f"{ROOT}/search", text="The answer", limit=10_000)
+    assert found["complete"]
+    assert found["hits"]
+    rows = {(r["trajectory_id"], r["step_index"]): r for r in scan(shop).collect().to_dicts()}
+    for hit in found["hits"]:
+        row = rows[hit["trajectory_id"], hit["step_index"]]
+        ids = row["prompt_token_ids"] + row["response_ids"]
+        rest = ids[hit["position"] :]
+        assert 0 <= tokenizer.decode(rest).find("The answer") < len(tokenizer.decode(rest[:1]))
+    whole = {
+        row["trajectory_id"]
+        for row in rows.values()
+        if "The answer" in tokenizer.decode(row["prompt_token_ids"] + row["response_ids"])
+    }
+    assert {hit["trajectory_id"] for hit in found["hits"]} == whole
+
+
+def test_ids_are_found_once_where_they_were_first_sampled(ask, shop):
+    row = scan(shop).filter(trajectory_id="shop-2_0", step_index=0).collect().to_dicts()[0]
+    ids = row["response_ids"][3:9]
+    found = ask(f"{ROOT}/search", ids=",".join(map(str, ids)), where="instance_id = 'shop-2'")
+    hit = {"trajectory_id": "shop-2_0", "step_index": 0}
+    assert {**hit, "position": len(row["prompt_token_ids"]) + 3} in found["hits"]
+    assert [h["step_index"] for h in found["hits"] if h["trajectory_id"] == "shop-2_0"] == [0]
+
+
+def bare(text):
+    return "".join(text.split())
+
+
+def test_the_conversation_says_everything_once(ask, shop):
+    for name in ("shop-0_0", "shop-0_1", "shop-7_2"):
+        rows = scan(shop).filter(trajectory_id=name).collect()
+        found = ask(f"{ROOT}/conversation", trajectory_id=name)
+        assert [lane["agent"] for lane in found["lanes"]] == rows["agent"].unique(
+            maintain_order=True
+        ).to_list()
+        turns = [turn for lane in found["lanes"] for turn in lane["turns"]]
+        answers = [t for t in turns if t["role"] == "assistant" and t["trained"]]
+        texts = ["".join(part["text"] for part in turn["parts"]) for turn in answers]
+        assert len(texts) == len(rows)
+        assert sorted(map(bare, texts)) == sorted(map(bare, rows["response_text"]))
+        assert sum(turn["role"] == "system" for turn in turns) == len(found["lanes"])
+
+
+def test_merged_rows_tell_the_same_conversation(ask):
+    for name in ("shop-0_0", "shop-3_1"):
+        told = [ask(f"/api/datasets/{n}/conversation", trajectory_id=name) for n in ("d0", "d1")]
+        spoken = [
+            sorted(
+                (lane["agent"], turn["role"], str(turn["parts"]))
+                for lane in one["lanes"]
+                for turn in lane["turns"]
+                if turn["role"] == "assistant" and turn["trained"]
+            )
+            for one in told
+        ]
+        assert spoken[0] == spoken[1]
+
+
+def test_sources_describe_the_datasets(ask, shop):
+    found = ask("/api/sources")
+    assert [d["id"] for d in found["datasets"]] == ["d0", "d1"]
+    first = found["datasets"][0]
+    counts = {"num_rows": 205, "num_trajectories": 48, "num_groups": 12, "layout": "prefix"}
+    assert {name: first[name] for name in counts} == counts
+    own = [column for column in first["columns"] if column["own"]]
+    assert own == [{"name": "style", "kind": "text", "own": True}]
+    assert (found["runs"], found["warnings"]) == ([], [])
+
+
+def test_a_question_about_nothing_is_an_error(ask):
+    for path, parameters in (
+        (f"{ROOT}/tokens", {"trajectory_id": "none"}),
+        (f"{ROOT}/tokens", {"trajectory_id": "shop-0_0", "step_index": 99}),
+        (f"{ROOT}/group", {"instance_id": "none"}),
+        (f"{ROOT}/histogram", {"column": "none"}),
+        (f"{ROOT}/trajectories", {"sort": "none"}),
+        (f"{ROOT}/trajectories", {"limit": "-1"}),
+        (f"{ROOT}/search", {}),
+        (f"{ROOT}/search", {"ids": "1;2"}),
+        ("/api/runs/r0/metrics", {}),
+    ):
+        with pytest.raises(RolloutError):
+            ask(path, **parameters)
