@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ from schemas.numpy_arrays import to_numpy
 
 _COLUMNS = (
     *("trajectory_id", "step_index", "is_last_step", "prompt_token_ids", "response_ids"),
-    *("loss_mask", "agent", "messages", "response_text", "token_source", "segments"),
+    *("loss_mask", "agent", "messages", "response_text", "token_source", "segments", "error"),
 )
 _THOUGHT = re.compile(r"<think>(.*?)</think>\s*", re.DOTALL)
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>\s*", re.DOTALL)
@@ -45,11 +46,12 @@ def conversation(dataset: Dataset, trajectory_id: str) -> dict[str, Any]:
     lanes: dict[str | None, _Lane] = {}
     for step in steps:
         lanes.setdefault(step.get("agent"), _Lane(dataset)).add(step)
-    line = dataset.index.trajectories.row(number, named=True)
+    errors = (step["error"] for step in steps if step.get("error") is not None)
+    error = next(errors, None)
     return {
         "lanes": [{"agent": name, "turns": lane.turns} for name, lane in lanes.items()],
-        "error": None if line["error"] is None else shortened(line["error"]),
-        "return": line["return"],
+        "error": None if error is None else shortened(error),
+        "return": dataset.index.trajectories["return"][number],
     }
 
 
@@ -82,7 +84,6 @@ class _Lane:
         self._sent: list[Message] = []
         self._ids = np.zeros(0, np.int32)
         self._calls: dict[str, str] = {}
-        self._known: set[tuple[str, str]] = set()
 
     def add(self, step: Mapping[str, Any]) -> None:
         """Add the turns of a step."""
@@ -94,12 +95,13 @@ class _Lane:
         self._ids = np.concatenate([step["prompt_token_ids"], step["response_ids"]])
 
     def _add_messages(self, step: Mapping[str, Any], messages: list[Message]) -> None:
-        same = _num_equal(self._sent, messages)
+        same, before = self._continued(messages)
         trained = bool(any(step["loss_mask"]))
         first_answer = len(sent) if isinstance(sent := sent_messages(step), list) else 0
         for index, message in enumerate(messages[same:], same):
             is_own = step.get("token_source") == RETOKENIZED and index >= first_answer
-            self._add_message(step, message, trained=is_own and is_answer(message))
+            trains = is_own and is_answer(message)
+            self._add_message(step, message, before, trained=trains)
         self._sent = list(messages)
         response = step.get("response_text")
         if response is not None and step.get("token_source") != RETOKENIZED:
@@ -107,13 +109,12 @@ class _Lane:
             self._add_turn(step, "assistant", parts, trained=trained)
             answer = {"role": "assistant", "content": response}
             self._sent = [*messages, answer]
-            self._known.add(_said(answer))
 
     def _add_tokens(self, step: Mapping[str, Any], messages: list[Message] | None) -> None:
         if messages is not None:
-            same = _num_equal(self._sent, messages)
+            same, before = self._continued(messages)
             for message in messages[same:]:
-                self._add_message(step, message, trained=False)
+                self._add_message(step, message, before, trained=False)
             self._sent = list(messages)
         else:
             prompt = step["prompt_token_ids"]
@@ -136,10 +137,22 @@ class _Lane:
             return [("", vocabulary.text(ids))] if len(ids) else []
         return [(turn.role, turn.text) for turn in turns_of_ids(ids, tokenizer)]
 
-    def _add_message(self, step: Mapping[str, Any], message: Message, *, trained: bool) -> None:
+    def _continued(self, messages: list[Message]) -> tuple[int, Counter[tuple[str, str]]]:
+        """Count the leading messages that were sent before, and the others that were, by text."""
+        same = _num_equal(self._sent, messages)
+        return same, Counter(map(_said, self._sent[same:]))
+
+    def _add_message(
+        self,
+        step: Mapping[str, Any],
+        message: Message,
+        before: Counter[tuple[str, str]],
+        *,
+        trained: bool,
+    ) -> None:
         said = _said(message)
-        is_new = said not in self._known
-        self._known.add(said)
+        is_new = before[said] == 0
+        before[said] -= not is_new
         self._add_turn(step, _role(message), self._parts(message), trained=trained, is_new=is_new)
 
     def _add_turn(

@@ -230,7 +230,7 @@ class TrajectoryIndex:
 def _short_rows(table: pa.Table, names: list[str], cut: set[str]) -> pl.DataFrame:
     rows = to_frame({name: table.column(name) for name in names})
     rows = rows.with_columns(pl.col(pl.Categorical, pl.Enum).cast(pl.String))
-    for name in names:
+    for name in set(names) - {"instance_id", "trajectory_id"}:
         column = rows[name]
         if column.dtype == pl.String and (column.str.len_bytes() > MAX_TEXT).any():
             shown = column.str.head(MAX_TEXT)

@@ -10,6 +10,7 @@ import posixpath
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import groupby
+from threading import Lock
 from types import MappingProxyType
 from typing import Any
 
@@ -168,8 +169,13 @@ def to_hf(path: PathLike) -> Any:
     return Dataset(InMemoryTable(read(path)))
 
 
+_CACHED_BYTES = 64 << 20
+
+
 class RowReader:
-    """Reads some rows of a dataset by their position; only their row groups are read.
+    """Reads some rows of a valid dataset by their position; only their row groups are read.
+
+    Row groups that were read last are kept, up to 64 MiB. May be shared by threads.
 
     Args:
         path: Directory, glob or file, local or an fsspec URL.
@@ -189,6 +195,8 @@ class RowReader:
         sizes = [size for shard in self._shards for size in shard.group_sizes]
         self._starts = offsets_of(np.array(sizes, np.int64))
         self.num_rows = int(self._starts[-1])
+        self._cached: dict[tuple[int, tuple[str, ...]], pa.Table] = {}
+        self._lock = Lock()
 
     def rows(self, begin: int, end: int, names: Sequence[str]) -> pa.Table:
         """Read adjacent rows.
@@ -224,14 +232,26 @@ class RowReader:
         return pa.concat_tables(parts, promote_options="permissive")
 
     def _read(self, number: int, part: slice, names: Sequence[str]) -> pa.Table:
-        shard, index = self._groups[number]
+        shard = self._groups[number][0]
         decodes = shard.encoded and "prompt_token_ids" in names
-        wanted = list(dict.fromkeys([*names, *(DECODE_COLUMNS if decodes else ())]))
-        table = shard.row_group(index, [name for name in wanted if name in shard.names])[part]
-        if decodes:
-            raise_errors(check_references(table), f"{shard.location.path}, row group {index}")
-            table = decode_prefixes(table)
+        wanted = dict.fromkeys([*names, *(DECODE_COLUMNS if decodes else ())])
+        stored = tuple(name for name in wanted if name in shard.names)
+        table = self._row_group(number, stored)[part]
+        table = decode_prefixes(table) if decodes else table
         return table.select([name for name in names if name in table.column_names])
+
+    def _row_group(self, number: int, names: tuple[str, ...]) -> pa.Table:
+        shard, index = self._groups[number]
+        with self._lock:
+            table = self._cached.pop((number, names), None)
+        if table is None:
+            table = shard.row_group(index, names)
+        with self._lock:
+            if table.nbytes <= _CACHED_BYTES:
+                self._cached[number, names] = table  # the last one was used last
+            while sum(known.nbytes for known in self._cached.values()) > _CACHED_BYTES:
+                self._cached.pop(next(iter(self._cached)))
+        return table
 
 
 def stored_tables(path: PathLike) -> Iterator[pa.Table]:

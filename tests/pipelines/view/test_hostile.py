@@ -49,16 +49,16 @@ def ask(tmp_path_factory):
     responses = [*sound[:-1], LONG]
     table = pa.table(
         {
-            "instance_id": [f"{text[:20]}{i}" for i, text in enumerate(sound)],
+            "instance_id": [f"{text}{i}" for i, text in enumerate(sound)],
             "repetition_id": pa.array([0] * n, pa.int32()),
-            "trajectory_id": [f"{text[:20]}{i}_0" for i, text in enumerate(sound)],
+            "trajectory_id": [f"{text}{i}_0" for i, text in enumerate(sound)],
             "step_index": pa.array([0] * n, pa.int32()),
             "is_last_step": [True] * n,
             "prompt_token_ids": pa.array([[1, 2]] * n, pa.list_(pa.int32())),
             "response_ids": pa.array([[2**31 - 1, 0]] * n, pa.list_(pa.int32())),
             "loss_mask": [[True, False]] * n,
             "token_source": ["engine"] * n,
-            "error": pa.array([None, *(f"{text}: {LONG}" for text in sound[1:])]),
+            "error": pa.array([None, *sound[1:-1], LONG]),
             "agent": sound,
             "messages": messages,
             "response_text": responses,

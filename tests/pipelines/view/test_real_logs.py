@@ -33,9 +33,10 @@ def test_every_view_of_every_trajectory_answers(converted, tokenizer):
     name, path, ask = converted
     table = ask("/api/datasets/d0/trajectories", limit=1000)
     rows = scan(path).collect()
-    assert table["trajectory_id"].to_list() == rows["trajectory_id"].unique(
-        maintain_order=True
-    ).to_list()
+    assert (
+        table["trajectory_id"].to_list()
+        == rows["trajectory_id"].unique(maintain_order=True).to_list()
+    )
     kinds = set()
     for trajectory_id in table["trajectory_id"].to_list()[:8]:
         of = {"trajectory_id": trajectory_id}

@@ -197,7 +197,9 @@ def test_the_tree_holds_each_row_along_one_path(ask, shop, of, tokenizer):
     nodes = ask(f"{ROOT}/tree", **of)["nodes"]
     column, value = next(iter(of.items()))
     rows = scan(shop).filter(pl.col(column) == value).collect()
-    returns = dict(trajectory_returns(scan(shop)).select("trajectory_id", "return").collect().rows())
+    returns = dict(
+        trajectory_returns(scan(shop)).select("trajectory_id", "return").collect().rows()
+    )
     by_id = {node["id"]: node for node in nodes}
     for node in nodes:
         assert node["start"] < node["end"]
@@ -275,6 +277,7 @@ def test_the_conversation_says_everything_once(ask, shop):
         texts = ["".join(part["text"] for part in turn["parts"]) for turn in answers]
         assert len(texts) == len(rows)
         assert sorted(map(bare, texts)) == sorted(map(bare, rows["response_text"]))
+        assert all(turn["is_new"] for turn in turns)  # the harness only appends
         assert sum(turn["role"] == "system" for turn in turns) == len(found["lanes"])
 
 
@@ -293,7 +296,7 @@ def test_merged_rows_tell_the_same_conversation(ask):
         assert spoken[0] == spoken[1]
 
 
-def test_sources_describe_the_datasets(ask, shop):
+def test_sources_describe_the_datasets(ask):
     found = ask("/api/sources")
     assert [d["id"] for d in found["datasets"]] == ["d0", "d1"]
     first = found["datasets"][0]
