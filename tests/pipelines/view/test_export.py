@@ -15,7 +15,6 @@ from rollout_io import scan
 from schemas.errors import RolloutError
 from tests.helpers.view_helpers import Asked, bundle_in
 
-INTS = pa.list_(pa.int32())
 REPORT = '<html><head></head><body><script id="answers">__ANSWERS__</script></body></html>'
 
 
