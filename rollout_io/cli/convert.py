@@ -160,7 +160,7 @@ def convert(
     _note_formats(format_name)
     start_s = time.monotonic()
     with (
-        going_on("finished work is kept; run the same command again to resume"),
+        going_on(lambda: "finished work is kept; run the same command again to resume"),
         progress_bar(_num_bytes(inputs), "B", "convert", counts="rows") as advance,
     ):
 

@@ -82,6 +82,8 @@ def inspect(
     color = wants_color(sys.stdout)
     if views:
         note(legend(color=color) + "\n")
+        if decode is None:
+            note("token ids are shown as numbers: pass --tokenizer DIR to see their text\n")
     for view in views:
         emit(render(view, color=color) + "\n")
     found = f"{len(views)} of {count(len(ids), 'trajectory')} shown"

@@ -85,12 +85,12 @@ def next_command(command: str) -> None:
 
 
 @contextmanager
-def going_on(how: str) -> Iterator[None]:
+def going_on(how: Callable[[], str]) -> Iterator[None]:
     """Print how to resume if an interrupt or SIGTERM ends the verb."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit):
-        click.echo(f"stopped: {how}", err=True)
+        click.echo(f"stopped: {how()}", err=True)
         raise
 
 

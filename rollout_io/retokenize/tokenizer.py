@@ -78,7 +78,8 @@ class ChatTokenizer:
         is_text = isinstance(template, str) and not self.template_kwargs
         if self.template_kwargs:
             template = [template, dict(self.template_kwargs)]
-        return _digest(template if is_text else json.dumps(template, sort_keys=True))
+        text = template if is_text else json.dumps(template, sort_keys=True)
+        return template_fingerprint(text)
 
     def added_text(self, *, system: bool) -> str:
         """Return text that the chat template adds to a user message, optionally after a system one.
@@ -247,6 +248,11 @@ def _load(where: str) -> Any:
 def _without_role(text: str) -> str:
     first, _, rest = text.strip().partition("\n")
     return rest.strip() if first.strip() in {"system", "user"} else text.strip()
+
+
+def template_fingerprint(text: str) -> str:
+    """Return the fingerprint of a chat template: the SHA-256 of its text, in hex."""
+    return _digest(text)
 
 
 def _digest(text: str) -> str:

@@ -52,7 +52,8 @@ def generate(*, config: str, out: str | None, overrides: tuple[str, ...], as_jso
 
     sys.path.insert(0, str(Path.cwd()))
     settings = load_generate_config(config, overrides, out=out)
-    with shown_log(), going_on("complete groups are kept; run the same command again to resume"):
+    how = "complete groups are kept; run the same command again to resume"
+    with shown_log(), going_on(lambda: how):
         result = asyncio.run(run(settings, open_engine))
     for warning in result.warnings:
         warn(warning)

@@ -63,7 +63,7 @@ def rl(
     chosen = [f"train.{key}={value}" for key, value in options.items() if value is not None]
     settings = load_rl_config(config, [*chosen, *overrides], out=out)
     how = "finished work is kept; run the same command with --resume to continue"
-    with shown_log(), going_on(how):
+    with shown_log(), going_on(lambda: how):
         result = run(settings, resume=resume)
     emit_json(dataclasses.asdict(result)) if as_json else emit(_report(result))
     next_command(f"rollouts plot {result.out}")

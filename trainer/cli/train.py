@@ -78,6 +78,7 @@ def train(
     and RUN/checkpoints/global_step_N/, a model directory that Transformers can load. --resume continues a stopped run as if it had never been
     interrupted. Options override the file, and --set overrides options.
     """
+    from rollout_io.dataset.storage import find_shards
     from schemas.extras import requires_extra
     from trainer.config.train_config import load_config
     from trainer.distributed.processes import is_main
@@ -97,8 +98,9 @@ def train(
         )
         if show_config:
             return _show(settings, as_json=as_json)
+        find_shards(settings.dataset)  # before torch is imported, which takes seconds
         if not resume:
-            check_model_directory(settings.model)  # before torch is imported, which takes seconds
+            check_model_directory(settings.model)
         with requires_extra("train", "rollouts train"):
             from trainer.reports import dry_run as report
             from trainer.run import loop
@@ -106,8 +108,7 @@ def train(
             with shown_log():
                 planned = report.dry_run(settings, resume=resume)
         else:
-            how = f"run the same command with --resume to continue from the checkpoints in {out}"
-            with shown_log(), going_on(how):
+            with shown_log(), going_on(lambda: how_to_resume(out)):
                 result = loop.train(settings, resume=resume)
     except RolloutError:
         if is_main():
@@ -192,6 +193,15 @@ def _is_run(path: str) -> bool:
     except InputError:
         return "://" not in path
     return False
+
+
+def how_to_resume(out: str) -> str:
+    """Return how to resume a run that was stopped."""
+    if any(Path(out).glob("checkpoints/global_step_*")):
+        return f"run the same command with --resume to continue from the checkpoints in {out}"
+    again = "no checkpoint yet: run the same command again"
+    # A directory that holds a run must be resumed, even from its start.
+    return f"{again}, with --resume" if (Path(out) / "config.json").exists() else again
 
 
 def _show(settings: TrainConfig, *, as_json: bool) -> int:

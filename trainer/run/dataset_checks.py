@@ -8,7 +8,7 @@ from pipelines.rewards import are_equal
 from schemas.errors import InputError, InvariantError, count, first_of
 from schemas.rules import RULES
 from trainer.batches.forest import RowLimit
-from trainer.batches.plan import Plan
+from trainer.batches.plan import Plan, num_groups_of_one
 from trainer.config.train_config import TrainConfig
 
 RECORD_MODE = (
@@ -128,6 +128,10 @@ def _refuse_nothing_to_learn(rows: pl.DataFrame, plan: Plan, config: TrainConfig
         got += f" ({count(num_groups, 'group')})"
         hint = "run `rollouts stats DS` to see the rewards, then supply rewards that differ within a group (convert"
         hint += " --rewards) or sample more attempts (generate with a larger group_size)"
+        if config.compares_groups and num_groups_of_one(plan) == num_groups:
+            hint = f"every group has one trajectory, and {config.advantage_estimator} compares the trajectories of a group:"
+            hint += " pass --algorithm reinforce++ or gae, which need no groups; or choose the rows (`rollouts filter DS"
+            hint += " --where 'reward > 0' --out GOOD`) and imitate them (--set policy_loss_type=cross_entropy)"
         if num_lost:
             got += f", except in {count(num_lost, 'group')} with a failed trajectory"
             hint = "pass --set failed=trajectory to leave out failed trajectories instead of their groups"

@@ -6,8 +6,9 @@ import json
 from logging import WARNING
 from pathlib import Path
 
+from rollout_io.retokenize.chat_template import TEMPLATES, find_template
 from rollout_io.retokenize.local import has_tokenizer
-from rollout_io.retokenize.tokenizer import load_tokenizer
+from rollout_io.retokenize.tokenizer import load_tokenizer, template_fingerprint
 from schemas.errors import InputError
 from schemas.metadata import DatasetMetadata
 from trainer.config.train_config import TrainConfig
@@ -49,12 +50,23 @@ def check_tokenizers(config: TrainConfig, metadata: DatasetMetadata) -> list[Rem
             said.append(Remark(f"note: {path} has the dataset's tokenizer (fingerprints match)"))
         recorded = metadata.chat_template_fingerprint
         if path == config.model and recorded not in {None, tokenizer.template_fingerprint}:
-            text = (
-                f"the dataset's prompts were rendered with a different chat template than {path}"
-                " has: prompts at inference will differ from those in training"
-            )
-            said.append(Remark(text, WARNING))
+            said.append(_other_template(path, recorded))
     return said
+
+
+def _other_template(path: str, fingerprint: str | None) -> Remark:
+    """Warn about a different chat template, and say how to serve the checkpoint with the dataset's."""
+    name = next(
+        (n for n in TEMPLATES if template_fingerprint(find_template(n)) == fingerprint), None
+    )
+    file = f'"$(rollouts templates {name})"' if name else "TEMPLATE"
+    text = (
+        f"the dataset's prompts were rendered with a different chat template"
+        f"{f' ({name})' if name else ''} than {path} has: prompts at inference will differ from those"
+        f" in training\nHint: vllm serve CHECKPOINT --chat-template {file}, or"
+        f" cp {file} CHECKPOINT/chat_template.jinja"
+    )
+    return Remark(text, WARNING)
 
 
 def _names(model: str, metadata: DatasetMetadata) -> Remark:

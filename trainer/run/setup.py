@@ -10,7 +10,7 @@ from accelerate.utils import set_seed
 
 import rollout_io
 from rollout_io.dataset.storage import Location, occupied
-from schemas.errors import InputError
+from schemas.errors import InputError, count
 from trainer.batches.data import index_rows
 from trainer.batches.forest import RowLimit
 from trainer.batches.plan import Plan, dataset_returns, make_plan, num_planned_updates
@@ -84,6 +84,8 @@ def set_up(config: TrainConfig, *, resume: bool) -> TrainingRun:
         restore(loaded.checkpoint / "state", learner, critic)
         say(f"resuming from {loaded.checkpoint}")
     settings = batch_settings(loaded.config)
+    schedule = rate_schedule(loaded.config, num_planned_updates(loaded.plan, settings.passes))
+    _note_few_updates(loaded.config, loaded.plan, schedule.num_planned)
     return TrainingRun(
         config=loaded.config,
         settings=settings,
@@ -91,7 +93,7 @@ def set_up(config: TrainConfig, *, resume: bool) -> TrainingRun:
         critic=critic,
         rollouts=loaded.rollouts,
         plan=loaded.plan,
-        schedule=rate_schedule(loaded.config, num_planned_updates(loaded.plan, settings.passes)),
+        schedule=schedule,
         num_greedy_rows=loaded.num_greedy_rows,
         limit=loaded.models.limit,
         checkpoints=Checkpoints(
@@ -154,6 +156,19 @@ def _load(config: TrainConfig, *, resume: bool) -> LoadedRun:
         kept_metrics=kept,
         models=models,
         corrects=checked.corrects,
+    )
+
+
+def _note_few_updates(config: TrainConfig, plan: Plan, num_planned: int) -> None:
+    """Say why a run makes fewer updates than `max_updates`."""
+    if config.max_updates is None or num_planned >= config.max_updates:
+        return
+    groups, size = count(sum(map(len, plan.batches)), "group"), config.groups_per_mini_batch
+    passes = f" in {count(config.num_epochs, 'pass', 'es')} over the dataset"
+    made = count(num_planned, "update")
+    say(
+        f"note: {groups} make {made} of {size} groups{passes}, fewer than max_updates"
+        f" ({config.max_updates}): pass --set num_epochs=N for more passes"
     )
 
 

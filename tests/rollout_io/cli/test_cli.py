@@ -293,6 +293,17 @@ def test_inspect_marks_what_trains_where_there_is_no_colour(dataset: str, capsys
     assert "1 of 1 trajectory shown" in printed.err
 
 
+def test_inspect_says_once_how_to_see_text(
+    dataset: str, smollm2_dir: Path, capsys: Capture
+) -> None:
+    note = "pass --tokenizer DIR to see their text"
+    assert run(["inspect", dataset, "--limit", "2"]) == 0
+    said = capsys.readouterr()
+    assert (said.err.count(note), said.out.count(note)) == (1, 0)
+    assert run(["inspect", dataset, "--limit", "2", "--tokenizer", str(smollm2_dir)]) == 0
+    assert note not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("args", "says", "hints"),
     [

@@ -8,6 +8,8 @@ import pytest
 
 import trainer
 from schemas.errors import RolloutError
+from tests.helpers.trainer_helpers import group_rows, write_dataset
+from trainer.cli.train import how_to_resume
 from trainer.config.loss_config import LossConfig
 from trainer.config.train_config import TrainConfig, load_config, save_config
 
@@ -170,6 +172,30 @@ def test_every_field_is_documented(kind: type[LossConfig]) -> None:
 def test_importing_the_package_and_its_verb_imports_no_torch() -> None:
     code = "import sys, trainer, trainer.cli.train; sys.exit('torch' in sys.modules or 'polars' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_missing_dataset_or_model_is_refused_before_torch_is_imported(tmp_path: Path) -> None:
+    dataset = write_dataset(tmp_path / "ds", group_rows(1))
+    code = (
+        "import sys; from rollout_io.cli.main import run\n"
+        "print(run(sys.argv[1:]), 'torch' in sys.modules)"
+    )
+    out = ["--model", str(tmp_path / "model"), "--out", str(tmp_path / "run")]
+    for path, rule in ((str(tmp_path / "none"), "dataset_exists"), (dataset, "model_directory")):
+        command = [sys.executable, "-c", code, "train", path, *out]
+        done = subprocess.run(command, check=False, capture_output=True, text=True)
+        assert done.stdout == "1 False\n"
+        assert f"[{rule}]" in done.stderr
+
+
+def test_a_stopped_run_says_how_to_go_on(tmp_path: Path) -> None:
+    again = "no checkpoint yet: run the same command again"
+    assert how_to_resume(str(tmp_path / "run")) == again
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").touch()
+    assert how_to_resume(str(tmp_path / "run")) == f"{again}, with --resume"
+    (tmp_path / "run" / "checkpoints" / "global_step_1").mkdir(parents=True)
+    assert "--resume to continue from the checkpoints in" in how_to_resume(str(tmp_path / "run"))
 
 
 def test_missing_torch_names_the_extra() -> None:

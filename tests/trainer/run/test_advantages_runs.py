@@ -265,8 +265,27 @@ def test_groups_of_one_alone_are_refused(model: str, tmp_path: Path) -> None:
     dataset = write_dataset(tmp_path / "ds", rows)
     with pytest.raises(
         RolloutError, match=r"every advantage is 0, .*\(1 group\)\. \[zero_advantages\]"
-    ):
+    ) as caught:
         run(dataset, model, tmp_path / "run")
+    for way in ("--algorithm reinforce++ or gae", "policy_loss_type=cross_entropy"):
+        assert way in (caught.value.hint or "")
+
+
+def test_groups_of_one_train_as_the_hint_says_and_too_few_updates_are_explained(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rng = np.random.default_rng(1)
+    rows = [row for i in range(3) for row in two_step_trajectory(rng, f"s{i}", 0, float(i == 1))]
+    dataset = write_dataset(tmp_path / "ds", rows)
+    settings = {"advantage_estimator": "reinforce++", "max_updates": 2}
+    result = run(dataset, model, tmp_path / "run", **settings)
+    assert (result.num_updates, result.num_trained_groups) == (1, 3)
+    assert metrics_of(tmp_path / "run")[0]["grad_norm"] > 0
+    said = capsys.readouterr().err
+    assert "note: 3 groups make 1 update of 8 groups in 1 pass over the dataset, fewer than" in said
+    assert "max_updates (2): pass --set num_epochs=N for more passes" in said
+    assert run(dataset, model, tmp_path / "two", **settings, num_epochs=2).num_updates == 2
+    assert "fewer than" not in capsys.readouterr().err
 
 
 def test_greedy_rows_are_masked_and_counted(

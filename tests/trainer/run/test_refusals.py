@@ -14,9 +14,12 @@ from transformers import PreTrainedTokenizerFast
 
 import rollout_io
 from rollout_io.cli.main import run as main
-from rollout_io.retokenize.tokenizer import load_tokenizer
+from rollout_io.retokenize.chat_template import TEMPLATES, find_template
+from rollout_io.retokenize.tokenizer import load_tokenizer, template_fingerprint
 from schemas.metadata import DatasetMetadata
 from tests.helpers.trainer_helpers import VOCAB, group_rows, save_tiny_model, write_dataset
+from trainer.config.train_config import TrainConfig
+from trainer.run.same_tokenizer import check_tokenizers
 
 Rows = list[dict[str, Any]]
 DRY_RUN = pytest.mark.parametrize("dry_run", [False, True], ids=["train", "dry_run"])
@@ -370,6 +373,21 @@ def test_the_same_tokenizer_passes_another_template_and_none_are_told(
         else "no tokenizer to compare"
         for text in said
     ]
+
+
+@pytest.mark.parametrize("name", [None, *TEMPLATES])
+def test_another_template_is_named_and_the_warning_says_how_to_serve_with_it(
+    name: str | None, recorded: tuple[str, Path]
+) -> None:
+    dataset, model = recorded
+    text = find_template(name) if name else "{{ messages | length }}"
+    metadata = rollout_io.read_metadata(dataset)
+    metadata = metadata.replace(chat_template_fingerprint=template_fingerprint(text))
+    config = TrainConfig(dataset=dataset, model=str(model), out="run")
+    said = check_tokenizers(config, metadata)[-1].text
+    assert (f"({name})" in said) == (name is not None)
+    file = f'"$(rollouts templates {name})"' if name else "TEMPLATE"
+    assert f"Hint: vllm serve CHECKPOINT --chat-template {file}, or cp {file} CHECKPOINT/" in said
 
 
 @DRY_RUN
