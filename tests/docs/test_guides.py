@@ -24,20 +24,47 @@ def commands(guide, places):
                 yield [places.get(word.rstrip("/"), word) for word in words[1:]]
 
 
+def claude_code_commands(smollm2_dir, tmp_path, logs=ROOT / "examples" / "claude_code"):
+    outputs = ("claude", "claude-imitated", "claude-rewarded", "claude-weighted", "claude-good")
+    rewards = "examples/claude_code.rewards.jsonl"
+    places = {
+        "examples/claude_code": str(logs),
+        rewards: str(ROOT / rewards),
+        ".cache/smollm2": str(smollm2_dir),
+        **{f"runs/{name}": str(tmp_path / name) for name in outputs},
+    }
+    return list(commands("claude_code.md", places))
+
+
 @pytest.mark.slow
 @pytest.mark.model
-def test_a_folder_of_claude_code_sessions_becomes_a_checkpoint(harness_logs, smollm2_dir, tmp_path):
-    places = {
-        "sessions": str(harness_logs / "claude_code"),
-        ".cache/smollm2": str(smollm2_dir),
-        "claude": str(tmp_path / "claude"),
-        "runs/claude": str(tmp_path / "run"),
-    }
-    given = list(commands("claude_code.md", places))
-    assert [words[0] for words in given] == ["convert", "validate", "stats", "inspect", "train"]
+def test_a_folder_of_claude_code_sessions_becomes_a_checkpoint(smollm2_dir, tmp_path, capsys):
+    given = claude_code_commands(smollm2_dir, tmp_path)
+    verbs = ["convert", "validate", "stats", "inspect", "train", "convert", "train", "filter"]
+    assert [words[0] for words in given] == verbs
+    page = (GUIDES / "claude_code.md").read_text()
+    (printed,) = re.findall(r"```\n(3 sessions .*?)```", page, re.DOTALL)
+    for number, words in enumerate(given):
+        assert run(words) == 0, words
+        if not number:
+            said = capsys.readouterr().err.replace(str(tmp_path / "claude"), "runs/claude")
+            assert printed in said
+    for name in ("claude-imitated", "claude-weighted"):
+        (checkpoint,) = (tmp_path / name / "checkpoints").glob("global_step_*")
+        assert AutoModelForCausalLM.from_pretrained(checkpoint).num_parameters() > 1e8
+        updates = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        assert json.loads(updates[-1])["grad_norm"] > 0
+    good = rollout_io.scan(tmp_path / "claude-good").collect()
+    assert good["reward"].to_list() == [1.0, 1.0]
+
+
+@pytest.mark.slow
+@pytest.mark.model
+def test_real_sessions_of_claude_code_become_a_checkpoint(harness_logs, smollm2_dir, tmp_path):
+    given = claude_code_commands(smollm2_dir, tmp_path, harness_logs / "claude_code")[:5]
     for words in given:
         assert run(words) == 0, words
-    (checkpoint,) = (tmp_path / "run" / "checkpoints").glob("global_step_*")
+    (checkpoint,) = (tmp_path / "claude-imitated" / "checkpoints").glob("global_step_*")
     assert AutoModelForCausalLM.from_pretrained(checkpoint).num_parameters() > 1e8
 
 

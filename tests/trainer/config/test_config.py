@@ -175,7 +175,7 @@ def test_importing_the_package_and_its_verb_imports_no_torch() -> None:
 
 
 def test_a_missing_dataset_or_model_is_refused_before_torch_is_imported(tmp_path: Path) -> None:
-    dataset = write_dataset(tmp_path / "ds", group_rows(1))
+    dataset = write_dataset(tmp_path / "ds", group_rows(1, (1.0, 0.0)))
     code = (
         "import sys; from rollout_io.cli.main import run\n"
         "print(run(sys.argv[1:]), 'torch' in sys.modules)"

@@ -380,6 +380,7 @@ def test_another_template_is_named_and_the_warning_says_how_to_serve_with_it(
     name: str | None, recorded: tuple[str, Path]
 ) -> None:
     dataset, model = recorded
+    save_tokenizer(model, "a", chat_template="{{ messages }}")
     text = find_template(name) if name else "{{ messages | length }}"
     metadata = rollout_io.read_metadata(dataset)
     metadata = metadata.replace(chat_template_fingerprint=template_fingerprint(text))
