@@ -40,10 +40,11 @@ def facts_of(messages):
 def texts_in(content):
     if content is None or isinstance(content, str):
         return [content] if content else []
-    return [
-        part if isinstance(part, str) else part.get("text") or part.get("reasoning") or ""
+    parts = (
+        part if isinstance(part, str) else part.get("text") or part.get("reasoning")
         for part in content
-    ]
+    )
+    return [part for part in parts if part]
 
 
 def leaves(value):

@@ -440,6 +440,10 @@ ANSWERS_JOIN = ("codex_cli", "nemo_gym")
 SYSTEM_IS_USER = ("claude_code", "gemini_cli")
 SAID = {"role": "assistant", "content": "search", "tool_calls": []}
 TWO_ANSWERS = [{"role": "user", "content": "search"}, SAID, SAID]
+NOTHING = {"role": "assistant", "content": "", "tool_calls": []}
+CALLS = SAID | {"tool_calls": [{"id": "c0", "function": {"name": "search", "arguments": {}}}]}
+RESULT = {"role": "tool", "content": "search", "tool_call_id": "c0"}
+NO_LAST_ANSWER = [TWO_ANSWERS[0], CALLS, RESULT, NOTHING, NOTHING]
 rare = settings(deadline=None, max_examples=4, suppress_health_check=list(HealthCheck))
 
 
@@ -479,6 +483,7 @@ def test_a_conversation_in_any_format_keeps_what_it_says(name, smollm2_dir, tmp_
     @rare
     @given(conversations())
     @example(TWO_ANSWERS)
+    @example(NO_LAST_ANSWER)
     def holds(messages):
         out = tmp_path_factory.mktemp("made") / "ds.dir"
         check_made(name, messages, out, smollm2_dir, "chatml_tools_thinking")
