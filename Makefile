@@ -72,6 +72,7 @@ bench: $(READY) $(MODEL)/model.safetensors  ## Benchmarks: ratios measured side 
 	$(BIN)/python -m benchmarks.training
 	$(BIN)/python -m benchmarks.trees
 	$(BIN)/python -m benchmarks.record
+	$(BIN)/python -m benchmarks.view
 
 docs: $(READY) $(MODEL)/model.safetensors  ## Write the generated pages of docs/ and examples/
 	$(BIN)/python docs/generate.py

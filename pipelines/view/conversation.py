@@ -255,7 +255,7 @@ def _said(message: Message) -> tuple[str, str]:
         named.append(inner if isinstance(inner, Mapping) else call)
     spelled = json.dumps(named, sort_keys=True) if named else ""
     whole = "".join((_as_text(thought), text, spelled))
-    return _role(message), re.sub(r"\s+", "", whole)
+    return _role(message), "".join(whole.split())
 
 
 def _split_calls(response: str) -> tuple[str, list[Any]]:

@@ -1,0 +1,171 @@
+"""Measure the viewer's server: a million trajectories, and rows of 32,000 tokens.
+
+    python -m benchmarks.view [--trajectories N] [--folder DIR]
+
+Writes two datasets, then asks the server's API what the page asks: seconds of each answer, and the
+process's resident memory. DIR keeps the datasets for another run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlencode
+
+import numpy as np
+import psutil
+import pyarrow as pa
+
+from pipelines.view.api import Api
+from pipelines.view.sources import Sources
+from rollout_io import RolloutWriter
+from schemas.ragged import Ragged, offsets_of
+
+NUM_IDS, GROUP_SIZE, BATCH = 49_000, 8, 20_000
+TOPICS = np.array(["math", "code", "web", "search"])
+LONG_TOKENS = 32_000
+NUM_LONG = 64
+
+QUESTIONS: dict[str, tuple[str, dict[str, object]]] = {
+    "first window": ("trajectories", {"offset": 0, "limit": 100}),
+    "window in the middle": ("trajectories", {"offset": 500_000, "limit": 100}),
+    "sorted by return": ("trajectories", {"sort": "return", "descending": 1, "limit": 100}),
+    "sorted by an own column": ("trajectories", {"sort": "difficulty", "limit": 100}),
+    "filter by reward": ("trajectories", {"where": "reward < 0.1", "limit": 100}),
+    "filter by return": ("trajectories", {"where": '"return" >= 0.5', "limit": 100}),
+    "filter by own columns": (
+        "trajectories",
+        {"where": "topic = 'math' AND difficulty < 0.1", "limit": 100},
+    ),
+    "filter by a window": (
+        "trajectories",
+        {"where": "max(reward) OVER (PARTITION BY instance_id) < 0.6", "limit": 100},
+    ),
+    "histogram of numbers": ("histogram", {"column": "return", "bins": 40}),
+    "histogram of a selection": ("histogram", {"column": "difficulty", "where": "reward < 0.1"}),
+    "histogram of texts": ("histogram", {"column": "topic"}),
+    "a group": ("group", {"instance_id": "task-1000"}),
+    "a tree": ("tree", {"instance_id": "task-2000"}),
+    "tokens of a row": ("tokens", {"trajectory_id": "task-3000_4", "step_index": 0}),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--trajectories", type=int, default=1_000_000, metavar="N")
+    parser.add_argument("--folder", type=Path, metavar="DIR")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = arguments.folder or Path(temporary)
+        many = written(folder / f"view-{arguments.trajectories}", arguments.trajectories)
+        measure_many(many)
+        measure_long(written(folder / "view-long", NUM_LONG, LONG_TOKENS))
+
+
+def measure_many(path: Path) -> None:
+    """Print the time to open a dataset, the time of each answer and the memory."""
+    api, opened_s = opened(path)
+    print(f"{path.name}: checked and indexed in {opened_s:.1f} s, {resident_mb():,.0f} MB")
+    for name, (view, parameters) in QUESTIONS.items():
+        show(name, api, f"/api/datasets/d0/{view}?{urlencode(parameters)}")
+    print(f"resident memory: {resident_mb():,.0f} MB\n")
+
+
+def measure_long(path: Path) -> None:
+    """Print the time of long rows, each read for the first time."""
+    api, _ = opened(path)
+    seconds = []
+    for number in range(0, NUM_LONG, 8):
+        of = urlencode({"trajectory_id": f"task-{number // GROUP_SIZE}_0", "step_index": 0})
+        seconds.append(timed(api, f"/api/datasets/d0/tokens?{of}"))
+    median, worst = statistics.median(seconds), max(seconds)
+    print(f"a row of {LONG_TOKENS:,} tokens: {median * 1e3:.0f} ms, at most {worst * 1e3:.0f} ms")
+
+
+def opened(path: Path) -> tuple[Api, float]:
+    start_s = time.perf_counter()
+    api = Api(Sources.open([str(path)]))
+    return api, time.perf_counter() - start_s
+
+
+def show(name: str, api: Api, url: str) -> None:
+    first_s, again_s = timed(api, url), timed(api, url)
+    print(f"  {name:<26} {first_s * 1e3:>7.0f} ms, again {again_s * 1e3:>5.0f} ms")
+
+
+def timed(api: Api, url: str) -> float:
+    start_s = time.perf_counter()
+    api.answer(url)
+    return time.perf_counter() - start_s
+
+
+def resident_mb() -> float:
+    found: float = psutil.Process().memory_info().rss / 1e6
+    return found
+
+
+def written(path: Path, num: int, num_tokens: int | None = None) -> Path:
+    """Write a dataset of trajectories of one step, unless it is there."""
+    if not path.exists():
+        with RolloutWriter(path, checked=True) as writer:
+            for table in tables(num, num_tokens):
+                writer.write(table)
+    return path
+
+
+def tables(num: int, num_tokens: int | None) -> Iterator[pa.Table]:
+    """Yield trajectories with random tokens, log-probabilities, rewards and columns of our own.
+
+    Args:
+        num: Number of trajectories.
+        num_tokens: Tokens of each; None: 20 to 90.
+    """
+    rng, batch = np.random.default_rng(0), BATCH if num_tokens is None else GROUP_SIZE
+    for first in range(0, num, batch):
+        n = min(batch, num - first)
+        if num_tokens is None:
+            prompt, response = rng.integers(12, 40, n), rng.integers(8, 50, n)
+        else:
+            prompt, response = np.full(n, num_tokens // 4), np.full(n, num_tokens * 3 // 4)
+        instance = [f"task-{i // GROUP_SIZE}" for i in range(first, first + n)]
+        repetition = np.arange(first, first + n) % GROUP_SIZE
+        names = [f"{a}_{b}" for a, b in zip(instance, repetition.tolist(), strict=True)]
+        size = int(response.sum())
+        yield pa.table(
+            {
+                "instance_id": instance,
+                "repetition_id": repetition.astype(np.int32),
+                "trajectory_id": names,
+                "step_index": np.zeros(n, np.int32),
+                "is_last_step": np.ones(n, np.bool_),
+                "prompt_token_ids": lists(token_ids(rng, int(prompt.sum())), prompt, pa.int32()),
+                "response_ids": lists(token_ids(rng, size), response, pa.int32()),
+                "loss_mask": lists(rng.random(size) < 0.9, response, pa.bool_()),
+                "rollout_logprobs": lists(
+                    -rng.exponential(1.0, size).astype(np.float32), response, pa.float32()
+                ),
+                "reward": rng.random(n).round(2),
+                "stop_reason": np.where(rng.random(n) < 0.1, "length", "stop").tolist(),
+                "policy_version": rng.integers(0, 9, n).astype(np.int32),
+                "agent": ["main"] * n,
+                "token_source": ["engine"] * n,
+                "difficulty": rng.random(n),
+                "topic": TOPICS[rng.integers(0, len(TOPICS), n)].tolist(),
+            }
+        )
+
+
+def token_ids(rng: np.random.Generator, num: int) -> np.ndarray:
+    return rng.integers(0, NUM_IDS, num).astype(np.int32)
+
+
+def lists(values: np.ndarray, lengths: np.ndarray, kind: pa.DataType) -> pa.Array:
+    return Ragged(values, offsets_of(lengths), np.ones(len(lengths), np.bool_)).to_arrow(kind)
+
+
+if __name__ == "__main__":
+    main()

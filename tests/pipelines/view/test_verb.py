@@ -1,0 +1,80 @@
+"""`rollouts view` as a process: its address, its end, its errors."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import httpx2
+import pytest
+
+from rollout_io.cli.main import run as main
+from tests.conftest import ROOT
+from tests.helpers.view_helpers import bundle_in
+
+COMMAND = """
+import sys
+from pathlib import Path
+from pipelines.view import bundle_files
+bundle_files.Bundle.read.__func__.__defaults__ = (Path(sys.argv.pop(1)),)
+from rollout_io.cli.main import main
+main(sys.argv[1:])
+"""
+
+
+@pytest.fixture
+def started(shop, tmp_path):
+    """The verb in a process of its own, with a small page, and its address."""
+    bundle_in(tmp_path / "bundle")
+    command = [sys.executable, "-c", COMMAND, str(tmp_path / "bundle")]
+    command += ["view", str(shop), "--no-browser"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        yield process, process.stdout.readline().strip()
+        process.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_verb_prints_an_address_and_ends_on_a_signal(started, number):
+    process, address = started
+    url, _, token = address.partition("/?token=")
+    assert url.startswith("http://127.0.0.1:")
+    assert len(token) == 32
+    answer = httpx2.get(f"{url}/api/sources", headers={"X-Rollouts-Token": token})
+    assert answer.json()["datasets"][0]["num_rows"] == 205
+    process.send_signal(number)
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert "tokens are shown as ids" in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["a", "b", "c"], 2, "at most two"),
+        (["a", "--where", "reward > 0"], 2, "--out"),
+        (["a", "--limit", "3"], 2, "--out"),
+        ([], 2, "missing argument"),
+    ],
+)
+def test_a_wrong_command_says_what_is_wrong(arguments, code, words, capsys):
+    assert main(["view", *arguments]) == code
+    assert words in capsys.readouterr().err
+
+
+def test_a_dataset_that_breaks_an_invariant_is_refused(shop, tmp_path, monkeypatch, capsys):
+    bundle = bundle_in(tmp_path / "bundle")
+    monkeypatch.setattr("pipelines.view.bundle_files.Bundle.read", lambda: bundle)
+    assert main(["view", str(tmp_path / "none"), "--no-browser"]) == 1
+    assert "[dataset_exists]" in capsys.readouterr().err
+    (shard,) = shop.glob("*.parquet")
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    (broken / shard.name).write_bytes(content)
+    assert main(["view", str(broken), "--no-browser"]) == 1
+    assert "[readable_file]" in capsys.readouterr().err
