@@ -94,7 +94,7 @@ def _texts(logged: Trajectory, given: Outcome | None) -> dict[str, str]:
     return {**logged.user_values, **said, **given.user_values}
 
 
-def resolve(
+def by_run(
     outcomes: Mapping[str, Outcome], keys: Collection[Key]
 ) -> tuple[dict[Key, Outcome], list[Rejected]]:
     """Find the run of each outcome by the name of its session.
@@ -154,20 +154,21 @@ def _rejected(
     near = difflib.get_close_matches(unresolved[0][0], known, 1) if unresolved else []
     example = near[0] if near else min(known, default="shop-1/0")
     for session, outcome, fits in unresolved:
-        rule, got, expected = "session_name", f"session {session!r}", ""
+        where, got = outcome.where, f"session {session!r}"
         if fits:
             names = ", ".join(map(_session, fits[:_SHOWN])) + (", ..." if fits[_SHOWN:] else "")
             got += f" may be any of {count(len(fits), 'run')}: {names}"
             hint = "give the full name of the run"
+            error = InputError("session_name", where, got, "", hint)
         elif full_name(session) is None:
-            expected = SESSION_SHAPE
             hint = f"name a run of the log, for example {example!r}"
+            error = InputError("session_name", where, got, SESSION_SHAPE, hint)
         else:
-            rule, got = "unknown_session", f"{got} has a reward but no call in the logs"
+            got += " has a reward but no call in the logs"
             hint = "add the missing log file, or set `error` for a run that made no call"
             hint += f"; the nearest session is {near.pop()!r}" if near else ""
-        error = InputError(rule, outcome.where, got, expected, hint)
-        yield Rejected(Place(Path(outcome.where), outcome.where), error)
+            error = InputError("unknown_session", where, got, "", hint)
+        yield Rejected(Place(Path(where), where), error)
 
 
 def _session(key: Key) -> str:

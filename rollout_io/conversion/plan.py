@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollout_io.conversion.outcomes import resolve
+from rollout_io.conversion.outcomes import by_run
 from rollout_io.conversion.rewards import Key, Outcome
 from rollout_io.formats.base import About, Found, Input, Rejected, Run
 from schemas.errors import ConfigError, InputError, InvariantError
@@ -51,7 +51,7 @@ def plan(
 
     Args:
         found: Findings of `Adapter.find`.
-        outcomes: Outcomes by the names in the rewards file (`outcomes.resolve`).
+        outcomes: Outcomes by the names in the rewards file (`outcomes.by_run`).
         group_by: Labels whose values, joined by "/", replace the instance id.
     """
     (made,), _ = plan_logs([found], outcomes, group_by)
@@ -91,7 +91,7 @@ def plan_logs(
         made.runs = list(_unique(runs, first, made.rejected))
         plans.append(made)
     last, keys = plans[-1], {_key(run): run for made in plans for run in made.runs}
-    resolved, unresolved = resolve(outcomes, keys)
+    resolved, unresolved = by_run(outcomes, keys)
     last.rejected += unresolved
     for key, outcome in resolved.items():
         if key in keys:

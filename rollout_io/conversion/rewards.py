@@ -54,7 +54,7 @@ def read_rewards(name: str | Path, path: Path | None = None) -> dict[str, Outcom
 
     A line has `session` or `instance_id` and `repetition_id`, and `reward` (a number, or null if
     unknown) or `error` (a string) or both. Other numbers and booleans become metrics; other strings
-    become user columns. Which run a name means depends on the log (`outcomes.resolve`).
+    become user columns. Which run a name means depends on the log (`outcomes.by_run`).
 
     Args:
         name: Name of the file in messages.

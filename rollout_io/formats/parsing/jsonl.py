@@ -115,7 +115,7 @@ def _decode(decoder: msgspec.json.Decoder[T], content: bytes, where: str, unit: 
         raise
     except msgspec.ValidationError as error:
         is_whole = unit is _DOCUMENT or _ENDS_LIKE_A_LINE.search(where) is not None
-        raise type_error(error, where, unit.name if is_whole else "value") from None
+        raise type_error(error, where, unit.name if is_whole else None) from None
     except msgspec.DecodeError as error:
         raise _syntax_error(error, content, where, unit) from None
     except RecursionError:
@@ -177,13 +177,13 @@ def read_document(decoder: msgspec.json.Decoder[T], path: Path) -> tuple[T, int]
     return decode_document(decoder, content, str(path)), len(content)
 
 
-def type_error(error: msgspec.ValidationError, where: str, whole: str = "value") -> InputError:
+def type_error(error: msgspec.ValidationError, where: str, whole: str | None = None) -> InputError:
     """Return the error for a field that is missing or has the wrong type.
 
     Args:
         error: The finding of the decoder.
         where: Place of the decoded text.
-        whole: Word for the decoded text, if not a field of it but all of it has the wrong type.
+        whole: Word for the decoded text ("line"); None if it is part of a record.
     """
     hint = FIELDS_HINT
     match = _MISMATCH.fullmatch(str(error))
@@ -191,10 +191,10 @@ def type_error(error: msgspec.ValidationError, where: str, whole: str = "value")
         text, _, path = str(error).partition(" - at ")
         got = f"{text[0].lower()}{text[1:]}" + (f" in {path}" if path else "")
         return InputError("record_type", where, got, hint=hint)
-    if not match["path"]:
+    if whole and not match["path"]:
         got, expected = (_WORDS.get(match[n].strip("`"), match[n]) for n in ("got", "expected"))
         return InputError("record_type", where, f"{got} as the entire {whole}", expected, hint)
-    place = f"{where}, {match['path'].strip('`')}"
+    place = f"{where}, {match['path'].strip('`')}" if match["path"] else where
     return InputError("record_type", place, match["got"], match["expected"], hint)
 
 

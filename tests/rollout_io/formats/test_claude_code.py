@@ -304,10 +304,10 @@ def test_the_real_broken_lines_are_named_and_take_their_sessions_with_them(harne
     assert [run.instance_id for run, _ in found] == ["todowrite_session"]
     reasons = [r.error for r in rejected if r.error.where.startswith(str(path))]
     assert [(r.where.split(":")[-1], r.got) for r in reasons[:4]] == [
-        ("13", "`str`"),
+        ("13", "a string as the entire line"),
         ("14", "object missing required field `type`"),
-        ("15", "`int`"),
-        ("16", "`array`"),
+        ("15", "a number as the entire line"),
+        ("16", "a list as the entire line"),
     ]
     assert len(rejected) == 18
     assert str(rejected[-1].error).startswith(f"{path}:10, message: object miss")
