@@ -84,6 +84,8 @@ def _reasons(out: Path, logs: Path) -> str:
 
 
 def _shown(rule: str, got: str, logs: Path) -> str:
+    if rule == "other_tokenizer":  # not the place of this tokenizer
+        got = f"the tokenizer{got[got.index(' decodes ') :]}"
     text = " ".join(got.replace(f"{logs}/", "").replace("|", "\\|").split())
     return f"`{rule}`: {text[:_REASON_CHARS]}{'...' if len(text) > _REASON_CHARS else ''}"
 
