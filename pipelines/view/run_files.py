@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import polars as pl
 
 from pipelines.token_records import scan_token_records
 from rollout_io.dataset.opening import read_input, refuse_irregular
+from rollout_io.formats.parsing.naming import natural_key
 from schemas.errors import InputError
 from schemas.token_records import TOKENS, token_record_path
 
@@ -56,7 +56,7 @@ def dataset_paths(run: Path) -> list[str]:
     iterations = run / "rollouts"
     if iterations.is_dir():
         folders = [path for path in iterations.iterdir() if path.is_dir()]
-        return [str(path) for path in sorted(folders, key=lambda path: _natural(path.name))]
+        return [str(path) for path in sorted(folders, key=lambda path: natural_key(path.name))]
     given = read_config(run).get("dataset")
     return [given] if isinstance(given, str) and given else []
 
@@ -125,7 +125,3 @@ def _record(line: str, where: str) -> Mapping[str, Any]:
 def _number(value: Any) -> float | None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if is_number and math.isfinite(value) else None
-
-
-def _natural(name: str) -> tuple[list[int], str]:
-    return [int(digits) for digits in re.findall(r"\d+", name)], name
