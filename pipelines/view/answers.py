@@ -1,4 +1,4 @@
-"""Answers of the viewer's server: JSON without invalid values, and Arrow with plain types."""
+"""Encode the viewer's responses: JSON without NaN or lone surrogates, and Arrow of plain types."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ _INT32 = range(-(2**31), 2**31)
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Content of a response, and its media type."""
+    """Body of a response, and its media type."""
 
     content: bytes
     kind: str
 
 
 def json_answer(value: Any) -> Answer:
-    """Encode JSON: NaN and infinity become null, and lone surrogates U+FFFD."""
+    """Encode a value as JSON; NaN and infinity become null, and lone surrogates become U+FFFD."""
     return Answer(msgspec.json.encode(_plain(value)), JSON)
 
 
 def arrow_answer(data: pl.DataFrame | pa.Table, **totals: int) -> Answer:
-    """Encode an Arrow IPC stream, with `totals` as metadata of the schema.
+    """Encode a table as an Arrow IPC stream, with `totals` as schema metadata.
 
-    Integers are int32, or float64 where they do not fit; texts are cut to `texts.MAX_CHARS`.
+    Integers become int32, or float64 if a column does not fit; texts are cut to `texts.MAX_CHARS`.
     """
     table = as_table(data)
     columns = [_plain_column(column) for column in table.columns]

@@ -1,4 +1,4 @@
-"""The questions that the page asks: a path and a query in, JSON or Arrow out."""
+"""Routes of the viewer's API: each takes a path and a query, and returns JSON or Arrow."""
 
 from __future__ import annotations
 
@@ -23,16 +23,21 @@ _DEFAULT_TARGETS = 5000
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """Parameters of a question."""
+    """Query parameters of a request.
+
+    Attributes:
+        where: Path of the request, for messages.
+        values: Parameters by name.
+    """
 
     where: str
     values: Mapping[str, str]
 
     def text(self, name: str) -> str:
-        """Return a parameter that is required.
+        """Return a required parameter.
 
         Raises:
-            InputError: view_query.
+            InputError: view_query: the parameter is missing.
         """
         if name not in self.values:
             raise InputError("view_query", self.where, f"the parameter {name} is missing")
@@ -43,20 +48,20 @@ class Query:
         return self.values.get(name) or None
 
     def number(self, name: str, default: int | None = None) -> int:
-        """Return a whole number of 0 or more.
+        """Return a parameter that is a non-negative integer; `default` if it is missing.
 
         Raises:
-            InputError: view_query.
+            InputError: view_query: it is not such a number, or is missing without a default.
         """
         given = self.values.get(name, "" if default is None else str(default))
         if not re.fullmatch(r"[0-9]{1,9}", given):
-            got = f"the parameter {name} is {given[:40]!r}, not a whole number"
+            got = f"{name} must be a whole number of at most 9 digits, not {given[:40]!r}"
             raise InputError("view_query", self.where, got)
         return int(given)
 
 
 class Api:
-    """Answers the page's questions about some sources.
+    """Answers the page's requests about datasets and runs.
 
     Args:
         sources: The datasets and runs.
@@ -90,13 +95,13 @@ class Api:
         self._labels = re.compile(f"/api/datasets/{part}/labels")
 
     def answer(self, url: str) -> Answer:
-        """Answer a question.
+        """Answer a GET request.
 
         Args:
             url: Path and query, such as "/api/datasets/d0/trajectories?limit=50".
 
         Raises:
-            RolloutError: The question is invalid, or a file cannot be read.
+            RolloutError: The request is invalid, or a file cannot be read.
         """
         parts = urlsplit(url)
         values = parse_qsl(parts.query, keep_blank_values=True, max_num_fields=50)
@@ -107,17 +112,17 @@ class Api:
         raise InputError("no_such_path", parts.path, "unknown path")
 
     def is_labels(self, path: str) -> bool:
-        """True if a path is that of labels, which are posted."""
+        """True if labels are posted to this path."""
         return self._labels.fullmatch(path) is not None
 
     def label(self, path: str, given: Mapping[str, Any]) -> Answer:
-        """Write labels that were posted."""
+        """Write posted labels to a copy of a dataset."""
         found = self._labels.fullmatch(path)
         assert found is not None
         column, values, out = (given.get(name) for name in ("column", "values", "out"))
         is_sound = isinstance(column, str) and isinstance(out, str) and isinstance(values, dict)
         if not is_sound:
-            raise InputError("view_query", path, "labels need a column, values and out")
+            raise InputError("view_query", path, "the body needs column, values and out")
         assert isinstance(column, str)
         assert isinstance(out, str)
         assert isinstance(values, dict)
@@ -176,7 +181,7 @@ class Api:
     def _search(self, number: str, query: Query) -> Answer:
         given = query.optional("ids")
         if given is not None and not re.fullmatch(r"[0-9]{1,9}([ ,]+[0-9]{1,9})*", given):
-            raise InputError("view_query", query.where, "ids must be whole numbers, as 12,345")
+            raise InputError("view_query", query.where, "write ids as numbers and commas: 12, 345")
         found = search(
             self.sources.dataset(number),
             text=query.optional("text"),
@@ -197,7 +202,7 @@ class Api:
         return a, b
 
     def _of(self, query: Query) -> tuple[Run | None, int | None]:
-        """Return the run and update of a question; None without both."""
+        """Return the run and update of a request; two None unless both are given."""
         if query.optional("run") is None or query.optional("update") is None:
             return None, None
         return self.sources.run(query.text("run")), query.number("update")

@@ -1,4 +1,4 @@
-"""HTTP of the viewer: the built page, and the API for whoever has the token."""
+"""The viewer's ASGI application: it serves the built page, and the API to holders of the token."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class App:
     """ASGI application of the viewer.
 
     Args:
-        api: Answers questions.
+        api: Answers requests to `/api`.
         bundle: The built page.
-        token: Secret that every request must send, in the query of `/` or as `X-Rollouts-Token`.
+        token: Secret that opens the page (`/?token=TOKEN`) and the API (header `X-Rollouts-Token`).
         host: Address that the server listens on.
     """
 
@@ -60,7 +60,7 @@ class App:
                 status, answer = 200, await self._answer(exchange, scope)
             except RolloutError as error:
                 status, answer = _status_of(error), _error(error)
-            except Exception as error:  # one broken answer must not end the viewer
+            except Exception as error:  # a bug in one answer must not stop the viewer
                 _LOG.exception("%s", exchange.raw_path)
                 text = f"unexpected {type(error).__name__}: {' '.join(str(error).split())[:500]}"
                 status, answer = 500, json_answer({"error": text, "hint": None})
@@ -92,7 +92,8 @@ class App:
 async def _given(exchange: Exchange) -> dict[str, object]:
     kind = exchange.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
-        raise InputError("media_type", exchange.raw_path, f"the content type {kind!r}")
+        got = f"the content type must be application/json, not {kind!r}"
+        raise InputError("media_type", exchange.raw_path, got)
     body = await exchange.body(MAX_BODY_BYTES)
     try:
         found = msgspec.json.decode(body)

@@ -1,4 +1,4 @@
-"""The attempts at one task side by side, and the first sampled token at which two of them part."""
+"""Compare the attempts at one task, and find the first sampled token at which two differ."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rollout_io.dataset.prefix_layout import Tokens, common_prefix
 from schemas.ragged import BoolArray, Ragged
 
 Sampled = list[tuple[int, Tokens, BoolArray]]
-"""Of each row of a trajectory: tokens of the prompt, the response, and which of it was sampled."""
+"""For each row of a trajectory: number of prompt tokens, response ids, mask of sampled tokens."""
 
 
 def group(
@@ -67,7 +67,10 @@ def sampled_tokens(dataset: Dataset, number: int) -> Sampled:
 
 
 def sampled_mask(num_tokens: int, segments: list[dict[str, Any]] | None) -> BoolArray:
-    """[R] Return which tokens of a response were sampled: all, or those in a segment."""
+    """Return the mask ([R] bool) of a response's sampled tokens: those in a segment.
+
+    Without segments, all R tokens were sampled.
+    """
     mask = np.full(num_tokens, segments is None)
     for segment in segments or ():
         mask[segment["start"] : segment["start"] + segment["length"]] = True
@@ -75,13 +78,13 @@ def sampled_mask(num_tokens: int, segments: list[dict[str, Any]] | None) -> Bool
 
 
 def parting(first: Sampled, other: Sampled) -> dict[str, int] | None:
-    """Find the first sampled token of a trajectory that differs from another trajectory's.
+    """Find the first sampled token at which `other` differs from `first`.
 
-    Rows are compared in order. A token counts from the start of its row's prompt.
+    Rows are compared in order.
 
     Returns:
-        `row` and `token` in `other`; None if all that it sampled is also the start of what the
-        first one sampled.
+        `row` in `other`, and `token`, counted from the start of the row's prompt; None if the
+        sampled tokens of `other` are a prefix of those of `first`.
     """
     for row, (num_prompt, response, mask) in enumerate(other):
         wanted = first[row][1][first[row][2]] if row < len(first) else response[:0]
@@ -90,7 +93,7 @@ def parting(first: Sampled, other: Sampled) -> dict[str, int] | None:
         if common < len(own):
             place = int(np.flatnonzero(mask)[common])
             return {"row": row, "token": num_prompt + place}
-        if common < len(wanted):  # it ends earlier; later rows are another conversation
+        if common < len(wanted):  # the row is shorter, so `other` differs in its next row
             if row + 1 < len(other):
                 num_next, _, mask_next = other[row + 1]
                 at = np.flatnonzero(mask_next)

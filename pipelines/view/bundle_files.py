@@ -9,7 +9,7 @@ from pathlib import Path
 from schemas.errors import InputError
 
 FOLDER = Path(__file__).parent / "bundle"
-"""Where the build writes the page; a wheel contains it."""
+"""Directory that the build writes the page to; wheels contain it."""
 
 _KINDS = {
     ".html": "text/html; charset=utf-8",
@@ -25,7 +25,7 @@ _KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """The files of the page, read once.
+    """The files of the page, held in memory.
 
     Attributes:
         files: Content and media type by path, such as "/assets/index.js".
@@ -38,7 +38,7 @@ class Bundle:
         """Read the built page.
 
         Raises:
-            InputError: view_bundle.
+            InputError: view_bundle: the page is not built.
         """
         if not (folder / "index.html").is_file():
             got, hint = "the page of the viewer is not built", "build it: make view"

@@ -1,4 +1,4 @@
-"""A trajectory as a conversation: one lane per agent, and only what each call added."""
+"""Show a trajectory as a conversation: one lane per agent, with the messages each call added."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ Message = Mapping[str, Any]
 def conversation(dataset: Dataset, trajectory_id: str) -> dict[str, Any]:
     """Return the turns of a trajectory by agent, from logged messages or decoded tokens.
 
-    Each turn is in the step whose call first sent or sampled it. From the first message that a call
-    changed, all messages follow again; those that were sent before are not new.
+    A turn belongs to the step that first sent or sampled it. If a call changes an earlier message,
+    this message and all later ones are listed again; those sent before have `is_new` false.
     """
     number = dataset.index.number(trajectory_id)
     names = dataset.present(*_COLUMNS)
@@ -56,7 +56,7 @@ def conversation(dataset: Dataset, trajectory_id: str) -> dict[str, Any]:
 
 
 def _steps(table: pa.Table) -> list[dict[str, Any]]:
-    """Return the steps of a trajectory as dicts; `row` is the row of the dataset that holds one."""
+    """Split a trajectory's rows into steps; `row` is the index of a step's row in `table`."""
     joined = is_joined(table)
     parts = []
     for row in range(table.num_rows):
@@ -76,7 +76,7 @@ def _steps(table: pa.Table) -> list[dict[str, Any]]:
 
 
 class _Lane:
-    """The turns of one agent; each step adds what the step before it did not hold."""
+    """The turns of one agent; a step adds the messages or tokens that the previous one lacked."""
 
     def __init__(self, dataset: Dataset) -> None:
         self.turns: list[dict[str, Any]] = []
@@ -128,7 +128,7 @@ class _Lane:
         self._add_turn(step, "assistant", parts, trained=trained, source="tokens")
 
     def _read(self, ids: Tokens, *, whole: bool = False) -> Iterable[tuple[str, str]]:
-        """Decode ids, split at special tokens; as numbers without a tokenizer."""
+        """Decode ids into roles and texts; without a tokenizer, the text lists the ids."""
         vocabulary = self._dataset.token_bytes
         if vocabulary is None:
             return [("", " ".join(map(str, ids.tolist())))] if len(ids) else []
@@ -138,7 +138,7 @@ class _Lane:
         return [(turn.role, turn.text) for turn in turns_of_ids(ids, tokenizer)]
 
     def _continued(self, messages: list[Message]) -> tuple[int, Counter[tuple[str, str]]]:
-        """Count the leading messages that were sent before, and the others that were, by text."""
+        """Count the leading messages that were sent before, and the other sent ones by text."""
         same = _num_equal(self._sent, messages)
         return same, Counter(map(_said, self._sent[same:]))
 
@@ -237,7 +237,7 @@ def _answers(step: Mapping[str, Any]) -> bool:
 
 
 def _num_equal(known: Sequence[Message], messages: Sequence[Message]) -> int:
-    """Count the leading messages that are known; an answer is known by its text."""
+    """Count the leading messages that are equal, or have the same role and text, in both lists."""
     for index, (old, new) in enumerate(zip(known, messages, strict=False)):
         if old != new and _said(old) != _said(new):
             return index
@@ -245,7 +245,7 @@ def _num_equal(known: Sequence[Message], messages: Sequence[Message]) -> int:
 
 
 def _said(message: Message) -> tuple[str, str]:
-    """Return the role and the bare text of a message, for comparison with a response."""
+    """Return a message's role, and its text without whitespace, to compare it with a response."""
     thought = next((t for n in REASONING_FIELDS if (t := message.get(n))), "")
     content, calls = _as_text(message.get("content")), message.get("tool_calls")
     text, called = _split_calls(content)
@@ -259,7 +259,7 @@ def _said(message: Message) -> tuple[str, str]:
 
 
 def _split_calls(response: str) -> tuple[str, list[Any]]:
-    """Split a response into its text, and the tool calls in JSON that end it."""
+    """Split a response into its text and the JSON list of tool calls on its last line."""
     head, _, tail = response.rpartition("\n")
     try:
         calls = json.loads(tail) if tail.startswith("[{") else None
@@ -269,7 +269,7 @@ def _split_calls(response: str) -> tuple[str, list[Any]]:
 
 
 def _text_parts(text: str, calls: Sequence[Any] = ()) -> Iterable[Part]:
-    """Split a text into thinking, tool calls in tags, and the rest."""
+    """Split a text into thinking, tagged tool calls, and the rest."""
     at = 0
     for found in _THOUGHT.finditer(text):
         yield from _called_parts(text[at : found.start()])

@@ -1,4 +1,4 @@
-"""Two datasets side by side: the tasks of both, with their returns and where attempts part."""
+"""Compare two datasets: returns on their common tasks, and where paired attempts differ."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pipelines.view.sources import Dataset
 
 
 def diff(a: Dataset, b: Dataset, where: str | None) -> Answer:
-    """Return one line per task of both datasets; a condition selects trajectories in each."""
+    """Return one line per task that both datasets have; `where` selects trajectories in each."""
     left, right = _tasks(a, where), _tasks(b, where)
     both = left.join(right, on="instance_id", how="inner", suffix="_b", maintain_order="left")
     names = ("num", "return", "solved", "response_tokens")
@@ -24,7 +24,7 @@ def diff(a: Dataset, b: Dataset, where: str | None) -> Answer:
 
 
 def pairs(a: Dataset, b: Dataset, instance_id: str) -> dict[str, Any]:
-    """Pair the attempts at a task by repetition; the others are left out."""
+    """Pair the attempts at a task by repetition_id; attempts without a counterpart are left out."""
     left, right = _attempts(a, instance_id), _attempts(b, instance_id)
     found = []
     for repetition, (number, name, value) in left.items():

@@ -1,4 +1,4 @@
-"""The viewer as one HTML file: the page of a report with the answers to its questions inside."""
+"""Export the viewer as one HTML file: the report page with the answers to its requests embedded."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from schemas.errors import InputError, count
 from schemas.ragged import IntArray
 
 NUM_TARGETS = 2000
-"""Targets of each update in a file."""
+"""Maximum number of targets per update in an exported file."""
 
 _MARK = "__ANSWERS__"
 _LEVEL = 9
@@ -30,7 +30,7 @@ _UNQUOTED = "-_.!~*'()"  # as encodeURIComponent
 
 
 def key_of(path: str, **parameters: object) -> str:
-    """Return the key of an answer: its path, with the given parameters in order of name.
+    """Return the key of an answer: the request's path, with its parameters sorted by name.
 
     Example:
         >>> key_of("/api/datasets/d0/tokens", trajectory_id="a 0", step_index=1, run=None)
@@ -52,10 +52,10 @@ def export(sources: Sources, bundle: Bundle, out: str, *, where: str | None, lim
         limit: Maximum number of trajectories of each dataset.
 
     Returns:
-        What was written, for the user.
+        The number of trajectories and the size of the file, as text for the user.
 
     Raises:
-        InputError: output_file, nothing_left.
+        InputError: output_file: `out` is a directory; nothing_left: no trajectory is selected.
         ConfigError: condition, known_column.
     """
     if Path(out).is_dir():
@@ -64,7 +64,7 @@ def export(sources: Sources, bundle: Bundle, out: str, *, where: str | None, lim
         number: _chosen(dataset, where, limit) for number, dataset in sources.datasets.items()
     }
     if not any(len(numbers) for numbers in chosen.values()) and not sources.runs:
-        got = "no trajectory matches" if where else "there is no trajectory"
+        got = "no trajectory matches" if where else "there are no trajectories to export"
         raise InputError("nothing_left", where or "dataset", got)
     answers = {
         key: base64.b64encode(_deflated(answer.content)).decode()
@@ -84,7 +84,7 @@ def _chosen(dataset: Dataset, where: str | None, limit: int) -> IntArray:
 def _answers(
     sources: Sources, chosen: dict[str, IntArray], where: str | None, limit: int
 ) -> Iterator[tuple[str, Answer]]:
-    """Yield the answers that the page needs, by key."""
+    """Yield the answers that the page requests, with their keys."""
     api = Api(sources)
     described = sources.describe()
     totals = {number: len(numbers) for number, numbers in chosen.items()}
@@ -136,7 +136,7 @@ def _updates(described: dict[str, object], number: str) -> list[int]:
 def _recorded(
     sources: Sources, number: str, update: int, chosen: dict[str, IntArray]
 ) -> Iterator[tuple[str, dict[str, object]]]:
-    """Yield the questions about an update's rows, of the selected trajectories."""
+    """Yield the requests about an update's rows that belong to selected trajectories."""
     run = sources.runs[number]
     keys = ["dataset", "instance_id", "trajectory_id", "step_index"]
     names = {
@@ -161,16 +161,16 @@ def _recorded(
 
 
 def _deflated(content: bytes) -> bytes:
-    """Compress as `deflate-raw`, which browsers decompress."""
+    """Compress as raw deflate (`deflate-raw` in browsers' DecompressionStream)."""
     compressor = zlib.compressobj(_LEVEL, zlib.DEFLATED, -zlib.MAX_WBITS)
     return compressor.compress(content) + compressor.flush()
 
 
 def inlined(bundle: Bundle, answers: dict[str, str]) -> str:
-    """Return the page of a report with the answers inside.
+    """Return the report page with the answers embedded.
 
     Raises:
-        InputError: view_bundle.
+        InputError: view_bundle: the report page is not built.
     """
     found = bundle.files.get("/report.html")
     if found is None or _MARK not in (page := found[0].decode()):

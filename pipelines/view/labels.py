@@ -1,4 +1,4 @@
-"""Labels as a column in a copy of a dataset."""
+"""Write labels as a column in a copy of a dataset."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Label = str | float | None
 
 @dataclass(frozen=True, slots=True)
 class _Labelled:
-    """Adds the column to a table."""
+    """Callable that adds the column of labels to a table."""
 
     column: str
     values: Mapping[str, Label]
@@ -37,9 +37,9 @@ class _Labelled:
 def write_labels(
     dataset: Dataset, column: str, values: Mapping[str, Any], out: str
 ) -> dict[str, Any]:
-    """Write a copy of a dataset with a column of labels; null where a trajectory has none.
+    """Write a copy of a dataset with a column of labels; unlabelled trajectories get null.
 
-    An existing column of the user's own is replaced.
+    A user column with the same name is replaced.
 
     Args:
         dataset: The dataset.
@@ -52,7 +52,7 @@ def write_labels(
         ConfigError: known_trajectory.
     """
     if not column or column in COLUMN_BY_NAME or column in PREFIX_TYPES or len(column) > 200:
-        got = f"labels cannot be written as the column {column[:200]!r}"
+        got = f"labels cannot be written to the column {column[:200]!r}"
         hint = "choose a name that the rollout table does not use"
         raise InputError("view_query", "labels", got, hint=hint)
     kind = _kind(values)

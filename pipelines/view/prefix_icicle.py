@@ -1,4 +1,4 @@
-"""The prefix tree of a trajectory or group as runs of tokens, for an icicle."""
+"""Build the prefix tree of a trajectory or group, as runs of tokens, for an icicle chart."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from schemas.errors import InputError
 from schemas.ragged import BoolArray, Ragged
 
 MAX_TOKENS = 50_000_000
-"""Tokens of all rows that a tree is built from."""
+"""Maximum number of tokens, over all rows, that a tree is built from."""
 MAX_ROWS = 100
-"""Rows that a node lists."""
+"""Maximum number of rows that a node lists."""
 SHOWN_CHARS = 300
 
 _SHOWN_IDS = 24
@@ -43,10 +43,10 @@ class _Row:
     Attributes:
         key: Its trajectory_id and step_index.
         tokens: [L] prompt and response.
-        sampled: [L] which of them this row sampled.
+        sampled: [L] true for tokens that were sampled in this row.
         advantage: [L] advantages of its targets, NaN elsewhere; None if not recorded.
-        breaks_at: First token at which it does not continue the compared step; -1 if none.
-        cause: Cause of that break.
+        breaks_at: First token that differs from the step that the row should continue; -1 if none.
+        cause: Cause of that break; None without one.
         value: Return of its trajectory.
     """
 
@@ -64,7 +64,7 @@ def tree(
 ) -> dict[str, Any]:
     """Return the prefix tree of trajectories as a list of nodes, parents first.
 
-    A node is a run of tokens that the same rows hold, and that was sampled or not.
+    A node is a run of tokens that the same rows share, and that are all sampled or all not.
 
     Args:
         dataset: The dataset.
@@ -73,7 +73,7 @@ def tree(
         update: The update whose advantages are shown.
 
     Raises:
-        InputError: view_size.
+        InputError: view_size: the rows have more than `MAX_TOKENS` tokens.
     """
     rows = [row for row in _rows(dataset, numbers, run, update) if len(row.tokens)]
     vocabulary = dataset.token_bytes
@@ -126,7 +126,7 @@ def _rows(
 
 
 def _causes(dataset: Dataset, table: pa.Table) -> dict[tuple[str, int], tuple[int, str]]:
-    """Return where and why rows break their prefix, as `drift` does, by row."""
+    """Find each row's first prefix break and its cause, as `rollouts drift` does."""
     breaks = diagnose(table, dataset.chat_tokenizer).breaks
     found = {
         (name, step): (at, cause)
@@ -137,7 +137,7 @@ def _causes(dataset: Dataset, table: pa.Table) -> dict[tuple[str, int], tuple[in
     joined = is_joined(table)
     if not joined.any():
         return found
-    # `drift` splits merged rows: a row has the break of its first step.
+    # `drift` splits merged rows into steps; a merged row gets the break of its first step.
     keys = zip(*(table.column(n).to_pylist() for n in ("trajectory_id", "step_index")), strict=True)
     spans = table.column("segments").to_pylist()
     first = {}
@@ -174,7 +174,7 @@ class _Node:
 
 
 def _nodes(rows: list[_Row]) -> Iterator[_Node]:
-    """Split the rows' tokens where rows part or end, and where sampled tokens begin or end."""
+    """Split tokens where rows diverge, end or break, and where sampled tokens begin or end."""
     waiting = [(0, None, part) for part in reversed(_by_token(rows, 0))]
     todo: list[tuple[int, int | None, list[_Row]]] = list(waiting)
     number = 0
@@ -204,7 +204,7 @@ def _by_token(rows: list[_Row], at: int) -> list[list[_Row]]:
 
 
 def _described(node: _Node, vocabulary: TokenBytes | None) -> dict[str, Any]:
-    """Return a node; the rows that sampled its first token come first."""
+    """Return a node for JSON; rows that sampled its first token come first."""
     rows = sorted(node.rows, key=lambda row: not row.sampled[node.start])
     values = {row.key[0]: row.value for row in node.rows}
     known = [value for value in values.values() if value is not None and np.isfinite(value)]

@@ -1,4 +1,4 @@
-"""Every token of a row with the numbers that belong to it."""
+"""List the tokens of a row with their masks, log-probabilities, rewards and recorded values."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _COLUMNS = (
 def tokens(
     dataset: Dataset, trajectory_id: str, step_index: int, run: Run | None, update: int | None
 ) -> Answer:
-    """Return one record for each token of a row, and what an update recorded of it."""
+    """Return one record per token of a row, with the values that an update recorded for it."""
     row = dataset.row(trajectory_id, step_index, dataset.present(*_COLUMNS))
     prompt = to_numpy(row.column("prompt_token_ids").chunk(0).flatten())
     response = Ragged.from_arrow(row.column("response_ids")).values
@@ -63,21 +63,21 @@ def _padded(num_prompt: int, mask: Any) -> Any:
 
 
 def _list(row: pa.Table, name: str) -> pa.Array | None:
-    """Return the list of a row; None if the column is absent or null there."""
+    """Return the row's list in a column; None if it is null or the column is absent."""
     if name not in row.column_names or not row.column(name).is_valid()[0].as_py():
         return None
     return row.column(name).chunk(0).flatten()
 
 
 def _at_end(num_tokens: int, values: pa.Array | None, kind: pa.DataType) -> pa.Array:
-    """Return the values of a response after nulls for its prompt; all null without values."""
+    """Pad the values of a response with nulls for its prompt; without values, all are null."""
     if values is None:
         return pa.nulls(num_tokens, kind)
     return pa.concat_arrays([pa.nulls(num_tokens - len(values), kind), values.cast(kind)])
 
 
 def _rewards(row: pa.Table) -> pa.Array | None:
-    """Return the reward of each response token: as stored, or placed where each step ends."""
+    """Return the reward of each response token: as stored, or each step's at its last token."""
     if (stored := _list(row, "rewards")) is not None:
         return stored
     if "reward" not in row.column_names or not row.column("reward").is_valid()[0].as_py():
@@ -104,7 +104,7 @@ def _versions(
 def _recorded(
     run: Run, update: int, trajectory_id: str, step_index: int, num_tokens: int
 ) -> dict[str, pa.Array]:
-    """Return the columns of an update; null where the update has no record of the row."""
+    """Return the columns of an update; they are null if the update has no record of the row."""
     records = read_tokens(run.path, update).filter(
         (pl.col("trajectory_id") == trajectory_id) & (pl.col("step_index") == step_index)
     )

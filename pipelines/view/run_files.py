@@ -1,4 +1,4 @@
-"""Files of a training run: its settings, its metrics and the tokens of its updates."""
+"""Read the files of a training run: settings, metrics and token records."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ NUMBERS = {
     "entropy": "entropy",
     "losses": "loss",
 }
-"""Columns with a number for each response token, and the name of one token's number."""
+"""Columns with one number per response token, and the name of a single token's number."""
 FLAGS = ("clipped", "rejected")
-"""Columns with a flag for each response token."""
+"""Columns with one flag per response token."""
 
 
 def is_run(path: Path) -> bool:
@@ -62,13 +62,13 @@ def dataset_paths(run: Path) -> list[str]:
 
 
 def read_metrics(run: Path) -> dict[str, Any]:
-    """Return the metrics of a run as columns; the last line of a step wins.
+    """Return the metrics of a run as columns; if a step has several lines, the last one counts.
 
     Returns:
-        `global_step`: sorted; `metrics`: a number or None for each of these steps, by name.
+        `global_step`: the steps, sorted; `metrics`: by name, a number or None for each step.
 
     Raises:
-        InputError: metrics_file.
+        InputError: metrics_file: a line is not a JSON object with an integer `global_step`.
     """
     file = run / "metrics.jsonl"
     lines: dict[int, Mapping[str, Any]] = {}
@@ -88,7 +88,7 @@ def read_metrics(run: Path) -> dict[str, Any]:
 
 
 def read_tokens(run: Path, update: int, columns: list[str] | None = None) -> pl.DataFrame:
-    """Return what an update recorded per token, one record per row of a dataset.
+    """Read the token records of an update, one per row of a dataset.
 
     Raises:
         InputError: input_file: the update was not recorded; readable_file: its file is damaged.
@@ -104,7 +104,7 @@ def read_tokens(run: Path, update: int, columns: list[str] | None = None) -> pl.
 
 
 def _whole_lines(file: Path) -> list[str]:
-    """Return the lines of a file, except one that is still being written."""
+    """Return the complete lines of a file; an unterminated last line is still being written."""
     if not file.is_file():
         return []
     text = read_input(file).decode("utf-8", "replace")
@@ -117,7 +117,7 @@ def _record(line: str, where: str) -> Mapping[str, Any]:
     except (ValueError, RecursionError):
         record = None
     if not isinstance(record, dict) or type(record.get("global_step")) is not int:
-        expected = "a JSON object with a global_step"
+        expected = "a JSON object with an integer global_step"
         raise InputError("metrics_file", where, repr(line[:60]), expected)
     return record
 

@@ -18,7 +18,7 @@ from schemas.ragged import IntArray, Ragged, offsets_of
 
 MAX_HITS = 10_000
 MAX_SECONDS = 10.0
-"""Time after which a search ends incomplete."""
+"""Seconds after which a search stops, even if it is incomplete."""
 
 _NUM_ROWS = 4096
 _BYTES_PER_ID = 4
@@ -27,13 +27,14 @@ _BYTES_PER_ID = 4
 def search(
     dataset: Dataset, *, text: str | None, ids: list[int] | None, where: str | None, limit: int
 ) -> dict[str, Any]:
-    """Find where rows hold a text or token ids, in the order of rows.
+    """Find the rows that contain a text or a sequence of token ids, in row order.
 
-    Tokens that a prompt repeats from an earlier row are found in that row only. Text is compared
-    with the decoded tokens; without a tokenizer, with logged texts, where a position is null.
+    A match within tokens that a row repeats from an earlier one is reported for the earlier row
+    only. Text is searched for in the decoded tokens, or, without a tokenizer, in the logged messages
+    and responses; `position` is then null.
 
     Raises:
-        InputError: view_query.
+        InputError: view_query: both or neither of `text` and `ids` are given.
     """
     if bool(text) == bool(ids):
         raise InputError("view_query", "search", "pass either text or ids")
@@ -51,7 +52,7 @@ def search(
 
 
 def _pieces(dataset: Dataset, where: str | None) -> Iterator[tuple[int, int]]:
-    """Yield ranges of rows of whole trajectories that satisfy a condition."""
+    """Yield ranges of rows that contain exactly the trajectories that satisfy `where`."""
     mask = dataset.index.matching(where)
     starts = dataset.index.starts
     chosen = np.arange(len(dataset.index)) if mask is None else np.flatnonzero(mask)
@@ -89,7 +90,7 @@ def _found(
 def _places(
     whole: Tokens, text: str | None, ids: list[int] | None, vocabulary: TokenBytes | None
 ) -> Iterator[tuple[int, int]]:
-    """Yield the first token of each match, and the end of its tokens."""
+    """Yield the index of each match's first token, and the index after its last."""
     if ids is not None:
         needle = np.array(ids, np.int32).tobytes()
         for at in _matches(whole.tobytes(), needle):

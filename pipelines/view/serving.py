@@ -41,15 +41,15 @@ class Served:
 
 @asynccontextmanager
 async def serving(api: Api, bundle: Bundle, *, port: int = 0) -> AsyncIterator[Served]:
-    """Serve for as long as the block lasts, on this machine only.
+    """Serve the viewer to this machine only, until the block ends.
 
     Args:
-        api: Answers questions.
+        api: Answers requests.
         bundle: The built page.
         port: 0 picks a free one.
 
     Raises:
-        ConfigError: address.
+        ConfigError: address: the server cannot listen on the port.
     """
     token = secrets.token_urlsafe(24)
     with listen(HOST, port) as listener:
@@ -62,13 +62,13 @@ async def serve(api: Api, bundle: Bundle, *, port: int, announce: Callable[[str]
     """Serve until SIGINT or SIGTERM.
 
     Args:
-        api: Answers questions.
+        api: Answers requests.
         bundle: The built page.
         port: 0 picks a free one.
         announce: Receives the address to open once the server is ready.
 
     Raises:
-        ConfigError: address.
+        ConfigError: address: the server cannot listen on the port.
     """
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     async with serving(api, bundle, port=port) as served:

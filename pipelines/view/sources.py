@@ -1,4 +1,4 @@
-"""What a viewer shows: the datasets and runs of its command line."""
+"""Datasets and training runs that a viewer shows."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Dataset:
     Args:
         name: Short name for the page.
         path: Path of the dataset.
-        tokenizer: Directory of its tokenizer; None: the one that the dataset remembers.
+        tokenizer: Directory of its tokenizer; None: the one that the dataset records.
     """
 
     def __init__(self, name: str, path: str, tokenizer: str | None = None) -> None:
@@ -41,7 +41,7 @@ class Dataset:
 
     @property
     def index(self) -> TrajectoryIndex:
-        """The short columns.
+        """Index of the short columns; building it checks the dataset.
 
         Raises:
             RolloutError: The dataset is missing, or breaks a named invariant.
@@ -58,17 +58,17 @@ class Dataset:
 
     @cached_property
     def tokenizer(self) -> str | None:
-        """Directory of the tokenizer, or None."""
+        """Directory of the tokenizer; None if it is unknown or missing."""
         return self._given_tokenizer or remembered_tokenizer(read_metadata(self.path))
 
     @cached_property
     def token_bytes(self) -> TokenBytes | None:
-        """Bytes of the tokenizer's tokens, or None."""
+        """Bytes of each token of the vocabulary; None without a tokenizer."""
         return None if self.tokenizer is None else load_token_bytes(self.tokenizer)
 
     @cached_property
     def chat_tokenizer(self) -> ChatTokenizer | None:
-        """The tokenizer as `drift` uses it; None if it or Transformers is missing."""
+        """The tokenizer, loaded with Transformers; None if either is missing or loading fails."""
         if self.tokenizer is None or find_spec("transformers") is None:
             return None
         try:
@@ -81,7 +81,7 @@ class Dataset:
         return name in self.reader.schema.names
 
     def present(self, *names: str) -> list[str]:
-        """Return those of the columns that the dataset has."""
+        """Return the columns among `names` that the dataset has."""
         return [name for name in names if self.has(name)]
 
     def trajectory(self, number: int, names: Sequence[str]) -> pa.Table:
@@ -92,7 +92,7 @@ class Dataset:
         """Read columns of one row.
 
         Raises:
-            ConfigError: known_trajectory.
+            ConfigError: known_trajectory: there is no such trajectory or step.
         """
         number = self.index.number(trajectory_id)
         begin, end = self.index.bounds(number)
@@ -104,7 +104,7 @@ class Dataset:
         return self.reader.rows(begin + step_index, begin + step_index + 1, names)
 
     def describe(self) -> dict[str, Any]:
-        """Return what the page needs to know about the dataset."""
+        """Return the dataset's entry in the answer of `/api/sources`."""
         if self._index is None:
             ids = scan(self.path).select("trajectory_id", "instance_id").unique().collect()
         else:
@@ -131,9 +131,9 @@ class Run:
 
     Attributes:
         name: Short name for the page.
-        path: Its directory.
-        datasets: Ids of the datasets that it trained on.
-        recorded: Id of a dataset by the path that the run recorded.
+        path: Directory of the run.
+        datasets: Ids of the datasets that the run trained on.
+        recorded: Dataset ids by absolute path.
     """
 
     name: str
@@ -151,9 +151,9 @@ class Sources:
     """The datasets and runs of a viewer.
 
     Attributes:
-        datasets: By id.
-        runs: By id.
-        warnings: Sentences for the page.
+        datasets: Datasets by id.
+        runs: Runs by id.
+        warnings: Sentences that the page shows.
     """
 
     datasets: dict[str, Dataset] = field(default_factory=dict)
@@ -162,11 +162,11 @@ class Sources:
 
     @classmethod
     def open(cls, paths: Sequence[str], tokenizer: str | None = None) -> Sources:
-        """Open datasets and runs; datasets of the command line are checked and indexed.
+        """Open datasets and runs; datasets among `paths` are checked and indexed at once.
 
         Args:
             paths: Datasets, or directories of runs.
-            tokenizer: Directory of the tokenizer; None: the one that each dataset remembers.
+            tokenizer: Directory of the tokenizer; None: the one that each dataset records.
 
         Raises:
             RolloutError: A path is neither a dataset nor a run, or a dataset is invalid.
@@ -187,20 +187,20 @@ class Sources:
         """Return a dataset by its id.
 
         Raises:
-            InputError: no_such_path.
+            InputError: no_such_path: the id is unknown.
         """
         if number not in self.datasets:
-            raise InputError("no_such_path", number, f"there is no dataset {number!r}")
+            raise InputError("no_such_path", number, "the viewer has no dataset with this id")
         return self.datasets[number]
 
     def run(self, number: str) -> Run:
         """Return a run by its id.
 
         Raises:
-            InputError: no_such_path.
+            InputError: no_such_path: the id is unknown.
         """
         if number not in self.runs:
-            raise InputError("no_such_path", number, f"there is no run {number!r}")
+            raise InputError("no_such_path", number, "the viewer has no run with this id")
         return self.runs[number]
 
     def describe(self) -> dict[str, Any]:
@@ -240,7 +240,7 @@ class Sources:
                 _ = self.datasets[dataset].reader
             except RolloutError as error:
                 del self.datasets[dataset]
-                self.warnings.append(f"The dataset of {path} cannot be read: {error.sentence}")
+                self.warnings.append(f"A dataset of the run {path} is unreadable: {error.sentence}")
             else:
                 recorded[_absolute(found)] = dataset
         run = Run(_short_name(path), Path(path), tuple(recorded.values()), recorded)
@@ -252,10 +252,12 @@ class Sources:
                 continue
             name = read_metadata(dataset.path).tokenizer
             is_here = find_tokenizer(name) is not None
-            reason = "the dataset names no tokenizer" if name is None else f"{name} is not here"
+            missing = f"the tokenizer {name} is not on this machine"
+            reason = "the dataset names no tokenizer" if name is None else missing
             reason = "its tokenizer has changed" if is_here and given is None else reason
             hint = "Pass --tokenizer DIR to decode them."
-            self.warnings.append(f"{dataset.name}: tokens are shown as ids: {reason}. {hint}")
+            warning = f"{dataset.name}: tokens are shown as ids because {reason}. {hint}"
+            self.warnings.append(warning)
 
 
 def _absolute(path: str) -> str:

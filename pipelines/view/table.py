@@ -1,4 +1,4 @@
-"""The table of trajectories: windows, and histograms of its columns."""
+"""Windows of the table of trajectories, and histograms of its columns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pipelines.view.trajectory_index import TrajectoryIndex
 from schemas.ragged import BoolArray
 
 NUM_VALUES = 30
-"""Values of a text column that a histogram lists."""
+"""Maximum number of values that a histogram of a text column lists."""
 MAX_BINS = 1000
 MAX_LIMIT = 10_000
 
@@ -26,7 +26,10 @@ def window(
     offset: int,
     limit: int,
 ) -> Answer:
-    """Return some lines of the filtered and sorted table, with the number of all lines."""
+    """Return a window of the filtered and sorted table.
+
+    `total` is the number of trajectories that match, and `all` the number in the dataset.
+    """
     mask = index.matching(where)
     if sort is None:
         kept = np.arange(len(index)) if mask is None else np.flatnonzero(mask)
@@ -39,7 +42,7 @@ def window(
 
 
 def histogram(index: TrajectoryIndex, column: str, where: str | None, bins: int) -> Answer:
-    """Count the values of a column, of the selection and of all trajectories.
+    """Count the values of a column, among the selected trajectories and among all.
 
     Numbers that are not finite count as nulls.
     """

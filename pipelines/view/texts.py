@@ -1,13 +1,13 @@
-"""Texts of a dataset, made safe to send: whole characters, and of bounded length."""
+"""Make texts safe to send: without lone surrogates, and of bounded length."""
 
 from __future__ import annotations
 
 MAX_CHARS = 20_000
-"""Characters of a text that an answer contains."""
+"""Maximum number of characters of a text in an answer."""
 
 
 def shortened(text: str, max_chars: int = MAX_CHARS) -> str:
-    """Cut a long text, and append how long it is.
+    """Cut a long text, and append its full length.
 
     Example:
         >>> shortened("abcdef", 3)
@@ -19,7 +19,7 @@ def shortened(text: str, max_chars: int = MAX_CHARS) -> str:
 
 
 def whole_characters(text: str) -> str:
-    """Replace lone surrogates, which UTF-8 cannot hold, with U+FFFD."""
+    """Replace lone surrogates, which UTF-8 cannot encode, with U+FFFD."""
     if text.isascii():
         return text
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

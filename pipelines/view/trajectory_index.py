@@ -1,7 +1,7 @@
 """The short columns of a dataset in memory: one line per row, and one per trajectory.
 
-The index is built in one pass, which also checks the dataset. Windows, filters and histograms are
-then answered without reading a file, unless a condition uses a column that the index lacks.
+The index is built in one pass, which also checks the dataset. Windows, filters and histograms then
+need no file access, unless a condition uses a column that the index lacks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from schemas.ragged import BoolArray, IntArray
 from schemas.types import PREFIX_TYPES, is_string, with_absent
 
 MAX_TEXT = 200
-"""Characters of a text that the index keeps."""
+"""Maximum number of characters of a text in the index."""
 
 COMPUTED = {
     "num_rows": pl.Int32,
@@ -58,20 +58,20 @@ def kind_of(kind: pa.DataType) -> str:
 
 
 def kept_columns(schema: pa.Schema) -> list[str]:
-    """List the columns that the index keeps for each row: the short ones with one value."""
+    """List the columns that the index keeps for each row: scalars, except long texts."""
     left_out = {*_NOT_KEPT, *PREFIX_TYPES}
     return [f.name for f in schema if kind_of(f.type) != "other" and f.name not in left_out]
 
 
 def own_columns(schema: pa.Schema) -> list[str]:
-    """List the columns of the user's own that the index keeps."""
+    """List the user-defined columns that the index keeps."""
     names = {*COLUMN_BY_NAME, *COMPUTED}
     return [name for name in kept_columns(schema) if name not in names]
 
 
 @dataclass(kw_only=True)
 class TrajectoryIndex:
-    """The short columns of a dataset; positions are those of `RowReader`.
+    """The short columns of a dataset; rows are numbered as in `RowReader`.
 
     Attributes:
         path: The dataset.
@@ -124,7 +124,7 @@ class TrajectoryIndex:
         """Return the position of a trajectory.
 
         Raises:
-            ConfigError: known_trajectory.
+            ConfigError: known_trajectory: no trajectory has this id.
         """
         ids = self.trajectories["trajectory_id"]
         at = ids.index_of(trajectory_id)
@@ -137,7 +137,7 @@ class TrajectoryIndex:
         """Return the positions of a group's trajectories.
 
         Raises:
-            ConfigError: known_trajectory.
+            ConfigError: known_trajectory: no trajectory has this instance_id.
         """
         is_in = self.trajectories["instance_id"] == instance_id
         found = np.flatnonzero(is_in.to_numpy())
@@ -147,11 +147,13 @@ class TrajectoryIndex:
         return found
 
     def bounds(self, number: int) -> tuple[int, int]:
-        """Return the first row of a trajectory, and the end of its rows."""
+        """Return the first row of a trajectory, and the row after its last."""
         return int(self.starts[number]), int(self.starts[number + 1])
 
     def matching(self, where: str | None) -> BoolArray | None:
-        """[T] Return which trajectories have a row that satisfies a condition; None: all do.
+        """Return the mask ([T] bool) of trajectories with a row that satisfies a condition.
+
+        Without a condition, return None.
 
         Args:
             where: SQL over the columns of the dataset and `COMPUTED`; None or "": no condition.
@@ -170,7 +172,7 @@ class TrajectoryIndex:
         return self._masks[where]
 
     def order(self, column: str, *, descending: bool) -> IntArray:
-        """[T] Return the positions of all trajectories, sorted by a column; nulls and NaN last.
+        """Return the positions of all trajectories ([T]), sorted by a column; nulls and NaN last.
 
         Raises:
             ConfigError: known_column.
@@ -250,7 +252,7 @@ def _returns(table: pa.Table, outcome: Outcome) -> pl.DataFrame:
 
 
 def _trajectories(rows: pl.DataFrame, returns: pl.DataFrame, starts: IntArray) -> pl.DataFrame:
-    """Build the table of trajectories: ids, computed columns, the user's own (of the last row)."""
+    """Build the table of trajectories: ids, computed columns, user columns of the last row."""
     first, last = starts[:-1], starts[1:] - 1
     one_row = len(first) == len(rows)
     final = rows if one_row else rows[last]

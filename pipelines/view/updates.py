@@ -1,4 +1,4 @@
-"""The rows and targets of an optimizer step, from the tokens that the run recorded."""
+"""The rows and targets of an optimizer step, from the run's token records."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ MAX_TARGETS = 100_000
 
 
 def update_rows(sources: Sources, run: Run, update: int) -> Answer:
-    """Return the rows of an update, the largest share of the loss first."""
+    """Return the rows of an update, sorted by their share of the loss, largest first."""
     return arrow_answer(_ranked(sources, run, update).drop("record"))
 
 
 def update_targets(sources: Sources, run: Run, update: int, limit: int) -> Answer:
-    """Return targets of an update, evenly drawn over its rows in the order of `update_rows`."""
+    """Return up to `limit` targets, evenly spaced over the rows in the order of `update_rows`."""
     order = _ranked(sources, run, update)["record"]
     names = ["loss_mask", "logprobs", "importance_weights", "clipped", "rejected"]
     lists = read_tokens(run.path, update)[order]
@@ -81,7 +81,7 @@ def _flat(records: pl.DataFrame) -> pl.DataFrame:
     key = records.columns[0]
     lists = [name for name in records.columns if name != key]
     sizes = records["loss_mask"].list.len()
-    # A list that is null as a whole has a null for each token.
+    # A null list becomes one null per token.
     filled = [
         pl.when(pl.col(name).is_null())
         .then(pl.lit(None, pl.Float32).repeat_by(pl.col("loss_mask").list.len()).cast(kind))
@@ -117,7 +117,7 @@ def _sampler_logprobs(sources: Sources, run: Run, records: pl.DataFrame) -> pl.S
             try:
                 begin, end = dataset.index.bounds(dataset.index.number(trajectory_id))
             except RolloutError:
-                continue  # the dataset has changed since
+                continue  # the dataset has changed since the run
             if step_index < end - begin:
                 places.append((begin + step_index, record))
         places.sort()
