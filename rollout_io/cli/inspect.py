@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -123,6 +122,8 @@ def matching(frame: pl.LazyFrame, where: str | None) -> list[str]:
 def known(trajectory_id: str, ids: Sequence[str]) -> str:
     """Return the id if it is one of `ids`, else raise an error that suggests the closest one."""
     if trajectory_id not in ids:
+        import difflib
+
         near = difflib.get_close_matches(trajectory_id, ids, 1)
         hint = f"did you mean {near[0]}?" if near else None
         got = f"no trajectory has the id {trajectory_id!r}"

@@ -14,7 +14,6 @@ import sys
 import traceback
 from collections.abc import Sequence
 from contextvars import copy_context
-from importlib.metadata import EntryPoint, entry_points
 from typing import Any, NoReturn
 
 import click
@@ -24,6 +23,7 @@ from rollout_io.cli.common_options import with_common_options
 from rollout_io.cli.output import kept_log
 from rollout_io.cli.usage import UnknownVerbError, explained_usage
 from rollout_io.name_clashes import HiddenPackageError, require_ours
+from rollout_io.plugins import Plugin, plugins
 from schemas.errors import InputError, RolloutError
 from schemas.extras import explained
 
@@ -76,11 +76,11 @@ class Verbs(click.Group):
             raise UnknownVerbError(args[0], self.list_commands(ctx), ctx) from None
 
 
-def _registered(ctx: click.Context) -> dict[str, EntryPoint]:
+def _registered(ctx: click.Context) -> dict[str, Plugin]:
     """Return the verbs by name; the search through all installed packages is done once a run."""
     if GROUP not in ctx.meta:
-        ctx.meta[GROUP] = {entry.name: entry for entry in entry_points(group=GROUP)}
-    verbs: dict[str, EntryPoint] = ctx.meta[GROUP]
+        ctx.meta[GROUP] = {entry.name: entry for entry in plugins(GROUP)}
+    verbs: dict[str, Plugin] = ctx.meta[GROUP]
     return verbs
 
 

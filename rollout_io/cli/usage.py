@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
+from collections.abc import Sequence
 
 import click
 
@@ -41,7 +41,7 @@ class UnknownVerbError(HintedUsageError):
     """
 
     def __init__(self, name: str, known: list[str], ctx: click.Context) -> None:
-        near = difflib.get_close_matches(name, known, 1)
+        near = _closest(name, known)
         hint = f"did you mean {near[0]}?" if near else "run `rollouts --help` for the verbs"
         super().__init__(f"unknown verb {name!r}", hint, ctx)
 
@@ -75,7 +75,7 @@ def _hint(error: click.ClickException, ctx: click.Context | None) -> str:
         return "run `rollouts --help`"
     if isinstance(error, click.NoSuchOption):
         known = [name for param in ctx.command.params for name in param.opts]
-        near = difflib.get_close_matches(error.option_name, known, 1) or error.possibilities
+        near = _closest(error.option_name, known) or error.possibilities
         if near:
             return f"did you mean {next(iter(near))}?"
     if isinstance(error, click.MissingParameter) and isinstance(error.param, click.Option):
@@ -93,11 +93,18 @@ def _value_hint(error: click.BadParameter, option: click.Option, ctx: click.Cont
     name = _name(option, ctx)
     if isinstance(option.type, click.Choice):
         given = error.message.split("'")[1:2]
-        near = difflib.get_close_matches(given[0], option.type.choices, 1) if given else []
+        near = _closest(given[0], option.type.choices) if given else []
         if near:
             return f"did you mean {name} {near[0]}?"
         return f"pass one of {', '.join(option.type.choices)}"
     return f"pass {name} {option.make_metavar(ctx)}; see `{ctx.command_path} --help`"
+
+
+def _closest(name: str, known: Sequence[str]) -> list[str]:
+    """Return the known name that is most like another one; empty if none is."""
+    import difflib
+
+    return difflib.get_close_matches(name, known, 1)
 
 
 def _name(param: click.Parameter, ctx: click.Context | None) -> str:

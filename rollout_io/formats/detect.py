@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Iterator, Mapping
-from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +18,7 @@ from rollout_io.dataset.opening import open_input, refuse_irregular
 from rollout_io.formats.base import Adapter
 from rollout_io.formats.parsing.jsonl import refuse_lfs_pointer
 from rollout_io.formats.refused import REFUSED
+from rollout_io.plugins import Plugin, plugins
 from schemas.errors import ConfigError, InputError, RolloutError
 
 GROUP = "rollout_io.formats"
@@ -42,13 +42,13 @@ class Formats(NamedTuple):
     failures: dict[str, str]
 
 
-def adapters() -> dict[str, EntryPoint]:
+def adapters() -> dict[str, Plugin]:
     """Return the registered formats by name, in alphabetical order, without importing them."""
-    found = sorted(entry_points(group=GROUP), key=lambda entry: entry.name)
+    found = sorted(plugins(GROUP), key=lambda entry: entry.name)
     return {entry.name: entry for entry in found if entry.name not in REFUSED}
 
 
-def load_formats(entries: Mapping[str, EntryPoint] | None = None) -> Formats:
+def load_formats(entries: Mapping[str, Plugin] | None = None) -> Formats:
     """Import all formats.
 
     Args:
@@ -64,7 +64,7 @@ def load_formats(entries: Mapping[str, EntryPoint] | None = None) -> Formats:
     return formats._replace(adapters=dict(sorted(formats.adapters.items())))
 
 
-def load_adapter(entry: EntryPoint) -> Adapter:
+def load_adapter(entry: Plugin) -> Adapter:
     """Import one format.
 
     Raises:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from importlib.util import find_spec
@@ -46,6 +45,8 @@ def remembered_tokenizer(metadata: DatasetMetadata) -> str | None:
     directory = find_tokenizer(metadata.tokenizer) if metadata.tokenizer_fingerprint else None
     if directory is None or find_spec("tokenizers") is None:
         return None
+    import hashlib  # loads OpenSSL
+
     from tokenizers import Tokenizer
 
     try:

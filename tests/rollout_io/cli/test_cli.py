@@ -48,7 +48,8 @@ def in_subprocess(*args: str) -> subprocess.CompletedProcess[str]:
 def test_help_loads_no_heavy_library() -> None:
     code = (
         "import sys; from rollout_io.cli.main import run; run(['--help']);"
-        "print([m for m in ('torch', 'polars', 'pyarrow', 'numpy', 'transformers') "
+        "print([m for m in ('torch', 'polars', 'pyarrow', 'numpy', 'transformers', 'msgspec', 'rich', "
+        "'asyncio', 'importlib.metadata', 'email', 'zipfile', 'hashlib', 'difflib') "
         "if m in sys.modules])"
     )
     command = [sys.executable, "-c", code]

@@ -4,7 +4,6 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
@@ -22,6 +21,7 @@ from rollout_io.formats.detect import (
     recognize,
     sort_by_format,
 )
+from rollout_io.plugins import Plugin
 from schemas.errors import RolloutError
 from tests.conftest import EXAMPLES, ROOT
 
@@ -46,9 +46,7 @@ def format_noted_in(dataset):
 
 def test_every_registered_format_loads_and_says_in_one_line_what_it_is():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    found = load_formats(
-        {n: EntryPoint(n, v, GROUP) for n, v in project["entry-points"][GROUP].items()}
-    )
+    found = load_formats({n: Plugin(n, v) for n, v in project["entry-points"][GROUP].items()})
     assert found.failures == {}
     for adapter in found.adapters.values():
         assert 10 < len(adapter.summary) <= 90
@@ -189,9 +187,9 @@ def test_an_input_that_is_not_there_is_said_to_be_missing_not_unknown(tmp_path, 
 
 def test_a_format_that_does_not_load_is_named_and_the_others_work():
     entries = {
-        "gone": EntryPoint("gone", "no_such_module:ADAPTER", GROUP),
-        "nameless": EntryPoint("nameless", "math:ADAPTER", GROUP),
-        "number": EntryPoint("number", "math:pi", GROUP),
+        "gone": Plugin("gone", "no_such_module:ADAPTER"),
+        "nameless": Plugin("nameless", "math:ADAPTER"),
+        "number": Plugin("number", "math:pi"),
         "calls": adapters()["calls"],
     }
     found = load_formats(entries)

@@ -1,0 +1,98 @@
+"""Entry points of the installed packages: verbs and formats.
+
+Importing `importlib.metadata`, which imports `email` and `zipfile`, takes a third of the time of
+`rollouts --help`. Packages in directories, as pip installs them, are read here without it.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from functools import reduce
+from importlib import import_module
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+class Plugin(NamedTuple):
+    """One entry point.
+
+    Attributes:
+        name: Name in its group.
+        value: Object that it refers to: "package.module:attribute".
+    """
+
+    name: str
+    value: str
+
+    @property
+    def module(self) -> str:
+        """Name of the module that holds the object."""
+        return self._parts()[0]
+
+    def load(self) -> Any:
+        """Import the module and return the object; the module if there is no attribute."""
+        module, attributes = self._parts()
+        return reduce(getattr, filter(None, attributes.split(".")), import_module(module))
+
+    def _parts(self) -> tuple[str, str]:
+        module, _, attributes = self.value.partition("[")[0].partition(":")
+        return module.strip(), attributes.strip()
+
+
+def plugins(group: str) -> list[Plugin]:
+    """Return the entry points of a group, in the order of `importlib.metadata.entry_points`.
+
+    Args:
+        group: Name of the group, such as "rollout_io.verbs".
+
+    Example:
+        >>> sorted(found.name for found in plugins("rollout_io.verbs"))[:3]
+        ['convert', 'drift', 'export']
+    """
+    if not _are_directories():
+        from importlib.metadata import entry_points
+
+        return [Plugin(entry.name, entry.value) for entry in entry_points(group=group)]
+    return [found for path in _distributions() for found in _read(path, group)]
+
+
+def _are_directories() -> bool:
+    """False if a package may be in an archive or an egg, or be found by an import hook."""
+    finders = (finder for finder in sys.meta_path if finder is not PathFinder)
+    if any(hasattr(finder, "find_distributions") for finder in finders):
+        return False
+    return not any(path.lower().endswith(".egg") or Path(path).is_file() for path in sys.path)
+
+
+def _distributions() -> Iterator[Path]:
+    """Yield the metadata directories; the first one of a package hides others of its name."""
+    seen = set()
+    for folder in sys.path:
+        try:
+            paths = list(Path(folder).iterdir())
+        except OSError:
+            continue
+        for path in paths:
+            if path.name.lower().endswith((".dist-info", ".egg-info")):
+                package = re.sub(r"[-_.]+", "_", path.stem.partition("-")[0]).lower()
+                if package not in seen:
+                    seen.add(package)
+                    yield path
+
+
+def _read(path: Path, group: str) -> Iterator[Plugin]:
+    """Yield the entry points of a group from the metadata directory of a package."""
+    try:
+        text = (path / "entry_points.txt").read_text(encoding="utf-8")
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError):
+        return
+    section = ""
+    for line in map(str.strip, text.splitlines()):
+        if line.startswith("[") and line.endswith("]"):
+            section = line.strip("[]")
+        elif section == group and line and not line.startswith("#"):
+            name, _, value = line.partition("=")
+            yield Plugin(name.strip(), value.strip())
