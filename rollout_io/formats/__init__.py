@@ -1,1 +1,1 @@
-"""Log formats in both directions; `base` is the contract, `parsing` is shared code."""
+"""Readers and writers of log formats; `base` defines the interface, `parsing` is shared code."""

@@ -69,10 +69,10 @@ from rollout_io.formats.parsing.tokens import (
 from schemas.errors import InputError, InvariantError, RolloutError
 
 _ROLLOUTS = (
-    "inferred: events name no task, so each rollout is an instance (--group-by prompt groups "
+    "inferred: events name no task, so each rollout is a separate group (--group-by prompt groups "
     "rollouts with the same first prompt)"
 )
-_INPUTS = "inferred: rollouts with the same `data_id`, or else with equal inputs"
+_INPUTS = "inferred: rollouts with the same `data_id` or, without it, with equal inputs"
 _BLANK = b" \t\r\n,["
 _MARKS = (b'"event_type"', b'"rollout_id"')
 _ENDED = "succeeded"
@@ -183,7 +183,7 @@ class _Rollout:
 
 
 def find_attempts(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
-    """Yield attempts by rollout; the last attempt of a rollout includes the rollout's record.
+    """Yield attempts, rollout by rollout; a rollout's record is part of its last attempt.
 
     If an event is damaged, its attempt is rejected, provided that the event still names the
     attempt. If the record of a rollout is damaged, all attempts at the rollout are rejected.
@@ -323,7 +323,7 @@ def read_attempt(run: Run, _: Options) -> Trajectory:
     no reward.
 
     Raises:
-        RolloutError: no_token_ids, nonempty_response, routing_shape, no_calls, ...
+        RolloutError: The attempt cannot be used (no_token_ids, no_calls, routing_shape, ...).
     """
     heads = [(p.where, decode_line(_HEAD, read_record(p), p.where)) for p in run.places]
     rewards = [_reward(h, where) for where, h in heads if h.event_type == "reward"]
@@ -418,7 +418,7 @@ def _refuse_difference(call: _Call, steps: Sequence[Step], where: str) -> None:
 
 
 def _triplet(call: _Call, where: str) -> Step:
-    """Read a call in the form of the API's `format=triplet`."""
+    """Read a call that was exported with the API's `format=triplet`."""
     prompt = strict_ids(bytes(call.prompt_token_ids), "prompt", where)
     response = strict_ids(bytes(call.response_token_ids), "response", where)
     given, usage = call.response_log_probs, call.usage or Usage()
@@ -432,7 +432,7 @@ def _triplet(call: _Call, where: str) -> Step:
 
 
 def recognizes(path: Path) -> bool:
-    """True if a file has events or rollouts of Agent Lightning."""
+    """True if a file contains Agent Lightning's events or rollout records."""
     lines = has_record(path, _EVENT_SHAPE) or has_record(path, _ROLLOUT_SHAPE)
     lists = (_EVENTS_SHAPE, _ROLLOUTS_SHAPE)
     return lines or any(is_document(path, shape, _MARKS) for shape in lists)

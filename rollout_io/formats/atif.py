@@ -40,7 +40,7 @@ _ASK = "set collect_rollout_details: true for the agent (terminus-2 with vLLM)"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Scope:
-    """A document that is being walked: its place, agent, lineage and enclosing document."""
+    """A document of the run: its place, agent, lineage and enclosing document."""
 
     document: Document
     path: Path
@@ -75,9 +75,9 @@ class LoggedRun:
 
     Attributes:
         steps: Steps in order; a sub-agent's steps follow the step that refers to it.
-        calls: The calls of a run of text, in the same order.
+        calls: Calls of a run without token ids, in the same order.
         lineages: Lineage of each step or call: 0 for the main agent, n for the nth sub-agent.
-        tokenless: Error that explains why the run is text; None if it has ids, or no calls.
+        tokenless: Error that explains why the run has no ids; None if it has ids, or no calls.
         paths: Resolved paths of the files of the run.
     """
 
@@ -94,7 +94,7 @@ class _Walk:
     """All documents of a run, and their steps in order.
 
     Attributes:
-        unnamed: Errors of the references to sub-agents that name no file and are not embedded.
+        unnamed: Errors for references to sub-agents that are neither embedded nor in a named file.
     """
 
     scopes: list[_Scope] = field(default_factory=list)
@@ -105,7 +105,7 @@ class _Walk:
 
 
 def has_tokens(document: Document) -> bool:
-    """True if a document has ids and each of its steps is one call, not a sum of several."""
+    """True if a document has ids and none of its steps is a sum of several calls."""
     calls = [step for step in document.steps if step.is_call]
     return any(map(_has_ids, calls)) and all((step.llm_call_count or 1) == 1 for step in calls)
 
@@ -118,16 +118,16 @@ def _has_ids(step: StepRecord) -> bool:
 def read_run(path: Path, document: Document) -> LoggedRun:
     """Read all calls of the run that begins in an ATIF file, with sub-agents and continuations.
 
-    The run is text if no call of any of its documents has ids.
+    If no call in any of its documents has ids, the run is read as text.
 
     Args:
         path: First file of the main agent.
         document: Content of that file.
 
     Raises:
-        RolloutError: `no_token_ids` (a call without ids among others, or a step of several calls;
-            the error names what is missing), `dangling_reference` (the target of a reference does
-            not exist), a broken invariant of the tokens, or as for `read_trajectory`.
+        RolloutError: `no_token_ids` (only some calls have ids, or a step is a sum of several calls;
+            the error names the missing field), `dangling_reference` (the target of a reference
+            does not exist), a broken invariant of the tokens, or any error of `read_trajectory`.
     """
     is_subagent = "parent_session_id" in (document.agent.extra or {})
     main = _Scope(
@@ -167,11 +167,11 @@ def _read_text(run: LoggedRun, walk: _Walk) -> None:
 
 
 def conversations(run: LoggedRun, why: InputError) -> list[Conversation]:
-    """Return the contexts of a run of text; the main agent's last one, with an answer, comes last.
+    """Return the contexts of a run; the main agent's last context that has an answer comes last.
 
     Args:
         run: The run.
-        why: Error that explains why it has no ids.
+        why: Error that explains why the run has no ids.
     """
     steps = steps_of(run.calls, why.where)
     found = [replace(step, tokenless=why) for step in steps if isinstance(step, Conversation)]
@@ -256,7 +256,7 @@ def _enter(walk: _Walk, scope: _Scope, ref: Ref, where: str) -> None:
         _enter_file(walk, path, None)
     elif ref.trajectory_path:
         raise _dangling(ref.trajectory_path, where)
-    else:  # the text of the agent that refers to it is complete without it
+    else:  # text of the referring agent is complete without the sub-agent
         name = ref.trajectory_id or f"session {ref.session_id}"
         walk.unnamed.append(_dangling(name, where))
 
@@ -313,7 +313,7 @@ def _dangling(name: str, where: str) -> InputError:
 
 
 def _calls(step: StepRecord, scope: _Scope, where: str) -> list[Step]:
-    """Return the call of an agent step; none if the step declares that it made no call."""
+    """Return the call of an agent step in a list; an empty list if the step made no call."""
     metrics = step.metrics or Metrics()
     if step.llm_call_count == 0:
         if metrics.completion_token_ids:
@@ -323,10 +323,10 @@ def _calls(step: StepRecord, scope: _Scope, where: str) -> list[Step]:
         return []
     _refuse_sum(step, where)
     if not scope.has_ids:
-        got = "this document has no token ids, but others of the run have some"
+        got = "this document has no token ids, but other documents of the run do"
         raise tokenless(where, f"{got}: {_without_ids(scope).got}")
     if not metrics.completion_token_ids or not metrics.prompt_token_ids:
-        got = f"the call has {_missing(step.metrics)}, as happens to calls cut off at max_tokens"
+        got = f"the call has {_missing(step.metrics)}; a call cut off at max_tokens may lack them"
         raise tokenless(where, got)
     response = token_ids(metrics.completion_token_ids, "response", where)
     logprobs = metrics.logprobs

@@ -1,4 +1,4 @@
-"""ATIF documents as written: their fields, versions, and numbers of steps."""
+"""ATIF documents as logged: their fields, and checks of their versions and step numbers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NO_JSON = msgspec.Raw(b"null")
 
 
 class Metrics(msgspec.Struct, gc=False):
-    """Counts and ids of a call."""
+    """Token counts, ids and log-probabilities of a call."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
@@ -35,7 +35,7 @@ class Ref(msgspec.Struct, gc=False):
 
 
 class Result(msgspec.Struct, gc=False):
-    """One result of a tool, or of a harness's operation."""
+    """One result of a tool call, or of an operation of the harness."""
 
     content: msgspec.Raw = _NO_JSON
     source_call_id: Any = None
@@ -43,13 +43,13 @@ class Result(msgspec.Struct, gc=False):
 
 
 class Observation(msgspec.Struct, gc=False):
-    """The results after a step."""
+    """Results that follow a step."""
 
     results: list[Result] | None = None
 
 
 class StepRecord(msgspec.Struct, gc=False):
-    """A message or a call; `extra` may mark a compaction."""
+    """A message or a model call; `extra` may mark a compaction."""
 
     step_id: int
     source: Literal["system", "user", "agent"]
@@ -69,13 +69,13 @@ class StepRecord(msgspec.Struct, gc=False):
 
     @property
     def refs(self) -> list[Ref]:
-        """The references to sub-agents in the results."""
+        """References to sub-agents in the step's results."""
         results = self.observation.results if self.observation else None
         return [ref for result in results or () for ref in result.subagent_trajectory_ref or ()]
 
 
 class Agent(msgspec.Struct, gc=False):
-    """The agent, and the tools it was given."""
+    """The agent and its tool definitions."""
 
     name: str
     tool_definitions: Any = None
@@ -98,10 +98,10 @@ _DECODER = msgspec.json.Decoder(Document)
 
 
 def read_trajectory(path: Path) -> Document:
-    """Read one ATIF file, whose version must be known and whose steps must be numbered 1..n.
+    """Read one ATIF file; its version must be known and its steps numbered 1..n.
 
     Raises:
-        InputError: `atif_version`, `atif_step_id`, `atif_duplicate_id`, or as for
+        InputError: `atif_version`, `atif_step_id`, `atif_duplicate_id`, or any error of
             `read_document`.
     """
     document, _ = read_document(_DECODER, path)

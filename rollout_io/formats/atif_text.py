@@ -1,14 +1,14 @@
 """The chat of an ATIF trajectory, for runs without token ids.
 
-ATIF logs what the agent made of its exchange with the model, not the messages that were sent. This
-is what they are taken for:
+ATIF logs the agent's view of the exchange, not the messages that were sent to the model. The chat
+is reconstructed from the steps:
 
-    source system      the system prompt before all other steps; later ones are notes of the
+    source system      a system message if it comes before all other steps; else a note of the
                        harness, which no model saw
-    source agent       the model's answer, except if it is copied or made no call (llm_call_count 0):
-                       then it is part of the prompt
-    observation        results of tools, or what the user said if no call is named
-    compaction         the messages before the first answer stay, and all others are dropped
+    source agent       an answer of the model; a step that is copied or made no call
+                       (llm_call_count 0) is part of the prompt
+    observation        tool results; a user message if the result names no tool call
+    compaction         keeps the messages before the first answer and drops all others
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ _EXTRA_DECODER = msgspec.json.Decoder(_Extra | None)
 
 
 class Chat:
-    """The messages of one document, up to the step that was read last."""
+    """Messages of one document, up to the last step read."""
 
     def __init__(self, logged: Agent, agent: str) -> None:
-        """Begin a chat.
+        """Start an empty chat.
 
         Args:
-            logged: The document's agent.
-            agent: Name of the agent in rows.
+            logged: Agent of the document.
+            agent: Name of the agent in the `agent` column.
         """
         self._agent = agent
         self._tools = openai_tools(logged.tool_definitions)
@@ -61,11 +61,11 @@ class Chat:
         self._history: list[Message] = []
 
     def calls(self, step: StepRecord, where: str) -> Iterator[Call]:
-        """Read a step, and yield its call if it is one.
+        """Add a step to the chat; yield its call if the step is a model call.
 
         Args:
             step: The next step of the document.
-            where: Its place.
+            where: Place of the step, for errors.
 
         Raises:
             InputError: `record_type`, `message`: a field has an unknown form.

@@ -55,8 +55,8 @@ class Run:
 
     Attributes:
         instance_id: Task of the run; the runs of one instance form a group.
-        repetition_id: Index of the attempt; None if the conversion is to number the attempts, in
-            the order of the log.
+        repetition_id: Index of the attempt; None lets the conversion number the attempts, in the
+            order of the log.
         places: Places of its records, in order.
         labels: Other identifiers of the run, for `--group-by`.
         index: Index of the run within its document.
@@ -94,7 +94,7 @@ class About(NamedTuple):
 
 
 HAS_TEXT = "has_text"
-"""Name of the fact whether a log has text to re-tokenize, which the history omits.
+"""Name of the `About` fact that is true if a log has text to re-tokenize; the history omits it.
 
 Without this fact, `Adapter.is_text` decides.
 """
@@ -156,7 +156,7 @@ class Step(msgspec.Struct, kw_only=True, gc=False):
         num_counted: Numbers of prompt and response tokens that the engine reported; each may be
             None.
         texts: Verbatim texts of the response, without special tokens, tool calls and the like.
-        token_text: Concatenation of the separately decoded tokens of the response, or None.
+        token_text: Tokens of the response, decoded one by one and concatenated, or None.
     """
 
     source: str

@@ -116,7 +116,7 @@ def find_sessions(inputs: Sequence[Input], progress: Progress) -> Iterator[Found
 
 
 def _session(content: bytes, where: str) -> bytes:
-    """Parse the session of a line that is damaged or does not begin with its session."""
+    """Return the session name of a line that is damaged or does not begin with its session."""
     try:
         refuse_not_utf8(content, where)
         return decode_line(_HEAD_DECODER, content, where).session.encode()
@@ -134,8 +134,8 @@ def read_session(run: Run, _: Options) -> Trajectory:
     last choice; the reward of the last call is the outcome.
 
     Raises:
-        InputError: A call cannot be used, or the order of the calls is ambiguous.
-        InvariantError: A call is inconsistent, or `final` is not on the last call only.
+        InputError: A call is invalid or lacks token ids, or the order of the calls is ambiguous.
+        InvariantError: A call breaks an invariant, or a call other than the last is `final`.
     """
     session = f"{run.instance_id}/{run.repetition_id}"
     entries = [_read(place, session) for place in run.places]

@@ -1,4 +1,4 @@
-"""The `claude_code` format: sessions of Claude Code as JSONL, and the web export as one document.
+"""The `claude_code` format: sessions of Claude Code, as JSONL or as a web export (one document).
 
     {"type": "user", "sessionId": "s", "uuid": "u1", "parentUuid": null, "isSidechain": false,
      "message": {"role": "user", "content": "..."}, ...}
@@ -176,7 +176,7 @@ def read_session(run: Run, _: Options) -> Trajectory:
     """Read the contexts of a session as text; the main agent's last context comes last.
 
     Raises:
-        InputError: `record_type`: a line is damaged; `no_calls`: the model wrote nothing.
+        InputError: `record_type`: a line is damaged; `no_calls`: there is no model response.
     """
     lines = list(_exported(run.places[0]) if _EXPORT in run.labels else _lines(run.places))
     steps = conversations(lines)

@@ -1,10 +1,10 @@
-"""Contexts of a Claude Code session, built from its lines as conversations.
+"""Reconstruction of a Claude Code session's contexts, as conversations, from its lines.
 
 - The main agent's lines are in the order of the log; a sub-agent's lines (`isSidechain`) share an
   `agentId`, or form a chain of `parentUuid`.
 - An API response may take several lines (one block each) with the same `message.id`. These lines
   form one message with all its tool calls, wherever the results are logged.
-- A compaction (`compact_boundary`, or the summary that it leaves) begins a new context.
+- A compaction (`compact_boundary`, or the summary after it) begins a new context.
 - A user prompt whose parent is not the end of the context branches off at that parent: a new
   context begins with the lines up to it. The abandoned context is kept if the model answered in it.
   The shared lines were sampled once, so they are part of the prompt in the new context.
@@ -77,7 +77,7 @@ class Line(NamedTuple):
 
     @property
     def is_compaction(self) -> bool:
-        """True if a new context begins here."""
+        """True if the line marks a compaction, which begins a new context."""
         is_boundary = self.logged.type == "system" and self.logged.subtype == _BOUNDARY
         return is_boundary or bool(self.logged.is_summary)
 
@@ -97,7 +97,7 @@ class Line(NamedTuple):
 
 @dataclass(slots=True)
 class _Context:
-    """A context of the model.
+    """One context of an agent.
 
     Attributes:
         lines: Lines in order.
@@ -156,12 +156,13 @@ def _goes_on(line: Line, later: Sequence[Line]) -> bool:
 
 
 def conversations(lines: Iterable[Line]) -> list[Conversation]:
-    """Return the answered contexts, ordered by their ends, then the main agent's last one.
+    """Return the contexts that have an answer, ordered by their last lines.
 
-    The `source` of each is its last line.
+    The main agent's last context comes last. The `source` of a context is the place of its last
+    line.
 
     Raises:
-        InputError: `message`: a block that is neither text, thought nor tool call.
+        InputError: `message`: a block of an answer is neither text, a thought nor a tool call.
     """
     lines = list(lines)
     numbers = {line.where: number for number, line in enumerate(lines)}
@@ -247,7 +248,7 @@ def _refuse_others(piece: dict[str, Any], where: str) -> None:
     """Reject content that a model cannot have written.
 
     Raises:
-        InputError: `message`.
+        InputError: `message`: the content has another kind of block.
     """
     content = piece["content"]
     if piece["role"] == "assistant" and isinstance(content, str):

@@ -129,11 +129,11 @@ def _labels(meta: _Meta) -> dict[str, str]:
 
 
 def read_session(run: Run, _: Options) -> Trajectory:
-    """Read the contexts of a session as text; the `source` of each is its last item.
+    """Read the contexts of a session as text; the `source` of each is the place of its last item.
 
     Raises:
-        InputError: `record_type`: a line is damaged; `message`: an item of an unknown type;
-            `no_calls`: the model wrote nothing.
+        InputError: `record_type`: a line is damaged; `message`: an item has an unknown type;
+            `no_calls`: there is no model response.
     """
     thread, texts = Thread(), dict[str, str]()
     for place in run.places:

@@ -17,7 +17,7 @@ from rollout_io.formats.parsing.items import Item, read_item
 
 @dataclass(slots=True)
 class Context:
-    """A context of the model, with its answers.
+    """One context of the session.
 
     Attributes:
         messages: Messages in order.
@@ -30,7 +30,7 @@ class Context:
     num_given: int = 0
 
     def is_answered_after(self, start: int) -> bool:
-        """True if the model wrote a message of this context from index `start` on."""
+        """True if the model wrote a message of this context at or after index `start`."""
         return _has_answer(self.messages[max(start, self.num_given) :])
 
 
@@ -56,10 +56,10 @@ class Thread:
             self.messages.append({"role": "system", "content": text})
 
     def add(self, item: Item, where: str) -> None:
-        """Add an item to the context.
+        """Add an item to the current context.
 
         Raises:
-            InputError: `message`: an item of an unknown type, or a message without a role.
+            InputError: `message`: the item has an unknown type, or is a message without a role.
         """
         self.contexts[-1].where = where
         piece = read_item(item, where)
@@ -86,7 +86,10 @@ class Thread:
         self.contexts[-1].num_given = len(self.messages)
 
     def roll_back(self, num_turns: int) -> None:
-        """Remove the last user messages; begin a new context if the model had answered them."""
+        """Remove the last `num_turns` user messages and all that follows them.
+
+        If the model answered in the removed part, keep the context and begin a new one.
+        """
         context = self.contexts[-1]
         turns = [i for i, message in enumerate(context.messages) if message["role"] == "user"]
         if num_turns <= 0 or not turns:
@@ -100,7 +103,7 @@ class Thread:
             context.num_given = min(context.num_given, start)
 
     def _reply(self) -> Message:
-        """Return the assistant message that is being built."""
+        """Return the assistant message to extend; begin one if none is open."""
         if not self.is_open:
             self.messages.append({"role": "assistant", "content": ""})
             self.is_open = True

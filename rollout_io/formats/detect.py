@@ -68,7 +68,7 @@ def load_adapter(entry: Plugin) -> Adapter:
     """Import one format.
 
     Raises:
-        InputError: `format_loads`: the import fails, or yields no `Adapter`.
+        InputError: `format_loads`: the import fails, or the object is no `Adapter`.
     """
     where, hint = f"format {entry.name} ({entry.value})", "install its package again, or remove it"
     try:
@@ -107,7 +107,8 @@ def recognize(path: str | Path, formats: Mapping[str, Adapter]) -> list[str]:
     """Return the names of all formats that a file or directory matches.
 
     Raises:
-        InputError: `input_file`: unreadable, or a pipe; `lfs_pointer`.
+        InputError: `input_file`: the file is unreadable or a pipe; `lfs_pointer`: the file is a Git
+            LFS pointer.
     """
     path = Path(path)
     if not path.is_dir():
@@ -120,15 +121,15 @@ def recognize(path: str | Path, formats: Mapping[str, Adapter]) -> list[str]:
 def sort_by_format(
     paths: Mapping[str, Path], formats: Mapping[str, Adapter], named: Collection[str]
 ) -> tuple[dict[str, list[str]], list[str]]:
-    """Return the inputs of each format, in order, and the inputs of no known format.
+    """Return the inputs of each format, in order, and the inputs that match no format.
 
-    An input that several formats match belongs to the one that all inputs match, or to the one
-    that another input matches unambiguously.
+    An input that matches several formats is assigned to the one that all inputs match, or to the
+    one that another input matches unambiguously.
 
     Args:
         paths: Paths by their names in messages.
         formats: Adapters by name.
-        named: Names of the inputs that must have a known format; the others may be left.
+        named: Names of the inputs that must match a format; other inputs may match none.
 
     Raises:
         InputError: `known_format`: a named input, or every input, matches no format, or the format
@@ -166,9 +167,9 @@ def _ambiguous(name: str, found: Collection[str]) -> InputError:
 
 
 def first_lines(path: Path) -> Iterator[bytes]:
-    """Yield the non-blank lines among the first 8; none if the file is unreadable.
+    """Yield the non-blank lines among the first 8 of a file; nothing if the file is unreadable.
 
-    A line longer than 64 MiB is cut off at that length and ends the sequence.
+    A line longer than 64 MiB is cut off at that length, and no further line is read.
     """
     try:
         if not path.is_file():

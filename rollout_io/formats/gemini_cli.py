@@ -6,7 +6,7 @@
 
 A session is a run with one conversation. Tool calls contain their results; thoughts are Gemini's
 summaries of its reasoning (a subject and a description). Messages of other types (info, warning,
-error) are for display. The log has no reward, no token ids, no system prompt and no tool
+error) are only for display. The log has no reward, no token ids, no system prompt and no tool
 definitions.
 """
 
@@ -114,7 +114,8 @@ def read_session(run: Run, _: Options) -> Trajectory:
     """Read the conversation of a session.
 
     Raises:
-        InputError: `record_type`; `no_calls`: the model wrote nothing.
+        InputError: `record_type`: a field has the wrong type; `no_calls`: there is no model
+            response.
     """
     (place,) = run.places
     session = decode_document(_DECODER, read_record(place), place.where)
@@ -150,7 +151,7 @@ def _messages(logged: _Message, where: str) -> Iterator[Message]:
 
 
 def _text(parts: _Parts, where: str) -> str | list[Message]:
-    """Return the text of parts; a list of parts if one is neither text nor a tool result."""
+    """Return the text of all parts, or a list of parts if one is neither text nor a tool result."""
     if parts is None or isinstance(parts, str):
         return parts or ""
     listed = parts if isinstance(parts, list) else [parts]

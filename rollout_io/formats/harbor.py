@@ -76,7 +76,7 @@ def find_trials(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
 
 
 def _survey(sources: Iterable[Source]) -> tuple[set[Path], bool]:
-    """Return the trajectory files that other files refer to, and whether any run is text."""
+    """Return the files that other trajectories refer to, and whether any run is read as text."""
     inner: set[Path] = set()
     has_text = False
     for source in sources:
@@ -117,13 +117,13 @@ def _labels(source: Source) -> dict[str, str]:
 
 
 def read_trial(run: Run, options: Options) -> Trajectory:
-    """Read the calls of a trial, or of a trajectory file; conversations if they have no tokens.
+    """Read the calls of a trial or a trajectory file, as conversations if they have no token ids.
 
-    A failed trial is kept with its `error`; if its tokens are missing, it has no steps, and the
-    error says so. All keys of the verifier's rewards become metrics.
+    A failed trial is kept with its `error`; if its tokens are missing, it has no steps and the
+    reason is added to the error. All keys of the verifier's rewards become metrics.
 
     Raises:
-        RolloutError: `no_token_ids`, `tokens_disagree`, `dangling_reference`, `reward_key`, ...
+        RolloutError: The run cannot be used (`no_token_ids`, `tokens_disagree`, `reward_key`, ...).
     """
     path = run.places[0].path
     try:

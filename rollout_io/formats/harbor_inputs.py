@@ -51,7 +51,7 @@ class Head(msgspec.Struct, gc=False):
     def __post_init__(self) -> None:
         results = (self.agent_result, self.step_results)
         self.has_ids = any(_IDS.search(memoryview(result)) for result in results)
-        self.agent_result = self.step_results = _NULL  # they hold the entire document
+        self.agent_result = self.step_results = _NULL  # they keep the entire document in memory
 
     @property
     def is_trial(self) -> bool:
@@ -127,7 +127,7 @@ def _expand_directory(path: Path, errors: list[RolloutError]) -> list[Source]:
     if head.is_trial:
         return [Source(path=result, head=head, directory=path)]
     if is_file(config) and _read_head(config).trial_name is not None:
-        hint = "resume the job, or move the directory away"
+        hint = "resume the job, or move the directory out of the input"
         got = "the trial was stopped before it wrote result.json"
         raise InputError("no_trial_result", str(path), got, hint=hint)
     num_errors = len(errors)
@@ -147,14 +147,14 @@ def _expand_children(path: Path, errors: list[RolloutError]) -> list[Source]:
 
 
 def _children(path: Path) -> list[Path]:
-    """Return subdirectories that may hold trials or jobs; skip links that lead back up."""
+    """Return the entries that may hold runs; skip links to the directory itself or a parent."""
     names = ("result.json", "config.json", "agent/trajectory.json")
     try:
         below = sorted(path.iterdir())
     except OSError as error:
         got = f"cannot read the directory: {error.strerror or error}"
         raise InputError("input_file", str(path), got) from None
-    # `Path.resolve` raises for a link that leads back to itself.
+    # `Path.resolve` raises an error for a link that points to itself.
     real = Path(os.path.realpath(path))
     below = [child for child in below if not real.is_relative_to(os.path.realpath(child))]
     return [
@@ -207,7 +207,7 @@ def _is_export(path: Path) -> bool:
 
 
 def _unknown(path: Path, got: str) -> InputError:
-    hint = "give a job or trial directory, a result.json, or an ATIF trajectory; "
+    hint = "pass a job or trial directory, a result.json, or an ATIF trajectory; "
     hint += "`rollouts formats FILE` shows the format of a file"
     return InputError("harbor_input", str(path), got, hint=hint)
 
@@ -238,7 +238,7 @@ def _refuse_repeated(sources: Iterable[Source]) -> None:
     for source in sources:
         identity = (source.head.is_trial and source.head.id) or str(source.path.resolve())
         if identity in known:
-            got = f"the run was already given as {known[identity].path}"
+            got = f"the run was already passed as {known[identity].path}"
             hint = "pass each run only once"
             raise InputError("duplicate_input", str(source.path), got, hint=hint)
         known[identity] = source

@@ -84,7 +84,7 @@ class _Config(msgspec.Struct, gc=False):
 
 
 class Trial(_Part, gc=False):
-    """The relevant fields of a TrialResult; a multi-step trial has a part per step."""
+    """The relevant fields of a TrialResult; a multi-step trial has one part per step."""
 
     trial_name: str = ""
     config: _Config = msgspec.field(default_factory=_Config)
@@ -103,7 +103,7 @@ class Trial(_Part, gc=False):
 
 
 def keeps_text(trial: Trial) -> bool:
-    """True if the trial has rows of text, should it lack ids: it may not have failed."""
+    """True if the trial is read as text when it has no token ids: it did not fail, or timed out."""
     return trial.failure is None or trial.failure.exception_type == TIMEOUT
 
 
@@ -111,7 +111,7 @@ def user_values(trial: Trial) -> dict[str, str]:
     """Return the trial's strings: its name, model, exception, and Harbor's verdict on the reward.
 
     `reward_valid` follows Harbor 0.25: a reward is valid if there was no exception, or if the agent
-    spent its budget or refused the task.
+    used up its budget or refused the task.
     """
     exception = trial.failure
     valid = exception is None or exception.exception_type in _VALID_AFTER
@@ -125,7 +125,7 @@ def user_values(trial: Trial) -> dict[str, str]:
 
 
 def outcome_of(trial: Trial, where: str, options: Options, *, is_needed: bool = True) -> Trajectory:
-    """Return the outcome without steps; the defaults follow SkyRL's Harbor generator.
+    """Return the outcome of a trial, without steps; the defaults follow SkyRL's Harbor generator.
 
     Without an exception, the reward is the verifier's `reward`, or its only number; null if there
     is none. After `ContextLengthExceededError` it is 0.0, whatever the verifier reports
@@ -133,7 +133,7 @@ def outcome_of(trial: Trial, where: str, options: Options, *, is_needed: bool = 
     any other exception, the trial has failed. `keep` uses the verifier's number.
 
     Raises:
-        InputError: `reward_key`: several numbers, none of them named `reward`.
+        InputError: `reward_key`: the verifier reported several numbers, none named `reward`.
     """
     rewards, exception = _last_rewards(trial), trial.failure
     reward: float | None = None
@@ -192,8 +192,9 @@ def read_steps(trial: Trial, result: Path, directory: Path | None) -> Sequence[S
         directory: Directory of the trial, whose trajectories are read as well; None: only `result`.
 
     Raises:
-        RolloutError: `no_token_ids`, with the missing part; `tokens_disagree`: the two records of a
-            call differ; or a broken invariant of the tokens.
+        RolloutError: `no_token_ids`: ids are missing (the error names the field);
+            `tokens_disagree`: the two records of a call differ; or a broken invariant of the
+            tokens.
     """
     steps: list[Step | Conversation] = []
     if not trial.step_results:

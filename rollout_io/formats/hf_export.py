@@ -1,7 +1,7 @@
 """Export to a Hugging Face dataset folder, for `datasets.load_dataset(folder)` and the Hub.
 
 `data/train-*.parquet` contain the complete logical table (layout `full`); README.md is the dataset
-card with the configuration, features and sizes that `datasets` reads (5.2.0).
+card with the configuration, features and sizes that `datasets` 5.2.0 reads.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from schemas.metadata import DatasetMetadata
 
 
 def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exported:
-    """Stream the dataset into a new folder; memory holds one row group.
+    """Stream the dataset into a new folder, one row group at a time.
 
     All rows and columns are exported, including failed trajectories. Maps (`metrics`) become lists
     of {key, value}, as `datasets` has no maps. `rollouts` can read `out/data` like any dataset.
@@ -29,7 +29,7 @@ def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exporte
     Args:
         dataset: The rollout dataset.
         out: Path of the new folder.
-        failed: Ignored: nothing is masked.
+        failed: Ignored, since nothing is masked.
 
     Raises:
         ValidationError: The dataset breaks an invariant.
@@ -55,7 +55,7 @@ def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exporte
 
 
 class _Shards:
-    """Parquet files of a convenient size; `num_bytes` counts the in-memory size of all rows."""
+    """Shards of about `SHARD_BYTES`; `num_bytes` is the in-memory size of all rows written."""
 
     def __init__(self, folder: Path, metadata: DatasetMetadata) -> None:
         self.num_bytes = 0

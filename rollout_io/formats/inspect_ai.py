@@ -77,8 +77,8 @@ _SAMPLE_DECODER = msgspec.json.Decoder(Sample)
 def find_samples(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
     """Yield samples in the order of the logs.
 
-    Instance and repetition are sample id and epoch; if the logs have several tasks, the instance is
-    "task/id". `log_status` lists the logs that did not end successfully.
+    The instance is the sample id ("task/id" if the logs have several tasks), and the repetition is
+    the epoch. The fact `log_status` lists the logs that did not end successfully.
     """
     found: list[Found] = []
     statuses: dict[str, str] = {}
@@ -158,7 +158,7 @@ def _content(place: Place) -> bytes:
 
 
 def read_sample(run: Run, options: Options) -> Trajectory:
-    """Read the calls of a sample, and its scores.
+    """Read the calls and scores of a sample.
 
     Every score is a metric (letters as in Inspect: C 1, P 0.5, I and N 0; dictionaries key by key).
     A single score is the reward; with several, choose one with `--reward`. A sample with an
@@ -166,7 +166,7 @@ def read_sample(run: Run, options: Options) -> Trajectory:
     limits.
 
     Raises:
-        RolloutError: no_calls, no_token_ids, dangling_reference, record_type, ...
+        RolloutError: The sample cannot be used (no_calls, no_token_ids, dangling_reference, ...).
     """
     (place,) = run.places
     sample = decode_document(_SAMPLE_DECODER, _content(place), place.where)
@@ -181,7 +181,7 @@ def read_sample(run: Run, options: Options) -> Trajectory:
 
 
 def recognizes(path: Path) -> bool:
-    """True if a file is an Inspect log: a document with its first keys, or an archive."""
+    """True if a file is an Inspect log: a JSON document with its first keys, or an archive."""
     try:
         if is_zip(path):
             names = members_of(path, str(path))

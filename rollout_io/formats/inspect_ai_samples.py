@@ -1,4 +1,4 @@
-"""Samples of Inspect's logs: calls from their events, and scores."""
+"""Samples of Inspect's logs: their calls, from events, and their scores."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Sample(msgspec.Struct, gc=False):
 
     @property
     def pool(self) -> Sequence[msgspec.Raw]:
-        """Messages to which events refer by index."""
+        """Messages that events refer to by index."""
         if self.events_data is not None:
             return self.events_data.messages
         return self.message_pool or []
@@ -151,7 +151,8 @@ def calls_of(sample: Sample, where: str) -> Iterator[Call]:
     """Yield the calls of a sample in order, except failed ones and those of scorers.
 
     Raises:
-        InputError: record_type, dangling_reference.
+        InputError: record_type: a field has the wrong type; dangling_reference: an attachment or a
+            message of the pool is missing.
     """
     events = list(_model_events(sample, where))
     if not events:
@@ -197,18 +198,18 @@ def _model_events(sample: Sample, where: str) -> Iterator[tuple[str, _Model]]:
 
 
 def _referred(event: _Model, sample: Sample, where: str) -> Iterator[msgspec.Raw]:
-    """Yield messages of the pool, from ranges of indices."""
+    """Yield the messages of the pool that an event refers to by ranges of indices."""
     size = len(sample.pool)
     for start, end in event.input_refs or ():
         if not 0 <= start <= end <= size:
-            got = f"messages {start} to {end} are not in the pool, which has {size}"
+            got = f"`input_refs` has [{start}, {end}], but the pool has only {size} messages"
             hint = "read the log with Inspect, and write it again"
             raise InputError("dangling_reference", where, got, hint=hint)
         yield from sample.pool[start:end]
 
 
 def _calls_of_messages(sample: Sample, where: str) -> Iterator[Call]:
-    """Yield the messages as one context; those of the sample's input were not generated."""
+    """Yield the generated messages as calls of one context; input messages are only in prompts."""
     given = [decode_line(_RESULT_DECODER, bytes(raw), where) for raw in sample.messages]
     is_marked = any(message.source == "generate" for message in given)
     messages: list[Message] = []
@@ -239,7 +240,7 @@ def _resolved(raw: msgspec.Raw, sample: Sample, where: str) -> msgspec.Raw:
     def text(match: re.Match[bytes]) -> bytes:
         name = match[1].decode()
         if name not in sample.attachments:
-            got, hint = f"the sample lacks attachment {name}", "copy the complete log again"
+            got, hint = f"the sample has no attachment {name}", "copy the complete log again"
             raise InputError("dangling_reference", where, got, hint=hint)
         return msgspec.json.encode(sample.attachments[name])
 

@@ -4,9 +4,9 @@
      "_ng_rollout_index": 3, "response": {"output": [item, ...], "usage": {...}}, ...}
 
 `response` is a Responses object whose output holds all calls of the run (see `parsing.responses`).
-If no call has token ids, the run is text (see `nemo_gym_text`). A bare Responses object, or an
-object with one as its `input`, is accepted too: it is a run without a reward and, since it has no
-task, forms a separate group. A file may also contain a single run as a pretty-printed JSON
+If no call has token ids, the run is read as text (see `nemo_gym_text`). A bare Responses object, or
+an object with one as its `input`, is accepted too: it is a run without a reward and, since it has
+no task, forms a separate group. A file may also contain a single run as a pretty-printed JSON
 document.
 """
 
@@ -115,7 +115,7 @@ _NUMBERS_DECODER = msgspec.json.Decoder(dict[str, float | bool])
 def find_rollouts(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
     """Yield runs in the order of their tasks.
 
-    Instance and repetition are `_ng_task_index` and `_ng_rollout_index`. Without these, each
+    The instance is `_ng_task_index`, and the repetition is `_ng_rollout_index`. Without these, each
     response forms a separate group, and the history of the dataset records that rule.
     """
     documents = [given for given in inputs if _is_document(given.path)]
@@ -145,7 +145,7 @@ def find_rollouts(inputs: Sequence[Input], progress: Progress) -> Iterator[Found
 
 
 def _part_tasks(runs: Sequence[Run]) -> bool:
-    """Rename tasks that share an index across collections; return whether there are any."""
+    """Rename tasks that share an index but not their input; return true if there are any."""
     inputs: dict[str, set[str]] = {}
     for run in runs:
         inputs.setdefault(run.instance_id, set()).add(run.labels.get("input", ""))
@@ -200,7 +200,7 @@ def _find(record: Record) -> tuple[_Names, Run]:
 
 
 def _is_text(names: _Names) -> bool:
-    """True if a run that did not fail has its input, but no token ids."""
+    """True if a run did not fail and has its input, but no token ids."""
     sent, response = names.responses_create_params, names.response
     if sent is None or response is None or response.get("error", NO_JSON) != NO_JSON:
         return False
@@ -227,13 +227,14 @@ def _response_id(names: _Names, content: bytes, where: str) -> str | None:
 def read_rollout(run: Run, _: Options) -> Trajectory:
     """Read all calls of a run, in order; a prompt need not extend the one before it.
 
-    A run of which no call has ids is a conversation, unless it has failed or its input is unknown.
-    All numbers of the line become metrics, including its reward and the numbers in objects that
-    contain only numbers (`scores.style`). With `mask_sample`, no token of the run is trained on.
-    With `response.error`, the trajectory has failed.
+    A run without any token ids becomes a conversation, unless it has failed or its input is
+    unknown. All numbers of the line become metrics, including its reward and the numbers in objects
+    that contain only numbers (`scores.style`). With `mask_sample`, no token of the run is trained
+    on. With `response.error`, the trajectory has failed.
 
     Raises:
-        RolloutError: no_token_ids, no_response, ..., or as for `read_conversation`.
+        RolloutError: The run cannot be used (no_token_ids, no_response, ..., or any error of
+            `read_conversation`).
     """
     (place,) = run.places
     record = _decode(read_record(place), place.where)

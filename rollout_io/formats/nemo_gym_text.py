@@ -1,7 +1,7 @@
 """The chat of a NeMo Gym run, for runs without token ids.
 
-The request (`responses_create_params`) has the beginning of the chat, and the output of the
-response has the rest. Each item becomes part of a message:
+The request (`responses_create_params`) holds the beginning of the chat, and the output of the
+response holds the rest. Each item becomes a message or part of one:
 
     instructions          a system message
     message               a message with its role; `developer` becomes `system`
@@ -79,7 +79,7 @@ _TOOLS_DECODER = msgspec.json.Decoder(list[dict[str, Any]] | None)
 def read_conversation(request: Request, response: Response, where: str) -> Conversation:
     """Return the chat of a run.
 
-    Instructions and tools are those of the request, or else those that the response repeats.
+    Instructions and tools are taken from the request or, if it has none, from the response.
 
     Args:
         request: Request with the input of the run.
@@ -87,9 +87,9 @@ def read_conversation(request: Request, response: Response, where: str) -> Conve
         where: Place of the run.
 
     Raises:
-        InputError: `message`: an item of an unknown type or without one of its fields, reasoning
-            that is encrypted or has a summary too, or a request whose input is incomplete; `tools`:
-            a tool that is not a function; `record_type`: a field of the wrong type.
+        InputError: `message`: an item has an unknown type or lacks a field, reasoning is encrypted
+            or differs from its summary, or the input of the request is incomplete; `tools`: a tool
+            is not a function; `record_type`: a field has the wrong type.
     """
     sent, received = f"{where}, responses_create_params", f"{where}, response"
     for name in _HIDDEN:
@@ -127,7 +127,7 @@ class _Chat:
         self._is_open = False
 
     def add(self, given: str | Sequence[msgspec.Raw], role: str, where: str) -> None:
-        """Add items, or a text with a role; items of the model begin a new message."""
+        """Add items, or a text as one message; the first item always begins a new message."""
         self._is_open = False
         if isinstance(given, str):
             self.messages.append({"role": role, "content": given})

@@ -117,10 +117,11 @@ def _decode(content: bytes, where: str) -> _Line:
 
 
 def read_conversation(run: Run, _: Options) -> Trajectory:
-    """Read the conversation of a line; all its numbers are metrics.
+    """Read the conversation of a line; all numbers of the line become metrics.
 
     Raises:
-        InputError: `record_type`; `no_calls`: no assistant message.
+        InputError: `record_type`: a field has the wrong type; `no_calls`: there is no assistant
+            message.
     """
     (place,) = run.places
     content = read_record(place)

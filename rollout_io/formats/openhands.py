@@ -125,7 +125,7 @@ _OBJECT_DECODER = msgspec.json.Decoder(dict[str, msgspec.Raw])
 def find_runs(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
     """Yield runs in the order of the logs; the instance is `instance_id`, or the issue.
 
-    For a list of events it is inferred from the file name.
+    The instance of a list of events is inferred from its file name.
     """
     documents = [given for given in inputs if _is_list(given.path)]
     lines = [given for given in inputs if given not in documents]
@@ -164,16 +164,16 @@ def _find_events(place: Place, content: bytes) -> Iterator[Run]:
 
 
 def read_run(run: Run, _: Options) -> Trajectory:
-    """Read the calls of a run, and its evaluation.
+    """Read the calls and the evaluation of a run.
 
     The reward is the first available one of `test_result.report.resolved`, `test_result.resolved`,
     `report.resolved`, `resolved` and (the resolver's) `success`; with `error_eval` the evaluation
     itself failed, and the reward is unknown. All numbers and booleans of these objects are metrics.
-    `error` marks the run as failed, unless the agent spent its iterations or budget, or was stuck
+    `error` marks the run as failed, unless the agent used up its iterations or budget, or was stuck
     in a loop; the error is then only stored as `exit_status`.
 
     Raises:
-        RolloutError: no_calls, no_token_ids, record_type, ...
+        RolloutError: The run cannot be used (no_calls, no_token_ids, record_type, ...).
     """
     (place,) = run.places
     content = read_record(place)
@@ -212,7 +212,7 @@ def _reward(row: _Row, metrics: dict[str, float]) -> float | None:
 
 
 def _metrics(row: _Row, where: str) -> dict[str, float]:
-    """Return all numbers and booleans of the evaluation and of the costs."""
+    """Return all numbers and booleans of the evaluation and the cost metrics."""
     found: dict[str, float] = {}
     for name in ("test_result", "report", "metrics"):
         found |= _numbers(name, getattr(row, name), where)

@@ -1,17 +1,17 @@
 r"""Conversion of OpenHands events to the calls of its agents.
 
-    action with tool_call_metadata    a tool call in the response that it contains; all events with
-                                      the same `model_response` are one assistant message
+    action with tool_call_metadata    a tool call of its `model_response`; all events with the same
+                                      `model_response` are one assistant message
     observation with the same field   the tool message of that call
     message                           an assistant message if from the agent, else a user message
     system                            the system message, and the tools
-    other actions of the agent        older agents, which wrote actions as text: the thought, then
-                                      the action in its tags (<execute_bash> ... </execute_bash>)
+    other actions of the agent        text of an older agent: the thought, then the action in its
+                                      tags (<execute_bash> ... </execute_bash>)
     other observations                a user message
-    condensation                      the agent's view from here: the events that are not forgotten,
-                                      and the summary as a user message
-    delegate                          start of a sub-agent with a separate context, up to the
-                                      observation of this action
+    condensation                      removes the forgotten events from the agent's view, and adds
+                                      the summary as a user message
+    delegate                          start of a sub-agent with a separate context, which ends at
+                                      the observation of this action
 
 Events that concern only the program are ignored: recall, state changes, null. The workspace
 description that OpenHands renders from a recall is therefore missing from the messages: the log
@@ -118,7 +118,8 @@ def read_calls(history: Sequence[msgspec.Raw], where: str) -> Iterator[Call]:
         where: Place of the history, for errors.
 
     Raises:
-        InputError: record_type, message.
+        InputError: record_type: a field has the wrong type; message: a response has no choices, or
+            its message is invalid.
     """
     agents = [_Agent()]
     for number, (here, raw) in enumerate(_events(history, where)):
@@ -172,7 +173,7 @@ def _act(agent: _Agent, event: _Event, args: _Args, identity: int, where: str) -
         agent.response = bytes(raw)
         response = decode_line(_RESPONSE_DECODER, bytes(raw), f"{where}, model_response")
         if not response.choices:
-            hint = "write the log again: it is damaged"
+            hint = "copy the log again from its source: it is damaged"
             raise InputError("message", where, "the response has no choices", hint=hint)
         choice = response.choices[0]
         reply = read_message(choice.message, f"{where}, model_response.choices[0].message")

@@ -18,15 +18,15 @@ from rollout_io.formats.exporting.export_rows import Exported, Failed, PathLike
 
 
 def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exported:
-    """Write the dataset again with full prompts; memory holds one row group.
+    """Write a copy of the dataset with full prompts, one row group at a time.
 
-    All rows and columns are exported, including failed trajectories. An interrupted export is
-    resumed by the same call.
+    All rows and columns are exported, including failed trajectories. Repeat the call to resume an
+    interrupted export.
 
     Args:
         dataset: The rollout dataset.
         out: Directory to write, local or an fsspec URL.
-        failed: Ignored: nothing is masked.
+        failed: Ignored, since nothing is masked.
 
     Raises:
         ValidationError: The dataset breaks an invariant.

@@ -9,7 +9,8 @@ a single file of rollouts is a log as well, and `metadata.json` beside it descri
 
 Rows do not name their group, and several groups may share a `problem_id`. Within a group, the
 advantage is the reward minus one baseline, so rows of a step with the same problem, prompt and
-`reward - advantage` form a group; more than `rollouts_per_example` rows form several, in order.
+`reward - advantage` form a group. If there are more than `rollouts_per_example` such rows, they are
+split into several groups, in order.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class _RunConfig(msgspec.Struct, gc=False):
     rollouts_per_example: int | None = None
 
     def group_size(self, run_id: str) -> int | None:
-        """The size of a group in a run; None if the metadata describe another run."""
+        """Return the size of a group in a run; None if the metadata describe another run."""
         return self.rollouts_per_example if self.id in {None, run_id} else None
 
 
@@ -132,7 +133,7 @@ class _Groups:
         """Raise an error for a sample that occurred before.
 
         Raises:
-            InputError: duplicate_record.
+            InputError: duplicate_record: the samples are identical.
             InvariantError: `unique_trajectory`: the earlier sample has different content.
         """
         other = self.first.setdefault((row.run_id, row.step, row.sample_id), place)
@@ -173,7 +174,7 @@ def _is_near(one: float | None, other: float | None) -> bool:
 
 
 def find_rollouts(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
-    """Yield rows in the order of the log; `partial` lists the files with missing rows."""
+    """Yield rows in the order of the log; the fact `partial` lists the logs with missing rows."""
     yield About("groups", _GROUPS)
     groups, partial = _Groups(), dict[str, str]()
     for given in inputs:
@@ -193,7 +194,7 @@ def find_rollouts(inputs: Sequence[Input], progress: Progress) -> Iterator[Found
 
 
 class _Log(NamedTuple):
-    """The file with a log's rows, the page that counts them, and the run of `metadata.json`."""
+    """A log: the file with its rows, the page with their total, and the run of `metadata.json`."""
 
     rows: Input
     page: Path | None
@@ -267,7 +268,7 @@ def _run(place: Place, row: _Row, group: str) -> Run:
 
 
 def read_rollout(run: Run, _: Options) -> Trajectory:
-    """Read the conversation of a row; all its numbers are metrics.
+    """Read the conversation of a row; all numbers of the row become metrics.
 
     Raises:
         InputError: `record_type`, `message`: a field has an invalid value.

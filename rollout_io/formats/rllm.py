@@ -173,7 +173,7 @@ def read_episode(run: Run, options: Options) -> Trajectory:
     default. The episode's metrics, `is_correct` and signals become metrics too.
 
     Raises:
-        RolloutError: no_token_ids, with the missing part; no_calls; lengths_align; ...
+        RolloutError: The episode cannot be used (no_token_ids, no_calls, lengths_align, ...).
     """
     (place,) = run.places
     episode = decode_document(_EPISODE, read_record(place), place.where)
@@ -227,7 +227,7 @@ def _is_object(raw: msgspec.Raw) -> bool:
 
 
 def _output(step: _Step, where: str) -> _Output:
-    """Return the engine's output if the log has it as an object, else an empty output."""
+    """Return the engine's output; an empty one if the log does not have it as an object."""
     if not _is_object(step.model_output):
         return _Output()
     return decode_line(_OUTPUT, bytes(step.model_output), where)
@@ -306,7 +306,7 @@ def _json_list(messages: Sequence[bytes]) -> str | None:
 
 
 def _calls(trajectory: _Trajectory, agent: str, where: str) -> Iterator[Call]:
-    """Yield the steps as calls; a chat's last assistant message is the reply to those before it."""
+    """Yield the steps as calls; the last assistant message of a chat is the reply."""
     for i, step in enumerate(trajectory.steps):
         place = f"{where}.steps[{i}]"
         chat = _chat(step, trajectory, place)

@@ -63,7 +63,7 @@ def recognizes(path: Path) -> bool:
 
 
 def find_outputs(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
-    """Yield one run per file, for all trajectories in it."""
+    """Yield one run per file; it covers all trajectories in the file."""
     metrics: dict[str, Any] = {}
     runs: list[Found] = []
     for given in inputs:

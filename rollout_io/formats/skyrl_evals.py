@@ -67,7 +67,7 @@ _DECODER = msgspec.json.Decoder(_Sample)
 
 
 def find_dumps(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
-    """Yield one run per line; `aggregated_results.jsonl` has no records."""
+    """Yield one run per line; in a directory, `aggregated_results.jsonl` is skipped."""
     yield About("groups", _GROUPS)
     yield About("text", _TEXT)
     apart = FilesApart()

@@ -41,10 +41,10 @@ def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exporte
 
     The entire table is held in memory, because the output is one document. A masked trajectory
     becomes one placeholder row, at the position of its last row. `rollout_metrics` of a converted
-    GeneratorOutput are restored if the dataset consists of that one file, unchanged.
+    GeneratorOutput are restored if the dataset was converted from that one file and not changed.
 
     Raises:
-        RolloutError: As for `to_generator_output`, or `out` exists.
+        RolloutError: Any error of `to_generator_output`, or `out` exists.
     """
     refuse_taken(out, dataset)
     table = read(dataset)
@@ -61,7 +61,8 @@ def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exporte
         done.remarks.append(f"{count(num, 'placeholder')} written for masked trajectories")
     others = [name for name in table.column_names if name not in HELD]
     if others:
-        done.remarks.append(f"columns without a field in a GeneratorOutput: {', '.join(others)}")
+        names = ", ".join(others)
+        done.remarks.append(f"not exported, since GeneratorOutput has no such field: {names}")
     return done.close(dataset)
 
 

@@ -41,7 +41,7 @@ Failed = Literal["group", "trajectory"]
 def to_generator_output(
     table: Any, failed: Failed = "group", outcome: Outcome = "last"
 ) -> GeneratorOutput:
-    """Convert a table to a GeneratorOutput with every field; None for absent columns.
+    """Convert a table to a GeneratorOutput; the fields of absent columns are None.
 
     Rewards are per token if the column `rewards` has a value in every row, else scalars. The column
     `reward` of a merged row (one with `segments`) is the sum over its steps, but the exported
@@ -57,8 +57,9 @@ def to_generator_output(
 
     Raises:
         ValidationError: The table breaks an invariant.
-        RolloutError: No rows; a null reward without an `error` (`reward_known`); a column that is
-            null in only some rows (`reward_kind`, `logprobs_kind`).
+        RolloutError: The table has no rows (`some_rows`), a reward is null without an `error`
+            (`reward_known`), or a column is null in only some rows (`reward_kind`,
+            `logprobs_kind`).
 
     Example:
         >>> output = to_generator_output(rollout_io.read("rollouts/"))
@@ -95,7 +96,7 @@ def from_generator_output(
     group_size: int | None = None,
     other_fields: OtherFields = "refuse",
 ) -> pa.Table:
-    """Convert a GeneratorOutput to a rollout table, with SkyRL's checks and all invariants.
+    """Convert a GeneratorOutput to a rollout table; apply SkyRL's checks and all invariants.
 
     Args:
         output: Lists or NumPy arrays; `trajectory_ids` as objects with `instance_id` and
@@ -103,10 +104,11 @@ def from_generator_output(
         group_size: Attempts per prompt, for outputs without `trajectory_ids`: row i is then attempt
             i % group_size at instance i // group_size.
         other_fields: Handling of fields that match no column: refuse them, keep them as columns of
-            the same names (a mapping of lists as structs), or drop them; the latter two warn.
+            the same names (a mapping of lists as structs), or drop them; `keep` and `drop` warn.
 
-    Returns: The table, with `rollout_metrics` in its schema metadata. A placeholder row becomes a
-    row with an `error`, empty lists and a null reward.
+    Returns:
+        The table, with `rollout_metrics` in its schema metadata. A placeholder row becomes a row
+        with an `error`, empty lists and a null reward.
 
     Raises:
         RolloutError: A field is missing or has the wrong length or type; ids are missing.
@@ -134,7 +136,7 @@ def _checked(
     validate(table)
     if others := unknown_fields(output):
         done = "kept as columns" if other_fields == "keep" else "dropped"
-        text = f"GeneratorOutput fields without a column, {done}: {', '.join(others)}"
+        text = f"GeneratorOutput fields without a matching column were {done}: {', '.join(others)}"
         warnings.warn(text, stacklevel=stacklevel)
     return table
 
@@ -145,7 +147,7 @@ def write_generator_output(
     failed: Failed = "group",
     outcome: Outcome = "last",
 ) -> None:
-    """Write a table as a GeneratorOutput in JSON; the file is written completely or not at all."""
+    """Write a table as a GeneratorOutput in JSON; an error leaves no partial file."""
     output = to_generator_output(table, failed, outcome)
     try:
         text = json.dumps(output, allow_nan=False, separators=(",", ":"), default=asdict)
@@ -162,15 +164,16 @@ def read_generator_output(
     group_size: int | None = None,
     other_fields: OtherFields = "refuse",
 ) -> pa.Table:
-    """Read a GeneratorOutput from JSON, such as `write_generator_output` writes.
+    """Read a GeneratorOutput from a JSON file, such as one by `write_generator_output`.
 
     Args:
         file: Path of the JSON file.
-        group_size: As for `from_generator_output`.
-        other_fields: As for `from_generator_output`.
+        group_size: See `from_generator_output`.
+        other_fields: See `from_generator_output`.
 
     Raises:
-        InputError: `json_file`: not one JSON object; otherwise as `from_generator_output`.
+        RolloutError: The file is not one JSON object (`json_file`), or any error of
+            `from_generator_output`.
     """
     where = os.fspath(file)
     hint = "write the file again: rollouts export DS --format skyrl --out " + where
@@ -268,7 +271,7 @@ def _in_last_rows(rewards: Sequence[float], last: Sequence[bool]) -> list[float]
 
 
 def _of_last_step(table: pa.Table, name: str) -> list[Any]:
-    """Return a scalar column; a row that merges several steps gets the last step's value."""
+    """Return a scalar column; a row of several merged steps gets the last step's value."""
     known = name in table.column_names
     values = _values(table, name) if known else [None] * table.num_rows
     if "segments" not in table.column_names:
@@ -300,7 +303,7 @@ def _logprobs(table: pa.Table, masked: BoolArray) -> list[Any] | None:
 
 
 def _routes(table: pa.Table, masked: BoolArray) -> list[Any] | None:
-    """Return the routing; a placeholder's token gets the first experts, like SkyRL's padding."""
+    """Return the routing; a placeholder's token gets experts 0..topk-1, as in SkyRL's padding."""
     name = "rollout_expert_indices"
     if name not in table.column_names:
         return None

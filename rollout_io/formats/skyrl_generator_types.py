@@ -36,33 +36,33 @@ class TrajectoryID:
 
 
 class GeneratorOutput(TypedDict, total=False):
-    """Output of a SkyRL generator: a list per field, one entry per row with P + R tokens.
+    """Output of a SkyRL generator: lists with one entry per row of P prompt and R response tokens.
 
     The first four fields are required. A row is a trajectory or, with `is_last_step`, one of its
     steps.
     """
 
     prompt_token_ids: Sequence[Sequence[int]]
-    """[N][P]."""
+    """[N][P] ids."""
     response_ids: Sequence[Sequence[int]]
-    """[N][R]."""
+    """[N][R] ids."""
     rewards: Sequence[float] | Sequence[Sequence[float]]
-    """[N], or [N][R]; never mixed."""
+    """[N] one per row, or [N][R] one per response token; never mixed."""
     loss_masks: Sequence[Sequence[int]]
     """[N][R] 1 where the token is trained on, else 0."""
     stop_reasons: Sequence[str | None] | None
-    """[N]."""
+    """[N] reasons why generation ended."""
     rollout_metrics: Mapping[str, Any] | None
     """Metrics of the entire output."""
     rollout_logprobs: Sequence[Sequence[float]] | None
     """[N][R] nats, 0 at tokens that were not sampled."""
     trajectory_ids: Sequence[TrajectoryID] | None
-    """[N]; objects or mappings with `instance_id` and `repetition_id`."""
+    """[N] objects or mappings with `instance_id` and `repetition_id`."""
     trajectory_generation_times: Sequence[float | None] | None
-    """[N] s."""
+    """[N] times in seconds."""
     rollout_expert_indices: Sequence[Any] | None
     """[N][tokens][layers][topk] experts of the leading tokens of prompt and response."""
     is_last_step: Sequence[bool] | None
-    """[N]; only in step-wise outputs."""
+    """[N] true for the last step of a trajectory; only in step-wise outputs."""
     env_metrics: Sequence[Mapping[str, float] | None] | None
-    """[N]."""
+    """[N] metrics of the environment by name."""

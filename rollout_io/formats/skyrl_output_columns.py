@@ -36,7 +36,7 @@ OtherFields = Literal["refuse", "keep", "drop"]
 def table_of(
     output: Mapping[str, Any], group_size: int | None, other_fields: OtherFields = "refuse"
 ) -> pa.Table:
-    """Return the columns; check types and lengths of the fields, but not the invariants."""
+    """Convert the fields to a table; check their types and lengths, but not the invariants."""
     others = unknown_fields(output)
     _check_fields(output, others if other_fields == "refuse" else [])
     identities = _identities(output, group_size)
@@ -93,7 +93,7 @@ def _kept(output: Mapping[str, Any], name: str) -> pa.Array:
             kind = f"a value of type {type(value).__name__}"
             got = kind if length is None else f"a list of length {length}"
             expected = f"a list of length {num_rows}, as in response_ids"
-            hint = 'drop it: other_fields="drop" (--other-fields drop)'
+            hint = 'drop the field: other_fields="drop" (--other-fields drop)'
             raise _error("fields_align", name, got, expected, hint)
     try:
         arrays = {
@@ -101,8 +101,8 @@ def _kept(output: Mapping[str, Any], name: str) -> pa.Array:
             for key, value in columns.items()
         }
     except (pa.ArrowException, TypeError, ValueError):
-        hint = 'drop it: other_fields="drop" (--other-fields drop)'
-        raise _error("field_kind", name, "the values are of different types", hint=hint) from None
+        hint = 'drop the field: other_fields="drop" (--other-fields drop)'
+        raise _error("field_kind", name, "the values have different types", hint=hint) from None
     if isinstance(field, Mapping) and arrays:
         return pa.StructArray.from_arrays(list(arrays.values()), names=list(arrays))
     return arrays.get(name, pa.nulls(num_rows))
@@ -143,7 +143,7 @@ def _identities(output: Mapping[str, Any], group_size: int | None) -> list[Traje
     if group_size is None or group_size < 1 or num_rows % group_size:
         got = "the field is missing"
         if group_size is not None:
-            got += f", and {num_rows} rows do not split into groups of {group_size}"
+            got += f", and {num_rows} rows cannot be split into groups of {group_size}"
         hint = "pass group_size=n, the number of attempts per prompt"
         raise _error("fields", "trajectory_ids", got, hint=hint)
     return [TrajectoryID(str(row // group_size), row % group_size) for row in range(num_rows)]
@@ -153,7 +153,7 @@ def trajectory_identity(value: Any, row: int) -> TrajectoryID:
     """Convert an object or mapping with `instance_id` and `repetition_id`.
 
     Raises:
-        InputError: trajectory_id.
+        InputError: trajectory_id: the value has no such ids.
     """
     try:
         if isinstance(value, Mapping):
@@ -308,7 +308,7 @@ def _metric(metrics: Any, row: int) -> list[tuple[str, float]] | None:
 
 
 def _routes(output: Mapping[str, Any], failed: Sequence[bool]) -> pa.Array | None:
-    """Return the routing of the rows; a placeholder gets none, as its token was not sampled."""
+    """Return the routing of the rows, null for placeholders, whose token was not sampled."""
     rows = output.get(_ROUTES)
     if rows is None:
         return None

@@ -178,13 +178,14 @@ def _run_of(sample: _Sample, file: str, number: int, place: Place) -> tuple[str,
 def read_samples(run: Run, _options: Options) -> Trajectory:
     """Read the sequences of a run, in order.
 
-    The outcome is the reward of the last sequence; slime gives all of them the same one. If a
-    reward is an object, `reward` or its only number is the outcome, and all numbers are metrics.
-    The run has failed if its status is failed, or neither completed nor truncated and there is no
-    reward.
+    The outcome is the reward of the last sequence; slime gives all sequences of a run the same
+    reward. If the reward is an object, its `reward` or only number is the outcome, and all its
+    numbers are metrics. The run has failed if a sequence has the status `failed`, or if there is no
+    reward and a sequence has a status other than `completed` and `truncated`.
 
     Raises:
-        RolloutError: lengths_align, token_range, logprobs_*, routing_shape, record_type.
+        RolloutError: A sample has a field of the wrong type (record_type), or breaks an invariant
+            (lengths_align, token_range, logprobs_*, routing_shape).
     """
     path = run.places[0].path
     samples = _load(path, path.stat().st_mtime_ns, str(path))
@@ -286,7 +287,7 @@ def _integers(value: Any, where: str) -> npt.NDArray[np.int32]:
 
 
 def _array(value: Any, where: str, kinds: str) -> npt.NDArray[Any]:
-    """Convert a flat list, array or tensor of numbers."""
+    """Convert a flat list, array or tensor to a 1-D array whose NumPy kind is in `kinds`."""
     found = _numpy(value, where)
     if "b" not in kinds and isinstance(value, list) and bool in set(map(type, value)):
         raise InputError("record_type", where, "booleans", _flat(kinds))
@@ -354,7 +355,7 @@ def _numbers(values: Mapping[Any, Any], where: str) -> dict[str, float]:
 
 
 def _error(samples: Sequence[_Sample], outcome: float | None) -> str | None:
-    """Return the reason for a failure, from the statuses of the sequences."""
+    """Return the reason why the run failed, from the statuses of its sequences."""
     statuses = [sample.status for sample in samples]
     if "failed" in statuses:
         return "status: failed"
@@ -380,7 +381,7 @@ def _json(value: Any) -> str | None:
 
 @lru_cache(maxsize=2)
 def _load(path: Path, _modified: int, where: str) -> list[Any]:
-    """Load the samples of a file; caches two files, because runs are read one by one."""
+    """Load the samples of a file; two files are cached, because runs are read one by one."""
     with open_input(path) as file:
         refuse_lfs_pointer(file.read(_LFS_BYTES), where)
     if not _is_zip(path):

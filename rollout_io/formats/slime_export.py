@@ -42,7 +42,7 @@ ROLLOUT_ID = 0
 
 
 def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exported:
-    """Write one sample per row. The output is one document: all samples are held in memory.
+    """Write one sample per row; all samples are held in memory, as the output is one document.
 
     `tokens` holds prompt + response; `response_length`, `loss_mask` and `rollout_log_probs`
     describe the response; `reward` is copied from the column. `group_index` numbers the instances,
@@ -51,13 +51,14 @@ def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exporte
     version.
 
     Masked trajectories are kept with `remove_sample`: slime clears the loss mask of these samples.
-    A failed trajectory gets status failed and reward 0.0, which slime includes in the baseline if
-    the group is kept. A row without tokens becomes [0, 0]: one prompt and one response token.
+    A failed trajectory gets status failed and reward 0.0, which slime includes in the baseline
+    unless the whole group is masked. A row without tokens becomes [0, 0]: one prompt and one
+    response token.
 
     Raises:
         ValidationError: The dataset breaks an invariant.
-        RolloutError: A null reward without an error; log-probabilities or routing in only some
-            rows; routing that lacks more than the last token; torch is missing; `out` exists.
+        RolloutError: A reward is null without an `error`; only some rows have log-probabilities or
+            routing; the routing lacks more than the last token; torch is missing; `out` exists.
     """
     with requires_extra("train", "--format slime"):
         import torch
@@ -117,7 +118,7 @@ def _sample(row: dict[str, Any], group: int, trajectory: int, *, removed: bool) 
 
 
 def _sent(row: dict[str, Any]) -> Any:
-    """Return the messages that were sent; keep any other text unchanged."""
+    """Return the messages that were sent; text that is not a list of messages is unchanged."""
     text = row.get("messages") or ""
     try:
         messages = sent_messages(row)

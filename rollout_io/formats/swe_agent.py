@@ -128,10 +128,10 @@ def read_run(run: Run, _: Options) -> Trajectory:
 
     The exit status becomes the `stop_reason` of the last call and the column `exit_status`. A run
     has failed if the environment or the model's server ended it (exit_environment_error,
-    exit_error, exit_api), but not if it spent its budget or submitted nothing.
+    exit_error, exit_api), but not if it used up its budget or submitted nothing.
 
     Raises:
-        InputError: no_calls, no_prompt, record_type, ...
+        InputError: The run cannot be used (no_calls, no_prompt, record_type, ...).
     """
     (place,) = run.places
     logged = decode_document(_RUN_DECODER, read_record(place), place.where)
@@ -183,7 +183,8 @@ def _end_of_prompt(call: Call) -> int | None:
 def _match(response: str, replies: list[tuple[str | None, Message]]) -> tuple[str | None, Message]:
     """Return the next reply in the history with a step's text, including its tool calls.
 
-    If the response is not in the history (the model was asked again), only its text is returned.
+    If the response is not in the history (SWE-agent queried the model again), the result has only
+    its text.
     """
     for index, (agent, reply) in enumerate(replies):
         if reply["content"] == response:

@@ -100,10 +100,11 @@ def _run(place: Place, index: int, row: Mapping[str, Any]) -> Run:
 
 
 def read_row(run: Run, _: Options) -> Trajectory:
-    """Read the conversation or text of a row; all its numbers are metrics.
+    """Read the conversation or text of a row; all numbers of the row become metrics.
 
     Raises:
-        InputError: `parquet_file`, `message`, `no_calls`.
+        InputError: `parquet_file`: the file is damaged; `message`: a message is invalid;
+            `no_calls`: there is no assistant message.
     """
     (place,) = run.places
     try:
@@ -146,7 +147,7 @@ def _messages(row: Mapping[str, Any], name: str, where: str) -> list[Message]:
 
 @lru_cache(maxsize=2)
 def _table(path: Path, _modified_ns: int) -> pa.Table:
-    """Read an entire file: the completions of one step, which fit in memory, as they did in TRL."""
+    """Read an entire file; it holds only the completions of one step, so it fits in memory."""
     with pq.ParquetFile(path) as file:
         return file.read()
 

@@ -1,4 +1,4 @@
-"""Export to TRL: samples as a `rollout_func` of its GRPO trainer returns them, in Parquet.
+"""Export to TRL: Parquet with the fields that a `rollout_func` of its GRPO trainer returns.
 
 `trl.trainer.grpo_trainer.GRPOTrainer._generate` (TRL 1.16.0) reads from a rollout function's
 result:
@@ -35,16 +35,17 @@ NAMES = {
 
 
 def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exported:
-    """Stream the dataset as one row per sequence; memory holds one row group.
+    """Stream the dataset, one row group at a time; the output has one row per sequence.
 
-    `prompt_ids`, `completion_ids` list<int32>, `env_mask` list<int8> (the `loss_mask`), `logprobs`
-    list<float32> or null, `reward` float64 unchanged, `group_id` int64 (instances by first
-    appearance). All other columns follow under their own names. TRL aborts on a failed rollout and
-    requires complete groups, so masked trajectories are left out.
+    The columns are `prompt_ids` and `completion_ids` (list<int32>), `env_mask` (list<int8>, the
+    `loss_mask`), `logprobs` (list<float32> or null), `reward` (float64, unchanged), `group_id`
+    (int64, instances numbered by first appearance), `model_version` (the `policy_version`), and all
+    other columns under their original names. TRL aborts on a failed rollout and requires complete
+    groups, so masked trajectories are left out.
 
     Raises:
         ValidationError: The dataset breaks an invariant.
-        RolloutError: A null reward; log-probabilities in only some rows; `out` exists; a user
+        RolloutError: A reward is null; only some rows have log-probabilities; `out` exists; a user
             column has a name that the export uses.
     """
     failures, uniform = Failures.of(dataset, failed), Uniform(dataset, ["rollout_logprobs"])

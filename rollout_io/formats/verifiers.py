@@ -5,7 +5,7 @@
     rollouts/step_<N>/<train|eval>/<all|effective>/traces.jsonl
 
 An episode is a run; if it occurs in several subsets, it is one run with several records. Its group
-is the one in the record, or else its task. A row is a run, and its example is its group.
+is `group.id`, or else its task. A row is a run, and its example is its group.
 """
 
 from __future__ import annotations
@@ -142,9 +142,9 @@ _SHAPE = msgspec.json.Decoder(_Shape)
 
 
 def find_rollouts(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
-    """Yield episodes and rows in the order of the logs, and a note on how groups were inferred.
+    """Yield rows, then episodes, in the order of the logs, and facts on how groups were inferred.
 
-    An episode whose id occurred before is another record of the same run.
+    Episodes with the same id are records of one run.
     """
     files = [file for given in inputs for file in _logs_of(given)]
     episodes: dict[str, Run] = {}
@@ -168,7 +168,7 @@ def find_rollouts(inputs: Sequence[Input], progress: Progress) -> Iterator[Found
                 yield item
     repeated = sum(len(run.places) > 1 for run in episodes.values())
     if repeated:
-        text = f"{count(repeated, 'episode')} in several files (subsets of one step), one run each"
+        text = f"{count(repeated, 'episode')} in several files (subsets of one step): one run each"
         rules["repeated_episodes"] = text
     yield from episodes.values()
     yield from (About(name, rule) for name, rule in rules.items())
@@ -233,7 +233,7 @@ def read_rollout(run: Run, options: Options) -> Trajectory:
     """Read the calls of an episode or a row.
 
     Raises:
-        RolloutError: no_token_ids, tokens_disagree, dangling_reference, no_calls, ...
+        RolloutError: The run cannot be used (no_token_ids, tokens_disagree, no_calls, ...).
     """
     place = run.places[0]
     if "episode" not in run.labels:
@@ -328,7 +328,7 @@ def _policy(episode: _Named) -> _Policy:
 
 
 def _prefixes(traces: Sequence[Trace]) -> list[tuple[str, Trace]]:
-    """Return a prefix of metric names per trace: the agent's name, but no prefix for the last."""
+    """Return the metric prefix of each trace: its agent's name, but empty for the last trace."""
     names = [trace.agent.name for trace in traces]
     shared = [n if names.count(n) == 1 else f"{n}{names[:i].count(n)}" for i, n in enumerate(names)]
     return [
@@ -360,7 +360,7 @@ def _texts(episode: _Episode, main: Trace) -> dict[str, str]:
 
 
 def recognizes(path: Path) -> bool:
-    """True if a file has episodes or rows, or a directory holds such files and no other records."""
+    """True for a file of episodes or rows, or a directory of such files without other records."""
     try:
         logs = _logs_of(Input("", path))
     except OSError:

@@ -5,8 +5,8 @@
      "trajectory": [{"tokens": {"prompt_ids": [...], "completion_ids": [...],
                                 "completion_mask": [...], "completion_logprobs": [...]}, ...}]}
 
-v0 has `id` instead of `example_id`, and metrics as columns. With `trajectory` (on request,
-`state_columns`) the row has the engine's tokens, otherwise only text.
+v0 has `id` instead of `example_id`, and metrics as columns. A row has the engine's tokens if it has
+`trajectory` (saved if `state_columns` lists it), otherwise only text.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class _Row(msgspec.Struct, gc=False):
 
 
 class Metadata(msgspec.Struct, gc=False):
-    """Facts about all rows, from `metadata.json` beside them."""
+    """Settings that all rows of a file share, from `metadata.json` beside it."""
 
     env: str | None = None
     env_id: str | None = None
@@ -94,23 +94,23 @@ _METADATA = msgspec.json.Decoder(Metadata)
 
 @lru_cache(maxsize=64)
 def metadata_beside(path: Path) -> Metadata:
-    """Read `metadata.json` in a file's directory; all fields are None without it.
+    """Read `metadata.json` in a file's directory; without it, all fields are None.
 
     Raises:
-        InputError: The file is unreadable.
+        InputError: `metadata.json` is unreadable.
     """
     beside = path.parent / METADATA
     return read_document(_METADATA, beside)[0] if beside.is_file() else Metadata()
 
 
 def read_row(content: bytes, where: str, metadata: Metadata, options: Options) -> Trajectory:
-    """Read the run of a row: its calls with their tokens, or else its text.
+    """Read the run of a row: its calls if they have tokens, else its text.
 
     Metrics are the reward, `metrics` and all other numbers of the row. Step rewards are left out if
     each of them is a copy of the row's reward.
 
     Raises:
-        RolloutError: no_token_ids: only some calls have tokens; no_calls; ...
+        RolloutError: The row cannot be used (no_token_ids, conflicting_ids, no_calls, ...).
     """
     row = decode_line(_ROW, content, where)
     fields = decode_line(_FIELDS, content, where)

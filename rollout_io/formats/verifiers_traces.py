@@ -74,7 +74,7 @@ class _Reward(msgspec.Struct, gc=False):
 
 
 class Trace(msgspec.Struct, gc=False):
-    """The actions of one agent in an episode."""
+    """The messages, calls and rewards of one agent in an episode."""
 
     agent: _Agent = msgspec.field(default_factory=_Agent)
     nodes: list[_Node] = []
@@ -98,11 +98,11 @@ _ANY = msgspec.json.Decoder(Any)
 
 
 class Graph:
-    """The nodes of a trace with their tokens.
+    """Message nodes of a trace with their tokens.
 
     Raises:
-        RolloutError: dangling_reference: a parent is not an earlier node; lengths_align,
-            logprobs_*, token_range: unusable tokens.
+        RolloutError: dangling_reference: a parent is not an earlier node; record_type: a message is
+            not an object; lengths_align, token_range: the tokens break an invariant.
     """
 
     def __init__(self, trace: Trace, where: str) -> None:
@@ -191,7 +191,7 @@ class Graph:
     def missing(self) -> InputError:
         """Return the error for a run in which only some calls have tokens."""
         index = self.without_tokens[0]
-        got = "this model message has no `token_ids`, but others in the run have them"
+        got = "this model message has no `token_ids`, but other messages of the run do"
         return InputError("no_token_ids", self._place(index), got, hint=_ASK)
 
     def _step(self, index: int, *, failed: bool) -> Step:
@@ -278,7 +278,7 @@ def _mask(node: _Node, tokens: npt.NDArray[np.int32], where: str) -> npt.NDArray
 def _logprobs(
     node: _Node, mask: npt.NDArray[np.bool_], where: str
 ) -> npt.NDArray[np.float32] | None:
-    """Spread the log-probabilities of the sampled tokens over all tokens."""
+    """Return one log-probability per token, 0 for tokens that were not sampled."""
     if not node.logprobs:
         return None
     given = logprob_array(node.logprobs, int(mask.sum()), where)
@@ -299,7 +299,7 @@ def runs(mask: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
 
 
 def metrics_of(traces: Sequence[tuple[str, Trace]]) -> dict[str, float]:
-    """Return rewards, weights other than 1 and metrics of traces, with a prefix per trace."""
+    """Return the rewards, the weights other than 1 and the metrics of traces, by prefixed name."""
     found: dict[str, float] = {}
     for prefix, trace in traces:
         for name, reward in (trace.rewards or {}).items():

@@ -75,7 +75,7 @@ def find_samples(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]
 
 
 def read_sample(run: Run, _: Options) -> Trajectory:
-    """Read the text of a line; all its numbers are metrics.
+    """Read the text of a line; all numbers of the line become metrics.
 
     Raises:
         InputError: `record_type`: a field has the wrong type, or a number is too large.

@@ -46,20 +46,19 @@ ROUTES = "rollout_expert_indices"
 
 
 def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exported:
-    """Stream the dataset as one row per sequence; memory holds one row group.
+    """Stream the dataset, one row group at a time; the output has one row per sequence.
 
-    `rm_scores` list<float32> holds the `rewards`, or else zeros and the `reward` at the last token;
-    `reward_score` float64 is the reward unchanged. All other columns follow under their own names.
-    verl drops the group of a failed session, so masked trajectories are left out.
+    `rm_scores` (list<float32>) holds the `rewards`, or else zeros and the `reward` at the last
+    token; `reward_score` (float64) is the reward unchanged. Columns without a verl field keep their
+    names. verl drops the group of a failed session, so masked trajectories are left out.
 
     Raises:
         ValidationError: The dataset breaks an invariant.
-        RolloutError: A null reward; log-probabilities or routing in only some rows; `out` exists; a
-            user column has a name that the export uses.
+        RolloutError: A reward is null; only some rows have log-probabilities or routing; `out`
+            exists; a user column has a name that the export uses.
 
     Example:
-        >>> # response_ids [7, 8, 9], reward 0.5, rewards null
-        >>> # rm_scores [0.0, 0.0, 0.5]
+        A row with response ids [7, 8, 9], reward 0.5 and no `rewards` has rm_scores [0, 0, 0.5].
     """
     failures, done = Failures.of(dataset, failed), Exported()
     uniform = Uniform(dataset, ["rollout_logprobs", ROUTES])

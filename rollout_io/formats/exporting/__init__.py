@@ -1,1 +1,1 @@
-"""Export of a dataset to other projects' formats; `formats.NAME_export` has a function `write`."""
+"""Code shared by exporters; `formats.NAME_export.write` exports to one project's format."""

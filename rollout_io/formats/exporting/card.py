@@ -29,10 +29,9 @@ SIZES = {
 DTYPES = {"double": "float64", "float": "float32", "halffloat": "float16"}
 
 ROW = """\
-A row is one sequence: one call of a language model, its prompt and the response sampled for it, as
-exact token ids; or several calls merged into one. The rows of one trajectory (one run of one task)
-are adjacent and in order, its `reward` is on its last row, and the trajectories of one `instance_id`
-form a group."""
+A row is one sequence: the token ids of one call of a language model (its prompt and the response
+sampled for it), or of several calls merged into one. The rows of one trajectory (one run of one
+task) are adjacent and in order. The trajectories of one `instance_id` form a group."""
 
 
 @dataclass(slots=True)
@@ -69,7 +68,8 @@ class Statistics:
         trajectories = f"{num:,} trajector{'y' if num == 1 else 'ies'}"
         failed = f"{self.num_failed:,} failed, kept with `error`"
         yield f"{count(self.num_rows, 'row')}, {trajectories} ({failed})"
-        yield f"{count(len(self.group_sizes), 'group')} of {min(sizes)} to {max(sizes)} trajectories"
+        groups = count(len(self.group_sizes), "group")
+        yield f"{groups}, {min(sizes)} to {max(sizes)} trajectories each"
         yield f"{count(self.num_tokens, 'token')}, {self.num_trained_tokens:,} trained on"
         found = self.rewards
         unknown = num - self.num_failed - len(found)

@@ -1,4 +1,4 @@
-"""Files that are written completely or not at all, and Parquet that any reader accepts."""
+"""Atomic writing of export files, and Parquet that any reader accepts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from schemas.types import cast_column
 
 @contextmanager
 def new_export(out: str | os.PathLike[str], dataset: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a temporary path for an export of `dataset`, which is renamed to `out` at the end.
+    """Yield a temporary path for an export of `dataset`; rename that path to `out` at the end.
 
     Raises:
         ConfigError: `out_is_free`: `out` exists.
@@ -92,11 +92,11 @@ def renamed(table: pa.Table, names: Mapping[str, str], added: Mapping[str, pa.Ar
 
     Args:
         table: Rows without an error; the column `error` is dropped.
-        names: The project's name of each column.
-        added: Additional arrays by name.
+        names: Name of each column in the other project.
+        added: Additional columns by name.
 
     Raises:
-        InputError: `free_name`: a user column has a name that the project reads.
+        InputError: `free_name`: a user column has a name that the export format uses.
     """
     mask = table.column("loss_mask").cast(pa.list_(pa.int8()))
     table = table.set_column(table.column_names.index("loss_mask"), "loss_mask", mask)

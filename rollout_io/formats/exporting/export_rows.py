@@ -31,7 +31,7 @@ class Exported:
 
     Attributes:
         left_out: Number of rows that were not written, by reason.
-        remarks: Remarks for the user of the file.
+        remarks: Remarks for whoever uses the exported file.
     """
 
     num_rows_read: int = 0
@@ -66,7 +66,7 @@ class Exported:
 
 
 def declared_tables(dataset: PathLike) -> Iterator[pa.Table]:
-    """Yield pieces of complete trajectories, cast to the declared types and checked.
+    """Yield tables of complete trajectories, checked and cast to the declared types.
 
     Raises:
         ValidationError: The dataset breaks a named invariant.
@@ -90,7 +90,7 @@ class Failures:
 
     @classmethod
     def of(cls, dataset: PathLike, failed: Failed) -> Failures:
-        """Read the ids, without reading tokens."""
+        """Read the ids of a dataset's failed trajectories, without reading token columns."""
         failed_rows = with_absent(scan(dataset), ["error"]).filter(pl.col("error").is_not_null())
         ids = failed_rows.select("trajectory_id", "instance_id").collect()
         groups = ids["instance_id"].unique() if failed == "group" else ids["instance_id"].head(0)

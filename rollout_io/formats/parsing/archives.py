@@ -39,7 +39,7 @@ _DAMAGE = (
 
 
 def is_zip(path: Path) -> bool:
-    """True if a file begins like a zip archive."""
+    """True if a file starts with the signature of a zip archive."""
     try:
         if not path.is_file():
             return False
@@ -53,7 +53,7 @@ def members_of(path: Path, where: str) -> dict[str, zipfile.ZipInfo]:
     """Return the members of an archive by name, in order; if a name repeats, the last one wins.
 
     Raises:
-        InputError: zip_archive.
+        InputError: zip_archive: the archive is damaged.
     """
     return {member.filename: member for member in _opened(path, where).infolist()}
 
@@ -83,7 +83,7 @@ def read_member(path: Path, name: str, where: str) -> bytes:
         raise InputError("zip_archive", where, got, hint=hint) from None
     except NotImplementedError:
         got = "an unknown compression method"
-        hint = "unpack it, and pack it again with a zip program"
+        hint = "unpack the archive, and pack it again with a zip program"
         raise InputError("zip_archive", where, got, "deflate, Zstandard or none", hint) from None
     except RuntimeError as error:
         got = " ".join(f"cannot unpack the member: {error}".split())
@@ -118,7 +118,7 @@ def _opened(path: Path, where: str) -> zipfile.ZipFile:
 
 @lru_cache(maxsize=1)
 def _archive(path: Path, _mtime_ns: int, _num_bytes: int) -> zipfile.ZipFile:
-    """Open an archive; its directory is read once, and again if the file has changed."""
+    """Open an archive; its directory is cached until the file changes."""
     return zipfile.ZipFile(path)
 
 

@@ -1,4 +1,4 @@
-"""Bodies of OpenAI-compatible engines (chat and text completions) with exact tokens.
+"""Request and response bodies of OpenAI-compatible engines (chat and text completions).
 
 Source of the fields: vLLM's OpenAI-compatible server with `return_token_ids` and `logprobs`.
 

@@ -42,8 +42,8 @@ def read_choices(
     Raises:
         InputError: no_token_ids, no_response; choice_index, conflicting_ids, logprob_tokens,
             usage_counts: the call contradicts itself.
-        InvariantError: nonempty_prompt, nonempty_response, routing_shape. The invariants of the
-            numbers are checked later, on the complete table.
+        InvariantError: The ids are empty (nonempty_prompt, nonempty_response), or the routing is
+            invalid (routing_shape). Other invariants are checked later, on the complete table.
     """
     response = whole_response(answer, where)
     choices = _in_order(response.choices, where)
@@ -81,9 +81,10 @@ def _prompt_of(choice: Choice, response: Response, where: str) -> bytes:
 
 
 def _take_usage(usage: Usage, steps: Sequence[Step], where: str) -> None:
-    """Store the engine's counts in the step of a single choice; with several, compare them here.
+    """Store the engine's counts in a single choice's step, or compare those of several choices.
 
-    If a text completion has several prompts, each prompt is counted once.
+    With several choices, the prompt count is stored only if all have the same prompt, as the engine
+    counts each prompt of a text completion once.
     """
     counted = (usage.prompt_tokens or None, usage.completion_tokens or None)
     if len(steps) == 1:

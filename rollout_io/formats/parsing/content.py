@@ -1,4 +1,4 @@
-"""Elements of messages of any API: texts, parts, thoughts, tool calls."""
+"""Message elements that all APIs share: texts, parts, thoughts, tool calls."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Part(msgspec.Struct, gc=False):
 
 Content = str | list[str | Part] | None
 Parts = str | Sequence[str | Part] | None
-"""The types that `Content` is decoded to, and sequences of them."""
+"""Decoded `Content`, or any other sequence of its parts."""
 
 
 def parts_in(content: Parts) -> list[Part]:
@@ -112,7 +112,7 @@ def joined(before: str, text: str) -> str:
 
 
 def extend(reply: Message, piece: Message) -> None:
-    """Append a piece of a message; a tool call with a known id is a copy and is skipped."""
+    """Append a piece to a reply; a tool call whose id the reply already has is skipped."""
     before, text = reply["content"], piece["content"]
     if isinstance(before, str) and isinstance(text, str):
         reply["content"] = joined(before, text)

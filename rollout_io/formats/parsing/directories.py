@@ -9,14 +9,14 @@ from pathlib import Path
 from rollout_io.formats.base import Input
 from rollout_io.formats.parsing.naming import natural_key
 
-_DEPTH, _MOST_FILES = 5, 20_000  # detection must be fast: it may be pointed at any directory
+_DEPTH, _MOST_FILES = 5, 20_000  # detection must be fast for any directory that a user passes
 _RECORDS = (".jsonl", ".json", ".gz", ".zst", ".pt", ".eval", ".parquet", ".traj", ".pkl")
 
 
 def logs_of(
     given: Input, is_log: Callable[[str], bool], is_beside: Callable[[str], bool]
 ) -> list[Input]:
-    """Return a file as it is, or the logs in a directory; the arguments are as for `logs_below`."""
+    """Return the logs in a directory, or a file itself; see `logs_below` for the arguments."""
     if not given.path.is_dir():
         return [given]
     return [Input(str(path), path) for path in logs_below(given.path, is_log, is_beside)]
@@ -27,8 +27,8 @@ def logs_below(
 ) -> list[Path]:
     """Return the logs in a directory, in natural order; none if it may hold other records.
 
-    Hidden directories and files are ignored. A directory of more than 20,000 files, or of more than
-    five levels, is not searched: its logs have to be given by name.
+    Hidden directories and files are ignored. The result is also empty for a directory with more
+    than 20,000 files or five levels: the user has to pass its logs by name.
 
     Args:
         directory: Directory to search.

@@ -1,4 +1,4 @@
-"""Logs that are one JSON document per file: decoding, detection, names from files."""
+"""Logs with one JSON document per file: decoding, detection, and run names from file names."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def find_documents(
     Args:
         inputs: Files with one JSON document each.
         progress: Called with the size of each file.
-        find: Returns the findings in a document; raises `RolloutError` if it is unusable.
+        find: Returns the runs and rejections of a document; raises `RolloutError` if the document
+            cannot be used.
     """
     first: dict[bytes, str] = {}
     for given in inputs:
@@ -95,7 +96,7 @@ def run_of_file(place: Place, stated: str | None, suffixes: Sequence[str]) -> Ru
 def with_group_rule(
     found: Iterable[Found], rule: str = _BY_FILE, label: str = "instance_id"
 ) -> Iterator[Found]:
-    """Yield the findings, and the rule of inferred groups if a run lacks the label of its group."""
+    """Yield all items, then a fact with the rule of inferred groups if a run lacks the label."""
     is_inferred = False
     for item in found:
         is_inferred |= isinstance(item, Run) and label not in item.labels

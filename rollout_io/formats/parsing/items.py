@@ -56,7 +56,7 @@ def read_item(item: Item, where: str) -> Message | None:
     API can read gives None.
 
     Raises:
-        InputError: `message`: an item of an unknown type, or a message without a role.
+        InputError: `message`: the item has an unknown type, or is a message without a role.
     """
     if item.type in _UNREADABLE:
         return None
@@ -78,7 +78,7 @@ def reply_of(items: Iterable[Item], where: str) -> Message:
     """Join the items of a response into one assistant message.
 
     Raises:
-        InputError: As for `read_item`.
+        InputError: Any error of `read_item`.
     """
     reply: Message = {"role": "assistant", "content": ""}
     for item in items:

@@ -1,4 +1,4 @@
-"""Typed JSON lines; every defect of a line becomes one error with its place."""
+"""Decoding of typed JSON lines and documents; every defect becomes one error with its place."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _WORDS = {
 }
 _ENDS_LIKE_A_LINE = re.compile(r":[0-9]+$")
 FIELDS_HINT = "see docs/formats.md for the fields of the format"
-"""Hint of a wrong type; `pointed` adds the section of the format."""
+"""Hint for a field of the wrong type; `pointed` adds the section of the format to the link."""
 
 NESTED = "lists or objects are nested too deeply"
 
 
 class _Unit(NamedTuple):
-    """The kind of text that is decoded, for errors.
+    """Words for errors about a kind of text.
 
     Attributes:
         position: Describes a byte offset in words, such as "at column 4".
@@ -101,7 +101,7 @@ def decode_document(decoder: msgspec.json.Decoder[T], content: bytes, where: str
     """Decode a JSON document.
 
     Raises:
-        InputError: `json_document` (not JSON, or not UTF-8) or `record_type`.
+        InputError: `json_document` (not JSON, or not UTF-8) or `record_type` (as in `decode_line`).
     """
     refuse_not_utf8(content, where, _DOCUMENT)
     return _decode(decoder, content, where, _DOCUMENT)
@@ -125,13 +125,12 @@ def _decode(decoder: msgspec.json.Decoder[T], content: bytes, where: str, unit: 
 
 @contextmanager
 def contained(where: str) -> Iterator[None]:
-    """Convert any error that a record's content causes into an error of that record.
-
-    Errors of the file system pass through: they do not concern a single record.
+    """Convert an unexpected exception while reading a record to an error of that record.
 
     Raises:
-        RolloutError: The original one.
-        InputError: unreadable_record.
+        RolloutError: Unchanged.
+        OSError: Unchanged, as it does not concern a single record.
+        InputError: unreadable_record: any other exception.
     """
     try:
         yield
@@ -163,14 +162,15 @@ def refuse_lfs_pointer(content: bytes, where: str) -> None:
     """Raise an error for a Git LFS pointer, which replaces a large file until it is fetched."""
     if content.startswith(b"version https://git-lfs"):
         got = f"the file is a Git LFS pointer ({len(content)} bytes), not the actual data"
-        raise InputError("lfs_pointer", where, got, hint="git lfs pull")
+        raise InputError("lfs_pointer", where, got, hint="fetch the file with `git lfs pull`")
 
 
 def read_document(decoder: msgspec.json.Decoder[T], path: Path) -> tuple[T, int]:
     """Decode a file that is one JSON document; return the value and the file's size in bytes.
 
     Raises:
-        InputError: `input_file`, `lfs_pointer`, `json_document`, or `record_type`.
+        InputError: The file is unreadable (`input_file`) or a Git LFS pointer (`lfs_pointer`), or
+            any error of `decode_document`.
     """
     content = read_input(path)
     refuse_lfs_pointer(content, str(path))
@@ -181,7 +181,7 @@ def type_error(error: msgspec.ValidationError, where: str, whole: str | None = N
     """Return the error for a field that is missing or has the wrong type.
 
     Args:
-        error: The finding of the decoder.
+        error: Error of the decoder.
         where: Place of the decoded text.
         whole: Word for the decoded text ("line"); None if it is part of a record.
     """

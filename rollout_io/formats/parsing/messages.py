@@ -1,6 +1,6 @@
-"""Conversion of logged messages of any API to OpenAI's chat form; no other module knows the APIs.
+"""Conversion of logged messages of any API to OpenAI's chat form.
 
-`read_messages` understands the field names of every API that harnesses use:
+`read_messages` accepts the fields of these APIs:
 
     content            a string, or parts of type text, input_text, output_text
     reasoning          `reasoning_content`, `reasoning`, `thinking`, `thinking_blocks`, or parts
@@ -70,7 +70,7 @@ class _Chat(msgspec.Struct, gc=False):
 
     @property
     def thought(self) -> str | None:
-        """The reasoning outside the content."""
+        """Reasoning from the fields other than `content`."""
         named = (self.reasoning, self.thinking, self.thinking_blocks)
         texts = (self.reasoning_content, *map(all_text, named))
         return next((text for text in texts if text), None)
@@ -101,8 +101,8 @@ def read_messages(raws: Iterable[msgspec.Raw], where: str) -> list[Message]:
         where: Place of the list, for errors.
 
     Raises:
-        InputError: `record_type`: not an object with a role, or a field of the wrong type;
-            `message`: a call without a name, an item of an unknown type; `json_line`: a call that
+        InputError: `record_type`: a message is not an object with a role, or a field has the wrong
+            type; `message`: a call has no name, or an item has an unknown type; `json_line`: a call
             is a string but not JSON.
 
     Example:
@@ -121,7 +121,7 @@ def read_message(raw: msgspec.Raw, where: str) -> Message:
         where: Place of the message, for errors.
 
     Raises:
-        InputError: As for `read_messages`; `message`: the message becomes several.
+        InputError: Any error of `read_messages`; `message`: the message becomes several.
     """
     found = _read(raw, where)
     if len(found) > 1:
@@ -155,7 +155,7 @@ def _of_chat(chat: _Chat, where: str) -> list[Message]:
 
 
 def messages_of(role: str, content: Parts, where: str) -> list[Message]:
-    """Convert content to messages: one per tool result, and one for the rest if there is any.
+    """Convert content to messages: one per tool result, and one for the rest, if any.
 
     Args:
         role: Role of the message.
@@ -163,7 +163,7 @@ def messages_of(role: str, content: Parts, where: str) -> list[Message]:
         where: Place of the message, for errors.
 
     Raises:
-        InputError: As for `read_messages`.
+        InputError: Any error of `read_messages`.
     """
     results: list[Message] = []
     calls: list[Message] = []

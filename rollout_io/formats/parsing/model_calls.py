@@ -31,7 +31,7 @@ class Call:
     Attributes:
         where: Place of the call.
         prompt: Messages that the model saw.
-        reply: Assistant message that it returned.
+        reply: Assistant message that the model returned.
         answer: Raw JSON response of the API; None or null if it was not kept.
         tools: OpenAI-style tool definitions, if known.
     """
@@ -63,11 +63,11 @@ class Context:
 
     @property
     def num_given(self) -> int:
-        """Number of messages in the first prompt, which no call of this context wrote."""
+        """Number of messages in the first prompt; no call of this context produced them."""
         return len(self.first.prompt)
 
     def conversation(self) -> Conversation:
-        """Return the messages from the first one to the last reply."""
+        """Return the context as a conversation that ends with the last reply."""
         last = self.last
         return Conversation(
             source=self.first.where,
@@ -112,7 +112,7 @@ def _continues(call: Call, last: Call) -> bool:
 def steps_of(
     calls: Sequence[Call], where: str, *, failed: bool = False
 ) -> list[Step | Conversation]:
-    """Return the steps of calls: exact if all responses have tokens, else conversations.
+    """Return the steps of calls: exact if the responses have tokens, else conversations.
 
     Args:
         calls: Calls in order.
@@ -121,7 +121,7 @@ def steps_of(
             out if other calls have them.
 
     Raises:
-        InputError: `no_calls`; `no_token_ids`: only some responses have tokens.
+        InputError: `no_calls`: there are no calls; `no_token_ids`: only some responses have tokens.
     """
     if not calls and not failed:
         hint = "delete the log, or give its run an `error` in --rewards"

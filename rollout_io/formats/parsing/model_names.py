@@ -31,7 +31,7 @@ class ModelNames:
         self._last = b"\n"
 
     def see(self, record: bytes) -> None:
-        """Scan a record; parsing each one would take too long."""
+        """Search a record for a model name, without parsing it, for speed."""
         at = record.find(_KEY)
         if record.startswith(self._last, at):  # the same as in the previous record
             return

@@ -1,4 +1,4 @@
-"""Run names: split session names, and sort names naturally."""
+"""Names of runs: splitting session names, natural order, distinct names for files."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _number_key(digits: str) -> tuple[int, str]:
 
 @dataclass(slots=True)
 class FilesApart:
-    """Distinct names for files that state the same name.
+    """Distinct names for files whose records give the same name.
 
     Example:
         >>> apart = FilesApart()
@@ -60,7 +60,7 @@ class FilesApart:
     _numbers: dict[str, dict[Path, int]] = field(default_factory=dict)
 
     def name(self, stated: str, path: Path) -> str:
-        """Return the stated name, with a number if another file stated it before."""
+        """Return the stated name; append a number if another file has stated it before."""
         numbers = self._numbers.setdefault(stated, {})
         number = numbers.setdefault(path, len(numbers))
         return f"{stated}/file-{number}" if number else stated

@@ -36,7 +36,7 @@ def decode_record(decoder: msgspec.json.Decoder[T], place: Place) -> T:
     """Decode a line, or part of a document.
 
     Raises:
-        InputError: `json_line`, `record_type`, `input_file`.
+        InputError: Any error of `read_record` or `decode_line`.
     """
     record = read_record(place)
     refuse_not_utf8(record, place.where)

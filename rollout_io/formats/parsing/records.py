@@ -27,7 +27,7 @@ DUPLICATE = "duplicate_record"
 INCOMPLETE = "incomplete_trajectory"
 _BLANK_BYTES = 2  # a line end, which the last line may lack
 _TOLD_BYTES = 1 << 20
-"""Progress is reported per megabyte: a call per line would take as long as reading the line."""
+"""Progress is reported per MiB: a call per line would take as long as reading the line."""
 
 _TEXT_DECODER = msgspec.json.Decoder(str)
 
@@ -76,7 +76,7 @@ def lines_of(inputs: Sequence[Input], progress: Progress) -> Iterator[tuple[Plac
     """Yield the non-blank lines of all inputs, each with its place.
 
     Raises:
-        InputError: `input_file`, `lfs_pointer`.
+        InputError: `input_file`: a file is unreadable; `lfs_pointer`: a file is a Git LFS pointer.
     """
     _descriptor.cache_clear()  # the file at a path may have been replaced since its last use
     for name, path in inputs:
@@ -116,7 +116,7 @@ def without_copies(places: Sequence[Place]) -> tuple[list[Place], list[Rejected]
 
 
 def refuse_repeated(content: bytes, where: str, first: dict[bytes, str]) -> None:
-    """Raise an error for a record that occurred before, byte for byte.
+    """Raise an error for a byte-for-byte copy of an earlier record.
 
     Args:
         content: Content of the record.
@@ -124,7 +124,7 @@ def refuse_repeated(content: bytes, where: str, first: dict[bytes, str]) -> None
         first: Places of earlier records by digest; updated with this one.
 
     Raises:
-        InputError: duplicate_record.
+        InputError: duplicate_record: the record is a copy.
     """
     other = first.setdefault(hashlib.blake2b(content, digest_size=16).digest(), where)
     if other != where:
@@ -142,7 +142,7 @@ def named_in(content: bytes, key: str) -> str | None:
 
 
 def incomplete(places: Iterable[Place], damage: RolloutError) -> Iterator[Rejected]:
-    """Reject the remaining records of a run with a damaged record: partial runs are not used."""
+    """Reject the other records of a run with a damaged record, so that no partial run is used."""
     got = f"another record of the same run is damaged ({damage.rule}: {damage.where})"
     hint = "delete the damaged record if the run is complete without it"
     for place in places:
@@ -157,7 +157,7 @@ def find_lines(
     Args:
         inputs: JSON Lines files.
         progress: Called with the numbers of bytes read.
-        find: Returns the finding in a line; raises `RolloutError` if it is unusable.
+        find: Returns the run of a line; raises `RolloutError` if the line cannot be used.
     """
     for place, content in lines_of(inputs, progress):
         try:

@@ -74,7 +74,7 @@ class _Item(msgspec.Struct, gc=False):
 
     @property
     def is_answer(self) -> bool:
-        """True if the item is input to the model, in reply to its output."""
+        """True if the item is a reply to the model's output, not written by the model."""
         others = {"user", "system", "developer", "tool"}
         return self.type.endswith(("_output", "_response")) or self.role in others
 
@@ -90,7 +90,7 @@ _ANY_ITEM_DECODER = msgspec.json.Decoder(dict[str, Any])
 
 
 def holds_tokens(items: Iterable[msgspec.Raw]) -> bool:
-    """True if an item ends a model call with tokens.
+    """True if any item has token fields, and thus ends a model call.
 
     Raises:
         msgspec.MsgspecError: An item has a field of the wrong type.
@@ -111,7 +111,8 @@ def read_steps(
 
     Raises:
         InputError: `no_calls`, `no_token_ids` (the message explains what the log has instead),
-            `token_fields` (only some of the three), `sampled_item`, `usage_counts`.
+            `token_fields` (an item has only some of the three fields), `sampled_item`,
+            `usage_counts`.
         InvariantError: An invariant of ids, log-probabilities or routing.
     """
     items = [

@@ -1,4 +1,4 @@
-"""Request fields other than temperature, top_p, top_k that change the sampled distribution."""
+"""Request fields that change the sampled distribution, except temperature, top_p and top_k."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 
 
 class SamplingFields(msgspec.Struct, gc=False):
-    """Fields of a request that change the distribution, unless null or equal to these defaults.
+    """Request fields that change the distribution unless they are null or have these defaults.
 
     Source: vLLM's SamplingParams and OpenAI-compatible server, the OpenAI API, SGLang, llama.cpp.
     Fields that only end a response (`stop`, `ignore_eos`) or set the seed are not included.

@@ -30,12 +30,13 @@ _FAILED = "delete the line, or give its session an `error` in --rewards"
 
 
 def whole_response(answer: Answer, where: str) -> Response:
-    """Return a response, assembled if it was streamed.
+    """Return the complete response, assembled from its chunks if it was streamed.
 
     Raises:
         InputError: no_response: there is no response, or it is an error from the engine; json_line,
             record_type, conflicting_ids: a chunk is invalid.
-        InvariantError: lengths_align, routing_shape.
+        InvariantError: lengths_align: a chunk has a wrong number of log-probabilities;
+            routing_shape: several chunks have routed_experts.
     """
     response = answer if isinstance(answer, Response) else _joined(answer, where)
     _refuse_error(response, where)
@@ -96,7 +97,7 @@ def _check_piece(choice: Choice, place: str) -> None:
 
 
 def _usage_of(chunks: Sequence[Response]) -> Usage | None:
-    """Return the counts of the complete response, if the last usage covers all choices."""
+    """Return the last usage if it covers all choices, else None."""
     told = [chunk for chunk in chunks if chunk.usage is not None]
     if not told:
         return None

@@ -1,4 +1,4 @@
-"""Token ids, log-probabilities and routing of logs, checked and converted to arrays."""
+"""Logged token ids, log-probabilities and routing, checked and converted to arrays."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ def token_ids(ids: Sequence[int], what: str, where: str) -> npt.NDArray[np.int32
         where: Place of the call, for errors.
 
     Raises:
-        InvariantError: nonempty_prompt, nonempty_response, token_range.
+        InvariantError: nonempty_prompt, nonempty_response: there are no ids; token_range: an id is
+            out of range.
     """
     if not ids:
         raise broken(f"nonempty_{what}", where, f"the {what} has no tokens")
@@ -67,8 +68,8 @@ def parse_ids(texts: Sequence[bytes]) -> tuple[npt.NDArray[np.int32], IntArray]:
         texts: Valid JSON texts.
 
     Raises:
-        ValueError: A text is not a list of integers, or has a number beyond 32 bits; `strict_ids`
-            can identify the text.
+        ValueError: A text is not a list of integers, or has a number beyond 32 bits; call
+            `strict_ids` on each text to find it.
 
     Example:
         >>> ids, lengths = parse_ids([b"[1, 33]", b"[1, 33, 37]", b"[]"])
@@ -137,8 +138,8 @@ def strict_ids(text: bytes, what: str, where: str) -> npt.NDArray[np.int32]:
         where: Place of the call, for errors.
 
     Raises:
-        InputError: record_type.
-        InvariantError: token_range.
+        InputError: record_type: the text is not a list of integers.
+        InvariantError: token_range: an id is out of range.
     """
     found = decode_line(_INTEGERS_DECODER, text, f"{where}, {what} ids")
     bad = next((i for i in found if not 0 <= i <= INT32_MAX), None)
@@ -153,8 +154,8 @@ def same_ids(ids: bytes, others: bytes, what: str, where: str) -> None:
     """Raise an error unless two JSON lists of ids are equal.
 
     Raises:
-        InputError: conflicting_ids, record_type.
-        InvariantError: token_range.
+        InputError: conflicting_ids: the lists differ; or any error of `strict_ids`.
+        InvariantError: token_range: an id is out of range.
     """
     if ids == others:
         return
@@ -176,7 +177,8 @@ def logprob_array(values: Sequence[float], num_tokens: int, where: str) -> npt.N
     """Return log-probabilities of a response, [tokens] float32 nats; 0.0 is a valid value.
 
     Raises:
-        InvariantError: lengths_align, logprobs_finite, logprobs_nonpositive.
+        InvariantError: The number of values is wrong (lengths_align), or a value is invalid
+            (logprobs_finite, logprobs_nonpositive).
     """
     if len(values) != num_tokens:
         expected = f"{num_tokens}, one per response token"
@@ -201,12 +203,13 @@ def route_array(raw: msgspec.Raw, num_tokens: int, place: str) -> npt.NDArray[np
         place: Place of the field, for errors.
 
     Raises:
-        InvariantError: routing_shape.
+        InvariantError: routing_shape: the routing has the wrong type or shape, or more entries than
+            `num_tokens`.
     """
     try:
         routes = _routes(raw)
     except ValueError as error:  # msgspec's errors are ValueErrors
-        got = f"the routing is not [tokens][layers][topk] experts in 0..32767 ({error})"
+        got = f"the routing is no list [tokens][layers][topk] of experts in 0..32767 ({error})"
         raise broken("routing_shape", place, got) from None
     if routes is None:
         return None

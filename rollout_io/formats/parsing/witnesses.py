@@ -20,7 +20,7 @@ _HINT = "record the call again: shifted log-probabilities silently corrupt train
 
 
 def check_tokens(logprobs: Logprobs, ids: Ids, texts: Iterable[str], where: str) -> str | None:
-    """Compare a response's ids and text with the tokens that its log-probabilities name.
+    """Compare a response's ids and text with the tokens listed with its log-probabilities.
 
     Args:
         logprobs: Log-probabilities as logged.
@@ -32,7 +32,7 @@ def check_tokens(logprobs: Logprobs, ids: Ids, texts: Iterable[str], where: str)
         The text of all tokens, if the log has it.
 
     Raises:
-        InputError: logprob_tokens.
+        InputError: logprob_tokens: the tokens do not match the ids or the text.
     """
     content = logprobs.content
     tokens: Sequence[Any] = (
@@ -83,9 +83,9 @@ def holds(whole: str, part: str) -> bool:
 
     Engines omit special tokens, reasoning and tool calls from the text and strip it. They decode
     tokens one by one, which can lose a leading space or split a character. If the part does not
-    occur verbatim, its letters must occur in order. A fragment of a character is U+FFFD in the
-    text, in the tokens, or in both (an engine may write it as an empty token): in the text it
-    is ignored, in the tokens it matches any one letter beyond ASCII.
+    occur verbatim, its letters must occur in order. A fragment of a character may appear as U+FFFD
+    in the text, the tokens, or both. In the text it is ignored, since the engine may have written
+    an empty token for it; in the tokens it matches any one non-ASCII letter.
 
     Example:
         >>> holds("caf\ufffd\ufffd!", "café!"), holds("caf\ufffd\ufffd!", "cafés!")

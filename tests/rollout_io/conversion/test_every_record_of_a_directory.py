@@ -119,7 +119,7 @@ def test_a_link_to_itself_is_left(tmp_path, trial):
 
 
 @pytest.mark.model
-@pytest.mark.filterwarnings("ignore:GeneratorOutput fields without a column")
+@pytest.mark.filterwarnings("ignore:GeneratorOutput fields without a matching column")
 @pytest.mark.parametrize("is_repeated", [True, False])
 def test_a_rejected_document_does_not_reject_later_ones(is_repeated, smollm2_dir, tmp_path):
     """Neither by the types of its columns, nor by the names of its trajectories."""

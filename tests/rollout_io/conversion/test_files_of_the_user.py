@@ -98,7 +98,7 @@ def test_a_trajectory_of_a_table_and_of_calls_is_refused(tmp_path):
     assert refusal([calls, tmp_path / "b.json"], tmp_path / "ds").rule == "unique_trajectory"
 
 
-@pytest.mark.filterwarnings("ignore:GeneratorOutput fields without a column")
+@pytest.mark.filterwarnings("ignore:GeneratorOutput fields without a matching column")
 @pytest.mark.parametrize("chunk_bytes", [10, 1 << 20])
 def test_a_column_of_two_types_is_refused_in_one_chunk_or_several(tmp_path, chunk_bytes):
     other = {"trajectory_ids": [{"instance_id": "t", "repetition_id": 0}], "foo": [3]}

@@ -94,7 +94,7 @@ def test_real_triplets_are_the_last_step_of_each_prompt():
 def test_real_events_keep_all_samples_and_count_refused_requests(tmp_path):
     conversion, table = convert_with(ADAPTER, [EVENTS], tmp_path)
     assert check(table).is_empty()
-    assert "each rollout is an instance" in conversion.about["groups"]
+    assert "each rollout is a separate group" in conversion.about["groups"]
     rows = table.filter(np.array(table["rollout_id"]) == "sum-1-1").to_pylist()
     sampled = [choice for r in logged("sum-1-1") for choice in r["choices"]]
     assert [r["response_ids"] for r in rows] == [choice["token_ids"] for choice in sampled]

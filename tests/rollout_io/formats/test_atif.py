@@ -127,7 +127,8 @@ def test_damaged_files_are_refused_by_name(tmp_path, trial):
     path.write_bytes(whole[:-10])
     assert (refusal(path).rule, "cut off" in refusal(path).got) == ("json_document", True)
     path.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
-    assert (refusal(path).rule, refusal(path).hint) == ("lfs_pointer", "git lfs pull")
+    error = refusal(path)
+    assert (error.rule, error.hint) == ("lfs_pointer", "fetch the file with `git lfs pull`")
     path.write_bytes(whole.replace(b'"fix-git"', b'"\xff"'))
     assert refusal(path).rule == "json_document"
     assert refusal(tmp_path / "none.json").rule == "input_file"

@@ -266,7 +266,7 @@ def test_text_beside_exact_ids_is_refused_wherever_the_ids_are(tmp_path, smollm2
         error = refused(smollm2_dir, path)
         assert (error.rule, error.where) == ("no_token_ids", f"{path}, $.steps[1]")
         assert error.got == (
-            "this document has no token ids, but others of the run have some: "
+            "this document has no token ids, but other documents of the run do: "
             "the only call has no token ids (the first has no metrics)"
         )
 

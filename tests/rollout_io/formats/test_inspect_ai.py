@@ -255,7 +255,7 @@ def test_inputs_in_the_pool_are_put_back(tmp_path):
     pool = {"messages": [USER, {"role": "user", "content": "z"}, reply], "calls": []}
     found = read(tmp_path, events=[model([USER], reply), refs], events_data=pool).steps
     assert [message["content"] for message in found[0].messages] == ["q", "a", "z", "b"]
-    with pytest.raises(RolloutError, match=r"events\[0\].*not in the pool, which has 3"):
+    with pytest.raises(RolloutError, match=r"events\[0\].*\[0, 9\], but the pool has only 3"):
         read(tmp_path, events=[refs | {"input_refs": [[0, 9]]}], events_data=pool)
 
 
