@@ -1,8 +1,8 @@
-"""Transforms of rollout tables (Polars in, Polars out), and what produces the tables: generation and recording."""
+"""Transform rollout tables (Polars in, Polars out), and produce them by generation or recording."""
 
 from typing import TYPE_CHECKING
 
-import rollout_io  # noqa: F401  (checks that no user's file hides `schemas`)
+import rollout_io  # noqa: F401  (checks that no local file shadows `schemas`)
 from schemas.lazy import exports
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ def mix(
 ) -> tuple[pl.LazyFrame, pl.DataFrame]:
     """Mix complete groups of several datasets.
 
-    Which groups are drawn depends only on the seed and the group ids (see `sample_groups`). Each
+    The drawn groups depend only on the seed and the group ids (see `sample_groups`). Each
     dataset keeps its order, and its trajectories are spread evenly: trajectory i of the n drawn
     from it gets position (i + 1/2) / n. Ties go to the earlier dataset. A column that a dataset
     lacks is null in its rows.
@@ -48,9 +48,10 @@ def mix(
         The mixed rows; and per dataset: dataset, num_groups_before, num_groups, num_trajectories.
 
     Raises:
-        InputError: `unique_group`, `enough_groups`, `nothing_left`.
+        InputError: `unique_group` if a group is in two datasets; `enough_groups` if a dataset has
+            too few groups; `nothing_left` if no group would be drawn.
         InvariantError: `columns_and_types` if a column has different types.
-        ConfigError: `shares`.
+        ConfigError: `shares` unless there is one number above 0 per dataset.
 
     Example:
         Groups m1, m2 of "math" and c1 of "code", one trajectory each:
@@ -105,7 +106,8 @@ def group_quotas(
             got = count(sizes[name], "group")
             raise InputError("enough_groups", name, got, f"at least {quota}", hint)
     if total == 0:
-        raise InputError("nothing_left", "mixture", "no group is left")
+        hint = "loosen the filters, or ask for more groups"
+        raise InputError("nothing_left", "mixture", "no group is left", hint=hint)
     return {name: quotas[name] for name in sizes}
 
 
@@ -122,7 +124,7 @@ def _unit(shares: Mapping[str, float]) -> dict[str, float]:
 
 
 def _with_reward(frame: pl.LazyFrame) -> pl.LazyFrame:
-    """Add `reward` if only `rewards` exists: mixing would add nulls that contradict `rewards`."""
+    """Add `reward` if only `rewards` exists, because mixing would add nulls that contradict it."""
     names = frame.collect_schema()
     alone = "rewards" in names and "reward" not in names
     return place_token_rewards(frame) if alone else frame
@@ -184,7 +186,7 @@ def _common_schema(frames: Mapping[str, pl.LazyFrame]) -> pl.Schema:
     for name, data in zip(frames, empty, strict=True):
         for column, kind in data.schema.items():
             known = kinds.setdefault(column, kind)
-            # Nested types may have a common supertype (structs with more fields): concat decides.
+            # Nested types may have a supertype (structs with more fields): let concat decide.
             if known != kind and not (known.is_nested() and kind.is_nested()):
                 where = f"{name}, column {column!r}"
                 raise InvariantError("columns_and_types", where, f"type {kind}", f"{known}")

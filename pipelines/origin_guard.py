@@ -1,14 +1,14 @@
 """ASGI middleware that protects a server on the user's machine from web pages of other sites.
 
-A page can send a form or plain text to any address without asking for permission, and its host
-name may resolve to this machine (DNS rebinding). A request is therefore served only if
+A page can send a form or plain text to any address without permission, and its host name may
+resolve to this machine (DNS rebinding). A request is therefore served only if
 
 - its `Host` names this machine: loopback, or a name that the server was configured with. If the
   server does not listen on loopback only, any IP address is accepted too, because names can be
   rebound but addresses cannot;
 - its `Origin`, which browsers send with requests that may change state, is the server itself;
 - its `Sec-Fetch-Site`, which browsers send with all other requests, does not report a different
-  site. Following a link is allowed.
+  site, unless the user follows a link.
 
 Clients other than browsers send neither of the last two headers.
 """
@@ -43,7 +43,7 @@ class Guard:
         app: The protected application.
         listens_on: Address or host name that the server listens on.
         allowed_hosts: Further host names of the server.
-        refused: Called with the error of every rejected request.
+        refused: Callback for the error of every rejected request.
 
     Example:
         >>> app = Guard(app, "127.0.0.1", allowed_hosts=["recorder.lan"])
@@ -78,7 +78,8 @@ class Guard:
             scope: ASGI scope of a request or a websocket.
 
         Raises:
-            InputError: one_host, foreign_host, foreign_origin.
+            InputError: one_host unless there is one `Host` header; foreign_host if it names another
+                host; foreign_origin if the request comes from another site.
         """
         where = scope["raw_path"].decode("latin-1").partition("?")[0]
         host = self._host(_values(scope, b"host"), where)
@@ -160,7 +161,7 @@ def _is_of(origin: str, host: _Authority) -> bool:
 
 
 def _follows_link(scope: Message) -> bool:
-    """True if a person navigates to a page, which has no side effects and leaks no data."""
+    """True if the user navigates to a page, which has no side effects and leaks no data."""
     mode, dest = _values(scope, b"sec-fetch-mode"), _values(scope, b"sec-fetch-dest")
     return scope.get("method") == "GET" and (mode, dest) == (["navigate"], ["document"])
 

@@ -1,4 +1,4 @@
-"""Reward placement and trajectory returns."""
+"""Place rewards on steps and tokens, and compute trajectory returns."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ def dataset_outcome(path: PathLike, given: Outcome | None = None) -> Outcome:
 def place_outcomes(frame: Frame, outcomes: Frame) -> pl.LazyFrame:
     """Set the reward of each trajectory's last step to its outcome, and earlier rewards to 0.0.
 
-    Drops an existing `rewards` column, which would no longer match; `place_rewards` recreates it.
-    In a merged row, the step that ends the row gets the row's reward.
+    Drops an existing `rewards` column, which would no longer match; call `place_rewards` to
+    recreate it. In a merged row, the row's reward goes to its last step.
 
     Args:
         frame: Rows of steps, merged or not.
-        outcomes: Columns `trajectory_id` (unique) and `reward`. A trajectory that is missing here
-            or failed gets null, because an unknown outcome is not 0. Collected immediately.
+        outcomes: Columns `trajectory_id` (unique) and `reward`; collected immediately. A trajectory
+            that is missing here or failed gets null, because an unknown outcome is not 0.
 
     Raises:
-        InputError: `unique_outcome`.
+        InputError: `unique_outcome` if a trajectory_id occurs twice.
 
     Example:
         Outcome 1.0 for a trajectory of three steps:
@@ -72,7 +72,7 @@ def place_outcomes(frame: Frame, outcomes: Frame) -> pl.LazyFrame:
 
 
 def place_rewards(frame: Frame) -> pl.LazyFrame:
-    """Convert each scalar `reward` to per-token `rewards`, with all of it on the step's last token.
+    """Convert each scalar `reward` to per-token `rewards`, all on the step's last token.
 
     In a merged row, each step's reward is placed at the end of that step's segment. A null reward
     gives null `rewards`.
@@ -118,8 +118,8 @@ def place_rewards_table(table: pa.Table) -> pa.Table:
 def place_token_rewards(frame: Frame, column: str = "rewards") -> pl.LazyFrame:
     """Set `rewards` from a column of per-token rewards, and `reward` to their sum.
 
-    A step of a merged row earns the rewards after the previous step's end up to its own end; the
-    last step also earns those that follow. A null list makes both columns null.
+    In a merged row, each step earns the rewards of the tokens from the previous step's end to its
+    end; the last step also earns those of all later tokens. A null list makes both columns null.
 
     Args:
         frame: Rows of steps, merged or not.
@@ -170,8 +170,8 @@ def fold_trajectories(
     Args:
         frame: Rows of complete trajectories.
         outcome: How the return is computed.
-        features: Further columns by name: the value in a row, and an aggregation over the rows of
-            a trajectory.
+        features: Additional columns by name: an expression for the value of a row, and an
+            aggregation over a trajectory's rows.
     """
     frame = as_lazy(frame)
     reward = pl.col("reward") if _has(frame, "reward") else pl.lit(None, pl.Float64)
@@ -192,7 +192,7 @@ def fold_trajectories(
 
 
 def are_equal(returns: pl.Expr) -> pl.Expr:
-    """True if there are two or more known values, and they differ at most by rounding errors.
+    """True if two or more values are known, and they differ at most by rounding errors.
 
     Sums of rewards have rounding errors: values are treated as equal if they differ by at most one
     part in a million, or by at most 1e-12. Null and NaN are unknown.
@@ -242,7 +242,7 @@ def _over_rows(
 
 
 def _end_rewards(table: pa.Table) -> pa.ListArray:
-    """Build `segments` where a merged row's last step gets the row's reward, and other steps 0."""
+    """Build `segments` in which a merged row's last step has the row's reward, the others 0."""
     segments = _flat_segments(table)
     reward = pc.fill_null(table.column("reward"), 0.0).to_numpy()
     values = np.where(segments.ends_row, reward[segments.row], 0.0)
@@ -250,7 +250,7 @@ def _end_rewards(table: pa.Table) -> pa.ListArray:
 
 
 def _summed_rewards(table: pa.Table) -> pa.ListArray:
-    """Build `segments` where each step's reward is the sum of `rewards` since the previous step."""
+    """Build `segments` in which each step has the sum of the `rewards` since the previous step."""
     segments = _flat_segments(table)
     rewards = Ragged.from_arrow(table.column("rewards"))
     end = np.where(segments.ends_row, rewards.lengths[segments.row], segments.end)

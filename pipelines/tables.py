@@ -69,7 +69,7 @@ def _streamed(
     empty = apply(as_table(pl.DataFrame(schema=frame.collect_schema())))
 
     def pieces(names: list[str], predicate: pl.Expr | None) -> Iterator[pl.DataFrame]:
-        # These may be ignored here: `lazy_frame` applies them to the yielded frames.
+        # `lazy_frame` applies names and predicate to the yielded frames.
         del names, predicate
         batches = frame.collect_batches(maintain_order=True)
         return map(apply, check(map(as_table, _whole_trajectories(batches))))

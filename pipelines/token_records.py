@@ -1,4 +1,4 @@
-"""Read what training recorded per token."""
+"""Read the per-token records of training runs."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from schemas.token_records import token_record_path, token_record_steps
 
 
 def scan_token_records(run: str | os.PathLike[str], global_step: int | None = None) -> pl.LazyFrame:
-    """Scan the token records of a training run: what each trained token contributed to an update.
+    """Scan a training run's token records: the contribution of each trained token to an update.
 
     Args:
         run: Directory of the run.
-        global_step: The update; None: all updates, in order.
+        global_step: Number of the update; None: all updates, in order.
 
     Returns:
         `global_step` (int32), then `schemas.TOKEN_RECORD_COLUMNS`; one record per update and row of
         the dataset. Join it to the dataset on `trajectory_id` and `step_index`.
 
     Raises:
-        InputError: If nothing was recorded for the update, or for any update.
+        InputError: `input_file` if the run has no records of the update, or none at all.
 
     Example:
         >>> scan_token_records("run", 3).select("trajectory_id", "logprobs").collect()

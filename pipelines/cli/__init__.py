@@ -1,1 +1,1 @@
-"""Command-line verbs of this package."""
+"""Commands that this package adds to `rollouts`."""

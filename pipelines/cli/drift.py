@@ -1,4 +1,4 @@
-"""`rollouts drift`."""
+"""The `rollouts drift` command."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     "--limit",
     type=click.IntRange(min=0),
     metavar="N",
-    help="Breaks to list.  [default: 20; with --json all]",
+    help="Maximum number of breaks to list.  [default: 20; all with --json]",
 )
 @click.option(
     "--retokenize",
@@ -48,7 +48,7 @@ def drift(
     """Explain why steps do not continue the step before them.
 
     Causes: retokenized, template, edited, reset, new_agent, overlap, unknown. Prints a summary with
-    a hint for each cause, then the breaks: tokens kept | tokens lost -> new tokens.
+    a hint for each cause, then each break as: kept tokens | lost tokens -> new tokens.
     """
     if tokenizer is not None:
         tokenizer_directory(tokenizer)  # before slow imports
@@ -88,7 +88,7 @@ def drift(
 
 
 def _own_tokenizer(dataset: str, *, needs_template: bool) -> ChatTokenizer | None:
-    """Load the tokenizer of a dataset, if it is here and unchanged; else None."""
+    """Load the tokenizer that the dataset names; None if it is missing locally or has changed."""
     from rollout_io.dataset.reader import read_metadata
     from rollout_io.retokenize import load_tokenizer
     from rollout_io.retokenize.local import find_tokenizer

@@ -1,4 +1,4 @@
-"""`rollouts filter`."""
+"""The `rollouts filter` command."""
 
 from __future__ import annotations
 
@@ -37,31 +37,57 @@ WHOLE = click.IntRange(min=0)
     "--move-outcome", is_flag=True, help="With --keep-rows: move the return to the last kept row."
 )
 @click.option(
-    "--where", multiple=True, metavar="SQL", help="Keep if any row matches: 'reward > 0'."
+    "--where",
+    multiple=True,
+    metavar="SQL",
+    help="Keep trajectories with a matching row: 'reward > 0'.",
 )
-@click.option("--where-all", multiple=True, metavar="SQL", help="Keep if all rows match.")
+@click.option(
+    "--where-all", multiple=True, metavar="SQL", help="Keep trajectories whose rows all match."
+)
 @click.option("--drop-failed-groups", is_flag=True, help="Drop groups with a failed trajectory.")
 @click.option("--drop-failed", is_flag=True, help="Drop failed trajectories.")
-@click.option("--drop-unknown", is_flag=True, help="Drop trajectories without return or error.")
-@click.option("--max-staleness", type=WHOLE, metavar="N", help="At most N policy versions behind.")
-@click.option("--policy-version", type=WHOLE, metavar="V", help="The current policy version.")
 @click.option(
-    "--min-tokens", type=WHOLE, metavar="N", help="Longest sequence has N tokens or more."
+    "--drop-unknown", is_flag=True, help="Drop trajectories that did not fail but have no return."
 )
 @click.option(
-    "--max-tokens", type=WHOLE, metavar="N", help="Longest sequence has N tokens or less."
+    "--max-staleness", type=WHOLE, metavar="N", help="Drop trajectories more than N versions old."
 )
-@click.option("--min-steps", type=WHOLE, metavar="N", help="At least N steps.")
-@click.option("--max-steps", type=WHOLE, metavar="N", help="At most N steps.")
-@click.option("--min-reward", type=float, metavar="X", help="Return of X or more (null: dropped).")
-@click.option("--max-reward", type=float, metavar="X", help="Return of X or less (null: dropped).")
 @click.option(
-    "--dedup", type=click.Choice(["group", "dataset"]), help="Drop exact repeats within a scope."
+    "--policy-version", type=WHOLE, metavar="V", help="Current policy version, for --max-staleness."
+)
+@click.option(
+    "--min-tokens",
+    type=WHOLE,
+    metavar="N",
+    help="Minimum length of the longest sequence, in tokens.",
+)
+@click.option(
+    "--max-tokens",
+    type=WHOLE,
+    metavar="N",
+    help="Maximum length of the longest sequence, in tokens.",
+)
+@click.option("--min-steps", type=WHOLE, metavar="N", help="Minimum number of steps.")
+@click.option("--max-steps", type=WHOLE, metavar="N", help="Maximum number of steps.")
+@click.option(
+    "--min-reward", type=float, metavar="X", help="Minimum return; drops unknown returns too."
+)
+@click.option(
+    "--max-reward", type=float, metavar="X", help="Maximum return; drops unknown returns too."
+)
+@click.option(
+    "--dedup",
+    type=click.Choice(["group", "dataset"]),
+    help="Drop exact duplicates in each group or in the dataset.",
 )
 @click.option("--drop-overlong", is_flag=True, help="Drop trajectories that were cut off.")
-@click.option("--drop-zero-variance", is_flag=True, help="Drop groups with equal returns.")
+@click.option("--drop-zero-variance", is_flag=True, help="Drop groups whose returns are all equal.")
 @click.option(
-    "--sample-groups", type=WHOLE, metavar="N", help="Draw N groups (of the mixture, if any)."
+    "--sample-groups",
+    type=WHOLE,
+    metavar="N",
+    help="Draw N groups at random, from the mixture if there is one.",
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed for drawing groups.")
 @click.option(
@@ -70,14 +96,17 @@ WHOLE = click.IntRange(min=0)
 @click.option("--mask-failed-groups", is_flag=True, help="Do not train on groups with a failure.")
 @click.option("--mask-failed", is_flag=True, help="Do not train on failed trajectories.")
 @click.option(
-    "--mix", multiple=True, metavar="DS3", help="Mix in a dataset, with the same filters."
+    "--mix",
+    multiple=True,
+    metavar="DS3",
+    help="Mix in another dataset, filtered the same way; may be repeated.",
 )
 @click.option(
     "--share",
     multiple=True,
     type=float,
     metavar="X",
-    help="Share of the groups; give one for DS, then one per --mix.",
+    help="Share of the groups in the mixture; pass one for DS, then one per --mix.",
 )
 @layout_option
 @click.option("--prefix-names", is_flag=True, help="Prefix instance ids with the dataset's name.")
@@ -91,9 +120,10 @@ WHOLE = click.IntRange(min=0)
 def filter_(dataset: str, out: str | None, *, dry_run: bool, as_json: bool, **options: Any) -> None:
     """Select the trajectories to train on; mask the rest, or mix in other datasets.
 
-    Filters apply in the order below, each to what the earlier ones kept; then masks, then the
-    mixture. Complete trajectories are dropped unless --keep-rows is given. The report counts what each
-    filter found. Memory use grows with the number of trajectories, not with their length.
+    Filters apply in the order listed below, each to the trajectories that earlier filters kept;
+    then masks, then mixing. Only --keep-rows drops single rows; all other filters drop complete
+    trajectories. The report counts the trajectories and groups that each filter dropped or masked.
+    Memory use grows with the number of trajectories, not with their length.
     """
     choices = _Choices(**options)
     _check_usage(out, choices, dry_run=dry_run)
@@ -108,7 +138,7 @@ def filter_(dataset: str, out: str | None, *, dry_run: bool, as_json: bool, **op
         reports = [source.as_json() for source in sources]
         emit_json({"datasets": reports, "mixture": mixture})
         return
-    tell = emit if dry_run else note  # the report is all that a dry run produces
+    tell = emit if dry_run else note  # the report is a dry run's only output
     for source in sources:
         for line in source.lines():
             tell(line)
@@ -123,7 +153,7 @@ def filter_(dataset: str, out: str | None, *, dry_run: bool, as_json: bool, **op
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Choices:
-    """The options that decide which rows the new dataset has, in the order of `--help`."""
+    """The options that determine the rows of the new dataset, in the order of `--help`."""
 
     keep_rows: str | None
     move_outcome: bool
@@ -214,7 +244,7 @@ def _check_usage(out: str | None, choices: _Choices, *, dry_run: bool) -> None:
         raise click.UsageError("Pass --share once for DS and once for each --mix, in that order.")
     if not choices.given().keys() - {"seed", "outcome", "share"}:
         hint = (
-            "pass what to keep or drop: --where 'reward > 0', --drop-zero-variance, --drop-failed, "
+            "select trajectories with --where 'reward > 0', --drop-zero-variance, --drop-failed, "
             "--max-tokens N, --sample-groups N; or --mask-overlong, or --mix DS3"
         )
         raise HintedUsageError("no filter is given", hint)
@@ -325,7 +355,7 @@ def _write(frame: pl.LazyFrame, out: str, sources: Sequence[_Source], choices: _
 
 
 def _common(found: dict[str, DatasetMetadata], outcome: Outcome | None) -> DatasetMetadata:
-    """Combine metadata: unknown where datasets differ, an error where they must agree."""
+    """Combine metadata: fields that differ become unknown, unless they must agree."""
     from schemas.metadata import common
 
     returns = {path: outcome or metadata.outcome or "last" for path, metadata in found.items()}

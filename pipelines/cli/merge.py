@@ -1,4 +1,4 @@
-"""`rollouts merge` and `rollouts unmerge`."""
+"""The `rollouts merge` and `rollouts unmerge` commands."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def merge(
 def unmerge(
     dataset: str, out: str, layout: Any, workers: int | None, engine: Any, *, as_json: bool
 ) -> None:
-    """Split merged rows into exactly the steps that they were merged from."""
+    """Restore the exact steps that rows were merged from."""
     from pipelines.merging.unmerge import unmerge_table
     from rollout_io.dataset.reader import read_metadata
 

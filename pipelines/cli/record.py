@@ -1,4 +1,4 @@
-"""`rollouts record`."""
+"""The `rollouts record` command."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _EXAMPLE = "rollouts record --upstream http://127.0.0.1:8000/v1 --out rollouts/ 
     multiple=True,
     required=True,
     metavar="URL",
-    help="Root URL of an engine (vLLM); may be repeated: each session uses one.",
+    help="Root URL of a vLLM engine; may be repeated: sessions are spread over the engines.",
 )
 @click.option("--out", required=True, metavar="DS", help="Dataset to append shards to.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
@@ -36,10 +36,14 @@ _EXAMPLE = "rollouts record --upstream http://127.0.0.1:8000/v1 --out rollouts/ 
     "allowed_hosts",
     multiple=True,
     metavar="NAME",
-    help="A host name that remote clients use; may be repeated.",
+    help="Host name by which remote clients reach the recorder; may be repeated.",
 )
 @click.option("--port", default=8100, show_default=True, help="Port; 0 picks a free one.")
-@click.option("--served-model-name", metavar="NAME", help="Name of the model for clients.")
+@click.option(
+    "--served-model-name",
+    metavar="NAME",
+    help="Model name shown to clients.  [default: the engines' name]",
+)
 @click.option(
     "--upstream-api-key",
     envvar="ROLLOUTS_UPSTREAM_API_KEY",
@@ -50,20 +54,22 @@ _EXAMPLE = "rollouts record --upstream http://127.0.0.1:8000/v1 --out rollouts/ 
     "--admin-key",
     envvar="ROLLOUTS_ADMIN_KEY",
     metavar="KEY",
-    help="Key required to open sessions; each session then gets a key for writing.  "
+    help="Key required to open sessions; each session then has its own key for calls.  "
     "[env: ROLLOUTS_ADMIN_KEY]",
 )
-@click.option("--policy-version", type=click.IntRange(min=0), help="Version of the weights.")
+@click.option(
+    "--policy-version", type=click.IntRange(min=0), help="Initial version of the engines' weights."
+)
 @click.option(
     "--exact-prefix",
     type=click.Path(),
     metavar="DIR",
-    help="Continue growing chats token by token, with the tokenizer in DIR.",
+    help="Send follow-up chat calls as exact token ids, using the tokenizer in DIR.",
 )
 @click.option(
     "--logprobs-mode",
     type=click.Choice(["raw", "processed"]),
-    help="Distribution of the engines' log-probabilities.",
+    help="Log-probabilities that the engines return: before or after temperature and truncation.",
 )
 @click.option(
     "--idle-timeout",
@@ -86,7 +92,7 @@ _EXAMPLE = "rollouts record --upstream http://127.0.0.1:8000/v1 --out rollouts/ 
     default=64,
     show_default=True,
     type=click.IntRange(min=1),
-    help="Maximum size of an engine's response, MiB; one event or line may take up a quarter.",
+    help="Maximum size of an engine's response, MiB; one event or line may use a quarter of it.",
 )
 @click.option(
     "--max-concurrency",
@@ -109,11 +115,11 @@ _EXAMPLE = "rollouts record --upstream http://127.0.0.1:8000/v1 --out rollouts/ 
     show_default=True,
     help="Calls without a session: record each as its own session, or return an error.",
 )
-@click.option("--end-open", is_flag=True, help="On exit, end open sessions too, without a reward.")
+@click.option("--end-open", is_flag=True, help="On exit, also end open sessions, without a reward.")
 def record(
     *, host: str, port: int, max_request_mb: int, max_answer_mb: int, **options: Any
 ) -> None:
-    """Record the calls of any harness: a proxy that speaks the OpenAI API.
+    """Record the calls of any harness, as a proxy that serves the OpenAI API.
 
     Set a harness's base URL to URL/s/INSTANCE/REPETITION[/AGENT]/v1. POST {"reward": 1.0} to
     URL/s/INSTANCE/REPETITION/end to add the session to DS as a trajectory. Pending sessions are
@@ -186,12 +192,12 @@ class _Status:
         self._last = (time.monotonic(), 0.0, 0.0)
 
     def show(self, recorder: Recorder) -> None:
-        """Redraw the line."""
+        """Redraw the status line."""
         if self._is_terminal and not is_quiet():
             click.echo(f"\r\x1b[K{self._text(recorder)}", err=True, nl=False)
 
     def _text(self, recorder: Recorder) -> str:
-        """Return the line, with rates since the previous one."""
+        """Format the status line, with rates since the previous call."""
         from pipelines.record.recorder_metrics import number
 
         metrics = recorder.metrics

@@ -1,4 +1,4 @@
-"""`rollouts stats`."""
+"""The `rollouts stats` command."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _SECTIONS = {
     help="Number of parameters, such as 1.5e9; without --model, attention is not counted.",
 )
 @workers_options
-@click.option("--all", "shows_all", is_flag=True, help="Print every number and metric by its name.")
+@click.option("--all", "shows_all", is_flag=True, help="Print every number and metric by name.")
 @click.option("--json", "as_json", is_flag=True, help="Print every number and metric as JSON.")
 def stats(
     datasets: tuple[str, ...],
@@ -66,8 +66,8 @@ def stats(
 ) -> None:
     """Summarise a dataset, or compare two: counts, lengths, rewards, and tokens to train on.
 
-    A reward is the return of a trajectory. Layouts are those of `sequence_layout` of `rollouts
-    train`; their tokens exclude failed trajectories. --all and --json add metrics per step,
+    Rewards are returns of trajectories. Layouts are the values of `sequence_layout` in `rollouts
+    train`; their token counts exclude failed trajectories. --all and --json add metrics per step,
     trajectory and group (docs/metrics.md).
     """
     if len(datasets) > 2:
@@ -89,7 +89,7 @@ def stats(
 
     overviews = [_overview(path, outcome, shape, chosen[path]) for path in datasets]
     emit(screen(overviews[0]) if len(overviews) == 1 else comparison(*overviews))
-    note("every number and metric: --all, or --json")
+    note("pass --all or --json for every number and metric")
 
 
 def _overview(
@@ -144,7 +144,7 @@ def _savings(costs: Mapping[str, Cost], shape: ModelShape | None) -> dict[str, d
 
 
 def all_numbers(numbers: Mapping[str, Any]) -> str:
-    """Return every number by its name, in sections."""
+    """Format every number and metric by name, in sections."""
     sections = ("\n  ".join([title, *lines]) for title, lines in _sections(numbers))
     return "\n\n".join(sections) + "\n"
 

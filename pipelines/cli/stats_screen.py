@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 LAYOUTS = {"step": "step", "merge_lineage": "merge", "tree_per_group": "tree"}
-"""Values of `sequence_layout` by the name of the layout in the savings."""
+"""The `sequence_layout` value of each layout shown, by its name in the savings."""
 
 _WIDTH, _BAR = 100, 30
 _LEVELS = "▁▂▃▄▅▆▇█"
@@ -37,7 +37,7 @@ _LEVELS = "▁▂▃▄▅▆▇█"
 
 @dataclass(frozen=True, slots=True)
 class Overview:
-    """What the screen shows of one dataset."""
+    """Data that the screen shows for one dataset."""
 
     path: str
     numbers: Mapping[str, Any]
@@ -79,7 +79,7 @@ def _share(value: float | None) -> str:
 
 
 def _lines(overview: Overview) -> list[tuple[str, Any, Callable[[Any], str]]]:
-    """List the compared numbers: label, value, and how the value is printed."""
+    """List the numbers to compare: label, value, and formatter."""
     numbers, rewards = overview.numbers, overview.rewards
     found: list[tuple[str, Any, Callable[[Any], str]]] = [
         ("rows", numbers["num_rows"], readable),
@@ -182,7 +182,7 @@ def _layouts(overview: Overview) -> Iterable[RenderableType]:
 
 
 def _table(first: str, *right: str, left: Sequence[str] = ()) -> Table:
-    """Return a table without lines: the first and the last columns left, all others right."""
+    """Return a borderless table: `first` and `left` are left-aligned, `right` right-aligned."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column(first, no_wrap=True)
     for name in right:
@@ -201,14 +201,14 @@ def _bar(share: float) -> str:
 
 
 def _sparkline(counts: Sequence[int]) -> str:
-    """Draw a histogram in one line; bins without units are blank."""
+    """Draw a histogram in one line; empty bins are blank."""
     most = max(counts, default=0)
     levels = [-(-num * len(_LEVELS) // most) for num in counts] if most else []
     return _drawn("".join(" " if not level else _LEVELS[level - 1] for level in levels))
 
 
 def _drawn(blocks: str) -> str:
-    """Replace blocks by ASCII characters if stdout cannot encode them."""
+    """Replace block characters with ASCII if stdout cannot encode them."""
     try:
         blocks.encode(sys.stdout.encoding or "utf-8")
     except UnicodeEncodeError:
@@ -219,7 +219,7 @@ def _drawn(blocks: str) -> str:
 def _rendered(parts: Sequence[RenderableType]) -> str:
     color = wants_color(sys.stdout)
     console = Console(
-        # Never narrower, where rich would shorten numbers: the terminal wraps the bars instead.
+        # Never narrower: rich would truncate numbers, while the terminal only wraps the bars.
         width=max(_WIDTH, shutil.get_terminal_size().columns) if sys.stdout.isatty() else _WIDTH,
         force_terminal=color,
         no_color=not color,

@@ -1,4 +1,4 @@
-"""`rollouts view`."""
+"""The `rollouts view` command."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ DEFAULT_LIMIT = 200
 
 @click.command(epilog=EXAMPLES)
 @click.argument("paths", metavar="DS|RUN [OTHER]", nargs=-1, required=True, type=click.Path())
-@click.option("--where", metavar="SQL", help="With --out: trajectories with a row that matches.")
+@click.option(
+    "--where", metavar="SQL", help="With --out: export only trajectories with a matching row."
+)
 @click.option("--out", metavar="FILE", help="Write one HTML file instead of starting a server.")
 @click.option(
     "--limit",
@@ -30,7 +32,7 @@ DEFAULT_LIMIT = 200
     "--tokenizer",
     type=click.Path(),
     metavar="DIR",
-    help="Decode ids with this model's tokenizer.  [default: from the dataset]",
+    help="Decode ids with this model's tokenizer.  [default: the dataset's]",
 )
 def view(
     paths: tuple[str, ...],
@@ -74,7 +76,7 @@ def view(
 
     def announce(address: str) -> None:
         emit(address)
-        note("Ctrl-C ends the viewer")
+        note("press Ctrl-C to stop the viewer")
         if not no_browser:
             webbrowser.open(address)
 

@@ -1,4 +1,4 @@
-"""Find the steps that do not continue the step before them, and the step to compare each with."""
+"""Find steps that do not continue the step before them, and the step to compare each with."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ Agents = Sequence[str | None]
 
 @dataclass(frozen=True, slots=True)
 class Break:
-    """A step that does not continue the step before it; each step is identified by its table row.
+    """A step that does not continue the step before it; steps are identified by table rows.
 
     Attributes:
-        row: The step.
-        origin: The earlier step with which the break is compared.
-        shared: Number of leading tokens that both share.
+        row: Row of the step.
+        origin: Row of the earlier step that this step is compared with.
+        shared: Number of leading tokens that both steps share.
         resumes: True if `row` continues `origin`, although `origin` is not the step before it.
-        fork: An earlier step whose tokens `row` repeats in full, although another step continues
+        fork: Row of an earlier step that this step repeats in full, although another step continues
             it; -1 if there is none.
         is_new_agent: True if no earlier step of the trajectory has the same agent; None if the
             agent is unknown.
@@ -68,7 +68,7 @@ def find_breaks(tree: PrefixTree, steps: Steps, continued: IntArray, agents: Age
 
 
 class _Agents:
-    """For each row, the latest earlier step of the same agent."""
+    """Agents of the rows, and for each row the latest earlier step of the same agent."""
 
     def __init__(self, agents: Agents, start: IntArray) -> None:
         self.names = agents

@@ -22,8 +22,8 @@ HINTS: dict[Cause, str] = {
         "engine's token ids back (prompt token ids in, token ids out)"
     ),
     "template": (
-        "the chat template renders earlier messages differently: use one that keeps them as they "
-        "were generated, with thinking (such as --chat-template qwen3_acc_thinking)"
+        "the chat template renders earlier messages differently: use one that keeps them exactly "
+        "as generated, including thinking (such as --chat-template qwen3_acc_thinking)"
     ),
     "edited": (
         "the harness changes messages that it sent before: only append messages, and shorten a "
@@ -40,7 +40,7 @@ HINTS: dict[Cause, str] = {
     ),
     "unknown": "the ids do not show the cause: pass --tokenizer DIR, or convert with messages",
 }
-"""How to fix the harness, by cause."""
+"""Advice on how to fix the harness, by cause."""
 
 KEEPS_TOKENS: frozenset[Cause] = frozenset({"new_agent", "overlap"})
 """Causes that lose no tokens, because the step was never meant to continue the compared step."""
@@ -75,12 +75,12 @@ class Parting:
 
     @property
     def lost(self) -> Tokens:
-        """Tokens with which the prompt should have continued."""
+        """Tokens that the prompt should have contained after the shared ones."""
         return self.before[self.shared :]
 
     @property
     def now(self) -> Tokens:
-        """Tokens with which the prompt continues instead."""
+        """Tokens that the prompt contains instead."""
         return self.prompt[self.shared :]
 
     @property
@@ -98,7 +98,8 @@ def tell(found: Break, parting: Parting, read: Callable[[], Reading | None]) -> 
     Args:
         found: The break.
         parting: The tokens on both sides.
-        read: Compares the text or messages of both sides; returns None if neither is available.
+        read: Function that compares the text or messages of both sides; returns None if neither is
+            available.
     """
     if not len(parting.now):
         evidence = "the prompt ends within that step: a retry, or a return to an earlier turn"
@@ -121,7 +122,7 @@ def tell(found: Break, parting: Parting, read: Callable[[], Reading | None]) -> 
 
 
 def _from_ids(found: Break, parting: Parting) -> Told:
-    """Judge by token ids only: they show that messages were dropped, but not why tokens changed."""
+    """Find the cause from ids only: they show dropped messages, but not why tokens changed."""
     if parting.shared < parting.num_prompt and not parting.answer_returns:
         if found.fork >= 0:
             return "overlap", "an entire earlier step is repeated, but no ids of its continuation"

@@ -57,7 +57,7 @@ def read_messages(before: Mapping[str, Any], now: Mapping[str, Any]) -> Reading 
 
     Args:
         before: Columns `TEXTS` of the earlier step; each may be absent.
-        now: The same of the later step.
+        now: The same columns of the later step.
 
     Returns:
         None if a text is missing, or either conversation is not a list of messages.
@@ -84,7 +84,7 @@ def _num_ids(tokenizer: ChatTokenizer) -> int:
 
 
 def decode(ids: Tokens, tokenizer: ChatTokenizer) -> str:
-    """Decode ids; show ids that the tokenizer does not know, and would drop, as <id>."""
+    """Decode ids; ids unknown to the tokenizer, which it would drop, are shown as <id>."""
     unknown = np.flatnonzero(_is_unknown(ids, tokenizer)).tolist()
     if not unknown:
         return tokenizer.decode(ids.tolist())
@@ -108,7 +108,7 @@ def _is_mark(ids: Tokens, tokenizer: ChatTokenizer) -> BoolArray:
 
 
 def _message_start(kept: Tokens, tokenizer: ChatTokenizer) -> tuple[int, bool]:
-    """Find the start of the last message in shared tokens, and whether it is the first message."""
+    """Find where the last shared message starts, and whether it is the conversation's first."""
     marks = np.flatnonzero(_is_mark(kept, tokenizer))
     start = int(marks[-1]) if len(marks) else 0
     whole = start < _LONGEST_HEADER and not any(
@@ -126,7 +126,7 @@ def _pieces(ids: Tokens, tokenizer: ChatTokenizer) -> list[Piece]:
 
 
 def _is_same(old: Sequence[Piece], new: Sequence[Piece], *, plain: bool) -> bool:
-    """True if the new pieces begin with the old ones; the last old piece may still be open."""
+    """True if the new pieces begin with the old ones; the last old piece may be incomplete."""
     if not old or len(new) < len(old):
         return not old
     (text, end), (now, ends) = old[-1], new[len(old) - 1]
@@ -146,7 +146,7 @@ def _turns(pieces: Sequence[Piece]) -> list[Turn]:
 
 
 def _turns_of(row: Mapping[str, Any], *, answered: bool) -> list[Turn] | None:
-    """Return the conversation of a row, with or without its answers."""
+    """Parse a row's messages, plus its response if `answered`; None if they are unreadable."""
     try:
         sent = sent_messages(row)
     except (ValueError, RecursionError):

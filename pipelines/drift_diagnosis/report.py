@@ -24,7 +24,7 @@ _SUMS = ("num_breaks", "num_continuing_lineage", "num_lost_tokens")
 
 @dataclass(slots=True)
 class Report:
-    """Counts over all breaks of a dataset, with the first breaks in full.
+    """Counts over all breaks of a dataset, and the first breaks in full.
 
     Attributes:
         limit: Maximum number of breaks to keep in full; None keeps all.
@@ -41,7 +41,7 @@ class Report:
 
     @classmethod
     def of(cls, pieces: Iterable[Diagnosis], limit: int | None = None) -> Report:
-        """Summarise all pieces; only breaks up to the limit are kept in full."""
+        """Summarise all pieces, keeping at most `limit` breaks in full."""
         report = cls(limit)
         for piece in pieces:
             report.num_steps += piece.num_steps

@@ -22,13 +22,13 @@ _COLUMNS = ("token_source", "messages", "response_text", "prompt_token_ids", "re
 class TextReading:
     """Comparison of exact ids with those that `retokenize` computes from the logged text.
 
-    `response_text` is tokenized as the response to `messages`. A token is off if it is between the
-    first and the last difference of the two versions, counted on the longer side.
+    `response_text` is tokenized as the response to `messages`. Tokens from the first to
+    the last difference between the two versions are off, counted in the longer version.
 
     Attributes:
         num_compared: Steps with exact ids and both texts.
-        num_not_compared: All other steps.
-        first_reason: Why the first of these could not be compared; None if all were compared.
+        num_not_compared: Steps that could not be compared.
+        first_reason: Reason why the first of these could not be compared; None if there are none.
         num_prompts_off: Steps whose prompt gets different ids. `messages` does not contain the
             tools listed in the prompt; their tokens are counted as off.
         num_prompt_tokens_off: Tokens off in prompts.
@@ -49,7 +49,7 @@ class TextReading:
 
     @classmethod
     def of(cls, tables: Iterable[pa.Table], tokenizer: ChatTokenizer) -> TextReading:
-        """Compare tables with logical columns; any text column may be absent."""
+        """Compare the rows of tables with logical columns; text columns may be absent."""
         reading = cls()
         for table in tables:
             for row in table.to_pylist():
@@ -85,7 +85,7 @@ class TextReading:
 
 
 def num_off(exact: Tokens, read: Tokens) -> int:
-    """Count the tokens between the first and the last difference, on the longer side.
+    """Count the tokens from the first to the last difference, in the longer version.
 
     Example:
         >>> num_off(np.array([1, 26951, 3834, 2]), np.array([1, 94224, 2]))

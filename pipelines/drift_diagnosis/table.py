@@ -1,4 +1,4 @@
-"""`drift`: one row per step that does not continue the step before it."""
+"""Build the table of breaks: one row per step that does not continue the step before it."""
 
 from __future__ import annotations
 
@@ -90,13 +90,14 @@ def drift(frame: Frame, tokenizer: ChatTokenizer | PathLike | None = None) -> pl
 
     Returns:
         trajectory_id, step_index, agent of the step; cause (`HINTS`); continues_lineage: true if
-        it continues an earlier step, though not the one before it, so that nothing is lost;
+        the step continues an earlier step, but not the one before it, so that nothing is lost;
         from_step_index: the earlier step of the comparison; token_index: first token of the prompt
         that differs; num_lost_tokens: tokens of the earlier step from token_index on (0 if the step
         was not meant to repeat them: `new_agent`, `overlap`, continues_lineage); kept_ids: up to 12
         ids before token_index; lost_ids, now_ids: up to 48 ids from token_index on, of the earlier
         step and of the prompt respectively, up to where the two agree again; kept_text, lost_text,
-        now_text: these ids as text, null without a tokenizer; evidence.
+        now_text: these ids as text, null without a tokenizer; evidence: the observation behind the
+        cause.
 
     Example:
         Prompts [69622, 11397] and [69622, 11397, 94224, 198, 12, 41151]; the first response is

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 Change = Literal["unchanged", "same_text", "layout", "text", "system", "messages"]
-"""How two conversations differ, in this order: not in their messages; only in ids; in layout; in
-the text of messages; in everything from the system message on; in the list of messages."""
+"""Difference between two conversations: `unchanged` messages; `same_text` with different ids; only
+the `layout`; the `text` of a message; the `system` message and all that follows; or the list of
+`messages`."""
 
 Reading: TypeAlias = tuple[Change, str]
 """A change, and the evidence for it."""
@@ -68,11 +69,11 @@ def compare(before: Sequence[Turn], now: Sequence[Turn], *, whole: bool) -> Read
         return "system", "a different first message: " + _difference(old[0], new[0])
     if at < len(old) and [t.role for t in new[: len(old)]] == [t.role for t in old]:
         return "text", _difference(old[at], new[at])
-    return "messages", f"of {len(old) - at} messages from there on, {num_returning} recur"
+    return "messages", f"{num_returning} of {len(old) - at} messages from there on recur"
 
 
 def _history(turns: list[Turn]) -> list[Turn]:
-    """Remove the header of the message that is to be generated."""
+    """Remove a trailing generation prompt: the header of an assistant message without text."""
     is_header = turns and turns[-1].role in {"assistant", "model"} and not turns[-1].text
     return turns[:-1] if is_header else turns
 

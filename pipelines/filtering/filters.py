@@ -4,8 +4,8 @@ Edge cases:
 
     failed trajectory (`error` set)   has no return. `where`, the ranges and `stale` treat it like
                                       any other; `zero_variance` and `duplicates` ignore it
-    null return, no error             is unknown, not 0: it is outside every reward range, and
-                                      `zero_variance` ignores it
+    null return, no error             means unknown, not 0: outside every reward range, and ignored
+                                      by `zero_variance`
     group of one                      kept by `zero_variance`: its variance is undefined
 """
 
@@ -101,7 +101,7 @@ def dynamic_sampling(num_groups: int | None = None) -> list[Filter]:
 
 
 def reward_range(minimum: float | None = None, maximum: float | None = None) -> Filter:
-    """Keep trajectories whose return is in a range, bounds included; null is outside."""
+    """Keep trajectories whose return is in a range, bounds included; null is outside any range."""
     return _in_range("reward", pl.col("return"), minimum, maximum)
 
 

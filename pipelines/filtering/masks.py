@@ -27,7 +27,8 @@ def apply_masks(
         outcome: How returns are computed, for filters that need them.
 
     Returns:
-        All rows, in order; and the report, with `num_trajectories_masked` and `num_groups_masked`.
+        All rows, in order; and a report like that of `apply_filters`, with columns named `masked`
+        instead of `dropped`.
 
     Example:
         A trajectory of two steps; the last one stopped with `length`:

@@ -1,4 +1,4 @@
-"""Drop rows from inside trajectories and keep the table valid."""
+"""Drop single rows of trajectories, and keep the table valid."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def keep_rows(
         The kept rows, in order; and {num_rows,num_trajectories,num_groups}_{before,dropped}.
 
     Raises:
-        InputError: `return_unchanged` if a trajectory's return would change; `nothing_left`.
+        InputError: `return_unchanged` if a trajectory's return would change; `nothing_left` if
+            no row matches.
         InvariantError: `step_index_sequence` if a step occurs twice.
 
     Example:
@@ -51,7 +52,8 @@ def keep_rows(
     counts = count_rows(kept)
     if counts["num_rows_before"] and counts["num_rows_before"] == counts["num_rows_dropped"]:
         got = f"no row is left: kept 0 of {count(counts['num_rows_before'], 'row')}"
-        raise InputError("nothing_left", str(condition), got)
+        hint = "loosen the condition, or inspect the data: rollouts inspect DS"
+        raise InputError("nothing_left", str(condition), got, hint=hint)
     rows = renumber(frame, kept)
     returns = trajectory_returns(frame, outcome).collect(engine="streaming")
     if move_outcome:
@@ -102,7 +104,7 @@ def renumber(frame: Frame, kept: pl.DataFrame) -> pl.LazyFrame:
 
 
 def count_rows(kept: pl.DataFrame) -> dict[str, int]:
-    """Count rows, trajectories and groups before, and how many were dropped."""
+    """Count the rows, trajectories and groups before dropping, and those that are dropped."""
     counts, left = {}, kept.filter("kept")
     for name, column in {"trajectories": "trajectory_id", "groups": "instance_id"}.items():
         before = kept[column].n_unique()

@@ -1,4 +1,4 @@
-"""Decide in one pass over the rows which trajectories are dropped or masked, and by which filter.
+"""Decide in one pass which trajectories are dropped or masked, and by which filter.
 
 `judge` reads only ids, rewards and the columns that filters use, and keeps one line per trajectory
 in memory. `apply_filters` then drops trajectories; `pipelines.filtering.masks.apply_masks` excludes
@@ -46,7 +46,7 @@ class Filter:
 
 
 def judge(frame: Frame, filters: Sequence[Filter], outcome: Outcome = "last") -> pl.DataFrame:
-    """Apply filters in order; each sees only what the earlier ones kept.
+    """Apply filters in order; each sees only the trajectories that earlier filters kept.
 
     Args:
         frame: Rows of complete trajectories. Merging does not change the verdicts.
@@ -104,7 +104,7 @@ def keep(frame: Frame, verdicts: pl.DataFrame) -> pl.LazyFrame:
 
 
 def report(verdicts: pl.DataFrame, filters: Sequence[Filter]) -> pl.DataFrame:
-    """Count what each filter saw and dropped: one line per filter, with `REPORT_COLUMNS`.
+    """Count the trajectories and groups that each filter saw and dropped, one line per filter.
 
     A group is counted as dropped when its last trajectory is dropped.
     """
@@ -154,7 +154,7 @@ def apply_filters(
 
 
 def refuse_nothing(verdicts: pl.DataFrame, counts: pl.DataFrame, where: str) -> None:
-    """Raise `nothing_left` if every trajectory was dropped and there was at least one."""
+    """Raise `nothing_left` if filters dropped every trajectory of a non-empty table."""
     if verdicts.is_empty() or verdicts["reason"].null_count():
         return
     lines = counts.filter(pl.col("num_trajectories_dropped") > 0)
@@ -169,13 +169,14 @@ def check_expression(frame: pl.LazyFrame, expression: pl.Expr, name: str) -> Non
     """Raise if an expression cannot be computed from the frame's columns, before reading any row.
 
     Raises:
-        ConfigError: `known_column` or `condition`.
+        ConfigError: `known_column` for an unknown column; `condition` if Polars cannot evaluate the
+            expression.
     """
     schema = frame.collect_schema()
     known = [column for column in schema if column != STEPS]
     used = [column for column in expression.meta.root_names() if column != STEPS]
     check_columns(used, known, name, name.partition(": ")[2] or name)
-    # Running it on zero rows finds type errors without touching data.
+    # Evaluating the expression on zero rows finds type errors without reading data.
     types = types_in(expression, schema)
     collect(pl.DataFrame(schema=schema).lazy().select(expression), name, types)
 

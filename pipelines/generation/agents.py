@@ -1,4 +1,4 @@
-"""Agents: any `async def agent(client, task) -> reward`, whose client records calls as steps."""
+"""Agents: user-defined `async def agent(client, task) -> reward`; the client records each call."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Client:
 
     @property
     def failure(self) -> RolloutError | None:
-        """An error that ends the entire run, even if the agent caught it; None if none occurred."""
+        """The error that ends the entire run, even if the agent caught it; None if none."""
         return self._engine.failure
 
     async def chat(
@@ -147,12 +147,13 @@ class AgentTrajectory:
         self.warnings: list[str] = []
 
     async def run(self) -> None:
-        """Run the agent; the last step gets its reward, earlier steps get 0.
+        """Run the agent; the last step gets the agent's reward, earlier steps get 0.
 
         Raises:
-            InputError: agent_raised, agent_timeout; agent_reward if the reward is not a finite
-                number; agent_calls if the agent made no call.
-            EngineError: Errors of the engine.
+            InputError: agent_raised if the agent raises; agent_timeout; agent_reward if the reward
+                is not a finite number; agent_calls if the agent made no call.
+            EngineError: As for `Engine.chat`; engine_down and engine_answer are raised even if the
+                agent caught them.
         """
         try:
             call = without_exit(self._agent(self._client, self._task))
@@ -163,7 +164,8 @@ class AgentTrajectory:
                 raise self._client.failure
         number = as_number(reward)
         if number is None:
-            raise InputError("agent_reward", self.where, f"{reward!r:.60}", "a finite number")
+            got = f"the reward {reward!r:.60}"
+            raise InputError("agent_reward", self.where, got, "a finite number")
         if not self.steps:
             raise InputError("agent_calls", self.where, "the agent made no calls to the model")
         for step in self.steps:

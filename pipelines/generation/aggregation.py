@@ -98,7 +98,7 @@ async def _aggregated(name: str, call: Callable[[], Any], timeout_s: float) -> d
     def numbers() -> dict[str, float]:
         made = call()
         if not isinstance(made, Mapping):
-            raise InputError("env_output", where, f"{made!r:.60}", "a dict")
+            raise InputError("env_output", where, f"the result {made!r:.60}", "a dict")
         found = {encodable(str(key)): as_number(value) for key, value in made.items()}
         return {key: number for key, number in found.items() if number is not None}
 

@@ -1,4 +1,4 @@
-"""Rows of one finished attempt at a task."""
+"""Build the rows of finished attempts at tasks."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Finished:
     Attributes:
         task: The task attempted.
         rows: Rows of the rollout table; at least one.
-        rule: Rule of the error; None if the trajectory succeeded, or if its failure was reported by
-            a generator.
+        rule: Rule id of the error; None if the trajectory succeeded, or if a generator reported its
+            failure.
         warnings: Problems that do not affect the rows.
     """
 
@@ -33,7 +33,7 @@ class Finished:
 
     @property
     def error(self) -> str | None:
-        """Why the trajectory failed; None if it succeeded."""
+        """Reason why the trajectory failed; None if it succeeded."""
         has = "error" in self.rows.column_names
         error: str | None = self.rows.column("error")[0].as_py() if has else None
         return error

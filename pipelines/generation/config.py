@@ -80,7 +80,7 @@ class GenerateConfig:
     group_size: Count = 1
     """Trajectories per task; >= 1."""
     max_turns: Count = 1
-    """Maximum number of turns of a trajectory; >= 1. Environments get it as an extra."""
+    """Maximum number of turns of a trajectory; >= 1. Environments receive it as an extra."""
     max_input_tokens: Count | None = None
     """Maximum length of a prompt, in tokens; >= 1. A trajectory ends before a turn that would exceed
     it, with stop reason `context_length`. None: the model's context is the limit."""
@@ -88,20 +88,20 @@ class GenerateConfig:
     max_response_tokens: Count = 1024
     """Maximum number of tokens sampled per turn; >= 1."""
     temperature: float = 1.0
-    """>= 0; 0 takes the most likely token."""
+    """Sampling temperature, >= 0; 0 takes the most likely token."""
     top_p: float = 1.0
-    """In (0, 1]."""
+    """Sample from the fewest tokens whose probabilities sum to at least this, in (0, 1]; 1: all."""
     top_k: int | None = None
-    """>= 1. None: off."""
+    """Sample from this many of the most likely tokens; >= 1. None: all."""
     min_p: float = 0.0
-    """In [0, 1)."""
+    """Minimum probability of a token relative to the most likely one, in [0, 1); 0: all tokens."""
     stop: tuple[str, ...] = ()
     """Strings that end a turn; they are included in its response."""
     seed: int | None = None
     """Base seed: each call's seed is derived from it, the trajectory and the turn. None: calls have
     no seed, which is faster on vLLM."""
     sampling_extra: dict[str, Any] = field(default_factory=dict)
-    """vllm: further fields of each request."""
+    """vllm: additional fields of every request."""
 
     zero_reward_on_non_stop: bool = False
     """Set all rewards of a trajectory to 0 if its last turn was cut off."""
@@ -182,7 +182,8 @@ def load_generate_config(
     """Read a configuration with `rollout_io.configuration.load_record`; `out` overrides the file.
 
     Raises:
-        ConfigError: config_file, config_key, config_value, sampling.
+        ConfigError: config_file if the file is unreadable; config_key for an unknown key;
+            config_value or sampling for an invalid value.
     """
     required = {"tasks": "a file", "model": "a model directory", "out": "a directory (--out DS)"}
     examples = {"stop": '["</answer>"]', "urls": '["http://127.0.0.1:8000"]'}
@@ -201,7 +202,7 @@ def _breaches(c: GenerateConfig) -> Iterator[tuple[str, str, str]]:
     runs = {"agent": c.agent, "environment": c.environment, "harness": c.harness and "a harness"}
     given = {name: value for name, value in runs.items() if value is not None}
     if len(given) > 1:
-        yield " and ".join(given), " and ".join(given.values()), "one of them"
+        yield " and ".join(given), " and ".join(given.values()), "only one of them"
     for name in given.keys() & {"agent", "harness"}:
         if c.history != "append":
             yield f"history and {name}", c.history, "append: history applies to environments only"
@@ -215,4 +216,8 @@ def _breaches(c: GenerateConfig) -> Iterator[tuple[str, str, str]]:
         if c.generator is not None and getattr(c, key):
             yield f"{key} and generator", "true", "false: the generator sets rewards and masks"
     if (c.engine == "vllm") != bool(c.urls):
-        yield "engine and urls", f"{c.engine} and {list(c.urls)}", "urls with vllm only"
+        yield (
+            "engine and urls",
+            f"{c.engine} and {list(c.urls)}",
+            "urls if and only if engine = vllm",
+        )

@@ -55,11 +55,11 @@ def _check_same(config: GenerateConfig) -> None:
 
 
 class GroupWriter:
-    """A writer of complete groups, several per shard; on exit, it writes all finished trajectories.
+    """Writes complete groups, several per shard; on exit, writes all other finished trajectories.
 
-    A shard is written completely or not at all, so no trajectory is ever written twice: those that
-    a stopped run did not write are generated again. On exit, even after an error, the finished
-    trajectories of incomplete groups are written too.
+    A shard is written completely or not at all, so no trajectory is ever written twice:
+    trajectories that an interrupted run did not write are generated again. On exit, even after an
+    error, the finished trajectories of incomplete groups are written too.
 
     Args:
         out: Dataset directory.
@@ -87,7 +87,7 @@ class GroupWriter:
         self._write(list(self._finished))
 
     def add(self, finished: Finished) -> None:
-        """Add a trajectory; writes when enough groups are complete."""
+        """Add a trajectory; write a shard if enough groups are complete."""
         name = finished.task.instance_id
         self._finished.setdefault(name, []).append(finished)
         self._missing[name] -= 1

@@ -1,4 +1,4 @@
-"""Environments with skyrl-gym's interface (init, step, close), with checks and a time limit."""
+"""Run environments with skyrl-gym's interface (init, step, close), with checks and time limits."""
 
 from __future__ import annotations
 
@@ -76,7 +76,8 @@ class Environment:
 
     def _conversation(self, made: Any) -> list[dict[str, Any]]:
         if not isinstance(made, tuple) or len(made) != 2:
-            raise self._nonsense("init", f"{made!r:.60}", "(conversation, metadata)")
+            got = f"the result {made!r:.60}"
+            raise self._nonsense("init", got, "a pair (conversation, metadata)")
         where = f"{self._where}, init"
         try:
             return conversation(made[0], where)
@@ -85,7 +86,7 @@ class Environment:
             raise InputError(*given, message=error.sentence) from None
 
     async def step(self, action: str) -> Outcome:
-        """Take an action.
+        """Pass an action to the environment, and check the result.
 
         Raises:
             InputError: env_raised, env_timeout; env_output unless the result is a mapping with
@@ -97,7 +98,7 @@ class Environment:
 
     def _outcome(self, name: str, action: str, made: Any) -> Outcome:
         if not isinstance(made, Mapping):
-            raise self._nonsense(name, f"{made!r:.60}", "a dict")
+            raise self._nonsense(name, f"the result {made!r:.60}", "a dict")
         missing = [key for key in ("observations", "reward", "done") if key not in made]
         if missing:
             got = f"the result has no `{missing[0]}`"
@@ -116,7 +117,7 @@ class Environment:
         """Return the environment's metrics that are numbers or Booleans.
 
         Raises:
-            InputError: env_raised, env_timeout; env_output if they are not a mapping.
+            InputError: env_raised, env_timeout; env_output if the metrics are not a mapping.
         """
         if not hasattr(self._own, "get_metrics"):
             return {}
@@ -124,12 +125,12 @@ class Environment:
 
     def _numbers(self, found: Any) -> dict[str, float]:
         if not isinstance(found, Mapping):
-            raise self._nonsense("get_metrics", f"{found!r:.60}", "a dict")
+            raise self._nonsense("get_metrics", f"the result {found!r:.60}", "a dict")
         numbers = {encodable(str(k)): as_number(v) for k, v in found.items()}
         return {name: number for name, number in numbers.items() if number is not None}
 
     async def close(self) -> None:
-        """Close the environment if it exists, within 30 s: even interrupted runs wait for this.
+        """Close the environment if it exists, within 30 s, because interrupted runs wait for this.
 
         Raises:
             InputError: env_raised, env_timeout.

@@ -51,24 +51,24 @@ class Trajectory(Protocol):
         """Run the entire attempt.
 
         Raises:
-            RolloutError: The reason why it failed.
+            RolloutError: If the attempt fails.
         """
         ...
 
 
 class Generator:
-    """A runner for tasks on an engine: in environments, or with an agent, harness or generator.
+    """Runs tasks on an engine, in environments or with an agent, harness or custom generator.
 
     Args:
         engine: An engine whose context has been entered.
         tokenizer: Tokenizer of the engine, with the configured chat template.
         config: Settings; `tasks` and `out` are not used.
-        calls: Serves the calls of harnesses; see `open_calls`.
+        calls: Server of harness calls, from `open_calls`; None without a harness.
         phase: Purpose of the batches, passed to a custom generator.
 
     Raises:
         RolloutError: agent, environment, generator or harness if the configured one does not
-            exist; extra_installed.
+            exist; extra_installed if a required package is missing.
     """
 
     def __init__(
@@ -90,7 +90,8 @@ class Generator:
         """Check that all environments exist, or that the harness accepts every task.
 
         Raises:
-            RolloutError: environment, extra_installed, harness.
+            RolloutError: environment or harness if the check fails; extra_installed if a required
+                package is missing.
         """
         if self._harness is not None:
             _calls_module()
@@ -113,7 +114,7 @@ class Generator:
         )
 
     def units(self, tasks: Sequence[Task]) -> list[Unit]:
-        """Split the tasks into the units that `finish` takes, in order."""
+        """Split the tasks, in order, into units for `finish`."""
         if self._own is None:
             return [[task] for task in tasks]
         return [list(group) for _, group in groupby(tasks, key=attrgetter("instance_id"))]
@@ -121,7 +122,7 @@ class Generator:
     async def run(self, tasks: Sequence[Task]) -> AsyncGenerator[Finished, None]:
         """Yield each trajectory as it ends, running up to `max_concurrency` of them at once.
 
-        A failed trajectory is yielded with its `error`, whatever its environment or agent did.
+        A failed trajectory is yielded with its `error`, whatever its environment or agent raised.
 
         Raises:
             EngineError: engine_down, engine_answer; no further trajectory is started, and the
@@ -195,7 +196,7 @@ class Generator:
         return finished_of(task, trajectory.steps, error, trajectory.warnings)
 
     def _trajectory(self, task: Task) -> Trajectory:
-        task = copy.deepcopy(task)  # user code may change it: other attempts must not see this
+        task = copy.deepcopy(task)  # user code may modify the task, and retries must not see that
         if self._harness is not None:
             from pipelines.harness.trajectory import HarnessTrajectory
 
@@ -220,8 +221,8 @@ async def open_calls(
     """Serve the calls of harnesses (`pipelines.harness.recorded_calls.open_calls`), if configured.
 
     Raises:
-        MissingExtra: extra_installed.
-        ConfigError: address.
+        MissingExtra: extra_installed if a required package is missing.
+        ConfigError: address if there is no free port.
     """
     if config.harness is None:
         yield None
@@ -236,7 +237,7 @@ def _calls_module() -> ModuleType:
 
 
 class UnderWay:
-    """Units of tasks, run concurrently within the limit of `max_concurrency` trajectories.
+    """Units of tasks that run concurrently, up to `max_concurrency` trajectories in total.
 
     A unit that is larger than the limit runs by itself.
 

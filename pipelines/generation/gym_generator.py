@@ -1,4 +1,4 @@
-"""SkyRL's generator interface: `async generate(GeneratorInput) -> GeneratorOutput`."""
+"""Implement SkyRL's generator interface: `async generate(GeneratorInput) -> GeneratorOutput`."""
 
 from __future__ import annotations
 

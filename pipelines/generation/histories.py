@@ -32,7 +32,7 @@ class Conversation(Protocol):
     def extend(
         self, response_ids: list[int], text: str, replaced: str | None, observations: Messages
     ) -> list[int]:
-        """Add a turn.
+        """Add a turn to the conversation.
 
         Args:
             response_ids: [R] ids sampled for `prompt_ids()`.
@@ -47,7 +47,7 @@ class Conversation(Protocol):
 
 
 def begin(history: History, prompt: Messages, tokenizer: ChatTokenizer, where: str) -> Conversation:
-    """Start a conversation.
+    """Start a conversation that builds prompts as `history` specifies.
 
     Raises:
         InputError: chat_template if the template does not accept the prompt.

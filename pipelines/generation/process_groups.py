@@ -1,4 +1,4 @@
-"""Kill process groups and remove a folder when this process ends, however it ends."""
+"""Kill process groups and remove a folder when this process ends for any reason."""
 
 from __future__ import annotations
 

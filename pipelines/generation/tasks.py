@@ -1,4 +1,4 @@
-"""Tasks for environments, agents and harnesses."""
+"""Read tasks for environments, agents and harnesses."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Task:
 
     @property
     def trajectory_id(self) -> str:
-        """`{instance_id}_{repetition_id}`."""
+        """Id of the trajectory: `{instance_id}_{repetition_id}`."""
         return f"{self.instance_id}_{self.repetition_id}"
 
 
@@ -46,8 +46,8 @@ def read_tasks(path: str, group_size: int) -> list[Task]:
 
     Args:
         path: JSON Lines, or Parquet if its extension is .parquet. `prompt` is a list of messages,
-            or text, which becomes a user message; `instance_id` defaults to the line number (from
-            0).
+            or text, which becomes a user message; `instance_id` defaults to the index of the
+            record (from 0).
         group_size: Attempts per task.
 
     Raises:

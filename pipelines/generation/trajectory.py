@@ -39,7 +39,7 @@ def seed_of(seed: int | None, trajectory_id: str, call: int) -> int | None:
 
 
 def step_of(sampled: Sampled, sampling: Sampling, messages: str | None, source: str) -> Step:
-    """Build the row of one call."""
+    """Build a step from one call."""
     return Step(
         source=source,
         prompt_token_ids=np.array(sampled.prompt_token_ids, np.int32),
@@ -88,11 +88,11 @@ class GymTrajectory:
         self._said: list[dict[str, Any]] = []
 
     async def run(self) -> None:
-        """Run all turns.
+        """Run turns until the environment is done or a limit is reached.
 
         Raises:
             InputError: env_raised, env_timeout, env_output.
-            EngineError: context_length if the first prompt is too long; errors of the engine.
+            EngineError: context_length if the first prompt is too long; or if the engine fails.
         """
         try:
             prompt = await self._environment.init(self.task.prompt)

@@ -35,7 +35,8 @@ class OwnThread:
         """Call a function in the thread and return its result.
 
         Raises:
-            InputError: {rule}_timeout if there is no result in time; {rule}_raised if it raises.
+            InputError: {rule}_timeout if there is no result in time; {rule}_raised if the function
+                raises.
         """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Value] = loop.create_future()
@@ -140,8 +141,8 @@ async def in_time(awaitable: Awaitable[Value], timeout_s: float, rule: str, wher
     """Await user code with a time limit.
 
     Raises:
-        InputError: {rule}_timeout; {rule}_raised. A RolloutError raised by the code is passed on
-            unchanged.
+        InputError: {rule}_timeout if there is no result in time; {rule}_raised if the code raises.
+            A RolloutError that it raises is passed on unchanged.
     """
     work = _Leavable(awaitable)
     task = awaitable if asyncio.isfuture(awaitable) else asyncio.ensure_future(work)

@@ -42,7 +42,7 @@ class OwnGenerator:
         engine: Passed to the generator; its context must be entered before the first call.
         tokenizer: Passed to the generator.
         config: Passed to the generator, which is constructed on the first call.
-        phase: Purpose of its batches.
+        phase: Purpose of the generator's batches.
 
     Raises:
         ConfigError: generator if the class does not exist or has no `async def generate`.
@@ -126,7 +126,9 @@ class OwnGenerator:
             raise InputError("generator_output", where, got) from error
         rows = with_sampling(table, self._config, version)
         names = rows.column("trajectory_id")
-        warnings = [f"generator {self._config.generator}: {', '.join(dropped)} dropped"]
+        warnings = [
+            f"generator {self._config.generator}: dropped unknown fields: {', '.join(dropped)}"
+        ]
         return [
             Finished(
                 task=task,

@@ -1,1 +1,1 @@
-"""Run harnesses in the loop: each trajectory has a base URL, and its calls become its steps."""
+"""Run harnesses during generation: each trajectory has a base URL, and its calls become steps."""

@@ -1,4 +1,4 @@
-"""Run a command, with its output in files, and end it with all its processes."""
+"""Run a command with its output in files, and stop all its processes at the end."""
 
 from __future__ import annotations
 
@@ -42,21 +42,22 @@ async def run_command(
 ) -> Output:
     """Run a command to completion, without a shell, in the current directory.
 
-    Its processes form a group: all have ended when this returns or raises, and they are killed when
-    this process ends, however that happens. A process that leaves the group (`setsid`, a daemon) is
-    not ended.
+    Its processes form a group. All of them have ended when this function returns or raises, and
+    they are killed when this process ends for any reason. A process that leaves the group
+    (`setsid`, a daemon) is not stopped.
 
     Args:
-        words: The command.
+        words: Program and arguments.
         environment: Environment variables in addition to this process's.
         folder: Folder for its output.
-        timeout_s: Time limit in seconds; then SIGTERM, and SIGKILL after a grace period.
-        watch: Kills its processes if this process is killed.
+        timeout_s: Time limit in seconds; when it expires, SIGTERM is sent, then SIGKILL after a
+            grace period.
+        watch: Kills the command's processes if this process is killed.
         where: Location shown in error messages.
 
     Raises:
-        InputError: harness_start if the program does not exist; harness_timeout; harness_exit if
-            its exit status is not 0.
+        InputError: harness_start if the program cannot be started; harness_timeout if the time
+            limit expires; harness_exit if the exit status is not 0.
     """
     paths = [folder / "stdout", folder / "stderr"]
     with paths[0].open("wb") as out, paths[1].open("wb") as err:
@@ -93,7 +94,7 @@ async def run_command(
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """End every process of the group: with SIGTERM while its leader runs, then with SIGKILL."""
+    """Stop every process of the group: SIGTERM if its leader still runs, then SIGKILL."""
     try:
         if process.returncode is None:
             signal_group(process.pid, signal.SIGTERM)

@@ -1,6 +1,6 @@
-"""Serve any `Engine` as an OpenAI-compatible API: exact tokens, log-probabilities, tools, streams.
+"""Serve any `Engine` as an OpenAI-compatible API with exact tokens, tools and streaming.
 
-A response is sampled in full before any of it is sent; a stream returns it in a few chunks.
+A response is sampled completely before it is sent; a stream returns it in a few chunks.
 Log-probabilities name their tokens by id (`token_id:N`).
 """
 
@@ -172,7 +172,7 @@ def read_request(body: bytes, where: str) -> tuple[_Request, Sampling]:
 
     Raises:
         InputError: engine_request if the body is not a valid request.
-        ConfigError: sampling.
+        ConfigError: sampling if a sampling parameter is out of range.
     """
     try:
         fields, request = _FIELDS.decode(body), _REQUEST.decode(body)

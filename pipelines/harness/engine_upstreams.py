@@ -1,4 +1,4 @@
-"""Engines whose weights the RL loop sets: a restarted engine loads them before serving calls."""
+"""Engines whose weights the RL loop updates; restarted engines reload them before any call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from schemas.errors import EngineError
 
 
 class EngineGone(EngineError):
-    """Error of a call that got no response on any attempt, so further calls would fail too."""
+    """Error of a call that got no response on any attempt; further calls would fail too."""
 
 
 class PolicyUpstreams(Upstreams):
@@ -20,7 +20,7 @@ class PolicyUpstreams(Upstreams):
 
     Args:
         urls: Root of each engine.
-        engine: Loads their weights.
+        engine: Engine that loads their weights.
     """
 
     gone = EngineGone

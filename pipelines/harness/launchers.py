@@ -1,4 +1,4 @@
-"""Launch harnesses: a function or a command line that gets a base URL and returns a reward."""
+"""Launch harnesses: functions or command lines that receive a base URL and return a reward."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Endpoint:
     """API endpoint of one trajectory.
 
     Attributes:
-        base_url: For an OpenAI client: "http://127.0.0.1:8123/s/5f0c.../0/v1".
+        base_url: Base URL for an OpenAI client: "http://127.0.0.1:8123/s/5f0c.../0/v1".
         model: Name of the model; requests with any other name are served by the same model.
         api_key: A placeholder for clients that require a key.
     """
@@ -56,7 +56,7 @@ class Harness(Protocol):
         """Check that the harness can run these tasks.
 
         Raises:
-            ConfigError: harness.
+            ConfigError: harness if it cannot run one of them.
         """
         ...
 
@@ -64,8 +64,8 @@ class Harness(Protocol):
         """Run a task to completion.
 
         Raises:
-            InputError: harness_reward, harness_timeout; harness_raised for a function;
-                harness_start and harness_exit for a command.
+            InputError: harness_reward if the result is not an outcome; harness_timeout;
+                harness_raised for a function; harness_start and harness_exit for a command.
         """
         ...
 
@@ -165,8 +165,8 @@ class CommandHarness:
     def _variables(self, endpoint: Endpoint) -> dict[str, str]:
         """Return the environment variables that configure OpenAI clients.
 
-        A command that contains {base_url} may also call another model, such as a judge, so the base
-        URL variables are then left unset here. An existing OPENAI_API_KEY is always kept.
+        A command that contains {base_url} may also call another model, such as a judge, so its base
+        URL variables are not set. An existing OPENAI_API_KEY is always kept.
         """
         url = {"OPENAI_BASE_URL": endpoint.base_url, "OPENAI_API_BASE": endpoint.base_url}
         key = {"OPENAI_API_KEY": os.environ.get("OPENAI_API_KEY", endpoint.api_key)}

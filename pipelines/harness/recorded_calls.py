@@ -1,11 +1,11 @@
-"""The recorder in the loop: each trajectory has its own base URL, and its calls are recorded.
+"""Record harness calls during generation: each trajectory has a base URL of its own.
 
     harness -> /s/TOKEN/0/v1 (here) -> engine's OpenAI API
                      |
                 a recorder's journal -> the trajectory's steps, built as in `rollouts record`
 
 Calls are kept until their trajectory has ended, in a directory that is removed when the process
-ends, however that happens.
+ends for any reason.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ class OpenTrajectory:
     Attributes:
         task: The task attempted.
         config: Sampling settings for fields that requests omit.
-        session: Recorded calls.
+        session: Session with the recorded calls.
         num_calls: Number of calls started.
         running: Running calls.
-        failure: An error that ends the entire run, not only this trajectory.
+        failure: Error that ends the entire run, not only this trajectory; None if there is none.
     """
 
     task: Task
@@ -82,14 +82,14 @@ class OpenTrajectory:
 
 
 class Calls:
-    """ASGI application that serves the calls of open trajectories, and no others.
+    """ASGI application that serves calls of open trajectories and rejects all others.
 
     Args:
-        recorder: A recorder whose context has been entered; this class never ends its sessions.
+        recorder: A recorder whose context has been entered. Sessions are forgotten, never ended.
         upstreams: Upstreams whose context has been entered.
-        engine: The engine that serves the calls; provides the version of its weights.
-        vocab_size: All ids must be below it.
-        turn: Context entered around each call, while the engine works on it.
+        engine: The engine that serves the calls; it provides the version of its weights.
+        vocab_size: Vocabulary size; all token ids must be below it.
+        turn: Context to enter around each call.
         watch: Kills the processes of harnesses when this process ends.
         served: The application that serves the engine, if it is served by this process.
 
@@ -118,7 +118,7 @@ class Calls:
     async def trajectory(
         self, task: Task, config: GenerateConfig
     ) -> AsyncIterator[tuple[OpenTrajectory, Endpoint]]:
-        """Serve the calls of a trajectory for as long as the block lasts."""
+        """Serve the calls of a trajectory inside a `with` block."""
         session = self._recorder.open(secrets.token_hex(8), 0)
         opened = OpenTrajectory(task=task, config=config, session=session)
         self._open[session.name] = opened
@@ -136,7 +136,7 @@ class Calls:
         """Build the steps of a trajectory whose calls have ended, with its outcome.
 
         Returns:
-            The steps that can be read; and why the calls cannot be used as they are, or None.
+            The readable steps; and the error that makes some calls unusable, or None.
         """
         session = opened.session
         losses = losses_of(session, {"error": outcome.error})
@@ -159,7 +159,7 @@ class Calls:
         target = target_of(exchange.raw_path, exchange.headers)
         opened = self._open.get(target.session or "")
         if opened is None:
-            got = "the URL belongs to no running trajectory"
+            got = "no running trajectory has this URL"
             raise InputError("no_session", exchange.raw_path, got)
         exchange.headers.pop("authorization", None)
         if target.rest in KINDS:
@@ -212,7 +212,8 @@ class Calls:
         """Parse a request, and add configured defaults to it.
 
         Raises:
-            InputError: engine_request if the response could not be recorded; request_size.
+            InputError: engine_request if the request is invalid or its response could not be
+                recorded; request_size if the request is too large.
         """
         try:
             fields = _DECODER.decode(body)
@@ -238,13 +239,13 @@ class Calls:
 async def open_calls(
     config: GenerateConfig, engine: Engine, tokenizer: ChatTokenizer, turn: Turn
 ) -> AsyncIterator[Calls]:
-    """Serve the calls of harnesses on loopback for as long as the block lasts.
+    """Serve the calls of harnesses on loopback inside a `with` block.
 
     Args:
-        config: Its `urls` are the engine's API; if it has none, this process serves the engine.
+        config: `urls` of the engine's API; if there are none, this process serves the engine.
         engine: An engine whose context has been entered.
         tokenizer: Tokenizer of the engine.
-        turn: Context entered around each call, while the engine works on it.
+        turn: Context to enter around each call.
 
     Raises:
         ConfigError: address if there is no free port.

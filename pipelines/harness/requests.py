@@ -62,7 +62,7 @@ def completed(fields: Fields, usual: Mapping[str, Any], max_response_tokens: int
 
 
 def _number(raw: msgspec.Raw) -> float:
-    """Parse a number or a numeric string, which vLLM also accepts; return 0 for anything else."""
+    """Parse a number, or a numeric string, which vLLM accepts too; return 0 for anything else."""
     try:
         return msgspec.convert(msgspec.json.decode(raw), float, strict=False)
     except msgspec.ValidationError:

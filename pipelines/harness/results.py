@@ -1,4 +1,4 @@
-"""Parse the result of a harness: a number, or an object with reward or error, and metrics."""
+"""Parse the result of a harness: a number, or an object with a reward or error, and metrics."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rollout_io.conversion.rewards import Outcome
 from schemas.errors import InputError
 
 REWARD = "harness_reward"
-_EXPECTED = "a finite number, or an object with `reward` and optional `metrics`"
+_EXPECTED = "a finite number, or an object with `reward` or `error`, and optionally `metrics`"
 
 
 def outcome_of(result: Any, where: str) -> Outcome:
@@ -24,7 +24,7 @@ def outcome_of(result: Any, where: str) -> Outcome:
         where: Location shown in error messages.
 
     Raises:
-        InputError: harness_reward if the result is neither.
+        InputError: harness_reward if the result is not of this form.
 
     Example:
         >>> outcome_of({"reward": 1, "metrics": {"turns": 3}}, "trajectory").metrics
@@ -34,7 +34,7 @@ def outcome_of(result: Any, where: str) -> Outcome:
     if number is not None:
         return Outcome(where=where, reward=number, error=None, metrics={}, user_values={})
     if not isinstance(result, Mapping):
-        raise _bad(where, f"{result!r:.60}")
+        raise _bad(where, f"the result {result!r:.60}")
     unknown = sorted(map(repr, result.keys() - {"reward", "error", "metrics"}))
     if unknown:
         raise _bad(where, f"the key {unknown[0]}", "put further numbers into `metrics`")
@@ -75,7 +75,8 @@ def parse_result(text: str, where: str) -> Outcome:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
-        raise _bad(where, repr(text[-60:]) if text.strip() else "an empty result") from None
+        got = f"the result {text[-60:]!r}" if text.strip() else "an empty result"
+        raise _bad(where, got) from None
     return outcome_of(found, where)
 
 

@@ -16,9 +16,9 @@ class HarnessTrajectory:
 
     Args:
         harness: The harness to run.
-        calls: Serves its calls.
+        calls: Server of the harness's calls.
         task: The task to attempt.
-        config: Sampling settings for fields that its calls omit, and its time limit.
+        config: Sampling settings for fields that calls omit, and the time limit.
 
     Attributes:
         steps: Recorded calls, set when the harness ends; kept if the trajectory fails.
@@ -32,11 +32,12 @@ class HarnessTrajectory:
         self.warnings: list[str] = []
 
     async def run(self) -> None:
-        """Run the harness; the last step gets its reward, earlier steps get 0.
+        """Run the harness; the last step gets the harness's reward, earlier steps get 0.
 
         Raises:
-            RolloutError: As for `Harness.run`; harness_error if it reports a failure; no_calls; errors
-                that make its calls unusable; engine_down.
+            RolloutError: As for `Harness.run`; harness_error if the harness reports a failure;
+                no_calls if no call got a response; engine_down; or the error that makes its calls
+                unusable.
         """
         failure: RolloutError | None = None
         async with self._calls.trajectory(self._task, self._config) as (opened, endpoint):
@@ -57,7 +58,7 @@ class HarnessTrajectory:
             failure = InputError("harness_error", self.where, outcome.error)
         if failure is None and not self.steps:
             calls = count(opened.num_calls, "call")
-            got = f"the harness made {calls}, but got no response"
+            got = f"the harness made {calls} but received no response"
             if not opened.num_calls:
                 got = "the harness made no calls to the model"
             hint = f"check that the harness uses its base URL, {endpoint.base_url}"

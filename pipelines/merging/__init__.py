@@ -1,1 +1,1 @@
-"""Steps to sequences and back: the prefix tree, lineages, merge and unmerge."""
+"""Merge steps into sequences, and split them again: prefix tree, lineages, merge, unmerge."""

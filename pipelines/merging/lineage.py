@@ -1,14 +1,14 @@
-"""Find which step continues which: the chains of steps that a merge joins into one sequence.
+"""Find the step that each step continues: these chains are merged into sequences.
 
 A step may continue an earlier step of its trajectory if its prompt starts with that step's prompt +
 response, token for token, and both agree in the columns that must not vary within a row (see
 `join_keys`). At most one step continues a given step: the earliest candidate.
 
-    consecutive   a step continues the step right before it, or none; this is the rule of SkyRL's
+    consecutive   a step may continue only the step right before it, as in SkyRL's
                   merge_stepwise_output
-    lineage       a step continues the longest earlier step that has no continuation yet: the main
-                  agent can thus continue after a sub-agent's calls, and a context that was set
-                  aside can be resumed
+    lineage       a step continues the longest earlier step that has no continuation yet, so the
+                  main agent can continue after a sub-agent's calls, and an interrupted context can
+                  be resumed
 
 If a trajectory has a row that cannot be joined (its response is empty, or its `segments` already
 list sampled ranges), both rules act like `consecutive`: such a row cannot record its original step
@@ -43,7 +43,7 @@ def continued_rows(
     Args:
         table: Complete trajectories, as for `prefix_tree`.
         rule: `lineage` or `consecutive`.
-        tree: Prefix tree of the table, if it has already been computed.
+        tree: Prefix tree of the table; None to compute it.
 
     Example:
         Prompts [1], [7] and [1, 2, 3], responses [2], [8] and [4]: the third step continues the
@@ -81,8 +81,8 @@ def continued_rows(
 def join_keys(table: pa.Table, tree: PrefixTree) -> IntArray:
     """[N] Compute keys: only rows with equal keys may share a sequence; rows with -1 never do.
 
-    A row holds a single value of each column in `SAME_IN_A_SEQUENCE`, and each column of
-    `SAME_NULLNESS` is null for the entire row or not at all. A row with an empty response, or whose
+    A merged row has a single value in each column of `SAME_IN_A_SEQUENCE`, and a column of
+    `SAME_NULLNESS` is null for all of its steps or for none. A row with an empty response, or whose
     `segments` already list its sampled ranges, is never joined.
     """
     keys = np.zeros(table.num_rows, np.int64)
@@ -113,7 +113,7 @@ def _paired(keys: IntArray, values: pa.ChunkedArray) -> IntArray:
 def _undecided(
     tree: PrefixTree, parent: IntArray, steps_back: IntArray
 ) -> Iterator[tuple[int, int]]:
-    """Find the trajectories whose chains are not determined by the longest shared prefix."""
+    """List the row ranges of trajectories that the longest shared prefixes leave undecided."""
     num_rows = len(parent)
     is_root = (tree.parent < 0) & (tree.prompt > 0)
     in_reach = parent >= np.arange(num_rows) - steps_back
@@ -134,8 +134,8 @@ def _by_ancestors(above: list[int], keys: list[int], steps_back: int) -> list[in
     happen only if a prompt adds nothing to its parent's tokens (see `_by_tokens`).
 
     Args:
-        above: For each prompt, the longest step whose tokens are a prefix of it; -1: none.
-        keys: See `join_keys`.
+        above: For each step, the longest step whose tokens are a prefix of its prompt; -1: none.
+        keys: Key of each step (see `join_keys`).
         steps_back: Maximum distance between a step and the step that it continues.
     """
     nearest = _nearest_of_its_key(above, keys)
@@ -152,7 +152,7 @@ def _by_ancestors(above: list[int], keys: list[int], steps_back: int) -> list[in
 
 
 def _first_open(at: int, above: list[int], num_open: list[int]) -> int:
-    """Find the first open step from `at` upwards, compressing the path for later searches."""
+    """Find the first open step (not continued yet) from `at` upwards, compressing the path."""
     passed = []
     while at >= 0 and not num_open[at]:
         passed.append(at)
@@ -173,7 +173,7 @@ def _nearest_of_its_key(above: list[int], keys: list[int]) -> list[int]:
     todo = [step for step, at in enumerate(above) if at < 0]
     while todo:
         step = todo.pop()
-        if step < 0:  # all steps below ~step are done: restore the state from before it
+        if step < 0:  # all steps below ~step are done: restore the earlier state
             on_the_way[keys[~step]] = nearest[~step]
             continue
         nearest[step] = on_the_way.get(keys[step], -1)

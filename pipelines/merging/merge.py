@@ -1,4 +1,4 @@
-"""Prefix-aware merging: steps that continue each other token for token become one sequence.
+"""Merge steps that continue each other token for token into one sequence.
 
 Tokens that the next prompt adds are observations: they become part of the response, but are not
 trained on. `segments` keeps every per-step value, so `unmerge` restores the steps.
@@ -41,14 +41,15 @@ def merge(frame: Frame, rule: Rule = "lineage", *, same_routes: bool = False) ->
 
     Rows are joined only if they have equal values in `lineage.SAME_IN_A_SEQUENCE`, and agree on
     which of rollout_logprobs, reward, rewards and rollout_expert_indices are null. A row that has
-    an empty response or already has `segments` is kept as it is. Merged rows are split first, so
+    an empty response or already has `segments` is kept unchanged. Merged rows are split first, so
     merging twice changes nothing, and a different rule can be applied.
 
     A merged row has the prompt of its first step, and all responses with the observations between
     them. Observations have loss_mask false, log-probability 0.0 and reward 0.0. `reward` is the
-    sum; policy_version the oldest. Routes of the prompt come from the first step, those of a
-    response from the step that sampled it, and those of an observation from the step that received
-    it. All other columns have the last step's value. Rows are in the order of their last steps.
+    sum over the steps, and policy_version the oldest version. Routes of the prompt come from the
+    first step, those of a response from the step that sampled it, and those of an observation from
+    the step that received it. All other columns have the last step's value. Rows are in the order
+    of their last steps.
 
     Args:
         frame: A rollout table.
@@ -82,7 +83,7 @@ def part_by_routes(frame: Frame) -> pl.LazyFrame:
     """Split merged rows between steps that were routed differently; other joins are kept.
 
     Works for either merge rule: after `merge(steps)`, the result equals
-    `merge(steps, same_routes=True)`. Rows without routes are kept as they are.
+    `merge(steps, same_routes=True)`. Rows without routes are kept unchanged.
 
     Args:
         frame: A rollout table.
@@ -147,7 +148,7 @@ def _refuse_scattered(table: pa.Table) -> None:
 
 
 def _assembled(table: pa.Table, out: pa.Table, made: dict[str, pa.Array]) -> pa.Table:
-    """Assemble the logical columns in the table's order, from `made` if it has them, else `out`."""
+    """Assemble the logical columns in the table's order: those in `made`, the others from `out`."""
     fields = [f for f in table.schema if f.name not in PREFIX_TYPES]
     prompts = next(n for n in table.column_names if n in ("prompt_token_ids", *PREFIX_TYPES))
     if prompts in PREFIX_TYPES:
@@ -184,9 +185,9 @@ def _stored_tokens(
 ) -> tuple[Ragged, Ragged]:
     """Build prompts and responses of the sequences from the prefix columns, each token once.
 
-    A token has the same position, counted from the prompt's start, in every step that holds it.
-    So if some of a step's tokens are stored neither in the step nor in its sequence, they are
-    copied from the same positions in the sequence of the step's parent.
+    A token has the same position, counted from the prompt's start, in every step that contains it.
+    Tokens of a step that are stored neither in the step nor in its sequence are therefore copied
+    from the same positions in the sequence of the step's parent.
     """
     length = tree.prompt[sequences.last] + tree.response[sequences.last]
     offsets = offsets_of(length)

@@ -1,4 +1,4 @@
-"""Prefix tree of a table: for each step, the earlier step whose tokens its prompt repeats."""
+"""Prefix tree of a table: the earlier step with which each prompt shares its longest prefix."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class PrefixTree:
 
 
 def prefix_tree(table: pa.Table) -> PrefixTree:
-    """Build the prefix tree of complete trajectories; with prefix columns, no token is read.
+    """Build the prefix tree of complete trajectories; in the `prefix` layout, no tokens are read.
 
     Args:
-        table: trajectory_id, response_ids, and `prompt_token_ids` or the columns of the `prefix`
-            layout.
+        table: Columns `trajectory_id`, `response_ids`, and `prompt_token_ids` or the columns of the
+            `prefix` layout.
 
     Example:
         Prompts [1, 2], [1, 2, 3, 9] and [1, 7], responses [3], [4] and [5]:
@@ -69,8 +69,7 @@ class Ancestry:
 
     Attributes:
         holder: [N] the ancestor that adds the last token shared by the row and its parent: the
-            nearest one that shares fewer tokens with its own parent. A root's holder is the root
-            itself.
+            nearest ancestor whose `shared` is smaller than the row's. A root is its own holder.
         whole: [N] the longest ancestor whose entire prompt + response is a prefix of the row's
             prompt; -1 if none. Follow `whole` from there to find shorter ones.
     """

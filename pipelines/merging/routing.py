@@ -2,7 +2,7 @@
 
 In a merged row, each token has the routes of the earliest step that recorded routes for it: the
 prompt has the first step's routes, and a response has those of the step that sampled it. The
-response's last token, which an engine does not route while sampling it, and the observation after
+response's last token, which the engine has not routed when sampling ends, and the observation after
 it have the next step's routes.
 """
 
@@ -28,7 +28,7 @@ Routes = npt.NDArray[np.int16]
 def join_routing(
     column: pa.ChunkedArray, sequences: Sequences
 ) -> tuple[pa.Array, dict[str, pa.Array]]:
-    """Join the routes of each sequence; a step keeps its own routes if the joined ones differ.
+    """Join the routes of each sequence; a step whose routes differ from them keeps a copy.
 
     Args:
         column: [N] `rollout_expert_indices` of the steps.
@@ -69,11 +69,12 @@ def _joined(parts: list[Routes]) -> Routes:
 
 
 def routed_alike(table: pa.Table, num_prompt: IntArray, continued: IntArray) -> BoolArray:
-    """[N] True if a step was routed like the step that it continues, wherever that matters.
+    """[N] True if a step was routed like the step that it continues, where training depends on it.
 
-    If true, the routes that `join_routing` gives their row match both steps at every token that one
-    of their trained tokens depends on. A step's last token is excluded: no other token of the step
-    depends on it. A token without routes is treated as different from a token with routes.
+    If true, the routes that `join_routing` gives the merged row match those of both steps at every
+    token on which one of their trained tokens depends. A step's last token is excluded, because no
+    other token of the step depends on it. A token without routes is treated as different from a
+    token with routes.
 
     Args:
         table: Steps with routes, `response_ids` and `loss_mask`.

@@ -28,21 +28,23 @@ FOLDED = frozenset(
         *PREFIX_TYPES,
     }
 )
-"""Columns that a merged row holds in full, or that are equal in all its steps. `segments` keeps the
-other columns per step."""
+"""Columns that a merged row stores in full, or that are equal in all its steps.
+
+`segments` stores the per-step values of all other columns.
+"""
 
 
 _OWN_NAMES = frozenset({JOINED, NUM_ROUTED, *(field.name for field in SEGMENT_FIELDS)})
 
 
 def segment_name(column: str) -> str:
-    """Name the field of `segments` that stores a column: the column's name, unless it is taken."""
+    """Return the field of `segments` that stores a column; prefixed if the name is taken."""
     taken = column in _OWN_NAMES or column.startswith("column.")
     return f"column.{column}" if taken else column
 
 
 def per_step_names(table: pa.Table) -> list[str]:
-    """List the columns whose per-step values `segments` keeps."""
+    """List the columns whose per-step values `segments` stores."""
     return [name for name in table.column_names if name not in FOLDED]
 
 
@@ -53,17 +55,17 @@ def nest(
     interleaved: BoolArray,
     extra: dict[str, pa.Array],
 ) -> pa.Table:
-    """Set the `segments` of merged rows; rows that consist of one step keep theirs.
+    """Set the `segments` of merged rows; rows of one step keep their segments.
 
     If the steps of a trajectory are interleaved over several rows, its one-step rows get a segment
     too, which records their step index.
 
     Args:
         out: [M] merged rows.
-        steps: [N] the steps that they were merged from.
+        steps: [N] the steps that the rows were merged from.
         sequences: Assignment of steps to sequences.
         interleaved: [M] from `Sequences.interleaved`.
-        extra: Further fields, one value per step ([N] each).
+        extra: Additional fields by name, [N] values each.
     """
     is_made = (sequences.count > 1) | interleaved
     made_count = np.where(is_made, sequences.count, 0)
@@ -138,7 +140,7 @@ def _interleave(is_made: BoolArray, lengths: IntArray, num_made: int) -> IntArra
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """The steps inside the rows of a table.
+    """The steps that the rows of a table contain.
 
     Attributes:
         row: [S] row of each step.

@@ -22,7 +22,7 @@ class Sequences:
         of: [N] sequence of each step.
         start: [N] start of the step's response in the response of its sequence.
         known: [N] number of leading tokens of the step's prompt that earlier steps of its sequence
-            hold.
+            contain.
         offsets: [M + 1] start of each sequence's response when all responses are concatenated.
     """
 

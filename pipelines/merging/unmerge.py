@@ -26,7 +26,7 @@ from schemas.types import without_views
 def unmerge(frame: Frame) -> pl.LazyFrame:
     """Split merged rows into the steps they were merged from: the inverse of `merge`.
 
-    A row that was not merged is kept as it is, even if its `segments` list several sampled ranges.
+    A row that was not merged is kept unchanged, even if its `segments` list several sampled ranges.
     `step_index` is renumbered.
 
     Example:
@@ -83,10 +83,10 @@ def _prompt_and_response(prompts: Ragged, responses: Ragged) -> Ragged:
 
 
 def _in_step_order(out: pa.Table, table: pa.Table, joined: BoolArray) -> pa.Table:
-    """Put the steps of a trajectory into the order in which they were taken, and renumber them.
+    """Restore the original order of each trajectory's steps, and renumber them.
 
-    Rows are ordered by their last steps. Steps can be interleaved again only if every row of the
-    trajectory recorded its step indices; otherwise row order is kept.
+    Rows are in the order of their last steps. The original order of interleaved steps is known only
+    if every row of the trajectory recorded its step indices; otherwise row order is kept.
     """
     starts = trajectory_starts(out)
     num_steps = np.diff(np.append(starts, out.num_rows))

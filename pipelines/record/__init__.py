@@ -1,1 +1,1 @@
-"""A proxy between a harness and its engine that records every call's exact tokens."""
+"""A proxy between harnesses and engines that records the exact tokens of every call."""

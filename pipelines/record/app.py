@@ -1,4 +1,4 @@
-"""HTTP API of the recorder: the engines' models and completions, and sessions."""
+"""HTTP API of the recorder: sessions, and the engines' completions and models."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class App:
         recorder: A recorder whose context has been entered.
         upstreams: Upstreams whose context has been entered.
         url: Root URL for clients, such as "http://127.0.0.1:8100".
-        exact: Continues conversations token by token; None if disabled.
+        exact: Conversations that can be continued token by token; None if disabled.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class App:
             await call.run()
 
     async def _models_named(self) -> tuple[str, str] | None:
-        """Return the model's name for clients and for the engines; None if they are the same."""
+        """Return the model's names for clients and for engines; None if no name is configured."""
         name = self.recorder.settings.served_model_name
         if name is None:
             return None
@@ -222,7 +222,8 @@ class App:
             return await exchange.say(200, session.state())
         if self.recorder.sessions.is_written(target.session):
             return await exchange.say(200, {"session": target.session, "state": "written"})
-        raise InputError("unknown_session", target.session, "the session does not exist")
+        hint = "open it with POST /sessions, or send a call to its base URL"
+        raise InputError("unknown_session", target.session, "the session does not exist", hint=hint)
 
     async def _version(self, exchange: Exchange, _: Target) -> None:
         self._check_admin(exchange)
@@ -231,7 +232,7 @@ class App:
         await exchange.say(200, {"policy_version": given.policy_version})
 
     async def _health(self, exchange: Exchange, _: Target) -> None:
-        with suppress(RolloutError):  # report the problem in the state below
+        with suppress(RolloutError):  # the state below reports the problem
             await self.recorder.journal.probe()
         problem = self.recorder.journal.problem
         state = {
@@ -256,7 +257,7 @@ async def _given(exchange: Exchange, decoder: msgspec.json.Decoder[T], where: st
 
     Raises:
         InputError: media_type unless the content type is JSON, because web pages may send some
-            other types to any address; json_line, record_type.
+            other types to any address; json_line or record_type if the body is invalid.
     """
     kind = exchange.headers.get("content-type", "")
     if kind.partition(";")[0].strip().lower() != "application/json":
@@ -270,7 +271,7 @@ async def _given(exchange: Exchange, decoder: msgspec.json.Decoder[T], where: st
 
 
 def _is_model(path: str) -> bool:
-    """True if the path names a model, and has no dot segments, which could lead elsewhere."""
+    """True if the path names a model and has no dot segments, which could escape the path."""
     named = path.startswith(f"{MODELS}/")
     return named and not {".", ".."} & set(unquote(path).split("/"))
 

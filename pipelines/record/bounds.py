@@ -1,7 +1,7 @@
-"""Bounds on the responses of engines: limited size, no compression, no redirects.
+"""Limit the responses of engines: bounded size, no compression, no redirects.
 
 JSON that is mostly punctuation takes many times its size in memory once it is decoded. Therefore,
-the choices and fields of responses and the prompts and fields of requests are bounded too.
+the choices and fields of responses, and the prompts and fields of requests, are bounded too.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def check_head(response: aiohttp.ClientResponse) -> None:
     """Reject redirects and compressed responses.
 
     Raises:
-        EngineError: engine_redirect, answer_encoding.
+        EngineError: engine_redirect for a redirect; answer_encoding for a compressed response.
     """
     if 300 <= response.status < 400:
         to = repr(response.headers.get("location", "")[:200])
@@ -86,10 +86,10 @@ def check_head(response: aiohttp.ClientResponse) -> None:
 
 
 def check_shape(content: bytes) -> None:
-    """Reject a response that would be far larger once it is decoded.
+    """Reject a response that would take far more memory once it is decoded.
 
     Raises:
-        EngineError: answer_size.
+        EngineError: answer_size if it has too many choices, or too many bytes in small fields.
         msgspec.MsgspecError: If it is not a completion.
     """
     if len(content) <= _LARGE_BYTES:
@@ -108,10 +108,10 @@ def check_shape(content: bytes) -> None:
 
 
 def check_request(body: bytes) -> None:
-    """Reject a request that would be far larger once it is decoded.
+    """Reject a request that would take far more memory once it is decoded.
 
     Raises:
-        InputError: request_size.
+        InputError: request_size if it has too many bytes in small fields.
         msgspec.MsgspecError: If it is not a JSON object.
     """
     if len(body) <= _LARGE_BYTES:
@@ -128,7 +128,7 @@ def num_prompts(prompt: bytes) -> int:
         prompt: A text, token ids, or a list of either, as JSON.
 
     Raises:
-        InputError: request_size.
+        InputError: request_size if there are too many prompts.
     """
     if not prompt.startswith(b"[") or not prompt[1:].lstrip().startswith((b'"', b"[")):
         return 1

@@ -1,4 +1,4 @@
-"""Python client for the sessions of a recorder."""
+"""Python client of a running recorder."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ with requires_extra("record", "a recorder's client"):
 
 @dataclass(kw_only=True, slots=True)
 class RecordedSession:
-    """An open session, whose outcome you set before it ends.
+    """An open session; set its outcome before it ends.
 
     Attributes:
         name: "instance/repetition".
         base_url: Base URL for the harness to use instead of the engine's.
         reward: Reward of the run; None if unknown.
-        error: Why the run failed; None if it succeeded.
+        error: Reason why the run failed; None if it succeeded.
         metrics: Metrics of the run, by name.
     """
 
@@ -59,7 +59,7 @@ class RecorderClient:
     async def session(
         self, instance_id: str, repetition_id: int | None = None
     ) -> AsyncIterator[RecordedSession]:
-        """Open a session; it ends with the block, and fails if the block raises.
+        """Open a session that ends with the `async with` block, as failed if the block raises.
 
         Args:
             instance_id: Id of the task.

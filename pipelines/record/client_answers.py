@@ -1,4 +1,4 @@
-"""Responses of an engine, reduced to the fields that the client requested."""
+"""Reduce an engine's responses to the fields that the client requested."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _EMPTY_DELTA = b"{}"
 
 
 class Unread(ValueError):
-    """Error for a response that is not a completion, and is passed on unchanged."""
+    """Error for a response that is not a completion; it is passed on unchanged."""
 
 
 class Answer:
@@ -23,8 +23,8 @@ class Answer:
         content: JSON of the response.
 
     Raises:
-        Unread: If it is not a JSON object with choices.
-        EngineError: answer_size.
+        Unread: If the content is not a JSON object with choices.
+        EngineError: answer_size if decoding it would take too much memory.
     """
 
     __slots__ = ("choices", "content", "fields")

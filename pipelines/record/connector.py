@@ -1,4 +1,4 @@
-"""Connections to engines, with a bound on informational responses before the final response."""
+"""Connections to engines that limit informational responses before the final response."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class BoundedConnector(aiohttp.TCPConnector):
 
 
 class BoundedHandler(ResponseHandler):
-    """One connection that turns an endless series of informational responses (1xx) into an error.
+    """A connection that raises an error for an endless series of informational responses (1xx).
 
-    aiohttp skips any number of them, and each one extends the timeout. A protocol switch (101),
-    which no request asks for, is an error too.
+    aiohttp skips any number of them, and each one restarts the timeout. A protocol switch (101) is
+    an error too, because no request asks for one.
     """
 
     _num_informational = 0

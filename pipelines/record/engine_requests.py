@@ -14,7 +14,7 @@ Fields = dict[str, msgspec.Raw]
 Kind = Literal["chat", "text"]
 
 KINDS: dict[str, Kind] = {"/v1/chat/completions": "chat", "/v1/completions": "text"}
-"""Kinds of the endpoints by path."""
+"""Endpoint kinds by path."""
 
 NULL = msgspec.Raw(b"null")
 _IDS = frozenset({"prompt_token_ids", "token_ids"})
@@ -30,7 +30,7 @@ class Asked:
     Attributes:
         kind: Kind of the endpoint.
         fields: Body fields as the client sent them.
-        sent: Body fields for the engine: the client's, plus those that request exact tokens.
+        sent: Body fields for the engine: the client's, plus fields that request exact tokens.
         hidden: Fields of the response that the client did not request.
         is_text: True if the client requested only text: no ids, no log-probabilities.
         num_choices: Number of expected choices.
@@ -59,7 +59,7 @@ class Asked:
 
 
 def read_request(kind: Kind, body: bytes, models: tuple[str, str] | None = None) -> Asked | None:
-    r"""Parse a body; None if it is not a JSON object (the engine then rejects the request).
+    r"""Parse a request body; None if it is not a JSON object, which the engine then rejects.
 
     Args:
         kind: Kind of the endpoint.
@@ -67,7 +67,7 @@ def read_request(kind: Kind, body: bytes, models: tuple[str, str] | None = None)
         models: The model's names for clients and for the engine; None if they are the same.
 
     Raises:
-        InputError: request_size.
+        InputError: request_size if decoding the body would take too much memory.
 
     Example:
         >>> asked = read_request("chat", b'{"messages": [], "n": 2}')

@@ -23,7 +23,7 @@ _END = re.compile(rb"(?:\r\n?+|\n)(?:\r\n|\n|\r(?!\Z))")
 
 
 class Events:
-    r"""A parser that splits a stream of bytes into events at blank lines, with any line ending.
+    r"""Splits a stream of bytes into events at blank lines, with any line ending.
 
     Args:
         max_event_bytes: Maximum size of an event, and thus of a line.
@@ -43,7 +43,7 @@ class Events:
         """Add bytes; return the events that are now complete, including their terminators.
 
         Raises:
-            EngineError: answer_size if the incomplete event is too long.
+            EngineError: answer_size if the incomplete event is larger than `max_event_bytes`.
         """
         self._buffer += content
         events, begin, look = list[bytes](), 0, max(self._num_seen - _END_BYTES, 0)
@@ -67,7 +67,7 @@ class StreamedCall:
 
     Args:
         asked: The request.
-        show: Converts a chunk for the client; returns None to hide it.
+        show: Function that converts a chunk for the client; returns None to hide it.
 
     Attributes:
         is_done: True once the engine has marked the end of the stream.
@@ -91,7 +91,7 @@ class StreamedCall:
         """Record an event; return the event to send to the client, or None to hide it.
 
         Raises:
-            EngineError: answer_size.
+            EngineError: answer_size if there are too many events, or the event is too large.
         """
         self._num_events += 1
         if self._num_events > MOST_EVENTS:
@@ -136,7 +136,7 @@ class StreamedCall:
         return msgspec.Raw(b"[" + (content + b",".join(ends)).removesuffix(b",") + b"]")
 
     def _of_sampled(self) -> bytes:
-        """Return a cut-off call's chunks, except those of choices that have no tokens yet."""
+        """Return the chunks of a cut-off call, except those of choices without tokens."""
         chunks = (bytes(self._content[a:b]) for a, b in pairwise([0, *self._ends]))
         return b"".join(
             chunk for chunk in chunks if self._sampled.issuperset(Answer(chunk[:-1]).indices())

@@ -1,9 +1,9 @@
-"""Continue growing chats token by token, for clients that support only the chat API.
+"""Send follow-up chat calls as exact token ids, for clients that use only the chat API.
 
-The first call of a conversation is sent unchanged. A later call that repeats the messages
+The first call of a conversation is sent unchanged. A later call that repeats all earlier messages
 and the response unmodified, and appends new messages, is sent as token ids:
 
-    prompt = the last prompt + the tokens sampled for it + the ids of the new messages
+    prompt = last prompt + tokens sampled for it + ids of the new messages
 
 The client receives the engine's text completion as a chat completion. When in doubt (tools,
 reasoning, an edited response, a template that changes earlier messages, a chat-only field), the
@@ -48,7 +48,7 @@ _MESSAGE = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "r
 
 
 class Conversation(NamedTuple):
-    """The conversation so far.
+    """A conversation that a later call may continue.
 
     Attributes:
         messages: Messages, ending with the engine's response.
@@ -66,14 +66,14 @@ class Unsure:
     """The reason why a call is sent unchanged.
 
     Attributes:
-        reason: A word or two; `FIRST` if there is no conversation to continue.
+        reason: Short label for metrics; `FIRST` if there is no conversation to continue.
     """
 
     reason: str
 
 
 class ExactPrefix:
-    """Conversations of a recorder that can be continued token by token.
+    """The conversations of a recorder that can be continued token by token.
 
     Args:
         tokenizer: Tokenizer of the engines, with their chat template.
@@ -93,6 +93,9 @@ class ExactPrefix:
             agent: Agent within the session.
             asked: A chat request.
             room: Context length of the engines, in tokens; None if unknown.
+
+        Returns:
+            The request body; or `Unsure` if the call has to be sent unchanged.
         """
         known = self._known.get(session.name, {}).get(agent, [])
         if not known:
@@ -121,7 +124,7 @@ class ExactPrefix:
         return so_far.ids + observation_ids(response, new, self._tokenizer)
 
     def remember(self, session: Session, agent: str | None, asked: Asked, seen: Seen) -> None:
-        """Store a completed call if it can be continued."""
+        """Store the conversation of a completed call if it can be continued."""
         text = _answer_text(seen)
         if asked.kind != "chat" or text is None or session.outcome is not None:
             return
@@ -151,7 +154,7 @@ class ExactPrefix:
 
 
 class ChatShown:
-    """A converter from text completions to chat completions.
+    """Converts text completions to chat completions.
 
     Args:
         asked: The chat request.
@@ -169,7 +172,7 @@ class ChatShown:
         return msgspec.json.encode(self._named(answer.fields) | top)
 
     def chunk(self, answer: Answer) -> bytes:
-        """Convert a chunk; before the first one, insert a chunk with the role."""
+        """Convert a chunk; the first one is preceded by a chunk with the role."""
         top = self._named(answer.fields) | {"object": "chat.completion.chunk"}
         choices = [
             {"delta": {"content": choice["text"]}, **_without(choice, "text")}
@@ -206,7 +209,7 @@ def _chat_only(fields: Fields) -> str | None:
 
 
 def _limit(fields: Fields, room: int | None) -> int | None:
-    """Return `max_tokens`: the client's value, else the room left in the context, as for a chat."""
+    """Return `max_tokens`: the client's value, else the rest of the context, as in the chat API."""
     for name in ("max_completion_tokens", "max_tokens"):
         most = value_of(fields, name)
         if most is not None:

@@ -1,9 +1,9 @@
-"""Durable logs of calls and outcomes, in a format that `convert` can also read.
+"""Durable logs of calls and outcomes, which `rollouts convert` can read too.
 
-    DS/.recording/lock                  held by the running recorder
+    DS/.recording/lock                  lock held by the running recorder
     DS/.recording/00000/calls.jsonl     one call per line: the `calls` format
     DS/.recording/00000/rewards.jsonl   one ended session per line: the rewards file
-    DS/.recording/00000/lost.jsonl      open sessions with calls that are not in the log
+    DS/.recording/00000/lost.jsonl      open sessions with calls missing from the log
     DS/.recording/00000/written.jsonl   sessions that are in shards
 
 All lines of a session are in one numbered folder, which is deleted once all its sessions are in
@@ -48,8 +48,8 @@ class Recovered:
         folder: Number of the session's folder.
         places: Locations of its calls in the log.
         outcome: Its outcome; None if it is still open.
-        num_unrecorded: Calls that are not in the log.
-        num_lost: Number of unrecorded calls that could not be written.
+        num_unrecorded: Number of calls missing from the log.
+        num_lost: Number of these that could not be written.
     """
 
     folder: int
@@ -66,15 +66,15 @@ class _Entry(NamedTuple):
 
 
 class Journal:
-    """Logs of one dataset's recorder.
+    """The logs of one dataset's recorder.
 
-    Lines that wait at the same time are written together, with a single sync.
+    Lines that are waiting at the same time are written together, with a single sync.
 
     Args:
         out: Local directory of the dataset.
 
     Attributes:
-        problem: Why the last write failed; None if it succeeded.
+        problem: Reason why the last write failed; None if it succeeded.
         last_time_s: Time of the latest call that `recover` found, in seconds since 1970.
         folder: Number of the folder for new sessions.
     """
@@ -91,7 +91,7 @@ class Journal:
     def recover(self) -> dict[str, Recovered]:
         """Load the sessions of an earlier recorder, except those known to be in a shard.
 
-        An incomplete last line is removed: no client received confirmation of it.
+        An incomplete last line is removed; its write was never confirmed to a client.
         """
         found: dict[str, Recovered] = {}
         for gone in self._root.glob("*.done"):
@@ -135,13 +135,13 @@ class Journal:
         """Write one line; it is on disk when this returns.
 
         Raises:
-            InputError: journal if it could not be written; then none of it is in the log.
+            InputError: journal if the line could not be written; the log is then unchanged.
         """
         content = msgspec.json.encode(record).replace(b"\n", b" ").replace(b"\r", b" ")
         return await self._write(self._path(folder, name), content + b"\n")
 
     async def probe(self) -> None:
-        """After a failure, test whether writing works again, with blank lines that readers skip.
+        """After a failed write, test writing again with blank lines, which readers skip.
 
         Raises:
             InputError: As for `append`.

@@ -1,4 +1,4 @@
-"""Serve an ASGI application on a socket of this machine."""
+"""Serve an ASGI application on a listening socket."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _Server(uvicorn.Server):
 async def answering(
     app: Callable[[Message, Receive, Send], Awaitable[Any]], listener: socket.socket, *, stop_s: int
 ) -> AsyncIterator[uvicorn.Server]:
-    """Serve requests for as long as the block lasts.
+    """Serve requests inside an `async with` block.
 
     Args:
         app: The application.

@@ -17,7 +17,7 @@ _WAIT_S = 5.0
 
 
 def lock_dataset(out: str | os.PathLike[str]) -> BaseFileLock:
-    """Lock the journal of a dataset's directory, until `release()` or the end of the process.
+    """Lock a dataset's journal until `release()` is called or the process ends.
 
     Raises:
         InputError: out_is_free if another recorder holds the lock; output_file if the directory is

@@ -27,7 +27,7 @@ _SSE = "text/event-stream"
 
 @dataclass(kw_only=True, slots=True)
 class Call:
-    """A running call.
+    """A model call in progress.
 
     Attributes:
         path: API path.
@@ -35,10 +35,10 @@ class Call:
         body: Body as received, then as sent to the engine.
         session: Session of the call.
         agent: Agent within the session.
-        exact: Continues conversations token by token; None if disabled.
-        as_chat: Converts the response to a chat completion; None unless the call was sent as a text
-            completion.
-        about: Further fields to record.
+        exact: Conversations that can be continued token by token; None if disabled.
+        as_chat: Converter of the response to a chat completion; None unless the call was sent as a
+            text completion.
+        about: Additional fields to record.
         is_recorded: True if part of a cut-off response was recorded.
     """
 
@@ -59,8 +59,9 @@ class Call:
         """Send the call, record the response, and return it to the client.
 
         Raises:
-            EngineError: engine_down, engine_redirect, answer_encoding, answer_size.
-            InputError: journal.
+            EngineError: engine_down if no engine responds or the connection breaks;
+                engine_redirect, answer_encoding or answer_size if the response is rejected.
+            InputError: journal if the call could not be written, and `on_full` is `refuse`.
         """
         try:
             await self._run()
@@ -94,7 +95,7 @@ class Call:
                     await self._answer(response, self.asked)
 
     async def _choose(self) -> None:
-        """Choose the body: token ids if they can continue the conversation, else the request."""
+        """Choose the body: token ids if the conversation can be continued, else the request."""
         if self.asked is None:
             return
         self.body = self.asked.body
@@ -121,7 +122,7 @@ class Call:
             raise
         except BROKEN:
             await self._record_cut(stream, BROKEN_OFF)
-            return  # without a final chunk, as the engine left it
+            return  # without a final chunk, like the engine's response
         except RolloutError as error:
             await self._record_cut(stream, error.rule)
             raise
@@ -134,8 +135,8 @@ class Call:
 
     async def _forward(self, response: Answered, stream: StreamedCall) -> bytearray:
         """Forward events as they arrive, but hold back and return the end of the response."""
-        # The client gets the end only once the call is on disk, so that every response that it
-        # receives in full is recorded.
+        # The client receives the end only once the call is on disk, so every response that it
+        # receives completely is recorded.
         events, held = Events(self.recorder.settings.max_answer_bytes // 4), bytearray()
         async for content in self.upstreams.parts(response):
             shown = bytearray()
@@ -150,7 +151,7 @@ class Call:
         return held
 
     async def _record_cut(self, stream: StreamedCall, reason: str) -> None:
-        """Record the tokens sampled before a call was cut off; report errors, never raise."""
+        """Record the tokens sampled before a call was cut off; errors are reported, not raised."""
         self.recorder.metrics.cut_off.inc()
         recorded = stream.recorded(reason)
         assert self.asked is not None
@@ -186,7 +187,7 @@ class Call:
         return answer.shown(self.asked)
 
     async def _pass_on(self, response: Answered) -> None:
-        """Pass on a response that cannot be recorded, or an error."""
+        """Forward an error, or a response that cannot be recorded."""
         if response.status == 200:
             self._unrecorded("echo, beam-search and non-JSON requests", self.path)
         await self.exchange.begin(response.status, passed_on(response))
@@ -198,10 +199,7 @@ class Call:
         await self.exchange.finish()
 
     async def _record(self, asked: Asked, response: msgspec.Raw | None) -> None:
-        """Record the call.
-
-        On failure, raise or continue without recording, depending on `on_full`.
-        """
+        """Record the call; if that fails, raise or report it, depending on `on_full`."""
         if response is None:
             return
         try:
@@ -226,7 +224,7 @@ class Call:
     def _unrecorded(self, what: str, text: str) -> None:
         self.session.num_unrecorded += 1
         self.recorder.metrics.unrecorded.inc()
-        self.recorder.warn(what, f"served unrecorded: {text}")
+        self.recorder.warn(what, f"served without recording: {text}")
 
     def _refused(self, error: RolloutError) -> None:
         """Report a call whose response was rejected; count it unless part of it was recorded."""

@@ -87,10 +87,12 @@ _ANSWER = {
     "content": {"application/json": {"schema": _ANY}, "text/event-stream": {"schema": _ANY}},
 }
 _CALLS = {
-    "chat/completions": _operation("A chat completion, recorded.", {"200": _ANSWER}, _CHAT),
-    "completions": _operation("A text completion, recorded.", {"200": _ANSWER}, _COMPLETION),
+    "chat/completions": _operation("Create and record a chat completion.", {"200": _ANSWER}, _CHAT),
+    "completions": _operation(
+        "Create and record a text completion.", {"200": _ANSWER}, _COMPLETION
+    ),
 }
-_METRICS = {"description": "Text.", "content": {"text/plain": {"schema": _TEXT}}}
+_METRICS = {"description": "Prometheus text format.", "content": {"text/plain": {"schema": _TEXT}}}
 _OF_SESSION = "/s/{instance}/{repetition}"
 
 DESCRIPTION: dict[str, Any] = {
@@ -102,13 +104,13 @@ DESCRIPTION: dict[str, Any] = {
             f"{_OF_SESSION}/v1/{name}": {"post": {**call, "parameters": _SESSION}}
             for name, call in _CALLS.items()
         },
-        "/v1/models": {"get": _operation("The engine's models.", {"200": _json(_ANY)})},
+        "/v1/models": {"get": _operation("List the engine's models.", {"200": _json(_ANY)})},
         "/sessions": {"post": _operation("Open a session.", {"201": _json(_OPENED)}, _OPENING)},
         f"{_OF_SESSION}/end": {
             "post": _operation("End a session.", {"200": _json(_ANY)}, _OUTCOME, _SESSION)
         },
         _OF_SESSION: {
-            "get": _operation("State of a session.", {"200": _json(_ANY)}, None, _SESSION)
+            "get": _operation("Get the state of a session.", {"200": _json(_ANY)}, None, _SESSION)
         },
         "/policy_version": {
             "post": _operation(
@@ -120,6 +122,6 @@ DESCRIPTION: dict[str, Any] = {
                 "Report whether calls can be written.", {"200": _json(_ANY), "507": _json(_ANY)}
             )
         },
-        "/metrics": {"get": _operation("Metrics for Prometheus.", {"200": _METRICS})},
+        "/metrics": {"get": _operation("Get metrics for Prometheus.", {"200": _METRICS})},
     },
 }

@@ -32,7 +32,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Reject endless headers or trailers, which the parser would accumulate."""
+        """Parse data; reject endless headers or trailers, which the parser would accumulate."""
         self._has_moved = False
         super().data_received(data)
         self._num_kept_bytes = 0 if self._has_moved else self._num_kept_bytes + len(data)
@@ -47,7 +47,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._wait()
 
     def on_headers_complete(self) -> None:
-        """Stop the timer; the host of an absolute target replaces `Host` (RFC 9112, 3.2.2)."""
+        """Stop the timer, and set `Host` from an absolute target (RFC 9112, section 3.2.2)."""
         self._has_moved = True
         self._stop_waiting()
         if not self.url.startswith((b"/", b"*")):

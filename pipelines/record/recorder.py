@@ -1,4 +1,4 @@
-"""Bookkeeping of a recorder: calls go to the journal, ended sessions to shards."""
+"""Write calls to the journal, and ended sessions to shards."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ class Recorder:
         tell: Receives warnings for the user; by default, they are logged.
 
     Attributes:
-        metrics: Counters.
+        metrics: Counters, gauges and histograms.
         policy_version: Version of the engines' weights.
-        ended: Called with every session that ends.
+        ended: Callback for every session that ends.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Recorder:
         return sum(s.outcome is not None for s in self.sessions)
 
     def update_gauges(self) -> None:
-        """Update the gauges, which are computed on demand."""
+        """Update the gauges, whose values are computed on demand."""
         self.metrics.open.set(self.sessions.num_open)
         self.metrics.waiting.set(self.num_waiting)
 
@@ -137,7 +137,7 @@ class Recorder:
         """Return the session of a call; without a name, a new session for this call.
 
         Raises:
-            InputError: session_ended.
+            InputError: session_ended if the session has ended; too_many_sessions.
         """
         folder = self.journal.next_folder()
         if name is None:
@@ -148,7 +148,8 @@ class Recorder:
         """Open a session; if no repetition is given, use the first unused one.
 
         Raises:
-            InputError: session_open, session_ended, session_name.
+            InputError: session_open or session_ended if the session exists; session_name if the
+                name is invalid; too_many_sessions.
         """
         if repetition_id is None:
             repetition_id = self.sessions.free_repetition(instance_id)
@@ -172,7 +173,7 @@ class Recorder:
             about: `time`; `agent` and `policy_version` if known.
 
         Raises:
-            InputError: journal if it was not written.
+            InputError: journal if the call could not be written.
         """
         known = {name: value for name, value in about.items() if value is not None}
         record = {"session": session.name, **known, "request": request, "response": response}
@@ -189,7 +190,7 @@ class Recorder:
         self.metrics.calls.inc()
 
     def count(self, session: Session, agent: str | None, response: msgspec.Raw) -> Seen | None:
-        """Count and return the tokens of a recorded call; None if it has no usable tokens."""
+        """Count the tokens of a recorded call and return them; None if they are unusable."""
         where = f"session {session.name}"
         try:
             answer = whole_response(_ANSWER.decode(response), where)
@@ -210,11 +211,12 @@ class Recorder:
 
         Args:
             name: Name of the session, which may be new if it ends with an error.
-            said: `reward`, `error`, and numbers and texts by name.
+            said: `reward` and `error`, and metrics (numbers) and other values (texts) by name.
 
         Raises:
-            InputError: session_ended if it ended with a different outcome; reward_line; journal if
-                the outcome was not written.
+            InputError: unknown_session if it has no calls and no error; session_ended if it ended
+                with a different outcome; reward_line if the outcome is invalid; journal if it could
+                not be written.
         """
         session = self.sessions.find(name)
         if session is None and not said.get("error") and not self.sessions.is_written(name):
@@ -244,7 +246,7 @@ class Recorder:
         if not session.places:
             self.sessions.drop(session)
             return
-        with suppress(RolloutError):  # the next start ends it
+        with suppress(RolloutError):  # the next recorder ends the session
             await self.end(session.name, {})
 
     async def forget(self, session: Session) -> None:
@@ -256,7 +258,7 @@ class Recorder:
         """Write ended sessions to shards.
 
         Raises:
-            InputError: output_file; the sessions are kept for the next attempt.
+            InputError: output_file if writing failed; the sessions are kept for the next attempt.
         """
         async with self._flushing:
             ended = [s for s in self.sessions if s.outcome is not None and not s.num_under_way]
@@ -300,7 +302,7 @@ class Recorder:
                 self.warn(error.rule, f"{error} Retrying.")
 
     async def _keep_losses(self) -> None:
-        """Record which open sessions have missing calls, in case a later recorder ends them."""
+        """Write the missing-call counts of open sessions, in case a later recorder ends them."""
         for session in [s for s in self.sessions if s.outcome is None and s.places]:
             losses = session.num_unrecorded, session.num_lost
             if losses != session.losses_kept:
@@ -335,7 +337,7 @@ def _cut(sessions: Sequence[Session]) -> Iterator[list[Session]]:
 
 
 def losses_of(session: Session | None, said: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a session's outcome that report missing calls."""
+    """Return the outcome fields that report a session's missing calls."""
     found: dict[str, Any] = {}
     if session is not None and session.num_unrecorded:
         found["unrecorded_calls"] = session.num_unrecorded

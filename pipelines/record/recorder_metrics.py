@@ -1,4 +1,4 @@
-"""Counters of a recorder, for Prometheus and for the status line."""
+"""Metrics of a recorder, for Prometheus and the status line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300
 
 
 class Metrics:
-    """Counters of one recorder."""
+    """Counters, gauges and histograms of one recorder."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -20,7 +20,7 @@ class Metrics:
         self.unrecorded = self._counter("unrecorded", "Calls that were served but not recorded.")
         self.refused = self._counter("refused", "Requests rejected with 4xx or 5xx.")
         self.retries = self._counter("retries", "Retries of calls to an engine.")
-        self.written = self._counter("trajectories", "Trajectories in shards.")
+        self.written = self._counter("trajectories", "Trajectories written to shards.")
         self.exact_prefix = Counter(
             "rollouts_record_exact_prefix",
             "Chat calls by how they were sent.",
@@ -28,7 +28,7 @@ class Metrics:
             registry=self.registry,
         )
         self.open = self._gauge("open_sessions", "Sessions that have not ended.")
-        self.waiting = self._gauge("ended_sessions", "Ended sessions that are in no shard yet.")
+        self.waiting = self._gauge("ended_sessions", "Ended sessions that are not in a shard yet.")
         self.under_way = self._gauge("calls_under_way", "Calls in progress.")
         self.first_token = Histogram(
             "rollouts_record_first_byte_seconds",
@@ -44,7 +44,7 @@ class Metrics:
         return Gauge(f"rollouts_record_{name}", text, registry=self.registry)
 
     def text(self) -> bytes:
-        """Export in Prometheus' text format."""
+        """Export all metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
 

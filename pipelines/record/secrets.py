@@ -1,8 +1,8 @@
 """Redact credentials in a request's body: they are sent to the engine but never written to disk.
 
-Text that the model reads is kept unchanged and never searched. Elsewhere, at any depth, fields for
-headers, fields for parameters of other servers, and fields named like credentials are redacted.
-URLs are kept without user and query.
+Text that the model reads is kept unchanged and is not searched. Elsewhere, at any depth, fields for
+headers, for parameters of other servers, and named like credentials are redacted. The user and
+query of URLs are removed.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ _NAMES = frozenset({"properties", "$defs", "definitions", "patternProperties"})
 """Fields of a JSON schema whose keys are property names, not keywords."""
 _KEYWORDS = frozenset({"type", "$ref", "anyOf", "oneOf", "allOf", "enum", "const", "description"})
 _OF_MODEL = frozenset({"arguments"})
-"""Fields that the model wrote or reads; never searched."""
+"""Fields that the model wrote or reads, which are not searched."""
 _URLS = frozenset({"url", "urls", "uri", "endpoint", "base"})
-# Fast path: most values do not match this, and are not parsed at all.
+# Fast path: a value that does not match is not parsed.
 _SUSPECT = re.compile(
     rb"auth|bearer|cookie|credential|env|extra|header|jwt|key|litellm|oauth|pass|pwd|query|salt"
     rb"|secret|signature|token|://|\\",
@@ -77,7 +77,7 @@ def is_secret(name: str) -> bool:
 
 
 def without_secrets(fields: dict[str, msgspec.Raw]) -> dict[str, msgspec.Raw]:
-    """Redact a body's fields; everything else is unchanged byte for byte."""
+    """Redact the credentials in a body's fields; everything else is unchanged byte for byte."""
     return {name: _field(name, value) for name, value in fields.items()}
 
 

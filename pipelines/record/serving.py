@@ -41,8 +41,8 @@ class Serving:
 
     Attributes:
         url: Root URL.
-        recorder: Bookkeeping of its sessions.
-        server: Set `should_exit` on it to stop.
+        recorder: The recorder.
+        server: The HTTP server; set its `should_exit` to stop.
     """
 
     url: str
@@ -59,7 +59,7 @@ async def serving(
     metadata: DatasetMetadata | None = None,
     tell: Callable[[str], object] = _LOG.warning,
 ) -> AsyncIterator[Serving]:
-    """Serve for as long as the block lasts; on exit, wait for running calls.
+    """Serve inside an `async with` block; on exit, wait for running calls.
 
     Args:
         settings: Settings.
@@ -70,7 +70,8 @@ async def serving(
 
     Raises:
         ConfigError: address if the address cannot be bound.
-        InputError: out_is_free, output_file.
+        InputError: out_is_free if another recorder uses the dataset; output_file if its directory
+            is not local or not writable.
     """
     with listen(host, port) as listener:
         shown = f"[{host}]" if ":" in host else host
@@ -109,7 +110,7 @@ async def serve(
         port: 0 picks a free one.
         metadata: Metadata of the dataset.
         announce: Receives the root URL once the recorder is ready.
-        show: Called every second while the recorder runs.
+        show: Callback that is called every second while the recorder runs.
         tell: Receives warnings for the user.
 
     Raises:
@@ -133,7 +134,7 @@ async def serve(
 
 
 async def _warn_if_silent(url: str, tell: Callable[[str], object]) -> None:
-    """Warn if nothing accepts connections at the URL of an engine."""
+    """Warn if the URL of an engine does not accept connections."""
     parts = urlsplit(url)
     port = parts.port or (443 if parts.scheme == "https" else 80)
     try:

@@ -1,4 +1,4 @@
-"""Sessions of a recorder, and the guarantee that none is written twice."""
+"""Sessions of a recorder, each written to a shard only once."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Seen(NamedTuple):
 
     Attributes:
         answer: The complete response, with chunks joined.
-        prompt: [P] ids.
-        responses: [R] ids of each choice.
+        prompt: [P] ids of the prompt.
+        responses: For each choice, [R] ids of the response.
     """
 
     answer: Response
@@ -39,7 +39,7 @@ class Seen(NamedTuple):
 
 @dataclass(kw_only=True, slots=True)
 class Session:
-    """One run of one task, until it is in a shard.
+    """One run of one task, kept until it is in a shard.
 
     Attributes:
         name: "instance/repetition".
@@ -47,15 +47,15 @@ class Session:
         places: Locations of its calls in the journal.
         outcome: Its outcome; None if it is still open.
         num_under_way: Number of running calls.
-        writing: Writes of running calls; they complete even if nobody waits for them.
+        writing: Running writes; they complete even if nothing awaits them.
         num_tokens: Tokens sampled so far.
         num_drifts: Calls that did not continue the tokens of the agent's previous call.
         num_unrecorded: Calls that were served but not recorded.
-        num_lost: Number of unrecorded calls that could not be written.
+        num_lost: Number of unrecorded calls whose write failed.
         losses_kept: num_unrecorded and num_lost, as last written to the journal.
         num_fallbacks: Calls that `exact_prefix` could not continue token by token.
-        ends: For each agent's last call, the [prompt + response] ids of each choice.
-        active_s: When the session was opened or its last call ended, on the monotonic clock.
+        ends: By agent, the ids of prompt + response for each choice of the last call.
+        active_s: Time when the session was opened or its last call ended, on the monotonic clock.
     """
 
     name: str
@@ -75,7 +75,7 @@ class Session:
 
     @contextmanager
     def calling(self) -> Iterator[None]:
-        """Mark a call as running for as long as the block lasts."""
+        """Mark a call as running inside a `with` block."""
         self.num_under_way += 1
         try:
             yield
@@ -84,7 +84,7 @@ class Session:
             self.active_s = time.monotonic()
 
     def count(self, agent: str | None, seen: Seen) -> bool:
-        """Count a call; return true if it drifts (continues no choice of the previous call)."""
+        """Count a call; return true if it continues no choice of the previous call."""
         before = self.ends.get(agent, [])
         drifts = bool(before) and not any(_continues(seen.prompt, end) for end in before)
         self.ends[agent] = [np.concatenate([seen.prompt, r]) for r in seen.responses]
@@ -138,7 +138,7 @@ class Sessions:
         return len(self._written)
 
     def find(self, name: str) -> Session | None:
-        """Find a session that is not written yet."""
+        """Find a session that is not in a shard yet; None if there is none."""
         return self._live.get(name)
 
     def is_written(self, name: str) -> bool:
@@ -149,7 +149,7 @@ class Sessions:
         """Return the session of a call, opening it on its first call.
 
         Raises:
-            InputError: session_ended.
+            InputError: session_ended if the session has ended; too_many_sessions.
         """
         session = self._live.get(name)
         if session is None:
@@ -162,10 +162,12 @@ class Sessions:
         """Open a session.
 
         Raises:
-            InputError: session_ended or session_open if the name is in use; too_many_sessions.
+            InputError: session_ended or session_open if the name is in use; too_many_sessions if
+                the limit is reached.
         """
         if name in self._live and self._live[name].outcome is None:
-            raise InputError("session_open", name, "the session is already open")
+            hint = "end it first, or use a new repetition"
+            raise InputError("session_open", name, "the session is already open", hint=hint)
         if name in self._live or self.is_written(name):
             raise _ended(name, None)
         if len(self._live) >= MOST_SESSIONS:

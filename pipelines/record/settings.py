@@ -20,11 +20,11 @@ class RecordSettings:
     Attributes:
         out: Local dataset directory; shards are appended to an existing one.
         upstreams: Root URL of each engine; all serve the same model.
-        upstream_api_key: Key for the engines; None forwards the client's key, unless that names a
+        upstream_api_key: Key for the engines; None forwards the client's key, unless it names a
             session.
         served_model_name: Model name shown to clients; None uses the name that the engines report.
-        admin_key: Required to open sessions and to set the policy version; calls of a session then
-            need the key that was returned when it was opened. None disables keys.
+        admin_key: Key required to open sessions and to set the policy version; the calls of a
+            session then need the key that was returned when it was opened. None disables keys.
         allowed_hosts: Host names of the recorder besides the address it listens on.
         policy_version: Initial version of the engines' weights.
         idle_timeout_s: Time without a call, in seconds, after which a session is ended as
@@ -34,12 +34,13 @@ class RecordSettings:
         max_answer_bytes: Maximum size of an engine's response, streamed or not; one line or event
             of a stream is limited to a quarter of it.
         max_concurrency: Maximum number of concurrent calls; further calls wait.
-        on_full: How to handle a call that cannot be written: `refuse` it, or `serve` it unrecorded.
-        unassigned: How to handle calls outside of any session: `keep` each as its own session, or
-            `refuse` it.
+        on_full: How to handle a call that cannot be written: `refuse` it, or `serve` it without
+            recording.
+        unassigned: How to handle a call without a session: `keep` it as a new session, or `refuse`
+            it.
         end_open: Whether to end open sessions on exit, with an unknown reward.
-        exact_prefix: Directory of the engines' tokenizer; if given, the next call of a chat continues
-            from the exact token ids of the last one.
+        exact_prefix: Directory of the engines' tokenizer; if given, follow-up calls of a chat are
+            sent as exact token ids.
         logprobs_mode: Distribution of the engines' log-probabilities; None if unknown.
     """
 

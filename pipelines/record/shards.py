@@ -1,4 +1,4 @@
-"""Write ended sessions as shards, parsed by the same reader that converts `calls` logs."""
+"""Write ended sessions as shards, with the reader that `rollouts convert` uses for `calls` logs."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ VERB = "record"
 
 
 class Ended(NamedTuple):
-    """A session to write, in its current state."""
+    """A session to write to a shard, with its outcome."""
 
     run: Run
     outcome: Outcome
 
 
 class Shards:
-    """The dataset of a recorder.
+    """The dataset that a recorder writes.
 
     Args:
         out: Directory of the dataset.
@@ -55,7 +55,7 @@ class Shards:
         """Return the trajectory ids that the dataset holds.
 
         Raises:
-            InputError: out_is_free: the dataset is partitioned, so shards cannot be added.
+            InputError: out_is_free if the dataset is partitioned, so that shards cannot be added.
         """
         location = Location.of(self._out)
         location.refuse_partitions()
@@ -71,10 +71,10 @@ class Shards:
         error and the steps that can be read. Its calls go to `DS.rejected.jsonl`.
 
         Raises:
-            InputError: output_file; nothing was written.
+            InputError: output_file if writing failed; no part of the shard is then written.
         """
         left, tables, rejected = self._tables([_with_calls(ended) for ended in sessions])
-        # Try each session as it is, then as failed with its readable steps, then without steps.
+        # Try each session unchanged, then as failed with its readable steps, then without steps.
         for again in (_as_failed, _without_steps):
             if left:
                 left, more, _ = self._tables([again(ended, rejected) for ended in left])
@@ -95,7 +95,7 @@ class Shards:
     def _tables(
         self, sessions: Sequence[Ended]
     ) -> tuple[list[Ended], list[pa.Table], list[Rejected]]:
-        """Return the unusable sessions, the rows of the usable ones, and the rejected calls."""
+        """Return the unusable sessions, the rows of all others, and the rejected calls."""
         reader = Reader(self._settings, {_key(ended): ended.outcome for ended in sessions})
         broken: list[Rejected] = []
         vocab_size = self._settings.metadata.vocab_size
@@ -122,11 +122,11 @@ def settle(ended: Ended, vocab_size: int) -> tuple[Settled, RolloutError | None]
 
     Args:
         ended: The session.
-        vocab_size: All ids must be below it.
+        vocab_size: Vocabulary size; all token ids must be below it.
 
     Returns:
-        The trajectory with the steps that can be read; and why the session's calls cannot be used
-        as they are, or None.
+        The trajectory with its readable steps; and the error that makes some calls unusable, or
+        None.
     """
     settings, fault = _settings(DatasetMetadata(), None), None
     for again in (_as_failed, _without_steps, None):
@@ -156,7 +156,7 @@ def _models(sessions: Sequence[Ended]) -> tuple[str, ...]:
     """Collect the model names in the calls of sessions."""
     names = ModelNames()
     for place in (place for run, _ in sessions for place in run.places):
-        with contextlib.suppress(RolloutError):  # unreadable: its session is written as failed
+        with contextlib.suppress(RolloutError):  # an unreadable call fails its session
             names.see(read_record(place))
     return tuple(names.names())
 

@@ -5,7 +5,7 @@
     X-Rollouts-Session: INSTANCE/REPETITION[/AGENT]
     Authorization: Bearer sk-rollouts-INSTANCE/REPETITION[/AGENT]
 
-Parts are percent-encoded: an instance "math/12" is "math%2F12".
+Each part is percent-encoded: the instance "math/12" becomes "math%2F12".
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def target_of(raw_path: str, headers: Mapping[str, str]) -> Target:
         headers: Headers by lower-case name.
 
     Raises:
-        InputError: session_name if the instance or repetition is missing, or is not UTF-8.
+        InputError: session_name if the instance or repetition is missing or invalid.
 
     Example:
         >>> target_of("/s/math%2F12/3/checker/v1/models", {})

@@ -1,4 +1,4 @@
-"""Engines behind a recorder: send a call to one that responds, and stream its response."""
+"""Send calls to the engines behind a recorder, with retries, and stream their responses."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class Upstreams:
     Args:
         urls: Root URL of each engine; a trailing "/v1" is removed.
         limits: Attempts, waits and timeouts.
-        api_key: Sent as the bearer token instead of the client's.
-        retried: Called on every retry.
+        api_key: Bearer token to send instead of the client's.
+        retried: Callback for every retry.
         max_answer_bytes: Maximum size of a response's body.
 
     Attributes:
@@ -107,7 +107,8 @@ class Upstreams:
             session: Calls with the same session go to the same engine as long as it responds.
 
         Raises:
-            EngineError: engine_down if no engine responds; engine_redirect, answer_encoding.
+            EngineError: engine_down if no engine responds; engine_redirect or answer_encoding if
+                the response is rejected.
         """
         response = await self._open(method, path, body, self._headers(headers), session)
         try:
@@ -120,7 +121,7 @@ class Upstreams:
         """Yield the body of a response as it arrives.
 
         Raises:
-            EngineError: answer_size.
+            EngineError: answer_size if the body is larger than `max_answer_bytes`.
         """
         num_bytes = response.content_length or 0
         if num_bytes <= self._max_answer_bytes:
@@ -137,7 +138,7 @@ class Upstreams:
         """Read the entire body of a response.
 
         Raises:
-            EngineError: answer_size.
+            EngineError: answer_size if the body is larger than `max_answer_bytes`.
         """
         return b"".join([content async for content in self.parts(response)])
 

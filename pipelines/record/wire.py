@@ -1,4 +1,4 @@
-"""One HTTP exchange over ASGI: read a bounded body, respond, and notice a disconnected client."""
+"""One HTTP exchange over ASGI: read a bounded body, respond, and detect a disconnected client."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Exchange:
         """Reject the request unless it uses this method.
 
         Raises:
-            InputError: method.
+            InputError: method if the request uses another method.
         """
         if self.method != method:
             message = f"{self.raw_path}: method {self.method} is not allowed; use {method}"
@@ -87,7 +87,8 @@ class Exchange:
         """Read the entire body.
 
         Raises:
-            InputError: request_size; body_timeout if nothing arrived for a minute.
+            InputError: request_size if the body exceeds `most_bytes`; body_timeout if no part of it
+                arrives for a minute.
             ConnectionError: If the client disconnected.
         """
         parts: list[bytes] = []
@@ -110,7 +111,7 @@ class Exchange:
                 return b"".join(parts)
 
     async def left(self) -> None:
-        """Wait until the client disconnects; call this only after the body has been read."""
+        """Wait until the client disconnects; call this only after reading the body."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
 
@@ -134,7 +135,7 @@ class Exchange:
         await self.finish(content)
 
     async def say(self, status: int, value: Any) -> None:
-        """Respond with JSON."""
+        """Send a value as a JSON response."""
         await self.answer(status, msgspec.json.encode(value))
 
     async def refuse(self, error: RolloutError) -> None:
@@ -160,7 +161,7 @@ def error_body(error: RolloutError) -> bytes:
 
 
 async def unless_left(exchange: Exchange, work: Awaitable[None]) -> None:
-    """Do some work, but cancel it if the client disconnects."""
+    """Await some work, but cancel it if the client disconnects."""
     doing = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(exchange.left())
     try:
@@ -177,7 +178,7 @@ async def unless_left(exchange: Exchange, work: Awaitable[None]) -> None:
 async def respond(
     scope: Message, receive: Receive, send: Send, route: Callable[[Exchange], Awaitable[None]]
 ) -> None:
-    """Handle one request with a route; a RolloutError that it raises becomes the response."""
+    """Handle one request with `route`; a RolloutError that it raises becomes the response."""
     if scope["type"] != "http":
         return
     exchange = Exchange(scope, receive, send)

@@ -38,8 +38,8 @@ class ModelShape:
 
         The forward pass takes 2 operations per parameter and token, and 4 * width per layer and
         attended key for scores and values; the backward pass takes twice that (Kaplan et al. 2020,
-        arXiv 2001.08361, section 2.1; Chowdhery et al. 2022, arXiv 2204.02311, appendix B; it
-        counts T keys per token, but we count only the keys that each token attends to). Excludes
+        arXiv 2001.08361, section 2.1; Chowdhery et al. 2022, arXiv 2204.02311, appendix B,
+        which counts T keys per token; we count only the keys that each token attends to). Excludes
         recomputation and the forward pass for `old_logprobs`; assumes that every layer attends to
         the entire context.
 

@@ -1,4 +1,4 @@
-"""Metrics of a rollout table, separately per step, per trajectory and per group."""
+"""Metrics of a rollout table per step, per trajectory and per group."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Metric(NamedTuple):
     Attributes:
         per: Unit that the metric averages over.
         name: SkyRL's name of the metric.
-        value: None if no unit was counted.
+        value: Value of the metric; None if no unit was counted.
         num: Number of units counted.
         num_left_out: Number of units not counted: failed, without a known return, or in groups that
             are too small.
@@ -72,7 +72,7 @@ def dataset_metrics(frame: Frame, outcome: Outcome = "last") -> pl.LazyFrame:
     """Compute the metrics of a table of step rows or merged rows; formulas are in docs/metrics.md.
 
     A step is one LLM call, even inside a merged row, so merging changes no metric. Failed
-    trajectories are counted only in the numbers of failures, and trajectories with an unknown
+    trajectories are included only in counts of failures, and trajectories with an unknown
     return are excluded from metrics that need one; `num_left_out` includes both. Standard
     deviations have the divisor n (population).
 

@@ -1,4 +1,4 @@
-"""Count the tokens that training would forward in each layout, before you rent a GPU.
+"""Count the tokens that training would forward in each layout, without a GPU.
 
     step                 every step separately
     merge_consecutive    the sequences that `merge` builds with rule `consecutive`
@@ -6,8 +6,8 @@
     tree_per_trajectory  every distinct prefix of a trajectory once
     tree_per_group       every distinct prefix of an instance's trajectories once
 
-Each layout determines how many leading tokens of each row have already been forwarded; everything
-else follows from lengths. In the `prefix` layout, tokens are read only if a prompt adds nothing to
+A layout determines how many leading tokens of each row are forwarded with another row; the rest
+follows from lengths. In the `prefix` layout, tokens are read only if a prompt adds nothing to
 its parent (two responses to one prompt), and to compare the trajectories of a group.
 """
 
@@ -49,10 +49,10 @@ class Cost:
     """Cost of forwarding a dataset in one layout.
 
     Attributes:
-        num_sequences: Rows, merged rows or trees.
-        num_tokens: Tokens forwarded.
-        num_attended: Attended keys, summed over these tokens: a token at depth d (from 1) attends
-            to d keys, itself included.
+        num_sequences: Number of rows, merged rows or trees.
+        num_tokens: Number of tokens forwarded.
+        num_attended: Number of attended keys, summed over these tokens: a token at depth d (from 1)
+            attends to d keys, itself included.
     """
 
     num_sequences: int = 0
@@ -95,8 +95,8 @@ def dataset_savings(
         path: A dataset.
         max_open_tokens: Maximum number of tokens in open groups; a group that is larger is
             counted by itself.
-        workers: Count within shards in parallel. Groups can span shards, so they are counted in
-            this process.
+        workers: Processes that count within shards in parallel. Groups can span shards, so they are
+            counted in this process.
 
     Example:
         Steps of one trajectory, prompts [1, 2] and [1, 2, 3, 9], responses [3] and [4]:
@@ -171,7 +171,7 @@ def _begins(table: pa.Table, tree: PrefixTree) -> dict[str, IntArray]:
 
 
 def _known_in_trajectory(table: pa.Table, tree: PrefixTree) -> IntArray:
-    """[N] Count each row's leading tokens that earlier rows of its trajectory already hold.
+    """[N] Count each row's leading tokens that earlier rows of its trajectory already contain.
 
     Tokens that a prompt adds to its parent are new, as are all tokens after them. A response
     has to be compared with other responses only if its prompt adds no tokens.
@@ -194,7 +194,7 @@ class _Suffixes:
         self._response = Ragged.from_arrow(table.column("response_ids"))
 
     def insert(self, root: Node, tree: PrefixTree, start: int, end: int) -> list[int]:
-        """Insert a trajectory into a trie; return how many tokens of each row it already had."""
+        """Insert a trajectory into a trie; count each row's leading tokens that it had already."""
         nodes: list[Node] = []
         known: list[int] = []
         for row in range(start, end):
@@ -230,7 +230,7 @@ def _count_groups(
 def _count_in_groups(
     path: PathLike, groups: dict[str, Group], cost: Cost, max_open_tokens: int
 ) -> dict[str, Group]:
-    """Count the groups that fit into memory together; return those left for another pass."""
+    """Count the groups that fit into memory together; return the others for a later pass."""
     tries = OpenTries(groups, max_open_tokens)
     for table in _pieces(path, _TOKENS):
         tree, tokens = prefix_tree(table), _Suffixes(table)

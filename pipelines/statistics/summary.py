@@ -39,9 +39,9 @@ def dataset_statistics(
     returns differ.
 
     Args:
-        data: A table, or a dataset. In the `prefix` layout only the lengths of prompts are read.
+        data: A table or a dataset path. In the `prefix` layout, only lengths of prompts are read.
         outcome: How returns are computed; None: as in the dataset's metadata, `last` for a table.
-        workers: Read the shards of a dataset in parallel; None: in this process.
+        workers: Processes that read shards in parallel; None: read in this process.
 
     Returns:
         num_rows, num_trajectories, num_groups, num_failed, num_unknown_reward, num_tokens

@@ -41,7 +41,7 @@ class Node:
             tokens: Any number of tokens; new ones are copied.
 
         Returns:
-            The node that holds the last token, and how many leading tokens were there already.
+            The node that contains the last token, and how many leading tokens the trie already had.
 
         Example:
             >>> root = Node.root()
@@ -84,7 +84,7 @@ class Node:
 
 @dataclass(slots=True)
 class Group:
-    """Number of a group's distinct tokens, and of its trajectories that have not been read yet."""
+    """Counts for a group: its distinct tokens, and its trajectories that are not read yet."""
 
     num_tokens: int = 0
     num_trajectories: int = 0
@@ -101,7 +101,7 @@ class OpenTries:
     A group is open from its first trajectory to its last.
 
     Attributes:
-        num_tokens: Tokens of the open groups.
+        num_tokens: Number of tokens in the open groups.
         later: Groups that did not fit when their first trajectory was read.
     """
 

@@ -13,10 +13,10 @@ from schemas.errors import ConfigError
 from schemas.metadata import LogprobsMode
 
 ENGINE_DOWN = "engine_down"
-"""Rule of the error raised if an engine does not respond after all retries."""
+"""Rule id of the error raised if an engine does not respond after all retries."""
 
 CONTEXT_LENGTH = "context_length"
-"""Rule of the error raised if a prompt leaves no room for a response in the model's context."""
+"""Rule id of the error raised if a prompt leaves no room for a response in the model's context."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,7 +90,7 @@ class Sampled:
 
 
 class Engine(Protocol):
-    """A source of responses. Any number of calls may run concurrently; each can be cancelled.
+    """An inference engine. Any number of calls may run concurrently, and each can be cancelled.
 
     An engine is an asynchronous context manager that releases its resources on exit.
     """
@@ -171,10 +171,11 @@ class Engine(Protocol):
 
         Args:
             path: A Hugging Face model directory that the engine can read.
-            policy_version: Version number of the new weights.
+            policy_version: Version of the new weights.
 
         Raises:
             EngineError: engine_down; engine_refused if the engine cannot load the weights.
-            InputError: model_directory; model_load.
+            InputError: model_directory if `path` is not a model directory; model_load if its
+                weights cannot be loaded.
         """
         ...

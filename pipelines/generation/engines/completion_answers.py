@@ -1,4 +1,4 @@
-"""Check responses of OpenAI-compatible servers, so that no training data is guessed."""
+"""Parse and check responses of OpenAI-compatible servers, without guessing missing data."""
 
 from __future__ import annotations
 

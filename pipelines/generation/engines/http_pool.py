@@ -1,4 +1,4 @@
-"""HTTP calls to one or several equivalent servers: bounded, retried, cancelled with the caller."""
+"""HTTP calls to equivalent servers, with limits, retries and cancellation."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ _EACH_ATTEMPTS = 3
 _LARGE_BYTES = 1 << 20
 
 BROKEN = (aiohttp.ClientError, TimeoutError, ConnectionError)
-"""Errors of a failed, broken or timed-out connection."""
+"""Exceptions raised if a connection fails, breaks or times out."""
 
 KEEP_ALIVE_S = 4.0
-"""Shorter than uvicorn's 5 s, so that a connection about to be closed is never reused."""
+"""Shorter than uvicorn's keep-alive of 5 s: a connection about to be closed is never reused."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """Limits on concurrency, rate and time of calls, and on retries.
+    """Limits on the concurrency, rate, duration and retries of calls.
 
     A call is retried, on the next server if there are several, after a failed, broken or timed-out
     connection, after status 408, 429 or 5xx, and after a response that the engine aborted. This is
@@ -96,8 +96,8 @@ class Servers:
 
     Args:
         urls: Root of each server, such as "http://127.0.0.1:8000"; a trailing "/v1" is removed.
-        limits: Limits shared by all of them.
-        api_key: Sent as the bearer token.
+        limits: Limits shared by all servers.
+        api_key: Bearer token of every request.
 
     Attributes:
         when_returned: Requests (path and body) to send first after a failed connection, because the
@@ -140,7 +140,7 @@ class Servers:
                 servers take turns.
 
         Raises:
-            EngineError: engine_down, context_length, engine_refused.
+            EngineError: engine_down, context_length or engine_refused, as for `Engine.sample`.
         """
         urls = self._order(session)
         headers = {} if session is None else {"X-Session-ID": session}
@@ -199,14 +199,14 @@ class Servers:
         raise failure
 
     def lose(self, *roots: str) -> None:
-        """Mark servers whose connections failed."""
+        """Mark servers as lost after a connection failed."""
         self._lost.update(roots)
 
     async def welcome_back(self, root: str) -> None:
-        """Send a lost server its `when_returned` requests, once, before anything else.
+        """Send `when_returned` to a server that was lost, once, before any other request.
 
         Raises:
-            aiohttp.ClientError: If it is still down.
+            aiohttp.ClientError: If the server is still down.
         """
         if root not in self._lost:
             return

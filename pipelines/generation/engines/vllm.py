@@ -189,13 +189,14 @@ class VllmEngine:
                 return sampled
             await asyncio.sleep(limits.wait_s(attempt))
         got = f"the engine aborted {count(limits.max_attempts, 'response')}"
-        raise EngineError(ENGINE_DOWN, path, got)
+        hint = "find the reason in the server's log"
+        raise EngineError(ENGINE_DOWN, path, got, hint=hint)
 
     async def _probe(self) -> LogprobsMode:
-        """Determine whether the top log-probability depends on the temperature."""
+        """Detect the mode: only processed log-probabilities depend on the temperature."""
         for prompt in _PROBES:
             usual, sharp = await asyncio.gather(*(self._top(prompt, t) for t in (1.0, 0.25)))
-            # Near 0, the token is almost certain at any temperature.
+            # If it is near 0, the token is almost certain at any temperature.
             if usual < -0.1:
                 return "processed" if abs(sharp - usual) > 0.05 else "raw"
         hint = 'pass logprobs_mode="raw" (vLLM\'s default) or "processed"'

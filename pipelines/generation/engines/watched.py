@@ -1,4 +1,4 @@
-"""An engine wrapper that is passed to user code and remembers fatal errors."""
+"""The engine passed to user code, which remembers fatal errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from schemas.errors import RolloutError
 
 
 class Watched(WrappedEngine):
-    """An `Engine` that remembers errors that end the run, even if the caller catches them.
+    """An `Engine` that remembers an error that ends the run, even if the caller catches it.
 
     Attributes:
         failure: The first such error; None if there was none.

@@ -99,10 +99,10 @@ def test_an_environment_that_does_not_close_costs_a_warning_alone(engine, tokeni
     [
         ("raise", "agent_raised: trajectory 't0_0': OSError: no sandbox", 1),
         ("exit", "agent_raised: trajectory 't0_0': RuntimeError: SystemExit: 3", 1),
-        ("huge", "agent_reward: trajectory 't0_0': found 1000", 1),
+        ("huge", "agent_reward: trajectory 't0_0': found the reward 1000", 1),
         ("hang", "agent_timeout: trajectory 't0_0': no result within 1 s", 1),
-        ("nonsense", "agent_reward: trajectory 't0_0': found 'good'", 1),
-        ("nan", "agent_reward: trajectory 't0_0': found nan", 1),
+        ("nonsense", "agent_reward: trajectory 't0_0': found the reward 'good'", 1),
+        ("nan", "agent_reward: trajectory 't0_0': found the reward nan", 1),
         ("silent", "agent_calls: trajectory 't0_0': the agent made no calls to the model", 0),
     ],
 )

@@ -219,7 +219,7 @@ def test_an_interrupted_run_keeps_what_had_finished(tmp_path, model, tokenizer, 
     ("lines", "message"),
     [
         ("temprature = 1.0\n", "did you mean `temperature`?"),
-        ('engine = "vllm"\n', "urls with vllm"),
+        ('engine = "vllm"\n', "urls if and only if engine = vllm"),
         ('history = "append_only"\n', "one of append, one_message, retokenize, step_wise"),
         ("max_turns = 0\n", "a whole number >= 1"),
         ("top_p = 0.0\n", "above 0, at most 1"),

@@ -339,7 +339,9 @@ def fill(out, engine, on_full, limit_bytes):
     assert kinds.count("answered") == (num_kept if on_full == "refuse" else 12)
     assert state["unrecorded_calls"] == (0 if on_full == "refuse" else 12 - num_kept)
     assert num_kept < 12
-    assert ("calls are refused" if on_full == "refuse" else "served unrecorded") in process.said
+    assert (
+        "calls are refused" if on_full == "refuse" else "served without recording"
+    ) in process.said
     recover(out)
     assert len(rows(out, "response_ids")) == num_kept
 
