@@ -69,7 +69,7 @@ def compare(before: Sequence[Turn], now: Sequence[Turn], *, whole: bool) -> Read
         return "system", "a different first message: " + _difference(old[0], new[0])
     if at < len(old) and [t.role for t in new[: len(old)]] == [t.role for t in old]:
         return "text", _difference(old[at], new[at])
-    return "messages", f"{num_returning} of {len(old) - at} messages from there on recur"
+    return "messages", f"messages that recur from there on: {num_returning} of {len(old) - at}"
 
 
 def _history(turns: list[Turn]) -> list[Turn]:

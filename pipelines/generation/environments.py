@@ -68,7 +68,8 @@ class Environment:
             The conversation that the model sees first.
 
         Raises:
-            InputError: env_raised, env_timeout, env_output.
+            InputError: env_raised if the environment raises; env_timeout if a call exceeds the time
+                limit; env_output unless the result is a pair (conversation, metadata).
         """
         self._own = await self._call("__init__", self._make)
         messages = [dict(message) for message in prompt]
@@ -256,7 +257,7 @@ def resolve(name: str, rule: str) -> Callable[..., Any]:
     """Import the class or function named by `module:name`.
 
     Raises:
-        ConfigError: {rule} if its module cannot be imported, or the name does not exist or is not
+        ConfigError: {rule} if the module cannot be imported, or the name does not exist or is not
             callable.
     """
     try:

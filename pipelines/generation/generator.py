@@ -125,8 +125,8 @@ class Generator:
         A failed trajectory is yielded with its `error`, whatever its environment or agent raised.
 
         Raises:
-            EngineError: engine_down, engine_answer; no further trajectory is started, and the
-                error is raised once the running ones have ended.
+            EngineError: engine_down or engine_answer if the engine fails; no further trajectory is
+                started, and the error is raised once the running ones have ended.
         """
         broken: BaseException | None = None
         under_way = UnderWay(self, self.units(tasks))
@@ -163,7 +163,7 @@ class Generator:
         """Run the trajectories of a unit; failed ones are retried up to `max_retries` times.
 
         Raises:
-            EngineError: engine_down, engine_answer.
+            EngineError: engine_down or engine_answer if the engine fails.
         """
         finished = await self._try(unit)
         for number in range(1, self.config.max_retries + 1):

@@ -64,7 +64,7 @@ class OwnGenerator:
 
         Raises:
             ConfigError: generator if the generator cannot be constructed.
-            EngineError: engine_down, engine_answer.
+            EngineError: engine_down or engine_answer if the engine fails.
         """
         made = self._generator()
         where = f"generator {self._config.generator}, group {tasks[0].instance_id!r}"
@@ -110,7 +110,7 @@ class OwnGenerator:
 
         Raises:
             InputError: generator_output if it is not a GeneratorOutput; trajectories unless it
-                contains exactly those requested; and the rules of `from_generator_output`.
+                contains exactly the requested ones; and as for `from_generator_output`.
         """
         try:
             given = _with_ids(output, tasks)

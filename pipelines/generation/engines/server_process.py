@@ -82,8 +82,8 @@ class VllmServer:
         """Start the server and wait until it responds.
 
         Raises:
-            EngineError: engine_start if it exits or does not respond in time; the error includes
-                the end of its log.
+            EngineError: engine_start if the server exits or does not respond in time; the hint
+                includes the end of its log.
         """
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(

@@ -125,8 +125,8 @@ def test_a_known_agent_whose_answer_does_not_return_began_a_new_context():
         ([*ASKED, said("4, I think."), AGAIN], "unknown", "repeat the earlier ones word for word"),
         ([*ASKED, said("4"), AGAIN], "edited", "assistant message, after '4': ', I think.' -> ''"),
         ([*ASKED, said("4, I think.\n"), AGAIN], "template", "whitespace"),
-        ([*ASKED, {"role": "user", "content": "Summary: 4."}], "reset", "0 recur"),
-        ([ASKED[0], {"role": "user", "content": "3+3?"}], "reset", "0 recur"),
+        ([*ASKED, {"role": "user", "content": "Summary: 4."}], "reset", "from there on: 0 of 1"),
+        ([ASKED[0], {"role": "user", "content": "3+3?"}], "reset", "from there on: 0 of 2"),
         (
             [{"role": "system", "content": "Check."}, AGAIN],
             "new_agent",
