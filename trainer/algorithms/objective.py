@@ -52,8 +52,8 @@ class Objective:
         policy_loss: The policy loss.
         reduction: The reduction.
         needs_old_logprobs: Whether the loss depends on `old_logprobs`.
-        selection: How the policy loss selects targets for special treatment: ClipCovSettings, or
-            the fraction of kl_cov. None: no selection.
+        selection: Settings of clip_cov's selection of targets, or the fraction of targets that
+            kl_cov selects; None for other losses.
         correction: Corrections for sampler mismatch; None: no correction.
         kl_estimator: Estimator of the divergence from the reference.
         kl_coef: Weight of that divergence.
@@ -116,7 +116,7 @@ def _checked(function: Function, found: Any, logprobs: Tensor) -> TokenLoss:
         raise refused(
             function,
             f"a value of type {type(metrics).__name__}",
-            "a mapping of names to tensors",
+            "a mapping from names to tensors",
             part="metrics",
         )
     for name, values in metrics.items():

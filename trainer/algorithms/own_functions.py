@@ -16,7 +16,7 @@ FloatArray = npt.NDArray[np.float64]
 
 
 def call_own(function: Function, given: Mapping[str, Any]) -> Any:
-    """Call a function with keyword arguments; arrays are copied because it may change them.
+    """Call a function with keyword arguments; arrays are copied, because it may modify them.
 
     Raises:
         InputError: {key}_raised, with the location, if the function raises.
@@ -48,7 +48,7 @@ def finite_array(function: Function, found: Any, num: int, what: str) -> FloatAr
 
     Args:
         function: The function.
-        found: Its result: a NumPy array, a CPU tensor or a list of numbers.
+        found: The function's result: a NumPy array, a CPU tensor or a list of numbers.
         num: Required number of elements.
         what: Meaning of an element, for messages.
 

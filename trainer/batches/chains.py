@@ -37,9 +37,9 @@ class Chains:
 def make_chains(rows: pa.Table, trains: BoolArray) -> Chains:
     """Chain the trained tokens of complete trajectories.
 
-    A row with `rewards` has rewards per token. Any other row has its `reward` at the end of its
-    step; if it is merged, it has each step's reward at the end of that step. Steps, merged rows and
-    mixtures of both give the same tokens in the same order with the same rewards.
+    In a row with `rewards`, each token has a reward. In any other row, the `reward` of a step goes
+    to its last token; a merged row stores one reward per step. Steps, merged rows and mixtures of
+    both give the same tokens in the same order with the same rewards.
 
     Args:
         rows: trajectory_id, response_ids, reward, and optionally rewards and segments.
@@ -117,10 +117,10 @@ def credit(
 def ranked_steps(
     rows: pa.Table, starts: IntArray, row_trajectory: IntArray
 ) -> tuple[Steps, IntArray]:
-    """List the steps of the rows, and rank them by the order in which they were taken.
+    """List the steps of the rows, and rank them in the order in which they were sampled.
 
-    Rows are ordered by their last steps. If merging interleaved the steps of a trajectory,
-    all rows of that trajectory have recorded step indices.
+    Rows are ordered by their last steps. If merging interleaved the steps of a trajectory, all rows
+    of that trajectory contain step indices.
     """
     split = is_joined(rows)
     number = np.arange(rows.num_rows)

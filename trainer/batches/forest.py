@@ -79,8 +79,8 @@ def attention_mask(subtree_end: Tensor) -> Tensor:
 def chain_lengths(prompts: Ragged, responses: Ragged, is_target: BoolArray) -> IntArray:
     """Count the tokens to forward in each row ([R]): all up to the parent of its last target.
 
-    Later tokens predict no target, so a row with p prompt tokens and its last target at response
-    position t costs p + t; a row without targets costs nothing.
+    Later tokens predict no target. A row with p prompt tokens and its last target at response
+    position t thus has p + t tokens to forward, and a row without targets has none.
     """
     slot = np.flatnonzero(is_target)
     row = responses.row_of(slot)
@@ -150,7 +150,7 @@ def forest_of(arrays: Mapping[str, IntArray], routes: Routes | None, row: IntArr
 
 
 def _lengths(column: Ragged, rows: IntArray) -> IntArray:
-    """Return the lengths of some rows ([rows]) in time linear in their number."""
+    """Return the lengths of the given rows, in time linear in their number."""
     return column.offsets[rows + 1] - column.offsets[rows]
 
 
@@ -204,7 +204,7 @@ def pack(lengths: IntArray, budget: int) -> list[IntArray]:
 def spread(bins: Sequence[IntArray], lengths: IntArray, num_ranks: int) -> list[IntArray]:
     """Split bins of rows until the number of bins is a multiple of `num_ranks`, if possible.
 
-    Like those of `pack`, the bins are ordered by their first row, and their rows are ascending.
+    As in `pack`, bins are ordered by their first row, and the rows of a bin are ascending.
 
     Example:
         >>> bins = [np.array([0, 2, 3]), np.array([1])]
@@ -227,7 +227,7 @@ class RowLimit:
     Attributes:
         num_tokens: Maximum number of tokens in a row.
         reason: Source of the limit, for the message.
-        hint: How to handle a longer row.
+        hint: Hint of the error about a longer row.
     """
 
     num_tokens: int
@@ -238,7 +238,7 @@ class RowLimit:
         """Check that no row exceeds the limit.
 
         Raises:
-            InputError: If one does; the error names the longest row.
+            InputError: row_too_long, which names the longest row.
         """
         if lengths.max(initial=0) > self.num_tokens:
             row = int(lengths.argmax())

@@ -1,4 +1,4 @@
-"""Map the targets of a batch to the rows of the dataset that they are stored in."""
+"""Map the targets of a batch to the dataset rows in which they are stored."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from trainer.batches.chains import ranked_steps
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredRows:
-    """The rows of some groups as the dataset stores them, without their tokens.
+    """Rows of the batch's groups as the dataset stores them, without their tokens.
 
     Attributes:
         rows: [D] instance_id, trajectory_id, step_index (int32), num_tokens (int64: length of
             `response_ids`); in the order of the dataset.
-        steps: Where each step is stored: see `_place_steps`.
+        steps: The row and position of each step: see `_place_steps`.
     """
 
     rows: pl.DataFrame
@@ -29,7 +29,7 @@ class StoredRows:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Origins:
-    """Where the response tokens of a batch are stored.
+    """Map from the response tokens of a batch to the dataset rows that store them.
 
     Attributes:
         stored: The stored rows of the batch's groups.
@@ -45,7 +45,7 @@ class Origins:
     position: IntArray
 
     def of(self, slots: IntArray) -> tuple[IntArray, IntArray]:
-        """Return the stored row and the position in its response of tokens of the batch."""
+        """Return, for tokens of the batch, the stored row and the position in its response."""
         step = np.searchsorted(self.begin, slots, side="right") - 1
         return self.row[step], self.position[step] + slots - self.begin[step]
 
@@ -71,7 +71,7 @@ def stored_rows(rows: pl.DataFrame) -> StoredRows:
 def find_origins(rows: pl.DataFrame, stored: StoredRows) -> Origins:
     """Find where the tokens of a batch are stored.
 
-    A step has the same number in its trajectory, however steps are merged into rows.
+    Steps are matched by their number within the trajectory, which merging does not change.
 
     Args:
         rows: Rows of a batch, merged or split in any way, in the batch's order.
@@ -93,11 +93,11 @@ def find_origins(rows: pl.DataFrame, stored: StoredRows) -> Origins:
 
 
 def _place_steps(rows: pl.DataFrame) -> pl.DataFrame:
-    """Find the place of every step of some rows.
+    """Locate every step within the given rows.
 
     Returns:
         [S] trajectory_id; number (0..n-1 over the steps of the trajectory, in the order in which
-        they were taken); row (index in `rows`); start (of the step in the row's response).
+        they were sampled); row (index in `rows`); start (of the step in the row's response).
     """
     names = [name for name in ("trajectory_id", "segments") if name in rows.columns]
     table = as_table(rows.select(names))

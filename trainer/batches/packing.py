@@ -19,7 +19,7 @@ class MiniBatch:
     Attributes:
         forests: Micro-batches, which together contain every target once; all targets of a row are
             in the same micro-batch.
-        num_distinct_tokens: Tokens in the trees before cutting; None if rows are chains.
+        num_distinct_tokens: Tokens in the trees before they are cut; None if rows are chains.
     """
 
     forests: list[Forest]
@@ -57,9 +57,10 @@ class Packing:
 
 
 def cut_batch(batch: Batch, packing: Packing, num_ranks: int = 1) -> list[MiniBatch]:
-    """Split a batch into mini-batches, and each into micro-batches of `tokens_per_micro_batch`.
+    """Split a batch into mini-batches, and these into micro-batches of `tokens_per_micro_batch`.
 
-    Rows must be steps if the layout is `tree`. `num_ranks` processes share the micro-batches.
+    With the layout `tree`, every row must be a single step. `num_ranks` processes share the
+    micro-batches.
     """
     tokens = batch.prompts, batch.responses
     routes, budget = batch.routes, packing.tokens_per_micro_batch

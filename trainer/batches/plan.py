@@ -30,7 +30,8 @@ class Plan:
         num_groups_without_variance: Trained groups of two or more whose returns are all equal;
             `drop_zero_variance_groups` leaves them out.
         group_size: Expected number of trajectories per group.
-        num_partial_groups: Groups of a different size; 0 if groups have no baseline.
+        num_partial_groups: Groups of a different size; 0 if advantages do not compare a group's
+            trajectories.
     """
 
     trajectories: pl.DataFrame

@@ -249,7 +249,7 @@ def _cheapest_cuts(lengths: list[int], shared: list[int], budget: int) -> list[i
     upto = np.cumsum(np.array(lengths) - np.array(shared)).tolist()
     if upto[-1] <= budget:
         return [0, len(lengths)]
-    costs: list[tuple[int, int]] = [(0, 0)]  # tokens repeated and runs, up to each row
+    costs: list[tuple[int, int]] = [(0, 0)]  # repeated tokens and number of runs, up to each row
     before: list[int] = []  # first row of the last run
     candidates: deque[tuple[tuple[int, int], int]] = deque()
     for row in range(len(lengths)):

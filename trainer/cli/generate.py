@@ -36,13 +36,13 @@ if TYPE_CHECKING:
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def generate(*, config: str, out: str | None, overrides: tuple[str, ...], as_json: bool) -> int:
-    """Sample trajectories of tasks with an engine into a rollout dataset.
+    """Sample trajectories for tasks from an engine, and write them to a rollout dataset.
 
-    CONFIG.toml sets tasks, model and environment (all keys: docs/generation.md). Paths, and your
-    own environments and agents, are relative to the current directory. Groups are written to DS as
-    they complete. Run the same command again to generate what is missing. Trajectories that fail
-    are kept in the dataset with their error and are not retried. The exit code is 1 if all
-    generated trajectories failed.
+    CONFIG.toml sets tasks, model and environment (all keys: docs/generation.md). Paths, and modules
+    with your own environments and agents, are relative to the current directory. Groups are written
+    to DS as they complete. Run the same command again to generate the missing trajectories.
+    Trajectories that fail are kept in the dataset with their error and are not retried. The exit
+    code is 1 if all generated trajectories failed.
     """
     import asyncio
 

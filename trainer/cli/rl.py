@@ -43,12 +43,12 @@ def rl(
     overrides: tuple[str, ...],
     as_json: bool,
 ) -> int:
-    """Train a policy on its own samples: sample groups, update, load the weights, repeat.
+    """Train a policy on its own samples: sample groups, update, reload the weights, repeat.
 
     CONFIG.toml sets model, tasks and num_iterations, and has a table [generate] with keys of
     `rollouts generate`, a table [train] with keys of `rollouts train`, and optionally [evaluate]
     (docs/rl.md). Each iteration samples train.groups_per_batch groups of generate.group_size
-    trajectories, trains on them, and loads the new weights into the engine. With max_staleness
+    trajectories, trains on them, and loads the new weights into the engine. If max_staleness is
     above 0, sampling continues during training.
 
     RUN/rollouts/ keeps every sampled rollout, one directory per iteration: `rollouts train

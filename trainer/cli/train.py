@@ -74,9 +74,10 @@ def train(
 ) -> int:
     """Train a policy on a rollout dataset.
 
-    Writes RUN/config.json, RUN/metrics.jsonl, RUN/tokens/ (what each token contributed to an update)
-    and RUN/checkpoints/global_step_N/, a model directory that Transformers can load. --resume continues a stopped run as if it had never been
-    interrupted. Options override the file, and --set overrides options.
+    Writes RUN/config.json, RUN/metrics.jsonl, RUN/tokens/ (the values of each token in an update)
+    and RUN/checkpoints/global_step_N/, a model directory that Transformers can load. --resume
+    continues a stopped run as if it had never been interrupted. Options override the configuration
+    file, and --set overrides options.
     """
     from rollout_io.dataset.storage import find_shards
     from schemas.extras import requires_extra
@@ -131,28 +132,28 @@ def train(
     "--out",
     metavar="FILE",
     help="Image file; the format follows from the extension (.png, .svg, .pdf, ...).  [default: "
-    "curves.png of runs, dataset.png of datasets]",
+    "curves.png for runs, dataset.png for datasets]",
 )
 @click.option(
     "--metric",
     "metrics",
     multiple=True,
     metavar="NAME",
-    help="Of runs: a key of metrics.jsonl; may be repeated. Default: the most useful ones.",
+    help="For runs: a key of metrics.jsonl; may be repeated. Default: the most useful ones.",
 )
 @click.option(
     "--max-row-tokens",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Of datasets: mark the cut-off that training with this max_row_tokens would apply.",
+    help="For datasets: mark the length at which training with this max_row_tokens cuts rows off.",
 )
 def plot(
     *, paths: tuple[str, ...], out: str | None, metrics: tuple[str, ...], max_row_tokens: int | None
 ) -> None:
     """Plot the metrics of training runs, or the contents of datasets, as an image.
 
-    Several runs, or several datasets, are drawn over each other. Of a dataset: lengths, reward by
-    group, drift by turn, and the tokens that training forwards in each layout.
+    Several runs, or several datasets, are drawn over each other. The plot of a dataset shows
+    lengths, reward by group, drift by turn, and the tokens that training forwards in each layout.
     """
     are_runs = {_is_run(path) for path in paths}
     if len(are_runs) > 1:
@@ -182,7 +183,7 @@ def plot(
 
 
 def _is_run(path: str) -> bool:
-    """True for a run, and for a path at which there is no dataset either."""
+    """True for a run, and for a local path that contains neither a run nor a dataset."""
     from rollout_io.dataset.storage import find_shards
     from schemas.errors import InputError
 
@@ -200,7 +201,7 @@ def how_to_resume(out: str) -> str:
     if any(Path(out).glob("checkpoints/global_step_*")):
         return f"run the same command with --resume to continue from the checkpoints in {out}"
     again = "no checkpoint yet: run the same command again"
-    # A directory that holds a run must be resumed, even from its start.
+    # A directory that contains a run needs --resume, even without a checkpoint.
     return f"{again}, with --resume" if (Path(out) / "config.json").exists() else again
 
 

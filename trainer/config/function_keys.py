@@ -63,7 +63,7 @@ def check_functions(config: LossConfig) -> None:
     """
     names = {kind: getattr(config, kind.key, None) for kind in KINDS}
     named = [(kind, name) for kind, name in names.items() if name is not None]
-    # Built-in functions are not imported.
+    # Import user functions only.
     own = [find(kind, name) for kind, name in named if name not in kind.built_in]
     fields = config.__dataclass_fields__
     for key, value in config.loss.items():
@@ -163,5 +163,5 @@ def _check_keys(function: Function, config: LossConfig) -> None:
             types, expected = _PLAIN[annotation]
             value = config.loss[name]
             if not isinstance(value, types) or (bool not in types and isinstance(value, bool)):
-                where = f"[loss] {name}, of {function.name}"
+                where = f"[loss] {name}, a parameter of {function.name}"
                 raise ConfigError("config_value", where, repr(value), expected)

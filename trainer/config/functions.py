@@ -26,7 +26,7 @@ class Kind:
         key: The key.
         inputs: Names of the parameters through which user functions get an array or a tensor.
         needs_one_of: A function must take at least one of these inputs.
-        exactly_one: Whether it must take exactly one of them.
+        exactly_one: Whether the function must take exactly one of these inputs.
         module: Module of the built-in functions.
         built_in: Path under `module` of each built-in function, and its inputs, which are repeated
             here because the configuration is checked without importing torch.
@@ -100,11 +100,11 @@ class Function:
 
     Attributes:
         kind: Kind of function.
-        name: Its name in the configuration.
-        is_own: Whether it is a user function, `module:function`.
-        inputs: Its parameters that get arrays or tensors.
-        keys: Its other parameters.
-        takes_all_keys: Whether it has a parameter `**keys`.
+        name: Name in the configuration.
+        is_own: Whether this is a user function, `module:function`.
+        inputs: Parameters that receive arrays or tensors.
+        keys: All other parameters.
+        takes_all_keys: Whether there is a parameter `**keys`.
         call: The function.
     """
 

@@ -11,7 +11,7 @@ from trainer.config.train_config import TrainConfig
 
 
 def resolved(config: TrainConfig) -> TrainConfig:
-    """Resolve `outcome` and `merge_rule` from the dataset where they are None.
+    """Resolve `outcome` and `merge_rule` from the dataset if they are None.
 
     Raises:
         RolloutError: If the dataset cannot be read.
@@ -24,7 +24,7 @@ def resolved(config: TrainConfig) -> TrainConfig:
 
 
 def _was_merged(dataset: str) -> bool:
-    """True if the history's last merge or unmerge is a merge or, with neither, a row is merged."""
+    """True if the last merge or unmerge in the history is a merge; without either, if a row is."""
     history = rollout_io.read_metadata(dataset).made_by
     verbs = [made["verb"] for made in history if made.get("verb") in {"merge", "unmerge"}]
     if verbs:

@@ -65,7 +65,7 @@ class TrainConfig(LossConfig):
     gamma: Fraction = 1.0
     """reinforce++ and gae: discount per trained token; in [0, 1]."""
     gae_lambda: Fraction = 1.0
-    """gae: from 0 (one-step differences of values) to 1 (returns minus values)."""
+    """gae: the estimator's lambda, from 0 (one-step differences) to 1 (returns minus values)."""
     failed: Literal["group", "trajectory"] = "group"
     """Whether a failed trajectory masks its entire group, or only itself."""
     group_size: Count | None = None
@@ -155,8 +155,8 @@ class TrainConfig(LossConfig):
     keep_checkpoints: Count | None = None
     """Number of checkpoints to keep, newest first; >= 1. None: all."""
     record_tokens: Literal["none", "sampled", "all"] = "sampled"
-    """Tokens whose part in each update is written to `OUT/tokens/` (docs/training.md): none; those
-    of 4 groups per update, chosen by `seed` and `global_step` (`sampled`); or all."""
+    """Which tokens of each update are recorded in `OUT/tokens/` (docs/training.md): none; those of 4
+    groups, chosen by `seed` and `global_step` (`sampled`); or all."""
     trackers: tuple[str, ...] = ()
     """Accelerate trackers that also receive the metrics, such as `tensorboard`."""
 
@@ -230,8 +230,8 @@ def load_config(
     Args:
         toml_path: TOML file with top-level keys, or None.
         overrides: `key=value` strings, which override file and options.
-        options: Values by key, which override the file: `dataset`, `model`, `out` and others; None
-            if not given.
+        options: Values by key, which override the file: `dataset`, `model`, `out` and others. A
+            value of None is ignored.
 
     Raises:
         InputError: If the file is unreadable.

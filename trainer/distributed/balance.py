@@ -66,7 +66,7 @@ def balance(costs: Sequence[float], num_ranks: int) -> IntArray:
 def own_forests(accelerator: Accelerator, forests: Sequence[Forest]) -> list[tuple[int, Forest]]:
     """Return this process's micro-batches with their numbers, padded with fillers (number -1).
 
-    All processes have the same number of them.
+    Thus all processes forward the same number of micro-batches.
     """
     rounds = balance([cost(forest) for forest in forests], accelerator.num_processes)
     numbers = rounds[:, accelerator.process_index].tolist()

@@ -52,7 +52,8 @@ def agreed(accelerator: Accelerator, work: Callable[[], T]) -> T:
     Returns the local result of `work`, which must not communicate, once all processes are done.
 
     Raises:
-        RolloutError: If `work` raises one in any process; this process's own error comes first.
+        RolloutError: If `work` raises one in any process; this process's own error takes
+            precedence.
     """
     if accelerator.num_processes == 1:
         return work()
@@ -90,7 +91,7 @@ def own_groups(accelerator: Accelerator, groups: Sequence[str]) -> Sequence[str]
 
 
 def exchange_rows(accelerator: Accelerator, rows: pl.DataFrame | None) -> pl.DataFrame:
-    """Concatenate the rows read by all processes, by rank; `rows` is None if this one read none."""
+    """Concatenate the rows of all processes by rank; `rows` is None if this process read none."""
     if accelerator.num_processes == 1:
         assert rows is not None
         return rows

@@ -27,7 +27,7 @@ class Request:
         max_tokens: Maximum length of the response, limited by the model's context.
         generator: Random number generator of this request, so that its samples do not depend on the
             batch.
-        is_wanted: Returns whether the caller is still waiting.
+        is_wanted: Function that returns whether the caller is still waiting.
         response: Ids sampled so far.
         logprobs: Log-probability of each sampled id, nats.
         routes: [tokens, layers, topk] int16 experts of forwarded tokens, one part per forward pass;

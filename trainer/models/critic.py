@@ -100,7 +100,7 @@ class CriticLearner:
     Attributes:
         accelerator: Device, precision, gradient reduction.
         critic: The critic.
-        optimizer: Its optimizer.
+        optimizer: Optimizer of the critic.
         value_clip: Maximum change of a value before the loss is clipped; None: no clipping.
         learning_rate: Peak learning rate.
         max_grad_norm: Maximum L2 norm of the gradient; larger gradients are scaled down.
@@ -170,7 +170,7 @@ def update_critic(
         targets: [T] target values.
 
     Returns:
-        Metrics.
+        Loss, mean value, clipped fraction and gradient norm, by the name of the metric.
     """
     num_trained, clip = sum(forest.num_targets for forest in forests), learner.value_clip
     accelerator, device = learner.accelerator, learner.accelerator.device

@@ -33,9 +33,9 @@ def target_logprobs(
         dz_j = g * (1[j = token] - p_j) - h * p_j * (log(p_j) + entropy)
 
     The softmax is in float32, in blocks of rows. The backward pass overwrites the logits with their
-    gradient, so no other operation may need them in its backward pass; PyTorch raises an error
-    if one does.
-    A chunk's logits are thus stored only once, in their original precision, in both passes.
+    gradient, so that both passes store a chunk's logits only once, in their original precision. No
+    other operation may therefore need the logits in its backward pass; PyTorch raises an error if
+    one does.
 
     Args:
         logits: [C, V] output of the head.

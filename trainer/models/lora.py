@@ -191,7 +191,7 @@ class WithoutAdapter(nn.Module):
         super().__init__()
         self.policy = (
             policy,
-        )  # a tuple, or it would be a submodule, whose weights would be counted twice
+        )  # in a tuple, because the weights of a submodule would be counted twice
 
     def forward(self, forest: Forest, temperature: Tensor) -> tuple[Tensor, Tensor]:
         """See `Policy.forward`."""

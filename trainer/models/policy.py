@@ -83,7 +83,7 @@ class Policy(nn.Module):
         num_chunks = max(1, math.ceil(len(hidden) / self.logprob_chunk_tokens))
         inputs = (hidden, forest.target_token, temperature)
         chunks = list(zip(*(i.tensor_split(num_chunks) for i in inputs), strict=True))
-        # The backward pass starts with the last chunk: its logits need not be computed twice.
+        # The backward pass starts with the last chunk, whose logits need not be recomputed.
         parts = [checkpoint(self._head, *chunk, use_reentrant=False) for chunk in chunks[:-1]]
         parts += [self._head(*chunk) for chunk in chunks[-1:]]
         return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
@@ -136,7 +136,8 @@ def load_policy(
 ) -> Policy:
     """Load a model directory as a policy with float32 weights, and check it on a few tokens.
 
-    `trees` states whether it will forward branching trees; see `Policy` for the other arguments.
+    `trees` states whether the policy will forward branching trees; see `Policy` for the other
+    arguments.
 
     Raises:
         InputError: If `path` is not a model directory; if Transformers cannot load the model

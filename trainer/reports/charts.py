@@ -18,7 +18,7 @@ def check_image(out: Path) -> None:
     """Check that matplotlib can write the image.
 
     Raises:
-        InputError: If its directory does not exist.
+        InputError: If the directory of the image does not exist.
         ConfigError: If matplotlib does not support the format.
         MissingExtra: If matplotlib is not installed.
     """
@@ -67,7 +67,7 @@ def title(axis: Any, text: str, detail: str = "") -> None:
 
 
 def legend(figure: Any, names: Sequence[str], num_columns: int) -> None:
-    """Name the colors of several runs or datasets above the panels.
+    """Draw a legend of runs or datasets, with their colors, above the panels.
 
     Names are shortened as far as they remain distinct; long ones are listed one per line.
     """
@@ -89,14 +89,14 @@ def color(index: int) -> str:
 
 
 def shortened(text: str, length: int = _NAME_LENGTH) -> str:
-    """Shorten a name in its middle; `$` is no formula."""
+    """Shorten a name in its middle, and escape `$`, which would start a formula."""
     if len(text) > length:
         text = f"{text[: length // 2 - 1]}…{text[-(length - length // 2) :]}"
     return text.replace("$", r"\$")
 
 
 def names_of(paths: Sequence[str | Path]) -> list[str]:
-    """Name paths by their shortest suffixes that distinguish them."""
+    """Name paths by the shortest suffixes that distinguish them."""
     parts = [Path(path).resolve().parts for path in paths]
     for depth in range(1, 1 + max(map(len, parts))):
         names = ["/".join(part[-depth:]) for part in parts]

@@ -37,18 +37,18 @@ _CAUSE_COLORS = dict(
     )
 )
 _MAX_BINS, _MAX_TURNS, _MAX_NAMED = 30, 60, 16
-_BREAKS = "Steps that do not continue the step before"
+_BREAKS = "Steps that do not continue the previous step"
 
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """What is drawn of a dataset.
+    """The numbers of a dataset that are plotted.
 
     Attributes:
         name: Name of the dataset.
-        summary: Its statistics.
+        summary: Statistics of the dataset.
         num_following: Number of steps that follow another, by step_index.
-        breaks: Number of these that do not continue the step before them, by index and cause.
+        breaks: Number of these that do not continue the previous step, by step_index and cause.
         costs: Cost of each layout.
     """
 
@@ -126,7 +126,9 @@ def _draw_lengths(
         return
     ordered = known.sort().to_list()
     low, high = ordered[0], ordered[-1]
-    width = -(-(high - low + 1) // _MAX_BINS)  # whole tokens: bins hold equally many lengths
+    width = -(
+        -(high - low + 1) // _MAX_BINS
+    )  # whole tokens, so that every bin covers equally many lengths
     edges = np.arange(low, high + 1 + width, width)
     if len(lengths) == 1:
         values = lengths[0]

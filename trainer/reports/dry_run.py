@@ -67,7 +67,7 @@ class DryRun:
         num_updates_made: Optimizer steps taken before resuming.
         num_trained_tokens: Response tokens in the loss in one pass over the dataset.
         record_tokens: Tokens that the run records, as configured.
-        trained_layout: The layout in `layouts` with which the run trains.
+        trained_layout: Key in `layouts` of the layout with which the run trains.
         layouts: Counts for one pass over the dataset, by layout.
         max_row_tokens: Maximum row length.
         memory: Memory of one process.
@@ -96,7 +96,7 @@ class DryRun:
 
 
 def dry_run(config: TrainConfig, *, resume: bool = False) -> DryRun:
-    """Plan, check and load a run like `train`, and count what it would forward; write nothing.
+    """Plan, check and load a run like `train`, and count the tokens to forward; write nothing.
 
     Counting reads the dataset once per layout, batch by batch.
 
@@ -133,7 +133,7 @@ def dry_run(config: TrainConfig, *, resume: bool = False) -> DryRun:
 
 
 def _count(run: TrainingRun, settings: dict[str, Any]) -> tuple[Layout, int]:
-    """Count the sequences and tokens that one pass forwards in a layout, and trained tokens."""
+    """Count the sequences and tokens that one pass forwards in a layout, and the trained tokens."""
     packing = packing_of(resolved(dataclasses.replace(run.config, **settings)))
     num_trained, lengths = 0, [np.zeros(0, np.int64)]
     parts: list[tuple[list[int], int | None]] = []

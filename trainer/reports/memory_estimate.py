@@ -48,7 +48,7 @@ class Memory:
 
 
 class State(NamedTuple):
-    """The parts of `Memory` that do not depend on what is forwarded."""
+    """The parts of `Memory` that do not depend on the forwarded tokens, in bytes."""
 
     weights: int
     gradients: int
@@ -86,12 +86,12 @@ def state_bytes(
     policy: Iterable[Tensor],
     config: TrainConfig,
 ) -> State:
-    """Return the bytes that a run holds whatever it forwards.
+    """Compute the memory that does not depend on the forwarded tokens.
 
     Args:
         held: Parameters of policy and critic.
-        trained: The parameters that the optimizers change.
-        policy: Parameters of the policy, of which bfloat16 makes copies.
+        trained: Parameters that the optimizers update.
+        policy: Parameters of the policy; with `dtype` bfloat16, a forward pass copies them.
         config: Configuration of the run.
     """
     copies = 2 * sum(p.numel() for p in policy) if config.dtype == "bfloat16" else 0

@@ -33,7 +33,7 @@ DEFAULT = (
 )
 """Metrics plotted by default, if a run has them."""
 MAX_MARKED = 40
-"""Maximum number of points that are joined by a line; more are smoothed."""
+"""Maximum number of points joined by a line; a longer curve is smoothed."""
 
 _WIDTH = 0.04  # standard deviation of the smoothing window, as a share of the curve
 _NUM_DRAWN = 400
@@ -66,7 +66,7 @@ def plot_runs(runs: Sequence[Path], out: Path, metrics: Sequence[str] = ()) -> l
 
 
 def runs_figure(runs: Records, metrics: Sequence[str]) -> Any:
-    """Draw the metrics of runs, whose lines of `metrics.jsonl` are given by name."""
+    """Draw metrics of runs; `runs` maps names to the lines of `metrics.jsonl`."""
     from matplotlib.ticker import MaxNLocator
 
     num_columns = 1 if len(metrics) == 1 else 2 if len(metrics) <= 6 else 3
@@ -95,7 +95,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """
     file = path / "metrics.jsonl" if path.is_dir() else path
     if not file.exists():
-        hint = "pass a dataset, or the directory of a run, the --out of `rollouts train`"
+        hint = "pass a dataset, or the directory of a run (--out of `rollouts train`)"
         raise InputError("metrics_file", str(file), "the file does not exist", hint=hint)
     try:
         text = read_input(file).decode()
@@ -115,13 +115,13 @@ def _record(line: str, where: str) -> dict[str, Any]:
     except ValueError:
         record = None
     if not isinstance(record, dict) or not isinstance(record.get("global_step"), int):
-        expected = "a JSON object with a global_step"
+        expected = "a JSON object with an integer global_step"
         raise InputError("metrics_file", where, repr(line[:60]), expected)
     return record
 
 
 def curve(records: Sequence[Mapping[str, Any]], metric: str) -> Curve:
-    """Extract steps and values where the metric is a number; the last line of a step wins."""
+    """Extract steps and values where the metric is a number; a step's last line counts."""
     found = {
         record["global_step"]: float(record[metric])
         for record in records

@@ -29,7 +29,7 @@ DROPPED_IN_A_ROW = 30
 
 @dataclass(kw_only=True, slots=True)
 class BegunGroup:
-    """A group that was started.
+    """A group whose trajectories have begun to run.
 
     Attributes:
         deadline: Last iteration that may train on the group.

@@ -222,9 +222,9 @@ def load_rl_config(
     """Read a configuration: TOML with tables, then `out`, then `key=value` or `table.key=value`.
 
     Raises:
-        InputError: config_file, input_file.
-        ConfigError: config_key, config_value, sampling: as for `configuration.load_record`,
-            with the table in the key.
+        InputError: If the file cannot be read (input_file) or is not valid TOML (config_file).
+        ConfigError: If a key is unknown or missing (config_key), or a value is invalid
+            (config_value, sampling). The error names the table of the key.
     """
     given, where = read_toml(toml_path) | given_options({"out": out}), str(toml_path)
     plain, nested = _by_table(overrides, TABLES.__contains__)

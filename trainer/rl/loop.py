@@ -63,7 +63,7 @@ class RlResult:
         checkpoint: Model directory of the final policy.
         num_iterations: Completed iterations.
         num_updates: Optimizer steps taken.
-        num_skipped_updates: Mini-batches without a step.
+        num_skipped_updates: Mini-batches without an optimizer step.
         num_trained_groups: Groups that contributed a nonzero gradient to a step.
         num_greedy_rows: Rows masked because they were sampled at temperature 0.
         return_mean: Mean return of the last iteration's trajectories.
@@ -266,7 +266,7 @@ class Loop:
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         """Run blocking work in the trainer's thread while sampling continues."""
-        in_context = copy_context().run  # the thread, too, must respect -q
+        in_context = copy_context().run  # so that -q applies in the thread as well
         return await asyncio.get_running_loop().run_in_executor(self.thread, in_context, work)
 
     def result(self) -> RlResult:

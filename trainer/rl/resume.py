@@ -1,4 +1,4 @@
-"""Find the state in a run's directory from which the loop resumes."""
+"""Find the state in a run's directory from which to resume the loop."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def lines_before(path: Path, progress: Progress) -> dict[str, dict[str, Any]]:
             if record["iteration"] < progress.position.batch + (_EVALUATED in record):
                 kept[line] = record
         except (ValueError, TypeError, KeyError) as error:
-            expected = "metrics of an iteration"
+            expected = "a JSON object with the metrics of an iteration"
             raise InputError("resume_metrics", str(path), repr(line[:60]), expected) from error
     num_updates = sum(_EVALUATED not in record for record in kept.values())
     if num_updates != progress.num_mini_batches:

@@ -185,7 +185,7 @@ def check_lengths(config: RlConfig, limit: RowLimit, context_tokens: int | None)
     Runs before sampling; an unknown context (None) is not checked.
 
     Raises:
-        ConfigError: row_too_long.
+        ConfigError: row_too_long: the longest possible row does not fit.
     """
     generation, cuts = config.generation, config.training.max_row_tokens is not None
     hint = "pass --set generate.max_input_tokens=N, or truncate rows: --set train.max_row_tokens=N"
@@ -221,7 +221,7 @@ def note_of_long_rows(config: RlConfig, limit: RowLimit) -> str | None:
 
 
 def _check_some_worked(plan: Plan, rollouts: pl.LazyFrame, dataset: Path) -> None:
-    """Reject an iteration in which every trajectory failed: the next one would fail too."""
+    """Reject an iteration in which every trajectory failed; the next iteration would fail too."""
     if not plan.trajectories["failed"].all():
         return
     errors = rollouts.select(pl.col("error").drop_nulls().first()).collect()

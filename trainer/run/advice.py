@@ -38,8 +38,9 @@ def warnings_before(rows: pl.DataFrame, plan: Plan, config: TrainConfig) -> dict
     lengths = rows["num_forwarded_tokens"].clip(upper_bound=config.max_row_tokens).to_numpy()
     if num_long := int((lengths > budget).sum()):
         found["long_rows"] = (
-            f"rows longer than tokens_per_micro_batch ({budget}): {num_long}, the longest with"
-            f" {lengths.max()} tokens; each is forwarded in its own micro-batch, which needs more memory"
+            f"{count(num_long, 'row')} longer than tokens_per_micro_batch ({budget}) will each be"
+            f" forwarded in a separate micro-batch, which needs more memory; the longest has"
+            f" {lengths.max()} tokens"
         )
     loss, reduction = config.policy_loss_type, config.loss_reduction
     if loss in ("gspo", "sapo") and reduction not in ("sequence_mean", "trajectory_mean"):

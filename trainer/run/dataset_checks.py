@@ -139,7 +139,7 @@ def _refuse_nothing_to_learn(rows: pl.DataFrame, plan: Plan, config: TrainConfig
 
 
 def _num_lost_to_failures(plan: Plan, config: TrainConfig) -> int:
-    """Count the groups whose returns vary, but which are masked only for a failed trajectory."""
+    """Count the groups with varying returns that are masked only because a trajectory failed."""
     is_masked_anyway = config.partial_groups == "mask" and plan.num_partial_groups
     if config.failed != "group" or is_masked_anyway:
         return 0

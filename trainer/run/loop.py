@@ -128,7 +128,7 @@ def _open(run: TrainingRun, held: ExitStack) -> None:
 
 
 def _write(accelerator: Accelerator, out: Path, work: Callable[[], object] | None) -> None:
-    """Run the main process's `work` (others may pass None); a full disk stops all processes."""
+    """Run `work` in the main process (pass None in others); a full disk stops all processes."""
 
     def write() -> None:
         with stops_when_full(out):

@@ -33,7 +33,7 @@ from trainer.run.update import policy_logprobs, update
 
 
 class Share(NamedTuple):
-    """What one process reads of a batch.
+    """The part of a batch that one process reads.
 
     Attributes:
         rows: Rows of its groups; None if it has no groups.
@@ -217,7 +217,7 @@ def _records(
     prepared: PreparedBatch,
     recorder: TokenRecorder | None,
 ) -> pa.Table | None:
-    """Gather the token records of an update; None in other processes, or if there are none."""
+    """Gather the token records of an update in the main process; None if there are none."""
     if recorder is None:
         return None
     values = recorder.gathered(run.learner.accelerator)

@@ -63,7 +63,7 @@ def _at_temperatures(learner: Learner, batch: Batch, forest: Forest) -> Iterator
 
 
 def _distance(ours: Tensor, theirs: Tensor) -> float:
-    """Compute the mean absolute difference where both are known; infinity if nowhere."""
+    """Compute the mean absolute difference where both are known; infinity if none are."""
     distance = (ours - theirs).abs()
     known = distance[~distance.isnan()]
     return float(known.mean()) if len(known) else float("inf")

@@ -135,7 +135,7 @@ def alone_in(out: Path) -> Iterator[None]:
     """Keep other processes from training in the same directory, if its filesystem supports locks.
 
     Raises:
-        InputError: If another process trains there.
+        InputError: If another process is training in the directory.
     """
     try:
         held = lock(out / ".lock")
@@ -145,7 +145,7 @@ def alone_in(out: Path) -> Iterator[None]:
         yield
         return
     if held is None:
-        got, hint = "another process is training there", "wait until it ends, or stop it"
+        got, hint = "another process is training in this directory", "wait for it, or stop it"
         raise InputError("run_in_use", str(out), got, hint=hint)
     try:
         yield
@@ -158,7 +158,7 @@ def stops_when_full(out: Path) -> Iterator[None]:
     """Turn a full disk into an error that names the checkpoint to resume from.
 
     Raises:
-        InputError: disk_full.
+        InputError: disk_full: a file could not be written because the disk is full.
     """
     try:
         yield

@@ -23,7 +23,7 @@ def check_tokenizers(config: TrainConfig, metadata: DatasetMetadata) -> list[Rem
     for other reasons. A model directory without tokenizer files cannot be compared. A different
     chat template does not change the dataset's token ids.
 
-    Returns warnings and notes; one of them states what was compared.
+    Returns warnings and notes, which state what was compared.
 
     Raises:
         InputError: If a model has a different tokenizer, unless `allow_other_tokenizer` is set.
@@ -55,15 +55,15 @@ def check_tokenizers(config: TrainConfig, metadata: DatasetMetadata) -> list[Rem
 
 
 def _other_template(path: str, fingerprint: str | None) -> Remark:
-    """Warn about a different chat template, and say how to serve the checkpoint with the dataset's."""
+    """Warn about a different chat template; the hint serves the checkpoint with the dataset's."""
     name = next(
         (n for n in TEMPLATES if template_fingerprint(find_template(n)) == fingerprint), None
     )
     file = f'"$(rollouts templates {name})"' if name else "TEMPLATE"
     text = (
-        f"the dataset's prompts were rendered with a different chat template"
-        f"{f' ({name})' if name else ''} than {path} has: prompts at inference will differ from those"
-        f" in training\nHint: vllm serve CHECKPOINT --chat-template {file}, or"
+        f"the chat template of the dataset's prompts{f' ({name})' if name else ''} differs from that"
+        f" of {path}: prompts at inference will differ from those in training"
+        f"\nHint: vllm serve CHECKPOINT --chat-template {file}, or"
         f" cp {file} CHECKPOINT/chat_template.jinja"
     )
     return Remark(text, WARNING)
@@ -108,7 +108,7 @@ def _other_tokenizer(config: TrainConfig, path: str, name: str) -> Remark:
         raise InputError(
             "tokenizer_fingerprint",
             config.dataset,
-            f"its token ids come from a different tokenizer ({name}) than {path} has",
+            f"its token ids come from a different tokenizer ({name}) than that of {path}",
             hint="train the model whose tokenizer produced the ids; if its tokenizer only has"
             " additional tokens, pass --set allow_other_tokenizer=true",
         )

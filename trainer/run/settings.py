@@ -25,7 +25,7 @@ class BatchSettings:
     """Settings for reading and packing a run's batches, and for estimating their advantages.
 
     Attributes:
-        outcome: How returns are computed.
+        outcome: Return of a trajectory: its last reward, or the sum of its rewards.
         passes: Passes over the dataset and over each batch.
         packing: Reading and packing of rows.
         estimation: Estimation of advantages.

@@ -46,7 +46,7 @@ class TrainingRun:
         num_greedy_rows: Rows masked because they were sampled at temperature 0.
         limit: Maximum row length.
         checkpoints: Location and settings of its checkpoints.
-        progress: Where the run starts or resumes.
+        progress: Progress from which the run starts or resumes.
         kept_metrics: Lines of `metrics.jsonl` up to `progress`.
     """
 
@@ -160,23 +160,23 @@ def _load(config: TrainConfig, *, resume: bool) -> LoadedRun:
 
 
 def _note_few_updates(config: TrainConfig, plan: Plan, num_planned: int) -> None:
-    """Say why a run makes fewer updates than `max_updates`."""
+    """Log a note if the dataset yields fewer updates than `max_updates`."""
     if config.max_updates is None or num_planned >= config.max_updates:
         return
     groups, size = count(sum(map(len, plan.batches)), "group"), config.groups_per_mini_batch
     passes = f" in {count(config.num_epochs, 'pass', 'es')} over the dataset"
     made = count(num_planned, "update")
     say(
-        f"note: {groups} make {made} of {size} groups{passes}, fewer than max_updates"
+        f"note: {groups}, {size} per update, give {made}{passes}, fewer than max_updates"
         f" ({config.max_updates}): pass --set num_epochs=N for more passes"
     )
 
 
 def refuse_existing_run(out: Path) -> None:
-    """Reject a directory that holds a run or a dataset.
+    """Reject a directory that contains a run or a dataset.
 
     Raises:
-        InputError: existing_run, out_is_free.
+        InputError: existing_run: it contains a run; out_is_free: it contains a dataset.
     """
     if out.is_dir() and (shards := Location.of(out).datasets()):
         raise occupied(str(out), len(shards))

@@ -1,4 +1,4 @@
-"""State in a checkpoint alongside the models: everything needed to resume."""
+"""State that a checkpoint stores beside the models, from which a run resumes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Position:
 
     Attributes:
         batch: Number of completed batches, over all epochs.
-        mini_batch: Completed mini-batches of the current batch, counted over its `epochs_per_batch` epochs.
+        mini_batch: Completed mini-batches of the current batch, over its `epochs_per_batch` epochs.
         kl_coef: Coefficient of the divergence in that batch's reward.
         known: Model outputs at the start of that batch, [T] float32 on the CPU, by name: those
             of `old_logprobs`, `ref_logprobs` and `values` that the run needs. Empty between
@@ -50,7 +50,7 @@ class Progress:
     Attributes:
         position: Position of the run.
         global_step: Optimizer steps taken.
-        num_skipped: Mini-batches without a step.
+        num_skipped: Mini-batches without an optimizer step.
         trained: Groups that contributed a gradient to a step.
     """
 

@@ -62,9 +62,9 @@ class TokenRecorder:
         self._parts.append(part | {"slots": slots[picked]})
 
     def gathered(self, accelerator: Accelerator) -> dict[str, Tensor]:
-        """Gather the values of all processes, [K] by column, and their `slots`, ascending.
+        """Gather the values of all processes ([K] by column), sorted by `slots`.
 
-        All processes must call this together. Empty if no target was recorded.
+        The result is empty if no target was recorded. All processes must call this together.
         """
         found = _concatenated(self._parts)
         if accelerator.num_processes > 1:
@@ -82,7 +82,7 @@ def recorder_of(
     Args:
         batch: The batch.
         forests: Micro-batches of the update.
-        how: Which targets are recorded: none; those of `SAMPLED_GROUPS` groups; or all.
+        how: Targets to record: none, those of `SAMPLED_GROUPS` groups, or all.
         seed: Seed of the run, which chooses the groups together with `global_step`.
         global_step: Number of the update.
     """
@@ -104,7 +104,7 @@ def token_records(dataset: str, origins: Origins, values: Mapping[str, Tensor]) 
 
     Args:
         dataset: Path of the dataset.
-        origins: Where the batch's tokens are stored.
+        origins: Dataset rows that store the batch's tokens.
         values: [K] values of the recorded targets, by column, and their `slots`.
     """
     row, position = origins.of(values["slots"].numpy())

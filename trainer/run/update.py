@@ -46,7 +46,7 @@ class Learner:
     Attributes:
         accelerator: Device, precision, gradient reduction.
         policy: The policy, prepared by `accelerator`.
-        optimizer: Its optimizer, prepared by `accelerator`.
+        optimizer: Optimizer of the policy, prepared by `accelerator`.
         objective: The loss.
         learning_rate: Peak learning rate.
         max_grad_norm: Maximum L2 norm of the gradient; larger gradients are scaled down.
@@ -211,7 +211,7 @@ def _micro_batch(
     failures: list[RolloutError],
     recorder: TokenRecorder | None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute the loss with gradient, and metrics: per target [M], or per row of the forest.
+    """Compute the loss with gradient, and metrics ([M] per target, or one value per row).
 
     If a user's loss fails in one of several processes, the error is added to `failures` and the
     loss is 0, because the other processes wait for this one's share of the gradient.
@@ -259,7 +259,7 @@ def _micro_batch(
 
 
 def _known(targets: Targets, inputs: LossInputs, objective: Objective) -> dict[str, Tensor]:
-    """Return the inputs of the loss to record: those that the run computes."""
+    """Return the inputs of the loss that the run computes, for its token records."""
     known = {"logprobs": targets.logprobs.detach()}
     if "advantages" in objective.policy_loss.function.inputs:
         known["advantages"] = targets.advantages

@@ -389,7 +389,7 @@ GOOD = {"beta": 1, "power": 2, "name": "a"}
     [
         (GOOD | {"bta": 1}, f"`bta`; expected a parameter of {own(typed)}", "mean `beta`?"),
         (GOOD | {"zzzz": 1}, "`zzzz`", "use one of beta, name, on, power"),
-        (GOOD | {"beta": "a"}, f"[loss] beta, of {own(typed)}: found 'a'; expected a number", None),
+        (GOOD | {"beta": "a"}, f"a parameter of {own(typed)}: found 'a'; expected a number", None),
         (GOOD | {"beta": True}, "found True; expected a number", None),
         (GOOD | {"power": 1.5}, "found 1.5; expected a whole number", None),
         (GOOD | {"name": 1}, "found 1; expected text", None),

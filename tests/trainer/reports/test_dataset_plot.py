@@ -185,7 +185,7 @@ def test_every_panel_of_several_datasets_says_what_it_shows(shop: Picture) -> No
     other = dataclasses.replace(shop, name="other")
     one, both = (dataset_figure(found, 400).axes for found in ([shop], [shop, other]))
     assert [axis.get_ylabel() for axis in both[:3]] == ["share of rows"] * 3
-    breaks = "Steps that do not continue the step before"
+    breaks = "Steps that do not continue the previous step"
     assert {axes[4].get_title(loc="left") for axes in (one, both)} == {breaks}
     assert both[4].get_ylabel() == "share of steps"
 

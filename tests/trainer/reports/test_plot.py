@@ -193,7 +193,7 @@ def test_only_known_metrics_are_drawn_by_default() -> None:
         ("", ".*: the file has no metrics yet"),
         (
             "{}\n",
-            r".*metrics.jsonl:1: found '\{\}'; expected a JSON object with a glob",
+            r".*metrics.jsonl:1: found '\{\}'; expected a JSON object with an integer glob",
         ),
         ('{"global_step": 1}\nnonsense\n', ".*metrics.jsonl:2: found 'nonsense'"),
         ("[1]\n", r"metrics.jsonl:1: found '\[1\]'"),

@@ -282,7 +282,7 @@ def test_groups_of_one_train_as_the_hint_says_and_too_few_updates_are_explained(
     assert (result.num_updates, result.num_trained_groups) == (1, 3)
     assert metrics_of(tmp_path / "run")[0]["grad_norm"] > 0
     said = capsys.readouterr().err
-    assert "note: 3 groups make 1 update of 8 groups in 1 pass over the dataset, fewer than" in said
+    assert "note: 3 groups, 8 per update, give 1 update in 1 pass over the dataset, fewer" in said
     assert "max_updates (2): pass --set num_epochs=N for more passes" in said
     assert run(dataset, model, tmp_path / "two", **settings, num_epochs=2).num_updates == 2
     assert "fewer than" not in capsys.readouterr().err

@@ -270,7 +270,7 @@ def test_a_run_that_goes_on_is_left_alone(paths: dict[str, str], out: Path) -> N
     before = files_of(out)
     with (
         alone_in(out),
-        pytest.raises(RolloutError, match=r".* another process is training there.*\[run_in_use\]"),
+        pytest.raises(RolloutError, match=r".* another process is training in.*\[run_in_use\]"),
     ):
         run(paths, out)
     assert files_of(out) == before

@@ -96,7 +96,7 @@ def maxrl(returns: FloatArray, group_index: IntArray) -> FloatArray:
 
 
 def _centred(returns: FloatArray, group_index: IntArray) -> tuple[FloatArray, IntArray]:
-    """Return returns minus their group's mean (exactly 0 if all are equal), and [n] group sizes."""
+    """Compute returns minus their group's mean (exactly 0 if all are equal), and [n] group sizes."""
     assert returns.shape == group_index.shape
     counts = np.bincount(group_index)[group_index]
     mean = np.bincount(group_index, returns)[group_index] / counts

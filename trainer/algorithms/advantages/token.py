@@ -106,7 +106,7 @@ def gae(
 
 
 def whiten(values: FloatArray) -> FloatArray:
-    """Scale to mean 0 and variance 1.
+    """Shift and scale values to mean 0 and variance 1.
 
         (x - mean) / sqrt(var + 1e-8)        var: sample variance, divisor n - 1
 

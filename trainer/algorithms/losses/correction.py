@@ -22,7 +22,7 @@ UNBOUNDED: Range = (None, None)
 
 
 class Bounds(NamedTuple):
-    """Bool tensors: elements above the upper bound, and below the lower bound."""
+    """Masks of the elements above the upper bound, and of those below the lower bound."""
 
     over: Tensor
     under: Tensor
@@ -34,7 +34,7 @@ class Bounds(NamedTuple):
 
 
 class Correction(NamedTuple):
-    """Correction of M targets in R rows.
+    """Weights that correct the losses of M targets in R rows for sampler mismatch, and metrics.
 
     Attributes:
         weights: [M] factor of each target's loss; 0 for targets left out.
@@ -120,15 +120,15 @@ def correct(
 ) -> Correction:
     """Apply all corrections of `settings`.
 
-    In this order: leave out rows with an outlier, leave out tokens, apply importance weights, leave
-    out rows based on their ratio. Each applies to the targets kept so far. Targets left out still
-    count in denominators.
+    The corrections are applied in this order: leave out rows with an outlier, leave out tokens,
+    apply importance weights, leave out rows based on their ratio. Each one uses only the targets
+    that are still kept. Targets left out still count in denominators.
 
     Args:
         old_logprobs: [M] nats.
         rollout_logprobs: [M] nats, finite.
         row: [M] int64 row of each target, 0..R-1; must include all targets of a row.
-        settings: Which corrections apply.
+        settings: The corrections and their bounds.
     """
     log_ratio = (old_logprobs - rollout_logprobs).detach()
     ratio = bounded_exp(log_ratio)

@@ -1,4 +1,4 @@
-"""Losses with special treatment of the tokens that lower entropy most (arXiv:2505.22617).
+"""Losses that restrain the tokens that lower entropy most: Clip-Cov, KL-Cov (arXiv:2505.22617).
 
 The tokens are selected once per mini-batch, without gradient, from the policy's log-probabilities
 before the step, so the selection does not depend on micro-batches.
@@ -36,7 +36,7 @@ def covariances(advantages: Tensor, logprobs: Tensor) -> Tensor:
         logprobs: [M] nats.
 
     Returns:
-        [M]; empty for no targets, 0 for one.
+        [M]; 0 for a single target.
     """
     return (advantages - advantages.mean()) * (logprobs - logprobs.mean())
 
