@@ -1,7 +1,8 @@
-"""Convert a log of calls: compared with typical glue code, and with parsing its fields alone.
+"""Compare the conversion of a log of calls with typical glue code, and with parsing alone.
 
 `python -m benchmarks.conversion [--megabytes 500]` first converts the shop log, repeated with
-renamed sessions, then chats with long contexts. All ratios are from one run; each pair alternates.
+renamed sessions, then chats with long contexts. All ratios are from one run, in which the compared
+programs alternate.
 """
 
 from __future__ import annotations
@@ -93,9 +94,9 @@ def repeated(path: Path, num_bytes: int) -> Path:
 
 
 def grown(path: Path, num_bytes: int) -> Path:
-    """Write chats of 20 turns to 20,000 tokens, in the shape of the shop log's first record."""
+    """Write chats of 20 turns and up to 20,000 tokens, in the format of the shop log."""
     record = json.loads(SHOP.read_bytes().splitlines()[0]) | {"final": False}
-    del record["response"]["usage"]  # it would contradict the new prompts
+    del record["response"]["usage"]  # its counts would not match the new prompts
     rng = np.random.default_rng(0)
     written = chat = 0
     with path.open("wb") as file:
@@ -118,7 +119,7 @@ def typed_parse(log: Path) -> None:
 
 
 def glue(log: Path, out: Path) -> None:
-    """What people write first: all records through `datasets` to Parquet."""
+    """Convert like a first glue script: write all fields to Parquet with `datasets`."""
     import datasets  # imported here, because worker processes import this module too
 
     with log.open(encoding="utf-8") as file:
@@ -127,7 +128,7 @@ def glue(log: Path, out: Path) -> None:
 
 
 def lean_glue(log: Path, out: Path) -> None:
-    """The same, with only the fields that a rollout table keeps."""
+    """Convert like `glue`, with only the fields that a rollout table keeps."""
     import datasets
 
     with log.open(encoding="utf-8") as file:
@@ -195,7 +196,7 @@ def compare(name: str, log: Path, folder: Path) -> None:
 
 
 def main() -> None:
-    """Compare, then show that memory does not grow with the log."""
+    """Compare speeds, then print peak memory for logs of several sizes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--megabytes", type=int, default=500)
     parser.add_argument("--memory", type=int, nargs="*", default=[100, 2000], metavar="MEGABYTES")
@@ -204,7 +205,7 @@ def main() -> None:
         folder = Path(name)
         num_bytes = options.megabytes * 1_000_000
         compare("short chats", repeated(folder / "log.jsonl", num_bytes), folder)
-        compare("contexts to 20,000 tokens", grown(folder / "log.jsonl", num_bytes), folder)
+        compare("contexts up to 20,000 tokens", grown(folder / "log.jsonl", num_bytes), folder)
         for size in options.memory:
             log = repeated(folder / "log.jsonl", size * 1_000_000)
             print(f"peak memory for {size:,} MB: {peak_megabytes(log, folder):,.0f} MB")

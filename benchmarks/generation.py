@@ -2,11 +2,11 @@
 
     python -m benchmarks.generation [--model DIR] [--python .venv-vllm/bin/python] [--rounds 3]
 
-Both run the same number of concurrent calls with the same number of tokens (`ignore_eos`) and the
-same prompts, and request ids and log-probabilities. The loop posts JSON and reads the number of
+Both send the same prompts with the same concurrency, sample the same number of tokens per call
+(`ignore_eos`), and request ids and log-probabilities. The loop posts JSON and reads the number of
 tokens; the generator runs environments of `--turns` turns, checks every answer, and writes the
-dataset. They alternate, after a warm-up round that fills the prefix cache for both; prints medians
-and their ratio.
+dataset. The two alternate, after a warm-up round that fills the prefix cache for both. The output is
+the median of each and their ratio.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def compare(url: str, folder: Path, arguments: argparse.Namespace) -> None:
 def generated(
     url: str, folder: Path, arguments: argparse.Namespace
 ) -> tuple[float, list[list[int]]]:
-    """Measure tokens per second; also returns the prompts sent."""
+    """Measure the generator's tokens per second; also return the prompts that it sent."""
     folder.mkdir()
     lines = [json.dumps({"prompt": f"Tell me about {i}."}) for i in range(arguments.tasks)]
     (folder / "tasks.jsonl").write_text("\n".join(lines))

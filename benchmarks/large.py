@@ -1,10 +1,10 @@
-"""Merge and filter a dataset far larger than memory: wall time and peak memory of the verbs.
+"""Measure wall time and peak memory of `merge` and `filter` on a dataset larger than memory.
 
     python -m benchmarks.large [--gb 10] [--dir DIR]
 
-Writes a dataset of that many gigabytes of Parquet to DIR (default: a temporary directory), then
-runs `rollouts merge` and `rollouts filter` on it. Memory is the total resident set of the command
-and its processes, sampled ten times a second.
+The benchmark writes a dataset of `--gb` gigabytes of Parquet below DIR (default: the system's
+temporary directory), then runs `rollouts merge` and `rollouts filter` on it. Memory is the total
+resident set of the command and its child processes, sampled ten times a second.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def write(dataset: Path, gigabytes: float) -> None:
-    """Write the same trajectories repeatedly, as different instances."""
+    """Write the same trajectories repeatedly, with different ids each time."""
     table = growing_trajectories(num_trajectories=600, num_turns=10, tokens_per_turn=640)
     written = 0
     with RolloutWriter(dataset, checked=True) as writer:
@@ -69,7 +69,7 @@ def size_mb(folder: Path) -> float:
 
 
 def run(arguments: list[str]) -> tuple[float, int]:
-    """Measure the seconds, and the peak resident bytes of the command and its processes."""
+    """Run a verb; return its seconds, and its peak resident bytes including child processes."""
     start, peak = time.monotonic(), 0
     command = [sys.executable, "-m", "rollout_io", *arguments]
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:

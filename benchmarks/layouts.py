@@ -1,7 +1,7 @@
 """Compare the `prefix` and `full` layouts: bytes on disk, time to write, time to read.
 
-Trajectories have 60 turns, with contexts that grow to about 85,000 tokens. The same writer (zstd,
-checksums) writes both layouts, and the same reader reads them, in one run.
+Trajectories have 60 turns, with contexts that grow to about 85,000 tokens. Both layouts are written
+with the same settings (zstd, checksums), and read and written in the same run.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
-"""Compare learning with the simplest RL loop, side by side in one command.
+"""Compare the learning curves of `rollouts rl` and of the simplest RL loop.
 
     python -m benchmarks.learning addition [--runs plain 0 2] [--iterations 40] [--out docs/learning]
     python -m benchmarks.learning running_sum --runs 0 --iterations 20
 
-`addition`: SmolLM2 on one-digit sums, with a plain Transformers loop (`benchmarks.naive_rl`), with
-`rollouts rl` on vLLM, and with the same and `max_staleness` 2. All use the same number of prompts
-and samples per update and the same learning rate, and are evaluated on the same held-out sums,
-sampled at temperature 1. `running_sum`: two turns per trajectory, merged rows; only `--runs 0`,
-because the plain loop has one turn. Seconds cover sampling, training and weight updates, without
-evaluations and server start. Curves are written to OUT as JSON Lines and an image.
+`addition` trains SmolLM2 on one-digit sums, with a plain Transformers loop (`benchmarks.naive_rl`)
+and with `rollouts rl` on vLLM, with `max_staleness` 0 and 2. All runs use the same learning rate and
+the same number of prompts and samples per update, and are evaluated on the same held-out sums,
+sampled at temperature 1. `running_sum` has two turns per trajectory and merged rows; it supports
+only `--runs 0`, because the plain loop has one turn. Seconds cover sampling, training and weight
+updates, but not evaluations and the server's start. Curves are written to OUT as JSON Lines and an
+image.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def main() -> None:
         folder = Path(name)
         importlib.import_module(f"examples.{task}").main(folder / "tasks")
         for run in arguments.runs:
-            # A separate process, so that memory left over from another run does not matter.
+            # Each run has a separate process, so that it starts with the same memory.
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
                 curve = process.submit(_curve, run, folder, arguments).result()
             lines = "".join(json.dumps(entry) + "\n" for entry in curve)
@@ -67,7 +68,7 @@ def _read(path: Path) -> Curve:
 
 
 def naive_curve(folder: Path, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Run the plain loop, printing each line as it comes."""
+    """Run the plain loop; print and yield an entry after each update."""
     loop = NaiveLoop(model=arguments.model, seed=SEED)
     tasks, held_out = (_tasks(folder / f"tasks/{name}.jsonl") for name in ("train", "held_out"))
     order: list[tuple[str, int]] = []
@@ -140,7 +141,7 @@ def curve_of(lines: list[dict[str, Any]]) -> Curve:
 
 
 def table(curves: dict[str, Curve]) -> str:
-    """Summarise when each run reached which reward on held-out tasks."""
+    """Format, for each run, the held-out rewards and when it reached a reward of 0.9."""
     lines = []
     for name, curve in curves.items():
         evaluated = [entry for entry in curve if "held_out" in entry]

@@ -2,9 +2,9 @@
 
     python -m benchmarks.merging [--skyrl PYTHON]
 
-PYTHON is the interpreter of an environment with SkyRL (see skyrl_merging.py). Without it, a merge
-by the same rule on Python lists stands in. Data is in Arrow before and after; the parts of SkyRL's
-time are listed separately, to distinguish the cost of lists from the cost of merging.
+PYTHON is the interpreter of an environment with SkyRL (see skyrl_merging.py). Without it, SkyRL is
+replaced by a merge on Python lists with the same rule. Both sides start and end with Arrow tables.
+The parts of SkyRL's time are listed separately, to distinguish conversion to lists from merging.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Row = dict[str, Any]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--skyrl", metavar="PYTHON")
-    parser.add_argument("--scaling", action="store_true", help="three sizes instead")
+    parser.add_argument("--scaling", action="store_true", help="only merge three sizes")
     arguments = parser.parse_args()
     if arguments.scaling:
         scaling()
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def measured(table: pa.Table) -> tuple[pa.Table, dict[str, float]]:
-    """Measure our seconds; also returns the merged table."""
+    """Measure our seconds by operation; also return the merged table."""
     stored = encode_prefixes(table)
     full_s, merged = best_of(5, lambda: merge_table(table, "consecutive"))
     prefix_s, same = best_of(5, lambda: merge_table(stored, "consecutive"))
@@ -64,7 +64,7 @@ def measured(table: pa.Table) -> tuple[pa.Table, dict[str, float]]:
 
 
 def of_skyrl(python: str, table: pa.Table, merged: pa.Table) -> dict[str, float]:
-    """Measure SkyRL's seconds, in its own environment, on the same rows."""
+    """Measure SkyRL's seconds on the same rows, with the interpreter `python`."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "steps.parquet"
         pq.write_table(table, path)
@@ -77,17 +77,21 @@ def of_skyrl(python: str, table: pa.Table, merged: pa.Table) -> dict[str, float]
         assert theirs.column(name).to_pylist() == merged.column(name).to_pylist(), name
     seconds = json.loads(done.stdout.splitlines()[-1])
     whole = seconds["from_arrow"] + seconds["merge"] + seconds["to_arrow"]
-    parts = {f"  of it {name}": seconds[name] for name in ("from_arrow", "merge", "to_arrow")}
+    parts = {f"  of which {name}": seconds[name] for name in ("from_arrow", "merge", "to_arrow")}
     return {"merge": whole, **parts, "validate": seconds["validate"]}
 
 
 def of_lists(table: pa.Table, merged: pa.Table) -> dict[str, float]:
-    """Measure the seconds of the stand-in."""
+    """Measure the seconds of the merge on Python lists."""
     from_s, rows = best_of(1, lambda: table.select(COLUMNS).to_pylist())
     merge_s, by_lists = best_of(3, lambda: merge_lists(rows))
     to_s, _ = best_of(1, lambda: pa.Table.from_pylist(by_lists))
     assert merged.select(COLUMNS).to_pylist() == by_lists, "the two merges differ"
-    parts = {"  of it from_arrow": from_s, "  of it merge": merge_s, "  of it to_arrow": to_s}
+    parts = {
+        "  of which from_arrow": from_s,
+        "  of which merge": merge_s,
+        "  of which to_arrow": to_s,
+    }
     return {"merge": from_s + merge_s + to_s, **parts}
 
 
@@ -113,7 +117,7 @@ def scaling() -> None:
 
 
 def merge_lists(rows: list[Row]) -> list[Row]:
-    """Merge greedily, row by row, into new lists; the input is unchanged."""
+    """Merge each row into the previous one if it continues it; the input is unchanged."""
     merged: list[Row] = []
     for row in rows:
         if merged and extends(merged[-1], row):

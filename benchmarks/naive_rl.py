@@ -42,8 +42,8 @@ class NaiveLoop:
         """Train on one batch of (prompt, task) after another.
 
         Yields:
-            After each update: its seconds, the mean reward of its samples, and every `every`
-            updates `held_out`, the result of `evaluate(model, tokenizer)`, whose time is not counted.
+            After each update, its seconds and the mean reward of its samples; after every `every`
+            updates also `held_out`, the result of `evaluate(model, tokenizer)`, which is not timed.
         """
         torch.manual_seed(self.seed)
         tokenizer = AutoTokenizer.from_pretrained(self.model, padding_side="left")
@@ -90,7 +90,7 @@ class NaiveLoop:
     def sample(
         self, model: Any, tokenizer: Any, prompts: Sequence[str]
     ) -> tuple[list[str], torch.Tensor, int]:
-        """Sample `group_size` texts per prompt; returns texts, sequences, padded prompt length."""
+        """Sample `group_size` texts per prompt; return texts, sequences, padded prompt length."""
         chats = [
             tokenizer.apply_chat_template(
                 [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
@@ -114,5 +114,5 @@ class NaiveLoop:
 
 
 def _ends(padded: torch.Tensor) -> torch.Tensor:
-    """Find the first pad of each row: if the pad token is also EOS, the first one was sampled."""
+    """Find the first pad token of each row; if it is also the EOS token, it was sampled."""
     return padded & (padded.cumsum(-1) == 1)

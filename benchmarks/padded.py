@@ -1,4 +1,4 @@
-"""The baseline for training: padded rows, logits of every position."""
+"""Baseline for training benchmarks: padded rows, and logits at every position."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CLIP = 0.2
 
 
 def micro_batches(batch: Batch, budget: int) -> Iterator[IntArray]:
-    """Sort rows by length, and yield as many as fit when padded to the longest."""
+    """Sort rows by length, and yield as many at a time as fit when padded to the longest."""
     lengths = batch.prompts.lengths + batch.responses.lengths
     rows: list[int] = []
     for row in np.argsort(-lengths, kind="stable"):
@@ -28,10 +28,10 @@ def micro_batches(batch: Batch, budget: int) -> Iterator[IntArray]:
 
 
 def padded_step(model: Any, batch: Batch, budget: int) -> int:
-    """Compute the gradient of the clipped loss; returns the tokens forwarded, including padding.
+    """Compute the gradient of the clipped loss; return the tokens forwarded, including padding.
 
     The loss is the mean over trained tokens. The step is the first after sampling, so the old
-    log-probabilities are the policy's own.
+    log-probabilities equal the policy's.
     """
     num_forwarded, num_trained = 0, int(batch.trains.sum())
     device = next(model.parameters()).device
@@ -49,7 +49,7 @@ def padded_step(model: Any, batch: Batch, budget: int) -> int:
 
 
 def _padded(batch: Batch, rows: IntArray) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """[B, L] Token ids, attention mask, whether each token trains, and its advantage."""
+    """Return token ids, attention mask, loss mask and advantages of B padded rows ([B, L] each)."""
     lengths = (batch.prompts.lengths + batch.responses.lengths)[rows]
     ids, attended, trains = (np.zeros((len(rows), lengths.max()), np.int64) for _ in range(3))
     advantages = np.zeros(ids.shape, np.float32)

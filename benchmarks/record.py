@@ -3,9 +3,9 @@
     python -m benchmarks.record [--sessions 64] [--tokens 64] [--gap-ms 20] [--rounds 5]
     python -m benchmarks.record --trajectories 10000
 
-The engine (a separate process) sends a token every `--gap-ms` to each of the concurrent sessions;
-the recorder is a separate process too. Rounds with and without it alternate; prints medians. With
-`--trajectories`, records and ends that many sessions of one call, and checks the dataset.
+The engine sends a token every `--gap-ms` to each of the concurrent sessions. Engine and recorder are
+separate processes. Rounds with and without the recorder alternate; the output is their medians.
+`--trajectories` instead records and ends that many sessions of one call, and checks the dataset.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ def main() -> None:
 
 
 def count(out: str, num_trajectories: int) -> None:
-    """Check that every session is in the dataset once, with its reward."""
+    """Check that every session is in the dataset exactly once, with the correct reward."""
     rows = rollout_io.scan(out).select("instance_id", "reward").collect().rows()
     shards = len(list(Path(out).glob("*.parquet")))
     assert sorted(rows) == sorted((f"task-{i}", float(i)) for i in range(num_trajectories))
-    print(f"{len(rows)} trajectories in {shards} shards, each once")
+    print(f"{len(rows)} distinct trajectories in {shards} shards")
 
 
 def compare(engine: str, recorder: str, arguments: argparse.Namespace) -> None:
@@ -91,7 +91,7 @@ async def round_of(root: str, name: str, arguments: argparse.Namespace) -> tuple
 
 
 async def ask(root: str, path: str) -> float:
-    """Make one streamed call on a new connection; returns the seconds to its first token."""
+    """Make one streamed call on a new connection; return the seconds to its first token."""
     host, port = root.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     try:
@@ -116,7 +116,7 @@ async def send(writer: asyncio.StreamWriter, path: str, body: bytes) -> None:
 
 
 async def many(recorder: str, num_trajectories: int, num_sessions: int) -> None:
-    """Record sessions of one call, `num_sessions` at once; `count` checks the dataset later."""
+    """Record sessions of one call, `num_sessions` at a time; `count` checks the dataset later."""
     waiting = iter(range(num_trajectories))
 
     async def worker() -> None:
@@ -135,7 +135,7 @@ async def many(recorder: str, num_trajectories: int, num_sessions: int) -> None:
 
 @contextmanager
 def _process(module: str, *arguments: str) -> Iterator[str]:
-    """Run a process that prints its URL; terminates it on exit."""
+    """Run a module that prints its URL, yield the URL, and terminate the process on exit."""
     command = [sys.executable, "-m", module, *arguments]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

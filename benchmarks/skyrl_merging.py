@@ -1,7 +1,7 @@
 """Run SkyRL's merge and validator on a Parquet file of steps, for benchmarks.merging.
 
-Needs an environment with skyrl==0.3.0 and pyarrow (see tests/data/README.md), without our packages.
-Prints seconds as JSON, and writes the merged responses next to the file.
+It needs an environment with skyrl==0.3.0 and pyarrow (see tests/data/README.md), but not our
+packages. It prints seconds as JSON, and writes the merged rows next to the file.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ def growing_trajectories(
 ) -> pa.Table:
     """Generate steps whose prompts grow by the previous response and an observation, as in a chat.
 
-    Half of a turn's tokens are observation, half are response; ids follow a Zipf law.
+    Half of each turn's tokens are observation, and half are response; ids follow Zipf's law.
     """
     rng = np.random.default_rng(seed)
     half = tokens_per_turn // 2

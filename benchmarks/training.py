@@ -4,13 +4,13 @@
     python -m benchmarks.training --long          # one micro-batch of 100,000 tokens, ours alone
 
 Model, steps, advantages, loss (GRPO, clipped, mean over trained tokens), tokens per micro-batch and
-gradient checkpointing are the same, so the gradients must agree. The loop does what common trainers
-do: every step is a row, rows are sorted by length and padded on the right to the longest of their
-micro-batch, with logits and log-softmax at every position (benchmarks/padded.py). Ours merges the
-same steps and packs them as chains. Each side runs in a separate process, alternating; the best
-round counts. Peak memory is what a step adds to existing weights and gradients (CPU: of the
-process, from Linux's high-water mark; CPU seconds are printed besides wall time). On CUDA in
-bfloat16, the share of the GPU's peak arithmetic is printed too (`--peak-tflops`).
+gradient checkpointing are the same, so the gradients must agree. The padded loop works like common
+trainers: every step is a row, rows are sorted by length and padded on the right to the longest of
+their micro-batch, with logits and log-softmax at every position (benchmarks/padded.py). Our trainer
+merges the same steps and packs them as chains. The two sides alternate in separate processes, and
+the fastest round of each counts. Peak memory is the memory that a step needs in addition to weights
+and gradients; on a CPU, it is the high-water mark of the process, and CPU seconds are printed
+besides wall time. On a GPU, the share of its peak arithmetic is printed too (`--peak-tflops`).
 """
 
 from __future__ import annotations
@@ -80,14 +80,18 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--model", default=".cache/smollm2")
     parser.add_argument("--groups", nargs="+", default=["shop-0", "shop-1", "shop-6"])
-    parser.add_argument("--tokens", type=int, default=4096, help="per micro-batch")
-    parser.add_argument("--chunk", type=int, default=1024, help="logprob_chunk_tokens, ours")
-    parser.add_argument("--keep-activations", action="store_true", help="no checkpointing, both")
+    parser.add_argument("--tokens", type=int, default=4096, help="tokens per micro-batch")
+    parser.add_argument("--chunk", type=int, default=1024, help="logprob_chunk_tokens of our side")
+    parser.add_argument(
+        "--keep-activations", action="store_true", help="no gradient checkpointing on either side"
+    )
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--peak-tflops", type=float, default=989.0, help="of the GPU; H100: 989")
+    parser.add_argument(
+        "--peak-tflops", type=float, default=989.0, help="peak TFLOP/s of the GPU; H100: 989"
+    )
     parser.add_argument("--long", action="store_true")
-    parser.add_argument("--layers", type=int, help="only the first ones of the model")
+    parser.add_argument("--layers", type=int, help="number of layers to keep, from the first")
     parser.add_argument("--json", action="store_true")
     for name in ("--side", "--dataset", "--gradient"):  # internal: arguments of a side's process
         parser.add_argument(name, help=argparse.SUPPRESS)
@@ -96,7 +100,7 @@ def _arguments() -> argparse.Namespace:
 
 def _in_process(arguments: list[str]) -> Figures:
     command = [sys.executable, "-m", "benchmarks.training", *arguments]
-    # Otherwise memory that the C library keeps after free would count, although no tensor uses it.
+    # Make the C library return freed memory, which would otherwise count as in use.
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(2**18)}
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
     figures: Figures = json.loads(done.stdout.splitlines()[-1])
@@ -104,7 +108,7 @@ def _in_process(arguments: list[str]) -> Figures:
 
 
 def one_side(arguments: argparse.Namespace) -> Figures:
-    """Measure seconds, peak memory and tokens of one step; saves its gradient if requested."""
+    """Measure seconds, peak memory and tokens of one step; save its gradient if requested."""
     config = TrainConfig(
         dataset=arguments.dataset, model=arguments.model, out="-", dtype=arguments.dtype,
         tokens_per_micro_batch=LONG_TOKENS if arguments.long else arguments.tokens,
@@ -212,7 +216,10 @@ def _measured(policy: Policy, step: Callable[[], Any], *, num_warm: int) -> Figu
 
 
 def _bytes(*, reset: bool) -> int:
-    """Reset and return the memory in use, or return the peak since (CPU: of the process)."""
+    """Reset the peak and return the memory in use, or return the peak since the last reset.
+
+    On a CPU, this is the memory of the process.
+    """
     if torch.cuda.is_available():
         torch.cuda.synchronize()
         if reset:
@@ -226,7 +233,7 @@ def _bytes(*, reset: bool) -> int:
 
 
 def _utilisation(figures: Figures, arguments: argparse.Namespace) -> Figures:
-    """Compute our step's share of the GPU's peak arithmetic, without recomputation."""
+    """Compute our step's share of the GPU's peak arithmetic; recomputation does not count."""
     if not torch.cuda.is_available() or "num_targets" not in figures:
         return {}
     shape, config = read_model_shape(arguments.model), read_config(arguments.model)
@@ -258,7 +265,7 @@ def _show(best: dict[str, Figures], difference: float, *, as_json: bool) -> None
         print(json.dumps(best | ratios))
         return
     print(f"{ours['num_step_tokens']:,.0f} tokens in steps", end=", ")
-    print(f"{ours['num_forwarded_tokens']:,.0f} once merged\n")
+    print(f"{ours['num_forwarded_tokens']:,.0f} after merging\n")
     print(f"{'':8}{'seconds':>10}{'CPU s':>10}{'step tokens/s':>16}{'peak MiB':>22}")
     for side, found in best.items():
         per_s, peak = found["num_step_tokens"] / found["seconds"], found["peak_bytes"] / 2**20
@@ -268,7 +275,7 @@ def _show(best: dict[str, Figures], difference: float, *, as_json: bool) -> None
     print(f"{'ratio':8}{faster:9.1f}x{cpu:9.1f}x{'':16}{smaller:21.1f}x")
     print(f"relative difference of the gradients: {difference:.1e}")
     if "utilisation" in ours:
-        print(f"ours, of the GPU's peak: {ours['utilisation']:.1%}")
+        print(f"ours uses {ours['utilisation']:.1%} of the GPU's peak arithmetic")
 
 
 def _show_long(figures: Figures, *, as_json: bool) -> None:

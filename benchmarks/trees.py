@@ -6,11 +6,10 @@
 
 Model, steps, advantages (alternating 1 and -1), loss (clipped, mean over trained tokens) and tokens
 per micro-batch are the same, so the gradients must agree. Rows of `step` and `merge` are packed
-without padding. Layouts alternate; prints the median of the rounds, for wall time and CPU time.
-Forests are built again in every round, timed separately. `--turns` generates rollouts instead:
-agents whose next prompt omits their thinking. On CUDA, peak memory and the share of the GPU's peak
-arithmetic (`--peak-tflops`) are printed too, and the difference of log-probabilities between trees
-and steps.
+without padding. Layouts alternate; the output is the median of the rounds, for wall time and CPU
+time. Forests are built again in every round and timed separately. `--turns` generates rollouts of
+agents whose next prompt omits their thinking, instead of reading logs. On a GPU, the share of its
+peak arithmetic (`--peak-tflops`) and the mean log-probability of each layout are printed too.
 """
 
 from __future__ import annotations
@@ -92,16 +91,18 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--calls", default=training.LOGS[0])
     parser.add_argument("--rewards", default=training.LOGS[2])
     parser.add_argument("--groups", nargs="+", default=["shop-11"])
-    parser.add_argument("--tokens", type=int, default=2048, help="per micro-batch")
+    parser.add_argument("--tokens", type=int, default=2048, help="tokens per micro-batch")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--recompute", action="store_true", help="gradient checkpointing")
-    parser.add_argument("--layers", type=int, help="only the first ones of the model")
+    parser.add_argument("--layers", type=int, help="number of layers to keep, from the first")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--turns", type=int, help="make rollouts up, of this many turns each")
-    parser.add_argument("--packing", action="store_true", help="only make forests; no model runs")
+    parser.add_argument("--turns", type=int, help="generate rollouts with this many turns each")
+    parser.add_argument("--packing", action="store_true", help="only build forests; run no model")
     parser.add_argument("--context", type=int, default=32_768, help="tokens of the last prompt")
-    parser.add_argument("--trajectories", type=int, default=8, help="of the one group")
-    parser.add_argument("--peak-tflops", type=float, default=989.0, help="of the GPU; H100: 989")
+    parser.add_argument("--trajectories", type=int, default=8, help="trajectories to generate")
+    parser.add_argument(
+        "--peak-tflops", type=float, default=989.0, help="peak TFLOP/s of the GPU; H100: 989"
+    )
     parser.add_argument("--json", action="store_true")
     return parser.parse_args()
 
@@ -123,14 +124,14 @@ def _recorded(arguments: argparse.Namespace, dataset: str) -> dict[str, Batch | 
 
 
 def _alternating(batch: Batch) -> Batch:
-    """Set alternating advantages of 1 and -1: some groups have equal rewards, and no gradient."""
+    """Set alternating advantages of 1 and -1: groups with equal rewards have no gradient."""
     row = np.repeat(np.arange(len(batch.names)), batch.responses.lengths)
     advantages = torch.from_numpy(1.0 - 2.0 * (batch.trajectory[row] % 2)).float()
     return dataclasses.replace(batch, advantages=advantages)
 
 
 def _made_up(arguments: argparse.Namespace) -> dict[str, Batch | None]:
-    """Generate one group; the next prompt keeps a fifth of each response, tools add the rest."""
+    """Generate one group; each prompt keeps a fifth of the last response and adds tool output."""
     rng = np.random.default_rng(0)
     per_turn = arguments.context // (arguments.turns + 1)
     vocab_size = training.read_config(arguments.model)["vocab_size"]
@@ -195,7 +196,7 @@ def one_step(
 
 
 def _packed(batch: Batch, config: TrainConfig) -> tuple[MiniBatch, float]:
-    """Build the batch's only mini-batch; returns it with the shortest of five times."""
+    """Build the batch's only mini-batch five times; return it with the shortest time."""
     seconds = []
     for _ in range(5):
         start = time.perf_counter()
@@ -208,7 +209,7 @@ def _show_packing(batch: Batch, arguments: argparse.Namespace) -> None:
     mini_batch, seconds = _packed(batch, _config(arguments, "-", **SIDES["tree_per_group"]))
     num_tokens = int(batch.prompts.lengths.sum() + batch.responses.lengths.sum())
     print(f"{num_tokens:,} tokens in steps, {mini_batch.num_tokens:,} in forests", end=", ")
-    print(f"made in {seconds * 1e3:.1f} ms: {num_tokens / seconds / 1e6:.0f} M tokens/s")
+    print(f"built in {seconds * 1e3:.1f} ms: {num_tokens / seconds / 1e6:.0f} M tokens/s")
 
 
 def _show(figures: dict[str, Figures], *, as_json: bool) -> None:
@@ -240,11 +241,11 @@ def _show(figures: dict[str, Figures], *, as_json: bool) -> None:
             )
     per_s = best["packed_tokens_per_s"] / 1e6
     print(
-        f"forests are made at {per_s:.0f} M tokens/s, {best['repeated_share']:.1%} of tokens repeated"
+        f"forests are built at {per_s:.0f} M tokens/s; {best['repeated_share']:.1%} of tokens are repeated"
     )
     if not torch.cuda.is_available():
         print(
-            "no GPU here: FlexAttention, its memory and its share of peak arithmetic not measured"
+            "no GPU: FlexAttention, its memory and its share of peak arithmetic were not measured"
         )
     assert steps["num_targets"] == best["num_targets"]
 

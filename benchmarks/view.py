@@ -2,8 +2,9 @@
 
     python -m benchmarks.view [--trajectories N] [--folder DIR]
 
-Writes two datasets, then asks the server's API what the page asks: seconds of each answer, and the
-process's resident memory. DIR keeps the datasets for another run.
+The benchmark writes two datasets and sends the requests of the page to the server's API. It prints
+the time of each answer and the resident memory of the process. DIR keeps the datasets for later
+runs.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ QUESTIONS: dict[str, tuple[str, dict[str, object]]] = {
     "first window": ("trajectories", {"offset": 0, "limit": 100}),
     "window in the middle": ("trajectories", {"offset": 500_000, "limit": 100}),
     "sorted by return": ("trajectories", {"sort": "return", "descending": 1, "limit": 100}),
-    "sorted by an own column": ("trajectories", {"sort": "difficulty", "limit": 100}),
+    "sorted by a user column": ("trajectories", {"sort": "difficulty", "limit": 100}),
     "filter by reward": ("trajectories", {"where": "reward < 0.1", "limit": 100}),
     "filter by return": ("trajectories", {"where": '"return" >= 0.5', "limit": 100}),
-    "filter by own columns": (
+    "filter by user columns": (
         "trajectories",
         {"where": "topic = 'math' AND difficulty < 0.1", "limit": 100},
     ),
@@ -76,14 +77,16 @@ def measure_many(path: Path) -> None:
 
 
 def measure_long(path: Path) -> None:
-    """Print the time of long rows, each read for the first time."""
+    """Print the time to read long rows, each for the first time."""
     api, _ = opened(path)
     seconds = []
     for number in range(0, NUM_LONG, 8):
         of = urlencode({"trajectory_id": f"task-{number // GROUP_SIZE}_0", "step_index": 0})
         seconds.append(timed(api, f"/api/datasets/d0/tokens?{of}"))
     median, worst = statistics.median(seconds), max(seconds)
-    print(f"a row of {LONG_TOKENS:,} tokens: {median * 1e3:.0f} ms, at most {worst * 1e3:.0f} ms")
+    print(
+        f"a row of {LONG_TOKENS:,} tokens: median {median * 1e3:.0f} ms, max {worst * 1e3:.0f} ms"
+    )
 
 
 def opened(path: Path) -> tuple[Api, float]:
@@ -109,7 +112,7 @@ def resident_mb() -> float:
 
 
 def written(path: Path, num: int, num_tokens: int | None = None) -> Path:
-    """Write a dataset of trajectories of one step, unless it is there."""
+    """Write a dataset of trajectories with one step each, unless it exists already."""
     if not path.exists():
         with RolloutWriter(path, checked=True) as writer:
             for table in tables(num, num_tokens):
@@ -118,11 +121,11 @@ def written(path: Path, num: int, num_tokens: int | None = None) -> Path:
 
 
 def tables(num: int, num_tokens: int | None) -> Iterator[pa.Table]:
-    """Yield trajectories with random tokens, log-probabilities, rewards and columns of our own.
+    """Yield trajectories with random tokens, log-probabilities, rewards and user columns.
 
     Args:
         num: Number of trajectories.
-        num_tokens: Tokens of each; None: 20 to 90.
+        num_tokens: Tokens of each trajectory; None: 20 to 88.
     """
     rng, batch = np.random.default_rng(0), BATCH if num_tokens is None else GROUP_SIZE
     for first in range(0, num, batch):

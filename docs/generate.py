@@ -31,7 +31,7 @@ MOST_CHANGED = (
     (
         "learning_rate",
         "`--lr`",
-        "the loss rises or does not move; for LoRA, use about ten times the rate",
+        "the loss rises or does not change; for LoRA, use about ten times the rate",
     ),
     (
         "max_updates",
@@ -179,8 +179,8 @@ changes the gradient. [Algorithms](algorithms.md) has all algorithms with their 
 **Output.** RUN contains `config.json` (the resolved configuration), `metrics.jsonl` (one line per update),
 `checkpoints/global_step_N/` (model directories that Transformers can load) and `tokens/` ([what each token
 contributed](#what-each-token-contributed)). Progress goes to stderr: a bar on a terminal,
-else one line per update. Suspicious values cause a warning, once per run. Called from Python, `trainer.train` writes
-these lines to the logger `trainer`: `logging.basicConfig(level="INFO")` shows them.
+else one line per update. Suspicious values cause a warning, once per run. In Python, `trainer.train` writes these lines to
+the logger `trainer`: `logging.basicConfig(level="INFO")` shows them.
 
 **Checks.** All checks run before the first update and before anything is written. A run is rejected if, for example,
 
@@ -445,7 +445,7 @@ BOUNDED = {
     "NonNegative": "float",
     "Fraction": "float",
 }
-"""Types shown without their bounds, which the meaning of a key states."""
+"""Types shown without their bounds, because the meaning of each key states them."""
 
 
 def config_fields(file: str, name: str) -> list[tuple[str, str, str, str]]:
@@ -503,16 +503,16 @@ def rl_page() -> str:
 
 
 def limits_page() -> str:
-    """Build limits.md, with the memory that runs with models of several sizes hold."""
+    """Build limits.md, with the memory of runs for several model sizes."""
     return _with_table("limits.md", runpy.run_path(str(DOCS / "sizes.py"))["table"]())
 
 
 def _with_table(name: str, lines: list[str]) -> str:
-    """Return a page with these lines between its marks."""
+    """Return a page with these lines between the comments that mark generated text."""
     page = (DOCS / name).read_text()
     before, begin, rest = page.partition("<!-- begin generated: make docs -->\n")
     _, end, after = rest.partition("<!-- end generated -->\n")
-    assert end, f"docs/{name} has lost its marks"
+    assert end, f"docs/{name} lacks the comments around generated text"
     table = "\n".join(lines)
     return f"{before}{begin}{table}\n{end}{after}"
 
@@ -522,7 +522,7 @@ def tree_page() -> str:
     page = (DOCS / "tree.md").read_text()
     before, begin, rest = page.partition("<!-- begin generated: make docs -->\n")
     _, end, after = rest.partition("<!-- end generated -->\n")
-    assert end, "docs/tree.md has lost its marks"
+    assert end, "docs/tree.md lacks the comments around generated text"
     picture = _tree_picture()["picture"]()
     return f"{before}{begin}{picture}{end}{after}"
 

@@ -36,7 +36,7 @@ def rendered(page: str) -> str:
 
 
 def output(source: str, names: dict[str, Any]) -> str:
-    """The printed output of a block, and the value of its last expression."""
+    """Return the printed output of a block, and the value of its last expression."""
     *body, last = ast.parse(source).body
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         exec(compile(ast.Module(body, []), "<page>", "exec"), names)

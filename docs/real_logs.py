@@ -74,7 +74,7 @@ def _num_rejected(out: Path) -> int:
 
 
 def _reasons(out: Path, logs: Path) -> str:
-    """List the rules that records break, each with its count and its first error."""
+    """List the rules that rejected records break, each with its count and first error."""
     rejected = _rejected(out)
     firsts: dict[str, str] = {}
     for rule, got in sorted(rejected.iter_rows(), key=lambda row: row[0] == INCOMPLETE):
@@ -84,7 +84,7 @@ def _reasons(out: Path, logs: Path) -> str:
 
 
 def _shown(rule: str, got: str, logs: Path) -> str:
-    if rule == "other_tokenizer":  # not the place of this tokenizer
+    if rule == "other_tokenizer":  # leave out the tokenizer's temporary path
         got = f"the tokenizer{got[got.index(' decodes ') :]}"
     text = " ".join(got.replace(f"{logs}/", "").replace("|", "\\|").split())
     return f"`{rule}`: {text[:_REASON_CHARS]}{'...' if len(text) > _REASON_CHARS else ''}"
@@ -94,7 +94,7 @@ def page_with(table: str) -> str:
     """Return the formats page with this table."""
     before, begin, rest = PAGE.read_text().partition(BEGIN)
     _, end, after = rest.partition(END)
-    assert end, f"{PAGE} has lost its marks"
+    assert end, f"{PAGE} lacks the comments around the generated table"
     return f"{before}{begin}{table}\n{end}{after}"
 
 

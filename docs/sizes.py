@@ -1,4 +1,4 @@
-"""Compute the table of docs/limits.md: memory by model size, from the code that `train --dry-run` uses.
+"""Compute the table of docs/limits.md, memory by model size, with the code of `train --dry-run`.
 
 Models are built without weights (torch's `meta` device) from the dimensions below.
 """

@@ -43,7 +43,7 @@ STYLE = """
 
 
 def picture() -> str:
-    """Return the text around the image."""
+    """Return the Markdown text that describes and embeds the image."""
     forest, num_steps, num_tokens = _forest()
     return (
         f"The picture shows the group {GROUP} of examples/shop.calls.jsonl: 4 attempts with {num_steps} steps and\n"
@@ -76,7 +76,7 @@ def svg() -> str:
 
 @functools.cache
 def _forest() -> tuple[Forest, int, int]:
-    """Return the forest of the group, its number of steps, and the tokens of these steps."""
+    """Return the group's forest, its number of steps, and their number of tokens."""
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
         assert run(["convert", *CALLS, "--format", "calls", "--out", f"{folder}/ds"]) == 0
         rollouts = rollout_io.scan(f"{folder}/ds")
@@ -95,7 +95,7 @@ def _tree(forest: Forest) -> torch.Tensor:
 
 
 def _authors(forest: Forest) -> list[str]:
-    """Name who wrote each token."""
+    """Return the author of each token: a key of `AUTHORS`."""
     depths, ids = forest.position_ids.tolist(), forest.token_ids.tolist()
     targets = set(zip(forest.target_parent.tolist(), forest.target_token.tolist(), strict=True))
     path, authors = [0] * (max(depths) + 1), list[str]()
@@ -144,7 +144,7 @@ def _tree_lines(forest: Forest) -> list[str]:
 
 
 def _mask_lines(forest: Forest, top: float) -> list[str]:
-    """A triangle per piece, and a rectangle for the tokens below it that attend to it."""
+    """Draw a triangle per piece, and a rectangle for the later tokens that attend to it."""
     scale = MASK / forest.num_tokens
     lines, begin = list[str](), 0
     for piece in pieces(_tree(forest)):

@@ -1,7 +1,7 @@
-"""Compare two policies on the responses of a dataset, with plain Transformers.
+"""Compare a model before and after training on the responses of a dataset.
 
 For each group that the run trained on, print the change in mean log-probability per
-trained token, for rewarded and for unrewarded trajectories.
+trained token, for rewarded and for unrewarded trajectories. Uses plain Transformers.
 
     python examples/compare_policies.py DATASET MODEL RUN
 """
@@ -31,7 +31,7 @@ def main() -> None:
     with pl.Config(tbl_hide_dataframe_shape=True, tbl_rows=-1, float_precision=4):
         print(changes)
     risen = int((changes["relative_gain"] > 0).sum())
-    print(f"rewarded over unrewarded: risen in {risen} of {len(changes)} groups")
+    print(f"rewarded trajectories gained on unrewarded ones in {risen} of {len(changes)} groups")
     sys.exit(risen < len(changes))
 
 

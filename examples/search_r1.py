@@ -2,8 +2,9 @@
 
     PYTHONPATH=. python examples/search_r1.py runs/search_r1 [--port 8642] [--set KEY=VALUE]...
 
-Writes a corpus and tasks, serves the corpus, trains with search_r1.toml (`--set` overrides its keys),
-validates the sampled dataset, and trains on it again step by step and merged. The updates must agree.
+The script writes a corpus and tasks, serves the corpus, trains with search_r1.toml (`--set` overrides
+its keys), validates the sampled dataset, and trains on it again, step by step and merged. The updates
+must agree.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ INSTRUCTION = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="SkyRL's Search-R1 quick start on a CPU.")
-    parser.add_argument("out", type=Path, metavar="OUT", help="New directory for everything.")
+    parser.add_argument("out", type=Path, metavar="OUT", help="New directory for all files.")
     parser.add_argument(
         "--port", type=int, default=8642, help="Port of the retriever; 0 picks a free one."
     )
@@ -77,7 +78,7 @@ def search_r1(out: Path, port: int, overrides: Sequence[str]) -> int:
 
 
 def write_data(out: Path) -> None:
-    """Write two documents and a question about each person, with SkyRL's columns."""
+    """Write two documents and a question per person; tasks have SkyRL's columns."""
     chosen = random.Random(0)
     homes = {name: chosen.choice(CITIES) for name in NAMES}
     documents = []
@@ -132,7 +133,7 @@ def default_topk() -> int:
 
 
 def stage(*arguments: str) -> int:
-    """Run one command in a separate process, so that its memory is freed for the next."""
+    """Run one command in a separate process, so that its memory is freed before the next."""
     print(f"\n$ rollouts {shlex.join(arguments)}", flush=True)
     with subprocess.Popen([sys.executable, "-m", "rollout_io", *arguments]) as process:
         while True:
@@ -170,7 +171,7 @@ def compare(out: Path) -> int:
     weights = [load_file(latest_checkpoint(out / x) / "model.safetensors") for x in LAYOUTS]
     farthest = max(float((weights[0][k] - weights[1][k]).abs().max()) for k in weights[0])
     print(f"step by step {seconds[0]:.0f} s, merged {seconds[1]:.0f} s")
-    print(f"largest difference of a weight: {farthest:.1e}")
+    print(f"largest difference between weights: {farthest:.1e}")
     pairs = [
         (a[key], b[key]) for a, b in zip(step, merge, strict=True) for key in ("loss", "grad_norm")
     ]

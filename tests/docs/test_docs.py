@@ -40,7 +40,7 @@ def test_the_readmes_quickstarts_run_one_after_the_other(tmp_path, smollm2_dir):
     compare = [str(ROOT / "examples" / "compare_policies.py"), "runs/solvable"]
     command = [sys.executable, *compare, ".cache/smollm2", "runs/first"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert "rewarded over unrewarded: risen in" in done.stdout, done.stderr
+    assert "rewarded trajectories gained on unrewarded ones in" in done.stdout, done.stderr
 
 
 def test_the_readme_counts_the_invariants_right():

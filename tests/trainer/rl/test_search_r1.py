@@ -174,7 +174,7 @@ def test_the_whole_example_runs_and_both_layouts_make_the_same_updates(
         monkeypatch.setattr(f"{module}.load_tokenizer", lambda *_, **__: tokenizer)
     assert search_r1.search_r1(tmp_path / "out", 0, [*settings, f"model={model}"]) == 0
     text = capsys.readouterr().out
-    assert "largest difference of a weight" in text
+    assert "largest difference between weights" in text
     step, merge = (read_metrics(tmp_path / "out" / name) for name in ("step", "merge"))
     assert all(line["grad_norm"] > 1e-3 for line in step)
     assert sum(a["num_forwarded_tokens"] for a in step) > 1.5 * sum(
