@@ -202,7 +202,7 @@ class Api:
         return a, b
 
     def _of(self, query: Query) -> tuple[Run | None, int | None]:
-        """Return the run and update of a request; two None unless both are given."""
+        """Return the run and update of a request; (None, None) unless both are given."""
         if query.optional("run") is None or query.optional("update") is None:
             return None, None
         return self.sources.run(query.text("run")), query.number("update")

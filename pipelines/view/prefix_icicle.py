@@ -41,7 +41,7 @@ class _Row:
     """A row of the tree.
 
     Attributes:
-        key: Its trajectory_id and step_index.
+        key: trajectory_id and step_index.
         tokens: [L] prompt and response.
         sampled: [L] true for tokens that were sampled in this row.
         advantage: [L] advantages of its targets, NaN elsewhere; None if not recorded.
