@@ -68,8 +68,9 @@ class Statistics:
         trajectories = f"{num:,} trajector{'y' if num == 1 else 'ies'}"
         failed = f"{self.num_failed:,} failed, kept with `error`"
         yield f"{count(self.num_rows, 'row')}, {trajectories} ({failed})"
+        most = f" to {max(sizes)}" if max(sizes) > min(sizes) else ""
         groups = count(len(self.group_sizes), "group")
-        yield f"{groups}, {min(sizes)} to {max(sizes)} trajectories each"
+        yield f"{groups}, trajectories per group: {min(sizes)}{most}"
         yield f"{count(self.num_tokens, 'token')}, {self.num_trained_tokens:,} trained on"
         found = self.rewards
         unknown = num - self.num_failed - len(found)

@@ -101,7 +101,7 @@ def test_the_card_says_what_a_row_is_and_how_it_was_made(shop_dataset, tmp_path)
     hf.write(shop_dataset, tmp_path / "out")
     card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
     assert "205 rows, 48 trajectories (0 failed" in card
-    assert "12 groups, 4 to 4 trajectories each" in card
+    assert "- 12 groups, trajectories per group: 4\n" in card
     assert "outcome rewards: mean 0.25, from 0 to 1" in card
     assert "size_categories:\n- n<1K\n" in card
     assert all(f"`{name}`" in card for name in RULES)
