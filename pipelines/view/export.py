@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
-import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from urllib.parse import quote
+from urllib.parse import parse_qsl, quote, urlsplit
 
 import numpy as np
+import pyarrow as pa
 
-from pipelines.view.answers import Answer, json_answer
+from pipelines.view.answers import JSON, Answer, json_answer
 from pipelines.view.api import Api
 from pipelines.view.bundle_files import Bundle
-from pipelines.view.run_files import read_tokens
+from pipelines.view.packing import Packing
+from pipelines.view.run_files import FLAGS, NUMBERS, read_tokens
 from pipelines.view.sources import Dataset, Sources
 from rollout_io.dataset.atomic_files import replace_text
 from schemas.errors import InputError, count
@@ -25,7 +25,7 @@ NUM_TARGETS = 2000
 """Maximum number of targets per update in an exported file."""
 
 _MARK = "__ANSWERS__"
-_LEVEL = 9
+_RECORDED = frozenset({*NUMBERS.values(), *FLAGS})
 _UNQUOTED = "-_.!~*'()"  # as encodeURIComponent
 
 
@@ -66,13 +66,31 @@ def export(sources: Sources, bundle: Bundle, out: str, *, where: str | None, lim
     if not any(len(numbers) for numbers in chosen.values()) and not sources.runs:
         got = "no trajectory matches" if where else "there are no trajectories to export"
         raise InputError("nothing_left", where or "dataset", got)
-    answers = {
-        key: base64.b64encode(_deflated(answer.content)).decode()
-        for key, answer in _answers(sources, chosen, where, limit)
-    }
-    replace_text(Path(out), inlined(bundle, answers))
+    packing = Packing()
+    for key, answer in _answers(sources, chosen, where, limit):
+        _add(packing, key, answer)
+    replace_text(Path(out), inlined(bundle, packing.blobs()))
     num = sum(map(len, chosen.values()))
     return f"{count(num, 'trajectory')}, {os.path.getsize(out) / 1e6:.1f} MB"  # noqa: PTH202
+
+
+def _add(packing: Packing, key: str, answer: Answer) -> None:
+    """Pack an answer; tokens of all rows of a dataset are one table, and of an update another."""
+    if answer.kind == JSON:
+        packing.add_text(key, answer.content)
+        return
+    table = pa.ipc.open_stream(answer.content).read_all()
+    parts = urlsplit(key)
+    if not parts.path.endswith("/tokens"):
+        packing.add_table(key, {(key, ""): table})
+        return
+    asked = dict(parse_qsl(parts.query))
+    row = f"{asked['trajectory_id']} {asked['step_index']}"
+    recorded = [name for name in table.column_names if name in _RECORDED]
+    stored = {(parts.path, row): table.drop_columns(recorded)}
+    if recorded:
+        stored[f"{parts.path} {asked['run']} {asked['update']}", row] = table.select(recorded)
+    packing.add_table(key, stored)
 
 
 def _chosen(dataset: Dataset, where: str | None, limit: int) -> IntArray:
@@ -160,14 +178,8 @@ def _recorded(
                 yield f"{root}/{view}", dict(of)
 
 
-def _deflated(content: bytes) -> bytes:
-    """Compress as raw deflate (`deflate-raw` in browsers' DecompressionStream)."""
-    compressor = zlib.compressobj(_LEVEL, zlib.DEFLATED, -zlib.MAX_WBITS)
-    return compressor.compress(content) + compressor.flush()
-
-
-def inlined(bundle: Bundle, answers: dict[str, str]) -> str:
-    """Return the report page with the answers embedded.
+def inlined(bundle: Bundle, blobs: Sequence[str]) -> str:
+    """Return the report page with the answers embedded, as `Packing.blobs` returns them.
 
     Raises:
         InputError: view_bundle: the report page is not built.
@@ -176,5 +188,4 @@ def inlined(bundle: Bundle, answers: dict[str, str]) -> str:
     if found is None or _MARK not in (page := found[0].decode()):
         got, hint = "the page of a report is not built", "build it: make view"
         raise InputError("view_bundle", "report.html", got, hint=hint)
-    stored = json.dumps(answers, separators=(",", ":")).replace("<", "\\u003c")
-    return page.replace(_MARK, stored, 1)
+    return page.replace(_MARK, json.dumps(list(blobs), separators=(",", ":")), 1)

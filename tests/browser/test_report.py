@@ -1,9 +1,12 @@
 """A report in one file answers from disk, without a network, what the server answers."""
 
+import numpy as np
 import pytest
 
 from pipelines import scan_token_records
+from rollout_io import scan
 from tests.browser.conftest import export, tab_at, viewer
+from tests.helpers.report_helpers import NUM_PROMPT, large_run
 
 TABLES = {
     "table?sort=response_tokens": "Trajectories",
@@ -75,3 +78,44 @@ def test_a_report_of_a_filter_says_so(browser, shop, tmp_path):
         tab.open("table")
         assert "reward > 0" in tab.text(".counts")
         assert {"1"} == set(tab.values("tbody [data-name=return]"))
+
+
+RECORDED = {
+    "advantage": "advantages",
+    "weight": "weights",
+    "old_logprob": "old_logprobs",
+    "logprob": "logprobs",
+    "importance_weight": "importance_weights",
+    "entropy": "entropy",
+    "loss": "losses",
+}
+
+
+def test_a_report_has_every_bit_of_200_random_tokens(browser, tokenizer, smollm2_dir, tmp_path):
+    """What the page unpacks is what the dataset and the run store."""
+    run = large_run(tmp_path, tokenizer, num=24, num_groups=(1, 2))
+    out = export(tmp_path / "report.html", run, "--tokenizer", smollm2_dir)
+    rows = {row["trajectory_id"]: row for row in scan(tmp_path / "dataset").collect().to_dicts()}
+    records = scan_token_records(run, 2).collect()
+    rng, checked = np.random.default_rng(3), 0
+    with tab_at(browser, out.as_uri(), offline=True) as tab:
+        for record in records.sample(10, seed=1).to_dicts():
+            name = record["trajectory_id"]
+            row, place = rows[name], f"tokens?trajectory={name}&task={record['instance_id']}"
+            tab.open(f"{place}&step=0&update=2")
+            for at in rng.integers(0, 1600, 20).tolist():
+                tab.go(f"{place}&step=0&update=2&at={NUM_PROMPT + at}")
+                tab.page.wait_for_selector(f"aside[data-token='{NUM_PROMPT + at}']")
+                shown = tab.page.eval_on_selector_all(
+                    "aside .facts [data-name]",
+                    "all => Object.fromEntries(all.map(one => [one.dataset.name, one.dataset.value]))",
+                )
+                assert int(shown["id"]) == row["response_ids"][at]
+                spelled = tokenizer.decode([row["response_ids"][at]]).encode()
+                if b"\xef\xbf\xbd" not in spelled:
+                    assert bytes.fromhex(shown["bytes"]) == spelled
+                assert float(shown["rollout_logprob"]) == row["rollout_logprobs"][at]
+                for column, stored in RECORDED.items():
+                    assert float(shown[column]) == record[stored][at], column
+                checked += 1
+    assert checked == 200

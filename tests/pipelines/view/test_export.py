@@ -1,18 +1,18 @@
 """A report is one file that holds the answers about every trajectory of its selection."""
 
-import base64
 import json
-import re
-import zlib
 
+import numpy as np
 import polars as pl
 import pyarrow as pa
 import pytest
 
 from pipelines.view.bundle_files import Bundle
-from pipelines.view.export import export, key_of
+from pipelines.view.export import export, inlined, key_of
+from pipelines.view.packing import Packing
 from rollout_io import scan
 from schemas.errors import RolloutError
+from tests.helpers.report_helpers import answers_in, bits_of, large_run
 from tests.helpers.view_helpers import Asked, bundle_in
 
 REPORT = '<html><head></head><body><script id="answers">__ANSWERS__</script></body></html>'
@@ -23,16 +23,6 @@ def bundle(tmp_path):
     bundle_in(tmp_path / "bundle")
     (tmp_path / "bundle" / "report.html").write_text(REPORT)
     return Bundle.read(tmp_path / "bundle")
-
-
-def answers_in(path):
-    """The answers of a report, by key."""
-    found = re.search(r'<script id="answers">(.*)</script>', path.read_text())
-    stored = json.loads(found[1])
-    return {
-        key: zlib.decompress(base64.b64decode(value), wbits=-zlib.MAX_WBITS)
-        for key, value in stored.items()
-    }
 
 
 def test_the_file_answers_about_every_trajectory_of_the_selection(ask, bundle, shop, tmp_path):
@@ -48,8 +38,7 @@ def test_the_file_answers_about_every_trajectory_of_the_selection(ask, bundle, s
     )
     root = "/api/datasets/d0"
     window = answers[key_of(f"{root}/trajectories", offset=0, limit=5)]
-    table = pa.ipc.open_stream(window).read_all()
-    assert table.column("trajectory_id").to_pylist() == kept.to_list()
+    assert window.column("trajectory_id").to_pylist() == kept.to_list()
     assert json.loads(answers["/api/sources"])["export"] == {
         "where": "reward > 0",
         "limit": 5,
@@ -60,7 +49,7 @@ def test_the_file_answers_about_every_trajectory_of_the_selection(ask, bundle, s
         scan(shop).filter(pl.col("trajectory_id").is_in(kept.implode())).collect().to_dicts()
     ):
         key = {name: row[name] for name in ("trajectory_id", "step_index")}
-        tokens = pa.ipc.open_stream(answers[key_of(f"{root}/tokens", **key)]).read_all()
+        tokens = answers[key_of(f"{root}/tokens", **key)]
         ids = row["prompt_token_ids"] + row["response_ids"]
         assert tokens.column("id").to_pylist() == ids
         num_tokens += len(ids)
@@ -87,3 +76,60 @@ def test_a_page_that_is_not_built_is_an_error(tmp_path):
     with pytest.raises(RolloutError, match="view_bundle") as caught:
         Bundle.read(tmp_path)
     assert "make view" in caught.value.hint
+
+
+@pytest.mark.slow
+def test_a_report_of_200_trajectories_of_2000_tokens_fits_into_5_mb(
+    tmp_path, tokenizer, smollm2_dir, bundle
+):
+    """The page itself, some 0.4 MB, is counted by its sources, whether it is built or not."""
+    run = large_run(tmp_path, tokenizer)
+    ask, out = Asked(run, tokenizer=str(smollm2_dir)), tmp_path / "report.html"
+    export(ask.sources, bundle, str(out), where=None, limit=200)
+    assert out.stat().st_size < 4_000_000
+    answers = answers_in(out)
+    rng, recorded, num_tokens = np.random.default_rng(1), 0, 0
+    keys = [key for key in answers if "/tokens?" in key]
+    assert len(keys) == 232  # four groups of eight were recorded
+    for key in [key for key in keys if "run=" in key][:6] + rng.permutation(keys)[:20].tolist():
+        served = pa.ipc.open_stream(ask.api.answer(key).content).read_all()
+        assert bits_of(answers[key]) == bits_of(served)
+        recorded += "run=r0" in key
+        num_tokens += served.num_rows
+    assert recorded >= 6
+    assert num_tokens == 26 * 2000
+
+
+def test_packing_keeps_every_bit(bundle, tmp_path):
+    """NaN with a payload, infinities, -0.0, subnormal numbers, nulls, and columns that follow none."""
+    odd = np.array([0x7FC00001, 0xFF800000, 0x7F800000, 0x80000000, 1, 0x7F7FFFFF], np.uint32)
+    rng = np.random.default_rng(2)
+    num = 3000
+    columns = {
+        name: rng.permutation(np.concatenate([np.resize(odd, num // 2), bits])).view(np.float32)
+        for name in ("advantage", "old_logprob", "logprob", "importance_weight", "loss")
+        for bits in [rng.integers(0, 2**32, num - num // 2, dtype=np.uint32)]
+    }
+    table = pa.table(
+        {
+            **{name: pa.array(v, mask=rng.random(num) < 0.1) for name, v in columns.items()},
+            "wide": rng.integers(0, 2**63, num, dtype=np.int64).view(np.float64),
+            "small": rng.integers(-(2**15), 2**15, num).astype(np.int16),
+            "flag": rng.random(num) < 0.5,
+            "text": [f"{i}\u00e9" for i in range(num)],
+            "nothing": pa.nulls(num, pa.float32()),
+        }
+    ).replace_schema_metadata({"total": "3"})
+    packing = Packing()
+    packing.add_table("/a", {("all", "1"): table})
+    packing.add_table("/b", {("all", "2"): table.slice(5, 7)})
+    packing.add_table("/c", {("all", "1"): table})
+    packing.add_table("/none", {("none", ""): table.slice(0, 0)})
+    packing.add_text("/d", b"{}")
+    out = tmp_path / "report.html"
+    out.write_text(inlined(bundle, packing.blobs()))
+    found = answers_in(out)
+    assert found["/d"] == b"{}"
+    for key, expected in {"/a": table, "/b": table.slice(5, 7), "/c": table}.items():
+        assert bits_of(found[key]) == bits_of(expected)
+    assert found["/none"].schema.names == table.schema.names

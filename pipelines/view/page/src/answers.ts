@@ -1,8 +1,9 @@
 /** The data layer: asks the server, or reads the answers that a one-file report carries. */
 
 import { type Table, tableFromIPC } from "apache-arrow";
+import { NotInReport, type Parameters, Report } from "./report";
 
-export type Parameters = Record<string, string | number | null | undefined>;
+export type { Parameters };
 export type Value = number | string | boolean | null;
 export type Row = Record<string, Value>;
 
@@ -15,34 +16,23 @@ export class AnswerError extends Error {
   }
 }
 
-const inlined = readInlined();
+const report = readReport();
 
 /** Whether this page is a report in one file, without a server. */
-export const isReport = inlined !== null;
+export const isReport = report !== null;
 
 const token = new URLSearchParams(location.search).get("token") ?? "";
 const KEPT = 64;
 const kept = new Map<string, Promise<unknown>>();
 
-interface Inlined {
-  path: string;
-  parameters: Map<string, string>;
-  data: string;
-}
-
-function readInlined(): Inlined[] | null {
+function readReport(): Report | null {
   const element = document.getElementById("answers");
   if (element === null) return null;
-  let answers: Record<string, string> = {};
   try {
-    answers = JSON.parse(element.textContent ?? "{}") as Record<string, string>;
+    return new Report(JSON.parse(element.textContent ?? "[]") as string[]);
   } catch {
-    // the template itself, without answers
+    return new Report([]); // the template itself, without answers
   }
-  return Object.entries(answers).map(([address, data]) => {
-    const url = new URL(address, "http://report");
-    return { path: url.pathname, parameters: new Map(url.searchParams), data };
-  });
 }
 
 function addressOf(path: string, parameters: Parameters): string {
@@ -52,44 +42,6 @@ function addressOf(path: string, parameters: Parameters): string {
   }
   const query = search.toString();
   return query === "" ? path : `${path}?${query}`;
-}
-
-// What a report was made for does not choose an answer: its rows are those of its filter.
-const SELECTING = new Set(["where", "sort", "descending", "offset", "limit", "bins"]);
-// Without the columns of an update, tokens and groups are still those of the dataset.
-const ADDING = new Set(["run", "update"]);
-
-function findInlined(path: string, parameters: Parameters): Inlined | null {
-  const wanted = Object.entries(parameters).filter(
-    ([name, value]) => !SELECTING.has(name) && value !== null && value !== undefined && value !== "",
-  );
-  const fits = (answer: Inlined, names: (name: string) => boolean): boolean => {
-    const asked = wanted.filter(([name]) => names(name));
-    const given = [...answer.parameters.keys()].filter((name) => !SELECTING.has(name) && names(name));
-    return (
-      given.length === asked.length &&
-      asked.every(([name, value]) => answer.parameters.get(name) === String(value))
-    );
-  };
-  const there = (inlined ?? []).filter((answer) => decodeURIComponent(answer.path) === decodeURIComponent(path));
-  return (
-    there.find((answer) => fits(answer, () => true)) ??
-    there.find((answer) => fits(answer, (name) => !ADDING.has(name))) ??
-    null
-  );
-}
-
-async function inlinedBytes(path: string, parameters: Parameters): Promise<Uint8Array> {
-  const answer = findInlined(path, parameters);
-  if (answer === null) {
-    throw new AnswerError(
-      "This report does not contain the answer.",
-      "It holds one selection of a dataset; ask for a report of more, or run `rollouts view` on the dataset.",
-    );
-  }
-  const packed = Uint8Array.from(atob(answer.data), (character) => character.charCodeAt(0));
-  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate-raw"));
-  return new Uint8Array(await new Response(stream).arrayBuffer());
 }
 
 async function fetchBytes(address: string, body: unknown): Promise<Uint8Array> {
@@ -124,12 +76,17 @@ async function refusal(answer: Response): Promise<AnswerError> {
   }
 }
 
-function ask<T>(path: string, parameters: Parameters, read: (bytes: Uint8Array) => T): Promise<T> {
+function ask<T>(path: string, parameters: Parameters, read: (address: string) => Promise<T>): Promise<T> {
   const address = addressOf(path, parameters);
   let answer = kept.get(address) as Promise<T> | undefined;
   if (answer === undefined) {
-    const bytes = isReport ? inlinedBytes(path, parameters) : fetchBytes(address, undefined);
-    answer = bytes.then(read);
+    answer = read(address).catch((error: unknown) => {
+      if (!(error instanceof NotInReport)) throw error;
+      throw new AnswerError(
+        "This report does not contain the answer.",
+        "It holds one selection of a dataset; ask for a report of more, or run `rollouts view` on the dataset.",
+      );
+    });
     answer.catch(() => kept.delete(address));
   }
   kept.delete(address);
@@ -142,11 +99,16 @@ function ask<T>(path: string, parameters: Parameters, read: (bytes: Uint8Array) 
 }
 
 export function json<T>(path: string, parameters: Parameters = {}): Promise<T> {
-  return ask(path, parameters, (bytes) => JSON.parse(new TextDecoder().decode(bytes)) as T);
+  return ask(path, parameters, async (address) => {
+    const bytes = await (report?.text(path, parameters) ?? fetchBytes(address, undefined));
+    return JSON.parse(new TextDecoder().decode(bytes)) as T;
+  });
 }
 
 export function arrow(path: string, parameters: Parameters = {}): Promise<Table> {
-  return ask(path, parameters, (bytes) => tableFromIPC(bytes));
+  return ask(path, parameters, async (address) =>
+    report === null ? tableFromIPC(await fetchBytes(address, undefined)) : report.table(path, parameters),
+  );
 }
 
 export async function post<T>(path: string, body: unknown): Promise<T> {
