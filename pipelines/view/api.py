@@ -122,7 +122,8 @@ class Api:
         column, values, out = (given.get(name) for name in ("column", "values", "out"))
         is_sound = isinstance(column, str) and isinstance(out, str) and isinstance(values, dict)
         if not is_sound:
-            raise InputError("view_query", path, "the body needs column, values and out")
+            got = "the body must have the keys column (text), values (object) and out (text)"
+            raise InputError("view_query", path, got)
         assert isinstance(column, str)
         assert isinstance(out, str)
         assert isinstance(values, dict)
@@ -181,7 +182,8 @@ class Api:
     def _search(self, number: str, query: Query) -> Answer:
         given = query.optional("ids")
         if given is not None and not re.fullmatch(r"[0-9]{1,9}([ ,]+[0-9]{1,9})*", given):
-            raise InputError("view_query", query.where, "write ids as numbers and commas: 12, 345")
+            got = f"ids must be whole numbers separated by commas or spaces, not {given[:40]!r}"
+            raise InputError("view_query", query.where, got)
         found = search(
             self.sources.dataset(number),
             text=query.optional("text"),

@@ -92,7 +92,7 @@ def _rows(
     )
     if num_tokens > MAX_TOKENS:
         got = f"the rows have {num_tokens:,} tokens; a tree shows at most {MAX_TOKENS:,}"
-        hint = "open the tree of one trajectory, or merge the dataset first: rollouts merge DS"
+        hint = "open the tree of one trajectory, or merge first: rollouts merge DS --out MERGED"
         raise InputError("view_size", dataset.name, got, hint=hint)
     names = dataset.present(*_DIAGNOSED)
     if dataset.has("segments"):
