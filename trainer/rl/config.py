@@ -171,19 +171,19 @@ TABLES: dict[str, type[Any]] = {
 }
 _TOP = "write it at the top of the file, before the tables"
 _MODEL, _OUT = {"model": _TOP}, {"out": _TOP}
-_ENGINE = "write it in [generate], whose engine also evaluates"
+_ENGINE = "write it in [generate], whose engine also runs the evaluations"
 OWN_KEYS: dict[str, dict[str, str]] = {
     "generate": _MODEL
     | _OUT
     | {
         "tasks": _TOP,
-        "policy_version": "leave it out: it is the number of the iteration",
+        "policy_version": "leave it out: the loop sets it to the iteration's number",
         "groups_per_shard": "leave it out: each group is a shard",
     },
     "train": _MODEL
     | _OUT
     | {
-        "dataset": f"leave it out: it is OUT/{ROLLOUTS}",
+        "dataset": f"leave it out: the loop trains on OUT/{ROLLOUTS}",
         "seed": _TOP,
         "group_size": "write it in [generate]",
         "num_epochs": "write num_iterations at the top of the file",
@@ -196,7 +196,7 @@ OWN_KEYS: dict[str, dict[str, str]] = {
         "engine": _ENGINE,
         "urls": _ENGINE,
         "dtype": _ENGINE,
-        "policy_version": "leave it out: it is the number of the iteration",
+        "policy_version": "leave it out: the loop sets it to the iteration's number",
     },
 }
 """Keys that the loop sets itself, by table, and what to do instead."""

@@ -38,8 +38,8 @@ def warnings_before(rows: pl.DataFrame, plan: Plan, config: TrainConfig) -> dict
     lengths = rows["num_forwarded_tokens"].clip(upper_bound=config.max_row_tokens).to_numpy()
     if num_long := int((lengths > budget).sum()):
         found["long_rows"] = (
-            f"{count(num_long, 'row')} longer than tokens_per_micro_batch ({budget}) will each be"
-            f" forwarded in a separate micro-batch, which needs more memory; the longest has"
+            f"rows longer than tokens_per_micro_batch ({budget}) are forwarded in separate"
+            f" micro-batches, which need more memory: {count(num_long, 'row')}, up to"
             f" {lengths.max()} tokens"
         )
     loss, reduction = config.policy_loss_type, config.loss_reduction

@@ -82,8 +82,8 @@ def _names(model: str, metadata: DatasetMetadata) -> Remark:
             f"note: the model's name matches the dataset ({shown}), but the tokenizers were not compared; {advice}"
         )
     text = (
-        f"the dataset was sampled from {shown}; judging by its name, this is a different model"
-        f" than {model}, and the tokenizers were not compared; {advice}"
+        f"the dataset was sampled from {shown}; judging by its name, {model} is a different model,"
+        f" and the tokenizers were not compared; {advice}"
     )
     return Remark(text, WARNING)
 
