@@ -252,7 +252,8 @@ class Trajectory:
     """All steps of one run, as logged.
 
     Attributes:
-        steps: Steps in order; several conversations are several contexts (sub-agents, compactions).
+        steps: Steps in order; each conversation is one context (a sub-agent has its own, and a
+            compaction begins a new one).
         reward: Outcome of the run; None if unknown.
         error: Why the run failed; None if it succeeded. A failed run may have no steps.
         metrics: All numbers about the run, including each reward under its own name.
@@ -283,7 +284,7 @@ class Adapter:
             one run or rejection.
         read: `read(run, options)` returns the `Trajectory` of a run; if `is_table`, the rows of a
             document as a table. Raises `RolloutError` if the run cannot be used.
-        is_text: True if all or most runs in this format are text.
+        is_text: True if all or most runs in this format have text but no token ids.
         is_table: True if `read` returns rows that already have ids and rewards.
         noun: Word for a run in counts.
     """

@@ -130,8 +130,8 @@ def _session(content: bytes, where: str) -> bytes:
 def read_session(run: Run, _: Options) -> Trajectory:
     """Read the calls of a session in order, one step per sampled choice.
 
-    If all lines have `time`, their order in the file does not matter. A call's reward goes to its
-    last choice; the reward of the last call is the outcome.
+    If all lines have `time`, their order in the file does not matter. The reward of a call is
+    assigned to its last choice; the reward of the last call is the outcome.
 
     Raises:
         InputError: A call is invalid or lacks token ids, or the order of the calls is ambiguous.

@@ -31,7 +31,7 @@ class Exported:
 
     Attributes:
         left_out: Number of rows that were not written, by reason.
-        remarks: Remarks for whoever uses the exported file.
+        remarks: Warnings and notes about the exported file.
     """
 
     num_rows_read: int = 0

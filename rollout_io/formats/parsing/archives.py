@@ -1,4 +1,4 @@
-"""Members of zip archives, read within limits; nothing is extracted to disk or executed.
+"""Reading of zip archive members into memory, with a size limit.
 
 pyarrow decompresses Zstandard members (method 93), because `zipfile` only supports them from Python
 3.14 on.

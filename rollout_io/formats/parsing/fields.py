@@ -33,7 +33,7 @@ def numbers(fields: Mapping[str, msgspec.Raw], where: str) -> dict[str, float]:
 
 
 def label(raw: msgspec.Raw | None, where: str) -> str | None:
-    """Return a name that is a string or a whole number; None for anything else, or an empty string.
+    """Return a name that is a string or an integer; None if it is empty or of another type.
 
     Args:
         raw: Valid JSON.

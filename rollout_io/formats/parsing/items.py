@@ -52,8 +52,8 @@ _RESULT_DECODER = msgspec.json.Decoder(_Result)
 def read_item(item: Item, where: str) -> Message | None:
     """Return the contribution of an item to a conversation; `extend` joins the assistant's pieces.
 
-    Reasoning is taken from its text or, if there is none, from its summary. An item that only the
-    API can read gives None.
+    Reasoning is taken from its text or, if there is none, from its summary. Return None for an item
+    that only the API can read.
 
     Raises:
         InputError: `message`: the item has an unknown type, or is a message without a role.
