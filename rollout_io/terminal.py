@@ -1,15 +1,18 @@
-"""Terminal output: progress bars and aligned columns."""
+"""Terminal output: progress bars, paced lines and aligned columns."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
-    from rich.progress import ProgressColumn
+    from rich.progress import Progress, ProgressColumn, TaskID
 
+SECONDS_A_LINE = 30.0
+"""Time between two lines of progress where there is no terminal for a bar."""
 _is_quiet: ContextVar[bool] = ContextVar("_is_quiet", default=False)
 
 
@@ -62,7 +65,6 @@ class Bar:
             Progress,
             TextColumn,
             TimeElapsedColumn,
-            TimeRemainingColumn,
         )
 
         count: ProgressColumn = DownloadColumn() if unit == "B" else MofNCompleteColumn()
@@ -70,14 +72,17 @@ class Bar:
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=12),
             count,
-            TextColumn("" if unit == "B" else unit, markup=False),
+            TextColumn("{task.fields[unit]}", markup=False),
             TimeElapsedColumn(),
-            TimeRemainingColumn(),
+            _time_left_column(),
             TextColumn("{task.fields[text]}", markup=False),
             console=Console(stderr=True),
             transient=not stays,
         )
-        self._task = self._progress.add_task(label, total=total, completed=done, text="")
+        shown = "" if unit == "B" else unit
+        self._task = self._progress.add_task(
+            label, total=total, completed=done, unit=shown, text="", left_s=None
+        )
         self._progress.start()
 
     def __enter__(self) -> Self:
@@ -91,24 +96,134 @@ class Bar:
         """Seconds since the bar was created; 0 if it is not shown."""
         return (self._progress.tasks[0].elapsed or 0.0) if self.is_shown else 0.0
 
-    def update(self, increment: int = 1, text: str | None = None) -> None:
+    def update(
+        self, increment: int = 1, text: str | None = None, left_s: float | None = None
+    ) -> None:
         """Move the bar.
 
         Args:
             increment: Amount added to the bar's value.
             text: Text shown after the bar from now on; None keeps the current text.
+            left_s: Seconds left, shown from now on instead of an estimate from the bar's speed;
+                None keeps what is shown.
+        """
+        if self.is_shown:
+            _move(self._progress, self._task, increment, text, left_s)
+
+    def part(self, total: int, unit: str, label: str) -> Part:
+        """Add a row below the bar, for a part of its work; it disappears once it is closed.
+
+        Example:
+            >>> with Bar(3, "updates") as bar, bar.part(8192, "tokens", "training") as part:
+            ...     part.update(4096, left_s=12.5)
         """
         if not self.is_shown:
-            return
-        if text is None:
-            self._progress.advance(self._task, increment)
-        else:
-            self._progress.update(self._task, advance=increment, text=text)
+            return Part()
+        row = self._progress.add_task(label, total=total, unit=unit, text="", left_s=None)
+        return Part(self._progress, row)
 
     def close(self) -> None:
         """Stop drawing."""
         if self.is_shown:
             self._progress.stop()
+
+
+class Part:
+    """A row below a `Bar`; without arguments, it is not shown."""
+
+    def __init__(self, progress: Progress | None = None, task: TaskID | None = None) -> None:
+        self._progress, self._task = progress, task
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def update(
+        self,
+        increment: int = 1,
+        text: str | None = None,
+        left_s: float | None = None,
+        label: str | None = None,
+    ) -> None:
+        """Move the row as `Bar.update` does; a `label` replaces the description."""
+        if self._progress and self._task is not None:
+            _move(self._progress, self._task, increment, text, left_s, label)
+
+    def close(self) -> None:
+        """Remove the row."""
+        if self._progress and self._task is not None:
+            self._progress.remove_task(self._task)
+            self._task = None
+
+
+def _move(
+    progress: Progress,
+    task: TaskID,
+    increment: int,
+    text: str | None,
+    left_s: float | None,
+    label: str | None = None,
+) -> None:
+    fields = {"text": text, "left_s": left_s, "description": label}
+    given = {name: value for name, value in fields.items() if value is not None}
+    progress.update(task, advance=increment, **given)  # type: ignore[arg-type]
+
+
+def _time_left_column() -> ProgressColumn:
+    """Make a column of the time left: the given one, or rich's estimate."""
+    from rich.progress import Task, TimeRemainingColumn
+    from rich.text import Text
+
+    class TimeLeftColumn(TimeRemainingColumn):
+        def render(self, task: Task) -> Text:
+            left_s = task.fields["left_s"]
+            if left_s is None or task.finished:
+                return super().render(task)
+            minutes, seconds = divmod(round(left_s), 60)
+            hours, minutes = divmod(minutes, 60)
+            return Text(f"{hours}:{minutes:02}:{seconds:02}", style="progress.remaining")
+
+    return TimeLeftColumn()
+
+
+class Pace:
+    """Limits lines of progress to one per `seconds`, the first one after `seconds`.
+
+    Args:
+        seconds: Time between two lines.
+        clock: Returns the time in seconds.
+    """
+
+    def __init__(
+        self, seconds: float = SECONDS_A_LINE, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._seconds, self._clock = seconds, clock
+        self._said = clock()
+
+    def is_due(self) -> bool:
+        """True if the next line may be printed now; it then counts as printed."""
+        now = self._clock()
+        if now - self._said < self._seconds:
+            return False
+        self._said = now
+        return True
+
+
+def duration(seconds: float) -> str:
+    """Format a duration in words.
+
+    Example:
+        >>> duration(0.84), duration(75), duration(3600 * 5 + 60 * 7)
+        ('0.8 s', '1 min 15 s', '5 h 7 min')
+    """
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+    return f"{minutes // 60} h {minutes % 60} min"
 
 
 def columns(table: Sequence[Sequence[str]]) -> list[str]:

@@ -17,13 +17,12 @@ from pipelines.generation.engines.base import Engine
 from pipelines.generation.generator import Generator, open_calls
 from pipelines.generation.tasks import Task, read_tasks
 from rollout_io.retokenize.tokenizer import load_tokenizer
-from rollout_io.terminal import Bar
+from rollout_io.terminal import Bar, Pace
 from schemas.errors import count
 from schemas.metadata import Outcome
 from schemas.ragged import list_lengths
 
 _LOGGER = logging.getLogger(__name__)
-_SECONDS_A_LINE = 10.0
 OpenEngine = Callable[[GenerateConfig], Engine]
 
 
@@ -118,10 +117,10 @@ async def _run(generator: Generator, tasks: Sequence[Task], result: GenerateResu
 
 
 class Progress(AbstractContextManager["Progress"]):
-    """Progress display: a bar on a terminal, otherwise a logged line every ten seconds."""
+    """Progress display: a bar on a terminal, otherwise a logged line every 30 seconds."""
 
     def __init__(self, total: int) -> None:
-        self._total, self._said_s = total, time.monotonic()
+        self._total, self._pace = total, Pace()
         self._bar = Bar(total, "trajectories", stays=True)
 
     def __enter__(self) -> Self:
@@ -134,9 +133,7 @@ class Progress(AbstractContextManager["Progress"]):
         """Update the display."""
         self._bar.update(text=_numbers(result))
         is_last = result.num_trajectories == self._total
-        is_due = is_last or time.monotonic() - self._said_s > _SECONDS_A_LINE
-        if is_due and not self._bar.is_shown:
-            self._said_s = time.monotonic()
+        if (is_last or self._pace.is_due()) and not self._bar.is_shown:
             done = f"{result.num_trajectories} of {count(self._total, 'trajectory')}"
             _LOGGER.info("%s, %s", done, _numbers(result))
 

@@ -6,11 +6,12 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import IO, Any
 
 import click
 
+from rollout_io.cli.stopping import announced_stop
 from rollout_io.terminal import Bar, is_quiet
 
 
@@ -85,10 +86,16 @@ def next_command(command: str) -> None:
 
 
 @contextmanager
-def going_on(how: Callable[[], str]) -> Iterator[None]:
-    """Print how to resume if an interrupt or SIGTERM ends the verb."""
+def going_on(how: Callable[[], str], waits_for: str | None = None) -> Iterator[None]:
+    """Print how to resume if an interrupt or SIGTERM ends the verb.
+
+    Args:
+        how: Returns how to resume.
+        waits_for: Work that ends before the verb stops, if it takes long: see `announced_stop`.
+    """
     try:
-        yield
+        with announced_stop(waits_for) if waits_for else nullcontext():
+            yield
     except (KeyboardInterrupt, SystemExit):
         click.echo(f"stopped: {how()}", err=True)
         raise

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rollout_io.cli.output import emit, emit_json, example, going_on, next_command, note, shown_log
+from rollout_io.cli.output import emit, emit_json, example, going_on, note, shown_log
 from schemas.errors import count
+from trainer.cli.next_steps import suggest_next_steps
 from trainer.cli.options import algorithm_option
 
 if TYPE_CHECKING:
@@ -63,10 +64,11 @@ def rl(
     chosen = [f"train.{key}={value}" for key, value in options.items() if value is not None]
     settings = load_rl_config(config, [*chosen, *overrides], out=out)
     how = "finished work is kept; run the same command with --resume to continue"
-    with shown_log(), going_on(lambda: how):
+    waits_for = "the current micro-batch, or the calls under way"
+    with shown_log(), going_on(lambda: how, waits_for):
         result = run(settings, resume=resume)
     emit_json(dataclasses.asdict(result)) if as_json else emit(_report(result))
-    next_command(f"rollouts plot {result.out}")
+    suggest_next_steps(result.out, result.checkpoint)
     if result.return_mean is None:
         note("note: all iterations are already complete; increase num_iterations to continue")
     return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ import click
 from rollout_io.cli.output import emit, emit_json, example, going_on, note, shown_log
 from rollout_io.cli.workers import workers_of
 from schemas.errors import RolloutError, count
+from trainer.cli.next_steps import suggest_next_steps
 from trainer.cli.options import algorithm_option
 from trainer.reports.dry_run_report import plan_numbers, plan_text
 
@@ -109,7 +111,8 @@ def train(
             with shown_log():
                 planned = report.dry_run(settings, resume=resume)
         else:
-            with shown_log(), going_on(lambda: how_to_resume(out)):
+            stops = going_on(lambda: how_to_resume(out), "the current micro-batch")
+            with shown_log(), stops if is_main() else nullcontext():
                 result = loop.train(settings, resume=resume)
     except RolloutError:
         if is_main():
@@ -119,10 +122,12 @@ def train(
         return 0
     if dry_run:
         emit_json(plan_numbers(planned)) if as_json else emit(plan_text(planned))
-    elif as_json:
+        return 0
+    if as_json:
         emit_json(dataclasses.asdict(result))
     else:
         emit(_report(result, left_out=settings.drop_zero_variance_groups))
+    suggest_next_steps(result.out, result.checkpoint)
     return 0
 
 

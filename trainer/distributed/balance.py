@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -11,6 +11,10 @@ from accelerate import Accelerator
 from schemas.ragged import IntArray
 from trainer.batches.forest import Forest
 
+MicroBatches = Sequence[tuple[int, Forest]]
+"""Micro-batches with their numbers, as `own_forests` returns them."""
+Watch = Callable[[MicroBatches], Iterable[tuple[int, Forest]]]
+"""Iterates over micro-batches, and learns from that which ones have been forwarded."""
 DEPTH_OF_DOUBLE_COST = 16_384
 """Depth at which a token's attention costs as much as the rest: about 6 x hidden_size."""
 ONE = torch.zeros(1, dtype=torch.int64)

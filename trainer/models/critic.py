@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from schemas.errors import InputError
 from trainer.batches.data import Batch
 from trainer.batches.forest import Forest
-from trainer.distributed.balance import own_forests
+from trainer.distributed.balance import Watch, own_forests
 from trainer.distributed.processes import combine
 from trainer.distributed.sharding import clip_and_step, under, without_reduction
 from trainer.models.policy import hidden_before_targets, load_policy
@@ -115,14 +115,16 @@ class CriticLearner:
 
 
 @torch.no_grad()
-def critic_values(learner: CriticLearner, batch: Batch, forests: Sequence[Forest]) -> Tensor:
+def critic_values(
+    learner: CriticLearner, batch: Batch, forests: Sequence[Forest], watch: Watch = iter
+) -> Tensor:
     """Compute the critic's values at the targets of `forests`, without gradient.
 
     Returns:
         [T] float32 on the CPU; NaN at response tokens that are not targets.
     """
     accelerator, values = learner.accelerator, torch.zeros(len(batch.trains))
-    for _, forest in own_forests(accelerator, forests):
+    for _, forest in watch(own_forests(accelerator, forests)):
         values[forest.target_slot] = learner.critic(forest.to(accelerator.device)).cpu()
     return combine(accelerator, values, forests)
 
@@ -156,6 +158,7 @@ def update_critic(
     forests: Sequence[Forest],
     old_values: Tensor,
     targets: Tensor,
+    watch: Watch = iter,
 ) -> dict[str, float]:
     """Accumulate the gradient of one mini-batch's value loss and take an optimizer step.
 
@@ -168,6 +171,7 @@ def update_critic(
             process forwards its share of them.
         old_values: [T] values at the start of the batch.
         targets: [T] target values.
+        watch: Follows the micro-batches.
 
     Returns:
         Loss, mean value, clipped fraction and gradient norm, by the name of the metric.
@@ -175,7 +179,7 @@ def update_critic(
     num_trained, clip = sum(forest.num_targets for forest in forests), learner.value_clip
     accelerator, device = learner.accelerator, learner.accelerator.device
     sums, own = torch.zeros(3, device=device), own_forests(accelerator, forests)
-    for done, (_, forest) in enumerate(own, start=1):
+    for done, (_, forest) in enumerate(watch(own), start=1):
         slot = forest.target_slot
         with without_reduction(learner.critic) if done < len(own) else nullcontext():
             values = learner.critic(forest.to(device))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Self
 
@@ -15,6 +16,7 @@ from pipelines.generation.attempt_rows import Finished
 from pipelines.generation.config import identity
 from pipelines.generation.generator import Generator, UnderWay
 from pipelines.generation.tasks import Task, attempts
+from rollout_io.terminal import SECONDS_A_LINE
 from schemas.errors import InputError
 from trainer.batches.data import UNUSED_COLUMNS
 from trainer.batches.plan import dataset_returns, make_plan
@@ -103,8 +105,11 @@ class Collector:
         self.iteration = iteration
         self._start_all()
 
-    async def whole(self, iteration: int) -> None:
+    async def whole(self, iteration: int, show: Callable[[int], object]) -> None:
         """Wait until all groups of an iteration are finished.
+
+        `show` is called from time to time with the number of finished trajectories: those of the
+        iteration's groups, and of the groups that are still running.
 
         Raises:
             RolloutError: engine_down or engine_answer, once running trajectories have ended; errors
@@ -114,7 +119,16 @@ class Collector:
             if self._failure is not None and not self._under_way.running:
                 raise self._failure
             self._changed.clear()
-            await self._changed.wait()
+            show(self._num_finished(iteration))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), SECONDS_A_LINE)
+        show(self._num_finished(iteration))
+
+    def _num_finished(self, iteration: int) -> int:
+        size, num_each = self._groups.size, self._sampling.group_size
+        whole = (size - self._groups.num_missing(iteration)) * num_each
+        begun = sum(len(group.tables) for group in self._begun.values())
+        return min(whole + begun, size * num_each)
 
     def _start_all(self) -> None:
         while self._failure is None and self._under_way.has_room:

@@ -18,7 +18,10 @@ from pipelines.generation.tasks import read_tasks
 from pipelines.rewards import trajectory_returns
 from pipelines.statistics.metrics import pass_at_k
 from rollout_io.retokenize.tokenizer import ChatTokenizer, load_tokenizer
+from rollout_io.terminal import Bar
+from schemas.errors import count
 from trainer.rl.config import EvaluateConfig, RlConfig
+from trainer.rl.sampling_progress import SamplingProgress
 
 if TYPE_CHECKING:
     from pipelines.harness.recorded_calls import Calls
@@ -41,32 +44,47 @@ async def evaluate(
     config: RlConfig,
     version: int,
     calls: Calls | None = None,
+    bar: Bar | None = None,
 ) -> dict[str, Any]:
     """Sample the missing evaluation trajectories of a version, set by set, and return the metrics.
+
+    Progress is shown below `bar`, or logged; without one, it is neither.
 
     Raises:
         RolloutError: As for `pipelines.generation.run.generate`.
     """
     planned = config.evaluations(version)
-    for one in planned.values():
+    for name, one in planned.items():
         own = _tokenizer_of(one, tokenizer, config)
         values = {k: v for k, v in dataclasses.asdict(one).items() if k != "every_iterations"}
-        await _sample(engine, own, GenerateConfig(**values), calls)
+        subject = f"evaluation after {count(version, 'iteration')}{f' ({name})' if name else ''}"
+        await _sample(engine, own, GenerateConfig(**values), calls, subject, bar)
     return measure(planned, config)
 
 
 async def _sample(
-    engine: Engine, tokenizer: ChatTokenizer, sampling: GenerateConfig, calls: Calls | None
+    engine: Engine,
+    tokenizer: ChatTokenizer,
+    sampling: GenerateConfig,
+    calls: Calls | None,
+    subject: str,
+    bar: Bar | None,
 ) -> None:
     """Sample the trajectories that are missing from an evaluation set's dataset."""
     missing = missing_tasks(read_tasks(sampling.tasks, sampling.group_size), sampling)
     if missing:
         generator = Generator(engine, tokenizer, sampling, calls, "eval")
         generator.check(missing)
-        with GroupWriter(sampling.out, missing, generator.metadata, sampling) as writer:
+        with (
+            GroupWriter(sampling.out, missing, generator.metadata, sampling) as writer,
+            SamplingProgress(bar, subject, len(missing)) as shown,
+        ):
             async with aclosing(generator.run(missing)) as ended:
+                done = 0
                 async for finished in ended:
                     writer.add(finished)
+                    done += 1
+                    shown.show(done)
 
 
 def _tokenizer_of(

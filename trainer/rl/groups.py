@@ -51,7 +51,11 @@ class Groups:
 
     def is_whole(self, iteration: int) -> bool:
         """True if all groups of an iteration are finished."""
-        return self._room[iteration] == 0
+        return self.num_missing(iteration) == 0
+
+    def num_missing(self, iteration: int) -> int:
+        """Return the number of groups of an iteration that are not finished."""
+        return self._room[iteration]
 
     def add(
         self,

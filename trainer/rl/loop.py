@@ -38,6 +38,7 @@ from trainer.rl.iteration_metrics import (
     rollout_numbers,
 )
 from trainer.rl.resume import find_checkpoint, prepare
+from trainer.rl.sampling_progress import SamplingProgress
 from trainer.rl.task_order import check_names, first_name, shuffled_tasks
 from trainer.rl.updates import Learning, check_lengths, note_of_long_rows
 from trainer.rl.weight_swap import WeightSwapEngine
@@ -176,12 +177,13 @@ class Loop:
     async def run(self) -> None:
         """Run all remaining iterations."""
         config, learning, groups = self.config, self.learning, Groups(self.config)
+        stack = ExitStack()
         if threading.current_thread() is threading.main_thread():
             # Cancel instead of raising SIGINT, which background jobs of a shell ignore.
             task = asyncio.current_task()
             assert task is not None
-            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-        with _hints_at_resuming(config), learning.saved_when_it_fails(self.log):
+            stack.enter_context(_cancelled_by_sigterm(asyncio.get_running_loop(), task))
+        with stack, _hints_at_resuming(config), learning.saved_when_it_fails(self.log):
             async with self.engine, self._open_calls() as calls:
                 generator = Generator(self.engine, self.tokenizer, config.generation, calls)
                 for remark in check_tokenizers(config.training, generator.metadata):
@@ -206,7 +208,10 @@ class Loop:
         """Run one iteration: wait for its groups, train on them, and load the new weights."""
         learning, iteration = self.learning, self.learning.iteration
         begun = time.perf_counter()
-        await collector.whole(iteration)
+        total = groups.size * self.config.generation.group_size
+        subject = f"iteration {iteration + 1} of {self.config.num_iterations}"
+        with SamplingProgress(self.log.bar, subject, total) as shown:
+            await collector.whole(iteration, shown.show)
         times = {"wait_seconds": time.perf_counter() - begun, "sync_seconds": self.sync_s}
         path = groups.path(iteration)
         dropped = {"num_dropped_groups": collector.num_newly_dropped()}
@@ -222,6 +227,7 @@ class Loop:
         for text in collector.new_warnings():
             warn(text)
         say(iteration_line(lines, last, self.sync_s))
+        self.log.next_iteration()
 
     async def _environment_metrics(self, path: Path) -> dict[str, float]:
         """Compute the metrics that the environments define."""
@@ -258,16 +264,26 @@ class Loop:
         version = self.learning.iteration
         if version in self.evaluated or not self.config.evaluates(version):
             return
-        found = await evaluate(self.engine, self.tokenizer, self.config, version, calls)
+        found = await evaluate(
+            self.engine, self.tokenizer, self.config, version, calls, self.log.bar
+        )
         step = self.learning.progress.global_step
         self.log.write_line({"iteration": version, "global_step": step} | found)
         self.evaluated[version] = found["evaluation/return_mean"]
         say(evaluation_line(found, version, self.config.evaluations(version)))
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
-        """Run blocking work in the trainer's thread while sampling continues."""
+        """Run blocking work in the trainer's thread while sampling continues.
+
+        When the loop is cancelled, the work ends after its current micro-batch.
+        """
         in_context = copy_context().run  # so that -q applies in the thread as well
-        return await asyncio.get_running_loop().run_in_executor(self.thread, in_context, work)
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self.thread, in_context, work)
+        except asyncio.CancelledError:
+            self.log.passes.stop()
+            raise
 
     def result(self) -> RlResult:
         """Summarise the run."""
@@ -283,6 +299,22 @@ class Loop:
             return_mean=self.return_mean,
             evaluation=self.evaluated[max(self.evaluated)] if self.evaluated else None,
         )
+
+
+@contextmanager
+def _cancelled_by_sigterm(
+    loop: asyncio.AbstractEventLoop, task: asyncio.Task[object]
+) -> Iterator[None]:
+    """Cancel a task on SIGTERM.
+
+    Unlike `add_signal_handler`, this leaves the wakeup file descriptor to the command line, which
+    answers signals while the trainer computes.
+    """
+    before = signal.signal(signal.SIGTERM, lambda *_: loop.call_soon_threadsafe(task.cancel))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

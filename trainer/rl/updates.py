@@ -87,9 +87,10 @@ class Learning:
         return RunLog(
             self._learner.accelerator,
             self.training,
-            shows=False,
             num_planned=self.num_planned,
             num_made=self.progress.global_step,
+            num_iterations=self.config.num_iterations,
+            iteration=self.iteration,
         )
 
     def update(self, dataset: Path, numbers: dict[str, Any], log: RunLog) -> list[dict[str, Any]]:
@@ -104,7 +105,8 @@ class Learning:
         set_rates(run, self.progress.global_step)
         lines = []
         position = dataclasses.replace(self.progress.position, batch=0)
-        for update in mini_batch_updates(run, position, explains=not self._explained):
+        explains, passes = not self._explained, log.passes
+        for update in mini_batch_updates(run, position, explains=explains, passes=passes):
             self._explained |= update.cause is not None
             after = dataclasses.replace(update.position, batch=iteration + update.position.batch)
             there = dataclasses.replace(update, position=after)

@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from rollout_io.terminal import Bar
 from trainer.config.train_config import TrainConfig
 from trainer.run.advice import warnings_about
+from trainer.run.passes import Passes
 from trainer.run.remarks import say, warn
 from trainer.run.run_metrics import GENERATED, LOOP_METRICS, METRICS, OWN_LOSS
 from trainer.run.token_records import write_token_records
@@ -27,14 +28,19 @@ class RunLog:
     """Logs the metrics of each mini-batch to `metrics.jsonl`, trackers and `logging`.
 
     Only the main process has a log. A progress bar is shown if stderr is a terminal; otherwise, one
-    line per mini-batch is logged.
+    line per mini-batch is logged. `passes` shows the progress within an update.
 
     Args:
         accelerator: Provides the trackers.
         config: Provides the directory and the settings that warnings depend on.
         num_planned: Maximum number of updates.
         num_made: Number of updates before this process started.
-        shows: Whether to show each mini-batch.
+        num_iterations: Of a loop that samples: its iterations; each has a line by itself, so that
+            mini-batches have none, and `next_iteration` moves the bar.
+        iteration: Iterations completed before this process started.
+
+    Attributes:
+        passes: Follows the passes of updates.
     """
 
     def __init__(
@@ -44,15 +50,22 @@ class RunLog:
         *,
         num_planned: int,
         num_made: int = 0,
-        shows: bool = True,
+        num_iterations: int | None = None,
+        iteration: int = 0,
     ) -> None:
         self.accelerator, self.config = accelerator, config
         settings = {k: str(v) for k, v in dataclasses.asdict(config).items()}
         accelerator.init_trackers("rollouts", config=settings)
         self.file = (Path(config.out) / "metrics.jsonl").open("a", encoding="utf-8")
         self.num_planned = num_planned
-        self.shows = shows
-        self.bar = Bar(num_planned, "updates", done=num_made, shows=shows, stays=True)
+        self.is_loop = num_iterations is not None
+        if num_iterations is None:
+            self.bar = Bar(num_planned, "updates", done=num_made, stays=True)
+        else:
+            self.bar = Bar(num_iterations, "iterations", done=iteration, stays=True)
+        self.passes = Passes(
+            self.bar, num_planned=num_planned, num_made=num_made, spans_run=not self.is_loop
+        )
         self.warned: set[str] = set()
 
     def __enter__(self) -> Self:
@@ -75,8 +88,9 @@ class RunLog:
             write_token_records(Path(self.config.out), metrics["global_step"], tokens)
         self.write_line(metrics)
         if self.bar.is_shown:
-            self.bar.update(1 - metrics["skipped"], numbers_of(metrics))
-        elif self.shows:
+            increment = 0 if self.is_loop else 1 - metrics["skipped"]
+            self.bar.update(increment, numbers_of(metrics))
+        elif not self.is_loop:
             say(progress_line(metrics, self.num_planned))
         if "zero_loss" not in self.warned and _is_zero_loss(metrics):
             self.warned.add("zero_loss")
@@ -88,6 +102,10 @@ class RunLog:
             if name not in self.warned:
                 self.warned.add(name)
                 warn(f"update {metrics['global_step']}: {text}")
+
+    def next_iteration(self) -> None:
+        """Move the bar of a loop by one iteration."""
+        self.bar.update(1)
 
     def write_line(self, metrics: dict[str, Any]) -> None:
         """Write a line; NaN and infinity become null, because JSON supports neither."""

@@ -21,6 +21,7 @@ from trainer.models.optimizer import set_learning_rate
 from trainer.run.checkpoint import Checkpoints, checkpoint_path, discard_after, save_checkpoint
 from trainer.run.log import RunLog
 from trainer.run.mini_batches import MiniBatchUpdate, mini_batch_updates
+from trainer.run.passes import UNWATCHED
 from trainer.run.resume import alone_in, stops_when_full
 from trainer.run.setup import TrainingRun, set_up
 from trainer.run.state import Progress, optimizer_tensors, save_state
@@ -89,7 +90,9 @@ def train(config: TrainConfig, *, resume: bool = False) -> TrainResult:
         with _open_log(run) as log:
             set_rates(run, progress.global_step)
             is_over = progress.global_step == config.max_updates
-            for update in () if is_over else mini_batch_updates(run, progress.position):
+            passes = log.passes if log else UNWATCHED
+            updates = mini_batch_updates(run, progress.position, passes=passes)
+            for update in () if is_over else updates:
                 progress, metrics = count_update(run, progress, update)
                 write(partial(log.write, metrics, update.cause, update.tokens) if log else None)
                 if every and not metrics["skipped"] and progress.global_step % every == 0:

@@ -26,6 +26,17 @@ from trainer.run.batch_advantages import estimate
 from trainer.run.batch_metrics import batch_metrics, generated_rows, sequence_metrics
 from trainer.run.kl_reward import charge_kl, next_coef
 from trainer.run.mismatch_causes import likely_cause
+from trainer.run.passes import (
+    CRITIC_TRAINING,
+    OLD_LOGPROBS,
+    REFERENCE,
+    SELECTION,
+    TRAINING,
+    UNWATCHED,
+    VALUES,
+    Passes,
+    PlannedUpdate,
+)
 from trainer.run.setup import TrainingRun
 from trainer.run.state import Position
 from trainer.run.token_records import TokenRecorder, recorder_of, token_records
@@ -98,24 +109,30 @@ class PreparedBatch:
 
 
 def mini_batch_updates(
-    run: TrainingRun, position: Position, *, explains: bool = True
+    run: TrainingRun,
+    position: Position,
+    *,
+    explains: bool = True,
+    passes: Passes = UNWATCHED,
 ) -> Iterator[MiniBatchUpdate]:
     """Train on the mini-batches from a position onwards, and yield their results.
 
-    If `explains`, look once for the cause of a mismatch with the sampler.
+    If `explains`, look once for the cause of a mismatch with the sampler. `passes` follows the
+    micro-batches.
     """
-    passes, config = run.settings.passes, run.config
+    sizes, config = run.settings.passes, run.config
     global_step = run.progress.global_step
-    batches = (run.plan.batches * passes.num_epochs)[position.batch :]
+    batches = (run.plan.batches * sizes.num_epochs)[position.batch :]
     start, cause = time.perf_counter(), None
     shares = one_ahead(partial(_read_share, run), batches)
     for groups in batches:
         loaded = _load(run, shares)
-        prepared = _prepare(run, groups, position, loaded.batch, loaded.mini_batches)
+        passes.begin_batch(_planned(run, loaded.mini_batches, position))
+        prepared = _prepare(run, groups, position, loaded.batch, loaded.mini_batches, passes)
         moving = groups_with_gradient(prepared.batch)
-        groups_of = split(groups, passes.groups_per_mini_batch)
+        groups_of = split(groups, sizes.groups_per_mini_batch)
         after = Position(batch=position.batch + 1, kl_coef=prepared.kl_coef)
-        order = list(range(len(prepared.mini_batches))) * passes.epochs_per_batch
+        order = list(range(len(prepared.mini_batches))) * sizes.epochs_per_batch
         for done, number in enumerate(order[position.mini_batch :], position.mini_batch + 1):
             forests = prepared.mini_batches[number].forests
             old_logprobs = prepared.known.get("old_logprobs")
@@ -127,13 +144,20 @@ def mini_batch_updates(
                 global_step=global_step + 1,
             )
             metrics: dict[str, Any] = update(
-                run.learner, prepared.batch, forests, old_logprobs, prepared.ref_logprobs, recorder
+                run.learner,
+                prepared.batch,
+                forests,
+                old_logprobs,
+                prepared.ref_logprobs,
+                recorder,
+                passes,
             )
             global_step += not metrics["skipped"]
             tokens = _records(run, loaded.origins, prepared, recorder)
             if run.critic and prepared.value_targets is not None:
                 values = prepared.known["values"]
-                metrics |= update_critic(run.critic, forests, values, prepared.value_targets)
+                watch = partial(passes, CRITIC_TRAINING)
+                metrics |= update_critic(run.critic, forests, values, prepared.value_targets, watch)
             metrics |= prepared.metrics[number]
             metrics["learning_rate"] = run.learner.optimizer.param_groups[0]["lr"]
             if done == 1:
@@ -143,6 +167,7 @@ def mini_batch_updates(
             seconds = time.perf_counter() - start
             speed = metrics["num_forwarded_tokens"] / seconds
             metrics |= {"seconds": seconds, "tokens_per_s": speed}
+            passes.end_update(made=not metrics["skipped"])
             between = dataclasses.replace(position, mini_batch=done, known=prepared.known)
             yield MiniBatchUpdate(
                 moving=moving.intersection(groups_of[number]),
@@ -161,10 +186,11 @@ def _prepare(
     position: Position,
     batch: Batch,
     mini_batches: list[MiniBatch],
+    passes: Passes,
 ) -> PreparedBatch:
     """Evaluate the models, subtract the divergence from rewards, and estimate advantages."""
     settings = run.settings.kl_reward
-    known = position.known or _known(run, batch, mini_batches)
+    known = position.known or _known(run, batch, mini_batches, passes)
     old_logprobs, ref_logprobs = known.get("old_logprobs"), known.get("ref_logprobs")
     kl_metrics: dict[str, float] = {}
     kl_coef = position.kl_coef
@@ -196,19 +222,55 @@ def _prepare(
     )
 
 
-def _known(run: TrainingRun, batch: Batch, mini_batches: Sequence[MiniBatch]) -> dict[str, Tensor]:
-    """Compute the model outputs that the updates of a batch need: see `Position`."""
-    learner, settings, known = run.learner, run.settings, {}
-    forests = [forest for mini_batch in mini_batches for forest in mini_batch.forests]
-    if run.critic:
-        known["values"] = critic_values(run.critic, batch, forests)
+def _needed(run: TrainingRun, num_mini_batches: int) -> list[str]:
+    """Name the passes that a batch needs before its first update."""
+    learner, settings = run.learner, run.settings
     # With a single update, old log-probabilities are the policy's current ones, which saves a pass.
-    several = len(mini_batches) * settings.passes.epochs_per_batch > 1
-    if (several and learner.objective.needs_old_logprobs) or settings.kl_reward:
-        known["old_logprobs"] = policy_logprobs(learner, batch, forests)
-    if learner.reference is not None:
-        known["ref_logprobs"] = policy_logprobs(learner, batch, forests, learner.reference)
+    several = num_mini_batches * settings.passes.epochs_per_batch > 1
+    needs_old = (several and learner.objective.needs_old_logprobs) or settings.kl_reward
+    return [
+        *([VALUES] if run.critic else []),
+        *([OLD_LOGPROBS] if needs_old else []),
+        *([REFERENCE] if learner.reference is not None else []),
+    ]
+
+
+def _known(
+    run: TrainingRun, batch: Batch, mini_batches: Sequence[MiniBatch], passes: Passes
+) -> dict[str, Tensor]:
+    """Compute the model outputs that the updates of a batch need: see `Position`."""
+    learner, known = run.learner, dict[str, Tensor]()
+    forests = [forest for mini_batch in mini_batches for forest in mini_batch.forests]
+    for name in _needed(run, len(mini_batches)):
+        watch = partial(passes, name)
+        if name == VALUES and run.critic:
+            known["values"] = critic_values(run.critic, batch, forests, watch)
+        elif name == OLD_LOGPROBS:
+            known["old_logprobs"] = policy_logprobs(learner, batch, forests, watch=watch)
+        else:
+            model = learner.reference
+            known["ref_logprobs"] = policy_logprobs(learner, batch, forests, model, watch)
     return known
+
+
+def _planned(
+    run: TrainingRun, mini_batches: Sequence[MiniBatch], position: Position
+) -> list[PlannedUpdate]:
+    """Plan the tokens that each update left of a batch forwards, pass by pass."""
+    num_epochs, learner = run.settings.passes.epochs_per_batch, run.learner
+    several = [SELECTION] if learner.objective.selection is not None else []
+    each = [*several, TRAINING, *([CRITIC_TRAINING] if run.critic else [])]
+    planned = []
+    for epoch in range(1, num_epochs + 1):
+        for mini_batch in mini_batches:
+            label = f"epoch {epoch} of {num_epochs}" if num_epochs > 1 else ""
+            planned.append(PlannedUpdate(dict.fromkeys(each, mini_batch.num_tokens), label))
+    left = planned[position.mini_batch :]
+    if left and not position.known:
+        total = sum(mini_batch.num_tokens for mini_batch in mini_batches)
+        first = dict.fromkeys(_needed(run, len(mini_batches)), total)
+        left[0].passes = first | dict(left[0].passes)
+    return left
 
 
 def _records(

@@ -24,11 +24,12 @@ from trainer.algorithms.objective import Objective, Targets, policy_loss, select
 from trainer.batches.data import Batch
 from trainer.batches.forest import Forest
 from trainer.config.functions import POLICY_LOSS
-from trainer.distributed.balance import own_forests
+from trainer.distributed.balance import Watch, own_forests
 from trainer.distributed.processes import agreed, combine, gather_parts
 from trainer.distributed.sharding import clip_and_step, without_reduction
 from trainer.models.policy import Policy
 from trainer.run.agreement import agreement
+from trainer.run.passes import SELECTION, TRAINING, UNWATCHED, Passes
 from trainer.run.token_records import TokenRecorder
 
 SPREADS = {
@@ -82,19 +83,23 @@ class LossInputs:
 
 @torch.no_grad()
 def policy_logprobs(
-    learner: Learner, batch: Batch, forests: Sequence[Forest], policy: nn.Module | None = None
+    learner: Learner,
+    batch: Batch,
+    forests: Sequence[Forest],
+    policy: nn.Module | None = None,
+    watch: Watch = iter,
 ) -> Tensor:
     """Compute log-probabilities of the targets of `forests`, without gradient.
 
     Each process forwards its share of the micro-batches. The policy is the learner's, unless a
-    different one is given, such as its reference.
+    different one is given, such as its reference. `watch` follows the micro-batches.
 
     Returns:
         [T] float32 on the CPU; NaN at response tokens that are not targets.
     """
     accelerator, device = learner.accelerator, learner.accelerator.device
     logprobs = torch.zeros(len(batch.trains))
-    for _, forest in own_forests(accelerator, forests):
+    for _, forest in watch(own_forests(accelerator, forests)):
         temperature = batch.temperature[forest.target_slot].to(device)
         found, _ = (policy or learner.policy)(forest.to(device), temperature)
         logprobs[forest.target_slot] = found.cpu()
@@ -108,6 +113,7 @@ def update(
     old_logprobs: Tensor | None,
     ref_logprobs: Tensor | None = None,
     recorder: TokenRecorder | None = None,
+    passes: Passes = UNWATCHED,
 ) -> dict[str, float]:
     """Accumulate the gradient of one mini-batch and take an optimizer step.
 
@@ -127,6 +133,7 @@ def update(
             need them, or if this is the only update of its batch, so they equal the current ones.
         ref_logprobs: [T] nats under the learner's reference; None without one.
         recorder: Receives the values that enter the loss; None: they are not recorded.
+        passes: Follows the micro-batches.
 
     Returns:
         Metrics; `skipped` is 1 if no step was taken.
@@ -135,10 +142,10 @@ def update(
         InputError: If a user's loss or reduction fails, or its result is invalid.
     """
     num_trained = sum(forest.num_targets for forest in forests)
-    inputs = _loss_inputs(learner, batch, forests, old_logprobs, ref_logprobs)
+    inputs = _loss_inputs(learner, batch, forests, old_logprobs, ref_logprobs, passes)
     accelerator, parts = learner.accelerator, {}
     own, failures = own_forests(accelerator, forests), list[RolloutError]()
-    for done, (number, forest) in enumerate(own, start=1):
+    for done, (number, forest) in enumerate(passes(TRAINING, own), start=1):
         with without_reduction(learner.policy) if done < len(own) else nullcontext():
             loss, parts[number] = _micro_batch(learner, batch, forest, inputs, failures, recorder)
             # Data-parallel wrappers average gradients over processes; the weights are global.
@@ -165,6 +172,7 @@ def _loss_inputs(
     forests: Sequence[Forest],
     old_logprobs: Tensor | None,
     ref_logprobs: Tensor | None,
+    passes: Passes,
 ) -> LossInputs:
     slots = torch.cat([torch.zeros(0, dtype=torch.int64), *(f.target_slot for f in forests)])
     slots = slots.sort().values  # in the order of the batch's tokens, independent of packing
@@ -174,7 +182,8 @@ def _loss_inputs(
     weights[slots] = torch.from_numpy(reduction_weights(units, reduction)).float()
     selected = None
     if selection is not None and len(slots):
-        now = policy_logprobs(learner, batch, forests)
+        watch = partial(passes, SELECTION)
+        now = policy_logprobs(learner, batch, forests, watch=watch)
         old = now if old_logprobs is None else old_logprobs
         selected = torch.zeros(len(batch.trains), dtype=torch.bool)
         advantages = batch.advantages[slots]

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import threading
+import time
 
 import polars as pl
 import pytest
@@ -33,6 +34,7 @@ from trainer.engine.embedded import TransformersEngine
 from trainer.reports.plot import read_metrics
 from trainer.rl.collector import Collector
 from trainer.rl.weight_swap import WeightSwapEngine
+from trainer.run import update as updates
 
 LOOP_ONLY = {"iteration", "staleness_mean", "staleness_max", "staleness_histogram"}
 LOOP_ONLY |= {
@@ -231,6 +233,28 @@ def _told_to_end(tmp_path, model):
     with pytest.raises(KeyboardInterrupt):
         rl.run(config, open_engine=lambda sampling: Terminated.load(sampling.model))
     assert len(ids_in(config, "unfinished")) == 1
+
+
+def test_a_loop_that_is_interrupted_stops_after_the_micro_batch_and_resumes_bit_for_bit(
+    tmp_path, model, monkeypatch
+):
+    micro_batch, calls = updates._micro_batch, []
+
+    def interrupted(*args):
+        calls.append(args)
+        if len(calls) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)  # the main thread answers while this micro-batch runs
+        return micro_batch(*args)
+
+    monkeypatch.setattr(updates, "_micro_batch", interrupted)
+    config = config_of(tmp_path, model, num_iterations=1, train={"tokens_per_micro_batch": 24})
+    with pytest.raises(KeyboardInterrupt):
+        rl.run(config)
+    assert len(calls) == 2
+    result = rl.run(config, resume=True)
+    assert len(calls) - 2 > 3, "the iteration has more micro-batches than ran before the interrupt"
+    check_replay(config, result, tmp_path / "again")
 
 
 def test_evaluations_are_datasets_of_their_own_and_are_not_sampled_again(tmp_path, model, capsys):

@@ -287,7 +287,13 @@ def test_verb_reports_to_people(dataset: str, model: str, tmp_path: Path) -> Non
     config.write_text("max_updates = 1\ngroups_per_batch = 2\ngroups_per_mini_batch = 2\n")
     args = [dataset, "--model", model, "--out", out, "--config", str(config)]
     done = CliRunner().invoke(train_verb, args, catch_exceptions=False)
-    assert f"checkpoint   {out}/checkpoints/global_step_1" in done.stdout
+    checkpoint = f"{out}/checkpoints/global_step_1"
+    assert f"checkpoint   {checkpoint}\n" in done.stdout
+    assert done.stderr.splitlines()[-3:] == [
+        f"next: rollouts view {out}",
+        f"next: rollouts plot {out}",
+        f"next: transformers.AutoModelForCausalLM.from_pretrained('{checkpoint}')",
+    ]
     assert json.loads(Path(out, "config.json").read_text())["groups_per_batch"] == 2
 
 

@@ -1,0 +1,69 @@
+"""Answer Ctrl-C and SIGTERM at once, although a long computation delays their effect."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import click
+
+GRACE_S = 0.3
+"""A verb that stops within this time says so itself."""
+SHOW_CURSOR = b"\x1b[?25h\n"
+
+
+@contextmanager
+def announced_stop(waits_for: str) -> Iterator[None]:
+    """Say what an interrupt or SIGTERM waits for; a second one ends the process at once.
+
+    Python runs a signal's handler between two bytecodes of the main thread, and a computation in C
+    can take minutes. The signal's number arrives in a pipe immediately; a thread reads it there.
+    Does nothing outside the main thread. Ending at once is as safe as SIGKILL.
+
+    Args:
+        waits_for: The work that still ends, such as "the current micro-batch".
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    over = threading.Event()
+    thread = threading.Thread(
+        target=_answer, args=(reading, waits_for, over), daemon=True, name="stopping"
+    )
+    before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    thread.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        over.set()
+        os.close(writing)
+        thread.join()
+        os.close(reading)
+
+
+def _answer(reading: int, waits_for: str, over: threading.Event) -> None:
+    """Read the numbers of signals until the pipe is closed."""
+    was_told = False
+    while received := os.read(reading, 1):
+        number = received[0]
+        if number not in (signal.SIGINT, signal.SIGTERM):
+            continue
+        if was_told:
+            _end(number)
+        was_told = True
+        if not over.wait(GRACE_S):
+            click.echo(f"stopping after {waits_for}; press Ctrl-C again to end at once", err=True)
+
+
+def _end(number: int) -> None:
+    """End the process without cleaning up, except for the cursor that a progress bar hides."""
+    if sys.__stderr__ is not None and sys.__stderr__.isatty():
+        os.write(sys.__stderr__.fileno(), SHOW_CURSOR)
+    os._exit(128 + number)

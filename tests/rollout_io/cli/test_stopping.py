@@ -1,0 +1,83 @@
+"""Ctrl-C during a computation that no signal interrupts: it is answered at once."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import ROOT
+
+BUSY = """
+import hashlib, signal, sys, threading, time
+
+from rollout_io.cli.output import going_on
+
+
+def compute():
+    {work}
+
+
+def wait(seconds):
+    while sys._current_frames()[threading.main_thread().ident].f_code is not compute.__code__:
+        time.sleep(0.01)
+    time.sleep(seconds)
+    print("busy", flush=True)
+
+
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+threading.Thread(target=wait, args=[0.2], daemon=True).start()
+try:
+    with going_on(lambda: "run it again", "the current micro-batch"):
+        compute()
+        print("went on", flush=True)
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+HASH = "hashlib.pbkdf2_hmac('sha256', b'', b'', {})"
+"""A computation in C, which no signal interrupts: 10**6 rounds take 0.2 s to 1 s."""
+TOLD = "stopping after the current micro-batch; press Ctrl-C again to end at once\n"
+CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
+
+
+def start(work: str) -> subprocess.Popen[str]:
+    """Start a process, and wait until it is at work."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", BUSY.replace("{work}", work)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "busy\n"
+    return process
+
+
+@pytest.mark.parametrize("number", CODES)
+def test_a_signal_is_answered_at_once_and_a_second_one_ends_the_process(
+    number: signal.Signals,
+) -> None:
+    with start(HASH.format(2**31 - 1)) as process:
+        assert process.stderr is not None
+        process.send_signal(number)
+        assert process.stderr.readline() == TOLD
+        process.send_signal(number)
+        assert process.wait(20) == CODES[number]
+        assert process.stderr.read() == ""
+
+
+def test_the_computation_ends_and_then_the_verb_stops() -> None:
+    with start(HASH.format(4_000_000)) as process:
+        assert process.stdout is not None
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (130, "")
+    assert err == TOLD + "stopped: run it again\n"
+
+
+def test_a_verb_that_stops_at_once_says_only_how_to_resume() -> None:
+    with start("time.sleep(60)") as process:
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=20) == ("", "stopped: run it again\n")

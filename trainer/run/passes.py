@@ -1,0 +1,210 @@
+"""Show progress within updates, and stop between micro-batches.
+
+An update forwards its tokens several times: the passes without gradient that a batch needs before
+its first update, then the training passes. `Passes` counts the tokens of each, micro-batch by
+micro-batch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rollout_io.terminal import Bar, Pace, Part, duration
+from trainer.batches.forest import Forest
+from trainer.run.remarks import say
+
+VALUES = "critic values"
+OLD_LOGPROBS = "old log-probabilities"
+REFERENCE = "reference log-probabilities"
+SELECTION = "token selection"
+TRAINING = "training"
+CRITIC_TRAINING = "critic training"
+COST = {TRAINING: 3.0, CRITIC_TRAINING: 3.0}
+"""Time per token relative to a forward pass, assumed until it is measured: a backward pass costs
+about two forward passes."""
+SLOW_S = 1.0
+"""Duration from which the end of a pass in the first update is a line of its own."""
+
+
+@dataclass(slots=True)
+class Speed:
+    """Tokens of a kind of pass so far, and the seconds that they took."""
+
+    num_tokens: float = 0.0
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class PlannedUpdate:
+    """An update of a batch.
+
+    Attributes:
+        passes: Number of tokens to forward, by pass, in order.
+        epoch: "epoch 2 of 4" if the batch has several epochs, otherwise empty.
+        done: Tokens forwarded so far, by pass.
+    """
+
+    passes: Mapping[str, int]
+    epoch: str = ""
+    done: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def num_done(self) -> int:
+        """Number of tokens forwarded so far, in all passes."""
+        return round(sum(self.done.values()))
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens to forward in all passes."""
+        return sum(self.passes.values())
+
+    def left(self) -> dict[str, float]:
+        """Return the number of tokens not forwarded yet, by pass."""
+        return {name: num - self.done.get(name, 0.0) for name, num in self.passes.items()}
+
+
+class Passes:
+    """Counts what the passes of updates forward, and shows it.
+
+    On a terminal, a row below the run's bar shows the current update. Otherwise, a line is logged
+    at most every 30 seconds, and at the end of each slow pass of the first update. Nothing is
+    computed on a device, and no device is synchronised. Without a bar, nothing is shown, as in
+    processes other than the main one.
+
+    Args:
+        bar: The bar of the run.
+        num_planned: Maximum number of updates.
+        num_made: Number of updates before this process started.
+        spans_run: Whether the run consists of its updates alone, so that its time left is known.
+        clock: Returns the time in seconds.
+    """
+
+    def __init__(
+        self,
+        bar: Bar | None = None,
+        *,
+        num_planned: int = 0,
+        num_made: int = 0,
+        spans_run: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._bar, self._num_planned, self._num_made = bar, num_planned, num_made
+        self._spans_run, self._clock = spans_run, clock
+        self._pace = Pace(clock=clock)
+        self._speeds: dict[str, Speed] = {}
+        self._updates: list[PlannedUpdate] = []
+        self._num_of_batch = 0
+        self._batch_tokens: dict[str, int] = {}
+        self._part = Part()
+        self._is_first = True
+        self._stops = False
+
+    def stop(self) -> None:
+        """End the work after the current micro-batch: the pass raises KeyboardInterrupt there."""
+        self._stops = True
+
+    def begin_batch(self, updates: Sequence[PlannedUpdate]) -> None:
+        """Start a batch: plan the updates that are left of it."""
+        self._updates = list(updates)
+        self._num_of_batch = len(updates)
+        self._batch_tokens = {}
+        for update in updates:
+            for name, num in update.passes.items():
+                self._batch_tokens[name] = self._batch_tokens.get(name, 0) + num
+
+    def __call__(
+        self, name: str, own: Sequence[tuple[int, Forest]]
+    ) -> Iterator[tuple[int, Forest]]:
+        """Yield the micro-batches of a pass, and count each once the caller has used it.
+
+        Args:
+            name: Name of the pass; one that is not planned is not counted.
+            own: This process's micro-batches, from `own_forests`. The tokens of other processes
+                are assumed to progress at the same rate.
+        """
+        is_planned = bool(self._updates) and name in self._updates[0].passes
+        planned = self._updates[0].passes[name] if is_planned else 0
+        share = planned / max(sum(forest.num_tokens for _, forest in own), 1)
+        began = at = self._clock()
+        for number, forest in own:
+            yield number, forest
+            if self._stops:
+                raise KeyboardInterrupt
+            if is_planned:
+                now = self._clock()
+                self._count(name, forest.num_tokens * share, now - at)
+                at = now
+        if is_planned:
+            self._end_pass(name, self._clock() - began)
+
+    def end_update(self, *, made: bool) -> None:
+        """Finish an update; `made` is false for a mini-batch that was skipped."""
+        if self._updates:
+            self._updates.pop(0)
+        self._num_made += made
+        self._is_first = False
+        self._part.close()
+        self._part = Part()
+
+    def _count(self, name: str, num_tokens: float, seconds: float) -> None:
+        update = self._updates[0]
+        starts, before = not update.done, update.num_done
+        update.done[name] = update.done.get(name, 0.0) + num_tokens
+        speed = self._speeds.setdefault(name, Speed())
+        speed.num_tokens += num_tokens
+        speed.seconds += seconds
+        if self._bar is None:
+            return
+        rate = f"{speed.num_tokens / max(speed.seconds, 1e-9):,.0f} tokens/s"
+        left_s, run_left_s = self._seconds(update.left()), self._run_left_s()
+        label = f"{name}, {update.epoch}" if update.epoch and name == TRAINING else name
+        if self._bar.is_shown:
+            if starts:
+                self._part = self._bar.part(update.num_tokens, "tokens", label)
+            self._part.update(update.num_done - before, rate, left_s, label)
+            self._bar.update(0, left_s=run_left_s)
+        elif update.num_done < update.num_tokens and self._pace.is_due():
+            done = f"{update.num_done:,} of {update.num_tokens:,} tokens"
+            run = "" if run_left_s is None else f" ({duration(run_left_s)} of the run)"
+            text = f"{label}, {done}, {rate}, {duration(left_s)} left{run}"
+            say(f"update {self._number}: {text}")
+
+    @property
+    def _number(self) -> str:
+        return f"{self._num_made + 1} of {self._num_planned}"
+
+    def _end_pass(self, name: str, seconds: float) -> None:
+        """Log the end of a pass in the first update; the last one ends with the update's line."""
+        update = self._updates[0]
+        is_last = name == list(update.passes)[-1]
+        shows = self._bar is not None and not self._bar.is_shown
+        if shows and self._is_first and not is_last and seconds >= SLOW_S:
+            num = update.passes[name]
+            rate = num / seconds
+            text = f"{name}: {num:,} tokens in {duration(seconds)} ({rate:,.0f} tokens/s)"
+            say(f"update {self._number}: {text}")
+
+    def _seconds(self, num_tokens: Mapping[str, float]) -> float:
+        """Estimate the time of passes from the measured speed of each, or of others."""
+        work = sum(s.num_tokens * COST.get(name, 1.0) for name, s in self._speeds.items())
+        usual = sum(s.seconds for s in self._speeds.values()) / max(work, 1e-9)
+        total = 0.0
+        for name, num in num_tokens.items():
+            speed = self._speeds.get(name)
+            measured = speed.seconds / speed.num_tokens if speed and speed.num_tokens else None
+            total += num * (usual * COST.get(name, 1.0) if measured is None else measured)
+        return total
+
+    def _run_left_s(self) -> float | None:
+        """Estimate the time left of the run: later batches are assumed to be like this one."""
+        if not self._spans_run:
+            return None
+        num_after = max(self._num_planned - self._num_made - len(self._updates), 0)
+        later = self._seconds(self._batch_tokens) * num_after / self._num_of_batch
+        return sum(self._seconds(update.left()) for update in self._updates) + later
+
+
+UNWATCHED = Passes()
+"""Shows nothing."""
