@@ -45,7 +45,8 @@ def mix(
         prefix_names: Prefix ids with the dataset name to keep groups apart.
 
     Returns:
-        The mixed rows; and per dataset: dataset, num_groups_before, num_groups, num_trajectories.
+        The mixed rows; and a report with one line per dataset: dataset, num_groups_before,
+        num_groups, num_trajectories.
 
     Raises:
         InputError: `unique_group` if a group is in two datasets; `enough_groups` if a dataset has

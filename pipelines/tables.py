@@ -40,8 +40,8 @@ def as_lazy(frame: Frame) -> pl.LazyFrame:
 def over_tables(frame: Frame, transform: Transform) -> pl.LazyFrame:
     """Apply a transform of Arrow tables inside a lazy query.
 
-    Each table holds complete trajectories. Rows are streamed, so memory use does not grow with the
-    frame.
+    Each table contains complete trajectories. Rows are streamed, so memory use does not grow with
+    the frame.
     """
     return _streamed(as_lazy(frame), transform, lambda tables: tables)
 

@@ -42,7 +42,7 @@ def find_breaks(tree: PrefixTree, steps: Steps, continued: IntArray, agents: Age
     """Find the breaks of a table in row order; a trajectory's first step is never a break.
 
     A break that resumes no earlier step is compared with its parent in the prefix tree. If the
-    parent belongs to another agent, the break is compared with the latest step of its own agent,
+    parent belongs to another agent, the break is compared with the latest step of the same agent,
     unless it branches off a complete step. Without a parent, it is compared with the previous step.
 
     Args:

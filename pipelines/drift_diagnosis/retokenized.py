@@ -22,8 +22,8 @@ _COLUMNS = ("token_source", "messages", "response_text", "prompt_token_ids", "re
 class TextReading:
     """Comparison of exact ids with those that `retokenize` computes from the logged text.
 
-    `response_text` is tokenized as the response to `messages`. Tokens from the first to
-    the last difference between the two versions are off, counted in the longer version.
+    `response_text` is tokenized as the response to `messages`. The tokens from the
+    first to the last difference between the two versions count as off, in the longer version.
 
     Attributes:
         num_compared: Steps with exact ids and both texts.

@@ -81,7 +81,7 @@ def drift(frame: Frame, tokenizer: ChatTokenizer | PathLike | None = None) -> pl
 
     A step is compared with its parent in the prefix tree (the earlier step that shares the longest
     prefix with its prompt); if the parent belongs to another agent, with the latest earlier step of
-    its own agent; without a parent, with the previous step. Merged rows are split first.
+    the same agent; without a parent, with the previous step. Merged rows are split first.
 
     Args:
         frame: Complete trajectories. `agent`, `messages` and `response_text` improve the diagnosis.

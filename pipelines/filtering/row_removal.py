@@ -19,12 +19,12 @@ def keep_rows(
 ) -> tuple[pl.LazyFrame, dict[str, int]]:
     """Keep the rows that match a condition, and renumber the steps of each trajectory.
 
-    `step_index` counts the kept rows from 0, and the last of them is marked last. A trajectory
-    without a kept row is dropped. No reward is lost silently: if dropping rows would change a
-    trajectory's return (because its last step is dropped, say), this raises, unless `move_outcome`
-    places the original return on the last kept row and 0.0 on the rows before it. Null remains
-    null, and failed trajectories remain failed. `segments` keep the step indices of the trajectory
-    as it was sampled.
+    `step_index` counts the kept rows from 0, and the last kept row is marked as the last step. A
+    trajectory without a kept row is dropped. No reward is lost silently: if dropping rows would
+    change a trajectory's return (for example, by dropping its last step), an error is raised,
+    unless `move_outcome` places the original return on the last kept row and 0.0 on the rows before
+    it. Null remains null, and failed trajectories remain failed. `segments` keep the original step
+    indices.
 
     Args:
         frame: Rows of complete trajectories; a merged row is kept or dropped as a whole.
@@ -33,7 +33,7 @@ def keep_rows(
         move_outcome: Move the return of every trajectory to its last kept row.
 
     Returns:
-        The kept rows, in order; and {num_rows,num_trajectories,num_groups}_{before,dropped}.
+        The kept rows, in order; and counts {num_rows,num_trajectories,num_groups}_{before,dropped}.
 
     Raises:
         InputError: `return_unchanged` if a trajectory's return would change; `nothing_left` if

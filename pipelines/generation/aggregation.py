@@ -27,8 +27,8 @@ async def environment_metrics(
     """Compute `environment/{key}` with the environments' static `aggregate_metrics(metrics)`.
 
     If an environment has no such method, or the method fails, each key is averaged over the
-    trajectories that report it. A key that several environments report is averaged over these,
-    weighted by the number of trajectories of each.
+    trajectories that report it. A key that several environments report is averaged over
+    them, weighted by their numbers of trajectories.
 
     Args:
         rows: Steps of complete trajectories with the columns `USED`; failed ones are ignored.

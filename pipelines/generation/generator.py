@@ -239,7 +239,7 @@ def _calls_module() -> ModuleType:
 class UnderWay:
     """Units of tasks that run concurrently, up to `max_concurrency` trajectories in total.
 
-    A unit that is larger than the limit runs by itself.
+    A unit that is larger than the limit runs alone.
 
     Args:
         generator: Runs the units.

@@ -58,7 +58,7 @@ class GeneratorInterface(Protocol):
         """Generate one trajectory per prompt.
 
         Returns:
-            Rows of exactly these trajectories: either one each, in order, or rows with
-            `trajectory_ids`.
+            Rows of exactly these trajectories: either one row each, in order, or any number of rows
+            with `trajectory_ids`.
         """
         ...

@@ -27,8 +27,8 @@ for folder in sys.argv[1:]:
 class Watch:
     """A small process that kills process groups once this process has ended.
 
-    SIGKILL leaves this process no time to end its children. However this process ends, the
-    operating system closes the pipe that the watch reads.
+    After SIGKILL, this process cannot stop its children itself; but whenever it ends, the operating
+    system closes the pipe that the watch reads.
 
     Args:
         folder: A folder to remove when the groups are killed.

@@ -21,7 +21,7 @@ class OwnThread:
     """A thread that runs blocking calls one after another, for resources tied to a thread.
 
     A thread cannot be killed: if a call hangs, its thread is abandoned and the next call gets a new
-    one. Threads are daemons, so none keeps the process alive.
+    one. Threads are daemons, so they do not keep the process alive.
 
     Args:
         rule: Prefix of the error rules.

@@ -165,8 +165,8 @@ class CommandHarness:
     def _variables(self, endpoint: Endpoint) -> dict[str, str]:
         """Return the environment variables that configure OpenAI clients.
 
-        A command that contains {base_url} may also call another model, such as a judge, so its base
-        URL variables are not set. An existing OPENAI_API_KEY is always kept.
+        A command that contains {base_url} may also call another model, such as a judge, so the
+        base URL variables are not set for it. An existing OPENAI_API_KEY is always kept.
         """
         url = {"OPENAI_BASE_URL": endpoint.base_url, "OPENAI_API_BASE": endpoint.base_url}
         key = {"OPENAI_API_KEY": os.environ.get("OPENAI_API_KEY", endpoint.api_key)}

@@ -130,7 +130,7 @@ def _undecided(
 def _by_ancestors(above: list[int], keys: list[int], steps_back: int) -> list[int]:
     """Find the step that each step of a trajectory continues, searching its ancestors in the tree.
 
-    Candidates are ancestors in the prefix tree unless two steps hold the same tokens, which can
+    Candidates are ancestors in the prefix tree unless two steps have the same tokens, which can
     happen only if a prompt adds nothing to its parent's tokens (see `_by_tokens`).
 
     Args:

@@ -165,7 +165,7 @@ def _assembled(table: pa.Table, out: pa.Table, made: dict[str, pa.Array]) -> pa.
 def _full_tokens(table: pa.Table, tree: PrefixTree, sequences: Sequences) -> tuple[Ragged, Ragged]:
     """Build prompts and responses of the sequences from full prompts.
 
-    The first step's prompt and the last step's prompt + response hold all tokens of a sequence.
+    The first step's prompt and the last step's prompt + response contain all tokens of a sequence.
     """
     prompts = Ragged.from_arrow(table.column("prompt_token_ids"))
     responses = Ragged.from_arrow(table.column("response_ids"))

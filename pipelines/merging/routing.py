@@ -105,7 +105,7 @@ def split_routing(
     Args:
         column: [N] routes of the merged rows.
         segments: All segments, flattened.
-        row: [S] the row that holds each step.
+        row: [S] the row that contains each step.
         segment: [S] flat index of each step in `segments`; -1 if its row is not split.
     """
     joined = Routing.of(column)

@@ -30,6 +30,6 @@ def lock_dataset(out: str | os.PathLike[str]) -> BaseFileLock:
     with writable(where, "choose a different --out"):
         held = lock(Path(out) / FOLDER / "lock", _WAIT_S)
     if held is None:
-        hint = "stop it, or choose a different --out"
+        hint = "stop the other recorder, or choose a different --out"
         raise InputError("out_is_free", where, "another recorder is writing to it", hint=hint)
     return held

@@ -116,7 +116,7 @@ class Sessions:
     """All sessions of a recorder.
 
     Args:
-        written: Trajectory ids that the dataset already holds.
+        written: Trajectory ids that the dataset already contains.
     """
 
     def __init__(self, written: set[str]) -> None:

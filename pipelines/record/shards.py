@@ -52,7 +52,7 @@ class Shards:
         self._settings = _settings(metadata.made(VERB), tokenizer)
 
     def trajectory_ids(self) -> set[str]:
-        """Return the trajectory ids that the dataset holds.
+        """Return the trajectory ids that the dataset contains.
 
         Raises:
             InputError: out_is_free if the dataset is partitioned, so that shards cannot be added.

@@ -17,15 +17,15 @@ NUM_BINS = 12
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Quantiles of a quantity, and its histogram in `NUM_BINS` equal bins from min to max.
+    """Statistics of some values, and a histogram with `NUM_BINS` equal bins from min to max.
 
     Attributes:
-        mean: Mean; None, like all other values, if there are no units.
-        median: Median; the lower middle value if the number of units is even.
-        p95: Value that 95% of the units do not exceed.
+        mean: Mean; None, like all other statistics, if there are no values.
+        median: Median; the lower middle value if the number of values is even.
+        p95: Smallest value that at least 95% of the values do not exceed.
         min: Smallest value.
         max: Largest value.
-        counts: Units per bin; empty if there are no units.
+        counts: Number of values per bin; empty if there are no values.
 
     Example:
         >>> Distribution.of(pl.Series([1, 2, 3, 10])).p95

@@ -44,10 +44,11 @@ def dataset_statistics(
         workers: Processes that read shards in parallel; None: read in this process.
 
     Returns:
-        num_rows, num_trajectories, num_groups, num_failed, num_unknown_reward, num_tokens
-        (prompt + response), num_trained_tokens, num_rows_without_logprobs,
-        rows_per_trajectory_{mean,max}, prompt and response tokens per row {mean,max},
-        reward_{mean,min,max}, num_groups_with_variance, stop_reasons.
+        num_rows, num_trajectories, num_groups, num_failed, num_unknown_reward, num_tokens (prompt +
+        response), num_prompt_tokens, num_response_tokens, num_trained_tokens,
+        num_rows_without_logprobs, rows_per_trajectory_{mean,max},
+        {prompt,response}_tokens_per_row_{mean,max}, reward_{mean,min,max},
+        num_groups_with_variance, stop_reasons (number of rows by reason).
     """
     return dataset_summary(data, outcome, workers).numbers
 
@@ -58,8 +59,9 @@ class Summary:
 
     Attributes:
         numbers: The result of `dataset_statistics`.
-        lengths: One row per row of the dataset: trajectory_id, prompt, response (tokens).
-        returns: One row per trajectory: instance_id, trajectory_id, return, error.
+        lengths: One line per row of the dataset: trajectory_id; prompt, response and trained
+            (numbers of tokens); without_logprobs.
+        returns: One line per trajectory: instance_id, trajectory_id, return, error.
     """
 
     numbers: dict[str, Any]

@@ -13,7 +13,7 @@ class Node:
     """A run of tokens without a branch; `Node.root()` creates an empty trie.
 
     A position in the trie is given by a node, and the depth of a token on the path from the root to
-    the node's end. It remains valid when nodes are split later.
+    the node's end. The position remains valid when nodes are split later.
 
     Attributes:
         begin: Number of tokens before the node's first token.

@@ -134,10 +134,10 @@ class Servers:
 
         Args:
             path: Path such as "/v1/completions".
-            body: Sent as JSON in a POST request; None sends a GET request. A function is called
-                again for every attempt.
+            body: Body of a POST request, sent as JSON, or a function that is called for every
+                attempt to build it; None sends a GET request.
             session: Calls with the same session go to the same server as long as it responds. None:
-                servers take turns.
+                the servers are used in turn.
 
         Raises:
             EngineError: engine_down, context_length or engine_refused, as for `Engine.sample`.

@@ -23,7 +23,7 @@ _STOP_S = 30.0
 class VllmServer:
     """A private vLLM server; stopping it ends all its processes.
 
-    The server also ends when this process ends, however that happens.
+    The server is also stopped when this process ends for any reason.
 
     Args:
         model: A Hugging Face model directory.
