@@ -66,7 +66,9 @@ class RecorderClient:
             repetition_id: Number of the attempt; None for the first unused number.
 
         Raises:
-            InputError: recorder if the recorder does not respond, or rejects the request.
+            InputError: recorder if the recorder does not respond, or rejects the request;
+                reward_line if the outcome is not JSON, such as a reward that is NaN. The session
+                then stays open.
         """
         body = {"instance_id": instance_id, "repetition_id": repetition_id}
         opened = await self._post("/sessions", body)
@@ -79,8 +81,8 @@ class RecorderClient:
             session.error = session.error or f"{type(error).__name__}: {text}".strip(": ")
             raise
         finally:
-            said = {"reward": session.reward, "error": session.error, "metrics": session.metrics}
-            await self._post(path, said)
+            outcome = {"reward": session.reward, "error": session.error, "metrics": session.metrics}
+            await self._post(path, outcome, where=f"session {session.name}")
 
     async def set_policy_version(self, version: int) -> None:
         """Set the version of the engines' weights for calls from now on.
@@ -90,11 +92,16 @@ class RecorderClient:
         """
         await self._post("/policy_version", {"policy_version": version})
 
-    async def _post(self, path: str, body: object) -> dict[str, Any]:
+    async def _post(self, path: str, body: object, *, where: str = "request") -> dict[str, Any]:
         url = path if path.startswith("http") else self._url + path
         timeout = aiohttp.ClientTimeout(total=self._timeout_s)
         try:
             content = json.dumps(body, allow_nan=False).encode()
+        except (TypeError, ValueError) as error:
+            got, expected = f"{body} is not JSON: {error}", "finite numbers and texts"
+            hint = "convert arrays and tensors with `float(...)`"
+            raise InputError("reward_line", where, got, expected, hint) from None
+        try:
             async with (
                 aiohttp.ClientSession(
                     timeout=timeout, headers=self._headers, trust_env=True
