@@ -85,14 +85,14 @@ def checked_values(
 
     Args:
         kind: Dataclass of the record.
-        given: Values from the file.
+        given: Values from the file and the options.
         overrides: As for `load_record`, without the name of the table.
         where: Path of the file, for messages.
-        table: "NAME." of the enclosing table, for messages.
+        table: Prefix "NAME." of the keys in messages, if the record is a table of the file.
         list_examples: As for `load_record`.
 
     Raises:
-        ConfigError: config_key, config_value.
+        ConfigError: config_key or config_value, as for `load_record`.
     """
     types, examples = typing.get_type_hints(kind), list_examples or {}
     values: dict[str, Any] = {}
@@ -253,10 +253,10 @@ def _bounds_in_words(number: type[Any], bound: Meta) -> str:
 
 
 def check_required(values: Mapping[str, Any], required: Mapping[str, str]) -> None:
-    """Raise an error if a required key is missing.
+    """Check that no required key is missing.
 
     Raises:
-        ConfigError: config_key.
+        ConfigError: config_key: a required key is missing or empty.
     """
     for key, what in required.items():
         if not values.get(key):
@@ -265,11 +265,11 @@ def check_required(values: Mapping[str, Any], required: Mapping[str, str]) -> No
 
 
 def read_toml(path: str | Path | None) -> dict[str, Any]:
-    """Read a TOML file; None gives an empty table.
+    """Read a TOML file; return an empty dict if the path is None.
 
     Raises:
-        ConfigError: `config_file`: not TOML.
-        InputError: `input_file`: unreadable.
+        ConfigError: config_file: the file is not TOML.
+        InputError: input_file: the file cannot be read.
     """
     if path is None:
         return {}

@@ -35,12 +35,12 @@ class Bar:
         total: Value at which the bar is full.
         unit: Unit of `total`; "B" is shown as kB, MB and so on.
         label: Description of the work.
-        done: Value to start from.
+        done: Initial value.
         shows: False hides the bar even on a terminal.
         stays: True leaves the bar on the screen after `close`.
 
     Attributes:
-        is_shown: True if there is a bar.
+        is_shown: True if the bar is shown.
     """
 
     def __init__(
@@ -99,13 +99,13 @@ class Bar:
     def update(
         self, increment: int = 1, text: str | None = None, left_s: float | None = None
     ) -> None:
-        """Move the bar.
+        """Advance the bar.
 
         Args:
             increment: Amount added to the bar's value.
             text: Text shown after the bar from now on; None keeps the current text.
-            left_s: Seconds left, shown from now on instead of an estimate from the bar's speed;
-                None keeps what is shown.
+            left_s: Remaining time in seconds, shown instead of an estimate from the bar's speed; None
+                keeps the current value.
         """
         if self.is_shown:
             _move(self._progress, self._task, increment, text, left_s)
@@ -123,7 +123,7 @@ class Bar:
         return Part(self._progress, row)
 
     def close(self) -> None:
-        """Stop drawing."""
+        """Stop drawing the bar."""
         if self.is_shown:
             self._progress.stop()
 
@@ -147,7 +147,7 @@ class Part:
         left_s: float | None = None,
         label: str | None = None,
     ) -> None:
-        """Move the row as `Bar.update` does; a `label` replaces the description."""
+        """Advance the row like `Bar.update`; a `label` replaces the description."""
         if self._progress and self._task is not None:
             _move(self._progress, self._task, increment, text, left_s, label)
 
@@ -172,7 +172,7 @@ def _move(
 
 
 def _time_left_column() -> ProgressColumn:
-    """Make a column of the time left: the given one, or rich's estimate."""
+    """Return a column with the remaining time: `left_s` if it is set, else rich's estimate."""
     from rich.progress import Task, TimeRemainingColumn
     from rich.text import Text
 
@@ -189,7 +189,7 @@ def _time_left_column() -> ProgressColumn:
 
 
 class Pace:
-    """Limits lines of progress to one per `seconds`, the first one after `seconds`.
+    """Limits progress lines to one per `seconds`; the first one is due after `seconds`.
 
     Args:
         seconds: Time between two lines.
@@ -227,7 +227,7 @@ def duration(seconds: float) -> str:
 
 
 def columns(table: Sequence[Sequence[str]]) -> list[str]:
-    """Align columns: the first one left, all others right.
+    """Align columns: the first to the left, all others to the right.
 
     Example:
         >>> columns([["layout", "tokens"], ["step", "8"]])

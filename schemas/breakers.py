@@ -1,4 +1,4 @@
-"""Functions, each of which breaks one named invariant of a valid table and no other."""
+"""Functions that each break exactly one named invariant of a valid table."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Breaker:
 
     Attributes:
         apply: Changes the rows in place. May return the nullable columns of the resulting table.
-        columns: Nullable columns that the table must have.
+        columns: Nullable columns that the table needs before the change.
     """
 
     apply: Callable[[Draw, list[Row]], tuple[str, ...] | None]

@@ -28,7 +28,7 @@ from schemas.types import PREFIX_TYPES, accepts, accepts_column, as_table, is_li
 from schemas.view import View, breach_frame, joined
 
 DECODE_COLUMNS = (*PREFIX_TYPES, "response_ids", "trajectory_id", "step_index")
-"""Columns that are needed to decode the prompts of the `prefix` layout."""
+"""Columns needed to decode the prompts of the `prefix` layout."""
 
 
 class ValidationError(InvariantError):
@@ -71,12 +71,12 @@ def row_place(breach: Mapping[str, Any]) -> str:
 
 
 class Checker:
-    """Incremental checker of a dataset, whose tables of complete trajectories are passed in order.
+    """Check a dataset table by table, in order; each table holds complete trajectories.
 
     Attributes:
-        num_rows: Rows seen so far.
-        trajectory_ids: Trajectories seen so far.
-        open_end: The last trajectory, if its final row is not marked last.
+        num_rows: Number of rows checked so far.
+        trajectory_ids: Ids of the trajectories checked so far.
+        open_end: Id of the last trajectory if its final row is not marked last; otherwise None.
 
     Example:
         >>> checker = Checker()
@@ -96,7 +96,7 @@ class Checker:
 
     @classmethod
     def after(cls, parts: Sequence[Checker]) -> Checker:
-        """Return a checker in the state after checking the tables of all `parts`, in order."""
+        """Return a checker in the state it would have after the tables of all `parts`, in order."""
         whole = cls()
         whole.num_rows = sum(part.num_rows for part in parts)
         whole.trajectory_ids = set().union(*(part.trajectory_ids for part in parts))
@@ -170,7 +170,7 @@ def check(data: Any, *, vocab_size: int | None = None) -> pl.DataFrame:
         vocab_size: Exclusive upper bound of token ids; None if unknown.
 
     Returns:
-        One row per breach: rule, severity, row, trajectory_id, column, got, expected.
+        One row per breach, with the columns of `schemas.view.BREACH_SCHEMA`.
 
     Example:
         >>> check(table)["rule"].to_list()  # loss_mask is one element short in row 3
@@ -200,7 +200,7 @@ def check_types(table: pa.Table, row_offset: int = 0) -> tuple[pl.DataFrame, fro
     """Check columns_and_types, and return the columns that later checks must skip.
 
     Returns:
-        Breaches, and the names of the columns at fault.
+        Breaches, and the names of the columns that have one.
     """
     missing = set(REQUIRED_COLUMNS) - set(table.column_names)
     if PREFIX_TYPES.keys() <= set(table.column_names):

@@ -24,7 +24,7 @@ class Length(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Column:
-    """One declared column.
+    """Declaration of one column.
 
     Attributes:
         name: Column name.
@@ -43,7 +43,7 @@ class Column:
 
 
 METRICS_TYPE = pa.list_(pa.struct([("key", pa.string()), ("value", pa.float64())]))
-"""Not a map: `datasets`, Daft and others cannot read maps."""
+"""Type of `metrics`. Not a map, because `datasets`, Daft and other readers do not support maps."""
 
 SEGMENT_FIELDS: tuple[pa.Field, ...] = (
     pa.field("start", pa.int32()),
@@ -70,7 +70,7 @@ COLUMNS: tuple[Column, ...] = (
     Column(
         name="step_index",
         type=pa.int32(),
-        meaning="0..n-1 over the trajectory's rows, ordered by the last step they hold",
+        meaning="0..n-1 over the trajectory's rows, which are ordered by their last step",
     ),
     Column(
         name="is_last_step",
@@ -80,10 +80,15 @@ COLUMNS: tuple[Column, ...] = (
     Column(
         name="prompt_token_ids",
         type=pa.list_(pa.int32()),
-        meaning="the exact ids the engine was given",
+        meaning="the exact ids of the prompt that the engine received",
     ),
     Column(
-        name="response_ids", type=pa.list_(pa.int32()), meaning="the exact ids the engine sampled"
+        name="response_ids",
+        type=pa.list_(pa.int32()),
+        meaning=(
+            "the exact ids that the engine sampled; in a merged row, also the tokens between its "
+            "steps"
+        ),
     ),
     Column(
         name="loss_mask",
@@ -242,7 +247,7 @@ def metrics_dict(entries: Iterable[Mapping[str, Any]] | None) -> dict[str, float
 
 
 def documentation_table(columns: Iterable[Column] = COLUMNS) -> str:
-    """Return declared columns as a Markdown table (part of docs/table.md and docs/training.md)."""
+    """Format declared columns as a Markdown table (for docs/table.md and docs/training.md)."""
     lines = ["| column | type | null | length | meaning |", "|---|---|---|---|---|"]
     for c in columns:
         kind = "list<fixed list<fixed list<int16>>>" if c.type is None else _type_name(c.type)

@@ -22,7 +22,7 @@ from schemas.rules import RULES
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ErrorId:
-    """An error id.
+    """An error id, with its classes, cause and fix.
 
     Attributes:
         kinds: Classes of the errors; several if the class depends on where the cause is.
@@ -81,7 +81,7 @@ conflicting_ids: The log holds two copies of the token ids or log-probabilities 
 dangling_reference: The log refers to a trajectory, message, attachment or node that it does not
     contain.
     Copy all files of the log from its source, or write the log again.
-dataset_exists: The path holds no rollout dataset: it does not exist, or has no `.parquet` files.
+dataset_exists: The path is not a rollout dataset: it does not exist, or has no `.parquet` files.
     Correct the path, or run the interrupted conversion again to finish it.
 disk_full: The disk is full, and the run cannot write its output.
     Free disk space and run the same command again with `--resume`.
@@ -141,7 +141,7 @@ generator_raised: The custom generator raised an exception.
     Correct the generator's code, or return failed trajectories as placeholder rows.
 generator_timeout: The custom generator did not return before `agent_timeout_s`.
     Raise `agent_timeout_s`, or correct the call that hangs.
-group: A run of the log names no instance or group.
+group: A run in the log has no instance id or group id.
     Convert the original log, unmodified, with the ids that the message names.
 harbor_input: The path is not a Harbor job or trial directory, a `result.json`, or an ATIF
     trajectory.
@@ -178,7 +178,7 @@ iteration_failed: All trajectories of an iteration failed.
 journal: The recorder cannot write a call to its journal.
     Free disk space for the recording directory, and check its permissions.
 json_document: The file is not one valid JSON document.
-    Write or copy the file again, because its writer was stopped or it has a different format.
+    Write or copy the file again, because it is incomplete or has a different format.
 json_file: The GeneratorOutput file is not one JSON object.
     Write it with `rollouts export DS --format skyrl`.
 json_line: A line is not one valid JSON object in UTF-8.
@@ -235,7 +235,7 @@ new messages: The new messages at the end of a chat are not all user or system m
     Append only user or system messages to a conversation that should continue token by token.
 no_calls: The log, run or file contains no model call, or no model response.
     Remove the run, or give it an `error` in `--rewards` if the agent failed.
-no_conversation: The log holds results without the messages of the runs.
+no_conversation: The log contains the results of the runs but not their messages.
     Convert the agent's own log instead, with `--rewards` for the results.
 no_prompt: A step of a SWE-agent trajectory has a response but not the prompt of its call.
     Write the trajectory again with a SWE-agent version that logs `query`.
@@ -254,7 +254,7 @@ no_trial_result: A Harbor trial directory has no `result.json`, because the tria
     Resume its job, or move the directory away.
 nothing_left: The filters dropped every trajectory or row, or the mixture has no groups.
     Loosen the filter that dropped the most, and look at the data with `rollouts stats DS`.
-one_host: The request has no `Host` header, or several.
+one_host: The request has no `Host` header, or more than one.
     Send exactly one `Host` header.
 one_sequence: A trajectory of a GeneratorOutput has several sequences, because its environment
     replaced an action.
@@ -378,7 +378,7 @@ trajectory_id: A trajectory id of a GeneratorOutput has no string `instance_id`,
     Store both values in every entry of `trajectory_ids`.
 unique_group: Two datasets of the mixture contain the same group, or a dataset is given twice.
     Pass `--prefix-names`, or give each dataset once.
-unique_outcome: The outcomes contain a `trajectory_id` twice.
+unique_outcome: Two outcomes have the same `trajectory_id`.
     Keep one outcome per trajectory.
 unknown_outcome: A trajectory without an error has no finite return, so it cannot be trained on.
     Convert with `--rewards FILE`, train without rewards (`policy_loss_type = "cross_entropy"`), or

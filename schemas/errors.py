@@ -22,16 +22,16 @@ _FIELDS = ("rule", "where", "got", "expected", "hint")
 
 
 class RolloutError(ValueError):
-    """Error in the user's data, settings or environment; fixing it needs no traceback.
+    """An error in the user's data, settings or environment, described without a traceback.
 
     Args:
         rule: Id of the rule ("lengths_align", "json_line", ...).
-        where: Place of the breach: "file.jsonl:12", "part-00000.parquet, row 7", "--format".
+        where: Place of the error: "file.jsonl:12", "part-00000.parquet, row 7", "--format".
         got: What was found there.
         expected: What the rule requires.
-        hint: The next command or action.
-        message: The complete sentence, with its place; None composes it from `where`, `got` and
-            `expected`.
+        hint: How to fix the error: a command or an action.
+        message: The complete sentence, including the place; if None, the sentence is composed from
+            `where`, `got` and `expected`.
 
     Example:
         >>> print(
@@ -118,19 +118,19 @@ _KINDS = {
 
 
 def encode(error: RolloutError) -> dict[str, str | None]:
-    """Return an error as JSON for another process; `decode` reads it."""
+    """Return an error as a JSON object, to send it to another process; `decode` reverses this."""
     kinds = [kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _KINDS]
     return {"kind": kinds[0], **error.fields()}
 
 
 def decode(encoded: Mapping[str, Any]) -> RolloutError:
-    """Rebuild the error that `encode` serialised."""
+    """Rebuild an error from the output of `encode`."""
     given = [encoded[name] for name in _FIELDS]
     return _KINDS[encoded["kind"]](*given, message=encoded["message"])
 
 
 def raise_first(errors: Sequence[RolloutError]) -> NoReturn:
-    """Raise the first error, with the number of further rejected records."""
+    """Raise the first error; its message gives the number of further rejected records."""
     first, more = copy(errors[0]), len(errors) - 1
     if more:
         first.message = f"{first.sentence[:-1]} (and {count(more, 'more record')} rejected)."
@@ -146,7 +146,7 @@ def count(number: int, noun: str, ending: str = "s") -> str:
 
 
 def first_of(place: str, number: int) -> str:
-    """Return the place of the first finding, with the total number if there are several.
+    """Return the place of the first finding, followed by the total if there are several.
 
     Example:
         >>> first_of("row 3", 1), first_of("row 3", 12)

@@ -19,7 +19,7 @@ def requires_extra(extra: str, where: str) -> Iterator[None]:
         where: Command or setting that needs the package: "rollouts plot", "lora_rank".
 
     Raises:
-        MissingExtra: extra_installed.
+        MissingExtra: `extra_installed`: a package of the extra is not installed.
 
     Example:
         >>> try:

@@ -1,4 +1,4 @@
-"""The column `messages`: what was sent to the model, and the answers of re-tokenized text."""
+"""The column `messages`: the messages sent to the model and, in re-tokenized rows, its answers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def sent_messages(row: Mapping[str, Any]) -> Any:
     is_chat = isinstance(messages, list) and all(isinstance(m, dict) for m in messages)
     if row.get("token_source") != RETOKENIZED or not is_chat or not messages:
         return messages
-    if messages[-1].get("role") != "assistant":  # without answers, as earlier versions wrote it
+    if messages[-1].get("role") != "assistant":  # earlier versions stored no answers
         return messages
     segments = row.get("segments")
     num_answers = 1 if segments is None else len(segments)

@@ -25,7 +25,7 @@ Outcome = Literal["last", "sum"]
 
 _KEY = "rollout_io."
 DIGEST, PLACE = b"rollout_io.digest", b"rollout_io.place"
-"""Keys of a shard's digest and place in its dataset: see `rollout_io.dataset.footer`."""
+"""Keys of a shard's digest and of its position in the dataset: see `rollout_io.dataset.footer`."""
 CONVERSION = b"rollout_io.conversion"
 """Key of the record that identifies a conversion: see `rollout_io.conversion.finished`."""
 _OF_ROWS = (
@@ -43,13 +43,13 @@ class DatasetMetadata:
     """Key-value metadata of a rollout file.
 
     Attributes:
-        tokenizer: Name or path of the tokenizer whose ids the table holds.
+        tokenizer: Name or path of the tokenizer that produced the table's token ids.
         tokenizer_fingerprint: Digest of that tokenizer.
         vocab_size: Exclusive upper bound of that tokenizer's ids, added tokens included.
         models: Sorted names of the models that sampled the responses, according to the log.
         chat_template_fingerprint: Digest of the chat template that rendered the prompts.
         logprobs_mode: `raw` (before temperature and truncation; vLLM's default) or `processed`
-            (of the distribution that was sampled); None if unknown.
+            (of the distribution that was sampled from); None if unknown.
         outcome: Return of a trajectory: the `last` step's reward, or the `sum` over its steps; None
             if unknown, which is treated as `last`.
         made_by: History of the table, oldest first: tool version, verb, parents, parameters.
@@ -101,16 +101,17 @@ class DatasetMetadata:
 
 
 def common(found: Mapping[str, DatasetMetadata], refused: Collection[str]) -> DatasetMetadata:
-    """Combine metadata: a field that describes rows is unknown if it differs or is unknown in one.
+    """Combine the metadata of several datasets into one.
 
-    The history and the outcome are those of the first.
+    A field that describes rows becomes None unless all datasets have the same value. The history
+    and the outcome are copied from the first dataset.
 
     Args:
         found: Metadata by path; at least one.
-        refused: Fields in which known values must agree.
+        refused: Fields in which two different known values are an error.
 
     Raises:
-        InputError: `file_metadata`.
+        InputError: `file_metadata`: two datasets differ in a field of `refused`.
     """
     first = next(iter(found.values()))
     for name in _OF_ROWS:
@@ -143,7 +144,7 @@ def layout_of(pairs: Mapping[bytes, bytes] | None) -> Layout | None:
 
 
 def version_of(pairs: Mapping[bytes, bytes] | None) -> int:
-    """Return the schema version that a file declares; other files are treated as current."""
+    """Return the schema version that a file declares; if there is none, the current version."""
     version = _ours(pairs).get("schema_version", SCHEMA_VERSION)
     if not isinstance(version, int):
         raise _unreadable("schema_version", version, "a whole number")
@@ -165,7 +166,7 @@ def upgrade(
     where = f"schema version {version}"
     if version > current:
         hint = "pip install --upgrade rollout-io"
-        got = f"this release of rollout-io reads versions up to {current} only"
+        got = f"this release of rollout-io only reads versions up to {current}"
         raise InputError("schema_version", where, got, "", hint)
     for step in range(version, current):
         if step not in upgrades:

@@ -29,7 +29,7 @@ def to_numpy(column: pa.Array | pa.ChunkedArray) -> npt.NDArray[Any]:
 
 
 def filled(column: pa.Array | pa.ChunkedArray, value: float) -> npt.NDArray[Any]:
-    """Convert a column like `to_numpy`, with `value` instead of nulls; keeps the column's type."""
+    """Convert a column like `to_numpy`, but replace nulls with `value` and keep the dtype."""
     if not column.null_count:
         return to_numpy(column)
     return _series(column).fill_null(value).to_numpy()
@@ -42,7 +42,7 @@ def to_arrow(
 
     Args:
         values: One-dimensional.
-        kind: Type to cast to; the array's own if None.
+        kind: Arrow type of the result; None keeps the type of `values`.
         mask: True where the result is null.
 
     Raises:

@@ -143,7 +143,7 @@ def _differ(sums: npt.NDArray[Any], rewards: npt.NDArray[Any]) -> BoolArray:
 
 
 def check_segments(view: View) -> Iterator[pl.DataFrame]:
-    """Check segments_in_range: ordered, disjoint, at least one token, inside the response."""
+    """Check segments_in_range: segments are ordered, disjoint, non-empty and in the response."""
     if not view.has("segments", "response_ids"):
         return
     spans = SegmentSpans.of(view)
@@ -213,7 +213,7 @@ def check_routing(view: View) -> Iterator[pl.DataFrame]:
 
 
 def check_metrics(view: View) -> Iterator[pl.DataFrame]:
-    """Check metrics_keys: the metrics of a row have names, values, and each name once."""
+    """Check metrics_keys: each metric of a row has a value and a name that occurs once."""
     if not view.has("metrics"):
         return
     column = cast_column(view.table.column("metrics"), METRICS_TYPE)
@@ -257,8 +257,8 @@ def check_prompts(view: View) -> Iterator[pl.DataFrame]:
     begins = prompt.values[message] == ranges.response.values[ranges.start[answer]]
     answer, message = answer[begins], message[begins]
     leading = np.arange(MIN_ANSWER_TOKENS)
-    said = ranges.response.values[ranges.start[answer][:, None] + leading]
-    alike = (prompt.values[message[:, None] + leading] == said).all(axis=1)
+    sampled = ranges.response.values[ranges.start[answer][:, None] + leading]
+    alike = (prompt.values[message[:, None] + leading] == sampled).all(axis=1)
     repeated = [
         index
         for index, at in zip(answer[alike].tolist(), message[alike].tolist(), strict=True)
@@ -274,7 +274,7 @@ def check_prompts(view: View) -> Iterator[pl.DataFrame]:
 
 @dataclass(frozen=True, slots=True)
 class _SampledRanges:
-    """The sampled ranges of all responses, ordered by row, except those that exceed the response.
+    """The sampled ranges of all responses, ordered by row, without ranges outside the response.
 
     Attributes:
         row, start, length: [S] int64 each; `start` is a position in the flat response.
@@ -313,7 +313,7 @@ class _SampledRanges:
         return bool(np.array_equal(values[: self.length[index]], self.tokens(index)))
 
     def trains(self, index: int) -> bool:
-        """True if a token of the range is trained on; false if the mask has a wrong length."""
+        """True if a token of the range is trained on; false if the mask has the wrong length."""
         row = self.row[index]
         mask, start = self.mask.row(row), self.start[index] - self.response.offsets[row]
         is_aligned = len(mask) == len(self.response.row(row))
@@ -321,14 +321,14 @@ class _SampledRanges:
 
 
 def _last_messages(prompt: Ragged, wanted: BoolArray) -> tuple[IntArray, IntArray]:
-    """Find the rows whose prompts contain an assistant message, and where the last one begins.
+    """Find the last assistant message of each prompt that has one.
 
     Args:
         prompt: All prompts.
         wanted: [N] rows to search; their prompts must be at least as long as two headers.
 
     Returns:
-        The rows in order, and the flat position after each message's header.
+        The rows of these prompts, in order, and the flat position after each message's header.
     """
     rows = np.flatnonzero(wanted)
     if not len(rows):
@@ -392,7 +392,7 @@ def row_sums(column: Ragged) -> npt.NDArray[np.float64]:
 def _first_elements(
     view: View, rule: str, name: str, bad: BoolArray, expected: str
 ) -> pl.DataFrame:
-    """Report one breach per row: its first bad element and the number of further ones."""
+    """Report one breach per row, with its first bad element and the number of others."""
     column: Ragged = view.ragged(name)
     positions = np.flatnonzero(bad)
     rows, first, counts = np.unique(column.row_of(positions), return_index=True, return_counts=True)

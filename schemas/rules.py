@@ -38,7 +38,7 @@ _RULES = (
         name="step_index_sequence",
         meaning="step_index counts 0..n-1 over the rows of a trajectory",
         hint=(
-            "keep or drop complete trajectories, .filter(condition.over('trajectory_id')), or "
+            "keep or drop complete trajectories (.filter(condition.over('trajectory_id'))), or "
             "renumber the rows from 0 in the order of their last steps"
         ),
     ),
@@ -75,7 +75,7 @@ _RULES = (
     Rule(
         name="mask_trains_something",
         meaning="loss_mask is true for at least one response token",
-        hint="set loss_mask to true for tokens to train on: without any, training has no effect",
+        hint="set loss_mask to true for the tokens to train on; otherwise training has no effect",
         severity="warning",
     ),
     Rule(
@@ -123,11 +123,11 @@ _RULES = (
     Rule(
         name="routing_shape",
         meaning="rollout_expert_indices cover 1 to p+r leading tokens, with experts >= 0",
-        hint="keep only the routes of leading tokens of prompt + response",
+        hint="keep routes only for the leading tokens of prompt + response",
     ),
     Rule(
         name="metrics_keys",
-        meaning="the metrics of a row have names, values, and each name once",
+        meaning="each metric of a row has a value and a name that occurs once in the row",
         hint="write one {key, value} per metric; leave out a metric without a value",
     ),
 )

@@ -64,7 +64,7 @@ def rollout_tables(
         min_trajectories: Minimum number of trajectories.
         max_trajectories: Maximum number of trajectories.
         max_steps: Maximum number of steps of a trajectory.
-        optional: Nullable columns of every table; None draws a random subset.
+        optional: Nullable columns of every table; if None, each table has a random subset.
         errors: If true, some trajectories may have failed.
         user_column: If true, some tables have an additional user column.
     """

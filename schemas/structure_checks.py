@@ -29,8 +29,8 @@ class Runs:
     marked last.
 
     Attributes:
-        start: [R] first row of each run.
-        run: [N] run that each row belongs to.
+        start: [R] index of the first row of each run.
+        run: [N] index of the run that each row belongs to.
         restarted: [R] true for a run that has the id of the run before it, but restarts at step 0.
     """
 
@@ -52,7 +52,7 @@ class Runs:
 
     @property
     def end(self) -> IntArray:
-        """[R] last row of each run."""
+        """[R] index of the last row of each run."""
         return np.append(self.start[1:], len(self.run)) - 1
 
 
@@ -173,7 +173,11 @@ def check_prefix(view: View) -> Iterator[pl.DataFrame]:
 
 
 def check_whole(view: View) -> pl.DataFrame:
-    """Check prefix_reference: no row is missing, as parents are numbered from the first row."""
+    """Check prefix_reference: each trajectory has all its rows, in order.
+
+    `parent_step_index` counts rows from the first row of the trajectory, so a missing row would
+    shift the references.
+    """
     steps = view.array("step_index")
     index = np.arange(len(steps)) - first_rows(view)
     rows = np.flatnonzero(steps != index)
@@ -184,7 +188,7 @@ def check_whole(view: View) -> pl.DataFrame:
 
 
 def first_rows(view: View) -> IntArray:
-    """Return the first row of each row's trajectory (a run of equal ids), [N]."""
+    """Return the index of the first row of each row's trajectory (a run of equal ids), [N]."""
     changed = changes(view.strings("trajectory_id"))
     first: IntArray = np.flatnonzero(changed)[np.cumsum(changed) - 1]
     return first

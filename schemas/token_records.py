@@ -1,10 +1,10 @@
-"""What training records per target: the columns of `RUN/tokens/global_step_N.parquet`.
+"""Token records: the values that training writes for each target (`RUN/tokens/`).
 
-With `[train] record_tokens`, each update (optimizer step) writes one file. N is the `global_step` of
-the update's line in `metrics.jsonl`: the number of optimizer steps including this one. A file has
-one record per row of the dataset, as stored, with a recorded target; a target is a response token
-that this update trained on. `dataset`, `trajectory_id` and `step_index` are the keys of the row,
-whatever `sequence_layout` trained, and records are in the order of the dataset's rows.
+With `[train] record_tokens`, each update (optimizer step) writes one file, `global_step_N.parquet`.
+N is the `global_step` of the update's line in `metrics.jsonl`: the number of optimizer steps
+including this one. A target is a response token that this update trained on. A file has one record
+for each stored row of the dataset that has a recorded target, in the order of the rows. `dataset`,
+`trajectory_id` and `step_index` identify the row, with any `sequence_layout`.
 
 All list columns are aligned with the row's `response_ids`. Numbers are float32, as they entered the
 loss, and null where the token is not a target. If a run does not compute a value, the entire list is
@@ -36,7 +36,7 @@ TOKEN_RECORD_COLUMNS: tuple[Column, ...] = (
     Column(name="trajectory_id", type=pa.string(), meaning="trajectory of the row"),
     Column(name="step_index", type=pa.int32(), meaning="index of the row in its trajectory"),
     _per_token("loss_mask", _FLAGS, "true for targets of this update", nullable=False),
-    _per_token("advantages", _NUMBERS, "advantage; null if the loss takes none"),
+    _per_token("advantages", _NUMBERS, "advantage; null if the loss does not use advantages"),
     _per_token("weights", _NUMBERS, "weight of the target's loss, from `loss_reduction`"),
     _per_token(
         "old_logprobs",
@@ -69,16 +69,16 @@ TOKEN_RECORD_COLUMNS: tuple[Column, ...] = (
     _per_token("clipped", _FLAGS, "true if the policy loss clipped the target"),
     _per_token("rejected", _FLAGS, "true if the correction masked the target"),
 )
-"""Columns of a file of token records: instances of `Column`, like those of the rollout table."""
+"""Columns of a token-record file, declared like the columns of the rollout table."""
 
 
 def token_record_schema() -> pa.Schema:
-    """Return the Arrow schema of a file of token records."""
+    """Return the Arrow schema of a token-record file."""
     return pa.schema([pa.field(c.name, c.type, nullable=c.nullable) for c in TOKEN_RECORD_COLUMNS])
 
 
 def token_record_path(run: Path, global_step: int) -> Path:
-    """Return the path of an update's token records, which exist if the run recorded any.
+    """Return the path of an update's token records; the file exists only if tokens were recorded.
 
     Example:
         >>> token_record_path(Path("run"), 3).as_posix()
@@ -88,6 +88,6 @@ def token_record_path(run: Path, global_step: int) -> Path:
 
 
 def token_record_steps(run: Path) -> list[int]:
-    """List the updates of a run that have token records, by `global_step`, in order."""
+    """List the `global_step` of each update of a run that has token records, in order."""
     names = (path.stem.removeprefix(PREFIX) for path in (run / TOKENS).glob(f"{PREFIX}*{SUFFIX}"))
     return sorted(int(name) for name in names if name.isdecimal())

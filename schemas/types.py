@@ -152,7 +152,7 @@ def _segments_type(actual: pa.DataType) -> pa.DataType:
 
 
 def _plain(kind: pa.DataType) -> pa.DataType:
-    """Replace the large and view variants of a type with its plain type, as Parquet readers do."""
+    """Return the plain type for a large or view variant, as Parquet readers do."""
     if is_string(kind):
         return pa.string()
     if pa.types.is_binary_view(kind):
@@ -222,7 +222,7 @@ def cast_column(
 
 
 def _without_view(lists: pa.Array) -> pa.Array:
-    """Convert list views by hand: Arrow's cast produces invalid arrays."""
+    """Convert list views without Arrow's cast, which produces invalid arrays."""
     values = pc.list_flatten(lists)
     if _has_view(values.type):
         values = cast_column(values, _plain(values.type))

@@ -1,4 +1,4 @@
-"""Access to a table for the checks: flat arrays, unpacked once, and breaches as data."""
+"""Access to a table for the checks: columns as flat arrays, and breaches as data."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ BREACH_SCHEMA: dict[str, Any] = {
     "expected": pl.String,
     "message": pl.String,
 }
-"""One breach: its rule, its place in the dataset (null: the entire table), and what was found."""
+"""Columns of breaches: the rule, the place (`row` is null if it is the entire table), what was found
+and what was expected."""
 
 _NONE = pl.DataFrame(schema=BREACH_SCHEMA)
 
@@ -51,7 +52,7 @@ class View:
         return all(n in self.table.column_names and n not in self.unusable for n in names)
 
     def ragged(self, name: str) -> Ragged:
-        """Return a list column, unpacked once."""
+        """Return a list column as flat arrays, which are cached."""
         if name not in self._ragged:
             self._ragged[name] = Ragged.from_arrow(self.table.column(name))
         return self._ragged[name]
@@ -73,7 +74,7 @@ class View:
         return to_numpy(self.table.column(name))
 
     def strings(self, name: str) -> pa.ChunkedArray:
-        """Return a string column of any string type."""
+        """Return a column of any string type as large strings."""
         return self.table.column(name).cast(pa.large_string())
 
     def is_null(self, name: str) -> BoolArray:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rollout_io.conversion.driver import Conversion
     from rollout_io.dataset.parallel import Engine
 
-_SHOWN = 100  # names of files in --json
+_SHOWN = 100  # maximum number of file names in --json
 _READS = 2  # every log is read twice: to find its runs, then to convert them
 
 
@@ -47,7 +47,7 @@ _READS = 2  # every log is read twice: to find its runs, then to convert them
     metavar="FILE",
     help="JSONL file of outcomes, which replace the rewards in the logs.",
 )
-@click.option("--reward", metavar="KEY", help="Reward of the log to use as the outcome.")
+@click.option("--reward", metavar="KEY", help="Name of the logged reward to use as the outcome.")
 @click.option(
     "--group-by",
     metavar="LABEL[,LABEL...]",
@@ -69,17 +69,17 @@ _READS = 2  # every log is read twice: to find its runs, then to convert them
     type=click.Choice(["fail", "skip"]),
     default="fail",
     show_default=True,
-    help="Bad records: write nothing, or skip them and list them in DS.rejected.jsonl.",
+    help="If a record is invalid: write nothing, or skip it and list it in DS.rejected.jsonl.",
 )
 @click.option(
-    "--strict", is_flag=True, help="Files of no known format inside directories are bad records."
+    "--strict", is_flag=True, help="Reject files inside directories that match no log format."
 )
 @click.option(
     "--timeouts",
     type=click.Choice(["fail", "keep"]),
     default="fail",
     show_default=True,
-    help="Runs that timed out: mark as failed, or use as they are.",
+    help="If a run timed out: mark it as failed, or convert it like any other run.",
 )
 @click.option(
     "--other-fields",
@@ -93,7 +93,8 @@ _READS = 2  # every log is read twice: to find its runs, then to convert them
     type=click.Choice(["zero", "fail", "keep"]),
     default="zero",
     show_default=True,
-    help="Runs that exceeded the context: reward 0, mark as failed, or use as they are.",
+    help="If a run exceeded the context: set its reward to 0, mark it as failed, or convert it like "
+    "any other run.",
 )
 @workers_options
 @click.option(
@@ -106,7 +107,8 @@ _READS = 2  # every log is read twice: to find its runs, then to convert them
 @click.option(
     "--logprobs-mode",
     type=click.Choice(["raw", "processed"]),
-    help="Log-probabilities before (raw) or after temperature and truncation; vLLM's are raw.",
+    help="Whether log-probabilities were computed before (raw) or after (processed) temperature and "
+    "truncation; vLLM's default is raw.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
 def convert(
@@ -132,9 +134,9 @@ def convert(
 ) -> None:
     """Convert agent logs to a rollout dataset.
 
-    INPUT is a file, a directory, a quoted pattern, a URL, or - for standard input; .gz and .zst files are decompressed. Logs
-    of several formats become one dataset; other files inside directories are left. To resume an
-    interrupted conversion, run the same command again.
+    INPUT is a file, a directory, a quoted pattern, a URL, or - for standard input. Files ending in
+    .gz or .zst are decompressed. Logs in several formats are combined into one dataset; other files
+    inside directories are skipped. To resume an interrupted conversion, run the same command again.
     """
     if tokenizer is not None:
         refuse_no_tokenizer(tokenizer)  # before slow imports
@@ -227,7 +229,7 @@ def _found(done: Conversion) -> str:
 
     counts = done.summary.formats.items()
     text = ", ".join(f"{count(num, find_adapter(name).noun)} ({name})" for name, num in counts)
-    return f"{text}; left {count(len(done.left), 'other file')}" if done.left else text
+    return f"{text}; skipped {count(len(done.left), 'other file')}" if done.left else text
 
 
 def _num_bytes(inputs: tuple[str, ...]) -> int:

@@ -19,7 +19,7 @@ FORMATS = {
     "verl": "agent-loop outputs, Parquet",
     "slime": "a .pt for --load-debug-rollout-data",
     "hf": "a Hugging Face dataset folder",
-    "parquet": "a directory of Parquet with full prompts",
+    "parquet": "a directory of Parquet files with full prompts",
 }
 """Export formats by name, with a description of the output."""
 

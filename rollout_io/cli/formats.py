@@ -34,7 +34,7 @@ def formats(ctx: click.Context, inputs: tuple[str, ...], *, as_json: bool) -> No
 
 
 def note_failures(known: Formats) -> None:
-    """Print to stderr which formats failed to load."""
+    """Print a warning for each format that failed to load."""
     for name, why in known.failures.items():
         warn(f"format {name} is not available: {why}")
 
@@ -55,7 +55,7 @@ def _list(known: Formats, *, as_json: bool) -> None:
 
 
 def _identify(inputs: tuple[str, ...], known: Formats, *, as_json: bool) -> bool:
-    """Print the formats of each input; true if each matches exactly one."""
+    """Print the formats of each input; return True if every input matches exactly one."""
     from rollout_io.conversion.inputs import open_inputs
     from rollout_io.formats.detect import recognize
 

@@ -171,7 +171,7 @@ def view_all(
 
 
 def own_decoder(dataset: str) -> Callable[[Sequence[int]], str] | None:
-    """Load a decoder for the tokenizer of a dataset, if it is here and unchanged; else None."""
+    """Load a decoder for the dataset's tokenizer; None if it is not found locally or has changed."""
     from rollout_io.dataset.reader import read_metadata
     from rollout_io.retokenize.local import remembered_tokenizer
 

@@ -55,7 +55,7 @@ class Verbs(click.Group):
         return with_common_options(command)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the verb; a usage error of click's parser names the verb too."""
+        """Run the verb, and set the context of usage errors that click raises without one."""
         try:
             return super().invoke(ctx)
         except click.UsageError as error:
@@ -77,7 +77,7 @@ class Verbs(click.Group):
 
 
 def _registered(ctx: click.Context) -> dict[str, Plugin]:
-    """Return the verbs by name; the search through all installed packages is done once a run."""
+    """Return the verbs by name; the installed packages are searched only once per run."""
     if GROUP not in ctx.meta:
         ctx.meta[GROUP] = {entry.name: entry for entry in plugins(GROUP)}
     verbs: dict[str, Plugin] = ctx.meta[GROUP]
@@ -113,7 +113,7 @@ def rollouts() -> None:
 
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
-    """Run the command line and exit; SIGTERM cleans up like an interrupt."""
+    """Run the command line and exit; SIGTERM triggers the same cleanup as an interrupt."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     sys.exit(run(args))
 
@@ -121,7 +121,7 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
 def run(args: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     with kept_log():
-        return copy_context().run(_run, args)  # -q ends with the command
+        return copy_context().run(_run, args)  # the effect of -q ends with the command
 
 
 def _run(args: Sequence[str] | None) -> int:
@@ -143,8 +143,8 @@ def _run(args: Sequence[str] | None) -> int:
     except BrokenPipeError:
         return _close_stdout()
     except OSError as error:
-        told = _file_error(error)
-        return _report(told) if told else _unexpected(error)
+        explanation = _file_error(error)
+        return _report(explanation) if explanation else _unexpected(error)
     except Exception as error:
         return _unexpected(error)
     return result if isinstance(result, int) else 0
@@ -162,7 +162,7 @@ def _report(error: RolloutError, code: int = 1) -> int:
 
 
 def _file_error(error: OSError) -> RolloutError | None:
-    """Convert an error about a file, or the open-file limit, to a user error; None for others."""
+    """Convert a file error or an exceeded open-file limit to a `RolloutError`; None for the rest."""
     from rollout_io.dataset.opening import too_many_open_files
 
     if limit := too_many_open_files(error, str(error.filename or "this process")):

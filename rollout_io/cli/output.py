@@ -52,7 +52,7 @@ def _loggers() -> list[logging.Logger]:
 
 
 def show_log(level: int) -> None:
-    """Print the log messages of the packages to stderr from now on, at a level and above."""
+    """Print log messages of our packages at `level` and above to stderr."""
     for logger in _loggers():
         if any(isinstance(known, _ToStderr) for known in logger.handlers):
             continue
@@ -62,7 +62,7 @@ def show_log(level: int) -> None:
 
 @contextmanager
 def kept_log() -> Iterator[None]:
-    """Undo changes to the logs of the packages on exit."""
+    """Restore the log levels and handlers of our packages on exit."""
     states = [(logger, logger.level, list(logger.handlers)) for logger in _loggers()]
     try:
         yield
@@ -74,7 +74,7 @@ def kept_log() -> Iterator[None]:
 
 @contextmanager
 def shown_log() -> Iterator[None]:
-    """Print the log messages of the packages to stderr, at level INFO and above."""
+    """Print log messages of our packages at level INFO and above to stderr."""
     with kept_log():
         show_log(logging.INFO)
         yield
@@ -110,7 +110,7 @@ def wants_color(stream: IO[str]) -> bool:
 def progress_bar(
     total: int, unit: str, label: str, counts: str | None = None
 ) -> Iterator[Callable[..., object]]:
-    """Show a progress bar on stderr, if that is a terminal.
+    """Show a progress bar on stderr if it is a terminal.
 
     Args:
         total: Value at which the bar is full.

@@ -34,8 +34,8 @@ LEGEND: dict[Kind, str] = {
     "observed": "not sampled",
 }
 
-SHOWN_CHARS = 400  # characters of a prompt
-SHOWN_IDS = 24  # token ids of a span without text
+SHOWN_CHARS = 400  # maximum number of characters of a prompt
+SHOWN_IDS = 24  # maximum number of token ids of a span without text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +55,7 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepView:
-    """One row of a trajectory; an attribute with a column's name holds its value.
+    """One row of a trajectory. Attributes with the name of a column hold the row's value.
 
     Attributes:
         num_shared_tokens: Number of leading prompt tokens that the previous row also holds.
@@ -77,7 +77,7 @@ class StepView:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrajectoryView:
-    """A trajectory; `reward` is that of its last row."""
+    """One trajectory; `reward` is the reward of its last row."""
 
     trajectory_id: str
     reward: float | None
@@ -90,7 +90,7 @@ def view_trajectory(rows: Sequence[dict[str, Any]], decode: Decode | None = None
 
     Args:
         rows: The rows in order, each a dict of the columns `COLUMNS`.
-        decode: Converts ids to text; None shows the `response_text` of each step, or the ids.
+        decode: Converts ids to text. If None, each step shows its `response_text`, or its ids.
 
     Example:
         >>> row = {"trajectory_id": "a_0", "step_index": 0, "prompt_token_ids": [1, 2]}
@@ -174,7 +174,7 @@ def _num_steps(row: dict[str, Any]) -> int:
 
 
 def _last_message(row: dict[str, Any]) -> str | None:
-    """Return the last message that was sent; for a merged row, before its first step."""
+    """Return the last message sent to the model; for a merged row, in its first step."""
     first = (row.get("segments") or [{}])[0].get("messages")
     if first is not None:
         row = {"messages": first, "token_source": row.get("token_source")}
@@ -186,7 +186,7 @@ def _last_message(row: dict[str, Any]) -> str | None:
 
 
 def render(view: TrajectoryView, *, color: bool) -> str:
-    """Render the view as text, with colours on a terminal and brackets elsewhere (see `legend`)."""
+    """Render the view as text, with colours or with brackets (see `legend`)."""
     outcome = f"reward {_number(view.reward)}" if view.error is None else f"error: {view.error}"
     num_rows, num_steps = len(view.steps), sum(step.num_steps for step in view.steps)
     count = _count(num_steps, "step")
@@ -199,7 +199,7 @@ def render(view: TrajectoryView, *, color: bool) -> str:
 
 
 def legend(*, color: bool) -> str:
-    """Explain the colours or brackets."""
+    """Return a line that explains the colours or brackets."""
     return "   ".join(_marked(text, kind, color=color) for kind, text in LEGEND.items())
 
 

@@ -1,4 +1,4 @@
-"""Errors in the use of a verb, in the style of all other errors."""
+"""Conversion of click's usage errors to `ConfigError`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _KINDS = {
     "float range": "a number",
     "float": "a number",
 }
-"""Names of click's types, in words."""
+"""Descriptions of click's types, by name."""
 
 
 class HintedUsageError(click.UsageError):
-    """A usage error that suggests a fix of its own.
+    """A usage error with a specific hint.
 
     Args:
         message: What is wrong.
@@ -32,7 +32,7 @@ class HintedUsageError(click.UsageError):
 
 
 class UnknownVerbError(HintedUsageError):
-    """A verb that no package registers.
+    """The verb does not exist.
 
     Args:
         name: The mistyped verb.
@@ -42,7 +42,7 @@ class UnknownVerbError(HintedUsageError):
 
     def __init__(self, name: str, known: list[str], ctx: click.Context) -> None:
         near = _closest(name, known)
-        hint = f"did you mean {near[0]}?" if near else "run `rollouts --help` for the verbs"
+        hint = f"did you mean {near[0]}?" if near else "run `rollouts --help` to list the verbs"
         super().__init__(f"unknown verb {name!r}", hint, ctx)
 
 
@@ -54,7 +54,7 @@ def explained_usage(error: click.ClickException) -> ConfigError:
 
 
 def _found(error: click.ClickException) -> str:
-    """Describe what is wrong, without click's capital letter."""
+    """Describe the error, without click's initial capital letter."""
     if isinstance(error, click.NoSuchOption):
         return f"unknown option {error.option_name}"
     if isinstance(error, click.MissingParameter) and error.param is not None:
@@ -89,7 +89,7 @@ def _hint(error: click.ClickException, ctx: click.Context | None) -> str:
 
 
 def _value_hint(error: click.BadParameter, option: click.Option, ctx: click.Context) -> str:
-    """Suggest a value of an option: the closest choice, or what its help says."""
+    """Suggest a value of an option: the closest choice, all choices, or the form of the value."""
     name = _name(option, ctx)
     if isinstance(option.type, click.Choice):
         given = error.message.split("'")[1:2]

@@ -48,7 +48,7 @@ def _cut(step: Logged) -> Logged | None:
 
 
 def _refuse_repeated(conversations: Iterable[Conversation]) -> None:
-    """Reject a first answer that equals the last assistant message of its own prompt.
+    """Reject a conversation whose prompt ends with the conversation's first answer.
 
     If the prompt contains the answer more often than earlier conversations of the trajectory
     produced it, the log recorded the prompt after the call. Short answers are exempt, see

@@ -38,7 +38,7 @@ class Settings:
     Attributes:
         format: Name of the format, for hints.
         tokenizer: Directory of the tokenizer against which exact ids are checked; None if unknown.
-        spool: Directory with copies of remote directories; None: there are none.
+        spool: Directory with copies of remote directories; None if there are none.
     """
 
     adapter: Adapter
@@ -52,7 +52,7 @@ class Settings:
 
 
 class Part(NamedTuple):
-    """Runs with their rows."""
+    """Runs, and the table of their rows."""
 
     runs: Sequence[Run]
     table: pa.Table
@@ -60,7 +60,7 @@ class Part(NamedTuple):
 
 @dataclass(slots=True)
 class Reader:
-    """Reader of the runs of a log, in order.
+    """Read the runs of a log, in order.
 
     Attributes:
         settings: Settings of the conversion.
@@ -75,7 +75,7 @@ class Reader:
     routing: tuple[int, int] | None = None
 
     def parts(self, runs: Sequence[Run]) -> Iterator[Part]:
-        """Yield the rows of runs, in order; `sound` checks them."""
+        """Yield the runs in order, with their rows, which `sound` must still check."""
         is_table, batch = self.settings.adapter.is_table, []
         if not is_table:
             batch = self.settle(runs)
@@ -133,7 +133,7 @@ def other_routing(
 ) -> InvariantError:
     """Return the error for routing whose shape differs from that of earlier calls."""
     got, before = (f"{layers} layers, top {topk}" for layers, topk in (shape, known or shape))
-    message = f"{where}: the routing has {got}, but that of earlier calls has {before}"
+    message = f"{where}: the routing has {got}, but earlier calls have {before}"
     hint = "convert the logs of each model to a separate dataset"
     return InvariantError("routing_shape", where, got, before, hint, message=message)
 
@@ -204,7 +204,7 @@ def sound(part: Part, rejected: list[Rejected], vocab_size: int | None) -> pa.Ta
 
 
 def in_order(rejected: Iterable[Rejected], inputs: Sequence[Input]) -> list[Rejected]:
-    """Order records as in the logs, and the logs as on the command line."""
+    """Sort records by log, in the order of the command line, then by position in the log."""
     ranks = {given.path: rank for rank, given in enumerate(inputs)}
 
     @lru_cache
@@ -229,7 +229,7 @@ def _breach(breach: dict[str, Any], where: str) -> RolloutError:
 
 
 def of_run(run: Run, error: RolloutError) -> Iterator[Rejected]:
-    """Yield all records of a run: the faulty one with its error, the rest as incomplete."""
+    """Reject all records of a run: the faulty one with its error, the rest as incomplete."""
     guilty = {place for place in run.places if _is_at(error.where, place)}
     for place in run.places:
         if guilty and place not in guilty:

@@ -1,4 +1,4 @@
-"""The user's choices about a conversion, and the settings derived from them."""
+"""Options of a conversion, and the settings derived from them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from schemas.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choices:
-    """The user's choices about a conversion.
+    """Options of a conversion, as chosen by the user.
 
     Attributes:
         format: Format of the logs; `auto` detects it from their content.
@@ -32,12 +32,12 @@ class Choices:
         tokenizer: Local directory of a tokenizer, or Hub id of one in the local Hugging Face cache,
             to re-tokenize text and to check exact tokens. For logs with exact tokens, any other
             name is accepted and only recorded.
-        chat_template: Name or file of the template for re-tokenization; None: the tokenizer's own.
+        chat_template: Name or file of the template for re-tokenization; None uses the tokenizer's.
         layout: Store prompts as references to earlier steps (`prefix`), or in full (`full`).
         logprobs_mode: Distribution of the log-probabilities: `raw` or `processed`; None if unknown.
         on_error: Bad records stop the conversion (`fail`), or are rejected (`skip`).
-        strict: If true, files of no known format inside directories are bad records; if false, they
-            are ignored.
+        strict: If true, files inside directories that match no format are bad records; if false,
+            they are skipped.
     """
 
     format: str = AUTO
@@ -65,17 +65,17 @@ def settings_of(
 ) -> list[Settings]:
     """Return the settings for reading and writing the runs of each log of a dataset.
 
-    All settings have the metadata of the dataset: its history names each format, and a fact that
-    differs between formats is unknown.
+    All settings share the metadata of the dataset. Its history names each format; the fingerprint
+    of the chat template is None if it differs between formats.
 
     Args:
-        choices: Choices of the user.
+        choices: Options of the conversion.
         logs: The logs to read, one per format.
-        abouts: Facts about each log as a whole.
+        abouts: Facts about each log, by name.
         spool: Directory with copies of remote directories.
 
     Raises:
-        ConfigError: `choices`, `tokenizer`, `chat_template`: a choice cannot be used.
+        ConfigError: `choices`, `tokenizer` or `chat_template`: an option cannot be used.
     """
     refuse_misfits(choices, logs)
     needs = [
@@ -126,17 +126,17 @@ def settings_of(
 def _with_template(
     log: Log, about: Mapping[str, Any], retokenizer: Retokenizer | None
 ) -> Mapping[str, Any]:
-    """Add what the chat template adds to prompts; plain text ("text") is rendered by no template."""
+    """Add the text that the chat template adds to prompts, unless the log is plain text (`text`)."""
     if log.adapter.is_table or "text" in about:
         return about
     return {**about, **about_template(retokenizer)}
 
 
 def refuse_misfits(choices: Choices, logs: Iterable[Log]) -> None:
-    """Raise an error for choices that do not apply to a format.
+    """Check that the options apply to the formats of the logs.
 
     Raises:
-        ConfigError: `choices`.
+        ConfigError: `choices`: an option does not apply to a format.
     """
     for log in logs:
         for name, value in (("--rewards", choices.rewards), ("--group-by", choices.group_by)):

@@ -1,4 +1,4 @@
-"""Conversion of one chunk of runs to its own shards; runs that break a rule are rejected."""
+"""Conversion of one chunk of runs to shards; runs that break a rule are rejected."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rollout_io.dataset.writer import RolloutWriter
 from rollout_io.formats.base import Rejected, Run
 from schemas.errors import InvariantError, RolloutError
 
-BATCH_BYTES = 32 << 20  # of log records per table
+BATCH_BYTES = 32 << 20  # size of the log records of one table
 
 
 @dataclass(kw_only=True, slots=True)
@@ -29,7 +29,7 @@ class Chunk:
     """Runs with their outcomes from the rewards file, and the directory to write them to.
 
     Attributes:
-        log: Index of the log, which has one format.
+        log: Index of the log that contains the runs.
         record: Record for the footer of the chunk's last shard.
     """
 
@@ -51,8 +51,8 @@ class Report:
     """Result of a chunk.
 
     Attributes:
-        trajectory_ids: Document of each trajectory id, only for table formats: the plan does not
-            know which trajectories their documents contain.
+        trajectory_ids: For table formats, the document that contains each trajectory id: the plan
+            does not know which trajectories a document contains.
         routing: (layers, experts per token), if there is routing.
     """
 
@@ -81,7 +81,7 @@ class Report:
         )
 
     def take_names(self, table: pa.Table, where: str) -> None:
-        """Record the trajectories of a document.
+        """Record the trajectory ids of a document.
 
         Raises:
             InvariantError: `unique_trajectory`: another document contains one of the trajectories.
@@ -94,7 +94,7 @@ class Report:
 
 
 def _with_columns(known: pa.Schema, table: pa.Table, where: str) -> pa.Schema:
-    """Add the columns of a document to those of earlier ones.
+    """Add the columns of a document to the columns of earlier documents.
 
     Raises:
         InvariantError: `columns_and_types`: a column has a different type in this document.

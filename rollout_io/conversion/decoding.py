@@ -20,15 +20,15 @@ def check_decoded(steps: Iterable[Step], directory: str) -> None:
     """Decode the sampled ids and compare them with the text in the log.
 
     If the log has the text of each token next to its log-probability, all tokens are compared;
-    otherwise only the text of one response per run. If the harness kept that text in a form of its
-    own (parsed, joined with tool calls), its words are compared instead (`has_words_of`).
+    otherwise only the text of one response per run. If the harness stored that text in a modified
+    form (parsed, or joined with tool calls), only its words are compared (`has_words_of`).
 
     Args:
         steps: Steps of one run.
         directory: Directory of the tokenizer.
 
     Raises:
-        InputError: other_tokenizer.
+        InputError: other_tokenizer: the decoded ids differ from the text.
     """
     is_sampled = False
     for step in steps:
@@ -53,8 +53,9 @@ def check_decoded(steps: Iterable[Step], directory: str) -> None:
 def has_words_of(decoded: str, text: str) -> bool:
     """True if at least a third of the English words of a text occur in decoded tokens.
 
-    Harnesses keep a response parsed, without its markup, and escaped differently. The tokenizer of
-    another model yields other words almost everywhere. Words are those of four letters or more.
+    Harnesses may store a response parsed, without markup, or escaped differently, so the texts need
+    not be equal. With the tokenizer of a different model, nearly all words differ. Only words of at
+    least four letters count.
 
     Example:
         >>> text = "Analysis: the terminal is ready. Plan: create a directory"

@@ -37,7 +37,8 @@ from schemas.errors import InputError, RolloutError
 from schemas.metadata import DatasetMetadata
 
 Progress = Callable[[int, int], object]
-_OF_INPUTS = frozenset({"verb", "tool", "format", "inputs", "rewards"})  # in the history
+# Keys of the history that describe the inputs; all others are facts about the logs.
+_OF_INPUTS = frozenset({"verb", "tool", "format", "inputs", "rewards"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +48,7 @@ class Conversion:
     Attributes:
         summary: Counts of records, rows and trajectories.
         about: Facts about the logs as a whole; with several formats, each name ends with a format.
-        left: Names of the files of no known format inside directories.
+        left: Names of the files inside directories that were skipped (see `Opened.left`).
         num_resumed: Number of chunks that an earlier, interrupted run had finished.
         was_done: True if the dataset was already complete.
     """
@@ -83,7 +84,7 @@ def convert(
     progress: Progress | None = None,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> Conversion:
-    """Convert logs, of one format or several, to a rollout dataset.
+    """Convert logs in one or several formats to a rollout dataset.
 
     The dataset appears once it is complete. An interrupted run leaves its finished chunks in a
     hidden directory inside `out`; the same call resumes from them, and does nothing if the dataset
@@ -94,7 +95,7 @@ def convert(
         inputs: Files, directories, patterns, URLs, or "-" for standard input; gzip and Zstandard are
             decompressed.
         out: Directory to write, local or an fsspec URL.
-        choices: Choices of the user; None: the defaults.
+        choices: Options of the conversion; None uses the defaults.
         workers: Processes that read and write chunks; `Workers(2, "ray")` uses Ray.
         progress: Called with (bytes, rows) since the last call; each input byte is counted twice.
         chunk_bytes: Number of log bytes per chunk.
@@ -166,7 +167,7 @@ def convert(
 
 
 def _facts(metadata: DatasetMetadata) -> dict[str, Any]:
-    """Return the facts about all logs by name; with several formats, also by format."""
+    """Return the facts about the logs by name; with several formats, names include the format."""
     found: dict[str, Any] = {MODELS: list(metadata.models)} if metadata.models else {}
     for made in metadata.made_by:
         mark = f" ({made['format']})" if len(metadata.made_by) > 1 else ""
@@ -226,7 +227,7 @@ def _reports_before(staging: Staging, num_chunks: int, spool: Path) -> dict[int,
 
 
 def _located(rejected: Rejected, spool: Path) -> Rejected:
-    """Point to this run's copy of an input, if that of the interrupted run is gone."""
+    """Point to this run's copy of an input if the interrupted run's copy no longer exists."""
     place, copy = rejected.place, spool / rejected.place.path.name
     if place.path.exists() or not copy.exists():
         return rejected
@@ -306,7 +307,7 @@ def _outcomes_of(runs: Sequence[Run], outcomes: Mapping[Key, Outcome]) -> dict[K
 
 
 def _planned(logs: Sequence[Log], plans: Sequence[Plan]) -> Summary:
-    """Return the counts that are known before any record is converted."""
+    """Return the counts that are known before the first record is converted."""
     num_runs = {log.format: made.num_runs for log, made in zip(logs, plans, strict=True)}
     num_records = sum(made.num_records for made in plans)
     summary = Summary(formats=num_runs, num_records=num_records)

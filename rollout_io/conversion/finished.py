@@ -1,7 +1,7 @@
 """Records in the footers of a dataset that identify the conversion that wrote it.
 
-The last shard of each chunk has the digest of the conversion's identity and the counts of the
-chunk; that of the first chunk also has the counts of the plan.
+The last shard of each chunk stores the digest of the conversion's identity and the counts of the
+chunk. In the first chunk, it also stores the counts of the plan.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def footer_of(record: Record, counts: Summary) -> dict[bytes, bytes]:
 
 
 def finished(out: str | os.PathLike[str], identity: Mapping[str, Any]) -> Summary | None:
-    """Return the counts of a dataset that a conversion with this identity has finished, else None.
+    """Return the counts of a dataset if a conversion with this identity completed it, else None.
 
     A dataset that lacks a shard, has an additional one, or is damaged does not count as finished.
     """
@@ -70,5 +70,5 @@ def finished(out: str | os.PathLike[str], identity: Mapping[str, Any]) -> Summar
 
 
 def _encoded(counts: Summary) -> dict[str, Any]:
-    """Return counts as JSON; the names of all instances are in the dataset."""
+    """Return counts as JSON, without the names of instances, which the dataset contains."""
     return {name: value for name, value in counts.encode().items() if name != "instances"}

@@ -1,4 +1,4 @@
-"""Inputs of a conversion: files in directories, and copies of compressed files and pipes."""
+"""Inputs of a conversion: search of directories, and copies of compressed files and pipes."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def open_inputs(
     directory that is not itself a log is replaced by the logs and files inside it, at any depth and
     in natural order, except hidden ones.
 
-    Pipes, devices and links without a target inside a directory are skipped, and links to
-    directories that are not searched: outside it, hidden or ignored. Other links to directories
-    are not followed: their logs are read under their own names.
+    Pipes, devices and broken links inside a directory are skipped, as are links to directories that
+    are not searched (outside it, hidden or ignored). Other links to directories are not followed,
+    because their targets are searched anyway.
 
     Gzip and Zstandard files, recognised by their first bytes, are decompressed; standard input
     (`-`) and pipes are saved to files.
@@ -59,10 +59,10 @@ def open_inputs(
         paths: Paths as given by the user.
         spool: Directory for decompressed and saved files.
         formats_of: Returns the formats that a file or directory matches.
-        ignored: Paths and URLs of files and directories inside directories that are not inputs.
+        ignored: Paths and URLs of files and directories to skip when a directory is searched.
 
     Raises:
-        InputError: `input_file`: unreadable; `duplicate_input`: a log is given twice.
+        InputError: `input_file`: an input cannot be read; `duplicate_input`: a log is given twice.
     """
     found: list[Input] = []
     unread: list[str] = []
@@ -101,12 +101,12 @@ def open_inputs(
 
 
 def expanded(path: str) -> list[str]:
-    """Return the files and directories that a path stands for, in natural order.
+    """Return the files and directories that a path, pattern or URL matches, in natural order.
 
     The URLs of directories end with "/".
 
     Raises:
-        InputError: `input_file`: a pattern without a match; `filesystem`.
+        InputError: `input_file`: there is no match; `filesystem`: the URL's filesystem is unknown.
     """
     if path == STDIN or not (is_url(path) or has_magic(path)):
         return [path]
@@ -115,7 +115,7 @@ def expanded(path: str) -> list[str]:
             return [path]
         found = glob(path, recursive=True)  # noqa: PTH207 - `Path.glob` takes no absolute pattern
     elif path.startswith(WEB):
-        return [path]  # a web server lists no files
+        return [path]  # web servers do not list files
     else:
         location = Location.of(path)
         with reachable(path):
@@ -144,7 +144,7 @@ def expanded(path: str) -> list[str]:
 
 
 def _refuse_odd_names(path: Path) -> None:
-    """Reject names that are not valid UTF-8: the column `source` stores them as text."""
+    """Reject names that are not valid UTF-8, because the column `source` stores them as text."""
     for file in (path, *(path.rglob("*") if path.is_dir() else ())):
         name = str(file)
         if name != name.encode(errors="replace").decode():
@@ -163,7 +163,7 @@ class _Directories:
     unread: list[Path] = field(default_factory=list)
 
     def logs_in(self, directory: Path) -> list[Path]:
-        """Return the directory if it is a log, and the other logs inside it; else all files."""
+        """Return the directory and other logs inside it if it is a log; otherwise all its files."""
         if self._is_ignored(_real(directory)):
             return []
         formats = set(self.formats_of(directory))
@@ -198,8 +198,8 @@ class _Directories:
     def _others_in(self, directory: Path, formats: AbstractSet[str]) -> Iterator[Path]:
         """Yield logs of different formats inside a directory that is a log.
 
-        All files of a single run belong to it. A directory of several runs may be shared with
-        other tools.
+        If the directory is a single run, all files inside it belong to that run. A directory of
+        several runs may also contain files of other tools.
         """
         children = {path: set(self.formats_of(path)) for path in self._children(directory)}
         has_runs = any(found and path.is_dir() for path, found in children.items())
@@ -237,7 +237,7 @@ def open_file(name: str, spool: Path) -> Input:
         spool: Directory for decompressed and saved files.
 
     Raises:
-        InputError: `input_file`: unreadable.
+        InputError: `input_file`: the file cannot be read.
     """
     if name == STDIN:
         return Input(name, _save(standard_input(), name, spool))
@@ -325,13 +325,13 @@ def _refuse_repeated(inputs: Iterable[Input]) -> None:
         known.add(resolved)
         if given.name in names:
             got = "the input is given twice, or two URLs differ only in their query strings"
-            hint = "pass each input once; download files whose URLs are that similar, and pass the files"
+            hint = "pass each input once, or download the files and pass their paths"
             raise InputError(DUPLICATE_INPUT, given.name, got, "", hint)
         names.add(given.name)
 
 
 def paths_of(inputs: PathLike | Sequence[PathLike]) -> list[str]:
-    """Return one or several paths as text.
+    """Return one or several paths as a list of strings.
 
     Raises:
         InputError: `input_file`: no path is given.

@@ -1,4 +1,4 @@
-"""Logs: the files of each format among the inputs of a conversion."""
+"""Logs: the inputs of a conversion, sorted by format."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ AUTO = "auto"
 
 
 class Log(NamedTuple):
-    """Files of one format."""
+    """The inputs of one format."""
 
     format: str
     adapter: Adapter
     inputs: list[Input]
 
     def find(self, progress: Progress, spool: Path) -> Iterator[Found]:
-        """Yield what the adapter finds; names of copies in `spool` become URLs."""
+        """Yield the findings of the adapter; paths of copies in `spool` are replaced by URLs."""
         for item in named_found(self.adapter.find(self.inputs, progress), spool):
             if isinstance(item, Rejected):
                 yield item._replace(error=pointed(item.error, self.format))
@@ -47,9 +47,10 @@ class Opened(NamedTuple):
 
     Attributes:
         logs: One log per format, in the order of their first files.
-        left: Names of the files of no known format inside directories, and of the entries that
-            `open_inputs` skips there.
-        unused: Copies of other files; also files of no known format if they are rejected.
+        left: Names of skipped entries of directories: files that match no format, and the entries
+            that `open_inputs` skips.
+        unused: Rejected inputs: copies of other files and, if they are not in `left`, files that
+            match no format.
     """
 
     logs: list[Log]
@@ -58,7 +59,7 @@ class Opened(NamedTuple):
 
     @property
     def noun(self) -> str:
-        """Word for a run of any of the logs."""
+        """Noun for a run in the logs; "run" if it differs between formats."""
         nouns = {log.adapter.noun for log in self.logs}
         return nouns.pop() if len(nouns) == 1 else "run"
 
@@ -84,12 +85,14 @@ def open_log(
         format_name: Name of a registered format, or `auto`.
         spool: Directory for decompressed and saved files.
         ignored: Paths and URLs of files and directories to skip when an input directory is searched.
-        skips: If true, reject copies and, with `strict` or a chosen format, files of no known
-            format inside directories; if false, they are errors.
-        strict: If true, files of no known format inside directories are bad records, not ignored.
+        skips: If true, reject copies and, with `strict` or a chosen format, files inside
+            directories that match no format; if false, they are errors.
+        strict: If true, files inside directories that match no format are bad records; if false,
+            they are skipped.
 
     Raises:
-        InputError: `known_format`, `input_file`, `duplicate_input`, `lfs_pointer`.
+        InputError: `known_format`, `input_file`, `duplicate_input` or `lfs_pointer`: an input
+            cannot be used.
     """
     is_auto, given_paths, paths = format_name == AUTO, paths, [shown(path) for path in paths]
     known = load_formats().adapters if is_auto else {format_name: find_adapter(format_name)}
@@ -97,7 +100,7 @@ def open_log(
         given_paths, spool, cache(lambda path: _formats_of(path, known)), ignored
     )
     if unread and strict and not skips:
-        got = "it is a pipe, a device, or a link that leads nowhere or to a directory that is not searched"
+        got = "the entry is a pipe, a device, or a link whose target is missing or is not searched"
         raise InputError("input_file", unread[0], got, "", "pass its target too, or remove it")
     by_name = {given.name: given for given in inputs}
     names, left = {format_name: list(by_name)}, list[str]()
@@ -126,10 +129,10 @@ def open_log(
 def refuse_unknown_only(
     paths: Sequence[str], inputs: Mapping[str, Input], known: Mapping[str, Adapter]
 ) -> None:
-    """Raise an error if directories are given and none of their files is a log.
+    """Check that directories, if they are the only inputs, contain at least one log.
 
     Raises:
-        InputError: `known_format`.
+        InputError: `known_format`: no file is in a known format.
     """
     if any(name in paths or _is_log(given.path, known) for name, given in inputs.items()):
         return

@@ -26,12 +26,12 @@ def settle(
 ) -> Settled:
     """Return a trajectory with its outcome stored in its steps.
 
-    The outcome comes from the rewards file, else from the log (its reward `reward_key`, if given).
-    The rewards file overrides the log completely: differing values of the log are kept as the
-    metric `logged_reward` (unless a metric already holds it) and the text `logged_error`. The last
-    step gets the outcome and the metrics. If the outcome is known, earlier steps without a reward
-    get 0.0. The rewards of a failed trajectory become null, and their values are kept as
-    `metrics["reward"]`. A trajectory without steps becomes a single row of empty lists.
+    The outcome comes from the rewards file if it has one, otherwise from the log (its reward
+    `reward_key`, if given). The rewards file overrides the log completely: differing values of the
+    log are kept as the metric `logged_reward` (unless a metric already holds it) and the user value
+    `logged_error`. The last step gets the outcome and the metrics. If the outcome is known, earlier
+    steps without a reward get 0.0. The rewards of a failed trajectory become null, and their values
+    are kept as `metrics["reward"]`. A trajectory without steps becomes one row with empty lists.
 
     Args:
         run: Identifies the trajectory.
@@ -99,20 +99,20 @@ def by_run(
 ) -> tuple[dict[Key, Outcome], list[Rejected]]:
     """Find the run of each outcome by the name of its session.
 
-    A name is `instance/repetition`; or the instance alone, if it has one run; or the trajectory id
-    (`instance_repetition`). A failed run may be missing from the log, as it may have made no call,
-    and then needs its full name.
+    A name is `instance/repetition`, or the instance alone if it has one run, or the trajectory id
+    (`instance_repetition`). A failed run that made no call may be missing from the log; it must be
+    given by its full name.
 
     Args:
         outcomes: Outcomes by the names in the rewards file.
         keys: The runs in the log.
 
     Returns:
-        The outcomes by run, and those without one: `unknown_session` for a full name,
-        `session_name` for one that is not, or that fits several runs.
+        The outcomes by run, and a rejection for each outcome without a run: `unknown_session` if
+        its name is a full name, `session_name` if it is not, or matches several runs.
 
     Raises:
-        InputError: `reward_line`: two names mean the same run.
+        InputError: `reward_line`: two names refer to the same run.
     """
     found: dict[Key, Outcome] = {}
     left: list[tuple[str, Outcome]] = []
@@ -138,7 +138,7 @@ def by_run(
 
 
 def _short_names(keys: Iterable[Key]) -> dict[str, list[Key]]:
-    """Return the runs that instances and trajectory ids name."""
+    """Return the runs by instance id and by trajectory id."""
     found: defaultdict[str, list[Key]] = defaultdict(list)
     for key in keys:
         found[key[0]].append(key)
@@ -149,7 +149,7 @@ def _short_names(keys: Iterable[Key]) -> dict[str, list[Key]]:
 def _rejected(
     unresolved: Sequence[tuple[str, Outcome, list[Key]]], keys: Iterable[Key]
 ) -> Iterator[Rejected]:
-    """Yield the errors of names that mean no run, or several; the first one names a similar run."""
+    """Yield an error for each name that matches no run or several; suggest a similar name."""
     known = [_session(key) for key in keys] if unresolved else []
     near = difflib.get_close_matches(unresolved[0][0], known, 1) if unresolved else []
     example = near[0] if near else min(known, default="shop-1/0")
@@ -157,7 +157,7 @@ def _rejected(
         where, got = outcome.where, f"session {session!r}"
         if fits:
             names = ", ".join(map(_session, fits[:_SHOWN])) + (", ..." if fits[_SHOWN:] else "")
-            got += f" may be any of {count(len(fits), 'run')}: {names}"
+            got += f" matches {count(len(fits), 'run')}: {names}"
             hint = "give the full name of the run"
             error = InputError("session_name", where, got, "", hint)
         elif full_name(session) is None:

@@ -13,7 +13,8 @@ from rollout_io.conversion.rewards import Key, Outcome
 from rollout_io.formats.base import About, Found, Input, Rejected, Run
 from schemas.errors import ConfigError, InputError, InvariantError
 
-CHUNK_BYTES = 128 << 20  # of log records; an interruption loses at most one chunk per worker
+# Size of the log records of one chunk; an interruption loses at most one chunk per worker.
+CHUNK_BYTES = 128 << 20
 
 
 @dataclass(slots=True)
@@ -32,7 +33,7 @@ class Plan:
 
     @property
     def num_runs(self) -> int:
-        """Number of runs in the log; a run may be known only from the rewards file."""
+        """Number of runs in the log, without runs that only the rewards file contains."""
         return sum(bool(run.places) for run in self.runs)
 
     @property
@@ -61,7 +62,7 @@ def plan(
 def plan_logs(
     logs: Iterable[Iterable[Found]], outcomes: Mapping[str, Outcome], group_by: Sequence[str] = ()
 ) -> tuple[list[Plan], dict[Key, Outcome]]:
-    """Plan several logs of one dataset; the last plan has the outcomes without a run.
+    """Plan several logs of one dataset; the last plan includes the outcomes without a logged run.
 
     Args:
         logs: Findings in each log.
@@ -72,7 +73,7 @@ def plan_logs(
         A plan for each log, and the outcomes by run.
 
     Raises:
-        InputError: `reward_line`: two names in the rewards file mean the same run.
+        InputError: `reward_line`: two names in the rewards file refer to the same run.
     """
     plans, first = [], dict[str, Run]()
     for found in logs:
@@ -102,10 +103,10 @@ def plan_logs(
 
 
 def refuse_nothing(plans: Sequence[Plan], inputs: Sequence[Input]) -> None:
-    """Raise an error if no log has a record.
+    """Check that at least one log has a record.
 
     Raises:
-        InputError: `no_calls`.
+        InputError: `no_calls`: the logs contain no calls.
     """
     if not any(planned.runs or planned.rejected for planned in plans):
         where = ", ".join(given.name for given in inputs)

@@ -44,9 +44,9 @@ def decode(values: dict[str, Any]) -> Rejected:
 def lines(rejections: Iterable[Rejected]) -> Iterator[bytes]:
     r"""Yield the lines of `DS.rejected.jsonl`.
 
-    `source` is the location of the record, `where` that of the error, and `record` the text of the
-    record, with bytes that are not UTF-8 written as `\xNN`. `record` is null if the record is not a
-    range of bytes (a directory, or part of a document), or is longer than 64 MiB.
+    `source` is the location of the record, `where` is the location of the error, and `record` is
+    the text of the record, with bytes that are not UTF-8 written as `\xNN`. `record` is null if the
+    record is not a range of bytes (a directory, or part of a document) or is longer than 64 MiB.
     """
     for place, error in rejections:
         is_told = place.offset is not None and place.num_bytes <= _TOLD_BYTES
@@ -57,12 +57,12 @@ def lines(rejections: Iterable[Rejected]) -> Iterator[bytes]:
 
 
 def fail(found: Sequence[RolloutError], num_runs: int, noun: str) -> NoReturn:
-    """Raise the first error, or one about all runs without token ids if there are several.
+    """Raise the first error; if several runs have no token ids, raise one error for all of them.
 
     Args:
         found: Errors of all rejected records, in order.
         num_runs: Number of runs in the logs.
-        noun: Word for a run.
+        noun: Noun for a run, such as "session".
     """
     alone = list({error.where: error for error in found if is_text_alone(error)}.values())
     if len(alone) < 2:
@@ -75,7 +75,7 @@ def fail(found: Sequence[RolloutError], num_runs: int, noun: str) -> NoReturn:
 
 
 def pointed(error: RolloutError, format_name: str) -> RolloutError:
-    """Add the section of a format to the hint that refers to its documentation."""
+    """Point a hint that refers to docs/formats.md to the section of the format."""
     if error.hint != FIELDS_HINT or not (_OUR_FORMATS / f"{format_name}.py").exists():
         return error
     hint = FIELDS_HINT.replace("formats.md", f"formats.md#{format_name}")
@@ -85,8 +85,8 @@ def pointed(error: RolloutError, format_name: str) -> RolloutError:
 def reasons(rejected: Iterable[Rejected]) -> list[Reason]:
     """Return the broken rules and their hints, each with its number of records and first error.
 
-    The most frequent reasons come first, and errors caused by other errors last. The first error is
-    that of the first file and line.
+    The most frequent reasons come first, and errors caused by other errors last. `first` is the
+    error at the first file and line.
     """
     found: dict[tuple[str, str | None], list[str]] = {}
     for _, error in rejected:

@@ -22,7 +22,8 @@ _URL = r"\1://\2"
 def copy_directory(url: str, spool: Path, ignored: Collection[str] = ()) -> Path:
     """Copy the files of a remote directory, except hidden ones, and return the copy.
 
-    The path of the copy contains that of the URL, because names of directories can name runs.
+    The path of the copy contains the path of the URL, because some formats name runs by their
+    directories.
 
     Args:
         url: URL of the directory.
@@ -30,8 +31,8 @@ def copy_directory(url: str, spool: Path, ignored: Collection[str] = ()) -> Path
         ignored: Paths and URLs inside the directory that are not copied.
 
     Raises:
-        InputError: `input_file`: the directory is unreadable, or two of its names are the same
-            locally.
+        InputError: `input_file`: the directory cannot be read, or two of its files have the same
+            path in the copy.
         OSError: The copy cannot be written.
 
     Example:
@@ -75,8 +76,8 @@ def _blocks(location: Location, path: str, url: str) -> Iterator[bytes]:
 
 
 def _clash(where: str) -> InputError:
-    """Return the error for an object whose local path is that of another, such as `a//b`, `a/b`."""
-    got = "another object has the same path in a local copy of the directory"
+    """Return the error for two objects with the same local path, such as `a//b` and `a/b`."""
+    got = "another object would have the same path in the local copy of the directory"
     hint = "rename one of the two, or pass their URLs one by one"
     return InputError("input_file", where, got, "", hint)
 
@@ -86,7 +87,7 @@ def _parts(path: str) -> list[str]:
 
 
 def url_of(path: Path | str, spool: Path) -> str:
-    """Replace the names of copies in a text with their URLs."""
+    """Replace the paths of copies in a text with their URLs."""
     return re.sub(_pattern(spool), _URL, str(path))
 
 
@@ -100,7 +101,7 @@ def holds_copies(spool: Path) -> bool:
 
 
 def named_found(found: Iterable[Found], spool: Path) -> Iterator[Found]:
-    """Replace the names of copies in what an adapter finds."""
+    """Replace the paths of copies in the findings of an adapter with their URLs."""
     if not holds_copies(spool):
         yield from found
         return
@@ -115,7 +116,7 @@ def named_found(found: Iterable[Found], spool: Path) -> Iterator[Found]:
 
 
 def named_table(table: pa.Table, spool: Path) -> pa.Table:
-    """Replace the names of copies in columns of text, such as `source` and `error`."""
+    """Replace the paths of copies in text columns, such as `source` and `error`, with their URLs."""
     for index, field in enumerate(table.schema):
         if pa.types.is_string(field.type) or pa.types.is_large_string(field.type):
             named = pc.replace_substring_regex(table.column(index), _pattern(spool), _URL)
@@ -124,7 +125,7 @@ def named_table(table: pa.Table, spool: Path) -> pa.Table:
 
 
 def named_rejection(rejected: Rejected, spool: Path) -> Rejected:
-    """Replace the names of copies in a rejection."""
+    """Replace the paths of copies in a rejection with their URLs."""
     return Rejected(_named_place(rejected.place, spool), named_error(rejected.error, spool))
 
 
@@ -133,7 +134,7 @@ def _named_place(place: Place, spool: Path) -> Place:
 
 
 def named_error(error: RolloutError, spool: Path) -> RolloutError:
-    """Replace the names of copies in an error."""
+    """Replace the paths of copies in an error with their URLs."""
     fields = encode(error)
     named = {name: text and url_of(text, spool) for name, text in fields.items()}
     return error if named == fields else decode(named)
@@ -141,7 +142,7 @@ def named_error(error: RolloutError, spool: Path) -> RolloutError:
 
 @contextmanager
 def naming_errors(spool: Path) -> Iterator[None]:
-    """Replace the names of copies in errors."""
+    """Replace the paths of copies in raised errors with their URLs."""
     try:
         yield
     except RolloutError as error:

@@ -54,11 +54,11 @@ def read_rewards(name: str | Path, path: Path | None = None) -> dict[str, Outcom
 
     A line has `session` or `instance_id` and `repetition_id`, and `reward` (a number, or null if
     unknown) or `error` (a string) or both. Other numbers and booleans become metrics; other strings
-    become user columns. Which run a name means depends on the log (`outcomes.by_run`).
+    become user columns. `outcomes.by_run` matches the names to the runs of the log.
 
     Args:
         name: Name of the file in messages.
-        path: Path to read; None: `name` is the path.
+        path: Path to read; None reads `name`.
 
     Raises:
         InputError: A bad line, or a second line for the same trajectory.
@@ -100,7 +100,7 @@ def parse_outcome(record: dict[str, Any], where: str) -> tuple[Key, Outcome]:
         where: File and line, for errors.
 
     Raises:
-        InputError: reward_line, record_type, session_name.
+        InputError: reward_line, record_type or session_name: the line is not a valid outcome.
     """
     session, outcome = _parse(record, where)
     return split_session(session, where), outcome

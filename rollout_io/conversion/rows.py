@@ -38,7 +38,7 @@ class Settled:
 
 @dataclass(slots=True)
 class _Rows:
-    """Trajectories as rows.
+    """Trajectories as rows of a table.
 
     Attributes:
         trajectories: T trajectories.
@@ -66,12 +66,12 @@ class _Rows:
 
 
 def table_of(batch: Sequence[Settled]) -> pa.Table:
-    """Build one row per step; optional and user columns exist if any step has a value.
+    """Build a table with one row per step; optional and user columns exist if a step has a value.
 
     Raises:
         ArithmeticError, ValueError: A value does not fit its column, or the routing comes
             from several models.
-        RolloutError: usage_counts.
+        RolloutError: usage_counts: the engine reported a different number of tokens.
     """
     rows = _Rows.of(batch)
     made = {c.name: _column(c, rows) for c in COLUMNS if c.name not in _NOT_READ}

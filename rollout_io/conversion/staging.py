@@ -64,7 +64,7 @@ class Staging:
             held = lock(Path(self.folder.join(_LOCK).path))
         if held is None:
             got = "another process is writing to this directory"
-            hint = "wait for it, or choose a different --out"
+            hint = "wait until it ends, or choose a different --out"
             raise InputError("out_is_free", self.where, got, "", hint)
         try:
             yield
@@ -140,7 +140,7 @@ class Staging:
         return [Location(self.out.fs, path) for path in chunk.shards()]
 
     def publish(self, num_chunks: int) -> None:
-        """Move the shards of all chunks, which are finished, into the dataset."""
+        """Move the shards of all chunks, which must be finished, into the dataset."""
         order = self.folder.join(_PUBLISHING)
         names = _read_json(order)
         if names is None:
@@ -177,16 +177,16 @@ class Staging:
         return any(fs.exists(f"{name}/{_REPORT}") for name in names if not name.endswith(".tmp"))
 
     def refuse_foreign(self) -> None:
-        """Check that a file with the name of the rejected records is from a conversion.
+        """Check that an existing file of rejected records was written by a conversion.
 
         Raises:
-            InputError: `out_is_free`.
+            InputError: `out_is_free`: a different file or directory has this name.
         """
         fs, path = self.rejected.fs, self.rejected.path
         if not fs.exists(path) or (fs.isfile(path) and _LINE.match(fs.head(path, 1 << 16))):
             return
-        got = "a file that is not a list of rejected records has the name of that list"
-        hint = "choose a different --out, or rename the file"
+        got = "the path is needed for rejected records, but already exists and contains other data"
+        hint = "choose a different --out, or rename the existing file"
         raise InputError("out_is_free", path, got, "", hint)
 
     def write_rejected(self, lines: Iterable[bytes]) -> None:

@@ -132,7 +132,7 @@ class Summary:
         lines += self._reasons()
         if self.num_duplicates:
             lines.append(
-                f"{_num(self.num_duplicates, 'rejected record')} with the same content as others"
+                f"{_num(self.num_duplicates, 'rejected record')} with the content of another record"
             )
         if self.num_without_reward:
             lines.append(f"{_num(self.num_without_reward, 'trajectory')} without a reward (null)")
@@ -147,11 +147,11 @@ class Summary:
             )
         if self.num_restarted:
             lines.append(
-                f"{_num(self.num_restarted, 'trajectory')} with a return to the first prompt, "
-                "probably several attempts under one name: give each attempt a different name "
-                "(calls: `session`)"
+                f"{_num(self.num_restarted, 'trajectory')} in which the first prompt recurs, "
+                "probably because several attempts have the same name: give each attempt a "
+                "different name (calls: `session`)"
             )
-        # Text has no log-probabilities that an engine could return.
+        # Re-tokenized rows are not counted: no engine returned their tokens.
         if num_without := self.num_without_logprobs - self.num_retokenized:
             lines.append(
                 f"{_num(num_without, 'row')} without log-probabilities, so training "
@@ -162,7 +162,7 @@ class Summary:
         return "\n".join(lines)
 
     def rejections_text(self) -> str:
-        """Return the counts of records and the reasons as lines of text, for a log of no use."""
+        """Return the counts of records and the reasons as text, for logs without usable records."""
         return "\n".join([self._records(), *self._reasons()])
 
     def _records(self) -> str:

@@ -34,7 +34,7 @@ class Retokenizer:
 
     Attributes:
         directory: Local directory of the tokenizer.
-        chat_template: Name or file of the template; None: the tokenizer's own.
+        chat_template: Name or file of the template; None uses the tokenizer's.
     """
 
     directory: str
@@ -136,7 +136,7 @@ def retokenizer_of(
         is_needed: True if the log contains text to encode.
 
     Raises:
-        ConfigError: `tokenizer`, `chat_template`: missing or unusable.
+        ConfigError: `tokenizer` or `chat_template`: it is missing or cannot be used.
     """
     if tokenizer is None:
         if chat_template is not None:

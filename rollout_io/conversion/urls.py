@@ -1,4 +1,4 @@
-"""URLs of inputs: recognised, shown without secrets, and read with errors for the user."""
+"""URLs of inputs: detection, display without credentials, and errors while they are read."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def shown(path: str) -> str:
 
 @contextmanager
 def reachable(url: str) -> Iterator[None]:
-    """Convert any error of a remote filesystem to a user error."""
+    """Convert any error of a remote filesystem to an `InputError`."""
     try:
         yield
     except RolloutError:

@@ -29,7 +29,7 @@ def ragged_array(
 
 def _joined(rows: Sequence[npt.NDArray[Any] | array[float]]) -> npt.NDArray[Any]:
     packed = [row for row in rows if isinstance(row, array) and row.typecode == "f"]
-    # Packed floats are joined as bytes: no NumPy array per row.
+    # Packed floats are joined as bytes, which avoids one NumPy array per row.
     if len(packed) == len(rows):
         return np.frombuffer(b"".join(packed), np.float32)
     return np.concatenate([np.asarray(row) for row in rows])

@@ -57,14 +57,15 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def writable(where: str, hint: str | None = None) -> Iterator[None]:
-    """Raise a user error if an OSError occurs while a path is being written.
+    """Convert an OSError raised while a path is written to an `InputError`.
 
     Args:
         where: The path.
-        hint: Advice for the user; if None, to choose a different --out, and to free space on a full disk.
+        hint: Hint of the error; None suggests a different --out and, if the disk is full, to free
+            space.
 
     Raises:
-        InputError: output_file.
+        InputError: output_file: the path cannot be written.
     """
     try:
         yield

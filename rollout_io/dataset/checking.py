@@ -132,7 +132,7 @@ def _check_shard(vocab_size: int | None, path: str) -> tuple[pl.DataFrame, Check
 
 
 def _are_apart(checkers: Sequence[Checker]) -> bool:
-    """True if no trajectory spans two pieces, and none but the last piece ends inside a trajectory."""
+    """True if no trajectory spans two pieces and only the last piece may end inside a trajectory."""
     ids = [checker.trajectory_ids for checker in checkers]
     is_distinct = len(set().union(*ids)) == sum(len(names) for names in ids)
     return is_distinct and all(checker.open_end is None for checker in checkers[:-1])

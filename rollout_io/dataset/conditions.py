@@ -56,8 +56,9 @@ def condition_of(condition: str | pl.Expr) -> pl.Expr:
     """Parse a condition without opening a file or evaluating a row.
 
     Args:
-        condition: A Polars expression over any columns, or SQL such as `reward > 0 AND agent = 'main'`.
-            An aggregate needs a window: `max(step_index) OVER (PARTITION BY trajectory_id)`.
+        condition: A Polars expression over any columns, or SQL such as `reward > 0 AND agent =
+            'main'`. An aggregate needs a window: `max(step_index) OVER (PARTITION BY
+            trajectory_id)`.
 
     Raises:
         ConfigError: condition: the text is not SQL, or is not a condition on each row.
@@ -87,10 +88,10 @@ def condition_of(condition: str | pl.Expr) -> pl.Expr:
 
 
 def refused(error: Exception, where: str, types: str = "") -> ConfigError:
-    """Convert a Polars error to a user error.
+    """Convert a Polars error to a `ConfigError`.
 
     Args:
-        error: What Polars raised.
+        error: The exception that Polars raised.
         where: The condition.
         types: Result of `types_in`, to name the columns.
     """
@@ -184,7 +185,7 @@ def _first(tree: Any, kinds: dict[str, str]) -> str | None:
 
 
 def _is_bounded(key: str, value: Any) -> bool:
-    """True if a node sees only the rows of a group, or the items of one row's list."""
+    """True if a node is limited to the rows of a group, or to the items of one row's list."""
     if key in _WINDOWS:
         return _first(value.get("partition_by"), {"Column": "a column"}) is not None
     return key == _LIST_SCOPE

@@ -88,7 +88,7 @@ class Place:
 
 @dataclass(slots=True)
 class Places:
-    """Places of the shards of one part, assigned in order.
+    """Assigns places to the shards of one part, in order.
 
     Attributes:
         part: The part being written.
@@ -108,7 +108,7 @@ class Places:
         return cls(Part.of([facts, first.next(is_last=True).after]))
 
     def add(self, table: pa.Table) -> None:
-        """Count the rows of a table, in either layout, as part of the next shard."""
+        """Add the rows of a table, in either layout, to the next shard."""
         self._rows.update("\n".join(table.column("trajectory_id").to_pylist()).encode())
         for name in ("response_ids", "prompt_token_ids", "prompt_suffix_ids"):
             if name in table.column_names:
@@ -141,7 +141,7 @@ def refuse_incomplete(where: str, places: Sequence[Place | None], names: Sequenc
         names: File names of the shards.
 
     Raises:
-        InputError: `shards_complete`.
+        InputError: `shards_complete`: a shard is missing, or from a different dataset.
     """
     writings: dict[str, list[tuple[Place, str]]] = {}
     for place, name in zip(places, names, strict=True):
@@ -155,9 +155,11 @@ def _refuse_gaps(where: str, found: Sequence[tuple[Place, str]]) -> None:
     (first, name), (last, last_name) = found[0], found[-1]
     if (first.part, first.index) != (0, 0):
         raise _incomplete(where, f"the first shard, {name}, is number {_number(first)}; expected 0")
-    for (before, _), (place, name) in pairwise(found):
+    for (before, name_before), (place, name) in pairwise(found):
         if not before.precedes(place):
-            raise _incomplete(where, f"{name} does not follow the shard before it")
+            got = f"{name} does not follow {name_before}"
+            why = "a shard is missing, was renamed, or belongs to a different dataset"
+            raise _incomplete(where, f"{got}: {why}")
     if not last.is_last or last.part != last.num_parts - 1:
         raise _incomplete(where, f"the shards after {last_name} are missing")
 

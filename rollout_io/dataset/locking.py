@@ -1,4 +1,4 @@
-"""File locks held by a process, which are released at once if the process is killed."""
+"""File locks, which the operating system releases when the process ends."""
 
 from __future__ import annotations
 

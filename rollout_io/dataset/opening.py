@@ -35,11 +35,12 @@ def open_input(path: str | os.PathLike[str]) -> BufferedReader:
     """Open a regular file, or a pipe that this process inherited (`<(...)`, `/dev/fd/63`).
 
     Raises:
-        InputError: `input_file`: the input is unreadable, or neither a file nor such a pipe.
+        InputError: `input_file`: the input cannot be read, or is neither a file nor such a pipe.
     """
     where = os.fspath(path)
     try:
-        descriptor = os.open(where, os.O_RDONLY | os.O_NONBLOCK)  # opening a pipe would block
+        # Without O_NONBLOCK, opening a pipe would block.
+        descriptor = os.open(where, os.O_RDONLY | os.O_NONBLOCK)
         mode = os.fstat(descriptor).st_mode
         if stat.S_ISREG(mode):
             return BufferedReader(FileIO(descriptor), _BUFFER_BYTES)
@@ -55,7 +56,7 @@ def open_input(path: str | os.PathLike[str]) -> BufferedReader:
 
 
 def too_many_open_files(error: OSError, where: str) -> InputError | None:
-    """Convert an error about the open-file limit to a user error; None for any other error."""
+    """Return the error to report if the limit of open files was reached; None for other errors."""
     if error.errno not in {errno.EMFILE, errno.ENFILE}:
         return None
     got, hint = "too many open files", "raise the limit: ulimit -n 1024"
@@ -66,7 +67,7 @@ def standard_input() -> BufferedReader:
     """Return standard input, unless it is a device.
 
     Raises:
-        InputError: input_file.
+        InputError: `input_file`: standard input is a device.
     """
     mode = os.fstat(sys.stdin.fileno()).st_mode
     if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
@@ -76,7 +77,7 @@ def standard_input() -> BufferedReader:
 
 
 def refuse_irregular(path: str | os.PathLike[str]) -> None:
-    """Reject anything but a regular file, for libraries that open a path themselves.
+    """Check that a path is a regular file, before a library opens it.
 
     Raises:
         InputError: `input_file`: see `open_input`.

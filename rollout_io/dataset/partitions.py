@@ -34,7 +34,7 @@ def partition_values(shards: Sequence[Location]) -> list[dict[str, pa.Scalar]]:
     """
     found = [_texts(shard) for shard in shards]
     every = found
-    if len(shards) == 1 and shards[0].root is not None:  # one of several
+    if len(shards) == 1 and shards[0].root is not None:  # one shard of a partitioned dataset
         root = Location(shards[0].fs, shards[0].root)
         every = [_texts(Location(root.fs, path, root.path)) for path in root.partitions()]
     for shard, texts in zip(shards, found, strict=True):
@@ -47,16 +47,18 @@ def partition_values(shards: Sequence[Location]) -> list[dict[str, pa.Scalar]]:
 
 
 def with_partition(table: pa.Table, values: Mapping[str, pa.Scalar], where: str) -> pa.Table:
-    """Append columns with one value in all rows; a column that the file has must have that value.
+    """Append columns that have the same value in all rows.
+
+    If the file already has such a column, all its values must equal that value.
 
     Raises:
-        InvariantError: `columns_and_types`: the file has other values.
+        InvariantError: `columns_and_types`: a column of the file has a different value.
     """
     for name, value in values.items():
         if name not in table.column_names:
             table = table.append_column(name, pa.repeat(value, table.num_rows))
         elif not _holds_only(table.column(name), value):
-            got = f"the column {name!r} has other values than the directory {name}={value}"
+            got = f"the column {name!r} has a value that differs from the directory {name}={value}"
             hint = "rename the directory, or drop the column from the file"
             raise InvariantError("columns_and_types", where, got, "", hint)
     return table
@@ -98,7 +100,7 @@ def _decoded(shard: Location, text: str) -> str:
 def _refuse_other_names(shard: Location, names: list[str], expected: list[str]) -> None:
     if names != expected:
         got = f"the directories name the columns {', '.join(names)}"
-        raise _refused(shard, f"{got}, but others {', '.join(expected)}")
+        raise _refused(shard, f"{got}, but other directories name {', '.join(expected)}")
 
 
 def _type_of(name: str, texts: Sequence[str | None]) -> pa.DataType:

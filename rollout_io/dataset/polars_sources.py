@@ -21,7 +21,7 @@ _SETTLES_S = 0.02  # lets Polars' threads finish with the last frame
 
 
 class _Work:
-    """Counter of running sources that can also stop them."""
+    """Counts the running sources, and stops them at exit."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -30,13 +30,13 @@ class _Work:
 
     @contextmanager
     def step(self) -> Iterator[bool]:
-        """Run one step of a source; yields false if the source should stop."""
+        """Enclose one step of a source; yield false if the source must stop."""
         with self._changed:
-            goes_on = not self._ends
+            continues = not self._ends
             self._num_running += 1
             self._was_used = True
         try:
-            yield goes_on
+            yield continues
         finally:
             with self._changed:
                 self._num_running -= 1
@@ -76,8 +76,8 @@ def lazy_frame(pieces: Pieces, schema: pl.Schema) -> pl.LazyFrame:
         names = list(dict.fromkeys([*wanted, *used]))
         frames = pieces(names, predicate if n_rows is None else None)
         while n_rows != 0:
-            with _work.step() as goes_on:
-                frame = next(frames, None) if goes_on else None
+            with _work.step() as continues:
+                frame = next(frames, None) if continues else None
                 if frame is None:
                     return
                 if n_rows is not None:  # the first rows are taken before the predicate is applied

@@ -84,7 +84,7 @@ def is_encoded(table: pa.Table) -> bool:
 
 
 def trajectory_starts(table: pa.Table) -> IntArray:
-    """Return the first row of each trajectory of a valid table, [T]."""
+    """Return the index of the first row of each trajectory of a valid table, [T]."""
     return np.flatnonzero(changes(table.column("trajectory_id").cast(pa.large_string())))
 
 
@@ -94,7 +94,7 @@ def find_parents(prompts: Ragged, responses: Ragged, starts: IntArray) -> tuple[
     Args:
         prompts: Prompts of N rows.
         responses: Responses of N rows.
-        starts: [T] first row of each trajectory.
+        starts: [T] index of the first row of each trajectory.
 
     Returns:
         parent: [N] index of the parent within the trajectory, -1 for a root.

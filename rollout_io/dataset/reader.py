@@ -80,7 +80,7 @@ def iter_tables(
 
     Raises:
         ConfigError: A column does not exist.
-        InputError: A file is unreadable.
+        InputError: A file cannot be read.
     """
     shards = _open_shards(path)
     schema = _schema_of(shards)
@@ -122,7 +122,7 @@ def read(path: PathLike, columns: Sequence[str] | None = None) -> pa.Table:
 
 
 def read_metadata(path: PathLike) -> DatasetMetadata:
-    """Return the metadata of a dataset, from its first shard, or from all if it is partitioned.
+    """Return the metadata of a dataset: of its first shard, or of all shards if it is partitioned.
 
     Raises:
         InputError: `file_metadata`: the metadata of partitions contradict each other.
@@ -134,19 +134,19 @@ def read_metadata(path: PathLike) -> DatasetMetadata:
 
 
 def footers(path: PathLike) -> list[dict[bytes, bytes]]:
-    """Return the key-value metadata of each shard; those of a directory must be complete."""
+    """Return the key-value metadata of each shard, after checking that no shard is missing."""
     return [shard.pairs for shard in _open_shards(path)]
 
 
 def refuse_mixed_types(shards: Sequence[Location], where: str) -> None:
-    """Raise an error if a column has different types in the shards of a dataset.
+    """Check that each column has one type in all shards of a dataset.
 
     Args:
         shards: The shards.
-        where: What they were made from, for the message.
+        where: Source of the dataset, for the message.
 
     Raises:
-        InvariantError: `columns_and_types`.
+        InvariantError: `columns_and_types`: a column has different types in two shards.
     """
     if shards:
         _unified([_Shard.open(shard) for shard in shards], where)
@@ -173,9 +173,9 @@ _CACHED_BYTES = 64 << 20
 
 
 class RowReader:
-    """Reads some rows of a valid dataset by their position; only their row groups are read.
+    """Reads rows of a valid dataset by position, and only the row groups that contain them.
 
-    Row groups that were read last are kept, up to 64 MiB. May be shared by threads.
+    The most recently used row groups are cached, up to 64 MiB. Threads may share a reader.
 
     Args:
         path: Directory, glob or file, local or an fsspec URL.
@@ -202,8 +202,9 @@ class RowReader:
         """Read adjacent rows.
 
         Args:
-            begin: First row; of a trajectory, if `names` includes `prompt_token_ids`.
-            end: End of the rows; of a trajectory, if `names` includes `prompt_token_ids`.
+            begin: First row. If `names` includes `prompt_token_ids`, it must begin a trajectory.
+            end: Row after the last one. If `names` includes `prompt_token_ids`, the last row must
+                end a trajectory.
             names: Columns of the logical table, in the order of the result.
         """
         parts = [empty_table(pa.schema([self.schema.field(name) for name in names]))]
@@ -217,7 +218,7 @@ class RowReader:
         return pa.concat_tables(parts, promote_options="permissive")
 
     def take(self, rows: IntArray, names: Sequence[str]) -> pa.Table:
-        """Read rows at any positions, in their order; not `prompt_token_ids`, which needs `rows`.
+        """Read rows at any positions, in order; read `prompt_token_ids` with `rows` instead.
 
         Args:
             rows: [K] positions in ascending order.
@@ -248,7 +249,7 @@ class RowReader:
             table = shard.row_group(index, names)
         with self._lock:
             if table.nbytes <= _CACHED_BYTES:
-                self._cached[number, names] = table  # the last one was used last
+                self._cached[number, names] = table  # the cache is ordered by last use
             while sum(known.nbytes for known in self._cached.values()) > _CACHED_BYTES:
                 self._cached.pop(next(iter(self._cached)))
         return table
@@ -290,7 +291,7 @@ class _Shard:
     def open(
         cls, location: Location, partition: Mapping[str, pa.Scalar] = MappingProxyType({})
     ) -> _Shard:
-        """Open a file.
+        """Open a shard, and check its footer.
 
         Args:
             location: Path of the file.
@@ -312,8 +313,8 @@ class _Shard:
     ) -> Iterator[tuple[int, pa.Table]]:
         """Yield row groups in their stored layout, upgraded to the current schema version.
 
-        Row groups in which no row satisfies `predicate` are skipped.
-        List and string columns have plain types, even if the file has large or view types.
+        Row groups in which no row satisfies `predicate` are skipped. List and string columns have
+        plain types, even if the file has large or view types.
         """
         with self._opened() as file:
             for index in range(self._footer.num_row_groups):
@@ -321,7 +322,7 @@ class _Shard:
                     yield index, self._row_group(file, index, names)
 
     def row_group(self, index: int, names: Sequence[str]) -> pa.Table:
-        """Return one row group, as `row_groups` yields it."""
+        """Return one row group, in the same form as `row_groups`."""
         with self._opened() as file:
             return self._row_group(file, index, names)
 
@@ -365,10 +366,11 @@ class _Shard:
 
 
 def _open_shards(path: PathLike) -> list[_Shard]:
-    """Open all shards of a dataset; those of each directory must be complete.
+    """Open all shards of a dataset, and check that each directory is complete.
 
     Raises:
-        InputError: There is no dataset; `readable_file`; `shards_complete`; `file_metadata`.
+        InputError: There is no dataset, or `readable_file`, `shards_complete`, `file_metadata`: it
+            is damaged or incomplete.
     """
     found = find_shards(path)
     shards = [
@@ -387,7 +389,7 @@ def _open_shards(path: PathLike) -> list[_Shard]:
 
 
 def _common_metadata(shards: Sequence[_Shard]) -> DatasetMetadata:
-    """Combine the metadata of partitions, which must agree on what the rows are."""
+    """Combine the metadata of partitions, which must not contradict each other."""
     found = {s.location.path: DatasetMetadata.decode(s.pairs) for s in shards}
     returns = {path: metadata.outcome or "last" for path, metadata in found.items()}
     first = next(iter(returns))
@@ -403,7 +405,7 @@ def upgraded(table: pa.Table, pairs: dict[bytes, bytes]) -> pa.Table:
 
 @contextmanager
 def _source(location: Location) -> Iterator[Any]:
-    """Open the bytes of a Parquet file."""
+    """Open a Parquet file as a stream of bytes."""
     if location.is_local:
         refuse_irregular(location.path)
         source = pa.OSFile(os.fsencode(location.path))  # bytes: a name need not be UTF-8
@@ -415,7 +417,7 @@ def _source(location: Location) -> Iterator[Any]:
 
 @contextmanager
 def _readable(location: Location, row_group: int | None = None) -> Iterator[None]:
-    """Convert the errors of Parquet readers on a damaged file to a user error with the path."""
+    """Convert the errors that Parquet readers raise for a damaged file to an `InputError`."""
     try:
         yield
     except (pa.ArrowException, OSError, EOFError, UnicodeError, binascii.Error) as error:

@@ -19,7 +19,7 @@ from schemas.errors import InputError, InvariantError, count
 SHARD_PREFIX = "part-"
 SHARD_SUFFIX = ".parquet"
 _EXTRAS = {"https": "http", "gs": "gcs"}  # extras of fsspec by protocol
-_ROOT_MARK = "/./"  # as in rsync: the directories after it are those of the dataset
+_ROOT_MARK = "/./"  # as in rsync: separates the dataset's directory from the path inside it
 _PARTITION = re.compile(r"[^._=][^=]*=.*")
 PARTITION_HINT = "name the directories COLUMN=VALUE, with the same columns everywhere"
 STAGING = ".converting"  # directory of an unfinished conversion; readers skip hidden names
@@ -30,8 +30,8 @@ class Location:
     """A path on a filesystem.
 
     Attributes:
-        root: Directory of the dataset if the directories between it and the file name columns
-            (`rollout_io.dataset.partitions`); else None.
+        root: Directory of the dataset if it is partitioned (`rollout_io.dataset.partitions`);
+            otherwise None.
     """
 
     fs: Any
@@ -76,10 +76,10 @@ class Location:
         return [path for folder in inner for path in (*folder.shards(), *folder.partitions())]
 
     def refuse_partitions(self) -> None:
-        """Raise an error if this directory holds a partitioned dataset: nothing is added to one.
+        """Check that this directory does not hold a partitioned dataset, which cannot be extended.
 
         Raises:
-            InputError: `out_is_free`.
+            InputError: `out_is_free`: the directory holds a partitioned dataset.
         """
         if self.fs.exists(self.path) and (found := self.partitions()):
             raise occupied(self.path, len(found))
@@ -90,7 +90,7 @@ class Location:
 
     @property
     def url(self) -> str:
-        """A URL for `find_shards` in another process."""
+        """URL of the file, from which `find_shards` restores this location."""
         path = self.path
         if self.root is not None:
             path = self.root + _ROOT_MARK + path.removeprefix(self.root).lstrip("/")
@@ -157,7 +157,7 @@ def find_shards(path: str | os.PathLike[str]) -> list[Location]:
 
 
 def _refuse_unpartitioned(root: Location) -> None:
-    """Raise an error if a shard is beside the partitions of a dataset, or deeper than these."""
+    """Check that all shards of a partitioned dataset are in directories named `COLUMN=VALUE`."""
     deeper = [path.removeprefix(root.path).lstrip("/") for path in root.fs.find(root.path)]
     for name in [*map(posixpath.basename, root.shards()), *deeper]:
         *folders, file = name.split("/")
@@ -177,10 +177,10 @@ def occupied(where: str, num_shards: int) -> InputError:
 
 
 def refuse_inside(out: str | os.PathLike[str], dataset: str | os.PathLike[str]) -> None:
-    """Raise an error if `out` is below the directory `dataset`, whose readers would find its files.
+    """Check that `out` is not inside the directory `dataset`, whose readers would find its files.
 
     Raises:
-        InputError: `out_is_free`.
+        InputError: `out_is_free`: `out` is inside `dataset`.
     """
     target, source = (
         os.path.realpath(p.path) if p.is_local else p.path for p in map(Location.of, (out, dataset))
@@ -203,7 +203,7 @@ def publish(written: Location, final: Location) -> None:
         InputError: Another writer published a file of this name first.
     """
     if final.fs.exists(final.path):
-        got = "the file was already written by a different writer"
+        got = "a different writer has already written this file"
         hint = "pass append=True to writers that share a directory"
         raise InputError("out_is_free", final.path, got, "", hint)
     move(written, final)

@@ -45,8 +45,8 @@ class RolloutWriter:
     Args:
         path: Directory, local or an fsspec URL.
         layout: `prefix` (prompts refer to earlier steps) or `full`.
-        metadata: Metadata of the files; None: the metadata of the first table, if it is from
-            `read`.
+        metadata: Metadata of the files; None uses the metadata of the first table, which tables
+            from `read` have.
         append: If true, add shards to an existing directory; several writers may share it.
         row_group_rows: Maximum rows of a row group, unless one trajectory has more.
         shard_bytes: Size in bytes, encoded but uncompressed, after which a new shard begins.
@@ -231,7 +231,7 @@ class RolloutWriter:
 
 
 class _Shard:
-    """One shard under its temporary name."""
+    """A shard that is being written under a temporary name."""
 
     def __init__(self, folder: Location, final: Location, schema: pa.Schema) -> None:
         self.schema, self.num_bytes = schema, 0
@@ -310,7 +310,7 @@ def _close(file: Any) -> None:
 
 @contextmanager
 def _writable(final: Location) -> Iterator[None]:
-    """Convert errors about a full disk or an unsupported type to a user error with the path."""
+    """Convert errors of the filesystem and of unsupported types to errors with the path."""
     try:
         with writable(final.path):
             yield
@@ -344,7 +344,7 @@ def _leaves(path: str, kind: pa.DataType) -> list[str]:
 
 
 def _concat(tables: list[pa.Table]) -> pa.Table:
-    """Concatenate tables; a column that some tables lack is null there."""
+    """Concatenate tables; columns that a table lacks are filled with nulls."""
     try:
         return pa.concat_tables(tables, promote_options="permissive").replace_schema_metadata(None)
     except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:

@@ -15,7 +15,7 @@ TEMPLATES = {
     KEEPS_ALL: "everything in a conversation: all roles, tools, tool calls, thinking",
     "qwen3_acc_thinking": "tools and tool calls; keeps the thinking in every message's content",
     "qwen3_with_thinking": "system, user and assistant; content unchanged",
-    "qwen3_without_thinking": "the same, but only the last assistant message keeps its thinking",
+    "qwen3_without_thinking": "like qwen3_with_thinking, but removes thinking from earlier answers",
 }
 """Templates in the package, for ChatML tokenizers (`<|im_start|>`, `<|im_end|>`), with summaries.
 
@@ -26,9 +26,9 @@ TEMPLATES = {
   content verbatim, thinking kept in every message ("accumulated"), so that new messages never
   change earlier text. `reasoning_content` is not rendered: put thinking into the content.
 - qwen3_with_thinking: plain ChatML (system, user, assistant), content verbatim. No tools.
-- qwen3_without_thinking: the same, but every assistant message except the conversation's last
-  loses everything up to its last </think>. Re-tokenization renders each message as the last one
-  (see `encode_messages`), so the result equals that of qwen3_with_thinking.
+- qwen3_without_thinking: like qwen3_with_thinking, but everything up to the last </think> is
+  removed from each assistant message except the conversation's last. Re-tokenization renders each
+  message as the last one (see `encode_messages`), so both templates give the same result.
 """
 
 

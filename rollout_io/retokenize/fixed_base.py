@@ -85,12 +85,12 @@ def encode_messages(
         where: Name of the conversation, for errors.
 
     Returns:
-        [tokens] int32; empty for no messages.
+        [tokens] int32; empty if there are no messages.
 
     Raises:
         InputError: chat_template: the template raised an error; fixed_base: the base is not a
-            prefix of base + messages; generation_prompt: the template needs one but has
-            none; message; tool_arguments; tokenizer.
+            prefix of base + messages; generation_prompt: the template needs one but has none;
+            message, tool_arguments or tokenizer: a message is invalid.
 
     Example:
         With Qwen3's tokenizer and template:
@@ -137,7 +137,7 @@ def encode_pieces(
     cut = len(base.anchor_ids)
     for ids, place in zip(all_ids, places, strict=True):
         if ids[:cut] != base.anchor_ids:
-            got = "a token spans the end of the base conversation and the message"
+            got = "a token spans the end of the base conversation and the start of the message"
             hint = "use the chat template of this model: its markers must be special tokens"
             raise _not_a_prefix(place, got, hint)
     return [Piece(text, ids[cut:]) for text, ids in zip(texts, all_ids, strict=True)]
@@ -171,7 +171,7 @@ def _fixed_base(tokenizer: ChatTokenizer, tools_json: str) -> FixedBase:
     anchor = text[max(start, 0) :]
     ids, anchor_ids, both = tokenizer.encode([text, anchor, anchor + header], [where] * 3)
     if ids[len(ids) - len(anchor_ids) :] != anchor_ids:
-        # After the tail, the text is tokenized differently: use the entire base as context.
+        # The tail alone is tokenized differently: use the entire base as context.
         anchor, anchor_ids = text, ids
         (both,) = tokenizer.encode([prompted], [where])
     return FixedBase(text, anchor, anchor_ids, header, both[len(anchor_ids) :])

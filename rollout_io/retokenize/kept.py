@@ -37,7 +37,7 @@ class _Part(NamedTuple):
 def refuse_dropped(
     messages: Messages, text: str, tokenizer: ChatTokenizer, tools: Tools | None, where: str
 ) -> None:
-    """Raise an error if the template drops a part of a message.
+    """Check that the template drops no part of a message.
 
     Args:
         messages: Normalised messages, rendered together.
@@ -47,7 +47,7 @@ def refuse_dropped(
         where: Name of the messages, for errors.
 
     Raises:
-        InputError: `text_kept`.
+        InputError: `text_kept`: the template drops a part of a message.
     """
     base = fixed_base(tokenizer, tools, where).text
     for i, message in enumerate(messages):
@@ -61,7 +61,7 @@ def refuse_dropped(
 def refuse_dropped_texts(
     messages: Messages, text: str, tokenizer: ChatTokenizer, where: str
 ) -> None:
-    """Raise an error if a prompt lacks the content of one of its messages.
+    """Check that a prompt contains the content of each of its messages.
 
     Reasoning may be missing: some templates drop it from earlier answers, and the engine used the
     same template.
@@ -73,7 +73,7 @@ def refuse_dropped_texts(
         where: Name of the conversation, for errors.
 
     Raises:
-        InputError: `text_kept`.
+        InputError: `text_kept`: the content of a message is missing.
     """
     for i, message in enumerate(messages):
         content = _THINK.split(message["content"])[-1].strip()

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from schemas.metadata import DatasetMetadata
 
 FILES = ("tokenizer*", "vocab.*", "*.model", "*.tiktoken", "tekken.json")
-"""Names of the files of a tokenizer, as patterns; a directory holds at least one of them."""
+"""Glob patterns of tokenizer files; a tokenizer directory has a file that matches one of them."""
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
@@ -41,7 +41,7 @@ def find_tokenizer(name: str | None) -> str | None:
 
 
 def remembered_tokenizer(metadata: DatasetMetadata) -> str | None:
-    """Return the local directory of a dataset's tokenizer, if it is here and unchanged; else None."""
+    """Return the local directory of a dataset's tokenizer; None if it is missing or has changed."""
     directory = find_tokenizer(metadata.tokenizer) if metadata.tokenizer_fingerprint else None
     if directory is None or find_spec("tokenizers") is None:
         return None
@@ -68,16 +68,16 @@ def tokenizer_directory(name: str) -> str:
     found = find_tokenizer(name)
     if found is not None:
         return found
-    got = "it is neither a directory nor a model in the local Hugging Face cache"
+    got = "the tokenizer is neither a directory nor a model in the local Hugging Face cache"
     hint = f"download it: hf download {name} --include 'tokenizer*' '*.jinja'; or pass a directory"
     raise InputError("tokenizer", name, got, "", hint)
 
 
 def refuse_no_tokenizer(name: str) -> None:
-    """Reject a path that is not a directory with a tokenizer; any Hub id passes.
+    """Check that a path is a directory with a tokenizer; Hub ids are not checked.
 
     Raises:
-        InputError: `tokenizer`.
+        InputError: `tokenizer`: the path does not exist, or is not such a directory.
     """
     path, hint = Path(name), "pass the directory of a downloaded model"
     if path.is_dir():
@@ -85,7 +85,8 @@ def refuse_no_tokenizer(name: str) -> None:
             return
         got = "the directory contains no tokenizer"
     elif path.exists():
-        got, hint = "it is not a directory", f"pass the directory of the tokenizer: {path.parent}"
+        got = "the path is not a directory"
+        hint = f"pass the directory of the tokenizer: {path.parent}"
     elif _HUB_ID.fullmatch(name):
         return
     else:

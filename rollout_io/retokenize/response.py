@@ -86,12 +86,13 @@ def retokenize(
         tokenizer: From `load_tokenizer`.
         tools: Tool schemas for the template.
         logprobs: Log-probabilities of each assistant message's span, nats; None if unknown.
-        num_given: Number of leading messages that are part of the prompt whatever their role, such
-            as few-shot examples or a shortened history; the first answer comes after these.
+        num_given: Number of leading messages that are part of the prompt regardless of their roles,
+            such as few-shot examples or a shortened history; the first answer comes after them.
         where: Name of the conversation, for errors.
 
     Raises:
-        InputError: retokenize: no answer, or nothing before it; otherwise as `encode_response`.
+        InputError: retokenize: the conversation has no answer, or begins with one; otherwise as for
+            `encode_response`.
 
     Example:
         With SmolLM2's tokenizer and template ("<|im_start|>" is 1, "<|im_end|>" 2, newline 198):
@@ -140,8 +141,8 @@ def encode_response(
     Raises:
         InputError: message_role: an unsupported role; generation_prompt: an assistant message that
             does not begin with the generation prompt, or renders to nothing after it; text_kept:
-            the template drops a part of a message; otherwise as `encode_messages`.
-        InvariantError: lengths_align: a wrong number of lists or values.
+            the template drops a part of a message; otherwise as for `encode_messages`.
+        InvariantError: lengths_align: `logprobs` does not have one value per generated token.
 
     Example:
         With SmolLM2's tokenizer and template:
@@ -294,6 +295,6 @@ def _check_given_calls(
     for index, message in enumerate(messages):
         if message.get("tool_calls"):
             place = f"{where}, message {index}"
-            said = {k: v for k, v in message.items() if k != "reasoning_content"}
-            text = tokenizer.render([*BASE, said], tools, where=place).removeprefix(base)
-            refuse_dropped([said], text, tokenizer, tools, place)
+            shown = {k: v for k, v in message.items() if k != "reasoning_content"}
+            text = tokenizer.render([*BASE, shown], tools, where=place).removeprefix(base)
+            refuse_dropped([shown], text, tokenizer, tools, place)

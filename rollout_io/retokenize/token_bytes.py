@@ -1,4 +1,4 @@
-"""The bytes of each token of a vocabulary: a token may hold a part of a character only."""
+"""The bytes of each token of a vocabulary; a token may hold only part of a character."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TokenBytes:
     """The bytes of the tokens 0..V-1, concatenated.
 
     Attributes:
-        name: The file that they were read from.
+        name: File from which the vocabulary was read.
         values: Bytes of all tokens.
         offsets: [V + 1] token i is `values[offsets[i]:offsets[i + 1]]`.
     """
@@ -39,12 +39,12 @@ class TokenBytes:
     offsets: npt.NDArray[np.int64]
 
     def lengths(self, ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
-        """[K] Return the number of bytes of each token; 0 for an unknown one."""
+        """Return the number of bytes of each token, [K]; 0 for unknown ids."""
         begins, ends = self._bounds(ids)
         return ends - begins
 
     def to_arrow(self, ids: npt.NDArray[np.int32]) -> pa.Array:
-        """[K] Return the bytes of each token as Arrow `binary`; empty for an unknown one."""
+        """Return the bytes of each token as Arrow `binary`, [K]; empty for unknown ids."""
         begins, ends = self._bounds(ids)
         values = gather(self.values, begins, ends - begins)
         offsets = offsets_of(ends - begins).astype(np.int32)
@@ -82,14 +82,14 @@ class TokenBytes:
 def load_token_bytes(path: str) -> TokenBytes:
     """Read the bytes of the tokens of a local tokenizer.
 
-    Byte-level vocabularies (GPT-2, Llama 3, Qwen) and SentencePiece's with byte fallback are mapped
-    exactly. Special tokens are their names.
+    The bytes are exact for byte-level vocabularies (GPT-2, Llama 3, Qwen) and for SentencePiece
+    vocabularies with byte fallback. The bytes of a special token are its name.
 
     Args:
         path: A `tokenizer.json`, its directory, or a model in the local Hugging Face cache.
 
     Raises:
-        InputError: tokenizer, input_file.
+        InputError: tokenizer or input_file: the tokenizer does not exist or cannot be read.
     """
     given = Path(path)
     file = given if given.is_file() else Path(tokenizer_directory(path)) / "tokenizer.json"
@@ -105,14 +105,14 @@ def load_token_bytes(path: str) -> TokenBytes:
 
 
 def _converted(directory: str) -> str:
-    """Return the `tokenizer.json` that Transformers makes of other files."""
+    """Return a `tokenizer.json`, which Transformers creates from other tokenizer files."""
     from rollout_io.retokenize.tokenizer import load_tokenizer
 
     with requires_extra("text", "--tokenizer"):
         backend = load_tokenizer(directory, needs_template=False).backend
     fast = getattr(backend, "backend_tokenizer", None)
     if fast is None:
-        got = "the tokenizer has no tokenizer.json, and none can be made from its files"
+        got = "the tokenizer has no tokenizer.json, and Transformers cannot create one"
         raise InputError("tokenizer", directory, got)
     return str(fast.to_str())
 
@@ -130,7 +130,7 @@ def _parsed(tokenizer: Mapping[str, Any], name: str) -> TokenBytes:
         pieces[added["id"]] = added["content"].encode("utf-8", "replace")
     size = 1 + max(pieces, default=-1)
     if not 0 < size <= _MAX_TOKENS or min(pieces, default=0) < 0:
-        raise ValueError(f"token ids up to {size - 1}")
+        raise ValueError(f"the token ids are not in 0..{_MAX_TOKENS - 1}")
     ordered = [pieces.get(i, b"") for i in range(size)]
     values = np.frombuffer(b"".join(ordered), np.uint8)
     return TokenBytes(name, values, offsets_of(np.array([len(p) for p in ordered], np.int64)))
@@ -144,7 +144,7 @@ def _decoders(decoder: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
 
 
 def _speller(decoders: Sequence[Mapping[str, Any]], continuing: str) -> Any:
-    """Return the function from a token's name to its bytes."""
+    """Return the function that converts a token's name to its bytes."""
     kinds = {str(decoder.get("type")) for decoder in decoders}
     if "ByteLevel" in kinds:
         table = _byte_of_char()
@@ -175,7 +175,7 @@ def _from_word_piece(token: str, continuing: str) -> bytes:
 
 
 def _byte_of_char() -> dict[str, int]:
-    """Return the printable character that stands for each byte in byte-level vocabularies."""
+    """Return the byte that each character represents in byte-level vocabularies."""
     shown = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in shown]
     table = {chr(byte): byte for byte in shown}

@@ -82,10 +82,13 @@ class ChatTokenizer:
         return template_fingerprint(text)
 
     def added_text(self, *, system: bool) -> str:
-        """Return text that the chat template adds to a user message, optionally after a system one.
+        """Return the text that the chat template adds to a user message.
 
-        Special tokens and role names are omitted. Empty if nothing is added or there is no
-        template.
+        Special tokens and role names are omitted. The result is empty if nothing is added or there
+        is no template.
+
+        Args:
+            system: If true, a system message precedes the user message.
         """
         roles = ("system", "user") if system else ("user",)
         messages = [{"role": role, "content": f"the-{role}-text"} for role in roles]
@@ -201,13 +204,15 @@ def load_tokenizer(
 
     Args:
         path: Directory of a downloaded model, or its Hub id if it is in the local cache.
-        chat_template: Name or file of a template (`find_template`); None: the tokenizer's own.
-        needs_template: If true, reject a tokenizer without a template; encoding text needs none.
+        chat_template: Name or file of a template (`find_template`); None uses the tokenizer's.
+        needs_template: If true, reject a tokenizer without a template. Plain text can be encoded
+            without one.
 
     Raises:
-        InputError: input_file: one of its files is not a regular file; tokenizer: not a
-            directory, or it cannot be loaded; chat_template: unknown template, or the tokenizer has
-            none; extra_installed: `transformers` is missing.
+        InputError: input_file: one of its files is not a regular file; tokenizer: it does not exist
+            or cannot be loaded; chat_template: the tokenizer has no template.
+        ConfigError: chat_template: `chat_template` is unknown or cannot be read.
+        MissingExtra: extra_installed: `transformers` is not installed.
     """
     where = os.fspath(path)
     directory = tokenizer_directory(where)

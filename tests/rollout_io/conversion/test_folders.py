@@ -52,7 +52,7 @@ def test_all_logs_of_a_directory_are_found_and_the_other_files_are_left(
     assert run(["convert", *arguments, "--out", str(out)]) == 0
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith("2 sessions (calls), ")
-    assert lines[0].endswith(" runs (verifiers); left 4 other files")
+    assert lines[0].endswith(" runs (verifiers); skipped 4 other files")
     assert f"{out} is up to date with these logs; nothing to do" in lines
 
 

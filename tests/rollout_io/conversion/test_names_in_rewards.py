@@ -50,7 +50,7 @@ def test_a_name_that_fits_several_runs_is_an_error_that_lists_them(calls, name, 
     log = write(tmp_path / "log.jsonl", *map(call, calls))
     error = refusal([log], tmp_path / "ds", rewarded(tmp_path, name))
     assert (error.rule, error.where) == ("session_name", f"{tmp_path / 'rewards.jsonl'}:1")
-    assert error.got == f"session {name!r} may be any of {names}"
+    assert error.got == f"session {name!r} matches {names}"
 
 
 def test_a_name_of_no_run_is_a_rejected_record_and_its_hint_names_a_run_of_the_log(tmp_path):

@@ -36,7 +36,7 @@ def test_a_pattern_stands_for_its_files_in_natural_order_and_foreign_ones_are_le
     assert run(["convert", f"{logs}/*.jsonl", "--out", str(out)]) == 0
     names = [f"{logs}/{name}.jsonl" for name in ("a9", "a10")]
     assert rollout_io.read_metadata(out).made_by[0]["inputs"] == names
-    assert "2 sessions (calls); left 1 other file\n" in capsys.readouterr().err
+    assert "2 sessions (calls); skipped 1 other file\n" in capsys.readouterr().err
     assert convert([f"{logs}/*.jsonl"], out).was_done
 
 

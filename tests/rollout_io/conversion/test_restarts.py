@@ -21,4 +21,4 @@ def test_attempts_that_begin_again_under_one_session_are_counted(tmp_path, promp
         [write(tmp_path / "calls.jsonl", records)], tmp_path / "ds"
     ).summary
     assert summary.num_restarted == num_restarted
-    assert ("with a return to the first prompt" in summary.text("ds")) == bool(num_restarted)
+    assert ("in which the first prompt recurs" in summary.text("ds")) == bool(num_restarted)

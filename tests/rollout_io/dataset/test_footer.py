@@ -56,7 +56,7 @@ def test_a_dataset_with_all_its_shards_is_read_in_order(tmp_path):
     ("missing", "names"),
     [
         (0, "the first shard, part-00001.parquet, is number 1; expected 0"),
-        (2, "part-00003.parquet does not follow the shard before it"),
+        (2, "part-00003.parquet does not follow part-00001.parquet: a shard is missing"),
         (3, "the shards after part-00002.parquet are missing"),
     ],
 )
@@ -80,7 +80,7 @@ def test_a_shard_of_another_dataset_under_the_same_name_is_named(metadata, tmp_p
     shards = sharded(tmp_path / "ds")
     others = sharded(tmp_path / "others", trajectories(4, length=2), metadata=metadata)
     shards[1].write_bytes(others[1].read_bytes())
-    assert "part-00002.parquet does not follow the shard before it" in refusal(tmp_path / "ds")
+    assert "part-00002.parquet does not follow part-00000.parquet" in refusal(tmp_path / "ds")
 
 
 def test_a_missing_chunk_of_a_conversion_is_named_and_so_is_one_of_a_merge(tmp_path):

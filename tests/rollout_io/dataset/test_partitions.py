@@ -124,7 +124,9 @@ def test_nested_directories_are_several_columns(tmp_path):
     assert values(tmp_path / "DS", "run") == ["a", "a", "b", "b"]
     assert values(tmp_path / "DS", "seed") == [1, 1, 2, 2]
     write(tmp_path / "DS" / "run=c", "c")
-    with pytest.raises(InvariantError, match="name the columns run, but others run, seed"):
+    with pytest.raises(
+        InvariantError, match="name the columns run, but other directories name run, seed"
+    ):
         rollout_io.read(tmp_path / "DS")
 
 

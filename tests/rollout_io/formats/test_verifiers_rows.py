@@ -213,6 +213,6 @@ def test_a_tokenizers_name_will_do_where_all_tokens_are_exact_and_text_needs_its
     assert DatasetMetadata.decode(table.schema.metadata).tokenizer == "org/model"
     with pytest.raises(
         RolloutError,
-        match=r"org/model: it is neither a directory nor a model in the local .*\[tokenizer\]",
+        match=r"org/model: the tokenizer is neither a directory nor a model in the local .*\[tokenizer\]",
     ):
         read_log(PEER / "legacy" / "text" / "results.jsonl", exact)

@@ -99,7 +99,7 @@ def unusable(tmp_path):
     return {
         "empty": "the directory contains no tokenizer",
         "none": "the tokenizer directory does not exist",
-        "file": "it is not a directory",
+        "file": "the path is not a directory",
     }
 
 
