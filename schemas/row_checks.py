@@ -156,7 +156,7 @@ def check_segments(view: View) -> Iterator[pl.DataFrame]:
     bad = (start < before_end) | (spans.length < 1) | (end > limit)
     bad |= spans.step_index < before_step
     index, rows = _first_per_row(spans.row, bad)
-    got = [f"{start[i]}..{end[i]} of step {spans.step_index[i]}" for i in index]
+    got = [f"the range {start[i]}..{end[i]} of step {spans.step_index[i]}" for i in index]
     expected = [f"ordered, disjoint ranges inside 0..{limit[i]}" for i in index]
     sentence = "{column} contains {got}; expected {expected}"
     yield view.breaches("segments_in_range", rows, "segments", got, expected, sentence)

@@ -91,6 +91,8 @@ def _ids(step: Step) -> list[int]:
 def _other(step: Step, directory: str, decoded: str, text: str) -> InputError:
     got = f"{directory} decodes the response ids to {shortened(decoded)}"
     got += f", but the logged text is {shortened(text)}"
-    hint = "pass the tokenizer of the model that sampled them, or check that ids and text belong "
+    hint = (
+        "pass the tokenizer of the model that sampled the ids, or check that ids and text belong "
+    )
     hint += "to the same call"
     return InputError("other_tokenizer", step.source, got, "", hint)

@@ -82,7 +82,7 @@ def condition_of(condition: str | pl.Expr) -> pl.Expr:
         raise ConfigError("condition", where, found, "a condition on each row", _HINT)
     if (found := _first(tree, _ACROSS_ROWS)) is not None:
         got, expected = f"{found} over the entire dataset", "a condition on each row"
-        hint = "name the group: max(step_index) OVER (PARTITION BY trajectory_id)"
+        hint = "aggregate over groups: max(step_index) OVER (PARTITION BY trajectory_id)"
         raise ConfigError("condition", where, got, expected, hint)
     return condition
 

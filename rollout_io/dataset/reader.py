@@ -465,7 +465,7 @@ def _unified(shards: Sequence[_Shard], where: str) -> pa.Schema:
         return pa.unify_schemas([s.schema for s in shards], promote_options="permissive")
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
         got = f"the shards have different types for a column: {error}"
-        hint = "give the column one type everywhere, or keep its values in separate datasets"
+        hint = "give the column the same type in all shards, or split the dataset"
         raise InvariantError("columns_and_types", where, got, "", hint) from None
 
 

@@ -139,7 +139,9 @@ class ChatTokenizer:
                 assistant_masks: the template has no such blocks.
         """
         if not _MARK.search(str(self.backend.chat_template or "")):
-            hint = "set chat_template = qwen3_without_thinking, or a file with such marks"
+            hint = (
+                "set chat_template to qwen3_without_thinking, or to a template file with such marks"
+            )
             got = "the chat template has no {% generation %} marks around assistant text"
             raise InputError("assistant_masks", where, got, "", hint)
         self.render(messages, where=where)
