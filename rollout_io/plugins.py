@@ -20,8 +20,8 @@ class Plugin(NamedTuple):
     """One entry point.
 
     Attributes:
-        name: Name in its group.
-        value: Object that it refers to: "package.module:attribute".
+        name: Name of the entry point.
+        value: Reference to its object: "package.module:attribute".
     """
 
     name: str
@@ -33,7 +33,7 @@ class Plugin(NamedTuple):
         return self._parts()[0]
 
     def load(self) -> Any:
-        """Import the module and return the object; the module if there is no attribute."""
+        """Import the module and return the object, or the module if no attribute is named."""
         module, attributes = self._parts()
         return reduce(getattr, filter(None, attributes.split(".")), import_module(module))
 
@@ -60,7 +60,7 @@ def plugins(group: str) -> list[Plugin]:
 
 
 def _are_directories() -> bool:
-    """False if a package may be in an archive or an egg, or be found by an import hook."""
+    """True unless a package may be in an archive or egg, or be found by an import hook."""
     finders = (finder for finder in sys.meta_path if finder is not PathFinder)
     if any(hasattr(finder, "find_distributions") for finder in finders):
         return False
@@ -68,7 +68,7 @@ def _are_directories() -> bool:
 
 
 def _distributions() -> Iterator[Path]:
-    """Yield the metadata directories; the first one of a package hides others of its name."""
+    """Yield the metadata directory of each package, from the first path that has one."""
     seen = set()
     for folder in sys.path:
         try:

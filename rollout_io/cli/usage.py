@@ -101,7 +101,7 @@ def _value_hint(error: click.BadParameter, option: click.Option, ctx: click.Cont
 
 
 def _closest(name: str, known: Sequence[str]) -> list[str]:
-    """Return the known name that is most like another one; empty if none is."""
+    """Return the known name that is most similar to `name`, as a list; empty if none is similar."""
     import difflib
 
     return difflib.get_close_matches(name, known, 1)
