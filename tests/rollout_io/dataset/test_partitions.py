@@ -142,7 +142,7 @@ def test_a_column_of_the_file_must_agree_with_its_directory(tmp_path):
     write(tmp_path / "DS" / "run=a", "a", run=["a", "a"])
     assert values(tmp_path / "DS", "run") == ["a", "a"]
     write(tmp_path / "DS" / "run=b", "b", run=["b", "c"])
-    with pytest.raises(InvariantError, match=r"the column 'run' has other values .* run=b"):
+    with pytest.raises(InvariantError, match=r"the column 'run' has a value that differs .* run=b"):
         rollout_io.read(tmp_path / "DS")
 
 
