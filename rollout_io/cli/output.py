@@ -91,7 +91,8 @@ def going_on(how: Callable[[], str], waits_for: str | None = None) -> Iterator[N
 
     Args:
         how: Returns how to resume.
-        waits_for: Work that ends before the verb stops, if it takes long: see `announced_stop`.
+        waits_for: Long work that is completed before the verb stops (see `announced_stop`), or
+            None.
     """
     try:
         with announced_stop(waits_for) if waits_for else nullcontext():

@@ -1,4 +1,4 @@
-"""Answer Ctrl-C and SIGTERM at once, although a long computation delays their effect."""
+"""Immediate response to Ctrl-C and SIGTERM while a long computation delays their effect."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from contextlib import contextmanager
 import click
 
 GRACE_S = 0.3
-"""A verb that stops within this time says so itself."""
+"""Time before the message is printed; a verb that stops sooner prints only its own message."""
 SHOW_CURSOR = b"\x1b[?25h\n"
 
 
 @contextmanager
 def announced_stop(waits_for: str) -> Iterator[None]:
-    """Say what an interrupt or SIGTERM waits for; a second one ends the process at once.
+    """Announce that an interrupt or SIGTERM stops the verb; a second one ends the process at once.
 
-    Python runs a signal's handler between two bytecodes of the main thread, and a computation in C
-    can take minutes. The signal's number arrives in a pipe immediately; a thread reads it there.
-    Does nothing outside the main thread. Ending at once is as safe as SIGKILL.
+    Python runs signal handlers only between bytecodes of the main thread, and a computation in C
+    can take minutes. Python also writes the signal's number to a pipe immediately, which a thread
+    reads here. Ending at once is as safe as SIGKILL. Outside the main thread, this does nothing.
 
     Args:
-        waits_for: The work that still ends, such as "the current micro-batch".
+        waits_for: Work that is completed first, such as "the current micro-batch".
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -49,15 +49,15 @@ def announced_stop(waits_for: str) -> Iterator[None]:
 
 
 def _answer(reading: int, waits_for: str, over: threading.Event) -> None:
-    """Read the numbers of signals until the pipe is closed."""
-    was_told = False
+    """Read the numbers of signals until the pipe is closed, and respond to each."""
+    is_stopping = False
     while received := os.read(reading, 1):
         number = received[0]
         if number not in (signal.SIGINT, signal.SIGTERM):
             continue
-        if was_told:
+        if is_stopping:
             _end(number)
-        was_told = True
+        is_stopping = True
         if not over.wait(GRACE_S):
             click.echo(f"stopping after {waits_for}; press Ctrl-C again to end at once", err=True)
 
