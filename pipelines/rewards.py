@@ -16,6 +16,7 @@ from pipelines.tables import Frame, as_lazy, set_column
 from rollout_io.dataset.reader import PathLike, read_metadata
 from schemas.errors import InputError, InvariantError
 from schemas.metadata import Outcome as Outcome
+from schemas.numpy_arrays import to_numpy
 from schemas.ragged import BoolArray, IntArray, Ragged, gather, list_lengths, offsets_of
 from schemas.types import as_table, without_views
 
@@ -99,12 +100,12 @@ def place_rewards_table(table: pa.Table) -> pa.Table:
     """Apply `place_rewards` to an Arrow table that has a `reward` column."""
     responses = Ragged.from_arrow(table.column("response_ids"))
     reward = table.column("reward")
-    known = np.asarray(reward.is_valid()) & (responses.lengths > 0)
+    known = to_numpy(reward.is_valid()) & (responses.lengths > 0)
     split = is_joined(table) if "segments" in table.column_names else np.zeros_like(known)
 
     values = np.zeros(len(responses.values), np.float64)
     single = known & ~split
-    values[responses.offsets[1:][single] - 1] = reward.to_numpy()[single]
+    values[responses.offsets[1:][single] - 1] = to_numpy(reward)[single]
     if split.any():
         ends, earned, row = segment_rewards(table, responses)
         inside = (known & split)[row]

@@ -27,6 +27,7 @@ from rollout_io.dataset.parallel import Workers
 from rollout_io.dataset.prefix_layout import Tokens, decode_prefixes, is_encoded
 from rollout_io.dataset.reader import PathLike, iter_tables, pieces, scan
 from rollout_io.retokenize import ChatTokenizer, load_tokenizer
+from schemas.numpy_arrays import to_arrow
 from schemas.ragged import IntArray
 from schemas.types import PREFIX_TYPES
 
@@ -160,7 +161,7 @@ def diagnose(table: pa.Table, tokenizer: ChatTokenizer | None = None) -> Diagnos
     has_prompt = tree.prompt > 0
     follows = has_prompt & (np.arange(table.num_rows) != tree.start)
     breaks = pl.DataFrame(rows, SCHEMA, orient="row")
-    following = Counter(table.column("step_index").filter(pa.array(follows)).to_pylist())
+    following = Counter(table.column("step_index").filter(to_arrow(follows)).to_pylist())
     return Diagnosis(breaks, int(has_prompt.sum()), following)
 
 

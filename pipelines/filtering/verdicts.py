@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import polars as pl
 
@@ -181,16 +182,22 @@ def check_expression(frame: pl.LazyFrame, expression: pl.Expr, name: str) -> Non
     collect(pl.DataFrame(schema=schema).lazy().select(expression), name, types)
 
 
-def collect(query: pl.LazyFrame, name: str, types: str = "") -> pl.DataFrame:
-    """Run a query in the streaming engine; report a failing expression as invalid input.
+def collect(
+    query: pl.LazyFrame,
+    name: str,
+    types: str = "",
+    engine: Literal["streaming", "in-memory"] = "streaming",
+) -> pl.DataFrame:
+    """Run a query; report a failing expression as invalid input.
 
     Args:
         query: Query to run.
         name: The expression, for the message.
         types: Columns of the expression with their types, for the message.
+        engine: Engine of Polars; "in-memory" is faster for rows that are in memory.
     """
     try:
-        return query.collect(engine="streaming")
+        return query.collect(engine=engine)
     except pl.exceptions.PolarsError as error:
         got = f"cannot evaluate the condition: {str(error).strip().splitlines()[0]}"
         got += f" ({types})" if types else ""

@@ -19,7 +19,7 @@ from pipelines.view.texts import shortened
 from rollout_io.dataset.prefix_layout import Tokens, common_prefix
 from rollout_io.retokenize.messages import REASONING_FIELDS
 from schemas.messages import RETOKENIZED, is_answer, sent_messages
-from schemas.numpy_arrays import to_numpy
+from schemas.numpy_arrays import to_arrow, to_numpy
 
 _COLUMNS = (
     *("trajectory_id", "step_index", "is_last_step", "prompt_token_ids", "response_ids"),
@@ -62,7 +62,7 @@ def _steps(table: pa.Table) -> list[dict[str, Any]]:
     for row in range(table.num_rows):
         one = table.slice(row, 1)
         if joined[row]:
-            last = pa.array([True])
+            last = to_arrow(np.ones(1, np.bool_))
             at = one.column_names.index("is_last_step")
             one = unmerge_table(one.set_column(at, "is_last_step", last))
         text = [n for n in one.column_names if n in _COLUMNS and not n.endswith("_ids")]

@@ -39,7 +39,8 @@ def tokens(
         "sampled": _padded(num_prompt, sampled_mask(len(response), segments)),
     }
     if vocabulary is None:
-        spelled = pa.nulls(len(ids), pa.binary()).fill_null(b"")
+        offsets = pa.py_buffer(np.zeros(len(ids) + 1, np.int32))
+        spelled = pa.Array.from_buffers(pa.binary(), len(ids), [None, offsets, pa.py_buffer(b"")])
     else:
         spelled = vocabulary.to_arrow(ids)
     size, whole = len(response), len(ids)
@@ -55,7 +56,8 @@ def tokens(
         columns |= _recorded(run, update, trajectory_id, step_index, whole)
     begin, end = dataset.index.bounds(dataset.index.number(trajectory_id))
     totals = {"prompt_tokens": num_prompt, "num_steps": end - begin}
-    return arrow_answer(pa.table(columns), **totals, decoded=int(vocabulary is not None))
+    table = pa.Table.from_arrays(list(columns.values()), list(columns))
+    return arrow_answer(table, **totals, decoded=int(vocabulary is not None))
 
 
 def _padded(num_prompt: int, mask: Any) -> Any:

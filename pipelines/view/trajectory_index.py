@@ -6,7 +6,10 @@ need no file access, unless a condition uses a column that the index lacks.
 
 from __future__ import annotations
 
+import io
+import json
 from dataclasses import dataclass, field
+from functools import cached_property
 from threading import Lock
 from typing import Any
 
@@ -43,6 +46,9 @@ COMPUTED = {
 _IDS = ("instance_id", "trajectory_id", "repetition_id")
 _NOT_KEPT = frozenset({"messages", "response_text", "source", "sampling_extra"})
 _NUM_CACHED = 16
+_NUMBERED = frozenset({"instance_id", "trajectory_id"})
+_NUMBER = "number of "
+_PARTITIONED = frozenset({"Over", "Window"})
 
 
 def kind_of(kind: pa.DataType) -> str:
@@ -89,6 +95,7 @@ class TrajectoryIndex:
     cut: frozenset[str]
     _masks: dict[str, BoolArray] = field(default_factory=dict)
     _orders: dict[tuple[str, bool], IntArray] = field(default_factory=dict)
+    _ids: dict[str, pl.Series] = field(default_factory=dict)
     _lock: Lock = field(default_factory=Lock)
 
     @classmethod
@@ -205,28 +212,89 @@ class TrajectoryIndex:
 
     def _evaluated(self, where: str) -> BoolArray:
         used = set(condition_of(where).meta.root_names())
-        frame = self._rows_with(used)
-        frame = with_absent(frame, used)
+        rows = self._rows_with(used)
+        frame = with_absent((self._stored_with(used) if rows is None else rows.lazy()), used)
         condition = holds(where)
         check_expression(frame, condition, where)
         types = types_in(condition, frame.collect_schema())
-        kept = collect(frame.select(condition.alias("kept")), where, types)["kept"].to_numpy()
+        if rows is None:
+            found = collect(frame.select(condition.alias("kept")), where, types)
+        else:
+            condition, windows = by_numbers(condition)
+            frame = frame.with_columns(self._numbers(name) for name in windows)
+            found = collect(frame.select(condition.alias("kept")), where, types, "in-memory")
+        kept = found["kept"].to_numpy()
         return np.logical_or.reduceat(kept, self.starts[:-1]) if len(self) else kept
 
-    def _rows_with(self, used: set[str]) -> pl.LazyFrame:
-        """Return the rows with the columns of a condition, from disk if the index lacks one."""
-        stored = scan(self.path)
-        names = stored.collect_schema().names()
-        computed = [n for n in COMPUTED if n in used and n not in names]
+    def _rows_with(self, used: set[str]) -> pl.DataFrame | None:
+        """Return the rows with the columns of a condition; None if the index lacks one."""
+        names = self._stored_names
         known = [name for name in self.rows.columns if name in names and name not in self.cut]
-        number = np.repeat(np.arange(len(self)), np.diff(self.starts))
-        own = [self.trajectories[name][number] for name in computed]
-        wanted = [name for name in names if name in used]
-        if set(wanted) <= set(known):
-            return self.rows.select(known).with_columns(own).lazy()
+        if not used & names <= set(known):
+            return None
+        return self.rows.select(known).with_columns(self._computed(used - names))
+
+    def _stored_with(self, used: set[str]) -> pl.LazyFrame:
+        """Return the rows on disk with the columns of a condition."""
+        stored = scan(self.path)
+        computed = self._computed(used - self._stored_names)
         if not computed:
             return stored
-        return pl.concat([stored, pl.LazyFrame(own)], how="horizontal")
+        return pl.concat([stored, pl.LazyFrame(computed)], how="horizontal")
+
+    @cached_property
+    def _stored_names(self) -> set[str]:
+        return set(scan(self.path).collect_schema().names())
+
+    def _computed(self, used: set[str]) -> list[pl.Series]:
+        number = np.repeat(np.arange(len(self)), np.diff(self.starts))
+        return [self.trajectories[name][number] for name in COMPUTED if name in used]
+
+    def _numbers(self, name: str) -> pl.Series:
+        """[N] Return a number for each different value of a column of ids."""
+        if name not in self._ids:
+            values, run = self.rows[name], self.rows[name].rle_id()
+            first = values.filter((run != run.shift()).fill_null(value=True))
+            # Polars knows that runs are sorted, and groups them without hashing.
+            is_whole = name == "trajectory_id" or first.n_unique() == len(first)
+            self._ids[name] = run if is_whole else first.rank("dense").gather(run)
+        return self._ids[name].alias(f"{_NUMBER}{name}")
+
+
+def by_numbers(condition: pl.Expr) -> tuple[pl.Expr, list[str]]:
+    """Let windows group rows by numbers instead of ids, which is several times as fast.
+
+    Returns:
+        The condition on columns `number of NAME`, and the names of these ids.
+
+    Example:
+        >>> over = pl.sql_expr("max(reward) OVER (PARTITION BY instance_id) > 0")
+        >>> by_numbers(over)[1]
+        ['instance_id']
+    """
+    found: list[str] = []
+
+    def replaced(node: Any) -> Any:
+        if isinstance(node, list):
+            return [replaced(one) for one in node]
+        if not isinstance(node, dict):
+            return node
+        copy = {key: replaced(value) for key, value in node.items()}
+        for key in _PARTITIONED & copy.keys():
+            for by in copy[key].get("partition_by") or ():
+                if isinstance(by, dict) and by.get("Column") in _NUMBERED:
+                    found.append(by["Column"])
+                    by["Column"] = f"{_NUMBER}{by['Column']}"
+        return copy
+
+    try:
+        tree = replaced(json.loads(condition.meta.serialize(format="json")))
+        if found:
+            text = io.StringIO(json.dumps(tree))
+            return pl.Expr.deserialize(text, format="json"), list(dict.fromkeys(found))
+    except (pl.exceptions.PolarsError, ValueError, TypeError, AttributeError, RecursionError):
+        pass  # another version of Polars writes expressions differently
+    return condition, []
 
 
 def _short_rows(table: pa.Table, names: list[str], cut: set[str]) -> pl.DataFrame:

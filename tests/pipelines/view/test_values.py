@@ -9,7 +9,8 @@ from pipelines import drift
 from pipelines.filtering.filters import where
 from pipelines.filtering.verdicts import judge
 from pipelines.rewards import place_rewards, trajectory_returns
-from rollout_io import scan
+from pipelines.view.trajectory_index import TrajectoryIndex, by_numbers
+from rollout_io import RolloutWriter, scan
 from schemas.errors import RolloutError
 
 CONDITIONS = (
@@ -17,6 +18,9 @@ CONDITIONS = (
     "agent = 'main' AND step_index >= 3",
     "stop_reason IS NULL OR stop_reason = 'length'",
     "max(step_index) OVER (PARTITION BY trajectory_id) >= 4",
+    "max(reward) OVER (PARTITION BY instance_id) < 1",
+    "count(step_index) OVER (PARTITION BY instance_id, agent) > 8 AND instance_id <> 'shop-3'",
+    "sum(reward) OVER (PARTITION BY instance_id) > avg(reward) OVER (PARTITION BY trajectory_id)",
     "response_text LIKE '%answer%'",
     "style <> 'append'",
     "error IS NOT NULL",
@@ -73,6 +77,42 @@ def test_a_filter_keeps_what_rollouts_filter_keeps(ask, viewed, condition):
     assert table.column("trajectory_id").to_pylist() == kept
     metadata = {b"total": str(len(kept)).encode(), b"all": b"48"}
     assert table.schema.metadata == metadata
+
+
+@pytest.mark.parametrize("column", ["instance_id", "trajectory_id"])
+def test_windows_group_rows_by_numbers(column):
+    """Polars' own text of an expression still names what `by_numbers` looks for."""
+    condition = pl.sql_expr(f"max(reward) OVER (PARTITION BY {column}) > 0 AND {column} <> 'a'")
+    found, names = by_numbers(condition)
+    assert names == [column]
+    assert set(found.meta.root_names()) == {"reward", column, f"number of {column}"}
+    other = pl.sql_expr("max(reward) OVER (PARTITION BY agent) > 0")
+    assert by_numbers(other)[1] == []
+
+
+def test_windows_see_groups_whose_trajectories_are_apart(tmp_path):
+    rewards = {("a", 0): 1.0, ("b", 0): 0.0, ("a", 1): 0.0, ("c", 0): 0.5, ("b", 1): 0.25}
+    table = pa.table(
+        {
+            "instance_id": [name for name, _ in rewards],
+            "repetition_id": pa.array([i for _, i in rewards], pa.int32()),
+            "trajectory_id": [f"{name}_{i}" for name, i in rewards],
+            "step_index": pa.array([0] * 5, pa.int32()),
+            "is_last_step": [True] * 5,
+            "prompt_token_ids": pa.array([[1]] * 5, pa.list_(pa.int32())),
+            "response_ids": pa.array([[2]] * 5, pa.list_(pa.int32())),
+            "loss_mask": [[True]] * 5,
+            "reward": list(rewards.values()),
+            "token_source": ["engine"] * 5,
+        }
+    )
+    with RolloutWriter(tmp_path / "ds") as writer:
+        writer.write(table)
+    index = TrajectoryIndex.read(tmp_path / "ds")
+    kept = index.matching("max(reward) OVER (PARTITION BY instance_id) < 0.5")
+    assert kept.tolist() == [False, True, False, False, True]
+    kept = index.matching("reward < avg(reward) OVER (PARTITION BY instance_id)")
+    assert kept.tolist() == [False, True, True, False, False]
 
 
 def test_a_filter_may_use_what_the_table_computes(ask, shop):

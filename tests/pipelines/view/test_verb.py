@@ -78,3 +78,26 @@ def test_a_dataset_that_breaks_an_invariant_is_refused(shop, tmp_path, monkeypat
     (broken / shard.name).write_bytes(content)
     assert main(["view", str(broken), "--no-browser"]) == 1
     assert "[readable_file]" in capsys.readouterr().err
+
+
+ASK = """
+import sys
+from pipelines.view.api import Api
+from pipelines.view.sources import Sources
+api = Api(Sources.open(sys.argv[1:]))
+for question in (
+    "trajectories?where=max(reward) OVER (PARTITION BY instance_id) > 0", "histogram?column=return",
+    "group?instance_id=shop-0", "tree?instance_id=shop-0", "conversation?trajectory_id=shop-0_0",
+    "tokens?trajectory_id=shop-0_0", "search?ids=5",
+):
+    api.answer(f"/api/datasets/d0/{question}")
+print([name for name in ("pandas", "torch", "transformers") if name in sys.modules])
+"""
+
+
+def test_no_first_answer_waits_for_heavy_imports(shop):
+    """pyarrow imports pandas, in some 0.3 s, to recognise its objects in what it converts."""
+    command = [sys.executable, "-c", ASK, str(shop)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
