@@ -15,7 +15,10 @@ EXAMPLES = ROOT / "examples"
 ELEMENT = {"prompt_token_ids": [[1, 2]], "completion_token_ids": [[3]], "logprobs": [[-0.5]]}
 
 # The ordinary suite judges a change, so it sees the same examples in every run; nightly runs look for new ones.
-settings.register_profile("same_examples", derandomize=True, deadline=None, database=None)
+SAME_EXAMPLES = settings(derandomize=True, deadline=None, database=None)
+settings.register_profile("same_examples", SAME_EXAMPLES, max_examples=100)
+# `make test` tries a third of them, the first and smallest; CI runs `make test-all`, which tries all.
+settings.register_profile("few_examples", SAME_EXAMPLES, max_examples=33)
 
 
 def pytest_configure(config):
@@ -23,7 +26,8 @@ def pytest_configure(config):
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if "not nightly" in config.option.markexpr:
-        settings.load_profile("same_examples")
+        few = "not slow" in config.option.markexpr
+        settings.load_profile("few_examples" if few else "same_examples")
 
 
 def pytest_sessionfinish(session, exitstatus):

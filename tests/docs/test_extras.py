@@ -6,8 +6,6 @@ import subprocess
 import sys
 import tomllib
 
-import pytest
-
 from tests.conftest import EXAMPLES, ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -27,7 +25,8 @@ class Missing:
             raise ModuleNotFoundError(name=name)
 sys.meta_path.insert(0, Missing())
 from rollout_io.cli.main import run
-sys.exit(max(run(command) for command in {commands!r}))
+for command in {commands!r}:
+    print(repr(command), run(command), file=sys.stderr, flush=True)
 """
 MODULES = {"bitsandbytes": "bitsandbytes", "prometheus-client": "prometheus_client"}
 
@@ -49,10 +48,17 @@ OPTIONAL -= {"jinja2", "safetensors"}  # other required packages may import them
 
 
 def without_optional(commands, folder):
+    """Exit code of each command and what it printed to stderr, in one process."""
     code = WITHOUT.format(names=OPTIONAL, commands=commands)
-    return subprocess.run(
-        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=False
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True
     )
+    found, rest = [], done.stderr
+    for command in commands:
+        said, rest = rest.split(f"{command!r} ", 1)
+        exit_code, rest = rest.split("\n", 1)
+        found.append((int(exit_code), said))
+    return found
 
 
 def named(text):
@@ -95,26 +101,27 @@ def test_verbs_of_the_first_row_need_no_extra(tmp_path):
         ["templates"],
     ]
     assert {command[0] for command in commands} == set(named(ROWS["none"]))
-    done = without_optional(commands, tmp_path)
-    assert done.returncode == 0, done.stderr
+    for command, (exit_code, said) in zip(
+        commands, without_optional(commands, tmp_path), strict=True
+    ):
+        assert exit_code == 0, (command, said)
 
 
-@pytest.mark.parametrize(
-    ("command", "extra"),
-    [
-        ("train ds --model m -o run", "train"),
-        ("rl rl.toml -o run", "train"),
-        ("plot run", "plot"),
-        ("view ds --no-browser", "view"),
-        ("record --upstream http://127.0.0.1:9/v1 -o new", "record"),
-        ("convert log.jsonl --tokenizer m -o new", "text"),
-        ("drift ds --tokenizer m", "text"),
-        ("inspect ds --tokenizer m", "text"),
-        ("export ds --format slime -o new.pt", "train"),
-        ("validate ds --engine ray", "ray"),
-    ],
-)
-def test_an_error_names_the_extra_of_the_table(tmp_path, command, extra):
+NEEDS = {
+    "train ds --model m -o run": "train",
+    "rl rl.toml -o run": "train",
+    "plot run": "plot",
+    "view ds --no-browser": "view",
+    "record --upstream http://127.0.0.1:9/v1 -o new": "record",
+    "convert text.jsonl --tokenizer m -o new": "text",
+    "drift ds --tokenizer m": "text",
+    "inspect ds --tokenizer m": "text",
+    "export ds --format slime -o new.pt": "train",
+    "validate ds --engine ray": "ray",
+}
+
+
+def test_an_error_names_the_extra_of_the_table(tmp_path):
     (tmp_path / "m").mkdir()
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         (tmp_path / "m" / name).write_text("{}")
@@ -126,8 +133,12 @@ def test_an_error_names_the_extra_of_the_table(tmp_path, command, extra):
     )
     log = (EXAMPLES / "shop.calls.jsonl").read_text()
     text = log.replace("prompt_token_ids", "no_ids").replace("token_ids", "no_token_ids")
-    (tmp_path / "log.jsonl").write_text(text if "convert" in command else log)
-    first = [] if "convert" in command else [["convert", "log.jsonl", "-o", "ds", "-q"]]
-    done = without_optional([*first, command.split()], tmp_path)
-    assert "[extra_installed]" in done.stderr, done.stderr
-    assert f'Hint: pip install "rollout-io[{extra}]"' in done.stderr
+    (tmp_path / "log.jsonl").write_text(log)
+    (tmp_path / "text.jsonl").write_text(text)
+    commands = [["convert", "log.jsonl", "-o", "ds", "-q"], *map(str.split, NEEDS)]
+    converted, *found = without_optional(commands, tmp_path)
+    assert converted == (0, "")
+    for (command, extra), (exit_code, said) in zip(NEEDS.items(), found, strict=True):
+        assert exit_code == 1, (command, said)
+        assert "[extra_installed]" in said, (command, said)
+        assert f'Hint: pip install "rollout-io[{extra}]"' in said, (command, said)

@@ -16,6 +16,7 @@ import rollout_io
 from pipelines.merging.merge import merge_table
 from schemas.strategies import rollout_tables
 from tests.conftest import EXAMPLES
+from tests.helpers.examples import examples
 
 PAGE = (Path(__file__).parents[2] / "docs" / "other_tools.md").read_text()
 SNIPPETS = {
@@ -134,7 +135,7 @@ def test_ray_data_opens_a_dataset_with_every_column(both):
         assert sorted(rows) == sorted([*row.values()] for row in expected.to_pylist())
 
 
-@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(30), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(table=rollout_tables())
 def test_prompts_of_the_prefix_layout_are_rebuilt_bit_for_bit(table, tmp_path_factory):
     path = tmp_path_factory.mktemp("any") / "ds"

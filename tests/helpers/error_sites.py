@@ -54,8 +54,12 @@ class Module:
     _assigned: dict[ast.AST, dict[str, list[ast.expr]]] = field(default_factory=dict)
 
     @cached_property
+    def nodes(self) -> list[ast.AST]:
+        return list(ast.walk(self.tree))
+
+    @cached_property
     def parents(self) -> dict[ast.AST, ast.AST]:
-        return {child: node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)}
+        return {child: node for node in self.nodes for child in ast.iter_child_nodes(node)}
 
     def scopes(self, node: ast.AST) -> Iterator[Scope]:
         """The functions, classes and module round a node, inside out."""
@@ -79,7 +83,7 @@ class Module:
         """Module and name of each imported name."""
         return {
             alias.asname or alias.name: (node.module or "", alias.name)
-            for node in ast.walk(self.tree)
+            for node in self.nodes
             if isinstance(node, ast.ImportFrom)
             for alias in node.names
         }
@@ -113,7 +117,7 @@ class _Project:
         bases = [
             (node.name, [base.id for base in node.bases if isinstance(base, ast.Name)])
             for module in self.modules.values()
-            for node in ast.walk(module.tree)
+            for node in module.nodes
             if isinstance(node, ast.ClassDef)
         ]
         while new := {
@@ -129,7 +133,7 @@ class _Project:
         return [site for module in self.modules.values() for site in self._sites(module)]
 
     def _sites(self, module: Module) -> Iterator[Site]:
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, ast.Call) and (classes := self._classes(node.func, module)):
                 if any(isinstance(argument, ast.Starred) for argument in node.args):
                     continue  # an error that is raised again, with other words
@@ -175,7 +179,7 @@ class _Project:
         """Attributes of classes that are error classes."""
         found: dict[str, set[str]] = {}
         for module in self.modules.values():
-            for owner in ast.walk(module.tree):
+            for owner in module.nodes:
                 for node in owner.body if isinstance(owner, ast.ClassDef) else ():
                     for name, value in _assigned(node):
                         if isinstance(value, ast.Name) and value.id in self.errors:
@@ -297,7 +301,7 @@ class _Project:
         """All calls, by the name of what is called."""
         found: dict[str, list[tuple[ast.Call, Module]]] = {}
         for module in self.modules.values():
-            for node in ast.walk(module.tree):
+            for node in module.nodes:
                 if isinstance(node, ast.Call) and (name := _called(node.func)) is not None:
                     found.setdefault(name, []).append((node, module))
         return found

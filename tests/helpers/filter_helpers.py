@@ -3,8 +3,11 @@
 from hypothesis import HealthCheck, settings
 
 from schemas.strategies import table_of
+from tests.helpers.examples import examples
 
-relaxed = settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=50)
+relaxed = settings(
+    deadline=None, suppress_health_check=list(HealthCheck), max_examples=examples(50)
+)
 
 
 def table(*trajectories, optional=()):

@@ -1,8 +1,10 @@
 """Qwen3's tokenizer and chat templates, from installed packages that carry them."""
 
 import base64
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -32,6 +34,15 @@ def chat_template_of(name):
 
 def save_qwen3(folder, template):
     """Qwen3's tokenizer as a directory that `load_tokenizer` takes."""
+    for name, content in qwen3_files().items():
+        (folder / name).write_bytes(content)
+    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    return folder
+
+
+@cache
+def qwen3_files():
+    """Names and contents; they take seconds to make, so each process makes them once."""
     from tokenizers import AddedToken
     from transformers import PreTrainedTokenizerFast
     from transformers.convert_slow_tokenizer import TikTokenConverter
@@ -50,6 +61,6 @@ def save_qwen3(folder, template):
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=fast, eos_token="<|im_end|>", pad_token="<|endoftext|>"
     )
-    tokenizer.chat_template = template
-    tokenizer.save_pretrained(folder)
-    return folder
+    with TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        return {path.name: path.read_bytes() for path in Path(folder).iterdir()}

@@ -38,6 +38,11 @@ def fail(_):
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
+def unchanged(table):
+    """Here, because a worker imports the module of its function: this one imports little."""
+    return table
+
+
 def list_children():
     return Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
 

@@ -7,6 +7,7 @@ from pipelines import merge, unmerge
 from pipelines.mixing import group_quotas, mix
 from schemas import RolloutError, validate
 from schemas.strategies import rollout_tables
+from tests.helpers.examples import examples
 from tests.helpers.filter_helpers import ids, one_step, relaxed, table
 
 
@@ -109,7 +110,7 @@ def test_merged_rows_mix_with_steps_and_still_come_apart():
 
 
 @given(rollout_tables(min_trajectories=1), rollout_tables(min_trajectories=1), st.booleans())
-@settings(relaxed, max_examples=25)
+@settings(relaxed, max_examples=examples(25))
 def test_mixtures_are_valid_and_lose_no_row(one, other, merges):
     frames = {"x": merge(one) if merges else one, "y": other}
     rows = mix(frames, prefix_names=True)[0].collect()

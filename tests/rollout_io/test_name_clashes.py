@@ -100,9 +100,13 @@ LAUNCHED = {
     "accelerate": ["accelerate", "launch", "--cpu", "--no_python", "rollouts", "train"],
     "torchrun": ["torchrun", "--nproc_per_node", "1", "--no-python", "rollouts", "train"],
 }
+LAUNCHERS = ("accelerate", "torchrun")  # each imports torch
 
 
-@pytest.mark.parametrize("how", LAUNCHED)
+@pytest.mark.parametrize(
+    "how",
+    ["rollouts", "python -P", *(pytest.param(h, marks=pytest.mark.slow) for h in LAUNCHERS)],
+)
 def test_the_documented_launches_do_not_see_the_working_directory(tmp_path, how):
     for name in ("schemas", "trainer/", "pipelines"):
         hide(tmp_path, name)
@@ -112,6 +116,7 @@ def test_the_documented_launches_do_not_see_the_working_directory(tmp_path, how)
     assert "imported the wrong one" not in done.stdout
 
 
+@pytest.mark.slow
 def test_accelerate_launch_of_the_module_names_the_file(tmp_path):
     file = hide(tmp_path, "trainer/")
     done = run(tmp_path, "accelerate", "launch", "--cpu", "-m", "rollout_io", "train", "ds")

@@ -7,8 +7,11 @@ from hypothesis import strategies as st
 from schemas import RULES, Checker, ValidationError, arrow_schema, check, validate
 from schemas.columns import COLUMN_BY_NAME, REQUIRED_COLUMNS
 from schemas.strategies import broken_tables, rollout_tables
+from tests.helpers.examples import examples
 
-relaxed = settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=30)
+relaxed = settings(
+    deadline=None, suppress_health_check=list(HealthCheck), max_examples=examples(30)
+)
 
 ROW = {
     "instance_id": "a",

@@ -171,6 +171,8 @@ PLACES = {
     "synced": ("trainer.engine.embedded.TransformersEngine._load", 3, True),
     "evaluated": ("trainer.rl.loop.rollout_numbers", 3, False),
 }
+pytestmark = pytest.mark.slow
+
 ALL = [pytest.param(name, s, marks=pytest.mark.nightly) for name in PLACES for s in (0, 1)]
 
 

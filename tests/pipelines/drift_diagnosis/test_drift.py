@@ -16,6 +16,7 @@ from rollout_io.dataset.prefix_layout import encode_prefixes
 from schemas.strategies import rollout_tables
 from tests.conftest import ROOT
 from tests.helpers.drift_helpers import breaks_of, only_break, steps_of
+from tests.helpers.examples import examples
 
 ASKED = [{"role": "system", "content": "Add."}, {"role": "user", "content": "2+2?"}]
 BREAK = {
@@ -192,7 +193,7 @@ def test_what_follows_the_changed_tokens_is_the_same_on_both_sides(lost, now):
 
 
 @given(rollout_tables())
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=examples(80))
 def test_every_break_is_listed_and_is_where_it_says(table):
     found = diagnose(table)
     rows = table.select(["trajectory_id", "step_index", "prompt_token_ids", "response_ids"])
@@ -224,7 +225,7 @@ def test_every_break_is_listed_and_is_where_it_says(table):
 
 
 @given(rollout_tables(min_trajectories=1))
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 def test_layout_and_merging_change_nothing(table):
     if "segments" in table.column_names:
         table = table.drop_columns(["segments"])

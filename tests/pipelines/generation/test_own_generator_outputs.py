@@ -11,6 +11,7 @@ from pipelines import TrajectoryID
 from pipelines.generation.attempt_rows import rows_of
 from pipelines.generation.user_generator import OwnGenerator
 from schemas.checker import validate
+from tests.helpers.examples import examples
 from tests.helpers.generation_helpers import config_of, tasks_of
 
 NAME = "tests.pipelines.generation.test_own_generator_outputs:Returning"
@@ -56,7 +57,7 @@ def finished(tokenizer, output, tasks):
     return asyncio.run(OwnGenerator(engine, tokenizer, config, "train").finish(tasks))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(st.data())
 def test_whatever_comes_back_every_trajectory_is_written_whole_or_as_failed(tokenizer, data):
     output = copy.deepcopy(SOUND)

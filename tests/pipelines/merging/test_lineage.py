@@ -10,6 +10,7 @@ from pipelines.drift_diagnosis import diagnose
 from pipelines.merging.lineage import continued_rows
 from pipelines.merging.prefix_tree import Ancestry, prefix_tree
 from rollout_io.dataset.prefix_layout import encode_prefixes
+from tests.helpers.examples import examples
 from tests.rollout_io.dataset.test_prefix import SHAPES, num_calls, trajectories
 
 
@@ -62,7 +63,7 @@ def sampled(steps):
     st.booleans(),
     st.data(),
 )
-@settings(deadline=None, max_examples=120)
+@settings(deadline=None, max_examples=examples(120))
 def test_rows_continue_those_that_the_rule_tells(several, rule, encoded, data):
     num_rows = sum(map(len, several))
     keys = st.lists(st.sampled_from([0, 0, 0, 1]), min_size=num_rows, max_size=num_rows)
@@ -72,7 +73,7 @@ def test_rows_continue_those_that_the_rule_tells(several, rule, encoded, data):
 
 
 @given(st.lists(trajectories(), min_size=1, max_size=2), st.data())
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=examples(80))
 def test_ancestors_are_those_that_a_walk_up_the_tree_meets(several, data):
     tree = prefix_tree(table_of(several))
     length = tree.prompt + tree.response

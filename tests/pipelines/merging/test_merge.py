@@ -15,8 +15,11 @@ from rollout_io.dataset.prefix_layout import encode_prefixes
 from schemas import RolloutError, check
 from schemas.strategies import rollout_tables
 from schemas.types import as_table
+from tests.helpers.examples import examples
 
-relaxed = settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=50)
+relaxed = settings(
+    deadline=None, suppress_health_check=list(HealthCheck), max_examples=examples(50)
+)
 
 STEPS = pl.DataFrame(
     {
@@ -155,7 +158,7 @@ RULES = st.sampled_from(["lineage", "consecutive"])
 
 
 @given(rollout_tables(max_steps=7), RULES, st.booleans())
-@settings(relaxed, max_examples=100)
+@settings(relaxed, max_examples=examples(100))
 def test_merging_equals_the_greedy_rule_on_plain_lists(table, rule, encoded):
     wanted = plain_merge(table.to_pylist(), rule)
     rows = merge_table(encode_prefixes(table) if encoded else table, rule).to_pylist()
@@ -183,7 +186,7 @@ def test_merged_tables_are_valid(table, rule):
 
 
 @given(rollout_tables(max_steps=6), RULES)
-@settings(relaxed, max_examples=100)
+@settings(relaxed, max_examples=examples(100))
 def test_unmerging_a_merged_table_gives_the_table_back(table, rule):
     back = unmerge_table(merge_table(table, rule))
     if "segments" not in table.column_names:
@@ -354,7 +357,7 @@ def test_an_empty_table_merges_to_an_empty_table():
 
 
 @given(rollout_tables(min_trajectories=1))
-@settings(relaxed, max_examples=25)
+@settings(relaxed, max_examples=examples(25))
 def test_a_merged_table_survives_the_disk_and_still_comes_apart(table):
     with tempfile.TemporaryDirectory() as folder:
         with RolloutWriter(Path(folder) / "ds") as writer:

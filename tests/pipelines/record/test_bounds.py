@@ -149,20 +149,16 @@ def test_an_answer_that_decoding_would_blow_up_is_refused_before(content, is_tak
     tracemalloc.stop()
 
 
-@pytest.mark.parametrize("answer", ["body", "gzip", "redirect", "header"])
-def test_a_list_of_models_is_bounded_too(tmp_path, answer):
-    with (
-        hostile() as engine,
-        recorder_process(tmp_path / "ds", "--upstream", engine.url, "--served-model-name", "m") as (
-            _,
-            url,
-        ),
-    ):
-        engine.answer = answer
-        for path in ("v1/models", "v1/models/m"):
-            said = httpx2.get(f"{url}/{path}", timeout=60)
-            assert said.status_code == 502, said.text
-            assert said.json()["error"]["type"] == REFUSED.get(answer, "answer_size")
+def test_a_list_of_models_is_bounded_too(tmp_path):
+    with hostile() as engine:
+        options = ["--upstream", engine.url, "--served-model-name", "m", "--max-answer-mb", "1"]
+        with recorder_process(tmp_path / "ds", *options) as (_, url):
+            for engine.answer in ("body", "gzip", "redirect", "header"):
+                for path in ("v1/models", "v1/models/m"):
+                    said = httpx2.get(f"{url}/{path}", timeout=60)
+                    assert said.status_code == 502, said.text
+                    rule = REFUSED.get(engine.answer, "answer_size")
+                    assert said.json()["error"]["type"] == rule, engine.answer
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,12 @@ from rollout_io import RolloutWriter
 from rollout_io.cli.main import run
 from schemas.strategies import rollout_tables
 from tests.conftest import ROOT
+from tests.helpers.examples import examples
 from tests.helpers.table_helpers import STEPS
 
-relaxed = settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=40)
+relaxed = settings(
+    deadline=None, suppress_health_check=list(HealthCheck), max_examples=examples(40)
+)
 LISTS = pa.list_(pa.int32())
 
 

@@ -21,9 +21,12 @@ from rollout_io.cli.main import run
 from schemas import DatasetMetadata, RolloutError
 from schemas.strategies import OPTIONAL_COLUMNS, rollout_tables
 from tests.conftest import ROOT
+from tests.helpers.examples import examples
 from tests.helpers.table_helpers import STEPS, write_example
 
-relaxed = settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=40)
+relaxed = settings(
+    deadline=None, suppress_health_check=list(HealthCheck), max_examples=examples(40)
+)
 WITHOUT_ROUTING = tuple(n for n in OPTIONAL_COLUMNS if n != "rollout_expert_indices")
 DATA = ROOT / "tests" / "data" / "vllm"
 

@@ -21,9 +21,12 @@ from pipelines.statistics.summary import dataset_summary
 from rollout_io import RolloutWriter, scan
 from rollout_io.cli.main import run
 from schemas.strategies import rollout_tables
+from tests.helpers.examples import examples
 from tests.helpers.table_helpers import write_example
 
-relaxed = settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=40)
+relaxed = settings(
+    deadline=None, suppress_health_check=list(HealthCheck), max_examples=examples(40)
+)
 
 
 def test_the_worked_example_has_two_rows_of_one_trajectory(tmp_path):
@@ -148,7 +151,7 @@ def test_stats_of_two_datasets_show_the_change(shop_dataset, tmp_path, capsys):
     ]
 
 
-@settings(relaxed, max_examples=10)
+@settings(relaxed, max_examples=examples(10))
 @given(rollout_tables())
 def test_the_screen_of_any_dataset_agrees_with_its_statistics(table):
     with tempfile.TemporaryDirectory() as folder:

@@ -116,6 +116,7 @@ def stop_somewhere(start, undisturbed, rng):
     return stopped(start(last_event=rng.randint(first, num_events)), 120)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 def test_an_undisturbed_conversion_has_many_chunks_and_leaves_nothing_hidden(undisturbed, workers):
     files = undisturbed[workers].files

@@ -11,13 +11,16 @@ from rollout_io import RolloutWriter, check_dataset, read, read_metadata, scan
 from rollout_io.dataset.prefix_layout import encode_prefixes
 from schemas import DatasetMetadata, RolloutError, ValidationError, check
 from schemas.strategies import broken_tables
+from tests.helpers.examples import examples
 from tests.helpers.table_helpers import STEPS, write_example
 
-relaxed = settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=40)
+relaxed = settings(
+    deadline=None, suppress_health_check=list(HealthCheck), max_examples=examples(40)
+)
 
 
 @given(broken_tables("prefix_reference"))
-@settings(relaxed, max_examples=20)
+@settings(relaxed, max_examples=examples(20))
 def test_a_file_with_broken_prefix_references_is_named_and_never_decoded(table):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "part-00000.parquet"

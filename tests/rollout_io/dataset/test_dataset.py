@@ -18,9 +18,12 @@ from rollout_io.dataset.prefix_layout import decode_prefixes, encode_prefixes
 from schemas import RULES, DatasetMetadata, RolloutError, ValidationError, upgrade
 from schemas.strategies import broken_tables, rollout_tables
 from schemas.types import cast_table
+from tests.helpers.examples import examples
 from tests.helpers.table_helpers import STEPS, write_example
 
-relaxed = settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=40)
+relaxed = settings(
+    deadline=None, suppress_health_check=list(HealthCheck), max_examples=examples(40)
+)
 
 
 def cut(table, data):
@@ -85,7 +88,7 @@ def test_a_parent_is_the_latest_of_those_that_share_most(table):
 
 
 @given(rollout_tables(), st.data())
-@settings(relaxed, max_examples=25)
+@settings(relaxed, max_examples=examples(25))
 def test_write_then_read_is_the_identity(table, data):
     layout = data.draw(st.sampled_from(["prefix", "full"]))
     rows = data.draw(st.integers(1, 9))
@@ -142,7 +145,7 @@ REFUSED = [r for r in RULES if RULES[r].severity == "error" and r != "prefix_ref
 @pytest.mark.parametrize("rule", REFUSED)
 def test_the_writer_refuses_each_broken_invariant_and_leaves_nothing(rule):
     @given(broken_tables(rule))
-    @settings(relaxed, max_examples=15)
+    @settings(relaxed, max_examples=examples(15))
     def holds(table):
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "ds"

@@ -24,6 +24,7 @@ from schemas.errors import InvariantError, RolloutError
 from schemas.metadata import DatasetMetadata
 from tests.helpers.conversion_helpers import SHOP
 from tests.helpers.table_helpers import STEPS
+from tests.helpers.worker_helpers import unchanged
 from trainer.run.setup import refuse_existing_run
 
 
@@ -176,10 +177,6 @@ def test_every_verb_reads_the_columns_and_writes_them_as_ordinary_ones(dataset, 
         assert set(values(out, "run")) == set(kept)
     assert run(["export", str(dataset), "--format", "parquet", "-o", str(tmp_path / "p")]) == 0
     assert pl.scan_parquet(tmp_path / "p").collect()["run"].to_list() == list("aabb")
-
-
-def unchanged(table):
-    return table
 
 
 def test_pieces_of_a_partitioned_dataset_are_read_by_other_processes(dataset, tmp_path):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from rollout_io.dataset.prefix_layout import find_parents
 from schemas.ragged import Ragged, offsets_of
+from tests.helpers.examples import examples
 
 TOKENS = st.lists(st.sampled_from([0, 1, 2**31 - 1]), max_size=4)
 
@@ -60,7 +61,7 @@ def ragged(rows):
 
 
 @given(st.lists(trajectories(), max_size=3))
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 def test_parents_are_those_of_the_definition(several):
     wanted = [found for steps in several for found in literal_parents(steps)]
     assert parents(*several) == wanted

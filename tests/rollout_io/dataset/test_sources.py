@@ -3,6 +3,9 @@ import sys
 
 import pytest
 
+import rollout_io
+from benchmarks.synthetic import growing_trajectories
+
 ABANDONED = {
     "head": "print(pipelines.merge(scan).head(3).collect().height)",
     "batches": "next(iter(scan.collect_batches(engine='streaming')))",
@@ -10,20 +13,24 @@ ABANDONED = {
 }
 
 
-@pytest.mark.parametrize("left", ABANDONED)
-def test_a_process_that_leaves_a_query_early_ends_as_it_should(left, tmp_path):
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    path = tmp_path_factory.mktemp("sources") / "ds"
+    with rollout_io.RolloutWriter(path, row_group_rows=40, checked=True) as writer:
+        writer.write(growing_trajectories(200, 10, 200))
+    return path
+
+
+@pytest.mark.parametrize(
+    "left", ["head", *(pytest.param(left, marks=pytest.mark.slow) for left in list(ABANDONED)[1:])]
+)
+def test_a_process_that_leaves_a_query_early_ends_as_it_should(left, dataset):
     """Polars' threads must be out of our generators before the interpreter goes."""
     code = (
         f"import sys, pipelines, rollout_io; scan = rollout_io.scan(sys.argv[1]); {ABANDONED[left]}"
     )
-    make = (
-        "import sys; from benchmarks.synthetic import growing_trajectories; import rollout_io\n"
-        "with rollout_io.RolloutWriter(sys.argv[1], row_group_rows=40, checked=True) as w:\n"
-        "    w.write(growing_trajectories(200, 10, 200))"
-    )
-    subprocess.run([sys.executable, "-c", make, str(tmp_path / "ds")], check=True)
     for _ in range(3):
-        command = [sys.executable, "-c", code, str(tmp_path / "ds")]
+        command = [sys.executable, "-c", code, str(dataset)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == (1 if left == "exception" else 0), done.stderr
         assert "FATAL" not in done.stderr

@@ -17,6 +17,7 @@ from schemas.errors import RolloutError
 from tests.conftest import ROOT
 from tests.helpers.adapter_helpers import convert_with, planned, read_all, write_lines
 from tests.helpers.exact_log_helpers import check_converts
+from tests.helpers.examples import examples
 from tests.helpers.line_log_helpers import mutated_lines
 from tests.helpers.text_log_helpers import mutated
 
@@ -263,7 +264,7 @@ LOG = b"\n".join(
 LIST = json.dumps([json.loads(line) for line in LOG.splitlines()]).encode()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(mutated_lines(LOG) | mutated(LIST))
 def test_damaged_events_give_rows_or_named_errors(content):
     with tempfile.TemporaryDirectory() as folder:

@@ -20,6 +20,7 @@ from rollout_io.formats.base import Trajectory
 from rollout_io.formats.parsing.model_calls import Call, contexts_of
 from schemas.messages import is_answer
 from tests.helpers.adapter_helpers import read_all, write_lines
+from tests.helpers.examples import examples
 from tests.helpers.text_log_helpers import save
 
 SHARED, LEFT, RIGHT = (
@@ -115,13 +116,13 @@ def trees(draw):
 
 
 @pytest.mark.parametrize("log", LOGS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(turns=trees())
 def test_each_answer_of_a_tree_of_branches_trains_exactly_once(log, turns):
     assert trained(read(log, turns)) == Counter(answer for _, _, answer in turns)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(turns=trees())
 def test_each_answer_of_logged_calls_trains_exactly_once(turns):
     calls = []
@@ -198,7 +199,7 @@ def test_codex_trains_once_what_a_rollback_or_a_compaction_kept():
     assert trained(trajectory) == {"a0": 1, "a1": 1, "a2": 1, "a3": 1}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.integers(-1, 3), max_size=8))
 def test_each_answer_of_a_codex_session_trains_exactly_once(moves):
     events = turn(0)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from rollout_io.formats.claude_code import ADAPTER
 from schemas.errors import RolloutError
 from tests.helpers.adapter_helpers import convert_with, planned, read_all, write_lines
+from tests.helpers.examples import examples
 from tests.helpers.line_log_helpers import check_lines, mutated_lines, save_template
 
 
@@ -341,7 +342,7 @@ LOG = b"\n".join(
 
 
 @given(mutated_lines(LOG))
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 def test_no_damage_loses_a_line_or_ends_in_a_traceback(content):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "s.jsonl"
@@ -350,7 +351,7 @@ def test_no_damage_loses_a_line_or_ends_in_a_traceback(content):
 
 
 @given(st.permutations(range(6)))
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=examples(20))
 def test_no_message_of_a_thread_is_lost_whatever_the_parents(parents):
     records = [user("0", "Hi.", parent=str(parents[0]))]
     for i, parent in enumerate(parents[1:], 1):

@@ -16,6 +16,7 @@ from rollout_io.cli.export import FORMATS
 from rollout_io.cli.main import run
 from schemas.columns import routing_type
 from schemas.strategies import rollout_tables
+from tests.helpers.examples import examples
 
 TOKEN_FORMATS = ("trl", "verl", "slime")
 ENDING = {
@@ -153,7 +154,7 @@ def masked(rows, failed):
     return [row[key] in bad for row in rows]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(
     rollout_tables(
         min_trajectories=1, optional=("reward", "rollout_logprobs", "rewards", "metrics", "error")

@@ -24,6 +24,7 @@ from rollout_io.formats.detect import (
 from rollout_io.plugins import Plugin
 from schemas.errors import RolloutError
 from tests.conftest import EXAMPLES, ROOT
+from tests.helpers.examples import examples
 
 SHOP = EXAMPLES / "shop.calls.jsonl"
 REWARDS = EXAMPLES / "shop.rewards.jsonl"
@@ -92,7 +93,7 @@ def test_a_damaged_line_at_the_start_does_not_hide_what_a_log_is(tmp_path, forma
 @given(st.binary(max_size=200) | st.integers(0, len(CALL)).map(lambda n: CALL[:n] * 2))
 @example(b"\x00" * 4096)
 @example(b'{"rewards": ')
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 def test_looking_at_any_bytes_never_raises(content):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "result.json"

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 
 from rollout_io.formats.gemini_cli import ADAPTER
 from tests.helpers.adapter_helpers import planned, read_all
+from tests.helpers.examples import examples
 from tests.helpers.line_log_helpers import check_records
 from tests.helpers.text_log_helpers import mutated, read_one, save
 
@@ -114,7 +115,7 @@ DOCUMENT = json.dumps(
 
 
 @given(mutated(DOCUMENT))
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 def test_no_damage_loses_the_record_or_ends_in_a_traceback(content):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "s.json"

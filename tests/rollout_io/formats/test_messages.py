@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from rollout_io.formats.parsing.content import canonical_json
 from rollout_io.formats.parsing.messages import prompt_key, read_message, read_messages
 from schemas.errors import RolloutError
+from tests.helpers.examples import examples
 from tests.helpers.text_log_helpers import mutated
 
 
@@ -162,7 +163,7 @@ MESSAGES = [
 
 
 @given(mutated(json.dumps(MESSAGES).encode()))
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 def test_damaged_messages_are_messages_or_refused_by_name(document):
     try:
         raws = msgspec.json.decode(document, type=list[msgspec.Raw])

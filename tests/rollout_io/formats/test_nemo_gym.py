@@ -20,6 +20,7 @@ from schemas import check
 from schemas.columns import metrics_dict
 from schemas.errors import RolloutError
 from schemas.metadata import DatasetMetadata
+from tests.helpers.examples import examples
 
 Record = dict[str, Any]
 FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
@@ -377,7 +378,7 @@ def test_a_reward_for_an_unknown_rollout_is_refused(tmp_path: Path) -> None:
 IDS = st.lists(st.integers(0, 200_000), min_size=1, max_size=6)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(
     st.lists(st.lists(st.tuples(IDS, IDS, st.integers(0, 2)), min_size=1, max_size=4), max_size=6),
     st.randoms(use_true_random=False),

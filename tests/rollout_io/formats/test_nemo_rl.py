@@ -8,6 +8,7 @@ from hypothesis import given, settings
 
 from rollout_io.formats.nemo_rl import ADAPTER
 from tests.helpers.adapter_helpers import convert_with, planned, read_all
+from tests.helpers.examples import examples
 from tests.helpers.line_log_helpers import check_records
 from tests.helpers.text_log_helpers import mutated, save
 
@@ -108,7 +109,7 @@ def test_other_documents_are_none_of_nemo_rl(tmp_path):
 
 
 @given(mutated(json.dumps(document(TWO_CALLS, TWO_CALLS)).encode()))
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 def test_no_damage_loses_a_run_or_ends_in_a_traceback(content):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "a.json"

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from rollout_io.formats.base import Options
 from rollout_io.formats.openai_messages import ADAPTER
 from tests.helpers.adapter_helpers import convert_with, planned, read_all, write_lines
+from tests.helpers.examples import examples
 from tests.helpers.line_log_helpers import check_lines, mutated_lines, save_template
 from tests.helpers.text_log_helpers import save
 
@@ -169,7 +170,7 @@ LOG = b"\n".join(
 
 
 @given(mutated_lines(LOG))
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 def test_no_damage_loses_a_line_or_ends_in_a_traceback(content):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "chat.jsonl"

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from rollout_io.formats.base import Options
 from rollout_io.formats.prime_hosted import ADAPTER
 from tests.helpers.adapter_helpers import convert_with, planned, read_all, write_lines
+from tests.helpers.examples import examples
 from tests.helpers.line_log_helpers import check_lines, check_records, mutated_lines, save_template
 from tests.helpers.text_log_helpers import mutated, save
 
@@ -213,7 +214,7 @@ LOG = b"\n".join(json.dumps(row(i, float(i % 2))).encode() for i in range(3))
 
 
 @given(mutated_lines(LOG))
-@settings(deadline=None, max_examples=120)
+@settings(deadline=None, max_examples=examples(120))
 def test_no_damage_loses_a_row_or_ends_in_a_traceback(content):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "results.jsonl"
@@ -222,7 +223,7 @@ def test_no_damage_loses_a_row_or_ends_in_a_traceback(content):
 
 
 @given(mutated(json.dumps(page([row(0), row(1)])).encode()), st.booleans())
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=examples(80))
 def test_no_damage_of_a_page_loses_a_row_or_ends_in_a_traceback(content, is_directory):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rollouts_raw.json"

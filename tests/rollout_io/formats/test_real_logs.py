@@ -8,6 +8,8 @@ import pytest
 from tests.conftest import ROOT
 from tests.helpers.qwen import chat_template_of, save_qwen3
 
+pytestmark = pytest.mark.slow  # test_source_is_kept.py converts the same logs
+
 
 @pytest.fixture(scope="module")
 def table(harness_logs, tmp_path_factory):
@@ -17,7 +19,6 @@ def table(harness_logs, tmp_path_factory):
     return made(harness_logs.resolve(), folder)
 
 
-@pytest.mark.slow
 def test_what_becomes_of_every_real_log_is_what_the_page_says(table, capsys):
     with capsys.disabled():
         sys.stdout.write(f"\n{table}\n")

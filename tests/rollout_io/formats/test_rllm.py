@@ -16,6 +16,7 @@ from schemas.errors import RolloutError
 from tests.conftest import ROOT
 from tests.helpers.adapter_helpers import convert_with, planned, read_all
 from tests.helpers.exact_log_helpers import check_converts
+from tests.helpers.examples import examples
 from tests.helpers.text_log_helpers import mutated
 
 PEER = ROOT / "tests" / "data" / "peers" / "rllm" / "eval_results"
@@ -242,7 +243,7 @@ DOCUMENT = json.dumps(
 TEXT = json.dumps(compact(episode(agent(step([], []), step([], [], AGAIN))))).encode()
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(mutated(DOCUMENT) | mutated(TEXT))
 def test_a_damaged_episode_gives_rows_or_a_named_error(content):
     with tempfile.TemporaryDirectory() as folder:

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from rollout_io.formats.skyrl_evals import ADAPTER
 from schemas.errors import RolloutError
 from tests.helpers.adapter_helpers import convert_with, planned, read_all, write_lines
+from tests.helpers.examples import examples
 from tests.helpers.line_log_helpers import check_lines, mutated_lines
 
 METRICS = {"eval/all/avg_score": 0.5, "eval/all/pass_at_1": 0.5}
@@ -128,7 +129,7 @@ def test_other_pickles_lines_and_directories_are_none_of_skyrl(tmp_path):
 
 
 @given(mutated_lines(b"\n".join(json.dumps(sample(score=s)).encode() for s in (0.0, [1.0]))))
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 def test_no_damage_loses_a_line_or_ends_in_a_traceback(content):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "gsm8k.jsonl"

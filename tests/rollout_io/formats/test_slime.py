@@ -21,6 +21,7 @@ from schemas.errors import RolloutError
 from tests.conftest import ROOT
 from tests.helpers.adapter_helpers import convert_with, planned, read_all
 from tests.helpers.exact_log_helpers import check_converts
+from tests.helpers.examples import examples
 from tests.helpers.text_log_helpers import JUNK
 
 PEER = ROOT / "tests" / "data" / "peers" / "slime"
@@ -246,7 +247,7 @@ def test_a_zip_archive_of_anything_else_is_not_recognized(tmp_path):
     assert not ADAPTER.recognizes(path)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.sampled_from(sorted(sample())), JUNK | st.floats() | st.just({1: float("inf")}))
 def test_any_value_of_a_field_gives_rows_or_a_named_error(name, value):
     with tempfile.TemporaryDirectory() as folder:
@@ -254,7 +255,7 @@ def test_any_value_of_a_field_gives_rows_or_a_named_error(name, value):
         check_converts(ADAPTER, path, 2)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.integers(0), st.integers(0, 255), st.booleans())
 def test_damaged_bytes_give_rows_or_a_named_error(at, byte, is_cut):
     content = bytearray(TRAIN.read_bytes())

@@ -19,6 +19,7 @@ from rollout_io.conversion.text import Retokenizer
 from rollout_io.formats.detect import load_formats, recognize
 from rollout_io.retokenize.chat_template import TEMPLATES
 from schemas.errors import RolloutError
+from tests.helpers.examples import examples
 from tests.helpers.qwen import chat_template_of, save_qwen3
 from tests.helpers.source_facts import READERS, facts_of, joined, missing_fact, read_source
 
@@ -498,7 +499,7 @@ def test_a_conversation_in_any_format_keeps_what_it_says(name, smollm2_dir, tmp_
 def test_any_template_keeps_a_conversation_or_is_refused(
     name, template, tokenizer, directory_of, tmp_path_factory
 ):
-    @settings(rare, max_examples=20)
+    @settings(rare, max_examples=examples(20))
     @given(conversations())
     def holds(messages):
         out = tmp_path_factory.mktemp("made") / "ds.dir"

@@ -12,6 +12,7 @@ from rollout_io.formats.base import Options
 from rollout_io.formats.trl import ADAPTER
 from schemas.errors import RolloutError
 from tests.helpers.adapter_helpers import convert_with, planned, read_all
+from tests.helpers.examples import examples
 from tests.helpers.line_log_helpers import check_records, save_template
 
 
@@ -196,7 +197,7 @@ WHOLE = bytes_of(
 
 
 @given(st.integers(0, len(WHOLE)), st.binary(min_size=1, max_size=3), st.booleans())
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 def test_no_damage_loses_a_row_or_ends_in_a_traceback(at, junk, is_cut):
     damaged = WHOLE[:at] if is_cut else WHOLE[:at] + junk + WHOLE[at + len(junk) :]
     with tempfile.TemporaryDirectory() as folder:
@@ -219,7 +220,7 @@ VALUES = st.sampled_from(
     VALUES,
     st.sampled_from([[1.0, 0.0], ["a", "b"], [True, None], [None, None], [2**63 - 1, 0]]),
 )
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 def test_columns_of_other_types_give_runs_or_named_errors(prompts, completions, rewards):
     columns = {"prompt": prompts, "completion": completions, "correct": rewards}
     with tempfile.TemporaryDirectory() as folder:

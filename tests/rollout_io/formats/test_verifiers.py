@@ -17,6 +17,7 @@ from schemas import check
 from schemas.errors import RolloutError
 from tests.helpers.adapter_helpers import convert_with, planned, read_all, write_lines
 from tests.helpers.exact_log_helpers import check_converts
+from tests.helpers.examples import examples
 from tests.helpers.line_log_helpers import mutated_lines
 from tests.helpers.verifiers_helpers import (
     PEER,
@@ -222,7 +223,7 @@ def test_a_row_twice_is_refused(tmp_path):
     assert [r.error.rule for r in plan.rejected] == ["duplicate_record"]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(content=mutated_lines(EPISODES))
 def test_a_damaged_log_gives_rows_or_named_errors(content):
     with tempfile.TemporaryDirectory() as folder:
@@ -231,7 +232,7 @@ def test_a_damaged_log_gives_rows_or_named_errors(content):
         check_converts(ADAPTER, path)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.lists(st.integers(-2, 4), min_size=4, max_size=4), st.data())
 def test_any_graph_of_nodes_is_read_or_refused(parents, data):
     nodes = copy.deepcopy(turns())

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from rollout_io.formats.verl import ADAPTER
 from schemas.errors import RolloutError
 from tests.helpers.adapter_helpers import convert_with, planned, read_all, write_lines
+from tests.helpers.examples import examples
 from tests.helpers.line_log_helpers import check_lines, mutated_lines
 
 
@@ -97,7 +98,7 @@ def test_lines_without_its_fields_are_none_of_verl(missing, tmp_path):
 
 
 @given(mutated_lines(b"\n".join(json.dumps(sample(score=s)).encode() for s in (0.0, 1.0))))
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 def test_no_damage_loses_a_line_or_ends_in_a_traceback(content):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "3.jsonl"

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from rollout_io.retokenize import encode_messages, encode_response, load_tokenizer, retokenize
 from rollout_io.retokenize.fixed_base import fixed_base
 from schemas.errors import RolloutError
+from tests.helpers.examples import examples
 from tests.helpers.qwen import chat_template_of, save_qwen3
 
 BASE = [
@@ -316,7 +317,7 @@ def conversations(draw):
     return messages
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(chat=conversations(), tools=st.sampled_from([None, TOOLS]))
 @pytest.mark.parametrize("name", APPEND_ONLY)
 def test_any_conversation_equals_its_growing_rendering(named, name, chat, tools):
@@ -328,7 +329,7 @@ def test_any_conversation_equals_its_growing_rendering(named, name, chat, tools)
     check_spans(tokens, chat)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(chat=conversations().map(without_system), tools=st.sampled_from([None, TOOLS]))
 def test_any_conversation_equals_the_fixed_base_definition(official, chat, tools):
     tokens = encode_response(chat, official, tools=tools)
@@ -336,7 +337,7 @@ def test_any_conversation_equals_the_fixed_base_definition(official, chat, tools
     assert (tokens.response_ids.tolist(), tokens.loss_mask.tolist()) == expected
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(chat=conversations(), tools=st.sampled_from([None, TOOLS]))
 def test_acc_thinking_renders_as_the_official_template_without_thinking_rules(named, chat, tools):
     ours, theirs = named("qwen3_acc_thinking"), named("qwen3_instruct_2507")

@@ -13,11 +13,14 @@ from schemas.columns import arrow_schema
 from schemas.ragged import Ragged
 from schemas.strategies import rollout_tables
 from schemas.types import as_table
+from tests.helpers.examples import examples
 from tests.helpers.trainer_helpers import step
 from trainer.batches.chains import Chains, credit, make_chains
 
 REWARDED = ("reward", "rewards")
-relaxed = settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=75)
+relaxed = settings(
+    deadline=None, suppress_health_check=list(HealthCheck), max_examples=examples(75)
+)
 
 
 def table(*rows: dict[str, Any]) -> pl.DataFrame:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from schemas.errors import RolloutError
 from tests.conftest import ROOT
+from tests.helpers.examples import examples
 from tests.helpers.trainer_helpers import (
     VOCAB,
     Row,
@@ -117,7 +118,7 @@ def test_value_loss_is_the_references() -> None:
     assert fraction == pytest.approx(found["values_clipfrac"], rel=1e-6)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(row_lists(), st.sampled_from([16, 4096]))
 def test_values_are_of_what_stands_before_each_token(rows: list[Row], budget: int) -> None:
     critic, batch = tiny_critic(), make_batch(rows)
@@ -129,7 +130,7 @@ def test_values_are_of_what_stands_before_each_token(rows: list[Row], budget: in
     assert not values.requires_grad
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(row_lists(), st.integers(0, 2**31), st.sampled_from([12, 4096]))
 def test_critics_gradient_is_that_of_the_mean_over_the_mini_batch(
     rows: list[Row], seed: int, budget: int

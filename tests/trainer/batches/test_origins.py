@@ -13,6 +13,7 @@ from pipelines.merging.unmerge import unmerge_table
 from schemas.ragged import Ragged
 from schemas.strategies import rollout_tables
 from schemas.types import as_table
+from tests.helpers.examples import examples
 from trainer.batches.origins import find_origins, stored_rows
 
 FORMS: dict[str, Any] = {
@@ -31,7 +32,7 @@ def frame_of(table: pa.Table) -> pl.DataFrame:
 
 @pytest.mark.parametrize("trained", FORMS)
 @pytest.mark.parametrize("stored", ["as it is", "lineage", "consecutive"])
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(table=rollout_tables(min_trajectories=1))
 def test_a_sampled_token_is_mapped_to_its_place_in_the_dataset(
     stored: str, trained: str, table: pa.Table

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import rollout_io
 from pipelines.statistics.savings import dataset_savings
 from schemas.ragged import Ragged
+from tests.helpers.examples import examples
 from tests.helpers.trainer_helpers import Row, make_batch
 from tests.helpers.tree_helpers import (
     TrajectoryIds,
@@ -64,7 +65,7 @@ def test_a_response_that_forks_has_two_subtrees() -> None:
     assert forest.subtree_end.tolist() == [5, 5, 3, 5, 5]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(families(), st.integers(24, 60), st.sampled_from(["trajectory", "group"]), st.integers(1, 3))
 def test_micro_batches_hold_every_target_once_after_its_own_row_within_the_budget(
     family: Family, budget: int, scope: str, num_ranks: int
@@ -96,7 +97,7 @@ def rows_in(batch: Any, forest: Any) -> set[int]:
     return set(batch.responses.row_of(forest.target_slot.numpy()).tolist())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(families(), st.sampled_from(["trajectory", "group"]))
 def test_without_a_budget_each_distinct_prefix_of_a_scope_is_forwarded_once(
     family: Family, scope: str

@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from schemas.errors import RolloutError
+from tests.helpers.examples import examples
 from tests.helpers.trainer_helpers import (
     VOCAB,
     Row,
@@ -48,7 +49,7 @@ def packed_logprobs(
     return logprobs, entropy
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(row_lists(), st.sampled_from([12, 24, 4096]))
 @torch.no_grad()
 def test_packed_rows_do_not_leak_into_each_other(rows: list[Row], budget: int) -> None:

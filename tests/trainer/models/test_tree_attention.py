@@ -13,6 +13,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 from schemas.errors import RolloutError
+from tests.helpers.examples import examples
 from tests.helpers.trainer_helpers import (
     VOCAB,
     Row,
@@ -110,7 +111,7 @@ def inputs_of(num_tokens: int) -> list[torch.Tensor]:
     return [torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(families(), st.sampled_from([None, 1, 3]), st.sampled_from([1, 2, 1024]))
 def test_pieces_attend_as_a_dense_mask_says(
     family: tuple[list[Row], TrajectoryIds], window: int | None, queries: int

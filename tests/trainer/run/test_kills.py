@@ -16,6 +16,9 @@ from safetensors.torch import load_file
 from tests.conftest import ROOT
 from tests.helpers.trainer_helpers import group_rows, save_tiny_model, step, write_dataset
 
+# test_processes.py resumes a killed run faster, test_checkpoints.py one that stopped.
+pytestmark = pytest.mark.slow
+
 SERVER = """
 import json, os, signal, sys, time, traceback
 
@@ -212,7 +215,6 @@ def test_a_run_that_is_killed_three_times_ends_with_the_same_losses_and_weights(
     check_kills(server, gae, tmp_path / "run", num_kills=3, seed=0)
 
 
-@pytest.mark.slow
 def test_a_run_that_is_killed_while_it_removes_a_checkpoint_leaves_whole_ones(
     server: Server, gae: Undisturbed, tmp_path: Path
 ) -> None:

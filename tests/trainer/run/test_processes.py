@@ -7,7 +7,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,8 @@ RUNS: dict[str, dict[str, Any]] = {
         "loss_reduction": f"{MINE}:trajectory_mean",
     },
 }
+Alone = Callable[[str], Path]
+OFTEN = ("token_mean", "gae", "tree")  # the loss and the estimator of the others are tested alone
 DEPENDING = {"seconds", "tokens_per_s", "num_micro_batches", "repeated_share"}
 
 
@@ -130,12 +133,16 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def alone(paths: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Each of the runs, by one process."""
+def alone(paths: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Alone:
+    """A run by one process, which is made once."""
     folder = tmp_path_factory.mktemp("alone")
-    for name, settings in RUNS.items():
-        train(TrainConfig(**paths, **COMMON, **settings, out=str(folder / name)))
-    return {name: folder / name for name in RUNS}
+
+    @cache
+    def run(name: str) -> Path:
+        train(TrainConfig(**paths, **COMMON, **RUNS[name], out=str(folder / name)))
+        return folder / name
+
+    return run
 
 
 def lines_of(out: Path) -> list[dict[str, Any]]:
@@ -180,12 +187,14 @@ def check_same_tokens(out: Path, expected: Path) -> None:
             assert numbers[0] == pytest.approx(numbers[1], rel=1e-4, abs=1e-6, nan_ok=True), name
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in OFTEN else pytest.mark.slow) for n in RUNS]
+)
 def test_a_run_of_two_processes_is_that_of_one(
-    name: str, server: Server, paths: dict[str, str], alone: dict[str, Path], tmp_path: Path
+    name: str, server: Server, paths: dict[str, str], alone: Alone, tmp_path: Path
 ) -> None:
     server.train({**paths, **COMMON, **RUNS[name], "out": str(tmp_path / "run")})
-    check_same_run(tmp_path / "run", alone[name])
+    check_same_run(tmp_path / "run", alone(name))
     assert "2 processes" in server.said()[0]
     assert server.said()[1] == ""
 
@@ -194,12 +203,12 @@ def test_a_run_of_two_processes_is_that_of_one(
     "sharded", ["directly", pytest.param("by Accelerate", marks=pytest.mark.nightly)]
 )
 def test_a_run_with_sharded_parameters_is_that_of_one_process(
-    sharded: str, server: Server, paths: dict[str, str], alone: dict[str, Path], tmp_path: Path
+    sharded: str, server: Server, paths: dict[str, str], alone: Alone, tmp_path: Path
 ) -> None:
     config = {**paths, **COMMON, **GAE, "out": str(tmp_path / "run")}
     server.train(config | {"max_updates": 4}, sharded=sharded)
     server.train(config, sharded=sharded, resume=True)
-    check_same_run(tmp_path / "run", alone["gae"])
+    check_same_run(tmp_path / "run", alone("gae"))
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -221,7 +230,7 @@ def test_the_gradient_of_sharded_parameters_is_that_of_whole_ones(
 
 
 def test_a_run_of_two_processes_that_is_killed_goes_on_with_one_and_with_two(
-    server: Server, paths: dict[str, str], alone: dict[str, Path], tmp_path: Path
+    server: Server, paths: dict[str, str], alone: Alone, tmp_path: Path
 ) -> None:
     config = {**paths, **COMMON, **GAE, "out": str(tmp_path / "run")}
     ranks = server.start(config=config)
@@ -237,13 +246,13 @@ def test_a_run_of_two_processes_that_is_killed_goes_on_with_one_and_with_two(
     train(TrainConfig(**config), resume=True)
     server.train(config | {"out": str(tmp_path / "again")}, resume=True)
     for out in (tmp_path / "run", tmp_path / "again"):
-        check_same_run(out, alone["gae"])
+        check_same_run(out, alone("gae"))
 
 
 def test_an_error_of_the_user_ends_every_process_and_is_said_once(
-    server: Server, paths: dict[str, str], alone: dict[str, Path]
+    server: Server, paths: dict[str, str], alone: Alone
 ) -> None:
-    command = ["train", paths["dataset"], "--model", paths["model"], "--out", str(alone["gae"])]
+    command = ["train", paths["dataset"], "--model", paths["model"], "--out", str(alone("gae"))]
     server.start(command=command)
     assert server.answer() == [1, 1]
     said, nothing = server.said()

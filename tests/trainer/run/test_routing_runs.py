@@ -21,6 +21,7 @@ import rollout_io
 import trainer
 from pipelines.generation import Sampled, Sampling
 from schemas.errors import RolloutError
+from tests.helpers.examples import examples
 from tests.helpers.rl_helpers import HERE, lines_of
 from tests.helpers.rl_helpers import config_of as rl_config_of
 from tests.helpers.routing_helpers import (
@@ -133,7 +134,7 @@ def test_rows_that_are_kept_as_they_were_merged_come_apart_where_routes_differ(
 
 
 @given(families(), st.integers(0, 99), st.sampled_from([0.0, 0.1, 0.5]), st.integers(0, 9))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 def test_trees_of_any_rows_and_routes_agree_with_steps(
     family: tuple[list[Row], TrajectoryIds], seed: int, share: float, fewest: int
 ) -> None:
@@ -183,7 +184,7 @@ def routed_steps(draw: st.DrawFn) -> list[dict[str, Any]]:
 
 
 @given(routed_steps())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 def test_merged_rows_come_apart_where_steps_were_routed_differently(
     rows: list[dict[str, Any]],
 ) -> None:
@@ -197,7 +198,7 @@ def test_merged_rows_come_apart_where_steps_were_routed_differently(
 
 
 @given(routed_steps())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 def test_layouts_agree_whatever_part_of_a_trajectory_has_routes(rows: list[dict[str, Any]]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         dataset = write_routed(Path(folder) / "ds", rows)

@@ -9,6 +9,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from tests.helpers.examples import examples
 from tests.helpers.losses_helpers import CORRECTIONS, POLICY_LOSSES, REDUCTIONS, TERMS, named
 from tests.helpers.trainer_helpers import (
     Row,
@@ -119,7 +120,7 @@ PRODUCT = [
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("config", PRODUCT, ids=named)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 @given(families(), st.integers(0, 99), BUDGETS, SCOPES)
 def test_every_loss_with_every_reduction_and_estimator(
     config: dict[str, Any], family: Family, seed: int, budget: int, scope: str
@@ -127,7 +128,7 @@ def test_every_loss_with_every_reduction_and_estimator(
     check_layouts_agree(family, {"tis_ratio_type": None} | config, seed, budget, scope)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(families(), BUDGETS)
 def test_log_probabilities_are_those_of_one_plain_forward_a_row(
     family: Family, budget: int
@@ -142,7 +143,7 @@ def test_log_probabilities_are_those_of_one_plain_forward_a_row(
     assert found[~trains].isnan().all()
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 @given(families(), BUDGETS, st.integers(0, 99))
 def test_the_critics_gradient_is_that_of_steps(family: Family, budget: int, seed: int) -> None:
     config = config_of(advantage_estimator="gae")

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.padded import padded_step
+from tests.helpers.examples import examples
 from tests.helpers.trainer_helpers import (
     VOCAB,
     Row,
@@ -53,7 +54,7 @@ def naive_loss(policy: Policy, rows: list[Row], values: dict[str, Any], old: Any
     return total / count
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(row_lists(), st.integers(0, 2**31), st.sampled_from(["first", "later"]))
 def test_gradient_is_that_of_the_naive_full_logits_loss(
     rows: list[Row], seed: int, which: str

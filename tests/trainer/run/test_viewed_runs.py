@@ -8,6 +8,7 @@ import pytest
 
 import rollout_io
 import trainer
+from rollout_io.cli.main import run as command
 from schemas.token_records import TOKEN_RECORD_COLUMNS, token_record_path
 from tests.helpers.trainer_helpers import save_tiny_model
 from tests.helpers.view_helpers import Asked
@@ -29,16 +30,25 @@ ONE = {
 
 
 @pytest.fixture(scope="module")
-def run(shop_dataset, tmp_path_factory):
-    """The shop example, trained two updates by a tiny model."""
+def dataset(shop_dataset, tmp_path_factory):
+    """Four groups of the shop example: all styles, and rewards that differ."""
+    path = tmp_path_factory.mktemp("four") / "ds"
+    chosen = ["--where", "instance_id IN ('shop-4', 'shop-5', 'shop-7', 'shop-8')"]
+    assert command(["filter", str(shop_dataset), *chosen, "--out", str(path)]) == 0
+    return path
+
+
+@pytest.fixture(scope="module")
+def run(dataset, tmp_path_factory):
+    """Trained two updates by a tiny model."""
     folder = tmp_path_factory.mktemp("run")
     config = TrainConfig(
-        dataset=str(shop_dataset),
+        dataset=str(dataset),
         model=save_tiny_model(folder / "model", vocab_size=49152, max_position_embeddings=1024),
         out=str(folder / "run"),
         record_tokens="all",
-        groups_per_batch=6,
-        groups_per_mini_batch=6,
+        groups_per_batch=2,
+        groups_per_mini_batch=2,
         learning_rate=1e-3,
         kl_loss_coef=0.1,
         save_every_updates=2,
@@ -57,7 +67,7 @@ def records(run):
     return pl.read_parquet(token_record_path(run, 1))
 
 
-def test_a_run_brings_its_dataset_and_updates(ask, run):
+def test_a_run_brings_its_dataset_and_updates(ask, run, dataset):
     found = ask("/api/sources")
     assert found["runs"] == [
         {
@@ -69,7 +79,7 @@ def test_a_run_brings_its_dataset_and_updates(ask, run):
             "token_updates": [1, 2],
         }
     ]
-    assert found["datasets"][0]["num_rows"] == 205
+    assert found["datasets"][0]["num_rows"] == rollout_io.read(dataset).num_rows
 
 
 def test_metrics_are_those_of_the_log(ask, run):
@@ -93,9 +103,9 @@ def test_rows_of_an_update_add_up_to_its_loss(ask, run, records):
     assert found["dataset"].unique().to_list() == ["d0"]
 
 
-def test_numbers_of_an_update_are_those_of_its_targets(ask, records, shop_dataset):
+def test_numbers_of_an_update_are_those_of_its_targets(ask, records, dataset):
     found = ask("/api/runs/r0/updates/1")
-    stored = rollout_io.scan(shop_dataset).collect()
+    stored = rollout_io.scan(dataset).collect()
     keys = ("trajectory_id", "step_index")
     for shown in found.to_dicts():
         key = {name: shown[name] for name in keys}
