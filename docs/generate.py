@@ -179,13 +179,13 @@ changes the gradient. [Algorithms](algorithms.md) has all algorithms with their 
 **Output.** RUN contains `config.json` (the resolved configuration), `metrics.jsonl` (one line per update),
 `checkpoints/global_step_N/` (model directories that Transformers can load) and `tokens/` ([what each token
 contributed](#what-each-token-contributed)). Progress goes to stderr. On a terminal, a bar counts the updates, and a row below
-it shows the current update: which pass over its tokens (old log-probabilities, reference, training, ...), tokens, tokens/s
-and the time left. Elsewhere, each update is a line, and a long update has one at most every 30 seconds. `-q` hides both.
+it shows the pass of the current update (old log-probabilities, reference, training, ...), tokens, tokens/s and the time left.
+Otherwise, each update is one line, and long updates add at most one line every 30 seconds. `-q` hides both.
 Suspicious values cause a warning, once per run. In Python, `trainer.train` writes these lines to
 the logger `trainer`: `logging.basicConfig(level="INFO")` shows them.
 
-Ctrl-C and SIGTERM stop a run after its current micro-batch, which can take a minute on a CPU; a second one ends it at once.
-Either way, `--resume` continues from the latest checkpoint, bit for bit (`save_every_updates`).
+Ctrl-C and SIGTERM stop a run after its current micro-batch, which can take a minute on a CPU; a second signal ends it at once.
+In both cases, `--resume` continues from the latest checkpoint (`save_every_updates`), bit for bit.
 
 **Checks.** All checks run before the first update and before anything is written. A run is rejected if, for example,
 
