@@ -1,4 +1,4 @@
-"""Suggest what to do with a run that has ended."""
+"""Suggest commands for a finished run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rollout_io.cli.output import next_command, note
 
 
 def suggest_next_steps(out: str, checkpoint: str) -> None:
-    """Print, on stderr, how to view and plot a run, and how to load its model."""
+    """Print to stderr how to view and plot a run, and how to load its model."""
     run = shlex.quote(out)
     next_command(f"rollouts view {run}")
     next_command(f"rollouts plot {run}")

@@ -64,7 +64,7 @@ def rl(
     chosen = [f"train.{key}={value}" for key, value in options.items() if value is not None]
     settings = load_rl_config(config, [*chosen, *overrides], out=out)
     how = "finished work is kept; run the same command with --resume to continue"
-    waits_for = "the current micro-batch, or the calls under way"
+    waits_for = "the current micro-batch, or running calls"
     with shown_log(), going_on(lambda: how, waits_for):
         result = run(settings, resume=resume)
     emit_json(dataclasses.asdict(result)) if as_json else emit(_report(result))

@@ -14,7 +14,7 @@ from trainer.batches.forest import Forest
 MicroBatches = Sequence[tuple[int, Forest]]
 """Micro-batches with their numbers, as `own_forests` returns them."""
 Watch = Callable[[MicroBatches], Iterable[tuple[int, Forest]]]
-"""Iterates over micro-batches, and learns from that which ones have been forwarded."""
+"""Function that iterates over micro-batches, to observe which ones have been forwarded."""
 DEPTH_OF_DOUBLE_COST = 16_384
 """Depth at which a token's attention costs as much as the rest: about 6 x hidden_size."""
 ONE = torch.zeros(1, dtype=torch.int64)

@@ -171,7 +171,7 @@ def update_critic(
             process forwards its share of them.
         old_values: [T] values at the start of the batch.
         targets: [T] target values.
-        watch: Follows the micro-batches.
+        watch: Iterates over the micro-batches, to show progress.
 
     Returns:
         Loss, mean value, clipped fraction and gradient norm, by the name of the metric.

@@ -108,8 +108,8 @@ class Collector:
     async def whole(self, iteration: int, show: Callable[[int], object]) -> None:
         """Wait until all groups of an iteration are finished.
 
-        `show` is called from time to time with the number of finished trajectories: those of the
-        iteration's groups, and of the groups that are still running.
+        `show` is called regularly with the number of finished trajectories, in groups of the
+        iteration and in groups that are still running.
 
         Raises:
             RolloutError: engine_down or engine_answer, once running trajectories have ended; errors

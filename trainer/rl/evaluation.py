@@ -48,7 +48,8 @@ async def evaluate(
 ) -> dict[str, Any]:
     """Sample the missing evaluation trajectories of a version, set by set, and return the metrics.
 
-    Progress is shown below `bar`, or logged; without one, it is neither.
+    Progress is shown below `bar` on a terminal, and logged otherwise; without a bar, it is neither
+    shown nor logged.
 
     Raises:
         RolloutError: As for `pipelines.generation.run.generate`.

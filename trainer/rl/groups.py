@@ -54,7 +54,7 @@ class Groups:
         return self.num_missing(iteration) == 0
 
     def num_missing(self, iteration: int) -> int:
-        """Return the number of groups of an iteration that are not finished."""
+        """Return the number of unfinished groups of an iteration."""
         return self._room[iteration]
 
     def add(

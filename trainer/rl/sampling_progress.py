@@ -10,11 +10,11 @@ from trainer.run.remarks import say
 
 
 class SamplingProgress:
-    """A row below the run's bar on a terminal; otherwise, a line at most every 30 seconds.
+    """Shows a row below the run's bar on a terminal; else logs at most one line every 30 seconds.
 
     Args:
         bar: The bar of the run; None: nothing is shown.
-        subject: What is sampled, such as "iteration 1 of 10".
+        subject: Name of the set of trajectories, such as "iteration 1 of 10".
         total: Number of trajectories to sample.
     """
 

@@ -35,12 +35,13 @@ class RunLog:
         config: Provides the directory and the settings that warnings depend on.
         num_planned: Maximum number of updates.
         num_made: Number of updates before this process started.
-        num_iterations: Of a loop that samples: its iterations; each has a line by itself, so that
-            mini-batches have none, and `next_iteration` moves the bar.
-        iteration: Iterations completed before this process started.
+        num_iterations: Number of iterations of `rollouts rl`, which logs a line per iteration
+            instead of one per mini-batch, and moves the bar with `next_iteration`; None: the run is
+            not such a loop.
+        iteration: Number of iterations completed before this process started.
 
     Attributes:
-        passes: Follows the passes of updates.
+        passes: Counts the tokens of each pass of an update, and shows the progress.
     """
 
     def __init__(

@@ -117,8 +117,8 @@ def mini_batch_updates(
 ) -> Iterator[MiniBatchUpdate]:
     """Train on the mini-batches from a position onwards, and yield their results.
 
-    If `explains`, look once for the cause of a mismatch with the sampler. `passes` follows the
-    micro-batches.
+    If `explains`, look once for the cause of a mismatch with the sampler. `passes` counts the
+    forwarded micro-batches.
     """
     sizes, config = run.settings.passes, run.config
     global_step = run.progress.global_step
@@ -223,7 +223,7 @@ def _prepare(
 
 
 def _needed(run: TrainingRun, num_mini_batches: int) -> list[str]:
-    """Name the passes that a batch needs before its first update."""
+    """List the passes that a batch needs before its first update."""
     learner, settings = run.learner, run.settings
     # With a single update, old log-probabilities are the policy's current ones, which saves a pass.
     several = num_mini_batches * settings.passes.epochs_per_batch > 1
@@ -256,7 +256,7 @@ def _known(
 def _planned(
     run: TrainingRun, mini_batches: Sequence[MiniBatch], position: Position
 ) -> list[PlannedUpdate]:
-    """Plan the tokens that each update left of a batch forwards, pass by pass."""
+    """Count the tokens that each remaining update of a batch will forward, by pass."""
     num_epochs, learner = run.settings.passes.epochs_per_batch, run.learner
     several = [SELECTION] if learner.objective.selection is not None else []
     each = [*several, TRAINING, *([CRITIC_TRAINING] if run.critic else [])]

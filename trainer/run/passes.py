@@ -25,12 +25,12 @@ COST = {TRAINING: 3.0, CRITIC_TRAINING: 3.0}
 """Time per token relative to a forward pass, assumed until it is measured: a backward pass costs
 about two forward passes."""
 SLOW_S = 1.0
-"""Duration from which the end of a pass in the first update is a line of its own."""
+"""Duration, in seconds, above which the end of a pass in the first update is logged."""
 
 
 @dataclass(slots=True)
 class Speed:
-    """Tokens of a kind of pass so far, and the seconds that they took."""
+    """Number of tokens that a kind of pass has forwarded so far, and the time that it took."""
 
     num_tokens: float = 0.0
     seconds: float = 0.0
@@ -66,19 +66,19 @@ class PlannedUpdate:
 
 
 class Passes:
-    """Counts what the passes of updates forward, and shows it.
+    """Counts the tokens that the passes of updates forward, and shows the progress.
 
     On a terminal, a row below the run's bar shows the current update. Otherwise, a line is logged
-    at most every 30 seconds, and at the end of each slow pass of the first update. Nothing is
-    computed on a device, and no device is synchronised. Without a bar, nothing is shown, as in
-    processes other than the main one.
+    at most every 30 seconds, and at the end of each slow pass of the first update. Counting runs no
+    operation on a device and does not synchronise it. Without a bar, as in all processes except the
+    main one, nothing is shown.
 
     Args:
         bar: The bar of the run.
         num_planned: Maximum number of updates.
         num_made: Number of updates before this process started.
-        spans_run: Whether the run consists of its updates alone, so that its time left is known.
-        clock: Returns the time in seconds.
+        spans_run: Whether the run consists only of updates, so that its time left can be estimated.
+        clock: Function that returns the time in seconds.
     """
 
     def __init__(
@@ -102,11 +102,11 @@ class Passes:
         self._stops = False
 
     def stop(self) -> None:
-        """End the work after the current micro-batch: the pass raises KeyboardInterrupt there."""
+        """Make the current pass raise KeyboardInterrupt after the current micro-batch."""
         self._stops = True
 
     def begin_batch(self, updates: Sequence[PlannedUpdate]) -> None:
-        """Start a batch: plan the updates that are left of it."""
+        """Start a batch with its remaining updates."""
         self._updates = list(updates)
         self._num_of_batch = len(updates)
         self._batch_tokens = {}
@@ -117,10 +117,10 @@ class Passes:
     def __call__(
         self, name: str, own: Sequence[tuple[int, Forest]]
     ) -> Iterator[tuple[int, Forest]]:
-        """Yield the micro-batches of a pass, and count each once the caller has used it.
+        """Yield the micro-batches of a pass, and count each after the caller has forwarded it.
 
         Args:
-            name: Name of the pass; one that is not planned is not counted.
+            name: Name of the pass; an unplanned pass is not counted.
             own: This process's micro-batches, from `own_forests`. The tokens of other processes
                 are assumed to progress at the same rate.
         """
@@ -176,7 +176,7 @@ class Passes:
         return f"{self._num_made + 1} of {self._num_planned}"
 
     def _end_pass(self, name: str, seconds: float) -> None:
-        """Log the end of a pass in the first update; the last one ends with the update's line."""
+        """Log the end of a slow pass in the first update, except that of the last pass."""
         update = self._updates[0]
         is_last = name == list(update.passes)[-1]
         shows = self._bar is not None and not self._bar.is_shown
@@ -187,7 +187,7 @@ class Passes:
             say(f"update {self._number}: {text}")
 
     def _seconds(self, num_tokens: Mapping[str, float]) -> float:
-        """Estimate the time of passes from the measured speed of each, or of others."""
+        """Estimate the time of passes from their speeds; unmeasured ones from those of others."""
         work = sum(s.num_tokens * COST.get(name, 1.0) for name, s in self._speeds.items())
         usual = sum(s.seconds for s in self._speeds.values()) / max(work, 1e-9)
         total = 0.0
@@ -198,7 +198,7 @@ class Passes:
         return total
 
     def _run_left_s(self) -> float | None:
-        """Estimate the time left of the run: later batches are assumed to be like this one."""
+        """Estimate the run's time left, assuming that later batches are like this one."""
         if not self._spans_run:
             return None
         num_after = max(self._num_planned - self._num_made - len(self._updates), 0)
@@ -207,4 +207,4 @@ class Passes:
 
 
 UNWATCHED = Passes()
-"""Shows nothing."""
+"""Instance that shows no progress."""

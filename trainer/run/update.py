@@ -92,7 +92,7 @@ def policy_logprobs(
     """Compute log-probabilities of the targets of `forests`, without gradient.
 
     Each process forwards its share of the micro-batches. The policy is the learner's, unless a
-    different one is given, such as its reference. `watch` follows the micro-batches.
+    different one is given, such as its reference. `watch` iterates over the micro-batches.
 
     Returns:
         [T] float32 on the CPU; NaN at response tokens that are not targets.
@@ -133,7 +133,7 @@ def update(
             need them, or if this is the only update of its batch, so they equal the current ones.
         ref_logprobs: [T] nats under the learner's reference; None without one.
         recorder: Receives the values that enter the loss; None: they are not recorded.
-        passes: Follows the micro-batches.
+        passes: Counts the forwarded micro-batches, and shows the progress.
 
     Returns:
         Metrics; `skipped` is 1 if no step was taken.
