@@ -274,7 +274,8 @@ partial_groups: A group has more or fewer trajectories than `group_size`, and th
 path: The path is empty.
     Pass a path; check that the shell variable is set.
 pickle: The file is a pickle, which could run code and is not opened.
-    Pass SkyRL's GeneratorOutput to `rollout_io.from_generator_output` in Python.
+    Pass SkyRL's GeneratorOutput to `rollout_io.from_generator_output` in Python; write other data as
+    JSON Lines.
 policy_loss_type_raised: The custom policy loss raised an exception.
     Correct the function at the line that the message names.
 readable_file: A Parquet shard of the dataset is damaged, cut off, or not Parquet.

@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     from rollout_io.dataset.parallel import Workers
 
 _SECTIONS = {
-    "trajectories": ("num_trajectories", "num_groups", "num_failed"),
+    "trajectories": (
+        *("num_trajectories", "num_groups", "num_failed"),
+        "num_groups_with_failed",
+    ),
     "rewards": (
         *("num_unknown_reward", "num_groups_with_variance"),
         *("reward_mean", "reward_min", "reward_max"),

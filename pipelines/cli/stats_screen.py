@@ -86,6 +86,7 @@ def _lines(overview: Overview) -> list[tuple[str, Any, Callable[[Any], str]]]:
         ("trajectories", numbers["num_trajectories"], readable),
         ("groups", numbers["num_groups"], readable),
         ("failed trajectories", numbers["num_failed"], readable),
+        ("groups with failed trajectories", numbers["num_groups_with_failed"], readable),
         ("trajectories without a reward", numbers["num_unknown_reward"], readable),
         ("tokens trained on", numbers["num_trained_tokens"], readable),
     ]
@@ -122,6 +123,12 @@ def _counts(numbers: Mapping[str, Any]) -> Iterable[RenderableType]:
     failed, without = numbers["num_failed"], numbers["num_rows_without_logprobs"]
     of_groups = f"{count(trajectories, 'trajectory')} in {count(numbers['num_groups'], 'group')}"
     yield Text(f"{count(rows, 'row')} of {of_groups}, {failed:,} failed")
+    if failed:
+        groups = count(numbers["num_groups_with_failed"], "group")
+        yield Text(
+            f"{groups} with failed trajectories, left out of training by default "
+            "(--set failed=trajectory leaves out only the trajectories)"
+        )
     yield Text(
         f"{count(numbers['num_prompt_tokens'], 'prompt token')}, "
         f"{count(numbers['num_response_tokens'], 'response token')} "

@@ -48,7 +48,7 @@ def dataset_statistics(
         response), num_prompt_tokens, num_response_tokens, num_trained_tokens,
         num_rows_without_logprobs, rows_per_trajectory_{mean,max},
         {prompt,response}_tokens_per_row_{mean,max}, reward_{mean,min,max},
-        num_groups_with_variance, stop_reasons (number of rows by reason).
+        num_groups_with_variance, num_groups_with_failed, stop_reasons (number of rows by reason).
     """
     return dataset_summary(data, outcome, workers).numbers
 
@@ -173,12 +173,14 @@ def _returns(returns: pl.DataFrame) -> dict[str, Any]:
     value = returns["return"]
     known = pl.col("return").fill_nan(None)
     groups = returns.group_by("instance_id").agg(
-        varied=(known.count() > 1) & ~are_equal(pl.col("return"))
+        varied=(known.count() > 1) & ~are_equal(pl.col("return")),
+        has_failed=pl.col("error").is_not_null().any(),
     )
     return {
         "num_trajectories": len(returns),
         "num_groups": len(groups),
         "num_groups_with_variance": int(groups["varied"].sum()),
+        "num_groups_with_failed": int(groups["has_failed"].sum()),
         "num_failed": int(failed.sum()),
         "num_unknown_reward": int((value.is_null() & ~failed).sum()),
         "reward_mean": value.mean(),

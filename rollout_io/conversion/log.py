@@ -12,6 +12,7 @@ from rollout_io.conversion.rejections import pointed
 from rollout_io.conversion.remote import named_found
 from rollout_io.conversion.urls import shown
 from rollout_io.formats.base import Adapter, Found, Input, Place, Progress, Rejected
+from rollout_io.formats.clues import explained, pickle_error
 from rollout_io.formats.detect import (
     HINT,
     RULE,
@@ -112,6 +113,8 @@ def open_log(
         own = [n for n, given in by_name.items() if n in paths or _is_log(given.path, known)]
         left = [name for name in by_name if own and name not in own]
         names = {format_name: own or list(by_name)}
+    else:
+        _refuse_pickles([given for n, given in by_name.items() if n in paths], known[format_name])
     if left and strict and is_auto and not skips:
         raise unknown_format(left[0], known)
     unused = [_foreign(by_name[name]) for name in left] if strict or not is_auto else []
@@ -126,6 +129,18 @@ def open_log(
     return Opened(logs, [*([] if strict or not is_auto else left), *unread], unused)
 
 
+def _refuse_pickles(named: Sequence[Input], adapter: Adapter) -> None:
+    """Reject pickles that the chosen format does not know, instead of their first bytes.
+
+    Raises:
+        InputError: `pickle`.
+    """
+    for given in named:
+        error = given.path.is_file() and pickle_error(given.name, given.path)
+        if error and not adapter.recognizes(given.path):
+            raise error
+
+
 def refuse_unknown_only(
     paths: Sequence[str], inputs: Mapping[str, Input], known: Mapping[str, Adapter]
 ) -> None:
@@ -137,10 +152,11 @@ def refuse_unknown_only(
     if any(name in paths or _is_log(given.path, known) for name, given in inputs.items()):
         return
     where, got = ", ".join(paths), "no file is in a format that rollouts can read"
-    message = (
-        f"{where}: {got} (found {count(len(inputs), 'file')}, the first is {next(iter(inputs))})"
-    )
-    raise InputError(RULE, where, got, "", HINT, message=message)
+    first = next(iter(inputs))
+    message = f"{where}: {got} (found {count(len(inputs), 'file')}, the first is {first})"
+    clue = explained(first, inputs[first].path)
+    hint = f"{clue.sentence.removesuffix('.')}; {clue.hint}" if clue else HINT
+    raise InputError(RULE, where, got, "", hint, message=message)
 
 
 def _formats_of(path: Path, known: Mapping[str, Adapter]) -> list[str]:

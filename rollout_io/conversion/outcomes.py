@@ -165,7 +165,11 @@ def _rejected(
             error = InputError("session_name", where, got, SESSION_SHAPE, hint)
         else:
             got += " has a reward but no call in the logs"
-            hint = "add the missing log file, or set `error` for a run that made no call"
+            hint = (
+                "add the missing log file, or set `error` for a run that made no call; if the log is"
+                " only a part of what the rewards file covers, pass --on-error skip, which reports"
+                " the other rewards as rejected"
+            )
             hint += f"; the nearest session is {near.pop()!r}" if near else ""
             error = InputError("unknown_session", where, got, "", hint)
         yield Rejected(Place(Path(where), where), error)

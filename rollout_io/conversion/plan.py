@@ -11,6 +11,7 @@ from typing import Any
 from rollout_io.conversion.outcomes import by_run
 from rollout_io.conversion.rewards import Key, Outcome
 from rollout_io.formats.base import About, Found, Input, Rejected, Run
+from rollout_io.formats.clues import empty_file
 from schemas.errors import ConfigError, InputError, InvariantError
 
 # Size of the log records of one chunk; an interruption loses at most one chunk per worker.
@@ -110,6 +111,8 @@ def refuse_nothing(plans: Sequence[Plan], inputs: Sequence[Input]) -> None:
     """
     if not any(planned.runs or planned.rejected for planned in plans):
         where = ", ".join(given.name for given in inputs)
+        if all(given.path.is_file() and not given.path.stat().st_size for given in inputs):
+            raise empty_file(where)
         hint = "check the format of the file: rollouts formats FILE"
         raise InputError("no_calls", where, "the log contains no calls", "", hint)
 

@@ -16,6 +16,7 @@ import msgspec
 
 from rollout_io.dataset.opening import open_input, refuse_irregular
 from rollout_io.formats.base import Adapter
+from rollout_io.formats.clues import explained
 from rollout_io.formats.parsing.jsonl import refuse_lfs_pointer
 from rollout_io.formats.refused import REFUSED
 from rollout_io.plugins import Plugin, plugins
@@ -139,7 +140,7 @@ def sort_by_format(
     left = [name for name, found in matches.items() if not found]
     unknown = next((name for name in left if name in named or len(left) == len(paths)), None)
     if unknown is not None:
-        raise unknown_format(unknown, formats)
+        raise explained(unknown, paths[unknown]) or unknown_format(unknown, formats)
     known = {name: found for name, found in matches.items() if found}
     common = [name for name in formats if all(name in found for found in known.values())]
     sure = common if len(common) == 1 else {found[0] for found in known.values() if len(found) == 1}

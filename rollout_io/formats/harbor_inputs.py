@@ -109,6 +109,12 @@ def _expand_file(path: Path, errors: list[RolloutError]) -> list[Source]:
     if head.is_trial or head.is_atif:
         return [Source(path=path, head=head)]
     if head.n_total_trials is not None:
+        before = len(errors)
+        found = _expand_children(path.parent, errors)
+        if not found and len(errors) == before:
+            got = "the file is the result of a job, and there are no trials beside it"
+            hint = "pass the job directory, with the directories of its trials"
+            raise InputError("harbor_input", str(path), got, hint=hint)
         return _expand_directory(path.parent, errors)
     raise _unknown(path, "the file is neither a trial, nor a job, nor an ATIF trajectory")
 

@@ -21,6 +21,7 @@ from pipelines.statistics.summary import dataset_summary
 from rollout_io import RolloutWriter, scan
 from rollout_io.cli.main import run
 from schemas.strategies import rollout_tables
+from tests.conftest import EXAMPLES
 from tests.helpers.examples import examples
 from tests.helpers.table_helpers import write_example
 
@@ -47,6 +48,7 @@ def test_the_worked_example_has_two_rows_of_one_trajectory(tmp_path):
         "num_trajectories": 1,
         "num_groups": 1,
         "num_groups_with_variance": 0,
+        "num_groups_with_failed": 0,
         "num_failed": 0,
         "num_unknown_reward": 1,
         "reward_mean": None,
@@ -88,6 +90,8 @@ def test_counts_are_those_of_the_rows_spelled_out(table):
     assert found["num_trajectories"] == len({row["trajectory_id"] for row in rows})
     assert found["num_groups"] == len({row["instance_id"] for row in rows})
     assert found["num_failed"] == len(failed)
+    instances = {row["instance_id"] for row in rows if row["trajectory_id"] in failed}
+    assert found["num_groups_with_failed"] == len(instances)
 
 
 def test_all_numbers_are_printed_section_by_section(shop_dataset, capsys):
@@ -123,6 +127,19 @@ def test_stats_print_one_screen_in_words(shop_dataset, capsys):
         ["tree", "12", "13,896", "31.7%"],
     ]
     assert "_" not in printed.removeprefix(lines[0]).replace("sequence_layout", "")
+
+
+def test_the_screen_counts_the_groups_that_a_failed_trajectory_takes_out_of_training(
+    tmp_path, capsys
+):
+    assert run(["convert", str(EXAMPLES / "harbor"), "--out", str(tmp_path / "ds")]) == 0
+    assert run(["stats", str(tmp_path / "ds")]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "21 rows of 12 trajectories in 3 groups, 3 failed" in lines
+    assert (
+        "2 groups with failed trajectories, left out of training by default "
+        "(--set failed=trajectory leaves out only the trajectories)" in " ".join(lines)
+    )
 
 
 def test_the_screen_shows_no_control_characters_of_the_data(shop_dataset, tmp_path, capsys):

@@ -1,0 +1,142 @@
+"""Inputs that are no logs: an error says what the file is, and what to give instead."""
+
+import gzip
+import json
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import rollout_io
+from rollout_io.cli.main import run
+from tests.conftest import EXAMPLES
+
+CODE = "table = rollout_io.from_generator_output(output)"
+TRIAL = EXAMPLES / "harbor" / "sum-2-3__73BsD78"
+OUTPUT = {
+    "prompt_token_ids": [[1, 2], [1, 2]],
+    "response_ids": [[3], [4]],
+    "rewards": [1.0, 0.0],
+    "loss_masks": [[1], [1]],
+    "trajectory_ids": [{"instance_id": "a", "repetition_id": i} for i in range(2)],
+}
+
+
+class Bomb:
+    """Code that runs when a pickle is loaded."""
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return Path.touch, (Path("exploded"),)  # type: ignore[return-value]
+
+
+def refused(capsys: pytest.CaptureFixture[str], path: Path, *options: str) -> str:
+    """The message for an input."""
+    assert run(["convert", str(path), "--out", "out", *options]) == 1
+    assert not Path("out").exists()
+    return capsys.readouterr().err
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+@pytest.mark.parametrize("options", [(), ("--format", "skyrl"), ("--on-error", "skip")])
+def test_a_pickle_is_never_loaded_and_the_hint_is_code_that_runs(
+    protocol: int, options: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("a.pkl").write_bytes(pickle.dumps([OUTPUT, Bomb()], protocol))
+    message = refused(capsys, Path("a.pkl"), *options)
+    assert "a.pkl: the file is a pickle, which could run code, so it is never loaded. [pickle]" in (
+        message
+    )
+    assert not Path("exploded").exists()
+    code = message[message.index("  import rollout_io") : message.index("otherwise")]
+    assert CODE in code
+    exec("\n".join(line.removeprefix("  ") for line in code.splitlines()), {"output": OUTPUT})
+    assert rollout_io.scan("rollouts/").collect()["reward"].to_list() == [1.0, 0.0]
+
+
+def test_a_compressed_pickle_is_one_too(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("a.pkl.gz").write_bytes(gzip.compress(pickle.dumps(OUTPUT)))
+    assert "a.pkl.gz: the file is a pickle" in refused(capsys, Path("a.pkl.gz"))
+
+
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_a_file_of_torch_save_that_is_not_slimes_is_a_pickle(
+    *, is_zip: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.save({"a": torch.ones(3)}, "a.pt", _use_new_zipfile_serialization=is_zip)
+    message = refused(capsys, Path("a.pt"))
+    assert "never loaded. [pickle]" in message
+    assert ("torch.save" in message) == is_zip
+    assert CODE in message
+
+
+def test_a_directory_of_pickles_gets_the_same_hint(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("dumps").mkdir()
+    Path("dumps/a.pkl").write_bytes(pickle.dumps(OUTPUT))
+    message = refused(capsys, Path("dumps"))
+    assert "no file is in a format that rollouts can read" in message
+    assert CODE in message
+
+
+@pytest.mark.parametrize("options", [(), ("--format", "calls")])
+def test_an_empty_file_is_called_empty(
+    options: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("calls.jsonl").touch()
+    message = refused(capsys, Path("calls.jsonl"), *options)
+    assert message.startswith("Error: calls.jsonl: the file is empty. [input_file]\n")
+
+
+def test_the_configuration_of_a_harbor_trial_leads_to_its_directory(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    message = refused(capsys, TRIAL / "config.json")
+    assert "the file is the configuration of a Harbor trial, not its result. [harbor_input]" in (
+        message
+    )
+    assert f"Hint: pass the trial directory ({TRIAL}/), or its result.json" in message
+    assert run(["convert", str(TRIAL), "--out", "out"]) == 0
+
+
+def test_the_configuration_of_a_harbor_job_leads_to_its_directory(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Path("config.json").write_text(json.dumps({"job_name": "sums", "jobs_dir": "jobs"}))
+    assert "Hint: pass the job directory (./)" in refused(capsys, Path("config.json"))
+
+
+def test_the_result_of_a_harbor_job_without_its_trials_leads_to_the_job(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shutil.copy(TRIAL.parent / "result.json", "result.json")
+    message = refused(capsys, Path("result.json"))
+    assert "the file is the result of a job, and there are no trials beside it" in message
+    assert "Hint: pass the job directory" in message
+    shutil.copytree(TRIAL, TRIAL.name)
+    assert run(["convert", "result.json", "--out", "out", "--on-error", "skip"]) == 0
+
+
+def test_other_content_is_still_unknown(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("notes.md").write_text("# Notes\n")
+    assert "notes.md: the format is not recognized" in refused(capsys, Path("notes.md"))
+
+
+def test_rewards_of_more_than_the_log_are_skipped_as_the_hint_says(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    lines = (EXAMPLES / "shop.calls.jsonl").read_text().splitlines(keepends=True)
+    Path("part.jsonl").write_text("".join(lines[:8]))
+    rewards = ("--rewards", str(EXAMPLES / "shop.rewards.jsonl"))
+    message = refused(capsys, Path("part.jsonl"), *rewards)
+    assert "[unknown_session]" in message
+    assert "only a part of what the rewards file covers, pass --on-error skip" in message
+    assert run(["convert", "part.jsonl", "--out", "out", *rewards, "--on-error", "skip"]) == 0
+    rows = rollout_io.scan("out").collect()
+    assert len(rows) == 8
+    assert rows.filter("is_last_step")["reward"].null_count() == 0
