@@ -75,7 +75,7 @@ def export(sources: Sources, bundle: Bundle, out: str, *, where: str | None, lim
 
 
 def _add(packing: Packing, key: str, answer: Answer) -> None:
-    """Pack an answer; tokens of all rows of a dataset are one table, and of an update another."""
+    """Pack an answer; the tokens of a dataset share one table, and those of an update another."""
     if answer.kind == JSON:
         packing.add_text(key, answer.content)
         return
@@ -179,7 +179,7 @@ def _recorded(
 
 
 def inlined(bundle: Bundle, blobs: Sequence[str]) -> str:
-    """Return the report page with the answers embedded, as `Packing.blobs` returns them.
+    """Return the report page with the blobs of `Packing.blobs` embedded.
 
     Raises:
         InputError: view_bundle: the report page is not built.

@@ -1,13 +1,14 @@
-"""Answers packed for a report: texts together, and tables by column, without losing a bit.
+"""Pack the answers of a report, without loss: JSON texts together, and tables by column.
 
-A report stores blobs: base64 of a `deflate-raw` stream, which browsers decompress. The first blob is
-an index in JSON: where each answer is, by key. JSON answers follow one another in blobs of some
-100 KB. Tables with the same columns are one table in an Arrow stream, of which an answer is a range
-of records; so ids and numbers of all rows are compressed together, and ids are indices of one
-vocabulary. The data of numbers are stored by byte: the first bytes of all, then the second, because
-signs and exponents repeat while the last bytes of a logarithm do not. Numbers that follow from other
-columns (old and new log-probabilities, importance weights) are stored as the difference of their bit
-patterns from what follows, computed by operations that round alike everywhere.
+A report stores blobs: raw deflate streams in base64, which browsers decompress. The first blob is a
+JSON index from the key of each answer to its place. JSON answers are concatenated in blobs of about
+100 KB. Tables with the same columns are concatenated in one Arrow stream, and an answer is a range of
+its records, so that ids and numbers of all rows are compressed together; token ids are indices into
+one vocabulary. Numeric columns are transposed by byte (first bytes of all numbers, then second bytes,
+...), because signs and exponents repeat, but the last bytes of log-probabilities do not. A column
+that other columns predict (old and new log-probabilities, importance weights) is stored as the
+difference between the bit patterns of values and predictions. Predictions use only operations that
+round identically on every machine.
 """
 
 from __future__ import annotations
@@ -35,18 +36,18 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """What the values of a column are near to; columns are given by where they are in the stream.
+    """Prediction of a column from other columns, a and b.
 
     Attributes:
-        kind: "same": column a; "ratio": exp(a - b); "product": -(a * b).
-        of: The positions of a, and of b.
+        kind: "same": a; "ratio": exp(a - b); "product": -(a * b).
+        of: Positions of a and b in the stream, in bytes.
     """
 
     kind: str
     of: tuple[int, ...]
 
     def values(self, stream: Bytes, num: int, width: int) -> npt.NDArray[Any]:
-        """[num] Return the guess as unsigned integers of the values' width."""
+        """Return the bit patterns of the predictions ([num] unsigned integers of `width` bytes)."""
         kind = np.dtype(f"<u{width}")
         found = [stream[at : at + num * width].view(kind) for at in self.of]
         if self.kind == "same":
@@ -54,12 +55,12 @@ class Guess:
         with np.errstate(all="ignore"):
             a, b = (values.view("<f4").astype(np.float64) for values in found)
             guessed = (_ratio(a, b) if self.kind == "ratio" else -(a * b)).astype("<f4")
-        # The bits of NaN differ between machines.
+        # The bit pattern of NaN differs between machines.
         return np.where(np.isfinite(guessed), guessed, np.float32(0)).view(kind)
 
 
 def _ratio(a: npt.NDArray[np.float64], b: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Return exp(a - b) by sums and products only: `exp` rounds differently in each library."""
+    """Compute exp(a - b) with sums and products, because `exp` rounds differently per library."""
     small = (a - b).astype("<f4").astype(np.float64) / 1024
     power = np.ones_like(small)
     for divisor in range(8, 0, -1):
@@ -73,18 +74,18 @@ _FOLLOWS = {
     "importance_weight": ("ratio", "logprob", "old_logprob"),
     "loss": ("product", "importance_weight", "advantage"),
 }
-"""Columns of an update that mostly follow from others."""
+"""Columns of an update that other columns usually predict exactly: kind and columns of a `Guess`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Transposed:
-    """Data of numbers inside an Arrow stream that are stored by byte.
+    """A numeric column of an Arrow stream, transposed by byte.
 
     Attributes:
         at: Position of the first byte in the stream.
         num: Number of values.
-        width: Bytes of a value.
-        guess: What was subtracted, as unsigned integers; None: nothing.
+        width: Bytes per value.
+        guess: Prediction whose bit patterns were subtracted; None: no prediction.
     """
 
     at: int
@@ -93,7 +94,7 @@ class Transposed:
     guess: Guess | None
 
     def bytes_of(self, stream: Bytes) -> Bytes:
-        """Return the bytes as they are stored."""
+        """Return the bytes to store."""
         values = stream[self.at : self.at + self.num * self.width].view(f"<u{self.width}")
         if self.guess is not None:
             values = values - self.guess.values(stream, self.num, self.width)
@@ -101,7 +102,7 @@ class Transposed:
         return np.ascontiguousarray(by_byte).reshape(-1)
 
     def middle(self) -> Transposed:
-        """Return a part that tells how well the data compress."""
+        """Return a part from the middle of the column, to estimate its compressed size."""
         num = min(self.num, _TRIED_BYTES // self.width)
         skipped = (self.num - num) // 2 * self.width
         guess = self.guess
@@ -129,10 +130,10 @@ class Packing:
         """Add an answer in Arrow.
 
         Args:
-            key: The question.
-            parts: The columns of the answer, by the name of the table that stores them and the name
-                of the part. Tables of the same name have the same columns; what has the same two
-                names is stored once.
+            key: Key of the answer.
+            parts: Tables whose columns together are the answer, by the name of the stored table and
+                of the part. Parts of one stored table have the same columns. A part that several
+                answers share is stored once.
         """
         ranges = []
         for (name, part), table in parts.items():
@@ -147,7 +148,7 @@ class Packing:
         self._ranges[key] = ranges
 
     def blobs(self) -> list[str]:
-        """Return what the report stores: the index, then the rest."""
+        """Return the blobs to store in the report: the index, then texts, then tables."""
         blobs: list[bytes] = []
         texts: dict[str, tuple[int, int, int]] = {}
         for part in self._text_parts():
@@ -194,7 +195,7 @@ def _deflated(content: bytes, level: int) -> bytes:
 
 
 def with_vocabulary(table: pa.Table) -> pa.Table:
-    """Replace the ids and the bytes of tokens by indices of those that occur, frequent ones first."""
+    """Dictionary-encode the ids and bytes of tokens; frequent tokens have low indices."""
     ids = to_numpy(table.column("id").combine_chunks())
     used, first, index, counts = np.unique(
         ids, return_index=True, return_inverse=True, return_counts=True
@@ -212,7 +213,7 @@ def with_vocabulary(table: pa.Table) -> pa.Table:
 
 
 def _packed(table: pa.Table) -> tuple[bytes, list[Transposed]]:
-    """Return an Arrow stream of one batch with its numbers stored by byte, and which they are."""
+    """Return an Arrow stream of one batch, and the numeric columns transposed in it."""
     if {"id", "bytes"} <= set(table.column_names):
         table = with_vocabulary(table)
     columns = [_without_hidden(column.combine_chunks()) for column in table.columns]
@@ -242,7 +243,7 @@ def _size(one: Transposed, stream: Bytes) -> int:
 
 
 def _without_hidden(column: pa.Array) -> pa.Array:
-    """Return numbers with 0 where they are null: what a null hides must not take space."""
+    """Set numbers to 0 where they are null, so that hidden values take no space."""
     kind = column.type
     is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind)
     if not is_number or not column.null_count:
@@ -251,7 +252,7 @@ def _without_hidden(column: pa.Array) -> pa.Array:
 
 
 def _numbers(content: pa.Buffer) -> Iterator[tuple[str, int, int, int]]:
-    """Yield name, position, number of values and width of the columns of numbers in a stream."""
+    """Yield name, position, number of values and width of each numeric column in a stream."""
     table = pa.ipc.open_stream(content).read_all()
     for name, column in zip(table.column_names, table.columns, strict=True):
         for chunk in column.chunks:

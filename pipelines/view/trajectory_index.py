@@ -251,21 +251,21 @@ class TrajectoryIndex:
         return [self.trajectories[name][number] for name in COMPUTED if name in used]
 
     def _numbers(self, name: str) -> pl.Series:
-        """[N] Return a number for each different value of a column of ids."""
+        """Number the distinct values of a column of ids; return the number of each row ([N])."""
         if name not in self._ids:
             values, run = self.rows[name], self.rows[name].rle_id()
             first = values.filter((run != run.shift()).fill_null(value=True))
-            # Polars knows that runs are sorted, and groups them without hashing.
+            # Run ids are sorted, so that Polars groups them without hashing.
             is_whole = name == "trajectory_id" or first.n_unique() == len(first)
             self._ids[name] = run if is_whole else first.rank("dense").gather(run)
         return self._ids[name].alias(f"{_NUMBER}{name}")
 
 
 def by_numbers(condition: pl.Expr) -> tuple[pl.Expr, list[str]]:
-    """Let windows group rows by numbers instead of ids, which is several times as fast.
+    """Partition the windows of a condition by numbers instead of ids, which is several times faster.
 
     Returns:
-        The condition on columns `number of NAME`, and the names of these ids.
+        The condition, on columns `number of NAME`, and these names.
 
     Example:
         >>> over = pl.sql_expr("max(reward) OVER (PARTITION BY instance_id) > 0")
@@ -293,7 +293,7 @@ def by_numbers(condition: pl.Expr) -> tuple[pl.Expr, list[str]]:
             text = io.StringIO(json.dumps(tree))
             return pl.Expr.deserialize(text, format="json"), list(dict.fromkeys(found))
     except (pl.exceptions.PolarsError, ValueError, TypeError, AttributeError, RecursionError):
-        pass  # another version of Polars writes expressions differently
+        pass  # other versions of Polars may serialise expressions differently
     return condition, []
 
 
