@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from pipelines.view.run_files import read_tokens
 from pipelines.view.sources import Dataset, Run
 from rollout_io.dataset.prefix_layout import Tokens, common_prefix
 from schemas.ragged import BoolArray, Ragged
@@ -22,7 +21,7 @@ def group(
     """Return the attempts at a task, each compared with the first."""
     numbers = dataset.index.group(instance_id).tolist()
     lines = dataset.index.trajectories[numbers].to_dicts()
-    advantages = mean_advantages(run, update)
+    advantages = mean_advantages(dataset, run, update)
     first = sampled_tokens(dataset, numbers[0])
     attempts = []
     for number, line in zip(numbers, lines, strict=True):
@@ -40,11 +39,11 @@ def group(
     return {"attempts": attempts}
 
 
-def mean_advantages(run: Run | None, update: int | None) -> dict[str, float]:
+def mean_advantages(dataset: Dataset, run: Run | None, update: int | None) -> dict[str, float]:
     """Return the mean advantage of each trajectory in an update; empty without an update."""
     if run is None or update is None:
         return {}
-    tokens = read_tokens(run.path, update, ["trajectory_id", "advantages"])
+    tokens = run.records(update, dataset, ["trajectory_id", "advantages"])
     values = tokens.explode("advantages", empty_as_null=True, keep_nulls=True)
     means = values.group_by("trajectory_id").agg(
         pl.col("advantages").cast(pl.Float64).fill_nan(None).mean()

@@ -15,7 +15,6 @@ import pyarrow as pa
 from pipelines.drift_diagnosis.table import diagnose
 from pipelines.merging.segments import is_joined
 from pipelines.view.attempts import sampled_mask
-from pipelines.view.run_files import read_tokens
 from pipelines.view.sources import Dataset, Run
 from pipelines.view.texts import whole_characters
 from rollout_io.dataset.prefix_layout import Tokens, common_prefix
@@ -100,7 +99,7 @@ def _rows(
     table = pa.concat_tables([dataset.trajectory(number, names) for number in numbers])
     values = dict(lines.select("trajectory_id", "return").rows())
     causes = _causes(dataset, table)
-    recorded = _advantages(run, update, list(values))
+    recorded = _advantages(dataset, run, update, list(values))
     prompts = Ragged.from_arrow(table.column("prompt_token_ids"))
     responses = Ragged.from_arrow(table.column("response_ids"))
     spans = table.column("segments").to_pylist() if "segments" in names else [None] * table.num_rows
@@ -149,12 +148,12 @@ def _causes(dataset: Dataset, table: pa.Table) -> dict[tuple[str, int], tuple[in
 
 
 def _advantages(
-    run: Run | None, update: int | None, ids: list[str]
+    dataset: Dataset, run: Run | None, update: int | None, ids: list[str]
 ) -> dict[tuple[str, int], npt.NDArray[np.float64]]:
     if run is None or update is None:
         return {}
     columns = ["trajectory_id", "step_index", "advantages"]
-    records = read_tokens(run.path, update, columns).filter(pl.col("trajectory_id").is_in(ids))
+    records = run.records(update, dataset, columns).filter(pl.col("trajectory_id").is_in(ids))
     return {
         (name, step): np.array(values, np.float64)
         for name, step, values in records.rows()

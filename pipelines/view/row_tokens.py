@@ -11,7 +11,7 @@ import pyarrow as pa
 from pipelines.rewards import place_rewards_table
 from pipelines.view.answers import Answer, arrow_answer
 from pipelines.view.attempts import sampled_mask
-from pipelines.view.run_files import FLAGS, NUMBERS, read_tokens
+from pipelines.view.run_files import FLAGS, NUMBERS
 from pipelines.view.sources import Dataset, Run
 from schemas.numpy_arrays import to_arrow, to_numpy
 from schemas.ragged import Ragged
@@ -53,7 +53,12 @@ def tokens(
         "policy_version": _at_end(whole, _versions(row, size, segments), pa.int32()),
     }
     if run is not None and update is not None:
-        columns |= _recorded(run, update, trajectory_id, step_index, whole)
+        recorded = run.records(update, dataset).filter(
+            (pl.col("trajectory_id") == trajectory_id)
+            & (pl.col("step_index") == step_index)
+            & (pl.col("loss_mask").list.len() == size)  # else the dataset has changed since
+        )
+        columns |= _recorded(recorded, whole)
     begin, end = dataset.index.bounds(dataset.index.number(trajectory_id))
     totals = {"prompt_tokens": num_prompt, "num_steps": end - begin}
     table = pa.Table.from_arrays(list(columns.values()), list(columns))
@@ -103,13 +108,8 @@ def _versions(
     return to_arrow(versions, mask=versions < 0)
 
 
-def _recorded(
-    run: Run, update: int, trajectory_id: str, step_index: int, num_tokens: int
-) -> dict[str, pa.Array]:
-    """Return the columns of an update; they are null if the update has no record of the row."""
-    records = read_tokens(run.path, update).filter(
-        (pl.col("trajectory_id") == trajectory_id) & (pl.col("step_index") == step_index)
-    )
+def _recorded(records: pl.DataFrame, num_tokens: int) -> dict[str, pa.Array]:
+    """Return the columns of an update, from the record of the row; without one, all are null."""
     found = {}
     for name, one in [*NUMBERS.items(), *((flag, flag) for flag in FLAGS)]:
         kind = pa.bool_() if name in FLAGS else pa.float32()

@@ -30,6 +30,9 @@ NUMBERS = {
     "losses": "loss",
 }
 """Columns with one number per response token, and the name of a single token's number."""
+_EVALUATION = "evaluation/"
+ITERATIONS = "rollouts"
+"""Directory of the datasets in a run of `rl`."""
 FLAGS = ("clipped", "rejected")
 """Columns with one flag per response token."""
 
@@ -53,7 +56,7 @@ def read_config(run: Path) -> Mapping[str, Any]:
 
 def dataset_paths(run: Path) -> list[str]:
     """Return the datasets that a run trained on, oldest first: one for each iteration of `rl`."""
-    iterations = run / "rollouts"
+    iterations = run / ITERATIONS
     if iterations.is_dir():
         folders = [path for path in iterations.iterdir() if path.is_dir()]
         return [str(path) for path in sorted(folders, key=lambda path: natural_key(path.name))]
@@ -62,21 +65,29 @@ def dataset_paths(run: Path) -> list[str]:
 
 
 def read_metrics(run: Path) -> dict[str, Any]:
-    """Return the metrics of a run as columns; if a step has several lines, the last one counts.
+    """Return the metrics of a run as columns, one value per step.
+
+    `rl` writes a line for an update, and one with the same step for the evaluation after it: their
+    metrics are joined. Of several lines of the same kind, the last one counts.
 
     Returns:
-        `global_step`: the steps, sorted; `metrics`: by name, a number or None for each step.
+        `global_step`: the steps, sorted; `updates`: the steps of updates, sorted; `metrics`: by
+        name, a number or None for each step.
 
     Raises:
         InputError: metrics_file: a line is not a JSON object with an integer `global_step`.
     """
     file = run / "metrics.jsonl"
-    lines: dict[int, Mapping[str, Any]] = {}
+    updates: dict[int, Mapping[str, Any]] = {}
+    evaluations: dict[int, Mapping[str, Any]] = {}
     for number, line in enumerate(_whole_lines(file), 1):
         record = _record(line, f"{file}:{number}")
         if not record.get("skipped"):
-            lines[record["global_step"]] = record
-    steps = sorted(lines)
+            is_evaluation = any(name.startswith(_EVALUATION) for name in record)
+            (evaluations if is_evaluation else updates)[record["global_step"]] = record
+    steps = sorted({*updates, *evaluations})
+    # The update comes first: its `iteration` is the one that it trained on.
+    lines = {step: {**evaluations.get(step, {}), **updates.get(step, {})} for step in steps}
     names = dict.fromkeys(name for step in steps for name in lines[step])
     metrics = {name: [_number(lines[step].get(name)) for step in steps] for name in names}
     kept = {
@@ -84,7 +95,7 @@ def read_metrics(run: Path) -> dict[str, Any]:
         for name, values in metrics.items()
         if name != "global_step" and any(value is not None for value in values)
     }
-    return {"global_step": steps, "metrics": kept}
+    return {"global_step": steps, "updates": sorted(updates), "metrics": kept}
 
 
 def read_tokens(run: Path, update: int, columns: list[str] | None = None) -> pl.DataFrame:

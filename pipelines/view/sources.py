@@ -11,6 +11,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+import polars as pl
 import pyarrow as pa
 
 from pipelines.view import run_files
@@ -31,10 +32,13 @@ class Dataset:
         name: Short name for the page.
         path: Path of the dataset.
         tokenizer: Directory of its tokenizer; None: the one that the dataset records.
+        number: Id of the dataset, such as "d0".
     """
 
-    def __init__(self, name: str, path: str, tokenizer: str | None = None) -> None:
-        self.name, self.path = name, path
+    def __init__(
+        self, name: str, path: str, tokenizer: str | None = None, number: str = ""
+    ) -> None:
+        self.name, self.path, self.number = name, path, number
         self._given_tokenizer = tokenizer
         self._lock = Lock()
         self._index: TrajectoryIndex | None = None
@@ -142,8 +146,32 @@ class Run:
     recorded: dict[str, str]
 
     def dataset_of(self, path: str) -> str | None:
-        """Return the id of the dataset that the run recorded under a path; None if unknown."""
-        return self.recorded.get(_absolute(path))
+        """Return the id of the dataset that the run recorded under a path; None if unknown.
+
+        Iterations of `rl` are found by name, so that a run can be moved or opened from any
+        directory.
+        """
+        folder, _, name = path.rstrip("/").rpartition("/")
+        found = self.recorded.get(_absolute(path))
+        if found is None and _short_name(folder) == run_files.ITERATIONS:
+            found = self.recorded.get(_absolute(str(self.path / run_files.ITERATIONS / name)))
+        return found
+
+    def records(
+        self, update: int, dataset: Dataset, columns: Sequence[str] | None = None
+    ) -> pl.DataFrame:
+        """Read token records of an update: those of one dataset's rows, if any.
+
+        Iterations of `rl` repeat the ids of trajectories, so ids alone do not identify a row.
+
+        Raises:
+            InputError: As `run_files.read_tokens`.
+        """
+        names = None if columns is None else ["dataset", *columns]
+        found = run_files.read_tokens(self.path, update, names)
+        paths = found["dataset"].unique().to_list()
+        own = [path for path in paths if self.dataset_of(path) == dataset.number]
+        return found.filter(pl.col("dataset").is_in(own)).drop("dataset")
 
 
 @dataclass(kw_only=True)
@@ -217,7 +245,7 @@ class Sources:
                 "name": run.name,
                 "path": str(run.path),
                 "datasets": list(run.datasets),
-                "updates": run_files.read_metrics(run.path)["global_step"],
+                "updates": run_files.read_metrics(run.path)["updates"],
                 "token_updates": token_record_steps(run.path),
             }
             for number, run in self.runs.items()
@@ -229,7 +257,7 @@ class Sources:
             if _absolute(known.path) == _absolute(path):
                 return number
         number = f"d{len(self.datasets)}"
-        self.datasets[number] = Dataset(_short_name(name), path, tokenizer)
+        self.datasets[number] = Dataset(_short_name(name), path, tokenizer, number)
         return number
 
     def _add_run(self, path: str, tokenizer: str | None) -> None:

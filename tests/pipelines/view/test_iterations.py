@@ -1,0 +1,122 @@
+"""A run of `rl` has one dataset per iteration, and the same trajectory ids in each of them."""
+
+import json
+import shutil
+
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rollout_io import RolloutWriter
+from schemas.token_records import token_record_path, token_record_schema
+from tests.helpers.view_helpers import Asked
+
+RESPONSES = ([5, 6, 7, 8], [9, 9])  # of the attempts in each iteration
+ADVANTAGES = (0.5, -0.25)
+LINES = (
+    {"iteration": 0, "global_step": 0, "evaluation/return_mean": 0.1},
+    {"iteration": 0, "global_step": 1, "loss": 0.7, "skipped": 0},
+    {"iteration": 1, "global_step": 1, "evaluation/return_mean": 0.2, "eval/all/avg_score": 0.3},
+    {"iteration": 1, "global_step": 2, "loss": 0.6, "skipped": 0},
+)
+
+
+def write_dataset(path, response):
+    table = pa.table(
+        {
+            "instance_id": ["t"] * 2,
+            "repetition_id": pa.array([0, 1], pa.int32()),
+            "trajectory_id": ["t_0", "t_1"],
+            "step_index": pa.array([0, 0], pa.int32()),
+            "is_last_step": [True] * 2,
+            "prompt_token_ids": pa.array([[1, 2]] * 2, pa.list_(pa.int32())),
+            "response_ids": pa.array([response] * 2, pa.list_(pa.int32())),
+            "loss_mask": [[True] * len(response)] * 2,
+            "token_source": ["engine"] * 2,
+            "reward": [0.0, 1.0],
+        }
+    )
+    with RolloutWriter(path) as writer:
+        writer.write(table)
+
+
+def write_records(run, update, dataset, response, advantage):
+    known = {
+        "dataset": [dataset] * 2,
+        "instance_id": ["t"] * 2,
+        "trajectory_id": ["t_0", "t_1"],
+        "step_index": [0, 0],
+        "loss_mask": [[True] * len(response)] * 2,
+        "advantages": [[advantage] * len(response)] * 2,
+        "weights": [[1.0] * len(response)] * 2,
+        "losses": [[2.0] * len(response)] * 2,
+    }
+    schema = token_record_schema()
+    arrays = [pa.array(known.get(field.name, [None] * 2), field.type) for field in schema]
+    path = token_record_path(run, update)
+    path.parent.mkdir(exist_ok=True)
+    pq.write_table(pa.Table.from_arrays(arrays, schema=schema), path)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("rl") / "run"
+    for number, (response, advantage) in enumerate(zip(RESPONSES, ADVANTAGES, strict=True)):
+        dataset = folder / "rollouts" / f"iteration_{number:05}"
+        write_dataset(dataset, response)
+        write_records(folder, number + 1, str(dataset), response, advantage)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ask(run):
+    return Asked(run)
+
+
+@pytest.mark.parametrize("iteration", [0, 1])
+@pytest.mark.parametrize("update", [1, 2])
+def test_an_update_is_joined_only_to_the_rows_that_it_trained(ask, iteration, update):
+    advantage = ADVANTAGES[iteration] if update == iteration + 1 else None
+    root, of = f"/api/datasets/d{iteration}", {"run": "r0", "update": update}
+    tokens = ask(f"{root}/tokens", trajectory_id="t_0", step_index=0, **of)
+    expected = [None, None, *[advantage] * len(RESPONSES[iteration])]
+    assert tokens["advantage"].to_list() == expected
+    attempts = ask(f"{root}/group", instance_id="t", **of)["attempts"]
+    assert [attempt["advantage"] for attempt in attempts] == [advantage] * 2
+    nodes = ask(f"{root}/tree", instance_id="t", **of)["nodes"]
+    assert [node["advantage"] for node in nodes if node["sampled"]] == [advantage]
+
+
+def test_a_moved_run_still_knows_its_iterations(run, tmp_path, monkeypatch):
+    shutil.copytree(run, tmp_path / "copies" / "moved")
+    monkeypatch.chdir(tmp_path / "copies")
+    ask = Asked("moved")
+    for iteration, update in ((0, 1), (1, 2)):
+        rows = ask(f"/api/runs/r0/updates/{update}")
+        assert rows["dataset"].unique().to_list() == [f"d{iteration}"]
+
+
+def test_records_of_a_row_that_has_changed_are_not_shown(run, tmp_path):
+    changed = tmp_path / "changed"
+    shutil.copytree(run, changed)
+    dataset = changed / "rollouts" / "iteration_00001"
+    shutil.rmtree(dataset)
+    write_dataset(dataset, RESPONSES[0])
+    of = {"trajectory_id": "t_0", "step_index": 0, "run": "r0", "update": 2}
+    tokens = Asked(changed)("/api/datasets/d1/tokens", **of)
+    assert tokens.select(pl.col("advantage", "loss").null_count()).row(0) == (len(tokens),) * 2
+
+
+def test_an_evaluation_does_not_hide_the_metrics_of_its_update(ask):
+    found = ask("/api/runs/r0/metrics")
+    assert found["global_step"] == [0, 1, 2]
+    assert found["metrics"] == {
+        "iteration": [0, 0, 1],
+        "loss": [None, 0.7, 0.6],
+        "evaluation/return_mean": [0.1, 0.2, None],
+        "eval/all/avg_score": [None, 0.3, None],
+        "skipped": [None, 0, 0],
+    }
+    assert ask("/api/sources")["runs"][0]["updates"] == [1, 2]
