@@ -73,7 +73,7 @@ def _distributions() -> Iterator[Path]:
     for folder in sys.path:
         try:
             paths = list(Path(folder).iterdir())
-        except OSError:
+        except (FileNotFoundError, NotADirectoryError, PermissionError):
             continue
         for path in paths:
             if path.name.lower().endswith((".dist-info", ".egg-info")):

@@ -57,7 +57,7 @@ def observation_ids(
     cut = 1 if ends_with_eos else len(base.anchor_ids)
     (ids,) = tokenizer.encode([base.anchor + text[len(base.text) :]], [where])
     if ids[:cut] != base.anchor_ids[:cut]:
-        got = "a token spans the end of the base conversation and the message"
+        got = "a token spans the end of the base conversation and the start of the message"
         raise InputError("fixed_base", where, got)
     is_open = ends_with_eos and (not response_ids or response_ids[-1] != eos)
     return ids[0 if is_open else cut :]
