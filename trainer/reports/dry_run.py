@@ -15,7 +15,7 @@ from trainer.batches.prefetch import one_ahead
 from trainer.config.resolved import resolved
 from trainer.config.train_config import TrainConfig
 from trainer.config.uses import Use, uses
-from trainer.reports.memory_estimate import Memory, estimate_memory
+from trainer.reports.memory_estimate import Memory, available_bytes, estimate_memory
 from trainer.run.settings import packing_of
 from trainer.run.setup import TrainingRun, set_up
 
@@ -71,6 +71,8 @@ class DryRun:
         layouts: Counts for one pass over the dataset, by layout.
         max_row_tokens: Maximum row length.
         memory: Memory of one process.
+        available_bytes: Memory that was free on its device once the models were loaded; None if
+            unknown.
         functions: Policy loss, advantage estimator and reduction, by key, with the values of their
             keys. There is no estimator if the loss uses no advantages.
     """
@@ -92,6 +94,7 @@ class DryRun:
     layouts: dict[str, Layout]
     max_row_tokens: int
     memory: Memory
+    available_bytes: int | None
     functions: dict[str, Use]
 
 
@@ -128,6 +131,7 @@ def dry_run(config: TrainConfig, *, resume: bool = False) -> DryRun:
         layouts=layouts,
         max_row_tokens=run.limit.num_tokens,
         memory=estimate_memory(run, chosen.largest_micro_batch_tokens),
+        available_bytes=available_bytes(run.learner.accelerator.device),
         functions=uses(run.config),
     )
 

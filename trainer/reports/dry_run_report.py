@@ -77,4 +77,12 @@ def _memory_lines(plan: DryRun) -> list[str]:
     sizes = dataclasses.asdict(plan.memory) | {"total": plan.memory.total}
     shown = {name: size for name, size in sizes.items() if size}
     lines = [[name, f"{size / GIB:,.2f}"] for name, size in shown.items()]
-    return columns([["memory", "GiB"], *lines])
+    table, free = columns([["memory", "GiB"], *lines]), plan.available_bytes
+    if free is None or plan.memory.still_needed <= free:
+        return table
+    return [
+        *table,
+        f"{plan.memory.still_needed / GIB:,.2f} GiB are still to be allocated, but only"
+        f" {free / GIB:,.2f} GiB are free: set a smaller tokens_per_micro_batch, or truncate rows with"
+        " max_row_tokens",
+    ]

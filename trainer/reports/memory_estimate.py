@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from pathlib import Path
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.batches.forest import Forest
+from trainer.batches.forest import Forest, RowLimit
 from trainer.config.train_config import TrainConfig
-from trainer.run.setup import TrainingRun
+from trainer.models.critic import CriticLearner
+from trainer.run.update import Learner
 
 MOMENTS_BYTES = {"adamw": 8, "adamw_8bit": 2}
 """Bytes of optimizer state per parameter."""
@@ -46,6 +49,31 @@ class Memory:
         parts = (self.weights, self.gradients, self.optimizer, self.reference)
         return sum(parts) + self.activations + self.logits
 
+    @property
+    def still_needed(self) -> int:
+        """Sum of the parts that are allocated after the models have been loaded."""
+        return self.total - self.weights - self.reference
+
+
+class Loaded(Protocol):
+    """What the estimate needs of a run, such as a `TrainingRun`."""
+
+    @property
+    def config(self) -> TrainConfig:
+        """Configuration of training."""
+
+    @property
+    def learner(self) -> Learner:
+        """Policy and optimizer."""
+
+    @property
+    def critic(self) -> CriticLearner | None:
+        """Critic and optimizer."""
+
+    @property
+    def limit(self) -> RowLimit:
+        """Maximum row length."""
+
 
 class State(NamedTuple):
     """The parts of `Memory` that do not depend on the forwarded tokens, in bytes."""
@@ -55,7 +83,7 @@ class State(NamedTuple):
     optimizer: int
 
 
-def estimate_memory(run: TrainingRun, num_tokens: int) -> Memory:
+def estimate_memory(run: Loaded, num_tokens: int) -> Memory:
     """Estimate the memory of a run whose largest micro-batch has `num_tokens` tokens.
 
     Activations are measured: chains of 32, 64 and 96 tokens are forwarded, and a quadratic fit of
@@ -106,7 +134,7 @@ def _num_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def _activations(run: TrainingRun, num_tokens: int) -> int:
+def _activations(run: Loaded, num_tokens: int) -> int:
     shortest = max(2, min(PROBE_TOKENS, run.limit.num_tokens // 3))
     lengths = [shortest, 2 * shortest, 3 * shortest]
     kept = [_kept_by_a_forward(run, length) for length in lengths]
@@ -114,12 +142,12 @@ def _activations(run: TrainingRun, num_tokens: int) -> int:
     return max(0, round(float(parabola(num_tokens))))
 
 
-def _kept_by_a_forward(run: TrainingRun, num_tokens: int) -> int:
+def _kept_by_a_forward(run: Loaded, num_tokens: int) -> int:
     """Measure the bytes that autograd saves for a chain whose tokens after the first are targets.
 
     Logits are not counted: only one chunk of them exists at a time, however long the chain is.
     """
-    policy, device = run.learner.policy, run.learner.accelerator.device
+    policy = run.learner.policy
     own = {p.untyped_storage().data_ptr() for p in policy.parameters()}
     vocab_size = run.learner.accelerator.unwrap_model(policy).model.config.vocab_size
     kept: dict[int, tuple[int, Tensor]] = {}
@@ -130,6 +158,26 @@ def _kept_by_a_forward(run: TrainingRun, num_tokens: int) -> int:
             kept[storage.data_ptr()] = storage.nbytes(), tensor
         return tensor
 
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        _forward_chain(run, num_tokens)
+    return sum(size for size, _ in kept.values())
+
+
+def seconds_per_token(run: Loaded) -> float:
+    """Measure the seconds that a forward pass takes per token, on a chain of 64 tokens."""
+    num_tokens = max(2, min(2 * PROBE_TOKENS, run.limit.num_tokens))
+    times = []
+    with torch.no_grad():
+        for _ in range(2):  # the first pass may compile and allocate
+            began = time.perf_counter()
+            _forward_chain(run, num_tokens)
+            times.append(time.perf_counter() - began)
+    return min(times) / num_tokens
+
+
+def _forward_chain(run: Loaded, num_tokens: int) -> None:
+    """Forward a chain whose tokens after the first are targets."""
+    device = run.learner.accelerator.device
     position = torch.arange(num_tokens, device=device)
     forest = Forest(
         token_ids=torch.zeros_like(position),
@@ -139,6 +187,23 @@ def _kept_by_a_forward(run: TrainingRun, num_tokens: int) -> int:
         target_token=torch.zeros_like(position[1:]),
         target_slot=position[:-1],
     )
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        policy(forest, torch.ones(num_tokens - 1, device=device))
-    return sum(size for size, _ in kept.values())
+    run.learner.policy(forest, torch.ones(num_tokens - 1, device=device))
+
+
+def available_bytes(device: torch.device) -> int | None:
+    """Return the free memory of a GPU, or of the machine and its control group on Linux."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    if device.type != "cpu":
+        return None
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    folder = Path("/sys/fs/cgroup")
+    try:
+        limit, used = ((folder / f"memory.{name}").read_text() for name in ("max", "current"))
+    except OSError:
+        return free
+    return min(free, int(limit) - int(used)) if limit.strip().isdigit() else free

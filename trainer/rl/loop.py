@@ -40,7 +40,7 @@ from trainer.rl.iteration_metrics import (
 from trainer.rl.resume import find_checkpoint, prepare
 from trainer.rl.sampling_progress import SamplingProgress
 from trainer.rl.task_order import check_names, first_name, shuffled_tasks
-from trainer.rl.updates import Learning, check_lengths, note_of_long_rows
+from trainer.rl.updates import Learning, check_lengths
 from trainer.rl.weight_swap import WeightSwapEngine
 from trainer.run.checkpoint import checkpoint_path
 from trainer.run.log import RunLog
@@ -114,9 +114,7 @@ def run(
     Generator(engine, tokenizer, config.generation).check(tasks)
     learning = Learning(config, checkpoint)
     check_lengths(config, learning.models.limit, None)
-    if note := note_of_long_rows(config, learning.models.limit):
-        say(note)
-    for text in notes_of(config):
+    for text in (*learning.notes_of_size(), *notes_of(config)):
         say(text)
     out = Path(config.out)
     with ExitStack() as held:

@@ -22,6 +22,7 @@ from trainer.batches.plan import Plan, dataset_returns, make_plan
 from trainer.config.resolved import resolved
 from trainer.distributed.launch import make_accelerator
 from trainer.rl.config import RlConfig
+from trainer.rl.size_notes import Models, notes_of_size
 from trainer.run.checkpoint import Checkpoints, remove_directory, write_model
 from trainer.run.load_models import check_dataset, load_models, make_learners
 from trainer.run.log import RunLog
@@ -81,6 +82,16 @@ class Learning:
         t = self.training
         steps = math.ceil(t.groups_per_batch / t.groups_per_mini_batch) * t.epochs_per_batch
         return self.config.num_iterations * steps
+
+    def notes_of_size(self) -> Iterator[str]:
+        """Yield notes about rows that would take too much memory or time."""
+        models = Models(
+            config=self.training,
+            learner=self._learner,
+            critic=self._critic,
+            limit=self.models.limit,
+        )
+        return notes_of_size(self.config, models)
 
     def open_log(self) -> RunLog:
         """Return the log of the run, a context manager."""
@@ -205,21 +216,6 @@ def check_lengths(config: RlConfig, limit: RowLimit, context_tokens: int | None)
             where = "[generate] max_input_tokens and max_response_tokens"
             got, expected = f"{parts[0]} + {parts[1]} tokens", f"at most {room} in total ({reason})"
             raise ConfigError("row_too_long", where, got, expected, hint)
-
-
-def note_of_long_rows(config: RlConfig, limit: RowLimit) -> str | None:
-    """Return a note on memory if rows may be longer than a micro-batch, else None."""
-    generation, training = config.generation, config.training
-    most = min(limit.num_tokens, training.max_row_tokens or limit.num_tokens)
-    if generation.max_input_tokens is not None:
-        most = min(most, generation.max_input_tokens + generation.max_response_tokens)
-    if most <= training.tokens_per_micro_batch:
-        return None
-    return (
-        f"note: rows may have up to {most} tokens; rows longer than train.tokens_per_micro_batch"
-        f" ({training.tokens_per_micro_batch}) are forwarded in separate micro-batches, which need more"
-        " memory"
-    )
 
 
 def _check_some_worked(plan: Plan, rollouts: pl.LazyFrame, dataset: Path) -> None:

@@ -1,5 +1,6 @@
 """What a run says that it will hold, and that its settings reach what they are about."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,8 @@ import pytest
 
 from tests.helpers.trainer_helpers import VOCAB, group_rows, save_tiny_model, write_dataset
 from trainer.config.train_config import TrainConfig
+from trainer.reports.dry_run import dry_run
+from trainer.reports.dry_run_report import plan_text
 from trainer.reports.memory_estimate import Memory, _kept_by_a_forward, estimate_memory
 from trainer.run.setup import TrainingRun, set_up
 
@@ -78,3 +81,12 @@ def test_settings_reach_the_optimizers_and_the_models(
     for optimizer in (run.learner.optimizer, run.critic.optimizer):
         assert numbers.items() <= optimizer.param_groups[0].items()
     assert run.learner.policy.logprob_chunk_tokens == 7
+
+
+def test_a_dry_run_says_where_memory_is_short(paths: dict[str, str], tmp_path: Path) -> None:
+    plan = dry_run(TrainConfig(**paths, out=str(tmp_path / "run")))
+    assert plan.available_bytes is not None
+    assert plan.memory.still_needed == plan.memory.total - plan.memory.weights
+    assert "still to be allocated" not in plan_text(plan)
+    short = dataclasses.replace(plan, available_bytes=plan.memory.still_needed - 1)
+    assert "set a smaller tokens_per_micro_batch" in plan_text(short)
