@@ -1,3 +1,4 @@
+import "./language";
 import "uplot/dist/uPlot.min.css";
 import "./style.css";
 import { type JSX, render } from "preact";
