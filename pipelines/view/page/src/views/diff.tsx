@@ -4,7 +4,7 @@ import type { Table } from "apache-arrow";
 import type { JSX } from "preact";
 import { useMemo, useState } from "preact/hooks";
 import { go } from "../address";
-import { type Dataset, diff, diffPair, type Pair, rowsOf, type Row, sorted, total } from "../answers";
+import { type Dataset, diff, diffPair, isReport, type Pair, rowsOf, type Row, sorted, total } from "../answers";
 import { useKeys } from "../keys";
 import { Awaited, Bar, Cell, Empty, Go, Num, Text, useAnswer } from "../parts";
 import { useSession } from "../session";
@@ -13,14 +13,17 @@ import { type Head, VirtualTable } from "../virtual_table";
 import { Excerpt } from "./group";
 
 export function DiffView(): JSX.Element {
-  const { sources, dataset, place, selection } = useSession();
-  const other = sources.datasets.find((one) => one.id === place.other) ?? sources.datasets.find((one) => one !== dataset) ?? null;
+  const { sources, place, selection, ...session } = useSession();
+  // A report compares its first dataset with its second, whichever is chosen.
+  const dataset = isReport ? (sources.datasets[0] ?? null) : session.dataset;
+  const named = isReport ? undefined : sources.datasets.find((one) => one.id === place.other);
+  const other = named ?? sources.datasets.find((one) => one !== dataset) ?? null;
   const key = dataset === null || other === null ? null : JSON.stringify([dataset.id, other.id, selection.where]);
   const answer = useAnswer(key, () => diff(dataset!.id, other!.id, selection.where));
   const swap = (): void => {
     if (dataset !== null && other !== null) go({ data: other.id, other: dataset.id });
   };
-  useKeys("Diff", [{ key: "x", does: "swap the two datasets", run: swap }]);
+  useKeys("Diff", isReport ? [] : [{ key: "x", does: "swap the two datasets", run: swap }]);
   if (dataset === null || other === null) {
     return (
       <section class="view" aria-labelledby="title">
@@ -37,7 +40,7 @@ export function DiffView(): JSX.Element {
         <h1 id="title">
           <Text value={dataset.name} /> against <Text value={other.name} />
         </h1>
-        {sources.datasets.length > 2 && (
+        {sources.datasets.length > 2 && !isReport && (
           <label>
             B{" "}
             <select value={other.id} onChange={(event) => go({ other: event.currentTarget.value, task: undefined })}>
@@ -47,7 +50,7 @@ export function DiffView(): JSX.Element {
             </select>
           </label>
         )}
-        <button type="button" onClick={swap} title="x">Swap A and B</button>
+        {!isReport && <button type="button" onClick={swap} title="Swap A and B (x)">Swap A and B</button>}
       </header>
       <Awaited answer={answer}>{(table) => <Tasks key={key} table={table} a={dataset} b={other} />}</Awaited>
     </section>
