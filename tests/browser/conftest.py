@@ -95,9 +95,24 @@ class Tab:
                     [cell.dataset.name, cell.dataset.value ?? cell.textContent])) ]))""",
         )
 
+    def token(self, fragment, at):
+        """Return the numbers of a token of the row that is open: {name: number}."""
+        self.page.evaluate("fragment => { location.hash = fragment }", f"#/{fragment}")
+        self.page.wait_for_selector(f'aside[data-token="{at}"]')
+        return self.page.eval_on_selector_all(
+            "aside .facts [data-name]",
+            "found => Object.fromEntries(found.map(one => [one.dataset.name, one.dataset.value]))",
+        )
+
     def press(self, *keys):
         for key in keys:
             self.page.keyboard.press(key)
+
+
+def number(text):
+    """Read what the page holds."""
+    words = {"null": None, "true": True, "false": False}
+    return words[text] if text in words else float(text)
 
 
 @pytest.fixture(scope="module")
@@ -106,11 +121,13 @@ def browser():
     from playwright.sync_api import sync_playwright
 
     path = chromium_path()
-    libraries = os.environ | {"LD_LIBRARY_PATH": str(FETCHED / "al2023" / "lib")}
-    own = {"env": libraries} if path.startswith(str(FETCHED)) else {}
+    # In the C locale Chromium names its language en-US@posix, which Intl refuses.
+    environment = os.environ | {"LC_ALL": "C"}
+    if path.startswith(str(FETCHED)):
+        environment |= {"LD_LIBRARY_PATH": str(FETCHED / "al2023" / "lib")}
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(
-            executable_path=path, args=["--no-sandbox", "--disable-gpu"], **own
+            executable_path=path, args=["--no-sandbox", "--disable-gpu"], env=environment
         )
         yield chromium
         chromium.close()
@@ -119,6 +136,8 @@ def browser():
 @contextmanager
 def tab_at(browser, address, **settings):
     context = browser.new_context(viewport={"width": 1400, "height": 900}, **settings)
+    if settings.get("offline"):
+        context.route(re.compile("^(?!file:|about:|data:|blob:)"), lambda route: route.abort())
     page = context.new_page()
     page.set_default_timeout(60_000)
     tab = Tab(page, address)
@@ -184,52 +203,63 @@ def export(out, *arguments):
     return out
 
 
+def made_once(tmp_path_factory, name, make):
+    """Return a folder that one worker of the session makes and all read."""
+    base = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent
+    out, done = base / f"browser-{name}", base / f"browser-{name}.done"
+    with FileLock(f"{out}.lock"):
+        if not done.exists():
+            make(out)
+            done.touch()
+    return out
+
+
 @pytest.fixture(scope="session")
 def shop(tmp_path_factory):
     """The shop example, converted."""
-    out = tmp_path_factory.mktemp("browser") / "shop"
-    convert(
-        EXAMPLES / "shop.calls.jsonl",
-        out,
-        Choices(rewards=str(EXAMPLES / "shop.rewards.jsonl")),
+    choices = Choices(rewards=str(EXAMPLES / "shop.rewards.jsonl"))
+    return made_once(
+        tmp_path_factory, "shop", lambda out: convert(EXAMPLES / "shop.calls.jsonl", out, choices)
     )
-    return out
 
 
 @pytest.fixture(scope="session")
-def merged(shop):
+def merged(shop, tmp_path_factory):
     """The same, merged."""
-    out = shop.with_name("merged")
-    with rollout_io.RolloutWriter(out) as writer:
-        writer.write(pipelines.merge(rollout_io.scan(shop)).collect())
-    return out
+
+    def make(out):
+        with rollout_io.RolloutWriter(out) as writer:
+            writer.write(pipelines.merge(rollout_io.scan(shop)).collect())
+
+    return made_once(tmp_path_factory, "merged", make)
 
 
 @pytest.fixture(scope="session")
 def run(shop, smollm2_dir, tmp_path_factory):
-    """Two updates on the shop, the second off policy, by a small model with SmolLM2's tokens."""
+    """Two updates of the model that sampled the shop, the second off policy: a minute of CPU."""
     import trainer
-    from tests.helpers.trainer_helpers import tiny_llama
     from trainer.config.train_config import TrainConfig
 
-    folder = tmp_path_factory.mktemp("trained")
-    tiny_llama(vocab_size=49152, max_position_embeddings=2048).save_pretrained(folder / "model")
-    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
-        if (smollm2_dir / name).exists():
-            shutil.copy(smollm2_dir / name, folder / "model")
-    trainer.train(
-        TrainConfig(
-            dataset=str(shop),
-            model=str(folder / "model"),
-            out=str(folder / "run"),
-            record_tokens="all",
-            drop_zero_variance_groups=True,
-            groups_per_batch=2,
-            groups_per_mini_batch=1,
-            max_updates=2,
-            learning_rate=3e-3,
-            tokens_per_micro_batch=4096,
-            tis_ratio_type="token",
+    def make(out):
+        trainer.train(
+            TrainConfig(
+                dataset=str(shop),
+                model=str(smollm2_dir),
+                out=str(out),
+                record_tokens="all",
+                drop_zero_variance_groups=True,
+                groups_per_batch=2,
+                groups_per_mini_batch=1,
+                max_updates=2,
+                learning_rate=5e-5,
+                tokens_per_micro_batch=4096,
+                tis_ratio_type="token",
+                token_mask_is_threshold_low=0.8,
+                token_mask_is_threshold_high=1.25,
+                kl_loss_coef=0.01,
+            )
         )
-    )
-    return folder / "run"
+
+    return made_once(tmp_path_factory, "run", make)

@@ -10,7 +10,7 @@ import pytest
 
 import rollout_io
 from rollout_io.cli.main import run as main
-from tests.browser.conftest import tab_at, viewer
+from tests.browser.conftest import number, tab_at, viewer
 
 ARRAYS = {
     "advantage": "advantages",
@@ -49,13 +49,6 @@ def steps(shop):
 def records(run):
     files = {int(path.stem.split("_")[-1]): path for path in (run / "tokens").glob("*.parquet")}
     return {step: pl.read_parquet(path) for step, path in sorted(files.items())}
-
-
-def number(text):
-    """Read what the page holds."""
-    return {"null": None, "true": True, "false": False}.get(text, text) if text in (
-        "null", "true", "false",
-    ) else float(text)  # fmt: skip
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
@@ -167,12 +160,7 @@ def test_200_random_tokens_hold_what_trained(tab, steps, records):
         tab.go(place)
         tab.page.wait_for_selector(f'canvas.tokens[data-tokens="{len(ids)}"]')
         for at in draw.sample(range(len(ids)), 20):
-            tab.page.evaluate("hash => { location.hash = hash }", f"#/{place}&at={at}")
-            tab.page.wait_for_selector(f'aside[data-token="{at}"]')
-            cells = tab.page.eval_on_selector_all(
-                "aside .facts [data-name]",
-                "found => Object.fromEntries(found.map(one => [one.dataset.name, one.dataset.value]))",
-            )
+            cells = tab.token(f"{place}&at={at}", at)
             assert number(cells["id"]) == ids[at]
             own = at - len(prompt)
             if own < 0:

@@ -9,10 +9,12 @@ from urllib.parse import urlencode
 import polars as pl
 import pyarrow as pa
 
+from pipelines.rewards import trajectory_returns
 from pipelines.view.api import Api
 from pipelines.view.bundle_files import Bundle
 from pipelines.view.serving import serving
 from pipelines.view.sources import Sources
+from rollout_io import scan
 
 PAGE = (
     '<!doctype html><html><head><script type="module" crossorigin src="./assets/index.js"></script>'
@@ -77,3 +79,21 @@ def server_of(api, bundle):
         loop.call_soon_threadsafe(stop.set)
         thread.join(20)
         loop.close()
+
+
+def facts_of(path, *conditions):
+    """Compute the numbers of the table of trajectories by other means: {trajectory: {column: value}}."""
+    prompt, response = (pl.col(name).list.len() for name in ("prompt_token_ids", "response_ids"))
+    rows = scan(path).filter(*conditions)
+    ids = rows.select("trajectory_id").unique()
+    returns = trajectory_returns(scan(path).join(ids, on="trajectory_id", how="semi"))
+    folded = rows.group_by("trajectory_id", maintain_order=True).agg(
+        num_rows=pl.len(),
+        prompt_tokens=prompt.sum(),
+        response_tokens=response.sum(),
+        trained_tokens=pl.col("loss_mask").list.sum().sum(),
+        longest_row_tokens=(prompt + response).max(),
+    )
+    known = returns.select("trajectory_id", "return")
+    found = folded.join(known, on="trajectory_id", how="left", maintain_order="left").collect()
+    return {line.pop("trajectory_id"): line for line in found.to_dicts()}
