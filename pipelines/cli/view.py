@@ -32,7 +32,7 @@ DEFAULT_LIMIT = 200
     "--tokenizer",
     type=click.Path(),
     metavar="DIR",
-    help="Decode ids with this model's tokenizer.  [default: the dataset's]",
+    help="Decode ids with this model's tokenizer.  [default: that of the dataset or run]",
 )
 def view(
     paths: tuple[str, ...],

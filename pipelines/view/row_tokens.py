@@ -113,7 +113,6 @@ def _recorded(records: pl.DataFrame, num_tokens: int) -> dict[str, pa.Array]:
     found = {}
     for name, one in [*NUMBERS.items(), *((flag, flag) for flag in FLAGS)]:
         kind = pa.bool_() if name in FLAGS else pa.float32()
-        is_there = len(records) and name in records.columns
-        values = _list(records[:1].select(name).to_arrow(), name) if is_there else None
+        values = _list(records[:1].select(name).to_arrow(), name) if len(records) else None
         found[one] = _at_end(num_tokens, values, kind)
     return found

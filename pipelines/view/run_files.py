@@ -64,6 +64,12 @@ def dataset_paths(run: Path) -> list[str]:
     return [given] if isinstance(given, str) and given else []
 
 
+def model_of(run: Path) -> str | None:
+    """Return the model that a run started from, as configured; None if unknown."""
+    given = read_config(run).get("model")
+    return given if isinstance(given, str) and given else None
+
+
 def read_metrics(run: Path) -> dict[str, Any]:
     """Return the metrics of a run as columns, one value per step.
 
@@ -96,6 +102,18 @@ def read_metrics(run: Path) -> dict[str, Any]:
         if name != "global_step" and any(value is not None for value in values)
     }
     return {"global_step": steps, "updates": sorted(updates), "metrics": kept}
+
+
+def iterations_of(run: Path) -> dict[int, str]:
+    """Return the path of the dataset of each update of `rollouts rl`, as its metrics tell."""
+    metrics = read_metrics(run)
+    iterations = metrics["metrics"].get("iteration", [])
+    known = zip(metrics["global_step"], iterations, strict=False)
+    return {
+        step: f"{run.as_posix()}/{ITERATIONS}/iteration_{int(iteration):05d}"
+        for step, iteration in known
+        if iteration is not None
+    }
 
 
 def read_tokens(run: Path, update: int, columns: list[str] | None = None) -> pl.DataFrame:

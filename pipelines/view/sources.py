@@ -6,7 +6,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from importlib.util import find_spec
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -15,11 +14,11 @@ import polars as pl
 import pyarrow as pa
 
 from pipelines.view import run_files
+from pipelines.view.tokenizers import Found, Tokenizers
 from pipelines.view.trajectory_index import TrajectoryIndex, kind_of
 from rollout_io.dataset.reader import RowReader, read_layout, read_metadata, scan
-from rollout_io.retokenize import ChatTokenizer, load_tokenizer
-from rollout_io.retokenize.local import find_tokenizer, remembered_tokenizer
-from rollout_io.retokenize.token_bytes import TokenBytes, load_token_bytes
+from rollout_io.retokenize import ChatTokenizer
+from rollout_io.retokenize.token_bytes import TokenBytes
 from schemas.columns import COLUMN_BY_NAME
 from schemas.errors import ConfigError, InputError, RolloutError
 from schemas.token_records import token_record_steps
@@ -29,17 +28,21 @@ class Dataset:
     """A dataset that a viewer shows; it is checked and indexed on first use.
 
     Args:
+        number: Its id.
         name: Short name for the page.
         path: Path of the dataset.
-        tokenizer: Directory of its tokenizer; None: the one that the dataset records.
-        number: Id of the dataset, such as "d0".
+        tokenizer: Directory of its tokenizer; None: the one that the dataset records, or that of
+            the model of a run that trained on it.
+        tokenizers: Loads tokenizers.
     """
 
     def __init__(
-        self, name: str, path: str, tokenizer: str | None = None, number: str = ""
+        self, number: str, name: str, path: str, tokenizer: str | None, tokenizers: Tokenizers
     ) -> None:
-        self.name, self.path, self.number = name, path, number
-        self._given_tokenizer = tokenizer
+        self.number, self.name, self.path = number, name, path
+        self._given_tokenizer, self._tokenizers = tokenizer, tokenizers
+        self.model: str | None = None
+        """Model of a run that trained on the dataset."""
         self._lock = Lock()
         self._index: TrajectoryIndex | None = None
 
@@ -60,25 +63,31 @@ class Dataset:
         """Access to rows by position."""
         return RowReader(self.path)
 
-    @cached_property
+    @property
     def tokenizer(self) -> str | None:
         """Directory of the tokenizer; None if it is unknown or missing."""
-        return self._given_tokenizer or remembered_tokenizer(read_metadata(self.path))
+        return self._found.directory
+
+    @property
+    def why_no_tokenizer(self) -> str:
+        """Why there is no tokenizer, as a clause; "" if there is one."""
+        return self._found.reason
 
     @cached_property
+    def _found(self) -> Found:
+        if self._given_tokenizer is not None:
+            return Found(self._given_tokenizer)
+        return self._tokenizers.find(read_metadata(self.path), self.model)
+
+    @property
     def token_bytes(self) -> TokenBytes | None:
         """Bytes of each token of the vocabulary; None without a tokenizer."""
-        return None if self.tokenizer is None else load_token_bytes(self.tokenizer)
+        return None if self.tokenizer is None else self._tokenizers.token_bytes(self.tokenizer)
 
-    @cached_property
+    @property
     def chat_tokenizer(self) -> ChatTokenizer | None:
         """The tokenizer, loaded with Transformers; None if either is missing or loading fails."""
-        if self.tokenizer is None or find_spec("transformers") is None:
-            return None
-        try:
-            return load_tokenizer(self.tokenizer, needs_template=False)
-        except RolloutError:
-            return None
+        return None if self.tokenizer is None else self._tokenizers.chat(self.tokenizer)
 
     def has(self, name: str) -> bool:
         """True if the dataset has a column."""
@@ -173,6 +182,14 @@ class Run:
         own = [path for path in paths if self.dataset_of(path) == dataset.number]
         return found.filter(pl.col("dataset").is_in(own)).drop("dataset")
 
+    def trained_datasets(self) -> list[str | None]:
+        """Return the dataset of each update that recorded tokens, as its metrics tell."""
+        steps = token_record_steps(self.path)
+        if len(self.datasets) == 1:
+            return [self.datasets[0] for _ in steps]
+        iterations = run_files.iterations_of(self.path)
+        return [self.dataset_of(iterations[step]) if step in iterations else None for step in steps]
+
 
 @dataclass(kw_only=True)
 class Sources:
@@ -187,6 +204,7 @@ class Sources:
     datasets: dict[str, Dataset] = field(default_factory=dict)
     runs: dict[str, Run] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
+    tokenizers: Tokenizers = field(default_factory=Tokenizers)
 
     @classmethod
     def open(cls, paths: Sequence[str], tokenizer: str | None = None) -> Sources:
@@ -194,21 +212,22 @@ class Sources:
 
         Args:
             paths: Datasets, or directories of runs.
-            tokenizer: Directory of the tokenizer; None: the one that each dataset records.
+            tokenizer: Directory of the tokenizer; None: the one that each dataset records, or
+                that of the model of its run.
 
         Raises:
             RolloutError: A path is neither a dataset nor a run, or a dataset is invalid.
         """
         sources = cls()
         if tokenizer is not None:
-            load_token_bytes(tokenizer)
+            sources.tokenizers.token_bytes(tokenizer)
         for path in dict.fromkeys(paths):
             if run_files.is_run(Path(path)):
                 sources._add_run(path, tokenizer)
             else:
                 number = sources._add_dataset(path, path, tokenizer)
                 _ = sources.datasets[number].index
-        sources._warn_of_tokenizers(tokenizer)
+        sources._warn_of_tokenizers()
         return sources
 
     def dataset(self, number: str) -> Dataset:
@@ -247,6 +266,7 @@ class Sources:
                 "datasets": list(run.datasets),
                 "updates": run_files.read_metrics(run.path)["updates"],
                 "token_updates": token_record_steps(run.path),
+                "token_datasets": run.trained_datasets(),
             }
             for number, run in self.runs.items()
         ]
@@ -257,7 +277,7 @@ class Sources:
             if _absolute(known.path) == _absolute(path):
                 return number
         number = f"d{len(self.datasets)}"
-        self.datasets[number] = Dataset(_short_name(name), path, tokenizer, number)
+        self.datasets[number] = Dataset(number, _short_name(name), path, tokenizer, self.tokenizers)
         return number
 
     def _add_run(self, path: str, tokenizer: str | None) -> None:
@@ -271,21 +291,20 @@ class Sources:
                 self.warnings.append(f"A dataset of the run {path} is unreadable: {error.sentence}")
             else:
                 recorded[_absolute(found)] = dataset
+                known = self.datasets[dataset]
+                known.model = known.model or run_files.model_of(Path(path))
         run = Run(_short_name(path), Path(path), tuple(recorded.values()), recorded)
         self.runs[f"r{len(self.runs)}"] = run
 
-    def _warn_of_tokenizers(self, given: str | None) -> None:
+    def _warn_of_tokenizers(self) -> None:
+        hint = "Pass --tokenizer DIR to decode them."
+        reasons: dict[str, list[str]] = {}
         for dataset in self.datasets.values():
-            if dataset.tokenizer is not None:
-                continue
-            name = read_metadata(dataset.path).tokenizer
-            is_here = find_tokenizer(name) is not None
-            missing = f"the tokenizer {name} is not on this machine"
-            reason = "the dataset names no tokenizer" if name is None else missing
-            reason = "its tokenizer has changed" if is_here and given is None else reason
-            hint = "Pass --tokenizer DIR to decode them."
-            warning = f"{dataset.name}: tokens are shown as ids because {reason}. {hint}"
-            self.warnings.append(warning)
+            if dataset.why_no_tokenizer:
+                reasons.setdefault(dataset.why_no_tokenizer, []).append(dataset.name)
+        for reason, names in reasons.items():
+            shown = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+            self.warnings.append(f"{shown}: tokens are shown as ids because {reason}. {hint}")
 
 
 def _absolute(path: str) -> str:

@@ -43,8 +43,15 @@ def find_tokenizer(name: str | None) -> str | None:
 def remembered_tokenizer(metadata: DatasetMetadata) -> str | None:
     """Return the local directory of a dataset's tokenizer; None if it is missing or has changed."""
     directory = find_tokenizer(metadata.tokenizer) if metadata.tokenizer_fingerprint else None
-    if directory is None or find_spec("tokenizers") is None:
+    if directory is None or metadata.tokenizer_fingerprint is None:
         return None
+    return directory if has_fingerprint(directory, metadata.tokenizer_fingerprint) else None
+
+
+def has_fingerprint(directory: str, fingerprint: str) -> bool:
+    """True if a directory has the tokenizer of a fingerprint; False too if it cannot be read."""
+    if find_spec("tokenizers") is None:
+        return False
     import hashlib  # loads OpenSSL
 
     from tokenizers import Tokenizer
@@ -52,9 +59,9 @@ def remembered_tokenizer(metadata: DatasetMetadata) -> str | None:
     try:
         vocabulary = Tokenizer.from_file(str(Path(directory) / "tokenizer.json")).get_vocab()
     except Exception:  # tokenizers raises bare Exception
-        return None
+        return False
     found = hashlib.sha256(json.dumps(vocabulary, sort_keys=True).encode()).hexdigest()
-    return directory if found == metadata.tokenizer_fingerprint else None
+    return found == fingerprint
 
 
 def tokenizer_directory(name: str) -> str:

@@ -165,6 +165,8 @@ export interface Run {
   datasets: string[];
   updates: number[];
   token_updates: number[];
+  /** The dataset of each of them; null where it is not open. */
+  token_datasets: (string | null)[];
 }
 
 export interface Sources {
@@ -325,7 +327,9 @@ function runPath(run: string, name: string): string {
 }
 
 export interface Metrics {
+  /** Updates, and 0 for what was evaluated before training. */
   global_step: number[];
+  updates: number[];
   metrics: Record<string, (number | null)[]>;
 }
 

@@ -129,7 +129,7 @@ function Pickers({ session }: { session: Session }): JSX.Element {
       {sources.datasets.length > 0 && (
         <label>
           <span>dataset</span>
-          <select value={dataset?.id} onChange={(event) => go({ ...FORGET, data: event.currentTarget.value })} title={dataset?.path}>
+          <select value={dataset?.id} onChange={(event) => go({ ...FORGET, data: event.currentTarget.value, update: undefined })} title={dataset?.path}>
             {sources.datasets.map((one) => (
               <option key={one.id} value={one.id}>{plain(one.name, 60)}</option>
             ))}

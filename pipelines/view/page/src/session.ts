@@ -22,7 +22,8 @@ export function sessionOf(sources: Sources, place: Place): Session {
   const named = sources.datasets.find((one) => one.id === place.data);
   const dataset = named ?? sources.datasets[0] ?? null;
   const known = run?.token_updates ?? [];
-  const latest = known.at(-1);
+  const ofDataset = known.filter((_update, at) => run?.token_datasets[at] === dataset?.id);
+  const latest = ofDataset.at(-1) ?? known.at(-1);
   const update = place.update ?? (latest === undefined ? null : String(latest));
   const selection = {
     where: place.where ?? "",

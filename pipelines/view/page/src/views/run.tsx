@@ -126,8 +126,8 @@ function Charts({ loaded, smooth, wanted }: { loaded: Loaded[]; smooth: number; 
   const matches = all.filter((key) => words.length === 0 || words.some((word) => key.toLowerCase().includes(word)));
   const isConstant = (key: string): boolean =>
     loaded.every(({ metrics: one }) => new Set((one.metrics[key] ?? []).filter((value) => value !== null)).size <= 1);
-  const updates = Math.max(0, ...loaded.map(({ metrics: one }) => one.global_step.length));
-  if (updates < 2) return <OneUpdate keys={matches} loaded={loaded} />;
+  const updates = Math.max(0, ...loaded.map(({ metrics: one }) => one.updates.length));
+  if (Math.max(0, ...loaded.map(({ metrics: one }) => one.global_step.length)) < 2) return <OneUpdate keys={matches} loaded={loaded} />;
   const moving = words.length > 0 ? matches : matches.filter((key) => !isConstant(key));
   const still = words.length > 0 ? [] : matches.filter(isConstant);
   return (
@@ -135,7 +135,9 @@ function Charts({ loaded, smooth, wanted }: { loaded: Loaded[]; smooth: number; 
       <RunNames loaded={loaded} />
       {matches.length === 0 && <Empty>No metric has that in its name.</Empty>}
       <p class="note">
-        {count(updates, "update")}. Click a point to open the rows of its update.
+        {count(updates, "update")}
+        {loaded.some(({ metrics: one }) => one.global_step.includes(0)) && "; 0 is before the first"}. Click a point to open the
+        rows of its update.
       </p>
       <div class="plots">
         {moving.map((key) => (
@@ -158,9 +160,17 @@ function Charts({ loaded, smooth, wanted }: { loaded: Loaded[]; smooth: number; 
 
 /** One point is no curve: its numbers are a table. */
 function OneUpdate({ keys, loaded }: { keys: string[]; loaded: Loaded[] }): JSX.Element {
-  const first = loaded.find(({ metrics: one }) => one.global_step.length > 0);
-  const step = first?.metrics.global_step[0];
-  if (first === undefined || step === undefined) return <Empty>No update has been logged yet.</Empty>;
+  const first = loaded.find(({ metrics: one }) => one.updates.length > 0);
+  const step = first?.metrics.updates[0];
+  if (first === undefined || step === undefined) {
+    const isEvaluated = loaded.some(({ metrics: one }) => one.global_step.length > 0);
+    return (
+      <>
+        <Empty>No update has been logged yet.</Empty>
+        {isEvaluated && <LastValues keys={keys} loaded={loaded} label="Last values" />}
+      </>
+    );
+  }
   return (
     <>
       <p class="note">
@@ -324,8 +334,8 @@ function openUpdate(step: number, loaded: Loaded[], name: string): void {
   const place = here();
   const fits = loaded.filter(({ metrics: one }) => {
     const at = one.global_step.indexOf(step);
-    return at >= 0 && one.metrics[name]?.[at] !== null;
+    return one.updates.includes(step) && one.metrics[name]?.[at] !== null;
   });
-  const run = fits.find((one) => one.run.id === place.run) ?? fits[0] ?? loaded[0];
+  const run = fits.find((one) => one.run.id === place.run) ?? fits[0];
   if (run !== undefined) go(changed(place, { view: "update", run: run.run.id, update: String(step) }));
 }

@@ -1,0 +1,95 @@
+"""The tokenizers that decode datasets, each loaded once: their own, or that of a run's model."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+from rollout_io.retokenize import ChatTokenizer, load_tokenizer
+from rollout_io.retokenize.local import (
+    find_tokenizer,
+    has_fingerprint,
+    has_tokenizer,
+    remembered_tokenizer,
+)
+from rollout_io.retokenize.token_bytes import load_token_bytes
+from schemas.errors import RolloutError
+from schemas.metadata import DatasetMetadata
+
+
+class Found(NamedTuple):
+    """A directory, or why there is none, as a clause."""
+
+    directory: str | None
+    reason: str = ""
+
+
+class Tokenizers:
+    """Tokenizers on this machine.
+
+    Example:
+        >>> Tokenizers().find(DatasetMetadata(), None).reason
+        'the dataset names no tokenizer'
+    """
+
+    def __init__(self) -> None:
+        self._find = cache(_found)
+        self.token_bytes = cache(load_token_bytes)
+        """Bytes of each token of a directory's vocabulary."""
+        self.chat = cache(_chat_tokenizer)
+        """A directory's tokenizer, loaded with Transformers; None if it cannot be loaded."""
+
+    def find(self, metadata: DatasetMetadata, model: str | None) -> Found:
+        """Find the tokenizer of a dataset.
+
+        Args:
+            metadata: Metadata of the dataset.
+            model: Model of the run that trained on the dataset. Its tokenizer is used if it has the
+                fingerprint of the dataset's, or if the dataset has no fingerprint.
+        """
+        return self._find(metadata.tokenizer, metadata.tokenizer_fingerprint, model)
+
+
+def _found(name: str | None, fingerprint: str | None, model: str | None) -> Found:
+    own = DatasetMetadata(tokenizer=name, tokenizer_fingerprint=fingerprint)
+    directory = remembered_tokenizer(own)
+    if directory is not None:
+        return Found(directory)
+    reason = _missing(name, fingerprint)
+    return Found(None, reason) if model is None else _of_model(model, fingerprint, reason)
+
+
+def _of_model(model: str, fingerprint: str | None, reason: str) -> Found:
+    directory = find_tokenizer(model)
+    if directory is None or not Path(directory).is_dir():
+        return Found(None, f"{reason}, and the run's model {model} is not on this machine")
+    if not has_tokenizer(Path(directory)):
+        return Found(None, f"{reason}, and the run's model {model} has no tokenizer")
+    if fingerprint is not None and not has_fingerprint(directory, fingerprint):
+        return Found(None, f"{reason}, and the run's model {model} has a different tokenizer")
+    try:
+        load_token_bytes(directory)
+    except RolloutError as error:
+        return Found(None, f"{reason}, and that of the run's model is unusable: {error.sentence}")
+    return Found(directory)
+
+
+def _missing(name: str | None, fingerprint: str | None) -> str:
+    if name is None:
+        return "the dataset names no tokenizer"
+    if find_tokenizer(name) is None:
+        return f"the tokenizer {name} is not on this machine"
+    if fingerprint is None:
+        return f"the dataset has no fingerprint of its tokenizer {name}"
+    return f"the tokenizer {name} has changed"
+
+
+def _chat_tokenizer(directory: str) -> ChatTokenizer | None:
+    if find_spec("transformers") is None:
+        return None
+    try:
+        return load_tokenizer(directory, needs_template=False)
+    except RolloutError:
+        return None
