@@ -205,8 +205,8 @@ not lost at random: long ones time out more often. Estimators that compare group
 partial groups by default; `partial_groups` can instead mask such groups, or train on the trajectories that exist.
 
 **Mismatch of sampler and trainer.** Every line of `metrics.jsonl` compares the policy's log-probabilities with
-`rollout_logprobs`: mean, spread and percentiles of the differences, their sign (`rollout_logprobs_diff_mean`; near 0 for
-noise), and the effective sample size of the ratios. If the mean difference exceeds 0.3 nats, rounding cannot explain it. A
+`rollout_logprobs`: mean, spread and percentiles of the absolute differences, the signed mean (`rollout_logprobs_diff_mean`; near 0 if
+the differences are only noise), and the effective sample size of the ratios. If the mean difference exceeds 0.3 nats, rounding cannot explain it. A
 warning then names the likely cause, which is found by evaluating the policy at other temperatures and at neighbouring
 tokens.
 

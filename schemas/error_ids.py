@@ -479,8 +479,8 @@ _ENGINE = """\
 answer_encoding: The engine compressed its response (`Content-Encoding`), which the recorder cannot
     read.
     Turn off response compression in the engine or in the proxy in front of it.
-answer_size: The engine's response exceeds a limit of the recorder: on its size, the number of its
-    stream events or choices, or the size of fields other than tokens, texts and log-probabilities.
+answer_size: The engine's response exceeds one of the recorder's limits: total size, number of stream
+    events, number of choices, or size of fields other than tokens, text and log-probabilities.
     Raise `rollouts record --max-answer-mb` if the message names its limit, or request fewer
     choices, fewer tokens or fewer log-probabilities per token.
 context_length: The prompt leaves no room for a response in the engine's context, or exceeds
@@ -490,8 +490,8 @@ engine_answer: The engine's response lacks data that exact training needs (token
     log-probabilities, finish reason), contradicts the request, or comes from servers that serve
     different models.
     Start the server with the flags in docs/engines.md, and serve the same model on every server.
-engine_down: The engine did not respond in any attempt, broke off or aborted its response, did not
-    list its models, or failed while sampling.
+engine_down: The engine did not respond after all retries, dropped the connection, aborted its
+    response, did not list its models, or failed while sampling.
     Check that the server is up (`curl URL/health`), read its log, and run the same command again.
 engine_redirect: The engine redirected the request to a different URL.
     Set `--upstream` to the URL that the message names.
@@ -499,7 +499,7 @@ engine_refused: The engine rejected the request because it does not support a se
     a feature, or cannot load the weights.
     Follow the engine's explanation in the message: remove the unsupported setting, or restart the
     server with the missing flag.
-engine_start: The vLLM server that the command started exited, or did not respond before
+engine_start: The vLLM server exited while the command was starting it, or did not respond within
     `start_timeout_s`.
     Read the server's log, whose path and last lines are in the message, and correct the server's
     arguments.

@@ -69,7 +69,7 @@ def _joined(parts: list[Routes]) -> Routes:
 
 
 def routed_alike(table: pa.Table, num_prompt: IntArray, continued: IntArray) -> BoolArray:
-    """[N] True if a step was routed like the step that it continues, where training depends on it.
+    """[N] True if a step was routed like the step it continues, at every token that affects training.
 
     If true, the routes that `join_routing` gives the merged row match those of both steps at every
     token on which one of their trained tokens depends. A step's last token is excluded, because no

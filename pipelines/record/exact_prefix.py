@@ -119,7 +119,9 @@ class ExactPrefix:
 
     def _continued(self, so_far: Conversation, new: Sequence[dict[str, Any]]) -> list[int]:
         if not new or any(message["role"] not in {"user", "system"} for message in new):
-            raise InputError("new messages", "chat", "the new messages are not the user's")
+            raise InputError(
+                "new messages", "chat", "expected new messages with role user or system only"
+            )
         response = so_far.ids[len(so_far.ids) - so_far.num_sampled :]
         return so_far.ids + observation_ids(response, new, self._tokenizer)
 

@@ -76,7 +76,7 @@ def _kind(values: Mapping[str, Any]) -> pa.DataType:
         return pa.string()
     if kinds <= {int, float}:
         return pa.float64()
-    raise InputError("view_query", "labels", "labels must be all texts or all numbers")
+    raise InputError("view_query", "labels", "labels must be either all strings or all numbers")
 
 
 def _cast(values: Mapping[str, Any], kind: pa.DataType) -> dict[str, Label]:

@@ -248,7 +248,7 @@ def _refuse_others(piece: dict[str, Any], where: str) -> None:
     """Reject content that a model cannot have written.
 
     Raises:
-        InputError: `message`: the content has another kind of block.
+        InputError: `message`: the content has a block that is not text, thinking or a tool call.
     """
     content = piece["content"]
     if piece["role"] == "assistant" and isinstance(content, str):

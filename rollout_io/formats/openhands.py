@@ -98,7 +98,7 @@ class _RowHead(msgspec.Struct, gc=False):
         is_evaluated = (self.test_result, self.metadata) != (NO_JSON, NO_JSON)
         is_row = self.instance_id is not None and is_evaluated
         if not is_row and self.issue is None:
-            raise ValueError("no run of OpenHands")
+            raise ValueError("the record is not an OpenHands run")
 
 
 class _EventHead(msgspec.Struct, gc=False):

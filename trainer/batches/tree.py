@@ -204,8 +204,8 @@ def tree_forests(
 ) -> list[Forest]:
     """Build micro-batches of at most `budget` tokens; each target of a trie is in exactly one.
 
-    A tree above the budget is cut between rows where that repeats the fewest tokens in total. The
-    number of micro-batches is a multiple of `num_ranks`, the number of processes that share them,
+    A tree that exceeds the budget is split between rows such that the fewest tokens are repeated.
+    The number of micro-batches is a multiple of `num_ranks`, the number of processes that share them,
     if there are enough rows.
     """
     if not len(trie.rows):

@@ -120,7 +120,7 @@ def _feature(f: pa.Field, indent: str) -> Iterator[str]:
 
 
 def _type(kind: pa.DataType, indent: str, leaf: str, struct: str) -> Iterator[str]:
-    """Yield the YAML lines of a type in the form of `datasets`: lists and structs nest by key."""
+    """Yield the YAML lines for a type in the format of `datasets`, with nested lists and structs."""
     if pa.types.is_list(kind) or pa.types.is_fixed_size_list(kind):
         if leaf == "list":
             yield f"{indent}list:"

@@ -68,7 +68,7 @@ def parse_ids(texts: Sequence[bytes]) -> tuple[npt.NDArray[np.int32], IntArray]:
         texts: Valid JSON texts.
 
     Raises:
-        ValueError: A text is not a list of integers, or has a number beyond 32 bits; call
+        ValueError: A text is not a list of integers, or has a number that does not fit in 32 bits; call
             `strict_ids` on each text to find it.
 
     Example:
@@ -95,7 +95,7 @@ def parse_ids(texts: Sequence[bytes]) -> tuple[npt.NDArray[np.int32], IntArray]:
     found = _parse_numbers(b",".join(parts))
     ends = np.flatnonzero(found == INT32_MAX + 1)
     if len(ends) != len(texts) or found.max() > INT32_MAX + 1 or found.min() < -INT32_MAX - 1:
-        raise ValueError("a number beyond 32 bits")
+        raise ValueError("a number does not fit in 32 bits")
     return _with_shared(found, ends, np.array(extends, np.bool_))
 
 
