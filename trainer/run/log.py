@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import os
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,7 +16,7 @@ from accelerate import Accelerator
 from rollout_io.terminal import Bar
 from trainer.config.train_config import TrainConfig
 from trainer.run.advice import warnings_about
-from trainer.run.passes import Passes
+from trainer.run.passes import Passes, ticking
 from trainer.run.remarks import say, warn
 from trainer.run.run_metrics import GENERATED, LOOP_METRICS, METRICS, OWN_LOSS
 from trainer.run.token_records import write_token_records
@@ -68,11 +69,15 @@ class RunLog:
             self.bar, num_planned=num_planned, num_made=num_made, spans_run=not self.is_loop
         )
         self.warned: set[str] = set()
+        self.held = ExitStack()
 
     def __enter__(self) -> Self:
+        if not self.bar.is_shown:
+            self.held.enter_context(ticking(self.passes))
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.held.close()
         self.bar.close()
         self.file.close()
         for tracker in self.accelerator.trackers:

@@ -7,8 +7,11 @@ micro-batch.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import copy_context
 from dataclasses import dataclass, field
 
 from rollout_io.terminal import Bar, Pace, Part, duration
@@ -27,6 +30,9 @@ about two forward passes."""
 SLOW_S = 1.0
 """Duration, in seconds, above which the end of a pass in the first update is logged."""
 
+TICK_S = 1.0
+"""Time between two checks whether a line is due."""
+
 
 @dataclass(slots=True)
 class Speed:
@@ -34,6 +40,11 @@ class Speed:
 
     num_tokens: float = 0.0
     seconds: float = 0.0
+
+    @property
+    def text(self) -> str:
+        """The speed with its unit."""
+        return f"{self.num_tokens / max(self.seconds, 1e-9):,.0f} tokens/s"
 
 
 @dataclass(slots=True)
@@ -60,6 +71,11 @@ class PlannedUpdate:
         """Number of tokens to forward in all passes."""
         return sum(self.passes.values())
 
+    @property
+    def left_tokens(self) -> int:
+        """Number of tokens not forwarded yet, in all passes."""
+        return self.num_tokens - self.num_done
+
     def left(self) -> dict[str, float]:
         """Return the number of tokens not forwarded yet, by pass."""
         return {name: num - self.done.get(name, 0.0) for name, num in self.passes.items()}
@@ -69,7 +85,7 @@ class Passes:
     """Counts the tokens that the passes of updates forward, and shows the progress.
 
     On a terminal, a row below the run's bar shows the current update. Otherwise, a line is logged
-    at most every 30 seconds, and at the end of each slow pass of the first update. Counting runs no
+    at most every 30 seconds (see `ticking`), and at the end of each slow pass of the first update. Counting runs no
     operation on a device and does not synchronise it. Without a bar, as in all processes except the
     main one, nothing is shown.
 
@@ -98,8 +114,10 @@ class Passes:
         self._num_of_batch = 0
         self._batch_tokens: dict[str, int] = {}
         self._part = Part()
+        self._running: str | None = None
         self._is_first = True
         self._stops = False
+        self._lock = threading.RLock()  # `tick` runs in a thread
 
     def stop(self) -> None:
         """Make the current pass raise KeyboardInterrupt after the current micro-batch."""
@@ -107,7 +125,8 @@ class Passes:
 
     def begin_batch(self, updates: Sequence[PlannedUpdate]) -> None:
         """Start a batch with its remaining updates."""
-        self._updates = list(updates)
+        with self._lock:
+            self._updates = list(updates)
         self._num_of_batch = len(updates)
         self._batch_tokens = {}
         for update in updates:
@@ -128,6 +147,8 @@ class Passes:
         planned = self._updates[0].passes[name] if is_planned else 0
         share = planned / max(sum(forest.num_tokens for _, forest in own), 1)
         began = at = self._clock()
+        if is_planned:
+            self._begin_pass(name)
         for number, forest in own:
             yield number, forest
             if self._stops:
@@ -141,35 +162,63 @@ class Passes:
 
     def end_update(self, *, made: bool) -> None:
         """Finish an update; `made` is false for a mini-batch that was skipped."""
-        if self._updates:
-            self._updates.pop(0)
-        self._num_made += made
+        with self._lock:
+            self._running = None
+            if self._updates:
+                self._updates.pop(0)
+            self._num_made += made
         self._is_first = False
         self._part.close()
         self._part = Part()
 
+    def tick(self) -> None:
+        """Log a line if one is due, also within a long micro-batch; any thread may call this."""
+        if self._bar is None or self._bar.is_shown:
+            return
+        with self._lock:
+            name = self._running
+            if name and self._updates[0].left_tokens and self._pace.is_due():
+                say(f"update {self._number}: {self._line(name)}")
+
+    def _begin_pass(self, name: str) -> None:
+        self._running = name
+        if self._bar is None or not self._bar.is_shown:
+            return
+        update, label = self._updates[0], self._label(name)
+        if update.done:
+            self._part.update(0, label=label)
+        else:
+            self._part = self._bar.part(update.num_tokens, "tokens", label)
+
     def _count(self, name: str, num_tokens: float, seconds: float) -> None:
         update = self._updates[0]
-        starts, before = not update.done, update.num_done
-        update.done[name] = update.done.get(name, 0.0) + num_tokens
-        speed = self._speeds.setdefault(name, Speed())
-        speed.num_tokens += num_tokens
-        speed.seconds += seconds
-        if self._bar is None:
-            return
-        rate = f"{speed.num_tokens / max(speed.seconds, 1e-9):,.0f} tokens/s"
-        left_s, run_left_s = self._seconds(update.left()), self._run_left_s()
-        label = f"{name}, {update.epoch}" if update.epoch and name == TRAINING else name
-        if self._bar.is_shown:
-            if starts:
-                self._part = self._bar.part(update.num_tokens, "tokens", label)
-            self._part.update(update.num_done - before, rate, left_s, label)
-            self._bar.update(0, left_s=run_left_s)
-        elif update.num_done < update.num_tokens and self._pace.is_due():
-            done = f"{update.num_done:,} of {update.num_tokens:,} tokens"
+        with self._lock:
+            before = update.num_done
+            update.done[name] = update.done.get(name, 0.0) + num_tokens
+            speed = self._speeds.setdefault(name, Speed())
+            speed.num_tokens += num_tokens
+            speed.seconds += seconds
+        if self._bar and self._bar.is_shown:
+            left_s = self._seconds(update.left())
+            self._part.update(update.num_done - before, speed.text, left_s)
+            self._bar.update(0, left_s=self._run_left_s())
+        self.tick()
+
+    def _label(self, name: str) -> str:
+        epoch = self._updates[0].epoch
+        return f"{name}, {epoch}" if epoch and name == TRAINING else name
+
+    def _line(self, name: str) -> str:
+        """Format the state of the current update."""
+        update, speed = self._updates[0], self._speeds.get(name)
+        parts = [self._label(name), f"{update.num_done:,} of {update.num_tokens:,} tokens"]
+        if speed:
+            parts.append(speed.text)
+        if self._speeds:
+            run_left_s = self._run_left_s()
             run = "" if run_left_s is None else f" ({duration(run_left_s)} of the run)"
-            text = f"{label}, {done}, {rate}, {duration(left_s)} left{run}"
-            say(f"update {self._number}: {text}")
+            parts.append(f"{duration(self._seconds(update.left()))} left{run}")
+        return ", ".join(parts)
 
     @property
     def _number(self) -> str:
@@ -204,6 +253,25 @@ class Passes:
         num_after = max(self._num_planned - self._num_made - len(self._updates), 0)
         later = self._seconds(self._batch_tokens) * num_after / self._num_of_batch
         return sum(self._seconds(update.left()) for update in self._updates) + later
+
+
+@contextmanager
+def ticking(passes: Passes) -> Iterator[None]:
+    """Call `tick` from a thread: on a CPU, one micro-batch can take minutes."""
+    over = threading.Event()
+
+    def tick() -> None:
+        while not over.wait(TICK_S):
+            passes.tick()
+
+    in_context = copy_context().run  # so that -q applies in the thread as well
+    thread = threading.Thread(target=in_context, args=(tick,), daemon=True, name="progress")
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 UNWATCHED = Passes()

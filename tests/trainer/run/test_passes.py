@@ -4,6 +4,7 @@ import os
 import pty
 import re
 import select
+import time
 from typing import Any
 
 import pytest
@@ -14,7 +15,15 @@ from rollout_io.terminal import Bar
 from tests.helpers.trainer_helpers import group_rows, save_tiny_model, write_dataset
 from trainer.batches.forest import Forest
 from trainer.config.train_config import TrainConfig
-from trainer.run.passes import OLD_LOGPROBS, REFERENCE, TRAINING, Passes, PlannedUpdate
+from trainer.run import passes as progress
+from trainer.run.passes import (
+    OLD_LOGPROBS,
+    REFERENCE,
+    TRAINING,
+    Passes,
+    PlannedUpdate,
+    ticking,
+)
 
 
 def forest(num_tokens: int) -> Forest:
@@ -86,6 +95,35 @@ def test_a_log_has_a_line_every_30_s_and_one_at_the_end_of_a_pass_of_the_first_u
     assert "tokens in" not in later
     assert later.splitlines()[-1].endswith(", 40 s left (40 s of the run)")
     assert len(later.splitlines()) <= 180 / 30
+
+
+def test_a_micro_batch_that_takes_long_has_lines_too(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "TICK_S", 0.01)
+    clock = Clock()
+    passes = Passes(Bar(1, "updates"), num_planned=1, clock=clock)
+    passes.begin_batch([PlannedUpdate({OLD_LOGPROBS: 500, TRAINING: 500})])
+    lines = []
+    with ticking(passes):
+        for name in (OLD_LOGPROBS, TRAINING):
+            for _ in passes(name, [(0, forest(500))]):
+                capsys.readouterr()
+                clock.now += 31.0
+                lines.append(wait_for_line(capsys))
+    assert lines == [
+        "update 1 of 1: old log-probabilities, 0 of 1,000 tokens\n",
+        "update 1 of 1: training, 500 of 1,000 tokens, 1 min 33 s left (1 min 33 s of the run)\n",
+    ]
+
+
+def wait_for_line(capsys: pytest.CaptureFixture[str]) -> str:
+    """What a thread logs within ten seconds."""
+    for _ in range(1000):
+        if found := capsys.readouterr().err:
+            return found
+        time.sleep(0.01)
+    return ""
 
 
 def test_a_process_that_is_not_the_main_one_says_nothing(
