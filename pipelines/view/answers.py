@@ -19,6 +19,7 @@ ARROW = "application/vnd.apache.arrow.stream"
 JSON = "application/json"
 
 _INT32 = range(-(2**31), 2**31)
+_EXACT = range(-(2**53), 2**53 + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,8 @@ def json_answer(value: Any) -> Answer:
 def arrow_answer(data: pl.DataFrame | pa.Table, **totals: int) -> Answer:
     """Encode a table as an Arrow IPC stream, with `totals` as schema metadata.
 
-    Integers become int32, or float64 if a column does not fit; texts are cut to `texts.MAX_CHARS`.
+    Integers become int32 where a column fits, else float64 where that is exact; other columns of
+    integers are unchanged. Texts are cut to `texts.MAX_CHARS`.
     """
     table = as_table(data)
     columns = [_plain_column(column) for column in table.columns]
@@ -70,8 +72,10 @@ def _plain_column(column: pa.ChunkedArray) -> pa.ChunkedArray:
         return _shortened(column.cast(pa.large_string())).cast(pa.string())
     if pa.types.is_integer(kind) and kind != pa.int32():
         bounds = pc.min_max(column).as_py()
-        fits = all(value is None or value in _INT32 for value in bounds.values())
-        return column.cast(pa.int32()) if fits else column.cast(pa.float64(), safe=False)
+        for small, values in ((pa.int32(), _INT32), (pa.float64(), _EXACT)):
+            if all(value is None or value in values for value in bounds.values()):
+                return column.cast(small)
+        return column
     return column.cast(pa.float32()) if pa.types.is_float16(kind) else column
 
 

@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from pipelines.view import run_files
 from pipelines.view.tokenizers import Found, Tokenizers
-from pipelines.view.trajectory_index import TrajectoryIndex, kind_of
+from pipelines.view.trajectory_index import COMPUTED, TrajectoryIndex, kind_of
 from rollout_io.dataset.reader import RowReader, read_layout, read_metadata, scan
 from rollout_io.retokenize import ChatTokenizer
 from rollout_io.retokenize.token_bytes import TokenBytes
@@ -45,6 +45,13 @@ class Dataset:
         """Model of a run that trained on the dataset."""
         self._lock = Lock()
         self._index: TrajectoryIndex | None = None
+
+    @property
+    def warnings(self) -> list[str]:
+        """Sentences about columns that the page cannot show."""
+        hidden = [field.name for field in self.reader.schema if field.name in COMPUTED]
+        end = "because the viewer computes a column of this name. Rename it in the dataset."
+        return [f"{self.name}: the column {name} is not shown, {end}" for name in hidden]
 
     @property
     def index(self) -> TrajectoryIndex:
@@ -256,6 +263,7 @@ class Sources:
         for number, dataset in self.datasets.items():
             try:
                 datasets.append({"id": number, **dataset.describe()})
+                warnings += dataset.warnings
             except RolloutError as error:
                 warnings.append(str(error))
         runs = [

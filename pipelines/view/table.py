@@ -44,7 +44,8 @@ def window(
 def histogram(index: TrajectoryIndex, column: str, where: str | None, bins: int) -> Answer:
     """Count the values of a column, among the selected trajectories and among all.
 
-    Numbers that are not finite count as nulls.
+    Nulls, and numbers that are not finite, are counted separately. Edges have the precision of the
+    column, so that a filter on the range of a bin finds as many trajectories as the bin counts.
     """
     index.refuse_unknown(column)
     mask, values = index.matching(where), index.trajectories[column]
@@ -54,21 +55,27 @@ def histogram(index: TrajectoryIndex, column: str, where: str | None, bins: int)
 
 
 def _of_numbers(values: pl.Series, mask: BoolArray | None, bins: int) -> dict[str, Any]:
-    numbers = values.cast(pl.Float64).fill_null(float("nan")).to_numpy()
-    known = np.isfinite(numbers)
-    inside = known if mask is None else known & mask
-    num_nulls = int((~known).sum() if mask is None else (mask & ~known).sum())
+    kind = pl.Float32 if values.dtype == pl.Float32 else pl.Float64
+    numbers = values.cast(kind).fill_null(float("nan")).to_numpy()
+    known, kept = np.isfinite(numbers), np.True_ if mask is None else mask
+    inside, is_null = known & kept, values.is_null().to_numpy()
+    left_out = {
+        "nulls": int((is_null & kept).sum()),
+        "not_finite": int((~known & ~is_null & kept).sum()),
+    }
     if not known.any():
-        return {"edges": [], "counts": [], "counts_all": [], "nulls": num_nulls}
+        return {"edges": [], "counts": [], "counts_all": [], **left_out}
     low, high = float(numbers[known].min()), float(numbers[known].max())
-    edges = np.linspace(low, high, bins + 1) if high > low else np.array([low, high])
+    # In quarters, the difference of two numbers cannot overflow.
+    edges = 4 * np.linspace(low / 4, high / 4, bins + 1) if high > low else np.array([low, high])
+    edges = edges.astype(numbers.dtype)
     whole = np.histogram(numbers[known], edges)[0]
     part = whole if mask is None else np.histogram(numbers[inside], edges)[0]
     return {
         "edges": edges.tolist(),
         "counts": part.tolist(),
         "counts_all": whole.tolist(),
-        "nulls": num_nulls,
+        **left_out,
     }
 
 

@@ -30,7 +30,7 @@ from schemas.ragged import BoolArray, IntArray
 from schemas.types import PREFIX_TYPES, is_string, with_absent
 
 MAX_TEXT = 200
-"""Maximum number of characters of a text in the index."""
+"""Characters that the index keeps of a longer text, followed by its length and a hash."""
 
 COMPUTED = {
     "num_rows": pl.Int32,
@@ -212,6 +212,10 @@ class TrajectoryIndex:
 
     def _evaluated(self, where: str) -> BoolArray:
         used = set(condition_of(where).meta.root_names())
+        for name in sorted(used & self.hidden):
+            got = f"{name} is a column of the dataset, but also one that the viewer computes"
+            hint = "rename the column of the dataset to filter by either"
+            raise ConfigError("condition", where, got, hint=hint)
         rows = self._rows_with(used)
         frame = with_absent((self._stored_with(used) if rows is None else rows.lazy()), used)
         condition = holds(where)
@@ -223,7 +227,7 @@ class TrajectoryIndex:
             condition, windows = by_numbers(condition)
             frame = frame.with_columns(self._numbers(name) for name in windows)
             found = collect(frame.select(condition.alias("kept")), where, types, "in-memory")
-        kept = found["kept"].to_numpy()
+        kept = np.broadcast_to(found["kept"].to_numpy(), len(self.rows))  # a constant is one value
         return np.logical_or.reduceat(kept, self.starts[:-1]) if len(self) else kept
 
     def _rows_with(self, used: set[str]) -> pl.DataFrame | None:
@@ -241,6 +245,11 @@ class TrajectoryIndex:
         if not computed:
             return stored
         return pl.concat([stored, pl.LazyFrame(computed)], how="horizontal")
+
+    @cached_property
+    def hidden(self) -> frozenset[str]:
+        """Columns of the dataset whose names the computed columns take."""
+        return frozenset(self._stored_names & COMPUTED.keys())
 
     @cached_property
     def _stored_names(self) -> set[str]:
@@ -303,7 +312,7 @@ def _short_rows(table: pa.Table, names: list[str], cut: set[str]) -> pl.DataFram
     for name in set(names) - {"instance_id", "trajectory_id"}:
         column = rows[name]
         if column.dtype == pl.String and (column.str.len_bytes() > MAX_TEXT).any():
-            shown = column.str.head(MAX_TEXT)
+            shown = _cut(column)
             if not shown.equals(column, null_equal=True):
                 cut.add(name)
                 rows = rows.with_columns(shown.alias(name))
@@ -313,10 +322,20 @@ def _short_rows(table: pa.Table, names: list[str], cut: set[str]) -> pl.DataFram
     return rows.hstack(lengths)
 
 
+def _cut(texts: pl.Series) -> pl.Series:
+    """Cut long texts; their length and a hash keep texts that begin alike apart."""
+    length, number = texts.str.len_chars(), texts.hash(0) % 10**12
+    marks = pl.format(
+        "{}\u2026 [cut: {} characters, #{}]", texts.str.head(MAX_TEXT), length, number
+    )
+    return pl.select(pl.when(length > MAX_TEXT).then(marks).otherwise(texts)).to_series()
+
+
 def _returns(table: pa.Table, outcome: Outcome) -> pl.DataFrame:
     names = ("instance_id", "trajectory_id", "reward", "error", "segments")
     used = table.select([name for name in names if name in table.column_names])
-    return trajectory_returns(used, outcome).collect()
+    returns = trajectory_returns(used, outcome).collect()
+    return returns.with_columns(_cut(returns["error"]).alias("error"))
 
 
 def _trajectories(rows: pl.DataFrame, returns: pl.DataFrame, starts: IntArray) -> pl.DataFrame:

@@ -9,6 +9,7 @@ import pytest
 
 from pipelines.view.answers import arrow_answer, json_answer
 from rollout_io import RolloutWriter
+from schemas.errors import ConfigError
 from tests.helpers.view_helpers import Asked
 
 LONG = "<b>x</b>" * (10 << 17)  # 10 MiB
@@ -84,17 +85,18 @@ def test_the_table_shows_every_trajectory(ask):
     assert len(found) == len(TEXTS)
     assert found["score"].equals(pl.Series("score", NUMBERS), null_equal=True)
     assert found["large"].to_list() == [2.0**62] * len(TEXTS)
-    assert found["note"].str.len_chars().max() == 200
+    assert 200 < found["note"].str.len_chars().max() < 250
     assert "blob" not in found.columns
     for sort in ("score", "note", 'a "column" < \u202e'):
         assert len(ask("/api/datasets/d0/trajectories", sort=sort)) == len(TEXTS)
 
 
-def test_values_that_are_no_numbers_sort_last_and_count_as_nulls(ask):
+def test_values_that_are_no_numbers_sort_last_and_are_counted_apart(ask):
     found = ask("/api/datasets/d0/trajectories", sort="score", descending=1)
     assert np.isnan(found["score"].to_list()[-1])
     counted = ask("/api/datasets/d0/histogram", column="score", bins=3)
-    assert (sum(counted["counts"]), counted["nulls"]) == (5, 3)
+    assert sum(counted["counts"]) == 5
+    assert (counted["nulls"], counted["not_finite"]) == (0, 3)
 
 
 def test_a_long_text_is_filtered_by_all_of_it(ask):
@@ -157,3 +159,83 @@ def test_arrow_has_plain_types_only():
         "large": float(2**40),
         "flag": None,
     }
+
+
+@pytest.fixture(scope="module")
+def numbers(tmp_path_factory):
+    """A dataset with columns whose values are easily rounded, merged or confused."""
+    n = 41
+    big = [2**53 + 1, 2**53 + 2, -(2**60) - 1, *range(n - 3)]
+    notes = ["e" * 250 + "a", "e" * 250 + "b", *["short"] * (n - 2)]
+    table = pa.table(
+        {
+            "instance_id": [f"t{i}" for i in range(n)],
+            "repetition_id": pa.array([0] * n, pa.int32()),
+            "trajectory_id": [f"t{i}_0" for i in range(n)],
+            "step_index": pa.array([0] * n, pa.int32()),
+            "is_last_step": [True] * n,
+            "prompt_token_ids": pa.array([[1, 2]] * n, pa.list_(pa.int32())),
+            "response_ids": pa.array([[3]] * n, pa.list_(pa.int32())),
+            "loss_mask": [[True]] * n,
+            "token_source": ["engine"] * n,
+            "error": notes,
+            "seed": pa.array(big, pa.int64()),
+            "unsigned": pa.array([2**64 - 1] * n, pa.uint64()),
+            "note": notes,
+            "prompt_tokens": pa.array([1000] * n, pa.int64()),
+            "tenths": pa.array(np.arange(n) / 40, pa.float32()),
+            "partly": [float("nan"), None, float("inf"), *[1.0] * (n - 3)],
+            "wide": [-1.7e308, *[1.7e308] * (n - 1)],
+        }
+    )
+    path = tmp_path_factory.mktemp("numbers") / "ds"
+    with RolloutWriter(path) as writer:
+        writer.write(table)
+    return Asked(path), table
+
+
+def num_matching(ask, where):
+    metadata = ask.table("/api/datasets/d0/trajectories", where=where).schema.metadata
+    return int(metadata[b"total"])
+
+
+@pytest.mark.parametrize("name", ["seed", "unsigned"])
+def test_large_integers_keep_every_digit(numbers, name):
+    ask, table = numbers
+    found = ask("/api/datasets/d0/trajectories")
+    assert found[name].to_list() == table[name].to_pylist()
+
+
+@pytest.mark.parametrize("name", ["note", "error"])
+def test_long_texts_that_begin_alike_are_different_values(numbers, name):
+    ask, _ = numbers
+    found = ask("/api/datasets/d0/histogram", column=name)
+    assert sorted(found["counts_all"]) == [1, 1, 39]
+    cut = [value for value in found["values"] if value != "short"]
+    assert all(value.startswith("e" * 200 + "… [cut: 251 characters, #") for value in cut)
+    assert num_matching(ask, f"{name} = '{'e' * 250}a'") == 1
+
+
+@pytest.mark.parametrize("name", ["tenths", "wide", "partly", "response_tokens"])
+def test_a_filter_finds_as_many_trajectories_as_a_bin_counts(numbers, name):
+    ask, _ = numbers
+    found = ask("/api/datasets/d0/histogram", column=name, bins=40)
+    edges, last = found["edges"], len(found["counts"]) - 1
+    for number, expected in enumerate(found["counts"]):
+        end = "<=" if number == last else "<"
+        where = f"{name} >= {edges[number]!r} AND {name} {end} {edges[number + 1]!r}"
+        assert num_matching(ask, where) == expected
+    assert num_matching(ask, f"{name} IS NULL") == found["nulls"]
+    assert sum(found["counts"]) + found["nulls"] + found["not_finite"] == 41
+
+
+def test_a_name_of_two_columns_is_refused(numbers):
+    ask, _ = numbers
+    with pytest.raises(ConfigError, match=r"also one that the viewer computes. \[condition\]"):
+        num_matching(ask, "prompt_tokens >= 1000")
+    assert "the column prompt_tokens is not shown" in ask("/api/sources")["warnings"][-1]
+
+
+@pytest.mark.parametrize(("where", "expected"), [("TRUE", 41), ("1 = 2", 0)])
+def test_a_constant_condition_holds_everywhere_or_nowhere(numbers, where, expected):
+    assert num_matching(numbers[0], where) == expected

@@ -83,13 +83,18 @@ export function usePlace(): Place {
   return place;
 }
 
-export function pinsOf(place: Place): string[] {
+/** The texts of a JSON list in the address; none if it is damaged. */
+export function textsIn(json: string | undefined): string[] {
   try {
-    const pins: unknown = JSON.parse(place.pins ?? "[]");
-    return Array.isArray(pins) ? pins.filter((pin) => typeof pin === "string") : [];
+    const found: unknown = JSON.parse(json ?? "[]");
+    return Array.isArray(found) ? found.filter((one) => typeof one === "string") : [];
   } catch {
     return [];
   }
+}
+
+export function pinsOf(place: Place): string[] {
+  return textsIn(place.pins);
 }
 
 export function togglePin(trajectory: string): void {

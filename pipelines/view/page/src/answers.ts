@@ -1,6 +1,7 @@
 /** The data layer: asks the server, or reads the answers that a one-file report carries. */
 
 import { type Table, tableFromIPC } from "apache-arrow";
+import { sorted } from "./order";
 import { NotInReport, type Parameters, Report } from "./report";
 
 export type { Parameters };
@@ -200,22 +201,6 @@ function windowOf(table: Table): Window {
   return { rows: rowsOf(table), columns, total: total(table, "total"), all };
 }
 
-export function compare(a: Value | undefined, b: Value | undefined): number {
-  if (typeof a === "string" && typeof b === "string") return a < b ? -1 : a > b ? 1 : 0;
-  return Number(a) - Number(b);
-}
-
-/** Sort rows in the page: nulls last, equal rows in the order they came. */
-export function sorted(rows: Row[], column: string, descending: boolean): Row[] {
-  if (column === "") return rows;
-  const sign = descending ? -1 : 1;
-  return rows.toSorted((a, b) => {
-    const [x, y] = [a[column] ?? null, b[column] ?? null];
-    if (x === null || y === null) return Number(x === null) - Number(y === null);
-    return sign * compare(x, y);
-  });
-}
-
 /** Rows offset to offset + limit of the filtered and sorted trajectories. */
 export async function trajectories(
   dataset: string,
@@ -234,7 +219,7 @@ export async function trajectories(
 }
 
 export type Histogram = { nulls: number; counts: number[]; counts_all: number[] } & (
-  | { edges: number[] }
+  | { edges: number[]; not_finite: number }
   | { values: (string | boolean | null)[]; others: number }
 );
 

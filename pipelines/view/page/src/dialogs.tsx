@@ -7,7 +7,7 @@ import { isReport, trajectories, writeLabels } from "./answers";
 import { keysNow } from "./keys";
 import { asError, Failure, Go, Text, useAnswer } from "./parts";
 import { useSession } from "./session";
-import { among, commandOf, polarsOf, polarsWhere, usesComputed } from "./sql";
+import { among, commandOf, labelOf, polarsOf, polarsWhere, usesComputed } from "./sql";
 import { count, short } from "./text";
 
 export type Opened = "keys" | "copy" | "label" | "pins" | null;
@@ -151,7 +151,7 @@ function LabelDialog({ onClose }: { onClose: () => void }): JSX.Element {
     if (dataset === null) return;
     const form = new FormData(event.currentTarget as HTMLFormElement);
     const text = String(form.get("value"));
-    const value = text !== "" && Number.isFinite(Number(text)) ? Number(text) : text;
+    const value = labelOf(text);
     setBusy(true);
     setError(null);
     writeLabels(dataset.id, {

@@ -4,6 +4,7 @@ import type { JSX } from "preact";
 import { useState } from "preact/hooks";
 import type { Histogram as Counts } from "./answers";
 import { Text } from "./parts";
+import { isCut } from "./sql";
 import { exact, plain, short } from "./text";
 
 const HEIGHT = 56;
@@ -30,6 +31,11 @@ export function Histogram(props: Props): JSX.Element {
         )}
       </figcaption>
       {"edges" in counts ? <Numbers {...props} counts={counts} /> : <Values {...props} counts={counts} />}
+      {"edges" in counts && counts.not_finite > 0 && (
+        <p class="none">
+          NaN or infinite: <span data-value={counts.not_finite}>{short(counts.not_finite)}</span>
+        </p>
+      )}
       {counts.nulls > 0 && (
         <button type="button" class="nulls" onClick={() => props.onValue(null)} data-value={counts.nulls}>
           null: {short(counts.nulls)}
@@ -98,6 +104,11 @@ function Numbers(props: Props & { counts: Extract<Counts, { edges: number[] }> }
   );
 }
 
+/** The end of a cut text tells it from others that begin alike. */
+function titleOf(value: unknown, counted: string): string {
+  return typeof value === "string" && isCut(value) ? `${counted}: ${plain(value, 1000)}` : counted;
+}
+
 function Values(props: Props & { counts: Extract<Counts, { values: unknown[] }> }): JSX.Element {
   const { values, counts, counts_all: all, others } = props.counts;
   const most = Math.max(1, ...all);
@@ -107,8 +118,9 @@ function Values(props: Props & { counts: Extract<Counts, { values: unknown[] }> 
         <li key={at}>
           <button
             type="button"
+            disabled={typeof value === "string" && isCut(value)}
             onClick={() => props.onValue(value)}
-            title={`${short(counts[at]!)} of ${short(all[at]!)}`}
+            title={titleOf(value, `${short(counts[at]!)} of ${short(all[at]!)}`)}
           >
             <span class="filled all" style={{ width: `${(all[at]! / most) * 100}%` }} />
             <span class="filled found" style={{ width: `${(counts[at]! / most) * 100}%` }} />

@@ -7,6 +7,18 @@ export function identifier(name: string): string {
   return SIMPLE.test(name) && !RESERVED.has(name.toLowerCase()) ? name : `"${name.replaceAll('"', '""')}"`;
 }
 
+/** A label that was typed: a number if it is written as one and fits, else a text ("007", "0x10", spaces). */
+export function labelOf(text: string): number | string {
+  if (!/^-?(?:0|[1-9]\d*)(?:\.\d+)?(?:e[+-]?\d+)?$/i.test(text)) return text;
+  const value = Number(text);
+  return Number.isSafeInteger(value) || (!Number.isInteger(value) && Number.isFinite(value)) ? value : text;
+}
+
+/** Whether the server cut a text, so that a filter cannot compare with it. */
+export function isCut(value: string): boolean {
+  return /\u2026 \[cut: \d+ characters, #\d+\]$/.test(value);
+}
+
 export function literal(value: string | number | boolean): string {
   if (typeof value === "string") return `'${value.replaceAll("'", "''")}'`;
   return typeof value === "boolean" ? String(value).toUpperCase() : String(value);
@@ -46,22 +58,44 @@ function brushed(column: string): RegExp {
   const name = identifier(column).replace(/[.*+?^${}()|[\]\\]/g, "\\$&");
   const number = "-?[\\d.]+(?:e[+-]?\\d+)?";
   const one = `${name} >= ${number} AND ${name} <=? ${number}|${name} IS NULL|${name} = (?:TRUE|FALSE|'(?:[^']|'')*')`;
-  return new RegExp(`(?:^| AND )(?:${one})(?: AND is_last_step)?(?= AND |$)`);
+  return new RegExp(`(?:^| AND )(?:${one})(?: AND is_last_step)?(?= AND |$)`, "g");
+}
+
+/** The filter with what is in quotes or brackets blanked: the words that join its parts. */
+function joints(where: string): string {
+  let text = where.replace(/'(?:[^']|'')*'|"(?:[^"]|"")*"/g, (quoted) => " ".repeat(quoted.length));
+  for (let before = ""; before !== text; ) {
+    before = text;
+    text = text.replace(/[([][^()[\]]*[)\]]/g, (group) => " ".repeat(group.length));
+  }
+  return text;
+}
+
+/** Where a filter holds a condition that a brush of this column wrote, as one of the parts that AND joins. */
+function placeOf(where: string, column: string): [begin: number, end: number] | null {
+  const text = joints(where);
+  if (/\bor\b/i.test(text)) return null;
+  for (const { 0: found, index } of where.matchAll(brushed(column))) {
+    if (index === 0 || text.startsWith(" AND ", index)) return [index, index + found.length];
+  }
+  return null;
 }
 
 /** Whether the filter holds a condition that a brush of this column wrote. */
 export function hasCondition(where: string, column: string): boolean {
-  return brushed(column).test(where);
+  return placeOf(where, column) !== null;
 }
 
 export function withoutCondition(where: string, column: string): string {
-  return where.replace(brushed(column), "").replace(/^ AND /, "");
+  const place = placeOf(where, column);
+  if (place === null) return where;
+  return (where.slice(0, place[0]) + where.slice(place[1])).replace(/^ AND /, "");
 }
 
 export function withCondition(where: string, condition: Condition): string {
   const rest = withoutCondition(where, condition.column).trim();
   if (rest === "") return condition.sql;
-  return / or /i.test(rest) && !/^\([^()]*\)$/.test(rest) ? `(${rest}) AND ${condition.sql}` : `${rest} AND ${condition.sql}`;
+  return /\bor\b/i.test(joints(rest)) ? `(${rest}) AND ${condition.sql}` : `${rest} AND ${condition.sql}`;
 }
 
 function pythonText(value: string): string {

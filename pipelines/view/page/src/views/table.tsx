@@ -2,7 +2,7 @@
 
 import type { ComponentChildren, JSX } from "preact";
 import { useEffect, useRef, useState } from "preact/hooks";
-import { go, pinsOf, togglePin } from "../address";
+import { go, pinsOf, textsIn, togglePin } from "../address";
 import {
   type AnswerError,
   histogram,
@@ -291,7 +291,7 @@ function FilterBox(): JSX.Element {
 function Charts({ columns }: { columns: string[] }): JSX.Element | null {
   const { place, dataset } = useSession();
   if (dataset === null || isReport) return null;
-  const added: string[] = place.columns === undefined ? [] : (JSON.parse(place.columns) as string[]);
+  const added = textsIn(place.columns);
   const own = dataset.columns.filter((column) => column.own && column.kind !== "other").map((column) => column.name);
   const shown = [...CHARTED.filter((name) => columns.includes(name)), ...added];
   const more = [...new Set([...columns, ...own])].filter((name) => !shown.includes(name) && !name.endsWith("_id"));
