@@ -212,11 +212,17 @@ def steps_of(engine: SpyEngine) -> list[dict[str, Any]]:
 QUICK = {"summarising": "tree", "dropping": "merge", "editing": "step", "delegating": "merge"}
 
 
+def marks_of(agent: str, layout: str) -> list[pytest.MarkDecorator]:
+    if layout != QUICK[agent]:
+        return [pytest.mark.nightly]
+    return [] if agent == "summarising" else [pytest.mark.slow]
+
+
 @pytest.mark.parametrize(
     ("agent", "layout"),
     [
-        pytest.param(agent, layout, marks=[] if layout == quick else pytest.mark.nightly)
-        for agent, quick in QUICK.items()
+        pytest.param(agent, layout, marks=marks_of(agent, layout))
+        for agent in QUICK
         for layout in ("step", "merge", "tree")
     ],
 )

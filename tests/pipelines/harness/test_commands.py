@@ -222,7 +222,8 @@ def is_running(pid):
     return stat.rpartition(")")[2].split()[0] != "Z"
 
 
-def test_a_command_that_is_cancelled_ends_with_all_of_its_processes(tmp_path):
+def test_a_command_that_is_cancelled_ends_with_all_of_its_processes(tmp_path, monkeypatch):
+    monkeypatch.setattr("pipelines.harness.command_process._STOP_S", 0.5)
     script = "sleep 60 & echo $! > pids; trap '' TERM; echo $$ >> pids; wait; sleep 60"
     pids = tmp_path / "pids"
 

@@ -149,7 +149,9 @@ def test_every_verb_with_workers_refuses_a_dataset_that_breaks_an_invariant(
     holds()
 
 
-@pytest.mark.parametrize("more", [(), ("--workers", "2")], ids=["one process", "workers"])
+@pytest.mark.parametrize(
+    "more", [(), pytest.param(("--workers", "2"), marks=pytest.mark.slow)], ids=["one", "workers"]
+)
 def test_a_shard_copied_beside_itself_is_refused(more, shop_dataset, tmp_path, capfd):
     (tmp_path / "work").mkdir()
     dataset = tmp_path / "work" / "ds"

@@ -174,6 +174,7 @@ def test_groups_of_one_are_refused_where_trajectories_are_compared(tmp_path, mod
     )
 
 
+@pytest.mark.slow
 def test_a_dead_engine_ends_the_run_and_a_resumed_one_loses_and_repeats_nothing(tmp_path, model):
     config = config_of(tmp_path, model, num_iterations=4, save_every_iterations=2)
     engines = []
@@ -257,6 +258,7 @@ def test_a_loop_that_is_interrupted_stops_after_the_micro_batch_and_resumes_bit_
     check_replay(config, result, tmp_path / "again")
 
 
+@pytest.mark.slow
 def test_evaluations_are_datasets_of_their_own_and_are_not_sampled_again(tmp_path, model, capsys):
     tasks = write_tasks(tmp_path / "held_out.jsonl", 2)
     evaluate = {"tasks": tasks, "every_iterations": 2, "temperature": 0.0, "group_size": 2}

@@ -162,6 +162,7 @@ def test_what_was_searched_is_masked_and_the_answer_is_rewarded(model, tokenizer
         assert re.search(f"<information>.*{name} lives in {home}.*</information>", masked, re.S)
 
 
+@pytest.mark.slow
 def test_the_whole_example_runs_and_both_layouts_make_the_same_updates(
     tmp_path, tokenizer, monkeypatch, capsys
 ):
