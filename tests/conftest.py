@@ -1,5 +1,6 @@
 import copy
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -43,6 +44,22 @@ def smollm2_dir():
     path = ROOT / ".cache" / "smollm2"
     if not (path / "model.safetensors").exists():
         pytest.skip("no .cache/smollm2: run `make model`")
+    return path
+
+
+@pytest.fixture(scope="session")
+def small_smollm2(smollm2_dir, tmp_path_factory):
+    """SmolLM2 with 2 of its 30 layers, as a directory: its tokens and size of vocabulary, quickly trained."""
+    from transformers import AutoModelForCausalLM
+
+    path = tmp_path_factory.mktemp("small") / "smollm2"
+    model = AutoModelForCausalLM.from_pretrained(smollm2_dir)
+    del model.model.layers[2:]
+    model.config.num_hidden_layers = 2
+    model.save_pretrained(path)
+    for file in smollm2_dir.iterdir():
+        if not (path / file.name).exists():
+            shutil.copy(file, path)
     return path
 
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeVar
 
-from rollout_io.dataset.worker_processes import map_in_processes
 from schemas.errors import ConfigError, RolloutError
 from schemas.extras import requires_extra
 
@@ -60,6 +59,8 @@ class Workers:
             for index, task in enumerate(tasks):
                 yield index, function(task)
         else:
+            from rollout_io.dataset.worker_processes import map_in_processes
+
             yield from map_in_processes(function, tasks, self.num)
 
     def map_in_order(self, function: Callable[[T], R], tasks: Iterable[T]) -> Iterator[R]:

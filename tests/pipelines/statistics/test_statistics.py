@@ -219,7 +219,8 @@ def test_stats_loads_no_library_that_it_does_not_need(shop_dataset, tmp_path, fl
         assert run(["merge", str(shop_dataset), "--out", str(dataset)]) == 0
     code = (
         "import sys; from rollout_io.cli.main import run; assert run(sys.argv[1:]) == 0;"
-        "print([m for m in ('pandas', 'datasets', 'torch', 'transformers', 'matplotlib', 'ray')"
+        "print([m for m in ('pandas', 'datasets', 'torch', 'transformers', 'matplotlib', 'ray', "
+        "'multiprocessing.connection', 'jinja2', 'pyarrow.dataset', 'sqlite3')"
         "if m in sys.modules])"
     )
     command = [sys.executable, "-c", code, "stats", str(dataset), *flags]
