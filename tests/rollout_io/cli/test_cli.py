@@ -40,11 +40,6 @@ def write_lines(path: Path, records: list[dict[str, Any]]) -> str:
     return str(path)
 
 
-def in_subprocess(*args: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "rollout_io", *args]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
 def test_help_loads_no_heavy_library() -> None:
     code = (
         "import sys; from rollout_io.cli.main import run; run(['--help']);"
@@ -179,17 +174,17 @@ def unknown_format(folder: Path) -> list[str]:
     ],
 )
 def test_bad_input_is_one_message_with_a_hint_and_leaves_nothing(
-    make: Any, rule: str, says: str, hints: str, tmp_path: Path
+    make: Any, rule: str, says: str, hints: str, tmp_path: Path, capsys: Capture
 ) -> None:
     args, out = make(tmp_path), tmp_path / "ds"
-    found = in_subprocess("convert", *args, "--out", str(out))
-    message, hint = found.stderr.rstrip("\n").split("\n")
-    assert found.returncode == 1
+    assert run(["convert", *args, "--out", str(out)]) == 1
+    found = capsys.readouterr()
+    message, hint = found.err.rstrip("\n").split("\n")
     assert message.startswith("Error: " + says.format(folder=tmp_path))
     assert message.endswith(f" [{rule}]")
     assert hint.startswith("Hint: ")
     assert hints in hint
-    assert found.stdout == ""
+    assert found.out == ""
     assert not out.exists()
 
 

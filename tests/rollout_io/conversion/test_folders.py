@@ -149,7 +149,7 @@ def test_outcomes_are_of_the_runs_of_any_format(tmp_path, smollm2_dir):
     assert read_log([log, text], choices).num_rows == 3
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_chunks_of_several_formats_make_the_same_dataset_with_any_workers(
     workers, folder, tmp_path, smollm2_dir
 ):
