@@ -100,8 +100,9 @@ def by_run(
     """Find the run of each outcome by the name of its session.
 
     A name is `instance/repetition`, or the instance alone if it has one run, or the trajectory id
-    (`instance_repetition`). A failed run that made no call may be missing from the log; it must be
-    given by its full name.
+    (`instance_repetition`). A line with `instance_id` and `repetition_id` means that run and no
+    other. A failed run that made no call may be missing from the log; it must be given by its full
+    name.
 
     Args:
         outcomes: Outcomes by the names in the rewards file.
@@ -125,7 +126,8 @@ def by_run(
     unresolved: list[tuple[str, Outcome, list[Key]]] = []
     by_name = _short_names(keys) if left else {}
     for session, outcome in left:
-        key, fits = full_name(session), by_name.get(session, [])
+        key = full_name(session)
+        fits = [] if outcome.is_exact else by_name.get(session, [])
         if len(fits) == 1:
             key = fits[0]
         elif fits or key is None or outcome.error is None:

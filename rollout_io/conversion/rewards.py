@@ -37,6 +37,8 @@ class Outcome:
         error: Why the trajectory failed, or None.
         metrics: The other numbers of the line.
         user_values: The other strings of the line, and its lists and objects as JSON.
+        is_exact: True if the line names its run by `instance_id` and `repetition_id`, which have no
+            short form.
     """
 
     where: str
@@ -44,6 +46,7 @@ class Outcome:
     error: str | None
     metrics: dict[str, float]
     user_values: dict[str, str]
+    is_exact: bool = False
 
 
 Key = tuple[str, int]
@@ -129,7 +132,12 @@ def _parse(record: dict[str, Any], where: str) -> tuple[str, Outcome]:
     metrics = {k: _number(k, v, where) for k, v in others.items() if isinstance(v, int | float)}
     texts = {k: _text(v) for k, v in others.items() if k not in metrics and v is not None}
     return _session(fields, where), Outcome(
-        where=where, reward=fields.reward, error=fields.error, metrics=metrics, user_values=texts
+        where=where,
+        reward=fields.reward,
+        error=fields.error,
+        metrics=metrics,
+        user_values=texts,
+        is_exact=None not in {fields.instance_id, fields.repetition_id},
     )
 
 

@@ -38,6 +38,21 @@ def test_a_full_name_wins_over_an_instance_of_the_same_name(tmp_path):
     assert read_log([log], rewarded(tmp_path, "a/0"))["reward"].to_pylist() == [1.0, None]
 
 
+def test_an_instance_and_a_repetition_never_mean_another_run(tmp_path):
+    log = write(tmp_path / "log.jsonl", call("a/0/3"), call("b_1/0"))
+    named = {"instance_id": "a", "repetition_id": 0}
+    choices = Choices(rewards=str(write(tmp_path / "rewards.jsonl", {**named, "reward": 1.0})))
+    error = refusal([log], tmp_path / "ds", choices)
+    assert (error.rule, error.got) == (
+        "unknown_session",
+        "session 'a/0' has a reward but no call in the logs",
+    )
+    write(tmp_path / "rewards.jsonl", {**named, "error": "lost"})
+    table = read_log([log], choices)
+    assert table["trajectory_id"].to_pylist() == ["a/0_3", "b_1_0", "a_0"]
+    assert table["error"].to_pylist() == [None, None, "lost"]
+
+
 @pytest.mark.parametrize(
     ("calls", "name", "names"),
     [
