@@ -13,6 +13,7 @@ from schemas.errors import InputError
 from schemas.messages import RETOKENIZED
 
 _WORD = re.compile(r"[A-Za-z]{4,}")
+_ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{4}|.)", re.DOTALL)
 _MIN_WORDS = 6
 
 
@@ -69,7 +70,9 @@ def has_words_of(decoded: str, text: str) -> bool:
 
 
 def _words(text: str) -> set[str]:
-    return set(_WORD.findall(text))
+    # Of an escape such as \n before a word, the letter belongs to no word. Where the backslash is
+    # the text's own, the rest of the word remains, and still occurs in the decoded tokens.
+    return set(_WORD.findall(_ESCAPE.sub(" ", text)))
 
 
 def _long_enough(text: str | None) -> str | None:

@@ -11,6 +11,7 @@ import pytest
 import rollout_io
 from rollout_io import Choices, convert, read_log
 from rollout_io.cli.main import run
+from rollout_io.conversion.decoding import has_words_of
 from rollout_io.dataset.checking import check_dataset, checked_tables
 from rollout_io.dataset.parallel import Workers
 from rollout_io.retokenize import load_tokenizer
@@ -191,6 +192,15 @@ def test_words_tell_tokenizers_apart_where_a_harness_keeps_no_verbatim_text(smol
     other = edited(smollm2_dir, tmp_path / "other", permute)
     with pytest.raises(RolloutError, match="other_tokenizer"):
         read_log(logs, dataclasses.replace(given, tokenizer=other))
+
+
+def test_words_after_escapes_are_those_of_the_response():
+    """Harbor keeps tool calls as JSON; a model may write their arguments with line breaks."""
+    lines = ["alpha", "bravo", "charlie", "delta", "echoes", "foxtrot", "golfing", "hotels"]
+    text = json.dumps([{"arguments": {"text": "".join(f"\n{line}" for line in lines)}}])
+    assert has_words_of("\n".join(lines), text)
+    assert not has_words_of("unrelated words of another tokenizer", text)
+    assert has_words_of(r"\alpha + \bravo = \charlie", r"\alpha + \bravo = \charlie")
 
 
 def test_ids_that_no_model_sampled_are_refused(smollm2_dir, golden):
