@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -55,28 +56,56 @@ def histogram(index: TrajectoryIndex, column: str, where: str | None, bins: int)
 
 
 def _of_numbers(values: pl.Series, mask: BoolArray | None, bins: int) -> dict[str, Any]:
-    kind = pl.Float32 if values.dtype == pl.Float32 else pl.Float64
-    numbers = values.cast(kind).fill_null(float("nan")).to_numpy()
-    known, kept = np.isfinite(numbers), np.True_ if mask is None else mask
-    inside, is_null = known & kept, values.is_null().to_numpy()
+    """Count numbers in bins: from an edge up to the next, which the last bin includes.
+
+    Edges are compared with the numbers as they are, so a filter `x >= edge AND x < next` keeps what
+    a bin counts, also of integers that float64 rounds.
+    """
+    is_known = known = values.is_not_null().to_numpy()
+    if values.dtype.is_float():
+        known = known & values.is_finite().fill_null(value=False).to_numpy()
+    kept = np.True_ if mask is None else mask
     left_out = {
-        "nulls": int((is_null & kept).sum()),
-        "not_finite": int((~known & ~is_null & kept).sum()),
+        "nulls": int((~is_known & kept).sum()),
+        "not_finite": int((is_known & ~known & kept).sum()),
     }
     if not known.any():
         return {"edges": [], "counts": [], "counts_all": [], **left_out}
-    low, high = float(numbers[known].min()), float(numbers[known].max())
-    # In quarters, the difference of two numbers cannot overflow.
-    edges = 4 * np.linspace(low / 4, high / 4, bins + 1) if high > low else np.array([low, high])
-    edges = edges.astype(numbers.dtype)
-    whole = np.histogram(numbers[known], edges)[0]
-    part = whole if mask is None else np.histogram(numbers[inside], edges)[0]
+    numbers = values.filter(pl.Series(known))
+    edges = _edges(numbers, bins)
+    between = pl.Series(edges[1:-1], dtype=pl.Float64)
+    if values.dtype.is_float():
+        between = between.cast(values.dtype)
+    else:
+        between = between.ceil().cast(values.dtype)
+    place = between.search_sorted(numbers.to_numpy(), side="right").to_numpy()
+    num = max(len(edges) - 1, 1)
+    inside = known if mask is None else known & mask
     return {
-        "edges": edges.tolist(),
-        "counts": part.tolist(),
-        "counts_all": whole.tolist(),
+        "edges": edges,
+        "counts": np.bincount(place[inside[known]], minlength=num).tolist(),
+        "counts_all": np.bincount(place, minlength=num).tolist(),
         **left_out,
     }
+
+
+def _edges(numbers: pl.Series, bins: int) -> list[float]:
+    """Return edges of equal bins that include the least and the greatest number."""
+    least, most = numbers.min(), numbers.max()
+    assert isinstance(least, int | float)
+    assert isinstance(most, int | float)
+    low, high = float(least), float(most)
+    low = math.nextafter(low, -math.inf) if low > least else low
+    high = math.nextafter(high, math.inf) if high < most else high
+    if low == high:
+        return [low, high]
+    # In quarters, the difference of two numbers cannot overflow.
+    edges = 4 * np.linspace(low / 4, high / 4, bins + 1)
+    edges[0], edges[-1] = low, high
+    if numbers.dtype == pl.Float32:
+        edges = edges.astype(np.float32).astype(np.float64)
+    found: list[float] = np.unique(edges).tolist()
+    return found
 
 
 def _of_values(values: pl.Series, mask: BoolArray | None) -> dict[str, Any]:

@@ -26,7 +26,8 @@ export function literal(value: string | number | boolean): string {
 
 /** The columns that the viewer computes for each trajectory; others belong to rows. */
 const COMPUTED = "num_rows|return|prompt_tokens|response_tokens|trained_tokens|longest_row_tokens|agents";
-const OF_TRAJECTORY = new RegExp(`^(?:${COMPUTED}|policy_version)$`);
+const OF_TRAJECTORY = new RegExp(`^(?:${COMPUTED}|instance_id|trajectory_id|repetition_id)$`);
+const OVER = " OVER (PARTITION BY trajectory_id)";
 
 /** Whether a filter uses columns that only the viewer has. */
 export function usesComputed(where: string): boolean {
@@ -39,26 +40,42 @@ export interface Condition {
   column: string;
 }
 
-/** Histograms count a trajectory by its last row, while a filter keeps it if any row matches. */
-function ofLastRow(column: string, sql: string): Condition {
-  return { column, sql: OF_TRAJECTORY.test(column) ? sql : `${sql} AND is_last_step` };
+/**
+ * Histograms count a trajectory once: by its last row, its oldest policy version, its first error. A filter keeps a
+ * trajectory if any row matches, so a condition on rows becomes one on trajectories, which joins with any other.
+ */
+function ofTrajectory(column: string, hasOneRow: boolean, on: (name: string) => string): Condition {
+  const name = identifier(column);
+  if (hasOneRow || OF_TRAJECTORY.test(column)) return { column, sql: on(name) };
+  if (column === "policy_version") return { column, sql: on(`min(${name})${OVER}`) };
+  if (column === "error") return { column, sql: `max(${on(name)})${OVER}` };
+  return { column, sql: `max(${on(name)} AND is_last_step)${OVER}` };
 }
 
-export function rangeOf(column: string, low: number, high: number, isLast: boolean): Condition {
-  const name = identifier(column);
-  return ofLastRow(column, `${name} >= ${low} AND ${name} ${isLast ? "<=" : "<"} ${high}`);
+/** The digits of a number; those of a large whole number in full, which no integer column rounds. */
+function digits(value: number): string {
+  const isLarge = Number.isInteger(value) && Math.abs(value) >= 2 ** 53 && Math.abs(value) <= 2 ** 64;
+  return isLarge ? BigInt(value).toString() : String(value);
 }
 
-export function equals(column: string, value: string | boolean | null): Condition {
-  const name = identifier(column);
-  return ofLastRow(column, value === null ? `${name} IS NULL` : `${name} = ${literal(value)}`);
+export function rangeOf(column: string, low: number, high: number, isLast: boolean, hasOneRow: boolean): Condition {
+  const [from, to] = [`>= ${digits(low)}`, `${isLast ? "<=" : "<"} ${digits(high)}`];
+  return ofTrajectory(column, hasOneRow, (name) => `${name} ${from} AND ${name} ${to}`);
+}
+
+export function equals(column: string, value: string | boolean | null, hasOneRow: boolean): Condition {
+  if (value === null && column === "error" && !hasOneRow) return { column, sql: `max(error)${OVER} IS NULL` };
+  return ofTrajectory(column, hasOneRow, (name) => (value === null ? `${name} IS NULL` : `${name} = ${literal(value)}`));
 }
 
 function brushed(column: string): RegExp {
-  const name = identifier(column).replace(/[.*+?^${}()|[\]\\]/g, "\\$&");
+  const quoted = (text: string): string => text.replace(/[.*+?^${}()|[\]\\]/g, "\\$&");
+  const plain = quoted(identifier(column));
+  const name = `(?:${plain}|min\\(${plain}\\)${quoted(OVER)})`;
   const number = "-?[\\d.]+(?:e[+-]?\\d+)?";
-  const one = `${name} >= ${number} AND ${name} <=? ${number}|${name} IS NULL|${name} = (?:TRUE|FALSE|'(?:[^']|'')*')`;
-  return new RegExp(`(?:^| AND )(?:${one})(?: AND is_last_step)?(?= AND |$)`, "g");
+  const one = `(?:${name} >= ${number} AND ${name} <=? ${number}|${name} IS NULL|${name} = (?:TRUE|FALSE|'(?:[^']|'')*'))`;
+  const whole = `max\\((?:${one}|${plain})(?: AND is_last_step)?\\)${quoted(OVER)}(?: IS NULL)?`;
+  return new RegExp(`(?:^| AND )(?:${whole}|${one}(?: AND is_last_step)?)(?= AND |$)`, "g");
 }
 
 /** The filter with what is in quotes or brackets blanked: the words that join its parts. */

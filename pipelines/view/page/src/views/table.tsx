@@ -322,6 +322,7 @@ function Chart({ column }: { column: string }): JSX.Element | null {
   const { dataset, selection } = useSession();
   const { where } = selection;
   const key = dataset === null ? null : JSON.stringify([dataset.id, column, where]);
+  const hasOneRow = dataset !== null && dataset.num_rows === dataset.num_trajectories;
   const answer = useAnswer(key, () => histogram(dataset!.id, column, where), true);
   if (answer.state === "refused") return null;
   if (answer.value === undefined) return <figure class="histogram" aria-busy="true" />;
@@ -329,8 +330,8 @@ function Chart({ column }: { column: string }): JSX.Element | null {
     <Histogram
       column={column}
       counts={answer.value}
-      onRange={(low, high, isLast) => go({ where: withCondition(where, rangeOf(column, low, high, isLast)) })}
-      onValue={(value) => go({ where: withCondition(where, equals(column, value)) })}
+      onRange={(low, high, isLast) => go({ where: withCondition(where, rangeOf(column, low, high, isLast, hasOneRow)) })}
+      onValue={(value) => go({ where: withCondition(where, equals(column, value, hasOneRow)) })}
       onClear={
         hasCondition(where, column) ? () => go({ where: withoutCondition(where, column) || undefined }) : null
       }
