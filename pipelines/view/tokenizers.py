@@ -46,8 +46,8 @@ class Tokenizers:
 
         Args:
             metadata: Metadata of the dataset.
-            model: Model of the run that trained on the dataset. Its tokenizer is used if it has the
-                fingerprint of the dataset's, or if the dataset has no fingerprint.
+            model: Model of the run that trained on the dataset. Its tokenizer is used if the dataset
+                has the same fingerprint or none.
         """
         return self._find(metadata.tokenizer, metadata.tokenizer_fingerprint, model)
 

@@ -163,7 +163,7 @@ class _Directories:
     unread: list[Path] = field(default_factory=list)
 
     def logs_in(self, directory: Path) -> list[Path]:
-        """Return the directory and other logs inside it if it is a log; otherwise all its files."""
+        """Return all files of a directory; if it is a log itself, the directory and other logs in it."""
         if self._is_ignored(_real(directory)):
             return []
         formats = set(self.formats_of(directory))

@@ -74,7 +74,7 @@ class Place:
 
     @classmethod
     def decode(cls, pairs: Mapping[bytes, bytes]) -> Place | None:
-        """Parse the output of `encode`; None for an appended shard, which has no place."""
+        """Parse the output of `encode`; None if the shard was appended, and so has no recorded place."""
         return cls(**json.loads(pairs[PLACE])) if PLACE in pairs else None
 
     def precedes(self, other: Place) -> bool:

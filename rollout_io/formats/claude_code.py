@@ -64,7 +64,7 @@ class _Shape(msgspec.Struct, gc=False):
 
     def __post_init__(self) -> None:
         if self.type not in SPOKEN or "role" not in self.message:
-            raise ValueError("no message")
+            raise ValueError("the record has no message")
 
 
 class _Spoken(msgspec.Struct, gc=False):

@@ -104,7 +104,7 @@ class _Head(msgspec.Struct, gc=False):
     def __post_init__(self) -> None:
         is_known = self.info.mini_version is not None or self.info.model_stats is not None
         if not (self.trajectory_format.startswith("mini-swe-agent") or is_known):
-            raise ValueError("no trajectory of mini-swe-agent")
+            raise ValueError("the record is not a mini-swe-agent trajectory")
 
 
 class _Bare(msgspec.Struct, gc=False, forbid_unknown_fields=True):

@@ -79,7 +79,7 @@ class _Head(msgspec.Struct, gc=False):
         alone = self.object == "response" and self.output is not None
         inner = self.response if self.responses_create_params is not None else self.input
         if not alone and not (inner and {"object", "output"} <= inner.keys()):
-            raise ValueError("no rollout")
+            raise ValueError("the record is not a rollout")
 
 
 class _Record(NamedTuple):

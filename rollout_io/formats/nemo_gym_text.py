@@ -127,7 +127,7 @@ class _Chat:
         self._is_open = False
 
     def add(self, given: str | Sequence[msgspec.Raw], role: str, where: str) -> None:
-        """Add items, or a text as one message; the first item always begins a new message."""
+        """Add items, or a string as a single message; the first item always begins a new message."""
         self._is_open = False
         if isinstance(given, str):
             self.messages.append({"role": role, "content": given})

@@ -111,7 +111,7 @@ class _EventHead(msgspec.Struct, gc=False):
 
     def __post_init__(self) -> None:
         if self.action is None and self.observation is None:
-            raise ValueError("no event")
+            raise ValueError("the record is not an event")
 
 
 _NAMES_DECODER = msgspec.json.Decoder(_Names)

@@ -115,7 +115,7 @@ class _Shape(msgspec.Struct, gc=False):
     def __post_init__(self) -> None:
         ended = msgspec.UNSET not in (self.termination_reason, self.is_correct)
         if not ended or not (self.id or self.episode_id):
-            raise ValueError("no episode")
+            raise ValueError("the record is not an episode")
 
 
 _HEAD = msgspec.json.Decoder(_Head)

@@ -77,7 +77,7 @@ def _heads(path: Path) -> list[dict[str, Any]]:
     with pq.ParquetFile(path) as file:
         missing = sorted(_REQUIRED - set(file.schema_arrow.names))
         if missing:
-            raise ValueError(f"no column {missing[0]!r}")
+            raise ValueError(f"the column {missing[0]!r} is missing")
         rows: list[dict[str, Any]] = file.read(sorted(_REQUIRED)).to_pylist()
     return rows
 

@@ -96,7 +96,7 @@ class _EpisodeHead(_Named, gc=False):
 
     def __post_init__(self) -> None:
         if self.traces is None:
-            raise ValueError("no episode")
+            raise ValueError("the record is not an episode")
 
 
 class _Episode(_Named, gc=False):
@@ -131,7 +131,7 @@ class _Shape(_RowHead, gc=False):
         new = bytes(self.example_id) != b"null" and None not in (self.metrics, self.timing)
         old = bytes(self.id) != b"null" and self.generation_ms is not None
         if not new and not old:
-            raise ValueError("no row of verifiers")
+            raise ValueError("the record is not a row of verifiers")
 
 
 _KIND = msgspec.json.Decoder(_Kind)
