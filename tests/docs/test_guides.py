@@ -1,8 +1,10 @@
 """Each guide leads from files to a checkpoint, with the commands that it shows."""
 
+import io
 import json
 import re
 import shlex
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import rollout_io
 from rollout_io.cli.main import run
+from tests.helpers.guide_helpers import check_outputs
 
 ROOT = Path(__file__).parents[2]
 GUIDES = ROOT / "docs" / "guides"
@@ -32,6 +35,18 @@ def check_trained(run_folder, model):
     )
     assert after.keys() == before.keys()
     assert any(not after[name].equal(before[name].to(after[name].dtype)) for name in before)
+
+
+def printed_by(given, places):
+    """Run commands, and return what they print, with the paths of the guide."""
+    terminal = io.StringIO()
+    with redirect_stdout(terminal), redirect_stderr(terminal):
+        for words in given:
+            assert run(words) == 0, (words, terminal.getvalue())
+    printed = terminal.getvalue()
+    for name, path in places.items():
+        printed = printed.replace(path, name)
+    return printed
 
 
 def claude_code_commands(smollm2_dir, tmp_path, logs=ROOT / "examples" / "claude_code"):
@@ -96,8 +111,8 @@ def test_runs_with_token_ids_and_runs_of_text_become_checkpoints(
     given = list(commands(f"{guide}.md", places))
     exact = ["convert", "validate", "stats", "inspect", "train"]
     assert [words[0] for words in given] == [*exact, "convert", "train"]
-    for words in given:
-        assert run(words) == 0, words
+    printed = printed_by(given, places)
+    check_outputs(f"{guide}.md", printed)
     sources = [
         set(rollout_io.scan(words[-1]).collect()["token_source"])
         for words in given
@@ -123,8 +138,7 @@ def test_a_generator_output_of_skyrl_trains_with_its_losses(small_smollm2, tmp_p
     given = list(commands("skyrl.md", {}))
     verbs = ["convert", "filter", "export", "convert", "validate", "stats", "train"]
     assert [words[0] for words in given] == verbs
-    for words in given:
-        assert run(words) == 0, words
+    check_outputs("skyrl.md", printed_by(given, {}))
     found = {}
     exec(code, found)
     output = json.loads(Path("runs/skyrl.json").read_text())

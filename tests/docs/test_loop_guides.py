@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 import rollout_io
 from rollout_io.cli.main import run
 from tests.conftest import EXAMPLES
-from tests.helpers.guide_helpers import blocks_of, follow, served
+from tests.helpers.guide_helpers import blocks_of, check_outputs, follow, served
 
 
 def checkpoint_of(folder):
@@ -24,6 +24,7 @@ def test_a_loop_around_an_openai_server_becomes_a_checkpoint(smollm2_dir, tmp_pa
     with served(smollm2_dir) as url:
         printed = follow("vllm_loop.md", tmp_path, url=url)
     assert "fingerprints match" in printed
+    check_outputs("vllm_loop.md", printed)
     rows = rollout_io.scan(tmp_path / "runs" / "sums").collect()
     assert len(rows) == 4 * 4 * 2
     assert set(rows["token_source"]) == {"engine"}
@@ -76,7 +77,7 @@ def output_of(line):
 def test_a_task_of_ones_own_becomes_a_checkpoint_and_a_learning_curve(smollm2_dir, tmp_path):
     del smollm2_dir
     printed = follow("rl_loop.md", tmp_path)
-    assert "iteration 6 of 6" in printed
+    check_outputs("rl_loop.md", printed)
     out = tmp_path / "runs" / "capitals"
     assert checkpoint_of(out) > 1e8
     assert (tmp_path / "curves.png").stat().st_size > 10_000

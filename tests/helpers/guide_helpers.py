@@ -31,6 +31,26 @@ def blocks_of(guide):
     return found
 
 
+def check_outputs(guide, printed):
+    """The outputs that a guide shows ("It prints:") are lines of what its commands print, in order."""
+    page = (GUIDES / guide).read_text()
+    shown = re.findall(r"prints?\b[^\n]*:\n\n```text\n(.*?)```", page, re.DOTALL)
+    assert shown
+    lines = iter([_compared(line) for line in printed.splitlines()])
+    for line in "".join(shown).splitlines():
+        if line.strip() != "...":
+            assert _compared(line) in lines, f"{line!r} is not printed (there)"
+
+
+def _compared(line):
+    """A line without what differs between machines: times, speeds, losses."""
+    line = re.sub(r"[\d.,]+ (s|kB|MB|tokens/s|rows/s)\b", r"# \1", line.rstrip())
+    is_training = re.match(r"(update|iteration) \d+ of \d+: ", line)
+    if not is_training:
+        return line
+    return is_training[0] + re.sub(r"-?\d+(\.\d+)?(e-?\d+)?", "#", line[is_training.end() :])
+
+
 def follow(guide, folder, *, url=VLLM):
     """Save the files of a guide in a folder, and run its commands there; their output."""
     (folder / ".cache").symlink_to(ROOT / ".cache")
@@ -44,12 +64,13 @@ def follow(guide, folder, *, url=VLLM):
                 ["bash", "-ec", code],
                 cwd=folder,
                 env=os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)},
-                capture_output=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
                 text=True,
                 check=False,
             )
-            assert done.returncode == 0, f"{code}\n{done.stdout}\n{done.stderr}"
-            printed += done.stdout + done.stderr
+            assert done.returncode == 0, f"{code}\n{done.stdout}"
+            printed += done.stdout
     return printed
 
 
