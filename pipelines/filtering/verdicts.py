@@ -15,7 +15,7 @@ import polars as pl
 
 from pipelines.rewards import Fold, Outcome, fold_trajectories, joined_steps
 from pipelines.tables import Frame, as_lazy
-from rollout_io.dataset.conditions import check_columns, condition_of, types_in
+from rollout_io.dataset.conditions import POLARS_ERRORS, check_columns, condition_of, types_in
 from schemas.errors import ConfigError, InputError, count
 from schemas.types import with_absent
 
@@ -198,7 +198,7 @@ def collect(
     """
     try:
         return query.collect(engine=engine)
-    except pl.exceptions.PolarsError as error:
+    except POLARS_ERRORS as error:
         got = f"cannot evaluate the condition: {str(error).strip().splitlines()[0]}"
         got += f" ({types})" if types else ""
         hint = "check the columns' types: rollouts inspect DS"

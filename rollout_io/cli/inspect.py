@@ -96,9 +96,13 @@ def matching(frame: pl.LazyFrame, where: str | None) -> list[str]:
     Raises:
         ConfigError: The condition is not SQL, refers to an unknown column, or has a type error.
     """
-    import polars as pl
-
-    from rollout_io.dataset.conditions import check_columns, condition_of, refused, types_in
+    from rollout_io.dataset.conditions import (
+        POLARS_ERRORS,
+        check_columns,
+        condition_of,
+        refused,
+        types_in,
+    )
     from schemas.types import with_absent
 
     types = ""
@@ -111,7 +115,7 @@ def matching(frame: pl.LazyFrame, where: str | None) -> list[str]:
         frame = frame.filter(condition)
     try:
         ids = frame.select("trajectory_id").unique(maintain_order=True).collect()
-    except pl.exceptions.PolarsError as error:
+    except POLARS_ERRORS as error:
         if where is None:
             raise
         raise refused(error, repr(where), types) from None

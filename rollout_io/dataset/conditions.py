@@ -22,6 +22,9 @@ from schemas.errors import ConfigError
 MOST_OPERATORS = 500
 """Limit on names and operators per condition; thousands overflow the stack of Polars' parser."""
 
+POLARS_ERRORS = (pl.exceptions.PolarsError, pl.exceptions.PanicException)
+"""What Polars raises for a condition; a panic is no `Exception`."""
+
 _TOKEN = re.compile(
     r"""\s+
     | (?P<text>'(?:[^'\\]|''|\\(?!'))*'(?!'))
@@ -72,7 +75,7 @@ def condition_of(condition: str | pl.Expr) -> pl.Expr:
         _check_words(condition, where)
         try:
             condition = pl.sql_expr(condition)
-        except (pl.exceptions.PolarsError, OSError) as error:
+        except (*POLARS_ERRORS, OSError) as error:
             raise refused(error, where) from None
     try:
         tree = _as_json(condition)
@@ -87,7 +90,7 @@ def condition_of(condition: str | pl.Expr) -> pl.Expr:
     return condition
 
 
-def refused(error: Exception, where: str, types: str = "") -> ConfigError:
+def refused(error: BaseException, where: str, types: str = "") -> ConfigError:
     """Convert a Polars error to a `ConfigError`.
 
     Args:

@@ -236,6 +236,11 @@ def test_a_name_of_two_columns_is_refused(numbers):
     assert "the column prompt_tokens is not shown" in ask("/api/sources")["warnings"][-1]
 
 
+def test_a_condition_that_polars_panics_over_is_refused(numbers):
+    with pytest.raises(ConfigError, match=r"index out of bounds.*\[condition\]"):
+        num_matching(numbers[0], "CAST(reward AS DECIMAL(99, 2)) > 1")
+
+
 @pytest.mark.parametrize(("where", "expected"), [("TRUE", 41), ("1 = 2", 0)])
 def test_a_constant_condition_holds_everywhere_or_nowhere(numbers, where, expected):
     assert num_matching(numbers[0], where) == expected

@@ -304,6 +304,7 @@ def test_inspect_says_once_how_to_see_text(
     ("args", "says", "hints"),
     [
         (["--where", "rewrd > 0"], "--where 'rewrd > 0': ", "did you mean reward?"),
+        (["--where", "CAST(reward AS DECIMAL(99, 2)) > 1"], "'CAST(reward", "reward > 0 AND"),
         (["--where", "reward >"], "'reward >'", "reward > 0 AND"),
         (["--where", "agent > 0"], "'agent > 0'", "reward > 0 AND"),
         (["--trajectory", "shop-0_7"], "--trajectory: ", "did you mean shop-0_"),
