@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
+from rollout_io.dataset.opening import read_input
 from rollout_io.retokenize import ChatTokenizer, load_tokenizer
 from rollout_io.retokenize.local import (
     find_tokenizer,
@@ -39,7 +42,7 @@ class Tokenizers:
         self.token_bytes = cache(load_token_bytes)
         """Bytes of each token of a directory's vocabulary."""
         self.chat = cache(_chat_tokenizer)
-        """A directory's tokenizer, loaded with Transformers; None if it cannot be loaded."""
+        """A directory's tokenizer as `drift` uses it; None if it cannot be loaded."""
 
     def find(self, metadata: DatasetMetadata, model: str | None) -> Found:
         """Find the tokenizer of a dataset.
@@ -87,9 +90,53 @@ def _missing(name: str | None, fingerprint: str | None) -> str:
 
 
 def _chat_tokenizer(directory: str) -> ChatTokenizer | None:
+    if find_spec("tokenizers") is not None and (Path(directory) / "tokenizer.json").is_file():
+        with suppress(Exception):  # tokenizers raises bare Exception
+            return ChatTokenizer(directory, _Fast(Path(directory)))
     if find_spec("transformers") is None:
         return None
     try:
         return load_tokenizer(directory, needs_template=False)
     except RolloutError:
         return None
+
+
+class _Fast:
+    """A tokenizer that decodes as Transformers' does, whose import takes seconds.
+
+    Args:
+        directory: Has a `tokenizer.json`.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        from tokenizers import Tokenizer
+
+        self._tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+        self.added_tokens_decoder = self._tokenizer.get_added_tokens_decoder()
+        named = _special_tokens(directory)
+        ids = (self._tokenizer.token_to_id(token) for token in named)
+        self.all_special_ids = [i for i in ids if i is not None]
+
+    def get_vocab(self) -> dict[str, int]:
+        """Return the ids of all tokens."""
+        vocabulary: dict[str, int] = self._tokenizer.get_vocab()
+        return vocabulary
+
+    def decode(self, ids: list[int], **_: bool) -> str:
+        """Return the text of ids, with special tokens and without clean-up."""
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False))
+
+
+def _special_tokens(directory: Path) -> set[str]:
+    """Return the tokens that a tokenizer's settings name, such as `eos_token`."""
+    found = set()
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        if not (directory / name).is_file():
+            continue
+        settings = json.loads(read_input(directory / name))
+        more = settings.get("additional_special_tokens") or []
+        given = [value for key, value in settings.items() if key.endswith("_token")]
+        for token in (*given, *more):
+            text = token.get("content") if isinstance(token, dict) else token
+            found |= {text} if isinstance(text, str) else set()
+    return found

@@ -84,7 +84,7 @@ ASK = """
 import sys
 from pipelines.view.api import Api
 from pipelines.view.sources import Sources
-api = Api(Sources.open(sys.argv[1:]))
+api = Api(Sources.open(sys.argv[1:2], sys.argv[2]))
 for question in (
     "trajectories?where=max(reward) OVER (PARTITION BY instance_id) > 0", "histogram?column=return",
     "group?instance_id=shop-0", "tree?instance_id=shop-0", "conversation?trajectory_id=shop-0_0",
@@ -95,9 +95,9 @@ print([name for name in ("pandas", "torch", "transformers") if name in sys.modul
 """
 
 
-def test_no_first_answer_waits_for_heavy_imports(shop):
-    """pyarrow imports pandas, in some 0.3 s, to recognise its objects in what it converts."""
-    command = [sys.executable, "-c", ASK, str(shop)]
+def test_no_first_answer_waits_for_heavy_imports(shop, smollm2_dir):
+    """pyarrow imports pandas, to recognise its objects; Transformers' tokenizers import torch."""
+    command = [sys.executable, "-c", ASK, str(shop), str(smollm2_dir)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
