@@ -107,6 +107,8 @@ def read_conversation(request: Request, response: Response, where: str) -> Conve
         chat.add(repeated or (), "system", place)
     chat.add(() if request.input is None else request.input, "user", f"{sent}.input")
     num_given = len(chat.messages)
+    if not num_given:
+        raise bad_message(f"{sent}.input", "the request has no input")
     chat.add(response.output, _ASSISTANT, f"{received}.output")
     tools = _tools(request.tools, f"{sent}.tools")
     incomplete = response.incomplete_details

@@ -305,6 +305,12 @@ IMAGE = {"type": "input_image", "image_url": "x"}
 INPUT, OUTPUT = "responses_create_params.input[0]", "response.output[0]"
 
 
+def test_a_request_without_input_is_refused(refused):
+    error = refused(run(message("Yes."), message("No."), **asked()))
+    assert (error.rule, error.got) == ("message", "the request has no input")
+    assert error.where.endswith("responses_create_params.input")
+
+
 @pytest.mark.parametrize(
     ("item", "got"),
     [
