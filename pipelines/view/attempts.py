@@ -92,10 +92,9 @@ def parting(first: Sampled, other: Sampled) -> dict[str, int] | None:
         if common < len(own):
             place = int(np.flatnonzero(mask)[common])
             return {"row": row, "token": num_prompt + place}
-        if common < len(wanted):  # the row is shorter, so `other` differs in its next row
-            if row + 1 < len(other):
-                num_next, _, mask_next = other[row + 1]
-                at = np.flatnonzero(mask_next)
-                return {"row": row + 1, "token": num_next + int(at[0])} if len(at) else None
+        if common < len(wanted):  # the row is shorter, so `other` differs where it samples next
+            for later, (num_next, _, mask_next) in enumerate(other[row + 1 :], row + 1):
+                if mask_next.any():
+                    return {"row": later, "token": num_next + int(mask_next.argmax())}
             return None
     return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -119,6 +120,32 @@ def _in_texts(
 ) -> Iterator[tuple[str, int, int | None]]:
     texts = dataset.present("messages", "response_text")
     table: pa.Table = dataset.reader.rows(begin, end, ["trajectory_id", "step_index", *texts])
+    known, seen = None, set[str]()
     for row in table.to_pylist():
-        if any(text in (row[name] or "") for name in texts):
+        if row["trajectory_id"] != known:
+            known, seen = row["trajectory_id"], set()
+        found = {t for t in _strings(row.get("messages"), text) if text in t}
+        if text in (row.get("response_text") or ""):
+            found.add(row["response_text"])
+        if not found <= seen:
             yield row["trajectory_id"], row["step_index"], None
+        seen |= found
+
+
+def _strings(messages: str | None, text: str) -> Iterator[str]:
+    """Yield the strings in logged messages that may contain a text; JSON can escape any of it."""
+    if messages is None or ("\\" not in messages and text not in messages):
+        return
+    try:
+        nodes = [json.loads(messages)]
+    except (ValueError, RecursionError):
+        yield messages
+        return
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, str):
+            yield node
+        elif isinstance(node, list):
+            nodes += node
+        elif isinstance(node, dict):
+            nodes += node.values()

@@ -1,0 +1,79 @@
+"""Where texts are found without a tokenizer, and where two attempts part."""
+
+import json
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from pipelines.view.attempts import parting
+from rollout_io import RolloutWriter
+from tests.helpers.view_helpers import Asked
+
+SAID = ('He said "naïve"', "a\nb", 'C:\\new "path"')
+
+
+@pytest.fixture(scope="module")
+def ask(tmp_path_factory):
+    """Two calls of one trajectory; the second repeats the messages of the first."""
+    first = [{"role": "user", "content": SAID[0]}]
+    second = [
+        *first,
+        {"role": "assistant", "content": "yes"},
+        {"role": "user", "content": [SAID[1]]},
+    ]
+    table = pa.table(
+        {
+            "instance_id": ["t"] * 2,
+            "repetition_id": pa.array([0] * 2, pa.int32()),
+            "trajectory_id": ["t_0"] * 2,
+            "step_index": pa.array([0, 1], pa.int32()),
+            "is_last_step": [False, True],
+            "prompt_token_ids": pa.array([[1], [1, 2, 3]], pa.list_(pa.int32())),
+            "response_ids": pa.array([[2], [4]], pa.list_(pa.int32())),
+            "loss_mask": [[True]] * 2,
+            "token_source": ["engine"] * 2,
+            "messages": [json.dumps(first), json.dumps(second)],  # with ASCII only
+            "response_text": ["yes", SAID[2]],
+        }
+    )
+    path = tmp_path_factory.mktemp("texts") / "ds"
+    with RolloutWriter(path) as writer:
+        writer.write(table)
+    return Asked(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "steps"),
+    [
+        ('said "naïve"', [0]), ("ïve", [0]), ("a\nb", [1]), ('new "path"', [1]), ("yes", [0]),
+        ("role", []), ("\\u00ef", []), ("user", [0]),
+    ],
+)  # fmt: skip
+def test_a_text_is_found_as_it_was_said_in_the_row_that_said_it_first(ask, text, steps):
+    found = ask("/api/datasets/d0/search", text=text)
+    assert [(hit["step_index"], hit["position"]) for hit in found["hits"]] == [
+        (step, None) for step in steps
+    ]
+    assert found["complete"]
+
+
+def row(num_prompt, *tokens):
+    """A row of an attempt; negative tokens are not sampled."""
+    ids = np.array(tokens, np.int32)
+    return num_prompt, abs(ids), ids > 0
+
+
+@pytest.mark.parametrize(
+    ("other", "expected"),
+    [
+        ([row(1, 5, 6, 7)], None),
+        ([row(1, 5, 6)], None),
+        ([row(1, 5, 9, 7)], {"row": 0, "token": 2}),
+        ([row(1, 5, 6), row(2, -9, 8)], {"row": 1, "token": 3}),
+        ([row(1, 5, 6), row(2, -9), row(3, -1, 8)], {"row": 2, "token": 4}),
+        ([row(1, 5, 6), row(2, -9)], None),
+    ],
+)
+def test_attempts_part_at_the_first_other_token_that_was_sampled(other, expected):
+    assert parting([row(1, 5, 6, 7)], other) == expected
