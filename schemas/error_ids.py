@@ -543,7 +543,7 @@ row_too_long: A row has more tokens than the model's context, or the configured 
     Lower `max_input_tokens` or `max_response_tokens`, or truncate rows with `max_row_tokens`.
 tokenizer: A tokenizer is required but missing, is not a local directory that can be loaded, or
     cannot encode the text.
-    Pass `--tokenizer DIR` with the directory of a downloaded model.
+    Pass `--tokenizer DIR` with the directory of a downloaded model, or download it: `hf download NAME`.
 """
 
 

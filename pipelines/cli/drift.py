@@ -9,7 +9,7 @@ import click
 
 from rollout_io.cli.output import emit, emit_json, example, note, warn
 from rollout_io.cli.workers import workers_of, workers_options
-from rollout_io.retokenize.local import tokenizer_directory
+from rollout_io.retokenize.local import about_other_tokenizer, tokenizer_directory
 from schemas.errors import ConfigError, RolloutError, count
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @click.command(epilog=example("rollouts drift shop/ --tokenizer .cache/smollm2"))
 @click.argument("dataset", metavar="DS", type=click.Path())
 @click.option(
-    "--tokenizer", type=click.Path(), metavar="DIR", help="Decode with this model's tokenizer."
+    "--tokenizer", type=click.Path(), metavar="DIR|NAME", help="Decode with this model's tokenizer."
 )
 @click.option(
     "--limit",
@@ -66,8 +66,9 @@ def drift(
     if compares_text and loaded is None:
         hint = "run rollouts drift DS --tokenizer DIR --retokenize"
         raise ConfigError("tokenizer", "--retokenize", "a tokenizer is required", hint=hint)
-    if loaded and read_metadata(dataset).tokenizer_fingerprint not in {None, loaded.fingerprint}:
-        warn(f"this dataset was made with a different tokenizer than {tokenizer}")
+    metadata = read_metadata(dataset)
+    if loaded and metadata.tokenizer_fingerprint not in {None, loaded.fingerprint}:
+        warn(about_other_tokenizer(str(tokenizer), metadata))
     shown = 20 if limit is None and not as_json else limit
     chosen = workers_of(workers, engine, dataset)
     open_valid(dataset, chosen)

@@ -31,7 +31,7 @@ DEFAULT_LIMIT = 200
 @click.option(
     "--tokenizer",
     type=click.Path(),
-    metavar="DIR",
+    metavar="DIR|NAME",
     help="Decode ids with this model's tokenizer.  [default: that of the dataset or run]",
 )
 def view(

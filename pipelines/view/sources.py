@@ -18,6 +18,7 @@ from pipelines.view.tokenizers import Found, Tokenizers
 from pipelines.view.trajectory_index import COMPUTED, TrajectoryIndex, kind_of
 from rollout_io.dataset.reader import RowReader, read_layout, read_metadata, scan
 from rollout_io.retokenize import ChatTokenizer
+from rollout_io.retokenize.local import about_other_tokenizer, is_other_tokenizer
 from rollout_io.retokenize.token_bytes import TokenBytes
 from schemas.columns import COLUMN_BY_NAME
 from schemas.errors import ConfigError, InputError, RolloutError
@@ -235,6 +236,8 @@ class Sources:
                 number = sources._add_dataset(path, path, tokenizer)
                 _ = sources.datasets[number].index
         sources._warn_of_tokenizers()
+        if tokenizer is not None:
+            sources._warn_of_others(tokenizer)
         return sources
 
     def dataset(self, number: str) -> Dataset:
@@ -313,6 +316,13 @@ class Sources:
         for reason, names in reasons.items():
             shown = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
             self.warnings.append(f"{shown}: tokens are shown as ids because {reason}. {hint}")
+
+    def _warn_of_others(self, tokenizer: str) -> None:
+        for dataset in self.datasets.values():
+            metadata = read_metadata(dataset.path)
+            if is_other_tokenizer(tokenizer, metadata):
+                text = about_other_tokenizer(tokenizer, metadata)
+                self.warnings.append(f"{dataset.name}: {text}.")
 
 
 def _absolute(path: str) -> str:

@@ -18,7 +18,7 @@ from rollout_io.cli.output import (
     warn,
 )
 from rollout_io.cli.workers import num_for, workers_options
-from rollout_io.retokenize.local import refuse_no_tokenizer
+from rollout_io.retokenize.local import tokenizer_directory
 from schemas.errors import count
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def convert(
     inside directories are skipped. To resume an interrupted conversion, run the same command again.
     """
     if tokenizer is not None:
-        refuse_no_tokenizer(tokenizer)  # before slow imports
+        tokenizer_directory(tokenizer)  # before slow imports
     from rollout_io.conversion import driver
     from rollout_io.conversion.choices import Choices
     from rollout_io.dataset.parallel import Workers

@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from rollout_io.cli.dataset import open_dataset
-from rollout_io.cli.output import emit, emit_json, example, note, wants_color
+from rollout_io.cli.output import emit, emit_json, example, note, wants_color, warn
 from schemas.errors import ConfigError, InputError, RolloutError, count
 from schemas.extras import requires_extra
 
@@ -21,6 +20,10 @@ if TYPE_CHECKING:
     from rollout_io.cli.trajectory_text import TrajectoryView
     from schemas.checker import ValidationError
 
+_WITHOUT_TOKENIZER = """\
+only logged text is shown: the last message of each prompt, and each response, or its token ids if \
+it has no text; pass --tokenizer DIR to see every token
+"""
 EXAMPLE = example('rollouts inspect shop/ --where "reward > 0" --limit 2')
 
 
@@ -37,7 +40,10 @@ EXAMPLE = example('rollouts inspect shop/ --where "reward > 0" --limit 2')
     help="Maximum number of trajectories to show.",
 )
 @click.option(
-    "--tokenizer", type=click.Path(), metavar="DIR", help="Decode ids with DIR/tokenizer.json."
+    "--tokenizer",
+    type=click.Path(),
+    metavar="DIR|NAME",
+    help="Decode ids with this tokenizer.  [default: the dataset's, if it is on this machine]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the same view as JSON.")
 @click.pass_context
@@ -61,6 +67,8 @@ def inspect(
 
     decode = own_decoder(dataset) if tokenizer is None else load_decoder(tokenizer)
     frame = open_dataset(dataset)
+    if tokenizer is not None:
+        warn_of_other_tokenizer(dataset, tokenizer)
     ids = matching(frame, where)
     if trajectory is not None:
         ids = [known(trajectory, ids)]
@@ -82,7 +90,7 @@ def inspect(
     if views:
         note(legend(color=color) + "\n")
         if decode is None:
-            note("token ids are shown as numbers: pass --tokenizer DIR to see their text\n")
+            note(_WITHOUT_TOKENIZER)
     for view in views:
         emit(render(view, color=color) + "\n")
     found = f"{len(views)} of {count(len(ids), 'trajectory')} shown"
@@ -183,12 +191,21 @@ def own_decoder(dataset: str) -> Callable[[Sequence[int]], str] | None:
     return None if directory is None else load_decoder(directory)
 
 
+def warn_of_other_tokenizer(dataset: str, tokenizer: str) -> None:
+    """Warn if a tokenizer differs from the dataset's, so that the texts it decodes are wrong."""
+    from rollout_io.dataset.reader import read_metadata
+    from rollout_io.retokenize.local import about_other_tokenizer, is_other_tokenizer
+
+    metadata = read_metadata(dataset)
+    if is_other_tokenizer(tokenizer, metadata):
+        warn(about_other_tokenizer(tokenizer, metadata))
+
+
 def load_decoder(path: str) -> Callable[[Sequence[int]], str]:
     """Load a decoder from a local `tokenizer.json`, or from its directory."""
-    from rollout_io.retokenize.local import tokenizer_directory
+    from rollout_io.retokenize.local import tokenizer_file
 
-    given = Path(path)
-    file = given if given.is_file() else Path(tokenizer_directory(path)) / "tokenizer.json"
+    file = tokenizer_file(path)
     with requires_extra("text", "--tokenizer"):
         from tokenizers import Tokenizer
     if not file.is_file():

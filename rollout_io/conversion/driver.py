@@ -32,7 +32,7 @@ from rollout_io.dataset.reader import read_metadata, refuse_mixed_types
 from rollout_io.dataset.storage import occupied
 from rollout_io.formats.base import Input, Rejected, Run
 from rollout_io.formats.parsing.model_names import MODELS
-from rollout_io.retokenize.local import find_tokenizer, refuse_no_tokenizer
+from rollout_io.retokenize.local import tokenizer_directory
 from schemas.errors import InputError, RolloutError
 from schemas.metadata import DatasetMetadata
 
@@ -109,7 +109,7 @@ def convert(
     workers = workers if isinstance(workers, Workers) else Workers(workers)
     choices, staging = choices or Choices(), Staging(out)
     if choices.tokenizer is not None:
-        refuse_no_tokenizer(choices.tokenizer)
+        tokenizer_directory(choices.tokenizer)  # fails before any log is read
     report = progress or (lambda _num_bytes, _num_rows: None)
     with staging.resumable(), ExitStack() as stack:
         spool = spool_path(staging)
@@ -193,7 +193,7 @@ def identity_of(
 
 def _tokenizer_files(choices: Choices) -> list[Input]:
     """Return the tokenizer's files, without model weights, and the chat template's file."""
-    tokenizer = find_tokenizer(choices.tokenizer) or choices.tokenizer
+    tokenizer = None if choices.tokenizer is None else tokenizer_directory(choices.tokenizer)
     named = [Path(name) for name in (tokenizer, choices.chat_template) if name]
     tokenizers = [file for path in named for file in ([path] if path.is_file() else path.glob("*"))]
     weights = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack"}

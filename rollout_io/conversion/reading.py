@@ -16,6 +16,7 @@ from rollout_io.conversion.log import open_log
 from rollout_io.conversion.plan import plan_logs, refuse_nothing
 from rollout_io.conversion.remote import naming_errors
 from rollout_io.conversion.rewards import read_rewards
+from rollout_io.retokenize.local import tokenizer_directory
 
 
 def read_log(inputs: PathLike | Sequence[PathLike], choices: Choices | None = None) -> pa.Table:
@@ -33,6 +34,8 @@ def read_log(inputs: PathLike | Sequence[PathLike], choices: Choices | None = No
         205
     """
     choices = choices or Choices()
+    if choices.tokenizer is not None:
+        tokenizer_directory(choices.tokenizer)  # fails before any log is read
     with tempfile.TemporaryDirectory() as folder, naming_errors(Path(folder)):
         spool = Path(folder)
         ignored = [choices.rewards] if choices.rewards else []

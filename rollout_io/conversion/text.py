@@ -15,7 +15,7 @@ from rollout_io.conversion.answers import with_answers
 from rollout_io.formats.base import Completion, Conversation, Step, Trajectory
 from rollout_io.formats.parsing.messages import text_of
 from rollout_io.formats.parsing.tokens import token_ids
-from rollout_io.retokenize.local import find_tokenizer
+from rollout_io.retokenize.local import tokenizer_directory
 from schemas.errors import ConfigError, InputError, RolloutError
 from schemas.messages import RETOKENIZED, is_answer
 from schemas.metadata import DatasetMetadata
@@ -130,24 +130,21 @@ def retokenizer_of(
     """Return the re-tokenizer, and dataset metadata about the tokenizer.
 
     Args:
-        tokenizer: Directory, or Hub id in the local cache; if there is no text to encode, any other
-            name is only recorded.
+        tokenizer: Directory, or Hub id in the local cache.
         chat_template: See `Retokenizer`.
         is_needed: True if the log contains text to encode.
 
     Raises:
         ConfigError: `tokenizer` or `chat_template`: it is missing or cannot be used.
+        InputError: `tokenizer`: it is not found, or cannot be loaded.
     """
     if tokenizer is None:
         if chat_template is not None:
             got, hint = "a chat template needs a tokenizer", "pass --tokenizer DIR"
             raise ConfigError("tokenizer", "--chat-template", got, "", hint)
         return None, DatasetMetadata()
-    directory = find_tokenizer(tokenizer)
-    name = directory or tokenizer
-    made = Retokenizer(directory=name, chat_template=chat_template) if is_needed else None
-    if directory is None:  # a name suffices if all ids are exact
-        return made, DatasetMetadata(tokenizer=tokenizer)
+    directory = tokenizer_directory(tokenizer)
+    made = Retokenizer(directory=directory, chat_template=chat_template) if is_needed else None
     loaded = cached_tokenizer(directory, chat_template if is_needed else None)
     metadata = DatasetMetadata(
         tokenizer=tokenizer,
@@ -160,7 +157,7 @@ def retokenizer_of(
 
 def about_template(retokenizer: Retokenizer | None) -> dict[str, str]:
     """Describe the text that a chat template adds to prompts, for the dataset's history."""
-    if retokenizer is None or not Path(retokenizer.directory).is_dir():
+    if retokenizer is None:
         return {}
     always, alone = (retokenizer.tokenizer.added_text(system=system) for system in (True, False))
     if always:

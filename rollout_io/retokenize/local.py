@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -50,55 +51,110 @@ def remembered_tokenizer(metadata: DatasetMetadata) -> str | None:
 
 def has_fingerprint(directory: str, fingerprint: str) -> bool:
     """True if a directory has the tokenizer of a fingerprint; False too if it cannot be read."""
-    if find_spec("tokenizers") is None:
-        return False
-    import hashlib  # loads OpenSSL
+    return fingerprint_of(Path(directory) / "tokenizer.json") == fingerprint
 
+
+def fingerprint_of(file: Path) -> str | None:
+    """Return the fingerprint of a `tokenizer.json`; None if it cannot be read."""
+    if find_spec("tokenizers") is None:
+        return None
     from tokenizers import Tokenizer
 
     try:
-        vocabulary = Tokenizer.from_file(str(Path(directory) / "tokenizer.json")).get_vocab()
+        return vocabulary_fingerprint(Tokenizer.from_file(str(file)).get_vocab())
     except Exception:  # tokenizers raises bare Exception
+        return None
+
+
+def tokenizer_file(name: str) -> Path:
+    """Return the path of the `tokenizer.json` that a name refers to; it may not exist.
+
+    Args:
+        name: The file itself, its directory, or a Hub id in the local cache.
+
+    Raises:
+        InputError: `tokenizer`: see `tokenizer_directory`.
+    """
+    given = Path(name)
+    return given if given.is_file() else Path(tokenizer_directory(name)) / "tokenizer.json"
+
+
+def is_other_tokenizer(name: str, metadata: DatasetMetadata) -> bool:
+    """True if a tokenizer is known to differ from the one that a dataset was made with.
+
+    False if either has no fingerprint: a dataset that was converted without a tokenizer, or a
+    tokenizer without `tokenizer.json`.
+    """
+    if metadata.tokenizer_fingerprint is None:
         return False
-    found = hashlib.sha256(json.dumps(vocabulary, sort_keys=True).encode()).hexdigest()
-    return found == fingerprint
+    return fingerprint_of(tokenizer_file(name)) not in {None, metadata.tokenizer_fingerprint}
+
+
+def about_other_tokenizer(name: str, metadata: DatasetMetadata) -> str:
+    """Return the warning about a tokenizer that differs from the dataset's."""
+    own = metadata.tokenizer or "name unknown"
+    return f"{name} is not the tokenizer of the dataset ({own}): decoded text may be wrong"
+
+
+def vocabulary_fingerprint(vocabulary: Mapping[str, int]) -> str:
+    """Return the fingerprint of a tokenizer: the SHA-256 (hex) of its ids by token.
+
+    Args:
+        vocabulary: Ids by token, including added tokens.
+    """
+    import hashlib  # loads OpenSSL
+
+    return hashlib.sha256(json.dumps(vocabulary, sort_keys=True).encode()).hexdigest()
 
 
 def tokenizer_directory(name: str) -> str:
     """Return the local directory of a tokenizer, without loading it.
 
+    Args:
+        name: Directory, or id on the Hugging Face Hub, which is looked up in the local cache.
+
     Raises:
         InputError: `tokenizer`: neither a directory with a tokenizer nor a model in the local
             cache.
     """
-    refuse_no_tokenizer(name)
-    found = find_tokenizer(name)
-    if found is not None:
-        return found
-    got = "the tokenizer is neither a directory nor a model in the local Hugging Face cache"
-    hint = f"download it: hf download {name} --include 'tokenizer*' '*.jinja'; or pass a directory"
-    raise InputError("tokenizer", name, got, "", hint)
-
-
-def refuse_no_tokenizer(name: str) -> None:
-    """Check that a path is a directory with a tokenizer; Hub ids are not checked.
-
-    Raises:
-        InputError: `tokenizer`: the path does not exist, or is not such a directory.
-    """
     path, hint = Path(name), "pass the directory of a downloaded model"
     if path.is_dir():
         if has_tokenizer(path):
-            return
+            return name
         got = "the directory contains no tokenizer"
     elif path.exists():
         got = "the path is not a directory"
         hint = f"pass the directory of the tokenizer: {path.parent}"
     elif _HUB_ID.fullmatch(name):
-        return
+        found = find_tokenizer(name)
+        if found is not None:
+            return found
+        got = "the tokenizer is neither a directory nor a model in the local Hugging Face cache"
+        hint = (
+            f"download it: hf download {name} --include 'tokenizer*' '*.jinja'; or pass a directory"
+        )
     else:
         got = "the tokenizer directory does not exist"
-    raise InputError("tokenizer", name, got, "", hint)
+    near = None if path.exists() else _near(path)
+    raise InputError("tokenizer", name, got, "", hint if near is None else f"did you mean {near}?")
+
+
+def _near(path: Path) -> Path | None:
+    """Return the tokenizer directory that a missing path probably meant; None if there is none.
+
+    It has the same path in a directory of the working directory (`smollm2` for `.cache/smollm2`),
+    or a similar name in the same directory.
+    """
+    from difflib import get_close_matches  # only errors need it
+
+    try:
+        names = [child.name for child in path.parent.iterdir()] if path.name else []
+        near = [path.parent / name for name in get_close_matches(path.name, names)]
+        if not path.is_absolute():
+            near = [child / path for child in sorted(Path().iterdir())] + near
+        return next((found for found in near if found.is_dir() and has_tokenizer(found)), None)
+    except (OSError, ValueError):  # an unreadable directory; a NUL byte in the name
+        return None
 
 
 def has_tokenizer(directory: Path) -> bool:

@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from rollout_io.dataset.opening import read_input
-from rollout_io.retokenize.local import tokenizer_directory
+from rollout_io.retokenize.local import tokenizer_file
 from schemas.errors import InputError
 from schemas.extras import requires_extra
 from schemas.ragged import gather, offsets_of
@@ -91,8 +90,7 @@ def load_token_bytes(path: str) -> TokenBytes:
     Raises:
         InputError: tokenizer or input_file: the tokenizer does not exist or cannot be read.
     """
-    given = Path(path)
-    file = given if given.is_file() else Path(tokenizer_directory(path)) / "tokenizer.json"
+    file = tokenizer_file(path)
     if file.is_file():
         content = read_input(file).decode("utf-8", "replace")
     else:

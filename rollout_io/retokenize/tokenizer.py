@@ -14,7 +14,7 @@ from typing import Any
 
 from rollout_io.dataset.opening import refuse_irregular
 from rollout_io.retokenize.chat_template import find_template
-from rollout_io.retokenize.local import tokenizer_directory
+from rollout_io.retokenize.local import tokenizer_directory, vocabulary_fingerprint
 from schemas.errors import InputError, RolloutError
 from schemas.extras import requires_extra
 
@@ -58,7 +58,7 @@ class ChatTokenizer:
         It is the same for all copies of a tokenizer, regardless of their file format and text
         processing (normalisation, added special tokens, padding, templates).
         """
-        return _digest(json.dumps(self.backend.get_vocab(), sort_keys=True))
+        return vocabulary_fingerprint(self.backend.get_vocab())
 
     @cached_property
     def vocab_size(self) -> int:

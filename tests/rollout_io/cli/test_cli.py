@@ -104,12 +104,12 @@ def test_convert_counts_calls_failures_and_unknown_rewards(tmp_path: Path, capsy
     }
 
 
-def test_convert_notes_in_the_files_how_they_were_made(tmp_path: Path) -> None:
+def test_convert_notes_in_the_files_how_they_were_made(tmp_path: Path, smollm2_dir: Path) -> None:
     out = str(tmp_path / "ds")
-    flags = ["--layout", "full", "--logprobs-mode", "raw", "--tokenizer", "SmolLM2"]
+    flags = ["--layout", "full", "--logprobs-mode", "raw", "--tokenizer", str(smollm2_dir)]
     assert run(["convert", str(SHOP), "--out", out, *flags]) == 0
     metadata = rollout_io.read_metadata(out)
-    assert (metadata.tokenizer, metadata.logprobs_mode) == ("SmolLM2", "raw")
+    assert (metadata.tokenizer, metadata.logprobs_mode) == (str(smollm2_dir), "raw")
     assert metadata.made_by[-1]["verb"] == "convert"
     assert metadata.made_by[-1]["inputs"] == [str(SHOP)]
     (shard,) = Path(out).glob("*.parquet")
@@ -292,7 +292,7 @@ def test_inspect_marks_what_trains_where_there_is_no_colour(dataset: str, capsys
 def test_inspect_says_once_how_to_see_text(
     dataset: str, smollm2_dir: Path, capsys: Capture
 ) -> None:
-    note = "pass --tokenizer DIR to see their text"
+    note = "only logged text is shown"
     assert run(["inspect", dataset, "--limit", "2"]) == 0
     said = capsys.readouterr()
     assert (said.err.count(note), said.out.count(note)) == (1, 0)

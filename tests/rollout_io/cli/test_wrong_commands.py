@@ -77,7 +77,10 @@ COMMANDS = [
     ("export DS --format skryl -o new", 2, "usage", ["'skryl'", "did you mean --format skyrl?"]),
     ("templates chatm", 1, "chat_template", ["chatm", "did you mean chatml_tools_thinking?"]),
     ("convert LOG -o new --chat-template x", 1, "tokenizer", ["needs a tokenizer", "--tokenizer"]),
+    ("convert LOG -o new --tokenizer nowhere", 1, "tokenizer", ["nowhere", "hf download"]),
     ("inspect DS --tokenizer nowhere", 1, "tokenizer", ["nowhere", "hf download"]),
+    ("drift DS --tokenizer nowhere", 1, "tokenizer", ["nowhere", "hf download"]),
+    ("view DS --tokenizer nowhere", 1, "tokenizer", ["nowhere", "hf download"]),
     # columns, conditions, ids, metrics
     ("inspect DS --where 'rewrd > 0'", 1, "known_column", ["'rewrd' (character 1", "mean reward?"]),
     (

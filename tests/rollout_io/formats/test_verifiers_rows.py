@@ -9,7 +9,6 @@ import pytest
 from rollout_io import Choices, read_log
 from rollout_io.formats.verifiers import ADAPTER
 from schemas.errors import RolloutError
-from schemas.metadata import DatasetMetadata
 from tests.helpers.adapter_helpers import convert_with, planned, read_all, write_lines
 from tests.helpers.verifiers_helpers import (
     PEER,
@@ -207,12 +206,10 @@ def test_a_directory_with_other_records_is_not_one_log(tmp_path):
     assert not ADAPTER.recognizes(tmp_path)
 
 
-def test_a_tokenizers_name_will_do_where_all_tokens_are_exact_and_text_needs_its_directory():
-    exact = Choices(tokenizer="org/model")
-    table = read_log(PEER / "eval" / "traces.jsonl", exact)
-    assert DatasetMetadata.decode(table.schema.metadata).tokenizer == "org/model"
+@pytest.mark.parametrize("log", ["eval/traces.jsonl", "legacy/text/results.jsonl"])
+def test_a_tokenizer_must_be_found_for_exact_tokens_as_for_text(log):
     with pytest.raises(
         RolloutError,
         match=r"org/model: the tokenizer is neither a directory nor a model in the local .*\[tokenizer\]",
     ):
-        read_log(PEER / "legacy" / "text" / "results.jsonl", exact)
+        read_log(PEER / log, Choices(tokenizer="org/model"))

@@ -4,14 +4,16 @@ import json
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import rollout_io
+from pipelines.view.sources import Sources
 from rollout_io import Choices, convert
 from rollout_io.cli.main import run
 from rollout_io.conversion import driver
-from rollout_io.retokenize.local import find_tokenizer
+from rollout_io.retokenize.local import find_tokenizer, tokenizer_directory
 from schemas.errors import RolloutError
 from tests.helpers.conversion_helpers import SHOP, refusal, write
 
@@ -118,13 +120,58 @@ def test_a_path_without_a_tokenizer_is_one_error_before_any_log_is_read(
     assert not (tmp_path / "ds").exists()
 
 
-def test_a_name_that_is_not_here_stops_a_conversion_at_its_first_text(tmp_path):
-    log = write(tmp_path / "text.jsonl", *({"id": f"{i}", "messages": CHAT} for i in range(3)))
-    choices = Choices(tokenizer="acme/other", on_error="skip")
-    error = refusal(log, tmp_path / "ds", choices)
-    assert (error.rule, error.where) == ("tokenizer", "acme/other")
-    assert "more records" not in error.sentence
-    assert not (tmp_path / "ds.rejected.jsonl").exists()
+@pytest.mark.parametrize("name", ["acme/other", "other", "models/other"])
+@pytest.mark.parametrize("on_error", ["fail", "skip"])
+def test_a_name_that_is_not_here_is_refused_before_exact_ids_are_read(
+    name, on_error, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(driver, "open_log", pytest.fail)
+    error = refusal(SHOP, tmp_path / "ds", Choices(tokenizer=name, on_error=on_error))
+    assert (error.rule, error.where) == ("tokenizer", name)
+    assert error.hint.startswith(f"download it: hf download {name} ")
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("smollm2", ".cache/smollm2"),
+        ("smolm2", None),
+        (".cache/smolm2", ".cache/smollm2"),
+        ("models/tiny-3", "models/tiny-2"),
+        ("models/smollm2", None),
+        ("empty", None),
+    ],
+)
+def test_a_mistyped_directory_is_answered_with_the_one_meant(name, meant, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for directory in (".cache/smollm2", "models/tiny-2", "models/tiny-4x", ".cache/empty"):
+        Path(directory).mkdir(parents=True)
+        if directory != ".cache/empty":
+            Path(directory, "tokenizer.json").touch()
+    with pytest.raises(RolloutError) as caught:
+        tokenizer_directory(name)
+    hint = caught.value.hint
+    assert (hint == f"did you mean {meant}?") if meant else hint.startswith("download it: ")
+
+
+@pytest.mark.parametrize("verb", ["inspect", "drift", "view"])
+def test_a_tokenizer_other_than_the_datasets_is_warned_about(verb, hub, tmp_path, capsys):
+    convert(SHOP, tmp_path / "ds", Choices(tokenizer=NAME))
+    other = shutil.copytree(hub, tmp_path / "other")
+    content = json.loads((other / "tokenizer.json").read_text())
+    content["added_tokens"][0]["content"] = "<|changed|>"
+    (other / "tokenizer.json").write_text(json.dumps(content))
+    warnings = {}
+    for tokenizer in (NAME, str(other)):
+        arguments = [str(tmp_path / "ds"), "--tokenizer", tokenizer]
+        if verb == "view":
+            warnings[tokenizer] = " ".join(Sources.open(arguments[:1], tokenizer).warnings)
+        else:
+            assert run([verb, *arguments]) == 0
+            warnings[tokenizer] = capsys.readouterr().err
+    warning = f"{other} is not the tokenizer of the dataset ({NAME}): decoded text may be wrong"
+    assert warning in warnings[str(other)]
+    assert "is not the tokenizer" not in warnings[NAME]
 
 
 @pytest.mark.parametrize("verb", ["convert", "drift", "inspect"])
