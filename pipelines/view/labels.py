@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from pipelines.tables import set_column
 from pipelines.view.sources import Dataset
+from pipelines.view.trajectory_index import COMPUTED
 from rollout_io.dataset.reader import RowReader, read_metadata
 from rollout_io.dataset.rewriting import rewrite
 from schemas.columns import COLUMN_BY_NAME
@@ -51,9 +52,10 @@ def write_labels(
         InputError: out_is_free, view_query.
         ConfigError: known_trajectory.
     """
-    if not column or column in COLUMN_BY_NAME or column in PREFIX_TYPES or len(column) > 200:
+    taken = {*COLUMN_BY_NAME, *PREFIX_TYPES, *COMPUTED}
+    if not column or column in taken or len(column) > 200:
         got = f"labels cannot be written to the column {column[:200]!r}"
-        hint = "choose a name that the rollout table does not use"
+        hint = "choose a name that neither the rollout table nor the viewer uses"
         raise InputError("view_query", "labels", got, hint=hint)
     kind = _kind(values)
     for name in values:
@@ -75,6 +77,10 @@ def _kind(values: Mapping[str, Any]) -> pa.DataType:
     if kinds <= {str}:
         return pa.string()
     if kinds <= {int, float}:
+        if any(isinstance(value, int) and abs(value) > 2**53 for value in values.values()):
+            hint = "write it as a text"
+            got = "a label is an integer beyond 2^53, which would be rounded"
+            raise InputError("view_query", "labels", got, hint=hint)
         return pa.float64()
     raise InputError("view_query", "labels", "labels must be either all strings or all numbers")
 

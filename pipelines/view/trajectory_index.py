@@ -43,6 +43,8 @@ COMPUTED = {
 }
 """Columns that the index computes for each trajectory; conditions may use them too."""
 
+_LENGTHS = frozenset(f"num tokens: {name}" for name in ("prompt", "response", "trained"))
+"""Columns that the index adds to rows; a dataset may have columns of these names."""
 _IDS = ("instance_id", "trajectory_id", "repetition_id")
 _NOT_KEPT = frozenset({"messages", "response_text", "source", "sampling_extra"})
 _NUM_CACHED = 16
@@ -65,7 +67,7 @@ def kind_of(kind: pa.DataType) -> str:
 
 def kept_columns(schema: pa.Schema) -> list[str]:
     """List the columns that the index keeps for each row: scalars, except long texts."""
-    left_out = {*_NOT_KEPT, *PREFIX_TYPES}
+    left_out = {*_NOT_KEPT, *PREFIX_TYPES, *_LENGTHS}
     return [f.name for f in schema if kind_of(f.type) != "other" and f.name not in left_out]
 
 
@@ -233,7 +235,7 @@ class TrajectoryIndex:
     def _rows_with(self, used: set[str]) -> pl.DataFrame | None:
         """Return the rows with the columns of a condition; None if the index lacks one."""
         names = self._stored_names
-        known = [name for name in self.rows.columns if name in names and name not in self.cut]
+        known = [n for n in self.rows.columns if n in names and n not in self.cut | _LENGTHS]
         if not used & names <= set(known):
             return None
         return self.rows.select(known).with_columns(self._computed(used - names))
@@ -357,7 +359,7 @@ def _trajectories(rows: pl.DataFrame, returns: pl.DataFrame, starts: IntArray) -
     columns["error"] = returns["error"]
     columns["policy_version"] = _oldest(rows, starts)
     columns["agents"] = _agents(rows, starts)
-    own = [n for n in final.columns if n not in COLUMN_BY_NAME and not n.startswith("num tokens: ")]
+    own = [n for n in final.columns if n not in COLUMN_BY_NAME and n not in _LENGTHS]
     columns |= {name: final[name] for name in own if name not in columns}
     return pl.DataFrame(columns)
 

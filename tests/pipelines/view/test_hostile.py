@@ -183,6 +183,7 @@ def numbers(tmp_path_factory):
             "unsigned": pa.array([2**64 - 1] * n, pa.uint64()),
             "note": notes,
             "prompt_tokens": pa.array([1000] * n, pa.int64()),
+            "num tokens: prompt": [7] * n,
             "tenths": pa.array(np.arange(n) / 40, pa.float32()),
             "partly": [float("nan"), None, float("inf"), *[1.0] * (n - 3)],
             "wide": [-1.7e308, *[1.7e308] * (n - 1)],
@@ -227,6 +228,12 @@ def test_a_filter_finds_as_many_trajectories_as_a_bin_counts(numbers, name):
         assert num_matching(ask, where) == expected
     assert num_matching(ask, f"{name} IS NULL") == found["nulls"]
     assert sum(found["counts"]) + found["nulls"] + found["not_finite"] == 41
+
+
+def test_a_column_named_as_one_of_the_index_is_that_of_the_dataset(numbers):
+    ask, _ = numbers
+    assert ask("/api/datasets/d0/trajectories")["longest_row_tokens"].to_list() == [3] * 41
+    assert num_matching(ask, '"num tokens: prompt" = 7') == 41
 
 
 def test_a_name_of_two_columns_is_refused(numbers):

@@ -115,6 +115,8 @@ def test_labels_replace_a_column_of_the_users_own(dataset, tmp_path):
         ("reward", {"shop-0_0": 1}, "view_query"),
         ("", {"shop-0_0": 1}, "view_query"),
         ("x", {"shop-0_0": 1, "shop-0_1": "a"}, "view_query"),
+        ("return", {"shop-0_0": 1}, "view_query"),
+        ("x", {"shop-0_0": 2**53 + 1}, "view_query"),
         ("x", {"shop-0_0": True}, "view_query"),
         ("x", {"shop-0_0": ["a"]}, "view_query"),
         ("x", {"none": "a"}, "known_trajectory"),
