@@ -107,7 +107,7 @@ def refuse_nothing(plans: Sequence[Plan], inputs: Sequence[Input]) -> None:
     """Check that at least one log has a record.
 
     Raises:
-        InputError: `no_calls`: the logs contain no calls.
+        InputError: `no_calls`: the logs contain no calls; `input_file`: all files are empty.
     """
     if not any(planned.runs or planned.rejected for planned in plans):
         where = ", ".join(given.name for given in inputs)

@@ -384,7 +384,7 @@ def test_a_rewards_file_wins_and_what_the_log_said_is_kept(tmp_path: Path) -> No
 
 
 def test_an_empty_log_is_refused(tmp_path: Path) -> None:
-    assert refusal(tmp_path, []).rule == "no_calls"
+    assert refusal(tmp_path, []).rule == "input_file"
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:

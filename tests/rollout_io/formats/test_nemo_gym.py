@@ -320,7 +320,7 @@ def test_a_pointer_a_cut_line_and_an_empty_file_are_refused(tmp_path: Path) -> N
     path.write_text(json.dumps(run(message(**tokens([1], [2]))))[:-9])
     assert refusal(path).rule == "json_line"
     path.write_text("")
-    assert refusal(path).rule == "no_calls"
+    assert refusal(path).rule == "input_file"
 
 
 @pytest.mark.parametrize("content", ["[" * 991 + "]" * 991, '["\\ud800"]', "[1e999]", "[\xff]"])

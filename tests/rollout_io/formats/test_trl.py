@@ -165,7 +165,7 @@ def test_parquet_without_its_columns_is_none_of_trl(tmp_path):
     ((_, error),) = planned(ADAPTER, path).rejected
     assert (error.rule, error.got) == (
         "parquet_file",
-        "cannot read the file: no column 'completion'",
+        "cannot read the file: the column 'completion' is missing",
     )
 
 
