@@ -11,6 +11,7 @@ import pytest
 import rollout_io
 from rollout_io.cli.main import run as main
 from tests.browser.conftest import number, tab_at, viewer
+from tests.helpers.view_helpers import facts_of
 
 ARRAYS = {
     "advantage": "advantages",
@@ -74,20 +75,11 @@ def test_every_view_is_shown_without_a_problem(browser, address, theme):
             assert (ground == "rgb(255, 255, 255)") == (theme == "light")
 
 
-def test_the_table_holds_the_numbers_of_the_dataset(tab, steps):
+def test_the_table_holds_the_numbers_of_the_dataset(tab, shop):
     tab.open("table?sort=return&descending=1")
     shown = tab.table("Trajectories")
     assert len(shown) >= 10
-    known = {
-        name: {
-            "return": rows["reward"].cast(float).to_list()[-1],
-            "num_rows": len(rows),
-            "prompt_tokens": rows["prompt_token_ids"].list.len().sum(),
-            "response_tokens": rows["response_ids"].list.len().sum(),
-            "trained_tokens": rows["loss_mask"].list.sum().sum(),
-        }
-        for (name,), rows in steps.group_by("trajectory_id", maintain_order=True)
-    }
+    known = facts_of(shop)
     for name, cells in shown.items():
         assert {key: number(cells[key]) for key in known[name]} == known[name]
     returns = [number(cells["return"]) for cells in shown.values()]
@@ -139,8 +131,10 @@ def test_a_group_shows_its_returns_advantages_and_lengths(tab, steps, records):
         own = rows.filter(pl.col("trajectory_id") == name)
         assert number(cells["return"]) == own["reward"][-1]
         assert number(cells["response_tokens"]) == own["response_ids"].list.len().sum()
+        assert number(cells["num_rows"]) == len(own)
+        assert number(cells["trained_tokens"]) == own["loss_mask"].list.sum().sum()
         trained = recorded.filter(pl.col("trajectory_id") == name)["advantages"].explode()
-        assert number(cells["advantage"]) == pytest.approx(trained.cast(float).mean(), abs=1e-12)
+        assert number(cells["advantage"]) == trained.cast(float).mean()
 
 
 def test_200_random_tokens_hold_what_trained(tab, steps, records):
@@ -170,32 +164,49 @@ def test_200_random_tokens_hold_what_trained(tab, steps, records):
             assert number(cells["trained"]) == stored["loss_mask"][own]
             assert number(cells["rollout_logprob"]) == stored["rollout_logprobs"][own]
             for name, column in ARRAYS.items():
-                if row[column] is None:
-                    assert name not in cells
-                else:
-                    assert number(cells[name]) == row[column][own], name
+                assert number(cells[name]) == row[column][own], name
+            if (logprob := row["logprobs"][own]) is not None:
+                assert number(cells["difference"]) == logprob - stored["rollout_logprobs"][own]
+                assert number(cells["ref_difference"]) == logprob - row["ref_logprobs"][own]
     assert len(seen) > 50
 
 
-def test_an_update_ranks_the_rows_that_it_trained(tab, records):
-    recorded = records[2]
+def test_an_update_ranks_the_rows_that_it_trained(tab, steps, records):
+    recorded = records[2].join(
+        steps.select(*ROW, "rollout_logprobs"), on=ROW, maintain_order="left"
+    )
     tab.open("update?update=2")
     shown = tab.table("Rows of the update")
-    assert sum(len(rows) for rows in [shown]) == len(recorded)
-    shares = []
-    for row in recorded.iter_rows(named=True):
+    assert len(shown) == len(recorded)
+    lists = [*ARRAYS.values(), "rollout_logprobs", "loss_mask"]
+    totals = dict.fromkeys(("num_targets", "num_clipped", "num_rejected"), 0)
+    for at, row in enumerate(recorded.iter_rows(named=True)):
         cells = shown[f"{row['trajectory_id']} {row['step_index']}"]
-        targets = [at for at, mask in enumerate(row["loss_mask"]) if mask]
-        share = sum(row["weights"][at] * row["losses"][at] for at in targets)
-        assert number(cells["loss_share"]) == pytest.approx(share, rel=1e-9)
-        assert number(cells["num_targets"]) == len(targets)
-        largest = max(row["importance_weights"][at] for at in targets)
-        assert number(cells["max_importance_weight"]) == largest
-        assert number(cells["num_clipped"]) == sum(row["clipped"][at] for at in targets)
+        targets = recorded[at].select(lists).explode(lists).filter("loss_mask")
+        numbers = targets.cast({pl.Float32: pl.Float64})
+        distance = (numbers["logprobs"] - numbers["rollout_logprobs"]).abs()
+        wanted = {
+            "loss_share": (numbers["weights"] * numbers["losses"]).sum(),
+            "advantage": numbers["advantages"].mean(),
+            "num_targets": len(targets),
+            "max_importance_weight": numbers["importance_weights"].max(),
+            "max_abs_difference": distance.max(),
+            "mean_abs_difference": distance.mean(),
+            "num_clipped": targets["clipped"].sum(),
+            "num_rejected": targets["rejected"].sum(),
+        }
+        assert {name: number(cells[name]) for name in wanted} == wanted
+        totals = {name: total + wanted[name] for name, total in totals.items()}
+    assert totals["num_rejected"] > 0
     shares = [abs(number(cells["loss_share"])) for cells in shown.values()]
     assert shares == sorted(shares, reverse=True)
-    total = recorded["loss_mask"].list.sum().sum()
-    assert number(tab.values(".masks .lead [data-name=num_targets]")[0]) == total
+    assert number(tab.values(".masks .lead [data-name=num_targets]")[0]) == totals["num_targets"]
+    rules = tab.table("Targets by rule")
+    assert {name: number(cells[name]) for name, cells in rules.items()} == {
+        "in the loss": totals["num_targets"] - totals["num_rejected"],
+        "clipped": totals["num_clipped"],
+        "rejected": totals["num_rejected"],
+    }
 
 
 def test_a_click_in_a_chart_opens_the_update(tab):
