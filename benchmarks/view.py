@@ -10,11 +10,13 @@ runs.
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlencode
 
 import numpy as np
@@ -30,6 +32,27 @@ NUM_IDS, GROUP_SIZE, BATCH = 49_000, 8, 20_000
 TOPICS = np.array(["math", "code", "web", "search"])
 LONG_TOKENS = 32_000
 NUM_LONG = 64
+
+REPETITIONS = 5
+FIRST_PAINT_S, FILTER_S, DRAW_S, FRAMES_PER_S, MEMORY_MB = 1.0, 1.0, 0.3, 30.0, 1000.0
+CONDITIONS = [f"reward < 0.{n} AND topic = 'math'" for n in range(1, REPETITIONS + 1)]
+# Times are read in the page, when the frame that shows the answer begins.
+READY = """([selector, start]) => new Promise((done) => {
+    const from = start ?? performance.now();
+    const look = () => document.querySelector(selector) === null
+        ? requestAnimationFrame(look) : done((performance.now() - from) / 1000);
+    look();
+})"""
+FIRST_PAINT = """() => performance.getEntriesByName("first-contentful-paint")[0].startTime / 1000"""
+FRAMES = """(milliseconds) => new Promise((done) => {
+    const [times, end] = [[], performance.now() + milliseconds];
+    const next = (now) => {
+        times.push(now);
+        if (now < end) requestAnimationFrame(next);
+        else done(times.slice(1).map((time, at) => time - times[at]));
+    };
+    requestAnimationFrame(next);
+})"""
 
 QUESTIONS: dict[str, tuple[str, dict[str, object]]] = {
     "first window": ("trajectories", {"offset": 0, "limit": 100}),
@@ -59,12 +82,107 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trajectories", type=int, default=1_000_000, metavar="N")
     parser.add_argument("--folder", type=Path, metavar="DIR")
+    parser.add_argument("--no-server", action="store_true", help="only what a user waits for")
+    parser.add_argument("--no-browser", action="store_true", help="only the server's answers")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.folder or Path(temporary)
         many = written(folder / f"view-{arguments.trajectories}", arguments.trajectories)
-        measure_many(many)
-        measure_long(written(folder / "view-long", NUM_LONG, LONG_TOKENS))
+        long = written(folder / "view-long", NUM_LONG, LONG_TOKENS)
+        if not arguments.no_browser:  # first: it starts a process of its own
+            measure_browser(many, long)
+        if not arguments.no_server:
+            measure_many(many)
+            measure_long(long)
+
+
+def measure_browser(many: Path, long: Path) -> None:
+    """Print what a user waits for in Chromium, and the memory of the server, beside their limits."""
+    from tests.helpers.browser_helpers import chromium, viewing
+
+    before = os.getloadavg()[0]
+    with viewing(many, long) as (address, server), chromium() as browser:
+        paints, tables, filters, frames = [], [], [], []
+        rows: tuple[list[float], list[float]] = ([], [])
+        for number in range(REPETITIONS):
+            context = browser.new_context(viewport={"width": 1440, "height": 900})
+            page = context.new_page()
+            page.goto(f"{address}#/table")
+            tables.append(page.evaluate(READY, ["tbody tr[data-row]", 0]))
+            paints.append(page.evaluate(FIRST_PAINT))
+            filters.append(filtered_s(page, CONDITIONS[number]))
+            for at, found in enumerate(rows):
+                found.append(
+                    drawn_s(page, 2 * number // GROUP_SIZE, (2 * number + at) % GROUP_SIZE)
+                )
+            frames.append(scrolled(page))
+            context.close()
+        memory = psutil.Process(server.pid).memory_info().rss / 1e6
+    medians = [statistics.median(found) for found in frames]
+    late = [np.percentile(found, 95) for found in frames]
+    print(
+        f"in Chromium {browser.version}, {os.cpu_count()} cores, load {before:.1f} before and "
+        f"{os.getloadavg()[0]:.1f} after, best and median of {REPETITIONS}:"
+    )
+    show_limit("first paint", paints, "s", FIRST_PAINT_S)
+    show_limit("rows of the table", tables, "s", FIRST_PAINT_S)
+    show_limit("a filter's answer", filters, "s", FILTER_S)
+    show_limit(f"a page's first {LONG_TOKENS:,} tokens drawn", rows[0], "s", DRAW_S)
+    show_limit(f"its next {LONG_TOKENS:,} tokens drawn", rows[1], "s", DRAW_S)
+    show_limit("frame while scrolling, median", medians, "ms", 1000 / FRAMES_PER_S)
+    show_limit("frame while scrolling, 95 %", late, "ms", 1000 / FRAMES_PER_S)
+    show_limit("memory of the server", [memory], "MB", MEMORY_MB)
+    print()
+
+
+def filtered_s(page: Any, condition: str) -> float:
+    """Return the seconds from Enter to the counts of the filter."""
+    page.fill("#where", condition)
+    counts = ".counts data:first-of-type"
+    all_ = page.get_attribute(counts, "value")
+    page.evaluate(
+        """() => document.querySelector(".filter").addEventListener(
+            "submit", () => { window.submitted = performance.now() }, {capture: true})"""
+    )
+    page.press("#where", "Enter")
+    page.wait_for_function("window.submitted !== undefined")
+    since = page.evaluate("window.submitted")
+    found: float = page.evaluate(READY, [f'{counts}:not([value="{all_}"])', since])
+    return found
+
+
+def drawn_s(page: Any, task: int, attempt: int) -> float:
+    """Return the seconds from opening a long row, new to page and server, until it is drawn."""
+    of = urlencode({"data": "d1", "trajectory": f"task-{task}_{attempt}", "task": f"task-{task}"})
+    since = page.evaluate(
+        "hash => { const now = performance.now(); location.hash = hash; return now }",
+        f"#/tokens?{of}",
+    )
+    drawn = f'canvas[data-row="task-{task}_{attempt} 0"][data-drawn]'
+    found: float = page.evaluate(READY, [drawn, since])
+    return found
+
+
+def scrolled(page: Any) -> list[float]:
+    """Return the milliseconds between frames while the wheel turns, over two seconds."""
+    page.mouse.move(500, 600)
+    page.evaluate(f"() => {{ window.frames_ = ({FRAMES})(2000) }}")  # not awaited
+    end = time.perf_counter() + 2
+    while time.perf_counter() < end:
+        page.mouse.wheel(0, 400)
+        time.sleep(0.01)
+    found: list[float] = page.evaluate("window.frames_")
+    assert page.evaluate("document.querySelector('.scroller').scrollTop") > 10_000
+    return found
+
+
+def show_limit(name: str, values: list[float], unit: str, limit: float) -> None:
+    best, median = min(values), statistics.median(values)
+    digits = 2 if unit == "s" else 0
+    print(
+        f"  {name:<32} {best:>6,.{digits}f} {unit}, {median:>6,.{digits}f} {unit}; "
+        f"limit {limit:,.{digits}f} {unit}, best {limit / best:.1f} times below"
+    )
 
 
 def measure_many(path: Path) -> None:

@@ -2,9 +2,7 @@
 
 import os
 import re
-import shutil
 import subprocess
-import sys
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,8 +14,7 @@ import pipelines
 import rollout_io
 from rollout_io import Choices, convert
 from tests.conftest import EXAMPLES, ROOT
-
-FETCHED = ROOT / ".cache" / "chromium"
+from tests.helpers.browser_helpers import chromium, run_view, viewing
 
 
 def pytest_collection_modifyitems(items):
@@ -35,16 +32,6 @@ def _bundle(tmp_path_factory):
             ["make", "view"], cwd=ROOT, capture_output=True, text=True, check=False
         )
     assert done.returncode == 0, done.stderr
-
-
-def chromium_path():
-    """$CHROMIUM, an installed one, or the one that `make chromium` fetched."""
-    names = ("chromium", "chromium-browser", "google-chrome")
-    found = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, names)), None)
-    fetched = FETCHED / "chromium"
-    if found is None and not fetched.exists():
-        pytest.fail("no Chromium: set CHROMIUM to one, or run `make chromium`")
-    return found or str(fetched)
 
 
 @dataclass
@@ -118,19 +105,8 @@ def number(text):
 @pytest.fixture(scope="module")
 def browser():
     """One browser for the tests of a file: Playwright's loop must not outlive them."""
-    from playwright.sync_api import sync_playwright
-
-    path = chromium_path()
-    # In the C locale Chromium names its language en-US@posix, which Intl refuses.
-    environment = os.environ | {"LC_ALL": "C"}
-    if path.startswith(str(FETCHED)):
-        environment |= {"LD_LIBRARY_PATH": str(FETCHED / "al2023" / "lib")}
-    with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(
-            executable_path=path, args=["--no-sandbox", "--disable-gpu"], env=environment
-        )
-        yield chromium
-        chromium.close()
+    with chromium() as found:
+        yield found
 
 
 @contextmanager
@@ -163,36 +139,11 @@ def tab_at(browser, address, **settings):
     assert tab.problems == []
 
 
-def run_view(*arguments):
-    """Start `rollouts view` in this checkout."""
-    code = "from pipelines.cli.view import view; view()"
-    return subprocess.Popen(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
-    )
-
-
 @contextmanager
 def viewer(*arguments):
     """Serve datasets and runs; yields the address."""
-    server = run_view("--no-browser", *arguments)
-    try:
-        lines = []
-        for line in server.stdout:
-            lines.append(line)
-            found = re.search(r"http://127\.0\.0\.1:\d+/\?token=\S+", line)
-            if found:
-                break
-        else:
-            pytest.fail("the viewer did not start: " + "".join(lines))
-        yield found[0]
-    finally:
-        server.terminate()
-        server.communicate(timeout=30)
+    with viewing(*arguments) as (address, _):
+        yield address
 
 
 def export(out, *arguments):

@@ -7,6 +7,7 @@ export interface TokenColumn {
   name: string;
   title: string;
   help: string;
+  unit: string;
   /** NaN where there is no value; yes is 1, no is 0. */
   values: Float64Array;
   scale: (theme: Theme) => Scale;
@@ -82,6 +83,8 @@ const COLUMNS: [name: string, title: string, help: string, kind: Kind][] = [
   ["policy_version", "policy version", "weights that sampled it", number],
 ];
 
+const IN_NATS = new Set(["rollout_logprob", "old_logprob", "logprob", "ref_logprob", "difference", "ref_difference", "entropy"]);
+
 function numbersOf(table: Table, name: string): Float64Array | null {
   const vector = table.getChild(name);
   if (vector === null || vector.nullCount === vector.length) return null;
@@ -114,6 +117,7 @@ export function tokenColumns(table: Table): TokenColumn[] {
       name,
       title,
       help,
+      unit: IN_NATS.has(name) ? "nats" : "",
       values: kept,
       scale: (theme) => kind.scale(kept, theme, title),
       badness: kind.badness,
@@ -127,6 +131,11 @@ export function tokenColumns(table: Table): TokenColumn[] {
 function onlySampled(values: Float64Array, table: Table): Float64Array {
   const sampled = numbersOf(table, "sampled");
   return sampled === null ? values : values.map((value, at) => (sampled[at] === 1 ? value : Number.NaN));
+}
+
+/** The number of tokens that have a rank. */
+export function rankable(column: TokenColumn): number {
+  return column.values.reduce((number, value) => number + Number(!Number.isNaN(column.badness(value))), 0);
 }
 
 /** Positions from worst to best. */

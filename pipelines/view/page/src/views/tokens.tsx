@@ -10,7 +10,7 @@ import { useKeys } from "../keys";
 import { Awaited, Cell, cssVariable, Empty, Go, Legend, Num, surface, Text, useAnswer, useSize, useTheme } from "../parts";
 import { useSession } from "../session";
 import { count, exact, pieces, short, tokenPieces } from "../text";
-import { ranked, type TokenColumn, tokenColumns } from "../token_columns";
+import { rankable, ranked, type TokenColumn, tokenColumns } from "../token_columns";
 import { hex, type Layout, layOut, LINE, tokenAt, type TokenText, tokenTexts, wholeCharacter } from "../token_layout";
 
 export const FONT = '13px ui-monospace, "SF Mono", "Cascadia Mono", "DejaVu Sans Mono", Menlo, Consolas, monospace';
@@ -64,7 +64,9 @@ function Tokens({ table, trajectory, step }: Shown): JSX.Element {
   const fallback = columns.find((column) => column.name === "advantage") ?? columns[0] ?? null;
   const column = columns.find((one) => one.name === place.color) ?? fallback;
   const scale = useMemo(() => column?.scale(theme) ?? null, [column, theme]);
-  const worst = useMemo(() => (column === null ? new Int32Array() : ranked(column)), [column]);
+  // Counted now, sorted when somebody asks: a long row has tens of thousands of tokens.
+  const numWorst = useMemo(() => (column === null ? 0 : rankable(column)), [column]);
+  const order = useRef<{ column: TokenColumn; worst: Int32Array } | null>(null);
   const cursor = positionOf(place.at, prompt, length);
   const [hovered, setHovered] = useState<number | null>(null);
   const [rank, setRank] = useState<number | null>(null);
@@ -82,10 +84,11 @@ function Tokens({ table, trajectory, step }: Shown): JSX.Element {
     if (next >= 0) moveTo(next);
   };
   const goWorst = (by: number): void => {
-    if (worst.length === 0) return;
-    const next = rank === null ? 0 : Math.max(0, Math.min(worst.length - 1, rank + by));
+    if (column === null || numWorst === 0) return;
+    if (order.current?.column !== column) order.current = { column, worst: ranked(column) };
+    const next = rank === null ? 0 : Math.max(0, Math.min(numWorst - 1, rank + by));
     setRank(next);
-    moveTo(worst[next]!);
+    moveTo(order.current.worst[next]!);
   };
   const goStep = (by: number): void => {
     const next = step + by;
@@ -121,7 +124,7 @@ function Tokens({ table, trajectory, step }: Shown): JSX.Element {
         <h1 id="title">
           <Text value={trajectory} />
           <small>
-            {steps === 1 ? "one step" : `step ${short(step)} of 0 to ${short(steps - 1)}`}, <Num value={prompt} name="prompt_tokens" /> prompt and{" "}
+            {steps === 1 ? "one step" : `step ${short(step)} of 0–${short(steps - 1)}`}, <Num value={prompt} name="prompt_tokens" /> prompt and{" "}
             <Num value={length - prompt} name="response_tokens" /> response tokens
           </small>
         </h1>
@@ -149,17 +152,17 @@ function Tokens({ table, trajectory, step }: Shown): JSX.Element {
         </label>
         {column !== null && (
           <div class="group" role="group" aria-label="Worst tokens">
-            <button type="button" disabled={worst.length === 0} onClick={() => goWorst(1)} title={`Next token, ${column.worst} first (w)`}>
+            <button type="button" disabled={numWorst === 0} onClick={() => goWorst(1)} title={`Next token, ${column.worst} first (w)`}>
               Next worst
             </button>
             <span class="hint" role="status">
               {rank === null
-                ? `${count(worst.length, "token")}, ${column.worst} first`
-                : `${short(rank + 1)} of ${short(worst.length)}, ${column.worst} first`}
+                ? `${count(numWorst, "token")}, ${column.worst} first`
+                : `${short(rank + 1)} of ${short(numWorst)}, ${column.worst} first`}
             </span>
           </div>
         )}
-        {scale !== null && column !== null && <Legend scale={scale} title={column.title} />}
+        {scale !== null && column !== null && <Legend scale={scale} title={column.unit === "" ? column.title : `${column.title}, ${column.unit}`} />}
       </header>
       {!decoded && <p class="note">The dataset names no tokenizer that is here: tokens are shown as ids.</p>}
       {run !== null && joined.update === undefined && (
@@ -168,6 +171,7 @@ function Tokens({ table, trajectory, step }: Shown): JSX.Element {
       <div class="stage">
         <TokenCanvas
           table={table}
+          name={`${trajectory} ${step}`}
           prompt={prompt}
           column={column}
           scale={scale}
@@ -184,6 +188,8 @@ function Tokens({ table, trajectory, step }: Shown): JSX.Element {
 
 interface CanvasProps {
   table: Table;
+  /** Names the row, for those who wait until it is drawn. */
+  name: string;
   prompt: number;
   column: TokenColumn | null;
   scale: Scale | null;
@@ -295,7 +301,7 @@ function TokenCanvas(props: CanvasProps): JSX.Element {
         }}
       >
         <div class="sizer" style={{ height: `${height}px` }}>
-          <canvas ref={canvas} class="tokens" aria-hidden="true" data-tokens={table.numRows} />
+          <canvas ref={canvas} class="tokens" aria-hidden="true" data-row={props.name} data-tokens={table.numRows} />
         </div>
       </div>
       {layout !== null && <Minimap layout={layout} inks={inks} width={width} prompt={prompt} scroller={ref} size={size} cursor={cursor} />}
