@@ -37,11 +37,11 @@ export function css(colour: Rgb): string {
   return `rgb(${colour[0]} ${colour[1]} ${colour[2]})`;
 }
 
-/** Black or white, whichever is easier to read on a colour. */
+/** Black or white, whichever is easier to read on a colour: a contrast of 4.5 or more on any. */
 export function inkOn([red, green, blue]: Rgb): string {
   const linear = (part: number): number => ((part / 255 + 0.055) / 1.055) ** 2.4;
   const light = 0.2126 * linear(red) + 0.7152 * linear(green) + 0.0722 * linear(blue);
-  return light > 0.22 ? "#10141a" : "#ffffff";
+  return light > 0.179 ? "#000000" : "#ffffff";
 }
 
 /** The value that a share of the values stays below; the values are not sorted. */
@@ -95,10 +95,14 @@ export function yesNo(theme: Theme, yes: string, no: string): Scale {
   };
 }
 
-/** A diverging scale around zero that fits returns or advantages. */
+/** A diverging scale around zero that fits returns or advantages; its upper half if none is negative. */
 export function aroundZero(theme: Theme, values: (number | null | undefined)[]): Scale {
-  const sizes = values.filter((value) => value !== null && value !== undefined).map(Math.abs);
-  return diverging(theme, 0, Math.max(1e-12, ...sizes));
+  const known = values.filter((value) => value !== null && value !== undefined);
+  const reach = known.reduce((most, value) => Math.max(most, Math.abs(value)), 1e-12);
+  const whole = diverging(theme, 0, reach);
+  if (known.some((value) => value < 0)) return whole;
+  const ticks = whole.ticks.filter(({ place }) => place >= 0.5).map(({ place, label }) => ({ place: 2 * place - 1, label }));
+  return { ...whole, ticks, at: (place) => whole.at(0.5 + place / 2) };
 }
 
 /** Colours of lines: Okabe and Ito's, those with enough contrast on the theme. */

@@ -80,6 +80,10 @@ function Numbers(props: Props & { counts: Extract<Counts, { edges: number[] }> }
         {drag !== null && <rect class="brush" x={from * wide} y={0} width={(to - from + 1) * wide} height={HEIGHT} />}
         {all.map((number, bin) => (
           <g key={bin}>
+            <title>
+              {`${short(edges[bin]!)} to ${short(edges[bin + 1]!)}: ${short(counts[bin]!)} of ${short(number)} trajectories`}
+            </title>
+            <rect class="hover" x={bin * wide} width={wide} y={0} height={HEIGHT} />
             <rect class="all" x={bin * wide} width={Math.max(wide - 0.6, 0.4)} y={HEIGHT - high(number)} height={high(number)} />
             <rect
               class="found"
@@ -88,16 +92,13 @@ function Numbers(props: Props & { counts: Extract<Counts, { edges: number[] }> }
               width={Math.max(wide - 0.6, 0.4)}
               y={HEIGHT - high(counts[bin]!)}
               height={high(counts[bin]!)}
-            >
-              <title>
-                {`${short(edges[bin]!)} to ${short(edges[bin + 1]!)}: ${short(counts[bin]!)} of ${short(number)}`}
-              </title>
-            </rect>
+            />
           </g>
         ))}
       </svg>
       <div class="range">
         <span data-value={exact(range[0]!)}>{short(range[0]!)}</span>
+        <span class="most" title="Trajectories in the fullest bin">most: {short(most)}</span>
         <span data-value={exact(range[1]!)}>{short(range[1]!)}</span>
       </div>
     </>

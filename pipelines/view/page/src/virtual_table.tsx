@@ -118,7 +118,7 @@ export function VirtualTable(props: Props): JSX.Element {
           <table aria-label={props.label} aria-rowcount={total + 1}>
             <thead>
               <tr aria-rowindex={1}>
-                {heads.map((head) => (
+                {heads.map((head) => head.title === "" ? <td key={head.name} /> : (
                   <th
                     key={head.name}
                     scope="col"

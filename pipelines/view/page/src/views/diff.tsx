@@ -39,7 +39,7 @@ export function DiffView(): JSX.Element {
     <section class="view diff-view" aria-labelledby="title">
       <header class="tools">
         <h1 id="title">
-          <Text value={dataset.name} /> against <Text value={other.name} />
+          <Text value={dataset.name} /> (A) against <Text value={other.name} /> (B)
         </h1>
         {sources.datasets.length > 2 && !isReport && (
           <label>
@@ -60,7 +60,7 @@ export function DiffView(): JSX.Element {
 
 const HEADS: Head[] = [
   { name: "instance_id", title: "task", numeric: false },
-  { name: "difference", title: "B − A", help: "Difference of the mean returns", numeric: true },
+  { name: "difference", title: "return B − A", help: "Difference of the mean returns", numeric: true },
   { name: "bar", title: "", numeric: false },
   { name: "return_a", title: "return A", help: "Mean return in A", numeric: true },
   { name: "return_b", title: "return B", help: "Mean return in B", numeric: true },
@@ -110,7 +110,7 @@ function Tasks({ table, a, b }: { table: Table; a: Dataset; b: Dataset }): JSX.E
     <>
       <ul class="tiles">
         <li><strong><Num value={all.length} name="tasks" /></strong> tasks in both</li>
-        <li><strong><Num value={mean} name="mean_difference" /></strong> mean B − A</li>
+        <li><strong><Num value={mean} name="mean_difference" /></strong> mean of return B − A</li>
         {facts.map(([name, number]) => (
           <li key={name}><strong><Num value={Number.isNaN(number) ? null : number} name={name} /></strong> {name}</li>
         ))}

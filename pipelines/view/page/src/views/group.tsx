@@ -112,9 +112,9 @@ function Attempts({ attempts }: { attempts: Attempt[] }): JSX.Element {
                   </Go>
                 </th>
                 <td class="numeric"><Num value={attempt.return} name="return" /></td>
-                <td><Bar value={attempt.return} reach={reach} signed={returns.some((value) => value < 0)} /></td>
+                <td class="bar-cell"><Bar value={attempt.return} reach={reach} signed={returns.some((value) => value < 0)} /></td>
                 <td class="numeric"><Num value={attempt.advantage} name="advantage" /></td>
-                <td><Bar value={attempt.advantage} reach={farthest} signed /></td>
+                <td class="bar-cell"><Bar value={attempt.advantage} reach={farthest} signed /></td>
                 <td class="numeric"><Num value={attempt.num_rows} name="num_rows" /></td>
                 <td class="numeric"><Num value={attempt.response_tokens} name="response_tokens" /></td>
                 <td class="numeric"><Num value={attempt.trained_tokens} name="trained_tokens" /></td>
@@ -192,7 +192,7 @@ export function Excerpt({ dataset, trajectory, row, token, name }: ExcerptProps)
     );
   }
   return (
-    <p class="excerpt">
+    <p class="excerpt" aria-busy={answer.value === undefined}>
       <span class="who">{name}</span> {answer.value === undefined ? "…" : <Around table={answer.value} token={token} />}
     </p>
   );
@@ -200,7 +200,8 @@ export function Excerpt({ dataset, trajectory, row, token, name }: ExcerptProps)
 
 function Around({ table, token }: { table: Table; token: number }): JSX.Element {
   const [ids, bytes] = [table.getChild("id"), table.getChild("bytes")];
-  const [start, end] = [Math.max(0, token - AROUND), Math.min(table.numRows, token + AROUND)];
+  const start = Math.max(0, Math.min(token, table.numRows) - AROUND);
+  const end = Math.min(table.numRows, token + AROUND);
   const shown: JSX.Element[] = [];
   for (let at = start; at < end; at++) {
     const raw = bytes?.get(at) as Uint8Array | null;

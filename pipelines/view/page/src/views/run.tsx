@@ -11,7 +11,7 @@ import { cssVariable, Empty, Failure, Go, Num, Text, useAnswer, useTheme, Waitin
 import { useSession } from "../session";
 import { count, plain, short } from "../text";
 
-const HEIGHT = 150;
+const HEIGHT = 164;
 // What is looked at first, in this order; other metrics follow by name.
 const FIRST = [/^(eval\/|.*\beval)/, /^reward|avg_score|avg_raw_reward/, /pass_at|pass@/, /^loss$|policy_loss/, /kl\b/, /entropy/, /stale/, /clip|ratio|mismatch|difference/, /grad_norm/, /advantage/];
 
@@ -277,6 +277,7 @@ function Chart({ name, loaded, smooth }: { name: string; loaded: Loaded[]; smoot
       grid: { stroke: cssVariable("--line"), width: 1 },
       ticks: { stroke: cssVariable("--line"), width: 1, size: 4 },
     };
+    const labelled = { labelSize: 14, labelGap: 0, labelFont: "11px system-ui, sans-serif" };
     const whole = (_plot: uPlot, ticks: number[]): string[] => ticks.map((tick) => (Number.isInteger(tick) ? short(tick) : ""));
     const plot = new uPlot(
       {
@@ -286,8 +287,8 @@ function Chart({ name, loaded, smooth }: { name: string; loaded: Loaded[]; smoot
         scales: { x: { time: false } },
         cursor: { points: { size: 7 }, y: false, drag: { x: false, y: false } },
         axes: [
-          { ...axis, size: 24, space: 40, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 50000, 100000], values: whole },
-          { ...axis, size: 52, space: 28, values: (_plot, ticks) => ticks.map(short) },
+          { ...axis, ...labelled, label: "update", size: 24, space: 40, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 50000, 100000], values: whole },
+          { ...axis, size: 60, space: 28, values: (_plot, ticks) => ticksAlike(ticks) },
         ],
         series,
         hooks: { setCursor: [(self: uPlot) => setIndex(self.cursor.idx ?? null)] },
@@ -315,7 +316,8 @@ function Chart({ name, loaded, smooth }: { name: string; loaded: Loaded[]; smoot
         <span class="read">
           <span class="step">{index === null ? "last" : `update ${short(steps[at] ?? 0)}`}</span>
           {lines.map((line, run) => (
-            <span key={run} style={{ color: lines.length > 1 ? LINES[theme][run % 6] : "inherit" }}>
+            <span key={run}>
+              {lines.length > 1 && <span class="swatch" style={{ background: LINES[theme][run % 6] }} />}
               <Num value={index === null ? (line.findLast((value) => value !== null) ?? null) : (line[at] ?? null)} name={name} />
             </span>
           ))}
@@ -328,6 +330,17 @@ function Chart({ name, loaded, smooth }: { name: string; loaded: Loaded[]; smoot
       />
     </figure>
   );
+}
+
+/** Ticks with as many decimals as their distance needs, so that equal steps look equal. */
+function ticksAlike(ticks: number[]): string[] {
+  const step = ticks.length > 1 ? Math.abs(ticks[1]! - ticks[0]!) : 0;
+  const largest = ticks.reduce((most, tick) => Math.max(most, Math.abs(tick)), 0);
+  if (step < 1e-6 || largest >= 1e6) return ticks.map(short);
+  let decimals = 0;
+  while (decimals < 7 && Math.abs(step - Number(step.toFixed(decimals))) > step / 100) decimals += 1;
+  const options = { minimumFractionDigits: decimals, maximumFractionDigits: decimals };
+  return ticks.map((tick) => (tick === 0 ? "0" : tick.toLocaleString("en-US", options).replace("-", "−")));
 }
 
 function openUpdate(step: number, loaded: Loaded[], name: string): void {

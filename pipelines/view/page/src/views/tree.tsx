@@ -162,6 +162,11 @@ function Icicle({ tree: { nodes, num_tokens: distinct }, by }: { tree: Tree; by:
       context.fillRect(left, top, wide, tall);
       context.globalAlpha = 1;
       if (!node.sampled) hatch(context, left, top, wide, tall, line);
+      if (wide > 3) {
+        context.strokeStyle = line;
+        context.lineWidth = 1;
+        context.strokeRect(left + 0.5, top + 0.5, wide - 1, tall - 1);
+      }
       if (wide > 42 && tall > 11) {
         context.font = "12px system-ui, sans-serif";
         context.fillStyle = colour === null || !node.sampled ? ink : inkOn(colour);
@@ -169,7 +174,8 @@ function Icicle({ tree: { nodes, num_tokens: distinct }, by }: { tree: Tree; by:
         context.beginPath();
         context.rect(left, top, wide - 4, tall);
         context.clip();
-        context.fillText(plain(node.text, 160), Math.max(left, 0) + 5, top + Math.min(tall / 2, 60));
+        const start = Math.max(left, 0) + 5;
+        context.fillText(fitted(context, plain(node.text, 160), left + wide - 5 - start), start, top + Math.min(tall / 2, 60));
         context.restore();
       }
       if (node.cause !== null) drawCause(context, left, top, tall, page, ink);
@@ -322,6 +328,18 @@ function drawAxis(context: CanvasRenderingContext2D, range: [number, number], wi
     context.fillStyle = muted;
     if (x < width - 30) context.fillText(depth === 0 ? "0 tokens" : short(depth), x + 3, 3);
   }
+}
+
+/** As much of a text as a width holds. */
+function fitted(context: CanvasRenderingContext2D, text: string, width: number): string {
+  if (context.measureText(text).width <= width) return text;
+  let [fits, cut] = [0, text.length];
+  while (cut - fits > 1) {
+    const middle = (fits + cut) >> 1;
+    if (context.measureText(`${text.slice(0, middle)}…`).width <= width) fits = middle;
+    else cut = middle;
+  }
+  return fits === 0 ? "" : `${text.slice(0, fits)}…`;
 }
 
 function hatch(context: CanvasRenderingContext2D, left: number, top: number, width: number, height: number, colour: string): void {

@@ -20,9 +20,9 @@ const TITLES: Record<string, [string, string]> = {
   loss_share: ["share of the loss", "loss_share: sum over the row's targets of weight times loss"],
   advantage: ["advantage", "Mean over the row's targets"],
   num_targets: ["targets", "num_targets: tokens of the row that this update trained"],
-  max_importance_weight: ["max weight", "max_importance_weight: the largest exp(logprob − old_logprob)"],
-  max_abs_difference: ["max distance", "max_abs_difference: the largest |logprob − rollout_logprob|"],
-  mean_abs_difference: ["mean distance", "mean_abs_difference: the mean |logprob − rollout_logprob|"],
+  max_importance_weight: ["max importance weight", "max_importance_weight: the largest exp(logprob − old_logprob)"],
+  max_abs_difference: ["max distance from sampler", "max_abs_difference: the largest |logprob − rollout_logprob|, in nats"],
+  mean_abs_difference: ["mean distance", "mean_abs_difference: the mean |logprob − rollout_logprob|, in nats"],
   num_clipped: ["clipped", "num_clipped: targets that the clip rule left without a gradient"],
   num_rejected: ["rejected", "num_rejected: targets that the correction for sampler mismatch masked"],
 };
@@ -186,8 +186,8 @@ function Masks({ rows }: { rows: Row[] }): JSX.Element {
             <tr key={name} data-row={name}>
               <th scope="row" title={help}>{name}</th>
               <td class="numeric"><Num value={number} name={name} /></td>
-              <td class="numeric">{targets === 0 ? "–" : `${short((100 * number) / targets)} %`}</td>
-              <td><span class="share"><span style={{ width: `${targets === 0 ? 0 : (100 * number) / targets}%` }} /></span></td>
+              <td class="numeric">{targets === 0 ? "–" : `${((100 * number) / targets).toFixed(1)} %`}</td>
+              <td class="bar-cell"><span class="share"><span style={{ width: `${targets === 0 ? 0 : (100 * number) / targets}%` }} /></span></td>
               <td class="why">{help}</td>
             </tr>
           ))}
@@ -216,8 +216,28 @@ function Scatter(props: ScatterProps): JSX.Element {
   );
 }
 
-const TALL = 230;
-const EDGE = { left: 46, right: 8, top: 8, bottom: 26 };
+const TALL = 250;
+const EDGE = { left: 46, right: 8, top: 22, bottom: 42 };
+const RATIOS = [1.01, 1.02, 1.05, 1.1, 1.2, 1.5, 2, 3, 5, 10, 20, 50, 100, 1000, 1e4, 1e6];
+
+/** Round importance weights to mark on a logarithmic axis: 1, and a few ratios with their inverses. */
+function weightTicks(reach: number): number[] {
+  const inside = RATIOS.filter((ratio) => Math.log(ratio) <= reach * 1.001);
+  const kept: number[] = [];
+  for (const ratio of inside.reverse()) {
+    const last = kept.at(-1);
+    const isApart = last === undefined || Math.log(last / ratio) > reach / 4;
+    if (isApart && Math.log(ratio) > reach / 4) kept.push(ratio);
+  }
+  return [1, ...kept, ...kept.map((ratio) => 1 / ratio)];
+}
+
+/** Round log-probabilities from `low` to 0. */
+function logprobTicks(low: number): number[] {
+  const power = 10 ** Math.floor(Math.log10(-low / 4));
+  const step = [1, 2, 5, 10].map((factor) => factor * power).find((one) => -low / one <= 6) ?? power * 10;
+  return Array.from({ length: Math.floor(-low / step + 1e-9) + 1 }, (_unused, at) => -at * step);
+}
 
 function Points({ table, rows, chosen, onOpen }: ScatterProps & { table: Table }): JSX.Element {
   const theme = useTheme();
@@ -240,10 +260,13 @@ function Points({ table, rows, chosen, onOpen }: ScatterProps & { table: Table }
     const [blue, orange, , pink] = LINES[theme];
     context.font = "11px system-ui, sans-serif";
     context.fillStyle = muted;
-    for (const share of [-1, -0.5, 0, 0.5, 1]) {
-      const at = Math.exp(share * box.reach);
+    context.textBaseline = "top";
+    context.fillText("importance weight", 0, 2);
+    context.textAlign = "right";
+    context.fillText("log-probability in this update, nats", size.width - EDGE.right, TALL - 16);
+    for (const at of weightTicks(box.reach)) {
       context.fillStyle = line;
-      context.fillRect(EDGE.left, Math.round(y(at)), inner, share === 0 ? 1.5 : 1);
+      context.fillRect(EDGE.left, Math.round(y(at)), inner, at === 1 ? 1.5 : 1);
       context.fillStyle = muted;
       context.textAlign = "right";
       context.textBaseline = "middle";
@@ -251,9 +274,8 @@ function Points({ table, rows, chosen, onOpen }: ScatterProps & { table: Table }
     }
     context.textAlign = "center";
     context.textBaseline = "top";
-    for (const share of [0, 0.25, 0.5, 0.75, 1]) {
-      const at = box.low * (1 - share);
-      context.fillText(share === 1 ? "0" : short(Number(at.toPrecision(2))), Math.min(x(at), size.width - 10), TALL - EDGE.bottom + 8);
+    for (const at of logprobTicks(box.low)) {
+      context.fillText(at === 0 ? "0" : short(Number(at.toPrecision(3))), Math.min(x(at), size.width - 10), TALL - EDGE.bottom + 8);
     }
     const isFew = points.length < 3000;
     points.forEach((point, at) => {
