@@ -27,6 +27,44 @@ ARRAYS = {
     "rejected": "rejected",
 }
 ROW = ["trajectory_id", "step_index"]
+# Texts whose contrast with what is behind them is below 4.5 (WCAG 2, AA), except on disabled controls.
+TOO_FAINT = """() => {
+    const context = document.createElement("canvas").getContext("2d", {willReadFrequently: true});
+    const read = (colour) => {
+        context.clearRect(0, 0, 1, 1);
+        context.fillStyle = colour;
+        context.fillRect(0, 0, 1, 1);
+        return [...context.getImageData(0, 0, 1, 1).data].map(part => part / 255);
+    };
+    const over = ([r, g, b, a], [x, y, z]) =>
+        [r * a + x * (1 - a), g * a + y * (1 - a), b * a + z * (1 - a), 1];
+    const behind = (element) => {
+        if (element === null) return [1, 1, 1, 1];
+        const own = read(getComputedStyle(element).backgroundColor);
+        return own[3] === 1 ? own : over(own, behind(element.parentElement));
+    };
+    const light = (colour) => {
+        const [r, g, b] = colour.slice(0, 3).map(
+            part => part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4);
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+    };
+    const opacity = (element) => element === null ? 1 :
+        Number(getComputedStyle(element).opacity) * opacity(element.parentElement);
+    const found = new Set();
+    const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+    while (texts.nextNode()) {
+        const element = texts.currentNode.parentElement;
+        if (texts.currentNode.textContent.trim() === "" || !element.checkVisibility()) continue;
+        if (element.closest(":disabled, option, script, style, .hidden, .skip") !== null) continue;
+        const ground = behind(element);
+        const ink = read(getComputedStyle(element).color);
+        ink[3] *= opacity(element);
+        const [a, b] = [light(over(ink, ground)), light(ground)];
+        const contrast = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+        if (contrast < 4.5) found.add(`${element.className}: ${texts.currentNode.textContent.trim()} ${contrast}`);
+    }
+    return [...found];
+}"""
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +111,7 @@ def test_every_view_is_shown_without_a_problem(browser, address, theme):
             assert [link.lstrip("12345678\n").lower() for link in links] == [view.split("?")[0]]
             ground = tab.page.evaluate("getComputedStyle(document.body).backgroundColor")
             assert (ground == "rgb(255, 255, 255)") == (theme == "light")
+            assert tab.page.evaluate(TOO_FAINT) == []
 
 
 def test_the_table_holds_the_numbers_of_the_dataset(tab, shop):
@@ -177,6 +216,9 @@ def test_an_update_ranks_the_rows_that_it_trained(tab, steps, records):
     )
     tab.open("update?update=2")
     shown = tab.table("Rows of the update")
+    tab.page.eval_on_selector(".virtual", "table => { table.scrollTop = 1e6 }")
+    tab.page.wait_for_selector(f'tr[data-index="{len(recorded) - 1}"]')
+    shown |= tab.table("Rows of the update")
     assert len(shown) == len(recorded)
     lists = [*ARRAYS.values(), "rollout_logprobs", "loss_mask"]
     totals = dict.fromkeys(("num_targets", "num_clipped", "num_rejected"), 0)
@@ -249,6 +291,101 @@ def test_the_keyboard_reaches_everything(tab, steps):
         tab.settle()
     tab.page.go_back()
     tab.page.wait_for_function("location.hash.startsWith('#/update')")
+
+
+def test_every_view_is_operated_by_keyboard_alone(tab):
+    """Without a mouse: from the address to the tokens of an update's first row, and through each view."""
+
+    def at(view):
+        tab.page.wait_for_function(f"location.hash.startsWith('#/{view}')")
+        tab.settle()
+
+    tab.open("run")
+    tab.press("Tab")
+    assert tab.page.evaluate("document.activeElement.textContent") == "Skip to the view"
+    tab.press("Enter")
+    assert tab.page.evaluate("document.activeElement.id") == "title"
+    tab.press("s")
+    tab.page.wait_for_function("location.hash.includes('smooth=0.1')")
+    tab.press("7")
+    at("update")
+    tab.press("j", "Enter")
+    at("tokens")
+    tab.page.wait_for_selector("canvas.tokens")
+    tab.press("x", "w")
+    tab.page.wait_for_selector("aside[data-token]")
+    assert "1 of " in tab.text("[aria-label='Worst tokens']")
+    tab.press("5")
+    at("conversation")
+    tab.press("j", "j")
+    assert "turn" in tab.page.evaluate("document.activeElement.className")
+    tab.press("Enter")
+    at("tokens")
+    tab.press("3")
+    at("group")
+    chosen = tab.page.get_attribute("tr.chosen", "data-row")
+    tab.press("j" if chosen.endswith("_0") else "k")
+    tab.page.wait_for_selector(f'tr.chosen:not([data-row="{chosen}"])')
+    tab.press("4")
+    at("tree")
+    tab.press("ArrowRight")
+    tab.page.wait_for_selector("aside[data-node]")
+    tab.press("Enter")
+    at("tokens")
+    tab.press("8")
+    at("diff")
+    tab.press("j")
+    tab.page.wait_for_selector("tr.chosen")
+    tab.press("2")
+    at("table")
+    tab.press("f")
+    tab.page.keyboard.type("reward > 0")
+    tab.press("Enter")
+    tab.page.wait_for_selector('.counts data[value="12"]')
+
+
+TREES = {
+    "run": ["heading", "slider", "img"],
+    "table": ["heading", 'table "Trajectories"', "columnheader", "row "],
+    "group?task=shop-7": [
+        'heading "Attempts at shop-7"',
+        'table "Attempts"',
+        'rowheader "shop-7_0"',
+    ],
+    "tree?task=shop-7": ["heading", 'application "Prefix tree', "group"],
+    "conversation?task=shop-4&trajectory=shop-4_1": [
+        'heading "shop-4_1',
+        'region "checker"',
+        'article "assistant, step 0"',
+    ],
+    "tokens?task=shop-7&trajectory=shop-7_2&at=60": [
+        'heading "shop-7_2',
+        'application "',
+        'complementary "Token"',
+        "rowheader",
+    ],
+    "update?update=2": [
+        'heading "Update 2',
+        'table "Targets by rule"',
+        'table "Rows of the update"',
+    ],
+    "diff?task=shop-7": ["heading", 'table "Tasks in both"', 'region "Attempts at shop-7"'],
+}
+
+
+@pytest.mark.parametrize("place", TREES)
+def test_a_screen_reader_finds_headings_and_tables(tab, place):
+    tab.open(place)
+    seen = tab.page.locator("main").aria_snapshot()
+    assert "[level=1]" in seen
+    assert [wanted for wanted in TREES[place] if wanted not in seen] == []
+    views = tab.page.get_by_role("navigation", name="Views").aria_snapshot()
+    assert views.count("- link ") >= 8
+    unnamed = tab.page.locator("button, input, select, [role=application]").evaluate_all(
+        """all => all.filter(one => !(one.ariaLabel || one.labels?.length || one.title
+            || one.textContent.trim() || one.placeholder)).map(one => one.outerHTML)"""
+    )
+    assert unnamed == []
 
 
 def test_a_copied_command_selects_what_is_pinned(tab, shop, steps, capsys):
