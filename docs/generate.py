@@ -215,7 +215,8 @@ tokens.
 `rollouts train ... --dry-run` loads the models, performs all checks, prints the plan (`--json` for machine-readable output)
 and writes nothing. For one epoch and each layout, it prints the number of sequences, the number of tokens to forward, the
 length of the longest row, the number of micro-batches per update, and the share of tokens repeated by cutting trees. Masked
-trajectories, and the last trained token of a row and all tokens after it, are not forwarded.
+trajectories, and the last trained token of a row and all tokens after it, are not forwarded. A dry run loads like training,
+reads the dataset once per layout, and forwards 192 tokens to measure activations; a note names the seconds of each part.
 
 It also estimates the peak memory of one process, in bytes, for P weights of which T are trained:
 

@@ -77,12 +77,14 @@ def index_rows(rollouts: pl.LazyFrame) -> pl.DataFrame:
 
     `num_forwarded_tokens` is the cost of forwarding the row as a chain: the tokens of prompt and
     response before the last trained token (before the last token if none is trained).
+    `num_untrained_at_start` counts those before the first trained token (meaningless if none is).
     """
     rollouts = _with_optional_columns(rollouts)
     greedy = _is_greedy()
     names = ("prompt_token_ids", "response_ids", "loss_mask", "rollout_logprobs", "rewards")
     prompt, response, mask, logprobs, rewards = (pl.col(name).list for name in names)
     num_prompt, num_response = prompt.len().cast(pl.Int64), response.len().cast(pl.Int64)
+    num_masked_first = mask.eval(pl.element().cast(pl.Int8)).list.arg_max()
     num_untrained_at_end = mask.reverse().list.eval(pl.element().cast(pl.Int8)).list.arg_max()
     return rollouts.select(
         "instance_id",
@@ -98,6 +100,7 @@ def index_rows(rollouts: pl.LazyFrame) -> pl.DataFrame:
         num_trained_tokens=pl.when(greedy).then(0).otherwise(mask.sum().cast(pl.Int64)),
         greedy=greedy & mask.any(),
         num_forwarded_tokens=num_prompt + num_response - 1 - num_untrained_at_end.cast(pl.Int64),
+        num_untrained_at_start=num_prompt + num_masked_first.cast(pl.Int64),
         lowest_token=pl.min_horizontal(prompt.min(), response.min()),
         highest_token=pl.max_horizontal(prompt.max(), response.max()),
         has_logprobs=pl.col("rollout_logprobs").is_not_null(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from trainer.config.resolved import resolved
 from trainer.config.train_config import TrainConfig
 from trainer.config.uses import Use, uses
 from trainer.reports.memory_estimate import Memory, available_bytes, estimate_memory
+from trainer.run.remarks import say
 from trainer.run.settings import packing_of
 from trainer.run.setup import TrainingRun, set_up
 
@@ -69,7 +71,7 @@ class DryRun:
         record_tokens: Tokens that the run records, as configured.
         trained_layout: Key in `layouts` of the layout with which the run trains.
         layouts: Counts for one pass over the dataset, by layout.
-        max_row_tokens: Maximum row length.
+        max_row_tokens: Maximum row length: the configured one, or the model's if that is smaller.
         memory: Memory of one process.
         available_bytes: Memory that was free on its device once the models were loaded; None if
             unknown.
@@ -101,18 +103,28 @@ class DryRun:
 def dry_run(config: TrainConfig, *, resume: bool = False) -> DryRun:
     """Plan, check and load a run like `train`, and count the tokens to forward; write nothing.
 
-    Counting reads the dataset once per layout, batch by batch.
+    Counting reads the dataset once per layout, batch by batch. To measure activations, three short
+    chains are forwarded (`estimate_memory`). A note names the seconds of each part.
 
     Raises:
         RolloutError: All errors that `train` raises before its first update.
     """
+    began = time.perf_counter()
     run = set_up(config, resume=resume)
+    loaded = time.perf_counter()
     counts = {name: _count(run, settings) for name, settings in LAYOUTS.items()}
     layouts = {name: layout for name, (layout, _) in counts.items()}
     is_tree = config.sequence_layout == "tree"
     trained = f"tree_per_{config.tree_scope}" if is_tree else config.sequence_layout
     chosen = layouts[trained]
     plan, trajectories = run.plan, run.plan.trajectories
+    counted = time.perf_counter()
+    memory = estimate_memory(run, chosen.largest_micro_batch_tokens)
+    say(
+        f"note: checking and loading took {loaded - began:.1f} s, as in training, counting tokens in"
+        f" {len(LAYOUTS)} layouts {counted - loaded:.1f} s, and measuring activations"
+        f" {time.perf_counter() - counted:.1f} s"
+    )
     return DryRun(
         num_groups=sum(map(len, plan.batches)),
         num_trajectories=len(trajectories),
@@ -129,8 +141,8 @@ def dry_run(config: TrainConfig, *, resume: bool = False) -> DryRun:
         record_tokens=config.record_tokens,
         trained_layout=trained,
         layouts=layouts,
-        max_row_tokens=run.limit.num_tokens,
-        memory=estimate_memory(run, chosen.largest_micro_batch_tokens),
+        max_row_tokens=min(run.limit.num_tokens, run.config.max_row_tokens or run.limit.num_tokens),
+        memory=memory,
         available_bytes=available_bytes(run.learner.accelerator.device),
         functions=uses(run.config),
     )

@@ -10,6 +10,7 @@ from schemas.rules import RULES
 from trainer.batches.forest import RowLimit
 from trainer.batches.plan import Plan, num_groups_of_one
 from trainer.config.train_config import TrainConfig
+from trainer.run.cut_rows import refuse_all_cut
 
 RECORD_MODE = (
     "convert with --logprobs-mode, or pass metadata=rollout_io.read_metadata(DS) when rewriting a"
@@ -47,6 +48,7 @@ def check_rows(
     rows = rows.filter(pl.col("trains") & (pl.col("num_trained_tokens") > 0))
     if must_learn:
         _refuse_nothing_to_learn(rows, plan, config)
+        refuse_all_cut(rows, config, limit.num_tokens)
     _check_tokens(rows, vocab_size)
     # A merged row and its longest step end with the same trained token, so their costs are equal.
     forwarded = rows["num_forwarded_tokens"].clip(upper_bound=config.max_row_tokens)

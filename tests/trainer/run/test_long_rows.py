@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import polars as pl
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,13 +17,16 @@ import trainer
 from rollout_io.retokenize.tokenizer import ChatTokenizer
 from schemas.errors import RolloutError
 from tests.helpers.rl_helpers import config_of, save_model
-from tests.helpers.trainer_helpers import group_rows, save_tiny_model, write_dataset
+from tests.helpers.trainer_helpers import group_rows, save_tiny_model, step, write_dataset
 from trainer import rl
 from trainer.batches.forest import pack
 from trainer.batches.tree import Trie, cut
 from trainer.config.train_config import TrainConfig
+from trainer.reports.dry_run import dry_run
+from trainer.reports.dry_run_report import plan_text
 from trainer.rl.updates import Learning
 from trainer.run.checkpoint import latest_checkpoint
+from trainer.run.cut_rows import larger_limits
 
 
 @pytest.fixture(scope="module")
@@ -126,3 +131,65 @@ def test_the_loop_has_a_checkpoint_of_its_first_iteration_and_of_where_it_failed
     assert latest_checkpoint(tmp_path / "run") is not None
     lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["global_step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.fixture(scope="module")
+def uneven(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Ten trajectories with prompts of 10, 20, ..., 100 tokens and one masked response token."""
+    masked = {"loss_mask": [False, True, True], "reward": 1.0, "is_last_step": True}
+    rows = [step(f"g{n}", 0, 0, [1] * (10 * n), [3, 4, 5], **masked) for n in range(1, 11)]
+    return write_dataset(tmp_path_factory.mktemp("uneven") / "ds", rows)
+
+
+def test_rows_whose_prompt_exceeds_the_limit_are_counted_with_a_limit_that_keeps_most(
+    uneven: str, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    imitates = {"policy_loss_type": "cross_entropy"}
+    # Row n has 10 n prompt tokens and one masked token: 10 n + 1 tokens before the first target.
+    for most, num_lost in ((22, 8), (21, 9), (102, 0)):
+        cut_off = config(uneven, model, tmp_path / str(most), max_row_tokens=most, **imitates)
+        planned = dry_run(cut_off)
+        said = capsys.readouterr().err
+        lost = f"warning: {num_lost} of 10 rows have no token to train on within max_row_tokens"
+        assert (lost in said) == bool(num_lost), said
+        assert planned.layouts["step"].num_sequences == 10 - num_lost
+        assert planned.max_row_tokens == most
+        assert f"* the layout of this run; rows have at most {most:,} tokens." in plan_text(planned)
+    assert trainer.train(config(uneven, model, tmp_path / "run", max_row_tokens=22, **imitates))
+    said = capsys.readouterr().err
+    assert "the longest prompt has 100 tokens" in said
+    assert "Hint: max_row_tokens=128 leaves tokens to train on in 10 of 10 rows\n" in said
+
+
+@given(st.lists(st.integers(1, 5000), min_size=1, max_size=30))
+def test_the_suggested_limits_keep_most_rows_unless_the_model_does_not(starts: list[int]) -> None:
+    rows = pl.DataFrame({"num_untrained_at_start": starts})
+    for limit in (1024, 100_000):
+        text = larger_limits(rows, 0, limit).replace(",", "")
+        values, kept = (
+            re.findall(r"(?:=| )(\d+) (?:leaves|in)", text),
+            re.findall(r"(\d+) of", text),
+        )
+        assert 1 <= len(values) == len(kept) <= 2
+        for value, num in zip(map(int, values), map(int, kept), strict=True):
+            assert value <= limit
+            assert num == sum(start < value for start in starts)
+            assert value == limit or num >= 0.75 * len(starts)
+        again = larger_limits(rows, int(values[0]), limit)
+        assert again.startswith("filter out" if int(values[0]) == limit else "max_row_tokens=") or (
+            int(kept[0]) == len(starts)
+        )
+        assert f"max_row_tokens={values[0]} " not in again
+
+
+def test_a_run_whose_every_row_is_cut_before_its_first_trained_token_is_rejected(
+    uneven: str, model: str, tmp_path: Path
+) -> None:
+    nothing = config(
+        uneven, model, tmp_path / "run", max_row_tokens=11, policy_loss_type="cross_entropy"
+    )
+    with pytest.raises(
+        RolloutError, match=r"10 of 10 rows have no token.*\[mask_trains_something\]"
+    ):
+        trainer.train(nothing)
+    assert not (tmp_path / "run").exists()

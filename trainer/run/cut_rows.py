@@ -1,0 +1,72 @@
+"""Rows that `max_row_tokens` leaves without a token to train on."""
+
+from __future__ import annotations
+
+import numpy as np
+import polars as pl
+
+from schemas.errors import InvariantError, count
+from trainer.config.train_config import TrainConfig
+
+KEPT_SHARES = (0.75, 0.9, 1)
+"""Shares of rows that suggested values of `max_row_tokens` keep at least."""
+_MULTIPLE = 256  # a suggested value is a multiple of it, or the model's limit
+
+
+def without_tokens(rows: pl.DataFrame, config: TrainConfig) -> str | None:
+    """Describe the rows that `max_row_tokens` leaves without a token to train on; None without any.
+
+    Args:
+        rows: Rows to train on, as indexed by `trainer.batches.data.index_rows`.
+        config: Configuration of the run.
+    """
+    most = config.max_row_tokens
+    if most is None or not (num_lost := int((rows["num_untrained_at_start"] >= most).sum())):
+        return None
+    num, held = count(len(rows), "row"), "has" if num_lost == 1 else "have"
+    longest = int(rows["num_prompt_tokens"].to_numpy().max())
+    return (
+        f"{num_lost:,} of {num} {held} no token to train on within max_row_tokens ({most:,}); the"
+        f" longest prompt has {longest:,} tokens"
+    )
+
+
+def larger_limits(rows: pl.DataFrame, most: int, limit: int) -> str:
+    """Suggest larger values of `max_row_tokens`, which keep tokens to train on in most rows.
+
+    Args:
+        rows: As for `without_tokens`; not empty.
+        most: The current value.
+        limit: Maximum row length of the model, in tokens.
+
+    Example:
+        >>> rows = pl.DataFrame({"num_untrained_at_start": [300, 500, 500, 1200]})
+        >>> larger_limits(rows, 100, 8192)
+        'max_row_tokens=512 leaves tokens to train on in 3 of 4 rows, 1280 in 4 of 4'
+    """
+    at_start = np.sort(rows["num_untrained_at_start"].to_numpy())
+    kept = {}
+    for share in KEPT_SHARES:
+        needed = int(at_start[int(np.ceil(share * len(at_start))) - 1]) + 1
+        value = min(-(-needed // _MULTIPLE) * _MULTIPLE, limit)
+        if value > most:
+            kept[value] = int((at_start < value).sum())
+    if not kept:
+        return f"filter out these rows: a row of this model has at most {limit:,} tokens"
+    (first, num), *more = list(kept.items())[:2]
+    text = f"max_row_tokens={first} leaves tokens to train on in {num:,} of"
+    text += f" {count(len(at_start), 'row')}"
+    return ", ".join([text, *(f"{value} in {num:,} of {len(at_start):,}" for value, num in more)])
+
+
+def refuse_all_cut(rows: pl.DataFrame, config: TrainConfig, limit: int) -> None:
+    """Reject a run in which `max_row_tokens` leaves no row a token to train on.
+
+    Raises:
+        InvariantError: mask_trains_something.
+    """
+    most = config.max_row_tokens
+    if most is not None and bool((rows["num_untrained_at_start"] >= most).all()):
+        got = without_tokens(rows, config) or ""
+        hint = larger_limits(rows, most, limit)
+        raise InvariantError("mask_trains_something", config.dataset, got, hint=hint)
