@@ -49,10 +49,10 @@ def mix(
         num_groups, num_trajectories.
 
     Raises:
-        InputError: `unique_group` if a group is in two datasets; `enough_groups` if a dataset has
-            too few groups; `nothing_left` if no group would be drawn.
-        InvariantError: `columns_and_types` if a column has different types.
-        ConfigError: `shares` unless there is one number above 0 per dataset.
+        InputError: `unique_group`: a group is in two datasets; `enough_groups`: a dataset has too
+            few groups; `nothing_left`: no group would be drawn.
+        InvariantError: `columns_and_types`: a column has different types in two datasets.
+        ConfigError: `shares`: there is not exactly one number above 0 per dataset.
 
     Example:
         Groups m1, m2 of "math" and c1 of "code", one trajectory each:
@@ -80,9 +80,9 @@ def group_quotas(
     """Split the total number of groups by shares, with the largest-remainder method.
 
     Raises:
-        InputError: `enough_groups` if a dataset has fewer groups than its share requires;
-            `nothing_left` if the total is 0.
-        ConfigError: `shares` unless there is one number above 0 per dataset.
+        InputError: `enough_groups`: a dataset has fewer groups than its share requires;
+            `nothing_left`: the total is 0.
+        ConfigError: `shares`: there is not exactly one number above 0 per dataset.
 
     Example:
         >>> group_quotas({"math": 60, "code": 100}, {"math": 0.75, "code": 0.25}, None)

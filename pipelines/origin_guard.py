@@ -78,8 +78,8 @@ class Guard:
             scope: ASGI scope of a request or a websocket.
 
         Raises:
-            InputError: one_host unless there is one `Host` header; foreign_host if it names another
-                host; foreign_origin if the request comes from another site.
+            InputError: `one_host`: there is not exactly one `Host` header; `foreign_host`: the
+                header names another host; `foreign_origin`: the request comes from another site.
         """
         where = scope["raw_path"].decode("latin-1").partition("?")[0]
         host = self._host(_values(scope, b"host"), where)

@@ -45,7 +45,7 @@ def place_outcomes(frame: Frame, outcomes: Frame) -> pl.LazyFrame:
             that is missing here or failed gets null, because an unknown outcome is not 0.
 
     Raises:
-        InputError: `unique_outcome` if a trajectory_id occurs twice.
+        InputError: `unique_outcome`: a trajectory_id occurs twice.
 
     Example:
         Outcome 1.0 for a trajectory of three steps:

@@ -50,7 +50,7 @@ def over_valid_tables(frame: Frame, transform: Transform) -> pl.LazyFrame:
     """Apply `over_tables`, checking the rows against the named invariants first.
 
     Raises:
-        ValidationError: On collection, if the frame breaks a named invariant.
+        ValidationError: The frame breaks a named invariant (raised on collection).
     """
     return _streamed(as_lazy(frame), transform, _valid)
 

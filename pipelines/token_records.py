@@ -23,7 +23,7 @@ def scan_token_records(run: str | os.PathLike[str], global_step: int | None = No
         the dataset. Join it to the dataset on `trajectory_id` and `step_index`.
 
     Raises:
-        InputError: `input_file` if the run has no records of the update, or none at all.
+        InputError: `input_file`: the run has no records of the update, or no records at all.
 
     Example:
         >>> scan_token_records("run", 3).select("trajectory_id", "logprobs").collect()

@@ -62,8 +62,8 @@ def load_record(
         list_examples: Example value of each list-valued key, for hints.
 
     Raises:
-        ConfigError: config_file: the file is not TOML; config_key: a key is unknown (the hint
-            suggests the closest one) or missing; config_value: a value has the wrong type or is
+        ConfigError: `config_file`: the file is not TOML; `config_key`: a key is unknown (the hint
+            suggests the closest one) or missing; `config_value`: a value has the wrong type or is
             out of bounds.
     """
     given = read_toml(toml_path) | given_options(options)
@@ -92,7 +92,7 @@ def checked_values(
         list_examples: As for `load_record`.
 
     Raises:
-        ConfigError: config_key or config_value, as for `load_record`.
+        ConfigError: `config_key`, `config_value`: see `load_record`.
     """
     types, examples = typing.get_type_hints(kind), list_examples or {}
     values: dict[str, Any] = {}
@@ -256,7 +256,7 @@ def check_required(values: Mapping[str, Any], required: Mapping[str, str]) -> No
     """Check that no required key is missing.
 
     Raises:
-        ConfigError: config_key: a required key is missing or empty.
+        ConfigError: `config_key`: a required key is missing or empty.
     """
     for key, what in required.items():
         if not values.get(key):
@@ -268,8 +268,8 @@ def read_toml(path: str | Path | None) -> dict[str, Any]:
     """Read a TOML file; return an empty dict if the path is None.
 
     Raises:
-        ConfigError: config_file: the file is not TOML.
-        InputError: input_file: the file cannot be read.
+        ConfigError: `config_file`: the file is not TOML.
+        InputError: `input_file`: the file cannot be read.
     """
     if path is None:
         return {}

@@ -184,7 +184,7 @@ def validate(data: Any, *, vocab_size: int | None = None) -> None:
     """Raise an error if `check` finds errors; warnings are ignored.
 
     Raises:
-        ValidationError: With all breaches of severity `error`.
+        ValidationError: The table has breaches of severity `error`; the error has all of them.
     """
     raise_errors(check(data, vocab_size=vocab_size))
 

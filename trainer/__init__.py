@@ -55,7 +55,7 @@ def train(config: TrainConfig, *, resume: bool = False) -> TrainResult:
     """Train a policy on a rollout dataset, or resume a run: see `trainer.run.loop.train`.
 
     Raises:
-        RolloutError: If the dataset, the model or the configuration cannot be used for training, or
+        RolloutError: The dataset, the model or the configuration cannot be used for training, or
             torch is not installed.
     """
     with requires_extra("train", "rollouts train"):

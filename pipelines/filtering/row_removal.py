@@ -36,9 +36,9 @@ def keep_rows(
         The kept rows, in order; and counts {num_rows,num_trajectories,num_groups}_{before,dropped}.
 
     Raises:
-        InputError: `return_unchanged` if a trajectory's return would change; `nothing_left` if
-            no row matches.
-        InvariantError: `step_index_sequence` if a step occurs twice.
+        InputError: `return_unchanged`: a trajectory's return would change; `nothing_left`: no row
+            matches.
+        InvariantError: `step_index_sequence`: a step occurs twice.
 
     Example:
         Steps of one trajectory, by agents main, checker and main, the last with reward 1.0:

@@ -59,8 +59,8 @@ def judge(frame: Frame, filters: Sequence[Filter], outcome: Outcome = "last") ->
         reason (name of the filter that drops it; null: kept).
 
     Raises:
-        ConfigError: `known_column` if a filter uses an unknown column; `condition` if a filter
-            cannot be computed; `unique_filter` if two filters have the same name.
+        ConfigError: `known_column`: a filter uses an unknown column; `condition`: a filter cannot
+            be computed; `unique_filter`: two filters have the same name.
 
     Example:
         >>> judge(frame, [reward_range(minimum=0.5)]).select("trajectory_id", "reason").rows()
@@ -141,7 +141,7 @@ def apply_filters(
         The kept rows, in order; and the report.
 
     Raises:
-        InputError: `nothing_left` if the filters drop every trajectory of a non-empty frame.
+        InputError: `nothing_left`: the filters drop every trajectory of a non-empty frame.
 
     Example:
         >>> rows, counts = apply_filters(scan("rollouts/"), [zero_variance()])
@@ -170,8 +170,8 @@ def check_expression(frame: pl.LazyFrame, expression: pl.Expr, name: str) -> Non
     """Raise if an expression cannot be computed from the frame's columns, before reading any row.
 
     Raises:
-        ConfigError: `known_column` for an unknown column; `condition` if Polars cannot evaluate the
-            expression.
+        ConfigError: `known_column`: the expression uses an unknown column; `condition`: Polars
+            cannot evaluate it.
     """
     schema = frame.collect_schema()
     known = [column for column in schema if column != STEPS]
@@ -213,6 +213,6 @@ def holds(condition: str | pl.Expr) -> pl.Expr:
             needs a window: `max(step_index) OVER (PARTITION BY trajectory_id)`.
 
     Raises:
-        ConfigError: `condition` if it is not valid SQL, or not a condition on single rows.
+        ConfigError: `condition`: the text is not valid SQL, or is not a condition on each row.
     """
     return pl.when(condition_of(condition)).then(statement=True).otherwise(statement=False)

@@ -150,9 +150,10 @@ class AgentTrajectory:
         """Run the agent; the last step gets the agent's reward, earlier steps get 0.
 
         Raises:
-            InputError: agent_raised if the agent raises; agent_timeout; agent_reward if the reward
-                is not a finite number; agent_calls if the agent made no call.
-            EngineError: As for `Engine.chat`; engine_down and engine_answer are raised even if the
+            InputError: `agent_raised`: the agent raises; `agent_timeout`: it does not return in
+                time; `agent_reward`: its reward is not a finite number; `agent_calls`: it made no
+                calls.
+            EngineError: See `Engine.chat`; `engine_down` and `engine_answer` are raised even if the
                 agent caught them.
         """
         try:
@@ -177,7 +178,7 @@ def find_agent(name: str) -> Agent:
     """Import the agent named by `module:function`.
 
     Raises:
-        ConfigError: agent if it cannot be imported or is not an `async def`.
+        ConfigError: `agent`: the agent cannot be imported or is not an `async def`.
     """
     agent = resolve(name, "agent")
     if not inspect.iscoroutinefunction(agent):

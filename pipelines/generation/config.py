@@ -22,7 +22,7 @@ class GenerateConfig:
     """All settings of `rollouts generate`.
 
     Raises:
-        ConfigError: If a value is out of range, or two values contradict each other.
+        ConfigError: A value is out of range, or two values contradict each other.
 
     Example:
         >>> GenerateConfig(tasks="t.jsonl", model="smollm2", out="ds", environment="gsm8k").history
@@ -182,8 +182,8 @@ def load_generate_config(
     """Read a configuration with `rollout_io.configuration.load_record`; `out` overrides the file.
 
     Raises:
-        ConfigError: config_file if the file is unreadable; config_key for an unknown key;
-            config_value or sampling for an invalid value.
+        ConfigError: `config_file`: the file is unreadable; `config_key`: a key is unknown;
+            `config_value`, `sampling`: a value is invalid.
     """
     required = {"tasks": "a file", "model": "a model directory", "out": "a directory (--out DS)"}
     examples = {"stop": '["</answer>"]', "urls": '["http://127.0.0.1:8000"]'}

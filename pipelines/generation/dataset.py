@@ -24,9 +24,9 @@ def missing_tasks(tasks: Sequence[Task], config: GenerateConfig) -> list[Task]:
     """List the tasks without a trajectory in `config.out`; failed trajectories are not repeated.
 
     Raises:
-        ConfigError: resume if `config.out` is not a generated dataset, or was generated with
+        ConfigError: `resume`: `config.out` is not a generated dataset, or was generated with
             settings that lead to different trajectories.
-        InputError: out_is_free if `config.out` is a partitioned dataset.
+        InputError: `out_is_free`: `config.out` is a partitioned dataset.
     """
     location = Location.of(config.out)
     location.refuse_partitions()

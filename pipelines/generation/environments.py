@@ -68,8 +68,8 @@ class Environment:
             The conversation that the model sees first.
 
         Raises:
-            InputError: env_raised if the environment raises; env_timeout if a call exceeds the time
-                limit; env_output unless the result is a pair (conversation, metadata).
+            InputError: `env_raised`: the environment raises; `env_timeout`: a call exceeds the time
+                limit; `env_output`: the result is not a pair (conversation, metadata).
         """
         self._own = await self._call("__init__", self._make)
         messages = [dict(message) for message in prompt]
@@ -90,8 +90,9 @@ class Environment:
         """Pass an action to the environment, and check the result.
 
         Raises:
-            InputError: env_raised, env_timeout; env_output unless the result is a mapping with
-                `observations` (messages), `reward` (a finite number) and `done` (a Boolean).
+            InputError: `env_raised`, `env_timeout`: see `init`; `env_output`: the result is not a
+                mapping with `observations` (messages), `reward` (a finite number) and `done` (a
+                Boolean).
         """
         name = f"step {self._turn}"
         self._turn += 1
@@ -118,7 +119,8 @@ class Environment:
         """Return the environment's metrics that are numbers or Booleans.
 
         Raises:
-            InputError: env_raised, env_timeout; env_output if the metrics are not a mapping.
+            InputError: `env_raised`, `env_timeout`: see `init`; `env_output`: the metrics are not a
+                mapping.
         """
         if not hasattr(self._own, "get_metrics"):
             return {}
@@ -134,7 +136,7 @@ class Environment:
         """Close the environment if it exists, within 30 s, because interrupted runs wait for this.
 
         Raises:
-            InputError: env_raised, env_timeout.
+            InputError: `env_raised`, `env_timeout`: see `init`.
         """
         try:
             if self._own is not None and hasattr(self._own, "close"):
@@ -187,7 +189,7 @@ def environment_of(task: Task, config: GenerateConfig) -> str:
     """Return the name of a task's environment.
 
     Raises:
-        ConfigError: environment if neither the task nor the configuration names one.
+        ConfigError: `environment`: neither the task nor the configuration names an environment.
     """
     name = task.env_class or config.environment
     if name is None:
@@ -214,9 +216,9 @@ def environment_class(name: str) -> Callable[..., Any]:
     """Find the class or factory of an environment.
 
     Raises:
-        ConfigError: environment if `module:Class` does not exist or skyrl-gym does not know the
+        ConfigError: `environment`: `module:Class` does not exist or skyrl-gym does not know the
             name.
-        MissingExtra: extra_installed if skyrl-gym is missing.
+        MissingExtra: `extra_installed`: skyrl-gym is missing.
     """
     if ":" in name:
         return resolve(name, "environment")
@@ -257,7 +259,7 @@ def resolve(name: str, rule: str) -> Callable[..., Any]:
     """Import the class or function named by `module:name`.
 
     Raises:
-        ConfigError: {rule} if the module cannot be imported, or the name does not exist or is not
+        ConfigError: `{rule}`: the module cannot be imported, or the name does not exist or is not
             callable.
     """
     try:

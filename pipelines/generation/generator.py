@@ -51,7 +51,7 @@ class Trajectory(Protocol):
         """Run the entire attempt.
 
         Raises:
-            RolloutError: If the attempt fails.
+            RolloutError: The attempt fails.
         """
         ...
 
@@ -67,8 +67,8 @@ class Generator:
         phase: Purpose of the batches, passed to a custom generator.
 
     Raises:
-        RolloutError: agent, environment, generator or harness if the configured one does not
-            exist; extra_installed if a required package is missing.
+        RolloutError: `agent`, `environment`, `generator`, `harness`: the configured function, class
+            or command line cannot be used; `extra_installed`: a required package is missing.
     """
 
     def __init__(
@@ -90,8 +90,8 @@ class Generator:
         """Check that all environments exist, or that the harness accepts every task.
 
         Raises:
-            RolloutError: environment or harness if the check fails; extra_installed if a required
-                package is missing.
+            RolloutError: `environment`: an environment does not exist; `harness`: the harness
+                cannot run a task; `extra_installed`: a required package is missing.
         """
         if self._harness is not None:
             _calls_module()
@@ -125,7 +125,7 @@ class Generator:
         A failed trajectory is yielded with its `error`, whatever its environment or agent raised.
 
         Raises:
-            EngineError: engine_down or engine_answer if the engine fails; no further trajectory is
+            EngineError: `engine_down`, `engine_answer`: the engine fails; no further trajectory is
                 started, and the error is raised once the running ones have ended.
         """
         broken: BaseException | None = None
@@ -163,7 +163,7 @@ class Generator:
         """Run the trajectories of a unit; failed ones are retried up to `max_retries` times.
 
         Raises:
-            EngineError: engine_down or engine_answer if the engine fails.
+            EngineError: `engine_down`, `engine_answer`: the engine fails.
         """
         finished = await self._try(unit)
         for number in range(1, self.config.max_retries + 1):
@@ -221,8 +221,8 @@ async def open_calls(
     """Serve the calls of harnesses (`pipelines.harness.recorded_calls.open_calls`), if configured.
 
     Raises:
-        MissingExtra: extra_installed if a required package is missing.
-        ConfigError: address if there is no free port.
+        MissingExtra: `extra_installed`: a required package is missing.
+        ConfigError: `address`: there is no free port.
     """
     if config.harness is None:
         yield None

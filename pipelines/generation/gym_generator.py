@@ -73,8 +73,8 @@ class GymGenerator:
             each trajectory's last row has its return, where SkyRL's trainer expects it.
 
         Raises:
-            InputError: If the batch is invalid; one_sequence if a trajectory is not a single
-                sequence because its environment replaced an action; and as for `Generator.run`.
+            InputError: The batch is invalid; `one_sequence`: a trajectory is not a single sequence
+                because its environment replaced an action; or any error of `Generator.run`.
         """
         tasks = tasks_of(input_batch)
         own = dataclasses.replace(self.config, generator=None)
@@ -103,8 +103,8 @@ def tasks_of(batch: GeneratorInput) -> list[Task]:
     """Convert a GeneratorInput to tasks.
 
     Raises:
-        InputError: generator_input if there are no prompts, lists differ in length, or an id
-            occurs twice; tasks or message if a prompt is invalid.
+        InputError: `generator_input`: there are no prompts, lists differ in length, or an id occurs
+            twice; `tasks`, `message`: a prompt is invalid.
     """
     prompts: Sequence[Any] = batch.get("prompts") or []
     if not prompts:

@@ -50,7 +50,7 @@ def begin(history: History, prompt: Messages, tokenizer: ChatTokenizer, where: s
     """Start a conversation that builds prompts as `history` specifies.
 
     Raises:
-        InputError: chat_template if the template does not accept the prompt.
+        InputError: `chat_template`: the template does not accept the prompt.
     """
     if history == "append":
         return Appended(prompt, tokenizer, where)
@@ -146,7 +146,7 @@ def final_rendering(
         [N] ids, and the (start, end) of each turn among them.
 
     Raises:
-        InputError: assistant_masks unless the template marks every assistant message.
+        InputError: `assistant_masks`: the template does not mark every assistant message.
     """
     ids, mask = tokenizer.render_marked(messages, where=where)
     bounds = [0, *(i for i in range(1, len(mask)) if mask[i] != mask[i - 1]), len(mask)]

@@ -38,7 +38,7 @@ def observation_ids(
         where: Location shown in error messages.
 
     Raises:
-        InputError: fixed_base, chat_template or message, as for `encode_messages`.
+        InputError: `fixed_base`, `chat_template`, `message`: see `encode_messages`.
 
     Example:
         With SmolLM2 ("<|im_start|>" is 1, "<|im_end|>" 2, newline 198), after a closed response:

@@ -84,8 +84,8 @@ async def generate(config: GenerateConfig, open_engine: OpenEngine) -> GenerateR
         open_engine: Opens the engine; called only if trajectories are missing.
 
     Raises:
-        RolloutError: Before generating, if the configuration, the tasks, the environments or the
-            dataset are invalid; engine_down or engine_answer if the engine fails (finished
+        RolloutError: The configuration, the tasks, the environments or the dataset are invalid
+            (raised before generating); `engine_down`, `engine_answer`: the engine fails (finished
             trajectories are written first).
     """
     tokenizer = dataclasses.replace(

@@ -51,8 +51,8 @@ def read_tasks(path: str, group_size: int) -> list[Task]:
         group_size: Attempts per task.
 
     Raises:
-        InputError: tasks if the file is unreadable or a record is not an object, has no prompt
-            or repeats an id; message if a prompt has an invalid message.
+        InputError: `tasks`: the file is unreadable, or a record is not an object, has no prompt or
+            repeats an id; `message`: a prompt has an invalid message.
 
     Example:
         >>> Path("t.jsonl").write_text('{"prompt": "2+2?", "answer": 4}')
@@ -137,7 +137,8 @@ def conversation(prompt: Any, where: str) -> list[dict[str, Any]]:
     """Convert a prompt (a list of messages, or text) to messages.
 
     Raises:
-        InputError: tasks if it is neither text nor a list; message if an item is not a message.
+        InputError: `tasks`: the prompt is neither text nor a list; `message`: an item is not a
+            message.
     """
     if isinstance(prompt, str) and prompt:
         return [{"role": "user", "content": prompt}]

@@ -91,8 +91,8 @@ class GymTrajectory:
         """Run turns until the environment is done or a limit is reached.
 
         Raises:
-            InputError: env_raised, env_timeout or env_output if the environment fails.
-            EngineError: context_length if the first prompt is too long; or if the engine fails.
+            InputError: `env_raised`, `env_timeout`, `env_output`: the environment fails.
+            EngineError: `context_length`: the first prompt is too long; or the engine fails.
         """
         try:
             prompt = await self._environment.init(self.task.prompt)

@@ -35,7 +35,7 @@ class OwnThread:
         """Call a function in the thread and return its result.
 
         Raises:
-            InputError: {rule}_timeout if there is no result in time; {rule}_raised if the function
+            InputError: `{rule}_timeout`: there is no result in time; `{rule}_raised`: the function
                 raises.
         """
         loop = asyncio.get_running_loop()
@@ -92,7 +92,7 @@ async def without_exit(awaitable: Awaitable[Value]) -> Value:
     """Await a result, turning SystemExit, which would end the process, into an error.
 
     Raises:
-        RuntimeError: If the awaitable raised SystemExit.
+        RuntimeError: The awaitable raised SystemExit.
     """
     try:
         return await awaitable
@@ -141,7 +141,7 @@ async def in_time(awaitable: Awaitable[Value], timeout_s: float, rule: str, wher
     """Await user code with a time limit.
 
     Raises:
-        InputError: {rule}_timeout if there is no result in time; {rule}_raised if the code raises.
+        InputError: `{rule}_timeout`: there is no result in time; `{rule}_raised`: the code raises.
             A RolloutError that it raises is passed on unchanged.
     """
     work = _Leavable(awaitable)

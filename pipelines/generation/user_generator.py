@@ -45,7 +45,7 @@ class OwnGenerator:
         phase: Purpose of the generator's batches.
 
     Raises:
-        ConfigError: generator if the class does not exist or has no `async def generate`.
+        ConfigError: `generator`: the class does not exist or has no `async def generate`.
     """
 
     def __init__(
@@ -63,8 +63,8 @@ class OwnGenerator:
         """Generate a group's trajectories; all fail if the call fails or its output is invalid.
 
         Raises:
-            ConfigError: generator if the generator cannot be constructed.
-            EngineError: engine_down or engine_answer if the engine fails.
+            ConfigError: `generator`: the generator cannot be constructed.
+            EngineError: `engine_down`, `engine_answer`: the engine fails.
         """
         made = self._generator()
         where = f"generator {self._config.generator}, group {tasks[0].instance_id!r}"
@@ -109,8 +109,9 @@ class OwnGenerator:
         """Check the output and split its rows by task, in order.
 
         Raises:
-            InputError: generator_output if it is not a GeneratorOutput; trajectories unless it
-                contains exactly the requested ones; and as for `from_generator_output`.
+            InputError: `generator_output`: the output is not a GeneratorOutput; `trajectories`: it
+                does not contain exactly the requested trajectories; or any error of
+                `from_generator_output`.
         """
         try:
             given = _with_ids(output, tasks)

@@ -56,8 +56,8 @@ async def run_command(
         where: Location shown in error messages.
 
     Raises:
-        InputError: harness_start if the program cannot be started; harness_timeout if the time
-            limit expires; harness_exit if the exit status is not 0.
+        InputError: `harness_start`: the program cannot be started; `harness_timeout`: the time
+            limit expires; `harness_exit`: the exit status is not 0.
     """
     paths = [folder / "stdout", folder / "stderr"]
     with paths[0].open("wb") as out, paths[1].open("wb") as err:

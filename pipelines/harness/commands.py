@@ -43,7 +43,7 @@ def words_of(command: str) -> list[str]:
     """Split a command line as a shell would, without expanding anything.
 
     Raises:
-        ConfigError: harness if a quote is not closed or the command line is empty.
+        ConfigError: `harness`: a quote is not closed or the command line is empty.
     """
     try:
         words = shlex.split(command)
@@ -70,7 +70,7 @@ def check_scripts(words: list[str]) -> None:
     """Reject scripts in a command line that contain a task field, whose text would run as code.
 
     Raises:
-        ConfigError: harness if there is such a script.
+        ConfigError: `harness`: the command line has such a script.
     """
     for at, (option, script) in enumerate(pairwise(words)):
         if not _SCRIPT.fullmatch(option) or not _takes_script(words[:at]):

@@ -171,8 +171,8 @@ def read_request(body: bytes, where: str) -> tuple[_Request, Sampling]:
     """Parse a request body; reject unsupported fields that would change sampling.
 
     Raises:
-        InputError: engine_request if the body is not a valid request.
-        ConfigError: sampling if a sampling parameter is out of range.
+        InputError: `engine_request`: the body is not a valid request.
+        ConfigError: `sampling`: a sampling parameter is out of range.
     """
     try:
         fields, request = _FIELDS.decode(body), _REQUEST.decode(body)

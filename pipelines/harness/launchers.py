@@ -56,7 +56,7 @@ class Harness(Protocol):
         """Check that the harness can run these tasks.
 
         Raises:
-            ConfigError: harness if it cannot run one of them.
+            ConfigError: `harness`: the harness cannot run one of the tasks.
         """
         ...
 
@@ -64,8 +64,9 @@ class Harness(Protocol):
         """Run a task to completion.
 
         Raises:
-            InputError: harness_reward if the result is not an outcome; harness_timeout;
-                harness_raised for a function; harness_start and harness_exit for a command.
+            InputError: `harness_reward`: the result is not an outcome; `harness_timeout`: the time
+                limit expires; `harness_raised`: a function raises; `harness_start`: a command
+                cannot be started; `harness_exit`: its exit status is not 0.
         """
         ...
 
@@ -74,7 +75,7 @@ def find_harness(harness: str) -> Harness:
     """Build the harness of a configuration.
 
     Raises:
-        ConfigError: harness if the function does not exist or the command line is invalid.
+        ConfigError: `harness`: the function does not exist or the command line is invalid.
     """
     if is_function(harness):
         return FunctionHarness(resolve(harness, "harness"))

@@ -85,7 +85,8 @@ class Calls:
     """ASGI application that serves calls of open trajectories and rejects all others.
 
     Args:
-        recorder: A recorder whose context has been entered. Sessions are forgotten, never ended.
+        recorder: A recorder whose context has been entered. Sessions are dropped with their calls
+            after each trajectory, so none is ever written to a shard.
         upstreams: Upstreams whose context has been entered.
         engine: The engine that serves the calls; it provides the version of its weights.
         vocab_size: Vocabulary size; all token ids must be below it.
@@ -212,8 +213,8 @@ class Calls:
         """Parse a request, and add configured defaults to it.
 
         Raises:
-            InputError: engine_request if the request is invalid or its response could not be
-                recorded; request_size if the request is too large.
+            InputError: `engine_request`: the request is invalid or its response could not be
+                recorded; `request_size`: the request is too large.
         """
         try:
             fields = _DECODER.decode(body)
@@ -248,7 +249,7 @@ async def open_calls(
         turn: Context to enter around each call.
 
     Raises:
-        ConfigError: address if there is no free port.
+        ConfigError: `address`: there is no free port.
     """
     folder = tempfile.mkdtemp(prefix="rollouts-")
     with Watch(folder) as watch:

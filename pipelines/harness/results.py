@@ -24,7 +24,7 @@ def outcome_of(result: Any, where: str) -> Outcome:
         where: Location shown in error messages.
 
     Raises:
-        InputError: harness_reward if the result is not of this form.
+        InputError: `harness_reward`: the result is not of this form.
 
     Example:
         >>> outcome_of({"reward": 1, "metrics": {"turns": 3}}, "trajectory").metrics

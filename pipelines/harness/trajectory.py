@@ -35,9 +35,9 @@ class HarnessTrajectory:
         """Run the harness; the last step gets the harness's reward, earlier steps get 0.
 
         Raises:
-            RolloutError: As for `Harness.run`; harness_error if the harness reports a failure;
-                no_calls if no call got a response; engine_down; or the error that makes its calls
-                unusable.
+            RolloutError: `harness_error`: the harness reports a failure; `no_calls`: no call got a
+                response; `engine_down`: the engine fails; or any error of `Harness.run`, or the
+                error that makes the calls unusable.
         """
         failure: RolloutError | None = None
         async with self._calls.trajectory(self._task, self._config) as (opened, endpoint):

@@ -256,8 +256,8 @@ async def _given(exchange: Exchange, decoder: msgspec.json.Decoder[T], where: st
     """Decode the body of a request to the recorder itself; an empty body is treated as {}.
 
     Raises:
-        InputError: media_type unless the content type is JSON, because web pages may send some
-            other types to any address; json_line or record_type if the body is invalid.
+        InputError: `media_type`: the content type is not JSON (web pages may send some other types
+            to any address); `json_line`, `record_type`: the body is invalid.
     """
     kind = exchange.headers.get("content-type", "")
     if kind.partition(";")[0].strip().lower() != "application/json":

@@ -71,7 +71,8 @@ def check_head(response: aiohttp.ClientResponse) -> None:
     """Reject redirects and compressed responses.
 
     Raises:
-        EngineError: engine_redirect for a redirect; answer_encoding for a compressed response.
+        EngineError: `engine_redirect`: the response is a redirect; `answer_encoding`: the response
+            is compressed.
     """
     if 300 <= response.status < 400:
         to = repr(response.headers.get("location", "")[:200])
@@ -89,8 +90,9 @@ def check_shape(content: bytes) -> None:
     """Reject a response that would take far more memory once it is decoded.
 
     Raises:
-        EngineError: answer_size if it has too many choices, or too many bytes in small fields.
-        msgspec.MsgspecError: If it is not a completion.
+        EngineError: `answer_size`: the response has too many choices, or too many bytes in small
+            fields.
+        msgspec.MsgspecError: The response is not a completion.
     """
     if len(content) <= _LARGE_BYTES:
         return
@@ -111,8 +113,8 @@ def check_request(body: bytes) -> None:
     """Reject a request that would take far more memory once it is decoded.
 
     Raises:
-        InputError: request_size if it has too many bytes in small fields.
-        msgspec.MsgspecError: If it is not a JSON object.
+        InputError: `request_size`: the request has too many bytes in small fields.
+        msgspec.MsgspecError: The request is not a JSON object.
     """
     if len(body) <= _LARGE_BYTES:
         return
@@ -128,7 +130,7 @@ def num_prompts(prompt: bytes) -> int:
         prompt: A text, token ids, or a list of either, as JSON.
 
     Raises:
-        InputError: request_size if there are too many prompts.
+        InputError: `request_size`: there are too many prompts.
     """
     if not prompt.startswith(b"[") or not prompt[1:].lstrip().startswith((b'"', b"[")):
         return 1

@@ -66,9 +66,9 @@ class RecorderClient:
             repetition_id: Number of the attempt; None for the first unused number.
 
         Raises:
-            InputError: recorder if the recorder does not respond, or rejects the request;
-                reward_line if the outcome is not JSON, such as a reward that is NaN. The session
-                then stays open.
+            InputError: `recorder`: the recorder does not respond, or rejects the request;
+                `reward_line`: the outcome is not JSON, such as a reward that is NaN. The session
+                then remains open.
         """
         body = {"instance_id": instance_id, "repetition_id": repetition_id}
         opened = await self._post("/sessions", body)

@@ -23,8 +23,8 @@ class Answer:
         content: JSON of the response.
 
     Raises:
-        Unread: If the content is not a JSON object with choices.
-        EngineError: answer_size if decoding it would take too much memory.
+        Unread: The content is not a JSON object with choices.
+        EngineError: `answer_size`: decoding the content would take too much memory.
     """
 
     __slots__ = ("choices", "content", "fields")

@@ -67,7 +67,7 @@ def read_request(kind: Kind, body: bytes, models: tuple[str, str] | None = None)
         models: The model's names for clients and for the engine; None if they are the same.
 
     Raises:
-        InputError: request_size if decoding the body would take too much memory.
+        InputError: `request_size`: decoding the body would take too much memory.
 
     Example:
         >>> asked = read_request("chat", b'{"messages": [], "n": 2}')

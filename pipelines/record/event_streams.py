@@ -43,7 +43,7 @@ class Events:
         """Add bytes; return the events that are now complete, including their terminators.
 
         Raises:
-            EngineError: answer_size if the incomplete event is larger than `max_event_bytes`.
+            EngineError: `answer_size`: the incomplete event is larger than `max_event_bytes`.
         """
         self._buffer += content
         events, begin, look = list[bytes](), 0, max(self._num_seen - _END_BYTES, 0)
@@ -91,7 +91,7 @@ class StreamedCall:
         """Record an event; return the event to send to the client, or None to hide it.
 
         Raises:
-            EngineError: answer_size if there are too many events, or the event is too large.
+            EngineError: `answer_size`: there are too many events, or the event is too large.
         """
         self._num_events += 1
         if self._num_events > MOST_EVENTS:

@@ -135,7 +135,7 @@ class Journal:
         """Write one line; it is on disk when this returns.
 
         Raises:
-            InputError: journal if the line could not be written; the log is then unchanged.
+            InputError: `journal`: the line could not be written; the log is then unchanged.
         """
         content = msgspec.json.encode(record).replace(b"\n", b" ").replace(b"\r", b" ")
         return await self._write(self._path(folder, name), content + b"\n")

@@ -62,7 +62,7 @@ def listen(host: str, port: int) -> socket.socket:
     """Return a socket bound to an address.
 
     Raises:
-        ConfigError: address if the address is in use, or does not belong to this machine.
+        ConfigError: `address`: the address is in use, or does not belong to this machine.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)

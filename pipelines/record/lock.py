@@ -20,7 +20,7 @@ def lock_dataset(out: str | os.PathLike[str]) -> BaseFileLock:
     """Lock a dataset's journal until `release()` is called or the process ends.
 
     Raises:
-        InputError: out_is_free if another recorder holds the lock; output_file if the directory is
+        InputError: `out_is_free`: another recorder holds the lock; `output_file`: the directory is
             not local or not writable.
     """
     where = os.fspath(out)

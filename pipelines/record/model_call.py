@@ -59,9 +59,9 @@ class Call:
         """Send the call, record the response, and return it to the client.
 
         Raises:
-            EngineError: engine_down if no engine responds or the connection breaks;
-                engine_redirect, answer_encoding or answer_size if the response is rejected.
-            InputError: journal if the call could not be written, and `on_full` is `refuse`.
+            EngineError: `engine_down`: no engine responds or the connection breaks;
+                `engine_redirect`, `answer_encoding`, `answer_size`: the response is rejected.
+            InputError: `journal`: the call could not be written, and `on_full` is `refuse`.
         """
         try:
             await self._run()

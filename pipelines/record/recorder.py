@@ -137,7 +137,8 @@ class Recorder:
         """Return the session of a call; without a name, a new session for this call.
 
         Raises:
-            InputError: session_ended if the session has ended; too_many_sessions.
+            InputError: `session_ended`: the session has ended; `too_many_sessions`: too many
+                sessions are open or waiting for a shard.
         """
         folder = self.journal.next_folder()
         if name is None:
@@ -148,8 +149,9 @@ class Recorder:
         """Open a session; if no repetition is given, use the first unused one.
 
         Raises:
-            InputError: session_open or session_ended if the session exists; session_name if the
-                name is invalid; too_many_sessions.
+            InputError: `session_open`, `session_ended`: the session exists; `session_name`: the
+                name is invalid; `too_many_sessions`: too many sessions are open or waiting for a
+                shard.
         """
         if repetition_id is None:
             repetition_id = self.sessions.free_repetition(instance_id)
@@ -173,7 +175,7 @@ class Recorder:
             about: `time`; `agent` and `policy_version` if known.
 
         Raises:
-            InputError: journal if the call could not be written.
+            InputError: `journal`: the call could not be written.
         """
         known = {name: value for name, value in about.items() if value is not None}
         record = {"session": session.name, **known, "request": request, "response": response}
@@ -214,9 +216,9 @@ class Recorder:
             said: `reward` and `error`, and metrics (numbers) and other values (texts) by name.
 
         Raises:
-            InputError: unknown_session if it has no calls and no error; session_ended if it ended
-                with a different outcome; reward_line if the outcome is invalid; journal if it could
-                not be written.
+            InputError: `unknown_session`: the session has no calls and no error; `session_ended`:
+                it ended with a different outcome; `reward_line`: the outcome is invalid; `journal`:
+                the outcome could not be written.
         """
         session = self.sessions.find(name)
         if session is None and not said.get("error") and not self.sessions.is_written(name):
@@ -258,7 +260,7 @@ class Recorder:
         """Write ended sessions to shards.
 
         Raises:
-            InputError: output_file if writing failed; the sessions are kept for the next attempt.
+            InputError: `output_file`: writing failed; the sessions are kept for the next attempt.
         """
         async with self._flushing:
             ended = [s for s in self.sessions if s.outcome is not None and not s.num_under_way]

@@ -69,9 +69,9 @@ async def serving(
         tell: Receives warnings for the user; by default, they are logged.
 
     Raises:
-        ConfigError: address if the address cannot be bound.
-        InputError: out_is_free if another recorder uses the dataset; output_file if its directory
-            is not local or not writable.
+        ConfigError: `address`: the address cannot be bound.
+        InputError: `out_is_free`: another recorder uses the dataset; `output_file`: the dataset's
+            directory is not local or not writable.
     """
     with listen(host, port) as listener:
         shown = f"[{host}]" if ":" in host else host

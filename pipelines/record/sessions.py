@@ -149,7 +149,8 @@ class Sessions:
         """Return the session of a call, opening it on its first call.
 
         Raises:
-            InputError: session_ended if the session has ended; too_many_sessions.
+            InputError: `session_ended`: the session has ended; `too_many_sessions`: too many
+                sessions are open or waiting for a shard.
         """
         session = self._live.get(name)
         if session is None:
@@ -162,8 +163,8 @@ class Sessions:
         """Open a session.
 
         Raises:
-            InputError: session_ended or session_open if the name is in use; too_many_sessions if
-                the limit is reached.
+            InputError: `session_ended`, `session_open`: the name is in use; `too_many_sessions`:
+                too many sessions are open or waiting for a shard.
         """
         if name in self._live and self._live[name].outcome is None:
             hint = "end it first, or use a new repetition"

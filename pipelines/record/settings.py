@@ -15,7 +15,7 @@ class RecordSettings:
     """Settings of a recorder.
 
     Raises:
-        ConfigError: `config_value` if a value is out of bounds.
+        ConfigError: `config_value`: a value is out of bounds.
 
     Attributes:
         out: Local dataset directory; shards are appended to an existing one.

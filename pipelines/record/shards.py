@@ -55,7 +55,7 @@ class Shards:
         """Return the trajectory ids that the dataset contains.
 
         Raises:
-            InputError: out_is_free if the dataset is partitioned, so that shards cannot be added.
+            InputError: `out_is_free`: the dataset is partitioned, so that shards cannot be added.
         """
         location = Location.of(self._out)
         location.refuse_partitions()
@@ -71,7 +71,7 @@ class Shards:
         error and the steps that can be read. Its calls go to `DS.rejected.jsonl`.
 
         Raises:
-            InputError: output_file if writing failed; no part of the shard is then written.
+            InputError: `output_file`: writing failed; no part of the shard is then written.
         """
         left, tables, rejected = self._tables([_with_calls(ended) for ended in sessions])
         # Try each session unchanged, then as failed with its readable steps, then without steps.

@@ -48,7 +48,7 @@ def target_of(raw_path: str, headers: Mapping[str, str]) -> Target:
         headers: Headers by lower-case name.
 
     Raises:
-        InputError: session_name if the instance or repetition is missing or invalid.
+        InputError: `session_name`: the instance or repetition is missing or invalid.
 
     Example:
         >>> target_of("/s/math%2F12/3/checker/v1/models", {})

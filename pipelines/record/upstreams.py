@@ -107,7 +107,7 @@ class Upstreams:
             session: Calls with the same session go to the same engine as long as it responds.
 
         Raises:
-            EngineError: engine_down if no engine responds; engine_redirect or answer_encoding if
+            EngineError: `engine_down`: no engine responds; `engine_redirect`, `answer_encoding`:
                 the response is rejected.
         """
         response = await self._open(method, path, body, self._headers(headers), session)
@@ -121,7 +121,7 @@ class Upstreams:
         """Yield the body of a response as it arrives.
 
         Raises:
-            EngineError: answer_size if the body is larger than `max_answer_bytes`.
+            EngineError: `answer_size`: the body is larger than `max_answer_bytes`.
         """
         num_bytes = response.content_length or 0
         if num_bytes <= self._max_answer_bytes:
@@ -138,7 +138,7 @@ class Upstreams:
         """Read the entire body of a response.
 
         Raises:
-            EngineError: answer_size if the body is larger than `max_answer_bytes`.
+            EngineError: `answer_size`: the body is larger than `max_answer_bytes`.
         """
         return b"".join([content async for content in self.parts(response)])
 
@@ -146,8 +146,8 @@ class Upstreams:
         """Return the engines' model, as reported by the first engine that responds.
 
         Raises:
-            EngineError: engine_down if the response is not a list of models; and as for `answer`
-                and `whole`.
+            EngineError: `engine_down`: the response is not a list of models; or any error of
+                `answer` or `whole`.
         """
         if self._model is None:
             async with self.answer("GET", MODELS, None, {}, None) as response:

@@ -77,7 +77,7 @@ class Exchange:
         """Reject the request unless it uses this method.
 
         Raises:
-            InputError: method if the request uses another method.
+            InputError: `method`: the request uses another method.
         """
         if self.method != method:
             message = f"{self.raw_path}: method {self.method} is not allowed; use {method}"
@@ -87,9 +87,9 @@ class Exchange:
         """Read the entire body.
 
         Raises:
-            InputError: request_size if the body exceeds `most_bytes`; body_timeout if no part of it
+            InputError: `request_size`: the body exceeds `most_bytes`; `body_timeout`: no part of it
                 arrives for a minute.
-            ConnectionError: If the client disconnected.
+            ConnectionError: The client disconnected.
         """
         parts: list[bytes] = []
         num_bytes = 0

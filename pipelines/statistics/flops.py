@@ -64,8 +64,8 @@ def read_model_shape(path: str, num_params: float | None = None) -> ModelShape:
         num_params: Overrides the counted number of parameters.
 
     Raises:
-        InputError: `input_file` if the file does not exist or is not a JSON object; `model_config`
-            if the parameters cannot be counted.
+        InputError: `input_file`: the file does not exist or is not a JSON object; `model_config`:
+            the parameters cannot be counted.
     """
     file = Path(path) / "config.json"
     config = _read(file)

@@ -37,7 +37,7 @@ class Query:
         """Return a required parameter.
 
         Raises:
-            InputError: view_query: the parameter is missing.
+            InputError: `view_query`: the parameter is missing.
         """
         if name not in self.values:
             raise InputError("view_query", self.where, f"the parameter {name} is missing")
@@ -51,7 +51,8 @@ class Query:
         """Return a parameter that is a non-negative integer; `default` if it is missing.
 
         Raises:
-            InputError: view_query: it is not such a number, or is missing without a default.
+            InputError: `view_query`: the parameter is not such a number, or is missing and has no
+                default.
         """
         given = self.values.get(name, "" if default is None else str(default))
         if not re.fullmatch(r"[0-9]{1,9}", given):

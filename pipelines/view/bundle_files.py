@@ -38,7 +38,7 @@ class Bundle:
         """Read the built page.
 
         Raises:
-            InputError: view_bundle: the page is not built.
+            InputError: `view_bundle`: the page is not built.
         """
         if not (folder / "index.html").is_file():
             got, hint = "the page of the viewer is not built", "build it: make view"

@@ -55,8 +55,9 @@ def export(sources: Sources, bundle: Bundle, out: str, *, where: str | None, lim
         The number of trajectories and the size of the file, as text for the user.
 
     Raises:
-        InputError: output_file: `out` is a directory; nothing_left: no trajectory is selected.
-        ConfigError: condition, known_column.
+        InputError: `output_file`: `out` is a directory; `nothing_left`: no trajectory is selected.
+        ConfigError: `condition`: the condition is not SQL or cannot be evaluated on each row;
+            `known_column`: it uses an unknown column.
     """
     if Path(out).is_dir():
         raise InputError("output_file", out, "a directory with that name exists")
@@ -182,7 +183,7 @@ def inlined(bundle: Bundle, blobs: Sequence[str]) -> str:
     """Return the report page with the blobs of `Packing.blobs` embedded.
 
     Raises:
-        InputError: view_bundle: the report page is not built.
+        InputError: `view_bundle`: the report page is not built.
     """
     found = bundle.files.get("/report.html")
     if found is None or _MARK not in (page := found[0].decode()):

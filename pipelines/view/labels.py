@@ -49,8 +49,9 @@ def write_labels(
         out: Local directory that does not exist yet.
 
     Raises:
-        InputError: out_is_free, view_query.
-        ConfigError: known_trajectory.
+        InputError: `out_is_free`: `out` exists; `view_query`: `column` is reserved, empty or too
+            long, a value is invalid, or `out` is not a local directory.
+        ConfigError: `known_trajectory`: a label is for an unknown trajectory.
     """
     taken = {*COLUMN_BY_NAME, *PREFIX_TYPES, *COMPUTED}
     if not column or column in taken or len(column) > 200:

@@ -72,7 +72,7 @@ def tree(
         update: The update whose advantages are shown.
 
     Raises:
-        InputError: view_size: the rows have more than `MAX_TOKENS` tokens.
+        InputError: `view_size`: the rows have more than `MAX_TOKENS` tokens.
     """
     rows = [row for row in _rows(dataset, numbers, run, update) if len(row.tokens)]
     vocabulary = dataset.token_bytes

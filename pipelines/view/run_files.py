@@ -81,7 +81,7 @@ def read_metrics(run: Path) -> dict[str, Any]:
         name, a number or None for each step.
 
     Raises:
-        InputError: metrics_file: a line is not a JSON object with an integer `global_step`.
+        InputError: `metrics_file`: a line is not a JSON object with an integer `global_step`.
     """
     file = run / "metrics.jsonl"
     updates: dict[int, Mapping[str, Any]] = {}
@@ -120,7 +120,7 @@ def read_tokens(run: Path, update: int, columns: list[str] | None = None) -> pl.
     """Read the token records of an update, one per row of a dataset.
 
     Raises:
-        InputError: input_file: the update was not recorded; readable_file: its file is damaged.
+        InputError: `input_file`: the update was not recorded; `readable_file`: its file is damaged.
     """
     records = scan_token_records(run, update)
     file = token_record_path(run, update)

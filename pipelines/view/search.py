@@ -35,7 +35,7 @@ def search(
     and responses; `position` is then null.
 
     Raises:
-        InputError: view_query: both or neither of `text` and `ids` are given.
+        InputError: `view_query`: both or neither of `text` and `ids` are given.
     """
     if bool(text) == bool(ids):
         raise InputError("view_query", "search", "pass either text or ids")

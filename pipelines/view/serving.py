@@ -49,7 +49,7 @@ async def serving(api: Api, bundle: Bundle, *, port: int = 0) -> AsyncIterator[S
         port: 0 picks a free one.
 
     Raises:
-        ConfigError: address: the server cannot listen on the port.
+        ConfigError: `address`: the server cannot listen on the port.
     """
     token = secrets.token_urlsafe(24)
     with listen(HOST, port) as listener:
@@ -68,7 +68,7 @@ async def serve(api: Api, bundle: Bundle, *, port: int, announce: Callable[[str]
         announce: Receives the address to open once the server is ready.
 
     Raises:
-        ConfigError: address: the server cannot listen on the port.
+        ConfigError: `address`: the server cannot listen on the port.
     """
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     async with serving(api, bundle, port=port) as served:

@@ -113,7 +113,7 @@ class Dataset:
         """Read columns of one row.
 
         Raises:
-            ConfigError: known_trajectory: there is no such trajectory or step.
+            ConfigError: `known_trajectory`: there is no such trajectory or step.
         """
         number = self.index.number(trajectory_id)
         begin, end = self.index.bounds(number)
@@ -182,7 +182,7 @@ class Run:
         Iterations of `rl` repeat the ids of trajectories, so ids alone do not identify a row.
 
         Raises:
-            InputError: As `run_files.read_tokens`.
+            InputError: See `run_files.read_tokens`.
         """
         names = None if columns is None else ["dataset", *columns]
         found = run_files.read_tokens(self.path, update, names)
@@ -244,7 +244,7 @@ class Sources:
         """Return a dataset by its id.
 
         Raises:
-            InputError: no_such_path: the id is unknown.
+            InputError: `no_such_path`: the id is unknown.
         """
         if number not in self.datasets:
             raise InputError("no_such_path", number, "the viewer has no dataset with this id")
@@ -254,7 +254,7 @@ class Sources:
         """Return a run by its id.
 
         Raises:
-            InputError: no_such_path: the id is unknown.
+            InputError: `no_such_path`: the id is unknown.
         """
         if number not in self.runs:
             raise InputError("no_such_path", number, "the viewer has no run with this id")

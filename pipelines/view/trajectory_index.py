@@ -133,7 +133,7 @@ class TrajectoryIndex:
         """Return the position of a trajectory.
 
         Raises:
-            ConfigError: known_trajectory: no trajectory has this id.
+            ConfigError: `known_trajectory`: no trajectory has this id.
         """
         ids = self.trajectories["trajectory_id"]
         at = ids.index_of(trajectory_id)
@@ -146,7 +146,7 @@ class TrajectoryIndex:
         """Return the positions of a group's trajectories.
 
         Raises:
-            ConfigError: known_trajectory: no trajectory has this instance_id.
+            ConfigError: `known_trajectory`: no trajectory has this instance_id.
         """
         is_in = self.trajectories["instance_id"] == instance_id
         found = np.flatnonzero(is_in.to_numpy())
@@ -168,7 +168,8 @@ class TrajectoryIndex:
             where: SQL over the columns of the dataset and `COMPUTED`; None or "": no condition.
 
         Raises:
-            ConfigError: condition, known_column.
+            ConfigError: `condition`: the condition is not SQL or cannot be evaluated on each row;
+                `known_column`: it uses an unknown column.
         """
         if not where:
             return None
@@ -184,7 +185,7 @@ class TrajectoryIndex:
         """Return the positions of all trajectories ([T]), sorted by a column; nulls and NaN last.
 
         Raises:
-            ConfigError: known_column.
+            ConfigError: `known_column`: the table of trajectories has no such column.
         """
         self.refuse_unknown(column)
         key = column, descending
@@ -205,7 +206,7 @@ class TrajectoryIndex:
         """Raise an error unless the index has this column.
 
         Raises:
-            ConfigError: known_column.
+            ConfigError: `known_column`: the table of trajectories has no such column.
         """
         if column not in self.trajectories.columns:
             hint = f"use one of {', '.join(self.trajectories.columns)}"

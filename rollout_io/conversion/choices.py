@@ -74,7 +74,7 @@ def settings_of(
         spool: Directory with copies of remote directories.
 
     Raises:
-        ConfigError: `choices`, `tokenizer` or `chat_template`: an option cannot be used.
+        ConfigError: `choices`, `tokenizer`, `chat_template`: an option cannot be used.
     """
     refuse_misfits(choices, logs)
     needs = [

@@ -29,7 +29,7 @@ def check_decoded(steps: Iterable[Step], directory: str) -> None:
         directory: Directory of the tokenizer.
 
     Raises:
-        InputError: other_tokenizer: the decoded ids differ from the text.
+        InputError: `other_tokenizer`: the decoded ids differ from the text.
     """
     is_sampled = False
     for step in steps:

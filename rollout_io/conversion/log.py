@@ -92,8 +92,8 @@ def open_log(
             they are skipped.
 
     Raises:
-        InputError: `known_format`, `input_file`, `duplicate_input` or `lfs_pointer`: an input
-            cannot be used.
+        InputError: `known_format`, `input_file`, `duplicate_input`, `lfs_pointer`: an input cannot
+            be used.
     """
     is_auto, given_paths, paths = format_name == AUTO, paths, [shown(path) for path in paths]
     known = load_formats().adapters if is_auto else {format_name: find_adapter(format_name)}
@@ -101,7 +101,10 @@ def open_log(
         given_paths, spool, cache(lambda path: _formats_of(path, known)), ignored
     )
     if unread and strict and not skips:
-        got = "the entry is a pipe, a device, or a link whose target is missing or is not searched"
+        got = (
+            "the entry is a pipe, a device, or a symlink whose target is missing, hidden, ignored"
+            " or outside the directory"
+        )
         raise InputError("input_file", unread[0], got, "", "pass its target too, or remove it")
     by_name = {given.name: given for given in inputs}
     names, left = {format_name: list(by_name)}, list[str]()
@@ -133,7 +136,7 @@ def _refuse_pickles(named: Sequence[Input], adapter: Adapter) -> None:
     """Reject pickles that the chosen format does not know, instead of their first bytes.
 
     Raises:
-        InputError: `pickle`.
+        InputError: `pickle`: an input is a pickle that the format does not recognize.
     """
     for given in named:
         error = given.path.is_file() and pickle_error(given.name, given.path)

@@ -87,7 +87,7 @@ def _parts(path: str) -> list[str]:
 
 
 def url_of(path: Path | str, spool: Path) -> str:
-    """Replace the paths of copies in a text with their URLs."""
+    """Replace the paths of local copies in a text with the original URLs."""
     return re.sub(_pattern(spool), _URL, str(path))
 
 
@@ -101,7 +101,7 @@ def holds_copies(spool: Path) -> bool:
 
 
 def named_found(found: Iterable[Found], spool: Path) -> Iterator[Found]:
-    """Replace the paths of copies in the findings of an adapter with their URLs."""
+    """Replace the paths of local copies in an adapter's findings with the original URLs."""
     if not holds_copies(spool):
         yield from found
         return
@@ -116,7 +116,7 @@ def named_found(found: Iterable[Found], spool: Path) -> Iterator[Found]:
 
 
 def named_table(table: pa.Table, spool: Path) -> pa.Table:
-    """Replace the paths of copies in text columns, such as `source` and `error`, with their URLs."""
+    """Replace the paths of local copies in text columns, such as `source`, with the original URLs."""
     for index, field in enumerate(table.schema):
         if pa.types.is_string(field.type) or pa.types.is_large_string(field.type):
             named = pc.replace_substring_regex(table.column(index), _pattern(spool), _URL)
@@ -125,7 +125,7 @@ def named_table(table: pa.Table, spool: Path) -> pa.Table:
 
 
 def named_rejection(rejected: Rejected, spool: Path) -> Rejected:
-    """Replace the paths of copies in a rejection with their URLs."""
+    """Replace the paths of local copies in a rejection with the original URLs."""
     return Rejected(_named_place(rejected.place, spool), named_error(rejected.error, spool))
 
 
@@ -134,7 +134,7 @@ def _named_place(place: Place, spool: Path) -> Place:
 
 
 def named_error(error: RolloutError, spool: Path) -> RolloutError:
-    """Replace the paths of copies in an error with their URLs."""
+    """Replace the paths of local copies in an error with the original URLs."""
     fields = encode(error)
     named = {name: text and url_of(text, spool) for name, text in fields.items()}
     return error if named == fields else decode(named)
@@ -142,7 +142,7 @@ def named_error(error: RolloutError, spool: Path) -> RolloutError:
 
 @contextmanager
 def naming_errors(spool: Path) -> Iterator[None]:
-    """Replace the paths of copies in raised errors with their URLs."""
+    """Replace the paths of local copies in raised errors with the original URLs."""
     try:
         yield
     except RolloutError as error:

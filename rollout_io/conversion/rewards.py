@@ -103,7 +103,7 @@ def parse_outcome(record: dict[str, Any], where: str) -> tuple[Key, Outcome]:
         where: File and line, for errors.
 
     Raises:
-        InputError: reward_line, record_type or session_name: the line is not a valid outcome.
+        InputError: `reward_line`, `record_type`, `session_name`: the line is not a valid outcome.
     """
     session, outcome = _parse(record, where)
     return split_session(session, where), outcome

@@ -71,7 +71,7 @@ def table_of(batch: Sequence[Settled]) -> pa.Table:
     Raises:
         ArithmeticError, ValueError: A value does not fit its column, or the routing comes
             from several models.
-        RolloutError: usage_counts: the engine reported a different number of tokens.
+        RolloutError: `usage_counts`: the engine reported a different number of tokens.
     """
     rows = _Rows.of(batch)
     made = {c.name: _column(c, rows) for c in COLUMNS if c.name not in _NOT_READ}

@@ -135,8 +135,8 @@ def retokenizer_of(
         is_needed: True if the log contains text to encode.
 
     Raises:
-        ConfigError: `tokenizer` or `chat_template`: it is missing or cannot be used.
-        InputError: `tokenizer`: it is not found, or cannot be loaded.
+        ConfigError: `tokenizer`, `chat_template`: the option is missing or cannot be used.
+        InputError: `tokenizer`: the tokenizer is not found, or cannot be loaded.
     """
     if tokenizer is None:
         if chat_template is not None:
@@ -173,7 +173,7 @@ def with_tokens(trajectory: Trajectory, retokenizer: Retokenizer | None) -> list
     """Return the steps of a trajectory; conversations and completions are re-tokenized.
 
     Raises:
-        InputError: `no_token_ids`: there is text but no re-tokenizer; or as for `with_answers`.
+        InputError: `no_token_ids`: there is text but no re-tokenizer; or any error of `with_answers`.
     """
     steps = []
     for step in with_answers(trajectory):

@@ -65,7 +65,7 @@ def writable(where: str, hint: str | None = None) -> Iterator[None]:
             space.
 
     Raises:
-        InputError: output_file: the path cannot be written.
+        InputError: `output_file`: the path cannot be written.
     """
     try:
         yield

@@ -64,7 +64,7 @@ def condition_of(condition: str | pl.Expr) -> pl.Expr:
             trajectory_id)`.
 
     Raises:
-        ConfigError: condition: the text is not SQL, or is not a condition on each row.
+        ConfigError: `condition`: the text is not SQL, or is not a condition on each row.
 
     Example:
         >>> str(condition_of("reward > 0"))
@@ -120,7 +120,8 @@ def check_columns(used: Sequence[str], known: Sequence[str], where: str, text: s
         text: The condition as the user wrote it.
 
     Raises:
-        ConfigError: known_column: the error points to the first unknown name in the text.
+        ConfigError: `known_column`: the condition uses an unknown column (the error points to the
+            first one).
     """
     for name in used:
         if name in known:

@@ -369,8 +369,8 @@ def _open_shards(path: PathLike) -> list[_Shard]:
     """Open all shards of a dataset, and check that each directory is complete.
 
     Raises:
-        InputError: There is no dataset, or `readable_file`, `shards_complete`, `file_metadata`: it
-            is damaged or incomplete.
+        InputError: There is no dataset; `readable_file`, `shards_complete`, `file_metadata`: the
+            dataset is damaged or incomplete.
     """
     found = find_shards(path)
     shards = [

@@ -323,7 +323,7 @@ def read_attempt(run: Run, _: Options) -> Trajectory:
     no reward.
 
     Raises:
-        RolloutError: The attempt cannot be used (no_token_ids, no_calls, routing_shape, ...).
+        RolloutError: The attempt cannot be used (`no_token_ids`, `no_calls`, `routing_shape`, ...).
     """
     heads = [(p.where, decode_line(_HEAD, read_record(p), p.where)) for p in run.places]
     rewards = [_reward(h, where) for where, h in heads if h.event_type == "reward"]

@@ -125,9 +125,9 @@ def read_run(path: Path, document: Document) -> LoggedRun:
         document: Content of that file.
 
     Raises:
-        RolloutError: `no_token_ids` (only some calls have ids, or a step is a sum of several calls;
-            the error names the missing field), `dangling_reference` (the target of a reference
-            does not exist), a broken invariant of the tokens, or any error of `read_trajectory`.
+        RolloutError: `no_token_ids`: only some calls have ids, or a step is a sum of several calls
+            (the error names the missing field); `dangling_reference`: the target of a reference
+            does not exist; or a broken invariant of the tokens, or any error of `read_trajectory`.
     """
     is_subagent = "parent_session_id" in (document.agent.extra or {})
     main = _Scope(

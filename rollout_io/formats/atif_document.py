@@ -101,8 +101,9 @@ def read_trajectory(path: Path) -> Document:
     """Read one ATIF file; its version must be known and its steps numbered 1..n.
 
     Raises:
-        InputError: `atif_version`, `atif_step_id`, `atif_duplicate_id`, or any error of
-            `read_document`.
+        InputError: `atif_version`: the version is unknown; `atif_step_id`: the steps are not
+            numbered 1..n; `atif_duplicate_id`: two embedded trajectories have the same id; or any
+            error of `read_document`.
     """
     document, _ = read_document(_DECODER, path)
     _check(document, path, "$")

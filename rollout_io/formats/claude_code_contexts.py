@@ -68,7 +68,7 @@ class Line(NamedTuple):
         """Decode the message of a line.
 
         Raises:
-            InputError: `record_type`: a user or assistant line without a complete message.
+            InputError: `record_type`: a user or assistant line has no complete message.
         """
         message = None
         if logged.type in {"user", "assistant"}:

@@ -134,7 +134,8 @@ def sort_by_format(
 
     Raises:
         InputError: `known_format`: a named input, or every input, matches no format, or the format
-            of an input is ambiguous; `input_file`; `lfs_pointer`.
+            of an input is ambiguous; `input_file`: an input is unreadable; `lfs_pointer`: an input
+            is a Git LFS pointer.
     """
     matches = {name: recognize(path, formats) for name, path in paths.items()}
     left = [name for name, found in matches.items() if not found]

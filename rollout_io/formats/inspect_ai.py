@@ -166,7 +166,8 @@ def read_sample(run: Run, options: Options) -> Trajectory:
     limits.
 
     Raises:
-        RolloutError: The sample cannot be used (no_calls, no_token_ids, dangling_reference, ...).
+        RolloutError: The sample cannot be used (`no_calls`, `no_token_ids`, `dangling_reference`,
+            ...).
     """
     (place,) = run.places
     sample = decode_document(_SAMPLE_DECODER, _content(place), place.where)

@@ -151,8 +151,8 @@ def calls_of(sample: Sample, where: str) -> Iterator[Call]:
     """Yield the calls of a sample in order, except failed ones and those of scorers.
 
     Raises:
-        InputError: record_type: a field has the wrong type; dangling_reference: an attachment or a
-            message of the pool is missing.
+        InputError: `record_type`: a field has the wrong type; `dangling_reference`: an attachment
+            or a message of the pool is missing.
     """
     events = list(_model_events(sample, where))
     if not events:

@@ -142,7 +142,7 @@ def read_run(run: Run, _: Options) -> Trajectory:
     has failed.
 
     Raises:
-        RolloutError: The run cannot be used (no_calls, no_token_ids, record_type, ...).
+        RolloutError: The run cannot be used (`no_calls`, `no_token_ids`, `record_type`, ...).
     """
     (place,) = run.places
     logged = _decode(read_record(place), place.where)

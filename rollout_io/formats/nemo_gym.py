@@ -233,7 +233,7 @@ def read_rollout(run: Run, _: Options) -> Trajectory:
     on. With `response.error`, the trajectory has failed.
 
     Raises:
-        RolloutError: The run cannot be used (no_token_ids, no_response, ..., or any error of
+        RolloutError: The run cannot be used (`no_token_ids`, `no_response`, ..., or any error of
             `read_conversation`).
     """
     (place,) = run.places

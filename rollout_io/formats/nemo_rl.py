@@ -118,7 +118,8 @@ def read_run(run: Run, _: Options) -> Trajectory:
     """Read the calls of a run, one per answer.
 
     Raises:
-        RolloutError: `no_token_ids`: a message has no ids; `lengths_align`, ...
+        RolloutError: `no_calls`: the run has no model response; `no_token_ids`: a message has no
+            ids; or the tokens break an invariant (`lengths_align`, ...).
     """
     (place,) = run.places
     logged = decode_record(_RUN_DECODER, place)

@@ -173,7 +173,7 @@ def read_run(run: Run, _: Options) -> Trajectory:
     in a loop; the error is then only stored as `exit_status`.
 
     Raises:
-        RolloutError: The run cannot be used (no_calls, no_token_ids, record_type, ...).
+        RolloutError: The run cannot be used (`no_calls`, `no_token_ids`, `record_type`, ...).
     """
     (place,) = run.places
     content = read_record(place)

@@ -118,8 +118,8 @@ def read_calls(history: Sequence[msgspec.Raw], where: str) -> Iterator[Call]:
         where: Place of the history, for errors.
 
     Raises:
-        InputError: record_type: a field has the wrong type; message: a response has no choices, or
-            its message is invalid.
+        InputError: `record_type`: a field has the wrong type; `message`: a response has no choices,
+            or its message is invalid.
     """
     agents = [_Agent()]
     for number, (here, raw) in enumerate(_events(history, where)):

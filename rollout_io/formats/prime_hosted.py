@@ -133,7 +133,7 @@ class _Groups:
         """Raise an error for a sample that occurred before.
 
         Raises:
-            InputError: duplicate_record: the samples are identical.
+            InputError: `duplicate_record`: the samples are identical.
             InvariantError: `unique_trajectory`: the earlier sample has different content.
         """
         other = self.first.setdefault((row.run_id, row.step, row.sample_id), place)

@@ -173,7 +173,7 @@ def read_episode(run: Run, options: Options) -> Trajectory:
     default. The episode's metrics, `is_correct` and signals become metrics too.
 
     Raises:
-        RolloutError: The episode cannot be used (no_token_ids, no_calls, lengths_align, ...).
+        RolloutError: The episode cannot be used (`no_token_ids`, `no_calls`, `lengths_align`, ...).
     """
     (place,) = run.places
     episode = decode_document(_EPISODE, read_record(place), place.where)

@@ -57,9 +57,8 @@ def to_generator_output(
 
     Raises:
         ValidationError: The table breaks an invariant.
-        RolloutError: The table has no rows (`some_rows`), a reward is null without an `error`
-            (`reward_known`), or a column is null in only some rows (`reward_kind`,
-            `logprobs_kind`).
+        RolloutError: `some_rows`: the table has no rows; `reward_known`: a reward is null without
+            an `error`; `reward_kind`, `logprobs_kind`: a column is null in only some rows.
 
     Example:
         >>> output = to_generator_output(rollout_io.read("rollouts/"))
@@ -172,7 +171,7 @@ def read_generator_output(
         other_fields: See `from_generator_output`.
 
     Raises:
-        RolloutError: The file is not one JSON object (`json_file`), or any error of
+        RolloutError: `json_file`: the file is not one JSON object; or any error of
             `from_generator_output`.
     """
     where = os.fspath(file)

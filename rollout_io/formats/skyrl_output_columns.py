@@ -153,7 +153,7 @@ def trajectory_identity(value: Any, row: int) -> TrajectoryID:
     """Convert an object or mapping with `instance_id` and `repetition_id`.
 
     Raises:
-        InputError: trajectory_id: the value has no such ids.
+        InputError: `trajectory_id`: the value has no such ids.
     """
     try:
         if isinstance(value, Mapping):

@@ -184,8 +184,8 @@ def read_samples(run: Run, _options: Options) -> Trajectory:
     reward and a sequence has a status other than `completed` and `truncated`.
 
     Raises:
-        RolloutError: A sample has a field of the wrong type (record_type), or breaks an invariant
-            (lengths_align, token_range, logprobs_*, routing_shape).
+        RolloutError: `record_type`: a field has the wrong type; `lengths_align`, `token_range`,
+            `logprobs_*`, `routing_shape`: a sample breaks an invariant.
     """
     path = run.places[0].path
     samples = _load(path, path.stat().st_mtime_ns, str(path))

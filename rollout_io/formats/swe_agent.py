@@ -131,7 +131,7 @@ def read_run(run: Run, _: Options) -> Trajectory:
     exit_error, exit_api), but not if it used up its budget or submitted nothing.
 
     Raises:
-        InputError: The run cannot be used (no_calls, no_prompt, record_type, ...).
+        InputError: The run cannot be used (`no_calls`, `no_prompt`, `record_type`, ...).
     """
     (place,) = run.places
     logged = decode_document(_RUN_DECODER, read_record(place), place.where)

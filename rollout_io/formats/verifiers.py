@@ -233,7 +233,7 @@ def read_rollout(run: Run, options: Options) -> Trajectory:
     """Read the calls of an episode or a row.
 
     Raises:
-        RolloutError: The run cannot be used (no_token_ids, tokens_disagree, no_calls, ...).
+        RolloutError: The run cannot be used (`no_token_ids`, `tokens_disagree`, `no_calls`, ...).
     """
     place = run.places[0]
     if "episode" not in run.labels:

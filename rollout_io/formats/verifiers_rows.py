@@ -110,7 +110,7 @@ def read_row(content: bytes, where: str, metadata: Metadata, options: Options) -
     each of them is a copy of the row's reward.
 
     Raises:
-        RolloutError: The row cannot be used (no_token_ids, conflicting_ids, no_calls, ...).
+        RolloutError: The row cannot be used (`no_token_ids`, `conflicting_ids`, `no_calls`, ...).
     """
     row = decode_line(_ROW, content, where)
     fields = decode_line(_FIELDS, content, where)

@@ -101,8 +101,8 @@ class Graph:
     """Message nodes of a trace with their tokens.
 
     Raises:
-        RolloutError: dangling_reference: a parent is not an earlier node; record_type: a message is
-            not an object; lengths_align, token_range: the tokens break an invariant.
+        RolloutError: `dangling_reference`: a parent is not an earlier node; `record_type`: a
+            message is not an object; `lengths_align`, `token_range`: the tokens break an invariant.
     """
 
     def __init__(self, trace: Trace, where: str) -> None:

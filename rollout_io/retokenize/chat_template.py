@@ -36,7 +36,7 @@ def template_path(name: str) -> Path:
     """Return the file of a template in the package.
 
     Raises:
-        ConfigError: chat_template: there is no template of this name.
+        ConfigError: `chat_template`: there is no template of this name.
 
     Example:
         >>> template_path("chatml_tools_thinking").name
@@ -54,7 +54,8 @@ def find_template(name_or_path: str) -> str:
         name_or_path: A key of `TEMPLATES`, or a file (UTF-8, at most 1 MB).
 
     Raises:
-        ConfigError: chat_template: unknown name or file, not a regular file, too large, not UTF-8.
+        ConfigError: `chat_template`: no template or file has this name, or the file is not a
+            regular file, too large, unreadable or not UTF-8.
     """
     if name_or_path in TEMPLATES:
         return template_path(name_or_path).read_text(encoding="utf-8")

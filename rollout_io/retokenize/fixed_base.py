@@ -88,9 +88,9 @@ def encode_messages(
         [tokens] int32; empty if there are no messages.
 
     Raises:
-        InputError: chat_template: the template raised an error; fixed_base: the base is not a
-            prefix of base + messages; generation_prompt: the template needs one but has none;
-            message, tool_arguments or tokenizer: a message is invalid.
+        InputError: `chat_template`: the template raised an error; `fixed_base`: the base is not a
+            prefix of base + messages; `generation_prompt`: the template needs a generation prompt
+            but has none; `message`, `tool_arguments`, `tokenizer`: a message is invalid.
 
     Example:
         With Qwen3's tokenizer and template:
@@ -147,9 +147,9 @@ def fixed_base(tokenizer: ChatTokenizer, tools: Tools | None, where: str) -> Fix
     """Return the rendered base conversation, cached per tokenizer and tools.
 
     Raises:
-        InputError: tools: not JSON; chat_template: the template fails on the base; fixed_base:
-            the generation prompt is not at the end; generation_prompt: the template has none, yet
-            writes a header before assistant messages.
+        InputError: `tools`: the tools are not JSON; `chat_template`: the template fails on the
+            base; `fixed_base`: the generation prompt is not at the end; `generation_prompt`: the
+            template has no generation prompt, yet writes a header before assistant messages.
     """
     try:
         key = json.dumps(list(tools) if tools else None)

@@ -114,8 +114,8 @@ def tokenizer_directory(name: str) -> str:
         name: Directory, or id on the Hugging Face Hub, which is looked up in the local cache.
 
     Raises:
-        InputError: `tokenizer`: neither a directory with a tokenizer nor a model in the local
-            cache.
+        InputError: `tokenizer`: the path is neither a directory with a tokenizer nor a model in the
+            local cache.
     """
     path, hint = Path(name), "pass the directory of a downloaded model"
     if path.is_dir():

@@ -23,8 +23,9 @@ def normalize(message: object, where: str) -> dict[str, Any]:
       `reasoning_content`.
 
     Raises:
-        InputError: message: not an object with a role, or content that is not text (the error
-            identifies an image part); tool_arguments: arguments that are not a JSON object.
+        InputError: `message`: the message is not an object with a role, its content is not text
+            (the error identifies an image part), or a tool call is invalid; `tool_arguments`: the
+            arguments are not a JSON object.
 
     Example:
         >>> call = {"function": {"name": "add", "arguments": '{"a": 1}'}}

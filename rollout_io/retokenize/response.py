@@ -91,8 +91,8 @@ def retokenize(
         where: Name of the conversation, for errors.
 
     Raises:
-        InputError: retokenize: the conversation has no answer, or begins with one; otherwise as for
-            `encode_response`.
+        InputError: `retokenize`: the conversation has no answer, or begins with one; or any error
+            of `encode_response`.
 
     Example:
         With SmolLM2's tokenizer and template ("<|im_start|>" is 1, "<|im_end|>" 2, newline 198):
@@ -139,10 +139,10 @@ def encode_response(
         where: Name of the conversation, for errors.
 
     Raises:
-        InputError: message_role: an unsupported role; generation_prompt: an assistant message that
-            does not begin with the generation prompt, or renders to nothing after it; text_kept:
-            the template drops a part of a message; otherwise as for `encode_messages`.
-        InvariantError: lengths_align: `logprobs` does not have one value per generated token.
+        InputError: `message_role`: a role is unsupported; `generation_prompt`: an assistant message
+            does not begin with the generation prompt, or renders to nothing after it; `text_kept`:
+            the template drops a part of a message; or any error of `encode_messages`.
+        InvariantError: `lengths_align`: `logprobs` does not have one value per generated token.
 
     Example:
         With SmolLM2's tokenizer and template:

@@ -88,7 +88,7 @@ def load_token_bytes(path: str) -> TokenBytes:
         path: A `tokenizer.json`, its directory, or a model in the local Hugging Face cache.
 
     Raises:
-        InputError: tokenizer or input_file: the tokenizer does not exist or cannot be read.
+        InputError: `tokenizer`, `input_file`: the tokenizer does not exist or cannot be read.
     """
     file = tokenizer_file(path)
     if file.is_file():

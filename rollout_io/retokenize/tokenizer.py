@@ -112,7 +112,7 @@ class ChatTokenizer:
         """Render a conversation as text, optionally with the header of the next assistant message.
 
         Raises:
-            InputError: chat_template: the template raised an error, or there is none.
+            InputError: `chat_template`: the template raised an error, or there is no template.
         """
         if not self.backend.chat_template:
             raise _without_template(self.name)
@@ -135,8 +135,8 @@ class ChatTokenizer:
         """Return the ids of a conversation and a mask, true inside {% generation %} blocks.
 
         Raises:
-            InputError: chat_template: the template raised an error, or there is none;
-                assistant_masks: the template has no such blocks.
+            InputError: `chat_template`: the template raised an error, or there is no template;
+                `assistant_masks`: the template has no such blocks.
         """
         if not _MARK.search(str(self.backend.chat_template or "")):
             hint = (
@@ -160,7 +160,7 @@ class ChatTokenizer:
             places: Name of each text, for errors.
 
         Raises:
-            InputError: tokenizer: a text is invalid Unicode (lone surrogates).
+            InputError: `tokenizer`: a text is invalid Unicode (it has lone surrogates).
         """
         if not texts:
             return []
@@ -211,10 +211,10 @@ def load_tokenizer(
             without one.
 
     Raises:
-        InputError: input_file: one of its files is not a regular file; tokenizer: it does not exist
-            or cannot be loaded; chat_template: the tokenizer has no template.
-        ConfigError: chat_template: `chat_template` is unknown or cannot be read.
-        MissingExtra: extra_installed: `transformers` is not installed.
+        InputError: `input_file`: one of the directory's files is not a regular file; `tokenizer`:
+            the tokenizer does not exist or cannot be loaded; `chat_template`: it has no template.
+        ConfigError: `chat_template`: the template is unknown or cannot be read.
+        MissingExtra: `extra_installed`: `transformers` is not installed.
     """
     where = os.fspath(path)
     directory = tokenizer_directory(where)

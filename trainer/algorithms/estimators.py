@@ -30,7 +30,7 @@ def advantages_of_returns(
         [n] float64.
 
     Raises:
-        InputError: If a user's estimator fails, or its result is invalid.
+        InputError: A user's estimator fails, or its result is invalid.
     """
     given = {"returns": returns, "group_index": group_index}
     return _estimated(given, len(returns), "advantage of each trajectory", estimator)[0]

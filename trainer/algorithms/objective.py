@@ -86,7 +86,7 @@ def policy_loss(t: Targets, loss: BoundFunction) -> TokenLoss:
     """Compute the loss per target with `policy_loss_type`, neither reduced nor corrected.
 
     Raises:
-        InputError: If a user's loss fails, or its result is invalid.
+        InputError: A user's loss fails, or its result is invalid.
     """
     function = loss.function
     given = {name: getattr(t, name) for name in function.inputs} | loss.keys

@@ -19,7 +19,7 @@ def call_own(function: Function, given: Mapping[str, Any]) -> Any:
     """Call a function with keyword arguments; arrays are copied, because it may modify them.
 
     Raises:
-        InputError: {key}_raised, with the location, if the function raises.
+        InputError: `{key}_raised`: the function raises (the message has the location).
     """
     given = {n: v.copy() if isinstance(v, np.ndarray) else v for n, v in given.items()}
     try:
@@ -53,7 +53,7 @@ def finite_array(function: Function, found: Any, num: int, what: str) -> FloatAr
         what: Meaning of an element, for messages.
 
     Raises:
-        InputError: If the result is not numeric, has the wrong shape, or is not finite.
+        InputError: The result is not numeric, has the wrong shape, or is not finite.
     """
     expected = f"an array [{num}] of finite numbers, the {what}"
     try:

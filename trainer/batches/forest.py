@@ -238,7 +238,7 @@ class RowLimit:
         """Check that no row exceeds the limit.
 
         Raises:
-            InputError: row_too_long, which names the longest row.
+            InputError: `row_too_long`: a row is too long (the error names the longest one).
         """
         if lengths.max(initial=0) > self.num_tokens:
             row = int(lengths.argmax())

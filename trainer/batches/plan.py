@@ -24,14 +24,14 @@ class Plan:
     Attributes:
         trajectories: One row per trajectory of the planned groups: instance_id, trajectory_id,
             return (float64, null if failed), failed (bool), trains (bool: neither failed nor
-            masked), advantage (float64, 0 if it is masked or the estimator works per token),
+            masked), advantage (float64, 0 if masked or if the estimator works per token),
             mini_batch (int64, its optimizer step within its batch).
         batches: Instance ids of each batch, in order of the groups' first appearance.
         num_groups_without_variance: Trained groups of two or more whose returns are all equal;
             `drop_zero_variance_groups` leaves them out.
         group_size: Expected number of trajectories per group.
-        num_partial_groups: Groups of a different size; 0 if advantages do not compare a group's
-            trajectories.
+        num_partial_groups: Number of groups of a different size; 0 if advantages are not relative
+            to the group.
     """
 
     trajectories: pl.DataFrame
@@ -47,7 +47,7 @@ class PlanSettings:
 
     Attributes:
         needs_outcomes: Whether every trajectory must have a return or an error.
-        compares_groups: Whether advantages depend on the returns of a trajectory's group.
+        compares_groups: Whether advantages are relative to the group.
         estimator: Estimates the advantage of each trajectory; None: advantages are estimated per
             token, or not at all.
     """
@@ -90,9 +90,10 @@ def make_plan(returns: pl.DataFrame, settings: PlanSettings) -> Plan:
         settings: Settings of the plan.
 
     Raises:
-        InvariantError: If no group is left.
-        InputError: If a trajectory has neither a return nor an error, unless the loss takes no
-            advantages; if partial groups are rejected; if a user's estimator fails.
+        InvariantError: No group is left.
+        InputError: A trajectory has neither a return nor an error, unless the loss takes no
+            advantages; there are partial groups and `partial_groups` is `refuse`; or a user's
+            estimator fails.
     """
     if settings.needs_outcomes:
         _check_outcomes(returns)

@@ -57,7 +57,7 @@ def check_functions(config: LossConfig) -> None:
     """Check the functions that a configuration names, and the keys of its table `[loss]`.
 
     Raises:
-        ConfigError: config_key or config_value, if a key of `[loss]` is not a parameter of any
+        ConfigError: `config_key`, `config_value`: a key of `[loss]` is not a parameter of any
             function, is also a key of the configuration, or has a value of the wrong type.
         InputError: As for `find`.
     """

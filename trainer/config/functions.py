@@ -142,9 +142,9 @@ def find(kind: Kind, name: str) -> Function:
     """Import the function that a key names.
 
     Raises:
-        ConfigError: config_value if there is no built-in function of this name.
-        InputError: `kind.key` if the function does not exist, its module cannot be imported, or its
-            parameters are invalid.
+        ConfigError: `config_value`: no built-in function has this name; `{kind.key}`: the function
+            does not exist, is not callable, or its module cannot be imported.
+        InputError: `{kind.key}`: the parameters of the function are invalid.
     """
     is_own = name not in kind.built_in
     if is_own and ":" not in name:

@@ -14,7 +14,7 @@ def resolved(config: TrainConfig) -> TrainConfig:
     """Resolve `outcome` and `merge_rule` from the dataset if they are None.
 
     Raises:
-        RolloutError: If the dataset cannot be read.
+        RolloutError: The dataset cannot be read.
     """
     rule = config.merge_rule
     if config.sequence_layout == "merge" and rule is None:

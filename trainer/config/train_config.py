@@ -31,7 +31,7 @@ class TrainConfig(LossConfig):
     """All settings of a training run. The resolved record is saved as `OUT/config.json`.
 
     Raises:
-        ConfigError: If a value is out of range, or two values contradict each other.
+        ConfigError: A value is out of range, or two values contradict each other.
 
     Example:
         >>> TrainConfig(dataset="runs.parquet", model="smollm2", out="run").sequence_layout
@@ -234,9 +234,9 @@ def load_config(
             value of None is ignored.
 
     Raises:
-        InputError: If the file is unreadable.
-        ConfigError: If a key is unknown (the hint is the nearest name), a value has the wrong type
-            or is out of range, or `dataset`, `model` or `out` is missing.
+        InputError: The file is unreadable.
+        ConfigError: A key is unknown (the hint is the nearest name), a value has the wrong type or
+            is out of range, or `dataset`, `model` or `out` is missing.
 
     Example:
         >>> paths = {"dataset": "ds", "model": "m", "out": "o"}

@@ -33,7 +33,7 @@ def make_accelerator(
     The arguments are keys of `TrainConfig`; the optimizer adamw_8bit does not work with FSDP.
 
     Raises:
-        ConfigError: If a tracker is not installed, or the launch requests something unsupported.
+        ConfigError: A tracker is not installed, or the launch requests something unsupported.
     """
     available = [str(tracker) for tracker in get_available_trackers()]
     for tracker in trackers:
@@ -72,7 +72,7 @@ def wrap(
     """Place a model, and replicate or shard its parameters over the processes.
 
     Raises:
-        ConfigError: If the launch requests sharded parameters but they are not sharded.
+        ConfigError: The launch requests sharded parameters but they are not sharded.
     """
     model, optimizer = accelerator.prepare(model, optimizer)
     if _is_on("ACCELERATE_USE_FSDP") and not is_sharded(model):

@@ -52,7 +52,7 @@ def agreed(accelerator: Accelerator, work: Callable[[], T]) -> T:
     Returns the local result of `work`, which must not communicate, once all processes are done.
 
     Raises:
-        RolloutError: If `work` raises one in any process; this process's own error takes
+        RolloutError: `work` raises one in any process; this process's own error takes
             precedence.
     """
     if accelerator.num_processes == 1:
@@ -78,7 +78,7 @@ def on_main(accelerator: Accelerator, work: Callable[[], object]) -> None:
     """Run work in the main process while the others wait.
 
     Raises:
-        RolloutError: In every process, if the work raises it.
+        RolloutError: `work` raises the error, which is then raised in every process.
     """
     agreed(accelerator, lambda: work() if accelerator.is_main_process else None)
 

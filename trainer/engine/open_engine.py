@@ -12,7 +12,7 @@ def open_engine(config: GenerateConfig) -> Engine:
 
     Raises:
         RolloutError: As for the engine's constructor.
-        MissingExtra: If a package that the engine needs is not installed.
+        MissingExtra: A package that the engine needs is not installed.
     """
     extra = "train" if config.engine == "transformers" else "generate"
     with requires_extra(extra, f"engine {config.engine}"):

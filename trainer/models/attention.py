@@ -117,7 +117,7 @@ def mask_of_layers(
         settings: Further arguments of `sdpa_mask`.
 
     Raises:
-        ValueError: If the model adds its own conditions.
+        ValueError: The model adds its own conditions.
     """
     forest = FOREST.get()
     if forest is None:
@@ -156,8 +156,8 @@ def chain_attention(
         [1, N, heads, size], and no attention weights.
 
     Raises:
-        ValueError: If the layer caps or biases its scores, which SDPA does not support; or if its
-            mask does not come from Transformers and therefore ignores the forest.
+        ValueError: The layer caps or biases its scores, which SDPA does not support; or its mask
+            does not come from Transformers and therefore ignores the forest.
     """
     if not isinstance(attention_mask, ForestMask):
         if FOREST.get() is not None:

@@ -75,7 +75,7 @@ def load_critic(path: str, *, gradient_checkpointing: bool = False, trees: bool 
     In that case, all values are 0 at first, so the first advantages depend only on the rewards.
 
     Raises:
-        InputError: If the model cannot be loaded, or the value head belongs to a different model.
+        InputError: The model cannot be loaded, or the value head belongs to a different model.
     """
     loaded = load_policy(path, logprob_chunk_tokens=1, trees=trees)
     if gradient_checkpointing:

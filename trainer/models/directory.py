@@ -12,7 +12,7 @@ def check_model_directory(path: str) -> None:
     """Check that a directory has a `config.json`.
 
     Raises:
-        InputError: model_directory: the directory or its `config.json` does not exist.
+        InputError: `model_directory`: the directory or its `config.json` does not exist.
     """
     if (Path(path) / "config.json").is_file():
         return

@@ -52,9 +52,9 @@ def add_adapter(policy: Policy, adapter: AdapterSettings, path: Path | None = No
     from, as written by `save_model`.
 
     Raises:
-        MissingExtra: If peft is not installed.
-        ConfigError: If `lora_target_modules` does not name linear layers of the decoder.
-        InputError: If the adapter cannot be read, or belongs to a different model.
+        MissingExtra: The package peft is not installed.
+        ConfigError: `lora_target_modules` does not name linear layers of the decoder.
+        InputError: The adapter cannot be read, or belongs to a different model.
     """
     with requires_extra("train", "lora_rank"):
         import peft

@@ -35,7 +35,7 @@ def make_optimizer(
     Frozen parameters are ignored.
 
     Raises:
-        MissingExtra: If adamw_8bit is configured and bitsandbytes is not installed.
+        MissingExtra: The optimizer is adamw_8bit and bitsandbytes is not installed.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     given: dict[str, Any] = {

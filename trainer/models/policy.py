@@ -105,7 +105,7 @@ class Policy(nn.Module):
         Transformers does this only in training mode, which would also enable dropout.
 
         Raises:
-            ConfigError: If the model has no layers that support recomputation.
+            ConfigError: The model has no layers that support recomputation.
         """
         layers = [m for m in self.model.modules() if isinstance(m, GradientCheckpointingLayer)]
         if not layers:
@@ -140,9 +140,9 @@ def load_policy(
     arguments.
 
     Raises:
-        InputError: If `path` is not a model directory; if Transformers cannot load the model
-            without remote code; if its layers ignore a forest's attention mask; if the policy does
-            not reproduce the model's log-probabilities.
+        InputError: `path` is not a model directory; Transformers cannot load the model without
+            remote code; its layers ignore a forest's attention mask; or the policy does not
+            reproduce the model's log-probabilities.
     """
     check_model_directory(path)
     if not sys.stderr.isatty():

@@ -37,7 +37,7 @@ def check_policy(policy: nn.Module, path: str, *, trees: bool = False) -> None:
     passes in which a long row affects the others. Branching trees are checked only with `trees`.
 
     Raises:
-        InputError: model_layers, if the log-probabilities differ.
+        InputError: `model_layers`: the log-probabilities differ.
     """
     model: Any = policy.model
     try:

@@ -18,9 +18,9 @@ def check_image(out: Path) -> None:
     """Check that matplotlib can write the image.
 
     Raises:
-        InputError: If the directory of the image does not exist.
-        ConfigError: If matplotlib does not support the format.
-        MissingExtra: If matplotlib is not installed.
+        InputError: The directory of the image does not exist.
+        ConfigError: Matplotlib does not support the format.
+        MissingExtra: Matplotlib is not installed.
     """
     with requires_extra("plot", "rollouts plot"):
         from matplotlib.figure import Figure

@@ -54,9 +54,9 @@ def plot_runs(runs: Sequence[Path], out: Path, metrics: Sequence[str] = ()) -> l
         The plotted metrics.
 
     Raises:
-        InputError: If metrics are missing or invalid, or a metric has no values in any run.
-        ConfigError: If matplotlib does not support the format.
-        MissingExtra: If matplotlib is not installed.
+        InputError: Metrics are missing or invalid, or a metric has no values in any run.
+        ConfigError: Matplotlib does not support the format.
+        MissingExtra: Matplotlib is not installed.
     """
     lines = dict(zip(charts.names_of(runs), map(read_metrics, runs), strict=True))
     chosen = _chosen(lines, metrics)
@@ -91,7 +91,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Read the lines of a run's `metrics.jsonl`, except a line that is still being written.
 
     Raises:
-        InputError: If the file does not exist or is empty, or a line is invalid.
+        InputError: The file does not exist or is empty, or a line is invalid.
     """
     file = path / "metrics.jsonl" if path.is_dir() else path
     if not file.exists():

@@ -26,7 +26,7 @@ def run(
     """Train a policy on its own samples, or resume such a run: see `trainer.rl.loop.run`.
 
     Raises:
-        RolloutError: As for `trainer.rl.loop.run`, or if torch is not installed.
+        RolloutError: See `trainer.rl.loop.run`; or torch is not installed.
     """
     with requires_extra("train", "rollouts rl"):
         from trainer.rl import loop

@@ -112,8 +112,8 @@ class Collector:
         iteration and in groups that are still running.
 
         Raises:
-            RolloutError: engine_down or engine_answer, once running trajectories have ended; errors
-                of the dataset's writer.
+            RolloutError: `engine_down`, `engine_answer`: the engine fails (raised once running
+                trajectories have ended); or the dataset's writer fails.
         """
         while not self._groups.is_whole(iteration):
             if self._failure is not None and not self._under_way.running:

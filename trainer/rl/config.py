@@ -45,8 +45,8 @@ class RlConfig:
     """All settings of the RL loop. Saved as `OUT/config.json`.
 
     Raises:
-        ConfigError: If a value is out of range, two values contradict each other, or a table has a
-            key that the loop sets itself.
+        ConfigError: A value is out of range, two values contradict each other, or a table has a key
+            that the loop sets itself.
 
     Example:
         >>> own = {"model": "smollm2", "tasks": "t.jsonl", "out": "run", "num_iterations": 10}
@@ -222,9 +222,10 @@ def load_rl_config(
     """Read a configuration: TOML with tables, then `out`, then `key=value` or `table.key=value`.
 
     Raises:
-        InputError: If the file cannot be read (input_file) or is not valid TOML (config_file).
-        ConfigError: If a key is unknown or missing (config_key), or a value is invalid
-            (config_value, sampling). The error names the table of the key.
+        InputError: `input_file`: the file cannot be read; `config_file`: the file is not valid
+            TOML.
+        ConfigError: `config_key`: a key is unknown or missing; `config_value`, `sampling`: a value
+            is invalid. The error names the table of the key.
     """
     given, where = read_toml(toml_path) | given_options({"out": out}), str(toml_path)
     plain, nested = _by_table(overrides, TABLES.__contains__)

@@ -32,7 +32,7 @@ class Groups:
             group.
 
     Raises:
-        InputError: resume_rollouts if an iteration has too many groups, or a group that is also in
+        InputError: `resume_rollouts`: an iteration has too many groups, or a group that is also in
             a different iteration.
     """
 
@@ -72,7 +72,7 @@ class Groups:
         groups still running.
 
         Raises:
-            RolloutError: On errors of the writer, including a full disk.
+            RolloutError: The writer fails, for example because the disk is full.
         """
         first = next(number for number, free in enumerate(self._room) if free)
         room = self._room[first : max(deadline, *others, first) + 1]

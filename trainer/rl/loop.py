@@ -97,9 +97,9 @@ def run(
         `checkpoints/`, `evaluations/` and `tokens/`.
 
     Raises:
-        RolloutError: If the configuration, model, tasks or environments are not usable; if the
-            engine fails; if every trajectory of an iteration failed; if the run to resume had
-            a different configuration, or is still running; if the disk is full.
+        RolloutError: The configuration, model, tasks or environments are not usable; the engine
+            fails; every trajectory of an iteration failed; the run to resume had a different
+            configuration, or is still running; or the disk is full.
     """
     _refuse_several_processes()
     checkpoint = find_checkpoint(config, resume=resume)

@@ -35,8 +35,8 @@ def find_checkpoint(config: RlConfig, *, resume: bool) -> Path | None:
     """Return the checkpoint to resume from; None to start from the beginning.
 
     Raises:
-        InputError: If there is a run but `resume` is false, or the run's files are invalid.
-        ConfigError: If the run had a different configuration.
+        InputError: There is a run but `resume` is false, or the run's files are invalid.
+        ConfigError: The run had a different configuration.
     """
     out = Path(config.out)
     if not resume:
@@ -74,7 +74,7 @@ def prepare(config: RlConfig, progress: Progress) -> dict[int, float | None]:
         Mean returns of existing evaluations, by version.
 
     Raises:
-        InputError: If `metrics.jsonl` lacks updates that precede the checkpoint.
+        InputError: `metrics.jsonl` lacks updates that precede the checkpoint.
     """
     out = Path(config.out)
     metrics, kept = out / "metrics.jsonl", dict[str, dict[str, Any]]()

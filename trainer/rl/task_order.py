@@ -47,7 +47,7 @@ def check_names(names: Collection[str]) -> None:
     """Reject ids that would collide with those of a later pass.
 
     Raises:
-        InputError: tasks: the file contains both `NAME` and `NAME@NUMBER`.
+        InputError: `tasks`: the file contains both `NAME` and `NAME@NUMBER`.
     """
     for name in names:
         found = _AGAIN.fullmatch(name)

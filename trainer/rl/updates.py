@@ -44,7 +44,7 @@ class Learning:
     Resumes from `checkpoint` if it is given.
 
     Raises:
-        RolloutError: If a model cannot be trained as configured, or the checkpoint is unreadable.
+        RolloutError: A model cannot be trained as configured, or the checkpoint is unreadable.
     """
 
     def __init__(self, config: RlConfig, checkpoint: Path | None) -> None:
@@ -110,7 +110,7 @@ class Learning:
         Returns the metrics of its mini-batches; those of the first include `numbers`.
 
         Raises:
-            RolloutError: If rows cannot be used as configured, or every trajectory failed.
+            RolloutError: Rows cannot be used as configured, or every trajectory failed.
         """
         run, iteration = self._run(dataset), self.iteration
         set_rates(run, self.progress.global_step)
@@ -198,7 +198,7 @@ def check_lengths(config: RlConfig, limit: RowLimit, context_tokens: int | None)
     Runs before sampling; an unknown context (None) is not checked.
 
     Raises:
-        ConfigError: row_too_long: the longest possible row does not fit.
+        ConfigError: `row_too_long`: the longest possible row does not fit.
     """
     generation, cuts = config.generation, config.training.max_row_tokens is not None
     hint = "pass --set generate.max_input_tokens=N, or truncate rows: --set train.max_row_tokens=N"

@@ -55,7 +55,7 @@ def estimate(batch: Batch, estimation: Estimation, values: Tensor | None = None)
         values: [T] float32 critic values at the trained tokens; None without a critic.
 
     Raises:
-        InputError: If a user's estimator fails, or its result is invalid.
+        InputError: A user's estimator fails, or its result is invalid.
     """
     at = torch.from_numpy(batch.chains.slots)
     known = None if values is None else values[at].numpy().astype(np.float64)

@@ -102,7 +102,7 @@ def latest_checkpoint(out: Path) -> Path | None:
     """Return the checkpoint that `checkpoints/latest` names; without the file, the newest, or None.
 
     Raises:
-        InputError: If the checkpoint does not exist, or has no state to resume from.
+        InputError: The checkpoint does not exist, or has no state to resume from.
     """
     pointer, found = out / "checkpoints" / LATEST, _checkpoints(out)
     if pointer.exists():

@@ -36,8 +36,8 @@ def check_rows(
     `vocab_size`. With `must_learn`, rows from which nothing can be learned are rejected.
 
     Raises:
-        InvariantError, InputError: If a row breaks a rule (the error names the first such row), or
-            if there is no row to train on.
+        InvariantError, InputError: A row breaks a rule (the error names the first such row), or
+            there is no row to train on.
     """
     masks = plan.trajectories.select("trajectory_id", "trains", "advantage")
     rows = index.join(masks, on="trajectory_id", maintain_order="left")
@@ -163,8 +163,8 @@ def corrects_for_sampler(
     differ from those of the sampled distribution.
 
     Raises:
-        InvariantError, InputError: If only some rows have log-probabilities; if these are not from
-            the sampled distribution; or if no row has any, but the loss or a mask needs them.
+        InvariantError, InputError: Only some rows have log-probabilities; these are not from the
+            sampled distribution; or no row has any, but the loss or a mask needs them.
     """
     if not (config.corrects_for_sampler or config.is_anchored_on_sampler):
         return False

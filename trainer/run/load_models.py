@@ -52,7 +52,7 @@ def load_models(config: TrainConfig, checkpoint: Path | None) -> Models:
     """Load the models; the policy and the critic come from `checkpoint`, if given.
 
     Raises:
-        RolloutError: If a model cannot be trained as configured.
+        RolloutError: A model cannot be trained as configured.
     """
     policy = _policy(config, checkpoint)
     reference, critic = _reference(config), _critic(config, checkpoint)
@@ -92,7 +92,7 @@ def check_dataset(
     With `must_learn`, a dataset from which nothing can be learned is rejected.
 
     Raises:
-        RolloutError: If a row cannot be trained on as configured.
+        RolloutError: A row cannot be trained on as configured.
     """
     size, limit = models.vocab_size, models.limit
     rows = check_rows(index, plan, config, vocab_size=size, limit=limit, must_learn=must_learn)
@@ -138,7 +138,7 @@ def make_learners(
     """Make optimizers, and place models and optimizers on the run's processes and devices.
 
     Raises:
-        RolloutError: If the launch or an optimizer needs something unavailable.
+        RolloutError: The launch or an optimizer needs something unavailable.
     """
     device, reference, critic = accelerator.device, None, None
     settings = optimizer_settings(config)

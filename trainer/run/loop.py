@@ -76,9 +76,9 @@ def train(config: TrainConfig, *, resume: bool = False) -> TrainResult:
         `checkpoints/global_step_N/`, and `tokens/` (see `record_tokens`).
 
     Raises:
-        RolloutError: If the dataset, the model or the configuration cannot be used for training; if
-            the run to resume had a different dataset or configuration, or is still running; if the
-            disk is full.
+        RolloutError: The dataset, the model or the configuration cannot be used for training; the
+            run to resume had a different dataset or configuration, or is still running; or the disk
+            is full.
     """
     run = set_up(config, resume=resume)
     plan, config = run.plan, run.config

@@ -46,8 +46,8 @@ def find_checkpoint(config: TrainConfig) -> Path | None:
     """Return the latest checkpoint of the run in `config.out`; None if there is none yet.
 
     Raises:
-        ConfigError: If the configuration differs from the run's.
-        InputError: If `config.json` or `latest` is missing or invalid.
+        ConfigError: The configuration differs from the run's.
+        InputError: `config.json` or `latest` is missing or invalid.
     """
     out = Path(config.out)
     saved = saved_config(out)
@@ -61,7 +61,7 @@ def saved_config(out: Path) -> dict[str, Any] | None:
     """Read the configuration that a run saved in its directory; None if it has not saved any yet.
 
     Raises:
-        InputError: If it cannot be read, or is missing although the run has checkpoints.
+        InputError: The file cannot be read, or is missing although the run has checkpoints.
     """
     file = out / "config.json"
     if not file.is_file():
@@ -88,7 +88,7 @@ def check_same(
     """Check that a configuration equals the one with which a run started.
 
     Raises:
-        ConfigError: If a key that must not change has a different value, or `growing` a lower one.
+        ConfigError: A key that must not change has a different value, or `growing` has a lower one.
     """
     now = json.loads(json.dumps(given))
     kept = [key for key in now if key not in may_change]
@@ -109,7 +109,7 @@ def check_max_updates(max_updates: int | None, global_step: int) -> None:
     """Check that a run does not resume beyond its end.
 
     Raises:
-        ConfigError: If `max_updates` is less than the number of updates before the checkpoint.
+        ConfigError: `max_updates` is less than the number of updates before the checkpoint.
     """
     if max_updates is not None and max_updates < global_step:
         expected = f"at least {global_step}, the number of updates already made"
@@ -120,7 +120,7 @@ def lines_to_keep(path: Path, num_lines: int) -> bytes:
     """Read the first `num_lines` lines of `metrics.jsonl`.
 
     Raises:
-        InputError: If the file has fewer lines.
+        InputError: The file has fewer lines.
     """
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     whole = [line for line in lines if line.endswith(b"\n")]
@@ -135,7 +135,7 @@ def alone_in(out: Path) -> Iterator[None]:
     """Keep other processes from training in the same directory, if its filesystem supports locks.
 
     Raises:
-        InputError: If another process is training in the directory.
+        InputError: Another process is training in the directory.
     """
     try:
         held = lock(out / ".lock")
@@ -158,7 +158,7 @@ def stops_when_full(out: Path) -> Iterator[None]:
     """Turn a full disk into an error that names the checkpoint to resume from.
 
     Raises:
-        InputError: disk_full: a file could not be written because the disk is full.
+        InputError: `disk_full`: a file could not be written because the disk is full.
     """
     try:
         yield

@@ -27,8 +27,8 @@ def check_replay(
     The models are given by directory. Returns a note or warning for the user, or "".
 
     Raises:
-        InputError: If rows have recorded experts that are not ignored, and a model cannot use
-            them: its family is unsupported, or its layers or experts differ.
+        InputError: Rows have recorded experts that are not ignored, and a model cannot use them:
+            its family is unsupported, or its layers or experts differ.
     """
     if ROUTING not in rollouts.collect_schema():
         return ""

@@ -26,7 +26,7 @@ def check_tokenizers(config: TrainConfig, metadata: DatasetMetadata) -> list[Rem
     Returns warnings and notes, which state what was compared.
 
     Raises:
-        InputError: If a model has a different tokenizer, unless `allow_other_tokenizer` is set.
+        InputError: A model has a different tokenizer, unless `allow_other_tokenizer` is set.
     """
     if metadata.tokenizer_fingerprint is None:
         return [_names(config.model, metadata)]

@@ -176,7 +176,8 @@ def refuse_existing_run(out: Path) -> None:
     """Reject a directory that contains a run or a dataset.
 
     Raises:
-        InputError: existing_run: it contains a run; out_is_free: it contains a dataset.
+        InputError: `existing_run`: the directory contains a run; `out_is_free`: it contains a
+            dataset.
     """
     if out.is_dir() and (shards := Location.of(out).datasets()):
         raise occupied(str(out), len(shards))

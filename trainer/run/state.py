@@ -118,7 +118,7 @@ def load_progress(path: Path, digest: str) -> Progress:
     """Load the progress of the run that wrote `path`.
 
     Raises:
-        InputError: If the state cannot be read, or was written for a different dataset.
+        InputError: The state cannot be read, or was written for a different dataset.
     """
     try:
         run = json.loads((path / "run.json").read_text(encoding="utf-8"))
@@ -146,7 +146,7 @@ def restore(path: Path, learner: Learner, critic: CriticLearner | None) -> None:
     """Restore the state of the optimizers and random number generators.
 
     Raises:
-        InputError: If the state cannot be read, or belongs to different models.
+        InputError: The state cannot be read, or belongs to different models.
     """
     try:
         _restore_optimizer(learner.optimizer, learner.policy, path / "optimizer.safetensors")

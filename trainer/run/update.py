@@ -139,7 +139,7 @@ def update(
         Metrics; `skipped` is 1 if no step was taken.
 
     Raises:
-        InputError: If a user's loss or reduction fails, or its result is invalid.
+        InputError: A user's loss or reduction fails, or its result is invalid.
     """
     num_trained = sum(forest.num_targets for forest in forests)
     inputs = _loss_inputs(learner, batch, forests, old_logprobs, ref_logprobs, passes)

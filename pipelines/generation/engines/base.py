@@ -36,7 +36,7 @@ class Sampling:
         extra: Further fields of the request, named as in the engine's API.
 
     Raises:
-        ConfigError: sampling if a value is out of range.
+        ConfigError: `sampling`: a value is out of range.
     """
 
     temperature: float = 1.0
@@ -133,9 +133,9 @@ class Engine(Protocol):
                 prefix.
 
         Raises:
-            EngineError: engine_down if the engine does not respond after all retries;
-                context_length if the prompt leaves no room for a response; engine_refused if the
-                request is invalid; engine_answer if parts of the response are missing.
+            EngineError: `engine_down`: the engine does not respond after all retries;
+                `context_length`: the prompt leaves no room for a response; `engine_refused`: the
+                request is invalid; `engine_answer`: parts of the response are missing.
         """
         ...
 
@@ -159,7 +159,7 @@ class Engine(Protocol):
 
         Raises:
             EngineError: As in `sample`.
-            InputError: chat_template if the template does not accept the messages.
+            InputError: `chat_template`: the template does not accept the messages.
         """
         ...
 
@@ -174,8 +174,9 @@ class Engine(Protocol):
             policy_version: Version of the new weights.
 
         Raises:
-            EngineError: engine_down; engine_refused if the engine cannot load the weights.
-            InputError: model_directory if `path` is not a model directory; model_load if its
+            EngineError: `engine_down`: the engine does not respond; `engine_refused`: it cannot
+                load the weights.
+            InputError: `model_directory`: `path` is not a model directory; `model_load`: its
                 weights cannot be loaded.
         """
         ...

@@ -33,7 +33,7 @@ def read_sampled(
         sent: Ids of the prompt, if it was sent as ids: the response must report the same ids.
 
     Raises:
-        EngineError: engine_answer if data is missing or inconsistent.
+        EngineError: `engine_answer`: data is missing or inconsistent.
     """
     try:
         response = decode_line(_RESPONSE, body, where)

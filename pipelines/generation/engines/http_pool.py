@@ -140,7 +140,7 @@ class Servers:
                 the servers are used in turn.
 
         Raises:
-            EngineError: engine_down, context_length or engine_refused, as for `Engine.sample`.
+            EngineError: `engine_down`, `context_length`, `engine_refused`: see `Engine.sample`.
         """
         urls = self._order(session)
         headers = {} if session is None else {"X-Session-ID": session}
@@ -206,7 +206,7 @@ class Servers:
         """Send `when_returned` to a server that was lost, once, before any other request.
 
         Raises:
-            aiohttp.ClientError: If the server is still down.
+            aiohttp.ClientError: The server is still down.
         """
         if root not in self._lost:
             return

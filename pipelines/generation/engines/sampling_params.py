@@ -43,8 +43,8 @@ def with_sampling_params(config: GenerateConfig, params: Mapping[str, Any]) -> G
     """Return a configuration with the `sampling_params` of a GeneratorInput, named as in vLLM.
 
     Raises:
-        InputError: generator_input if `n` requests several samples per prompt.
-        ConfigError: config_value or sampling if a value is invalid.
+        InputError: `generator_input`: `n` requests several samples per prompt.
+        ConfigError: `config_value`, `sampling`: a value is invalid.
 
     Example:
         >>> changed = with_sampling_params(

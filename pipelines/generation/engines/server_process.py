@@ -82,7 +82,7 @@ class VllmServer:
         """Start the server and wait until it responds.
 
         Raises:
-            EngineError: engine_start if the server exits or does not respond in time; the hint
+            EngineError: `engine_start`: the server exits or does not respond in time; the hint
                 includes the end of its log.
         """
         with self.log.open("ab") as log:

@@ -53,7 +53,7 @@ def members_of(path: Path, where: str) -> dict[str, zipfile.ZipInfo]:
     """Return the members of an archive by name, in order; if a name repeats, the last one wins.
 
     Raises:
-        InputError: zip_archive: the archive is damaged.
+        InputError: `zip_archive`: the archive is damaged.
     """
     return {member.filename: member for member in _opened(path, where).infolist()}
 
@@ -62,7 +62,7 @@ def read_member(path: Path, name: str, where: str) -> bytes:
     """Read the bytes of a member.
 
     Raises:
-        InputError: zip_archive: the member is missing, damaged, encrypted, compressed with an
+        InputError: `zip_archive`: the member is missing, damaged, encrypted, compressed with an
             unknown method, or larger than `MAX_MEMBER_BYTES`.
     """
     archive = _opened(path, where)

@@ -138,7 +138,7 @@ def ids_of(choice: Choice, where: str) -> bytes:
     """Return the ids of a response as JSON; `null` if there are none.
 
     Raises:
-        InputError: conflicting_ids: LiteLLM's ids differ from the engine's.
+        InputError: `conflicting_ids`: LiteLLM's ids differ from the engine's.
     """
     text, provider = bytes(choice.token_ids), choice.provider_specific_fields
     if provider is None:

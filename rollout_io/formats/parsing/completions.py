@@ -40,10 +40,11 @@ def read_choices(
         failed: If true, ids may be missing, since the run is not trained on.
 
     Raises:
-        InputError: no_token_ids, no_response; choice_index, conflicting_ids, logprob_tokens,
-            usage_counts: the call contradicts itself.
-        InvariantError: The ids are empty (nonempty_prompt, nonempty_response), or the routing is
-            invalid (routing_shape). Other invariants are checked later, on the complete table.
+        InputError: `no_token_ids`: the call has no ids; `no_response`: it has no response;
+            `choice_index`, `conflicting_ids`, `logprob_tokens`, `usage_counts`: the call
+            contradicts itself.
+        InvariantError: `nonempty_prompt`, `nonempty_response`: the ids are empty; `routing_shape`:
+            the routing is invalid. Other invariants are checked later, on the complete table.
     """
     response = whole_response(answer, where)
     choices = _in_order(response.choices, where)
@@ -81,10 +82,11 @@ def _prompt_of(choice: Choice, response: Response, where: str) -> bytes:
 
 
 def _take_usage(usage: Usage, steps: Sequence[Step], where: str) -> None:
-    """Store the engine's counts in a single choice's step, or compare those of several choices.
+    """Store or check the token counts that the engine reported.
 
-    With several choices, the prompt count is stored only if all have the same prompt, as the engine
-    counts each prompt of a text completion once.
+    With one choice, its step stores both counts. With several, the response count must equal the
+    total over all choices, and the first step stores the prompt count if all choices have the same
+    prompt: the engine counts each prompt of a text completion once.
     """
     counted = (usage.prompt_tokens or None, usage.completion_tokens or None)
     if len(steps) == 1:

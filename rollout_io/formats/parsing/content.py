@@ -97,7 +97,7 @@ def json_text(raw: msgspec.Raw, where: str) -> str:
     """Return the value of a JSON string, or any other JSON in canonical form; {} for null.
 
     Raises:
-        InputError: json_line: the text is not UTF-8.
+        InputError: `json_line`: the text is not UTF-8.
     """
     text = bytes(raw)
     if text.startswith(b'"'):

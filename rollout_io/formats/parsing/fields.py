@@ -22,7 +22,7 @@ def numbers(fields: Mapping[str, msgspec.Raw], where: str) -> dict[str, float]:
         where: Place of the fields, for errors.
 
     Raises:
-        InputError: record_type: a number does not fit into a 64-bit float.
+        InputError: `record_type`: a number does not fit into a 64-bit float.
     """
     found: dict[str, float] = {}
     for name, raw in fields.items():
@@ -40,7 +40,7 @@ def label(raw: msgspec.Raw | None, where: str) -> str | None:
         where: Place of the field, for errors.
 
     Raises:
-        InputError: json_line: the string is not UTF-8.
+        InputError: `json_line`: the string is not UTF-8.
     """
     text = bytes(raw or b"null")
     if text.startswith(b'"'):

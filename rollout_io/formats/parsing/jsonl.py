@@ -91,8 +91,8 @@ def decode_line(decoder: msgspec.json.Decoder[T], content: bytes, where: str) ->
     """Decode one line.
 
     Raises:
-        InputError: `json_line` (not JSON, or not UTF-8) or `record_type` (a field is missing or
-            has the wrong type; the message has its JSON path).
+        InputError: `json_line`: the line is not JSON or not UTF-8; `record_type`: a field is
+            missing or has the wrong type (the message has its JSON path).
     """
     return _decode(decoder, content, where, _LINE)
 
@@ -101,7 +101,8 @@ def decode_document(decoder: msgspec.json.Decoder[T], content: bytes, where: str
     """Decode a JSON document.
 
     Raises:
-        InputError: `json_document` (not JSON, or not UTF-8) or `record_type` (as in `decode_line`).
+        InputError: `json_document`: the document is not JSON or not UTF-8; `record_type`: see
+            `decode_line`.
     """
     refuse_not_utf8(content, where, _DOCUMENT)
     return _decode(decoder, content, where, _DOCUMENT)
@@ -130,7 +131,7 @@ def contained(where: str) -> Iterator[None]:
     Raises:
         RolloutError: Unchanged.
         OSError: Unchanged, as it does not concern a single record.
-        InputError: unreadable_record: any other exception.
+        InputError: `unreadable_record`: reading the record raised any other exception.
     """
     try:
         yield
@@ -146,7 +147,7 @@ def refuse_not_utf8(content: bytes, where: str, unit: _Unit = _LINE) -> None:
     """Raise an error for a record that is not UTF-8; `decode_line` only checks decoded fields.
 
     Raises:
-        InputError: json_line, or json_document for a document.
+        InputError: `json_line`, or for a document `json_document`: the record is not UTF-8.
     """
     if content.isascii():
         return
@@ -169,8 +170,8 @@ def read_document(decoder: msgspec.json.Decoder[T], path: Path) -> tuple[T, int]
     """Decode a file that is one JSON document; return the value and the file's size in bytes.
 
     Raises:
-        InputError: The file is unreadable (`input_file`) or a Git LFS pointer (`lfs_pointer`), or
-            any error of `decode_document`.
+        InputError: `input_file`: the file is unreadable; `lfs_pointer`: the file is a Git LFS
+            pointer; or any error of `decode_document`.
     """
     content = read_input(path)
     refuse_lfs_pointer(content, str(path))

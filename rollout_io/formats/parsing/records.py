@@ -124,7 +124,7 @@ def refuse_repeated(content: bytes, where: str, first: dict[bytes, str]) -> None
         first: Places of earlier records by digest; updated with this one.
 
     Raises:
-        InputError: duplicate_record: the record is a copy.
+        InputError: `duplicate_record`: the record is a copy.
     """
     other = first.setdefault(hashlib.blake2b(content, digest_size=16).digest(), where)
     if other != where:

@@ -110,9 +110,10 @@ def read_steps(
         failed: If true, calls without tokens are left out, even if no call remains.
 
     Raises:
-        InputError: `no_calls`, `no_token_ids` (the message explains what the log has instead),
-            `token_fields` (an item has only some of the three fields), `sampled_item`,
-            `usage_counts`.
+        InputError: `no_calls`: the run has no model calls; `no_token_ids`: a call has no ids (the
+            message explains what the log has instead); `token_fields`: an item has only some of the
+            three fields; `sampled_item`: an input item has token ids; `usage_counts`: `usage`
+            reports a different number of tokens.
         InvariantError: An invariant of ids, log-probabilities or routing.
     """
     items = [

@@ -47,8 +47,8 @@ def token_ids(ids: Sequence[int], what: str, where: str) -> npt.NDArray[np.int32
         where: Place of the call, for errors.
 
     Raises:
-        InvariantError: nonempty_prompt, nonempty_response: there are no ids; token_range: an id is
-            out of range.
+        InvariantError: `nonempty_prompt`, `nonempty_response`: there are no ids; `token_range`: an
+            id is out of range.
     """
     if not ids:
         raise broken(f"nonempty_{what}", where, f"the {what} has no tokens")
@@ -138,8 +138,8 @@ def strict_ids(text: bytes, what: str, where: str) -> npt.NDArray[np.int32]:
         where: Place of the call, for errors.
 
     Raises:
-        InputError: record_type: the text is not a list of integers.
-        InvariantError: token_range: an id is out of range.
+        InputError: `record_type`: the text is not a list of integers.
+        InvariantError: `token_range`: an id is out of range.
     """
     found = decode_line(_INTEGERS_DECODER, text, f"{where}, {what} ids")
     bad = next((i for i in found if not 0 <= i <= INT32_MAX), None)
@@ -154,8 +154,8 @@ def same_ids(ids: bytes, others: bytes, what: str, where: str) -> None:
     """Raise an error unless two JSON lists of ids are equal.
 
     Raises:
-        InputError: conflicting_ids: the lists differ; or any error of `strict_ids`.
-        InvariantError: token_range: an id is out of range.
+        InputError: `conflicting_ids`: the lists differ; or any error of `strict_ids`.
+        InvariantError: `token_range`: an id is out of range.
     """
     if ids == others:
         return
@@ -177,8 +177,8 @@ def logprob_array(values: Sequence[float], num_tokens: int, where: str) -> npt.N
     """Return log-probabilities of a response, [tokens] float32 nats; 0.0 is a valid value.
 
     Raises:
-        InvariantError: The number of values is wrong (lengths_align), or a value is invalid
-            (logprobs_finite, logprobs_nonpositive).
+        InvariantError: `lengths_align`: the number of values is wrong; `logprobs_finite`,
+            `logprobs_nonpositive`: a value is invalid.
     """
     if len(values) != num_tokens:
         expected = f"{num_tokens}, one per response token"
@@ -203,8 +203,8 @@ def route_array(raw: msgspec.Raw, num_tokens: int, place: str) -> npt.NDArray[np
         place: Place of the field, for errors.
 
     Raises:
-        InvariantError: routing_shape: the routing has the wrong type or shape, or more entries than
-            `num_tokens`.
+        InvariantError: `routing_shape`: the routing has the wrong type or shape, or more entries
+            than `num_tokens`.
     """
     try:
         routes = _routes(raw)

@@ -32,7 +32,7 @@ def check_tokens(logprobs: Logprobs, ids: Ids, texts: Iterable[str], where: str)
         The text of all tokens, if the log has it.
 
     Raises:
-        InputError: logprob_tokens: the tokens do not match the ids or the text.
+        InputError: `logprob_tokens`: the tokens do not match the ids or the text.
     """
     content = logprobs.content
     tokens: Sequence[Any] = (

@@ -51,7 +51,7 @@ def reduction_weights(units: Units, reduction: BoundFunction) -> FloatArray:
     later (by importance ratios) still count: weights are not renormalised.
 
     Raises:
-        InputError: If a user's reduction fails, or its result is invalid.
+        InputError: A user's reduction fails, or its result is invalid.
 
     Example:
         Three targets in two rows; the first two belong to the first row:
