@@ -35,6 +35,11 @@ TOKEN_RECORD_COLUMNS: tuple[Column, ...] = (
     Column(name="instance_id", type=pa.string(), meaning="group of the row"),
     Column(name="trajectory_id", type=pa.string(), meaning="trajectory of the row"),
     Column(name="step_index", type=pa.int32(), meaning="index of the row in its trajectory"),
+    Column(
+        name="token_sum",
+        type=pa.int64(),
+        meaning="sum of the row's `response_ids`, which shows whether a dataset still has the row",
+    ),
     _per_token("loss_mask", _FLAGS, "true for targets of this update", nullable=False),
     _per_token("advantages", _NUMBERS, "advantage; null if the loss does not use advantages"),
     _per_token("weights", _NUMBERS, "weight of the target's loss, from `loss_reduction`"),

@@ -10,11 +10,12 @@ from typing import Any
 
 import polars as pl
 
+import rollout_io
 from pipelines.token_records import scan_token_records
 from rollout_io.dataset.opening import read_input, refuse_irregular
 from rollout_io.formats.parsing.naming import natural_key
-from schemas.errors import InputError
-from schemas.token_records import TOKENS, token_record_path
+from schemas.errors import InputError, count
+from schemas.token_records import TOKENS, token_record_path, token_record_steps
 
 KEYS = ("dataset", "instance_id", "trajectory_id", "step_index")
 """Columns that identify the row of a record."""
@@ -102,6 +103,34 @@ def read_metrics(run: Path) -> dict[str, Any]:
         if name != "global_step" and any(value is not None for value in values)
     }
     return {"global_step": steps, "updates": sorted(updates), "metrics": kept}
+
+
+def changed_rows(run: Path, dataset: str) -> str:
+    """Compare a dataset with the rows that a run's newest token records are about.
+
+    Ids alone do not identify a row: a dataset may be converted again under the same path.
+
+    Returns:
+        How many rows differ, as a clause; "" if none does or the run has no records of the dataset.
+    """
+    steps = token_record_steps(run)
+    if not steps:
+        return ""
+    kept = ("trajectory_id", "step_index", "token_sum")
+    records = scan_token_records(run, steps[-1])
+    if "token_sum" not in records.collect_schema():  # a run of an earlier version
+        return ""
+    recorded = records.filter(pl.col("dataset") == dataset).select(kept).collect()
+    ids = recorded["trajectory_id"].unique().implode()
+    rows = rollout_io.scan(dataset).filter(pl.col("trajectory_id").is_in(ids))
+    sums = pl.col("response_ids").cast(pl.List(pl.Int64)).list.sum()
+    stored = rows.select(*kept[:2], token_sum=sums).collect()
+    changed = recorded.join(stored, on=list(kept), how="anti")
+    if changed.is_empty():
+        return ""
+    name, step, _ = changed.row(0)
+    differ = f"{len(changed):,} of {count(len(recorded), 'recorded row')} differ"
+    return f"{differ}, the first in trajectory {name}, step {step}"
 
 
 def iterations_of(run: Path) -> dict[int, str]:

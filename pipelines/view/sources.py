@@ -300,10 +300,16 @@ class Sources:
             except RolloutError as error:
                 del self.datasets[dataset]
                 self.warnings.append(f"A dataset of the run {path} is unreadable: {error.sentence}")
+                continue
+            known = self.datasets[dataset]
+            known.model = known.model or run_files.model_of(Path(path))
+            if changed := run_files.changed_rows(Path(path), found):
+                self.warnings.append(
+                    f"{known.name} has changed since {path} trained on it: {changed}. Its tokens"
+                    " are shown without what the run recorded."
+                )
             else:
                 recorded[_absolute(found)] = dataset
-                known = self.datasets[dataset]
-                known.model = known.model or run_files.model_of(Path(path))
         run = Run(_short_name(path), Path(path), tuple(recorded.values()), recorded)
         self.runs[f"r{len(self.runs)}"] = run
 

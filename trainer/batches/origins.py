@@ -18,8 +18,8 @@ class StoredRows:
     """Rows of the batch's groups as the dataset stores them, without their tokens.
 
     Attributes:
-        rows: [D] instance_id, trajectory_id, step_index (int32), num_tokens (int64: length of
-            `response_ids`); in the order of the dataset.
+        rows: [D] instance_id, trajectory_id, step_index (int32), num_tokens and token_sum (int64:
+            length and sum of `response_ids`); in the order of the dataset.
         steps: The row and position of each step: see `_place_steps`.
     """
 
@@ -63,6 +63,7 @@ def stored_rows(rows: pl.DataFrame) -> StoredRows:
             "trajectory_id",
             pl.col("step_index").cast(pl.Int32),
             num_tokens=pl.col("response_ids").list.len().cast(pl.Int64),
+            token_sum=pl.col("response_ids").cast(pl.List(pl.Int64)).list.sum(),
         ),
         steps=_place_steps(rows),
     )

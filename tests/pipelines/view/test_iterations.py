@@ -47,6 +47,7 @@ def write_records(run, update, dataset, response, advantage):
         "instance_id": ["t"] * 2,
         "trajectory_id": ["t_0", "t_1"],
         "step_index": [0, 0],
+        "token_sum": [sum(response)] * 2,
         "loss_mask": [[True] * len(response)] * 2,
         "advantages": [[advantage] * len(response)] * 2,
         "weights": [[1.0] * len(response)] * 2,

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import polars as pl
 import pytest
@@ -10,7 +11,7 @@ import rollout_io
 import trainer
 from rollout_io.cli.main import run as command
 from schemas.token_records import TOKEN_RECORD_COLUMNS, token_record_path
-from tests.helpers.trainer_helpers import save_tiny_model
+from tests.helpers.trainer_helpers import save_tiny_model, write_dataset
 from tests.helpers.view_helpers import Asked
 from trainer.config.train_config import TrainConfig
 
@@ -77,9 +78,32 @@ def test_a_run_brings_its_dataset_and_updates(ask, run, dataset):
             "datasets": ["d0"],
             "updates": [1, 2],
             "token_updates": [1, 2],
+            "token_datasets": ["d0", "d0"],
         }
     ]
     assert found["datasets"][0]["num_rows"] == rollout_io.read(dataset).num_rows
+
+
+def test_a_dataset_with_other_tokens_is_shown_without_what_the_run_recorded(
+    run, dataset, smollm2_dir, tmp_path
+):
+    """One token differs; ids and lengths are the same."""
+    rows = rollout_io.read(dataset).to_pylist()
+    rows[-1]["response_ids"][0] += 1
+    copy, moved = tmp_path / "ds", shutil.copytree(run, tmp_path / "run")
+    write_dataset(copy, rows)
+    for file in (moved / "tokens").iterdir():
+        named = pl.read_parquet(file).with_columns(dataset=pl.lit(str(copy)))
+        named.write_parquet(file)
+    config = json.loads((moved / "config.json").read_text())
+    (moved / "config.json").write_text(json.dumps(config | {"dataset": str(copy)}))
+    found = Asked(moved, tokenizer=str(smollm2_dir))("/api/sources")
+    name, step = rows[-1]["trajectory_id"], rows[-1]["step_index"]
+    (warning,) = found["warnings"]
+    num_recorded = len(pl.read_parquet(token_record_path(run, 2)))
+    assert f"1 of {num_recorded} recorded rows differ, the first in trajectory {name}" in warning
+    assert f"step {step}" in warning
+    assert found["runs"][0]["datasets"] == []
 
 
 def test_metrics_are_those_of_the_log(ask, run):
