@@ -129,11 +129,17 @@ def decode(encoded: Mapping[str, Any]) -> RolloutError:
     return _KINDS[encoded["kind"]](*given, message=encoded["message"])
 
 
-def raise_first(errors: Sequence[RolloutError]) -> NoReturn:
-    """Raise the first error; its message gives the number of further rejected records."""
-    first, more = copy(errors[0]), len(errors) - 1
-    if more:
-        first.message = f"{first.sentence[:-1]} (and {count(more, 'more record')} rejected)."
+def raise_first(errors: Sequence[RolloutError], more: str | None = None) -> NoReturn:
+    """Raise the first error; its message gives the number of further rejected records.
+
+    Args:
+        errors: One or more errors, each of one record.
+        more: The further records in words; None counts the errors.
+    """
+    first, num_more = copy(errors[0]), len(errors) - 1
+    if num_more:
+        more = count(num_more, "more record") if more is None else more
+        first.message = f"{first.sentence[:-1]} (and {more} rejected)."
     raise first
 
 

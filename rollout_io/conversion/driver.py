@@ -25,6 +25,7 @@ from rollout_io.conversion.remote import naming_errors
 from rollout_io.conversion.rewards import Key, Outcome, read_rewards
 from rollout_io.conversion.staging import Staging, rejected_path, spool_path
 from rollout_io.conversion.summary import Summary
+from rollout_io.conversion.urls import shown
 from rollout_io.dataset.footer import Part
 from rollout_io.dataset.opening import digest_of
 from rollout_io.dataset.parallel import Workers
@@ -270,7 +271,11 @@ def _conclude(
     rejected += [r for report in reports for r in report.rejected]
     if rejected and choices.on_error == "fail":
         num_runs = sum(planned.num_runs for planned in plans)
-        rejections.fail(errors_of(rejected, opened.inputs), num_runs, opened.noun)
+        found, rewards = (
+            errors_of(rejected, opened.inputs),
+            choices.rewards and shown(choices.rewards),
+        )
+        rejections.fail(found, num_runs, opened.noun, rewards)
     summary = planned
     for report in reports:
         summary.merge(report.summary)

@@ -12,10 +12,11 @@ from rollout_io.conversion.rejections import pointed
 from rollout_io.conversion.remote import named_found
 from rollout_io.conversion.urls import shown
 from rollout_io.formats.base import Adapter, Found, Input, Place, Progress, Rejected
-from rollout_io.formats.clues import explained, pickle_error
+from rollout_io.formats.clues import pickle_error
 from rollout_io.formats.detect import (
     HINT,
     RULE,
+    explanation,
     find_adapter,
     load_formats,
     recognize,
@@ -157,7 +158,7 @@ def refuse_unknown_only(
     where, got = ", ".join(paths), "no file is in a format that rollouts can read"
     first = next(iter(inputs))
     message = f"{where}: {got} (found {count(len(inputs), 'file')}, the first is {first})"
-    clue = explained(first, inputs[first].path)
+    clue = explanation(first, inputs[first].path, known)
     hint = f"{clue.sentence.removesuffix('.')}; {clue.hint}" if clue else HINT
     raise InputError(RULE, where, got, "", hint, message=message)
 

@@ -56,6 +56,7 @@ def read_log(inputs: PathLike | Sequence[PathLike], choices: Choices | None = No
             tables += [sound(part, rejected, vocab_size) for part in reader.parts(planned.runs)]
         if rejected:
             num_runs = sum(planned.num_runs for planned in plans)
-            rejections.fail(errors_of(rejected, opened.inputs), num_runs, opened.noun)
+            found_errors = errors_of(rejected, opened.inputs)
+            rejections.fail(found_errors, num_runs, opened.noun, rewards and rewards.name)
     table = pa.concat_tables(tables, promote_options="permissive")
     return table.replace_schema_metadata(each[0].metadata.encode("full"))

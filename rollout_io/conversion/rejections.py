@@ -56,22 +56,35 @@ def lines(rejections: Iterable[Rejected]) -> Iterator[bytes]:
         yield msgspec.json.encode(told) + b"\n"
 
 
-def fail(found: Sequence[RolloutError], num_runs: int, noun: str) -> NoReturn:
+def fail(
+    found: Sequence[RolloutError], num_runs: int, noun: str, rewards: str | None = None
+) -> NoReturn:
     """Raise the first error; if several runs have no token ids, raise one error for all of them.
 
     Args:
         found: Errors of all rejected records, in order.
         num_runs: Number of runs in the logs.
         noun: Noun for a run, such as "session".
+        rewards: Name of the rewards file, whose lines are counted apart from records of the logs.
     """
     alone = list({error.where: error for error in found if is_text_alone(error)}.values())
     if len(alone) < 2:
-        errors.raise_first(found)
+        errors.raise_first(found, _counted(found, rewards))
     others = [e for e in found if not is_text_alone(e) and e.rule != INCOMPLETE]
     message = f"{len(alone)} of {errors.count(num_runs, noun)} have text but no token ids"
     if others:
-        message += f" (and {errors.count(len(others), 'more record')} rejected)"
+        message += f" (and {_counted([alone[0], *others], rewards)} rejected)"
     raise InputError(NO_TOKENS, alone[0].where, alone[0].got, "", alone[0].hint, message=message)
+
+
+def _counted(found: Sequence[RolloutError], rewards: str | None) -> str:
+    """Return the records after the first in words: "2 more records and 48 rewards"."""
+    first, *others = [rewards is not None and e.where.startswith(f"{rewards}:") for e in found]
+    words = []
+    for is_reward, noun in ((False, "record"), (True, "reward")):
+        if number := others.count(is_reward):
+            words.append(errors.count(number, f"more {noun}" if is_reward == first else noun))
+    return " and ".join(words)
 
 
 def pointed(error: RolloutError, format_name: str) -> RolloutError:

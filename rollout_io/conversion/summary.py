@@ -153,9 +153,11 @@ class Summary:
             )
         # Re-tokenized rows are not counted: no engine returned their tokens.
         if num_without := self.num_without_logprobs - self.num_retokenized:
+            has_some = self.num_without_logprobs < self.num_calls
             lines.append(
-                f"{_num(num_without, 'row')} without log-probabilities, so training "
-                'cannot correct importance ratios: request "logprobs": true from the engine'
+                f"{_num(num_without, 'row')} without log-probabilities, so `train` "
+                + (_SOME_LOGPROBS if has_some else _NO_LOGPROBS)
+                + ': request "logprobs": true from the engine'
             )
         if self.num_failed:
             lines.append(f"{_num(self.num_failed, 'failed trajectory')}, kept with `error`")
@@ -187,6 +189,8 @@ _ABSENT: dict[str, Any] = {
     "rollout_logprobs": pl.List(pl.Float32),
     "segments": pl.List(pl.Int32),
 }
+_NO_LOGPROBS = "applies no importance weights, and rejects losses that need them"
+_SOME_LOGPROBS = "rejects the dataset unless tis_ratio_type is none"
 _NAMES = (
     *("instance_id", "is_last_step", "prompt_token_ids", "rollout_logprobs", "reward", "error"),
     *("source", "token_source", "segments"),

@@ -50,9 +50,27 @@ def open_input(path: str | os.PathLike[str]) -> BufferedReader:
             return BufferedReader(FileIO(os.dup(int(is_given[1] or 0))), _BUFFER_BYTES)
     except (OSError, ValueError) as error:  # ValueError: a NUL byte in the name
         got = (getattr(error, "strerror", None) or str(error)).lower()
-        hint, message = f"check the path: ls {Path(where).parent}", f"cannot read {where}: {got}"
+        near = similar_path(where) if isinstance(error, FileNotFoundError) else None
+        hint = f"did you mean {near}?" if near else f"check the path: ls {Path(where).parent}"
+        message = f"cannot read {where}: {got}"
         raise InputError("input_file", where, got, "", hint, message=message) from None
     raise _irregular(where, mode)
+
+
+def similar_path(missing: str) -> str | None:
+    """Return a path with a similar name in the same directory; None if there is none."""
+    from difflib import get_close_matches  # only errors need it
+
+    path = Path(missing)
+    try:
+        names = [child.name for child in path.parent.iterdir()]
+    except OSError:
+        return None
+    # Without suffixes: a common one would make unrelated names similar.
+    stems = get_close_matches(path.stem, {Path(name).stem for name in names}, 1)
+    named = [name for name in names if Path(name).stem in stems]
+    near = get_close_matches(path.name, named, 1, cutoff=0)
+    return str(path.parent / near[0]) if near else None
 
 
 def too_many_open_files(error: OSError, where: str) -> InputError | None:

@@ -14,6 +14,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from rollout_io.dataset.atomic_files import settle
+from rollout_io.dataset.opening import similar_path
 from schemas.errors import InputError, InvariantError, count
 
 SHARD_PREFIX = "part-"
@@ -148,6 +149,9 @@ def find_shards(path: str | os.PathLike[str]) -> list[Location]:
         paths = [p for f in found for p in (f.shards() if f.fs.isdir(f.path) else [f.path])]
     if not paths:
         hint = "check the path, or create a dataset with `rollouts convert` or `rollouts generate`"
+        near = similar_path(os.fspath(path)) if isinstance(location.fs, LocalFileSystem) else None
+        if near and not location.fs.exists(location.path):
+            hint = f"did you mean {near}?"
         if location.fs.exists(location.join(STAGING).path):
             hint = "run the interrupted command again to resume"
         is_there = location.fs.exists(location.path)

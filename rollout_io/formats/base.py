@@ -287,6 +287,8 @@ class Adapter:
         is_text: True if all or most runs in this format have text but no token ids.
         is_table: True if `read` returns rows that already have ids and rewards.
         noun: Word for a run in counts.
+        line: Struct of a line of JSON, whose required keys identify the format; None if no single
+            struct does. An unrecognized line that lacks one of them is explained with it.
     """
 
     summary: str
@@ -296,3 +298,4 @@ class Adapter:
     is_text: bool = False
     is_table: bool = False
     noun: str = "run"
+    line: type[msgspec.Struct] | None = None

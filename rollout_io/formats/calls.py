@@ -205,4 +205,5 @@ ADAPTER = Adapter(
     find=find_sessions,
     read=read_session,
     noun="session",
+    line=_Shape,
 )

@@ -209,4 +209,5 @@ ADAPTER = Adapter(
     read=read_session,
     is_text=True,
     noun="session",
+    line=_Shape,
 )

@@ -179,4 +179,5 @@ ADAPTER = Adapter(
     read=read_session,
     is_text=True,
     noun="session",
+    line=_Shape,
 )

@@ -26,6 +26,7 @@ GROUP = "rollout_io.formats"
 RULE = "known_format"
 HINT = "list the formats with `rollouts formats`; pass --format NAME to see why it does not match"
 
+_OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _NUM_LINES = 8  # a damaged first line must not hide the format
 _LINE_BYTES = 64 << 20
 _LFS_BYTES = 1024  # maximum size of a Git LFS pointer, according to the specification
@@ -141,7 +142,7 @@ def sort_by_format(
     left = [name for name, found in matches.items() if not found]
     unknown = next((name for name in left if name in named or len(left) == len(paths)), None)
     if unknown is not None:
-        raise explained(unknown, paths[unknown]) or unknown_format(unknown, formats)
+        raise explanation(unknown, paths[unknown], formats) or unknown_format(unknown, formats)
     known = {name: found for name, found in matches.items() if found}
     common = [name for name in formats if all(name in found for found in known.values())]
     sure = common if len(common) == 1 else {found[0] for found in known.values() if len(found) == 1}
@@ -159,6 +160,42 @@ def unknown_format(name: str, formats: Mapping[str, Adapter]) -> InputError:
     got, expected = "the format is not recognized", "one of " + ", ".join(formats)
     message = f"{name}: {got}; rollouts reads {', '.join(formats)}"
     return InputError(RULE, name, got, expected, HINT, message=message)
+
+
+def explanation(name: str, path: Path, formats: Mapping[str, Adapter]) -> InputError | None:
+    """Return the error for an input whose content explains why it matches no format, or None."""
+    return explained(name, path) or _nearest(name, path, formats)
+
+
+def _nearest(name: str, path: Path, formats: Mapping[str, Adapter]) -> InputError | None:
+    """Return the error for a file whose first line lacks one of the keys that identify a format."""
+    keys = _first_keys(path)
+    found: list[tuple[int, str, str]] = []
+    for format_name, adapter in formats.items():
+        fields = msgspec.structs.fields(adapter.line) if adapter.line else ()
+        required = {field.encode_name for field in fields if field.required}
+        missing = required - keys.keys()
+        if len(missing) == 1 and len(required) > 2:
+            found.append((-len(required), format_name, missing.pop()))
+    if not found:
+        return None
+    _, nearest, missing_key = min(found)
+    got = f"the format is not recognized; the first line has all keys of the format {nearest}"
+    got += f" but {missing_key!r}"
+    near = difflib.get_close_matches(missing_key, keys, 1)
+    hint = f"did you mean {missing_key!r}, not {near[0]!r}?" if near else f"add {missing_key!r}"
+    hint += f" See docs/formats.md#{nearest}" if near else f": see docs/formats.md#{nearest}"
+    return InputError(RULE, name, got, "", hint)
+
+
+def _first_keys(path: Path) -> dict[str, msgspec.Raw]:
+    """Return the keys and values of the first line that is a JSON object; empty if none is."""
+    for line in first_lines(path):
+        try:
+            return _OBJECT.decode(line)
+        except (msgspec.MsgspecError, ValueError, RecursionError):
+            continue
+    return {}
 
 
 def _ambiguous(name: str, found: Collection[str]) -> InputError:

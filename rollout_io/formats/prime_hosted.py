@@ -313,4 +313,5 @@ ADAPTER = Adapter(
     find=find_rollouts,
     read=read_rollout,
     is_text=True,
+    line=_Row,
 )

@@ -187,4 +187,5 @@ ADAPTER = Adapter(
     find=find_dumps,
     read=read_sample,
     is_text=True,
+    line=_Sample,
 )

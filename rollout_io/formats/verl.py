@@ -107,4 +107,5 @@ ADAPTER = Adapter(
     find=find_samples,
     read=read_sample,
     is_text=True,
+    line=_Sample,
 )

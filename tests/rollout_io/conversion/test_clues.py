@@ -11,6 +11,7 @@ import torch
 
 import rollout_io
 from rollout_io.cli.main import run
+from rollout_io.formats.detect import find_adapter
 from tests.conftest import EXAMPLES
 
 CODE = "table = rollout_io.from_generator_output(output)"
@@ -120,6 +121,48 @@ def test_the_result_of_a_harbor_job_without_its_trials_leads_to_the_job(
     assert "Hint: pass the job directory" in message
     shutil.copytree(TRIAL, TRIAL.name)
     assert run(["convert", "result.json", "--out", "out", "--on-error", "skip"]) == 0
+
+
+LINES = {
+    "calls": {"session": "a/0", "request": {"messages": []}, "response": {"choices": []}},
+    "verl": {"input": "1+1?", "output": "2", "score": 1.0, "step": 3},
+    "skyrl_evals": {"input_prompt": "1+1?", "output_response": "2", "env_class": "sums"},
+    "claude_code": {"type": "user", "message": {"role": "user"}, "sessionId": "a", "uuid": "b"},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "key"), [(name, key) for name, line in LINES.items() for key in line]
+)
+def test_a_line_that_lacks_one_key_leads_to_its_format(
+    name: str, key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = LINES[name]
+    for misspelt in (key[:-1] + key[-1] * 2, None):
+        renamed = {misspelt if k == key else k: v for k, v in line.items()}
+        renamed.pop(None, None)  # type: ignore[arg-type]
+        Path("log.jsonl").write_text(json.dumps(renamed) + "\n")
+        message = refused(capsys, Path("log.jsonl"))
+        assert f"the first line has all keys of the format {name} but '{key}'. [known" in message
+        hint = f"did you mean '{key}', not '{misspelt}'? See" if misspelt else f"add '{key}': see"
+        assert f"Hint: {hint} docs/formats.md#{name}" in message
+    Path("log.jsonl").write_text(json.dumps(line) + "\n")
+    assert find_adapter(name).recognizes(Path("log.jsonl"))
+
+
+def test_a_file_or_dataset_with_a_similar_name_is_suggested(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Path("logs").mkdir()
+    Path("logs/calls.jsonl").touch()
+    assert "Hint: did you mean logs/calls.jsonl?\n" in refused(capsys, Path("logs/cals.jsonl"))
+    assert "Hint: did you mean logs/calls.jsonl?\n" in refused(capsys, Path("logs/calls.json"))
+    assert "Hint: check the path: ls logs\n" in refused(capsys, Path("logs/sessions.jsonl"))
+    assert "Hint: check the path: ls nowhere\n" in refused(capsys, Path("nowhere/calls.jsonl"))
+    Path("runs/sums").mkdir(parents=True)
+    for given, hint in {"runs/sms": "did you mean runs/sums?", "runs/x": "check the path"}.items():
+        assert run(["validate", given]) == 1
+        assert f"Hint: {hint}" in capsys.readouterr().err
 
 
 def test_other_content_is_still_unknown(capsys: pytest.CaptureFixture[str]) -> None:

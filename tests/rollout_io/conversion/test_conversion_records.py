@@ -200,6 +200,45 @@ def test_a_rewards_file_wins_over_the_log(tmp_path):
     assert table["style"].to_pylist() == ["x", None]
 
 
+@pytest.mark.parametrize(
+    ("num_bad", "num_rewards", "counted"),
+    [
+        (3, 2, "(and 2 more records and 2 rewards rejected)."),
+        (1, 1, "(and 1 reward rejected)."),
+        (0, 3, "(and 2 more rewards rejected)."),
+        (2, 0, "(and 1 more record rejected)."),
+    ],
+)
+def test_further_rewards_are_counted_apart_from_records_of_the_log(
+    num_bad, num_rewards, counted, tmp_path
+):
+    bad = [b"not a call %d" % i for i in range(num_bad)]
+    log = write(tmp_path / "log", call("a/0"), *bad)
+    lines = [{"session": f"b/{i}", "reward": 1.0} for i in range(num_rewards)]
+    rewards = write(tmp_path / "rewards", {"session": "a/0", "reward": 1.0}, *lines)
+    choices = Choices(format="calls", rewards=str(rewards))
+    assert refusal([log], tmp_path / "ds", choices).sentence.endswith(counted)
+    with pytest.raises(RolloutError) as caught:
+        rollout_io.read_log([log], choices)
+    assert caught.value.sentence.endswith(counted)
+
+
+@pytest.mark.parametrize(
+    ("with_some", "consequence"),
+    [
+        (True, "1 row without log-probabilities, so `train` rejects the dataset unless"),
+        (False, "1 row without log-probabilities, so `train` applies no importance weights"),
+    ],
+)
+def test_the_consequence_of_missing_logprobs_for_training_is_named(
+    with_some, consequence, tmp_path
+):
+    known = call("b/0")
+    known["response"]["choices"][0]["logprobs"] = {"content": [{"token": "a", "logprob": -0.5}]}
+    log = write(tmp_path / "log", call("a/0"), *([known] if with_some else []))
+    assert consequence in convert([log], tmp_path / "ds").summary.text("ds")
+
+
 def test_an_outcome_of_no_run_is_a_record_that_cannot_be_used_and_hides_no_other(tmp_path):
     log = write(tmp_path / "log", call("a/0"), b"not a call of a/1", call("b/1"))
     lines = [{"session": f"{name}", "reward": 1.0} for name in ("a/0", "a/1", "b/0")]
@@ -207,7 +246,7 @@ def test_an_outcome_of_no_run_is_a_record_that_cannot_be_used_and_hides_no_other
     chosen = {"format": "calls", "rewards": str(rewards)}
     error = refusal([log], tmp_path / "ds", Choices(**chosen))
     assert (error.rule, error.where) == ("json_line", f"{log}:2")
-    assert error.sentence.endswith("(and 2 more records rejected).")
+    assert error.sentence.endswith("(and 2 rewards rejected).")
     done = convert([log], tmp_path / "ds", Choices(**chosen, on_error="skip")).summary
     assert (done.num_records, done.num_written, done.num_rejected) == (5, 2, 3)
     assert [r["source"] for r in rejected_in(tmp_path / "ds")] == [
