@@ -356,7 +356,7 @@ The critic's learning rate follows the same schedule. Skipped mini-batches do no
 `lora_rank = 16` trains adapters in the policy's linear layers instead of its weights. Only the adapters have optimizer state,
 and the reference model of a KL term is the same model with its adapters disabled, unless `reference_model` names a different
 one. Use about ten times the learning rate of full fine-tuning. In mixture-of-experts models, only attention layers get
-adapters; experts and routers are frozen. The critic of gae always trains all of its parameters.
+adapters; experts and routers are frozen. The GAE critic is always trained in full, without adapters.
 
 A checkpoint is a model directory with merged adapters, for Transformers and vLLM. Its `adapter/` can be loaded onto `model` with
 peft; `--resume` uses it too.

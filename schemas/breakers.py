@@ -124,7 +124,7 @@ def _mask_all(draw: Draw, rows: list[Row]) -> None:
 
 
 def _answer_in_prompt(draw: Draw, rows: list[Row]) -> None:
-    """Put a row's response into its own prompt, like logs that record messages after the call."""
+    """Append a row's response to its own prompt, as in logs that record messages after the call."""
     row = _any(draw, rows)
     header, answer = [1, 2], [3] * draw(st.integers(MIN_ANSWER_TOKENS, MIN_ANSWER_TOKENS + 3))
     row["prompt_token_ids"] = [*header, *answer, *header]

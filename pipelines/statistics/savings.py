@@ -194,7 +194,7 @@ class _Suffixes:
         self._response = Ragged.from_arrow(table.column("response_ids"))
 
     def insert(self, root: Node, tree: PrefixTree, start: int, end: int) -> list[int]:
-        """Insert a trajectory into a trie; count each row's leading tokens that it had already."""
+        """Insert a trajectory into a trie, and count per row the leading tokens already in it."""
         nodes: list[Node] = []
         known: list[int] = []
         for row in range(start, end):

@@ -174,7 +174,7 @@ def _num_steps(row: dict[str, Any]) -> int:
 
 
 def _last_message(row: dict[str, Any]) -> str | None:
-    """Return the last message sent to the model; for a merged row, in its first step."""
+    """Return the last message sent to the model in a row's first step."""
     first = (row.get("segments") or [{}])[0].get("messages")
     if first is not None:
         row = {"messages": first, "token_source": row.get("token_source")}

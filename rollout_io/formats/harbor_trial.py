@@ -103,7 +103,7 @@ class Trial(_Part, gc=False):
 
 
 def keeps_text(trial: Trial) -> bool:
-    """True if the trial is read as text when it has no token ids: it did not fail, or timed out."""
+    """True if a trial without token ids is read as text: it succeeded or timed out."""
     return trial.failure is None or trial.failure.exception_type == TIMEOUT
 
 

@@ -304,7 +304,7 @@ def _sent(params: Request) -> list[Any] | None:
 
 
 def _metrics(fields: Mapping[str, msgspec.Raw], where: str) -> dict[str, float]:
-    """Return all numbers of a line and of its purely numeric objects, except NeMo Gym's indices."""
+    """Return every number in a record, also in its all-numeric objects, except NeMo Gym's indices."""
     metrics: dict[str, float] = {}
     for name, raw in fields.items():
         if name in _OTHER_FIELDS or name.startswith(_FRAMEWORK):

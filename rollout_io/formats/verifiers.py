@@ -131,7 +131,7 @@ class _Shape(_RowHead, gc=False):
         new = bytes(self.example_id) != b"null" and None not in (self.metrics, self.timing)
         old = bytes(self.id) != b"null" and self.generation_ms is not None
         if not new and not old:
-            raise ValueError("the record is not a row of verifiers")
+            raise ValueError("the record is not a verifiers row")
 
 
 _KIND = msgspec.json.Decoder(_Kind)

@@ -14,7 +14,7 @@ _MULTIPLE = 256  # a suggested value is a multiple of it, or the model's limit
 
 
 def without_tokens(rows: pl.DataFrame, config: TrainConfig) -> str | None:
-    """Describe the rows that `max_row_tokens` leaves without a token to train on; None without any.
+    """Describe the rows without trainable tokens within `max_row_tokens`; None if there are none.
 
     Args:
         rows: Rows to train on, as indexed by `trainer.batches.data.index_rows`.

@@ -58,7 +58,7 @@ class Share(NamedTuple):
 
 
 class LoadedBatch(NamedTuple):
-    """A batch, its mini-batches, its metrics as generated, and the origins of its tokens."""
+    """A batch with its mini-batches, generation metrics and the origins of its tokens."""
 
     batch: Batch
     mini_batches: list[MiniBatch]

@@ -203,7 +203,7 @@ class Servers:
         self._lost.update(roots)
 
     async def welcome_back(self, root: str) -> None:
-        """Send `when_returned` to a server that was lost, once, before any other request.
+        """Send `when_returned` once to a server that is back, before any other request.
 
         Raises:
             aiohttp.ClientError: The server is still down.

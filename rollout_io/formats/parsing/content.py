@@ -53,9 +53,9 @@ def parts_in(content: Parts) -> list[Part]:
 
 
 def shown(parts: Sequence[Part]) -> str | list[Message]:
-    """Return the text of parts, or the parts with their types if one has no text (an image).
+    """Return the text of the parts, or typed parts if any has no text (such as an image).
 
-    Rendering such a list fails with an error that names the type.
+    Rendering typed parts fails with an error that names the type.
     """
     if all(part.type in _TEXTS and part.text is not None for part in parts):
         return "\n".join(part.text or "" for part in parts)

@@ -112,13 +112,13 @@ def _continues(call: Call, last: Call) -> bool:
 def steps_of(
     calls: Sequence[Call], where: str, *, failed: bool = False
 ) -> list[Step | Conversation]:
-    """Return the steps of calls: exact if the responses have tokens, else conversations.
+    """Convert calls to steps: exact steps if the responses have token ids, otherwise text.
 
     Args:
         calls: Calls in order.
         where: Place of the run, for errors.
-        failed: True if the run failed. It may then have no calls, and calls without tokens are left
-            out if other calls have them.
+        failed: True if the run failed. A failed run may have no calls; calls without tokens are left
+            out if other calls have tokens.
 
     Raises:
         InputError: `no_calls`: there are no calls; `no_token_ids`: only some responses have tokens.

@@ -74,7 +74,7 @@ class _Item(msgspec.Struct, gc=False):
 
     @property
     def is_answer(self) -> bool:
-        """True if the item is a reply to the model's output, not written by the model."""
+        """True if the item responds to the model, such as a tool result."""
         others = {"user", "system", "developer", "tool"}
         return self.type.endswith(("_output", "_response")) or self.role in others
 

@@ -245,5 +245,5 @@ def _routes(raw: msgspec.Raw) -> npt.NDArray[np.int16] | None:
         return None if nested is None else np.array(nested, np.int16)
     found = _numpy_file(msgspec.json.decode(raw, type=bytes))
     if found.dtype.kind not in "iu" or (found.size and not 0 <= found.min() <= found.max() < 2**15):
-        raise ValueError("not indices of experts")
+        raise ValueError("the array does not contain expert indices")
     return found.astype(np.int16)
