@@ -235,7 +235,7 @@ second update took 3.68 GiB.
 
 ## Curves: `rollouts plot`
 
-`rollouts plot RUN [RUN2 ...] [--out curves.png] [--metric NAME]...` plots `metrics.jsonl` over `global_step`, with one panel
+`rollouts plot RUN [RUN2 ...] [--out FILE] [--metric NAME]...` plots `metrics.jsonl` over `global_step`, with one panel
 per metric and one color per run. Without `--metric`, it plots the most important metrics. Up to 40 updates are drawn as
 marked points, more as faint points behind a curve. The curve is smoothed by local linear regression in a centred window, so
 it does not lag behind trends or jumps. The image format follows from the file extension. It needs

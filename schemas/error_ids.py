@@ -143,6 +143,8 @@ generator_timeout: The custom generator did not return before `agent_timeout_s`.
     Raise `agent_timeout_s`, or correct the call that hangs.
 group: A run in the log has no instance id or group id.
     Convert the original log, unmodified, with the ids that the message names.
+harbor_export: The file is Harbor's traces export, whose text no format reads.
+    Convert the trial directory or its `agent/trajectory.json`; `--on-error skip` leaves exports out.
 harbor_input: The path is not a Harbor job or trial directory, a `result.json`, or an ATIF
     trajectory.
     Check the path with `rollouts formats FILE`.

@@ -18,6 +18,8 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from typing import Any, NoReturn, Self
 
+_BRIEF = 72  # characters of a reason in a list of reasons
+_MOST_RULES = 4
 _FIELDS = ("rule", "where", "got", "expected", "hint")
 
 
@@ -129,18 +131,49 @@ def decode(encoded: Mapping[str, Any]) -> RolloutError:
     return _KINDS[encoded["kind"]](*given, message=encoded["message"])
 
 
-def raise_first(errors: Sequence[RolloutError], more: str | None = None) -> NoReturn:
-    """Raise the first error; its message gives the number of further rejected records.
+def raise_first(
+    errors: Sequence[RolloutError], more: str | None = None, hint: str = ""
+) -> NoReturn:
+    """Raise the first error; its message counts further rejected records by rule.
 
     Args:
         errors: One or more errors, each of one record.
         more: The further records in words; None counts the errors.
+        hint: Addition to the hint of the first error.
     """
     first, num_more = copy(errors[0]), len(errors) - 1
+    if hint:
+        first.hint = f"{first.hint}; {hint}" if first.hint else hint
+        first.args = (*first.args[:-1], first.hint)
+        first.__notes__ = [f"Hint: {first.hint}"]
     if num_more:
         more = count(num_more, "more record") if more is None else more
-        first.message = f"{first.sentence[:-1]} (and {more} rejected)."
+        reasons = reasons_of(errors[1:])
+        first.message = f"{first.sentence[:-1]} (and {more} rejected: {reasons})."
     raise first
+
+
+def reasons_of(errors: Sequence[RolloutError]) -> str:
+    """Count the errors of further records by rule, each with a short reason.
+
+    Example:
+        >>> reasons_of([InputError("json_line", "a:3", "an open bracket")] * 2)
+        '2 [json_line] an open bracket'
+    """
+    by_rule: dict[str, list[RolloutError]] = {}
+    for error in errors:
+        by_rule.setdefault(error.rule, []).append(error)
+    ordered = sorted(by_rule.items(), key=lambda item: -len(item[1]))
+    told = [f"{len(same):,} [{rule}] {_brief(same[0])}" for rule, same in ordered[:_MOST_RULES]]
+    if len(ordered) > _MOST_RULES:
+        told.append(f"{sum(len(same) for _, same in ordered[_MOST_RULES:]):,} for other reasons")
+    return "; ".join(told)
+
+
+def _brief(error: RolloutError) -> str:
+    """Shorten the reason of an error, without its place."""
+    text = " ".join(error.got.split()) or error.sentence
+    return text if len(text) <= _BRIEF else f"{text[: _BRIEF - 3]}..."
 
 
 def count(number: int, noun: str, ending: str = "s") -> str:

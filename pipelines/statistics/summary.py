@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -192,4 +193,7 @@ def _returns(returns: pl.DataFrame) -> dict[str, Any]:
 def _stop_reasons(reasons: pl.DataFrame) -> dict[str, Any]:
     counted = reasons.group_by("stop_reason").agg(pl.col("len").sum())
     counts = counted.sort("len", "stop_reason", descending=True)
-    return {"stop_reasons": {str(reason): count for reason, count in counts.rows()}}
+    named = Counter[str]()
+    for reason, number in counts.rows():
+        named["unknown" if reason is None else str(reason)] += number
+    return {"stop_reasons": dict(named)}

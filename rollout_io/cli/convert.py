@@ -189,7 +189,7 @@ def convert(
         }
         emit_json({"format": done.format, **done.summary.to_dict(), **state})
     else:
-        _report(done, out, time.monotonic() - start_s, _num_bytes(inputs))
+        _report(done, out, time.monotonic() - start_s, _num_bytes(inputs), tokenizer)
 
 
 def _note_formats(format_name: str) -> None:
@@ -200,7 +200,9 @@ def _note_formats(format_name: str) -> None:
         note_failures(load_formats())
 
 
-def _report(done: Conversion, out: str, elapsed_s: float, num_bytes: int) -> None:
+def _report(
+    done: Conversion, out: str, elapsed_s: float, num_bytes: int, tokenizer: str | None
+) -> None:
     from rollout_io.conversion.staging import rejected_path
     from rollout_io.formats.parsing.model_names import MODELS
 
@@ -215,6 +217,8 @@ def _report(done: Conversion, out: str, elapsed_s: float, num_bytes: int) -> Non
         text = ", ".join(value) if name == MODELS else text
         note(f"{name}: {text}")
     note(done.summary.text(out))
+    if about_tokenizer := done.summary.tokenizer_text(out, tokenizer):
+        note(about_tokenizer)
     if not done.was_done:
         rows_per_s, mb_per_s = done.summary.num_rows / elapsed_s, num_bytes / elapsed_s / 1e6
         note(f"{elapsed_s:.1f} s: {rows_per_s:,.1f} rows/s, {mb_per_s:,.2f} MB/s")

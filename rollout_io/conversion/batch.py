@@ -67,12 +67,14 @@ class Reader:
         outcomes: Outcomes from the rewards file.
         rejected: Records of runs that could not be read.
         routing: (layers, experts per token) of the log, from the first run with routing.
+        compared: Ids of the trajectories whose token ids were compared with the text in the log.
     """
 
     settings: Settings
     outcomes: Mapping[Key, Outcome]
     rejected: list[Rejected] = field(default_factory=list)
     routing: tuple[int, int] | None = None
+    compared: set[str] = field(default_factory=set)
 
     def parts(self, runs: Sequence[Run]) -> Iterator[Part]:
         """Yield the runs in order, with their rows, which `sound` must still check."""
@@ -109,8 +111,9 @@ class Reader:
                         steps = with_tokens(logged, self.settings.retokenizer)
                         given = self.outcomes.get((run.instance_id, run.repetition_id))
                         settled = settle(run, logged, steps, given, options.reward)
-                    if self.settings.tokenizer is not None:
-                        check_decoded(settled.steps, self.settings.tokenizer)
+                    tokenizer = self.settings.tokenizer
+                    if tokenizer is not None and check_decoded(settled.steps, tokenizer):
+                        self.compared.add(settled.trajectory_id)
                     routes = [step.rollout_expert_indices for step in settled.steps]
                     self._take_routing([r.shape[1:] for r in routes if r is not None], run)
                     batch.append((run, settled))

@@ -148,7 +148,7 @@ def convert_chunk(
                         continue
                     columns = known
                 if table.num_rows:
-                    report.summary.add(table)
+                    report.summary.add(table, reader.compared)
                     writer.write(table)
                 tell(0, table.num_rows)
             tell(num_bytes, 0)

@@ -17,7 +17,7 @@ _ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{4}|.)", re.DOTALL)
 _MIN_WORDS = 6
 
 
-def check_decoded(steps: Iterable[Step], directory: str) -> None:
+def check_decoded(steps: Iterable[Step], directory: str) -> bool:
     """Decode the sampled ids and compare them with the text in the log.
 
     If the log has the text of each token next to its log-probability, all tokens are compared;
@@ -28,10 +28,13 @@ def check_decoded(steps: Iterable[Step], directory: str) -> None:
         steps: Steps of one run.
         directory: Directory of the tokenizer.
 
+    Returns:
+        True if there was text to compare with the ids of at least one step.
+
     Raises:
         InputError: `other_tokenizer`: the decoded ids differ from the text.
     """
-    is_sampled = False
+    is_sampled = is_compared = False
     for step in steps:
         told = () if step.token_text is None else (step.token_text,)
         texts = told or (() if is_sampled else step.texts)
@@ -43,12 +46,13 @@ def check_decoded(steps: Iterable[Step], directory: str) -> None:
         if not ids or max(ids) >= tokenizer.vocab_size or min(ids) < 0:
             continue  # reported by token_range
         decoded = tokenizer.decode_each(ids) if told else tokenizer.decode(ids)
-        is_sampled = is_sampled or not told
+        is_sampled, is_compared = is_sampled or not told, True
         for text in texts:
             if not holds(decoded, text):
                 raise _other(step, directory, decoded, text)
         if edited and not has_words_of(decoded, edited):
             raise _other(step, directory, decoded, edited)
+    return is_compared
 
 
 def has_words_of(decoded: str, text: str) -> bool:

@@ -271,11 +271,10 @@ def _conclude(
     rejected += [r for report in reports for r in report.rejected]
     if rejected and choices.on_error == "fail":
         num_runs = sum(planned.num_runs for planned in plans)
-        found, rewards = (
-            errors_of(rejected, opened.inputs),
-            choices.rewards and shown(choices.rewards),
-        )
-        rejections.fail(found, num_runs, opened.noun, rewards)
+        num_usable = sum(report.summary.num_trajectories for report in reports)
+        found = errors_of(rejected, opened.inputs)
+        rewards = choices.rewards and shown(choices.rewards)
+        rejections.fail(found, num_runs, opened.noun, rewards, num_usable=num_usable)
     summary = planned
     for report in reports:
         summary.merge(report.summary)

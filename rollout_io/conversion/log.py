@@ -119,6 +119,8 @@ def open_log(
         names = {format_name: own or list(by_name)}
     else:
         _refuse_pickles([given for n, given in by_name.items() if n in paths], known[format_name])
+    exports = [] if strict else _exports_beside_logs(names, by_name, known, paths)
+    names = {f: [name for name in own if name not in exports] for f, own in names.items()}
     if left and strict and is_auto and not skips:
         raise unknown_format(left[0], known)
     unused = [_foreign(by_name[name]) for name in left] if strict or not is_auto else []
@@ -130,7 +132,24 @@ def open_log(
         for log in logs:
             log.inputs[:] = [given for given in log.inputs if given is not copy]
     logs = [log for log in logs if log.inputs]
-    return Opened(logs, [*([] if strict or not is_auto else left), *unread], unused)
+    return Opened(logs, [*([] if strict or not is_auto else left), *exports, *unread], unused)
+
+
+def _exports_beside_logs(
+    names: Mapping[str, Sequence[str]],
+    inputs: Mapping[str, Input],
+    known: Mapping[str, Adapter],
+    named: Collection[str],
+) -> list[str]:
+    """Return the exports (`Adapter.is_export`) inside directories that also have logs."""
+    found = [
+        name
+        for format_name, own in names.items()
+        if (is_export := known[format_name].is_export) is not None
+        for name in own
+        if name not in named and inputs[name].path.is_file() and is_export(inputs[name].path)
+    ]
+    return found if sum(map(len, names.values())) > len(found) else []
 
 
 def _refuse_pickles(named: Sequence[Input], adapter: Adapter) -> None:

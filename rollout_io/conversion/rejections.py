@@ -57,7 +57,12 @@ def lines(rejections: Iterable[Rejected]) -> Iterator[bytes]:
 
 
 def fail(
-    found: Sequence[RolloutError], num_runs: int, noun: str, rewards: str | None = None
+    found: Sequence[RolloutError],
+    num_runs: int,
+    noun: str,
+    rewards: str | None = None,
+    *,
+    num_usable: int = 0,
 ) -> NoReturn:
     """Raise the first error; if several runs have no token ids, raise one error for all of them.
 
@@ -66,15 +71,20 @@ def fail(
         num_runs: Number of runs in the logs.
         noun: Noun for a run, such as "session".
         rewards: Name of the rewards file, whose lines are counted apart from records of the logs.
+        num_usable: Number of trajectories that `--on-error skip` would write.
     """
+    skip = "or pass --on-error skip to leave such records out and convert "
+    skip = f"{skip}{errors.count(num_usable, 'trajectory')}" if num_usable else ""
     alone = list({error.where: error for error in found if is_text_alone(error)}.values())
     if len(alone) < 2:
-        errors.raise_first(found, _counted(found, rewards))
+        errors.raise_first(found, _counted(found, rewards), skip)
     others = [e for e in found if not is_text_alone(e) and e.rule != INCOMPLETE]
     message = f"{len(alone)} of {errors.count(num_runs, noun)} have text but no token ids"
     if others:
-        message += f" (and {_counted([alone[0], *others], rewards)} rejected)"
-    raise InputError(NO_TOKENS, alone[0].where, alone[0].got, "", alone[0].hint, message=message)
+        more = _counted([alone[0], *others], rewards)
+        message += f" (and {more} rejected: {errors.reasons_of(others)})"
+    hint = "; ".join(filter(None, (alone[0].hint, skip)))
+    raise InputError(NO_TOKENS, alone[0].where, alone[0].got, "", hint, message=message)
 
 
 def _counted(found: Sequence[RolloutError], rewards: str | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Self
 
@@ -27,6 +28,8 @@ class Summary:
 
     Attributes:
         formats: Number of runs found in the logs, by format.
+        num_exact: Number of trajectories with token ids from an engine.
+        num_compared: Number of those whose ids were compared with the text in the log.
         reasons: Reasons of the rejections, the most frequent first (`rejections.reasons`).
     """
 
@@ -41,6 +44,8 @@ class Summary:
     num_without_logprobs: int = 0
     num_retokenized: int = 0
     num_restarted: int = 0
+    num_exact: int = 0
+    num_compared: int = 0
     reward_sum: float = 0.0
     instances: set[str] = field(default_factory=set)
     numbers: set[str] = field(default_factory=set)
@@ -58,16 +63,25 @@ class Summary:
         self.num_duplicates += sum(r.error.rule in rejections.DUPLICATES for r in rejected)
         self.reasons = rejections.merged(self.reasons, rejections.reasons(rejected))
 
-    def add(self, table: pa.Table) -> None:
-        """Add the counts of a table of complete trajectories."""
+    def add(self, table: pa.Table, compared: AbstractSet[str] = frozenset()) -> None:
+        """Add the counts of a table of complete trajectories.
+
+        Args:
+            table: Rows of the trajectories.
+            compared: Ids of trajectories whose token ids were compared with the text in the log.
+        """
         frame = pl.DataFrame(
             pl.from_arrow(table.select([n for n in _NAMES if n in table.column_names]))
         )
         absent = {n: pl.lit(None, kind) for n, kind in _ABSENT.items() if n not in frame.columns}
-        counts = frame.with_columns(**absent).select(**_COUNTS).row(0, named=True)
+        frame = frame.with_columns(**absent)
+        counts = frame.select(**_COUNTS).row(0, named=True)
         for name, count in counts.items():
             setattr(self, name, getattr(self, name) + count)
         self.num_rows += len(frame)
+        exact = set(frame.filter(_IS_CALL & ~_IS_TEXT)["trajectory_id"].unique())
+        self.num_exact += len(exact)
+        self.num_compared += len(exact & compared)
         self.num_restarted += _num_restarted(table)
         self.numbers |= _numbers(table)
         self.instances |= set(frame["instance_id"].unique())
@@ -118,6 +132,8 @@ class Summary:
             "num_without_logprobs": self.num_without_logprobs,
             "num_retokenized": self.num_retokenized,
             "num_restarted": self.num_restarted,
+            "num_exact": self.num_exact,
+            "num_compared": self.num_compared,
         }
 
     def text(self, out: str) -> str:
@@ -163,6 +179,29 @@ class Summary:
             lines.append(f"{_num(self.num_failed, 'failed trajectory')}, kept with `error`")
         return "\n".join(lines)
 
+    def tokenizer_text(self, out: str, tokenizer: str | None) -> str | None:
+        """Return what is known about the tokenizer of exact ids; None if all were compared.
+
+        Args:
+            out: Directory of the dataset.
+            tokenizer: Tokenizer that was passed, if any.
+        """
+        if not self.num_exact:
+            return None
+        if tokenizer is None:
+            return (
+                "tokenizer unknown: the dataset records none, and ids were not compared with text;"
+                " --tokenizer DIR does both"
+            )
+        num_without = self.num_exact - self.num_compared
+        if not num_without:
+            return None
+        return (
+            f"ids compared with the text in the log: {_num(self.num_compared, 'trajectory')};"
+            f" {num_without:,} could not be compared, because the log has no text of their"
+            f" responses: `rollouts inspect {out}` shows whether their ids decode"
+        )
+
     def rejections_text(self) -> str:
         """Return the counts of records and the reasons as text, for logs without usable records."""
         return "\n".join([self._records(), *self._reasons()])
@@ -192,7 +231,15 @@ _ABSENT: dict[str, Any] = {
 _NO_LOGPROBS = "applies no importance weights, and rejects losses that need them"
 _SOME_LOGPROBS = "rejects the dataset unless tis_ratio_type is none"
 _NAMES = (
-    *("instance_id", "is_last_step", "prompt_token_ids", "rollout_logprobs", "reward", "error"),
+    *(
+        "instance_id",
+        "trajectory_id",
+        "is_last_step",
+        "prompt_token_ids",
+        "rollout_logprobs",
+        "reward",
+        "error",
+    ),
     *("source", "token_source", "segments"),
 )
 

@@ -28,7 +28,7 @@ from rollout_io.formats.atif_text import Chat, temperature_of
 from rollout_io.formats.base import Conversation, Step
 from rollout_io.formats.parsing.model_calls import Call, steps_of
 from rollout_io.formats.parsing.tokens import logprob_array, token_ids
-from schemas.errors import InputError
+from schemas.errors import InputError, RolloutError
 from schemas.messages import is_answer
 
 NO_TOKENS = "no_token_ids"
@@ -233,6 +233,36 @@ def _walk(walk: _Walk, scope: _Scope) -> None:
             where = f"{scope.path}, {scope.json}.continued_trajectory_ref"
             raise _dangling(ref_path, where)
         _enter_file(walk, path, scope)
+
+
+def referred_files(path: Path) -> set[Path]:
+    """Return the resolved paths of a file and of all files it refers to that exist, at any depth.
+
+    Unlike `read_run`, it skips missing and unreadable files.
+    """
+    found: set[Path] = set()
+    left = [path]
+    while left:
+        file = left.pop()
+        if file.resolve() in found:
+            continue
+        found.add(file.resolve())
+        try:
+            document = read_trajectory(file)
+        except (RolloutError, RecursionError):
+            continue
+        left += filter(None, (_resolve(name, file) for name in _named_files(document)))
+    return found
+
+
+def _named_files(document: Document) -> Iterator[str]:
+    for step in document.steps:
+        refs = () if step.is_copied_context else step.refs
+        yield from (ref.trajectory_path for ref in refs if ref.trajectory_path)
+    if document.continued_trajectory_ref is not None:
+        yield document.continued_trajectory_ref
+    for child in document.subagent_trajectories or ():
+        yield from _named_files(child)
 
 
 def _referred(document: Document) -> Iterator[str | None]:

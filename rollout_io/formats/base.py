@@ -289,6 +289,8 @@ class Adapter:
         noun: Word for a run in counts.
         line: Struct of a line of JSON, whose required keys identify the format; None if no single
             struct does. An unrecognized line that lacks one of them is explained with it.
+        is_export: Returns true for a file that this format recognizes but cannot read, because a
+            tool made it from the logs. If a directory also has logs, such files are skipped.
     """
 
     summary: str
@@ -299,3 +301,4 @@ class Adapter:
     is_table: bool = False
     noun: str = "run"
     line: type[msgspec.Struct] | None = None
+    is_export: Callable[[Path], bool] | None = None

@@ -15,7 +15,13 @@ from pathlib import Path
 
 import msgspec
 
-from rollout_io.formats.atif import NO_TOKENS, conversations, is_file, read_run
+from rollout_io.formats.atif import (
+    NO_TOKENS,
+    conversations,
+    is_file,
+    read_run,
+    referred_files,
+)
 from rollout_io.formats.atif_document import read_trajectory
 from rollout_io.formats.base import (
     HAS_TEXT,
@@ -32,7 +38,7 @@ from rollout_io.formats.base import (
     Step,
     Trajectory,
 )
-from rollout_io.formats.harbor_inputs import Source, find_runs, keyed, recognizes
+from rollout_io.formats.harbor_inputs import Source, find_runs, is_export, keyed, recognizes
 from rollout_io.formats.harbor_trial import (
     CONTEXT_OVERFLOW,
     Trial,
@@ -41,6 +47,7 @@ from rollout_io.formats.harbor_trial import (
     read_steps,
 )
 from rollout_io.formats.parsing.jsonl import NESTED, read_document
+from rollout_io.formats.parsing.records import INCOMPLETE
 from schemas.errors import InputError, RolloutError
 
 _GROUPS = "inferred: the trials of one task (name and checksum) in one job, by trial name"
@@ -60,7 +67,7 @@ def find_trials(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
         for error in errors:
             yield Rejected(Place(given.path, error.where), error)
     runs = keyed(sources)
-    inner, has_text = _survey(runs.values())
+    inner, has_text, incomplete = _survey(runs.values())
     yield About(HAS_TEXT, has_text)
     runs = {key: source for key, source in runs.items() if source.path.resolve() not in inner}
     rules = {_FILES_ALONE if source.head.is_atif else _GROUPS for source in runs.values()}
@@ -71,23 +78,40 @@ def find_trials(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
         progress(num_bytes)
         offset = None if source.directory else 0
         place = Place(source.path, str(source.path), offset, num_bytes)
+        if source.path.resolve() in incomplete:
+            yield Rejected(place, incomplete[source.path.resolve()])
+            continue
         labels = _labels(source)
         yield Run(instance_id=key[0], repetition_id=key[1], places=[place], labels=labels)
 
 
-def _survey(sources: Iterable[Source]) -> tuple[set[Path], bool]:
-    """Return the files that other trajectories refer to, and whether any run is read as text."""
-    inner: set[Path] = set()
+def _survey(sources: Iterable[Source]) -> tuple[set[Path], bool, dict[Path, InputError]]:
+    """Return the files of other files' runs, whether any run is read as text, and incomplete files.
+
+    Incomplete are the files to which a trajectory refers that cannot be read: a run is used
+    completely or not at all.
+    """
+    files: dict[Path, set[Path]] = {}
+    incomplete: dict[Path, InputError] = {}
     has_text = False
     for source in sources:
         for path in _trajectories(source):
             try:
                 run = read_run(path, read_trajectory(path))
                 has_text = has_text or (run.tokenless is not None and _keeps_text(source))
-            except (RolloutError, RecursionError):
+            except RecursionError:
                 continue  # reported when the run is read
-            inner |= run.paths - {source.path.resolve()}
-    return inner, has_text
+            except RolloutError as error:  # reported when the run is read
+                got = f"a different record of this run was rejected ({error.rule}: {error.where})"
+                for file in referred_files(path) - {path.resolve()}:
+                    lost = InputError(INCOMPLETE, str(file), got, hint=error.hint)
+                    incomplete.setdefault(file, lost)
+                continue
+            own = source.path.resolve()
+            files.setdefault(own, set()).update(run.paths - {own})
+    # A readable part of an incomplete run must not hide the parts to which it refers.
+    inner = {file for own, found in files.items() if own not in incomplete for file in found}
+    return inner, has_text, {file: e for file, e in incomplete.items() if file not in inner}
 
 
 def _trajectories(source: Source) -> Iterator[Path]:
@@ -169,4 +193,5 @@ ADAPTER = Adapter(
     find=find_trials,
     read=read_trial,
     is_text=True,
+    is_export=is_export,
 )

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from rollout_io.dataset.opening import open_input
-from rollout_io.formats.atif import NO_TOKENS, is_file
+from rollout_io.formats.atif import is_file
 from rollout_io.formats.detect import first_lines
 from rollout_io.formats.parsing.jsonl import read_document
 from schemas.errors import InputError, RolloutError
@@ -138,6 +138,16 @@ def _expand_directory(path: Path, errors: list[RolloutError]) -> list[Source]:
         raise InputError("no_trial_result", str(path), got, hint=hint)
     num_errors = len(errors)
     found = _expand_children(path, errors)
+    if is_file(path / "agent" / "trajectory.json"):  # a trial without its result
+        found = [*find_runs(path / "agent" / "trajectory.json", errors), *found]
+    if any(source.directory for source in found):
+        bare = [source for source in found if _is_bare(source)]
+        found = [source for source in found if source not in bare]
+        for source in bare:
+            got = "the trial has no result.json, but trials beside it do"
+            hint = "copy its result.json, or move the directory out of the input"
+            where = str(source.path.parent.parent)
+            errors.append(InputError("harbor_input", where, got, hint=hint))
     num_trials = len(found) + len(errors) - num_errors
     if not num_trials:
         raise _unknown(path, "the directory has no trial (no result.json)")
@@ -146,6 +156,15 @@ def _expand_directory(path: Path, errors: list[RolloutError]) -> list[Source]:
         hint = "resume the job, copy its missing trials, or pass the trial directories one by one"
         errors.append(InputError("missing_trials", str(path), got, hint=hint))
     return found
+
+
+def _is_bare(source: Source) -> bool:
+    """True for the trajectory of a trial's directory that has no result."""
+    file = source.path
+    return source.directory is None and (file.parent.name, file.name) == (
+        "agent",
+        "trajectory.json",
+    )
 
 
 def _expand_children(path: Path, errors: list[RolloutError]) -> list[Source]:
@@ -183,10 +202,13 @@ def _read_head(path: Path) -> Head:
     try:
         return read_document(_HEAD, path)[0]
     except RolloutError as error:
-        if _is_export(path):
-            got = "Harbor's traces export has text but no token ids"
-            hint = "convert the trial directory, or the exported trajectory"
-            raise InputError(NO_TOKENS, str(path), got, hint=hint) from None
+        if is_export(path):
+            got = "the file is Harbor's traces export, which rollouts does not read"
+            hint = (
+                "convert the trial directory or its agent/trajectory.json; --on-error skip leaves"
+            )
+            hint += " exports out"
+            raise InputError("harbor_export", str(path), got, hint=hint) from None
         if error.rule == "json_document" and _is_json_lines(path):
             raise _unknown(path, "the file has several JSON documents (JSON Lines)") from None
         if error.rule == "record_type":
@@ -205,7 +227,8 @@ def _is_json_lines(path: Path) -> bool:
         return False
 
 
-def _is_export(path: Path) -> bool:
+def is_export(path: Path) -> bool:
+    """True for a traces export: the text of trials as a list of conversations, without rewards."""
     try:
         return bool(read_document(_EXPORT, path)[0])
     except RolloutError:
@@ -280,5 +303,5 @@ def _is_harbor(path: Path) -> bool:
     try:
         head = read_document(_HEAD, path)[0]
     except RolloutError:
-        return _is_export(path)
+        return is_export(path)
     return head.is_trial or head.is_atif or head.n_total_trials is not None

@@ -80,7 +80,7 @@ def test_a_task_of_ones_own_becomes_a_checkpoint_and_a_learning_curve(smollm2_di
     check_outputs("rl_loop.md", printed)
     out = tmp_path / "runs" / "capitals"
     assert checkpoint_of(out) > 1e8
-    assert (tmp_path / "curves.png").stat().st_size > 10_000
+    assert (out / "curves.png").stat().st_size > 10_000
     rewards = [
         rollout_io.scan(out / "rollouts" / f"iteration_0000{i}").collect()["reward"].mean()
         for i in range(6)

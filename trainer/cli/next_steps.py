@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shlex
 
 from rollout_io.cli.output import next_command, note
 
+_PACKAGES = {"view": ("httptools", "uvicorn", "jinja2"), "plot": ("matplotlib",)}
+"""Packages of the extra with the same name as the command."""
+
 
 def suggest_next_steps(out: str, checkpoint: str) -> None:
-    """Print to stderr how to view and plot a run, and how to load its model."""
+    """Print to stderr how to view and plot a run, and how to load its model.
+
+    A command whose packages are not installed is followed by the extra that installs them.
+    """
     run = shlex.quote(out)
-    next_command(f"rollouts view {run}")
-    next_command(f"rollouts plot {run}")
+    for verb, packages in _PACKAGES.items():
+        if all(importlib.util.find_spec(name) for name in packages):
+            next_command(f"rollouts {verb} {run}")
+        else:
+            note(f'next: pip install "rollout-io[{verb}]", then rollouts {verb} {run}')
     note(f"next: transformers.AutoModelForCausalLM.from_pretrained({checkpoint!r})")

@@ -137,7 +137,7 @@ def train(
     "--out",
     metavar="FILE",
     help="Image file; the format follows from the extension (.png, .svg, .pdf, ...).  [default: "
-    "curves.png for runs, dataset.png for datasets]",
+    "RUN/curves.png for one run, curves.png for several, dataset.png for datasets]",
 )
 @click.option(
     "--metric",
@@ -168,7 +168,7 @@ def plot(
             raise click.UsageError("--max-row-tokens applies to datasets, not to runs.")
         from trainer.reports.plot import plot_runs
 
-        image = out or "curves.png"
+        image = out or _curves_of(paths)
         drawn = ", ".join(plot_runs([Path(path) for path in paths], Path(image), metrics))
     else:
         if metrics:
@@ -185,6 +185,14 @@ def plot(
         plot_datasets(workers, Path(image), max_row_tokens)
         drawn = "lengths, rewards, drift, layouts"
     note(f"{drawn} -> {image}")
+
+
+def _curves_of(paths: tuple[str, ...]) -> str:
+    """Return the default image: inside the run, or in the working directory for several runs."""
+    if len(paths) > 1:
+        return "curves.png"
+    run = Path(paths[0])
+    return str((run.parent if run.suffix == ".jsonl" else run) / "curves.png")
 
 
 def _is_run(path: str) -> bool:

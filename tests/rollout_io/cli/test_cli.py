@@ -91,6 +91,8 @@ def test_convert_counts_calls_failures_and_unknown_rewards(tmp_path: Path, capsy
         "num_duplicates": 0,
         "num_retokenized": 0,
         "num_restarted": 0,
+        "num_exact": 5,
+        "num_compared": 0,
         "was_done": False,
         "num_resumed_chunks": 0,
         "num_calls": len(calls),

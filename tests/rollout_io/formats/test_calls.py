@@ -309,7 +309,7 @@ def test_a_wrong_type_is_named_with_its_json_path(tmp_path: Path) -> None:
 
 def test_an_error_says_how_many_more_records_are_bad(tmp_path: Path) -> None:
     bad = edited("response.prompt_token_ids", [])
-    assert "(and 2 more records rejected)" in str(refusal(tmp_path, [bad, bad, bad]))
+    assert "(and 2 more records rejected: " in str(refusal(tmp_path, [bad, bad, bad]))
 
 
 @pytest.mark.parametrize(

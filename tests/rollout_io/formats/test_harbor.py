@@ -63,8 +63,6 @@ def test_sub_agent_files_given_beside_their_run_are_read_once(golden, main_first
         ("golden/openhands/hello-world.trajectory.json", "none of the 2 calls has token ids"),
         ("golden/openhands/hello-world.trajectory.no_function_calling.json", "none of the 2 calls"),
         ("atif_other/openagents.login-trace.trajectory.json", "none of the 6 calls has token ids"),
-        ("golden/openhands/hello-world.traces.json", "traces export has text but no token ids"),
-        ("golden/terminus_2/hello-world-context-summarization.traces.json", "no token ids"),
     ],
 )
 def test_a_real_file_without_tokens_is_recognized_and_refused_for_that_reason(
@@ -84,7 +82,11 @@ def test_every_real_file_converts_or_is_refused_for_want_of_tokens_or_of_a_file(
     (main,) = (path for path, rule in rules.items() if rule == "dangling_reference")
     assert main.name == f"{GOLDEN.replace('.', '-linear-history.')}.json"
     assert "'trajectory.summarization-1-summary.json' does not exist" in refusal(main).got
-    assert {rule for path, rule in rules.items() if path != main} == {"no_token_ids"}
+    exports = {path for path in refused if path.name.endswith(".traces.json")}
+    assert {path for path, rule in rules.items() if rule == "harbor_export"} == exports
+    assert all(recognizes(path) for path in exports)
+    others = {rule for path, rule in rules.items() if path not in {main, *exports}}
+    assert others == {"no_token_ids"}
 
 
 def test_json_lines_of_another_harness_are_not_taken_for_harbor(harness_logs):
@@ -104,7 +106,7 @@ def test_real_results_with_empty_details_are_refused_and_counted(tmp_path, real_
     assert error.rule == "no_token_ids"
     assert error.got == "the value is an empty list although collect_rollout_details is true"
     assert "result.json, $.agent_result.rollout_details" in error.where
-    assert "(and 2 more records rejected)" in error.sentence
+    assert "(and 2 more records rejected: " in error.sentence
 
 
 def test_a_trial_gives_a_row_per_call_with_its_outcome_on_the_last(tmp_path, trial):

@@ -289,7 +289,7 @@ def test_a_call_that_cannot_be_used_is_refused_for_its_reason(
     assert got in error.got
     assert f"{tmp_path / 'a.jsonl'}:2, response.output" in error.where
     counted = "2 of 3 runs have text but no token ids. ["
-    assert (counted if rule == "no_token_ids" else "(and 1 more record rejected). [") in str(error)
+    assert (counted if rule == "no_token_ids" else "(and 1 more record rejected: ") in str(error)
 
 
 def test_one_call_of_several_without_ids_is_refused_with_its_number(tmp_path: Path) -> None:

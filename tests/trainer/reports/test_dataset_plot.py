@@ -259,4 +259,8 @@ def test_the_verb_draws_a_dataset_or_runs_but_not_both(
         assert run(["plot", *wrong]) == 2
         assert message in capfd.readouterr().err
     assert run(["plot", "run"]) == 0
+    assert Path("run/curves.png").exists()
+    assert not Path("curves.png").exists()
+    shutil.copytree("run", "other")
+    assert run(["plot", "run", "other"]) == 0
     assert Path("curves.png").exists()
