@@ -35,7 +35,7 @@ def json_answer(value: Any) -> Answer:
     return Answer(msgspec.json.encode(_plain(value)), JSON)
 
 
-def arrow_answer(data: pl.DataFrame | pa.Table, **totals: int) -> Answer:
+def arrow_answer(data: pl.DataFrame | pa.Table, **totals: float) -> Answer:
     """Encode a table as an Arrow IPC stream, with `totals` as schema metadata.
 
     Integers become int32 where a column fits, else float64 where that is exact; other columns of

@@ -24,6 +24,7 @@ from schemas.numpy_arrays import to_arrow, to_numpy
 _COLUMNS = (
     *("trajectory_id", "step_index", "is_last_step", "prompt_token_ids", "response_ids"),
     *("loss_mask", "agent", "messages", "response_text", "token_source", "segments", "error"),
+    "stop_reason",
 )
 _THOUGHT = re.compile(r"<think>(.*?)</think>\s*", re.DOTALL)
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>\s*", re.DOTALL)
@@ -36,7 +37,8 @@ def conversation(dataset: Dataset, trajectory_id: str) -> dict[str, Any]:
     """Return the turns of a trajectory by agent, from logged messages or decoded tokens.
 
     A turn belongs to the step that first sent or sampled it. If a call changes an earlier message,
-    this message and all later ones are listed again; those sent before have `is_new` false.
+    this message and all later ones are listed again; those sent before have `is_new` false. Sampled
+    turns have `num_tokens` and `stop_reason`, which are null for others.
     """
     number = dataset.index.number(trajectory_id)
     names = dataset.present(*_COLUMNS)
@@ -106,7 +108,7 @@ class _Lane:
         response = step.get("response_text")
         if response is not None and step.get("token_source") != RETOKENIZED:
             parts = list(_text_parts(*_split_calls(response)))
-            self._add_turn(step, "assistant", parts, trained=trained)
+            self._add_turn(step, "assistant", parts, trained=trained, is_sampled=True)
             answer = {"role": "assistant", "content": response}
             self._sent = [*messages, answer]
 
@@ -125,7 +127,9 @@ class _Lane:
         trained = bool(any(step["loss_mask"]))
         text = "".join(text for _, text in self._read(step["response_ids"], whole=True))
         parts = list(_text_parts(text))
-        self._add_turn(step, "assistant", parts, trained=trained, source="tokens")
+        self._add_turn(
+            step, "assistant", parts, trained=trained, source="tokens", is_sampled=True
+        )
 
     def _read(self, ids: Tokens, *, whole: bool = False) -> Iterable[tuple[str, str]]:
         """Decode ids into roles and texts; without a tokenizer, the text lists the ids."""
@@ -164,6 +168,7 @@ class _Lane:
         trained: bool,
         is_new: bool = True,
         source: str = "messages",
+        is_sampled: bool = False,
     ) -> None:
         cut = [{**part, "text": shortened(part["text"])} for part in parts]
         self.turns.append(
@@ -173,6 +178,8 @@ class _Lane:
                 "is_new": is_new,
                 "trained": trained,
                 "from": source,
+                "num_tokens": len(step["response_ids"]) if is_sampled else None,
+                "stop_reason": step.get("stop_reason") if is_sampled else None,
                 "parts": cut,
             }
         )

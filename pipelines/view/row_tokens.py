@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -59,10 +60,12 @@ def tokens(
             & (pl.col("loss_mask").list.len() == size)  # else the dataset has changed since
         )
         columns |= _recorded(recorded, whole)
-    begin, end = dataset.index.bounds(dataset.index.number(trajectory_id))
+    number = dataset.index.number(trajectory_id)
+    begin, end = dataset.index.bounds(number)
+    value = dataset.index.trajectories["return"][number]
     totals = {"prompt_tokens": num_prompt, "num_steps": end - begin}
     table = pa.Table.from_arrays(list(columns.values()), list(columns))
-    return arrow_answer(table, **totals, decoded=int(vocabulary is not None))
+    return arrow_answer(table, **totals, decoded=int(vocabulary is not None), **{"return": math.nan if value is None else value})
 
 
 def _padded(num_prompt: int, mask: Any) -> Any:

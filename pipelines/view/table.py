@@ -29,7 +29,9 @@ def window(
 ) -> Answer:
     """Return a window of the filtered and sorted table.
 
-    `total` is the number of trajectories that match, and `all` the number in the dataset.
+    `total` is the number of trajectories that match, and `all` the number in the dataset. `failed`
+    counts the matching trajectories with an error. `mean_return` is the mean return of those that match, NaN
+    if no return is known.
     """
     mask = index.matching(where)
     if sort is None:
@@ -39,7 +41,15 @@ def window(
         kept = order if mask is None else order[mask[order]]
     shown = kept[offset : offset + min(limit, MAX_LIMIT)]
     lines = index.trajectories[shown.astype(np.int64)]
-    return arrow_answer(lines, total=len(kept), all=len(index))
+    facts = index.trajectories if mask is None else index.trajectories.filter(pl.Series(mask))
+    mean = facts["return"].fill_nan(None).mean()
+    return arrow_answer(
+        lines,
+        total=len(kept),
+        all=len(index),
+        failed=len(facts) - facts["error"].null_count(),
+        mean_return=mean if isinstance(mean, float) else math.nan,
+    )
 
 
 def histogram(index: TrajectoryIndex, column: str, where: str | None, bins: int) -> Answer:

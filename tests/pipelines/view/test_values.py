@@ -1,5 +1,7 @@
 """Every number that the viewer shows equals what Polars reads from the dataset."""
 
+import math
+
 import numpy as np
 import polars as pl
 import pyarrow as pa
@@ -75,8 +77,11 @@ def test_a_filter_keeps_what_rollouts_filter_keeps(ask, viewed, condition):
     kept = verdicts.filter(pl.col("reason").is_null())["trajectory_id"].to_list()
     table = ask.table(f"/api/datasets/{number}/trajectories", where=condition, limit=1000)
     assert table.column("trajectory_id").to_pylist() == kept
-    metadata = {b"total": str(len(kept)).encode(), b"all": b"48"}
-    assert table.schema.metadata == metadata
+    chosen = trajectory_returns(scan(path)).filter(pl.col("trajectory_id").is_in(kept)).collect()
+    found = {name.decode(): float(value) for name, value in table.schema.metadata.items()}
+    mean = chosen["return"].mean()
+    assert found.pop("mean_return") == pytest.approx(math.nan if mean is None else mean, nan_ok=True)
+    assert found == {"total": len(kept), "all": 48, "failed": 0}
 
 
 @pytest.mark.parametrize("column", ["instance_id", "trajectory_id"])
@@ -182,10 +187,26 @@ def test_a_row_says_its_prompt_and_number_of_steps(ask, shop):
     row = scan(shop).filter(pl.col("step_index") == 2).first().collect().to_dicts()[0]
     table = ask.table(f"{ROOT}/tokens", trajectory_id=row["trajectory_id"], step_index=2)
     num_steps = scan(shop).filter(trajectory_id=row["trajectory_id"]).collect().height
-    metadata = {key.decode(): int(value) for key, value in table.schema.metadata.items()}
-    num_prompt = len(row["prompt_token_ids"])
-    assert metadata == {"prompt_tokens": num_prompt, "num_steps": num_steps, "decoded": 1}
+    metadata = {key.decode(): float(value) for key, value in table.schema.metadata.items()}
+    returns = trajectory_returns(scan(shop)).filter(trajectory_id=row["trajectory_id"]).collect()
+    assert metadata == {
+        "prompt_tokens": len(row["prompt_token_ids"]),
+        "num_steps": num_steps,
+        "return": returns["return"].item(),
+        "decoded": 1,
+    }
     assert table.schema.field("bytes").type == pa.binary()
+
+
+def test_a_sampled_turn_has_its_tokens_and_stop_reason(ask, shop):
+    rows = scan(shop).filter(trajectory_id="shop-1_2").collect()
+    (lane,) = ask(f"{ROOT}/conversation", trajectory_id="shop-1_2")["lanes"]
+    facts = {(t["num_tokens"], t["stop_reason"]) for t in lane["turns"] if t["role"] != "assistant"}
+    assert facts == {(None, None)}
+    sampled = [t for t in lane["turns"] if t["num_tokens"] is not None]
+    assert [t["num_tokens"] for t in sampled] == rows["response_ids"].list.len().to_list()
+    assert [t["stop_reason"] for t in sampled] == rows["stop_reason"].to_list()
+    assert {"length", "stop"} <= set(rows["stop_reason"])
 
 
 def test_attempts_part_at_their_first_other_token(ask, shop):

@@ -183,6 +183,9 @@ export interface Window {
   columns: string[];
   total: number;
   all: number;
+  failed: number;
+  /** NaN if no return is known. */
+  mean_return: number;
 }
 
 export interface Selection {
@@ -198,7 +201,8 @@ function datasetPath(dataset: string, name: string): string {
 function windowOf(table: Table): Window {
   const columns = table.schema.fields.map((field) => field.name);
   const all = total(table, "all");
-  return { rows: rowsOf(table), columns, total: total(table, "total"), all };
+  const facts = { failed: total(table, "failed"), mean_return: total(table, "mean_return") };
+  return { rows: rowsOf(table), columns, total: total(table, "total"), all, ...facts };
 }
 
 /** Rows offset to offset + limit of the filtered and sorted trajectories. */
@@ -289,6 +293,9 @@ export interface Turn {
   is_new: boolean;
   trained: boolean;
   from: "messages" | "tokens";
+  /** Of a sampled turn. */
+  num_tokens: number | null;
+  stop_reason: string | null;
   parts: Part[];
 }
 

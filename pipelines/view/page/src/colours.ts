@@ -12,6 +12,8 @@ export interface Scale {
   ticks: { place: number; label: string }[];
   /** The colour at a place of the legend. */
   at(place: number): Rgb;
+  /** The values at its left and right end; values beyond have the colour of the end. */
+  ends?: readonly [number, number];
   note?: string;
 }
 
@@ -60,6 +62,7 @@ export function sequential(theme: Theme, low: number, high: number): Scale {
     kind: "sequential",
     colour: (value) => (value === null || Number.isNaN(value) ? null : at((value - low) / width)),
     ticks: [0, 0.5, 1].map((place) => ({ place, label: short(low + width * place) })),
+    ends: [low, low + width],
     at,
   };
 }
@@ -77,6 +80,7 @@ export function diverging(theme: Theme, middle: number, reach: number, ratio = f
     kind: "diverging",
     colour: (given) => (given === null || Number.isNaN(given) ? null : at(0.5 + distance(given) / far / 2)),
     ticks: [0, 0.5, 1].map((place) => ({ place, label: short(Number(value(place).toPrecision(3))) })),
+    ends: [value(0), value(1)],
     at,
   };
 }
@@ -102,7 +106,7 @@ export function aroundZero(theme: Theme, values: (number | null | undefined)[]):
   const whole = diverging(theme, 0, reach);
   if (known.some((value) => value < 0)) return whole;
   const ticks = whole.ticks.filter(({ place }) => place >= 0.5).map(({ place, label }) => ({ place: 2 * place - 1, label }));
-  return { ...whole, ticks, at: (place) => whole.at(0.5 + place / 2) };
+  return { ...whole, ticks, ends: [0, whole.ends![1]], at: (place) => whole.at(0.5 + place / 2) };
 }
 
 /** Colours of lines: Okabe and Ito's, those with enough contrast on the theme. */

@@ -98,7 +98,7 @@ function Numbers(props: Props & { counts: Extract<Counts, { edges: number[] }> }
       </svg>
       <div class="range">
         <span data-value={exact(range[0]!)}>{short(range[0]!)}</span>
-        <span class="most" title="Trajectories in the fullest bin">most: {short(most)}</span>
+        <span class="most" title="Trajectories in the fullest bin">tallest bar: {short(most)}</span>
         <span data-value={exact(range[1]!)}>{short(range[1]!)}</span>
       </div>
     </>

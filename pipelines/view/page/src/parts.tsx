@@ -193,10 +193,19 @@ export function cssVariable(name: string): string {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 }
 
-const LEGEND_WIDTH = 220;
+const LEGEND_WIDTH = 200;
+
+/** "≤" or "≥" at an end of the legend that values exceed by more than its rounding. */
+function beyond({ ends }: Scale, place: number, values: Float64Array | undefined): string {
+  if (ends === undefined || values === undefined || (place !== 0 && place !== 1)) return "";
+  const [end, other] = place === 0 ? ends : [ends[1], ends[0]];
+  const slack = Math.abs(end - other) / 1000;
+  if (end < other) return values.some((value) => value < end - slack) ? "≤ " : "";
+  return values.some((value) => value > end + slack) ? "≥ " : "";
+}
 
 /** What the colours mean, with numbers. */
-export function Legend({ scale, title }: { scale: Scale; title: string }): JSX.Element {
+export function Legend({ scale, title, values }: { scale: Scale; title: string; values?: Float64Array }): JSX.Element {
   const ref = useRef<HTMLCanvasElement>(null);
   useEffect(() => {
     if (ref.current === null) return;
@@ -213,7 +222,7 @@ export function Legend({ scale, title }: { scale: Scale; title: string }): JSX.E
       <div class="ticks">
         {scale.ticks.map(({ place, label }) => (
           <span style={{ left: `${place * 100}%` }} class={place === 0 ? "first" : place === 1 ? "last" : ""}>
-            {label}
+            {beyond(scale, place, values)}{label}
           </span>
         ))}
       </div>

@@ -42,6 +42,10 @@ function Lanes({ found, trajectory }: { found: Conversation; trajectory: string 
   const [open, setOpen] = useState(false);
   const [repeated, setRepeated] = useState(false);
   const [turn, setTurn] = useState(-1);
+  const turns = found.lanes.flatMap((lane) => lane.turns);
+  const folds = turns.some((one) => one.parts.some((part) => isFolded(part, one.role)));
+  const sampled = turns.filter((one) => one.num_tokens !== null);
+  const cut = sampled.filter((one) => one.stop_reason === "length").length;
   const old = found.lanes.reduce((sum, lane) => sum + lane.turns.filter((one) => !one.is_new).length, 0);
   const move = (by: number): void => {
     const cards = [...document.querySelectorAll<HTMLElement>("article.turn")];
@@ -71,13 +75,17 @@ function Lanes({ found, trajectory }: { found: Conversation; trajectory: string 
           <Text value={trajectory} />
           <small>
             return <Num value={found.return} name="return" />
+            {sampled.length > 0 && `, ${count(sampled.length, "sampled turn")}`}
+            {cut > 0 && `, ${cut} cut off at the token limit`}
           </small>
         </h1>
-        <button type="button" aria-pressed={open} onClick={() => setOpen(!open)} title="e">
-          {open ? "Fold all" : "Unfold all"}
-        </button>
+        {folds && (
+          <button type="button" aria-pressed={open} onClick={() => setOpen(!open)} title="Fold or unfold (e)">
+            {open ? "Fold all" : "Unfold all"}
+          </button>
+        )}
         {old > 0 && (
-          <button type="button" aria-pressed={repeated} onClick={() => setRepeated(!repeated)} title="h">
+          <button type="button" aria-pressed={repeated} onClick={() => setRepeated(!repeated)} title="Repeated turns (h)">
             {repeated ? "Hide" : "Show"} {count(old, "repeated turn")}
           </button>
         )}
@@ -119,21 +127,33 @@ function TurnCard({ turn, open }: { turn: Turn; open: boolean }): JSX.Element {
         {turn.trained && <span class="badge" title="Tokens of this turn have a loss">trained</span>}
         {!turn.is_new && <span class="badge quiet">repeated</span>}
         {turn.from === "tokens" && <span class="badge quiet" title="The dataset has no messages here: this is decoded from token ids">from tokens</span>}
+        {turn.num_tokens !== null && (
+          <small class="sampling">
+            {count(turn.num_tokens, "token")}
+            {turn.stop_reason !== null && (
+              <>, stop reason <span class={turn.stop_reason === "length" ? "failed" : ""}><Text value={plain(turn.stop_reason, 40)} /></span></>
+            )}
+          </small>
+        )}
         {trajectory !== undefined && (
           <Go to={{ view: "tokens", step: String(turn.step_index), at: undefined }} class="to-tokens">
-            step {turn.step_index}
+            tokens of step {turn.step_index}
           </Go>
         )}
       </header>
       {turn.parts.map((part, at) => (
-        <PartOf key={at} part={part} open={open} isLong={turn.role === "system"} />
+        <PartOf key={at} part={part} open={open} folds={isFolded(part, turn.role)} />
       ))}
     </article>
   );
 }
 
-function PartOf({ part, open, isLong }: { part: Part; open: boolean; isLong: boolean }): JSX.Element {
-  const folds = part.type !== "text" || (isLong && part.text.length > 600);
+/** Folded at first: thinking, tools, and long system prompts. */
+function isFolded(part: Part, role: string): boolean {
+  return part.type !== "text" || (role === "system" && part.text.length > 600);
+}
+
+function PartOf({ part, open, folds }: { part: Part; open: boolean; folds: boolean }): JSX.Element {
   const [own, setOwn] = useState<{ with: boolean; open: boolean } | null>(null);
   const isOpen = own !== null && own.with === open ? own.open : open;
   if (!folds) return <div class="said"><Text value={part.text} /></div>;

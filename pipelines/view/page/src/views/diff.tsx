@@ -60,16 +60,16 @@ export function DiffView(): JSX.Element {
 
 const HEADS: Head[] = [
   { name: "instance_id", title: "task", numeric: false },
-  { name: "difference", title: "return B − A", help: "Difference of the mean returns", numeric: true },
+  { name: "difference", title: "mean return B − A", help: "Difference of the mean returns", numeric: true },
   { name: "bar", title: "", numeric: false },
-  { name: "return_a", title: "return A", help: "Mean return in A", numeric: true },
-  { name: "return_b", title: "return B", help: "Mean return in B", numeric: true },
+  { name: "return_a", title: "mean return A", help: "Mean return in A", numeric: true },
+  { name: "return_b", title: "mean return B", help: "Mean return in B", numeric: true },
   { name: "num_a", title: "attempts A", numeric: true },
   { name: "num_b", title: "attempts B", numeric: true },
   { name: "solved_a", title: "solved A", help: "Attempts with a positive return", numeric: true },
   { name: "solved_b", title: "solved B", help: "Attempts with a positive return", numeric: true },
-  { name: "response_tokens_a", title: "tokens A", numeric: true },
-  { name: "response_tokens_b", title: "tokens B", numeric: true },
+  { name: "response_tokens_a", title: "mean response tokens A", help: "Mean number of response tokens of an attempt in A", numeric: true },
+  { name: "response_tokens_b", title: "mean response tokens B", help: "Mean number of response tokens of an attempt in B", numeric: true },
 ];
 
 function Tasks({ table, a, b }: { table: Table; a: Dataset; b: Dataset }): JSX.Element {
@@ -110,7 +110,7 @@ function Tasks({ table, a, b }: { table: Table; a: Dataset; b: Dataset }): JSX.E
     <>
       <ul class="tiles">
         <li><strong><Num value={all.length} name="tasks" /></strong> tasks in both</li>
-        <li><strong><Num value={mean} name="mean_difference" /></strong> mean of return B − A</li>
+        <li><strong><Num value={mean} name="mean_difference" /></strong> mean difference of return, B − A</li>
         {facts.map(([name, number]) => (
           <li key={name}><strong><Num value={Number.isNaN(number) ? null : number} name={name} /></strong> {name}</li>
         ))}
@@ -189,7 +189,7 @@ function PairOf({ pair, a, b, task }: { pair: Pair; a: Dataset; b: Dataset; task
     <li>
       <h3>
         {side(a, first, pair.return_a, "A")} {side(b, second, pair.return_b, "B")}
-        <small>{parts === null ? (first !== null && second !== null ? "the same tokens" : "") : `part at row ${parts.row}, token ${parts.token}`}</small>
+        <small>{parts === null ? (first !== null && second !== null ? "the same tokens" : "") : `diverge at step ${parts.row}, token ${parts.token}`}</small>
       </h3>
       {parts !== null && first !== null && second !== null && (
         <>

@@ -56,11 +56,14 @@ export function GroupView(): JSX.Element {
 }
 
 function Attempts({ attempts }: { attempts: Attempt[] }): JSX.Element {
-  const { place, joined } = useSession();
+  const { place, joined, run } = useSession();
   const pins = pinsOf(place);
   const returns = attempts.map((attempt) => attempt.return).filter((value) => value !== null);
   const reach = Math.max(0, ...returns.map(Math.abs));
   const farthest = Math.max(0, ...attempts.map((attempt) => Math.abs(attempt.advantage ?? 0)));
+  const mean = returns.reduce((sum, value) => sum + value, 0) / returns.length;
+  const deviation = Math.sqrt(returns.reduce((sum, value) => sum + (value - mean) ** 2, 0) / (returns.length - 1));
+  const hasAdvantage = attempts.some((attempt) => attempt.advantage !== null);
   const isEqual = returns.length > 1 && new Set(returns).size === 1;
   return (
     <>
@@ -68,31 +71,39 @@ function Attempts({ attempts }: { attempts: Attempt[] }): JSX.Element {
         {count(attempts.length, "attempt")}
         {returns.length > 0 && (
           <>
-            , returns from <Num value={Math.min(...returns)} /> to <Num value={Math.max(...returns)} />
+            , mean return <Num value={mean} name="mean_return" />
+            {returns.length > 1 && (
+              <>
+                , standard deviation{" "}
+                <span title="Sample standard deviation (n − 1), as in group advantages"><Num value={deviation} name="deviation" /></span>
+              </>
+            )}
+            , from <Num value={Math.min(...returns)} /> to{" "}
+            <Num value={Math.max(...returns)} />
           </>
         )}
         {isEqual && ": all equal, so a baseline over the group leaves no advantage"}
         {joined.update !== undefined &&
-          (attempts.some((attempt) => attempt.advantage !== null)
+          (hasAdvantage
             ? `. Advantages are those of update ${joined.update}`
             : `. None of them is among the rows that update ${joined.update} recorded`)}
-        .
+        .{joined.update === undefined && (run?.token_updates.length ?? 0) > 0 && " Choose an update above to see advantages."}
       </p>
       <div class="scroll">
-        <table class="plain" aria-label="Attempts">
+        <table class="plain fitted" aria-label="Attempts">
           <thead>
             <tr>
               <th scope="col">attempt</th>
               <th scope="col" class="numeric">return</th>
               <th scope="col" aria-hidden="true" />
-              <th scope="col" class="numeric">advantage</th>
-              <th scope="col" aria-hidden="true" />
+              {hasAdvantage && <th scope="col" class="numeric" title="Mean over the tokens that the update trained">mean advantage</th>}
+              {hasAdvantage && <th scope="col" aria-hidden="true" />}
               <th scope="col" class="numeric">rows</th>
               <th scope="col" class="numeric">response tokens</th>
               <th scope="col" class="numeric">trained tokens</th>
-              <th scope="col">stop</th>
+              <th scope="col">stop reason</th>
               <th scope="col">error</th>
-              <th scope="col">parts at</th>
+              <th scope="col" title="The first sampled token that differs from the first attempt's">diverges at</th>
             </tr>
           </thead>
           <tbody>
@@ -113,8 +124,8 @@ function Attempts({ attempts }: { attempts: Attempt[] }): JSX.Element {
                 </th>
                 <td class="numeric"><Num value={attempt.return} name="return" /></td>
                 <td class="bar-cell"><Bar value={attempt.return} reach={reach} signed={returns.some((value) => value < 0)} /></td>
-                <td class="numeric"><Num value={attempt.advantage} name="advantage" /></td>
-                <td class="bar-cell"><Bar value={attempt.advantage} reach={farthest} signed /></td>
+                {hasAdvantage && <td class="numeric"><Num value={attempt.advantage} name="advantage" /></td>}
+                {hasAdvantage && <td class="bar-cell"><Bar value={attempt.advantage} reach={farthest} signed /></td>}
                 <td class="numeric"><Num value={attempt.num_rows} name="num_rows" /></td>
                 <td class="numeric"><Num value={attempt.response_tokens} name="response_tokens" /></td>
                 <td class="numeric"><Num value={attempt.trained_tokens} name="trained_tokens" /></td>
@@ -132,7 +143,7 @@ function Attempts({ attempts }: { attempts: Attempt[] }): JSX.Element {
                         at: String(attempt.parts_at.token),
                       }}
                     >
-                      row <Num value={attempt.parts_at.row} name="parts_row" />, token{" "}
+                      step <Num value={attempt.parts_at.row} name="parts_row" />, token{" "}
                       <Num value={attempt.parts_at.token} name="parts_token" />
                     </Go>
                   )}
@@ -153,14 +164,14 @@ function Partings({ attempts }: { attempts: Attempt[] }): JSX.Element | null {
   if (dataset === null || parted.length === 0) return null;
   return (
     <>
-      <h2>Where they part from the first attempt</h2>
+      <h2>Where each attempt diverges from the first</h2>
       <ul class="partings">
         {parted.map((attempt) => {
           const { row, token } = attempt.parts_at!;
           return (
             <li key={attempt.trajectory_id}>
               <h3>
-                <Text value={attempt.trajectory_id} /> <small>row {row}, token {token}</small>
+                <Text value={attempt.trajectory_id} /> <small>step {row}, token {token}; return <Num value={attempt.return} /></small>
               </h3>
               <Excerpt dataset={dataset.id} trajectory={attempts[0]!.trajectory_id} row={row} token={token} name="first" />
               <Excerpt dataset={dataset.id} trajectory={attempt.trajectory_id} row={row} token={token} name="this" />
@@ -187,7 +198,7 @@ export function Excerpt({ dataset, trajectory, row, token, name }: ExcerptProps)
   if (answer.state === "refused") {
     return (
       <p class="excerpt">
-        <span class="who">{name}</span> <span class="none">ended before this row</span>
+        <span class="who">{name}</span> <span class="none">ended before this step</span>
       </p>
     );
   }

@@ -13,7 +13,7 @@ import { count, plain, short } from "../text";
 
 const HEIGHT = 164;
 // What is looked at first, in this order; other metrics follow by name.
-const FIRST = [/^(eval\/|.*\beval)/, /^reward|avg_score|avg_raw_reward/, /pass_at|pass@/, /^loss$|policy_loss/, /kl\b/, /entropy/, /stale/, /clip|ratio|mismatch|difference/, /grad_norm/, /advantage/];
+const FIRST = [/^(eval\/|.*\beval)/, /^reward|avg_score|avg_raw_reward/, /pass_at|pass@/, /^loss$|policy_loss/, /kl\b/, /entropy/, /clip_?(ratio|frac)/, /grad_norm/, /effective_share|abs_diff_mean/, /stale/, /clip|ratio|mismatch|diff/, /advantage/];
 
 interface Loaded {
   run: Run;
@@ -283,6 +283,7 @@ function Chart({ name, loaded, smooth }: { name: string; loaded: Loaded[]; smoot
       {
         width: Math.max(120, element.clientWidth),
         height: HEIGHT,
+        padding: [8, null, null, null],
         legend: { show: false },
         scales: { x: { time: false } },
         cursor: { points: { size: 7 }, y: false, drag: { x: false, y: false } },
@@ -336,7 +337,7 @@ function Chart({ name, loaded, smooth }: { name: string; loaded: Loaded[]; smoot
 function ticksAlike(ticks: number[]): string[] {
   const step = ticks.length > 1 ? Math.abs(ticks[1]! - ticks[0]!) : 0;
   const largest = ticks.reduce((most, tick) => Math.max(most, Math.abs(tick)), 0);
-  if (step < 1e-6 || largest >= 1e6) return ticks.map(short);
+  if (step < 1e-6 || (step < 1e-5 && largest < 1e-3) || largest >= 1e6) return ticks.map(short);
   let decimals = 0;
   while (decimals < 7 && Math.abs(step - Number(step.toFixed(decimals))) > step / 100) decimals += 1;
   const options = { minimumFractionDigits: decimals, maximumFractionDigits: decimals };

@@ -29,13 +29,13 @@ const TITLES: Record<string, [string, string]> = {
   repetition_id: ["attempt", "repetition_id"],
   num_rows: ["rows", "num_rows: rows of the table, one per model call unless merged"],
   return: ["return", "The reward of the last step, or the sum over steps"],
-  prompt_tokens: ["prompt", "prompt_tokens: tokens of all prompts"],
-  response_tokens: ["response", "response_tokens: tokens of all responses"],
-  trained_tokens: ["trained", "trained_tokens: response tokens with a loss"],
-  longest_row_tokens: ["longest row", "longest_row_tokens: prompt and response of the longest row"],
-  stop_reason: ["stop", "stop_reason of the last row"],
+  prompt_tokens: ["prompt tokens", "prompt_tokens: tokens of all prompts"],
+  response_tokens: ["response tokens", "response_tokens: tokens of all responses"],
+  trained_tokens: ["trained tokens", "trained_tokens: response tokens with a loss"],
+  longest_row_tokens: ["tokens of longest row", "longest_row_tokens: prompt and response of the longest row"],
+  stop_reason: ["stop reason", "stop_reason of the last row"],
   error: ["error", "Why the trajectory failed"],
-  policy_version: ["policy", "policy_version: the oldest weights that sampled it"],
+  policy_version: ["policy version", "policy_version: the oldest weights that sampled it"],
   agents: ["agents", "Whose calls these are"],
 };
 const NUMBERS = new Set(["repetition_id", "num_rows", "return", "prompt_tokens", "response_tokens", "trained_tokens", "longest_row_tokens", "policy_version"]); // prettier-ignore
@@ -75,7 +75,7 @@ function useWindows(): {
           asked.add(chunk);
         }
         chunks.current.set(chunk, rows);
-        setFacts((old) => (old !== null && old.total === rest.total && old.all === rest.all ? old : rest));
+        setFacts((old) => (old !== null && old.total === rest.total && old.all === rest.all && Object.is(old.mean_return, rest.mean_return) ? old : rest));
         setError(null);
         redraw((number) => number + 1);
       },
@@ -176,6 +176,7 @@ export function TableView(): JSX.Element {
       <FilterBox />
       {error !== null && <Failure error={error} />}
       <Charts columns={columns} />
+      <div class="counts-line">
       <div class="counts" role="status" aria-live="polite">
         {facts === null ? (
           error === null && "Counting…"
@@ -194,6 +195,13 @@ export function TableView(): JSX.Element {
             {pins.length > 0 && `, ${short(pins.length)} pinned`}
           </>
         )}
+      </div>
+      {facts !== null && facts.total > 0 && (
+        <p class="note">
+          mean return <Num value={Number.isNaN(facts.mean_return) ? null : facts.mean_return} name="mean_return" />,{" "}
+          <Num value={facts.failed} name="failed" /> failed
+        </p>
+      )}
       </div>
       {facts !== null && facts.total === 0 ? (
         <Empty>

@@ -54,14 +54,26 @@ function positionOf(at: string | undefined, prompt: number, length: number): num
   return Number.isInteger(position) && position >= 0 && position < length ? position : null;
 }
 
+const FIRST_COLOURS = ["advantage", "difference", "rollout_logprob"];
+
+function varies({ values }: TokenColumn): boolean {
+  const first = values.find((value) => !Number.isNaN(value));
+  return values.some((value) => !Number.isNaN(value) && value !== first);
+}
+
 function Tokens({ table, trajectory, step }: Shown): JSX.Element {
   const { place, joined, run } = useSession();
   const theme = useTheme();
   const prompt = total(table, "prompt_tokens");
   const steps = total(table, "num_steps");
+  const reward = total(table, "return");
   const length = table.numRows;
   const columns = useMemo(() => tokenColumns(table), [table]);
-  const fallback = columns.find((column) => column.name === "advantage") ?? columns[0] ?? null;
+  // Most estimators give every token of a row the same advantage: one colour shows nothing.
+  const fallback = useMemo(() => {
+    const named = FIRST_COLOURS.map((name) => columns.find((one) => one.name === name)).filter((one) => one !== undefined);
+    return named.find(varies) ?? named[0] ?? columns[0] ?? null;
+  }, [columns]);
   const column = columns.find((one) => one.name === place.color) ?? fallback;
   const scale = useMemo(() => column?.scale(theme) ?? null, [column, theme]);
   // Counted now, sorted when somebody asks: a long row has tens of thousands of tokens.
@@ -124,7 +136,7 @@ function Tokens({ table, trajectory, step }: Shown): JSX.Element {
         <h1 id="title">
           <Text value={trajectory} />
           <small>
-            {steps === 1 ? "one step" : `step ${short(step)} of 0–${short(steps - 1)}`}, <Num value={prompt} name="prompt_tokens" /> prompt and{" "}
+            return <Num value={Number.isNaN(reward) ? null : reward} name="return" />, {steps === 1 ? "one step" : `step ${short(step)} of 0–${short(steps - 1)}`}, <Num value={prompt} name="prompt_tokens" /> prompt and{" "}
             <Num value={length - prompt} name="response_tokens" /> response tokens
           </small>
         </h1>
@@ -162,7 +174,7 @@ function Tokens({ table, trajectory, step }: Shown): JSX.Element {
             </span>
           </div>
         )}
-        {scale !== null && column !== null && <Legend scale={scale} title={column.unit === "" ? column.title : `${column.title}, ${column.unit}`} />}
+        {scale !== null && column !== null && <Legend scale={scale} values={column.values} title={column.unit === "" ? column.title : `${column.title}, ${column.unit}`} />}
       </header>
       {!decoded && <p class="note">The dataset names no tokenizer that is here: tokens are shown as ids.</p>}
       {run !== null && joined.update === undefined && (
@@ -502,7 +514,7 @@ function Details({ table, at, prompt, columns, isHovered }: DetailsProps): JSX.E
       )}
       <table class="facts">
         <tbody>
-          <tr><th scope="row">id</th><td class="numeric"><Num value={id} name="id" /></td></tr>
+          <tr><th scope="row">id</th><td class="numeric"><data value={exact(id)} data-name="id" data-value={exact(id)}>{exact(id)}</data></td></tr>
           <tr><th scope="row">bytes</th><td class="numeric"><code data-name="bytes" data-value={hex(bytes)}>{hex(bytes)}</code></td></tr>
           {fields.map((name) => (
             <tr key={name}>
@@ -521,6 +533,7 @@ function Details({ table, at, prompt, columns, isHovered }: DetailsProps): JSX.E
           })}
         </tbody>
       </table>
+      {fields.some((name) => titles.get(name)?.unit === "nats") && <p class="note">Log-probabilities and entropy are in nats.</p>}
       {joins && unknown.includes("logprob") && <p class="note">This row is not among those that the update recorded.</p>}
       {unknown.length > 0 && <p class="note">Without a value in this row: {unknown.map((name) => name.replaceAll("_", " ")).join(", ")}.</p>}
     </aside>

@@ -33,10 +33,12 @@ export function TreeView(): JSX.Element {
           Prefix tree {named !== undefined && <>of <Text value={named} /></>}
         </h1>
         <div class="group" role="group" aria-label="Of">
+          <span class="hint" aria-hidden="true">of the</span>
           <button type="button" aria-pressed={ofTask} onClick={() => go({ of: undefined }, { replace: true })}>task</button>
           <button type="button" aria-pressed={!ofTask} onClick={() => go({ of: "trajectory" }, { replace: true })}>trajectory</button>
         </div>
         <div class="group" role="group" aria-label="Colour">
+          <span class="hint" aria-hidden="true">colour</span>
           <button type="button" aria-pressed={place.color !== "advantage"} onClick={() => go({ color: undefined }, { replace: true })}>return</button>
           <button type="button" aria-pressed={place.color === "advantage"} onClick={() => go({ color: "advantage" }, { replace: true })}>advantage</button>
         </div>
@@ -100,7 +102,8 @@ function Icicle({ tree: { nodes, num_tokens: distinct }, by }: { tree: Tree; by:
   const { place } = useSession();
   const { all, lanes } = useMemo(() => placed(nodes), [nodes]);
   const byId = useMemo(() => new Map(all.map((one) => [one.node.id, one])), [all]);
-  const deepest = Math.max(1, ...nodes.map((node) => node.end));
+  // Room beside the last leaf for its name.
+  const deepest = Math.ceil(1.18 * Math.max(1, ...nodes.map((node) => node.end)));
   const [range, setRange] = useState<[number, number]>([0, deepest]);
   const scale = useMemo(() => aroundZero(theme, nodes.map((node) => node[by])), [nodes, by, theme]);
   const known = nodes.some((node) => node[by] !== null);
@@ -178,6 +181,12 @@ function Icicle({ tree: { nodes, num_tokens: distinct }, by }: { tree: Tree; by:
         context.fillText(fitted(context, plain(node.text, 160), left + wide - 5 - start), start, top + Math.min(tall / 2, 60));
         context.restore();
       }
+      // A leaf ends rows: whose, beside it, where no box can be.
+      if (one.children.length === 0 && tall > 11 && right < size.width - 40) {
+        context.font = "11px system-ui, sans-serif";
+        context.fillStyle = muted;
+        context.fillText(fitted(context, endsOf(node), size.width - right - 8), right + 6, top + Math.min(tall / 2, 60));
+      }
       if (node.cause !== null) drawCause(context, left, top, tall, page, ink);
       if (node.id === chosen || node.id === hovered) {
         context.strokeStyle = accent;
@@ -217,6 +226,7 @@ function Icicle({ tree: { nodes, num_tokens: distinct }, by }: { tree: Tree; by:
           {causes > 0 ? `; ${count(causes, "broken prefix", "broken prefixes")} (▲)` : "; no prefix broke"}.
         </p>
         <div class="group" role="group" aria-label="Zoom">
+          <span class="hint" aria-hidden="true">zoom</span>
           <button type="button" onClick={() => zoom(0.5)} aria-label="Zoom in">+</button>
           <button type="button" onClick={() => zoom(2)} aria-label="Zoom out">−</button>
           <button type="button" onClick={() => setRange([0, deepest])}>all</button>
@@ -270,6 +280,14 @@ function Icicle({ tree: { nodes, num_tokens: distinct }, by }: { tree: Tree; by:
       </details>
     </>
   );
+}
+
+/** Who ends in a leaf: one trajectory with its step and return, or how many. */
+function endsOf(node: TreeNode): string {
+  const names = [...new Set(node.rows.map(([trajectory]) => trajectory))];
+  if (names.length !== 1) return count(names.length, "trajectory", "trajectories");
+  const steps = node.rows.length === 1 ? `step ${node.rows[0]![1]}` : count(node.rows.length, "step");
+  return `${plain(names[0]!, 40)}, ${steps}${node.return === null ? "" : `, return ${short(node.return)}`}`;
 }
 
 function openNode(node: TreeNode): void {

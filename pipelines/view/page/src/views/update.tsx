@@ -4,11 +4,11 @@ import type { Table } from "apache-arrow";
 import type { JSX } from "preact";
 import { useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
 import { go, togglePin } from "../address";
-import { rowsOf, type Row, updateRows, updateTargets } from "../answers";
+import { metrics, rowsOf, type Row, total, updateRows, updateTargets } from "../answers";
 import { sorted } from "../order";
 import { LINES } from "../colours";
 import { useKeys } from "../keys";
-import { Awaited, Cell, cssVariable, Empty, Failure, Num, surface, useAnswer, useSize, useTheme } from "../parts";
+import { Awaited, Cell, cssVariable, Empty, Failure, Go, Num, surface, useAnswer, useSize, useTheme } from "../parts";
 import { useSession } from "../session";
 import { count, plain, short } from "../text";
 import { type Head, VirtualTable } from "../virtual_table";
@@ -17,12 +17,12 @@ const TITLES: Record<string, [string, string]> = {
   dataset: ["dataset", "The dataset that holds the row"],
   trajectory_id: ["trajectory", "trajectory_id"],
   step_index: ["step", "step_index of the row"],
-  loss_share: ["share of the loss", "loss_share: sum over the row's targets of weight times loss"],
-  advantage: ["advantage", "Mean over the row's targets"],
+  loss_share: ["contribution to the loss", "loss_share: sum over the row's targets of weight times loss"],
+  advantage: ["mean advantage", "Mean over the row's targets"],
   num_targets: ["targets", "num_targets: tokens of the row that this update trained"],
   max_importance_weight: ["max importance weight", "max_importance_weight: the largest exp(logprob − old_logprob)"],
-  max_abs_difference: ["max distance from sampler", "max_abs_difference: the largest |logprob − rollout_logprob|, in nats"],
-  mean_abs_difference: ["mean distance", "mean_abs_difference: the mean |logprob − rollout_logprob|, in nats"],
+  max_abs_difference: ["max distance from sampler, nats", "max_abs_difference: the largest |logprob − rollout_logprob|, in nats"],
+  mean_abs_difference: ["mean distance, nats", "mean_abs_difference: the mean |logprob − rollout_logprob|, in nats"],
   num_clipped: ["clipped", "num_clipped: targets that the clip rule left without a gradient"],
   num_rejected: ["rejected", "num_rejected: targets that the correction for sampler mismatch masked"],
 };
@@ -66,6 +66,7 @@ export function UpdateView(): JSX.Element {
           <button type="button" disabled={run.updates.at(-1) === Number(update)} onClick={() => step(1)} title="Next update (])">update ›</button>
         </div>
       </header>
+      <Facts run={run.id} update={Number(update)} />
       {isRecorded ? (
         <Awaited answer={answer}>{(table) => <Rows key={key} table={table} run={run.id} update={update} />}</Awaited>
       ) : (
@@ -80,6 +81,27 @@ export function UpdateView(): JSX.Element {
         </Empty>
       )}
     </section>
+  );
+}
+
+// What an update is judged by, in this order.
+const FACTS = ["reward/avg_raw_reward", "return_mean", "loss", "policy_kl", "policy_entropy", "clip_ratio", "grad_norm", "rollout_logprobs_abs_diff_mean"];
+
+/** The metrics of the update that are looked at first. */
+function Facts({ run, update }: { run: string; update: number }): JSX.Element | null {
+  const answer = useAnswer(run, () => metrics(run));
+  const at = answer.value?.global_step.indexOf(update) ?? -1;
+  if (answer.value === undefined || at < 0) return null;
+  const found = answer.value.metrics;
+  const shown = FACTS.filter((name) => typeof found[name]?.[at] === "number" && !(name === "return_mean" && FACTS[0]! in found));
+  if (shown.length === 0) return null;
+  return (
+    <ul class="tiles" aria-label="Metrics of the update">
+      {shown.map((name) => (
+        <li key={name}><strong><Num value={found[name]![at]!} name={name} /></strong> {name}</li>
+      ))}
+      <li><Go to={{ view: "run" }}>all metrics</Go></li>
+    </ul>
   );
 }
 
@@ -137,7 +159,7 @@ function Rows({ table, run, update }: { table: Table; run: string; update: strin
         <Masks rows={numbered} />
         <Scatter run={run} update={update} rows={numbered} chosen={cursor === null ? null : Number(rows[cursor]?.index)} onOpen={open} />
       </div>
-      <h2>Rows, {order.by === "" ? "largest share of the loss first" : `by ${TITLES[order.by]?.[0] ?? order.by}`}</h2>
+      <h2>Rows, {order.by === "" ? "largest contribution to the loss first" : `by ${TITLES[order.by]?.[0] ?? order.by}`}</h2>
       <VirtualTable
         label="Rows of the update"
         heads={heads}
@@ -178,7 +200,7 @@ function Masks({ rows }: { rows: Row[] }): JSX.Element {
     <div class="masks">
       <h2>Targets by rule</h2>
       <p class="lead">
-        <Num value={targets} name="num_targets" /> recorded targets in {count(rows.length, "row")}
+        <Num value={targets} name="num_targets" /> recorded targets (trained tokens) in {count(rows.length, "row")}
       </p>
       <table class="plain" aria-label="Targets by rule">
         <tbody>
@@ -335,7 +357,7 @@ function Points({ table, rows, chosen, onOpen }: ScatterProps & { table: Table }
               <Num value={Number(shown.logprob)} />, weight <Num value={Number(shown.importance_weight)} />
             </>
           ) : (
-            "click a point to open its token"
+            `${points.length < total(table, "total") ? `${short(points.length)} of ${short(total(table, "total"))} targets, evenly spaced; ` : ""}click a point to open its token`
           )}
         </span>
       </p>
