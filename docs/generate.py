@@ -19,8 +19,8 @@ from schemas import RULES, TOKEN_RECORD_COLUMNS, documentation_table
 from schemas.columns import PREFIX_FIELDS
 from schemas.error_ids import ERROR_IDS
 from schemas.row_checks import HEADER_TOKENS, MIN_ANSWER_TOKENS
+from schemas.run_metrics import LOOP_METRICS, METRICS
 from trainer.rl.config import OWN_KEYS
-from trainer.run.run_metrics import LOOP_METRICS, METRICS
 from trainer.run.token_records import SAMPLED_GROUPS
 
 DOCS = Path(__file__).parent

@@ -127,9 +127,7 @@ class _Lane:
         trained = bool(any(step["loss_mask"]))
         text = "".join(text for _, text in self._read(step["response_ids"], whole=True))
         parts = list(_text_parts(text))
-        self._add_turn(
-            step, "assistant", parts, trained=trained, source="tokens", is_sampled=True
-        )
+        self._add_turn(step, "assistant", parts, trained=trained, source="tokens", is_sampled=True)
 
     def _read(self, ids: Tokens, *, whole: bool = False) -> Iterable[tuple[str, str]]:
         """Decode ids into roles and texts; without a tokenizer, the text lists the ids."""

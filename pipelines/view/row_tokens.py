@@ -65,7 +65,12 @@ def tokens(
     value = dataset.index.trajectories["return"][number]
     totals = {"prompt_tokens": num_prompt, "num_steps": end - begin}
     table = pa.Table.from_arrays(list(columns.values()), list(columns))
-    return arrow_answer(table, **totals, decoded=int(vocabulary is not None), **{"return": math.nan if value is None else value})
+    return arrow_answer(
+        table,
+        **totals,
+        decoded=int(vocabulary is not None),
+        **{"return": math.nan if value is None else value},
+    )
 
 
 def _padded(num_prompt: int, mask: Any) -> Any:

@@ -15,6 +15,7 @@ from pipelines.token_records import scan_token_records
 from rollout_io.dataset.opening import read_input, refuse_irregular
 from rollout_io.formats.parsing.naming import natural_key
 from schemas.errors import InputError, count
+from schemas.run_metrics import LOOP_METRICS, METRICS
 from schemas.token_records import TOKENS, token_record_path, token_record_steps
 
 KEYS = ("dataset", "instance_id", "trajectory_id", "step_index")
@@ -79,7 +80,7 @@ def read_metrics(run: Path) -> dict[str, Any]:
 
     Returns:
         `global_step`: the steps, sorted; `updates`: the steps of updates, sorted; `metrics`: by
-        name, a number or None for each step.
+        name, a number or None for each step; `about`: unit and meaning of each known metric.
 
     Raises:
         InputError: `metrics_file`: a line is not a JSON object with an integer `global_step`.
@@ -102,7 +103,9 @@ def read_metrics(run: Path) -> dict[str, Any]:
         for name, values in metrics.items()
         if name != "global_step" and any(value is not None for value in values)
     }
-    return {"global_step": steps, "updates": sorted(updates), "metrics": kept}
+    known = {**METRICS, **LOOP_METRICS}
+    about = {name: known[name]._asdict() for name in kept if name in known}
+    return {"global_step": steps, "updates": sorted(updates), "metrics": kept, "about": about}
 
 
 def changed_rows(run: Path, dataset: str) -> str:

@@ -13,8 +13,8 @@ import numpy.typing as npt
 
 from rollout_io.dataset.opening import read_input
 from schemas.errors import InputError
+from schemas.run_metrics import LOOP_METRICS, METRICS
 from trainer.reports import charts
-from trainer.run.run_metrics import LOOP_METRICS, METRICS
 
 DEFAULT = (
     "return_mean",

@@ -10,10 +10,10 @@ import polars as pl
 
 from pipelines.statistics.metrics import USED, rollout_metrics, trajectories
 from schemas.metadata import Outcome
+from schemas.run_metrics import GENERATED
 from trainer.batches.data import Batch
 from trainer.batches.plan import Plan
 from trainer.run.batch_advantages import Estimates
-from trainer.run.run_metrics import GENERATED
 
 
 def generated_rows(rollouts: pl.LazyFrame, groups: Sequence[str]) -> pl.DataFrame:

@@ -14,11 +14,11 @@ import pyarrow as pa
 from accelerate import Accelerator
 
 from rollout_io.terminal import Bar
+from schemas.run_metrics import GENERATED, LOOP_METRICS, METRICS, OWN_LOSS
 from trainer.config.train_config import TrainConfig
 from trainer.run.advice import warnings_about
 from trainer.run.passes import Passes, ticking
 from trainer.run.remarks import say, warn
-from trainer.run.run_metrics import GENERATED, LOOP_METRICS, METRICS, OWN_LOSS
 from trainer.run.token_records import write_token_records
 
 ZERO_LOSS = 1e-6

@@ -120,4 +120,7 @@ def test_an_evaluation_does_not_hide_the_metrics_of_its_update(ask):
         "eval/all/avg_score": [None, 0.3, None],
         "skipped": [None, 0, 0],
     }
+    assert found["about"].keys() == found["metrics"].keys() - {"eval/all/avg_score"}
+    assert found["about"]["iteration"]["unit"] == "iterations"
+    assert found["about"]["loss"]["meaning"].startswith("Minimised loss")
     assert ask("/api/sources")["runs"][0]["updates"] == [1, 2]

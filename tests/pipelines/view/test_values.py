@@ -80,7 +80,9 @@ def test_a_filter_keeps_what_rollouts_filter_keeps(ask, viewed, condition):
     chosen = trajectory_returns(scan(path)).filter(pl.col("trajectory_id").is_in(kept)).collect()
     found = {name.decode(): float(value) for name, value in table.schema.metadata.items()}
     mean = chosen["return"].mean()
-    assert found.pop("mean_return") == pytest.approx(math.nan if mean is None else mean, nan_ok=True)
+    assert found.pop("mean_return") == pytest.approx(
+        math.nan if mean is None else mean, nan_ok=True
+    )
     assert found == {"total": len(kept), "all": 48, "failed": 0}
 
 

@@ -181,7 +181,7 @@ def test_a_line_that_is_being_written_is_left_out(tmp_path: Path) -> None:
 
 
 def test_only_known_metrics_are_drawn_by_default() -> None:
-    from trainer.run.run_metrics import LOOP_METRICS, METRICS
+    from schemas.run_metrics import LOOP_METRICS, METRICS
 
     assert set(DEFAULT) <= METRICS.keys() | LOOP_METRICS.keys()
 

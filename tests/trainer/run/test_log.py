@@ -13,6 +13,7 @@ import pytest
 from accelerate import Accelerator
 
 import trainer
+from schemas.run_metrics import GENERATED, METRICS
 from tests.helpers.trainer_helpers import (
     one_group,
     save_tiny_model,
@@ -22,7 +23,6 @@ from tests.helpers.trainer_helpers import (
 from trainer.config.train_config import TrainConfig
 from trainer.run.advice import warnings_about
 from trainer.run.log import RunLog, progress_line
-from trainer.run.run_metrics import GENERATED, METRICS
 
 NOTE = "note: importance correction (tis_ratio_type) is off, because the dataset has no rollout_logprobs\n"
 HINT = "Hint: set drop_zero_variance_groups = true"

@@ -323,6 +323,8 @@ export interface Metrics {
   global_step: number[];
   updates: number[];
   metrics: Record<string, (number | null)[]>;
+  /** Of the metrics that the trainer documents. */
+  about: Record<string, { unit: string; meaning: string }>;
 }
 
 export function metrics(run: string): Promise<Metrics> {

@@ -15,6 +15,17 @@ const HEIGHT = 164;
 // What is looked at first, in this order; other metrics follow by name.
 const FIRST = [/^(eval\/|.*\beval)/, /^reward|avg_score|avg_raw_reward/, /pass_at|pass@/, /^loss$|policy_loss/, /kl\b/, /entropy/, /clip_?(ratio|frac)/, /grad_norm/, /effective_share|abs_diff_mean/, /stale/, /clip|ratio|mismatch|diff/, /advantage/];
 
+/** The name of a metric, with its unit; its meaning where the pointer rests. */
+export function MetricName({ name, about }: { name: string; about: Metrics["about"] }): JSX.Element {
+  const known = about[name];
+  return (
+    <span class="metric-name" title={known?.meaning.replaceAll("`", "")}>
+      <Text value={plain(name, 80)} />
+      {known !== undefined && known.unit !== "1" && <small>, {known.unit}</small>}
+    </span>
+  );
+}
+
 interface Loaded {
   run: Run;
   metrics: Metrics;
@@ -210,7 +221,7 @@ function LastValues({ keys, loaded, label }: { keys: string[]; loaded: Loaded[];
       <tbody>
         {keys.map((key) => (
           <tr key={key} data-row={key}>
-            <th scope="row"><Text value={key} /></th>
+            <th scope="row"><MetricName name={key} about={aboutOf(key, loaded)} /></th>
             {loaded.map(({ run, metrics: one }) => (
               <td key={run.id} class="numeric">
                 <Num value={(one.metrics[key] ?? []).findLast((value) => value !== null) ?? null} name={key} />
@@ -313,7 +324,7 @@ function Chart({ name, loaded, smooth }: { name: string; loaded: Loaded[]; smoot
   return (
     <figure class="plot" data-metric={name}>
       <figcaption>
-        <Text value={plain(name, 80)} />
+        <MetricName name={name} about={aboutOf(name, loaded)} />
         <span class="read">
           <span class="step">{index === null ? "last" : `update ${short(steps[at] ?? 0)}`}</span>
           {lines.map((line, run) => (
@@ -342,6 +353,11 @@ function ticksAlike(ticks: number[]): string[] {
   while (decimals < 7 && Math.abs(step - Number(step.toFixed(decimals))) > step / 100) decimals += 1;
   const options = { minimumFractionDigits: decimals, maximumFractionDigits: decimals };
   return ticks.map((tick) => (tick === 0 ? "0" : tick.toLocaleString("en-US", options).replace("-", "−")));
+}
+
+/** All runs document a metric alike: the first that has it is enough. */
+function aboutOf(name: string, loaded: Loaded[]): Metrics["about"] {
+  return loaded.find(({ metrics: one }) => name in one.about)?.metrics.about ?? {};
 }
 
 function openUpdate(step: number, loaded: Loaded[], name: string): void {

@@ -11,6 +11,7 @@ import { useKeys } from "../keys";
 import { Awaited, Cell, cssVariable, Empty, Failure, Go, Num, surface, useAnswer, useSize, useTheme } from "../parts";
 import { useSession } from "../session";
 import { count, plain, short } from "../text";
+import { MetricName } from "./run";
 import { type Head, VirtualTable } from "../virtual_table";
 
 const TITLES: Record<string, [string, string]> = {
@@ -98,7 +99,7 @@ function Facts({ run, update }: { run: string; update: number }): JSX.Element | 
   return (
     <ul class="tiles" aria-label="Metrics of the update">
       {shown.map((name) => (
-        <li key={name}><strong><Num value={found[name]![at]!} name={name} /></strong> {name}</li>
+        <li key={name}><strong><Num value={found[name]![at]!} name={name} /></strong> <MetricName name={name} about={answer.value!.about} /></li>
       ))}
       <li><Go to={{ view: "run" }}>all metrics</Go></li>
     </ul>
