@@ -1,0 +1,47 @@
+"""The commands of the viewer's page make the run that it explains."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from rollout_io import scan
+from rollout_io.cli.main import run
+from tests.conftest import ROOT
+
+SECTION = (ROOT / "docs" / "view.md").read_text().partition("## Why did a task not improve?")[2]
+
+
+@pytest.fixture(scope="module")
+def commands():
+    """The words of each command, by verb."""
+    (block,) = re.findall(r"```sh\n(.*?)```", SECTION.partition("\n## ")[0], re.DOTALL)
+    lines = block.replace("\\\n", " ").splitlines()
+    return {words[1]: words[1:] for words in map(shlex.split, lines)}
+
+
+def placed(words, folder):
+    """The words, with the page's paths in a folder."""
+    inputs = {name: str(ROOT / name) for name in words if name.startswith((".cache", "examples"))}
+    outputs = {name: str(folder / Path(name).name) for name in words if name.startswith("runs/")}
+    return [(inputs | outputs).get(word, word) for word in words]
+
+
+def test_the_commands_lead_from_one_to_the_next(commands, tmp_path, capsys):
+    convert, train, view = commands["convert"], commands["train"], commands["view"]
+    assert train[1] == convert[convert.index("--out") + 1]
+    assert view[1] == train[train.index("--out") + 1]
+    assert run([*placed(train, tmp_path), "--show-config"]) == 0
+    shown = capsys.readouterr().out
+    assert {'record_tokens = "all"', "max_updates = 6"} <= set(shown.splitlines())
+
+
+@pytest.mark.slow
+@pytest.mark.model
+def test_the_task_is_there_and_the_plan_stands(commands, tmp_path, smollm2_dir):
+    del smollm2_dir
+    assert run(placed(commands["convert"], tmp_path)) == 0
+    (task,) = set(re.findall(r"instance_id = '(.*?)'", SECTION))
+    assert task in scan(tmp_path / "why-shop").collect()["instance_id"]
+    assert run([*placed(commands["train"], tmp_path), "--dry-run"]) == 0
