@@ -271,7 +271,8 @@ are rejected.
 
 ## Checkpoints and `--resume`
 
-`rollouts train ... --resume` continues the run in RUN from its latest checkpoint, or starts it if there is none. A resumed run
+`rollouts train ... --resume` continues the run in RUN from its latest checkpoint, or starts it if there is none; if RUN
+contains no run, it says so and names runs with a similar name. A resumed run
 has the same weights and `metrics.jsonl` (except times) as an uninterrupted one: bit for bit on a CPU with the same libraries
 and number of threads.
 

@@ -57,11 +57,17 @@ def rl(
     Transformers can load RUN/checkpoints/, and --resume continues from there without losing a
     finished group.
     """
+    from rollout_io.configuration import read_toml
     from trainer.rl import load_rl_config, run
 
     sys.path.insert(0, str(Path.cwd()))
     options = {"learning_rate": lr, "advantage_estimator": algorithm}
     chosen = [f"train.{key}={value}" for key, value in options.items() if value is not None]
+    set_keys = {override.partition("=")[0].strip() for override in overrides}
+    if not out and "out" not in read_toml(config).keys() | set_keys:
+        ctx = click.get_current_context()
+        param = next(param for param in ctx.command.params if param.name == "out")
+        raise click.MissingParameter(ctx=ctx, param=param)
     settings = load_rl_config(config, [*chosen, *overrides], out=out)
     how = "finished work is kept; run the same command with --resume to continue"
     waits_for = "the current micro-batch, or running calls"

@@ -93,9 +93,12 @@ class RlConfig:
             raise ConfigError("config_value", key, got, expected)
         shared, sets = evaluation_sets(self.evaluate or {})
         for name in TABLES:
-            _refuse_own_keys(name, shared if name == "evaluate" else getattr(self, name))
+            table = shared if name == "evaluate" else getattr(self, name)
+            _refuse_own_keys(name, table)
+            _refuse_unknown_keys(name, table)
         for name, own in sets.items():
             _refuse_own_keys(f"evaluate.{name}", own)
+            _refuse_unknown_keys(f"evaluate.{name}", own)
         generation, training, _ = self.generation, self.training, self.evaluations(0)
         if generation.group_size == 1 and training.compares_groups:
             estimator = training.advantage_estimator
@@ -230,6 +233,12 @@ def load_rl_config(
     given, where = read_toml(toml_path) | given_options({"out": out}), str(toml_path)
     plain, nested = _by_table(overrides, TABLES.__contains__)
     tables = {name: given.pop(name) for name in TABLES if name in given}
+    for key in given:
+        _suggest_table(key, f"{where}, key {key}")
+    for override in plain:
+        key, equals, _ = override.partition("=")
+        if equals:
+            _suggest_table(key.strip(), f"--set {override}")
     values = checked_values(RlConfig, given, plain, where)
     for name in (name for name in TABLES if name in tables or name in nested):
         table = tables.get(name, {})
@@ -246,6 +255,20 @@ def load_rl_config(
         text, hint = "Missing key: num_iterations", "set it to the number of iterations to train"
         raise ConfigError("config_key", "configuration", "no key", hint=hint, message=text)
     return RlConfig(**values)
+
+
+def _suggest_table(key: str, where: str) -> None:
+    """Reject a top-level key that only exists in `[generate]` or `[train]`, and name the table."""
+    first = key.partition(".")[0]
+    if first in RlConfig.__dataclass_fields__:
+        return
+    names = ("generate", "train")
+    tables = [t for t in names if first in TABLES[t].__dataclass_fields__.keys() - OWN_KEYS[t]]
+    if tables:
+        near = " or ".join(f"`{table}.{key}`" for table in tables)
+        named = " or ".join(f"[{table}]" for table in tables)
+        hint = f"did you mean {near}? It belongs in {named}"
+        raise ConfigError("config_key", where, f"unknown key `{key}`", "", hint)
 
 
 def _evaluate_values(
@@ -299,9 +322,12 @@ def _refuse_own_keys(table: str, values: Mapping[str, Any]) -> None:
         if key in own:
             got = f"`{key}` is set by rollouts rl"
             raise ConfigError("config_key", f"[{table}]", got, hint=own[key])
-    unknown = next((k for k in values if k not in TABLES[kind].__dataclass_fields__), None)
-    if unknown is not None:
-        checked_values(TABLES[kind], {unknown: values[unknown]}, (), f"[{table}]")
+
+
+def _refuse_unknown_keys(table: str, values: Mapping[str, Any]) -> None:
+    kind = TABLES[table.partition(".")[0]]
+    unknown = {k: v for k, v in values.items() if k not in kind.__dataclass_fields__}
+    checked_values(kind, unknown, (), f"[{table}]")
 
 
 def _record(table: str, kind: type[Table], values: Mapping[str, Any]) -> Table:

@@ -42,10 +42,11 @@ from trainer.rl.sampling_progress import SamplingProgress
 from trainer.rl.task_order import check_names, first_name, shuffled_tasks
 from trainer.rl.updates import Learning, check_lengths
 from trainer.rl.weight_swap import WeightSwapEngine
+from trainer.run.advice import in_train_table
 from trainer.run.checkpoint import checkpoint_path
 from trainer.run.log import RunLog
 from trainer.run.remarks import say, show, warn
-from trainer.run.resume import alone_in, stops_when_full
+from trainer.run.resume import alone_in, say_if_new, stops_when_full
 from trainer.run.same_tokenizer import check_tokenizers
 from trainer.run.token_records import say_size
 
@@ -82,6 +83,19 @@ class RlResult:
     evaluation: float | None
 
 
+@contextmanager
+def _hints_name_the_table() -> Iterator[None]:
+    """Rewrite the hints of errors that `rollouts train` shares: here, its keys are in a table."""
+    try:
+        yield
+    except RolloutError as error:
+        hint = in_train_table(error.hint or "")
+        if hint == (error.hint or ""):
+            raise
+        raise error.at(error.where, hint) from error
+
+
+@_hints_name_the_table()
 def run(
     config: RlConfig, *, resume: bool = False, open_engine: OpenEngine | None = None
 ) -> RlResult:
@@ -103,6 +117,8 @@ def run(
     """
     _refuse_several_processes()
     checkpoint = find_checkpoint(config, resume=resume)
+    if resume:
+        say_if_new(Path(config.out))
     tokenizer = dataclasses.replace(
         load_tokenizer(config.model, config.generation.chat_template),
         template_kwargs=config.generation.chat_template_kwargs,
@@ -184,7 +200,9 @@ class Loop:
         with stack, _hints_at_resuming(config), learning.saved_when_it_fails(self.log):
             async with self.engine, self._open_calls() as calls:
                 generator = Generator(self.engine, self.tokenizer, config.generation, calls)
-                for remark in check_tokenizers(config.training, generator.metadata):
+                for remark in check_tokenizers(
+                    config.training, generator.metadata, notes_match=False
+                ):
                     show(remark)
                 check_lengths(config, learning.models.limit, self.engine.context_tokens)
                 await self._begin_engine()

@@ -23,6 +23,7 @@ from trainer.config.resolved import resolved
 from trainer.distributed.launch import make_accelerator
 from trainer.rl.config import RlConfig
 from trainer.rl.size_notes import Models, notes_of_size
+from trainer.run.advice import in_train_table
 from trainer.run.checkpoint import Checkpoints, remove_directory, write_model
 from trainer.run.load_models import check_dataset, load_models, make_learners
 from trainer.run.log import RunLog
@@ -174,7 +175,7 @@ class Learning:
         for name, remark in checked.remarks.items():
             if name not in self._said:
                 self._said.add(name)
-                show(remark)
+                show(remark._replace(text=in_train_table(remark.text)))
         objective = objective_of(config, corrects=checked.corrects)
         return TrainingRun(
             config=config,

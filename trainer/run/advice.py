@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,18 @@ from trainer.config.functions import ADVANTAGE_ESTIMATOR, LOSS_REDUCTION
 from trainer.config.train_config import TrainConfig
 
 LARGE_DIFFERENCE_NATS = 0.3
+_OVERRIDE = re.compile(r"(--set '?)(\w+)(?=[.=])")
+
+
+def in_train_table(text: str) -> str:
+    """Rewrite advice of `rollouts train` for `rollouts rl`, where its keys are in `[train]`.
+
+    Example:
+        >>> in_train_table("pass --set failed=trajectory, or --set generate.seed=1")
+        'pass --set train.failed=trajectory, or --set generate.seed=1'
+    """
+    known = TrainConfig.__dataclass_fields__
+    return _OVERRIDE.sub(lambda m: f"{m[1]}{'train.' if m[2] in known else ''}{m[2]}", text)
 
 
 def warnings_before(rows: pl.DataFrame, plan: Plan, config: TrainConfig) -> dict[str, str]:
@@ -78,7 +91,7 @@ def warnings_about(
             + (f"\nlikely cause: {cause}" if cause else "")
         )
     if metrics["num_trained_tokens"] and not metrics["num_trained_groups"]:
-        leave_out = "\nHint: set drop_zero_variance_groups = true to leave such groups out"
+        leave_out = "\nHint: pass --set drop_zero_variance_groups=true to leave such groups out"
         found["zero_gradient"] = (
             "every advantage of the mini-batch is 0, because rewards do not vary within any group, so"
             " the gradient is zero" + ("" if config.drop_zero_variance_groups else leave_out)

@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from rollout_io.terminal import Bar
 from schemas.run_metrics import GENERATED, LOOP_METRICS, METRICS, OWN_LOSS
 from trainer.config.train_config import TrainConfig
-from trainer.run.advice import warnings_about
+from trainer.run.advice import in_train_table, warnings_about
 from trainer.run.passes import Passes, ticking
 from trainer.run.remarks import say, warn
 from trainer.run.token_records import write_token_records
@@ -107,7 +107,8 @@ class RunLog:
         for name, text in warnings_about(metrics, self.config, cause).items():
             if name not in self.warned:
                 self.warned.add(name)
-                warn(f"update {metrics['global_step']}: {text}")
+                shown = in_train_table(text) if self.is_loop else text
+                warn(f"update {metrics['global_step']}: {shown}")
 
     def next_iteration(self) -> None:
         """Move the bar of a loop by one iteration."""

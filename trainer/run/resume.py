@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import errno
 import json
 from collections.abc import Collection, Iterator, Mapping
@@ -16,6 +17,7 @@ from rollout_io.dataset.locking import lock
 from schemas.errors import ConfigError, InputError, count
 from trainer.config.train_config import TrainConfig
 from trainer.run.checkpoint import latest_checkpoint
+from trainer.run.remarks import say, warn
 
 MAY_CHANGE = {
     "out",
@@ -55,6 +57,23 @@ def find_checkpoint(config: TrainConfig) -> Path | None:
         may_change = MAY_CHANGE - fixed_keys(config)
         check_same(saved, dataclasses.asdict(config), may_change, out, growing="num_epochs")
     return latest_checkpoint(out)
+
+
+def say_if_new(out: Path) -> None:
+    """Say that there is no run to resume, and warn if a run with a similar name exists.
+
+    `--resume` starts a run where there is none, so that one command can be repeated until the run
+    is complete; a mistyped name would otherwise start a second run unnoticed.
+    """
+    if (out / "config.json").is_file():
+        return
+    said = f"no run in {out}: starting from the beginning"
+    runs = [file.parent.name for file in out.parent.glob("*/config.json")]
+    if near := difflib.get_close_matches(out.name, runs, cutoff=0.8):
+        names = " or ".join(str(out.parent / name) for name in near)
+        warn(f"{said}\nHint: did you mean {names}?")
+    else:
+        say(said)
 
 
 def saved_config(out: Path) -> dict[str, Any] | None:

@@ -15,7 +15,9 @@ from trainer.config.train_config import TrainConfig
 from trainer.run.remarks import Remark
 
 
-def check_tokenizers(config: TrainConfig, metadata: DatasetMetadata) -> list[Remark]:
+def check_tokenizers(
+    config: TrainConfig, metadata: DatasetMetadata, *, notes_match: bool = True
+) -> list[Remark]:
     """Compare the tokenizers of all models of a run with the dataset's.
 
     Fingerprints are compared if the dataset has one. Otherwise (for example, if a log of exact
@@ -23,7 +25,8 @@ def check_tokenizers(config: TrainConfig, metadata: DatasetMetadata) -> list[Rem
     for other reasons. A model directory without tokenizer files cannot be compared. A different
     chat template does not change the dataset's token ids.
 
-    Returns warnings and notes, which state what was compared.
+    Returns warnings and notes, which state what was compared. With `notes_match=False`, there is no
+    note that the tokenizer is the same, as where the policy sampled the dataset itself.
 
     Raises:
         InputError: A model has a different tokenizer, unless `allow_other_tokenizer` is set.
@@ -46,7 +49,7 @@ def check_tokenizers(config: TrainConfig, metadata: DatasetMetadata) -> list[Rem
             continue
         if tokenizer.fingerprint != metadata.tokenizer_fingerprint:
             said.append(_other_tokenizer(config, path, metadata.tokenizer or "name unknown"))
-        elif path == config.model:
+        elif path == config.model and notes_match:
             said.append(Remark(f"note: {path} has the dataset's tokenizer (fingerprints match)"))
         recorded = metadata.chat_template_fingerprint
         if path == config.model and recorded not in {None, tokenizer.template_fingerprint}:

@@ -24,7 +24,7 @@ from trainer.models.optimizer import RateSchedule
 from trainer.run.checkpoint import Checkpoints
 from trainer.run.load_models import Models, check_dataset, load_models, make_learners
 from trainer.run.remarks import Remark, say, show
-from trainer.run.resume import check_max_updates, find_checkpoint, lines_to_keep
+from trainer.run.resume import check_max_updates, find_checkpoint, lines_to_keep, say_if_new
 from trainer.run.same_tokenizer import check_tokenizers
 from trainer.run.settings import BatchSettings, batch_settings, plan_settings, rate_schedule
 from trainer.run.state import Position, Progress, dataset_digest, load_progress, restore
@@ -130,6 +130,8 @@ def _load(config: TrainConfig, *, resume: bool) -> LoadedRun:
     rollout_io.require_valid(config.dataset)
     config = resolved(config)
     checkpoint = find_checkpoint(config) if resume else None
+    if resume:
+        say_if_new(out)
     rollouts = rollout_io.scan(config.dataset)
     plan = make_plan(dataset_returns(rollouts, config.outcome), plan_settings(config))
     index = index_rows(rollouts)

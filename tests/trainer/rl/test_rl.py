@@ -95,7 +95,7 @@ def test_each_iteration_trains_what_its_own_weights_sampled_and_train_replays_th
     tmp_path, model, capsys
 ):
     config = config_of(tmp_path, model, num_tasks=3, train={"epochs_per_batch": 2})
-    result = rl.run(config)
+    result = rl.run(config, resume=True)
     assert versions_of(config) == [{0}, {1}, {2}]
     assert (result.num_iterations, result.num_updates, result.num_skipped_updates) == (3, 12, 0)
     groups = [name for k in range(3) for name in rows_of(config, k)["instance_id"].unique()]
@@ -108,7 +108,10 @@ def test_each_iteration_trains_what_its_own_weights_sampled_and_train_replays_th
         "version_2",
         "version_3",
     ]
-    assert "iteration 3 of 3: reward 0." in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert said.startswith(f"no run in {config.out}: starting from the beginning\n")
+    assert "iteration 3 of 3: reward 0." in said
+    assert "the dataset's tokenizer" not in said.partition("iteration 3 of 3")[0]
     assert command(["validate", f"{config.out}/rollouts/*"]) == 0
 
 

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelines.generation.tasks import Task
+from rollout_io.cli.main import run as command
 from schemas.errors import RolloutError
 from tests.conftest import ROOT
 from tests.helpers.rl_helpers import config_of
@@ -50,6 +51,42 @@ def test_a_dotted_name_that_toml_does_not_take_is_refused(tmp_path):
     with pytest.raises(RolloutError, match="a TOML key") as error:
         load(tmp_path, TOML, "generate.env_configs.m:E.x=1")
     assert 'table."my.name"' in error.value.hint
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "hint"),
+    [
+        (TOML + "group_per_batch = 4\n", "key train.group_per_batch: ", "`groups_per_batch`"),
+        (TOML + "[evaluate]\ntemprature = 1\n", "key evaluate.temprature: ", "`temperature`"),
+        ("gamma = 1.0\n" + TOML, "key gamma: ", "`train.gamma`"),
+    ],
+)
+def test_an_unknown_key_of_a_file_is_refused_with_the_file_and_the_table(
+    tmp_path, text, place, hint
+):
+    with pytest.raises(RolloutError) as error:
+        load(tmp_path, text)
+    assert str(error.value).startswith(f"{tmp_path}/c.toml, {place}unknown key")
+    assert hint in error.value.hint
+
+
+def test_a_record_made_in_python_names_the_table_of_an_unknown_key():
+    own = {"model": "m", "tasks": "t", "out": "o", "num_iterations": 1}
+    with pytest.raises(RolloutError, match=r"^\[train\], key gama: unknown key"):
+        RlConfig(**own, train={"gama": 1.0})
+
+
+def test_a_missing_out_is_a_usage_error_unless_the_configuration_has_it(tmp_path, capsys):
+    file = tmp_path / "c.toml"
+    file.write_text(TOML)
+    assert command(["rl", str(file)]) == 2
+    said = capsys.readouterr().err
+    assert "rollouts rl: missing option --out" in said
+    assert "Hint: pass --out RUN" in said
+    file.write_text(f'out = "{tmp_path}/run"\n{TOML}')
+    for options in ([], ["--set", f"out={tmp_path}/run"]):
+        assert command(["rl", str(file), *options]) == 1
+        assert "missing option" not in capsys.readouterr().err
 
 
 def load(tmp_path, text=TOML, *overrides):
@@ -151,6 +188,10 @@ def test_one_engine_has_one_template_for_the_calls_of_agents(tmp_path):
     ("override", "message", "hint"),
     [
         ("trian.gamma=1", "`trian.gamma`", "`train`"),
+        ("gamma=1", "--set gamma=1: unknown key `gamma`", "`train.gamma`? It belongs in [train]"),
+        ("loss.eps=1", "--set loss.eps=1: unknown key", "`train.loss.eps`"),
+        ("temperature=1", "unknown key `temperature`", "`generate.temperature`"),
+        ("group_size=4", "unknown key `group_size`", "`generate.group_size`? It belongs in [gen"),
         (
             "train.learning_rat=1",
             "--set train.learning_rat=1: unknown key `learning_rat`",

@@ -25,7 +25,7 @@ from trainer.run.advice import warnings_about
 from trainer.run.log import RunLog, progress_line
 
 NOTE = "note: importance correction (tis_ratio_type) is off, because the dataset has no rollout_logprobs\n"
-HINT = "Hint: set drop_zero_variance_groups = true"
+HINT = "Hint: pass --set drop_zero_variance_groups=true"
 
 
 @pytest.fixture(scope="module")
@@ -149,6 +149,16 @@ def test_updates_without_gradient_are_warned_about_once_with_the_way_out(
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [line["grad_norm"] == 0 for line in lines] == [True, True, False]
     assert [line["num_trained_groups"] for line in lines] == [0, 0, 1]
+
+
+@pytest.mark.parametrize(("num_iterations", "table"), [(None, ""), (3, "train.")])
+def test_the_way_out_names_the_table_of_its_key_in_a_loop(
+    num_iterations: int | None, table: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = TrainConfig(dataset="ds", model="m", out=str(tmp_path))
+    with RunLog(Accelerator(), config, num_planned=6, num_iterations=num_iterations) as log:
+        log.write(metrics(num_trained_groups=0))
+    assert f"pass --set {table}drop_zero_variance_groups=true" in capsys.readouterr().err
 
 
 def test_the_way_out_is_not_named_where_it_was_taken() -> None:

@@ -340,6 +340,10 @@ def test_with_a_fingerprint_train_says_that_the_tokenizers_were_compared(
     save_tokenizer(model, "a")
     assert train(dataset, str(model), tmp_path / "run", dry_run=True) == 0
     assert f"note: {model} has the dataset's tokenizer" in capfd.readouterr().err
+    config = TrainConfig(dataset=dataset, model=str(model), out="run")
+    metadata = rollout_io.read_metadata(dataset)
+    said = check_tokenizers(config, metadata, notes_match=False)
+    assert not [remark for remark in said if "has the dataset's tokenizer" in remark.text]
 
 
 @pytest.mark.parametrize(

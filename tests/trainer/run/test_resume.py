@@ -25,7 +25,7 @@ from tests.helpers.trainer_helpers import (
     write_dataset,
 )
 from trainer.config.train_config import TrainConfig
-from trainer.run.resume import alone_in, find_checkpoint
+from trainer.run.resume import alone_in, find_checkpoint, say_if_new
 from trainer.run.state import (
     Position,
     Progress,
@@ -337,3 +337,24 @@ def test_micro_batches_stay_as_they_are_where_the_loss_depends_on_them(tmp_path)
             else nullcontext()
         ):
             find_checkpoint(changed)
+
+
+def test_resuming_where_there_is_no_run_says_so_and_names_similar_runs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+
+    def said(name: str) -> list[tuple[str, str]]:
+        caplog.clear()
+        say_if_new(tmp_path / name)
+        return [(record.levelname, record.getMessage()) for record in caplog.records]
+
+    started = f"no run in {tmp_path}/oposites: starting from the beginning"
+    assert said("oposites") == [("INFO", started)]
+    (tmp_path / "opposites").mkdir()
+    assert said("oposites") == [("INFO", started)], "a directory without a run"
+    (tmp_path / "opposites" / "config.json").write_text("{}")
+    hint = f"Hint: did you mean {tmp_path}/opposites?"
+    assert said("oposites") == [("WARNING", f"{started}\n{hint}")]
+    assert said("capitals")[0][0] == "INFO"
+    assert said("opposites") == []
