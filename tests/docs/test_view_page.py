@@ -28,20 +28,27 @@ def placed(words, folder):
     return [(inputs | outputs).get(word, word) for word in words]
 
 
-def test_the_commands_lead_from_one_to_the_next(commands, tmp_path, capsys):
+@pytest.fixture(scope="module")
+def folder(commands, tmp_path_factory):
+    """Where the page's first command has written its dataset."""
+    folder = tmp_path_factory.mktemp("page")
+    assert run(placed(commands["convert"], folder)) == 0
+    return folder
+
+
+def test_the_commands_lead_from_one_to_the_next(commands, folder, capsys):
     convert, train, view = commands["convert"], commands["train"], commands["view"]
     assert train[1] == convert[convert.index("--out") + 1]
     assert view[1] == train[train.index("--out") + 1]
-    assert run([*placed(train, tmp_path), "--show-config"]) == 0
+    (task,) = set(re.findall(r"instance_id = '(.*?)'", SECTION))
+    assert task in scan(folder / "why-shop").collect()["instance_id"]
+    assert run([*placed(train, folder), "--show-config"]) == 0
     shown = capsys.readouterr().out
     assert {'record_tokens = "all"', "max_updates = 6"} <= set(shown.splitlines())
 
 
 @pytest.mark.slow
 @pytest.mark.model
-def test_the_task_is_there_and_the_plan_stands(commands, tmp_path, smollm2_dir):
+def test_the_plan_of_the_run_stands(commands, folder, smollm2_dir):
     del smollm2_dir
-    assert run(placed(commands["convert"], tmp_path)) == 0
-    (task,) = set(re.findall(r"instance_id = '(.*?)'", SECTION))
-    assert task in scan(tmp_path / "why-shop").collect()["instance_id"]
-    assert run([*placed(commands["train"], tmp_path), "--dry-run"]) == 0
+    assert run([*placed(commands["train"], folder), "--dry-run"]) == 0
