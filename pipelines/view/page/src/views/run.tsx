@@ -21,7 +21,7 @@ export function MetricName({ name, about }: { name: string; about: Metrics["abou
   return (
     <span class="metric-name" title={known?.meaning.replaceAll("`", "")}>
       <Text value={plain(name, 80)} />
-      {known !== undefined && known.unit !== "1" && <small>, {known.unit}</small>}
+      {known !== undefined && known.unit !== "1" && !name.includes(known.unit) && <small>, {known.unit}</small>}
     </span>
   );
 }

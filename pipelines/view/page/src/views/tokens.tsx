@@ -174,7 +174,6 @@ function Tokens({ table, trajectory, step }: Shown): JSX.Element {
             </span>
           </div>
         )}
-        {scale !== null && column !== null && <Legend scale={scale} values={column.values} title={column.unit === "" ? column.title : `${column.title}, ${column.unit}`} />}
       </header>
       {!decoded && <p class="note">The dataset names no tokenizer that is here: tokens are shown as ids.</p>}
       {run !== null && joined.update === undefined && (
@@ -192,7 +191,10 @@ function Tokens({ table, trajectory, step }: Shown): JSX.Element {
           onHover={setHovered}
           onChoose={moveTo}
         />
-        <Details table={table} at={hovered ?? cursor} prompt={prompt} columns={columns} isHovered={hovered !== null && hovered !== cursor} />
+        <div class="beside">
+          {scale !== null && column !== null && <Legend scale={scale} values={column.values} title={column.unit === "" ? column.title : `${column.title}, ${column.unit}`} />}
+          <Details table={table} at={hovered ?? cursor} prompt={prompt} columns={columns} isHovered={hovered !== null && hovered !== cursor} />
+        </div>
       </div>
     </>
   );
