@@ -85,6 +85,7 @@ class Api:
                 ("/api/datasets/{}/trajectories", self._trajectories),
                 ("/api/datasets/{}/histogram", self._histogram),
                 ("/api/datasets/{}/group", self._group),
+                ("/api/datasets/{}/recorded", self._recorded),
                 ("/api/datasets/{}/tree", self._tree),
                 ("/api/datasets/{}/conversation", self._conversation),
                 ("/api/datasets/{}/tokens", self._tokens),
@@ -162,6 +163,20 @@ class Api:
     def _group(self, number: str, query: Query) -> Answer:
         dataset = self.sources.dataset(number)
         return json_answer(attempts.group(dataset, query.text("instance_id"), *self._of(query)))
+
+    def _recorded(self, number: str, query: Query) -> Answer:
+        """Answer which updates of each run recorded a task, or one row of a trajectory."""
+        dataset, row = self.sources.dataset(number), None
+        if "trajectory_id" in query.values:
+            row = query.text("trajectory_id"), query.number("step_index", 0)
+            at = dataset.index.number(row[0])
+            instance_id = dataset.index.trajectories["instance_id"][at]
+        else:
+            instance_id = query.text("instance_id")
+        runs = self.sources.runs.items()
+        return json_answer(
+            {name: run.recorded_updates(dataset, instance_id, row) for name, run in runs}
+        )
 
     def _tree(self, number: str, query: Query) -> Answer:
         dataset = self.sources.dataset(number)

@@ -123,11 +123,15 @@ def _answers(
         for instance_id in lines["instance_id"].unique(maintain_order=True):
             yield asked(f"{root}/group", instance_id=instance_id)
             yield asked(f"{root}/tree", instance_id=instance_id)
+            if sources.runs:
+                yield asked(f"{root}/recorded", instance_id=instance_id)
         for name, num_rows in lines.select("trajectory_id", "num_rows").rows():
             yield asked(f"{root}/tree", trajectory_id=name)
             yield asked(f"{root}/conversation", trajectory_id=name)
             for step in range(num_rows):
                 yield asked(f"{root}/tokens", trajectory_id=name, step_index=step)
+                if sources.runs:
+                    yield asked(f"{root}/recorded", trajectory_id=name, step_index=step)
     for number in sources.runs:
         yield asked(f"/api/runs/{number}/metrics")
         for update in _updates(described, number):

@@ -164,6 +164,35 @@ def read_tokens(run: Path, update: int, columns: list[str] | None = None) -> pl.
         raise InputError("readable_file", str(file), got) from None
 
 
+class RecordedTasks:
+    """Knows the tasks that each update of a run recorded, from two columns of its token records.
+
+    A file is read once, and again only after it has changed.
+
+    Args:
+        run: Directory of the run.
+    """
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self._known: dict[int, tuple[tuple[int, int], frozenset[tuple[str, str]]]] = {}
+
+    def of(self, update: int) -> frozenset[tuple[str, str]]:
+        """Return the (dataset, instance_id) pairs of an update's records.
+
+        Raises:
+            InputError: See `read_tokens`.
+        """
+        file = token_record_path(self._run, update)
+        found = file.stat() if file.is_file() else None
+        stamp = (0, 0) if found is None else (found.st_mtime_ns, found.st_size)
+        known = self._known.get(update)
+        if known is None or known[0] != stamp:
+            pairs = read_tokens(self._run, update, ["dataset", "instance_id"]).unique().rows()
+            known = self._known[update] = stamp, frozenset(pairs)
+        return known[1]
+
+
 def _whole_lines(file: Path) -> list[str]:
     """Return the complete lines of a file; an unterminated last line is still being written."""
     if not file.is_file():

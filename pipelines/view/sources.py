@@ -155,12 +155,14 @@ class Run:
         path: Directory of the run.
         datasets: Ids of the datasets that the run trained on.
         recorded: Dataset ids by absolute path.
+        tasks: The tasks that each update recorded.
     """
 
     name: str
     path: Path
     datasets: tuple[str, ...]
     recorded: dict[str, str]
+    tasks: run_files.RecordedTasks
 
     def dataset_of(self, path: str) -> str | None:
         """Return the id of the dataset that the run recorded under a path; None if unknown.
@@ -189,6 +191,35 @@ class Run:
         paths = found["dataset"].unique().to_list()
         own = [path for path in paths if self.dataset_of(path) == dataset.number]
         return found.filter(pl.col("dataset").is_in(own)).drop("dataset")
+
+    def recorded_updates(
+        self, dataset: Dataset, instance_id: str, row: tuple[str, int] | None = None
+    ) -> dict[str, list[int]]:
+        """List the updates that recorded a task of a dataset.
+
+        Args:
+            dataset: The dataset.
+            instance_id: The task.
+            row: trajectory_id and step_index of one of its rows; None: any row.
+
+        Returns:
+            `updates`, in order, and `unreadable`: the updates whose records cannot be read.
+        """
+        updates, unreadable = [], []
+        for update in token_record_steps(self.path):
+            try:
+                paths = [path for path, task in self.tasks.of(update) if task == instance_id]
+                if not any(self.dataset_of(path) == dataset.number for path in paths):
+                    continue
+                if row is not None:
+                    keys = self.records(update, dataset, ["trajectory_id", "step_index"])
+                    if row not in keys.rows():
+                        continue
+            except InputError:
+                unreadable.append(update)
+            else:
+                updates.append(update)
+        return {"updates": updates, "unreadable": unreadable}
 
     def trained_datasets(self) -> list[str | None]:
         """Return the dataset of each update that recorded tokens, as its metrics tell."""
@@ -310,7 +341,8 @@ class Sources:
                 )
             else:
                 recorded[_absolute(found)] = dataset
-        run = Run(_short_name(path), Path(path), tuple(recorded.values()), recorded)
+        tasks = run_files.RecordedTasks(Path(path))
+        run = Run(_short_name(path), Path(path), tuple(recorded.values()), recorded, tasks)
         self.runs[f"r{len(self.runs)}"] = run
 
     def _warn_of_tokenizers(self) -> None:

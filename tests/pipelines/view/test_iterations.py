@@ -90,6 +90,32 @@ def test_an_update_is_joined_only_to_the_rows_that_it_trained(ask, iteration, up
     assert [node["advantage"] for node in nodes if node["sampled"]] == [advantage]
 
 
+@pytest.mark.parametrize("iteration", [0, 1])
+def test_a_task_and_a_row_know_the_updates_that_recorded_them(ask, iteration):
+    """Both iterations have the same ids: only the update of a dataset's own iteration counts."""
+    root, wanted = f"/api/datasets/d{iteration}/recorded", [iteration + 1]
+    told = {"r0": {"updates": wanted, "unreadable": []}}
+    assert ask(root, instance_id="t") == ask(root, trajectory_id="t_1", step_index=0) == told
+    assert ask(root, instance_id="other") == {"r0": {"updates": [], "unreadable": []}}
+
+
+def test_updates_are_told_as_they_are_written_and_if_they_are_damaged(run, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    dataset = str(copy / "rollouts" / "iteration_00001")
+    ask, root = Asked(copy), "/api/datasets/d1/recorded"
+    assert ask(root, instance_id="t")["r0"]["updates"] == [2]
+    write_records(copy, 5, dataset, RESPONSES[1], 0.5)
+    first = token_record_path(copy, 5)
+    pq.write_table(pq.read_table(first).slice(0, 1), first)  # t_0 only
+    token_record_path(copy, 6).write_bytes(b"PAR1")
+    assert ask(root, instance_id="t") == {"r0": {"updates": [2, 5], "unreadable": [6]}}
+    for name, updates in (("t_0", [2, 5]), ("t_1", [2])):
+        assert ask(root, trajectory_id=name, step_index=0)["r0"]["updates"] == updates
+    write_records(copy, 2, str(copy / "rollouts" / "iteration_00000"), RESPONSES[0], 0.5)
+    assert ask(root, instance_id="t")["r0"]["updates"] == [5]
+
+
 def test_a_moved_run_still_knows_its_iterations(run, tmp_path, monkeypatch):
     shutil.copytree(run, tmp_path / "copies" / "moved")
     monkeypatch.chdir(tmp_path / "copies")

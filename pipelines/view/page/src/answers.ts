@@ -258,6 +258,17 @@ export function group(dataset: string, instance: string, joined: Joined): Promis
   return json(datasetPath(dataset, "group"), { instance_id: instance, ...joined });
 }
 
+/** The updates of a run that recorded something, and those whose records cannot be read. */
+export interface Recorded {
+  updates: number[];
+  unreadable: number[];
+}
+
+/** By run: which updates recorded a task (`instance_id`), or a row (`trajectory_id`, `step_index`). */
+export function recorded(dataset: string, of: Parameters): Promise<Record<string, Recorded>> {
+  return json(datasetPath(dataset, "recorded"), of);
+}
+
 export interface TreeNode {
   id: number;
   parent: number | null;

@@ -6,6 +6,7 @@ import { go, pinsOf, togglePin } from "../address";
 import { type Attempt, group, tokens } from "../answers";
 import { useKeys } from "../keys";
 import { Awaited, Bar, Cell, Empty, Go, Num, Text, useAnswer } from "../parts";
+import { RecordedIn } from "../recorded";
 import { useSession } from "../session";
 import { count, tokenPieces } from "../text";
 
@@ -50,6 +51,7 @@ export function GroupView(): JSX.Element {
       <h1 id="title">
         Attempts at <Text value={task} />
       </h1>
+      <RecordedIn dataset={dataset} of={{ instance_id: task }} what="this task" />
       <Awaited answer={answer}>{(found) => <Attempts attempts={found.attempts} />}</Awaited>
     </section>
   );
@@ -83,10 +85,7 @@ function Attempts({ attempts }: { attempts: Attempt[] }): JSX.Element {
           </>
         )}
         {isEqual && ": all equal, so a baseline over the group leaves no advantage"}
-        {joined.update !== undefined &&
-          (hasAdvantage
-            ? `. Advantages are those of update ${joined.update}`
-            : `. None of them is among the rows that update ${joined.update} recorded`)}
+        {joined.update !== undefined && hasAdvantage && `. Advantages are those of update ${joined.update}`}
         .{joined.update === undefined && (run?.token_updates.length ?? 0) > 0 && " Choose an update above to see advantages."}
       </p>
       <div class="scroll">

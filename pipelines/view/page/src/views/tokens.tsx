@@ -8,6 +8,7 @@ import { tokens, total, valueOf } from "../answers";
 import { css, inkOn, type Scale } from "../colours";
 import { useKeys } from "../keys";
 import { Awaited, Cell, cssVariable, Empty, Go, Legend, Num, surface, Text, useAnswer, useSize, useTheme } from "../parts";
+import { RecordedIn } from "../recorded";
 import { useSession } from "../session";
 import { count, exact, pieces, short, tokenPieces } from "../text";
 import { rankable, ranked, type TokenColumn, tokenColumns } from "../token_columns";
@@ -62,7 +63,7 @@ function varies({ values }: TokenColumn): boolean {
 }
 
 function Tokens({ table, trajectory, step }: Shown): JSX.Element {
-  const { place, joined, run } = useSession();
+  const { dataset, place, joined, run } = useSession();
   const theme = useTheme();
   const prompt = total(table, "prompt_tokens");
   const steps = total(table, "num_steps");
@@ -179,6 +180,7 @@ function Tokens({ table, trajectory, step }: Shown): JSX.Element {
       {run !== null && joined.update === undefined && (
         <p class="note">No update is joined. Choose one above to see what it trained.</p>
       )}
+      {dataset !== null && <RecordedIn dataset={dataset} of={{ trajectory_id: trajectory, step_index: step }} what="this row" />}
       <div class="stage">
         <TokenCanvas
           table={table}

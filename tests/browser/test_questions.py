@@ -1,0 +1,77 @@
+"""The page answers why a task did not improve: which updates recorded it, and what was sampled."""
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rollout_io import scan
+from schemas.token_records import token_record_path, token_record_schema
+from tests.browser.conftest import tab_at, viewer
+
+UPDATES = {2: ["shop-7", "shop-4"], 5: ["shop-7"], 6: ["shop-4"]}
+LEFT_OUT = ("shop-7_2", 5)  # a trajectory of which an update recorded nothing
+
+
+def write_records(run, update, dataset, tasks):
+    """Records of the tasks' rows, with an advantage of half the update's number."""
+    rows = scan(dataset).collect().rows(named=True)
+    rows = [row for row in rows if row["instance_id"] in tasks]
+    rows = [row for row in rows if (row["trajectory_id"], update) != LEFT_OUT]
+    sizes = [len(row["response_ids"]) for row in rows]
+    known = {
+        "dataset": [str(dataset)] * len(rows),
+        **{k: [row[k] for row in rows] for k in ("instance_id", "trajectory_id", "step_index")},
+        "token_sum": [sum(row["response_ids"]) for row in rows],
+        "loss_mask": [[True] * size for size in sizes],
+        "advantages": [[update / 2] * size for size in sizes],
+        "logprobs": [[-0.5] * size for size in sizes],
+        "importance_weights": [[1.0] * size for size in sizes],
+        "weights": [[1.0] * size for size in sizes],
+        "losses": [[0.25] * size for size in sizes],
+    }
+    schema = token_record_schema()
+    arrays = [pa.array(known.get(field.name, [None] * len(rows)), field.type) for field in schema]
+    path = token_record_path(run, update)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_arrays(arrays, schema=schema), path)
+
+
+@pytest.fixture(scope="module")
+def tab(browser, shop, tmp_path_factory):
+    """A run of `train` that recorded different tasks in each update."""
+    run = tmp_path_factory.mktemp("questions") / "run"
+    for update, tasks in UPDATES.items():
+        write_records(run, update, shop, tasks)
+    (run / "config.json").write_text(json.dumps({"dataset": str(shop)}))
+    lines = [
+        {"global_step": step, "return_mean": step / 10, "num_groups": 4, "num_trained_groups": 3}
+        | {"learning_rate": 1e-6 * (1 + step / 10)}
+        for step in range(1, 7)
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with viewer(run) as address, tab_at(browser, address) as tab:
+        yield tab
+
+
+def test_a_group_opens_the_newest_update_that_recorded_it_and_names_the_others(tab):
+    tab.open("group?task=shop-7")
+    tab.page.get_by_text("Advantages are those of update 5").wait_for()
+    assert tab.text(".recorded-in") == "Recorded in updates 2 and 5."
+    tab.page.click(".recorded-in a")
+    tab.page.get_by_text("Advantages are those of update 2").wait_for()
+    tab.open("group?task=shop-7&update=6")
+    said = "Update 6 did not record this task. Recorded in updates 2 and 5."
+    tab.page.get_by_text(said).wait_for()
+    assert "update=6" in tab.page.url  # an update that somebody chose stays
+    tab.open("group?task=shop-1")
+    tab.page.get_by_text("No update of this run recorded this task").wait_for()
+
+
+def test_tokens_name_the_updates_that_recorded_the_row(tab):
+    tab.open("tokens?trajectory=shop-7_2&step=0&update=5")
+    tab.page.get_by_text("Update 5 did not record this row. Recorded in update 2.").wait_for()
+    tab.open("tokens?trajectory=shop-7_1&step=0")
+    tab.page.get_by_text("Recorded in updates 2 and 5.").wait_for()
+    assert "update=5" in tab.page.url
