@@ -66,6 +66,13 @@ def dataset_paths(run: Path) -> list[str]:
     return [given] if isinstance(given, str) and given else []
 
 
+def samples(run: Path) -> bool | None:
+    """True for a run of `rl`, which samples anew; False for one of `train`; None if unknown."""
+    if (run / ITERATIONS).is_dir():
+        return True
+    return False if dataset_paths(run) else None
+
+
 def model_of(run: Path) -> str | None:
     """Return the model that a run started from, as configured; None if unknown."""
     given = read_config(run).get("model")

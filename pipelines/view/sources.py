@@ -309,6 +309,7 @@ class Sources:
                 "updates": run_files.read_metrics(run.path)["updates"],
                 "token_updates": token_record_steps(run.path),
                 "token_datasets": run.trained_datasets(),
+                "samples": run_files.samples(run.path),
             }
             for number, run in self.runs.items()
         ]

@@ -11,6 +11,24 @@ from schemas.token_records import token_record_path, token_record_schema
 from tests.browser.conftest import tab_at, viewer
 
 UPDATES = {2: ["shop-7", "shop-4"], 5: ["shop-7"], 6: ["shop-4"]}
+# The labels of a small metric's y axis as they are drawn anew, and how many begin outside the canvas.
+LABELS = """() => {
+    const write = CanvasRenderingContext2D.prototype.fillText;
+    const found = {drawn: 0, outside: 0};
+    const canvas = document.querySelector('[data-metric="learning_rate"] canvas');
+    CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
+        if (this.canvas === canvas && this.textAlign === "right") {
+            found.drawn += 1;
+            found.outside += Number(x - this.measureText(text).width < 0);
+        }
+        return write.call(this, text, x, y);
+    };
+    canvas.closest("figure").lastElementChild.style.width = "300px";
+    return new Promise(done => setTimeout(() => {
+        CanvasRenderingContext2D.prototype.fillText = write;
+        done(found);
+    }, 500));
+}"""
 LEFT_OUT = ("shop-7_2", 5)  # a trajectory of which an update recorded nothing
 
 
@@ -75,3 +93,21 @@ def test_tokens_name_the_updates_that_recorded_the_row(tab):
     tab.open("tokens?trajectory=shop-7_1&step=0")
     tab.page.get_by_text("Recorded in updates 2 and 5.").wait_for()
     assert "update=5" in tab.page.url
+
+
+def test_a_run_of_one_dataset_says_what_its_rewards_are(tab):
+    tab.open("run")
+    tab.page.get_by_text(
+        "Rewards are those of the dataset: this run sampled nothing new"
+    ).wait_for()
+    assert "Groups with a gradient: 3 of 4 in the last update, 18 of 24 in all." in tab.text()
+    labels = tab.page.evaluate(LABELS)
+    assert labels["drawn"] > 0
+    assert labels["outside"] == 0
+
+
+def test_weights_that_are_all_1_are_a_sentence(tab):
+    tab.open("update?update=5")
+    tab.page.get_by_text("All importance weights are 1: this update began with").wait_for()
+    assert tab.page.locator(".scatter canvas").count() == 0
+    tab.page.get_by_text("largest contribution to the loss first, + or").wait_for()

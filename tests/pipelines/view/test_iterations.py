@@ -99,6 +99,20 @@ def test_a_task_and_a_row_know_the_updates_that_recorded_them(ask, iteration):
     assert ask(root, instance_id="other") == {"r0": {"updates": [], "unreadable": []}}
 
 
+def test_a_run_is_told_from_one_that_samples(run, tmp_path):
+    def told(path):
+        return Asked(path)("/api/sources")["runs"][0]["samples"]
+
+    assert told(run) is True
+    fixed = tmp_path / "fixed"
+    fixed.mkdir()
+    (fixed / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text())
+    assert told(fixed) is None
+    dataset = run / "rollouts" / "iteration_00000"
+    (fixed / "config.json").write_text(json.dumps({"dataset": str(dataset)}))
+    assert told(fixed) is False
+
+
 def test_updates_are_told_as_they_are_written_and_if_they_are_damaged(run, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(run, copy)

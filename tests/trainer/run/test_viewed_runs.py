@@ -79,6 +79,7 @@ def test_a_run_brings_its_dataset_and_updates(ask, run, dataset):
             "updates": [1, 2],
             "token_updates": [1, 2],
             "token_datasets": ["d0", "d0"],
+            "samples": False,
         }
     ]
     assert found["datasets"][0]["num_rows"] == rollout_io.read(dataset).num_rows

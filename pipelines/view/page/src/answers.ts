@@ -168,6 +168,8 @@ export interface Run {
   token_updates: number[];
   /** The dataset of each of them; null where it is not open. */
   token_datasets: (string | null)[];
+  /** Whether it sampled what it trained on (`rl`), or trained one fixed dataset (`train`); null if unknown. */
+  samples: boolean | null;
 }
 
 export interface Sources {

@@ -13,7 +13,7 @@ import { count, plain, short } from "../text";
 
 const HEIGHT = 164;
 // What is looked at first, in this order; other metrics follow by name.
-const FIRST = [/^(eval\/|.*\beval)/, /^reward|avg_score|avg_raw_reward/, /pass_at|pass@/, /^loss$|policy_loss/, /kl\b/, /entropy/, /clip_?(ratio|frac)/, /grad_norm/, /effective_share|abs_diff_mean/, /stale/, /clip|ratio|mismatch|diff/, /advantage/];
+const FIRST = [/^(eval\/|.*\beval)/, /^reward|avg_score|avg_raw_reward/, /pass_at|pass@/, /^num_trained_groups$/, /^loss$|policy_loss/, /kl\b/, /entropy/, /clip_?(ratio|frac)/, /grad_norm/, /effective_share|abs_diff_mean/, /stale/, /clip|ratio|mismatch|diff/, /advantage/];
 
 /** The name of a metric, with its unit; its meaning where the pointer rests. */
 export function MetricName({ name, about }: { name: string; about: Metrics["about"] }): JSX.Element {
@@ -150,6 +150,7 @@ function Charts({ loaded, smooth, wanted }: { loaded: Loaded[]; smooth: number; 
         {loaded.some(({ metrics: one }) => one.global_step.includes(0)) && "; 0 is before the first"}. Click a point to open the
         rows of its update.
       </p>
+      <Sources loaded={loaded} />
       <div class="plots">
         {moving.map((key) => (
           <Chart key={key} name={key} loaded={loaded} smooth={smooth} />
@@ -165,6 +166,30 @@ function Charts({ loaded, smooth, wanted }: { loaded: Loaded[]; smooth: number; 
         <summary>Last values as a table</summary>
         <LastValues keys={matches} loaded={loaded} label="Last values" />
       </details>
+    </>
+  );
+}
+
+/** What the rewards are of, and how many groups had a gradient: what a reward that does not rise may be due to. */
+function Sources({ loaded }: { loaded: Loaded[] }): JSX.Element {
+  return (
+    <>
+      {loaded.map(({ run, metrics: one }) => {
+        const [trained, all] = [one.metrics.num_trained_groups ?? [], one.metrics.num_groups ?? []];
+        const known = trained.map((value, at) => [value, all[at]]).filter(([a, b]) => typeof a === "number" && typeof b === "number") as [number, number][];
+        const last = known.at(-1);
+        const sum = (place: 0 | 1): number => known.reduce((total, pair) => total + pair[place], 0);
+        const hasReward = Object.keys(one.metrics).some((key) => /reward|return_mean|pass_at/.test(key) && !key.startsWith("eval"));
+        const isFixed = run.samples === false && hasReward;
+        if (!isFixed && last === undefined) return null;
+        return (
+          <p class="note" key={run.id}>
+            {loaded.length > 1 && <><Text value={run.name} />: </>}
+            {isFixed && "Rewards are those of the dataset: this run sampled nothing new; values differ because batches hold different tasks. "}
+            {last !== undefined && `Groups with a gradient: ${short(last[0])} of ${short(last[1])} in the last update, ${short(sum(0))} of ${short(sum(1))} in all.`}
+          </p>
+        );
+      })}
     </>
   );
 }
@@ -187,6 +212,7 @@ function OneUpdate({ keys, loaded }: { keys: string[]; loaded: Loaded[] }): JSX.
       <p class="note">
         One update so far. <Go to={{ view: "update", run: first.run.id, update: String(step) }}>Open its rows</Go>
       </p>
+      <Sources loaded={loaded} />
       <LastValues keys={keys} loaded={loaded} label="Last values" />
     </>
   );
@@ -300,7 +326,7 @@ function Chart({ name, loaded, smooth }: { name: string; loaded: Loaded[]; smoot
         cursor: { points: { size: 7 }, y: false, drag: { x: false, y: false } },
         axes: [
           { ...axis, ...labelled, label: "update", size: 24, space: 40, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 50000, 100000], values: whole },
-          { ...axis, size: 60, space: 28, values: (_plot, ticks) => ticksAlike(ticks) },
+          { ...axis, size: (_plot, labels) => Math.max(60, 18 + 6.5 * Math.max(0, ...(labels ?? []).map((label) => label.length))), space: 28, values: (_plot, ticks) => ticksAlike(ticks) },
         ],
         series,
         hooks: { setCursor: [(self: uPlot) => setIndex(self.cursor.idx ?? null)] },
@@ -348,7 +374,12 @@ function Chart({ name, loaded, smooth }: { name: string; loaded: Loaded[]; smoot
 function ticksAlike(ticks: number[]): string[] {
   const step = ticks.length > 1 ? Math.abs(ticks[1]! - ticks[0]!) : 0;
   const largest = ticks.reduce((most, tick) => Math.max(most, Math.abs(tick)), 0);
-  if (step < 1e-6 || (step < 1e-5 && largest < 1e-3) || largest >= 1e6) return ticks.map(short);
+  if (largest > 0 && largest < 1e-3) {
+    let digits = 0;
+    while (digits < 7 && ticks.some((tick) => Math.abs(tick - Number(tick.toExponential(digits))) > step / 100)) digits += 1;
+    return ticks.map((tick) => (tick === 0 ? "0" : tick.toExponential(digits).replaceAll("-", "−")));
+  }
+  if (step < 1e-6 || largest >= 1e6) return ticks.map(short);
   let decimals = 0;
   while (decimals < 7 && Math.abs(step - Number(step.toFixed(decimals))) > step / 100) decimals += 1;
   const options = { minimumFractionDigits: decimals, maximumFractionDigits: decimals };

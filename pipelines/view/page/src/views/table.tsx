@@ -278,7 +278,7 @@ function FilterBox(): JSX.Element {
         autocomplete="off"
         value={text}
         disabled={isReport}
-        placeholder={isReport ? "Filtering needs `rollouts view`; a report holds one selection." : `SQL, as for rollouts filter: reward > 0 AND stop_reason = 'length'`}
+        placeholder={isReport ? "Filtering needs `rollouts view`; a report holds one selection." : `SQL, as for rollouts filter: instance_id = 'task-1' AND reward > 0`}
         onInput={(event) => setText(event.currentTarget.value)}
         onKeyDown={(event) => {
           if (event.key !== "Escape") return;
