@@ -18,7 +18,7 @@ const TITLES: Record<string, [string, string]> = {
   dataset: ["dataset", "The dataset that holds the row"],
   trajectory_id: ["trajectory", "trajectory_id"],
   step_index: ["step", "step_index of the row"],
-  loss_share: ["contribution to the loss", "loss_share: sum over the row's targets of weight times loss"],
+  loss_share: ["contribution to the loss", "loss_share: sum over the row's targets of weight times loss. Positive ones raise the loss, negative ones lower it"],
   advantage: ["mean advantage", "Mean over the row's targets"],
   num_targets: ["targets", "num_targets: tokens of the row that this update trained"],
   max_importance_weight: ["max importance weight", "max_importance_weight: the largest exp(logprob − old_logprob)"],
@@ -160,7 +160,7 @@ function Rows({ table, run, update }: { table: Table; run: string; update: strin
         <Masks rows={numbered} />
         <Scatter run={run} update={update} rows={numbered} chosen={cursor === null ? null : Number(rows[cursor]?.index)} onOpen={open} />
       </div>
-      <h2>Rows, {order.by === "" ? "largest contribution to the loss first" : `by ${TITLES[order.by]?.[0] ?? order.by}`}</h2>
+      <h2>Rows, {order.by === "" ? "largest contribution to the loss first, + or −" : `by ${TITLES[order.by]?.[0] ?? order.by}`}</h2>
       <VirtualTable
         label="Rows of the update"
         heads={heads}
@@ -234,8 +234,30 @@ function Scatter(props: ScatterProps): JSX.Element {
   return (
     <div class="scatter">
       <h2>Importance weight against log-probability</h2>
-      <Awaited answer={answer}>{(table) => (table.numRows === 0 ? <Empty>No targets.</Empty> : <Points {...props} table={table} />)}</Awaited>
+      <Awaited answer={answer}>{(table) => <Targets {...props} table={table} />}</Awaited>
     </div>
+  );
+}
+
+// Farther from 1, a weight can be told from it in the chart.
+const FLAT = 1e-4;
+
+/** The chart, or a sentence where all its points would lie on one line. */
+function Targets(props: ScatterProps & { table: Table }): JSX.Element {
+  const { table } = props;
+  const farthest = useMemo(
+    () => rowsOf(table).reduce((most, { importance_weight: weight }) => Math.max(most, typeof weight === "number" ? Math.abs(weight - 1) : Infinity), 0),
+    [table],
+  );
+  if (table.numRows === 0) return <Empty>No targets.</Empty>;
+  if (farthest > FLAT) return <Points {...props} />;
+  const of = total(table, "total");
+  return (
+    <p class="note">
+      {table.numRows < of ? `Of ${short(table.numRows)} of ${short(of)} targets, all` : "All"} importance weights are 1
+      {farthest > 0 && ` (none is farther from it than ${short(FLAT)})`}: this update began with the policy that its batch began
+      with, so there is nothing to clip. A row below opens its tokens.
+    </p>
   );
 }
 
