@@ -126,7 +126,7 @@ def train(
     if as_json:
         emit_json(dataclasses.asdict(result))
     else:
-        emit(_report(result, left_out=settings.drop_zero_variance_groups))
+        emit(_report(result, settings))
     suggest_next_steps(result.out, result.checkpoint)
     return 0
 
@@ -229,18 +229,20 @@ def _show(settings: TrainConfig, *, as_json: bool) -> int:
     return 0
 
 
-def _report(result: TrainResult, *, left_out: bool) -> str:
+def _report(result: TrainResult, settings: TrainConfig) -> str:
     skipped = f", {result.num_skipped_updates} skipped" if result.num_skipped_updates else ""
     num_failed = result.num_failed
     failed = f", {num_failed} failed trajector{'y' if num_failed == 1 else 'ies'}"
-    constant = f", {result.num_groups_without_variance} without variance"
-    constant += " left out" if left_out else ""
+    left_out, constant = settings.drop_zero_variance_groups, ""
+    # Supervised training does not use rewards, but may leave out groups by them.
+    if result.num_groups_without_variance and (left_out or not settings.is_supervised):
+        constant = f", {result.num_groups_without_variance} without variance"
+        constant += " left out" if left_out else ""
     greedy = result.num_greedy_rows
     trained = f"{result.num_trained_groups} of {result.num_groups} trained"
     lines = [
         f"updates      {result.num_updates}{skipped}",
-        f"groups       {trained}{constant if result.num_groups_without_variance else ''}"
-        f"{failed if num_failed else ''}",
+        f"groups       {trained}{constant}{failed if num_failed else ''}",
         *([f"masked       {count(greedy, 'row')} sampled at temperature 0"] if greedy else []),
         f"metrics      {result.out}/metrics.jsonl",
         f"checkpoint   {result.checkpoint}",

@@ -1,4 +1,4 @@
-"""Rows that `max_row_tokens` leaves without a token to train on."""
+"""Rows that `max_row_tokens` truncates or leaves without a token to train on."""
 
 from __future__ import annotations
 
@@ -11,6 +11,33 @@ from trainer.config.train_config import TrainConfig
 KEPT_SHARES = (0.75, 0.9, 1)
 """Shares of rows that suggested values of `max_row_tokens` keep at least."""
 _MULTIPLE = 256  # a suggested value is a multiple of it, or the model's limit
+
+
+def truncated(rows: pl.DataFrame, config: TrainConfig) -> str | None:
+    """Describe the rows that lose trained tokens to `max_row_tokens`; None if there are none.
+
+    Args:
+        rows: As for `without_tokens`.
+        config: Configuration of the run.
+
+    Example:
+        >>> config = TrainConfig(dataset="ds", model="m", out="o", max_row_tokens=512)
+        >>> truncated(pl.DataFrame({"num_forwarded_tokens": [400, 511, 512, 1199]}), config)
+        '2 of 4 rows are truncated at 512 tokens (max_row_tokens); the longest has 1,200 up to its last trained token'
+    """
+    most = config.max_row_tokens
+    # The last trained token is at the position `num_forwarded_tokens`, counted from 0.
+    last = rows["num_forwarded_tokens"]
+    if most is None or not (num_cut := int((last >= most).sum())):
+        return None
+    cut_off = (
+        f"{num_cut:,} of {count(len(rows), 'row')} {'is' if num_cut == 1 else 'are'} truncated"
+    )
+    longest = int(last.to_numpy().max()) + 1
+    return (
+        f"{cut_off} at {count(most, 'token')} (max_row_tokens); the longest has {longest:,} up to its"
+        " last trained token"
+    )
 
 
 def without_tokens(rows: pl.DataFrame, config: TrainConfig) -> str | None:

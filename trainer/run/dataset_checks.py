@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import polars as pl
 
 from pipelines.rewards import are_equal
 from schemas.errors import InputError, InvariantError, count, first_of
 from schemas.rules import RULES
 from trainer.batches.forest import RowLimit
-from trainer.batches.plan import Plan, num_groups_of_one
+from trainer.batches.plan import Plan, make_plan, num_groups_of_one
+from trainer.config.functions import ADVANTAGE_ESTIMATOR
 from trainer.config.train_config import TrainConfig
 from trainer.run.cut_rows import refuse_all_cut
+from trainer.run.settings import plan_settings
 
 RECORD_MODE = (
     "convert with --logprobs-mode, or pass metadata=rollout_io.read_metadata(DS) when rewriting a"
@@ -18,6 +22,7 @@ RECORD_MODE = (
 )
 MOST_SAID = 80
 """Maximum length of a JSON value in a message, in characters."""
+IMITATE = "--set policy_loss_type=cross_entropy"
 VALIDATE = "run `rollouts validate DATASET` to list all such rows"
 
 
@@ -122,22 +127,65 @@ def _refuse_nothing_to_learn(rows: pl.DataFrame, plan: Plan, config: TrainConfig
             hint="look for loss masks that are all false, failed trajectories, groups without variance,"
             " and rows sampled at temperature 0",
         )
+    if not _learns_without_advantages(config) and (rows["advantage"] == 0).all():
+        raise _zero_advantages(plan, config)
+
+
+def plan_of(returns: pl.DataFrame, config: TrainConfig) -> Plan:
+    """Plan a run with `make_plan`.
+
+    Where `partial_groups` is `refuse` and no other value of it would give any group a gradient, the
+    error is `zero_advantages` instead, so that its hint helps.
+
+    Args:
+        returns: As for `make_plan`.
+        config: Configuration of the run.
+
+    Raises:
+        InvariantError, InputError: See `make_plan`; or every advantage is 0.
+    """
+    try:
+        return make_plan(returns, plan_settings(config))
+    except InputError as error:
+        # A user's estimator may need complete groups, and may compare them with each other.
+        is_built_in = config.advantage_estimator in ADVANTAGE_ESTIMATOR.built_in
+        if error.rule != "partial_groups" or not is_built_in or _learns_without_advantages(config):
+            raise
+        config = dataclasses.replace(config, partial_groups="train")
+        plan = make_plan(returns, plan_settings(config))
+        trained = plan.trajectories.filter("trains")
+        if len(trained) and (trained["advantage"] == 0).all():
+            raise _zero_advantages(plan, config) from None
+        raise
+
+
+def _learns_without_advantages(config: TrainConfig) -> bool:
+    """True if advantages per trajectory may all be 0 although the loss has a gradient."""
     has_other_terms = config.needs_reference or config.entropy_loss_coef > 0
     has_other_loss = config.is_supervised or config.has_own_loss or config.estimates_by_token
-    if not (has_other_terms or has_other_loss) and (rows["advantage"] == 0).all():
-        num_groups, num_lost = sum(map(len, plan.batches)), _num_lost_to_failures(plan, config)
-        got = "every advantage is 0, because returns do not vary within any group"
-        got += f" ({count(num_groups, 'group')})"
-        hint = "run `rollouts stats DS` to see the rewards, then supply rewards that differ within a group (convert"
-        hint += " --rewards) or sample more attempts (generate with a larger group_size)"
-        if config.compares_groups and num_groups_of_one(plan) == num_groups:
-            hint = f"every group has one trajectory, and {config.advantage_estimator} compares the trajectories of a group:"
-            hint += " pass --algorithm reinforce++ or gae, which need no groups; or choose the rows (`rollouts filter DS"
-            hint += " --where 'reward > 0' --out GOOD`) and imitate them (--set policy_loss_type=cross_entropy)"
-        if num_lost:
-            got += f", except in {count(num_lost, 'group')} with a failed trajectory"
-            hint = "pass --set failed=trajectory to leave out failed trajectories instead of their groups"
-        raise InputError("zero_advantages", config.dataset, got, hint=hint)
+    return has_other_terms or has_other_loss
+
+
+def _zero_advantages(plan: Plan, config: TrainConfig) -> InputError:
+    num_groups, num_lost = sum(map(len, plan.batches)), _num_lost_to_failures(plan, config)
+    got = "every advantage is 0, because returns do not vary within any group"
+    got += f" ({count(num_groups, 'group')})"
+    hint = "run `rollouts stats DS` to see the rewards, then supply rewards that differ within a group (convert"
+    hint += " --rewards) or sample more attempts (generate with a larger group_size)"
+    if config.compares_groups and num_groups_of_one(plan) == num_groups:
+        hint = f"every group has one trajectory, and {config.advantage_estimator} compares the trajectories of a group:"
+        hint += " pass --algorithm reinforce++ or gae, which need no groups"
+    best = plan.trajectories.filter("trains").select(pl.col("return").max()).item()
+    if best is not None and best > 0:
+        hint += f"; or choose the rows (`rollouts filter DS --where 'reward > 0' --out GOOD`) and imitate them ({IMITATE})"
+    else:  # that condition would leave no row
+        hint += f"; or choose rows to imitate ({IMITATE})"
+    if num_lost:
+        got += f", except in {count(num_lost, 'group')} with a failed trajectory"
+        hint = (
+            "pass --set failed=trajectory to leave out failed trajectories instead of their groups"
+        )
+    return InputError("zero_advantages", config.dataset, got, hint=hint)
 
 
 def _num_lost_to_failures(plan: Plan, config: TrainConfig) -> int:

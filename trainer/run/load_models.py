@@ -21,7 +21,7 @@ from trainer.models.lora import WithoutAdapter, add_adapter
 from trainer.models.optimizer import make_optimizer
 from trainer.models.policy import Policy, load_policy, row_limit
 from trainer.run.advice import warnings_before
-from trainer.run.cut_rows import larger_limits, without_tokens
+from trainer.run.cut_rows import larger_limits, truncated, without_tokens
 from trainer.run.dataset_checks import check_rows, corrects_for_sampler, num_greedy_rows
 from trainer.run.remarks import Remark, say
 from trainer.run.routing_checks import check_replay
@@ -123,6 +123,8 @@ def check_dataset(
     rollouts = rollout_io.scan(config.dataset)
     if routing := check_replay(rollouts, replaying, rows, replays=config.replay_routing):
         found["routing"] = Remark(routing, WARNING)
+    if cut := truncated(rows, config):
+        found["truncated_rows"] = Remark(f"note: {cut}")
     if config.max_row_tokens and (lost := without_tokens(rows, config)):
         larger = larger_limits(rows, config.max_row_tokens, limit.num_tokens)
         text = f"{lost}\nHint: {larger}"

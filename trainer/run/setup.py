@@ -13,7 +13,7 @@ from rollout_io.dataset.storage import Location, occupied
 from schemas.errors import InputError, count
 from trainer.batches.data import index_rows
 from trainer.batches.forest import RowLimit
-from trainer.batches.plan import Plan, dataset_returns, make_plan, num_planned_updates
+from trainer.batches.plan import Plan, dataset_returns, num_planned_updates
 from trainer.config.resolved import resolved
 from trainer.config.train_config import TrainConfig
 from trainer.config.uses import uses
@@ -22,11 +22,12 @@ from trainer.distributed.processes import agreed
 from trainer.models.critic import CriticLearner
 from trainer.models.optimizer import RateSchedule
 from trainer.run.checkpoint import Checkpoints
+from trainer.run.dataset_checks import plan_of
 from trainer.run.load_models import Models, check_dataset, load_models, make_learners
 from trainer.run.remarks import Remark, say, show
 from trainer.run.resume import check_max_updates, find_checkpoint, lines_to_keep, say_if_new
 from trainer.run.same_tokenizer import check_tokenizers
-from trainer.run.settings import BatchSettings, batch_settings, plan_settings, rate_schedule
+from trainer.run.settings import BatchSettings, batch_settings, rate_schedule
 from trainer.run.state import Position, Progress, dataset_digest, load_progress, restore
 from trainer.run.update import Learner
 
@@ -133,7 +134,7 @@ def _load(config: TrainConfig, *, resume: bool) -> LoadedRun:
     if resume:
         say_if_new(out)
     rollouts = rollout_io.scan(config.dataset)
-    plan = make_plan(dataset_returns(rollouts, config.outcome), plan_settings(config))
+    plan = plan_of(dataset_returns(rollouts, config.outcome), config)
     index = index_rows(rollouts)
     digest = dataset_digest(plan, index)
     progress = Progress(position=Position(kl_coef=config.kl_reward_coef))

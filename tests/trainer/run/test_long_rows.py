@@ -142,17 +142,24 @@ def test_rows_whose_prompt_exceeds_the_limit_are_counted_with_a_limit_that_keeps
     imitates = {"policy_loss_type": "cross_entropy"}
     # Row n has 10 n prompt tokens and one masked token: 10 n + 1 tokens before the first target.
     for most, num_lost in ((22, 8), (21, 9), (102, 0)):
-        cut_off = config(uneven, model, tmp_path / str(most), max_row_tokens=most, **imitates)
-        planned = dry_run(cut_off)
+        settings = config(uneven, model, tmp_path / str(most), max_row_tokens=most, **imitates)
+        planned = dry_run(settings)
         said = capsys.readouterr().err
         lost = f"warning: {num_lost} of 10 rows have no token to train on within max_row_tokens"
         assert (lost in said) == bool(num_lost), said
+        # The last token, at the position 10 n + 2, is trained on.
+        cut_off = (
+            "note: {} of 10 rows {} truncated at {} tokens (max_row_tokens); the longest has 103"
+        )
+        num_cut = sum(10 * n + 2 >= most for n in range(1, 11))
+        assert cut_off.format(num_cut, "is" if num_cut == 1 else "are", most) in said
         assert planned.layouts["step"].num_sequences == 10 - num_lost
         assert planned.max_row_tokens == most
         assert f"* the layout of this run; rows have at most {most:,} tokens." in plan_text(planned)
     assert trainer.train(config(uneven, model, tmp_path / "run", max_row_tokens=22, **imitates))
     said = capsys.readouterr().err
     assert "the longest prompt has 100 tokens" in said
+    assert "9 of 10 rows are truncated" in said
     assert "Hint: max_row_tokens=128 leaves tokens to train on in 10 of 10 rows\n" in said
 
 

@@ -302,6 +302,7 @@ def test_verb_reports_to_people(dataset: str, model: str, tmp_path: Path) -> Non
     [
         ({}, "1 of 3 trained, 2 without variance"),
         ({"drop_zero_variance_groups": True}, "1 of 1 trained, 2 without variance left out"),
+        ({"policy_loss_type": "cross_entropy"}, "3 of 3 trained"),
     ],
 )
 def test_report_counts_the_groups_that_made_a_gradient(

@@ -82,7 +82,29 @@ REFUSALS: dict[str, tuple[Rows, str, tuple[str, ...]]] = {
     "advantages of zero alone": (
         rows_of(rewards=(1.0, 1.0)),
         "",
-        ("[zero_advantages]", "every advantage is 0", "(2 groups)", "Hint: run `rollouts st"),
+        (
+            "[zero_advantages]",
+            "every advantage is 0",
+            "(2 groups)",
+            "Hint: run `rollouts st",
+            "; or choose the rows (`rollouts filter DS --where 'reward > 0' --out GOOD`) and",
+            "imitate them (--set policy_loss_type=cross_entropy)",
+        ),
+    ),
+    "rewards of zero alone": (
+        rows_of(rewards=(0.0, 0.0)),
+        "",
+        ("[zero_advantages]", "; or choose rows to imitate (--set policy_loss_type=cross_entropy)"),
+    ),
+    "partial groups of equal rewards": (
+        rows_of(rewards=(1.0, 1.0))[:-2],
+        "partial_groups=refuse",
+        ("[zero_advantages]", "(2 groups)", "(--set policy_loss_type=cross_entropy)"),
+    ),
+    "partial groups of equal rewards, where another term has a gradient": (
+        rows_of(rewards=(1.0, 1.0))[:-2],
+        "partial_groups=refuse entropy_loss_coef=0.1",
+        ("[partial_groups]", "Hint: pass --set partial_groups=mask"),
     ),
     "advantages that only a failed trajectory hides": (
         [
