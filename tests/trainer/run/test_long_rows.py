@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import polars as pl
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import trainer
 from rollout_io.retokenize.tokenizer import ChatTokenizer
 from schemas.errors import RolloutError
+from tests.helpers.examples import examples
 from tests.helpers.rl_helpers import config_of, save_model
 from tests.helpers.trainer_helpers import group_rows, save_tiny_model, step, write_dataset
 from trainer import rl
@@ -163,6 +164,7 @@ def test_rows_whose_prompt_exceeds_the_limit_are_counted_with_a_limit_that_keeps
     assert "Hint: max_row_tokens=128 leaves tokens to train on in 10 of 10 rows\n" in said
 
 
+@settings(max_examples=examples(100), deadline=None)
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=30))
 def test_the_suggested_limits_keep_most_rows_unless_the_model_does_not(starts: list[int]) -> None:
     rows = pl.DataFrame({"num_untrained_at_start": starts})
