@@ -8,16 +8,20 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import polars as pl
 import pyarrow as pa
 
 from pipelines.merging.prefix_tree import prefix_tree
 from pipelines.view.sources import Dataset
+from pipelines.view.trajectory_index import TrajectoryIndex
 from rollout_io.dataset.prefix_layout import Tokens
 from rollout_io.retokenize.token_bytes import TokenBytes
 from schemas.errors import InputError
 from schemas.ragged import IntArray, Ragged, offsets_of
 
 MAX_HITS = 10_000
+MAX_NAMES = 20
+"""Maximum numbers of tasks and of trajectories that a search lists by their ids."""
 MAX_SECONDS = 10.0
 """Seconds after which a search stops, even if it is incomplete."""
 
@@ -32,7 +36,8 @@ def search(
 
     A match within tokens that a row repeats from an earlier one is reported for the earlier row
     only. Text is searched for in the decoded tokens, or, without a tokenizer, in the logged messages
-    and responses; `position` is then null.
+    and responses; `position` is then null. Ids that contain the text are listed beside the `hits`,
+    from the whole dataset; `searched` is the number of trajectories that satisfy `where`.
 
     Raises:
         InputError: `view_query`: both or neither of `text` and `ids` are given.
@@ -40,16 +45,45 @@ def search(
     if bool(text) == bool(ids):
         raise InputError("view_query", "search", "pass either text or ids")
     limit, ends = min(max(limit, 1), MAX_HITS), time.monotonic() + MAX_SECONDS
+    mask = dataset.index.matching(where)
+    searched = len(dataset.index) if mask is None else int(mask.sum())
+    known = {"searched": searched, **_named(dataset.index, text)}
     hits: list[dict[str, Any]] = []
     for begin, end in _pieces(dataset, where):
         for trajectory_id, step_index, position in _found(dataset, begin, end, text, ids):
             hit = {"trajectory_id": trajectory_id, "step_index": step_index, "position": position}
             hits.append(hit)
             if len(hits) >= limit:
-                return {"hits": hits, "complete": False}
+                return {"hits": hits, "complete": False, **known}
         if time.monotonic() > ends:
-            return {"hits": hits, "complete": False}
-    return {"hits": hits, "complete": True}
+            return {"hits": hits, "complete": False, **known}
+    return {"hits": hits, "complete": True, **known}
+
+
+def _named(index: TrajectoryIndex, text: str | None) -> dict[str, Any]:
+    """Find the ids that contain a text, in any case, in the whole dataset; the shortest first.
+
+    Returns:
+        `tasks`: instance_id and number of attempts; `trajectories`: ids whose task is not one of
+        them; at most `MAX_NAMES` of each. `num_tasks` and `num_trajectories` count all.
+    """
+    if text is None:
+        return {"tasks": [], "num_tasks": 0, "trajectories": [], "num_trajectories": 0}
+    lines = index.trajectories.select("instance_id", "trajectory_id")
+
+    def holds(name: str) -> pl.Expr:
+        return pl.col(name).str.to_lowercase().str.contains(text.lower().strip(), literal=True)
+
+    size = pl.col("instance_id").str.len_chars()
+    tasks = lines.filter(holds("instance_id")).group_by("instance_id", maintain_order=True).len()
+    others = lines.filter(holds("trajectory_id") & ~holds("instance_id"))["trajectory_id"]
+    shown = tasks.sort(size, maintain_order=True).head(MAX_NAMES)
+    return {
+        "tasks": [{"instance_id": name, "attempts": number} for name, number in shown.rows()],
+        "num_tasks": len(tasks),
+        "trajectories": others.head(MAX_NAMES).to_list(),
+        "num_trajectories": len(others),
+    }
 
 
 def _pieces(dataset: Dataset, where: str | None) -> Iterator[tuple[int, int]]:

@@ -111,3 +111,15 @@ def test_weights_that_are_all_1_are_a_sentence(tab):
     tab.page.get_by_text("All importance weights are 1: this update began with").wait_for()
     assert tab.page.locator(".scatter canvas").count() == 0
     tab.page.get_by_text("largest contribution to the loss first, + or").wait_for()
+
+
+def test_a_task_is_found_by_its_id_and_a_filter_says_what_it_hides(tab):
+    tab.open("table?where=instance_id%20%3D%20'shop-2'")
+    tab.page.fill(".find input", "shop-7")
+    tab.press("Enter")
+    tab.page.get_by_text("Not found in the 4 trajectories of the filter").wait_for()
+    tab.page.click('.hits button:has-text("Search all 48")')
+    tab.page.get_by_text("trajectories of the filter").wait_for(state="detached")
+    tab.page.click('.hits button:has-text("task shop-7: 4 attempts")')
+    tab.page.wait_for_selector('h1:has-text("Attempts at shop-7")')
+    tab.press("Escape")

@@ -315,6 +315,25 @@ def test_a_text_is_found_where_its_bytes_are(ask, shop, tokenizer):
     assert {hit["trajectory_id"] for hit in found["hits"]} == whole
 
 
+def test_ids_are_found_in_the_whole_dataset(ask, shop):
+    rows = scan(shop).collect()
+    where = "instance_id = 'shop-2'"
+    found = ask(f"{ROOT}/search", text="SHOP-1", where=where)
+    assert found["searched"] == rows.filter(instance_id="shop-2")["trajectory_id"].n_unique() == 4
+    tasks = {name: 4 for name in rows["instance_id"].unique() if "shop-1" in name}
+    assert len(tasks) == found["num_tasks"] > 1
+    assert {task["instance_id"]: task["attempts"] for task in found["tasks"]} == tasks
+    assert found["tasks"][0]["instance_id"] == "shop-1"
+    assert (found["trajectories"], found["num_trajectories"]) == ([], 0)
+    found = ask(f"{ROOT}/search", text="-7_2")
+    assert (found["tasks"], found["trajectories"]) == ([], ["shop-7_2"])
+    assert found["searched"] == 48
+    found = ask(f"{ROOT}/search", ids="7")
+    assert (found["num_tasks"], found["num_trajectories"]) == (0, 0)
+    found = ask(f"{ROOT}/search", text="_")
+    assert (len(found["trajectories"]), found["num_trajectories"]) == (20, 48)
+
+
 def test_ids_are_found_once_where_they_were_first_sampled(ask, shop):
     row = scan(shop).filter(trajectory_id="shop-2_0", step_index=0).collect().to_dicts()[0]
     ids = row["response_ids"][3:9]

@@ -378,6 +378,13 @@ export interface Hit {
 export interface Hits {
   hits: Hit[];
   complete: boolean;
+  /** Trajectories whose rows were searched: those of the filter. */
+  searched: number;
+  /** The first ids that contain the text, in the whole dataset, and how many there are. */
+  tasks: { instance_id: string; attempts: number }[];
+  num_tasks: number;
+  trajectories: string[];
+  num_trajectories: number;
 }
 
 export function search(dataset: string, what: Parameters, where: string): Promise<Hits> {

@@ -16,6 +16,7 @@ export function Find(): JSX.Element | null {
   const [found, setFound] = useState<Hits | null>(null);
   const [error, setError] = useState<AnswerError | null>(null);
   const [at, setAt] = useState(-1);
+  const [isFiltered, setIsFiltered] = useState(false);
   const [busy, setBusy] = useState(false);
   const show = (index: number): void => {
     const hit = found?.hits[index];
@@ -35,16 +36,16 @@ export function Find(): JSX.Element | null {
     { key: "Escape", does: "close what was found", run: close },
   ]);
   if (isReport || dataset === null) return null;
-  const submit = (event: Event): void => {
-    event.preventDefault();
+  const find = (where: string): void => {
     const text = box.current?.value ?? "";
     if (text.trim() === "") return close();
     setBusy(true);
     const what = kind === "text" ? { text } : { ids: text.trim().replace(/[\s,]+/g, ",") };
-    search(dataset.id, what, selection.where)
+    search(dataset.id, what, where)
       .then(
         (hits) => {
           setFound(hits);
+          setIsFiltered(where !== "");
           setError(null);
           setAt(-1);
         },
@@ -52,6 +53,10 @@ export function Find(): JSX.Element | null {
       )
       .finally(() => setBusy(false));
     box.current?.blur();
+  };
+  const submit = (event: Event): void => {
+    event.preventDefault();
+    find(selection.where);
   };
   return (
     <div class="find">
@@ -70,10 +75,13 @@ export function Find(): JSX.Element | null {
             <>
               <header><span role="status">
                 {found.hits.length === 0 ? "Not found" : count(found.hits.length, "place")}
+                {isFiltered && ` in the ${count(found.searched, "trajectory", "trajectories")} of the filter`}
                 {!found.complete && " so far; the search stopped early"}
                 </span>
+                {isFiltered && <button type="button" onClick={() => find("")}>Search all {short(dataset.num_trajectories)}</button>}
                 <button type="button" onClick={close} aria-label="Close">✕</button>
               </header>
+              <Named found={found} />
               <ol>
                 {found.hits.map((hit, index) => (
                   <li key={index}>
@@ -88,5 +96,31 @@ export function Find(): JSX.Element | null {
         </div>
       )}
     </div>
+  );
+}
+
+/** Tasks and trajectories that have the text in their ids. */
+function Named({ found }: { found: Hits }): JSX.Element | null {
+  const { tasks, trajectories } = found;
+  if (tasks.length + trajectories.length === 0) return null;
+  const others = found.num_tasks - tasks.length + found.num_trajectories - trajectories.length;
+  return (
+    <ul aria-label="Ids">
+      {tasks.map(({ instance_id: task, attempts }) => (
+        <li key={task}>
+          <button type="button" class="link" onClick={() => go({ view: "group", task, trajectory: undefined, step: undefined, at: undefined })}>
+            task <Text value={task} />: {count(attempts, "attempt")}
+          </button>
+        </li>
+      ))}
+      {trajectories.map((trajectory) => (
+        <li key={trajectory}>
+          <button type="button" class="link" onClick={() => go({ view: "tokens", trajectory, task: undefined, step: undefined, at: undefined })}>
+            trajectory <Text value={trajectory} />
+          </button>
+        </li>
+      ))}
+      {others > 0 && <li>and {short(others)} more with it in their ids</li>}
+    </ul>
   );
 }
