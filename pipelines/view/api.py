@@ -85,6 +85,7 @@ class Api:
                 ("/api/datasets/{}/trajectories", self._trajectories),
                 ("/api/datasets/{}/histogram", self._histogram),
                 ("/api/datasets/{}/group", self._group),
+                ("/api/datasets/{}/tasks", self._tasks),
                 ("/api/datasets/{}/recorded", self._recorded),
                 ("/api/datasets/{}/tree", self._tree),
                 ("/api/datasets/{}/conversation", self._conversation),
@@ -163,6 +164,10 @@ class Api:
     def _group(self, number: str, query: Query) -> Answer:
         dataset = self.sources.dataset(number)
         return json_answer(attempts.group(dataset, query.text("instance_id"), *self._of(query)))
+
+    def _tasks(self, number: str, query: Query) -> Answer:
+        lines = self.sources.dataset(number).index.trajectories
+        return json_answer(attempts.tasks(lines, query.number("limit", _DEFAULT_LIMIT)))
 
     def _recorded(self, number: str, query: Query) -> Answer:
         """Answer which updates of each run recorded a task, or one row of a trajectory."""

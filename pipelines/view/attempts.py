@@ -11,6 +11,7 @@ from pipelines.view.sources import Dataset, Run
 from rollout_io.dataset.prefix_layout import Tokens, common_prefix
 from schemas.ragged import BoolArray, Ragged
 
+MAX_TASKS = 10_000
 Sampled = list[tuple[int, Tokens, BoolArray]]
 """For each row of a trajectory: number of prompt tokens, response ids, mask of sampled tokens."""
 
@@ -37,6 +38,33 @@ def group(
             | {"parts_at": parts_at}
         )
     return {"attempts": attempts}
+
+
+def tasks(trajectories: pl.DataFrame, limit: int) -> dict[str, Any]:
+    """List tasks by the spread of their returns, the least first.
+
+    Args:
+        trajectories: Lines of the index, all attempts of each task.
+        limit: Maximum number of tasks to list, at most `MAX_TASKS`.
+
+    Returns:
+        `tasks`: instance_id, `attempts`, and of the known returns `mean` and `spread` (the largest
+        minus the smallest; None if fewer than two are known), and `num_returns`; unknown spreads
+        come last. `total`: the number of tasks.
+    """
+    known = pl.col("return").fill_nan(None)
+    num = known.count()
+    found = (
+        trajectories.group_by("instance_id", maintain_order=True)
+        .agg(
+            attempts=pl.len(),
+            num_returns=num,
+            mean=known.mean(),
+            spread=pl.when(num > 1).then(known.max() - known.min()),
+        )
+        .sort("spread", nulls_last=True, maintain_order=True)
+    )
+    return {"tasks": found.head(min(limit, MAX_TASKS)).to_dicts(), "total": len(found)}
 
 
 def mean_advantages(dataset: Dataset, run: Run | None, update: int | None) -> dict[str, float]:

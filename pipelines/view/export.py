@@ -11,6 +11,7 @@ from urllib.parse import parse_qsl, quote, urlsplit
 import numpy as np
 import pyarrow as pa
 
+from pipelines.view import attempts
 from pipelines.view.answers import JSON, Answer, json_answer
 from pipelines.view.api import Api
 from pipelines.view.bundle_files import Bundle
@@ -21,6 +22,8 @@ from rollout_io.dataset.atomic_files import replace_text
 from schemas.errors import InputError, count
 from schemas.ragged import IntArray
 
+NUM_TASKS = 200
+"""Maximum number of tasks that an exported file lists."""
 NUM_TARGETS = 2000
 """Maximum number of targets per update in an exported file."""
 
@@ -120,6 +123,8 @@ def _answers(
         given = key_of(f"{root}/trajectories", offset=0, limit=limit, where=where)
         yield window, api.answer(given)
         lines = index.trajectories[numbers]
+        own = index.trajectories.join(lines, on="instance_id", how="semi", maintain_order="left")
+        yield key_of(f"{root}/tasks", limit=NUM_TASKS), json_answer(attempts.tasks(own, NUM_TASKS))
         for instance_id in lines["instance_id"].unique(maintain_order=True):
             yield asked(f"{root}/group", instance_id=instance_id)
             yield asked(f"{root}/tree", instance_id=instance_id)

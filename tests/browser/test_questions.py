@@ -6,6 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from pipelines.rewards import trajectory_returns
 from rollout_io import scan
 from schemas.token_records import token_record_path, token_record_schema
 from tests.browser.conftest import tab_at, viewer
@@ -123,3 +124,16 @@ def test_a_task_is_found_by_its_id_and_a_filter_says_what_it_hides(tab):
     tab.page.click('.hits button:has-text("task shop-7: 4 attempts")')
     tab.page.wait_for_selector('h1:has-text("Attempts at shop-7")')
     tab.press("Escape")
+
+
+def test_a_group_without_a_task_lists_all_by_spread(tab, shop):
+    tab.open("group")
+    returns = trajectory_returns(scan(shop)).group_by("instance_id").agg("return").collect()
+    known = {name: max(values) - min(values) for name, values in returns.rows()}
+    shown = {name: float(cells["spread"]) for name, cells in tab.table("Tasks").items()}
+    assert shown == known
+    assert list(shown.values()) == sorted(known.values())
+    notes = tab.page.locator('[data-row] >> text="no advantage: all returns are equal"').count()
+    assert notes == list(known.values()).count(0) > 0
+    tab.page.click('[data-row="shop-7"] a')
+    tab.page.wait_for_selector('h1:has-text("Attempts at shop-7")')

@@ -11,6 +11,7 @@ from pipelines import drift
 from pipelines.filtering.filters import where
 from pipelines.filtering.verdicts import judge
 from pipelines.rewards import place_rewards, trajectory_returns
+from pipelines.view.attempts import tasks
 from pipelines.view.trajectory_index import TrajectoryIndex, by_numbers
 from rollout_io import RolloutWriter, scan
 from schemas.errors import RolloutError
@@ -313,6 +314,31 @@ def test_a_text_is_found_where_its_bytes_are(ask, shop, tokenizer):
         if "The answer" in tokenizer.decode(row["prompt_token_ids"] + row["response_ids"])
     }
     assert {hit["trajectory_id"] for hit in found["hits"]} == whole
+
+
+def test_tasks_are_listed_by_the_spread_of_their_returns(ask, shop):
+    found = ask(f"{ROOT}/tasks", limit=200)
+    returns = trajectory_returns(scan(shop)).group_by("instance_id").agg("return").collect()
+    known = dict(returns.rows())
+    assert found["total"] == len(found["tasks"]) == len(known) == 12
+    for task in found["tasks"]:
+        values = known[task["instance_id"]]
+        assert task["attempts"] == task["num_returns"] == len(values)
+        assert task["spread"] == max(values) - min(values)
+        assert task["mean"] == pytest.approx(np.mean(values))
+    spreads = [task["spread"] for task in found["tasks"]]
+    assert spreads == sorted(spreads)
+    assert spreads[0] < spreads[-1]
+    few = ask(f"{ROOT}/tasks", limit=3)
+    assert (few["tasks"], few["total"]) == (found["tasks"][:3], 12)
+
+
+def test_a_task_with_one_known_return_has_no_spread():
+    frame = pl.DataFrame(
+        {"instance_id": ["a", "a", "b", "b", "c"], "return": [1.0, None, 2.0, 5.0, math.nan]}
+    )
+    found = [tuple(task.values()) for task in tasks(frame, 9)["tasks"]]
+    assert found == [("b", 2, 2, 3.5, 3.0), ("a", 2, 1, 1.0, None), ("c", 1, 0, None, None)]
 
 
 def test_ids_are_found_in_the_whole_dataset(ask, shop):

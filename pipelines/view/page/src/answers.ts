@@ -260,6 +260,20 @@ export function group(dataset: string, instance: string, joined: Joined): Promis
   return json(datasetPath(dataset, "group"), { instance_id: instance, ...joined });
 }
 
+export interface Task {
+  instance_id: string;
+  attempts: number;
+  num_returns: number;
+  mean: number | null;
+  /** Largest minus smallest return; null if fewer than two are known. */
+  spread: number | null;
+}
+
+/** The tasks with the least spread of returns, and the number of all tasks. */
+export function tasks(dataset: string): Promise<{ tasks: Task[]; total: number }> {
+  return json(datasetPath(dataset, "tasks"), { limit: 200 });
+}
+
 /** The updates of a run that recorded something, and those whose records cannot be read. */
 export interface Recorded {
   updates: number[];

@@ -3,12 +3,12 @@
 import type { Table } from "apache-arrow";
 import type { JSX } from "preact";
 import { go, pinsOf, togglePin } from "../address";
-import { type Attempt, group, tokens } from "../answers";
+import { type Attempt, group, type Task, tasks, tokens } from "../answers";
 import { useKeys } from "../keys";
 import { Awaited, Bar, Cell, Empty, Go, Num, Text, useAnswer } from "../parts";
 import { RecordedIn } from "../recorded";
 import { useSession } from "../session";
-import { count, tokenPieces } from "../text";
+import { count, short, tokenPieces } from "../text";
 
 const AROUND = 14;
 const EXCERPTS = 16;
@@ -40,9 +40,7 @@ export function GroupView(): JSX.Element {
     return (
       <section class="view" aria-labelledby="title">
         <h1 id="title">Group</h1>
-        <Empty>
-          Choose a trajectory in the <Go to={{ view: "table" }}>table</Go> to see all attempts at its task.
-        </Empty>
+        {dataset === null ? <Empty>There is no dataset.</Empty> : <Tasks dataset={dataset.id} />}
       </section>
     );
   }
@@ -55,6 +53,58 @@ export function GroupView(): JSX.Element {
       <Awaited answer={answer}>{(found) => <Attempts attempts={found.attempts} />}</Awaited>
     </section>
   );
+}
+
+/** What to choose from: tasks without any spread of returns, which have no advantage, come first. */
+function Tasks({ dataset }: { dataset: string }): JSX.Element {
+  const answer = useAnswer(dataset, () => tasks(dataset));
+  return (
+    <Awaited answer={answer}>
+      {(found) => (
+        <>
+          <p class="lead">
+            {count(found.total, "task")}, by the spread of their returns, the least first.
+            {found.total > found.tasks.length && ` The first ${short(found.tasks.length)} are listed; the other ${short(found.total - found.tasks.length)} are in the table, or press / to find one by its id.`}
+          </p>
+          <div class="scroll">
+            <table class="plain fitted" aria-label="Tasks">
+              <thead>
+                <tr>
+                  <th scope="col" title="instance_id">task</th>
+                  <th scope="col" class="numeric">attempts</th>
+                  <th scope="col" class="numeric">mean return</th>
+                  <th scope="col" class="numeric" title="The largest return minus the smallest">spread</th>
+                  <th scope="col" />
+                </tr>
+              </thead>
+              <tbody>
+                {found.tasks.map((task) => (
+                  <tr key={task.instance_id} data-row={task.instance_id}>
+                    <th scope="row">
+                      <Go to={{ task: task.instance_id, trajectory: undefined, step: undefined, at: undefined }}>
+                        <Text value={task.instance_id} />
+                      </Go>
+                    </th>
+                    <td class="numeric"><Num value={task.attempts} name="attempts" /></td>
+                    <td class="numeric"><Num value={task.mean} name="mean" /></td>
+                    <td class="numeric"><Num value={task.spread} name="spread" /></td>
+                    <td>{noteOf(task)}</td>
+                  </tr>
+                ))}
+              </tbody>
+            </table>
+          </div>
+        </>
+      )}
+    </Awaited>
+  );
+}
+
+function noteOf(task: Task): string {
+  if (task.num_returns === 0) return "no return is known";
+  if (task.num_returns < task.attempts) return `${count(task.attempts - task.num_returns, "return")} unknown`;
+  if (task.attempts === 1) return "one attempt: nothing to compare it with";
+  return task.spread === 0 ? "no advantage: all returns are equal" : "";
 }
 
 function Attempts({ attempts }: { attempts: Attempt[] }): JSX.Element {
