@@ -159,7 +159,8 @@ def made_once(tmp_path_factory, name, make):
     base = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         base = base.parent
-    out, done = base / f"browser-{name}", base / f"browser-{name}.done"
+    out, done = base / "browser" / name, base / "browser" / f"{name}.done"
+    out.parent.mkdir(exist_ok=True)
     with FileLock(f"{out}.lock"):
         if not done.exists():
             make(out)

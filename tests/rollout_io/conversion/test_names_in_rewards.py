@@ -74,7 +74,7 @@ def test_a_name_of_no_run_is_a_rejected_record_and_its_hint_names_a_run_of_the_l
     error = refusal([log], tmp_path / "ds", choices)
     assert isinstance(error, InputError)
     assert (error.rule, error.got) == ("session_name", "session 'alpa'")
-    assert error.hint == "name a run of the log, for example 'alpha/0'"
+    assert error.hint.startswith("name a run of the log, for example 'alpha/0'; or pass --on-error")
     skip = Choices(rewards=choices.rewards, on_error="skip")
     done = convert([log], tmp_path / "ds", skip).summary
     assert (done.num_records, done.num_written, done.num_rejected) == (3, 2, 1)
