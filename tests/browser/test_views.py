@@ -406,6 +406,7 @@ def test_a_copied_command_selects_what_is_pinned(tab, shop, steps, capsys):
 
 
 def dataset_named(tab, name):
+    tab.open("table")
     return tab.page.evaluate(
         """async name => {
             const token = new URLSearchParams(location.search).get('token');
