@@ -40,7 +40,10 @@ def break_types(draw: Draw, table: pa.Table) -> pa.Table:
         return table.append_column(table.schema.field(name), table.column(name))
     values = table.column(name).to_pylist()
     if way == "null element":
-        name = draw(st.sampled_from(["prompt_token_ids", "response_ids", "loss_mask"]))
+        # All responses of a table may be empty; a prompt never is.
+        lists = ["prompt_token_ids", "response_ids", "loss_mask"]
+        held = [name for name in lists if any(table.column(name).to_pylist())]
+        name = draw(st.sampled_from(held))
         index, values = table.column_names.index(name), table.column(name).to_pylist()
         row = draw(st.sampled_from([row for row, found in enumerate(values) if found]))
         values[row][draw(st.integers(0, len(values[row]) - 1))] = None
