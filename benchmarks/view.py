@@ -43,7 +43,13 @@ READY = """([selector, start]) => new Promise((done) => {
         ? requestAnimationFrame(look) : done((performance.now() - from) / 1000);
     look();
 })"""
-FIRST_PAINT = """() => performance.getEntriesByName("first-contentful-paint")[0].startTime / 1000"""
+FIRST_PAINT = """() => new Promise((done) => {
+    const look = () => {  // the entry may come a frame after the paint
+        const [paint] = performance.getEntriesByName("first-contentful-paint");
+        paint === undefined ? requestAnimationFrame(look) : done(paint.startTime / 1000);
+    };
+    look();
+})"""
 FRAMES = """(milliseconds) => new Promise((done) => {
     const [times, end] = [[], performance.now() + milliseconds];
     const next = (now) => {
