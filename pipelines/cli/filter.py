@@ -245,7 +245,8 @@ def _check_usage(out: str | None, choices: _Choices, *, dry_run: bool) -> None:
     if not choices.given().keys() - {"seed", "outcome", "share"}:
         hint = (
             "select trajectories with --where 'reward > 0', --drop-zero-variance, --drop-failed, "
-            "--max-tokens N or --sample-groups N, or change the dataset with --mask-overlong or --mix DS3"
+            "--max-tokens N or --sample-groups N, or change the dataset with --mask-overlong or "
+            "--mix DS3"
         )
         raise HintedUsageError("no filter is given", hint)
 

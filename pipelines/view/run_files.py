@@ -116,26 +116,36 @@ def read_metrics(run: Path) -> dict[str, Any]:
 
 
 def changed_rows(run: Path, dataset: str) -> str:
-    """Compare a dataset with the rows that a run's newest token records are about.
+    """Compare a dataset with the rows that a run's newest readable token records are about.
 
-    Ids alone do not identify a row: a dataset may be converted again under the same path.
+    Ids alone do not identify a row: a dataset may be converted again under the same path. A damaged
+    file of records is passed over here; `read_tokens` names it when its update is opened.
 
     Returns:
         How many rows differ, as a clause; "" if none does or the run has no records of the dataset.
+
+    Raises:
+        InputError: `readable_file`: the dataset is damaged.
     """
-    steps = token_record_steps(run)
-    if not steps:
+    kept = ["trajectory_id", "step_index", "token_sum"]
+    for step in reversed(token_record_steps(run)):
+        try:
+            records = read_tokens(run, step, ["dataset", *kept])
+        except InputError:  # damaged, or of an earlier version, which has no token_sum
+            continue
+        break
+    else:
         return ""
-    kept = ("trajectory_id", "step_index", "token_sum")
-    records = scan_token_records(run, steps[-1])
-    if "token_sum" not in records.collect_schema():  # a run of an earlier version
-        return ""
-    recorded = records.filter(pl.col("dataset") == dataset).select(kept).collect()
+    recorded = records.filter(pl.col("dataset") == dataset).select(kept)
     ids = recorded["trajectory_id"].unique().implode()
     rows = rollout_io.scan(dataset).filter(pl.col("trajectory_id").is_in(ids))
     sums = pl.col("response_ids").cast(pl.List(pl.Int64)).list.sum()
-    stored = rows.select(*kept[:2], token_sum=sums).collect()
-    changed = recorded.join(stored, on=list(kept), how="anti")
+    try:
+        stored = rows.select(*kept[:2], token_sum=sums).collect()
+    except (pl.exceptions.PolarsError, OSError) as error:
+        got = f"its rows cannot be read: {' '.join(str(error).split())}"
+        raise InputError("readable_file", dataset, got) from None
+    changed = recorded.join(stored, on=kept, how="anti")
     if changed.is_empty():
         return ""
     name, step, _ = changed.row(0)
@@ -144,7 +154,7 @@ def changed_rows(run: Path, dataset: str) -> str:
 
 
 def iterations_of(run: Path) -> dict[int, str]:
-    """Return the path of the dataset of each update of `rollouts rl`, as its metrics tell."""
+    """Return the path of the dataset of each update of `rollouts rl`, according to its metrics."""
     metrics = read_metrics(run)
     iterations = metrics["metrics"].get("iteration", [])
     known = zip(metrics["global_step"], iterations, strict=False)

@@ -222,7 +222,7 @@ class Run:
         return {"updates": updates, "unreadable": unreadable}
 
     def trained_datasets(self) -> list[str | None]:
-        """Return the dataset of each update that recorded tokens, as its metrics tell."""
+        """Return the dataset of each update that recorded tokens, according to its metrics."""
         steps = token_record_steps(self.path)
         if len(self.datasets) == 1:
             return [self.datasets[0] for _ in steps]
@@ -329,13 +329,14 @@ class Sources:
             dataset = self._add_dataset(found, found, tokenizer)
             try:
                 _ = self.datasets[dataset].reader
+                changed = run_files.changed_rows(Path(path), found)
             except RolloutError as error:
                 del self.datasets[dataset]
                 self.warnings.append(f"A dataset of the run {path} is unreadable: {error.sentence}")
                 continue
             known = self.datasets[dataset]
             known.model = known.model or run_files.model_of(Path(path))
-            if changed := run_files.changed_rows(Path(path), found):
+            if changed:
                 self.warnings.append(
                     f"{known.name} has changed since {path} trained on it: {changed}. Its tokens"
                     " are shown without what the run recorded."

@@ -23,7 +23,7 @@ MOST_OPERATORS = 500
 """Limit on names and operators per condition; thousands overflow the stack of Polars' parser."""
 
 POLARS_ERRORS = (pl.exceptions.PolarsError, pl.exceptions.PanicException)
-"""What Polars raises for a condition; a panic is no `Exception`."""
+"""What Polars raises for a condition; a panic is not an `Exception`."""
 
 _TOKEN = re.compile(
     r"""\s+

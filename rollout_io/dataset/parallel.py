@@ -25,8 +25,8 @@ class Workers:
     """The processes that run tasks.
 
     Attributes:
-        num: Number of processes; 1 runs all tasks in this process. With `ray`: number of CPUs of the cluster that
-            is started if RAY_ADDRESS is not set.
+        num: Number of processes; 1 runs all tasks in this process. With `ray`: number of CPUs of
+            the cluster that is started if RAY_ADDRESS is not set.
         engine: `local`, or `ray` (Ray Data; all its nodes need access to the same files).
 
     Example:

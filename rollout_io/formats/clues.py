@@ -34,7 +34,7 @@ _HARBOR = msgspec.json.Decoder(_HarborConfig)
 
 
 def explained(name: str, path: Path) -> InputError | None:
-    """Return the error for an input of a known kind that is no log; None for unknown content.
+    """Return the error for an input of a known kind that is not a log; None for unknown content.
 
     Args:
         name: Name of the input in messages.

@@ -70,7 +70,7 @@ def load_adapter(entry: Plugin) -> Adapter:
     """Import one format.
 
     Raises:
-        InputError: `format_loads`: the import fails, or the object is no `Adapter`.
+        InputError: `format_loads`: the import fails, or the object is not an `Adapter`.
     """
     where, hint = f"format {entry.name} ({entry.value})", "install its package again, or remove it"
     try:

@@ -85,9 +85,9 @@ class Passes:
     """Counts the tokens that the passes of updates forward, and shows the progress.
 
     On a terminal, a row below the run's bar shows the current update. Otherwise, a line is logged
-    at most every 30 seconds (see `ticking`), and at the end of each slow pass of the first update. Counting runs no
-    operation on a device and does not synchronise it. Without a bar, as in all processes except the
-    main one, nothing is shown.
+    at most every 30 seconds (see `ticking`), and at the end of each slow pass of the first update.
+    Counting runs no operation on a device and does not synchronise it. Without a bar, as in all
+    processes except the main one, nothing is shown.
 
     Args:
         bar: The bar of the run.

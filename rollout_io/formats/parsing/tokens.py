@@ -209,7 +209,7 @@ def route_array(raw: msgspec.Raw, num_tokens: int, place: str) -> npt.NDArray[np
     try:
         routes = _routes(raw)
     except ValueError as error:  # msgspec's errors are ValueErrors
-        got = f"the routing is no list [tokens][layers][topk] of experts in 0..32767 ({error})"
+        got = f"the routing is not a list [tokens][layers][topk] of experts in 0..32767 ({error})"
         raise broken("routing_shape", place, got) from None
     if routes is None:
         return None

@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from pathlib import Path
 
 import polars as pl
 import pytest
@@ -10,6 +11,7 @@ import pytest
 import rollout_io
 import trainer
 from rollout_io.cli.main import run as command
+from schemas.errors import InputError
 from schemas.token_records import TOKEN_RECORD_COLUMNS, token_record_path
 from tests.helpers.trainer_helpers import save_tiny_model, write_dataset
 from tests.helpers.view_helpers import Asked
@@ -105,6 +107,33 @@ def test_a_dataset_with_other_tokens_is_shown_without_what_the_run_recorded(
     assert f"1 of {num_recorded} recorded rows differ, the first in trajectory {name}" in warning
     assert f"step {step}" in warning
     assert found["runs"][0]["datasets"] == []
+
+
+def test_a_run_with_a_damaged_record_opens_and_names_the_file(run, smollm2_dir, tmp_path):
+    moved = shutil.copytree(run, tmp_path / "run")
+    newest = token_record_path(moved, 2)
+    newest.write_bytes(newest.read_bytes()[:99])
+    ask = Asked(moved, tokenizer=str(smollm2_dir))
+    assert ask("/api/sources")["runs"][0]["token_updates"] == [1, 2]
+    with pytest.raises(InputError, match=r"global_step_2\.parquet.*\[readable_file\]"):
+        ask("/api/runs/r0/updates/2")
+
+
+def test_a_run_whose_dataset_is_damaged_opens_with_a_warning(run, smollm2_dir, tmp_path):
+    moved = shutil.copytree(run, tmp_path / "run")
+    dataset = Path(json.loads((moved / "config.json").read_text())["dataset"])
+    damaged = shutil.copytree(dataset, tmp_path / "damaged")
+    for record in (moved / "tokens").glob("*.parquet"):
+        renamed = pl.read_parquet(record).with_columns(dataset=pl.lit(str(damaged)))
+        renamed.write_parquet(record)
+    config = (moved / "config.json").read_text().replace(str(dataset), str(damaged))
+    (moved / "config.json").write_text(config)
+    shard = next(damaged.rglob("*.parquet"))
+    data = bytearray(shard.read_bytes())
+    data[4 : len(data) // 2] = bytes(len(data) // 2 - 4)
+    shard.write_bytes(data)
+    found = Asked(moved, tokenizer=str(smollm2_dir))("/api/sources")
+    assert any("unreadable" in text for text in found["warnings"])
 
 
 def test_metrics_are_those_of_the_log(ask, run):
