@@ -77,6 +77,8 @@ class RlConfig:
     save_every_iterations: Count | None = None
     """Iterations between checkpoints; >= 1. The first and the last iteration always save a
     checkpoint. None: only these."""
+    keep_weights: Count = 2
+    """Number of versions to keep in `OUT/weights/`, the newest ones; >= 1."""
 
     generate: dict[str, Any] = field(default_factory=dict)
     """Table: keys of `rollouts generate`."""

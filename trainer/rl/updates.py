@@ -36,7 +36,6 @@ from trainer.run.state import Position, Progress, load_progress, restore
 
 DIGEST = "rollouts rl"
 """Replaces the digest of the dataset, which would change as the run's dataset grows."""
-KEPT_WEIGHTS = 2
 
 
 class Learning:
@@ -149,7 +148,7 @@ class Learning:
             raise
 
     def write_weights(self) -> Path:
-        """Write the policy to the model directory `weights/version_N/`; the newest two are kept."""
+        """Write the policy to `weights/version_N/`; delete all but the `keep_weights` newest."""
         folder = Path(self.config.out) / "weights"
         path = folder / f"version_{self.iteration}"
         if path.exists():
@@ -157,7 +156,7 @@ class Learning:
         model = self._learner.accelerator.unwrap_model(self._learner.policy).model
         with whole(path) as partial:
             write_model(partial, model, Path(self.training.model))
-        kept = [f"version_{self.iteration - back}" for back in range(KEPT_WEIGHTS)]
+        kept = [f"version_{self.iteration - back}" for back in range(self.config.keep_weights)]
         for other in folder.glob("version_*"):
             if other.name not in kept:
                 remove_directory(other)

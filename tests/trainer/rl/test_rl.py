@@ -135,8 +135,10 @@ def test_sampling_ahead_keeps_to_its_bound_and_replays_too(
     monkeypatch.setattr(Collector, "_begin_group", spied)
     sampling = {"environment": f"{HERE}:Slow", "max_concurrency": 4}
     settings = {"max_staleness": max_staleness, "seed": seed, "num_iterations": 5}
-    config = config_of(tmp_path, model, generate=sampling, **settings)
+    config = config_of(tmp_path, model, generate=sampling, keep_weights=4, **settings)
     result = rl.run(config)
+    kept = {path.name for path in (tmp_path / "run" / "weights").iterdir()}
+    assert kept == {"version_2", "version_3", "version_4", "version_5"}
     ages = {k - v for k, found in enumerate(versions_of(config)) for v in found}
     assert 0 < max(ages) <= max_staleness
     assert max(begun) == 10
