@@ -129,6 +129,8 @@ def run(
     )
     Generator(engine, tokenizer, config.generation).check(tasks)
     learning = Learning(config, checkpoint)
+    if checkpoint:
+        say(f"resuming from {checkpoint}")
     check_lengths(config, learning.models.limit, None)
     for text in (*learning.notes_of_size(), *notes_of(config)):
         say(text)

@@ -29,7 +29,7 @@ from trainer.run.load_models import check_dataset, load_models, make_learners
 from trainer.run.log import RunLog
 from trainer.run.loop import count_update, save, set_rates
 from trainer.run.mini_batches import mini_batch_updates
-from trainer.run.remarks import say, show
+from trainer.run.remarks import show
 from trainer.run.settings import batch_settings, objective_of, plan_settings, rate_schedule
 from trainer.run.setup import TrainingRun
 from trainer.run.state import Position, Progress, load_progress, restore
@@ -63,7 +63,6 @@ class Learning:
         )
         if checkpoint:
             restore(checkpoint / "state", self._learner, self._critic)
-            say(f"resuming from {checkpoint}")
         self._checkpoints = Checkpoints(
             out=Path(t.out), source=Path(t.model), keep=t.keep_checkpoints, digest=DIGEST
         )
@@ -112,16 +111,14 @@ class Learning:
         Raises:
             RolloutError: Rows cannot be used as configured, or every trajectory failed.
         """
-        run, iteration = self._run(dataset), self.iteration
+        run, iteration = self.run_on(dataset), self.iteration
         set_rates(run, self.progress.global_step)
         lines = []
-        position = dataclasses.replace(self.progress.position, batch=0)
         explains, passes = not self._explained, log.passes
+        position = self.progress.position
         for update in mini_batch_updates(run, position, explains=explains, passes=passes):
             self._explained |= update.cause is not None
-            after = dataclasses.replace(update.position, batch=iteration + update.position.batch)
-            there = dataclasses.replace(update, position=after)
-            self.progress, metrics = count_update(run, self.progress, there)
+            self.progress, metrics = count_update(run, self.progress, update)
             if any(name.startswith(ENVIRONMENT) for name in numbers):  # metrics of the environments
                 metrics = {n: v for n, v in metrics.items() if not n.startswith(ENVIRONMENT)}
             metrics = {"iteration": iteration} | metrics | numbers
@@ -162,8 +159,12 @@ class Learning:
                 remove_directory(other)
         return path
 
-    def _run(self, dataset: Path) -> TrainingRun:
-        """Plan and check an iteration as a separate run."""
+    def run_on(self, dataset: Path) -> TrainingRun:
+        """Plan and check the current iteration as a separate run.
+
+        Raises:
+            RolloutError: See `update`.
+        """
         rollout_io.require_valid(dataset)
         config = resolved(dataclasses.replace(self.training, dataset=str(dataset)))
         rollouts = rollout_io.scan(dataset)
@@ -189,6 +190,7 @@ class Learning:
             checkpoints=self._checkpoints,
             progress=self.progress,
             kept_metrics=b"",
+            first_batch=self.iteration,
         )
 
 

@@ -14,7 +14,7 @@ import pyarrow as pa
 from torch import Tensor
 
 from trainer.batches.data import Batch, groups_with_gradient, read_rows, to_batch
-from trainer.batches.forest import chain_lengths
+from trainer.batches.forest import Forest, chain_lengths
 from trainer.batches.origins import Origins, StoredRows, find_origins, stored_rows
 from trainer.batches.packing import MiniBatch, cut_batch
 from trainer.batches.plan import split
@@ -97,6 +97,7 @@ class PreparedBatch:
         value_targets: [T] target values for the critic; None without a critic.
         kl_coef: `kl_coef` of the next batch.
         metrics: Metrics of each mini-batch that are known before its update.
+        origins: Origins of the batch's tokens; None if no tokens are recorded.
     """
 
     batch: Batch
@@ -106,6 +107,38 @@ class PreparedBatch:
     value_targets: Tensor | None
     kl_coef: float
     metrics: list[dict[str, Any]]
+    origins: Origins | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreparedUpdate:
+    """A mini-batch just before its optimizer step.
+
+    Attributes:
+        prepared: Its batch.
+        groups: Groups of the batch, in order.
+        number: Index of the mini-batch in `prepared.mini_batches`.
+        num_left: Mini-batches of the batch that are not trained yet, including this one, over all
+            epochs of the batch.
+        before: Position of the run before the update.
+        after: Position of the run after the update.
+        moving: Groups of the mini-batch that have a gradient.
+        metrics: Metrics that are known before the update.
+    """
+
+    prepared: PreparedBatch
+    groups: tuple[str, ...]
+    number: int
+    num_left: int
+    before: Position
+    after: Position
+    moving: frozenset[str]
+    metrics: dict[str, Any]
+
+    @property
+    def forests(self) -> list[Forest]:
+        """Micro-batches of the update."""
+        return self.prepared.mini_batches[self.number].forests
 
 
 def mini_batch_updates(
@@ -120,76 +153,106 @@ def mini_batch_updates(
     If `explains`, look once for the cause of a mismatch with the sampler. `passes` counts the
     forwarded micro-batches.
     """
-    sizes, config = run.settings.passes, run.config
-    global_step = run.progress.global_step
-    batches = (run.plan.batches * sizes.num_epochs)[position.batch :]
-    start, cause = time.perf_counter(), None
+    global_step, cause = run.progress.global_step, None
+    start = time.perf_counter()
+    for step in prepared_updates(run, position, passes):
+        made = make_update(run, step, global_step + 1, passes)
+        metrics = made.metrics
+        global_step += not metrics["skipped"]
+        if explains and cause is None and differs_from_sampler(metrics):
+            cause = likely_cause(run.learner, step.prepared.batch, step.forests)
+        seconds = time.perf_counter() - start
+        metrics |= {
+            "seconds": seconds,
+            "tokens_per_s": metrics["num_forwarded_tokens"] / seconds,
+        }
+        passes.end_update(made=not metrics["skipped"])
+        yield dataclasses.replace(made, cause=cause)
+        start = time.perf_counter()
+
+
+def prepared_updates(
+    run: TrainingRun, position: Position, passes: Passes = UNWATCHED
+) -> Iterator[PreparedUpdate]:
+    """Yield the mini-batches from a position onwards, each just before its optimizer step.
+
+    The caller makes each update before it asks for the next mini-batch: the passes before a batch
+    evaluate the models as they are then.
+    """
+    sizes = run.settings.passes
+    batches = (run.plan.batches * sizes.num_epochs)[position.batch - run.first_batch :]
     shares = one_ahead(partial(_read_share, run), batches)
     for groups in batches:
         loaded = _load(run, shares)
         passes.begin_batch(_planned(run, loaded.mini_batches, position))
-        prepared = _prepare(run, groups, position, loaded.batch, loaded.mini_batches, passes)
+        prepared = prepare_batch(run, groups, position, loaded, passes)
         moving = groups_with_gradient(prepared.batch)
         groups_of = split(groups, sizes.groups_per_mini_batch)
         after = Position(batch=position.batch + 1, kl_coef=prepared.kl_coef)
         order = list(range(len(prepared.mini_batches))) * sizes.epochs_per_batch
-        for done, number in enumerate(order[position.mini_batch :], position.mini_batch + 1):
-            forests = prepared.mini_batches[number].forests
-            old_logprobs = prepared.known.get("old_logprobs")
-            recorder = recorder_of(
-                prepared.batch,
-                forests,
-                config.record_tokens,
-                seed=config.seed,
-                global_step=global_step + 1,
-            )
-            metrics: dict[str, Any] = update(
-                run.learner,
-                prepared.batch,
-                forests,
-                old_logprobs,
-                prepared.ref_logprobs,
-                recorder,
-                passes,
-            )
-            global_step += not metrics["skipped"]
-            tokens = _records(run, loaded.origins, prepared, recorder)
-            if run.critic and prepared.value_targets is not None:
-                values = prepared.known["values"]
-                watch = partial(passes, CRITIC_TRAINING)
-                metrics |= update_critic(run.critic, forests, values, prepared.value_targets, watch)
-            metrics |= prepared.metrics[number]
-            metrics["learning_rate"] = run.learner.optimizer.param_groups[0]["lr"]
-            if done == 1:
-                metrics |= loaded.generated
-            if explains and cause is None and differs_from_sampler(metrics):
-                cause = likely_cause(run.learner, prepared.batch, forests)
-            seconds = time.perf_counter() - start
-            speed = metrics["num_forwarded_tokens"] / seconds
-            metrics |= {"seconds": seconds, "tokens_per_s": speed}
-            passes.end_update(made=not metrics["skipped"])
-            between = dataclasses.replace(position, mini_batch=done, known=prepared.known)
-            yield MiniBatchUpdate(
+        for done, number in enumerate(order[position.mini_batch :], position.mini_batch):
+            here = dataclasses.replace(position, mini_batch=done, known=prepared.known)
+            between = dataclasses.replace(here, mini_batch=done + 1)
+            yield PreparedUpdate(
+                prepared=prepared,
+                groups=groups,
+                number=number,
+                num_left=len(order) - done,
+                before=here if done else position,
+                after=after if done + 1 == len(order) else between,
                 moving=moving.intersection(groups_of[number]),
-                position=after if done == len(order) else between,
-                metrics=metrics,
-                cause=cause,
-                tokens=None if metrics["skipped"] else tokens,
+                metrics=prepared.metrics[number] | (loaded.generated if done == 0 else {}),
             )
-            start = time.perf_counter()
         position = after
 
 
-def _prepare(
+def make_update(
+    run: TrainingRun, step: PreparedUpdate, global_step: int, passes: Passes = UNWATCHED
+) -> MiniBatchUpdate:
+    """Make the update of a mini-batch: the policy's optimizer step, and the critic's.
+
+    Args:
+        run: The run that prepared the mini-batch.
+        step: The mini-batch.
+        global_step: Number of the update.
+        passes: Counts the forwarded micro-batches.
+    """
+    prepared, config, forests = step.prepared, run.config, step.forests
+    recorder = recorder_of(
+        prepared.batch, forests, config.record_tokens, seed=config.seed, global_step=global_step
+    )
+    metrics: dict[str, Any] = update(
+        run.learner,
+        prepared.batch,
+        forests,
+        prepared.known.get("old_logprobs"),
+        prepared.ref_logprobs,
+        recorder,
+        passes,
+    )
+    tokens = _records(run, prepared, recorder)
+    if run.critic and prepared.value_targets is not None:
+        values = prepared.known["values"]
+        watch = partial(passes, CRITIC_TRAINING)
+        metrics |= update_critic(run.critic, forests, values, prepared.value_targets, watch)
+    rate = {"learning_rate": run.learner.optimizer.param_groups[0]["lr"]}
+    return MiniBatchUpdate(
+        moving=step.moving,
+        position=step.after,
+        metrics=metrics | step.metrics | rate,
+        tokens=None if metrics["skipped"] else tokens,
+    )
+
+
+def prepare_batch(
     run: TrainingRun,
     groups: Sequence[str],
     position: Position,
-    batch: Batch,
-    mini_batches: list[MiniBatch],
-    passes: Passes,
+    loaded: LoadedBatch,
+    passes: Passes = UNWATCHED,
 ) -> PreparedBatch:
     """Evaluate the models, subtract the divergence from rewards, and estimate advantages."""
-    settings = run.settings.kl_reward
+    settings, (batch, mini_batches) = run.settings.kl_reward, loaded[:2]
     known = position.known or _known(run, batch, mini_batches, passes)
     old_logprobs, ref_logprobs = known.get("old_logprobs"), known.get("ref_logprobs")
     kl_metrics: dict[str, float] = {}
@@ -219,6 +282,7 @@ def _prepare(
             mini_batch.metrics | counted | kl_metrics
             for mini_batch, counted in zip(mini_batches, counts, strict=True)
         ],
+        origins=loaded.origins,
     )
 
 
@@ -274,20 +338,17 @@ def _planned(
 
 
 def _records(
-    run: TrainingRun,
-    origins: Origins | None,
-    prepared: PreparedBatch,
-    recorder: TokenRecorder | None,
+    run: TrainingRun, prepared: PreparedBatch, recorder: TokenRecorder | None
 ) -> pa.Table | None:
     """Gather the token records of an update in the main process; None if there are none."""
     if recorder is None:
         return None
     values = recorder.gathered(run.learner.accelerator)
-    if origins is None or not values:
+    if prepared.origins is None or not values:
         return None
     if "ref_logprobs" in prepared.known:
         values["ref_logprobs"] = prepared.known["ref_logprobs"][values["slots"]]
-    return token_records(run.config.dataset, origins, values)
+    return token_records(run.config.dataset, prepared.origins, values)
 
 
 def _read_share(run: TrainingRun, groups: Sequence[str]) -> Share:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,6 +50,9 @@ class TrainingRun:
         checkpoints: Location and settings of its checkpoints.
         progress: Progress from which the run starts or resumes.
         kept_metrics: Lines of `metrics.jsonl` up to `progress`.
+        checkpoint: Checkpoint that it was loaded from; None: it starts from its models.
+        first_batch: Batches completed before the first one of the plan; 0, except in an iteration
+            of `rollouts rl`, which has its own plan.
     """
 
     config: TrainConfig
@@ -63,6 +67,8 @@ class TrainingRun:
     checkpoints: Checkpoints
     progress: Progress
     kept_metrics: bytes
+    checkpoint: Path | None = None
+    first_batch: int = 0
 
 
 def set_up(config: TrainConfig, *, resume: bool) -> TrainingRun:
@@ -71,11 +77,43 @@ def set_up(config: TrainConfig, *, resume: bool) -> TrainingRun:
     Raises:
         RolloutError: See `train`.
     """
+    out = Path(config.out)
+
+    def latest(config: TrainConfig) -> Path | None:
+        checkpoint = find_checkpoint(config) if resume else None
+        if resume:
+            say_if_new(out)
+        return checkpoint
+
+    def load() -> LoadedRun:
+        if not resume:
+            refuse_existing_run(out)
+        return _load(config, latest, keeps_lines=resume)
+
+    run = _set_up(config, load)
+    if run.checkpoint:
+        say(f"resuming from {run.checkpoint}")
+    _note_few_updates(run.config, run.plan, run.schedule.num_planned)
+    return run
+
+
+def set_up_at(config: TrainConfig, checkpoint: Path | None) -> TrainingRun:
+    """Plan, check and load a run as it was at a checkpoint; None: before its first update.
+
+    The run may be complete or still training: nothing is written or locked.
+
+    Raises:
+        RolloutError: See `train`.
+    """
+    return _set_up(config, lambda: _load(config, lambda _: checkpoint, keeps_lines=False))
+
+
+def _set_up(config: TrainConfig, load: Callable[[], LoadedRun]) -> TrainingRun:
     accelerator = make_accelerator(
         out=config.out, dtype=config.dtype, optimizer=config.optimizer, trackers=config.trackers
     )
     set_seed(config.seed)
-    loaded = agreed(accelerator, lambda: _load(config, resume=resume))
+    loaded = agreed(accelerator, load)
     if accelerator.num_processes > 1:
         say(f"training with {accelerator.num_processes} processes")
     learner, critic = make_learners(
@@ -83,10 +121,8 @@ def set_up(config: TrainConfig, *, resume: bool) -> TrainingRun:
     )
     if loaded.checkpoint:
         restore(loaded.checkpoint / "state", learner, critic)
-        say(f"resuming from {loaded.checkpoint}")
     settings = batch_settings(loaded.config)
     schedule = rate_schedule(loaded.config, num_planned_updates(loaded.plan, settings.passes))
-    _note_few_updates(loaded.config, loaded.plan, schedule.num_planned)
     return TrainingRun(
         config=loaded.config,
         settings=settings,
@@ -105,6 +141,7 @@ def set_up(config: TrainConfig, *, resume: bool) -> TrainingRun:
         ),
         progress=loaded.progress,
         kept_metrics=loaded.kept_metrics,
+        checkpoint=loaded.checkpoint,
     )
 
 
@@ -124,15 +161,12 @@ class LoadedRun:
     corrects: bool
 
 
-def _load(config: TrainConfig, *, resume: bool) -> LoadedRun:
-    out = Path(config.out)
-    if not resume:
-        refuse_existing_run(out)
+def _load(
+    config: TrainConfig, find: Callable[[TrainConfig], Path | None], *, keeps_lines: bool
+) -> LoadedRun:
     rollout_io.require_valid(config.dataset)
     config = resolved(config)
-    checkpoint = find_checkpoint(config) if resume else None
-    if resume:
-        say_if_new(out)
+    checkpoint, metrics = find(config), Path(config.out) / "metrics.jsonl"
     rollouts = rollout_io.scan(config.dataset)
     plan = plan_of(dataset_returns(rollouts, config.outcome), config)
     index = index_rows(rollouts)
@@ -141,7 +175,7 @@ def _load(config: TrainConfig, *, resume: bool) -> LoadedRun:
     if checkpoint:
         progress = load_progress(checkpoint / "state", digest)
     check_max_updates(config.max_updates, progress.global_step)
-    kept = lines_to_keep(out / "metrics.jsonl", progress.num_mini_batches) if resume else b""
+    kept = lines_to_keep(metrics, progress.num_mini_batches) if keeps_lines else b""
     compared = check_tokenizers(config, rollout_io.read_metadata(config.dataset))
     models = load_models(config, checkpoint)
     checked = check_dataset(config, models, index, plan)
