@@ -288,6 +288,13 @@ recorder: The recorder did not respond, or rejected a request to open or end a s
     Start `rollouts record`, and check the recorder's URL and the session's name.
 replay_routing: The dataset records routed experts that this model cannot replay.
     Train the model that sampled the data, or pass `--set replay_routing=false`.
+replay_run: The directory does not contain a run of `rollouts train` or `rollouts rl`.
+    Name the directory that was the run's `--out`.
+replay_skipped: A mini-batch before the update is skipped now but was not skipped in the run, or the
+    reverse.
+    Replay on the machine of the run, with the same versions of its packages.
+replay_update: The run has not made the update.
+    Choose a `global_step` of the run's `metrics.jsonl`.
 request_size: The body of the request, the number of its prompts, or its fields other than messages,
     prompt and tools exceed a limit.
     Send a smaller request, or raise `rollouts record --max-request-mb`.
@@ -464,6 +471,8 @@ lora_target_modules: `lora_target_modules` names no linear layer of the decoder,
     Leave `lora_target_modules` out, or name linear layers of the decoder.
 ray_address: No Ray cluster responds at this address.
     Check the cluster with `ray status`, or unset `RAY_ADDRESS` to start one locally.
+replay_place: The run's dataset or model is not at the path that its `config.json` names.
+    Pass `--set dataset=PATH` or `--set model=DIR`, or run the command where the run was started.
 resume: The output directory holds a dataset that was not generated, or that was generated with a
     different configuration.
     Use the configuration that the dataset was generated with, or choose a different `--out`.

@@ -115,11 +115,17 @@ def read_metrics(run: Path) -> dict[str, Any]:
     return {"global_step": steps, "updates": sorted(updates), "metrics": kept, "about": about}
 
 
-def changed_rows(run: Path, dataset: str) -> str:
-    """Compare a dataset with the rows that a run's newest readable token records are about.
+def changed_rows(run: Path, dataset: str, update: int | None = None) -> str:
+    """Compare a dataset with the rows that a run's readable token records are about.
 
     Ids alone do not identify a row: a dataset may be converted again under the same path. A damaged
     file of records is passed over here; `read_tokens` names it when its update is opened.
+
+    Args:
+        run: Directory of the run.
+        dataset: Path of the dataset.
+        update: Compare with all records of this update, wherever its dataset was; None: compare
+            with those of the newest recorded update that name this path.
 
     Returns:
         How many rows differ, as a clause; "" if none does or the run has no records of the dataset.
@@ -128,7 +134,8 @@ def changed_rows(run: Path, dataset: str) -> str:
         InputError: `readable_file`: the dataset is damaged.
     """
     kept = ["trajectory_id", "step_index", "token_sum"]
-    for step in reversed(token_record_steps(run)):
+    steps = [step for step in token_record_steps(run) if update in (None, step)]
+    for step in reversed(steps):
         try:
             records = read_tokens(run, step, ["dataset", *kept])
         except InputError:  # damaged, or of an earlier version, which has no token_sum
@@ -136,7 +143,9 @@ def changed_rows(run: Path, dataset: str) -> str:
         break
     else:
         return ""
-    recorded = records.filter(pl.col("dataset") == dataset).select(kept)
+    if update is None:
+        records = records.filter(pl.col("dataset") == dataset)
+    recorded = records.select(kept)
     ids = recorded["trajectory_id"].unique().implode()
     rows = rollout_io.scan(dataset).filter(pl.col("trajectory_id").is_in(ids))
     sums = pl.col("response_ids").cast(pl.List(pl.Int64)).list.sum()

@@ -128,11 +128,11 @@ def run(
         (open_engine or open_usual)(config.generation), waits=config.weight_sync == "wait"
     )
     Generator(engine, tokenizer, config.generation).check(tasks)
-    learning = Learning(config, checkpoint)
+    learning = Learning(config.training, checkpoint, num_iterations=config.num_iterations)
     if checkpoint:
         say(f"resuming from {checkpoint}")
     check_lengths(config, learning.models.limit, None)
-    for text in (*learning.notes_of_size(), *notes_of(config)):
+    for text in (*learning.notes_of_size(config), *notes_of(config)):
         say(text)
     out = Path(config.out)
     with ExitStack() as held:
@@ -273,7 +273,7 @@ class Loop:
 
     async def _sync(self) -> None:
         begun = time.perf_counter()
-        path = await self._in_thread(self.learning.write_weights)
+        path = await self._in_thread(lambda: self.learning.write_weights(self.config.keep_weights))
         await self.engine.load_weights(str(path), policy_version=self.learning.iteration)
         self.sync_s = time.perf_counter() - begun
 

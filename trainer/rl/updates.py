@@ -20,6 +20,7 @@ from trainer.batches.data import index_rows
 from trainer.batches.forest import RowLimit
 from trainer.batches.plan import Plan, dataset_returns, make_plan
 from trainer.config.resolved import resolved
+from trainer.config.train_config import TrainConfig
 from trainer.distributed.launch import make_accelerator
 from trainer.rl.config import RlConfig
 from trainer.rl.size_notes import Models, notes_of_size
@@ -41,15 +42,21 @@ DIGEST = "rollouts rl"
 class Learning:
     """Policy, optimizer and other training state across iterations; its methods are blocking.
 
-    Resumes from `checkpoint` if it is given.
+    Args:
+        training: Configuration of the updates; `dataset` is not used.
+        checkpoint: Checkpoint to resume from; None: start with the models.
+        num_iterations: Number of iterations of the run.
 
     Raises:
         RolloutError: A model cannot be trained as configured, or the checkpoint is unreadable.
     """
 
-    def __init__(self, config: RlConfig, checkpoint: Path | None) -> None:
-        self.config = config
-        self.training = t = config.training
+    def __init__(
+        self, training: TrainConfig, checkpoint: Path | None, *, num_iterations: int
+    ) -> None:
+        self.training, self.num_iterations = training, num_iterations
+        self._checkpoint = checkpoint
+        t = training
         accelerator = make_accelerator(
             out=t.out, dtype=t.dtype, optimizer=t.optimizer, trackers=t.trackers
         )
@@ -80,9 +87,9 @@ class Learning:
         """Maximum number of updates of the run."""
         t = self.training
         steps = math.ceil(t.groups_per_batch / t.groups_per_mini_batch) * t.epochs_per_batch
-        return self.config.num_iterations * steps
+        return self.num_iterations * steps
 
-    def notes_of_size(self) -> Iterator[str]:
+    def notes_of_size(self, config: RlConfig) -> Iterator[str]:
         """Yield notes about rows that would take too much memory or time."""
         models = Models(
             config=self.training,
@@ -90,7 +97,7 @@ class Learning:
             critic=self._critic,
             limit=self.models.limit,
         )
-        return notes_of_size(self.config, models)
+        return notes_of_size(config, models)
 
     def open_log(self) -> RunLog:
         """Return the log of the run, a context manager."""
@@ -99,7 +106,7 @@ class Learning:
             self.training,
             num_planned=self.num_planned,
             num_made=self.progress.global_step,
-            num_iterations=self.config.num_iterations,
+            num_iterations=self.num_iterations,
             iteration=self.iteration,
         )
 
@@ -144,16 +151,16 @@ class Learning:
                 self.save(log)
             raise
 
-    def write_weights(self) -> Path:
-        """Write the policy to `weights/version_N/`; delete all but the `keep_weights` newest."""
-        folder = Path(self.config.out) / "weights"
+    def write_weights(self, keep: int) -> Path:
+        """Write the policy to `weights/version_N/`; delete all versions but the `keep` newest."""
+        folder = Path(self.training.out) / "weights"
         path = folder / f"version_{self.iteration}"
         if path.exists():
             remove_directory(path)
         model = self._learner.accelerator.unwrap_model(self._learner.policy).model
         with whole(path) as partial:
             write_model(partial, model, Path(self.training.model))
-        kept = [f"version_{self.iteration - back}" for back in range(self.config.keep_weights)]
+        kept = [f"version_{self.iteration - back}" for back in range(keep)]
         for other in folder.glob("version_*"):
             if other.name not in kept:
                 remove_directory(other)
@@ -190,6 +197,7 @@ class Learning:
             checkpoints=self._checkpoints,
             progress=self.progress,
             kept_metrics=b"",
+            checkpoint=self._checkpoint,
             first_batch=self.iteration,
         )
 

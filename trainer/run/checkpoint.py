@@ -139,6 +139,11 @@ def write_model(
             shutil.copyfile(file, path / file.name)
 
 
+def checkpoints(out: Path) -> dict[int, Path]:
+    """Return the checkpoints of a run by their number of updates, oldest first."""
+    return {_step(path): path for path in _checkpoints(out)}
+
+
 def _checkpoints(out: Path) -> list[Path]:
     """List checkpoints, oldest first."""
     paths = (out / "checkpoints").glob(f"{PREFIX}*")

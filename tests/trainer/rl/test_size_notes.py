@@ -20,7 +20,8 @@ def model(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> str:
 
 
 def notes(folder: Path, model: str, **settings: Any) -> list[str]:
-    return list(Learning(config_of(folder, model, **settings), None).notes_of_size())
+    config = config_of(folder, model, **settings)
+    return list(Learning(config.training, None, num_iterations=3).notes_of_size(config))
 
 
 def test_rows_without_a_limit_are_noted_with_memory_time_and_keys(

@@ -1,0 +1,150 @@
+"""Read what a run of `rollouts train` or `rollouts rl` recorded, to make its updates again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipelines.view.run_files import changed_rows
+from rollout_io.configuration import checked_values
+from schemas.errors import ConfigError, InputError
+from trainer.config.train_config import TrainConfig
+from trainer.run.checkpoint import checkpoints
+from trainer.run.resume import saved_config
+
+PLACES = ("dataset", "model", "reference_model", "critic_model")
+"""Keys whose values are paths, which may have moved since the run."""
+_EVALUATED = "evaluation/return_mean"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecordedRun:
+    """A run as its directory describes it.
+
+    Attributes:
+        path: Directory of the run.
+        config: Configuration of its updates. `out` is `path`; all tokens are recorded, and there
+            are no trackers.
+        num_iterations: Number of iterations of `rollouts rl`; None for a run of `rollouts train`.
+        lines: The lines of `metrics.jsonl`, one per mini-batch; evaluations are left out.
+    """
+
+    path: Path
+    config: TrainConfig
+    num_iterations: int | None
+    lines: tuple[Mapping[str, Any], ...]
+
+    def index_of(self, update: int) -> int:
+        """Return the index in `lines` of an optimizer step, by its `global_step`.
+
+        Raises:
+            InputError: `replay_update`: the run has not made the update.
+        """
+        made = {
+            line["global_step"]: index
+            for index, line in enumerate(self.lines)
+            if not line.get("skipped")
+        }
+        if update in made:
+            return made[update]
+        got = f"the run has no update {update}"
+        where, expected = (
+            str(self.path / "metrics.jsonl"),
+            f"an update from 1 to {max(made, default=0)}",
+        )
+        if not made:
+            text = f"{where}: the run has not made an update yet."
+            raise InputError("replay_update", where, got, message=text)
+        raise InputError("replay_update", where, got, expected)
+
+    def dataset_of(self, iteration: int) -> Path:
+        """Return the dataset of an iteration of `rollouts rl`, counted from 0."""
+        return self.path / "rollouts" / f"iteration_{iteration:05d}"
+
+    def checkpoint_before(self, update: int) -> Path | None:
+        """Return the newest checkpoint with a state before an update; None: the start model."""
+        usable = [
+            path
+            for step, path in checkpoints(self.path).items()
+            if step < update and (path / "state").is_dir()
+        ]
+        return usable[-1] if usable else None
+
+
+def read_recorded(path: Path, places: Mapping[str, str] | None = None) -> RecordedRun:
+    """Read the configuration and metrics of a run.
+
+    Args:
+        path: Directory of the run.
+        places: New paths of things that have moved, by key of the configuration (see `PLACES`).
+
+    Raises:
+        InputError: `replay_run`: the directory is no run; `resume_config`, `metrics_file`: a file
+            of the run is damaged.
+        ConfigError: `config_key`, `config_value`: the saved configuration is not valid.
+    """
+    file, saved = path / "config.json", saved_config(path)
+    if saved is None:
+        got = "the directory has no config.json, so it is not a run"
+        hint = "name the directory that `rollouts train` or `rollouts rl` wrote (--out)"
+        raise InputError("replay_run", str(path), got, hint=hint)
+    num_iterations = saved.get("num_iterations")
+    given = saved if num_iterations is None else saved.get("train")
+    if not isinstance(given, dict):
+        got = "the table `train` is missing"
+        raise InputError("resume_config", str(file), got)
+    own = {"out": str(path), "record_tokens": "all", "trackers": []} | dict(places or {})
+    if num_iterations is not None:
+        own["dataset"] = str(path / "rollouts" / "*")
+    config = TrainConfig(**checked_values(TrainConfig, given | own, (), str(file)))
+    _check_places(config, str(file), is_loop=num_iterations is not None)
+    return RecordedRun(path=path, config=config, num_iterations=num_iterations, lines=_lines(path))
+
+
+def refuse_changed(run: RecordedRun, dataset: str, update: int) -> None:
+    """Refuse a dataset whose rows differ from those that an update recorded.
+
+    Raises:
+        InputError: `resume_dataset`: a row has changed or is missing.
+    """
+    if changed := changed_rows(run.path, dataset, update):
+        got = f"the dataset has changed since the run trained on it: {changed}"
+        raise InputError("resume_dataset", dataset, got, hint=ORIGINAL)
+
+
+ORIGINAL = "replay with the original dataset: --set dataset=PATH"
+
+
+def _check_places(config: TrainConfig, file: str, *, is_loop: bool) -> None:
+    """Check that local paths exist: they are relative to where the run was started."""
+    for key in PLACES[is_loop:]:
+        path = getattr(config, key)
+        is_local = path is not None and "://" not in path and not set(path) & set("*?[")
+        if is_local and not Path(path).exists():
+            got = f"the run's {key}, {path}, does not exist"
+            hint = (
+                f"pass --set {key}=PATH if it has moved, or run the command in the directory in"
+                " which the run was started"
+            )
+            raise ConfigError("replay_place", file, got, hint=hint)
+
+
+def _lines(path: Path) -> tuple[Mapping[str, Any], ...]:
+    """Read the lines of mini-batches; an incomplete last line is still being written."""
+    file = path / "metrics.jsonl"
+    text = file.read_text(encoding="utf-8") if file.is_file() else ""
+    found = []
+    for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), 1):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        if not isinstance(record, dict) or type(record.get("global_step")) is not int:
+            got, expected = repr(line[:60]), "a JSON object with an integer global_step"
+            raise InputError("metrics_file", f"{file}:{number}", got, expected)
+        if _EVALUATED not in record:
+            found.append(record)
+    return tuple(found)
