@@ -33,16 +33,17 @@ def break_types(draw: Draw, table: pa.Table) -> pa.Table:
     """Drop, repeat or retype a required column, or put a null where none is allowed."""
     name = draw(st.sampled_from(REQUIRED_COLUMNS))
     index = table.column_names.index(name)
-    way = draw(st.sampled_from(["drop", "repeat", "retype", "null", "null element"]))
+    # A table of failed trajectories may have no tokens at all.
+    lists = ["prompt_token_ids", "response_ids", "loss_mask"]
+    held = [name for name in lists if any(table.column(name).to_pylist())]
+    ways = ["drop", "repeat", "retype", "null", *(["null element"] if held else [])]
+    way = draw(st.sampled_from(ways))
     if way == "drop":
         return table.remove_column(index)
     if way == "repeat":
         return table.append_column(table.schema.field(name), table.column(name))
     values = table.column(name).to_pylist()
     if way == "null element":
-        # All responses of a table may be empty; a prompt never is.
-        lists = ["prompt_token_ids", "response_ids", "loss_mask"]
-        held = [name for name in lists if any(table.column(name).to_pylist())]
         name = draw(st.sampled_from(held))
         index, values = table.column_names.index(name), table.column(name).to_pylist()
         row = draw(st.sampled_from([row for row, found in enumerate(values) if found]))
