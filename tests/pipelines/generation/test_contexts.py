@@ -218,6 +218,7 @@ def marks_of(agent: str, layout: str) -> list[pytest.MarkDecorator]:
     return [] if agent == "summarising" else [pytest.mark.slow]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("agent", "layout"),
     [

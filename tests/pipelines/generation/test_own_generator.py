@@ -371,6 +371,7 @@ def test_generate_writes_what_a_generator_returns_and_continues(
     assert len(Sums.seen) == 2
 
 
+@pytest.mark.slow
 def test_the_loop_trains_evaluates_resumes_and_replays_what_a_generator_returns(
     tmp_path, model_dir
 ):

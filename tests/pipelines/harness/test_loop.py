@@ -62,6 +62,7 @@ def check_replay(config, result, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_an_openai_client_trains_online_each_iteration_on_its_own_weights(tmp_path, model):
     evaluate = {"tasks": str(tmp_path / "tasks.jsonl"), "every_iterations": 3}
     config = harness_config(tmp_path, model, f"{HERE}:two_turns", evaluate=evaluate)
@@ -85,7 +86,8 @@ def test_an_openai_client_trains_online_each_iteration_on_its_own_weights(tmp_pa
     check_replay(config, result, tmp_path)
 
 
-@pytest.mark.parametrize("weight_sync", ["wait", pytest.param("now", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("weight_sync", ["wait", "now"])
 def test_a_harness_that_blocks_and_streams_trains_ahead_of_the_trainer(
     tmp_path, model, weight_sync
 ):

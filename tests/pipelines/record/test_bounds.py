@@ -149,6 +149,7 @@ def test_an_answer_that_decoding_would_blow_up_is_refused_before(content, is_tak
     tracemalloc.stop()
 
 
+@pytest.mark.slow
 def test_a_list_of_models_is_bounded_too(tmp_path):
     with hostile() as engine:
         options = ["--upstream", engine.url, "--served-model-name", "m", "--max-answer-mb", "1"]

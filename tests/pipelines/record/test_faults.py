@@ -282,6 +282,7 @@ def load(url, counts, stop):
     asyncio.run(main())
 
 
+@pytest.mark.slow
 @TRIES
 def test_a_recorder_that_is_killed_under_load_loses_nothing_and_has_nothing_twice(
     tmp_path, num_tries

@@ -136,6 +136,7 @@ def test_savings_are_those_of_the_tries_and_merges_spelled_out(table, layout):
         assert dataset_savings(write(Path(folder) / "ds", table, layout=layout)) == expected
 
 
+@pytest.mark.slow
 @relaxed
 @given(rollout_tables(optional=WITHOUT_ROUTING), st.sampled_from(["consecutive", "lineage"]))
 def test_merging_a_dataset_changes_none_of_its_savings(table, rule):
@@ -144,6 +145,7 @@ def test_merging_a_dataset_changes_none_of_its_savings(table, rule):
         assert dataset_savings(write(Path(folder) / "merged", merge_table(table, rule))) == steps
 
 
+@pytest.mark.slow
 @relaxed
 @given(rollout_tables(max_trajectories=8), st.integers(0, 60))
 def test_memory_for_few_tokens_takes_more_passes_and_counts_the_same(table, max_open_tokens):

@@ -162,6 +162,7 @@ def test_a_shard_copied_beside_itself_is_refused(more, shop_dataset, tmp_path, c
     assert_refused("unique_trajectory", dataset, capfd, *more)
 
 
+@pytest.mark.slow
 def test_a_trajectory_that_goes_on_in_a_later_shard_is_named_as_that(tmp_path, capfd):
     row = {name: list(values)[:1] for name, values in STEPS.items()}
     rows = [

@@ -62,9 +62,8 @@ def test_a_column_that_only_one_chunk_has_is_null_elsewhere(tmp_path):
     assert rollout_io.read(tmp_path / "ds")["reward"].to_pylist() == [None, 1.0, None]
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_conversion_by_processes_stops_at_once_and_goes_on_later(number, tmp_path):
     lines = SHOP.read_text(encoding="utf-8").splitlines()
     many = [line.replace('"shop-', f'"copy-{n}-shop-') for n in range(20) for line in lines]

@@ -32,6 +32,7 @@ from tests.helpers.conversion_helpers import (
 from tests.helpers.harbor_helpers import failure, write_trial
 
 
+@pytest.mark.slow
 def test_fail_names_the_first_bad_record_and_how_many_more_and_leaves_nothing(tmp_path):
     log = damaged_shop(tmp_path)
     for workers, chunk_bytes in ((1, 1 << 20), (2, SMALL_CHUNKS), (1, 1)):

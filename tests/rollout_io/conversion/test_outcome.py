@@ -74,6 +74,7 @@ def test_metadata_with_another_return_are_refused() -> None:
         DatasetMetadata.decode(pairs)
 
 
+@pytest.mark.slow
 def test_the_loop_and_the_statistics_of_its_rollouts_agree_on_rewards_per_turn(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], tokenizer: ChatTokenizer
 ) -> None:

@@ -185,6 +185,7 @@ def test_a_file_that_another_program_rewrote_has_no_digest_and_is_read(tmp_path)
     assert read(tmp_path / "ds").column("note").to_pylist() == [1, 2]
 
 
+@pytest.mark.slow
 def test_more_shards_than_open_files_are_read_checked_and_merged(tmp_path):
     sharded(tmp_path / "ds", trajectories(60))
     code = (

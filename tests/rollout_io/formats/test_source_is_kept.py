@@ -110,6 +110,7 @@ def test_small_real_logs_keep_what_they_say(harness_logs, directory_of, tmp_path
         assert num == 1 or template is None
 
 
+@pytest.mark.slow
 def test_all_real_logs_keep_their_roles_tokens_and_messages(harness_logs, directory_of, tmp_path):
     choices = {"tokenizer": str(directory_of("smollm2")), "chat_template": "chatml_tools_thinking"}
     counts = [

@@ -95,6 +95,7 @@ def _one_loading(monkeypatch: pytest.MonkeyPatch, tokenizer: ChatTokenizer) -> N
         monkeypatch.setattr(f"{module}.load_tokenizer", lambda *_, **__: tokenizer)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_one_loading")
 def test_several_sets_are_datasets_of_their_own_in_one_line_and_are_not_sampled_again(
     tmp_path: Path, tokenizer: ChatTokenizer, capsys: pytest.CaptureFixture[str]
@@ -148,6 +149,7 @@ class Asked(TransformersEngine):
         return await super().sample(prompt_token_ids, sampling, session=session)
 
 
+@pytest.mark.slow
 def test_a_set_has_a_chat_template_of_its_own(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
     model = save_model(tmp_path / "model", tokenizer)
     tasks = write_tasks(tmp_path / "a.jsonl", 1)

@@ -104,6 +104,7 @@ def test_a_run_is_resumed_with_another_micro_batch_budget(
     assert trainer.train(resumed, resume=True).num_updates == 2
 
 
+@pytest.mark.slow
 def test_the_loop_has_a_checkpoint_of_its_first_iteration_and_of_where_it_failed(
     tmp_path: Path, tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -318,6 +318,7 @@ def test_what_one_process_alone_cannot_read_is_an_error_of_all(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_loss_of_the_users_that_fails_in_one_process_ends_every_one(
     server: Server, paths: dict[str, str], tmp_path: Path
 ) -> None:
