@@ -11,12 +11,16 @@ if TYPE_CHECKING:
     from schemas.metadata import SCHEMA_VERSION, DatasetMetadata, upgrade
     from schemas.rules import RULES, Rule
     from schemas.token_records import TOKEN_RECORD_COLUMNS
+    from schemas.update_shares import UPDATE_SHARE_COLUMNS
+    from schemas.verdicts import VERDICT_COLUMNS
 
 __all__ = [
     "COLUMNS",
     "RULES",
     "SCHEMA_VERSION",
     "TOKEN_RECORD_COLUMNS",
+    "UPDATE_SHARE_COLUMNS",
+    "VERDICT_COLUMNS",
     "Checker",
     "Column",
     "DatasetMetadata",
@@ -38,5 +42,7 @@ _MODULES = {
     "schemas.metadata": ("SCHEMA_VERSION", "DatasetMetadata", "upgrade"),
     "schemas.rules": ("RULES", "Rule"),
     "schemas.token_records": ("TOKEN_RECORD_COLUMNS",),
+    "schemas.update_shares": ("UPDATE_SHARE_COLUMNS",),
+    "schemas.verdicts": ("VERDICT_COLUMNS",),
 }
 __getattr__ = exports(__name__, _MODULES)

@@ -1,0 +1,39 @@
+"""Shares of an update: the table that `rollouts blame` writes, one row for each row of the update.
+
+`dataset`, `trajectory_id` and `step_index` identify the row of the dataset, as in token records;
+`token_sum` shows whether a dataset still has it. The table may have more columns of numbers, which
+the viewer shows as they are.
+"""
+
+from __future__ import annotations
+
+import pyarrow as pa
+
+from schemas.columns import Column, Length
+
+BLAME = "blame"
+"""Directory of the shares in a run: `RUN/blame/*.parquet`."""
+
+UPDATE_SHARE_COLUMNS: tuple[Column, ...] = (
+    Column(name="run", type=pa.string(), meaning="directory of the run, as given"),
+    Column(name="global_step", type=pa.int32(), meaning="number of the update"),
+    Column(name="dataset", type=pa.string(), meaning="path of the dataset, as configured"),
+    Column(name="instance_id", type=pa.string(), meaning="group of the row"),
+    Column(name="trajectory_id", type=pa.string(), meaning="trajectory of the row"),
+    Column(name="step_index", type=pa.int32(), meaning="index of the row in its trajectory"),
+    Column(name="token_sum", type=pa.int64(), meaning="sum of the row's `response_ids`"),
+    Column(
+        name="share",
+        type=pa.float64(),
+        meaning="the row's share of the update: 1 over all rows, negative if the row pulls against"
+        " the step",
+    ),
+    Column(
+        name="token_shares",
+        type=pa.list_(pa.float32()),
+        nullable=True,
+        length=Length.RESPONSE,
+        meaning="share of each response token, which sum to `share`; null if it is not a target",
+    ),
+)
+"""Columns of a table of shares, declared like the columns of the rollout table."""

@@ -1,0 +1,79 @@
+"""Verdicts: the table that `rollouts audit` writes, one row for each sampled span.
+
+An audit compares the stored log-probabilities of a span with those of candidate weights and
+settings. `dataset`, `trajectory_id` and `step_index` identify the row (of merged rows, the step as
+`unmerge` numbers it); `token_sum` and `num_response_tokens` show whether a dataset still has it.
+Positions count from the start of the row's `response_ids`.
+"""
+
+from __future__ import annotations
+
+import pyarrow as pa
+
+from schemas.columns import Column
+
+AUDIT = "audit"
+"""Directory of the verdicts in a run: `RUN/audit/*.parquet`."""
+
+MEANINGS = {
+    "as_labelled": "sampled as labelled",
+    "version": "sampled by other weights than labelled",
+    "swap": "the weights changed during the response",
+    "temperature": "sampled at another temperature",
+    "truncation": "sampled with another top_p, top_k or min_p",
+    "raw_logprobs": "log-probabilities before temperature and truncation",
+    "processed_logprobs": "log-probabilities after temperature and truncation",
+    "offset": "log-probabilities shifted against the tokens",
+    "noise": "the labelled weights in a lower precision",
+    "prompt": "sampled from another prompt",
+    "unknown_model": "sampled by none of the candidates",
+    "too_short": "too few tokens to tell",
+    "not_checked": "not checked",
+}
+"""What each kind of verdict means."""
+
+UNDECIDED = ("too_short", "not_checked")
+"""Kinds of verdicts that neither confirm the label nor find a fault."""
+NO_FAULT = ("as_labelled", *UNDECIDED)
+"""Kinds of verdicts that are no fault; all others are, including kinds that this version lacks."""
+
+
+def _optional(name: str, kind: pa.DataType, meaning: str) -> Column:
+    return Column(name=name, type=kind, nullable=True, meaning=meaning)
+
+
+VERDICT_COLUMNS: tuple[Column, ...] = (
+    Column(name="dataset", type=pa.string(), meaning="path of the dataset, as given"),
+    Column(name="instance_id", type=pa.string(), meaning="group of the row"),
+    Column(name="trajectory_id", type=pa.string(), meaning="trajectory of the row"),
+    Column(name="step_index", type=pa.int32(), meaning="index of the row in its trajectory"),
+    Column(
+        name="num_response_tokens", type=pa.int32(), meaning="number of the row's `response_ids`"
+    ),
+    Column(name="token_sum", type=pa.int64(), meaning="sum of the row's `response_ids`"),
+    Column(name="span", type=pa.int32(), meaning="number of the span in its row, from 0"),
+    Column(name="start", type=pa.int32(), meaning="position of the span's first token"),
+    Column(name="end", type=pa.int32(), meaning="position after the span's last token"),
+    Column(name="num_tokens", type=pa.int32(), meaning="tokens that were compared"),
+    Column(name="kind", type=pa.string(), meaning="the fault, or `as_labelled`"),
+    _optional("labelled_version", pa.int32(), "`policy_version` of the row"),
+    _optional("best_version", pa.int32(), "version that fits best; of a swap, that before it"),
+    _optional("best_weights", pa.string(), "path of these weights"),
+    _optional("second_version", pa.int32(), "version after a swap"),
+    _optional("swap_position", pa.int32(), "position of the first token after a swap"),
+    _optional("labelled_temperature", pa.float32(), "`temperature` of the row"),
+    _optional("best_temperature", pa.float32(), "temperature that fits best"),
+    _optional("best_top_p", pa.float32(), "top-p that fits best"),
+    _optional("best_top_k", pa.int32(), "top-k that fits best; 0 is off"),
+    _optional("best_min_p", pa.float32(), "min-p that fits best; 0 is off"),
+    _optional("offset", pa.int32(), "tokens by which the log-probabilities are shifted"),
+    _optional(
+        "log_likelihood_ratio", pa.float64(), "of the verdict to the label, nats: its certainty"
+    ),
+    _optional("margin", pa.float64(), "of the best version to the next one, nats"),
+    _optional("num_decisive", pa.int32(), "tokens that favour one of the two by 0.5 nats"),
+    _optional("noise_scale", pa.float64(), "noise of the span relative to that of the dataset"),
+    _optional("mean_difference", pa.float64(), "mean absolute difference from the best fit, nats"),
+    _optional("reason", pa.string(), "the finding in words"),
+)
+"""Columns of a table of verdicts, declared like the columns of the rollout table."""
