@@ -484,6 +484,8 @@ unique_filter: Two filters have the same name.
     Give every filter a different name.
 usage: The command has an unknown verb, option or value, or lacks a required one.
     Follow the hint, or run `rollouts VERB --help`.
+weights: Two of the candidates of an audit have the same version.
+    Pass `--weights VERSION=DIR` with different versions, or leave one of them out.
 """
 
 _ENGINE = """\

@@ -74,8 +74,8 @@ class _TargetLogprobs(torch.autograd.Function):
         normalizer, logprobs, entropy = (
             torch.empty_like(temperature, dtype=torch.float32) for _ in range(3)
         )
-        for rows in _blocks(logits):
-            z = _scaled(logits[rows], scale, softcap).div_(temperature[rows, None])
+        for rows, z in scaled_blocks(logits, scale, softcap):
+            z.div_(temperature[rows, None])
             picked, top = z.gather(-1, token[rows, None])[:, 0], z.amax(-1)
             z -= top[:, None]
             p = z.exp()
@@ -93,8 +93,7 @@ class _TargetLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, entropy_grad: Tensor) -> tuple[Tensor | None, ...]:
         logits, token, temperature, normalizer, entropy = ctx.saved_tensors
-        for rows in _blocks(logits):
-            capped = _scaled(logits[rows], ctx.scale, ctx.softcap)
+        for rows, capped in scaled_blocks(logits, ctx.scale, ctx.softcap):
             slope = None if ctx.softcap is None else 1 - (capped / ctx.softcap) ** 2
             z = capped.div_(temperature[rows, None]).sub_(normalizer[rows, None])
             p = z.exp()
@@ -109,9 +108,14 @@ class _TargetLogprobs(torch.autograd.Function):
         return logits, None, None, None, None, None
 
 
-def _blocks(logits: Tensor) -> Iterator[slice]:
+def scaled_blocks(
+    logits: Tensor, scale: float = 1.0, softcap: float | None = None
+) -> Iterator[tuple[slice, Tensor]]:
+    """Yield blocks of rows of [C, V] logits, scaled and capped, as float32 copies."""
     size = max(1, BLOCK_ELEMENTS // logits.shape[-1])
-    return (slice(start, start + size) for start in range(0, len(logits), size))
+    for start in range(0, len(logits), size):
+        rows = slice(start, start + size)
+        yield rows, _scaled(logits[rows], scale, softcap)
 
 
 def _scaled(logits: Tensor, scale: float, softcap: float | None) -> Tensor:

@@ -1,0 +1,154 @@
+"""Planted faults in rows of tiny models are named, and clean rows are not."""
+
+import dataclasses
+import json
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+
+import rollout_io
+from pipelines.generation.engines.base import Sampling
+from rollout_io.cli.main import run
+from tests.helpers.audit_helpers import Request, prompt_of, row, sample, save_versions, tiny_models
+from tests.helpers.trainer_helpers import write_dataset
+from trainer.audit.audit import AuditSettings, run_audit
+from trainer.audit.candidates import find_candidates
+from trainer.audit.rescoring import Weights
+from trainer.audit.rows import read_audit_rows
+
+TEMPERATURE, LENGTH = 0.7, 40
+USUAL = Sampling(temperature=TEMPERATURE)
+FOREIGN = 3
+"""The last model is no candidate."""
+
+
+def planted(rng, kind, number):
+    """What is sampled for a row labelled version 1 at temperature 0.7, and what the audit finds."""
+    usual = Request(prompt=prompt_of(rng), length=LENGTH, sampling=USUAL)
+    position = int(rng.integers(10, 30))
+    changes = {
+        "as_labelled": {},
+        "version": {"versions": 0 if number % 2 else 2},
+        "swap": {"versions": lambda p: 1 if p < position else 2},
+        "temperature": {"sampling": Sampling(temperature=1.2 if number % 2 else 0.45)},
+        "truncation": {"sampling": Sampling(temperature=TEMPERATURE, top_p=0.8)},
+        "raw_logprobs": {"raw": True},
+        "offset": {},
+        "noise": {"noise": 0.4},
+        "unknown_model": {"versions": FOREIGN},
+    }
+    return dataclasses.replace(usual, **changes[kind]), position
+
+
+def shifted(sampled, by):
+    tokens, logprobs = sampled
+    return tokens, [*logprobs[1:], -1.0] if by > 0 else [-1.0, *logprobs[:-1]]
+
+
+KINDS = (
+    *("version", "swap", "temperature", "truncation", "raw_logprobs"),
+    *("offset", "noise", "unknown_model"),
+)
+
+
+@pytest.fixture(scope="module")
+def faulty(tmp_path_factory):
+    """A dataset of 24 clean rows and 4 of each fault, its weights, and the truth."""
+    path = tmp_path_factory.mktemp("audit")
+    models = [*tiny_models(3, 0.1, initializer_range=0.3), *tiny_models(1, seed=9)]
+    rng = np.random.default_rng(0)
+    kinds = [*["as_labelled"] * 24, *np.repeat(KINDS, 4)]
+    rng.shuffle(kinds)
+    asked = [planted(rng, kind, number) for number, kind in enumerate(kinds)]
+    sampled = sample(models, [request for request, _ in asked])
+    rows, truth = [], []
+    for number, (kind, (request, position), one) in enumerate(
+        zip(kinds, asked, sampled, strict=True)
+    ):
+        by = 1 if number % 2 else -1
+        one = shifted(one, by) if kind == "offset" else one
+        rows.append(row(number, 0, request.prompt, one, version=1, temperature=TEMPERATURE))
+        truth.append((f"g{number}_0", kind, position, by))
+    dataset = write_dataset(path / "ds", rows, logprobs_mode="processed")
+    weights = save_versions(path / "weights", models[:FOREIGN])
+    names = ["trajectory_id", "truth", "position", "by"]
+    return dataset, weights, pl.DataFrame(truth, schema=names, orient="row")
+
+
+def audited(dataset, weights, **settings):
+    rows = read_audit_rows(rollout_io.scan(dataset), rollout_io.read_metadata(dataset))
+    found = Weights(find_candidates([weights]), device=torch.device("cpu"))
+    return run_audit(rows, found, AuditSettings(**settings))
+
+
+@pytest.mark.parametrize("settings", [{}, {"thorough": True}])
+def test_faults_are_named(faulty, settings):
+    dataset, weights, truth = faulty
+    result = audited(dataset, weights, **settings)
+    found = result.verdicts.join(truth, on="trajectory_id")
+    wrong = found.filter(pl.col("kind") != pl.col("truth"))
+    assert wrong.is_empty(), wrong.select("truth", "kind", "log_likelihood_ratio", "noise_scale")
+    by_kind = {kind: found.filter(pl.col("kind") == kind) for kind in KINDS}
+    version = by_kind["version"]
+    assert (version["best_version"] == 1 - version["by"]).all()
+    assert (by_kind["swap"]["best_version"] == 1).all()
+    assert (by_kind["swap"]["second_version"] == 2).all()
+    assert ((by_kind["swap"]["swap_position"] - by_kind["swap"]["position"]).abs() <= 2).all()
+    assert (by_kind["offset"]["offset"] == by_kind["offset"]["by"]).all()
+    fitted = by_kind["temperature"]["best_temperature"].to_numpy()
+    assert (np.minimum(np.abs(fitted - 1.2), np.abs(fitted - 0.45)) < 0.08).all()
+    assert result.cost.num_tokens <= 1.1 * result.plan.num_candidates * result.plan.num_distinct
+    assert result.cost.num_tokens <= result.plan.num_most
+
+
+def test_first_pass_finds_most_faults(faulty):
+    dataset, weights, truth = faulty
+    result = audited(dataset, weights, first_pass=0.2)
+    plan = result.plan
+    assert plan.num_first <= 0.2 * plan.num_candidates * plan.num_distinct
+    found = result.verdicts.join(truth, on="trajectory_id")
+    early = found.filter((pl.col("truth") != "swap") | (pl.col("position") < 15))
+    same = early.filter(pl.col("kind") == pl.col("truth"))
+    assert len(same) >= 0.95 * len(early), early.filter(pl.col("kind") != pl.col("truth"))
+    assert (found.filter(pl.col("truth") == "as_labelled")["kind"] == "as_labelled").all()
+
+
+def test_without_labels_the_version_is_found(faulty, tmp_path):
+    dataset, weights, truth = faulty
+    rows = rollout_io.scan(dataset).with_columns(policy_version=pl.lit(None, pl.Int32)).collect()
+    hidden = write_dataset(tmp_path / "hidden", rows.to_dicts(), logprobs_mode="processed")
+    found = audited(hidden, weights).verdicts.join(truth, on="trajectory_id")
+    clean = found.filter(pl.col("truth") == "as_labelled")
+    assert (clean["kind"] == "as_labelled").all()
+    assert (clean["best_version"] == 1).all()
+    assert (clean["labelled_version"].is_null()).all()
+
+
+def test_verb_writes_verdicts_and_fails(faulty, tmp_path, capsys):
+    dataset, weights, truth = faulty
+    out = tmp_path / "verdicts.parquet"
+    code = run(["audit", dataset, "--weights", weights, "--out", str(out), "--json"])
+    printed = capsys.readouterr()
+    assert code == 1
+    found = json.loads(printed.out)
+    assert found["num_faulty_spans"] == 4 * len(KINDS)
+    assert found["verdicts"]["as_labelled"] == {"spans": 24, "rows": 24, "tokens": 24 * LENGTH}
+    joined = (
+        rollout_io.scan(dataset)
+        .collect()
+        .join(pl.read_parquet(out), on=["instance_id", "trajectory_id", "step_index"])
+    )
+    assert len(joined) == len(truth)
+    assert "3 candidates, " in printed.err
+    assert "tokens/s" in printed.err
+
+
+def test_clean_dataset_passes(faulty, tmp_path, capsys):
+    dataset, weights, truth = faulty
+    clean = truth.filter(pl.col("truth") == "as_labelled")["trajectory_id"]
+    rows = rollout_io.scan(dataset).filter(pl.col("trajectory_id").is_in(clean.to_list())).collect()
+    path = write_dataset(tmp_path / "clean", rows.to_dicts(), logprobs_mode="processed")
+    assert run(["audit", path, "--weights", weights]) == 0
+    assert "24 rows audited" in capsys.readouterr().out

@@ -1,0 +1,1 @@
+"""Find the weights and settings that sampled stored tokens, and report wrong labels."""

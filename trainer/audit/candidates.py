@@ -1,0 +1,197 @@
+"""Find and load the weights that may have sampled a dataset."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from schemas.errors import ConfigError, InputError
+from trainer.audit.rows import AuditRows
+from trainer.audit.token_scores import TokenScores, concatenate, score_tokens
+from trainer.batches.forest import Forest
+from trainer.models.directory import check_model_directory
+from trainer.models.lora import CONFIG, AdapterSettings, add_adapter
+from trainer.models.policy import Policy, hidden_before_targets, load_policy
+from trainer.models.router_replay import replayed
+from trainer.run.checkpoint import checkpoint_path
+
+_NUMBERED = re.compile(r"(version|global_step)_(\d+)")
+HINT = (
+    "pass a run, its weights/ folder, a model directory, or VERSION=DIR; repeat --weights for more"
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """Weights that may have sampled the rows.
+
+    Attributes:
+        version: Value of `policy_version` that stands for these weights; None if unknown.
+        path: Model directory, or directory of an adapter in peft's format.
+        base: Model directory that the adapter is added to; None for a model.
+    """
+
+    version: int | None
+    path: Path
+    base: Path | None = None
+
+    @property
+    def name(self) -> str:
+        """The version, or the directory's name if the version is unknown."""
+        return self.path.name if self.version is None else f"version {self.version}"
+
+
+def find_candidates(given: Sequence[str], base: str | None = None) -> list[Candidate]:
+    """Find the candidates that `--weights` names.
+
+    Each value is one of:
+
+    - a run of `rollouts rl`: the directories in `weights/`, the checkpoints, and the model that the
+      run started from (version 0);
+    - a folder of directories named `version_N`: these versions;
+    - a model directory or adapter, or VERSION=DIR; without a version, it follows from the name
+      `version_N`, or from the metrics of the run that a checkpoint is in.
+
+    Args:
+        given: Values, at least one.
+        base: Model directory for adapters; None: as named in `adapter_config.json`.
+
+    Raises:
+        InputError: `model_directory`: there are no weights.
+        ConfigError: `weights`: two directories have the same version.
+    """
+    found = [one for value in given for one in _candidates_in(value, base)]
+    known: dict[int, Candidate] = {}
+    for one in found:
+        if one.version is not None and known.setdefault(one.version, one) is not one:
+            got = f"both {known[one.version].path} and {one.path} are version {one.version}"
+            raise ConfigError(
+                "weights", "--weights", got, hint="pass VERSION=DIR, or leave one out"
+            )
+    return sorted(found, key=lambda one: (one.version is None, one.version or 0))
+
+
+def _candidates_in(value: str, base: str | None) -> Iterator[Candidate]:
+    version, equals, named = value.partition("=")
+    if equals and version.strip().isdecimal():
+        yield _candidate(Path(named), int(version), base)
+        return
+    path = Path(value)
+    if _is_model(path):
+        yield _candidate(path, _number(path), base)
+        return
+    folders = [path, path / "weights"]
+    inside = [sub for folder in folders for sub in sorted(folder.glob("*")) if _is_model(sub)]
+    numbered = [sub for sub in inside if _number(sub) is not None]
+    yield from (_candidate(sub, _number(sub), base) for sub in numbered or inside)
+    seen = {_number(sub) for sub in numbered}
+    if (path / "config.json").is_file() and (path / "metrics.jsonl").is_file():
+        for version_of_run, directory in _of_run(path):
+            if version_of_run not in seen and _is_model(directory):
+                seen.add(version_of_run)
+                inside.append(directory)
+                yield Candidate(version=version_of_run, path=directory)
+    if not inside:
+        got = "there are no weights in this directory" if path.is_dir() else "no such directory"
+        raise InputError("model_directory", value, got, hint=HINT)
+
+
+def _of_run(run: Path) -> Iterator[tuple[int, Path]]:
+    """Yield the versions of a run's first model and of its checkpoints."""
+    config = json.loads((run / "config.json").read_text(encoding="utf-8"))
+    yield 0, Path(str(config.get("model", "")))
+    for step, version in _versions_by_step(run).items():
+        yield version, checkpoint_path(run, step)
+
+
+def _versions_by_step(run: Path) -> dict[int, int]:
+    """Map the last update of each iteration to the version that it completed."""
+    path, found = run / "metrics.jsonl", dict[int, int]()
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    for values in map(json.loads, lines):
+        if "loss" in values and "iteration" in values:
+            found[values["iteration"] + 1] = values["global_step"]
+    return {step: version for version, step in found.items()}
+
+
+def _candidate(path: Path, version: int | None, base: str | None) -> Candidate:
+    config = path / CONFIG
+    if not config.is_file():
+        check_model_directory(str(path))
+        return Candidate(version=version, path=path)
+    settings = json.loads(config.read_text(encoding="utf-8"))
+    named = base or settings.get("base_model_name_or_path") or ""
+    check_model_directory(named)
+    return Candidate(version=version, path=path, base=Path(named))
+
+
+def _is_model(path: Path) -> bool:
+    if (path / CONFIG).is_file():
+        return True
+    has_weights = any(path.glob("*.safetensors")) or any(path.glob("*.bin"))
+    return (path / "config.json").is_file() and has_weights
+
+
+def _number(path: Path) -> int | None:
+    found = _NUMBERED.fullmatch(path.resolve().name)
+    if not found:
+        return None
+    number = int(found[2])
+    if found[1] == "version":
+        return number
+    return _versions_by_step(path.resolve().parents[1]).get(number)
+
+
+def load_candidate(candidate: Candidate, *, chunk_tokens: int, device: torch.device) -> Policy:
+    """Load the weights of a candidate for scoring, in float32.
+
+    Raises:
+        InputError: The weights cannot be loaded, or the model cannot forward trees.
+    """
+    path = str(candidate.base or candidate.path)
+    policy = load_policy(path, logprob_chunk_tokens=chunk_tokens, trees=True)
+    if candidate.base is not None:
+        settings: dict[str, Any] = json.loads((candidate.path / CONFIG).read_text("utf-8"))
+        adapter = AdapterSettings(
+            rank=settings["r"],
+            alpha=settings["lora_alpha"],
+            target_modules=tuple(settings["target_modules"]),
+            model=path,
+        )
+        add_adapter(policy, adapter, candidate.path)
+    return policy.to(device)
+
+
+@torch.no_grad()
+def score_forest(
+    policy: Policy, forest: Forest, rows: AuditRows, *, truncations: bool
+) -> TokenScores:
+    """Forward a micro-batch once, and score its targets in the order of the forest."""
+    labels = rows.labels(forest.target_slot.numpy())
+    device = next(policy.parameters()).device
+    forest, labels = forest.to(device), labels.to(device)
+    with replayed(forest.routes):
+        hidden: Tensor = hidden_before_targets(policy.model, forest)
+    size = policy.logprob_chunk_tokens
+    parts = []
+    for start in range(0, len(hidden), size):
+        chunk = slice(start, start + size)
+        logits = policy.model.get_output_embeddings()(hidden[chunk])
+        parts.append(
+            score_tokens(
+                logits,
+                forest.target_token[chunk],
+                labels.part(chunk),
+                truncations=truncations,
+                scale=policy.logit_scale,
+                softcap=policy.softcap,
+            )
+        )
+    return concatenate(parts)

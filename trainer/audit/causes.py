@@ -1,0 +1,210 @@
+"""Explain the faults of an audit: one sentence for each likely cause."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import polars as pl
+
+from schemas.errors import count
+from trainer.audit.candidates import Candidate
+
+MOST = 0.95
+"""Share of the rows from which a fault is said to affect all of them."""
+SEVERAL = 3
+"""Rows from which a pattern is reported."""
+
+
+def likely_causes(verdicts: pl.DataFrame, candidates: Sequence[Candidate]) -> list[str]:
+    """Return a sentence for each likely cause, those that affect most rows first.
+
+    Args:
+        verdicts: The verdicts of an audit.
+        candidates: Its candidates.
+    """
+    checked = verdicts.filter(pl.col("kind") != "not_checked")
+    found: list[tuple[int, str]] = []
+    for kind, explain in _EXPLAINED.items():
+        own = checked.filter(pl.col("kind") == kind)
+        if len(own):
+            found += [(number, text) for number, text in explain(own, checked, candidates)]
+    return [text for _, text in sorted(found, key=lambda item: -item[0])]
+
+
+Found = Iterator[tuple[int, str]]
+Explain = Callable[[pl.DataFrame, pl.DataFrame, Sequence[Candidate]], Found]
+
+
+def _versions(own: pl.DataFrame, checked: pl.DataFrame, candidates: Sequence[Candidate]) -> Found:
+    """Explain rows that other weights sampled than their label says."""
+    pairs = own.group_by("labelled_version", "best_version", "best_weights").len()
+    pairs = pairs.sort("labelled_version", "best_version", nulls_last=True)
+    totals = dict(checked.group_by("labelled_version").len().iter_rows())
+    behind: dict[int, list[tuple[int, int, int]]] = {}
+    adapters = {str(one.path): one for one in candidates}
+    for labelled, best, path, number in pairs.iter_rows():
+        total = totals[labelled]
+        if best is None:
+            named = adapters[path].name
+            yield number, f"{_rows(number, total)} labelled {labelled} were sampled by {named}."
+        elif labelled is not None:
+            behind.setdefault(best, []).append((labelled, number, total))
+    shifts = {labelled - best for best, each in behind.items() for labelled, _, _ in each}
+    whole = all(number >= MOST * total for each in behind.values() for _, number, total in each)
+    num_labels = sum(len(each) for each in behind.values())
+    if len(shifts) == 1 and whole and num_labels > 1:
+        shift, number = next(iter(shifts)), sum(n for each in behind.values() for _, n, _ in each)
+        side = "above" if shift > 0 else "below"
+        yield (
+            number,
+            (
+                f"Labels are {abs(shift)} {side} the version that sampled the row in all"
+                f" {count(number, 'row')} of {count(num_labels, 'label')}: the label is read at"
+                " the wrong time, or counts from a different number."
+            ),
+        )
+        return
+    for best, each in behind.items():
+        yield from _stuck_at(best, each, candidates)
+
+
+def _stuck_at(
+    best: int, each: Sequence[tuple[int, int, int]], candidates: Sequence[Candidate]
+) -> Found:
+    """Explain rows with several labels that one version sampled."""
+    number, total = sum(n for _, n, _ in each), sum(t for _, _, t in each)
+    labels = sorted(label for label, _, _ in each)
+    named = str(labels[0]) if len(labels) == 1 else f"{labels[0]} to {labels[-1]}"
+    text = f"{_rows(number, total)} labelled {named} were sampled by version {best}: "
+    is_adapter = any(one.version in labels and one.base is not None for one in candidates)
+    later = [label for label in labels if label > best]
+    if number >= MOST * total and later:
+        cause = "new weights were not loaded into the engine"
+        cause = "the engine kept an old adapter, or none" if is_adapter else cause
+        yield number, f"{text}{cause}."
+    elif later:
+        one = "one of several servers" if number >= SEVERAL else "a server"
+        kept = "has a stuck adapter" if is_adapter else "is stale"
+        yield number, f"{text}{one} {kept}, or these calls began before the weights were loaded."
+    else:
+        yield number, f"{text}new weights were loaded before the label changed."
+
+
+def _rows(number: int, total: int) -> str:
+    return f"All {count(number, 'span')}" if number >= total else f"{number:,} of {total:,} spans"
+
+
+def _median(values: pl.Series) -> float:
+    return float(np.median(values.to_numpy()))
+
+
+def _swaps(own: pl.DataFrame, _: pl.DataFrame, __: Sequence[Candidate]) -> Found:
+    pairs = own.group_by("best_version", "second_version").len().sort("len", descending=True)
+    for first, second, number in pairs.iter_rows():
+        yield (
+            number,
+            (
+                f"In {count(number, 'span')}, weights changed from version {first} to {second} during"
+                " the response: the engine loaded weights without waiting for running calls"
+                ' (weight_sync = "wait" avoids this).'
+            ),
+        )
+
+
+def _temperatures(own: pl.DataFrame, _: pl.DataFrame, __: Sequence[Candidate]) -> Found:
+    for (labelled,), part in own.group_by("labelled_temperature", maintain_order=True):
+        middle = _median(part["best_temperature"])
+        yield (
+            len(part),
+            (
+                f"{count(len(part), 'span')} labelled with temperature {labelled:.3g} fit temperature"
+                f" {middle:.2f} (the median): the engine used a default, or another request's setting."
+            ),
+        )
+
+
+def _truncations(own: pl.DataFrame, _: pl.DataFrame, __: Sequence[Candidate]) -> Found:
+    settings = own.select(
+        pl.when(pl.col("best_top_p") < 1)
+        .then(pl.format("top_p {}", pl.col("best_top_p").round(2)))
+        .when(pl.col("best_top_k") > 0)
+        .then(pl.format("top_k {}", "best_top_k"))
+        .when(pl.col("best_min_p") > 0)
+        .then(pl.format("min_p {}", pl.col("best_min_p").round(2)))
+        .otherwise(pl.lit("no truncation"))
+        .alias("setting")
+    )
+    common = settings["setting"].value_counts(sort=True).row(0)
+    text = (
+        f"{count(len(own), 'span')} fit another truncation than labelled, most often {common[0]}:"
+        " the engine added a default, such as one of the model's generation_config.json."
+    )
+    yield len(own), text
+
+
+def _offsets(own: pl.DataFrame, _: pl.DataFrame, __: Sequence[Candidate]) -> Found:
+    for (offset,), part in own.group_by("offset", maintain_order=True):
+        side, by = ("next" if offset > 0 else "previous"), abs(offset)
+        tokens = (
+            f"the {side} token"
+            if by == 1
+            else f"the token {by} positions {'later' if offset > 0 else 'earlier'}"
+        )
+        yield (
+            len(part),
+            (
+                f"In {count(len(part), 'span')}, each log-probability belongs to {tokens}: the list is"
+                " shifted against response_ids, by a token that was dropped or added."
+            ),
+        )
+
+
+def _modes(own: pl.DataFrame, _: pl.DataFrame, __: Sequence[Candidate]) -> Found:
+    is_raw = own["kind"][0] == "raw_logprobs"
+    found, expected = ("raw", "processed") if is_raw else ("processed", "raw")
+    text = (
+        f"{count(len(own), 'span')} have {found} log-probabilities instead of {expected} ones: a"
+        f" server runs with --logprobs-mode {found}_logprobs."
+    )
+    yield len(own), text
+
+
+def _noise(own: pl.DataFrame, _: pl.DataFrame, __: Sequence[Candidate]) -> Found:
+    factor = _median(own["noise_scale"])
+    text = (
+        f"{count(len(own), 'span')} fit their weights with {factor:.1f} times the noise of the other"
+        " spans (the median): a server runs in a lower precision, such as 8 bits or fewer."
+    )
+    yield len(own), text
+
+
+def _prompts(own: pl.DataFrame, _: pl.DataFrame, __: Sequence[Candidate]) -> Found:
+    common = own["reason"].value_counts(sort=True).row(0)[0]
+    text = (
+        f"{count(len(own), 'span')} fit a prompt that was rendered differently ({common}): the"
+        " stored prompt is not the one that the engine received."
+    )
+    yield len(own), text
+
+
+def _unknown(own: pl.DataFrame, _: pl.DataFrame, __: Sequence[Candidate]) -> Found:
+    text = (
+        f"{count(len(own), 'span')} fit none of the candidates: another model sampled them, or the"
+        " engine received a different prompt."
+    )
+    yield len(own), text
+
+
+_EXPLAINED: dict[str, Explain] = {
+    "version": _versions,
+    "swap": _swaps,
+    "temperature": _temperatures,
+    "truncation": _truncations,
+    "raw_logprobs": _modes,
+    "processed_logprobs": _modes,
+    "offset": _offsets,
+    "noise": _noise,
+    "prompt": _prompts,
+    "unknown_model": _unknown,
+}

@@ -1,0 +1,188 @@
+"""The noise of an engine: how far its log-probabilities are from exact ones under the same weights.
+
+Reduced precision changes every logit a little. If the logits have independent errors, the error of
+a log-probability is proportional to 1 - p: a token that is almost certain has almost none. The
+scale of the noise is therefore
+
+    sigma = FLOOR + kappa(-logprob) * (1 - p) / temperature
+
+where kappa is estimated from the data, by ranges of the log-probability. Errors have a Student t
+distribution, mixed with a small share of outliers, so that no single token decides a verdict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import lgamma, log, pi
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.floating]
+
+FLOOR = 1e-3
+"""Smallest scale, in nats: rounding in float32, and interpolation between temperatures."""
+EDGES = (0.01, 0.1, 0.5, 1.0, 2.0, 4.0, 8.0)
+"""Limits of the ranges of -logprob, in nats, with one kappa each."""
+OUTLIERS, OUTLIER_SCALE = 0.01, 2.0
+"""Share of outliers, and the scale of their Cauchy distribution in nats."""
+DEGREES = {2.0: 0.816, 3.0: 0.765, 4.0: 0.741, 6.0: 0.718, 12.0: 0.695}
+"""Degrees of freedom to choose from, each with the median of the absolute value."""
+ASSUMED_KAPPA, SMALLEST_KAPPA, LARGEST_KAPPA = 0.08, 2e-3, 0.35
+"""Kappa if none can be estimated (bfloat16), and the limits of an estimate."""
+SCALES = tuple(float(x) for x in 2.0 ** np.arange(-1, 1.01, 0.25))
+"""Factors of sigma that the spans of an engine may have."""
+LARGER_SCALES = tuple(float(x) for x in 2.0 ** np.arange(0.75, 9.01, 0.25))
+"""Factors of sigma that indicate another source of noise."""
+SPREAD_BOUNDS = (0.12, 0.4)
+PRIOR_TOKENS = 30
+"""Weight of the common kappa in the estimate of a range, in tokens."""
+MIN_TOKENS = 8
+"""Spans with fewer tokens are not used for the estimate, unless all are shorter."""
+
+
+class Residuals(NamedTuple):
+    """Stored minus predicted log-probabilities of a span.
+
+    Attributes:
+        difference: [n] nats.
+        predicted: [n] nats.
+        inverse_temperature: Inverse of the temperature of the prediction.
+    """
+
+    difference: Array
+    predicted: Array
+    inverse_temperature: float
+
+    @property
+    def sensitivity(self) -> Array:
+        """[n] (1 - p) / temperature."""
+        return -np.expm1(self.predicted.astype(np.float64)) * self.inverse_temperature
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Noise:
+    """Noise of a dataset's engine.
+
+    Attributes:
+        kappa: Scale of the errors of logits, by range of the log-probability.
+        degrees: Degrees of freedom of the Student t distribution.
+        spread: Standard deviation of the log of a span's scale.
+        mean_difference: Mean absolute difference, in nats, of the spans used for the estimate.
+        num_tokens: Number of tokens used for the estimate; 0 if the noise is assumed.
+    """
+
+    kappa: tuple[float, ...] = (ASSUMED_KAPPA,) * (len(EDGES) + 1)
+    degrees: float = 4.0
+    spread: float = 0.25
+    mean_difference: float = float("nan")
+    num_tokens: int = 0
+
+    def sigma(self, predicted: Array, inverse_temperature: Array | float) -> Array:
+        """Return the scale of the noise at predicted log-probabilities, in nats."""
+        kappa = np.asarray(self.kappa)[np.digitize(-predicted, EDGES)]
+        found: Array = FLOOR + kappa * -np.expm1(np.minimum(predicted, 0)) * inverse_temperature
+        return found
+
+    def log_density(self, difference: Array, sigma: Array) -> Array:
+        """Return the log-density of differences, in nats per token."""
+        n = self.degrees
+        constant = lgamma((n + 1) / 2) - lgamma(n / 2) - log(n * pi) / 2 + log(1 - OUTLIERS)
+        usual = constant - np.log(sigma) - (n + 1) / 2 * np.log1p((difference / sigma) ** 2 / n)
+        found: Array = np.logaddexp(usual, outlier_density(difference))
+        return found
+
+    def prior(self, scales: Array) -> Array:
+        """Return the log-prior of the factor by which a span's sigma differs, relative to 1."""
+        return -0.5 * (np.log(scales) / self.spread) ** 2
+
+
+def outlier_density(difference: Array) -> Array:
+    """Return the log of the outliers' share of the density."""
+    found: Array = log(OUTLIERS / (pi * OUTLIER_SCALE)) - np.log1p(
+        (difference / OUTLIER_SCALE) ** 2
+    )
+    return found
+
+
+def typical_scale(residuals: Residuals) -> float:
+    """Return the median of the absolute differences, each relative to its token's sensitivity."""
+    sensitivity = residuals.sensitivity + FLOOR / ASSUMED_KAPPA
+    return float(np.median(np.abs(residuals.difference) / sensitivity))
+
+
+def fit_noise(spans: Sequence[Residuals]) -> Noise:
+    """Estimate the noise from the best fit of each of several spans.
+
+    Spans that fit no candidate do not affect the estimate if at least a fifth of all spans do fit.
+    """
+    usable = [one for one in spans if len(one.difference) >= MIN_TOKENS] or list(spans)
+    if not usable:
+        return Noise()
+    typical = np.array([typical_scale(one) for one in usable])
+    reference = max(float(np.quantile(typical, 0.2)), SMALLEST_KAPPA)
+    noise = Noise()
+    for _ in range(3):
+        near = typical <= 2.5 * reference
+        chosen = [one for one, is_near in zip(usable, near.tolist(), strict=True) if is_near]
+        noise = _fitted(chosen)
+        reference = float(np.median(typical[near]))
+    if noise.kappa[len(EDGES) // 2] > LARGEST_KAPPA:
+        return Noise()
+    return noise
+
+
+def _fitted(spans: Sequence[Residuals]) -> Noise:
+    difference = np.concatenate([one.difference for one in spans]).astype(np.float64)
+    predicted = np.concatenate([one.predicted for one in spans]).astype(np.float64)
+    sensitivity = np.concatenate([one.sensitivity for one in spans])
+    distance = np.abs(difference)
+    place = np.digitize(-predicted, EDGES)
+    # Where sensitivity is below the floor, rounding hides the noise of the engine.
+    informative = sensitivity > 0.05
+    if not informative.any():
+        informative = np.ones_like(informative)
+    ratio = distance / np.maximum(sensitivity, 1e-6)
+    common = float(np.median(ratio[informative]))
+    found = Noise()
+    best = -np.inf
+    for degrees, median in DEGREES.items():
+        kappa = []
+        for number in range(len(EDGES) + 1):
+            own = ratio[informative & (place == number)]
+            weight = len(own) / (len(own) + PRIOR_TOKENS)
+            middle = float(np.median(own)) if len(own) else common
+            value = np.exp(weight * log(middle + 1e-9) + (1 - weight) * log(common + 1e-9))
+            kappa.append(max(float(value) / median, SMALLEST_KAPPA))
+        noise = Noise(kappa=tuple(kappa), degrees=degrees)
+        inverse = np.concatenate([np.full(len(s.difference), s.inverse_temperature) for s in spans])
+        sigma = noise.sigma(predicted, inverse)
+        likelihood = float(noise.log_density(difference, sigma).sum())
+        if likelihood > best:
+            best, found = likelihood, noise
+    return Noise(
+        kappa=found.kappa,
+        degrees=found.degrees,
+        spread=_spread(spans, found),
+        mean_difference=float(distance.mean()),
+        num_tokens=len(distance),
+    )
+
+
+def _spread(spans: Sequence[Residuals], noise: Noise) -> float:
+    """Estimate how much the scale varies between spans, beyond the error of its estimate."""
+    logs, errors = [], []
+    for one in spans:
+        if len(one.difference) < 20:
+            continue
+        sigma = noise.sigma(one.predicted, one.inverse_temperature)
+        middle = float(np.median(np.abs(one.difference) / sigma))
+        logs.append(log(max(middle, 1e-3) / DEGREES[noise.degrees]))
+        errors.append(1.36 / len(one.difference))
+    if len(logs) < 5:
+        return Noise().spread
+    low, high = np.quantile(logs, [0.16, 0.84])
+    variance = ((high - low) / 2) ** 2 - float(np.mean(errors))
+    return float(np.clip(max(variance, 0.0) ** 0.5, *SPREAD_BOUNDS))

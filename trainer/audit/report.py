@@ -1,0 +1,227 @@
+"""The summary of an audit, as JSON or as a screen."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from typing import Any
+
+import polars as pl
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from rollout_io.cli.output import wants_color
+from rollout_io.cli.trajectory_text import printable
+from rollout_io.terminal import duration
+from schemas.errors import count
+from trainer.audit.audit import AuditResult, Plan
+from trainer.audit.causes import likely_causes
+from trainer.audit.rescoring import Cost
+from trainer.audit.verdicts import FAULTS
+
+MEANINGS = {
+    "as_labelled": "sampled as labelled",
+    "version": "sampled by other weights than labelled",
+    "swap": "the weights changed during the response",
+    "temperature": "sampled at another temperature",
+    "truncation": "sampled with another top_p, top_k or min_p",
+    "raw_logprobs": "log-probabilities before temperature and truncation",
+    "processed_logprobs": "log-probabilities after temperature and truncation",
+    "offset": "log-probabilities shifted against the tokens",
+    "noise": "the labelled weights in a lower precision",
+    "prompt": "sampled from another prompt",
+    "unknown_model": "sampled by none of the candidates",
+    "too_short": "too few tokens to tell",
+    "not_checked": "not checked",
+}
+"""What each kind of verdict means."""
+_WIDTH = 100
+
+
+def estimate(plan: Plan, cost: Cost) -> str:
+    """Describe the cost of an audit, from the speed of its first micro-batch.
+
+    Example:
+        >>> plan = Plan(num_candidates=3, num_distinct=1000, num_first=1400, num_most=3000)
+        >>> estimate(plan, Cost(num_tokens=500, seconds=2.0))
+        '3 candidates, 1,000 distinct tokens: 1,400 to 3,000 tokens to forward, 5.6 s to 12 s at \
+250 tokens/s'
+    """
+    speed = cost.num_tokens / max(cost.seconds, 1e-9)
+    tokens, times = f"{plan.num_first:,}", duration(plan.num_first / speed)
+    if plan.num_most > plan.num_first:
+        tokens += f" to {plan.num_most:,}"
+        times += f" to {duration(plan.num_most / speed)}"
+    return (
+        f"{count(plan.num_candidates, 'candidate')}, {plan.num_distinct:,} distinct tokens:"
+        f" {tokens} tokens to forward, {times} at {speed:,.0f} tokens/s"
+    )
+
+
+def summary(result: AuditResult, limit: int) -> dict[str, Any]:
+    """Return the summary of an audit for JSON, with the `limit` worst spans."""
+    plan, cost = result.plan, result.cost
+    return {
+        "num_rows": result.num_rows,
+        "num_spans": len(result.verdicts),
+        "num_faulty_spans": len(result.faults),
+        "num_faulty_rows": _num_rows(result.faults),
+        "verdicts": {
+            kind: {"spans": spans, "rows": rows, "tokens": tokens}
+            for kind, spans, rows, tokens in _counts(result.verdicts).iter_rows()
+        },
+        "causes": likely_causes(result.verdicts, result.candidates),
+        "candidates": [
+            {"version": one.version, "weights": str(one.path)} for one in result.candidates
+        ],
+        "differences": [
+            {"first": result.candidates[a].name, "second": result.candidates[b].name, "mean": value}
+            for (a, b), value in sorted(result.apart.items())
+        ],
+        "logprobs_mode": result.mode,
+        "logprobs_mode_is_inferred": result.mode_is_inferred,
+        "noise": {
+            "mean_difference": result.noise.mean_difference,
+            "kappa": list(result.noise.kappa),
+            "degrees": result.noise.degrees,
+            "spread": result.noise.spread,
+            "num_tokens": result.noise.num_tokens,
+        },
+        "cost": {
+            "num_distinct_tokens": plan.num_distinct,
+            "num_forwarded_tokens": cost.num_tokens,
+            "share": cost.num_tokens / max(plan.num_candidates * plan.num_distinct, 1),
+            "seconds": cost.seconds,
+            "num_suspicious_rows": result.num_suspicious,
+        },
+        "worst": worst(result, limit).to_dicts(),
+    }
+
+
+def worst(result: AuditResult, limit: int) -> pl.DataFrame:
+    """Return the spans whose fault is most certain."""
+    return result.faults.sort("log_likelihood_ratio", descending=True).head(limit)
+
+
+def _num_rows(verdicts: pl.DataFrame) -> int:
+    return verdicts.select("trajectory_id", "step_index").n_unique()
+
+
+def _counts(verdicts: pl.DataFrame) -> pl.DataFrame:
+    """Count spans, rows and tokens by kind, in the order of `MEANINGS`."""
+    counts = verdicts.group_by("kind").agg(
+        spans=pl.len(),
+        rows=pl.struct("trajectory_id", "step_index").n_unique(),
+        tokens=pl.col("num_tokens").sum(),
+    )
+    order = {kind: number for number, kind in enumerate(MEANINGS)}
+    return counts.sort(pl.col("kind").replace_strict(order, return_dtype=pl.Int32))
+
+
+def screen(path: str, result: AuditResult, limit: int) -> str:
+    """Return the screen of an audit."""
+    causes = likely_causes(result.verdicts, result.candidates)
+    parts: list[RenderableType] = [
+        Text(f"{path}: {count(result.num_rows, 'row')} audited"),
+        *(Text(line) for line in _facts(result)),
+        *_section("Verdicts", _verdict_table(result)),
+    ]
+    if causes:
+        lines = [Padding(Text(printable(text)), (0, 0, 0, 0)) for text in causes]
+        parts += _section("Likely causes", Group(*lines))
+    if limit and len(result.faults):
+        parts += _section("Most certain faults", _worst_table(worst(result, limit)))
+    width = min(shutil.get_terminal_size((_WIDTH, 24)).columns, _WIDTH)
+    console = Console(width=width, no_color=not wants_color(sys.stdout), highlight=False)
+    with console.capture() as captured:
+        console.print(Group(*parts))
+    return "\n".join(line.rstrip() for line in captured.get().splitlines())
+
+
+def _facts(result: AuditResult) -> list[str]:
+    noise, cost = result.noise, result.cost
+    inferred = " (inferred)" if result.mode_is_inferred else ""
+    if noise.num_tokens:
+        text = f"{noise.mean_difference:.2g} nats on average, from {noise.num_tokens:,} tokens"
+    else:
+        text = "assumed to be that of bfloat16, because no candidate fits the rows"
+    lines = [f"log-probabilities   {result.mode}{inferred}", f"engine's noise      {text}"]
+    if result.apart:
+        least, most = min(result.apart.values()), max(result.apart.values())
+        between = f"{least:.2g}" if len(result.apart) == 1 else f"{least:.2g} to {most:.2g}"
+        lines.append(f"candidates          {len(result.candidates)}, {between} nats apart")
+    share = cost.num_tokens / max(result.plan.num_candidates * result.plan.num_distinct, 1)
+    lines.append(
+        f"forwarded           {cost.num_tokens:,} tokens in {duration(cost.seconds)} ({share:.0%} of"
+        " candidates x distinct tokens)"
+    )
+    return lines
+
+
+def _section(title: str, body: RenderableType) -> list[RenderableType]:
+    return [Text(), Text(title, style="bold"), Padding(body, (0, 0, 0, 2))]
+
+
+def _table(*names: str) -> Table:
+    table = Table(box=None, pad_edge=False, show_edge=False, header_style="dim")
+    for name in names:
+        right = name not in ("", "verdict", "row", "fault", "found")
+        table.add_column(name, justify="right" if right else "left", no_wrap=name != "found")
+    return table
+
+
+def _verdict_table(result: AuditResult) -> Table:
+    table = _table("verdict", "spans", "rows", "tokens", "")
+    for kind, spans, rows, tokens in _counts(result.verdicts).iter_rows():
+        style = "red" if kind in FAULTS else ""
+        numbers = [f"{value:,}" for value in (spans, rows, tokens)]
+        table.add_row(kind, *numbers, MEANINGS[kind], style=style)
+    return table
+
+
+def _worst_table(faults: pl.DataFrame) -> Table:
+    table = _table("row", "tokens", "fault", "nats", "found")
+    for one in faults.iter_rows(named=True):
+        where = f"{one['trajectory_id']} step {one['step_index']}"
+        ratio = f"{one['log_likelihood_ratio']:,.0f}"
+        found = printable(describe(one))
+        table.add_row(printable(where), f"{one['num_tokens']:,}", one["kind"], ratio, found)
+    return table
+
+
+def describe(one: dict[str, Any]) -> str:
+    """Describe the fault of a span in a few words.
+
+    Example:
+        >>> describe({"kind": "version", "best_version": 3, "labelled_version": 5})
+        'sampled by version 3, labelled 5'
+    """
+    kind, labelled = one["kind"], one["labelled_version"]
+    if kind == "version":
+        best = one["best_version"]
+        named = one["best_weights"] if best is None else f"version {best}"
+        return f"sampled by {named}, labelled {labelled}"
+    if kind == "swap":
+        return (
+            f"version {one['best_version']}, from token {one['swap_position']} version"
+            f" {one['second_version']}, labelled {labelled}"
+        )
+    if kind == "temperature":
+        return (
+            f"temperature {one['best_temperature']:.2f}, labelled {one['labelled_temperature']:.2f}"
+        )
+    if kind == "offset":
+        return f"shifted by {one['offset']:+d}"
+    if kind == "truncation":
+        on = {
+            "top_p": one["best_top_p"] < 1 and round(one["best_top_p"], 2),
+            "top_k": one["best_top_k"] > 0 and one["best_top_k"],
+            "min_p": one["best_min_p"] > 0 and round(one["best_min_p"], 2),
+        }
+        return ", ".join(f"{name} {value}" for name, value in on.items() if value) or "none"
+    if kind == "prompt":
+        return str(one["reason"])
+    difference = f"{one['mean_difference']:.2g} nats from version {one['best_version']}"
+    return f"{difference}, {one['noise_scale']:.1f} x the noise" if kind == "noise" else difference

@@ -1,0 +1,166 @@
+"""Forward rows under candidate weights, each distinct token once, and keep the scores."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from schemas.ragged import BoolArray, IntArray
+from trainer.audit.candidates import Candidate, load_candidate, score_forest
+from trainer.audit.rows import AuditRows
+from trainer.audit.token_scores import TokenScores, concatenate
+from trainer.batches.forest import chain_lengths
+from trainer.batches.tree import Trie, make_trie, tree_forests
+from trainer.models.policy import Policy
+from trainer.reports.memory_estimate import available_bytes
+
+CACHED_SHARE = 0.4
+"""Share of the free memory that loaded candidates may take in total."""
+
+
+class Weights:
+    """Loads candidates, and keeps as many in memory as fit.
+
+    Args:
+        candidates: The candidates.
+        chunk_tokens: Number of targets whose logits are in memory at once.
+        device: Device to score on.
+        loaded: Policies that are already in memory, by candidate number.
+    """
+
+    def __init__(
+        self,
+        candidates: Sequence[Candidate],
+        *,
+        chunk_tokens: int = 256,
+        device: torch.device | None = None,
+        loaded: dict[int, Policy] | None = None,
+    ) -> None:
+        self.candidates = candidates
+        self._chunk_tokens = chunk_tokens
+        self._device = device or _device()
+        self._given = loaded or {}
+        self._cached: dict[int, Policy] = {}
+
+    def policy(self, number: int) -> Policy:
+        """Return a candidate's policy."""
+        if number in self._given:
+            return self._given[number]
+        if number not in self._cached:
+            self._make_room()
+            one = self.candidates[number]
+            self._cached[number] = load_candidate(
+                one, chunk_tokens=self._chunk_tokens, device=self._device
+            )
+        return self._cached[number]
+
+    def _make_room(self) -> None:
+        """Drop all policies if another one would take too much memory."""
+        if not self._cached:
+            return
+        parameters = next(iter(self._cached.values())).parameters()
+        size = sum(p.numel() * p.element_size() for p in parameters)
+        free = available_bytes(self._device)
+        if free is None or size > CACHED_SHARE * free:
+            self._cached.clear()
+
+
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@dataclass(kw_only=True)
+class Cost:
+    """Number of tokens forwarded so far, and the time that it took.
+
+    Attributes:
+        num_tokens: Forwarded tokens.
+        seconds: Time spent on them, without loading weights.
+        on_micro_batch: Called after each micro-batch with its number of tokens.
+    """
+
+    num_tokens: int = 0
+    seconds: float = 0.0
+    on_micro_batch: Callable[[int], None] = lambda _: None
+
+
+@dataclass(kw_only=True)
+class Scored:
+    """Scores of some of the rows' tokens under one candidate.
+
+    Attributes:
+        place: [T] index into the scores; -1 where a token has none.
+        parts: Scores, in the order in which they were computed.
+        num_scored: Number of scores.
+    """
+
+    place: IntArray
+    parts: list[TokenScores] = field(default_factory=list)
+    num_scored: int = 0
+
+    def add(self, slots: IntArray, scores: TokenScores) -> None:
+        """Add the scores of tokens, by flat position."""
+        self.place[slots] = self.num_scored + np.arange(len(slots))
+        self.parts.append(scores)
+        self.num_scored += len(slots)
+
+    def at(self, start: int, length: int) -> TokenScores | None:
+        """Return the scores of a range of tokens; None unless all have one."""
+        place = self.place[start : start + length]
+        if (place < 0).any():
+            return None
+        if len(self.parts) > 1:
+            self.parts = [concatenate(self.parts)]
+        return self.parts[0].part(place)
+
+
+def score_rows(
+    policy: Policy,
+    rows: AuditRows,
+    wanted: IntArray,
+    found: Scored,
+    cost: Cost,
+    *,
+    budget: int,
+    limit: IntArray | None = None,
+) -> None:
+    """Forward rows under one candidate, and add the scores of their sampled tokens to `found`.
+
+    Args:
+        policy: The candidate.
+        rows: All rows.
+        wanted: Rows to forward.
+        found: Receives the scores.
+        cost: Counts the forwarded tokens.
+        budget: Maximum number of tokens per forward pass, except for longer rows.
+        limit: [len(wanted)] number of leading response tokens to score; None: all.
+    """
+    is_target = rows.targets(wanted, limit)
+    tree = trie_of(rows, is_target)
+    truncations = rows.mode != "raw"
+    for forest in tree_forests(
+        tree, rows.prompts, rows.responses, is_target, budget, 1, rows.routes
+    ):
+        began = time.perf_counter()
+        scores = score_forest(policy, forest, rows, truncations=truncations)
+        found.add(forest.target_slot.numpy(), scores)
+        cost.num_tokens += forest.num_tokens
+        cost.seconds += time.perf_counter() - began
+        cost.on_micro_batch(forest.num_tokens)
+
+
+def trie_of(rows: AuditRows, is_target: BoolArray) -> Trie:
+    """Build the trie of the tokens that must be forwarded to score some targets."""
+    lengths = chain_lengths(rows.prompts, rows.responses, is_target)
+    every = np.arange(rows.num_rows)
+    return make_trie(rows.prompts, rows.responses, lengths, rows.group, every, rows.routes)
+
+
+def num_distinct_tokens(rows: AuditRows, wanted: IntArray, limit: IntArray | None = None) -> int:
+    """Count the tokens that one candidate forwards to score some rows."""
+    is_target = rows.targets(wanted, limit)
+    return trie_of(rows, is_target).num_tokens if is_target.any() else 0

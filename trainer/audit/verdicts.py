@@ -1,0 +1,451 @@
+"""Decide for one span which weights and settings its stored log-probabilities fit best.
+
+Each hypothesis predicts the log-probability of every token. The differences from the stored ones,
+relative to the engine's noise, give a likelihood. A hypothesis replaces the label only if its
+log-likelihood exceeds that of the label by more than its penalty, and not because of a single
+token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import log
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from schemas.metadata import LogprobsMode
+from trainer.audit.noise import (
+    LARGER_SCALES,
+    SCALES,
+    Array,
+    Noise,
+    Residuals,
+    outlier_density,
+    typical_scale,
+)
+from trainer.audit.token_scores import (
+    INVERSE_TEMPERATURES,
+    NO_TRUNCATION,
+    OUTSIDE,
+    TRUNCATIONS,
+    TokenScores,
+    Truncation,
+)
+
+Kind = Literal[
+    "as_labelled",
+    "version",
+    "swap",
+    "temperature",
+    "truncation",
+    "raw_logprobs",
+    "processed_logprobs",
+    "offset",
+    "noise",
+    "prompt",
+    "unknown_model",
+    "too_short",
+    "not_checked",
+]
+FAULTS: tuple[Kind, ...] = (
+    *("version", "swap", "temperature", "truncation", "raw_logprobs", "processed_logprobs"),
+    *("offset", "noise", "prompt", "unknown_model"),
+)
+PENALTY = 10.0
+"""Log-likelihood ratio, in nats, that any fault needs: a prior of 1 in 22,000 against it."""
+DOUBT = 2.0
+"""Log-likelihood ratio, in nats, from which a fit to the label is suspicious."""
+OFFSETS = (-2, -1, 1, 2)
+SMALLEST_NOISE = 1.6
+"""Factor of the noise below which it is not reported as a fault."""
+UNRELATED_SCALE = 0.6
+"""Kappa above which differences are those of another model or prompt, not of rounding."""
+REFINED = 9
+"""Temperatures tried between two of the grid."""
+SHORT_TOKENS = 20
+DECIDED = 3.0
+"""Ratio, in nats, below which a short span is undecided between two versions."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Span:
+    """Stored values and scores of a span of n tokens.
+
+    Attributes:
+        stored: [n] stored log-probabilities, float32 nats.
+        scores: Scores by candidate, an index into the audit's candidates.
+        labelled: The labelled candidate; None if the version is unknown.
+        inverse_temperature: Inverse of the labelled temperature.
+        truncation: Labelled truncation.
+    """
+
+    stored: npt.NDArray[np.float32]
+    scores: Mapping[int, TokenScores]
+    labelled: int | None
+    inverse_temperature: float
+    truncation: Truncation
+
+    def predicted(self, candidate: int, mode: LogprobsMode | None) -> Array:
+        """[n] log-probabilities of a candidate at the labelled settings."""
+        scores = self.scores[candidate]
+        return scores.at_one if mode == "raw" else scores.labelled - scores.own_kept
+
+    def inverse(self, mode: LogprobsMode | None) -> float:
+        """Inverse of the temperature of log-probabilities of a kind."""
+        return 1.0 if mode == "raw" else self.inverse_temperature
+
+    @property
+    def modes_differ(self) -> bool:
+        """True if raw and processed log-probabilities differ."""
+        return abs(self.inverse_temperature - 1) > 1e-6 or not self.truncation.is_off
+
+    def sampled(self, candidate: int, inverse_temperature: float) -> float:
+        """Log-likelihood of the sampled tokens at a temperature, without truncation, in nats."""
+        return float(self.scores[candidate].at(inverse_temperature).sum(dtype=np.float64))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hypothesis:
+    """A possible origin of a span.
+
+    Attributes:
+        kind: The fault, or `as_labelled`.
+        candidate: Weights; for a swap, those of the first part.
+        second: Weights of the second part of a swap.
+        position: First token of the second part of a swap.
+        inverse_temperature: Inverse temperature of the log-probabilities.
+        sampled_inverse: Inverse temperature at which the tokens were sampled.
+        truncation: Truncation of the log-probabilities.
+        offset: Position of the predicted token minus that of the stored log-probability.
+        penalty: Nats that the hypothesis must gain over the label.
+        bonus: Log-likelihood of the sampled tokens relative to that under the label.
+    """
+
+    kind: Kind
+    candidate: int
+    second: int | None = None
+    position: int | None = None
+    inverse_temperature: float
+    sampled_inverse: float
+    truncation: Truncation = NO_TRUNCATION
+    offset: int = 0
+    penalty: float = 0.0
+    bonus: float = 0.0
+
+
+class Fit(NamedTuple):
+    """A hypothesis with its log-likelihood.
+
+    Attributes:
+        hypothesis: The hypothesis.
+        log_likelihood: In nats, at the best scale, with the prior of the scale.
+        scale: Factor of the dataset's noise.
+        per_token: [n] log-likelihoods.
+        predicted: [n] predicted log-probabilities.
+    """
+
+    hypothesis: Hypothesis
+    log_likelihood: float
+    scale: float
+    per_token: Array
+    predicted: Array
+
+    @property
+    def score(self) -> float:
+        """Log-likelihood minus the penalty."""
+        return self.log_likelihood + self.hypothesis.bonus - self.hypothesis.penalty
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """Result for one span.
+
+    Attributes:
+        kind: The fault, or `as_labelled`.
+        hypothesis: The best hypothesis.
+        log_likelihood_ratio: Of the best hypothesis to the label, in nats; 0 for `as_labelled`. If
+            there is no label, of the best candidate to the second.
+        margin: Of the best version to the next one, in nats; NaN with a single candidate.
+        num_decisive: Tokens on which the ratio rests: those that favour one side by 0.5 nats.
+        scale: Scale of the differences relative to the dataset's noise.
+        mean_difference: Mean absolute difference from the best hypothesis, in nats.
+    """
+
+    kind: Kind
+    hypothesis: Hypothesis
+    log_likelihood_ratio: float
+    margin: float
+    num_decisive: int
+    scale: float
+    mean_difference: float
+
+
+def judge(span: Span, noise: Noise, mode: LogprobsMode | None) -> Verdict:
+    """Compare all hypotheses for a span.
+
+    Args:
+        span: Tokens with the scores of all candidates, or of some.
+        noise: Noise of the dataset's engine.
+        mode: Kind of log-probabilities that the dataset contains.
+    """
+    fits = {number: _fit(span, _plain(span, number, mode), noise, mode) for number in span.scores}
+    versions = sorted(fits.values(), key=lambda fit: -fit.log_likelihood)
+    first = versions[0]
+    label = first if span.labelled is None else fits[span.labelled]
+    others = [fit for fit in versions if fit is not label]
+    candidates = [label, *others]
+    candidates += [
+        _fit(span, one, noise, mode) for one in _settings(span, label, first, noise, mode)
+    ]
+    if len(span.scores) > 1:
+        candidates += _swaps(span, noise, mode)
+    best = max(candidates, key=lambda fit: fit.score)
+    noisy = max((_noisy(fit, span, noise) for fit in versions), key=lambda fit: fit.score)
+    if noisy.score > best.score and noisy.scale >= SMALLEST_NOISE:
+        best = noisy
+    if best is not label and not _rests_on_several(best, label):
+        best = label
+    return _verdict(span, best, label, versions)
+
+
+def is_suspicious(span: Span, noise: Noise, mode: LogprobsMode | None) -> bool:
+    """True if the labelled weights alone do not clearly explain a span, or a part of it.
+
+    A clean span is suspicious in a few percent of cases. The test of parts is the largest sum of
+    log-likelihood ratios of a larger noise over any run of tokens.
+    """
+    if span.labelled is None:
+        return True
+    own = Span(
+        stored=span.stored,
+        scores={span.labelled: span.scores[span.labelled]},
+        labelled=span.labelled,
+        inverse_temperature=span.inverse_temperature,
+        truncation=span.truncation,
+    )
+    label = _fit(own, _plain(own, span.labelled, mode), noise, mode)
+    others = [_fit(own, one, noise, mode) for one in _settings(own, label, label, noise, mode)]
+    best = max([_noisy(label, own, noise), *others], key=lambda fit: fit.score)
+    if best.score + PENALTY > label.score + DOUBT:
+        return True
+    difference = own.stored - label.predicted
+    sigma = noise.sigma(label.predicted, label.hypothesis.inverse_temperature) * label.scale
+    usual = noise.log_density(difference, sigma)
+    for factor in (2.0, 4.0):
+        gain = np.cumsum(noise.log_density(difference, factor * sigma) - usual)
+        lowest = np.minimum.accumulate(np.concatenate([np.zeros(1), gain[:-1]]))
+        if float((gain - lowest).max()) > DOUBT + log(len(gain)):
+            return True
+    z = np.clip(difference / sigma, -3, 3)
+    return bool(abs(z.sum()) > 3.0 * float((z**2).sum()) ** 0.5)
+
+
+def _plain(span: Span, candidate: int, mode: LogprobsMode | None) -> Hypothesis:
+    is_label = candidate == span.labelled or span.labelled is None
+    return Hypothesis(
+        kind="as_labelled" if is_label else "version",
+        candidate=candidate,
+        inverse_temperature=span.inverse(mode),
+        sampled_inverse=span.inverse_temperature,
+        truncation=NO_TRUNCATION if mode == "raw" else span.truncation,
+        penalty=0.0 if is_label else PENALTY + log(max(len(span.scores) - 1, 1)),
+    )
+
+
+def _settings(
+    span: Span, label: Fit, first: Fit, noise: Noise, mode: LogprobsMode | None
+) -> Iterator[Hypothesis]:
+    """Yield hypotheses about settings: for the labelled weights, and the best-fitting ones."""
+    for number in dict.fromkeys([label.hypothesis.candidate, first.hypothesis.candidate]):
+        extra = 0.0 if number == label.hypothesis.candidate else PENALTY
+        usual = _plain(span, number, mode)
+        for offset in OFFSETS:
+            if abs(offset) < len(span.stored):
+                yield _changed(usual, "offset", extra + log(len(OFFSETS)), offset=offset)
+        tokens = span.sampled(number, span.inverse_temperature)
+        if span.modes_differ:
+            if mode == "processed":
+                yield _changed(
+                    usual,
+                    "raw_logprobs",
+                    extra,
+                    inverse_temperature=1.0,
+                    truncation=NO_TRUNCATION,
+                )
+            else:
+                processed: dict[str, object] = {"inverse_temperature": span.inverse_temperature}
+                processed |= {"truncation": span.truncation}
+                yield _changed(usual, "processed_logprobs", extra, **processed)
+        for inverse in _temperatures(span, number, noise, mode):
+            bonus = span.sampled(number, inverse) - tokens if span.truncation.is_off else 0.0
+            changes = {"inverse_temperature": 1.0 if mode == "raw" else inverse, "bonus": bonus}
+            yield _changed(usual, "temperature", extra + 2.0, sampled_inverse=inverse, **changes)
+        scores = span.scores[number]
+        if mode == "raw" or not scores.kept.shape[1]:
+            continue
+        others = [NO_TRUNCATION, *TRUNCATIONS]
+        for one in others:
+            if one != span.truncation:
+                yield _changed(usual, "truncation", extra + log(len(others)), truncation=one)
+
+
+def _changed(usual: Hypothesis, kind: Kind, penalty: float, **changes: object) -> Hypothesis:
+    values = {name: getattr(usual, name) for name in Hypothesis.__slots__} | changes
+    return Hypothesis(**values | {"kind": kind, "penalty": PENALTY + penalty})
+
+
+def _temperatures(span: Span, number: int, noise: Noise, mode: LogprobsMode | None) -> list[float]:
+    """Return the inverse temperature that fits best, apart from the labelled one.
+
+    Raw log-probabilities do not depend on the temperature; then only the tokens tell it.
+    """
+    scores, stored = span.scores[number], span.stored
+
+    def likelihood(inverse: float) -> float:
+        tokens = span.sampled(number, inverse) if span.truncation.is_off else 0.0
+        if mode == "raw":
+            return tokens
+        predicted = scores.at(inverse)
+        sigma = noise.sigma(predicted, inverse)
+        return tokens + float(noise.log_density(stored - predicted, sigma).sum())
+
+    if mode == "raw" and not span.truncation.is_off:
+        return []
+    grid = [b for b in INVERSE_TEMPERATURES if abs(b / span.inverse_temperature - 1) > 0.02]
+    values = [likelihood(b) for b in grid]
+    best = grid[int(np.argmax(values))]
+    step = INVERSE_TEMPERATURES[1] / INVERSE_TEMPERATURES[0]
+    for _ in range(2):
+        grid = [best * step ** (k / REFINED) for k in range(-REFINED, REFINED + 1)]
+        grid = [b for b in grid if abs(b / span.inverse_temperature - 1) > 0.02]
+        best = grid[int(np.argmax([likelihood(b) for b in grid]))]
+        step **= 1 / REFINED
+    return [best]
+
+
+def _predicted(span: Span, one: Hypothesis, mode: LogprobsMode | None) -> Array:
+    """[n] log-probabilities under a hypothesis; NaN where it makes no prediction."""
+    scores = span.scores[one.candidate]
+    if mode == "raw" and one.kind != "processed_logprobs":
+        predicted = scores.at_one
+    elif one.truncation == span.truncation and one.inverse_temperature == span.inverse_temperature:
+        predicted = scores.labelled - scores.own_kept
+    elif one.kind == "truncation":
+        predicted = scores.labelled
+        if not one.truncation.is_off:
+            predicted = predicted - scores.kept[:, TRUNCATIONS.index(one.truncation)]
+    elif one.kind == "temperature":  # the truncation at this temperature is not known exactly
+        predicted = scores.at(one.inverse_temperature) - scores.own_kept
+    else:
+        predicted = scores.at(one.inverse_temperature)
+    if one.second is not None:
+        after = _predicted(span, _plain(span, one.second, mode), mode)
+        predicted = np.where(np.arange(len(predicted)) < (one.position or 0), predicted, after)
+    if not one.offset:
+        return predicted
+    moved = np.full_like(predicted, np.nan)
+    if one.offset > 0:
+        moved[: -one.offset] = predicted[one.offset :]
+    else:
+        moved[-one.offset :] = predicted[: one.offset]
+    return moved
+
+
+def _fit(span: Span, one: Hypothesis, noise: Noise, mode: LogprobsMode | None) -> Fit:
+    """Compute the likelihood of a hypothesis at the best scale that the engine may have."""
+    predicted = _predicted(span, one, mode)
+    return _at_scales(span, one, predicted, noise, np.asarray(SCALES))
+
+
+def _at_scales(span: Span, one: Hypothesis, predicted: Array, noise: Noise, scales: Array) -> Fit:
+    is_known = ~np.isnan(predicted)
+    difference = np.where(is_known, span.stored - predicted, 0.0)
+    sigma = noise.sigma(np.where(is_known, predicted, 0.0), one.inverse_temperature)
+    each = noise.log_density(difference, sigma * scales[:, None])
+    each = np.where(is_known, each, outlier_density(np.ones(1)))
+    if one.kind == "truncation" and not one.truncation.is_off:
+        number = TRUNCATIONS.index(one.truncation)
+        each += OUTSIDE * span.scores[one.candidate].outside[:, number]
+    totals = each.sum(-1) + noise.prior(scales)
+    best = int(np.argmax(totals))
+    return Fit(one, float(totals[best]), float(scales[best]), each[best], predicted)
+
+
+def _noisy(fit: Fit, span: Span, noise: Noise) -> Fit:
+    """Fit the weights of another fit with a larger noise than the engine's."""
+    one = _changed(fit.hypothesis, "noise", fit.hypothesis.penalty + 2.0)
+    scales = np.asarray(LARGER_SCALES)
+    is_known = ~np.isnan(fit.predicted)
+    assert is_known.all()
+    sigma = noise.sigma(fit.predicted, one.inverse_temperature)
+    each = noise.log_density(span.stored - fit.predicted, sigma * scales[:, None])
+    totals = each.sum(-1)
+    best = int(np.argmax(totals))
+    return Fit(one, float(totals[best]), float(scales[best]), each[best], fit.predicted)
+
+
+def _swaps(span: Span, noise: Noise, mode: LogprobsMode | None) -> list[Fit]:
+    """Find the best change of weights within a span, for every pair of candidates."""
+    n, numbers = len(span.stored), list(span.scores)
+    if n < 2:
+        return []
+    each = []
+    for number in numbers:
+        predicted = span.predicted(number, mode)
+        sigma = noise.sigma(predicted, span.inverse(mode))
+        each.append(noise.log_density(span.stored - predicted, sigma))
+    upto = np.cumsum(each, axis=1)
+    total = upto[:, -1]
+    gain = upto[:, None, :-1] + total[None, :, None] - upto[None, :, :-1]
+    gain[np.eye(len(numbers), dtype=np.bool_)] = -np.inf
+    i, j, at = (int(index) for index in np.unravel_index(int(np.argmax(gain)), gain.shape))
+    penalty = PENALTY + log(n) + log(len(numbers) * (len(numbers) - 1))
+    one = Hypothesis(
+        kind="swap",
+        candidate=numbers[i],
+        second=numbers[j],
+        position=at + 1,
+        inverse_temperature=span.inverse(mode),
+        sampled_inverse=span.inverse_temperature,
+        truncation=NO_TRUNCATION if mode == "raw" else span.truncation,
+        penalty=penalty,
+    )
+    return [_fit(span, one, noise, mode)]
+
+
+def _rests_on_several(best: Fit, label: Fit) -> bool:
+    """True if a fault is supported even without the token that supports it most."""
+    gains = best.per_token - label.per_token
+    total = best.log_likelihood + best.hypothesis.bonus - label.log_likelihood
+    return bool(total - max(float(gains.max()), 0.0) > PENALTY / 2)
+
+
+def _verdict(span: Span, best: Fit, label: Fit, versions: list[Fit]) -> Verdict:
+    one = best.hypothesis
+    is_label = best is label
+    margin = float("nan")
+    if len(versions) > 1:
+        rival = versions[1] if best is versions[0] else versions[0]
+        margin = best.log_likelihood - rival.log_likelihood
+    reference = next((fit for fit in versions if fit is not best), best) if is_label else label
+    gains = np.abs(best.per_token - reference.per_token)
+    known = ~np.isnan(best.predicted)
+    kind = one.kind
+    if kind == "noise":
+        residuals = Residuals(span.stored - best.predicted, best.predicted, one.inverse_temperature)
+        kind = "unknown_model" if typical_scale(residuals) > UNRELATED_SCALE else "noise"
+    elif is_label and len(span.stored) < SHORT_TOKENS and abs(margin) < DECIDED:
+        kind = "too_short"
+    ratio = best.log_likelihood + one.bonus - label.log_likelihood
+    return Verdict(
+        kind=kind,
+        hypothesis=one,
+        log_likelihood_ratio=0.0 if is_label else ratio,
+        margin=margin,
+        num_decisive=int((gains > 0.5).sum()),
+        scale=best.scale,
+        mean_difference=float(np.abs(span.stored - best.predicted)[known].mean()),
+    )

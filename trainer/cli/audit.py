@@ -1,0 +1,129 @@
+"""The verb `audit`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from rollout_io.cli.output import emit, emit_json, example, note, shown_log, warn
+from rollout_io.retokenize.local import about_other_tokenizer, tokenizer_directory
+from schemas.errors import ConfigError, count
+
+if TYPE_CHECKING:
+    from schemas.metadata import LogprobsMode
+    from trainer.audit.audit import Plan
+    from trainer.audit.rescoring import Cost
+
+EXAMPLE = "rollouts audit run/rollouts/iteration_00005 --weights run --tokenizer smollm2/"
+
+
+@click.command(epilog=example(EXAMPLE))
+@click.argument("dataset", metavar="DS", type=click.Path())
+@click.option(
+    "--weights",
+    multiple=True,
+    required=True,
+    metavar="PATH",
+    help="Candidate weights: a run, its weights/ folder, a model directory, an adapter, or"
+    " VERSION=DIR; may be repeated.",
+)
+@click.option(
+    "--tokenizer",
+    type=click.Path(),
+    metavar="DIR|NAME",
+    help="Tokenizer with the chat template, to look for prompts that were rendered differently.",
+)
+@click.option("--base", metavar="DIR", help="Model directory for adapters.")
+@click.option("--out", metavar="FILE.parquet", help="Write the verdicts, one row per span.")
+@click.option(
+    "--logprobs-mode",
+    type=click.Choice(["raw", "processed"]),
+    help="Kind of the stored log-probabilities.  [default: as in the dataset's metadata]",
+)
+@click.option(
+    "--first-pass",
+    type=click.FloatRange(0, 1, min_open=True),
+    metavar="SHARE",
+    help="Score only the first tokens of each response under its labelled weights, with this share"
+    " of all candidates' tokens; then only suspicious rows.",
+)
+@click.option("--thorough", is_flag=True, help="Forward every row under every candidate.")
+@click.option(
+    "--limit", type=click.IntRange(min=0), default=10, help="Maximum number of faults to list."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
+def audit(
+    *,
+    dataset: str,
+    weights: tuple[str, ...],
+    tokenizer: str | None,
+    base: str | None,
+    out: str | None,
+    logprobs_mode: LogprobsMode | None,
+    first_pass: float | None,
+    thorough: bool,
+    limit: int,
+    as_json: bool,
+) -> int:
+    """Find the weights and sampling settings that stored log-probabilities fit best.
+
+    Forwards the stored tokens under the candidate weights, and compares the log-probabilities with
+    those that the engine reported. Reports, for each sampled span, wrong labels and broken data: other
+    weights, a swap of weights within the response, another temperature or truncation, shifted
+    log-probabilities, another precision, another prompt or model. Exit code 1 if there are any.
+
+    By default, each row is forwarded under its labelled weights, and under the other candidates only
+    if it does not fit.
+    """
+    if first_pass is not None and thorough:
+        raise click.UsageError("--first-pass and --thorough exclude each other.")
+    if tokenizer is not None:
+        tokenizer_directory(tokenizer)  # before slow imports
+    if out is not None and Path(out).suffix != ".parquet":
+        raise ConfigError("output_file", "--out", out, "a name that ends in .parquet")
+    from rollout_io.cli.dataset import open_valid
+    from rollout_io.dataset.reader import read_metadata
+    from rollout_io.retokenize.tokenizer import load_tokenizer
+    from rollout_io.terminal import Bar
+    from schemas.extras import requires_extra
+
+    with requires_extra("train", "rollouts audit"):
+        from trainer.audit.audit import AuditSettings, run_audit
+        from trainer.audit.candidates import find_candidates
+        from trainer.audit.report import estimate, screen, summary
+        from trainer.audit.rescoring import Weights
+        from trainer.audit.rows import read_audit_rows
+
+    candidates = find_candidates(weights, base)
+    metadata = read_metadata(dataset)
+    if tokenizer is not None:
+        loaded = load_tokenizer(tokenizer)
+        if metadata.tokenizer_fingerprint not in {None, loaded.fingerprint}:
+            warn(about_other_tokenizer(tokenizer, metadata))
+    rows = read_audit_rows(open_valid(dataset), metadata, logprobs_mode)
+    settings = AuditSettings(thorough=thorough, first_pass=first_pass)
+    bar: Bar | None = None
+
+    def announce(plan: Plan, cost: Cost, num_tokens: int) -> None:
+        nonlocal bar
+        if bar is None:
+            note(estimate(plan, cost))
+            bar = Bar(plan.num_most, "tokens", "forwarding")
+        bar.update(num_tokens)
+
+    try:
+        with shown_log():
+            result = run_audit(rows, Weights(candidates), settings, announce=announce)
+    finally:
+        if bar is not None:
+            bar.close()
+    if out is not None:
+        result.verdicts.write_parquet(out)
+        note(f"{count(len(result.verdicts), 'verdict')} -> {out}")
+    if as_json:
+        emit_json(summary(result, limit))
+    else:
+        emit(screen(dataset, result, limit))
+    return 1 if len(result.faults) else 0
