@@ -9,7 +9,7 @@ import click
 
 from rollout_io.cli.output import emit, emit_json, example, note, shown_log, warn
 from rollout_io.retokenize.local import about_other_tokenizer, tokenizer_directory
-from schemas.errors import ConfigError, count
+from schemas.errors import InputError, count
 
 if TYPE_CHECKING:
     from schemas.metadata import LogprobsMode
@@ -82,7 +82,9 @@ def audit(
     if tokenizer is not None:
         tokenizer_directory(tokenizer)  # before slow imports
     if out is not None and Path(out).suffix != ".parquet":
-        raise ConfigError("output_file", "--out", out, "a name that ends in .parquet")
+        raise InputError(
+            "output_file", f"--out {out}", "another extension", "a name that ends in .parquet"
+        )
     from rollout_io.cli.dataset import open_valid
     from rollout_io.dataset.reader import read_metadata
     from rollout_io.retokenize.tokenizer import load_tokenizer
