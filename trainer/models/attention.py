@@ -19,13 +19,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from trainer.batches.forest import Forest, attention_mask
-from trainer.models.tree_attention import tree_attention
+from trainer.models.tree_attention import attend_by_pieces, tree_attention
 
 CHAIN_ATTENTION = "rollout_chains"
 UNKNOWN = ("softcap", "position_bias", "s_aux", "sinks", "indices", "block_indices")
@@ -48,6 +49,7 @@ class ForestMask:
 
 
 FOREST: ContextVar[ForestMask | None] = ContextVar("forest", default=None)
+TANGENTS: ContextVar[bool] = ContextVar("tangents", default=False)
 
 
 def _find_varlen() -> Any:
@@ -70,6 +72,21 @@ def use_chain_attention(model: Any) -> None:
     """
     if model._supports_attention_backend and model.config._attn_implementation == "sdpa":
         model.set_attn_implementation(CHAIN_ATTENTION)
+
+
+@contextmanager
+def forward_mode_attention() -> Iterator[None]:
+    """Use attention that supports forward-mode differentiation, in this context.
+
+    PyTorch's fused kernels have no forward-mode derivatives. Scores are computed for blocks of
+    queries, so that memory is linear in the number of tokens.
+    """
+    token = TANGENTS.set(True)
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        TANGENTS.reset(token)
 
 
 @contextmanager
@@ -170,6 +187,9 @@ def chain_attention(
         if settings.get(name) is not None:
             raise ValueError(f"the model's attention scores use {name}")
     window, lengths = attention_mask.window, attention_mask.lengths
+    if TANGENTS.get():
+        tree = attention_mask.tree, window
+        return attend_by_pieces(query, key, value, *tree, dropout=dropout, scaling=scaling), None
     if lengths is None:
         inputs = module, query, key, value, attention_mask.tree, window
         return tree_attention(*inputs, dropout=dropout, scaling=scaling), None

@@ -84,6 +84,7 @@ class _TargetLogprobs(torch.autograd.Function):
             logprobs[rows] = picked - normalizer[rows]
             entropy[rows] = total.log() - p.mul_(z).sum(-1) / total
         ctx.save_for_backward(logits, token, temperature, normalizer, entropy)
+        ctx.save_for_forward(logits, token, temperature, normalizer, entropy)
         ctx.scale, ctx.softcap, ctx.entropy_gradient = scale, softcap, entropy_gradient
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy)
@@ -106,6 +107,21 @@ class _TargetLogprobs(torch.autograd.Function):
             p.mul_(ctx.scale / temperature[rows, None])
             logits[rows] = p if slope is None else p.mul_(slope)
         return logits, None, None, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, logits_tangent: Tensor, *_: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Compute the derivatives of both outputs in the direction of the logits' tangent."""
+        logits, token, temperature, normalizer, entropy = ctx.saved_tensors
+        found, entropy_found = torch.empty_like(normalizer), torch.empty_like(normalizer)
+        for rows, capped in scaled_blocks(logits, ctx.scale, ctx.softcap):
+            change = logits_tangent[rows] * (ctx.scale / temperature[rows, None])
+            if ctx.softcap is not None:
+                change *= 1 - (capped / ctx.softcap) ** 2
+            z = capped.div_(temperature[rows, None]).sub_(normalizer[rows, None])
+            weighted = z.exp().mul_(change)
+            found[rows] = change.gather(-1, token[rows, None])[:, 0] - weighted.sum(-1)
+            entropy_found[rows] = -weighted.mul_(z.add_(entropy[rows, None])).sum(-1)
+        return found, entropy_found if ctx.entropy_gradient else None
 
 
 def scaled_blocks(

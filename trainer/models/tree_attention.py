@@ -56,6 +56,20 @@ def tree_attention(
         settings = {"scaling": scaling, "dropout": dropout}
         output, _ = flex_attention_forward(module, query, key, value, mask, **settings)  # type: ignore[arg-type]
         return output
+    return attend_by_pieces(query, key, value, tree, window, dropout=dropout, scaling=scaling)
+
+
+def attend_by_pieces(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tree: Tensor,
+    window: int | None,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+) -> Tensor:
+    """Compute `tree_attention` with PyTorch's SDPA only, on any device."""
     attend = partial(
         scaled_dot_product_attention,
         dropout_p=dropout,

@@ -142,12 +142,15 @@ def update(
         InputError: A user's loss or reduction fails, or its result is invalid.
     """
     num_trained = sum(forest.num_targets for forest in forests)
-    inputs = _loss_inputs(learner, batch, forests, old_logprobs, ref_logprobs, passes)
+    inputs = loss_inputs(learner, batch, forests, old_logprobs, ref_logprobs, passes)
     accelerator, parts = learner.accelerator, {}
     own, failures = own_forests(accelerator, forests), list[RolloutError]()
     for done, (number, forest) in enumerate(passes(TRAINING, own), start=1):
         with without_reduction(learner.policy) if done < len(own) else nullcontext():
-            loss, parts[number] = _micro_batch(learner, batch, forest, inputs, failures, recorder)
+            slot = forest.target_slot
+            temperature = batch.temperature[slot].to(accelerator.device)
+            outputs = learner.policy(forest.to(accelerator.device), temperature)
+            loss, parts[number] = loss_of(learner, batch, slot, outputs, inputs, failures, recorder)
             # Data-parallel wrappers average gradients over processes; the weights are global.
             accelerator.backward(loss * accelerator.num_processes)
     if learner.objective.policy_loss.function.is_own:
@@ -166,14 +169,18 @@ def update(
     }
 
 
-def _loss_inputs(
+def loss_inputs(
     learner: Learner,
     batch: Batch,
     forests: Sequence[Forest],
     old_logprobs: Tensor | None,
     ref_logprobs: Tensor | None,
-    passes: Passes,
+    passes: Passes = UNWATCHED,
 ) -> LossInputs:
+    """Compute the inputs of a mini-batch's loss; see `update` for the arguments.
+
+    clip_cov draws the targets that it leaves out with torch's generator.
+    """
     slots = torch.cat([torch.zeros(0, dtype=torch.int64), *(f.target_slot for f in forests)])
     slots = slots.sort().values  # in the order of the batch's tokens, independent of packing
     weights = torch.zeros(len(batch.trains))
@@ -212,22 +219,35 @@ def _units(batch: Batch, forests: Sequence[Forest], slots: IntArray) -> Units:
     )
 
 
-def _micro_batch(
+def loss_of(
     learner: Learner,
     batch: Batch,
-    forest: Forest,
+    slot: Tensor,
+    outputs: tuple[Tensor, Tensor],
     inputs: LossInputs,
     failures: list[RolloutError],
-    recorder: TokenRecorder | None,
+    recorder: TokenRecorder | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute the loss with gradient, and metrics ([M] per target, or one value per row).
+    """Compute the loss of a micro-batch from the policy's outputs.
 
     If a user's loss fails in one of several processes, the error is added to `failures` and the
     loss is 0, because the other processes wait for this one's share of the gradient.
+
+    Args:
+        learner: Its objective is the loss.
+        batch: The batch.
+        slot: [M] int64 targets of complete rows, as indices into the batch's response tokens.
+        outputs: [M] log-probabilities and [M] entropies of these targets.
+        inputs: Inputs of the loss; from `loss_inputs`.
+        failures: Receives the error of a user's loss.
+        recorder: Receives the values that enter the loss.
+
+    Returns:
+        The loss (a scalar with gradient), and metrics ([M] per target, or one value per row).
     """
-    objective, device = learner.objective, learner.accelerator.device
-    slot = forest.target_slot
-    logprobs, entropy = learner.policy(forest.to(device), batch.temperature[slot].to(device))
+    objective = learner.objective
+    logprobs, entropy = outputs
+    device = logprobs.device
     targets, weights = _targets(batch, slot, logprobs, inputs), inputs.weights[slot].to(device)
     try:
         losses, clipped, own_metrics = policy_loss(targets, objective.policy_loss)

@@ -1,0 +1,1 @@
+"""Attribute an update to the rows it trained on."""

@@ -1,0 +1,340 @@
+"""Gradients of single rows: their norms, and their inner products with a direction.
+
+The gradient of an update is a sum over its targets. With the policy's log-probability l_t and
+entropy h_t of target t, and the derivatives c_t and e_t of the loss with respect to them:
+
+    G   = sum over all targets of (c_t grad l_t + e_t grad h_t)
+    G_i = the same sum over the targets of row i,        so that the sum of all G_i is G
+
+c_t and e_t contain everything else that the loss depends on: weights and denominators of the
+reduction, advantages, ratios, clipping, corrections, divergence. They are those of the update, with
+all rows. Quantities that depend on several rows (the selection of clip_cov and kl_cov, denominators,
+a user's loss that compares rows) are constants: G_i does not contain their derivatives, and neither
+does the update's gradient.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.func import functional_call
+
+from schemas.ragged import BoolArray, IntArray
+from trainer.batches.data import Batch
+from trainer.batches.forest import Forest, chain_forest, chain_forests
+from trainer.blame.ghost import GhostNorms, UnsupportedLayerError, check_layers
+from trainer.models.attention import forward_mode_attention, lengths_of_chains
+from trainer.models.policy import Policy
+from trainer.run.remarks import say
+from trainer.run.update import Learner, LossInputs, loss_inputs, loss_of
+
+forward_ad: Any = torch.autograd.forward_ad
+Direction = Mapping[str, Tensor]
+"""A vector in parameter space, by the name of the trained parameter."""
+TOLERANCE = {"no": 1e-3, "bf16": 0.1}
+"""Largest relative difference between fast and exact norms, by mixed precision."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Coefficients:
+    """Derivatives of an update's loss with respect to the policy's outputs.
+
+    Attributes:
+        logprobs: [T] float32 c_t; 0 at response tokens that are not targets.
+        entropies: [T] float32 e_t; 0 if the entropy has no gradient.
+        outputs: [T] float32 log-probabilities of the targets, nats.
+    """
+
+    logprobs: Tensor
+    entropies: Tensor
+    outputs: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowGradients:
+    """Gradient of an update, and the norms of its R rows.
+
+    Attributes:
+        rows: [R] int64 rows of the batch that have targets in the update, ascending.
+        norms: [R] float64 L2 norm of each row's gradient.
+        gradient: G, the sum of the rows' gradients; not clipped.
+        targets: [T] bool, response tokens that are targets of the update.
+        coefficients: Derivatives of the loss, per response token of the batch.
+        inputs: Inputs of the loss.
+        is_fast: Whether the norms come from one backward pass per micro-batch.
+    """
+
+    rows: IntArray
+    norms: np.ndarray[tuple[int], np.dtype[np.float64]]
+    gradient: dict[str, Tensor]
+    targets: BoolArray
+    coefficients: Coefficients
+    inputs: LossInputs
+    is_fast: bool
+
+
+def row_gradients(
+    learner: Learner,
+    batch: Batch,
+    forests: Sequence[Forest],
+    old_logprobs: Tensor | None,
+    ref_logprobs: Tensor | None = None,
+    *,
+    exact: bool = False,
+) -> RowGradients:
+    """Compute the gradient of an update and the norm of each row's gradient.
+
+    The fast way computes all norms of a micro-batch in one backward pass (see `GhostNorms`), and
+    checks the largest one against a backward pass of that row alone. If the model has layers that
+    it does not support, or the check fails, every row is computed by a backward pass of its own.
+
+    Rows of a tree share tokens, and with these tokens a part of the backward pass: here, such rows
+    are forwarded as separate chains, at the cost of the layout `step`.
+
+    Args:
+        learner: Policy and objective; neither the policy nor the optimizer is changed.
+        batch: The batch; see `trainer.run.update.update` for the other arguments.
+        forests: Micro-batches of the update.
+        old_logprobs: [T] nats, or None.
+        ref_logprobs: [T] nats, or None.
+        exact: Compute every row by a backward pass of its own.
+
+    Raises:
+        InputError: A user's loss fails, or its result is invalid.
+    """
+    inputs = loss_inputs(learner, batch, forests, old_logprobs, ref_logprobs)
+    rows = _rows_of(batch, forests)
+    if not exact:
+        try:
+            return _fast(learner, batch, forests, inputs, rows)
+        except UnsupportedLayerError as error:
+            say(f"note: {error}; computing one backward pass per row")
+    coefficients = _coefficients(learner, batch, forests, inputs)
+    total = {name: torch.zeros_like(p) for name, p in _trained(learner)}
+    norms = np.zeros(len(rows))
+    for number, row in enumerate(rows):
+        found = row_gradient(learner, batch, forests, coefficients, int(row))
+        norms[number] = norm(found)
+        for name, gradient in found.items():
+            total[name] += gradient
+    return RowGradients(
+        rows=rows,
+        norms=norms,
+        gradient=total,
+        targets=_is_target(batch, forests),
+        coefficients=coefficients,
+        inputs=inputs,
+        is_fast=False,
+    )
+
+
+def row_gradient(
+    learner: Learner,
+    batch: Batch,
+    forests: Sequence[Forest],
+    coefficients: Coefficients,
+    row: int,
+) -> dict[str, Tensor]:
+    """Compute G_i of one row by a forward and a backward pass of that row alone."""
+    device = learner.accelerator.device
+    targets = _is_target(batch, forests)
+    tokens = batch.prompts, batch.responses
+    forest = chain_forest(*tokens, targets, np.array([row]), batch.routes)
+    slot = forest.target_slot
+    names, parameters = zip(*_trained(learner), strict=True)
+    outputs = learner.policy(forest.to(device), batch.temperature[slot].to(device))
+    weighted = _weighted(outputs, coefficients, slot)
+    found = torch.autograd.grad(weighted.sum(), parameters, materialize_grads=True)
+    return dict(zip(names, found, strict=True))
+
+
+@torch.no_grad()
+def inner_products(
+    learner: Learner,
+    batch: Batch,
+    forests: Sequence[Forest],
+    coefficients: Coefficients,
+    direction: Direction,
+) -> Tensor:
+    """Compute each target's share of the inner product of the gradient with a direction.
+
+        p_t = <c_t grad l_t + e_t grad h_t, v>,        so that <G_i, v> = sum of p_t over row i
+
+    p_t is the derivative of c_t l_t + e_t h_t at theta + x v with respect to x, at x = 0: one
+    forward pass in forward mode yields it for all targets of a micro-batch, whatever the model's
+    layers are. Rows may share tokens.
+
+    Args:
+        learner: Its policy is the point theta.
+        batch: The batch.
+        forests: Micro-batches, in any layout.
+        coefficients: c and e.
+        direction: v.
+
+    Returns:
+        [T] float64; 0 at response tokens that are not targets.
+    """
+    accelerator = learner.accelerator
+    device, products = accelerator.device, torch.zeros(len(batch.trains), dtype=torch.float64)
+    trained = dict(_trained(learner))
+    for forest in forests:
+        slot = forest.target_slot
+        inputs = forest.to(device), batch.temperature[slot].to(device)
+        with _quiet(), forward_ad.dual_level(), forward_mode_attention():
+            duals = {
+                name: forward_ad.make_dual(parameter.detach(), direction[name])
+                for name, parameter in trained.items()
+            }
+            outputs = functional_call(learner.policy, duals, inputs)
+            tangents = [forward_ad.unpack_dual(output).tangent for output in outputs]
+        # Without a gradient, the entropy has no tangent.
+        logprobs, entropies = (torch.zeros(len(slot)) if t is None else t for t in tangents)
+        products[slot] = _weighted((logprobs, entropies), coefficients, slot).double().cpu()
+    return products
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Ignore that PyTorch compiles some of its own forward-mode derivatives with TorchScript."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)
+        yield
+
+
+def norm(direction: Direction) -> float:
+    """Compute the L2 norm over all parameters."""
+    return math.sqrt(sum(float(t.double().square().sum()) for t in direction.values()))
+
+
+def inner(a: Direction, b: Direction) -> float:
+    """Compute the inner product over all parameters."""
+    return sum(float((a[name].double() * b[name].double()).sum()) for name in a)
+
+
+def _fast(
+    learner: Learner,
+    batch: Batch,
+    forests: Sequence[Forest],
+    inputs: LossInputs,
+    rows: IntArray,
+) -> RowGradients:
+    """Compute the norms by one backward pass per micro-batch.
+
+    Raises:
+        UnsupportedLayerError: The norms cannot be computed in this way.
+    """
+    accelerator = learner.accelerator
+    policy: Policy = accelerator.unwrap_model(learner.policy)
+    check_layers(policy)
+    known: Coefficients | None = None
+    if any(lengths_of_chains(forest.subtree_end) is None for forest in forests):
+        known = _coefficients(learner, batch, forests, inputs)
+        budget = max(forest.num_tokens for forest in forests)
+        tokens = batch.prompts, batch.responses
+        targets = _is_target(batch, forests)
+        forests = chain_forests(*tokens, targets, rows, budget, routes=batch.routes)
+    found = known or _no_coefficients(batch)
+    squares = torch.zeros(len(batch.names), dtype=torch.float64)
+    learner.optimizer.zero_grad()
+    with GhostNorms(policy) as ghost:
+        for forest in forests:
+            slot = forest.target_slot
+            given = None if known is None else (known.logprobs[slot], known.entropies[slot])
+            loss = partial(_derivatives, learner, batch, slot, inputs)
+            temperature = batch.temperature[slot]
+            with accelerator.autocast():
+                result = ghost.backward(forest, temperature, accelerator.device, given or loss)
+            row = torch.from_numpy(batch.responses.row_of(result.first_slots.numpy()))
+            squares[row] += result.squares
+            found.logprobs[slot], found.entropies[slot] = result.coefficients
+            found.outputs[slot] = result.logprobs
+    gradient = {
+        name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+        for name, p in _trained(learner)
+    }
+    learner.optimizer.zero_grad()
+    norms = squares[rows].clamp(min=0).sqrt().numpy()
+    largest = int(np.argmax(norms)) if len(rows) else 0
+    if len(rows):
+        expected = norm(row_gradient(learner, batch, forests, found, int(rows[largest])))
+        difference = abs(norms[largest] - expected) / max(expected, 1e-30)
+        if difference > TOLERANCE["no" if accelerator.mixed_precision == "no" else "bf16"]:
+            raise UnsupportedLayerError(
+                f"the fast norm of a row differs from the exact one by {difference:.2%}"
+            )
+    return RowGradients(
+        rows=rows,
+        norms=norms,
+        gradient=gradient,
+        targets=_is_target(batch, forests),
+        coefficients=found,
+        inputs=inputs,
+        is_fast=True,
+    )
+
+
+def _coefficients(
+    learner: Learner, batch: Batch, forests: Sequence[Forest], inputs: LossInputs
+) -> Coefficients:
+    """Compute the derivatives of the loss by a forward pass of the update's micro-batches."""
+    device, found = learner.accelerator.device, _no_coefficients(batch)
+    for forest in forests:
+        slot = forest.target_slot
+        with torch.no_grad():
+            outputs = learner.policy(forest.to(device), batch.temperature[slot].to(device))
+        derivatives = _derivatives(learner, batch, slot, inputs, *outputs)
+        found.logprobs[slot], found.entropies[slot] = (d.cpu() for d in derivatives)
+        found.outputs[slot] = outputs[0].cpu()
+    return found
+
+
+def _no_coefficients(batch: Batch) -> Coefficients:
+    zeros = (torch.zeros(len(batch.trains)) for _ in range(3))
+    return Coefficients(**dict(zip(("logprobs", "entropies", "outputs"), zeros, strict=True)))
+
+
+def _derivatives(
+    learner: Learner,
+    batch: Batch,
+    slot: Tensor,
+    inputs: LossInputs,
+    logprobs: Tensor,
+    entropies: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Compute the derivatives of a micro-batch's loss ([M] each) from the policy's outputs."""
+    logprobs, entropies = (t.detach().requires_grad_() for t in (logprobs, entropies))
+    with torch.enable_grad():
+        loss, _ = loss_of(learner, batch, slot, (logprobs, entropies), inputs, [])
+        c, e = torch.autograd.grad(loss, (logprobs, entropies), materialize_grads=True)
+    policy: Policy = learner.accelerator.unwrap_model(learner.policy)
+    return c, e if policy.entropy_gradient else torch.zeros_like(e)
+
+
+def _weighted(outputs: Sequence[Tensor], coefficients: Coefficients, slot: Tensor) -> Tensor:
+    logprobs, entropies = outputs
+    c, e = (t[slot].to(logprobs.device) for t in (coefficients.logprobs, coefficients.entropies))
+    return c * logprobs + e * entropies.to(logprobs.device)
+
+
+def _trained(learner: Learner) -> list[tuple[str, torch.nn.Parameter]]:
+    return [(name, p) for name, p in learner.policy.named_parameters() if p.requires_grad]
+
+
+def _is_target(batch: Batch, forests: Sequence[Forest]) -> BoolArray:
+    found = np.zeros(len(batch.trains), np.bool_)
+    for forest in forests:
+        found[forest.target_slot.numpy()] = True
+    return found
+
+
+def _rows_of(batch: Batch, forests: Sequence[Forest]) -> IntArray:
+    return np.unique(batch.responses.row_of(np.flatnonzero(_is_target(batch, forests))))
