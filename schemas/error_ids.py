@@ -409,6 +409,9 @@ view_query: The viewer's page, or another client, sent a parameter that is missi
     Correct the parameter that the message names.
 view_size: A prefix tree has too many tokens to be shown at once.
     Open the tree of one trajectory, or merge the dataset first.
+view_table: A Parquet file given to `rollouts view` is neither a dataset nor a table of verdicts or
+    shares.
+    Pass a table that `rollouts audit` or `rollouts blame` wrote, together with its dataset or run.
 view_token: A request to the viewer has no token, or a wrong one.
     Open the address that `rollouts view` printed.
 worker: A worker process died, often because memory ran out.

@@ -9,13 +9,16 @@ from rollout_io.cli.usage import HintedUsageError
 
 EXAMPLES = example(
     "rollouts view shop/\n  rollouts view runs/shop runs/baseline"
+    "\n  rollouts view shop/ verdicts.parquet"
     '\n  rollouts view shop/ --where "reward < 0" --out report.html'
 )
 DEFAULT_LIMIT = 200
 
 
 @click.command(epilog=EXAMPLES)
-@click.argument("paths", metavar="DS|RUN [OTHER]", nargs=-1, required=True, type=click.Path())
+@click.argument(
+    "paths", metavar="DS|RUN [OTHER] [TABLE]...", nargs=-1, required=True, type=click.Path()
+)
 @click.option(
     "--where", metavar="SQL", help="With --out: export only trajectories with a matching row."
 )
@@ -46,17 +49,21 @@ def view(
 ) -> None:
     """Show a dataset or a run in the browser, token by token.
 
+    A TABLE is one that `rollouts audit` or `rollouts blame` wrote about the rows.
+
     Serves a page on this machine only, at an address with a secret token, until Ctrl-C. With --out,
     writes the page and the selected trajectories as one file, which opens without a server.
     """
-    if len(paths) > 2:
-        raise click.UsageError("view shows at most two datasets or runs.")
     if out is None and (where is not None or limit is not None):
         hint = "filter in the page, or pass --out report.html"
         raise HintedUsageError("--where and --limit need --out.", hint)
     import asyncio
     import webbrowser
 
+    from pipelines.view.findings import kind_of_table
+
+    if sum(kind_of_table(path) is None for path in paths) > 2:
+        raise click.UsageError("view shows at most two datasets or runs.")
     from pipelines.view.api import Api
     from pipelines.view.bundle_files import Bundle
     from pipelines.view.sources import Sources
@@ -65,6 +72,8 @@ def view(
         from pipelines.view.export import export
 
         bundle, sources = Bundle.read(), Sources.open(paths, tokenizer)
+        for text in sources.warnings:
+            warn(text)
         found = export(sources, bundle, out, where=where, limit=limit or DEFAULT_LIMIT)
         note(f"wrote {out}: {found}")
         return

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-from pipelines.view import attempts, diff, labels, row_tokens, run_files, table, updates
+from pipelines.view import attempts, diff, findings, labels, row_tokens, run_files, table, updates
 from pipelines.view.answers import Answer, json_answer
 from pipelines.view.conversation import conversation
 from pipelines.view.prefix_icicle import tree
@@ -90,7 +90,9 @@ class Api:
                 ("/api/datasets/{}/tree", self._tree),
                 ("/api/datasets/{}/conversation", self._conversation),
                 ("/api/datasets/{}/tokens", self._tokens),
+                ("/api/datasets/{}/verdicts", self._verdicts),
                 ("/api/datasets/{}/search", self._search),
+                ("/api/shares/{}", self._shares),
                 ("/api/diff", self._diff),
                 ("/api/diff/pair", self._pair),
             )
@@ -199,6 +201,15 @@ class Api:
         dataset, step_index = self.sources.dataset(number), query.number("step_index", 0)
         trajectory_id = query.text("trajectory_id")
         return row_tokens.tokens(dataset, trajectory_id, step_index, *self._of(query))
+
+    def _verdicts(self, number: str, query: Query) -> Answer:
+        verdicts = self.sources.dataset(number).verdicts
+        row = query.text("trajectory_id"), query.number("step_index", 0)
+        return json_answer({"spans": [] if verdicts is None else findings.spans(verdicts, *row)})
+
+    def _shares(self, number: str, query: Query) -> Answer:
+        limit = query.number("limit", _DEFAULT_LIMIT)
+        return findings.top_shares(self.sources.share(number).rows, limit)
 
     def _search(self, number: str, query: Query) -> Answer:
         given = query.optional("ids")

@@ -15,6 +15,7 @@ from pipelines.view import attempts
 from pipelines.view.answers import JSON, Answer, json_answer
 from pipelines.view.api import Api
 from pipelines.view.bundle_files import Bundle
+from pipelines.view.findings import SHARE
 from pipelines.view.packing import Packing
 from pipelines.view.run_files import FLAGS, NUMBERS, read_tokens
 from pipelines.view.sources import Dataset, Sources
@@ -26,6 +27,8 @@ NUM_TASKS = 200
 """Maximum number of tasks that an exported file lists."""
 NUM_TARGETS = 2000
 """Maximum number of targets per update in an exported file."""
+NUM_SHARES = 100
+"""Maximum number of rows by their share of an update in an exported file."""
 
 _MARK = "__ANSWERS__"
 _RECORDED = frozenset({*NUMBERS.values(), *FLAGS})
@@ -79,7 +82,10 @@ def export(sources: Sources, bundle: Bundle, out: str, *, where: str | None, lim
 
 
 def _add(packing: Packing, key: str, answer: Answer) -> None:
-    """Pack an answer; the tokens of a dataset share one table, and those of an update another."""
+    """Pack an answer.
+
+    The tokens of a dataset share one table, those of an update and each column of shares another.
+    """
     if answer.kind == JSON:
         packing.add_text(key, answer.content)
         return
@@ -91,7 +97,10 @@ def _add(packing: Packing, key: str, answer: Answer) -> None:
     asked = dict(parse_qsl(parts.query))
     row = f"{asked['trajectory_id']} {asked['step_index']}"
     recorded = [name for name in table.column_names if name in _RECORDED]
-    stored = {(parts.path, row): table.drop_columns(recorded)}
+    shares = [name for name in table.column_names if name.startswith(SHARE)]
+    stored = {(parts.path, row): table.drop_columns([*recorded, *shares])}
+    for name in shares:  # rows of other updates lack the column
+        stored[f"{parts.path} {name}", row] = table.select([name])
     if recorded:
         stored[f"{parts.path} {asked['run']} {asked['update']}", row] = table.select(recorded)
     packing.add_table(key, stored)
@@ -135,8 +144,12 @@ def _answers(
             yield asked(f"{root}/conversation", trajectory_id=name)
             for step in range(num_rows):
                 yield asked(f"{root}/tokens", trajectory_id=name, step_index=step)
+                if sources.datasets[number].verdicts is not None:
+                    yield asked(f"{root}/verdicts", trajectory_id=name, step_index=step)
                 if sources.runs:
                     yield asked(f"{root}/recorded", trajectory_id=name, step_index=step)
+    for number in sources.shares:
+        yield asked(f"/api/shares/{number}", limit=NUM_SHARES)
     for number in sources.runs:
         yield asked(f"/api/runs/{number}/metrics")
         for update in _updates(described, number):

@@ -53,7 +53,7 @@ def write_labels(
             long, a value is invalid, or `out` is not a local directory.
         ConfigError: `known_trajectory`: a label is for an unknown trajectory.
     """
-    taken = {*COLUMN_BY_NAME, *PREFIX_TYPES, *COMPUTED}
+    taken = {*COLUMN_BY_NAME, *PREFIX_TYPES, *COMPUTED, *dataset.index.added}
     if not column or column in taken or len(column) > 200:
         got = f"labels cannot be written to the column {column[:200]!r}"
         hint = "choose a name that neither the rollout table nor the viewer uses"

@@ -60,6 +60,7 @@ def tokens(
             & (pl.col("loss_mask").list.len() == size)  # else the dataset has changed since
         )
         columns |= _recorded(recorded, whole)
+    columns |= _shares(dataset, trajectory_id, step_index, whole)
     number = dataset.index.number(trajectory_id)
     begin, end = dataset.index.bounds(number)
     value = dataset.index.trajectories["return"][number]
@@ -114,6 +115,21 @@ def _versions(
         if own is not None:
             versions[segment["start"] : segment["start"] + segment["length"]] = own
     return to_arrow(versions, mask=versions < 0)
+
+
+def _shares(
+    dataset: Dataset, trajectory_id: str, step_index: int, num_tokens: int
+) -> dict[str, pa.Array]:
+    """Return the shares of the row's tokens in each update that a table of shares has them of."""
+    found = {}
+    for column, rows in dataset.shares.items():
+        own = rows.filter(
+            (pl.col("trajectory_id") == trajectory_id) & (pl.col("step_index") == step_index)
+        )
+        if len(own):
+            values = _list(own.select("token_shares").to_arrow(), "token_shares")
+            found[column] = _at_end(num_tokens, values, pa.float32())
+    return found
 
 
 def _recorded(records: pl.DataFrame, num_tokens: int) -> dict[str, pa.Array]:

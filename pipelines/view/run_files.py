@@ -146,20 +146,38 @@ def changed_rows(run: Path, dataset: str, update: int | None = None) -> str:
     if update is None:
         records = records.filter(pl.col("dataset") == dataset)
     recorded = records.select(kept)
-    ids = recorded["trajectory_id"].unique().implode()
-    rows = rollout_io.scan(dataset).filter(pl.col("trajectory_id").is_in(ids))
-    sums = pl.col("response_ids").cast(pl.List(pl.Int64)).list.sum()
-    try:
-        stored = rows.select(*kept[:2], token_sum=sums).collect()
-    except (pl.exceptions.PolarsError, OSError) as error:
-        got = f"its rows cannot be read: {' '.join(str(error).split())}"
-        raise InputError("readable_file", dataset, got) from None
+    stored = row_sums(dataset, recorded["trajectory_id"].unique())
     changed = recorded.join(stored, on=kept, how="anti")
     if changed.is_empty():
         return ""
     name, step, _ = changed.row(0)
     differ = f"{len(changed):,} of {count(len(recorded), 'recorded row')} differ"
     return f"{differ}, the first in trajectory {name}, step {step}"
+
+
+def row_sums(dataset: str, trajectory_ids: pl.Series) -> pl.DataFrame:
+    """Return the sum and the number of the response tokens of each row of some trajectories.
+
+    Returns:
+        `trajectory_id`, `step_index`, `token_sum` (int64) and `num_tokens_of_row`.
+
+    Raises:
+        InputError: `readable_file`: the dataset is damaged.
+    """
+    ids = pl.col("response_ids")
+    try:
+        rows = rollout_io.scan(dataset).filter(
+            pl.col("trajectory_id").is_in(trajectory_ids.implode())
+        )
+        return rows.select(
+            "trajectory_id",
+            "step_index",
+            token_sum=ids.cast(pl.List(pl.Int64)).list.sum(),
+            num_tokens_of_row=ids.list.len().cast(pl.Int32),
+        ).collect()
+    except (pl.exceptions.PolarsError, OSError) as error:
+        got = f"its rows cannot be read: {' '.join(str(error).split())}"
+        raise InputError("readable_file", dataset, got) from None
 
 
 def iterations_of(run: Path) -> dict[int, str]:

@@ -14,6 +14,16 @@ import polars as pl
 import pyarrow as pa
 
 from pipelines.view import run_files
+from pipelines.view.findings import (
+    FAULT_NATS,
+    FAULTS,
+    SHARE,
+    Findings,
+    faults_of,
+    kind_of_table,
+    read_findings,
+    shares_of,
+)
 from pipelines.view.tokenizers import Found, Tokenizers
 from pipelines.view.trajectory_index import COMPUTED, TrajectoryIndex, kind_of
 from rollout_io.dataset.reader import RowReader, read_layout, read_metadata, scan
@@ -21,8 +31,10 @@ from rollout_io.retokenize import ChatTokenizer
 from rollout_io.retokenize.local import about_other_tokenizer, is_other_tokenizer
 from rollout_io.retokenize.token_bytes import TokenBytes
 from schemas.columns import COLUMN_BY_NAME
-from schemas.errors import ConfigError, InputError, RolloutError
+from schemas.errors import ConfigError, InputError, RolloutError, count
 from schemas.token_records import token_record_steps
+from schemas.update_shares import BLAME
+from schemas.verdicts import AUDIT
 
 
 class Dataset:
@@ -44,13 +56,22 @@ class Dataset:
         self._given_tokenizer, self._tokenizers = tokenizer, tokenizers
         self.model: str | None = None
         """Model of a run that trained on the dataset."""
+        self.verdicts: pl.DataFrame | None = None
+        """Verdicts about the dataset's rows; None without an audit."""
+        self.shares: dict[str, pl.DataFrame] = {}
+        """Shares of the dataset's rows in updates, by column of the table of trajectories."""
         self._lock = Lock()
         self._index: TrajectoryIndex | None = None
 
     @property
     def warnings(self) -> list[str]:
         """Sentences about columns that the page cannot show."""
-        hidden = [field.name for field in self.reader.schema if field.name in COMPUTED]
+        computed = {
+            *COMPUTED,
+            *self.shares,
+            *(() if self.verdicts is None else (FAULTS, FAULT_NATS)),
+        }
+        hidden = [field.name for field in self.reader.schema if field.name in computed]
         end = "because the viewer computes a column of this name. Rename it in the dataset."
         return [f"{self.name}: the column {name} is not shown, {end}" for name in hidden]
 
@@ -63,7 +84,12 @@ class Dataset:
         """
         with self._lock:
             if self._index is None:
-                self._index = TrajectoryIndex.read(self.path)
+                index = TrajectoryIndex.read(self.path)
+                if self.verdicts is not None:
+                    index.add(faults_of(self.verdicts))
+                for column, rows in self.shares.items():
+                    index.add(shares_of(rows, column))
+                self._index = index
             return self._index
 
     @cached_property
@@ -143,6 +169,7 @@ class Dataset:
             "columns": columns,
             "tokenizer": self.tokenizer,
             "layout": read_layout(self.path),
+            "num_verdicts": 0 if self.verdicts is None else len(self.verdicts),
         }
 
 
@@ -230,6 +257,27 @@ class Run:
         return [self.dataset_of(iterations[step]) if step in iterations else None for step in steps]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shares:
+    """Shares of an update that a viewer shows.
+
+    Attributes:
+        name: Name of the file.
+        path: The file.
+        run: Id of the run; None if it is not open.
+        update: The update.
+        column: Name of the column of shares.
+        rows: The rows; `dataset` is the id of the dataset, null if its rows are not shown.
+    """
+
+    name: str
+    path: str
+    run: str | None
+    update: int
+    column: str
+    rows: pl.DataFrame
+
+
 @dataclass(kw_only=True)
 class Sources:
     """The datasets and runs of a viewer.
@@ -237,11 +285,13 @@ class Sources:
     Attributes:
         datasets: Datasets by id.
         runs: Runs by id.
+        shares: Shares of updates by id.
         warnings: Sentences that the page shows.
     """
 
     datasets: dict[str, Dataset] = field(default_factory=dict)
     runs: dict[str, Run] = field(default_factory=dict)
+    shares: dict[str, Shares] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     tokenizers: Tokenizers = field(default_factory=Tokenizers)
 
@@ -250,22 +300,31 @@ class Sources:
         """Open datasets and runs; datasets among `paths` are checked and indexed at once.
 
         Args:
-            paths: Datasets, or directories of runs.
+            paths: Datasets, directories of runs, and tables of verdicts or shares about their rows.
             tokenizer: Directory of the tokenizer; None: the one that each dataset records, or
                 that of the model of its run.
 
         Raises:
-            RolloutError: A path is neither a dataset nor a run, or a dataset is invalid.
+            RolloutError: A path is neither a dataset nor a run nor such a table, or is invalid.
         """
         sources = cls()
         if tokenizer is not None:
             sources.tokenizers.token_bytes(tokenizer)
+        given, tables = [], []
         for path in dict.fromkeys(paths):
             if run_files.is_run(Path(path)):
                 sources._add_run(path, tokenizer)
+            elif kind_of_table(path) is not None:
+                tables.append(path)
             else:
-                number = sources._add_dataset(path, path, tokenizer)
-                _ = sources.datasets[number].index
+                given.append(sources._add_dataset(path, path, tokenizer))
+        if tables and not sources.datasets and not sources.runs:
+            got = "the table is shown with the rows that it is about, and no dataset is given"
+            hint = f"pass their dataset or run, too: rollouts view DATASET {tables[0]}"
+            raise InputError("view_table", tables[0], got, hint=hint)
+        sources._add_tables(tables, given)
+        for number in given:
+            _ = sources.datasets[number].index
         sources._warn_of_tokenizers()
         if tokenizer is not None:
             sources._warn_of_others(tokenizer)
@@ -313,7 +372,125 @@ class Sources:
             }
             for number, run in self.runs.items()
         ]
-        return {"datasets": datasets, "runs": runs, "warnings": warnings}
+        shares = [
+            {
+                "id": number,
+                "name": one.name,
+                "run": one.run,
+                "update": one.update,
+                "column": one.column,
+                "num_rows": len(one.rows),
+            }
+            for number, one in self.shares.items()
+        ]
+        return {"datasets": datasets, "runs": runs, "shares": shares, "warnings": warnings}
+
+    def share(self, number: str) -> Shares:
+        """Return shares of an update by their id.
+
+        Raises:
+            InputError: `no_such_path`: the id is unknown.
+        """
+        if number not in self.shares:
+            raise InputError("no_such_path", number, "the viewer has no shares with this id")
+        return self.shares[number]
+
+    def _add_tables(self, tables: Sequence[str], given: Sequence[str]) -> None:
+        """Add the given tables of verdicts and shares, and those in the directories of the runs."""
+        known = set()
+        for number, run in self.runs.items():
+            for folder in (AUDIT, BLAME):
+                for file in sorted((run.path / folder).glob("*.parquet")):
+                    known.add(_absolute(str(file)))
+                    try:
+                        self._add_table(str(file), given, number)
+                    except InputError as error:
+                        self.warnings.append(f"{error.sentence} It is not shown.")
+        for path in tables:
+            if _absolute(path) not in known:
+                self._add_table(path, given, None)
+
+    def _add_table(self, path: str, given: Sequence[str], run: str | None) -> None:
+        kind = kind_of_table(path)
+        if kind is None:
+            raise InputError("readable_file", path, "the file is damaged or not Parquet")
+        for found in read_findings(path, kind):
+            numbers = {
+                named: self._dataset_of(found, named, given)
+                for named in found.rows["dataset"].unique(maintain_order=True).to_list()
+            }
+            dataset = pl.col("dataset").replace_strict(numbers, return_dtype=pl.String)
+            rows = found.rows.with_columns(dataset)
+            shown = {number: rows.filter(dataset=number) for number in numbers.values() if number}
+            if kind == "verdicts":
+                for number, own in shown.items():
+                    before = self.datasets[number].verdicts
+                    both = own if before is None else pl.concat([before, own])
+                    self.datasets[number].verdicts = both
+            else:
+                self._add_shares(found, rows, shown, run or self._run_of(found))
+
+    def _add_shares(
+        self, found: Findings, rows: pl.DataFrame, shown: dict[str, pl.DataFrame], run: str | None
+    ) -> None:
+        assert found.update is not None
+        name = column = f"{SHARE}{found.update}"
+        taken = {one.column for one in self.shares.values()}
+        again = 1
+        while column in taken:
+            again += 1
+            column = f"{name}_{again}"
+        self.shares[f"s{len(self.shares)}"] = Shares(
+            name=found.name, path=found.path, run=run, update=found.update, column=column, rows=rows
+        )
+        for number, own in shown.items():
+            self.datasets[number].shares[column] = own
+
+    def _run_of(self, found: Findings) -> str | None:
+        """Return the id of the run that a table of shares names; None if it is not open."""
+        assert found.run is not None
+        for number, run in self.runs.items():
+            if _absolute(str(run.path)) == _absolute(found.run):
+                return number
+        named = [n for n, run in self.runs.items() if run.name == _short_name(found.run)]
+        if len(named) == 1 and not Path(found.run).exists():  # it was moved
+            return named[0]
+        if self.runs:
+            self.warnings.append(
+                f"{found.name}: its shares are those of the run {found.run}, which is not open."
+            )
+        return None
+
+    def _dataset_of(self, found: Findings, named: str, given: Sequence[str]) -> str | None:
+        """Return the id of the dataset that a table names, if all its rows are as in the table."""
+        exact = [n for n, one in self.datasets.items() if _absolute(one.path) == _absolute(named)]
+        tried = exact or [
+            number for run in self.runs.values() if (number := run.dataset_of(named)) is not None
+        ]
+        if not tried and found.rows["dataset"].n_unique() == 1 and not Path(named).exists():
+            tried = list(given)  # the dataset was moved
+        differences = {number: self._difference(found, named, number) for number in tried}
+        same = [number for number, difference in differences.items() if not difference]
+        if len(same) == 1:
+            return same[0]
+        start = f"{found.name}: its {count(len(found.of_dataset(named)), 'row')} about {named}"
+        if not tried:
+            reason = "that dataset is not open"
+        elif same:
+            reason = f"{count(len(same), 'open dataset')} have these rows"
+        else:
+            reason = "; ".join(
+                f"{self.datasets[n].name} is another dataset, or was changed: {difference}"
+                for n, difference in differences.items()
+            )
+        self.warnings.append(f"{start} are not shown because {reason}.")
+        return None
+
+    def _difference(self, found: Findings, named: str, number: str) -> str:
+        try:
+            return found.difference(named, self.datasets[number].path)
+        except InputError as error:
+            return error.sentence.removesuffix(".")
 
     def _add_dataset(self, name: str, path: str, tokenizer: str | None) -> str:
         for number, known in self.datasets.items():

@@ -88,6 +88,7 @@ class TrajectoryIndex:
         starts: [T + 1] first row of each trajectory.
         cut: Text columns with values that are longer than `MAX_TEXT`; conditions on them are
             evaluated on disk.
+        added: Columns that `add` added to the trajectories; conditions may use them.
     """
 
     path: PathLike
@@ -95,6 +96,7 @@ class TrajectoryIndex:
     trajectories: pl.DataFrame
     starts: IntArray
     cut: frozenset[str]
+    added: tuple[str, ...] = ()
     _masks: dict[str, BoolArray] = field(default_factory=dict)
     _orders: dict[tuple[str, bool], IntArray] = field(default_factory=dict)
     _ids: dict[str, pl.Series] = field(default_factory=dict)
@@ -128,6 +130,17 @@ class TrajectoryIndex:
     def __len__(self) -> int:
         """Return the number of trajectories."""
         return len(self.trajectories)
+
+    def add(self, columns: pl.DataFrame) -> None:
+        """Add columns about trajectories, by `trajectory_id`; they replace user columns.
+
+        Must be called before the first condition is evaluated.
+        """
+        names = [name for name in columns.columns if name != "trajectory_id"]
+        ids = self.trajectories.select("trajectory_id")
+        found = ids.join(columns, on="trajectory_id", how="left", maintain_order="left")
+        self.trajectories = self.trajectories.with_columns(found[names])
+        self.added += tuple(names)
 
     def number(self, trajectory_id: str) -> int:
         """Return the position of a trajectory.
@@ -165,7 +178,8 @@ class TrajectoryIndex:
         Without a condition, return None.
 
         Args:
-            where: SQL over the columns of the dataset and `COMPUTED`; None or "": no condition.
+            where: SQL over the columns of the dataset, `COMPUTED` and `added`; None or "": no
+                condition.
 
         Raises:
             ConfigError: `condition`: the condition is not SQL or cannot be evaluated on each row;
@@ -252,7 +266,7 @@ class TrajectoryIndex:
     @cached_property
     def hidden(self) -> frozenset[str]:
         """Columns of the dataset whose names the computed columns take."""
-        return frozenset(self._stored_names & COMPUTED.keys())
+        return frozenset(self._stored_names & {*COMPUTED, *self.added})
 
     @cached_property
     def _stored_names(self) -> set[str]:
@@ -260,7 +274,9 @@ class TrajectoryIndex:
 
     def _computed(self, used: set[str]) -> list[pl.Series]:
         number = np.repeat(np.arange(len(self)), np.diff(self.starts))
-        return [self.trajectories[name][number] for name in COMPUTED if name in used]
+        return [
+            self.trajectories[name][number] for name in (*COMPUTED, *self.added) if name in used
+        ]
 
     def _numbers(self, name: str) -> pl.Series:
         """Number the distinct values of a column of ids; return the number of each row ([N])."""

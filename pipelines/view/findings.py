@@ -1,0 +1,256 @@
+"""Verdicts of an audit and shares of an update, joined to the rows that they are about."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipelines.view.answers import Answer, arrow_answer
+from pipelines.view.run_files import row_sums
+from rollout_io.dataset.opening import refuse_irregular
+from schemas.columns import Column
+from schemas.errors import InputError, count
+from schemas.update_shares import UPDATE_SHARE_COLUMNS
+from schemas.verdicts import MEANINGS, NO_FAULT, UNDECIDED, VERDICT_COLUMNS
+
+Kind = Literal["verdicts", "shares"]
+COLUMNS: dict[Kind, tuple[Column, ...]] = {
+    "verdicts": VERDICT_COLUMNS,
+    "shares": UPDATE_SHARE_COLUMNS,
+}
+NAMES: dict[Kind, str] = {"verdicts": "verdicts", "shares": "shares of an update"}
+FAULTS, FAULT_NATS = "faults", "fault_nats"
+"""Columns that verdicts add to the table of trajectories."""
+NO_FAULTS = "none"
+"""Value of `FAULTS` for trajectories that were audited without a fault."""
+SHARE = "share_of_update_"
+"""Start of the names of columns with shares; the number of the update follows."""
+MAX_ROWS = 10_000
+_ROW = ["trajectory_id", "step_index"]
+_MAX_KIND = 40
+_NOT_SHOWN = frozenset({"run", "global_step", "dataset", "token_sum", "token_shares", *_ROW})
+
+
+def _needed(kind: Kind) -> list[Column]:
+    return [c for c in COLUMNS[kind] if not c.nullable and c.name != "instance_id"]
+
+
+def kind_of_table(path: str) -> Kind | None:
+    """Recognise a table of verdicts or shares by its columns.
+
+    Returns:
+        Its kind; None for anything but a Parquet file, and for a dataset.
+
+    Raises:
+        InputError: `view_table`: a Parquet file is neither a dataset nor such a table.
+    """
+    if not Path(path).is_file():
+        return None
+    try:
+        names = set(pq.read_schema(path).names)
+    except (pa.ArrowException, OSError):
+        return None  # opening it as a dataset says what is wrong
+    if "response_ids" in names:
+        return None
+    lacking: dict[Kind, list[str]] = {
+        kind: [c.name for c in _needed(kind) if c.name not in names] for kind in COLUMNS
+    }
+    for kind, missing in lacking.items():
+        if not missing:
+            return kind
+    nearest = min(lacking, key=lambda kind: len(lacking[kind]))
+    names_missing = ", ".join(lacking[nearest])
+    got = "its columns are those of neither a dataset nor a table of verdicts or shares"
+    if len(lacking[nearest]) < len(_needed(nearest)) / 2:
+        got = f"a table of {NAMES[nearest]} needs the columns that it lacks: {names_missing}"
+    hint = "pass a dataset, a run, or a table that `rollouts audit` or `rollouts blame` wrote"
+    raise InputError("view_table", path, got, hint=hint)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Findings:
+    """Rows of a table of verdicts or shares.
+
+    Attributes:
+        path: The file.
+        kind: Kind of the table.
+        rows: The rows. `dataset` is the path that the table names.
+        run: Directory of the run, as the table names it; None for verdicts.
+        update: The update; None for verdicts.
+    """
+
+    path: str
+    kind: Kind
+    rows: pl.DataFrame
+    run: str | None = None
+    update: int | None = None
+
+    @property
+    def name(self) -> str:
+        """Name of the file."""
+        return Path(self.path).name
+
+    def of_dataset(self, path: str) -> pl.DataFrame:
+        """Return the rows about one dataset."""
+        return self.rows.filter(pl.col("dataset") == path)
+
+    def difference(self, named: str, path: str) -> str:
+        """Compare the rows about a dataset with a dataset.
+
+        Args:
+            named: Path of the dataset, as the table names it.
+            path: Path of the dataset to compare with.
+
+        Returns:
+            How many rows differ in their ids, number of tokens or sum of tokens, or have positions
+            that the row lacks, as a clause; "" if none does.
+
+        Raises:
+            InputError: `readable_file`: the dataset is damaged.
+        """
+        rows = self.of_dataset(named).join(
+            row_sums(path, self.of_dataset(named)["trajectory_id"].unique()),
+            on=[*_ROW, "token_sum"],
+            how="left",
+            maintain_order="left",
+        )
+        length, other = pl.col("num_tokens_of_row"), pl.lit(value=False)
+        if self.kind == "verdicts":
+            first, end, swap = (pl.col(name) for name in ("start", "end", "swap_position"))
+            other = (pl.col("num_response_tokens") != length) | (first < 0) | (first > end)
+            other |= (end > length) | (swap < first).fill_null(value=False)
+            other |= (swap > end).fill_null(value=False)
+        else:
+            other = (pl.col("token_shares").list.len() != length).fill_null(value=False)
+        changed = rows.filter(length.is_null() | other).select(_ROW).unique(maintain_order=True)
+        if changed.is_empty():
+            return ""
+        total = rows.select(_ROW).n_unique()
+        trajectory_id, step_index = changed.row(0)
+        differ = f"{len(changed):,} of {count(total, 'row')} differ"
+        return f"{differ}, the first in trajectory {trajectory_id}, step {step_index}"
+
+
+def read_findings(path: str, kind: Kind) -> Iterator[Findings]:
+    """Read a table of verdicts or shares; of shares, yield each update separately.
+
+    Raises:
+        InputError: `readable_file`: the file is damaged; `view_table`: a column has another type or
+            a null, or a row has several shares of one update.
+    """
+    refuse_irregular(Path(path))
+    try:
+        frame = pl.read_parquet(path, glob=False)
+    except (pl.exceptions.PolarsError, OSError) as error:
+        got = f"the file is damaged: {' '.join(str(error).split())}"
+        raise InputError("readable_file", path, got) from None
+    rows = _typed(frame, path, kind)
+    if kind == "verdicts":
+        yield Findings(path=path, kind=kind, rows=rows)
+        return
+    repeated = rows.filter(rows.select("run", "global_step", "dataset", *_ROW).is_duplicated())
+    if len(repeated):
+        trajectory_id, step_index = repeated.select(_ROW).row(0)
+        got = f"trajectory {trajectory_id}, step {step_index}, has several shares of one update"
+        raise InputError("view_table", path, got)
+    for (run, update), part in rows.group_by("run", "global_step", maintain_order=True):
+        yield Findings(path=path, kind=kind, rows=part, run=str(run), update=int(str(update)))
+
+
+def _typed(frame: pl.DataFrame, path: str, kind: Kind) -> pl.DataFrame:
+    """Cast the declared columns; keep further columns of numbers in tables of shares."""
+    columns = []
+    for column in COLUMNS[kind]:
+        assert column.type is not None
+        wanted = pl.Series(pa.array([], column.type)).dtype
+        if column.name not in frame.columns:
+            columns.append(pl.Series(column.name, [None] * len(frame), wanted))
+            continue
+        values = frame[column.name]
+        try:
+            if not _is_like(values.dtype, wanted):
+                raise pl.exceptions.InvalidOperationError
+            cast = values.cast(wanted)
+        except pl.exceptions.PolarsError:
+            got = f"the column {column.name} has the type {values.dtype}, not {wanted}"
+            raise InputError("view_table", path, got) from None
+        if cast.null_count() and not column.nullable and column.name != "instance_id":
+            raise InputError("view_table", path, f"the column {column.name} has nulls")
+        columns.append(cast)
+    declared = {column.name for column in COLUMNS[kind]}
+    if kind == "shares":
+        columns += [s for s in frame if s.name not in declared and s.dtype.is_numeric()]
+    return pl.DataFrame(columns)
+
+
+def _is_like(found: pl.DataType, wanted: pl.DataType) -> bool:
+    """True if values of a type can be cast without a loss."""
+    if found == pl.Null or found == wanted:
+        return True
+    if wanted.is_integer():
+        return found.is_integer()
+    if wanted.is_float():
+        return found.is_numeric()
+    return isinstance(wanted, pl.List) and isinstance(found, pl.List)
+
+
+def faults_of(verdicts: pl.DataFrame) -> pl.DataFrame:
+    """Return the faults of each trajectory.
+
+    Returns:
+        `trajectory_id`; `faults`: the kinds of faults, `NO_FAULTS` if there are none, null if no
+        span was decided; `fault_nats`: the largest log-likelihood ratio of a fault, nats.
+    """
+    kind = pl.col("kind")
+    is_fault = ~kind.is_in(NO_FAULT)
+    kinds = kind.str.head(_MAX_KIND).filter(is_fault).unique(maintain_order=True)
+    found = verdicts.group_by("trajectory_id", maintain_order=True).agg(
+        kinds.alias("kinds"),
+        is_decided=(~kind.is_in(UNDECIDED)).any(),
+        fault_nats=pl.col("log_likelihood_ratio").filter(is_fault).fill_nan(None).max(),
+    )
+    named = pl.when(pl.col("kinds").list.len() > 0).then(pl.col("kinds").list.join(", "))
+    none = pl.when("is_decided").then(pl.lit(NO_FAULTS))
+    return found.select("trajectory_id", named.otherwise(none).alias(FAULTS), FAULT_NATS)
+
+
+def shares_of(rows: pl.DataFrame, column: str) -> pl.DataFrame:
+    """Return the share of each trajectory in an update: the sum of its rows' shares."""
+    known = pl.col("share").fill_nan(None)
+    total = pl.when(known.count() > 0).then(known.sum())
+    return rows.group_by("trajectory_id").agg(total.alias(column))
+
+
+def spans(verdicts: pl.DataFrame, trajectory_id: str, step_index: int) -> list[dict[str, Any]]:
+    """Return the verdicts about one row, in the order of their positions."""
+    own = verdicts.filter(
+        (pl.col("trajectory_id") == trajectory_id) & (pl.col("step_index") == step_index)
+    )
+    hidden = {*_ROW, "dataset", "instance_id", "token_sum", "num_response_tokens"}
+    rows = own.drop(*hidden, strict=False).sort("start", "end", maintain_order=True).to_dicts()
+    return [
+        {
+            **row,
+            "is_fault": row["kind"] not in NO_FAULT,
+            "meaning": MEANINGS.get(row["kind"]),
+        }
+        for row in rows
+    ]
+
+
+def top_shares(rows: pl.DataFrame, limit: int) -> Answer:
+    """Return the rows with the largest shares by size, and `total`, the number of all rows.
+
+    `dataset` is the viewer's id of the dataset; null for rows of datasets that are not shown.
+    """
+    size = pl.col("share").fill_nan(None).abs()
+    ranked = rows.sort(size, descending=True, nulls_last=True, maintain_order=True)
+    others = [name for name in rows.columns if name not in _NOT_SHOWN]
+    shown = ranked.head(min(limit, MAX_ROWS)).select("dataset", *_ROW, *others)
+    return arrow_answer(shown, total=len(rows))
