@@ -12,10 +12,13 @@ from typing import Any
 
 import numpy as np
 import polars as pl
+import pyarrow as pa
 
 from schemas.metadata import LogprobsMode
 from schemas.ragged import IntArray
+from schemas.verdicts import VERDICT_COLUMNS
 from trainer.audit.candidates import Candidate
+from trainer.audit.causes import describe
 from trainer.audit.noise import Noise, Residuals, fit_noise, typical_scale
 from trainer.audit.rescoring import Cost, Scored, Weights, num_distinct_tokens, score_rows
 from trainer.audit.rows import NO_WEIGHTS, AuditRows
@@ -66,7 +69,7 @@ class AuditResult:
     """Result of an audit.
 
     Attributes:
-        verdicts: One row per span; see `COLUMNS`.
+        verdicts: One row per span; see `schemas.VERDICT_COLUMNS`.
         candidates: The candidates.
         noise: Noise of the dataset's engine.
         mode: Kind of the stored log-probabilities.
@@ -95,34 +98,10 @@ class AuditResult:
         return self.verdicts.filter(pl.col("kind").is_in(FAULTS))
 
 
-COLUMNS: dict[str, Any] = {
-    "instance_id": pl.String,
-    "trajectory_id": pl.String,
-    "step_index": pl.Int32,
-    "span": pl.Int32,
-    "start": pl.Int32,
-    "end": pl.Int32,
-    "num_tokens": pl.Int32,
-    "kind": pl.String,
-    "labelled_version": pl.Int32,
-    "best_version": pl.Int32,
-    "best_weights": pl.String,
-    "second_version": pl.Int32,
-    "swap_position": pl.Int32,
-    "labelled_temperature": pl.Float32,
-    "best_temperature": pl.Float32,
-    "best_top_p": pl.Float32,
-    "best_top_k": pl.Int32,
-    "best_min_p": pl.Float32,
-    "offset": pl.Int32,
-    "log_likelihood_ratio": pl.Float64,
-    "margin": pl.Float64,
-    "num_decisive": pl.Int32,
-    "noise_scale": pl.Float64,
-    "mean_difference": pl.Float64,
-    "reason": pl.String,
-}
-"""Columns of the verdicts, with their types."""
+SCHEMA = pl.Schema(
+    {column.name: pl.Series(pa.array([], column.type)).dtype for column in VERDICT_COLUMNS}
+)
+"""Types of the verdicts' columns, `schemas.VERDICT_COLUMNS`."""
 
 
 UNKNOWN, MISSING = -1, -2
@@ -146,6 +125,7 @@ def run_audit(
     weights: Weights,
     settings: AuditSettings,
     *,
+    dataset: str,
     announce: Callable[[Plan, Cost, int], None] = lambda *_: None,
 ) -> AuditResult:
     """Audit rows under the candidates of `weights`.
@@ -154,6 +134,7 @@ def run_audit(
         rows: Rows to audit.
         weights: The candidates.
         settings: Settings of the audit.
+        dataset: Path of the rows' dataset, for the verdicts.
         announce: Called after each micro-batch with its number of tokens; the first one shows how
             long the audit will take.
 
@@ -166,7 +147,7 @@ def run_audit(
     cost = Cost()
     cost.on_micro_batch = lambda num_tokens: announce(plan, cost, num_tokens)
     found = AuditResult(
-        verdicts=pl.DataFrame(schema=COLUMNS),
+        verdicts=pl.DataFrame(schema=SCHEMA),
         candidates=weights.candidates,
         noise=Noise(),
         mode=rows.mode or "raw",
@@ -186,7 +167,8 @@ def run_audit(
             found.apart = chunk.apart(found.mode)
         found.num_suspicious += chunk.second_pass(found.noise, found.mode)
         tables.append(chunk.verdicts(found.noise, found.mode))
-    found.verdicts = pl.concat([found.verdicts, *tables])
+    named = [table.with_columns(dataset=pl.lit(dataset)) for table in tables]
+    found.verdicts = pl.concat([found.verdicts, *named])
     return found
 
 
@@ -402,15 +384,20 @@ class _Chunk:
             end = start + len(span.stored)
             found = judge(span, noise, mode)
             line |= {"end": end, "num_tokens": len(span.stored)}
-            out.append(line | self._values(found, start))
-        return pl.DataFrame(out, schema=COLUMNS)
+            line |= self._values(found, start)
+            in_words = describe(line) if found.kind in FAULTS else None
+            out.append(line | {"reason": in_words})
+        return pl.DataFrame(out, schema=SCHEMA)
 
     def _line(self, row: int) -> dict[str, Any]:
         keys = self._rows.keys.row(row, named=True)
         keys.pop("messages", None)
         version = int(self._rows.version[row])
         temperature = float(self._rows.temperature[row])
+        response = self._rows.responses.row(row)
         return keys | {
+            "num_response_tokens": len(response),
+            "token_sum": int(response.sum(dtype=np.int64)),
             "labelled_version": None if version < 0 else version,
             "labelled_temperature": temperature,
         }

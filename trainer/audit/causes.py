@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -208,3 +209,39 @@ _EXPLAINED: dict[str, Explain] = {
     "prompt": _prompts,
     "unknown_model": _unknown,
 }
+
+
+def describe(one: dict[str, Any]) -> str:
+    """Describe the fault of a span in a few words.
+
+    Example:
+        >>> describe({"kind": "version", "best_version": 3, "labelled_version": 5})
+        'sampled by version 3, labelled 5'
+    """
+    kind, labelled = one["kind"], one["labelled_version"]
+    if kind == "version":
+        best = one["best_version"]
+        named = one["best_weights"] if best is None else f"version {best}"
+        return f"sampled by {named}, labelled {labelled}"
+    if kind == "swap":
+        return (
+            f"version {one['best_version']}, from token {one['swap_position']} version"
+            f" {one['second_version']}, labelled {labelled}"
+        )
+    if kind == "temperature":
+        return (
+            f"temperature {one['best_temperature']:.2f}, labelled {one['labelled_temperature']:.2f}"
+        )
+    if kind == "offset":
+        return f"shifted by {one['offset']:+d}"
+    if kind == "truncation":
+        on = {
+            "top_p": one["best_top_p"] < 1 and round(one["best_top_p"], 2),
+            "top_k": one["best_top_k"] > 0 and one["best_top_k"],
+            "min_p": one["best_min_p"] > 0 and round(one["best_min_p"], 2),
+        }
+        return ", ".join(f"{name} {value}" for name, value in on.items() if value) or "none"
+    if kind == "prompt":
+        return str(one["reason"])
+    difference = f"{one['mean_difference']:.2g} nats from version {one['best_version']}"
+    return f"{difference}, {one['noise_scale']:.1f} x the noise" if kind == "noise" else difference

@@ -16,27 +16,12 @@ from rollout_io.cli.output import wants_color
 from rollout_io.cli.trajectory_text import printable
 from rollout_io.terminal import duration
 from schemas.errors import count
+from schemas.verdicts import MEANINGS
 from trainer.audit.audit import AuditResult, Plan
 from trainer.audit.causes import likely_causes
 from trainer.audit.rescoring import Cost
 from trainer.audit.verdicts import FAULTS
 
-MEANINGS = {
-    "as_labelled": "sampled as labelled",
-    "version": "sampled by other weights than labelled",
-    "swap": "the weights changed during the response",
-    "temperature": "sampled at another temperature",
-    "truncation": "sampled with another top_p, top_k or min_p",
-    "raw_logprobs": "log-probabilities before temperature and truncation",
-    "processed_logprobs": "log-probabilities after temperature and truncation",
-    "offset": "log-probabilities shifted against the tokens",
-    "noise": "the labelled weights in a lower precision",
-    "prompt": "sampled from another prompt",
-    "unknown_model": "sampled by none of the candidates",
-    "too_short": "too few tokens to tell",
-    "not_checked": "not checked",
-}
-"""What each kind of verdict means."""
 _WIDTH = 100
 
 
@@ -186,42 +171,6 @@ def _worst_table(faults: pl.DataFrame) -> Table:
     for one in faults.iter_rows(named=True):
         where = f"{one['trajectory_id']} step {one['step_index']}"
         ratio = f"{one['log_likelihood_ratio']:,.0f}"
-        found = printable(describe(one))
+        found = printable(one["reason"])
         table.add_row(printable(where), f"{one['num_tokens']:,}", one["kind"], ratio, found)
     return table
-
-
-def describe(one: dict[str, Any]) -> str:
-    """Describe the fault of a span in a few words.
-
-    Example:
-        >>> describe({"kind": "version", "best_version": 3, "labelled_version": 5})
-        'sampled by version 3, labelled 5'
-    """
-    kind, labelled = one["kind"], one["labelled_version"]
-    if kind == "version":
-        best = one["best_version"]
-        named = one["best_weights"] if best is None else f"version {best}"
-        return f"sampled by {named}, labelled {labelled}"
-    if kind == "swap":
-        return (
-            f"version {one['best_version']}, from token {one['swap_position']} version"
-            f" {one['second_version']}, labelled {labelled}"
-        )
-    if kind == "temperature":
-        return (
-            f"temperature {one['best_temperature']:.2f}, labelled {one['labelled_temperature']:.2f}"
-        )
-    if kind == "offset":
-        return f"shifted by {one['offset']:+d}"
-    if kind == "truncation":
-        on = {
-            "top_p": one["best_top_p"] < 1 and round(one["best_top_p"], 2),
-            "top_k": one["best_top_k"] > 0 and one["best_top_k"],
-            "min_p": one["best_min_p"] > 0 and round(one["best_min_p"], 2),
-        }
-        return ", ".join(f"{name} {value}" for name, value in on.items() if value) or "none"
-    if kind == "prompt":
-        return str(one["reason"])
-    difference = f"{one['mean_difference']:.2g} nats from version {one['best_version']}"
-    return f"{difference}, {one['noise_scale']:.1f} x the noise" if kind == "noise" else difference

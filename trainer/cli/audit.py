@@ -117,7 +117,9 @@ def audit(
 
     try:
         with shown_log():
-            result = run_audit(rows, Weights(candidates), settings, announce=announce)
+            result = run_audit(
+                rows, Weights(candidates), settings, dataset=dataset, announce=announce
+            )
     finally:
         if bar is not None:
             bar.close()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from typing import get_args
 
 import numpy as np
 import polars as pl
@@ -11,12 +12,14 @@ import torch
 import rollout_io
 from pipelines.generation.engines.base import Sampling
 from rollout_io.cli.main import run
+from schemas.verdicts import MEANINGS, NO_FAULT
 from tests.helpers.audit_helpers import Request, prompt_of, row, sample, save_versions, tiny_models
 from tests.helpers.trainer_helpers import write_dataset
 from trainer.audit.audit import AuditSettings, run_audit
 from trainer.audit.candidates import find_candidates
 from trainer.audit.rescoring import Weights
 from trainer.audit.rows import read_audit_rows
+from trainer.audit.verdicts import FAULTS, Kind
 
 TEMPERATURE, LENGTH = 0.7, 40
 USUAL = Sampling(temperature=TEMPERATURE)
@@ -80,7 +83,7 @@ def faulty(tmp_path_factory):
 def audited(dataset, weights, **settings):
     rows = read_audit_rows(rollout_io.scan(dataset), rollout_io.read_metadata(dataset))
     found = Weights(find_candidates([weights]), device=torch.device("cpu"))
-    return run_audit(rows, found, AuditSettings(**settings))
+    return run_audit(rows, found, AuditSettings(**settings), dataset=str(dataset))
 
 
 @pytest.mark.parametrize("settings", [{}, {"thorough": True}])
@@ -141,8 +144,18 @@ def test_verb_writes_verdicts_and_fails(faulty, tmp_path, capsys):
         .join(pl.read_parquet(out), on=["instance_id", "trajectory_id", "step_index"])
     )
     assert len(joined) == len(truth)
+    sums = joined["response_ids"].cast(pl.List(pl.Int64)).list.sum()
+    assert (joined["token_sum"] == sums).all()
+    assert (joined["num_response_tokens"] == joined["response_ids"].list.len()).all()
+    assert set(joined["dataset"]) == {str(dataset)}
+    assert (joined["reason"].is_not_null() == joined["kind"].is_in(FAULTS)).all()
     assert "3 candidates, " in printed.err
     assert "tokens/s" in printed.err
+
+
+def test_every_kind_has_a_meaning_and_is_a_fault_or_not():
+    assert set(get_args(Kind)) == set(MEANINGS)
+    assert set(FAULTS) == set(MEANINGS) - set(NO_FAULT)
 
 
 def test_clean_dataset_passes(faulty, tmp_path, capsys):
