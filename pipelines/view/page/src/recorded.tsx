@@ -26,6 +26,8 @@ export function RecordedIn({ dataset, of, what }: { dataset: Dataset; of: Record
       go({ update: String(newest) }, { replace: true });
     }
   }, [found, newest, isJoined, place.update]);
+  // An empty line holds the place while the answer is on its way, so that what follows does not move.
+  if (hasRecords && answer.state === "asked") return <p class="note recorded-in" role="status" aria-busy="true" />;
   if (found === undefined) return null;
   const { updates, unreadable } = found;
   return (
