@@ -30,7 +30,7 @@ from torch.func import functional_call
 
 from schemas.ragged import BoolArray, IntArray
 from trainer.batches.data import Batch
-from trainer.batches.forest import Forest, chain_forest, chain_forests
+from trainer.batches.forest import Forest, chain_forests
 from trainer.blame.ghost import GhostNorms, UnsupportedLayerError, check_layers
 from trainer.models.attention import forward_mode_attention, lengths_of_chains
 from trainer.models.policy import Policy
@@ -42,6 +42,8 @@ Direction = Mapping[str, Tensor]
 """A vector in parameter space, by the name of the trained parameter."""
 TOLERANCE = {"no": 1e-3, "bf16": 0.1}
 """Largest relative difference between fast and exact norms, by mixed precision."""
+BUDGET = 4096
+"""Tokens per micro-batch where rows are forwarded alone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,42 +121,62 @@ def row_gradients(
         except UnsupportedLayerError as error:
             say(f"note: {error}; computing one backward pass per row")
     coefficients = _coefficients(learner, batch, forests, inputs)
-    total = {name: torch.zeros_like(p) for name, p in _trained(learner)}
+    targets, total = _is_target(batch, forests), zeros(learner)
     norms = np.zeros(len(rows))
-    for number, row in enumerate(rows):
-        found = row_gradient(learner, batch, forests, coefficients, int(row))
+    for number in range(len(rows)):
+        found = gradient_of(learner, batch, targets, coefficients, rows[number : number + 1])
         norms[number] = norm(found)
-        for name, gradient in found.items():
-            total[name] += gradient
+        add(total, found)
     return RowGradients(
         rows=rows,
         norms=norms,
         gradient=total,
-        targets=_is_target(batch, forests),
+        targets=targets,
         coefficients=coefficients,
         inputs=inputs,
         is_fast=False,
     )
 
 
-def row_gradient(
+def gradient_of(
     learner: Learner,
     batch: Batch,
-    forests: Sequence[Forest],
+    targets: BoolArray,
     coefficients: Coefficients,
-    row: int,
+    rows: IntArray,
 ) -> dict[str, Tensor]:
-    """Compute G_i of one row by a forward and a backward pass of that row alone."""
-    device = learner.accelerator.device
-    targets = _is_target(batch, forests)
+    """Compute the sum of the gradients of some rows, by forward and backward passes of these rows.
+
+    Args:
+        learner: Policy.
+        batch: The batch.
+        targets: [T] bool, the targets of the update.
+        coefficients: c and e.
+        rows: Rows of the batch with targets.
+
+    Returns:
+        The gradient by parameter.
+    """
+    device, total = learner.accelerator.device, zeros(learner)
+    names, parameters = zip(*trained_parameters(learner), strict=True)
     tokens = batch.prompts, batch.responses
-    forest = chain_forest(*tokens, targets, np.array([row]), batch.routes)
-    slot = forest.target_slot
-    names, parameters = zip(*_trained(learner), strict=True)
-    outputs = learner.policy(forest.to(device), batch.temperature[slot].to(device))
-    weighted = _weighted(outputs, coefficients, slot)
-    found = torch.autograd.grad(weighted.sum(), parameters, materialize_grads=True)
-    return dict(zip(names, found, strict=True))
+    for forest in chain_forests(*tokens, targets, rows, BUDGET, routes=batch.routes):
+        slot = forest.target_slot
+        outputs = learner.policy(forest.to(device), batch.temperature[slot].to(device))
+        weighted = _weighted(outputs, coefficients, slot).sum()
+        found = torch.autograd.grad(weighted, parameters, materialize_grads=True)
+        add(total, dict(zip(names, found, strict=True)))
+    return total
+
+
+def loss_gradient(
+    learner: Learner, batch: Batch, forests: Sequence[Forest], ref_logprobs: Tensor | None = None
+) -> dict[str, Tensor]:
+    """Compute the gradient of the loss of a mini-batch, with the current policy as the old one."""
+    inputs = loss_inputs(learner, batch, forests, None, ref_logprobs)
+    coefficients = _coefficients(learner, batch, forests, inputs)
+    targets = _is_target(batch, forests)
+    return gradient_of(learner, batch, targets, coefficients, _rows_of(batch, forests))
 
 
 @torch.no_grad()
@@ -185,7 +207,7 @@ def inner_products(
     """
     accelerator = learner.accelerator
     device, products = accelerator.device, torch.zeros(len(batch.trains), dtype=torch.float64)
-    trained = dict(_trained(learner))
+    trained = dict(trained_parameters(learner))
     for forest in forests:
         slot = forest.target_slot
         inputs = forest.to(device), batch.temperature[slot].to(device)
@@ -208,6 +230,17 @@ def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)
         yield
+
+
+def zeros(learner: Learner) -> dict[str, Tensor]:
+    """Return the zero vector in the space of the trained parameters."""
+    return {name: torch.zeros_like(p) for name, p in trained_parameters(learner)}
+
+
+def add(total: Mapping[str, Tensor], other: Direction, factor: float = 1.0) -> None:
+    """Add a multiple of a vector to `total`, in place."""
+    for name, tensor in other.items():
+        total[name].add_(tensor, alpha=factor)
 
 
 def norm(direction: Direction) -> float:
@@ -235,12 +268,11 @@ def _fast(
     accelerator = learner.accelerator
     policy: Policy = accelerator.unwrap_model(learner.policy)
     check_layers(policy)
-    known: Coefficients | None = None
-    if any(lengths_of_chains(forest.subtree_end) is None for forest in forests):
+    known, targets = None, _is_target(batch, forests)
+    if not all(_is_separate(batch, forest) for forest in forests):
         known = _coefficients(learner, batch, forests, inputs)
         budget = max(forest.num_tokens for forest in forests)
         tokens = batch.prompts, batch.responses
-        targets = _is_target(batch, forests)
         forests = chain_forests(*tokens, targets, rows, budget, routes=batch.routes)
     found = known or _no_coefficients(batch)
     squares = torch.zeros(len(batch.names), dtype=torch.float64)
@@ -259,13 +291,14 @@ def _fast(
             found.outputs[slot] = result.logprobs
     gradient = {
         name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
-        for name, p in _trained(learner)
+        for name, p in trained_parameters(learner)
     }
     learner.optimizer.zero_grad()
     norms = squares[rows].clamp(min=0).sqrt().numpy()
     largest = int(np.argmax(norms)) if len(rows) else 0
     if len(rows):
-        expected = norm(row_gradient(learner, batch, forests, found, int(rows[largest])))
+        checked = rows[largest : largest + 1]
+        expected = norm(gradient_of(learner, batch, targets, found, checked))
         difference = abs(norms[largest] - expected) / max(expected, 1e-30)
         if difference > TOLERANCE["no" if accelerator.mixed_precision == "no" else "bf16"]:
             raise UnsupportedLayerError(
@@ -275,11 +308,18 @@ def _fast(
         rows=rows,
         norms=norms,
         gradient=gradient,
-        targets=_is_target(batch, forests),
+        targets=targets,
         coefficients=found,
         inputs=inputs,
         is_fast=True,
     )
+
+
+def _is_separate(batch: Batch, forest: Forest) -> bool:
+    """True if each row of a micro-batch is a chain that it shares with no other row."""
+    lengths = lengths_of_chains(forest.subtree_end)
+    rows = np.unique(batch.responses.row_of(forest.target_slot.numpy()))
+    return lengths is not None and len(lengths) == len(rows)
 
 
 def _coefficients(
@@ -325,7 +365,8 @@ def _weighted(outputs: Sequence[Tensor], coefficients: Coefficients, slot: Tenso
     return c * logprobs + e * entropies.to(logprobs.device)
 
 
-def _trained(learner: Learner) -> list[tuple[str, torch.nn.Parameter]]:
+def trained_parameters(learner: Learner) -> list[tuple[str, torch.nn.Parameter]]:
+    """List the parameters that the optimizer changes, with their names."""
     return [(name, p) for name, p in learner.policy.named_parameters() if p.requires_grad]
 
 

@@ -184,7 +184,7 @@ def loss_inputs(
     slots = torch.cat([torch.zeros(0, dtype=torch.int64), *(f.target_slot for f in forests)])
     slots = slots.sort().values  # in the order of the batch's tokens, independent of packing
     weights = torch.zeros(len(batch.trains))
-    units = _units(batch, forests, slots.numpy())
+    units = units_of(batch, forests, slots.numpy())
     reduction, selection = learner.objective.reduction, learner.objective.selection
     weights[slots] = torch.from_numpy(reduction_weights(units, reduction)).float()
     selected = None
@@ -200,7 +200,7 @@ def loss_inputs(
     )
 
 
-def _units(batch: Batch, forests: Sequence[Forest], slots: IntArray) -> Units:
+def units_of(batch: Batch, forests: Sequence[Forest], slots: IntArray) -> Units:
     """Find row, trajectory, group and micro-batch of targets; totals are over the mini-batch."""
     row = batch.responses.row_of(slots)
     micro_batch = np.zeros(len(batch.trains), np.int64)

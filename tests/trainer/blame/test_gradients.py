@@ -65,22 +65,30 @@ def both(learner: Learner, batch: Batch, budget: int = 4096, **given_: Any) -> t
     )
 
 
+def own_gradient(learner: Learner, batch: Batch, rows: found.RowGradients, row: Any) -> Any:
+    return found.gradient_of(learner, batch, rows.targets, rows.coefficients, np.array([row]))
+
+
 def test_the_literal_example() -> None:
     batch = make_batch([([1, 2], [3], [True]), ([4], [5, 6], [True, True])])
     learner = learner_of(tiny_policy())
     rows = found.row_gradients(learner, batch, forests_of(batch), None)
     assert rows.rows.tolist() == [0, 1]
-    one, other = (
-        found.row_gradient(learner, batch, forests_of(batch), rows.coefficients, row)
-        for row in (0, 1)
-    )
+    one, other = (own_gradient(learner, batch, rows, row) for row in (0, 1))
     assert rows.norms == pytest.approx([found.norm(one), found.norm(other)], rel=1e-4)
     torch.testing.assert_close(
         flat(learner, rows.gradient), flat(learner, one) + flat(learner, other)
     )
 
 
-@pytest.mark.parametrize("settings_", EVERYTHING, ids=named)
+FEW = [EVERYTHING[i] for i in (0, 2, 9, 15, -1)]
+
+
+@pytest.mark.parametrize(
+    "settings_",
+    [pytest.param(s, marks=[] if s in FEW else [pytest.mark.slow]) for s in EVERYTHING],
+    ids=named,
+)
 def test_rows_sum_to_the_gradient_of_the_update_with_every_loss(settings_: dict[str, Any]) -> None:
     batch = some_batch(some_rows())
     policy = tiny_policy(chunk=5)
@@ -142,6 +150,6 @@ def test_norms_and_inner_products_of_ragged_rows(rows: list[Row], seed: int, bud
     sums = np.bincount(row, products.numpy(), len(rows))
     scale = found.norm(total) ** 2
     for number in fast.rows:
-        own = found.row_gradient(learner, batch, forests, fast.coefficients, int(number))
+        own = own_gradient(learner, batch, fast, number)
         assert sums[number] == pytest.approx(found.inner(own, total), abs=1e-4 * scale)
     assert products.sum() == pytest.approx(scale, rel=1e-4)

@@ -1,0 +1,253 @@
+"""Blame of updates of whole runs."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+from click.testing import CliRunner
+
+import trainer
+from schemas.errors import RolloutError
+from schemas.update_shares import UPDATE_SHARE_COLUMNS
+from tests.helpers.trainer_helpers import (
+    group_rows,
+    one_group,
+    plain_logprobs,
+    save_tiny_model,
+    write_dataset,
+)
+from trainer.batches.packing import cut_batch
+from trainer.blame.blame import blame
+from trainer.blame.gradients import gradient_of, norm, row_gradients
+from trainer.blame.report import finding
+from trainer.blame.trial_steps import TrialSteps
+from trainer.cli.blame import blame as verb
+from trainer.replay.reconstruct import reconstruct
+from trainer.run.mini_batches import make_update
+from trainer.run.update import update as update_
+
+SETTINGS: dict[str, Any] = {
+    "learning_rate": 1e-2,
+    "groups_per_batch": 4,
+    "groups_per_mini_batch": 2,
+    "tokens_per_micro_batch": 48,
+    "num_epochs": 2,
+    "tis_ratio_type": None,
+    "weight_decay": 0.0,
+}
+
+
+def make_run(path: Path, rows: list[dict[str, Any]] | None = None, **settings: Any) -> Path:
+    dataset = write_dataset(path / "ds", rows or group_rows(4, (1.0, 0.0, 0.5)))
+    model = save_tiny_model(path / "model")
+    given = SETTINGS | {"dataset": dataset, "model": model} | settings
+    trainer.train(trainer.TrainConfig(out=str(path / "run"), **given))
+    return path / "run"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("blame"))
+
+
+def recorded_norm(run: Path, update: int) -> float:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return float(lines[update - 1]["grad_norm"])
+
+
+@pytest.mark.parametrize("layout", ["merge", "tree"])
+def test_shares_of_rows_and_tokens_sum_to_1(tmp_path: Path, layout: str) -> None:
+    run = make_run(tmp_path, sequence_layout=layout, tree_scope="trajectory")
+    found = blame(run, 3, top=2)
+    assert found.is_fast
+    assert found.gradient_norm == pytest.approx(recorded_norm(run, 3), rel=1e-4)
+    assert len(found.rows) == (6 if layout == "merge" else 12)
+    assert len(found.shares) == 12
+    names = [column.name for column in UPDATE_SHARE_COLUMNS]
+    assert found.shares.columns[: len(names)] == names
+    for shares in (found.rows, found.trajectories, found.groups, found.shares):
+        assert shares["share"].sum() == pytest.approx(1, abs=1e-4)
+    of_tokens = found.shares["token_shares"].list.sum()
+    np.testing.assert_allclose(of_tokens, found.shares["share"], atol=1e-5)
+    joined = found.shares.join(
+        pl.read_parquet(f"{tmp_path}/ds/*.parquet"), on=["trajectory_id", "step_index"]
+    )
+    assert len(joined) == 12
+    assert (joined["token_shares"].list.len() == joined["response_ids"].list.len()).all()
+
+
+def test_a_run_is_only_read(run: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    blame(run, 2)
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
+
+
+def test_the_step_of_a_trial_is_that_of_the_run_and_is_not_made(run: Path) -> None:
+    found = reconstruct(run, 3)
+    learner, policy = found.run.learner, found.run.learner.policy
+    before = {name: p.detach().clone() for name, p in policy.named_parameters()}
+    kept: dict[str, torch.Tensor] = {}
+
+    def spy(*_: Any) -> None:
+        kept.update({name: p.grad.clone() for name, p in policy.named_parameters()})
+
+    inner_optimizer: Any = getattr(learner.optimizer, "optimizer", learner.optimizer)
+    hook = inner_optimizer.register_step_pre_hook(spy)
+    make_update(found.run, found.step, 3)
+    hook.remove()
+    after = {name: p.detach() for name, p in policy.named_parameters()}
+    again = reconstruct(run, 3)
+    trial = TrialSteps(again.run.learner)
+    made, made_again = trial(kept), trial(kept)
+    for name, parameter in again.run.learner.policy.named_parameters():
+        torch.testing.assert_close(parameter.detach(), before[name], rtol=0, atol=0)
+        torch.testing.assert_close(made[name], after[name] - before[name], rtol=1e-4, atol=1e-7)
+        torch.testing.assert_close(made_again[name], made[name], rtol=0, atol=0)
+
+
+def gradient_without(run: Path, update: int, row: str) -> float:
+    """Norm of the gradient of the same update, if the row had not been in the mini-batch."""
+    found = reconstruct(run, update)
+    prepared, number = found.step.prepared, found.step.number
+    batch, origins = prepared.batch, prepared.origins
+    assert origins is not None
+    trajectory, _, steps = row.partition(", step")
+    first, _, last = steps.strip("s ").partition("-")
+    known = origins.stored.rows
+    left = (known["trajectory_id"] == trajectory) & known["step_index"].is_between(
+        int(first), int(last or first)
+    )
+    slots = np.arange(len(batch.trains))
+    gone = left.to_numpy()[origins.of(slots)[0]]
+    rows = np.unique(batch.responses.row_of(slots[gone]))
+    mini_batch = batch.mini_batch.copy()
+    mini_batch[rows] = len(prepared.mini_batches)
+    fewer = dataclasses.replace(batch, trains=batch.trains & ~gone, mini_batch=mini_batch)
+    forests = cut_batch(fewer, found.run.settings.packing)[number].forests
+    old = prepared.known.get("old_logprobs")
+    learner = found.run.learner
+    return float(update_(learner, fewer, forests, old, prepared.ref_logprobs)["grad_norm"])
+
+
+def check_left_out(path: Path, num_rows: int, **settings: Any) -> None:
+    run = make_run(path, **settings)
+    found = blame(run, 4, top=1)
+    assert found.is_fast
+    for row in found.rows.head(num_rows).iter_rows(named=True):
+        expected = gradient_without(run, 4, row["row"])
+        assert row["norm_without"] == pytest.approx(expected, abs=0.01 * found.gradient_norm)
+        assert row["norm_without"] == pytest.approx(expected, rel=1e-3)
+
+
+def test_leaving_a_row_out_is_training_without_it(tmp_path: Path) -> None:
+    check_left_out(tmp_path, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"sequence_layout": "step", "loss_reduction": "sequence_mean"},
+        {"sequence_layout": "tree", "policy_loss_type": "gspo"},
+        {"lora_rank": 2, "policy_loss_type": "cross_entropy"},
+        {"kl_loss_coef": 0.1, "entropy_loss_coef": 0.01},
+        {"advantage_estimator": "gae"},
+    ],
+    ids=str,
+)
+def test_leaving_any_row_out_is_training_without_it(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    check_left_out(tmp_path, 99, **settings)
+
+
+@pytest.mark.slow
+def test_effects_on_the_step_and_on_held_out_rows(tmp_path: Path) -> None:
+    """With SGD-like small steps these are differences of real losses after real steps."""
+    run = make_run(tmp_path, policy_loss_type="cross_entropy", learning_rate=1e-4)
+    rows = group_rows(2, (1.0, 0.0))
+    held_out = write_dataset(tmp_path / "held_out", rows)
+    found = blame(run, 3, top=6, held_out=held_out)
+    first = found.rows.row(0, named=True)
+    assert found.rows["held_out_change"].is_not_null().all()
+    losses = []
+    for leave in (False, True):
+        again = reconstruct(run, 3)
+        learner = again.run.learner
+        trial = TrialSteps(learner)
+        gradients = row_gradients(
+            learner, again.step.prepared.batch, again.step.forests,
+            again.step.prepared.known.get("old_logprobs"),
+        )  # fmt: skip
+        total = gradients.gradient
+        if leave:
+            batch = again.step.prepared.batch
+            own = None
+            for row in gradients.rows:
+                candidate = gradient_of(
+                    learner, batch, gradients.targets, gradients.coefficients, np.array([row])
+                )
+                if norm(candidate) == pytest.approx(first["gradient_norm"], rel=1e-5):
+                    own = candidate
+            assert own is not None
+            num = found.num_targets
+            factor = num / (num - first["num_targets"])
+            total = {name: factor * (total[name] - own[name]) for name in total}
+        change = trial(total)
+        with torch.no_grad():
+            for name, parameter in learner.policy.named_parameters():
+                parameter.add_(change[name])
+        losses.append(mean_cross_entropy(learner.policy, rows))
+    difference = losses[1] - losses[0]
+    assert first["held_out_change"] == pytest.approx(difference, rel=0.05)
+
+
+def mean_cross_entropy(policy: Any, rows: list[dict[str, Any]]) -> float:
+    plain = [(r["prompt_token_ids"], r["response_ids"], r["loss_mask"]) for r in rows]
+    with torch.no_grad():
+        policy.model.set_attn_implementation("sdpa")
+        return -float(plain_logprobs(policy.model.double(), plain).mean())
+
+
+def test_a_row_with_a_huge_advantage_stands_out(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    rows = [row for g in range(4) for row in one_group(rng, f"g{g}", (1.0, 0.0, 0.9, 0.1, 0.5))]
+    bad = [row for row in rows if row["trajectory_id"] == "g1_2"]
+    bad[-1]["reward"] = -60.0
+    run = make_run(
+        tmp_path, rows, groups_per_batch=4, groups_per_mini_batch=4, normalize_by_std=False
+    )
+    found = blame(run, 1)
+    assert found.rows["row"][0] == "g1_2, steps 0-1"
+    assert finding(found).startswith("g1_2, steps 0-1 stands out: its ")
+    assert found.groups["instance_id"][0] == "g1"
+
+
+def test_the_verb_prints_a_screen_or_json_and_writes_shares(run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "new" / "shares.parquet"
+    result = CliRunner().invoke(verb, [str(run), "--update", "2", "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    assert "update 2: 6 rows, 2 groups" in result.stdout
+    assert pl.read_parquet(out)["share"].sum() == pytest.approx(1, abs=1e-4)
+    result = CliRunner().invoke(verb, [str(run), "--update", "2", "--top", "3", "--json"])
+    shown = json.loads(result.stdout)
+    assert [len(shown["rows"]), shown["num_rows"], shown["update"]] == [3, 6, 2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rule"),
+    [
+        (["--update", "99"], "replay_update"),
+        (["--update", "1", "--set", "learning_rate=1"], "config_key"),
+        (["--update", "1", "--out", "shares.csv"], "output_file"),
+    ],
+)
+def test_refusals(run: Path, arguments: list[str], rule: str) -> None:
+    with pytest.raises(RolloutError) as error:
+        CliRunner().invoke(verb, [str(run), *arguments], catch_exceptions=False)
+    assert error.value.rule == rule

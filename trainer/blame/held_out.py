@@ -1,0 +1,78 @@
+"""The loss of rows that a run did not train on."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import polars as pl
+from torch import Tensor
+
+import rollout_io
+from trainer.batches.data import Batch, index_rows, read_rows, to_batch
+from trainer.batches.forest import Forest, chain_lengths
+from trainer.batches.packing import cut_batch
+from trainer.batches.plan import dataset_returns
+from trainer.blame.gradients import loss_gradient
+from trainer.config.resolved import resolved
+from trainer.models.critic import critic_values
+from trainer.run.batch_advantages import estimate
+from trainer.run.dataset_checks import check_rows, corrects_for_sampler, plan_of
+from trainer.run.setup import TrainingRun
+from trainer.run.update import policy_logprobs
+
+
+def held_out_gradient(run: TrainingRun, dataset: str) -> dict[str, Tensor]:
+    """Compute the gradient of the run's loss on another dataset, under its current policy.
+
+    The rows are read, masked, and given advantages as in the run; all of them form one mini-batch.
+    Ratios to the old policy are 1, because the old policy is the current one. For a loss with
+    advantages, the gradient is therefore that of the negative expected return, as the rows estimate
+    it; for `cross_entropy`, that of their cross-entropy. A divergence in the reward is left out, and
+    so is the correction for sampler mismatch if the rows have no `rollout_logprobs`.
+
+    Raises:
+        RolloutError: The dataset cannot be used with the configuration of the run.
+    """
+    batch, forests, corrects = _read(run, dataset)
+    objective = (
+        run.learner.objective
+        if corrects
+        else dataclasses.replace(run.learner.objective, correction=None)
+    )
+    learner = dataclasses.replace(run.learner, objective=objective)
+    values = critic_values(run.critic, batch, forests) if run.critic else None
+    advantages = estimate(batch, run.settings.estimation, values).advantages
+    batch = dataclasses.replace(batch, advantages=advantages)
+    ref_logprobs = None
+    if learner.reference is not None and not run.settings.kl_reward:
+        ref_logprobs = policy_logprobs(learner, batch, forests, learner.reference)
+    return loss_gradient(learner, batch, forests, ref_logprobs)
+
+
+def _read(run: TrainingRun, dataset: str) -> tuple[Batch, list[Forest], bool]:
+    """Read a dataset as one mini-batch; return whether the loss corrects for sampler mismatch."""
+    rollout_io.require_valid(dataset)
+    rule = run.config.merge_rule if run.config.merge_rule == "consecutive" else None
+    config = resolved(dataclasses.replace(run.config, dataset=dataset, merge_rule=rule))
+    rollouts, packing = rollout_io.scan(dataset), run.settings.packing
+    plan = plan_of(dataset_returns(rollouts, config.outcome), config)
+    policy = run.learner.accelerator.unwrap_model(run.learner.policy)
+    vocab_size = policy.model.get_input_embeddings().weight.shape[0]
+    index = index_rows(rollouts)
+    trained = check_rows(index, plan, config, vocab_size=vocab_size, limit=run.limit)
+    corrects = corrects_for_sampler(
+        trained, config, rollout_io.read_metadata(dataset).logprobs_mode
+    )
+    groups = [group for groups in plan.batches for group in groups]
+    rows = read_rows(
+        rollouts,
+        plan,
+        groups,
+        packing.sequence_layout,
+        merge_rule=config.merge_rule,
+        replay_routing=packing.replay_routing,
+    )
+    batch = to_batch(rows.with_columns(mini_batch=pl.lit(0, pl.Int64)), packing.max_row_tokens)
+    run.limit.check(chain_lengths(batch.prompts, batch.responses, batch.trains), batch.names)
+    (mini_batch,) = cut_batch(batch, packing)
+    return batch, mini_batch.forests, corrects

@@ -1,0 +1,88 @@
+"""The table of an update's shares: `schemas.update_shares`, with norms and outlier scores."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+import pyarrow as pa
+
+from schemas.numpy_arrays import to_arrow
+from schemas.ragged import BoolArray, offsets_of
+from schemas.update_shares import UPDATE_SHARE_COLUMNS
+from trainer.batches.data import Batch
+from trainer.batches.origins import Origins
+
+OF_SEQUENCE = (
+    "gradient_norm",
+    "norm_without",
+    "advantage",
+    "mismatch",
+    "surprise",
+    "score",
+    "step_share",
+    "step_change",
+    "held_out_change",
+)
+
+
+def shares_table(
+    run: str,
+    global_step: int,
+    dataset: str,
+    origins: Origins,
+    targets: BoolArray,
+    token_shares: npt.NDArray[np.float64],
+    batch: Batch,
+    rows: pl.DataFrame,
+) -> pl.DataFrame:
+    """Build the table of shares, one row for each stored row that the update trained on.
+
+    `share` and `token_shares` are those of the stored row. All columns after them describe the
+    sequence that the update forwarded, which holds several stored rows if these were merged:
+    `sequence` is its rank, `num_sequence_rows` the number of stored rows that it holds, and the
+    others are those of `Blame.rows`.
+
+    Args:
+        run: Directory of the run.
+        global_step: Number of the update.
+        dataset: Path of the dataset.
+        origins: Stored rows of the batch's tokens.
+        targets: [T] bool.
+        token_shares: [T] share of each target.
+        batch: The batch.
+        rows: Rows of the batch in order of rank, with `batch_row`.
+    """
+    slots = np.flatnonzero(targets)
+    stored, position = origins.of(slots)
+    used, record = np.unique(stored, return_inverse=True)
+    known = origins.stored.rows[used]
+    offsets = offsets_of(known["num_tokens"].to_numpy())
+    at = offsets[record] + position
+    values, missing = np.zeros(offsets[-1]), np.ones(offsets[-1], np.bool_)
+    values[at], missing[at] = token_shares[slots], False
+    rank = np.full(len(batch.names), -1)
+    rank[rows["batch_row"].to_numpy()] = np.arange(len(rows))
+    sequence = np.full(len(used), len(rows))
+    np.minimum.at(sequence, record, rank[batch.responses.row_of(slots)])
+    flat = to_arrow(values.astype(np.float32), pa.float32(), mask=missing)
+    lists = pa.ListArray.from_arrays(to_arrow(offsets, pa.int32()), flat)
+    columns = {
+        "run": pa.array([run] * len(used), pa.string()),
+        "global_step": pa.array([global_step] * len(used), pa.int32()),
+        "dataset": pa.array([dataset] * len(used), pa.string()),
+        **{name: known[name].to_arrow() for name in ("instance_id", "trajectory_id")},
+        **{name: known[name].to_arrow() for name in ("step_index", "token_sum")},
+        "share": to_arrow(np.bincount(record, token_shares[slots], len(used)), pa.float64()),
+        "token_shares": lists,
+    }
+    table = pa.table({c.name: columns[c.name].cast(c.type) for c in UPDATE_SHARE_COLUMNS})
+    size = np.bincount(sequence, minlength=len(rows))
+    described = rows.select(OF_SEQUENCE)[sequence]
+    found = pl.from_arrow(table)
+    assert isinstance(found, pl.DataFrame)
+    return found.with_columns(
+        pl.Series("sequence", sequence + 1, pl.Int32),
+        pl.Series("num_sequence_rows", size[sequence], pl.Int32),
+        *described,
+    )

@@ -1,0 +1,111 @@
+"""The verb `blame`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from rollout_io.cli.output import emit, emit_json, example, note, shown_log
+from schemas.errors import ConfigError, InputError, count
+
+EXAMPLES = example(
+    "rollouts blame run/ --update 12"
+    "\n  rollouts blame run/ --update 12 --held-out test/ --out run/blame/update_12.parquet"
+)
+
+
+@click.command(epilog=EXAMPLES)
+@click.argument("run", metavar="RUN", type=click.Path())
+@click.option(
+    "--update",
+    type=click.IntRange(min=1),
+    required=True,
+    metavar="N",
+    help="Number of the update: its global_step in RUN/metrics.jsonl.",
+)
+@click.option(
+    "--held-out",
+    metavar="DS",
+    help="Dataset that the run did not train on: also report how leaving each of the first rows out"
+    " would have changed the loss on it.",
+)
+@click.option(
+    "--top",
+    type=click.IntRange(min=1),
+    default=10,
+    show_default=True,
+    help="Number of rows to show.",
+)
+@click.option(
+    "--exact",
+    is_flag=True,
+    help="Compute all norms by one backward pass per row. Slow; without it, one row is checked.",
+)
+@click.option(
+    "--out",
+    metavar="FILE.parquet",
+    help="Write the shares of all rows and tokens. `rollouts view` shows RUN/blame/*.parquet.",
+)
+@click.option(
+    "--set",
+    "settings",
+    multiple=True,
+    metavar="KEY=PATH",
+    help="Path of a dataset or model that has moved: dataset=PATH, model=PATH; may be repeated.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+def blame(
+    *,
+    run: str,
+    update: int,
+    held_out: str | None,
+    top: int,
+    exact: bool,
+    out: str | None,
+    settings: tuple[str, ...],
+    as_json: bool,
+) -> int:
+    """Find the rows that moved an update of a training run.
+
+    Reconstructs the update from the newest checkpoint before it, and computes the gradient of each
+    row: its share of the update's gradient, its norm, and the norm of the gradient without it. Rows
+    are ordered by how far they stand out from the others in the norm of their gradient, their
+    advantage, the mismatch with the sampler, or the improbability of their tokens (docs/audit.md).
+    Nothing is written to RUN unless --out names a file there.
+    """
+    if out is not None and Path(out).suffix != ".parquet":
+        raise InputError(
+            "output_file", f"--out {out}", "another extension", "a name that ends in .parquet"
+        )
+    from schemas.extras import requires_extra
+
+    sys.path.append(str(Path.cwd()))  # for user functions; last, so that it shadows no module
+    with requires_extra("train", "rollouts blame"):
+        from trainer.blame import blame as attribution
+        from trainer.blame.report import screen, summary
+    with shown_log():
+        found = attribution.blame(
+            run, update, top=top, held_out=held_out, exact=exact, places=_places(settings)
+        )
+    if out is not None:
+        Path(out).parent.mkdir(parents=True, exist_ok=True)
+        found.shares.write_parquet(out)
+        note(f"{count(len(found.shares), 'row')} -> {out}")
+    emit_json(summary(found, top)) if as_json else emit(screen(found, top))
+    return 0
+
+
+def _places(settings: tuple[str, ...]) -> dict[str, str]:
+    from trainer.replay.recorded import PLACES
+
+    found = {}
+    for setting in settings:
+        key, equals, path = setting.partition("=")
+        if key not in PLACES or not equals or not path:
+            hint = "to change other keys, use rollouts replay"
+            expected = f"KEY=PATH, with one of the keys {', '.join(PLACES)}"
+            raise ConfigError("config_key", "--set", setting, expected, hint)
+        found[key] = path
+    return found
