@@ -6,6 +6,7 @@ also forwarded under all other candidates.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,10 +21,21 @@ from schemas.verdicts import VERDICT_COLUMNS
 from trainer.audit.candidates import Candidate
 from trainer.audit.causes import describe
 from trainer.audit.noise import Noise, Residuals, fit_noise, typical_scale
+from trainer.audit.prompts import PromptVariants, variant_rows
 from trainer.audit.rescoring import Cost, Scored, Weights, num_distinct_tokens, score_rows
 from trainer.audit.rows import NO_WEIGHTS, AuditRows
 from trainer.audit.token_scores import INVERSE_TEMPERATURES
-from trainer.audit.verdicts import FAULTS, OFFSETS, Span, Verdict, is_suspicious, judge
+from trainer.audit.verdicts import (
+    FAULTS,
+    OFFSETS,
+    PENALTY,
+    Span,
+    Verdict,
+    explained_by,
+    is_suspicious,
+    judge,
+    prompt_verdict,
+)
 
 CHUNK_TOKENS = 200_000
 """Sampled tokens whose scores are in memory at once."""
@@ -126,6 +138,7 @@ def run_audit(
     settings: AuditSettings,
     *,
     dataset: str,
+    variants: PromptVariants | None = None,
     announce: Callable[[Plan, Cost, int], None] = lambda *_: None,
 ) -> AuditResult:
     """Audit rows under the candidates of `weights`.
@@ -135,6 +148,7 @@ def run_audit(
         weights: The candidates.
         settings: Settings of the audit.
         dataset: Path of the rows' dataset, for the verdicts.
+        variants: Renders prompts in other ways; None: they are not tried.
         announce: Called after each micro-batch with its number of tokens; the first one shows how
             long the audit will take.
 
@@ -166,7 +180,7 @@ def run_audit(
             found.noise = fit_noise(chunk.best_residuals())
             found.apart = chunk.apart(found.mode)
         found.num_suspicious += chunk.second_pass(found.noise, found.mode)
-        tables.append(chunk.verdicts(found.noise, found.mode))
+        tables.append(chunk.verdicts(found.noise, found.mode, variants))
     named = [table.with_columns(dataset=pl.lit(dataset)) for table in tables]
     found.verdicts = pl.concat([found.verdicts, *named])
     return found
@@ -365,29 +379,76 @@ class _Chunk:
                         found.setdefault((a, b), []).extend(distance.tolist())
         return {pair: float(np.mean(values)) for pair, values in found.items()}
 
-    def verdicts(self, noise: Noise, mode: LogprobsMode) -> pl.DataFrame:
+    def verdicts(
+        self, noise: Noise, mode: LogprobsMode, variants: PromptVariants | None
+    ) -> pl.DataFrame:
         """Judge every span, and list the rows that cannot be audited."""
-        rows, out = self._rows, []
-        counted: dict[int, int] = {}
-        for number in range(len(rows.span_row)):
+        rows = self._rows
+        spans = [
+            None if rows.reasons[row] else self._span(number)
+            for number, row in enumerate(rows.span_row.tolist())
+        ]
+        found = [None if span is None else judge(span, noise, mode) for span in spans]
+        if variants is not None:
+            self._try_prompts(spans, found, noise, mode, variants)
+        out, counted = [], dict[int, int]()
+        for number, (span, verdict) in enumerate(zip(spans, found, strict=True)):
             row = int(rows.span_row[number])
             index = counted.setdefault(row, 0)
             counted[row] += 1
             start = int(rows.span_start[number] - rows.responses.offsets[row])
             line = self._line(row) | {"span": index, "start": start}
-            span = None if rows.reasons[row] else self._span(number)
-            if span is None:
+            if span is None or verdict is None:
                 length, reason = int(rows.span_length[number]), rows.reasons[row] or NOT_REACHED
                 line |= {"end": start + length, "num_tokens": 0}
                 out.append(line | {"kind": "not_checked", "reason": reason})
                 continue
-            end = start + len(span.stored)
-            found = judge(span, noise, mode)
-            line |= {"end": end, "num_tokens": len(span.stored)}
-            line |= self._values(found, start)
-            in_words = describe(line) if found.kind in FAULTS else None
+            line |= {"end": start + len(span.stored), "num_tokens": len(span.stored)}
+            line |= self._values(verdict, start)
+            in_words = describe(line) if verdict.kind in FAULTS else None
             out.append(line | {"reason": in_words})
         return pl.DataFrame(out, schema=SCHEMA)
+
+    def _try_prompts(
+        self,
+        spans: Sequence[Span | None],
+        found: list[Verdict | None],
+        noise: Noise,
+        mode: LogprobsMode,
+        variants: PromptVariants,
+    ) -> None:
+        """Replace verdicts that name no cause by that of another prompt, where one fits."""
+        rows, by_weights = self._rows, dict[int, list[int]]()
+        for number, verdict in enumerate(found):
+            if verdict is not None and verdict.kind in ("noise", "unknown_model"):
+                row = int(rows.span_row[number])
+                label = int(self._label[row])
+                weights = label if label >= 0 else verdict.hypothesis.candidate
+                by_weights.setdefault(weights, []).append(number)
+        budget = self._settings.tokens_per_micro_batch
+        for weights, numbers in by_weights.items():
+            copies = variant_rows(rows, np.unique(rows.span_row[numbers]), variants)
+            if copies is None:
+                continue
+            scored = Scored(place=np.full(len(copies.rows.responses.values), -1, np.int64))
+            every = np.arange(copies.rows.num_rows)
+            policy = self._weights.policy(weights)
+            score_rows(policy, copies.rows, every, scored, self._cost, budget=budget)
+            for number in numbers:
+                span, verdict = spans[number], found[number]
+                assert span is not None
+                assert verdict is not None
+                row = int(rows.span_row[number])
+                start = int(rows.span_start[number] - rows.responses.offsets[row])
+                best = PENALTY
+                for copy in np.flatnonzero(copies.origin == row).tolist():
+                    scores = scored.at(copies.span(copy, start), len(span.stored))
+                    assert scores is not None
+                    own = dataclasses.replace(span, scores={weights: scores}, labelled=weights)
+                    ratio = explained_by(own, verdict, span, noise, mode)
+                    if ratio > best:
+                        best, reason = ratio, copies.names[copy]
+                        found[number] = prompt_verdict(own, reason, verdict, ratio, noise, mode)
 
     def _line(self, row: int) -> dict[str, Any]:
         keys = self._rows.keys.row(row, named=True)
@@ -422,6 +483,7 @@ class _Chunk:
             "num_decisive": found.num_decisive,
             "noise_scale": found.scale,
             "mean_difference": found.mean_difference,
+            "reason": found.reason or None,
         }
 
 

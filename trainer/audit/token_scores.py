@@ -84,6 +84,7 @@ class TokenScores:
         mean_logit: [M, K] derivative of `normalizer`: mean logit at that temperature.
         labelled: [M] log-probability at the labelled temperature, before truncation.
         own_kept: [M] log of the probability that the labelled truncation keeps; 0 without one.
+        own_outside: [M] true where the labelled truncation would have excluded the token.
         kept: [M, S] the same for each of `TRUNCATIONS`; S is 0 if they were not requested.
         outside: [M, S] true where the truncation would have excluded the token.
     """
@@ -93,6 +94,7 @@ class TokenScores:
     mean_logit: FloatArray
     labelled: FloatArray
     own_kept: FloatArray
+    own_outside: npt.NDArray[np.bool_]
     kept: FloatArray
     outside: npt.NDArray[np.bool_]
 
@@ -215,16 +217,18 @@ def score_tokens(
             if truncations
             else _no_columns(z)
         )
-        own_kept = torch.zeros_like(chosen)
+        own_kept, own_outside = torch.zeros_like(chosen), torch.zeros_like(chosen).bool()
         if (cut := own.truncates).any():
             settings = own.top_p[cut, None], own.top_k[cut, None], own.min_p[cut, None]
-            own_kept[cut] = _Kept(z[cut], log_total[cut], chosen[cut]).under(*settings)[0][:, 0]
+            truncated = _Kept(z[cut], log_total[cut], chosen[cut]).under(*settings)
+            own_kept[cut], own_outside[cut] = (column[:, 0] for column in truncated)
         found = {
             "picked": picked + top,
             "normalizer": normalizer,
             "mean_logit": mean,
             "labelled": chosen,
             "own_kept": own_kept,
+            "own_outside": own_outside,
             "kept": kept,
             "outside": outside,
         }

@@ -8,6 +8,7 @@ token.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import log
@@ -102,6 +103,12 @@ class Span:
         """True if raw and processed log-probabilities differ."""
         return abs(self.inverse_temperature - 1) > 1e-6 or not self.truncation.is_off
 
+    def under_label(self, candidate: int) -> float:
+        """Log-likelihood of the sampled tokens at the labelled settings, in nats."""
+        scores = self.scores[candidate]
+        each = scores.labelled - scores.own_kept + OUTSIDE * scores.own_outside
+        return float(each.sum(dtype=np.float64))
+
     def sampled(self, candidate: int, inverse_temperature: float) -> float:
         """Log-likelihood of the sampled tokens at a temperature, without truncation, in nats."""
         return float(self.scores[candidate].at(inverse_temperature).sum(dtype=np.float64))
@@ -172,6 +179,7 @@ class Verdict:
         num_decisive: Tokens on which the ratio rests: those that favour one side by 0.5 nats.
         scale: Scale of the differences relative to the dataset's noise.
         mean_difference: Mean absolute difference from the best hypothesis, in nats.
+        reason: Details of the fault, in words.
     """
 
     kind: Kind
@@ -181,6 +189,7 @@ class Verdict:
     num_decisive: int
     scale: float
     mean_difference: float
+    reason: str = ""
 
 
 def judge(span: Span, noise: Noise, mode: LogprobsMode | None) -> Verdict:
@@ -265,7 +274,7 @@ def _settings(
         for offset in OFFSETS:
             if abs(offset) < len(span.stored):
                 yield _changed(usual, "offset", extra + log(len(OFFSETS)), offset=offset)
-        tokens = span.sampled(number, span.inverse_temperature)
+        tokens = span.under_label(number)
         if span.modes_differ:
             if mode == "processed":
                 yield _changed(
@@ -280,16 +289,24 @@ def _settings(
                 processed |= {"truncation": span.truncation}
                 yield _changed(usual, "processed_logprobs", extra, **processed)
         for inverse in _temperatures(span, number, noise, mode):
-            bonus = span.sampled(number, inverse) - tokens if span.truncation.is_off else 0.0
+            bonus = span.sampled(number, inverse) - tokens if span.truncation.is_off else -2.0
             changes = {"inverse_temperature": 1.0 if mode == "raw" else inverse, "bonus": bonus}
             yield _changed(usual, "temperature", extra + 2.0, sampled_inverse=inverse, **changes)
         scores = span.scores[number]
         if mode == "raw" or not scores.kept.shape[1]:
             continue
         others = [NO_TRUNCATION, *TRUNCATIONS]
-        for one in others:
-            if one != span.truncation:
-                yield _changed(usual, "truncation", extra + log(len(others)), truncation=one)
+        untruncated = float(scores.labelled.sum(dtype=np.float64))
+        for place, one in enumerate(others, start=-1):
+            if one == span.truncation:
+                continue
+            changed = 0.0
+            if place >= 0:
+                kept, outside = scores.kept[:, place], scores.outside[:, place]
+                changed = float((OUTSIDE * outside - kept).sum(dtype=np.float64))
+            bonus = untruncated + changed - tokens
+            penalty = extra + log(len(others))
+            yield _changed(usual, "truncation", penalty, truncation=one, bonus=bonus)
 
 
 def _changed(usual: Hypothesis, kind: Kind, penalty: float, **changes: object) -> Hypothesis:
@@ -366,9 +383,6 @@ def _at_scales(span: Span, one: Hypothesis, predicted: Array, noise: Noise, scal
     sigma = noise.sigma(np.where(is_known, predicted, 0.0), one.inverse_temperature)
     each = noise.log_density(difference, sigma * scales[:, None])
     each = np.where(is_known, each, outlier_density(np.ones(1)))
-    if one.kind == "truncation" and not one.truncation.is_off:
-        number = TRUNCATIONS.index(one.truncation)
-        each += OUTSIDE * span.scores[one.candidate].outside[:, number]
     totals = each.sum(-1) + noise.prior(scales)
     best = int(np.argmax(totals))
     return Fit(one, float(totals[best]), float(scales[best]), each[best], predicted)
@@ -414,6 +428,52 @@ def _swaps(span: Span, noise: Noise, mode: LogprobsMode | None) -> list[Fit]:
         penalty=penalty,
     )
     return [_fit(span, one, noise, mode)]
+
+
+def explained_by(
+    variant: Span, found: Verdict, span: Span, noise: Noise, mode: LogprobsMode | None
+) -> float:
+    """Compare a prompt variant with the verdict for the stored prompt.
+
+    Args:
+        variant: The span with the scores of one candidate under the variant.
+        found: Verdict for the stored prompt, of a kind that names no cause.
+        span: The span under the stored prompt.
+        noise: Noise of the dataset's engine.
+        mode: Kind of log-probabilities.
+
+    Returns:
+        Log-likelihood ratio of the variant to the verdict in nats, without the penalty of a fault;
+        not above 0 if the variant does not fit within the engine's noise.
+    """
+    (number,) = variant.scores
+    fit = _fit(variant, _plain(variant, number, mode), noise, mode)
+    predicted = _predicted(span, found.hypothesis, mode)
+    sigma = noise.sigma(predicted, found.hypothesis.inverse_temperature) * found.scale
+    before = float(noise.log_density(span.stored - predicted, sigma).sum())
+    return fit.log_likelihood - before
+
+
+def prompt_verdict(
+    variant: Span,
+    name: str,
+    found: Verdict,
+    ratio: float,
+    noise: Noise,
+    mode: LogprobsMode | None,
+) -> Verdict:
+    """Return the verdict for a span that fits a variant of its prompt; see `explained_by`."""
+    (number,) = variant.scores
+    fit = _fit(variant, _plain(variant, number, mode), noise, mode)
+    return dataclasses.replace(
+        found,
+        kind="prompt",
+        hypothesis=fit.hypothesis,
+        log_likelihood_ratio=found.log_likelihood_ratio + ratio,
+        scale=fit.scale,
+        mean_difference=float(np.abs(variant.stored - fit.predicted).mean()),
+        reason=name,
+    )
 
 
 def _rests_on_several(best: Fit, label: Fit) -> bool:

@@ -94,14 +94,17 @@ def audit(
     with requires_extra("train", "rollouts audit"):
         from trainer.audit.audit import AuditSettings, run_audit
         from trainer.audit.candidates import find_candidates
+        from trainer.audit.prompts import PromptVariants
         from trainer.audit.report import estimate, screen, summary
         from trainer.audit.rescoring import Weights
         from trainer.audit.rows import read_audit_rows
 
     candidates = find_candidates(weights, base)
     metadata = read_metadata(dataset)
+    variants = None
     if tokenizer is not None:
         loaded = load_tokenizer(tokenizer)
+        variants = PromptVariants(loaded)
         if metadata.tokenizer_fingerprint not in {None, loaded.fingerprint}:
             warn(about_other_tokenizer(tokenizer, metadata))
     rows = read_audit_rows(open_valid(dataset), metadata, logprobs_mode)
@@ -118,7 +121,12 @@ def audit(
     try:
         with shown_log():
             result = run_audit(
-                rows, Weights(candidates), settings, dataset=dataset, announce=announce
+                rows,
+                Weights(candidates),
+                settings,
+                dataset=dataset,
+                variants=variants,
+                announce=announce,
             )
     finally:
         if bar is not None:
