@@ -418,6 +418,9 @@ worker: A worker process died, often because memory ran out.
     Run the same command again to resume, or pass `--workers 1`.
 writer_is_open: The writer was already closed, or an earlier write failed.
     Create a new writer.
+weights_mismatch: Rows of an iteration were not sampled by the weights or settings that they are
+    labelled with.
+    Fix the cause that the message names, or train on the rows with `--set on_mismatch=warn`.
 zero_advantages: Every advantage is 0, because all trajectories of a group have equal returns.
     Look at the rewards with `rollouts stats DS`, and use tasks or rewards that vary within a group.
 zip_archive: The zip archive is damaged, protected by a password, too large, packed with an unknown

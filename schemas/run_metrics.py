@@ -202,6 +202,8 @@ LOOP_METRICS = {
         "Zero-variance groups that were dropped and replaced since the previous iteration; only"
         " with `drop_zero_variance_groups`.",
     ),
+    "num_audited_rows": Metric("rows", "Rows that were audited (`audit_rows`)."),
+    "num_mismatched_rows": Metric("rows", "Audited rows that were not sampled as labelled."),
     "wait_seconds": Metric("s", "Time that the trainer waited for the iteration's groups."),
     "sync_seconds": Metric(
         "s", "Time to write the weights with which the iteration starts, and to load them."

@@ -51,11 +51,13 @@ class AuditSettings:
         thorough: Forward all rows under all candidates.
         first_pass: Share of the tokens of a thorough audit that the first pass may forward; None:
             it forwards all rows under their labelled weights.
+        trees: Forward shared prefixes once; if false, rows are forwarded separately.
         tokens_per_micro_batch: Maximum number of tokens per forward pass, except for longer rows.
     """
 
     thorough: bool = False
     first_pass: float | None = None
+    trees: bool = True
     tokens_per_micro_batch: int = 2048
 
 
@@ -90,6 +92,7 @@ class AuditResult:
         cost: Cost that was needed.
         num_rows: Rows audited.
         num_suspicious: Rows forwarded under all candidates because they did not fit their label.
+        clean: Residuals of the spans without faults.
         apart: Mean absolute difference in nats between candidates, by pair of numbers.
     """
 
@@ -102,6 +105,7 @@ class AuditResult:
     cost: Cost
     num_rows: int
     num_suspicious: int
+    clean: list[Residuals] = field(default_factory=list)
     apart: dict[tuple[int, int], float] = field(default_factory=dict)
 
     @property
@@ -139,6 +143,7 @@ def run_audit(
     *,
     dataset: str,
     variants: PromptVariants | None = None,
+    known: Sequence[Residuals] = (),
     announce: Callable[[Plan, Cost, int], None] = lambda *_: None,
 ) -> AuditResult:
     """Audit rows under the candidates of `weights`.
@@ -149,6 +154,8 @@ def run_audit(
         settings: Settings of the audit.
         dataset: Path of the rows' dataset, for the verdicts.
         variants: Renders prompts in other ways; None: they are not tried.
+        known: Residuals of rows without faults from the same engine, for the estimate of its noise;
+            without any, a sample of the rows is scored under all candidates.
         announce: Called after each micro-batch with its number of tokens; the first one shows how
             long the audit will take.
 
@@ -174,13 +181,14 @@ def run_audit(
     tables = []
     for number, (first, last) in enumerate(_chunks(rows)):
         chunk = _Chunk(rows.part(first, last), label[first:last], weights, settings, cost, limit)
-        chunk.first_pass(with_sample=number == 0)
+        chunk.first_pass(with_sample=number == 0 and not known)
         if number == 0:
             found.mode = rows.mode or chunk.likely_mode()
-            found.noise = fit_noise(chunk.best_residuals())
+            found.noise = fit_noise([*known, *chunk.best_residuals()])
             found.apart = chunk.apart(found.mode)
         found.num_suspicious += chunk.second_pass(found.noise, found.mode)
         tables.append(chunk.verdicts(found.noise, found.mode, variants))
+        found.clean += chunk.clean_residuals(tables[-1], found.mode)
     named = [table.with_columns(dataset=pl.lit(dataset)) for table in tables]
     found.verdicts = pl.concat([found.verdicts, *named])
     return found
@@ -311,7 +319,8 @@ class _Chunk:
         limit = np.full(len(wanted), self._limit) if is_limited else None
         budget = self._settings.tokens_per_micro_batch
         policy = self._weights.policy(number)
-        score_rows(policy, self._rows, wanted, found, self._cost, budget=budget, limit=limit)
+        trees, cost = self._settings.trees, self._cost
+        score_rows(policy, self._rows, wanted, found, cost, budget=budget, trees=trees, limit=limit)
         self._complete[number, wanted] = not is_limited
 
     def _span(self, number: int) -> Span | None:
@@ -343,6 +352,16 @@ class _Chunk:
             span = self._span(number)
             if span is not None:
                 yield span
+
+    def clean_residuals(self, verdicts: pl.DataFrame, mode: LogprobsMode) -> list[Residuals]:
+        """Return the residuals of the spans without faults under their labelled weights."""
+        found = []
+        for number, kind in enumerate(verdicts["kind"]):
+            span = self._span(number) if kind == "as_labelled" else None
+            if span is not None and span.labelled is not None:
+                predicted = span.predicted(span.labelled, mode)
+                found.append(Residuals(span.stored - predicted, predicted, span.inverse(mode)))
+        return found
 
     def likely_mode(self) -> LogprobsMode:
         """Return the kind of log-probabilities that fits most rows of the first pass."""
@@ -433,7 +452,8 @@ class _Chunk:
             scored = Scored(place=np.full(len(copies.rows.responses.values), -1, np.int64))
             every = np.arange(copies.rows.num_rows)
             policy = self._weights.policy(weights)
-            score_rows(policy, copies.rows, every, scored, self._cost, budget=budget)
+            trees, cost = self._settings.trees, self._cost
+            score_rows(policy, copies.rows, every, scored, cost, budget=budget, trees=trees)
             for number in numbers:
                 span, verdict = spans[number], found[number]
                 assert span is not None

@@ -149,14 +149,16 @@ def _number(path: Path) -> int | None:
     return _versions_by_step(path.resolve().parents[1]).get(number)
 
 
-def load_candidate(candidate: Candidate, *, chunk_tokens: int, device: torch.device) -> Policy:
+def load_candidate(
+    candidate: Candidate, *, chunk_tokens: int, device: torch.device, trees: bool
+) -> Policy:
     """Load the weights of a candidate for scoring, in float32.
 
     Raises:
-        InputError: The weights cannot be loaded, or the model cannot forward trees.
+        InputError: The weights cannot be loaded, or it cannot forward trees, if `trees`.
     """
     path = str(candidate.base or candidate.path)
-    policy = load_policy(path, logprob_chunk_tokens=chunk_tokens, trees=True)
+    policy = load_policy(path, logprob_chunk_tokens=chunk_tokens, trees=trees)
     if candidate.base is not None:
         settings: dict[str, Any] = json.loads((candidate.path / CONFIG).read_text("utf-8"))
         adapter = AdapterSettings(

@@ -13,7 +13,7 @@ from schemas.ragged import BoolArray, IntArray
 from trainer.audit.candidates import Candidate, load_candidate, score_forest
 from trainer.audit.rows import AuditRows
 from trainer.audit.token_scores import TokenScores, concatenate
-from trainer.batches.forest import chain_lengths
+from trainer.batches.forest import chain_forests, chain_lengths
 from trainer.batches.tree import Trie, make_trie, tree_forests
 from trainer.models.policy import Policy
 from trainer.reports.memory_estimate import available_bytes
@@ -30,6 +30,7 @@ class Weights:
         chunk_tokens: Number of targets whose logits are in memory at once.
         device: Device to score on.
         loaded: Policies that are already in memory, by candidate number.
+        trees: Whether the policies will forward branching trees.
     """
 
     def __init__(
@@ -39,11 +40,12 @@ class Weights:
         chunk_tokens: int = 256,
         device: torch.device | None = None,
         loaded: dict[int, Policy] | None = None,
+        trees: bool = True,
     ) -> None:
         self.candidates = candidates
         self._chunk_tokens = chunk_tokens
         self._device = device or _device()
-        self._given = loaded or {}
+        self._given, self._trees = loaded or {}, trees
         self._cached: dict[int, Policy] = {}
 
     def policy(self, number: int) -> Policy:
@@ -54,7 +56,7 @@ class Weights:
             self._make_room()
             one = self.candidates[number]
             self._cached[number] = load_candidate(
-                one, chunk_tokens=self._chunk_tokens, device=self._device
+                one, chunk_tokens=self._chunk_tokens, device=self._device, trees=self._trees
             )
         return self._cached[number]
 
@@ -126,6 +128,7 @@ def score_rows(
     cost: Cost,
     *,
     budget: int,
+    trees: bool = True,
     limit: IntArray | None = None,
 ) -> None:
     """Forward rows under one candidate, and add the scores of their sampled tokens to `found`.
@@ -137,14 +140,17 @@ def score_rows(
         found: Receives the scores.
         cost: Counts the forwarded tokens.
         budget: Maximum number of tokens per forward pass, except for longer rows.
+        trees: Forward shared prefixes once.
         limit: [len(wanted)] number of leading response tokens to score; None: all.
     """
     is_target = rows.targets(wanted, limit)
-    tree = trie_of(rows, is_target)
-    truncations = rows.mode != "raw"
-    for forest in tree_forests(
-        tree, rows.prompts, rows.responses, is_target, budget, 1, rows.routes
-    ):
+    truncations, tokens = rows.mode != "raw", (rows.prompts, rows.responses)
+    if trees:
+        trie = trie_of(rows, is_target)
+        forests = tree_forests(trie, *tokens, is_target, budget, routes=rows.routes)
+    else:
+        forests = chain_forests(*tokens, is_target, wanted, budget, routes=rows.routes)
+    for forest in forests:
         began = time.perf_counter()
         scores = score_forest(policy, forest, rows, truncations=truncations)
         found.add(forest.target_slot.numpy(), scores)

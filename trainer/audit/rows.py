@@ -154,6 +154,11 @@ def read_audit_rows(
         metadata: Metadata of its dataset.
         mode: Kind of the stored log-probabilities; None: as in the metadata.
     """
+    return to_audit_rows(read_steps(rollouts, metadata), mode or metadata.logprobs_mode)
+
+
+def read_steps(rollouts: pl.LazyFrame, metadata: DatasetMetadata) -> pl.DataFrame:
+    """Read the columns of all steps that an audit uses, with the steps of a group side by side."""
     present = rollouts.collect_schema()
     steps = pipelines.unmerge(rollouts)
     steps = steps.select([name for name in (*READ, *OPTIONAL) if name in present])
@@ -162,8 +167,7 @@ def read_audit_rows(
         extra = sampling_extra_of(metadata.made_by)
         table = table.with_columns(sampling_extra=pl.lit(extra, pl.String))
     order = table["instance_id"].rank("dense").to_numpy()  # rows that share tokens side by side
-    table = table[np.argsort(order, kind="stable")]
-    return to_audit_rows(table, mode or metadata.logprobs_mode)
+    return table[np.argsort(order, kind="stable")]
 
 
 def _with_all_columns(rows: pl.LazyFrame) -> pl.LazyFrame:

@@ -79,6 +79,12 @@ class RlConfig:
     checkpoint. None: only these."""
     keep_weights: Count = 2
     """Number of versions to keep in `OUT/weights/`, the newest ones; >= 1."""
+    audit_rows: CountOrZero = 4
+    """Number of rows of each iteration, from different trajectories, to audit before training: were
+    they sampled by the weights and settings that they are labelled with? 0: none."""
+    on_mismatch: Literal["warn", "stop"] = "warn"
+    """What to do if audited rows were not sampled as labelled: `warn`, or `stop` the run if there
+    are at least two such rows."""
 
     generate: dict[str, Any] = field(default_factory=dict)
     """Table: keys of `rollouts generate`."""

@@ -41,6 +41,7 @@ from trainer.rl.resume import find_checkpoint, prepare
 from trainer.rl.sampling_progress import SamplingProgress
 from trainer.rl.task_order import check_names, first_name, shuffled_tasks
 from trainer.rl.updates import Learning, check_lengths
+from trainer.rl.weight_audit import WeightAudit
 from trainer.rl.weight_swap import WeightSwapEngine
 from trainer.run.advice import in_train_table
 from trainer.run.checkpoint import checkpoint_path
@@ -147,6 +148,7 @@ def run(
             tokenizer=tokenizer,
             tasks=tasks,
             evaluated=evaluated,
+            audit=WeightAudit(config=config),
             log=held.enter_context(learning.open_log()),
             thread=held.enter_context(ThreadPoolExecutor(1, thread_name_prefix="trainer")),
         )
@@ -184,6 +186,7 @@ class Loop:
     engine: WeightSwapEngine
     tokenizer: ChatTokenizer
     tasks: Sequence[Task]
+    audit: WeightAudit
     log: RunLog
     thread: ThreadPoolExecutor
     evaluated: dict[int, float | None]
@@ -235,6 +238,9 @@ class Loop:
         dropped = {"num_dropped_groups": collector.num_newly_dropped()}
         own = await self._environment_metrics(path)
         numbers = rollout_numbers(path, iteration) | own | dropped | times
+        policy = learning.policy
+        audited = await self._in_thread(lambda: self.audit.check(path, iteration, policy))
+        numbers |= audited
         lines = await self._in_thread(lambda: learning.update(path, numbers, self.log))
         every, last = self.config.save_every_iterations, self.config.num_iterations
         is_due = learning.iteration in {1, last} or (every and learning.iteration % every == 0)

@@ -20,6 +20,7 @@ from trainer.run.token_records import discard_token_records
 
 MAY_CHANGE = {
     *("out", "num_iterations", "weight_sync", "save_every_iterations", "keep_weights"),
+    *("audit_rows", "on_mismatch"),
     *("train.out", "train.dataset", "train.keep_checkpoints", "train.trackers"),
     *("train.tokens_per_micro_batch", "train.max_row_tokens", "train.record_tokens"),
     *(f"generate.{key}" for key in HOW_IT_RUNS - {"group_size"}),

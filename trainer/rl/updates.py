@@ -22,6 +22,7 @@ from trainer.batches.plan import Plan, dataset_returns, make_plan
 from trainer.config.resolved import resolved
 from trainer.config.train_config import TrainConfig
 from trainer.distributed.launch import make_accelerator
+from trainer.models.policy import Policy
 from trainer.rl.config import RlConfig
 from trainer.rl.size_notes import Models, notes_of_size
 from trainer.run.advice import in_train_table
@@ -81,6 +82,12 @@ class Learning:
     def iteration(self) -> int:
         """Number of completed iterations, which is the version of the policy's weights."""
         return self.progress.position.batch
+
+    @property
+    def policy(self) -> Policy:
+        """The policy in memory, without wrappers."""
+        policy: Policy = self._learner.accelerator.unwrap_model(self._learner.policy)
+        return policy
 
     @property
     def num_planned(self) -> int:
@@ -157,7 +164,7 @@ class Learning:
         path = folder / f"version_{self.iteration}"
         if path.exists():
             remove_directory(path)
-        model = self._learner.accelerator.unwrap_model(self._learner.policy).model
+        model = self.policy.model
         with whole(path) as partial:
             write_model(partial, model, Path(self.training.model))
         kept = [f"version_{self.iteration - back}" for back in range(keep)]

@@ -39,6 +39,8 @@ from trainer.run import update as updates
 LOOP_ONLY = {"iteration", "staleness_mean", "staleness_max", "staleness_histogram"}
 LOOP_ONLY |= {
     "num_dropped_groups",
+    "num_audited_rows",
+    "num_mismatched_rows",
     "response_tokens_mean",
     "steps_mean",
     "wait_seconds",

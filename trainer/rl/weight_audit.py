@@ -1,0 +1,122 @@
+"""Check a few rows of each iteration: were they sampled by the weights that their label names?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import torch
+
+import rollout_io
+from schemas.errors import InputError, RolloutError, count
+from trainer.audit.audit import AuditResult, AuditSettings, run_audit
+from trainer.audit.candidates import Candidate
+from trainer.audit.causes import describe, likely_causes
+from trainer.audit.noise import Residuals
+from trainer.audit.rescoring import Weights
+from trainer.audit.rows import read_steps, to_audit_rows
+from trainer.models.policy import Policy
+from trainer.rl.config import RlConfig
+from trainer.run.remarks import warn
+
+MOST_KNOWN_TOKENS = 20_000
+"""Tokens of earlier iterations from which the engine's noise is estimated."""
+ROWS_TO_STOP = 2
+"""Faulty rows that end a run; with fewer audited rows, all of them."""
+
+
+@dataclass(kw_only=True)
+class WeightAudit:
+    """Audits rows of each iteration before the policy is trained on them.
+
+    Attributes:
+        config: Configuration of the run.
+        known: Differences between log-probabilities in rows of earlier iterations without faults.
+    """
+
+    config: RlConfig
+    known: list[Residuals] = field(default_factory=list)
+
+    def check(self, dataset: Path, iteration: int, policy: Policy) -> dict[str, int]:
+        """Audit rows of an iteration, and warn or stop if they were not sampled as labelled.
+
+        Only the labelled weights forward the rows, unless a row does not fit. The policy in memory
+        is version `iteration`; earlier versions are loaded if they are kept.
+
+        Returns:
+            Metrics: `num_audited_rows` and `num_mismatched_rows`; empty if the audit is off.
+
+        Raises:
+            InputError: `weights_mismatch`: rows do not fit, and `on_mismatch` is `stop`.
+        """
+        if not self.config.audit_rows:
+            return {}
+        try:
+            result = self._audited(dataset, iteration, policy)
+        except RolloutError as error:
+            warn(f"rows of iteration {iteration + 1} cannot be audited: {error}")
+            return {}
+        tokens = sum(len(one.difference) for one in self.known)
+        if tokens < MOST_KNOWN_TOKENS:
+            self.known += result.clean
+        checked = result.verdicts.filter(pl.col("kind") != "not_checked")
+        num_rows, num_faulty = (
+            found.select("trajectory_id", "step_index").n_unique()
+            for found in (checked, result.faults)
+        )
+        if num_faulty:
+            self._report(dataset, result, num_rows, num_faulty)
+        return {"num_audited_rows": num_rows, "num_mismatched_rows": num_faulty}
+
+    def _audited(self, dataset: Path, iteration: int, policy: Policy) -> AuditResult:
+        rollouts, metadata = rollout_io.scan(dataset), rollout_io.read_metadata(dataset)
+        rng = np.random.default_rng([self.config.seed, iteration])
+        ids = rollouts.select(pl.col("trajectory_id").unique().sort()).collect().to_series()
+        chosen = rng.permutation(len(ids))[: self.config.audit_rows]
+        own = rollouts.filter(pl.col("trajectory_id").is_in(ids.gather(chosen).to_list()))
+        steps = read_steps(own, metadata)
+        steps = steps.filter(pl.col("response_ids").list.len() > 0)
+        draw = pl.Series(rng.random(len(steps)))
+        steps = steps.with_columns(draw=draw).sort("draw").unique("trajectory_id", keep="first")
+        rows = to_audit_rows(steps.drop("draw").sort("trajectory_id"), metadata.logprobs_mode)
+        candidates = self._candidates(iteration)
+        weights = Weights(
+            candidates,
+            device=next(policy.parameters()).device,
+            loaded={len(candidates) - 1: policy},
+            trees=False,
+        )
+        settings = AuditSettings(
+            trees=False, tokens_per_micro_batch=self.config.training.tokens_per_micro_batch
+        )
+        with torch.no_grad():
+            return run_audit(rows, weights, settings, dataset=str(dataset), known=self.known)
+
+    def _candidates(self, iteration: int) -> list[Candidate]:
+        """List the versions that are kept, ending with the current one."""
+        folder = Path(self.config.out) / "weights"
+        paths = {0: Path(self.config.model)}
+        for path in folder.glob("version_*"):
+            if path.name.removeprefix("version_").isdecimal():
+                paths[int(path.name.removeprefix("version_"))] = path
+        earlier = sorted(version for version in paths if version < iteration)
+        found = [Candidate(version=version, path=paths[version]) for version in earlier]
+        return [*found, Candidate(version=iteration, path=folder / f"version_{iteration}")]
+
+    def _report(self, dataset: Path, result: AuditResult, num_rows: int, num_faulty: int) -> None:
+        worst = result.faults.sort("log_likelihood_ratio", descending=True).row(0, named=True)
+        got = (
+            f"{num_faulty} of {count(num_rows, 'audited row')} {'were' if num_faulty > 1 else 'was'}"
+            f" not sampled as labelled; trajectory '{worst['trajectory_id']}', row"
+            f" {worst['step_index']}: {describe(worst)} ({worst['log_likelihood_ratio']:.0f} nats)"
+        )
+        causes = " ".join(likely_causes(result.verdicts, result.candidates)[:2])
+        text = f"{got}\nlikely cause: {causes}"
+        is_certain = num_faulty >= min(ROWS_TO_STOP, num_rows)
+        if self.config.on_mismatch == "stop" and is_certain:
+            command = f"rollouts audit {dataset} --weights {self.config.out}"
+            hint = f"{command} checks every row; --set on_mismatch=warn trains on them anyway"
+            raise InputError("weights_mismatch", str(dataset), text, hint=hint)
+        warn(text)
