@@ -295,6 +295,9 @@ replay_skipped: A mini-batch before the update is skipped now but was not skippe
     Replay on the machine of the run, with the same versions of its packages.
 replay_update: The run has not made the update.
     Choose a `global_step` of the run's `metrics.jsonl`.
+replay_without: `rollouts replay --without` names rows that the update does not train on, or leaves
+    no row.
+    Name a trajectory of the update's dataset, or `TRAJECTORY:STEP` with a stored `step_index`.
 request_size: The body of the request, the number of its prompts, or its fields other than messages,
     prompt and tools exceed a limit.
     Send a smaller request, or raise `rollouts record --max-request-mb`.
@@ -477,6 +480,9 @@ lora_target_modules: `lora_target_modules` names no linear layer of the decoder,
     Leave `lora_target_modules` out, or name linear layers of the decoder.
 ray_address: No Ray cluster responds at this address.
     Check the cluster with `ray status`, or unset `RAY_ADDRESS` to start one locally.
+replay_change: `rollouts replay --set` names a key that affects more than one update, or needs a
+    critic that the run does not have.
+    Change a key of the loss, the advantages or the optimizer, or start a new run.
 replay_place: The run's dataset or model is not at the path that its `config.json` names.
     Pass `--set dataset=PATH` or `--set model=DIR`, or run the command where the run was started.
 resume: The output directory holds a dataset that was not generated, or that was generated with a

@@ -30,7 +30,8 @@ from schemas.extras import explained
 GROUP = "rollout_io.verbs"
 ORDER = (
     *("formats", "templates", "convert", "validate", "inspect", "view", "stats", "filter"),
-    *("merge", "unmerge", "drift", "export", "record", "generate", "train", "rl", "plot", "audit"),
+    *("merge", "unmerge", "drift", "export", "record", "generate", "train", "rl", "audit"),
+    *("replay", "blame", "plot"),
 )
 
 

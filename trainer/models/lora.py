@@ -136,13 +136,18 @@ def _file_name(name: str) -> str:
     return "base_model.model." + name.replace(f".{NAME}.", ".")
 
 
+def adapter_weights(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the adapters of a model's weights by their names in peft's files; often empty."""
+    return {_file_name(name): tensor for name, tensor in state.items() if ".lora_" in name}
+
+
 def save_model(model: PreTrainedModel, path: Path, state: Mapping[str, Tensor]) -> None:
     """Write a model directory; adapters are merged, and also written to `adapter/`.
 
     The model in memory is left unchanged: adding adapters to its weights and subtracting them again
     would cause rounding errors. `state` contains all weights by name, including adapters.
     """
-    adapter = {_file_name(name): tensor for name, tensor in state.items() if ".lora_" in name}
+    adapter = adapter_weights(state)
     if not adapter:
         model.save_pretrained(path, state_dict=dict(state))
         return

@@ -15,6 +15,7 @@ from trainer.run.loop import count_update, set_rates
 from trainer.run.mini_batches import PreparedUpdate, make_update, prepared_updates
 from trainer.run.passes import UNWATCHED, Passes
 from trainer.run.setup import TrainingRun, set_up_at
+from trainer.run.starts import set_threads, start_of
 from trainer.run.state import Progress, load_progress
 
 Follow = Callable[[Progress | None], TrainingRun]
@@ -76,16 +77,16 @@ def reconstruct(
 
     Loads the newest checkpoint before the update that has a state, or the start model, and makes
     the updates in between with the code of the run itself. On a CPU, with the same number of
-    threads, the state equals that of the run bit for bit. The run's directory is only read, also
-    while the run is training.
+    threads, the state equals that of the run bit for bit. The number of threads of this process is
+    set to that of the run. The run's directory is only read, also while the run is training.
 
     Args:
         run: Directory of a run of `rollouts train` or `rollouts rl`.
         update: Number of the update: its `global_step`, counted from 1.
         places: New paths of things that have moved, by key of the configuration: `dataset`,
             `model`, `reference_model`, `critic_model`.
-        at_batch: Called with the update's batch at the start of the batch, or at the checkpoint
-            within it, before any of its updates is made.
+        at_batch: Called with the first mini-batch of the update's batch, before any update of the
+            batch is made; checkpoints within a batch are then not used.
         passes: Counts the forwarded micro-batches, and shows the progress.
 
     Raises:
@@ -98,12 +99,14 @@ def reconstruct(
         >>> found = reconstruct("run", 12)  # doctest: +SKIP
         >>> make_update(found.run, found.step, found.update).metrics  # doctest: +SKIP
     """
-    recorded = read_recorded(Path(run), places)
+    recorded = read_recorded(Path(run), places).at(update)
     target = recorded.index_of(update)
-    checkpoint = recorded.checkpoint_before(update)
+    checkpoint = recorded.checkpoint_before(update, between_batches=at_batch is not None)
     follow = _opened_loop(recorded, checkpoint) if recorded.num_iterations else None
     follow = follow or _opened_run(recorded, checkpoint)
     forwarded: list[Forwarded] = []
+    done = load_progress(checkpoint / "state").global_step if checkpoint else 0
+    set_threads(start_of(recorded.path, done + 1))
     progress: Progress | None = None
     while True:
         part = follow(progress)
@@ -132,7 +135,9 @@ def reconstruct(
             made = make_update(part, step, progress.global_step + 1, passes)
             passes.end_update(made=not made.metrics["skipped"])
             progress, metrics = count_update(part, progress, made)
-            forwarded.append(Forwarded(recorded=line, metrics=metrics))
+            set_threads(start_of(recorded.path, progress.global_step + 1))
+            own = {"iteration": part.first_batch} if recorded.num_iterations else {}
+            forwarded.append(Forwarded(recorded=line, metrics=own | metrics))
             _check_skipped(recorded, line, metrics)
         if not recorded.num_iterations:
             got = f"the run has {count(progress.num_mini_batches, 'mini-batch', 'es')}"

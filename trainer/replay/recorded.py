@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from schemas.errors import ConfigError, InputError
 from trainer.config.train_config import TrainConfig
 from trainer.run.checkpoint import checkpoints
 from trainer.run.resume import saved_config
+from trainer.run.starts import CHANGING, FILE, start_of
+from trainer.run.state import load_progress
 
 PLACES = ("dataset", "model", "reference_model", "critic_model")
 """Keys whose values are paths, which may have moved since the run."""
@@ -37,6 +40,16 @@ class RecordedRun:
     num_iterations: int | None
     lines: tuple[Mapping[str, Any], ...]
 
+    def at(self, update: int) -> RecordedRun:
+        """Return the run with the settings under which it made an update.
+
+        `--resume` may change some settings; each start of the run records them.
+        """
+        start = start_of(self.path, update)
+        known = {key: start[key] for key in CHANGING if key in start}
+        values = checked_values(TrainConfig, known, (), str(self.path / FILE))
+        return dataclasses.replace(self, config=dataclasses.replace(self.config, **values))
+
     def index_of(self, update: int) -> int:
         """Return the index in `lines` of an optimizer step, by its `global_step`.
 
@@ -50,7 +63,7 @@ class RecordedRun:
         }
         if update in made:
             return made[update]
-        got = f"the run has no update {update}"
+        got = f"no update {update}"
         where, expected = (
             str(self.path / "metrics.jsonl"),
             f"an update from 1 to {max(made, default=0)}",
@@ -64,14 +77,18 @@ class RecordedRun:
         """Return the dataset of an iteration of `rollouts rl`, counted from 0."""
         return self.path / "rollouts" / f"iteration_{iteration:05d}"
 
-    def checkpoint_before(self, update: int) -> Path | None:
-        """Return the newest checkpoint with a state before an update; None: the start model."""
-        usable = [
-            path
-            for step, path in checkpoints(self.path).items()
-            if step < update and (path / "state").is_dir()
-        ]
-        return usable[-1] if usable else None
+    def checkpoint_before(self, update: int, *, between_batches: bool = False) -> Path | None:
+        """Return the newest checkpoint with a state before an update; None: the start model.
+
+        With `between_batches`, checkpoints within a batch are passed over.
+        """
+        for step, path in reversed(checkpoints(self.path).items()):
+            state = path / "state"
+            if step >= update or not state.is_dir():
+                continue
+            if not between_batches or not load_progress(state).position.mini_batch:
+                return path
+        return None
 
 
 def read_recorded(path: Path, places: Mapping[str, str] | None = None) -> RecordedRun:

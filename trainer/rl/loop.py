@@ -49,6 +49,7 @@ from trainer.run.log import RunLog
 from trainer.run.remarks import say, show, warn
 from trainer.run.resume import alone_in, say_if_new, stops_when_full
 from trainer.run.same_tokenizer import check_tokenizers
+from trainer.run.starts import record_start
 from trainer.run.token_records import say_size
 
 if TYPE_CHECKING:
@@ -141,6 +142,7 @@ def run(
         out.mkdir(parents=True, exist_ok=True)
         held.enter_context(alone_in(out))
         evaluated = prepare(config, learning.progress)
+        record_start(out, learning.accelerator, learning.training, learning.progress.global_step)
         loop = Loop(
             config=config,
             learning=learning,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import polars as pl
+from accelerate import Accelerator
 from accelerate.utils import set_seed
 
 import rollout_io
@@ -77,6 +78,11 @@ class Learning:
         self._saved_step = self.progress.global_step
         self._said: set[str] = set()
         self._explained = False
+
+    @property
+    def accelerator(self) -> Accelerator:
+        """Device and precision of the updates."""
+        return self._learner.accelerator
 
     @property
     def iteration(self) -> int:

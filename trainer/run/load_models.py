@@ -55,7 +55,7 @@ def load_models(config: TrainConfig, checkpoint: Path | None) -> Models:
         RolloutError: A model cannot be trained as configured.
     """
     policy = _policy(config, checkpoint)
-    reference, critic = _reference(config), _critic(config, checkpoint)
+    reference, critic = load_reference(config), _critic(config, checkpoint)
     models = [found.model for found in (policy, reference, critic) if found]
     limits = [row_limit(model.config) for model in models]
     if config.gradient_checkpointing:
@@ -190,7 +190,7 @@ def _policy(config: TrainConfig, checkpoint: Path | None) -> Policy:
     return policy
 
 
-def _reference(config: TrainConfig) -> Policy | None:
+def load_reference(config: TrainConfig) -> Policy | None:
     """Load the frozen reference, if one with separate weights is needed."""
     if not config.needs_reference or (config.lora_rank and not config.reference_model):
         return None

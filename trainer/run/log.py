@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import os
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
@@ -115,12 +116,8 @@ class RunLog:
         self.bar.update(1)
 
     def write_line(self, metrics: dict[str, Any]) -> None:
-        """Write a line; NaN and infinity become null, because JSON supports neither."""
-        finite = dict(metrics)
-        for name, value in metrics.items():
-            if isinstance(value, float) and not math.isfinite(value):
-                finite[name] = None
-        self.file.write(json.dumps(finite) + "\n")
+        """Write a line of `metrics.jsonl`."""
+        self.file.write(line_of(metrics) + "\n")
         self.file.flush()
         known = {k: v for k, v in metrics.items() if isinstance(v, int | float)}
         self.accelerator.log(known, step=metrics["global_step"])
@@ -128,6 +125,20 @@ class RunLog:
     def sync(self) -> None:
         """Sync the file to disk: a checkpoint relies on the lines before it."""
         os.fsync(self.file.fileno())
+
+
+def line_of(metrics: Mapping[str, Any]) -> str:
+    """Format metrics as JSON; NaN and infinity become null, because JSON supports neither.
+
+    Example:
+        >>> line_of({"global_step": 2, "grad_norm": float("inf")})
+        '{"global_step": 2, "grad_norm": null}'
+    """
+    finite = dict(metrics)
+    for name, value in metrics.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            finite[name] = None
+    return json.dumps(finite)
 
 
 def _is_zero_loss(metrics: dict[str, Any]) -> bool:

@@ -24,6 +24,7 @@ from trainer.run.mini_batches import MiniBatchUpdate, mini_batch_updates
 from trainer.run.passes import UNWATCHED
 from trainer.run.resume import alone_in, stops_when_full
 from trainer.run.setup import TrainingRun, set_up
+from trainer.run.starts import record_start
 from trainer.run.state import Progress, optimizer_tensors, save_state
 from trainer.run.token_records import discard_token_records, say_size
 from trainer.run.update import Learner
@@ -128,6 +129,7 @@ def _open(run: TrainingRun, held: ExitStack) -> None:
     discard_after(out, run.progress.global_step)
     discard_token_records(out, run.progress.global_step)
     save_config(run.config, out / "config.json")
+    record_start(out, run.learner.accelerator, run.config, run.progress.global_step)
 
 
 def _write(accelerator: Accelerator, out: Path, work: Callable[[], object] | None) -> None:

@@ -97,6 +97,7 @@ class PreparedBatch:
         value_targets: [T] target values for the critic; None without a critic.
         kl_coef: `kl_coef` of the next batch.
         metrics: Metrics of each mini-batch that are known before its update.
+        raw_advantages: [T] advantages before `advantage_batch_normalize`.
         origins: Origins of the batch's tokens; None if no tokens are recorded.
     """
 
@@ -107,6 +108,7 @@ class PreparedBatch:
     value_targets: Tensor | None
     kl_coef: float
     metrics: list[dict[str, Any]]
+    raw_advantages: Tensor
     origins: Origins | None = None
 
 
@@ -282,6 +284,7 @@ def prepare_batch(
             mini_batch.metrics | counted | kl_metrics
             for mini_batch, counted in zip(mini_batches, counts, strict=True)
         ],
+        raw_advantages=estimates.raw,
         origins=loaded.origins,
     )
 
@@ -366,6 +369,11 @@ def _read_share(run: TrainingRun, groups: Sequence[str]) -> Share:
         generated=sequence_metrics(found, run.settings.outcome, merges=merges),
         stored=stored_rows(found) if records else None,
     )
+
+
+def load_groups(run: TrainingRun, groups: Sequence[str]) -> LoadedBatch:
+    """Load the batch of some groups."""
+    return _load(run, iter([_read_share(run, groups)]))
 
 
 def _load(run: TrainingRun, shares: Iterator[Share]) -> LoadedBatch:

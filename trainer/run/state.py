@@ -114,8 +114,8 @@ def dataset_digest(plan: Plan, index: pl.DataFrame) -> str:
     return hashlib.sha256("".join(table.write_csv() for table in tables).encode()).hexdigest()
 
 
-def load_progress(path: Path, digest: str) -> Progress:
-    """Load the progress of the run that wrote `path`.
+def load_progress(path: Path, digest: str | None = None) -> Progress:
+    """Load the progress of the run that wrote `path`, whose dataset has a digest; None: any.
 
     Raises:
         InputError: The state cannot be read, or was written for a different dataset.
@@ -123,7 +123,7 @@ def load_progress(path: Path, digest: str) -> Progress:
     try:
         run = json.loads((path / "run.json").read_text(encoding="utf-8"))
         known = load_file(path / "batch.safetensors")
-        same = run["dataset"] == digest
+        same = digest in (None, run["dataset"])
         position = Position(
             batch=run["batch"], mini_batch=run["mini_batch"], kl_coef=run["kl_coef"], known=known
         )

@@ -1,0 +1,176 @@
+"""The verb `replay`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from rollout_io.cli.output import emit, emit_json, example, note
+from rollout_io.terminal import columns
+from schemas.errors import count
+
+if TYPE_CHECKING:
+    from trainer.replay.compare import Difference
+    from trainer.replay.replay import Replay
+
+EXAMPLES = example(
+    "rollouts replay run/ --update 12"
+    "\n  rollouts replay run/ --update 12 --without shop-1_0 --set learning_rate=1e-6"
+)
+MOST_SHOWN = 10
+
+
+@click.command(epilog=EXAMPLES)
+@click.argument("run", metavar="RUN", type=click.Path())
+@click.option(
+    "--update",
+    type=click.IntRange(min=1),
+    required=True,
+    metavar="N",
+    help="Number of the update: its global_step in RUN/metrics.jsonl.",
+)
+@click.option(
+    "--without",
+    "rows",
+    multiple=True,
+    metavar="ID[:STEP]",
+    help="Leave a trajectory, or its row with this step_index, out of the loss; may be repeated.",
+)
+@click.option(
+    "--without-where",
+    "condition",
+    metavar="SQL",
+    help="Leave out the rows that match: 'reward > 0 AND policy_version < 3'.",
+)
+@click.option(
+    "--set",
+    "settings",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Change a key of the loss, the advantages or the optimizer, or say where the dataset or "
+    "the model is now; may be repeated.",
+)
+@click.option("--out", metavar="DIR", help="New directory for the resulting model.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+def replay(
+    *,
+    run: str,
+    update: int,
+    rows: tuple[str, ...],
+    condition: str | None,
+    settings: tuple[str, ...],
+    out: str | None,
+    as_json: bool,
+) -> int:
+    """Make an optimizer step of a training run again, as it was or with changes.
+
+    Starts from the newest checkpoint before the update, or from the start model, and makes the
+    updates in between again. Compares the metrics, the recorded tokens, and the weights of a
+    checkpoint saved after the update bit for bit; exit code 1 if something differs. With changes,
+    prints the metrics of the update as it was and with the changes side by side. A row that is left
+    out is removed from the loss and its denominators; the advantages of other rows stay as they
+    were (docs/audit.md). RUN is only read, and may still be training.
+    """
+    from schemas.extras import requires_extra
+
+    sys.path.append(str(Path.cwd()))  # for user functions; last, so that it shadows no module
+    with requires_extra("train", "rollouts replay"):
+        from trainer.replay.changes import Changes
+        from trainer.replay.replay import replay as make_again
+    changes = Changes(settings=settings, rows=rows, condition=condition)
+    found = make_again(run, update, changes, out=out)
+    emit_json(as_json_value(found)) if as_json else emit(screen(found))
+    for text in found.notes if found.differences else ():
+        note(f"note: {text}")
+    return int(found.changed is None and not found.is_identical)
+
+
+def as_json_value(found: Replay) -> dict[str, Any]:
+    """Return the result with the metrics side by side, as JSON types."""
+    columns_ = {"recorded": found.recorded, "replayed": found.replayed}
+    if found.changed is not None:
+        columns_["changed"] = found.changed
+    names = dict.fromkeys(name for column in columns_.values() for name in column)
+    return {
+        "run": found.run,
+        "update": found.update,
+        "iteration": found.iteration,
+        "checkpoint": found.checkpoint,
+        "num_forwarded": found.num_forwarded,
+        "num_threads": found.num_threads,
+        "identical": found.is_identical,
+        "compared": list(found.compared),
+        "not_compared": list(found.not_compared),
+        "differences": [_difference(one) for one in found.differences],
+        "changes": list(found.changes),
+        "metrics": {
+            name: {kind: column.get(name) for kind, column in columns_.items()} for name in names
+        },
+        "notes": list(found.notes),
+        "out": found.out,
+    }
+
+
+def _difference(one: Difference) -> dict[str, Any]:
+    fields = ("part", "name", "update", "recorded", "replayed", "largest", "num_different")
+    values = {name: getattr(one, name) for name in (*fields, "num_values", "place")}
+    return values | {"sentence": one.sentence}
+
+
+def screen(found: Replay) -> str:
+    """Format the result for people."""
+    where = "" if found.iteration is None else f" (iteration {found.iteration})"
+    start = found.checkpoint or "the start model"
+    if found.num_forwarded:
+        start += f", {count(found.num_forwarded, 'mini-batch', 'es')} on the way"
+    lines = [
+        f"update     {found.update} of {found.run}{where}",
+        f"from       {start}",
+        f"compared   {', '.join(found.compared)}",
+        f"result     {_verdict(found)}",
+    ]
+    lines += [f"           {one.sentence}" for one in found.differences[1:MOST_SHOWN]]
+    if len(found.differences) > MOST_SHOWN:
+        more = count(len(found.differences) - MOST_SHOWN, "more difference")
+        lines.append(f"           {more} (--json lists all)")
+    if found.changed is not None:
+        lines += [f"changed    {', '.join(found.changes)}", "", *columns(_table(found))]
+    if found.out:
+        lines.append(f"model      {found.out}")
+    return "\n".join(lines)
+
+
+def _verdict(found: Replay) -> str:
+    if found.is_identical:
+        return "bit for bit the same"
+    return f"differs: {found.differences[0].sentence}"
+
+
+def _table(found: Replay) -> list[list[str]]:
+    """Return the metrics side by side; those that are not numbers are left out."""
+    changed = found.changed or {}
+    names = dict.fromkeys((*found.recorded, *found.replayed, *changed))
+    table = [["metric", "recorded", "replayed", "changed", "difference"]]
+    for name in names:
+        if name in found.not_compared:
+            continue
+        values = [column.get(name) for column in (found.recorded, found.replayed, changed)]
+        if any(isinstance(value, int | float) for value in values):
+            table.append([name, *map(_shown, values), _gap(values[1], values[2])])
+    return table
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,}" if isinstance(value, int) else f"{value:.6g}"
+
+
+def _gap(before: Any, after: Any) -> str:
+    known = isinstance(before, int | float) and isinstance(after, int | float)
+    if not known:
+        return "-"
+    return "0" if after == before else f"{after - before:+.3g}"

@@ -1,0 +1,333 @@
+"""Compare an update that was made again with what the run recorded, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+import pyarrow as pa
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from pipelines.view.run_files import read_tokens
+from schemas.errors import count
+from schemas.run_metrics import LOOP_METRICS
+from trainer.models.critic import VALUE_HEAD, Critic
+from trainer.models.lora import WEIGHTS, adapter_weights
+from trainer.run.checkpoint import write_model
+from trainer.run.log import line_of
+from trainer.run.setup import TrainingRun
+from trainer.run.state import Progress, load_progress, optimizer_tensors
+
+TIMES = frozenset({"seconds", "tokens_per_s", "wait_seconds", "sync_seconds"})
+SAMPLED = frozenset({"num_dropped_groups", *LOOP_METRICS} - {"iteration"}) - TIMES
+"""Metrics of `rollouts rl` about sampling, which an update does not compute."""
+ENVIRONMENT = "environment/"
+KEYS = ("trajectory_id", "step_index")
+
+Bits = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """A value that differs from what the run recorded.
+
+    Attributes:
+        part: What was compared.
+        name: Name of the metric, column, tensor or field.
+        update: Number of the update.
+        recorded: The recorded value, or the first of those that differ; None: absent.
+        replayed: The same value now; None: absent.
+        largest: Largest absolute difference; None if it is not a number.
+        num_different: Number of values that differ.
+        num_values: Number of values that were compared.
+        place: Place of the first value that differs; empty for a metric.
+    """
+
+    part: Literal["metrics", "tokens", "weights", "optimizer", "progress"]
+    name: str
+    update: int
+    recorded: Any
+    replayed: Any
+    largest: float | None = None
+    num_different: int = 1
+    num_values: int = 1
+    place: str = ""
+
+    @property
+    def sentence(self) -> str:
+        """The difference in words.
+
+        Example:
+            >>> kept = {"part": "metrics", "name": "loss", "update": 7, "largest": 0.25}
+            >>> Difference(**kept, recorded=1.0, replayed=1.25).sentence
+            'update 7: the metric loss is 1.25, but 1.0 was recorded (a difference of 0.25)'
+        """
+        what = {"metrics": "metric", "tokens": "token record", "weights": "weight"}
+        kind = what.get(self.part, self.part)
+        size = "" if self.largest is None else f" (a difference of {self.largest:.3g})"
+        values = f"{_shown(self.replayed)}, but {_shown(self.recorded)} was recorded"
+        if self.part in ("metrics", "progress"):
+            return f"update {self.update}: the {kind} {self.name} is {values}{size}"
+        many = f"{self.num_different:,} of {count(self.num_values, 'value')} of the {kind} {self.name} differ"
+        most = "" if self.largest is None else f", by at most {self.largest:.3g}"
+        return f"update {self.update}: {many}{most}; the first, at {self.place}, is {values}"
+
+
+def _shown(value: Any) -> str:
+    return "nothing" if value is None else str(value)
+
+
+def as_recorded(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return metrics as a line of `metrics.jsonl` holds them."""
+    found: dict[str, Any] = json.loads(line_of(metrics))
+    return found
+
+
+def compared_metrics(line: Mapping[str, Any], *, is_loop: bool) -> list[str]:
+    """List the metrics of a line that are compared: all but times and those about sampling."""
+    left_out = TIMES | (SAMPLED if is_loop else frozenset())
+    return [
+        name
+        for name in line
+        if name not in left_out and not (is_loop and name.startswith(ENVIRONMENT))
+    ]
+
+
+def metric_differences(
+    line: Mapping[str, Any], metrics: Mapping[str, Any], update: int, *, is_loop: bool
+) -> Iterator[Difference]:
+    """Compare metrics with the line that the run wrote, in its order."""
+    now = as_recorded(metrics)
+    names = dict.fromkeys((*line, *now))
+    for name in compared_metrics(names, is_loop=is_loop):
+        then, found = line.get(name), now.get(name)
+        if then != found or (name in line) != (name in now):
+            yield Difference(
+                part="metrics",
+                name=name,
+                update=update,
+                recorded=then,
+                replayed=found,
+                largest=_gap(then, found),
+            )
+
+
+def _gap(then: Any, now: Any) -> float | None:
+    """Return the absolute difference of two numbers; None if one of them is not a number."""
+    known = isinstance(then, int | float) and isinstance(now, int | float)
+    return abs(now - then) if known else None
+
+
+def token_differences(run: Path, update: int, tokens: pa.Table | None) -> list[Difference]:
+    """Compare token records with those that the run wrote, column by column.
+
+    Args:
+        run: Directory of the run.
+        update: Number of the update.
+        tokens: Records of all rows of the update.
+
+    Raises:
+        InputError: `readable_file`: the file of the run is damaged.
+    """
+    recorded = read_tokens(run, update)
+    empty = pl.DataFrame(schema=recorded.drop("global_step", strict=False).schema)
+    now = empty if tokens is None else pl.DataFrame(pl.from_arrow(tokens))
+    keys = recorded.select(KEYS)
+    now = keys.join(now, on=KEYS, how="left", maintain_order="left")
+    found = []
+    for name in recorded.columns:
+        if name in ("dataset", "global_step", *KEYS) or name not in now.columns:
+            continue
+        if difference := _column_difference(keys, recorded[name], now[name], update):
+            found.append(difference)
+    return found
+
+
+def _column_difference(
+    keys: pl.DataFrame, then: pl.Series, now: pl.Series, update: int
+) -> Difference | None:
+    """Compare a column of token records, whose rows are `keys`; None if it is equal."""
+    name = then.name
+    if not then.dtype.is_nested():
+        return _difference(
+            "tokens", name, update, _numbers(then), _numbers(now), lambda at: _row(keys, at)
+        )
+    lengths = then.list.len().fill_null(0).to_numpy().astype(np.int64)
+    if not np.array_equal(lengths, now.list.len().fill_null(0).to_numpy()):
+        lists = ["no values" if one.null_count() else "values" for one in (then, now)]
+        if lists[0] == lists[1]:
+            lists = ["lists of the recorded lengths", "lists of different lengths"]
+        return _unequal("tokens", name, update, *lists)
+    row, start = np.repeat(np.arange(len(keys)), lengths), np.cumsum(lengths) - lengths
+
+    def place(at: int) -> str:
+        return f"{_row(keys, row[at])}, token {at - start[row[at]]}"
+
+    return _difference("tokens", name, update, _flat(then), _flat(now), place)
+
+
+def _flat(lists: pl.Series) -> Bits:
+    return _numbers(lists.drop_nulls().explode(empty_as_null=False))
+
+
+def _row(keys: pl.DataFrame, at: int) -> str:
+    name, step = keys.row(int(at))
+    return f"trajectory {name}, step {step}"
+
+
+def _numbers(values: pl.Series) -> Bits:
+    """Return values as an array whose bits can be compared; null has bits that no value has."""
+    if values.dtype in (pl.Float32, pl.Float64):
+        return values.fill_null(math.inf).to_numpy()  # a recorded value is never infinite
+    if values.dtype == pl.String:
+        return values.fill_null("").to_numpy().astype(str)
+    return values.cast(pl.Int64).fill_null(-1).to_numpy()
+
+
+def weight_differences(
+    folder: Path, run: TrainingRun, update: int, part: Literal["policy", "critic"] = "policy"
+) -> list[Difference]:
+    """Compare the weights in memory with those of a model directory that the run wrote.
+
+    Adapters are compared before they are merged.
+    """
+    model: Any
+    unwrap = run.learner.accelerator.unwrap_model
+    if part == "critic":
+        assert run.critic is not None
+        critic: Critic = unwrap(run.critic.critic)
+        model, head = critic.model, folder / VALUE_HEAD
+        found = _tensor_differences(
+            "weights", head, critic.value_head.state_dict(), update, "value_head."
+        )
+    else:
+        model, found = unwrap(run.learner.policy).model, []
+    state = model.state_dict()
+    if part == "policy" and (adapter := adapter_weights(state)):
+        file = folder / "adapter" / WEIGHTS
+        return list(_tensor_differences("weights", file, adapter, update))
+    files = [path for path in sorted(folder.glob("*.safetensors")) if path.name != VALUE_HEAD]
+    names = [name for path in files for name in _names(path)]
+    if set(names) <= state.keys():
+        own = [one for path in files for one in _tensor_differences("weights", path, state, update)]
+        return [*found, *own]
+    with tempfile.TemporaryDirectory() as scratch:  # names change when the model is saved
+        saved = Path(scratch) / "model"
+        write_model(saved, model, run.checkpoints.source)
+        written = {n: t for path in saved.glob("*.safetensors") for n, t in _tensors(path)}
+        own = [one for p in files for one in _tensor_differences("weights", p, written, update)]
+    return [*found, *own]
+
+
+def state_differences(
+    folder: Path, run: TrainingRun, progress: Progress, update: int
+) -> list[Difference]:
+    """Compare optimizers and progress with a checkpoint's `state/`.
+
+    Raises:
+        InputError: `checkpoint_state`: the state cannot be read.
+    """
+    found: list[Difference] = []
+    for name, tensors in optimizer_tensors(run.learner, run.critic).items():
+        file = folder / f"{name}.safetensors"
+        found += _tensor_differences("optimizer", file, tensors, update)
+    then = load_progress(folder)
+    if then.num_mini_batches != progress.num_mini_batches:  # some were skipped after the update
+        return found
+    for name in ("global_step", "num_skipped", "trained"):
+        before, now = getattr(then, name), getattr(progress, name)
+        if before != now:
+            found.append(_unequal("progress", name, update, before, now))
+    for name in ("batch", "mini_batch", "kl_coef"):
+        before, now = getattr(then.position, name), getattr(progress.position, name)
+        if before != now:
+            found.append(_unequal("progress", name, update, before, now))
+    known = progress.position.known
+    found += _tensor_differences("progress", folder / "batch.safetensors", known, update)
+    return found
+
+
+def _unequal(part: Any, name: str, update: int, then: Any, now: Any) -> Difference:
+    return Difference(part=part, name=name, update=update, recorded=then, replayed=now)
+
+
+def _names(file: Path) -> list[str]:
+    with safe_open(file, "pt") as opened:
+        return list(opened.keys())
+
+
+def _tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a file one by one, so that a large file need not fit in memory."""
+    with safe_open(file, "pt") as opened:
+        for name in opened.keys():  # noqa: SIM118
+            yield name, opened.get_tensor(name)
+
+
+def _tensor_differences(
+    part: Any, file: Path, tensors: Mapping[str, Tensor], update: int, prefix: str = ""
+) -> list[Difference]:
+    """Compare tensors with those of a file; each tensor that differs is one difference."""
+    found, recorded = [], set()
+    for name, then in _tensors(file):
+        recorded.add(name)
+        now = tensors.get(name)
+        if now is None or now.shape != then.shape or now.dtype != then.dtype:
+            kinds = [
+                None if t is None else f"{t.dtype} {list(t.shape)}".removeprefix("torch.")
+                for t in (then, now)
+            ]
+            found.append(_unequal(part, prefix + name, update, *kinds))
+            continue
+        one = _difference(part, prefix + name, update, _array(then), _array(now), _index)
+        found += [one] if one else []
+    missing = sorted(tensors.keys() - recorded) if part != "weights" else []
+    return found + [_unequal(part, name, update, None, "a tensor") for name in missing]
+
+
+def _array(tensor: Tensor) -> Bits:
+    flat = tensor.detach().cpu().contiguous().flatten()
+    found: Bits = (flat.float() if flat.dtype == torch.bfloat16 else flat).numpy()
+    return found
+
+
+def _index(at: int) -> str:
+    return f"index {at}"
+
+
+def _difference(
+    part: Any, name: str, update: int, then: Bits, now: Bits, place: Callable[[int], str]
+) -> Difference | None:
+    """Compare two arrays of the same length bit by bit; None if they are equal."""
+    if then.shape != now.shape:
+        return _unequal(part, name, update, f"{len(then)} values", f"{len(now)} values")
+    same = then == now
+    if then.dtype.kind == "f":
+        same = then.view(f"i{then.itemsize}") == now.view(f"i{now.itemsize}")
+    at = np.flatnonzero(~same)
+    if not len(at):
+        return None
+    largest = None
+    if then.dtype.kind in "fiu":
+        gap = np.abs(now[at].astype(np.float64) - then[at].astype(np.float64))
+        largest = float(np.nan_to_num(gap, nan=math.inf).max())
+    return Difference(
+        part=part,
+        name=name,
+        update=update,
+        recorded=then[at[0]].item(),
+        replayed=now[at[0]].item(),
+        largest=largest,
+        num_different=len(at),
+        num_values=len(then),
+        place=place(int(at[0])),
+    )

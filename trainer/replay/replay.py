@@ -1,0 +1,341 @@
+"""Make an update of a run again, as it was or with changes, and compare it with the records."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from rollout_io.dataset.atomic_files import whole, writable
+from rollout_io.terminal import Bar
+from schemas.errors import ConfigError, InputError, count
+from schemas.token_records import token_record_path
+from trainer.replay.changes import (
+    ChangedBatch,
+    Changes,
+    apply_settings,
+    changed_config,
+    describe,
+    split_settings,
+    without_rows,
+)
+from trainer.replay.compare import (
+    Difference,
+    as_recorded,
+    compared_metrics,
+    metric_differences,
+    state_differences,
+    token_differences,
+    weight_differences,
+)
+from trainer.replay.reconstruct import Reconstruction, reconstruct
+from trainer.replay.recorded import read_recorded
+from trainer.run.checkpoint import checkpoint_path, write_model
+from trainer.run.loop import count_update
+from trainer.run.mini_batches import MiniBatchUpdate, make_update
+from trainer.run.passes import Passes, ticking
+from trainer.run.setup import TrainingRun
+from trainer.run.starts import CHANGING, MACHINE, start_of, starts_of, this_machine
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Replay:
+    """Result of making an update again.
+
+    Attributes:
+        run: Directory of the run.
+        update: Number of the update.
+        iteration: Its iteration of `rollouts rl`, counted from 0; None for `rollouts train`.
+        checkpoint: Checkpoint from which it was made; None: the start model.
+        num_forwarded: Mini-batches made between the checkpoint and the update.
+        num_threads: Number of threads used.
+        compared: What was compared, in words.
+        not_compared: Metrics that were not compared: times, and those about sampling.
+        differences: What differs from the records, in the order in which it arose.
+        recorded: The metrics that the run recorded.
+        replayed: The metrics of the update made again.
+        changed: The metrics of the update with changes; None without changes.
+        changes: The changes in words.
+        notes: Reasons why results may differ.
+        out: Directory of the resulting model; None if it was not written.
+    """
+
+    run: str
+    update: int
+    iteration: int | None
+    checkpoint: str | None
+    num_forwarded: int
+    num_threads: int
+    compared: tuple[str, ...]
+    not_compared: tuple[str, ...]
+    differences: tuple[Difference, ...]
+    recorded: Mapping[str, Any]
+    replayed: Mapping[str, Any]
+    changed: Mapping[str, Any] | None
+    changes: tuple[str, ...]
+    notes: tuple[str, ...]
+    out: str | None
+
+    @property
+    def is_identical(self) -> bool:
+        """True if everything that was compared is equal bit for bit."""
+        return not self.differences
+
+
+def replay(
+    run: str | Path,
+    update: int,
+    changes: Changes | None = None,
+    *,
+    out: str | Path | None = None,
+) -> Replay:
+    """Make an update of a run again, and compare it with what the run recorded.
+
+    The run's directory is only read. Compared are the metrics of the update, and of those made on
+    the way to it; its recorded tokens; and the weights and the state of a checkpoint that the run
+    saved after the update. With changes, the update is made twice from the same state: as it was,
+    for the comparison of metrics and tokens, and with the changes.
+
+    Args:
+        run: Directory of a run of `rollouts train` or `rollouts rl`.
+        update: Number of the update: its `global_step`, counted from 1.
+        changes: Changes to the update; None: none.
+        out: New directory for the resulting model; None: it is not written.
+
+    Raises:
+        RolloutError: See `reconstruct`, `changed_config` and `without_rows`; or `out_is_free`: the
+            output directory exists or is inside the run.
+
+    Example:
+        >>> replay("run", 12).is_identical  # doctest: +SKIP
+        True
+        >>> replay("run", 12, Changes(rows=["g3_1"])).changed["grad_norm"]  # doctest: +SKIP
+    """
+    _refuse_several_processes()
+    path, changes = Path(run), changes or Changes()
+    if out is not None:
+        _refuse_taken(Path(out), path)
+    places, settings = split_settings(changes.settings)
+    recorded = read_recorded(path, places)
+    recorded.index_of(update)
+    changed_config(recorded.config, settings)
+    batch = None
+    with Bar(update, "updates", f"replaying update {update}") as bar:
+        passes = _Forwarding(bar, num_planned=update)
+        if settings:
+            batch = ChangedBatch(settings=settings, passes=passes)
+        with ticking(passes):
+            found = reconstruct(
+                path,
+                update,
+                places=places,
+                at_batch=batch.prepare if batch else None,
+                passes=passes,
+            )
+            if settings or changes.leaves_out:
+                made = _made(_paused(found.run), found, passes)
+                changed, after = _changed(found, batch, changes, passes)
+            else:
+                made, changed, after = _made(found.run, found, passes), None, found.run
+    result = _compared(found, made, is_changed=changed is not None)
+    if out is not None:
+        _write(Path(out), after)
+    return dataclasses.replace(
+        result,
+        changed=changed,
+        changes=tuple(describe(dataclasses.replace(changes, settings=settings))),
+        out=None if out is None else str(out),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Made:
+    """An update that was made: its metrics with their counts, and the run's progress after it."""
+
+    update: MiniBatchUpdate
+    metrics: dict[str, Any]
+    progress: Any
+
+
+def _made(run: TrainingRun, found: Reconstruction, passes: Passes) -> _Made:
+    made = make_update(run, found.step, found.update, passes)
+    passes.end_update(made=not made.metrics["skipped"])
+    progress, metrics = count_update(run, found.progress, made)
+    return _Made(update=made, metrics=metrics, progress=progress)
+
+
+def _changed(
+    found: Reconstruction, batch: ChangedBatch | None, changes: Changes, passes: Passes
+) -> tuple[dict[str, Any], TrainingRun]:
+    """Make the update with changes; return its metrics, and the run after it."""
+    run, step = batch.of(found.run, found.step) if batch else (found.run, found.step)
+    if changes.leaves_out:
+        step = without_rows(run, step, changes)
+    apply_settings(run, found.progress.global_step)
+    made = make_update(run, step, found.update, passes)
+    _, metrics = count_update(run, found.progress, made)
+    return as_recorded(metrics), run
+
+
+class _Forwarding(Passes):
+    """Passes that also move the bar by the updates made on the way."""
+
+    def __init__(self, bar: Bar, *, num_planned: int) -> None:
+        super().__init__(bar, num_planned=num_planned, spans_run=False)
+        self._main = bar
+
+    def end_update(self, *, made: bool) -> None:
+        """See `Passes.end_update`."""
+        super().end_update(made=made)
+        self._main.update(int(made))
+
+
+class _Paused:
+    """An optimizer that clears the gradient but never steps."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The parameter groups of the optimizer."""
+        return self._optimizer.param_groups
+
+    def step(self) -> None:
+        """Leave the weights unchanged."""
+
+    def zero_grad(self) -> None:
+        """Clear the gradient."""
+        self._optimizer.zero_grad()
+
+
+def _paused(run: TrainingRun) -> TrainingRun:
+    """Return the run with optimizers that leave models and optimizer state unchanged."""
+
+    def still(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        return cast("torch.optim.Optimizer", _Paused(optimizer))
+
+    critic = run.critic
+    return dataclasses.replace(
+        run,
+        learner=dataclasses.replace(run.learner, optimizer=still(run.learner.optimizer)),
+        critic=critic and dataclasses.replace(critic, optimizer=still(critic.optimizer)),
+    )
+
+
+def _compared(found: Reconstruction, made: _Made, *, is_changed: bool) -> Replay:
+    """Compare an update with the records; its weights only if nothing was changed."""
+    recorded, update, run = found.recorded, found.update, found.run
+    is_loop = recorded.num_iterations is not None
+    differences: list[Difference] = []
+    for one in found.forwarded:
+        step = one.metrics["global_step"]
+        differences += metric_differences(one.recorded, one.metrics, step, is_loop=is_loop)
+    own = {"iteration": run.first_batch} if is_loop else {}
+    replayed = own | made.metrics
+    differences += metric_differences(found.line, replayed, update, is_loop=is_loop)
+    names = compared_metrics(found.line, is_loop=is_loop)
+    compared = [count(len(names), "metric")]
+    if found.forwarded:
+        on_the_way = count(len(found.forwarded), "update")
+        compared.append(f"the metrics of {on_the_way} on the way")
+    if token_record_path(recorded.path, update).is_file():
+        differences += token_differences(recorded.path, update, made.update.tokens)
+        compared.append("the recorded tokens")
+    if not is_changed:
+        for what, more in _saved_differences(found, made):
+            compared.append(what)
+            differences += more
+    return Replay(
+        run=str(recorded.path),
+        update=update,
+        iteration=own.get("iteration"),
+        checkpoint=None if found.checkpoint is None else str(found.checkpoint),
+        num_forwarded=len(found.forwarded),
+        num_threads=torch.get_num_threads(),
+        compared=tuple(compared),
+        not_compared=tuple(name for name in found.line if name not in names),
+        differences=tuple(differences),
+        recorded=found.line,
+        replayed=as_recorded(replayed),
+        changed=None,
+        changes=(),
+        notes=tuple(_notes(found)),
+        out=None,
+    )
+
+
+def _saved_differences(
+    found: Reconstruction, made: _Made
+) -> Iterator[tuple[str, list[Difference]]]:
+    """Compare the models with those that the run saved after the update, and say with which."""
+    run, update = found.run, found.update
+    folder = checkpoint_path(found.recorded.path, update)
+    if folder.is_dir():
+        yield f"the weights of {folder}", weight_differences(folder, run, update)
+        if run.critic is not None:
+            critic = folder / "critic"
+            yield "its critic", weight_differences(critic, run, update, "critic")
+        if (folder / "state").is_dir():
+            more = state_differences(folder / "state", run, made.progress, update)
+            yield "its optimizers and position", more
+    version = found.recorded.path / "weights" / f"version_{run.first_batch + 1}"
+    is_last = found.recorded.num_iterations is not None and found.step.num_left == 1
+    if is_last and version.is_dir():
+        yield f"the weights of {version}", weight_differences(version, run, update)
+
+
+def _notes(found: Reconstruction) -> Iterator[str]:
+    """Yield reasons why the update may differ from that of the run."""
+    out, update = found.recorded.path, found.update
+    start, here = start_of(out, update), this_machine(found.run.learner.accelerator)
+    if not start:
+        yield (
+            "the run did not record its number of threads; if it was not"
+            f" {here['num_threads']}, set OMP_NUM_THREADS"
+        )
+    different = [key for key in MACHINE if key in start and start[key] != here[key]]
+    for key in different:
+        yield f"{key} is {here[key]}, but was {start[key]} in the run"
+    if here["device"].partition(" ")[0] != "CPU":
+        yield f"results on {here['device']} are not reproducible bit for bit"
+    first = found.progress.global_step - len(found.forwarded) + 1
+    used = [start_of(out, step) for step in range(max(first, 1), update + 1)]
+    for key in CHANGING if starts_of(out) else ():
+        values = {one.get(key) for one in used}
+        if len(values) > 1:
+            yield f"{key} was changed by --resume between updates {first} and {update}"
+
+
+def _refuse_several_processes() -> None:
+    num_processes = os.environ.get("WORLD_SIZE", "1")
+    if num_processes != "1":
+        text = f"WORLD_SIZE is {num_processes}, but `rollouts replay` uses one process"
+        hint = "launch it without torchrun"
+        raise ConfigError("launch", "WORLD_SIZE", num_processes, "1", hint, message=text)
+
+
+def _refuse_taken(out: Path, run: Path) -> None:
+    """Refuse an output directory that exists or is inside the run."""
+    if out.exists() or out.is_symlink():
+        got, hint = "the output path already exists", "choose a different --out, or remove it"
+        raise InputError("out_is_free", str(out), got, hint=hint)
+    if out.resolve().is_relative_to(run.resolve()):
+        got, hint = "the output path is inside the run", "choose a directory outside of it"
+        raise InputError("out_is_free", str(out), got, hint=hint)
+
+
+def _write(out: Path, run: TrainingRun) -> None:
+    """Write the policy, and the critic in `critic/`, as a checkpoint holds them."""
+    unwrap = run.learner.accelerator.unwrap_model
+    with writable(str(out)):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with whole(out) as partial:
+            write_model(partial, unwrap(run.learner.policy).model, run.checkpoints.source)
+            if run.critic is not None:
+                unwrap(run.critic.critic).save(partial / "critic")
